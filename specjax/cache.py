@@ -1,4 +1,4 @@
-"""Keys and values of committed tokens, and of the window a round works in."""
+"""The cache of committed tokens' keys and values, and the window of a round's new tokens."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ class Window:
     positions: Int[Array, "B W"] | None = None
 
     def padded(self, slots: int) -> Window:
-        """The window with so many more slots, of zeros."""
+        """Return the window with `slots` more slots, which hold zeros."""
         return Window(
-            *(_pad(part, 3, slots) for part in (self.k, self.v)),
+            *(_pad(keys_or_values, 3, slots) for keys_or_values in (self.k, self.v)),
             self.positions if self.positions is None else _pad(self.positions, 1, slots),
         )
 
     def take(self, rows: Int[Array, "A"]) -> Window:
-        """The window of some of the rows."""
+        """Return the window of the given rows."""
         positions = self.positions if self.positions is None else self.positions[rows]
         return Window(self.k[:, rows], self.v[:, rows], positions)
 
     def admit(self, rows: Int[Array, "A"], new: Window) -> Window:
-        """The window with the A rows of `new` at `rows`; those out of range are dropped."""
+        """Return the window with `new` in place of `rows`; rows out of range are dropped."""
         positions = self.positions
         if positions is not None:
             positions = positions.at[rows].set(new.positions, mode="drop")
@@ -49,7 +49,7 @@ class Window:
 class KVCache:
     """Keys and values of each row's first `length` committed tokens, and of nothing else.
 
-    What lies at and beyond `length` is unspecified and must be masked by the reader.
+    The slots from `length` on are unspecified and must be masked by the reader.
     """
 
     k: Float[Array, "L B G S C"]
@@ -62,11 +62,11 @@ class KVCache:
         return self.k.shape[3]
 
     def take(self, rows: Int[Array, "A"]) -> KVCache:
-        """The cache of some of the rows."""
+        """Return the cache of the given rows."""
         return KVCache(self.k[:, rows], self.v[:, rows], self.length[rows])
 
     def admit(self, rows: Int[Array, "A"], new: KVCache) -> KVCache:
-        """The cache with the A rows of `new` at `rows`; those out of range are dropped."""
+        """Return the cache with `new` in place of `rows`; rows out of range are dropped."""
         return KVCache(
             self.k.at[:, rows].set(new.k, mode="drop"),
             self.v.at[:, rows].set(new.v, mode="drop"),
@@ -74,14 +74,14 @@ class KVCache:
         )
 
     def release(self, rows: Int[Array, "A"]) -> KVCache:
-        """The cache with nothing committed in `rows`."""
+        """Return the cache with `rows` empty."""
         return self.replace(length=self.length.at[rows].set(0, mode="drop"))
 
 
 def make_cache(
     num_layers: int, batch: int, kv_heads: int, capacity: int, head_dim: int, dtype: jnp.dtype
 ) -> KVCache:
-    """An empty cache: zeros of shape [L, B, G, S, C], every length 0."""
+    """Return an empty cache: zeros of shape [L, B, G, S, C], every length 0."""
     shape = (num_layers, batch, kv_heads, capacity, head_dim)
     return KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros(batch, jnp.int32))
 
@@ -89,10 +89,10 @@ def make_cache(
 def commit(
     cache: KVCache, window: Window, slots: Int[Array, "B T"], count: Int[Array, "B"]
 ) -> KVCache:
-    """The cache with each row's first `count` slots of `slots` appended, in that order.
+    """Return the cache with the first `count` of each row's `slots` appended, in that order.
 
-    Entries at and beyond `count` are sent out of range and dropped by the scatter, so that rows
-    of different counts need no loop and the donated cache is updated in place.
+    Further slots get an index out of range, which the scatter drops, so that rows of different
+    counts need no loop and the donated cache is updated in place.
     """
     step = jnp.arange(slots.shape[1])[None, :]
     keep = step < count[:, None]
@@ -113,14 +113,14 @@ def commit(
     return KVCache(append(cache.k, window.k), append(cache.v, window.v), cache.length + count)
 
 
-def _pad(part: jax.Array, axis: int, more: int) -> jax.Array:
-    widths = [(0, 0)] * part.ndim
-    widths[axis] = (0, more)
-    return jnp.pad(part, widths)
+def _pad(array: jax.Array, axis: int, slots: int) -> jax.Array:
+    widths = [(0, 0)] * array.ndim
+    widths[axis] = (0, slots)
+    return jnp.pad(array, widths)
 
 
-# All axes in front of the tokens are batch dimensions of the scatter: each device of a mesh writes
-# its own part, and no backend has a reason to transpose the cache.
+# All axes before the tokens are batch dimensions of the scatter: each device of a mesh writes its
+# own part, and no backend transposes the cache.
 _APPEND = lax.ScatterDimensionNumbers(
     update_window_dims=(4,),
     inserted_window_dims=(3,),
@@ -132,9 +132,10 @@ _APPEND = lax.ScatterDimensionNumbers(
 
 def put(
     into: Shaped[Array, "B S *rest"],
-    where: Int[Array, "#B T"],
+    slots: Int[Array, "#B T"],
     new: Shaped[Array, "B T *rest"],
 ) -> Shaped[Array, "B S *rest"]:
-    """Each row with `new` written at its own slots; those out of range are dropped."""
-    where = jnp.broadcast_to(where, new.shape[:2])
-    return jax.vmap(lambda row, at, values: row.at[at].set(values, mode="drop"))(into, where, new)
+    """Return `into` with `new` written at each row's own slots; slots out of range are dropped."""
+    slots = jnp.broadcast_to(slots, new.shape[:2])
+    put_row = jax.vmap(lambda row, slots, values: row.at[slots].set(values, mode="drop"))
+    return put_row(into, slots, new)

@@ -1,4 +1,4 @@
-"""The error that bad input raises, and how values are shown in it."""
+"""The error that bad input raises, and the form in which values appear in it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from typing import Any
 
 NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-"""The numbers of an OSError for a full disk, a used up quota, and a limit on the size of files."""
+"""`errno` of an OSError for a full disk, an exhausted quota, and a limit on the size of files."""
 _LONGEST = 2000
-"""Characters of a message."""
+"""The most characters of a message."""
 
 
 _SHORT = reprlib.Repr()
@@ -39,24 +39,24 @@ class Problems:
     """Collects InputErrors of checks that do not depend on each other, to raise them as one."""
 
     def __init__(self) -> None:
-        self._found: list[str] = []
+        self._messages: list[str] = []
 
     @contextmanager
     def collect(self) -> Iterator[None]:
-        """Note an InputError that is raised inside, and continue after the block."""
+        """Collect an InputError that is raised inside the block, and continue after it."""
         try:
             yield
         except InputError as error:
             self.add(str(error))
 
     def add(self, message: str) -> None:
-        """Note a message."""
-        self._found.append(message)
+        """Collect a message."""
+        self._messages.append(message)
 
     def check(self) -> None:
-        """Raise one InputError that lists all that were noted, if any was."""
-        if self._found:
-            raise InputError("; ".join(self._found))
+        """Raise one InputError with all collected messages, if there are any."""
+        if self._messages:
+            raise InputError("; ".join(self._messages))
 
 
 def _printable(char: str) -> str:
@@ -66,12 +66,12 @@ def _printable(char: str) -> str:
 
 
 def one_line(error: Exception) -> str:
-    """Another library's message as a part of one of ours; its class's name where it has none."""
+    """Return another library's message on one line; the name of its class if it has none."""
     return " ".join(str(error).split()) or type(error).__name__
 
 
 def shown(value: Any, limit: int = 60) -> str:
-    """A value as an error shows it: its repr on one line, of about `limit` characters at most."""
+    """Return a value's repr for an error message: on one line, at most about `limit` characters."""
     try:
         text = " ".join(_SHORT.repr(value).split())
     except Exception:  # a repr is the value's own code; Python prints no number of 5,000 digits

@@ -28,24 +28,24 @@ Widths = Int[np.ndarray, "B R"] | Int[np.ndarray, "R"]
 
 
 def num_drafts(drafted: Counts) -> int:
-    """Passes that verified at least one draft token (vLLM's counter of that name)."""
+    """Return how many passes verified at least one draft token (vLLM's counter of that name)."""
     return int((drafted > 0).sum())
 
 
 def num_draft_tokens(drafted: Counts) -> int:
-    """Draft tokens verified (vLLM's counter; llama.cpp's `draft_n`)."""
+    """Return how many draft tokens were verified (vLLM's counter; llama.cpp's `draft_n`)."""
     return int(drafted[drafted > 0].sum())
 
 
 def num_accepted_tokens(accepted: Counts) -> int:
-    """Draft tokens accepted (vLLM's counter; llama.cpp's `draft_n_accepted`)."""
+    """Return how many draft tokens were accepted (vLLM's; llama.cpp's `draft_n_accepted`)."""
     return int(accepted[accepted > 0].sum())
 
 
 def num_accepted_tokens_per_pos(
     drafted: Counts, accepted: Counts, positions: int | None = None
 ) -> tuple[int, ...]:
-    """Entry i: passes whose first i+1 draft tokens were accepted (vLLM's counter).
+    """Return how many passes accepted their first i+1 draft tokens, by i (vLLM's counter).
 
     `positions` is the number of entries, the drafter's longest path; without it, the longest draft
     in the counts, which suits chains and is too long for trees.
@@ -55,7 +55,7 @@ def num_accepted_tokens_per_pos(
 
 
 def acceptance_length(accepted: Counts) -> float | None:
-    """Tau: mean tokens per verify pass, bonus token included, empty drafts counted.
+    """Return tau: the mean tokens per verify pass, bonus token included, empty drafts counted.
 
     The mean of accepted + 1, which is 1 for plain decoding. Spec-Bench's "#Mean accepted tokens",
     EAGLE's tau, SGLang's and SpecForge's accept length.
@@ -64,7 +64,7 @@ def acceptance_length(accepted: Counts) -> float | None:
 
 
 def tau_drafted(drafted: Counts, accepted: Counts) -> float | None:
-    """`acceptance_length` over the passes with a draft only.
+    """Return the `acceptance_length` of the passes with a draft only.
 
     1 + num_accepted_tokens / num_drafts: vLLM's "Mean acceptance length", llama.cpp's "mean len".
     """
@@ -72,7 +72,7 @@ def tau_drafted(drafted: Counts, accepted: Counts) -> float | None:
 
 
 def acceptance_rate(drafted: Counts, accepted: Counts) -> float | None:
-    """Accepted draft tokens / verified draft tokens, of chains.
+    """Return accepted draft tokens / verified draft tokens, for chains.
 
     vLLM's "Avg Draft acceptance rate", SGLang's `spec_accept_rate`, llama.cpp's ratio. In a tree at
     most one path can be accepted, so there it measures the tree's width and not the drafter.
@@ -83,7 +83,7 @@ def acceptance_rate(drafted: Counts, accepted: Counts) -> float | None:
 def acceptance_at_pos(
     drafted: Counts, accepted: Counts, positions: int | None = None
 ) -> tuple[float | None, ...]:
-    """Entry i: P(the first i+1 draft tokens are accepted), over all passes with a draft.
+    """Return P(the first i+1 draft tokens are accepted) over all passes with a draft, by i.
 
     Never increases with i, and 1 + its sum is `tau_drafted`. A draft too short to reach a position
     counts as not accepted there. vLLM's "Per-position acceptance rate", speculators'
@@ -97,7 +97,7 @@ def acceptance_at_pos(
 def cond_acceptance_at_pos(
     drafted: Counts, accepted: Counts, positions: int | None = None
 ) -> tuple[float | None, ...]:
-    """Entry i: P(draft token i+1 is accepted | the first i were, and it was drafted).
+    """Return P(draft token i+1 is accepted | the first i were, and it was drafted), by i.
 
     Where all drafts have one length this is per_pos[i] / per_pos[i-1], EAGLE's n-alpha and
     speculators' `cond_acc_i`; shorter drafts leave the denominator where they end. A tree's path
@@ -109,7 +109,7 @@ def cond_acceptance_at_pos(
 
 
 def tokens_per_round(emitted: Counts) -> float | None:
-    """Tokens that reached the output per verify pass.
+    """Return the mean number of tokens per verify pass that reached the output.
 
     At most `acceptance_length`; lower where the end of a sequence, max_new_tokens or a stop string
     truncates a pass. Decoding speed is this number over the time of a pass.
@@ -118,12 +118,12 @@ def tokens_per_round(emitted: Counts) -> float | None:
 
 
 def accept_lengths(emitted: Counts) -> list[list[int]]:
-    """Tokens emitted in each pass of each request (Spec-Bench's `accept_lengths`)."""
+    """Return the tokens emitted in each pass of each request (Spec-Bench's `accept_lengths`)."""
     return [row[row >= 0].tolist() for row in emitted]
 
 
 def per_request_mean(metric: Callable[..., float | None], *counts: Counts) -> float | None:
-    """A pooled metric taken request by request and averaged over those where it is defined.
+    """Return the mean of a pooled metric over the requests for which it is defined.
 
     `counts` are the metric's own arguments: `per_request_mean(tau_drafted, drafted, accepted)`.
     """
@@ -139,21 +139,22 @@ def truncate_rounds(
     width: Widths,
     kept_tokens: Int[np.ndarray, "B"],
 ) -> tuple[Counts, Counts, Counts, Counts]:
-    """The counts once each row's output is truncated to `kept_tokens`, as by a stop string.
+    """Return the counts after truncating each row's output to `kept_tokens`, as by a stop string.
 
-    Passes without a kept token become -1. The truncated pass keeps `drafted` and `width`, as it was
-    computed, and loses the dropped tokens from `emitted` and `accepted`; all it keeps are draft
-    tokens, since its own token comes last. Returns
-    (drafted, accepted, emitted, width), each [B, R]. Raises ValueError where the counts do not fit
-    together.
+    Passes without a kept token become -1. The pass in which a row is truncated keeps `drafted` and
+    `width`, since it was computed, and loses the dropped tokens from `emitted` and `accepted`; the
+    tokens it keeps are all draft tokens, since its own token comes last. Returns (drafted,
+    accepted, emitted, width), each [B, R]. Raises ValueError if the counts do not fit together.
     """
     width = _checked_width(drafted, accepted, emitted, width)
-    sizes = np.maximum(emitted, 0)
-    left = kept_tokens[:, None] - (sizes.cumsum(axis=1) - sizes)
-    stays = (drafted >= 0) & (left > 0)
-    accepted = np.where(left < emitted, np.minimum(accepted, left), accepted)
-    kept = (drafted, accepted, np.minimum(emitted, left), width)
-    drafted, accepted, emitted, width = (np.where(stays, array, -1) for array in kept)
+    pass_sizes = np.maximum(emitted, 0)
+    remaining_tokens = kept_tokens[:, None] - (pass_sizes.cumsum(axis=1) - pass_sizes)
+    keeps_tokens = (drafted >= 0) & (remaining_tokens > 0)
+    accepted = np.where(
+        remaining_tokens < emitted, np.minimum(accepted, remaining_tokens), accepted
+    )
+    truncated = (drafted, accepted, np.minimum(emitted, remaining_tokens), width)
+    drafted, accepted, emitted, width = (np.where(keeps_tokens, array, -1) for array in truncated)
     return drafted, accepted, emitted, width
 
 
@@ -210,7 +211,7 @@ class Summary:
         return "\n".join(f"{name:<24}{value}" for name, value in lines.items())
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as JSON takes them: lists for tuples, strings for keys, None for undefined."""
+        """Return the fields for JSON: lists for tuples, strings for keys, None for undefined."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         fields = {k: list(v) if isinstance(v, tuple) else v for k, v in fields.items()}
         fields["rounds_by_width"] = {str(k): v for k, v in self.rounds_by_width.items()}
@@ -224,7 +225,7 @@ def summarize(
     width: Widths,
     positions: int | None = None,
 ) -> Summary:
-    """All of a run's numbers, from its counts [B, R] (`width` [B, R] or [R]).
+    """Return all metrics of a run, from its counts [B, R] (`width` [B, R] or [R]).
 
     `positions`: entries of the per-position numbers, the drafter's longest path; without it, the
     longest draft in the counts. Raises ValueError where the counts do not fit together.
@@ -256,7 +257,7 @@ def summarize(
 
 
 def console_line(summary: Summary) -> str:
-    """One line like those of vLLM and llama.cpp, with the same mean acceptance length.
+    """Return one line like those of vLLM and llama.cpp, with the same mean acceptance length.
 
     That is `tau_drafted`: 1 + the sum of the positions shown beside it.
     """
@@ -271,11 +272,11 @@ def console_line(summary: Summary) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class ExpectedAcceptance:
-    """Acceptance as computed from the distributions of a run, no sampled decision involved.
+    """Acceptance computed from the distributions of a run, without its sampled decisions.
 
-    `standard_error` says how well `mean` is known for other requests of the same kind; None for a
-    single request. `decision_error` is the standard deviation, about `mean`, of the acceptance rate
-    that the run's own accept decisions at these nodes show.
+    `standard_error` is that of `mean` as an estimate for other requests of the same kind; None for
+    a single request. `decision_error` is the standard deviation, about `mean`, of the acceptance
+    rate of the accept decisions at these nodes.
     """
 
     mean: float | None
@@ -285,30 +286,29 @@ class ExpectedAcceptance:
 
 
 def expected_acceptance(overlaps: Float[np.ndarray, "B *nodes"]) -> ExpectedAcceptance:
-    """The pooled mean of the overlaps sum_x min(p(x), q(x)) of drafted nodes, with its errors.
+    """Return the pooled mean of the overlaps sum_x min(p(x), q(x)) of drafted nodes, with errors.
 
-    The first axis is the request; NaN and negative entries are padding. Keep the nodes that a
-    decision was taken at and mask the ones after a rejection, if the result is to be compared with
-    accepted / tested. Nodes of one request resemble each other, so `standard_error` is that of a
-    ratio of sums over independent requests (Cochran, Sampling Techniques, section 6.4), and equals
-    the usual one where each request has one node. Source of the overlap: Leviathan et al. 2023,
-    section 3.2.
+    The first axis is the request; NaN and negative entries are padding. To compare the result with
+    accepted / tested, keep only the nodes at which a decision was made, none after a rejection.
+    Nodes of one request resemble each other, so `standard_error` is that of a ratio of sums over
+    independent requests (Cochran, Sampling Techniques, section 6.4), which equals the usual one if
+    each request has one node. Source of the overlap: Leviathan et al. 2023, section 3.2.
     """
     flat = overlaps.reshape(overlaps.shape[0], -1).astype(np.float64)
-    real = flat >= 0
-    values = np.where(real, flat, 0.0)
-    count = int(real.sum())
+    is_node = flat >= 0
+    values = np.where(is_node, flat, 0.0)
+    count = int(is_node.sum())
     if count == 0:
         return ExpectedAcceptance(None, None, None, 0)
     mean = float(values.sum()) / count
-    rows = int(real.any(axis=1).sum())
+    rows = int(is_node.any(axis=1).sum())
     standard_error = None
     if rows > 1:
-        off = values.sum(axis=1) - mean * real.sum(axis=1)
-        standard_error = float(np.sqrt(rows / (rows - 1) * (off**2).sum())) / count
-    # An overlap summed in float32 can pass 1 by a rounding.
-    spread = (values * np.maximum(1.0 - values, 0.0)).sum()
-    return ExpectedAcceptance(mean, standard_error, float(np.sqrt(spread)) / count, count)
+        row_errors = values.sum(axis=1) - mean * is_node.sum(axis=1)
+        standard_error = float(np.sqrt(rows / (rows - 1) * (row_errors**2).sum())) / count
+    # An overlap that was summed in float32 can exceed 1 by rounding.
+    total_variance = (values * np.maximum(1.0 - values, 0.0)).sum()
+    return ExpectedAcceptance(mean, standard_error, float(np.sqrt(total_variance)) / count, count)
 
 
 def predicted_speedup(
@@ -318,7 +318,7 @@ def predicted_speedup(
     widths: Int[np.ndarray, "*R"],
     seconds_of_width: Mapping[int, float],
 ) -> float | None:
-    """The speed-up over plain decoding, computed from the measured parts of a round.
+    """Return the speed-up over plain decoding, predicted from the measured parts of a round.
 
     tokens_per_round * T(1) / (draft_seconds + the mean over rounds of T(width)), in seconds, with
     T timed on isolated passes. `widths` are those of the rounds, negative entries being padding;
@@ -357,8 +357,8 @@ def _mean(values: np.ndarray) -> float | None:
     return float(values.mean()) if values.size else None
 
 
-def _ratio(part: int, whole: int) -> float | None:
-    return part / whole if whole else None
+def _ratio(numerator: int, denominator: int) -> float | None:
+    return numerator / denominator if denominator else None
 
 
 def _decimals(value: float | None, digits: int) -> str:

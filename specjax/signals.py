@@ -1,4 +1,4 @@
-"""Handling of Ctrl-C, SIGTERM and a closed terminal: all are requests to end a command."""
+"""Handling of Ctrl-C, SIGTERM and SIGHUP, all of which are requests to end a command."""
 
 from __future__ import annotations
 
@@ -11,31 +11,33 @@ from typing import Any
 
 _NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _APART_S = 1.0
-"""`timeout` and process groups send a signal twice: sooner than this it is the same request."""
+"""`timeout` and process groups send a signal twice: within this time it is the same request."""
 
 
 @contextmanager
 def received_by(receive: Callable[[int], None]) -> Iterator[None]:
-    """Call `receive` with the signal's number at each request to end; restored afterwards.
+    """Call `receive` with the signal's number at each request to end; restore handlers afterwards.
 
-    What the process ignored before (`nohup`, a shell's background job) it still ignores, but by a
-    handler, which child processes do not inherit. Signals reach the main thread alone: in another
-    one nothing changes.
+    Signals that the process ignored before (`nohup`, a shell's background job) stay ignored, but by
+    a handler, which child processes do not inherit. Outside the main thread, which alone receives
+    signals, nothing is changed.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    # A handler that is not Python's own is None here, and could not be restored.
-    found = {number: signal.getsignal(number) for number in _NUMBERS}
-    before = {number: handler for number, handler in found.items() if handler is not None}
-    ignored = frozenset(number for number, handler in before.items() if _ignores(handler, number))
+    # A handler that was not installed from Python is None here, and could not be restored.
+    handlers = {number: signal.getsignal(number) for number in _NUMBERS}
+    restorable = {number: handler for number, handler in handlers.items() if handler is not None}
+    ignored = frozenset(
+        number for number, handler in restorable.items() if _ignores(handler, number)
+    )
     handler = _Handler(receive, ignored)
     try:
-        for number in before:
+        for number in restorable:
             signal.signal(number, handler)
         yield
     finally:
-        for number, earlier in before.items():
+        for number, earlier in restorable.items():
             signal.signal(number, earlier)
 
 
@@ -77,7 +79,7 @@ def held_off() -> Iterator[None]:
 
 
 def installed_again() -> None:
-    """Install Python's handlers again where a library has replaced them."""
+    """Install Python's handlers again, which a library may have replaced."""
     if threading.current_thread() is threading.main_thread():
         for number in _NUMBERS:
             handler = signal.getsignal(number)

@@ -1,4 +1,4 @@
-"""What the tests of the decoding loop share."""
+"""Sessions, models and drafters for the tests of the decoding loop."""
 
 import dataclasses
 import functools
@@ -10,6 +10,7 @@ import numpy as np
 
 from specjax import trees
 from specjax.controllers import Fixed, Limits
+from specjax.decoding import start as starting
 from specjax.decoding.generate import decode_session
 from specjax.decoding.options import DecodeOptions
 from specjax.decoding.programs import compile_session, run, start
@@ -32,7 +33,9 @@ from specjax.drafters import (
 from specjax.drafters.draft_model import DraftModel
 from specjax.drafters.early_exit import EarlyExit
 from specjax.drafters.lookup.ngram import Ngram
+from specjax.loading.load import random_model
 from specjax.sampling import UniformRule
+from specjax.testing import Tabular
 
 PROMPTS = [
     [5],
@@ -60,7 +63,7 @@ MIXED = [
 
 
 def mixed(**fields):
-    return [SamplingParams(**{**each, **fields}) for each in MIXED]
+    return [SamplingParams(**{**request, **fields}) for request in MIXED]
 
 
 def greedy(**fields):
@@ -99,6 +102,28 @@ def make_session(
 def decode(target, prompts, **options):
     """`generate`, with the widths of `make_session`."""
     return decode_session(make_session(target, prompts, **options))
+
+
+def coupled(target, drafter=None, new_tokens=24, **options):
+    """All prompts under `coupled`, greedy rows beside sampled ones."""
+    options = dict(verify="coupled", sampling=mixed(max_new_tokens=new_tokens), **options)
+    return decode(target, PROMPTS, drafter=drafter, **options)
+
+
+@functools.cache
+def small_model(vocab_size, num_layers=2, seed=0):
+    """A random model with so few tokens that its outputs can be enumerated."""
+    shape = dict(hidden_size=8, intermediate_size=8, num_heads=1, num_kv_heads=1, head_dim=4)
+    config = conftest.tiny_config(
+        vocab_size=vocab_size, num_layers=num_layers, max_positions=64, **shape
+    )
+    return random_model(config, seed, dtype="float32")
+
+
+@functools.cache
+def bigrams(vocab):
+    """A target that is a table of bigrams."""
+    return Tabular(vocab), 1.2 * jax.random.normal(jax.random.key(0), (vocab, vocab))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,15 +181,22 @@ def empty_state(session):
     return compile_session(session).empty(session.params, *arguments)
 
 
-def rounds(session, state, counts=None):
-    """The state after each round, until all rows are finished; `counts` gets each round's.
+def loop_arguments(session):
+    """The arguments of `loop.run` after the plan, for the first batch; the state as shapes."""
+    arguments = batch_arguments(session, range(session.batch_size))
+    start = functools.partial(starting.start, session.plan)
+    return session.params, jax.eval_shape(start, session.params, *arguments), jnp.int32(1)
 
-    The session's controller is asked before each of them, and learns nothing.
+
+def rounds(session, state, counts=None):
+    """The state after each round, until all rows are finished; `counts` collects each round's.
+
+    The session's controller chooses limits before each round, and learns nothing.
     """
     memory = session.controller.init(session.step_sizes)
     while unfinished := int((state.status == RUNNING).sum()):
         limits, _, memory = session.controller.choose(memory, unfinished, 1)
-        # The program takes the state's buffers over; what a test holds is a copy.
+        # The program takes over the state's buffers: it gets a copy.
         with use(session.mesh):
             state, new, _ = run(
                 session.plan,
@@ -174,7 +206,7 @@ def rounds(session, state, counts=None):
                 limits=device_limits(*limits),
             )
         if counts is not None:
-            counts.append(jax.tree.map(lambda part: np.asarray(part[:, 0]), new))
+            counts.append(jax.tree.map(lambda leaf: np.asarray(leaf[:, 0]), new))
         yield state
 
 
@@ -184,8 +216,14 @@ def device_limits(longest, confidence):
 
 
 def columns(counts):
-    """The counts of several rounds, a column each."""
-    return jax.tree.map(lambda *parts: np.stack(parts, axis=1), *counts)
+    """The counts of several rounds as [B, R]."""
+    return jax.tree.map(lambda *of_rounds: np.stack(of_rounds, axis=1), *counts)
+
+
+def accepted_lengths(counts):
+    """The numbers of accepted tokens that occur among the counts of several rounds."""
+    counts = columns(counts)
+    return set(counts.accepted[counts.emitted > 0].tolist())
 
 
 @jax.jit
@@ -197,12 +235,12 @@ def copied(state):
 def _caught_up(plan, params, state):
     context = make_context(plan, params[0], state)
 
-    def all_observed(part, own, before):
-        if not part.observes:
+    def all_observed(drafter, drafter_params, before):
+        if not drafter.observes:
             return before.drafter
-        missed = turns._observe_missed(part, own, before, context, jnp.bool_(True))
-        width = part.num_speculative_tokens + 1
-        return turns._observe(part, own, missed, context, width).drafter
+        missed = turns._observe_missed(drafter, drafter_params, before, context, jnp.bool_(True))
+        width = drafter.num_speculative_tokens + 1
+        return turns._observe(drafter, drafter_params, missed, context, width).drafter
 
     return tuple(map(all_observed, plan.drafter.parts, params[1], state.drafter))
 

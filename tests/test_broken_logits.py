@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import slow
-from decoding import MIXED, PROMPTS, Shifting, decode, draft_model
+from decoding import PROMPTS, Shifting, coupled, decode, draft_model, mixed
 
 import specjax
 from specjax import decode as command
@@ -26,15 +26,10 @@ def spoiled(model, token, value=np.nan):
     return dataclasses.replace(model, params=params)
 
 
-def requests(**fields):
-    """Greedy and sampled rows."""
-    return [SamplingParams(**{**one, "max_new_tokens": NEW, **fields}) for one in MIXED]
-
-
 @pytest.fixture(scope="module")
 def plain(tiny):
-    """What the whole model says."""
-    return decode(tiny, PROMPTS, sampling=requests(), verify="coupled").token_ids
+    """The tokens of the undamaged model."""
+    return coupled(tiny, None, NEW).token_ids
 
 
 @pytest.fixture(scope="module")
@@ -78,14 +73,9 @@ DRAFTERS = {
     ],
 )
 def test_rows_end_where_plain_decoding_ends_them(name, rule, value, tiny, plain, token):
-    got = decode(
-        spoiled(tiny, token, value),
-        PROMPTS,
-        drafter=DRAFTERS[name](tiny),
-        verify=rule,
-        sampling=requests(),
-        num_speculative_tokens=3 if name != "plain" else "fixed",
-    )
+    length = 3 if name != "plain" else "fixed"
+    options = dict(verify=rule, sampling=mixed(max_new_tokens=NEW), num_speculative_tokens=length)
+    got = decode(spoiled(tiny, token, value), PROMPTS, drafter=DRAFTERS[name](tiny), **options)
     tokens, reasons = expected(plain, token)
     assert set(reasons) == {"length", "error"}
     assert any(0 < len(row) < NEW for row in tokens)
@@ -98,7 +88,7 @@ def test_other_rows_of_a_random_rule_are_not_affected(tiny, similar, token):
     options = dict(
         drafter=draft_model(similar),
         verify="rejection",
-        sampling=requests(top_p=1.0, min_p=0.0),
+        sampling=mixed(max_new_tokens=NEW, top_p=1.0, min_p=0.0),
         num_speculative_tokens=3,
     )
     whole = decode(tiny, PROMPTS, **options)
@@ -120,8 +110,8 @@ def test_a_broken_drafter_costs_drafts_only(tiny, similar, plain):
     broken = dataclasses.replace(
         similar, params={**similar.params, "final_norm": {"scale": params["scale"] * jnp.nan}}
     )
-    options = dict(drafter=draft_model(broken), sampling=requests(), num_speculative_tokens=3)
-    assert decode(tiny, PROMPTS, verify="coupled", **options).token_ids == plain
+    got = coupled(tiny, draft_model(broken), NEW, num_speculative_tokens=3)
+    assert got.token_ids == plain
 
 
 @pytest.fixture(scope="module")

@@ -30,21 +30,25 @@ def causal(length):
 
 def one_pass(model, tokens, **options):
     """All tokens at once after an empty cache."""
-    decoder = model.architecture
     batch, length = tokens.shape
-    positions = jnp.broadcast_to(jnp.arange(length), tokens.shape)
-    cache, window = decoder.make_cache(batch, CAPACITY), decoder.make_window(batch, length)
-    return extend(
-        decoder,
-        model.params,
-        jnp.asarray(tokens),
-        positions,
-        cache,
-        window,
-        0,
-        causal(length),
-        **options,
-    )
+    positions = np.broadcast_to(np.arange(length), tokens.shape)
+    cache = model.architecture.make_cache(batch, CAPACITY)
+    return after_cache(model, cache, tokens, positions, causal(length), **options)
+
+
+def after_cache(model, cache, tokens, positions, visible, **options):
+    """All tokens at once after a cache, in a window of their own."""
+    decoder, window = model.architecture, model.architecture.make_window(*tokens.shape)
+    tokens, positions, visible = map(jnp.asarray, (tokens, positions, visible))
+    return extend(decoder, model.params, tokens, positions, cache, window, 0, visible, **options)
+
+
+near = functools.partial(np.testing.assert_allclose, atol=3e-5, rtol=1e-4)
+
+
+def at_positions(values, positions):
+    """The entries of [B, S, ...] at each row's positions."""
+    return np.take_along_axis(np.asarray(values), positions[:, :, None], axis=1)
 
 
 def prefilled(model, lengths, chunks=(64,), features=()):
@@ -59,10 +63,8 @@ def prefilled(model, lengths, chunks=(64,), features=()):
         return {name: put(kept[name], where, value) for name, value in found.items()}
 
     program = jax.jit(prefill, static_argnums=(0, 5, 6, 7))
-    lengths = jnp.asarray(lengths, jnp.int32)
-    return program(
-        model.architecture, model.params, tokens, lengths, cache, chunks, features, follow, kept
-    )
+    arguments = model.params, tokens, jnp.asarray(lengths, jnp.int32), cache
+    return program(model.architecture, *arguments, chunks, features, follow, kept)
 
 
 @pytest.fixture(scope="module")
@@ -77,14 +79,10 @@ def test_prefill_in_chunks_is_one_pass(chunks, tiny, whole):
     assert cache.length.tolist() == lengths
     for row, length in enumerate(lengths):
         for got, want in ((cache.k, whole.window.k), (cache.v, whole.window.v)):
-            np.testing.assert_allclose(
-                got[:, row, :, :length], want[:, row, :, :length], atol=2e-5, rtol=1e-4
-            )
+            near(got[:, row, :, :length], want[:, row, :, :length])
             assert not np.asarray(got[:, row, :, length:]).any()
         for name in FEATURES:
-            np.testing.assert_allclose(
-                features[name][row, :length], whole.features[name][row, :length], atol=3e-5
-            )
+            near(features[name][row, :length], whole.features[name][row, :length])
 
 
 def test_prefill_of_nothing_is_the_empty_cache(tiny):
@@ -100,23 +98,10 @@ def test_tokens_at_once_after_a_cache(committed, tiny, whole):
     cache, _ = prefilled(tiny, committed)
     rows = np.array(committed)[:, None] + np.arange(count)[None, :]
     tokens = np.take_along_axis(TOKENS, rows, axis=1)
-    window = tiny.architecture.make_window(3, count)
-    got = extend(
-        tiny.architecture,
-        tiny.params,
-        jnp.asarray(tokens),
-        jnp.asarray(rows),
-        cache,
-        window,
-        0,
-        causal(count),
-        features=FEATURES,
-    )
-    wanted = np.take_along_axis(np.asarray(whole.logits), rows[:, :, None], axis=1)
-    np.testing.assert_allclose(got.logits, wanted, atol=3e-5, rtol=1e-4)
+    got = after_cache(tiny, cache, tokens, rows, causal(count), features=FEATURES)
+    near(got.logits, at_positions(whole.logits, rows))
     for name in FEATURES:
-        wanted = np.take_along_axis(np.asarray(whole.features[name]), rows[:, :, None], axis=1)
-        np.testing.assert_allclose(got.features[name], wanted, atol=3e-5, rtol=1e-4)
+        near(got.features[name], at_positions(whole.features[name], rows))
 
 
 def test_one_by_one_is_at_once(tiny, whole):
@@ -137,15 +122,12 @@ def test_one_by_one_is_at_once(tiny, whole):
             causal(count)[:, slot : slot + 1],
         )
         window = got.window
-        wanted = np.take_along_axis(np.asarray(whole.logits), rows[:, :, None], axis=1)
-        np.testing.assert_allclose(got.logits, wanted, atol=3e-5, rtol=1e-4)
+        near(got.logits, at_positions(whole.logits, rows))
     cache = commit(cache, window, jnp.tile(jnp.arange(count), (3, 1)), jnp.array([6, 2, 4]))
     again, _ = prefilled(tiny, [256, 5, 4])
     assert cache.length.tolist() == [256, 5, 4]
     for row, length in enumerate([256, 5, 4]):
-        np.testing.assert_allclose(
-            cache.k[:, row, :, :length], again.k[:, row, :, :length], atol=2e-5, rtol=1e-4
-        )
+        near(cache.k[:, row, :, :length], again.k[:, row, :, :length])
 
 
 def test_the_order_of_slots_does_not_matter(tiny):
@@ -155,21 +137,13 @@ def test_the_order_of_slots_does_not_matter(tiny):
     tokens = TOKENS[:, 7 : 7 + count]
     positions = np.broadcast_to(np.arange(7, 7 + count), tokens.shape)
     visible = np.asarray(causal(count))
-    results = []
-    for slots in (np.arange(count), order):
-        results.append(
-            extend(
-                tiny.architecture,
-                tiny.params,
-                jnp.asarray(tokens[:, slots]),
-                jnp.asarray(positions[:, slots]),
-                cache,
-                tiny.architecture.make_window(3, count),
-                0,
-                jnp.asarray(visible[:, slots][:, :, slots]),
-            ).logits
-        )
-    np.testing.assert_allclose(results[0][:, order], results[1], atol=2e-5, rtol=1e-4)
+    logits, reordered = (
+        after_cache(
+            tiny, cache, tokens[:, slots], positions[:, slots], visible[:, slots][:, :, slots]
+        ).logits
+        for slots in (np.arange(count), order)
+    )
+    near(logits[:, order], reordered)
 
 
 def test_siblings_do_not_see_each_other(tiny, whole):
@@ -179,21 +153,11 @@ def test_siblings_do_not_see_each_other(tiny, whole):
     tokens = np.stack([TOKENS[:, 4], other, TOKENS[:, 5]], axis=1)
     positions = np.broadcast_to(np.array([4, 5, 5]), tokens.shape)
     visible = np.array([[[1, 0, 0], [1, 1, 0], [1, 0, 1]]], bool)
-    window = tiny.architecture.make_window(3, 3)
-    got = extend(
-        tiny.architecture,
-        tiny.params,
-        jnp.asarray(tokens),
-        jnp.asarray(positions),
-        cache,
-        window,
-        0,
-        jnp.asarray(visible),
-    ).logits
-    np.testing.assert_allclose(got[:, 2], whole.logits[:, 5], atol=3e-5, rtol=1e-4)
+    got = after_cache(tiny, cache, tokens, positions, visible).logits
+    near(got[:, 2], whole.logits[:, 5])
     path = TOKENS[:, :6].copy()
     path[:, 5] = other
-    np.testing.assert_allclose(got[:, 1], one_pass(tiny, path).logits[:, 5], atol=3e-5, rtol=1e-4)
+    near(got[:, 1], one_pass(tiny, path).logits[:, 5])
 
 
 @pytest.mark.parametrize("exit_layer", [2, *slow(1, 3)])
@@ -204,16 +168,15 @@ def test_early_exit_runs_the_first_layers(exit_layer, tiny, whole):
     model = random_model(short, 0, dtype="float32")
     wanted = one_pass(type(model)("short", short, params, None, model.dtype), TOKENS)
     got = one_pass(tiny, TOKENS, num_layers=exit_layer, features=("pre_norm",))
-    np.testing.assert_allclose(got.logits, wanted.logits, atol=2e-5, rtol=1e-4)
+    near(got.logits, wanted.logits)
     if exit_layer < 3:
-        entering = whole.features[f"layer_input:{exit_layer}"]
-        np.testing.assert_allclose(got.features["pre_norm"], entering, atol=2e-5, rtol=1e-4)
+        near(got.features["pre_norm"], whole.features[f"layer_input:{exit_layer}"])
 
 
 def test_final_norm_is_what_the_head_reads(tiny, whole):
     head = tiny.params["head"]["kernel"]
     logits = jnp.einsum("btd,dv->btv", whole.features["final_norm"], head)
-    np.testing.assert_allclose(whole.logits, logits, atol=2e-5, rtol=1e-4)
+    near(whole.logits, logits)
 
 
 @pytest.mark.parametrize("name", ["layer_input:3", "layer_output:1", "layer_input:x"])
@@ -250,9 +213,10 @@ def test_boxed_parameters_are_taken_as_they_are(tiny):
         for params in (boxed, nn.meta.unbox(boxed))
     ]
     np.testing.assert_array_equal(*logits)
-    wrong = nn.meta.unbox(boxed) | {"final_norm": {"scale": jnp.ones(3)}}
-    with pytest.raises(InputError, match="params.final_norm.scale has the shape .3,.; it has to"):
-        decoder.extend(wrong, tokens, jnp.arange(3)[None], None, None, 0, seen)
-    del wrong["final_norm"]
-    with pytest.raises(InputError, match="params.final_norm is missing"):
-        decoder.extend(wrong, tokens, jnp.arange(3)[None], None, None, 0, seen)
+    others = {name: value for name, value in boxed.items() if name != "final_norm"}
+    for params, says in (
+        (others | {"final_norm": {"scale": jnp.ones(3)}}, "scale has the shape .3,.; it has to"),
+        (others, "params.final_norm is missing"),
+    ):
+        with pytest.raises(InputError, match=says):
+            decoder.extend(params, tokens, jnp.arange(3)[None], None, None, 0, seen)

@@ -66,6 +66,9 @@ def inputs(count, seed=1):
     return h, Routes(jnp.asarray(chosen, jnp.int32), weights)
 
 
+close = functools.partial(np.testing.assert_allclose, atol=2e-5, rtol=1e-4)
+
+
 @functools.partial(jax.jit, static_argnums=3)
 def mixed(h, routes, leaves, differentiable=False):
     """The experts of layer 1."""
@@ -90,7 +93,7 @@ def test_the_sum_is_that_of_all_experts_masked(count, differentiable):
     """One token, a few, and more than a tile of some expert."""
     (h, routes), own = inputs(count), kernels()
     got = mixed(h, routes, own, differentiable)
-    np.testing.assert_allclose(got, masked(h, routes, *own), atol=2e-4, rtol=1e-4)
+    close(got, masked(h, routes, *own), atol=2e-4)
 
 
 def test_all_tokens_may_choose_the_same_experts():
@@ -98,7 +101,7 @@ def test_all_tokens_may_choose_the_same_experts():
     routes = routes._replace(experts=jnp.broadcast_to(jnp.array([[6, 2]], jnp.int32), (150, 2)))
     own = kernels()
     got = mixed(h, routes, own)
-    np.testing.assert_allclose(got, masked(h, routes, *own), atol=2e-4, rtol=1e-4)
+    close(got, masked(h, routes, *own), atol=2e-4)
 
 
 def test_gradients_are_those_of_the_masked_sum():
@@ -115,8 +118,7 @@ def test_gradients_are_those_of_the_masked_sum():
     found, expected = (
         jax.jit(jax.grad(one, argnums=(0, 1, 2)))(h, routes.weights, own) for one in (ours, theirs)
     )
-    for mine, right in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(mine, right, atol=1e-2, rtol=1e-3)
+    jax.tree.map(functools.partial(close, atol=1e-2, rtol=1e-3), found, expected)
 
 
 @pytest.mark.parametrize("count", [1, 3])
@@ -131,6 +133,20 @@ def test_a_token_reads_only_its_experts(count):
     np.testing.assert_array_equal(got, clean)
 
 
+def compiled_pass(model, count):
+    """The program of a pass over `count` tokens."""
+    decoder, tokens = model.architecture, jnp.zeros((1, count), jnp.int32)
+
+    @jax.jit
+    def step(params, cache, window):
+        seen = jnp.ones((1, count, count), bool)
+        return decoder.extend(params, tokens, tokens, cache, window, 0, seen).logits
+
+    with sharding.use(model.mesh):
+        arguments = model.params, decoder.make_cache(1, 128), decoder.make_window(1, count)
+        return step.lower(*arguments).compile()
+
+
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("layers", ["stacked", *slow("unrolled")])
 def test_no_program_takes_a_layers_experts_apart(layers, devices):
@@ -138,17 +154,7 @@ def test_no_program_takes_a_layers_experts_apart(layers, devices):
     config = dataclasses.replace(GLM, hidden_size=24)
     mesh = sharding.make_mesh(1, 2, jax.devices()[:2]) if devices == 2 else None
     model = random_model(config, 0, dtype="float32", mesh=mesh, form=Form(layers))
-    decoder = model.architecture
-
-    @jax.jit
-    def step(params, cache, window):
-        tokens = jnp.zeros((1, 1), jnp.int32)
-        seen = jnp.ones((1, 1, 1), bool)
-        return decoder.extend(params, tokens, tokens, cache, window, 0, seen).logits
-
-    with sharding.use(mesh):
-        arguments = model.params, decoder.make_cache(1, 128), decoder.make_window(1, 1)
-        text = step.lower(*arguments).compile().as_text()
+    text = compiled_pass(model, 1).as_text()
     whole = re.compile(rf"= f32\[(1,)?{NUM // devices},(24,{HIDDEN}|{HIDDEN},24)\]\S* (\S+)\(")
     made = {match[3] for match in whole.finditer(text)}
     assert made <= {"parameter", "bitcast", "get-tuple-element", "reshape", "opt-barrier"}, made
@@ -230,8 +236,7 @@ def test_layers_stacked_and_unrolled_and_on_a_mesh_agree(layers, replicated, sta
     with sharding.use(placed.mesh):
         found.append(logits_of(placed))
     for got in found:
-        for mine, right in zip(got, expected, strict=True):
-            np.testing.assert_allclose(mine, right, atol=2e-5, rtol=1e-4)
+        jax.tree.map(close, got, expected)
 
 
 def kernel_specs(model):
@@ -257,19 +262,8 @@ def test_devices_exchange_one_sum_for_all_experts_of_a_layer(num_experts, specs)
     assert kernel_specs(model) == specs
     with sharding.use(model.mesh):
         got = logits_of(model)
-    for mine, right in zip(got, logits_of(alone), strict=True):
-        np.testing.assert_allclose(mine, right, atol=2e-5, rtol=1e-4)
-    decoder = model.architecture
-
-    @jax.jit
-    def step(params, cache, window):
-        tokens = jnp.zeros((1, 3), jnp.int32)
-        seen = jnp.ones((1, 3, 3), bool)
-        return decoder.extend(params, tokens, tokens, cache, window, 0, seen).logits
-
-    with sharding.use(model.mesh):
-        caches = decoder.make_cache(1, 128), decoder.make_window(1, 3)
-        program = step.lower(model.params, *caches).compile()
+    jax.tree.map(close, got, logits_of(alone))
+    program = compiled_pass(model, 3)
     # The embedding's; in the dense layer and in those with experts attention's, and the other.
     assert collectives(program) == sorted(
         [("all-reduce", "f32[1,3,24]")] * 4 + [("all-reduce", "f32[3,24]")]

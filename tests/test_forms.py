@@ -9,15 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import slow, tiny_config
-from decoding import PROMPTS, decode, draft_model, greedy, make_session
+from decoding import PROMPTS, decode, draft_model, greedy, loop_arguments, make_session
 from heads import eagle_drafter, medusa_head
 from test_decoder import causal, extend
 
 from specjax.cache import KVCache
 from specjax.decoding import loop
 from specjax.decoding.programs import compile_session
-from specjax.decoding.rows import batch_arguments
-from specjax.decoding.start import empty_state
 from specjax.distributed import sharding
 from specjax.drafters import head_drafter, make_drafter
 from specjax.errors import InputError
@@ -103,11 +101,9 @@ def test_a_large_model_is_loaded_and_placed_in_its_form(tmp_path):
     assert model.form == Form("apart")
     placed = place_model(model, sharding.make_mesh(1, 2, jax.devices()[:2]))
     assert placed.form == Form("stacked")
-    for layer, own in model.params["layers"].items():
-        for mine, other in zip(
-            jax.tree.leaves(own), jax.tree.leaves(placed.params["layers"]), strict=True
-        ):
-            np.testing.assert_array_equal(other[int(layer)], mine)
+    for layer, apart in model.params["layers"].items():
+        stacked = jax.tree.map(lambda leaf: leaf[int(layer)], placed.params["layers"])  # noqa: B023
+        jax.tree.map(np.testing.assert_array_equal, stacked, apart)
     save_model(model, tmp_path / "model")
     save_checkpoint(model, tmp_path / "checkpoint")
     mesh = sharding.make_mesh(1, 2, jax.devices()[:2])
@@ -160,11 +156,10 @@ def test_products_with_a_chosen_kernel_are_those_with_the_kernel(rows, dtype, mu
     def normal(*shape, dtype=multiply or dtype):
         return jnp.asarray(rng.standard_normal(shape), dtype)
 
-    x, kernels = (
-        normal(rows, 1, 16, dtype=dtype),
-        [[normal(16, width) for width in (8, 24)] for _ in range(3)],
-    )
-    times, times_all = (functools.partial(one, multiply=multiply) for one in (product, products))
+    x = normal(rows, 1, 16, dtype=dtype)
+    kernels = [[normal(16, width) for width in (8, 24)] for _ in range(3)]
+    times = functools.partial(product, multiply=multiply)
+    times_all = functools.partial(products, multiply=multiply)
 
     @jax.jit
     def chosen(x, kernels, index):
@@ -209,12 +204,9 @@ def test_layers_apart_have_the_same_gradients():
     slopes = jax.jit(jax.grad(loss), static_argnums=1)
     stacked, apart = (slopes(model.params, model.architecture) for model in forms)
     for layer in range(config.num_layers):
-        own = jax.tree.map(lambda leaf: leaf[layer], stacked["layers"])  # noqa: B023
-        jax.tree.map(
-            functools.partial(np.testing.assert_allclose, atol=1e-5),
-            apart["layers"][str(layer)],
-            own,
-        )
+        wanted = jax.tree.map(lambda leaf: leaf[layer], stacked["layers"])  # noqa: B023
+        close = functools.partial(np.testing.assert_allclose, atol=1e-5)
+        jax.tree.map(close, apart["layers"][str(layer)], wanted)
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -278,10 +270,7 @@ def test_products_that_are_rounded_in_training_all_are(biased):
 def a_round(target, drafter):
     """The function of a round, and its arguments."""
     session = make_session(target, PROMPTS, drafter=drafter, sampling=greedy(max_new_tokens=4))
-    arguments = batch_arguments(session, range(session.batch_size))
-    empty = functools.partial(empty_state, session.plan)
-    state = jax.eval_shape(empty, session.params, *arguments)
-    return functools.partial(loop.run, session.plan), session.params, state, jnp.int32(1)
+    return functools.partial(loop.run, session.plan), *loop_arguments(session)
 
 
 @pytest.mark.parametrize("make", [draft_model, eagle_drafter])
@@ -400,12 +389,8 @@ def test_the_form_for_gpus_compiles_for_them_as_far_as_that_goes_without(width):
     config = tiny_config(head_dim=width)
     form = Form.of("cuda", config)
     model = random_model(config, 0, dtype="float32", form=form)
-    session = make_session(model, PROMPTS, sampling=greedy(max_new_tokens=4))
-    arguments = batch_arguments(session, range(session.batch_size))
-    empty = functools.partial(empty_state, session.plan)
-    state = jax.eval_shape(empty, session.params, *arguments)
-    program = jax.jit(loop.run, static_argnums=0)
-    traced = program.trace(session.plan, session.params, state, jnp.int32(1))
+    run, *arguments = a_round(model, None)
+    traced = jax.jit(run).trace(*arguments)
     try:
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     except RuntimeError as error:
@@ -419,26 +404,20 @@ def test_layers_apart_are_saved_and_loaded_like_stacked_ones(tmp_path, tiny):
     apart = random_model(tiny.config, 0, dtype="float32", form=FORMS["apart"])
     save_model(apart, tmp_path / "model")
     stacked = load_model(tmp_path / "model", dtype="float32")
-    for mine, other in zip(
-        jax.tree.leaves(stacked.params), jax.tree.leaves(tiny.params), strict=True
-    ):
-        np.testing.assert_array_equal(mine, other)
+    jax.tree.map(np.testing.assert_array_equal, stacked.params, tiny.params)
     mesh = sharding.make_mesh(2, 2, jax.devices()[:4])
     again = load_model(tmp_path / "model", dtype="float32", mesh=mesh, form=FORMS["apart"])
-    for path, leaf in jax.tree.leaves_with_path(again.params):
-        expected = apart.params
-        for entry in path:
-            expected = expected[entry.key]
-        np.testing.assert_array_equal(leaf, expected)
+    jax.tree.map(np.testing.assert_array_equal, again.params, apart.params)
 
 
 def test_forms_that_do_not_exist_are_refused():
-    with pytest.raises(InputError, match="cache_attention='flash': use rows, blocks, whole"):
-        Form(cache_attention="flash")
-    with pytest.raises(InputError, match="needs layers='unrolled'"):
-        Form(cache_attention="kernel")
-    with pytest.raises(InputError, match="layers='scanned': use stacked, apart or unrolled"):
-        Form("scanned")
+    for fields, says in (
+        (("stacked", "flash"), "cache_attention='flash': use rows, blocks, whole"),
+        (("stacked", "kernel"), "needs layers='unrolled'"),
+        (("scanned",), "layers='scanned': use stacked, apart or unrolled"),
+    ):
+        with pytest.raises(InputError, match=says):
+            Form(*fields)
     apart = random_model(tiny_config(), 0, dtype="float32", form=Form("apart"))
     decoder = dataclasses.replace(apart.architecture, multiply=jnp.dtype("bfloat16"))
     tokens = jnp.zeros((1, 1), jnp.int32)

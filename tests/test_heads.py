@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import tiny_config
 from heads import eagle_config, eagle_head, mtp_head, with_modules
 
 import specjax
@@ -16,10 +15,9 @@ from specjax.errors import InputError
 from specjax.files import folders
 from specjax.loading.checkpoints import save_checkpoint, save_drafter
 from specjax.loading.find_head import SHIPPED, open_head, shipped_heads
-from specjax.loading.heads.head import Head, TargetMetadata, read_head, save_head
+from specjax.loading.heads.head import TargetMetadata, read_head, save_head
 from specjax.loading.load import random_model
 from specjax.models.heads.draft_vocabulary import check_draft_ids, expand, most_frequent
-from specjax.models.heads.eagle import EagleConfig
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
@@ -73,9 +71,8 @@ def test_modules_as_a_head_and_of_the_target(tiny, tmp_path):
         specjax.make_drafter("mtp", tiny)
     with pytest.raises(InputError, match="num_layers=3, and random-1 has 4"):
         specjax.make_drafter("mtp", other(tiny, num_layers=4), tmp_path / "head")
-    for changes, says in (({"hidden_size": 32}, "hidden_size=24, and the model has 32"),):
-        with pytest.raises(InputError, match=says):
-            dataclasses.replace(other(tiny, **changes), mtp=own.mtp)
+    with pytest.raises(InputError, match="hidden_size=24, and the model has 32"):
+        dataclasses.replace(other(tiny, hidden_size=32), mtp=own.mtp)
 
 
 def test_modules_inside_a_model_are_a_head(tiny, tmp_path):
@@ -112,10 +109,6 @@ def test_another_tokenizer_is_refused(tiny, chatty):
     assert strange.matches(dataclasses.replace(strange, tokenizer=None))
 
 
-def broken(head, **changes):
-    return dataclasses.replace(head, **changes)
-
-
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -129,17 +122,14 @@ def broken(head, **changes):
         ),
         (lambda head: {"draft_ids": None}, "its map to the target's 61 tokens is missing"),
         (lambda head: {"draft_ids": head.draft_ids[1:]}, "19 token ids for draft_vocab_size=20"),
-        (
-            lambda head: {"draft_ids": head.draft_ids + 40},
-            r"token id \d+ is not in 0..60",
-        ),
+        (lambda head: {"draft_ids": head.draft_ids + 40}, r"token id \d+ is not in 0..60"),
         (lambda head: {"draft_ids": head.draft_ids[::-1]}, "ids must ascend"),
     ],
 )
 def test_parts_that_do_not_fit_are_refused(change, says, tiny):
     head = eagle_head(tiny, vocabulary=20)
     with pytest.raises(InputError, match=says):
-        broken(head, **change(head))
+        dataclasses.replace(head, **change(head))
 
 
 @pytest.mark.parametrize(
@@ -154,25 +144,21 @@ def test_parts_that_do_not_fit_are_refused(change, says, tiny):
     ],
 )
 def test_senseless_configs_are_refused(changes, says, tiny):
-    fields = {
-        field.name: getattr(eagle_config(tiny), field.name)
-        for field in dataclasses.fields(EagleConfig)
-    }
     with pytest.raises(InputError, match=says):
-        EagleConfig(**fields | changes)
+        dataclasses.replace(eagle_config(tiny), **changes)
 
 
 def test_only_heads_of_the_kind_asked_for(tiny, tmp_path):
     save_head(eagle_head(tiny), tmp_path / "head")
-    with pytest.raises(InputError, match=r"kind eagle3; use drafter.name=eagle3"):
-        open_head("medusa", tmp_path / "head", tiny)
-    with pytest.raises(InputError, match="no such directory"):
-        open_head("medusa", tmp_path / "none", tiny)
     save_checkpoint(tiny, tmp_path / "model")
-    with pytest.raises(InputError, match=r"drafter.path='\S+/model': a model without MTP modules"):
-        open_head("eagle3", tmp_path / "model", tiny)
-    with pytest.raises(InputError, match=r"trained together; use drafter.path='\S+/head' with"):
-        open_head("eagle3", tmp_path, tiny)
+    for kind, folder, says in (
+        ("medusa", "head", "kind eagle3; use drafter.name=eagle3"),
+        ("medusa", "none", "no such directory"),
+        ("eagle3", "model", r"drafter.path='\S+/model': a model without MTP modules"),
+        ("eagle3", "", r"trained together; use drafter.path='\S+/head' with"),
+    ):
+        with pytest.raises(InputError, match=says):
+            open_head(kind, tmp_path / folder, tiny)
     with pytest.raises(InputError, match="no eagle comes with specjax for random-0"):
         specjax.make_drafter("eagle", tiny)
 
@@ -219,9 +205,8 @@ def test_what_is_shipped():
     assert shipped_heads() == {"smollm2-135m-instruct": ["draft_model", "medusa", "eagle3"]}
     folder = SHIPPED / "smollm2-135m-instruct"
     for kind in ("draft_model", "medusa", "eagle3"):
-        folders.check_replaceable(
-            folder / kind / "specjax-1", "drafter", "no file is left unlisted"
-        )
+        saved = folder / kind / "specjax-1"
+        folders.check_replaceable(saved, "drafter", "no file is left unlisted")
         head = read_head(folder / kind)
         assert (head.kind, head.target.name) == (kind, "smollm2-135m-instruct")
         assert {leaf.dtype for leaf in jax.tree.leaves(head.params)} == {jnp.dtype("float16")}
@@ -239,5 +224,3 @@ def test_a_targets_metadata(chatty):
     metadata = TargetMetadata.of(chatty)
     assert len(metadata.tokenizer) == 64
     assert metadata == TargetMetadata.of(dataclasses.replace(chatty, params={}))
-    assert isinstance(eagle_head(chatty), Head)
-    assert tiny_config().vocab_size == 61

@@ -21,14 +21,8 @@ WISH = {"max_new_tokens": 10**9, "stop_token_ids": list(range(61))}
 
 def test_buffers_follow_the_positions_and_not_the_wish(tiny):
     """`tiny` has 600 positions."""
-    drafter = Ngram(prompt_lookup_max=64)
-    session = plan_session(
-        tiny,
-        [[1, 2, 3]],
-        drafter=drafter,
-        requests=WISH,
-        options=DecodeOptions(num_speculative_tokens=1024),
-    )
+    drafter, options = Ngram(prompt_lookup_max=64), DecodeOptions(num_speculative_tokens=1024)
+    session = plan_session(tiny, [[1, 2, 3]], drafter=drafter, requests=WISH, options=options)
     assert session.plan.capacity < 600 + 256
     assert session.plan.drafter.num_speculative_tokens == 600 - 2
     assert batch_arguments(session, [0])[1].max_length.tolist() == [600]
@@ -38,12 +32,8 @@ def test_buffers_follow_the_positions_and_not_the_wish(tiny):
 
 
 def test_drafts_are_no_longer_than_what_a_row_may_emit(tiny):
-    session = plan_session(
-        tiny,
-        [[1, 2, 3]],
-        drafter=Ngram(),
-        options=DecodeOptions(max_length=5),
-    )
+    options = DecodeOptions(max_length=5)
+    session = plan_session(tiny, [[1, 2, 3]], drafter=Ngram(), options=options)
     assert session.plan.drafter.num_speculative_tokens == 3
     assert session.plan.widths[-1] == 4
 
@@ -51,14 +41,10 @@ def test_drafts_are_no_longer_than_what_a_row_may_emit(tiny):
 def test_each_step_of_a_ladder_runs_at_the_width_that_holds_it(tiny):
     """Rows end one after the other: five, four and three draft two tokens, the others six."""
     requests = [greedy(max_new_tokens=new) for new in (4, 8, 12, 40, 40)]
-    got = decode(
-        tiny,
-        PROMPTS[:5],
-        drafter=Shifting(tiny.config.vocab_size),
-        sampling=requests,
-        num_speculative_tokens_per_batch_size=((1, 2, 6), (3, 8, 2)),
-    )
-    drafted, width = (part[got.emitted > 0] for part in (got.drafted, got.width))
+    drafter, ladder = Shifting(tiny.config.vocab_size), ((1, 2, 6), (3, 8, 2))
+    options = dict(sampling=requests, num_speculative_tokens_per_batch_size=ladder)
+    got = decode(tiny, PROMPTS[:5], drafter=drafter, **options)
+    drafted, width = (counts[got.emitted > 0] for counts in (got.drafted, got.width))
     assert set(zip(drafted.tolist(), width.tolist(), strict=True)) >= {(2, 4), (6, 7)}
     # The last token of a row is not drafted.
     assert set(width.tolist()) == {1, 4, 7}

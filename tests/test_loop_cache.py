@@ -86,9 +86,8 @@ def test_caches_equal_a_fresh_prefill_after_every_round(case, tiny, unrelated, s
     for state in rounds(session, state, counts):
         assert_caches(session, state, models[draft], part)
     counts = columns(counts)
-    participated = np.asarray(counts.emitted) > 0
-    drafted = np.asarray(counts.drafted)[participated].tolist()
-    accepted = np.asarray(counts.accepted)[participated].tolist()
+    participated = counts.emitted > 0
+    drafted, accepted = (of[participated].tolist() for of in (counts.drafted, counts.accepted))
     assert endings <= set(zip(drafted, accepted, strict=True))
     if name == "itself":
         assert accepted == drafted

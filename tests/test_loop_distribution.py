@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import row_count, slow, tiny_config
-from decoding import Deciding, changed, device_limits, draft_model
+from conftest import row_count, slow
+from decoding import Deciding, bigrams, changed, device_limits, draft_model, small_model
 
 from specjax import sampling
 from specjax.decoding import round as one_round
@@ -19,9 +19,8 @@ from specjax.drafters.early_exit import EarlyExit
 from specjax.drafters.lookup.ngram import Ngram
 from specjax.drafters.none import NoDrafter
 from specjax.errors import InputError
-from specjax.loading.load import random_model
 from specjax.sampling import Decision, Rejection, RoundKeys, rules
-from specjax.testing import Tabular, check_drafter
+from specjax.testing import check_drafter
 from specjax.testing.drafters import (
     chi_square,
     conditional_distributions,
@@ -37,12 +36,6 @@ MANY, FEWER = 40_000, 12_000
 PROMPT = (1, 2, 3, 1, 2)
 AS_IS = SamplingParams(temperature=1.0)
 COLD = SamplingParams(temperature=0.6)
-
-
-def small_model(seed, layers):
-    shape = dict(hidden_size=8, intermediate_size=8, num_heads=1, num_kv_heads=1, head_dim=4)
-    config = tiny_config(vocab_size=VOCAB, num_layers=layers, max_positions=64, **shape)
-    return random_model(config, seed, dtype="float32")
 
 
 def distance(target, draft, prompt=PROMPT, request=AS_IS, **draft_options):
@@ -63,20 +56,19 @@ def distance(target, draft, prompt=PROMPT, request=AS_IS, **draft_options):
 
 @pytest.fixture(scope="module")
 def target():
-    return small_model(0, 2)
+    return small_model(VOCAB)
 
 
 @pytest.fixture(scope="module")
 def draft():
-    return small_model(1, 1)
+    return small_model(VOCAB, 1, seed=1)
 
 
 @pytest.fixture(scope="module")
 def tables():
     """A bigram target and a bigram draft."""
-    table = 1.2 * jax.random.normal(jax.random.key(0), (VOCAB, VOCAB))
-    other = table + 0.9 * jax.random.normal(jax.random.key(1), (VOCAB, VOCAB))
-    return (Tabular(VOCAB), table), (Tabular(VOCAB), other)
+    model, table = bigrams(VOCAB)
+    return (model, table), (model, table + 0.9 * jax.random.normal(jax.random.key(1), table.shape))
 
 
 @pytest.mark.parametrize(
@@ -138,13 +130,8 @@ EXACT = {
         # Pairs of rows have a test of their own (test_limits_distribution).
         # What broken variants are compared with drafts as the first (below).
         # A bar of confidence is in the test of a warp (above).
-        *slow(
-            ("p_min", "block"),
-            ("sampled", "rejection"),
-            ("limits", "rejection"),
-            ("plain", "rejection"),
-            ("greedy_nodes", "block"),
-        ),
+        *slow(("p_min", "block"), ("greedy_nodes", "block")),
+        *slow(*((name, "rejection") for name in ("sampled", "limits", "plain"))),
     ],
 )
 def test_tables(name, rule, tables):
@@ -302,14 +289,8 @@ def test_broken_variants_fail(name, tables, changed_by, monkeypatch):
         drafter = changed_by(variant["change"])
     if "patch" in variant:
         variant["patch"](monkeypatch)
-    check = check_drafter(
-        drafter,
-        target,
-        FEWER,
-        prompt=PROMPT,
-        verify=variant.get("rule", "rejection"),
-        request=variant.get("request", AS_IS),
-    )
+    rule, request = variant.get("rule", "rejection"), variant.get("request", AS_IS)
+    check = check_drafter(drafter, target, FEWER, prompt=PROMPT, verify=rule, request=request)
     assert not check.passed
     assert check.chi2 > 2 * check.threshold
 
@@ -326,14 +307,8 @@ def test_the_three_tokens_come_from_as_many_rounds_as_is_said(length, rounds, ta
     """The last of them never from the first round, so that a later one is always tested too."""
     (model, table), draft = tables
     turns, params = take_turns(draft_model(draft))
-    plan = make_plan(
-        model,
-        turns,
-        length,
-        verify=Rejection(),
-        request=AS_IS,
-        capacity=len(PROMPT) + 2 * length + 2,
-    )
+    capacity = len(PROMPT) + 2 * length + 2
+    plan = make_plan(model, turns, length, verify=Rejection(), request=AS_IS, capacity=capacity)
     _, counts = decode(plan, (table, params), PROMPT, AS_IS, np.arange(2000), 0, length + 2)
     ends = np.cumsum(np.maximum(counts.emitted, 0), axis=1)
     # The round of the K-th token to the (K+2)-th: the first after which it is there.
@@ -353,16 +328,15 @@ def test_a_check_is_readable(tables):
 def test_bad_input_names_the_remedy(tables, tiny):
     with pytest.raises(InputError, match=r"vocabulary of 61 tokens.*at most 16.*Tabular"):
         check_drafter(NoDrafter(), tiny)
-    with pytest.raises(InputError, match=r"num_speculative_tokens=6 .*lower it"):
-        check_drafter(NoDrafter(), tables[0], num_speculative_tokens=6)
-    with pytest.raises(InputError, match="num_speculative_tokens=-1"):
-        check_drafter(NoDrafter(), tables[0], num_speculative_tokens=-1)
-    with pytest.raises(InputError, match="rows=0"):
-        check_drafter(NoDrafter(), tables[0], rows=0)
-    with pytest.raises(InputError, match=r"prompt=\(\): use a list of at least 1"):
-        check_drafter(NoDrafter(), tables[0], prompt=())
-    with pytest.raises(InputError, match="token id 8 is outside"):
-        check_drafter(NoDrafter(), tables[0], prompt=(8,))
+    for options, says in (
+        (dict(num_speculative_tokens=6), r"num_speculative_tokens=6 .*lower it"),
+        (dict(num_speculative_tokens=-1), "num_speculative_tokens=-1"),
+        (dict(rows=0), "rows=0"),
+        (dict(prompt=()), r"prompt=\(\): use a list of at least 1"),
+        (dict(prompt=(8,)), "token id 8 is outside"),
+    ):
+        with pytest.raises(InputError, match=says):
+            check_drafter(NoDrafter(), tables[0], **options)
 
 
 def test_an_impossible_output_is_never_excused():

@@ -1,15 +1,15 @@
 """Speculative output is the plain output, token for token: greedy, and `coupled` at any warp."""
 
 import dataclasses
+import itertools
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import slow
-from decoding import PROMPTS, Deciding, decode, drafters, greedy, mixed, replay
+from decoding import PROMPTS, Deciding, coupled, decode, drafters, greedy, mixed, replay
 
 from specjax import sampling
-from specjax.drafters.early_exit import EarlyExit
 
 NEW = 32
 GREEDY_ROWS = [row for row, request in enumerate(mixed()) if request.temperature == 0]
@@ -24,8 +24,7 @@ def plain_greedy(tiny):
 @pytest.fixture(scope="module")
 def plain_mixed(tiny):
     """Plain decoding, one prompt at a time, with the noise that `coupled` uses."""
-    options = dict(sampling=mixed(max_new_tokens=NEW), batch_size=1)
-    return decode(tiny, PROMPTS, verify="coupled", **options)
+    return coupled(tiny, None, NEW, batch_size=1)
 
 
 @pytest.fixture(scope="module")
@@ -48,15 +47,8 @@ DRAFTERS = [
     # Lookups are in `test_draft_lengths`, and early exits across blocks of the cache, below; turns
     # that end in trees have tests of their own (test_tree_drafters).
     *slow("early_exit", "turns", "turns_trees", "merged"),
-    *slow(
-        "ngram",
-        "unrelated",
-        "itself",
-        "similar_greedy",
-        "early_exit_p_min",
-        "shifting",
-        "ngram_tree",
-    ),
+    *slow("ngram", "unrelated", "itself", "similar_greedy", "early_exit_p_min"),
+    *slow("shifting", "ngram_tree"),
 ]
 
 
@@ -76,14 +68,7 @@ def test_greedy_rows(name, tiny, every, plain_greedy):
 
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_coupled_rows(name, tiny, every, plain_mixed):
-    got = decode(
-        tiny,
-        PROMPTS,
-        drafter=every[name],
-        verify="coupled",
-        sampling=mixed(max_new_tokens=NEW),
-        num_speculative_tokens=3,
-    )
+    got = coupled(tiny, every[name], NEW, num_speculative_tokens=3)
     assert got.token_ids == plain_mixed.token_ids
     assert_counts(got)
     if name == "itself":
@@ -95,25 +80,11 @@ def test_coupled_rows(name, tiny, every, plain_mixed):
     [
         ("similar", 0),
         ("ngram", 8),
-        *slow(
-            ("similar", 1),
-            ("similar", 8),
-            ("early_exit", 0),
-            ("early_exit", 8),
-            ("ngram", 1),
-        ),
+        *slow(("similar", 1), ("similar", 8), ("early_exit", 0), ("early_exit", 8), ("ngram", 1)),
     ],
 )
 def test_draft_lengths(name, length, tiny, every, plain_mixed):
-    got = decode(
-        tiny,
-        PROMPTS,
-        drafter=every[name],
-        verify="coupled",
-        sampling=mixed(max_new_tokens=NEW),
-        num_speculative_tokens=length,
-        every_width=True,
-    )
+    got = coupled(tiny, every[name], NEW, num_speculative_tokens=length, every_width=True)
     assert got.token_ids == plain_mixed.token_ids
     assert_counts(got)
     assert got.drafted.max() == length
@@ -123,25 +94,13 @@ def test_draft_lengths(name, length, tiny, every, plain_mixed):
     ("name", "rule"),
     [
         ("ngram", "block"),
-        *slow(
-            ("similar_greedy", "rejection"),
-            ("similar_greedy", "block"),
-            ("similar", "rejection"),
-            ("similar", "block"),
-            ("early_exit", "rejection"),
-            ("random_distribution", "block"),
-        ),
+        *slow(*itertools.product(("similar_greedy", "similar"), ("rejection", "block"))),
+        *slow(("early_exit", "rejection"), ("random_distribution", "block")),
     ],
 )
 def test_greedy_rows_beside_sampled_ones(name, rule, tiny, every, plain_mixed):
-    got = decode(
-        tiny,
-        PROMPTS,
-        drafter=every[name],
-        verify=rule,
-        sampling=mixed(max_new_tokens=NEW),
-        num_speculative_tokens=3,
-    )
+    options = dict(sampling=mixed(max_new_tokens=NEW), num_speculative_tokens=3)
+    got = decode(tiny, PROMPTS, drafter=every[name], verify=rule, **options)
     for row in GREEDY_ROWS:
         assert got.token_ids[row] == plain_mixed.token_ids[row]
     assert_counts(got)
@@ -153,14 +112,8 @@ def test_a_rule_of_ones_own(tiny, every, plain_mixed):
         """As `rejection`, of at most one token."""
         return sampling.rejection(tokens, jnp.minimum(num_valid, 1), target, draft, uniforms)
 
-    got = decode(
-        tiny,
-        PROMPTS,
-        drafter=every["ngram"],
-        verify=Deciding(cautious),
-        sampling=mixed(max_new_tokens=NEW),
-        num_speculative_tokens=3,
-    )
+    options = dict(sampling=mixed(max_new_tokens=NEW), num_speculative_tokens=3)
+    got = decode(tiny, PROMPTS, drafter=every["ngram"], verify=Deciding(cautious), **options)
     for row in GREEDY_ROWS:
         assert got.token_ids[row] == plain_mixed.token_ids[row]
     assert got.accepted.max() == 1
@@ -168,14 +121,8 @@ def test_a_rule_of_ones_own(tiny, every, plain_mixed):
 
 @pytest.mark.parametrize("acceptance", [0.6, *slow(0.0, 1.0)])
 def test_simulated(acceptance, tiny, plain_mixed):
-    got = decode(
-        tiny,
-        PROMPTS,
-        drafter=replay(tiny, plain_mixed, acceptance),
-        verify="coupled",
-        sampling=mixed(max_new_tokens=NEW),
-        num_speculative_tokens=3,
-    )
+    drafter = replay(tiny, plain_mixed, acceptance)
+    got = coupled(tiny, drafter, NEW, num_speculative_tokens=3)
     assert got.token_ids == plain_mixed.token_ids
     assert_counts(got)
     participated = got.emitted > 0
@@ -240,33 +187,6 @@ def test_lengths_that_follow_the_batch(tiny, every, plain_mixed):
     assert len(drafted) >= 3, drafted
 
 
-@pytest.mark.slow  # as lengths that a test sets (test_step_limits)
-def test_lengths_that_auto_chooses(tiny, every, plain_mixed):
-    got = decode(
-        tiny,
-        PROMPTS,
-        drafter=EarlyExit(3, exit_layer=2, num_speculative_tokens=2),
-        verify="coupled",
-        sampling=mixed(max_new_tokens=NEW),
-        num_speculative_tokens="auto",
-    )
-    assert got.token_ids == plain_mixed.token_ids
-    assert_counts(got)
-
-
-@pytest.mark.slow  # its output has the right distribution (test_loop_distribution, p_min)
-def test_a_confident_draft_continues(tiny, every, plain_greedy):
-    """`draft_p_min`: with a higher bar less is drafted, and never another output."""
-    options = dict(sampling=greedy(max_new_tokens=NEW), num_speculative_tokens=3)
-    drafted = []
-    for bar in (0.1, 0.15):
-        drafter = EarlyExit(3, exit_layer=2, draft_p_min=bar)
-        got = decode(tiny, PROMPTS, drafter=drafter, **options)
-        assert got.token_ids == plain_greedy.token_ids
-        drafted.append(int(np.maximum(got.drafted, 0).sum()))
-    assert drafted[0] > drafted[1] > 0
-
-
 EDGES = [245, 255, 256, 257, 500, 508]
 
 
@@ -286,15 +206,11 @@ def test_across_the_blocks_of_the_cache(name, tiny, every):
 def test_up_to_the_last_position(tiny, every):
     rng = np.random.default_rng(1)
     prompts = [rng.integers(61, size=length).tolist() for length in (570, 590, 598, 599)]
-    plain = decode(tiny, prompts, sampling=greedy(max_new_tokens=50))
+    requests = greedy(max_new_tokens=50)
+    plain = decode(tiny, prompts, sampling=requests)
     assert [len(tokens) for tokens in plain.token_ids] == [30, 10, 2, 1]
     assert plain.finish_reasons == ["length"] * 4
-    got = decode(
-        tiny,
-        prompts,
-        drafter=every["similar"],
-        sampling=greedy(max_new_tokens=50),
-        num_speculative_tokens=8,
-    )
+    drafter = every["similar"]
+    got = decode(tiny, prompts, drafter=drafter, sampling=requests, num_speculative_tokens=8)
     assert got.token_ids == plain.token_ids
     assert got.finish_reasons == plain.finish_reasons

@@ -1,7 +1,6 @@
 """Acceptance and tokens per round are what the distributions of target and draft imply."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +8,6 @@ import numpy as np
 import pytest
 from conftest import slow
 from decoding import PROMPTS, decode, draft_model, drafters, make_session
-from test_loop_distribution import small_model
 
 from specjax import theory
 from specjax.decoding.generate import decode_session, expected_acceptance, open_engine
@@ -18,8 +16,8 @@ from specjax.drafters import take_turns
 from specjax.drafters.lookup.ngram import Ngram
 from specjax.sampling import RULES
 from specjax.testing import Tabular
-from specjax.testing.drafters import conditional_distributions, make_plan
 from specjax.testing.drafters import decode as decode_rows
+from specjax.testing.drafters import make_plan
 
 VOCAB, LENGTH, ROWS, ROUNDS = 8, 3, 4000, 6
 AS_IS = SamplingParams(temperature=1.0)
@@ -65,13 +63,6 @@ def test_rejection_accepts_the_overlap(free):
     assert_close(accepted + 1, theory.expected_tokens(alpha, LENGTH))
 
 
-@pytest.mark.slow  # no fewer than rejection, in test_verify_chain
-def test_block_accepts_more(free):
-    target, draft, alpha = free
-    accepted = counts(target, draft_model(draft), "block")
-    assert accepted.mean() + 1 > theory.expected_tokens(alpha, LENGTH) + 0.05
-
-
 def test_coupled_accepts_between_its_bounds(free):
     """(1 - TV) / (1 + TV) <= acceptance <= 1 - TV (Daliri et al. 2408.07978)."""
     target, draft, alpha = free
@@ -93,37 +84,6 @@ def test_the_target_as_its_own_draft_accepts_everything(free):
     target, _, _ = free
     for rule in ("rejection", "block", "coupled"):
         assert (counts(target, draft_model(target), rule) == LENGTH).all()
-
-
-@pytest.mark.parametrize("rule", slow("rejection", "block"))
-def test_the_first_round_of_a_transformer(rule):
-    """The number of accepted tokens has the expectation that follows from the distributions."""
-    target, draft = small_model(0, 2), small_model(1, 1)
-    prompt, length = (1, 2, 3), 2
-    drafter = draft_model(draft)
-    pair = (target.architecture, target.params)
-    accepted = counts(pair, drafter, rule, prompt, length, rounds=1)
-    p = conditional_distributions(*pair, prompt, AS_IS, length)
-    q = conditional_distributions(draft.architecture, draft.params, prompt, AS_IS, length)
-    if rule == "rejection":
-        both = functools.reduce(
-            lambda done, distributions: done.reshape(-1, 1) * np.minimum(*distributions),
-            zip(p, q, strict=True),
-            np.ones(1),
-        )
-        expected = np.minimum(p[0], q[0]).sum() + both.sum()
-    else:
-        # Block verification is optimal: E = the sum over i of the overlap of the joint
-        # distributions.
-        joint = [(p[0].ravel(), q[0].ravel())]
-        joint.append(
-            tuple(
-                (distribution[0].reshape(-1, 1) * distribution[1]).ravel()
-                for distribution in (p, q)
-            )
-        )
-        expected = sum(np.minimum(*distributions).sum() for distributions in joint)
-    assert_close(accepted, expected)
 
 
 @pytest.mark.parametrize("names", [("early_exit",), *slow((("ngram",),))], ids="+".join)

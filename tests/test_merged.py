@@ -9,6 +9,7 @@ import pytest
 from conftest import row_count, slow
 from decoding import (
     PROMPTS,
+    bigrams,
     changed,
     columns,
     decode,
@@ -36,8 +37,7 @@ VOCAB, ROWS = 5, 8_000
 
 @pytest.fixture(scope="module")
 def target():
-    """A bigram table."""
-    return Tabular(VOCAB), 1.2 * jax.random.normal(jax.random.key(0), (VOCAB, VOCAB))
+    return bigrams(VOCAB)
 
 
 def other_model(target):
@@ -182,14 +182,6 @@ def test_a_head_follows_what_another_drafted(form, tiny):
     for row, tokens in enumerate(plain):
         start = len(PROMPTS[row])
         assert state.tokens[row, start : start + len(tokens)].tolist() == tokens
-
-
-@pytest.mark.slow
-def test_auto_drafts_with_merged_drafters(tiny):
-    drafter = specjax.make_drafter("ngram|early_exit", tiny, prompt_lookup_min=1, exit_layer=2)
-    options = dict(sampling=mixed(max_new_tokens=16), verify="coupled")
-    got = decode(tiny, PROMPTS, drafter=drafter, num_speculative_tokens="auto", **options)
-    assert got.token_ids == decode(tiny, PROMPTS, **options).token_ids
 
 
 def test_by_name(tiny):

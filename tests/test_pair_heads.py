@@ -6,12 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import row_count, slow, tiny_config
+from conftest import row_count, slow
 from decoding import (
     PROMPTS,
+    accepted_lengths,
     assert_ends,
     changed,
-    columns,
+    coupled,
     decode,
     first_state,
     greedy,
@@ -19,6 +20,7 @@ from decoding import (
     mixed,
     observed,
     rounds,
+    small_model,
 )
 from heads import eagle_drafter, eagle_head, mtp_drafter
 from test_decoder import one_pass
@@ -27,11 +29,10 @@ from specjax.decoding.round import make_context
 from specjax.drafters import head_drafter
 from specjax.drafters.base import Accepted
 from specjax.errors import InputError
-from specjax.loading.load import random_model
 from specjax.testing import check_drafter
 
-NEW, ROOM = 24, 48
-"""The longest prompts have no room for so many tokens."""
+ROOM = 48
+"""The longest prompts have no room for all new tokens."""
 FORMS = {
     "eagle": dict(version=1),
     "eagle_bias_reduced": dict(version=1, fc_bias=True, vocabulary=40),
@@ -58,8 +59,7 @@ def drafter_of(form, target, **options):
 
 @pytest.fixture(scope="module")
 def plain(tiny):
-    options = dict(sampling=mixed(max_new_tokens=NEW), batch_size=1, max_length=ROOM)
-    return decode(tiny, PROMPTS, verify="coupled", **options)
+    return coupled(tiny, batch_size=1, max_length=ROOM)
 
 
 @pytest.mark.parametrize(
@@ -71,60 +71,13 @@ def plain(tiny):
     ],
 )
 def test_coupled_rows_are_those_of_plain_decoding(form, tiny, plain):
-    got = decode(
-        tiny,
-        PROMPTS,
-        drafter=drafter_of(form, tiny),
-        verify="coupled",
-        sampling=mixed(max_new_tokens=NEW),
-        num_speculative_tokens=2,
-        max_length=ROOM,
-    )
+    drafter = drafter_of(form, tiny)
+    got = coupled(tiny, drafter, num_speculative_tokens=2, max_length=ROOM)
     assert got.token_ids == plain.token_ids
     participated = got.emitted > 0
     assert 0 < got.accepted[participated].sum() < got.drafted[participated].sum()
     # A prompt of one token has no feature to draft from.
     assert [row for row in range(8) if got.drafted[row, 0] == 0] == [0, 5]
-
-
-@pytest.mark.parametrize(
-    ("form", "length"),
-    # As drafters of other kinds do (test_loop_output_comparison); drafts beyond the number of
-    # modules are those of a plain computation (test_mtp).
-    slow(*((form, length) for form in ("eagle3", "mtp_3") for length in (0, 1, 2, 8))),
-)
-def test_draft_lengths(form, length, tiny, plain):
-    got = decode(
-        tiny,
-        PROMPTS,
-        drafter=drafter_of(form, tiny),
-        verify="coupled",
-        sampling=mixed(max_new_tokens=NEW),
-        num_speculative_tokens=length,
-        max_length=ROOM,
-    )
-    assert got.token_ids == plain.token_ids
-    assert got.drafted.max() == length
-
-
-@pytest.mark.parametrize(
-    ("form", "rule"),
-    # Rows that are admitted later decode as alone, too (test_rows).
-    slow(
-        *(("eagle3_reduced", rule) for rule in ("rejection", "block")),
-        *(("mtp_3", "rejection"), ("mtp_2", "block")),
-    ),
-)
-def test_a_row_does_not_depend_on_its_neighbours(form, rule, tiny):
-    options = dict(
-        drafter=drafter_of(form, tiny),
-        verify=rule,
-        sampling=mixed(max_new_tokens=NEW),
-        num_speculative_tokens=3,
-    )
-    together = decode(tiny, PROMPTS, **options, batch_size=8)
-    alone = decode(tiny, PROMPTS, **options, batch_size=1)
-    assert together.token_ids == alone.token_ids
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -167,14 +120,9 @@ def assert_alike(state, got, wanted):
     )
 
 
-def session_of(tiny, drafter, length=3, new_tokens=14):
-    return make_session(
-        tiny,
-        PROMPTS,
-        drafter=drafter,
-        num_speculative_tokens=length,
-        sampling=mixed(max_new_tokens=new_tokens),
-    )
+def session_of(tiny, drafter, new_tokens=14):
+    options = dict(num_speculative_tokens=3, sampling=mixed(max_new_tokens=new_tokens))
+    return make_session(tiny, PROMPTS, drafter=drafter, **options)
 
 
 @pytest.mark.parametrize("form", ["mtp_2", *slow("eagle3_flags", "eagle", "mtp", "mtp_3")])
@@ -185,10 +133,7 @@ def test_the_state_equals_a_fresh_one_after_every_round(form, tiny):
     counts = []
     for state in rounds(session, state, counts):
         assert_fresh(session, state)
-    counts = columns(counts)
-    participated = np.asarray(counts.emitted) > 0
-    accepted = set(np.asarray(counts.accepted)[participated].tolist())
-    assert {0, 1, 2, 3} <= accepted
+    assert {0, 1, 2, 3} <= accepted_lengths(counts)
 
 
 def test_features_that_are_observed_late_are_found_out(tiny):
@@ -209,13 +154,6 @@ def test_features_that_are_observed_late_are_found_out(tiny):
         assert_fresh(true, state, got=observed(broken, state)[0])
 
 
-@pytest.fixture(scope="module")
-def six():
-    """A target of six tokens, which is enumerated."""
-    shape = dict(hidden_size=8, intermediate_size=8, num_heads=1, num_kv_heads=1, head_dim=4)
-    return random_model(tiny_config(vocab_size=6, num_layers=2, **shape), 0, dtype="float32")
-
-
 @pytest.mark.parametrize(
     ("form", "rule"),
     [
@@ -226,39 +164,35 @@ def six():
         *slow(*(("mtp_2", rule) for rule in ("block", "coupled")), ("mtp", "rejection")),
     ],
 )
-def test_sampled_rows_have_the_targets_distribution(form, rule, six):
-    drafter = drafter_of(form, six, vocabulary=5, seed=1)
-    check = check_drafter(drafter, six, row_count(8_000), verify=rule)
+def test_sampled_rows_have_the_targets_distribution(form, rule):
+    target = small_model(6)
+    drafter = drafter_of(form, target, vocabulary=5, seed=1)
+    check = check_drafter(drafter, target, row_count(8_000), verify=rule)
     assert check.passed, check
     assert check.acceptance_length > 1.2
 
 
 # As any distribution that is not the drafter's own (test_loop_distribution).
 @pytest.mark.parametrize("form", slow("eagle3", "mtp_2"))
-def test_a_distribution_that_was_not_drawn_from_is_found_out(form, six):
+def test_a_distribution_that_was_not_drawn_from_is_found_out(form):
     """The broken variant returns its distributions one step late."""
 
     def late(real, params, state, context, noise):
         draft, state = real(params, state, context, noise)
         return draft.replace(logq=jnp.roll(draft.logq, 1, axis=1)), state
 
-    drafter = changed(drafter_of(form, six, vocabulary=5, seed=1), propose=late)
-    assert not check_drafter(drafter, six, 8_000).passed
+    target = small_model(6)
+    drafter = changed(drafter_of(form, target, vocabulary=5, seed=1), propose=late)
+    assert not check_drafter(drafter, target, 8_000).passed
 
 
 # As those beside sampled rows, above.
 @pytest.mark.parametrize("form", slow("eagle3", "mtp_3"))
 def test_greedy_rows_and_the_end_of_room(form, tiny):
-    requests = greedy(max_new_tokens=NEW)
-    plain = decode(tiny, PROMPTS, sampling=requests, max_length=48)
-    got = decode(
-        tiny,
-        PROMPTS,
-        drafter=drafter_of(form, tiny),
-        sampling=requests,
-        max_length=48,
-        num_speculative_tokens=3,
-    )
+    options = dict(sampling=greedy(max_new_tokens=24), max_length=ROOM)
+    plain = decode(tiny, PROMPTS, **options)
+    drafter = drafter_of(form, tiny)
+    got = decode(tiny, PROMPTS, drafter=drafter, num_speculative_tokens=3, **options)
     assert got.token_ids == plain.token_ids
 
 

@@ -10,7 +10,15 @@ import jaxtyping
 import pytest
 import shape_checks
 from conftest import slow, tiny_config
-from decoding import PROMPTS, changed, draft_model, greedy, make_session, mixed
+from decoding import (
+    PROMPTS,
+    changed,
+    draft_model,
+    greedy,
+    loop_arguments,
+    make_session,
+    mixed,
+)
 from heads import with_modules
 from jaxtyping import Array, Float
 
@@ -18,9 +26,7 @@ import specjax
 from specjax import sampling
 from specjax.cache import KVCache, make_cache
 from specjax.decoding import loop
-from specjax.decoding import start as starting
 from specjax.decoding.programs import compile_session
-from specjax.decoding.rows import batch_arguments
 from specjax.decoding.sampling_params import SamplingParams
 from specjax.drafters import make_drafter
 from specjax.drafters.early_exit import EarlyExit
@@ -95,12 +101,9 @@ CASES = {
 
 def lowered(session, donate=True):
     """The loop of a session, lowered for its first batch."""
-    arguments = batch_arguments(session, range(session.batch_size))
-    state = jax.eval_shape(
-        functools.partial(starting.start, session.plan), session.params, *arguments
-    )
+    params, state, max_rounds = loop_arguments(session)
     program = jax.jit(loop.run, static_argnums=0, donate_argnums=2 if donate else ())
-    return state, program.lower(session.plan, session.params, state, jnp.int32(4))
+    return state, program.lower(session.plan, params, state, max_rounds)
 
 
 def copied_shapes(text):
@@ -119,18 +122,16 @@ def models():
     )
 
 
+def session_of(name, models, **fields):
+    target, draft = models
+    options = dict(sampling=mixed(**fields)[:3], num_speculative_tokens=2, every_width=True)
+    return make_session(target, PROMPTS[:3], drafter=CASES[name](target, draft), **options)
+
+
 @pytest.mark.usefixtures("as_shipped")
 @pytest.mark.parametrize("name", ["mtp", *slow("ngram", "early_exit", "draft_model")])
 def test_a_round_works_in_place(name, models):
-    target, draft = models
-    session = make_session(
-        target,
-        PROMPTS[:3],
-        drafter=CASES[name](target, draft),
-        sampling=mixed(top_k=0)[:3],
-        num_speculative_tokens=2,
-        every_width=True,
-    )
+    session = session_of(name, models, top_k=0)
     state, program = lowered(session)
     compiled = program.compile()
     caches = [state.cache.k, state.cache.v]
@@ -160,24 +161,11 @@ def test_the_search_for_copies_finds_them(models):
 
 @pytest.mark.parametrize("name", ["mtp", *slow("ngram", "early_exit", "draft_model")])
 def test_the_loop_exports_for_every_platform(name, models):
-    target, draft = models
-    session = make_session(
-        target,
-        PROMPTS[:3],
-        drafter=CASES[name](target, draft),
-        sampling=mixed()[:3],
-        num_speculative_tokens=2,
-        every_width=True,
-    )
-    arguments = batch_arguments(session, range(session.batch_size))
-    state = jax.eval_shape(
-        functools.partial(starting.start, session.plan), session.params, *arguments
-    )
+    session = session_of(name, models)
     program = jax.jit(functools.partial(loop.run, session.plan))
-    exported = jax.export.export(program, platforms=("cpu", "cuda", "tpu"))(
-        session.params, state, jax.ShapeDtypeStruct((), jnp.int32)
-    )
-    assert exported.platforms == ("cpu", "cuda", "tpu")
+    platforms = ("cpu", "cuda", "tpu")
+    exported = jax.export.export(program, platforms=platforms)(*loop_arguments(session))
+    assert exported.platforms == platforms
     assert len(exported.mlir_module_serialized) > 0
 
 

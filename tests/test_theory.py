@@ -38,15 +38,6 @@ def test_expected_tokens_at_the_ends():
     assert theory.expected_tokens(1.0 - 1e-16, 7) == pytest.approx(8.0, rel=1e-14)
 
 
-def test_expected_tokens_of_simulated_rounds():
-    rng = np.random.default_rng(0)
-    rounds, k = 200_000, 5
-    for alpha in (0.3, 0.8):
-        accepted = np.cumprod(rng.uniform(size=(rounds, k)) < alpha, axis=1).sum(axis=1)
-        error = 5 * accepted.std() / np.sqrt(rounds)
-        assert theory.expected_tokens(alpha, k) == pytest.approx(1 + accepted.mean(), abs=error)
-
-
 def test_acceptance_from_tv_is_the_overlap():
     p, q = np.array([0.5, 0.3, 0.2]), np.array([0.1, 0.2, 0.7])
     tv = 0.5 * np.abs(p - q).sum()

@@ -9,11 +9,12 @@ import pytest
 from conftest import row_count, slow
 from decoding import (
     PROMPTS,
+    bigrams,
+    coupled,
     decode,
     first_state,
     greedy,
     make_session,
-    mixed,
     observed,
 )
 from test_decoder import one_pass
@@ -26,7 +27,7 @@ from specjax.drafters import TokenRecycling, TreeOptions, take_turns
 from specjax.drafters.base import TargetPass
 from specjax.errors import InputError
 from specjax.sampling import Coupled
-from specjax.testing import Tabular, check_drafter
+from specjax.testing import check_drafter
 from specjax.testing.drafters import decode as decode_rows
 from specjax.testing.drafters import make_plan
 
@@ -35,8 +36,7 @@ TREE = trees.tree_of_choices([[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]])
 
 @pytest.fixture(scope="module")
 def target():
-    """A bigram table."""
-    return Tabular(8), 1.2 * jax.random.normal(jax.random.key(0), (8, 8))
+    return bigrams(8)
 
 
 def test_a_tree_is_looked_up():
@@ -144,23 +144,19 @@ def test_a_feature_that_there_is_not(name, tiny):
         one_pass(tiny, np.zeros((1, 2), int), features=(name,))
 
 
-COUPLED = dict(verify="coupled", sampling=mixed(max_new_tokens=24))
-"""Greedy rows, and sampled ones whose noise goes by position."""
-
-
 @pytest.fixture(scope="module")
 def together(tiny):
     """Eight rows of one batch."""
-    return decode(tiny, PROMPTS, drafter=TokenRecycling(61, tree=TREE), **COUPLED)
+    return coupled(tiny, TokenRecycling(61, tree=TREE))
 
 
 def test_output_is_that_of_plain_decoding(tiny, together):
-    assert together.token_ids == decode(tiny, PROMPTS, batch_size=1, **COUPLED).token_ids
+    assert together.token_ids == coupled(tiny, batch_size=1).token_ids
     assert together.accepted.max() > 1
 
 
 def test_rows_draft_as_they_do_alone(tiny, together):
-    alone = decode(tiny, PROMPTS, drafter=TokenRecycling(61, tree=TREE), batch_size=1, **COUPLED)
+    alone = coupled(tiny, TokenRecycling(61, tree=TREE), batch_size=1)
     assert alone.token_ids == together.token_ids
     for name in ("drafted", "accepted", "emitted"):
         np.testing.assert_array_equal(getattr(together, name), getattr(alone, name))
@@ -168,8 +164,8 @@ def test_rows_draft_as_they_do_alone(tiny, together):
 
 @pytest.mark.parametrize("rule", ["rejection", *slow("coupled")])
 def test_the_distribution_is_the_targets(rule):
-    target = Tabular(5), 1.2 * jax.random.normal(jax.random.key(0), (5, 5))
-    check = check_drafter(TokenRecycling(5, tree=TREE), target, row_count(8_000), verify=rule)
+    drafter = TokenRecycling(5, tree=TREE)
+    check = check_drafter(drafter, bigrams(5), row_count(8_000), verify=rule)
     assert check.passed, check
     assert check.acceptance_length > 1.5
 

@@ -132,20 +132,6 @@ def test_sequoias_tree_is_the_best_of_all_in_any_order_of_rates(rates, num_nodes
     assert found.expected_tokens(levels) == pytest.approx(most)
 
 
-def test_both_builders_agree_where_rates_fall():
-    rates = [0.5, 0.2, 0.1]
-    for num_nodes, depth in ((8, 2), (16, 4), (31, 6)):
-        ours = best_tree([rates] * depth, num_nodes)
-        theirs = sequoia_tree(rates, num_nodes, depth)
-        wanted = ours.expected_tokens([rates] * depth)
-        assert theirs.expected_tokens([rates] * depth) == pytest.approx(wanted)
-
-
-def test_a_chain_is_best_where_only_the_likeliest_are_accepted():
-    assert sequoia_tree([0.8, 0.0], 4, 4).topology == chain_topology(4)
-    assert best_tree([[0.8]] * 4, 4).topology == chain_topology(4)
-
-
 @pytest.mark.parametrize(
     ("build", "message"),
     [

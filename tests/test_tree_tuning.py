@@ -14,20 +14,14 @@ from script_modules import script_module
 from specjax.cli.config_file import read_config
 from specjax.cli.decode_config import make_config_drafter, read_decode_config
 from specjax.distributed.sharding import make_mesh
-from specjax.drafters import (
-    TreeOptions,
-    head_drafter,
-    make_drafter,
-    merge_drafters,
-    take_turns,
-)
+from specjax.drafters import TreeOptions, head_drafter, make_drafter, merge_drafters, take_turns
 from specjax.drafters.lookup.ngram import Ngram
 from specjax.errors import InputError
 from specjax.loading import acceptance_rates
 from specjax.loading.acceptance_rates import known_acceptance, read_acceptance, write_acceptance
 from specjax.loading.load import place_model, save_model
 from specjax.reporting.decode_report import Clock, DrafterRun, Setting, report
-from specjax.trees import FastestTree, best_tree, tree_of_choices
+from specjax.trees import best_tree, tree_of_choices
 from specjax.tuning import (
     TreeCosts,
     choose_tree,
@@ -49,13 +43,8 @@ def test_ranks_are_those_of_the_targets_own_tokens(tiny, similar):
     assert other.tested[0] >= other.tested[1] > 0
     assert 0.05 < other.acceptance[0, 0] < 1
     assert 0 < other.acceptance[0, 1:].sum() <= 1 - other.acceptance[0, 0]
-    run = decode(
-        tiny,
-        PROMPTS[:4],
-        drafter=draft_model(similar, num_speculative_tokens=2),
-        sampling=greedy(max_new_tokens=24),
-        batch_size=1,
-    )
+    options = dict(sampling=greedy(max_new_tokens=24), batch_size=1)
+    run = decode(tiny, PROMPTS[:4], drafter=drafter, **options)
     drafted = run.drafted > 0
     assert (run.accepted[drafted] > 0).mean() == pytest.approx(other.acceptance[0, 0])
 
@@ -76,12 +65,11 @@ def timed(tmp_path, monkeypatch):
             calls.append(sizes)
             return {width: 1 + slope * (width - 1) for width in widths}
 
+        def propose(session):
+            return draft * session.plan.drafter.num_speculative_tokens
+
         monkeypatch.setattr(round_seconds, "rounds_seconds", rounds)
-        monkeypatch.setattr(
-            costs,
-            "propose_seconds",
-            lambda session: draft * session.plan.drafter.num_speculative_tokens,
-        )
+        monkeypatch.setattr(costs, "propose_seconds", propose)
 
     return measured, calls
 
@@ -138,7 +126,7 @@ def test_kept_costs_are_used_for_ten_minutes_and_for_contexts_of_like_length(
     for context, count in ((16, 1), (31, 1), (32, 2)):
         measure_tree_costs(tiny, drafter, depth=2, context=context)
         assert len(calls) == count
-    assert [one["context"] for one in calls] == [16, 32]
+    assert [sizes["context"] for sizes in calls] == [16, 32]
     for age, count in ((590, 2), (20, 3)):
         for file in tmp_path.rglob("*.json"):
             content = json.loads(file.read_text())
@@ -209,9 +197,9 @@ def test_a_table_of_candidates_brings_its_own_rates(tiny, timed):
     measured(slope=0.001, draft=0.0)
     drafter = make_drafter("token_recycling", tiny)
     options = TreeOptions(kind="auto", num_nodes=8)
-    said = []
-    chosen, found = with_fastest_trees(tiny, drafter, options, tell=said.append)
-    assert any("its usual acceptance rates are taken" in line for line in said)
+    lines = []
+    chosen, found = with_fastest_trees(tiny, drafter, options, tell=lines.append)
+    assert any("its usual acceptance rates are taken" in line for line in lines)
     assert found["token_recycling"].tree == chosen.drafter.tree
     assert chosen.drafter.tree.num_nodes == 8
     rates = drafter.drafter.usual_acceptance
@@ -252,9 +240,10 @@ def test_a_drafter_of_ones_own_has_the_rates_beside_it(own, chatty, timed, tmp_p
     assert known_acceptance("draft_model", chatty) == ((0.9,),)
     path, read = own
     config = read()
-    with pytest.raises(InputError, match=r"no draft_model\.ranks\.json is beside drafter\.path="):
+    says = r"no draft_model\.ranks\.json is beside drafter\.path="
+    with pytest.raises(InputError, match=says):
         make_config_drafter(config, config.drafters[0], chatty)
-    with pytest.raises(InputError, match=r"no draft_model\.ranks\.json is beside drafter\.path="):
+    with pytest.raises(InputError, match=says):
         with_fastest_trees(chatty, draft_model(chatty), TreeOptions(kind="auto"), path=chatty)
     write_acceptance(path.parent / "draft_model.ranks.json", RATES, {})
     assert known_acceptance("draft_model", chatty, path) == RATES
@@ -273,26 +262,24 @@ def test_only_of_greedy_decoding_is_anything_expected(temperature, own, chatty, 
     measured(slope=0.0, draft=1e-6)
     path, read = own
     write_acceptance(path.parent / "draft_model.ranks.json", RATES, {})
-    config = read(
-        f"--config.sampling.temperature={temperature}",
-        "--config.sampling.max_new_tokens=12",
-        "--config.batch_size=4",
-    )
-    said = []
-    made = make_config_drafter(config, config.drafters[0], chatty, tell=said.append)
+    heat = f"--config.sampling.temperature={temperature}"
+    config = read(heat, "--config.sampling.max_new_tokens=12", "--config.batch_size=4")
+    lines = []
+    made = make_config_drafter(config, config.drafters[0], chatty, tell=lines.append)
     prompt = len(chatty.tokenizer.encode("abc abc ab"))
-    assert [(one["batch_size"], one["context"]) for one in calls] == [(1, prompt + 6)]
+    assert [(sizes["batch_size"], sizes["context"]) for sizes in calls] == [(1, prompt + 6)]
     assert made.loaded.drafter.parts[1].tree == best_tree(RATES, 12)
     what = "draft_model: tree.kind=auto: 12 nodes in 2 levels"
     run = DrafterRun("mine", {}, made.trees)
     tree = report([run], Setting("cpu", "float32", 0.0), Clock())["summary"]["trees"]["draft_model"]
     assert len(tree["choices"]) == 12
     if temperature:
-        assert said[-1] == what
+        assert lines[-1] == what
         assert len(tree) == 1
     else:
-        assert said[-1].startswith(f"{what}, 2.62 tokens per round and ")
+        assert lines[-1].startswith(f"{what}, 2.62 tokens per round and ")
         assert tree["expected_tokens_per_round"] == pytest.approx(2.62)
+        assert set(tree) == {"choices", "expected_tokens_per_round", "expected_round_s"}
 
 
 def test_a_chain_stays_one(similar):
@@ -309,19 +296,6 @@ def test_rates_are_written_and_read(tmp_path):
     file.write_text('{"acceptance": [[2]]}')
     with pytest.raises(InputError, match="must be lists of rates from 0 to 1"):
         read_acceptance(file)
-
-
-def test_a_report_says_what_was_chosen_and_expected():
-    fastest = FastestTree(best_tree(RATES, 3), 1.9, 0.05)
-    run = DrafterRun("mine", {}, {"mine": fastest})
-    summary = report([run], Setting("cpu", "float32", 0.0), Clock())["summary"]
-    assert summary["trees"] == {
-        "mine": {
-            "choices": [[0], [0, 0], [1]],
-            "expected_tokens_per_round": 1.9,
-            "expected_round_s": 0.05,
-        }
-    }
 
 
 def test_numbers_of_a_list_are_numbers():

@@ -8,6 +8,7 @@ import pytest
 from conftest import row_count, slow
 from decoding import (
     PROMPTS,
+    bigrams,
     changed,
     columns,
     decode,
@@ -27,15 +28,14 @@ from specjax.drafters import Drafter, LoadedDrafter, take_turns
 from specjax.drafters.lookup.ngram import Ngram
 from specjax.drafters.turns import PartState, joined
 from specjax.errors import InputError
-from specjax.testing import Tabular, check_drafter
+from specjax.testing import check_drafter
 
 VOCAB, ROWS = 5, 8_000
 
 
 @pytest.fixture(scope="module")
 def target():
-    """A bigram table."""
-    return Tabular(VOCAB), 1.2 * jax.random.normal(jax.random.key(0), (VOCAB, VOCAB))
+    return bigrams(VOCAB)
 
 
 def lookup():
@@ -213,13 +213,8 @@ def test_a_head_follows_what_another_drafted(form, tiny):
     head = drafter_of(form, tiny, spread=0.3)
     drafter = take_turns(Ngram(prompt_lookup_min=1), head)
     assert drafter.drafter.features == head.drafter.features
-    session = make_session(
-        tiny,
-        PROMPTS,
-        drafter=drafter,
-        num_speculative_tokens=3,
-        sampling=mixed(max_new_tokens=12),
-    )
+    options = dict(num_speculative_tokens=3, sampling=mixed(max_new_tokens=12))
+    session = make_session(tiny, PROMPTS, drafter=drafter, **options)
     counts = []
     for state in rounds(session, first_state(session), counts):
         assert_fresh(session, state, part=1)

@@ -123,30 +123,28 @@ def test_greedy_is_the_first_argmax_beside_sampled_rows():
     np.testing.assert_array_equal(WARP(logits, 0.0)[1], [-np.inf, 0.0, -np.inf])
 
 
-def test_a_tiny_temperature_is_no_nan():
-    logp = WARP(jnp.array([1.0, 2.0, -jnp.inf, 2.0]), 1e-30)
-    np.testing.assert_allclose(np.exp(logp), [0, 0.5, 0, 0.5])
-
-
-def test_ties_at_the_threshold_are_kept():
-    logits = jnp.array([0.0, 2.0, 1.0, 1.0, 1.0])
-    np.testing.assert_array_equal(WARP(logits, 1.0, 2) > -np.inf, [0, 1, 1, 1, 1])
-    np.testing.assert_array_equal(WARP(logits, 1.0, 0, 0.5) > -np.inf, [0, 1, 1, 1, 1])
-    np.testing.assert_array_equal(WARP(logits, 1.0, 0, 0.3) > -np.inf, [0, 1, 0, 0, 0])
-
-
-def test_temperature_comes_before_top_p():
-    logits = jnp.log(jnp.array([0.6, 0.3, 0.1]))
-    # At temperature 0.5 the distributions are (0.783, 0.196, 0.022): one token reaches 0.7, not
-    # two.
-    np.testing.assert_array_equal(WARP(logits, 0.5, 0, 0.7) > -np.inf, [True, False, False])
-    np.testing.assert_array_equal(WARP(logits, 1.0, 0, 0.7) > -np.inf, [True, True, False])
-
-
-def test_top_p_counts_what_top_k_left():
-    logits = jnp.log(jnp.array([0.4, 0.2, 0.2, 0.2]))
-    # Of the whole 0.4 is short of 0.6, but top-k keeps it alone and then it is everything.
-    np.testing.assert_array_equal(WARP(logits, 1.0, 1, 0.6) > -np.inf, [True, False, False, False])
+@pytest.mark.parametrize(
+    ("probabilities", "parameters", "kept"),
+    [
+        # Tokens that tie at a threshold are kept.
+        ([1, 9, 3, 3, 3], (1.0, 2), [0, 1, 1, 1, 1]),
+        ([1, 9, 3, 3, 3], (1.0, 0, 0.5), [0, 1, 1, 1, 1]),
+        ([1, 9, 3, 3, 3], (1.0, 0, 0.3), [0, 1, 0, 0, 0]),
+        # At temperature 0.5 the probabilities are (0.783, 0.196, 0.022): one token reaches 0.7.
+        ([6, 3, 1], (0.5, 0, 0.7), [1, 0, 0]),
+        ([6, 3, 1], (1.0, 0, 0.7), [1, 1, 0]),
+        # 0.4 is less than 0.6, but after top-k it is everything.
+        ([4, 2, 2, 2], (1.0, 1, 0.6), [1, 0, 0, 0]),
+        # A tiny temperature makes no NaN.
+        ([1, 2, 0, 2], (1e-30,), [0, 1, 0, 1]),
+    ],
+)
+def test_tokens_that_are_kept(probabilities, parameters, kept):
+    with np.errstate(divide="ignore"):
+        logits = np.log(np.array(probabilities, np.float32))
+    p = np.exp(WARP(logits, *parameters))
+    np.testing.assert_array_equal(p > 0, kept)
+    np.testing.assert_allclose(p.sum(), 1, rtol=1e-6)
 
 
 def test_large_vocabulary_keeps_exactly_k():

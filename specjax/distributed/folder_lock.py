@@ -35,12 +35,8 @@ def hold(folder: Path, kind: Kind, where: str) -> Iterator[None]:
     `folders.claim` does, and where another run holds the lock, naming it.
     """
     with ExitStack() as stack:
-
-        def lock_on_first() -> None:
-            if processes.is_first():
-                stack.enter_context(lock(folder, kind, where))
-
-        processes.together(lock_on_first)
+        taken = lambda: stack.enter_context(lock(folder, kind, where))  # noqa: E731
+        processes.together(lambda: taken() if processes.is_first() else None)
         yield
 
 
@@ -106,15 +102,15 @@ def _not_ours(where: str) -> InputError:
 
 
 def _holder(file: IO[str]) -> str:
-    """Return which process has locked a file, from the file's text."""
+    """Who has locked a file, from its text."""
     until = time.monotonic() + _WAIT_FOR_TEXT_S
     while True:
         file.seek(0)
         try:
-            holder = json.loads(file.read())
-            command = " ".join(str(holder["command"]).split())
+            said = json.loads(file.read())
+            command = " ".join(str(said["command"]).split())
             return (
-                f"pid {holder['pid']} on {holder['host']}, since {holder['since']}: "
+                f"pid {said['pid']} on {said['host']}, since {said['since']}: "
                 f"{command:.{_LONGEST_COMMAND}}"
             )
         except (ValueError, KeyError, TypeError, OSError):

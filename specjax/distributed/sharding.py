@@ -120,7 +120,7 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
 
 
 def constrain_rows(tree: Any) -> Any:
-    """Return a tree of arrays with the batch as first axis, constrained to be split over `data`."""
+    """Return a tree of arrays whose first axis is the batch, constrained to be split on `data`."""
 
     def rows(leaf: jax.Array) -> jax.Array:
         return constrain(leaf, "batch", *[None] * (leaf.ndim - 1)) if leaf.ndim else leaf

@@ -1,4 +1,4 @@
-"""Drafting one token after another: what draft models, heads and early exits share."""
+"""The base class of drafters that draft one token after another, or a tree level by level."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from specjax.trees import Draft, DynamicTree, RankedTree
 
 SampleMethod = Literal["probabilistic", "greedy"]
 LeastProbability = Annotated[float, Number(0.0, 0.999999, remedy="use a number in [0, 1)")]
-"""Of the likeliest token, for drafting to continue."""
+"""The least probability of the likeliest next token with which drafting continues."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,17 +72,17 @@ class ChainDrafter(Drafter):
 
     @property
     def longest_path(self) -> int | None:
-        """How many tokens it can draft in a row at most, where there is a limit."""
+        """The most tokens that it can draft in a row, if there is a limit."""
         return None
 
     @property
     def shape(self) -> RankedTree | DynamicTree | None:
-        """The tree, without what is deeper than the longest path; None for a chain."""
+        """The tree without nodes deeper than the longest path; None for a chain."""
         return None if self.tree is None else self.tree.limited(self.num_speculative_tokens)
 
     @property
     def num_nodes(self) -> int:
-        """The nodes of its tree; of a chain, its tokens."""
+        """The number of nodes of its tree, or of tokens of its chain."""
         return self.num_speculative_tokens if self.tree is None else self.shape.num_nodes
 
     @property
@@ -93,12 +93,12 @@ class ChainDrafter(Drafter):
 
     @property
     def stops(self) -> bool:
-        """Chains are drafted token after token."""
+        """Whether it drafts token after token: chains, and not trees."""
         return self.tree is None
 
     @property
     def sampled(self) -> bool:
-        """As `draft_sample_method` says."""
+        """Whether tokens are drawn, as `draft_sample_method` says."""
         method = self.draft_sample_method
         if method is None:
             return not isinstance(self.tree, DynamicTree)
@@ -106,7 +106,7 @@ class ChainDrafter(Drafter):
 
     @property
     def level_sizes(self) -> tuple[int, ...]:
-        """How many tokens are run at each depth, the root's (0) included."""
+        """The number of tokens that are run at each depth, from the root (0) on."""
         shape = self.shape
         if shape is None:
             return chain.level_sizes(self.num_speculative_tokens)
@@ -116,7 +116,7 @@ class ChainDrafter(Drafter):
 
     @property
     def window_slots(self) -> int:
-        """The slots of the root and of all tokens that are run in a round."""
+        """The number of slots for the root and all tokens that are run in a round."""
         return sum(self.level_sizes)
 
     def draft(
@@ -128,10 +128,11 @@ class ChainDrafter(Drafter):
         noise: Noise,
         draft_ids: Int[Array, "Vd"] | None = None,
     ) -> tuple[Draft, Any]:
-        """A chain or a tree with this drafter's options; `logits` are those after the root.
+        """Draft a chain or a tree with this drafter's options; return the carry too.
 
-        `step` gives those after the tokens of further levels, for a window of `window_slots` whose
-        slot 0 is the root's. Where logits are of a part of the vocabulary, `draft_ids` say which.
+        `logits` are those after the root, and `step` gives those after the tokens of further
+        levels, for a window of `window_slots` whose slot 0 is the root's. If the logits are of a
+        part of the vocabulary, `draft_ids` are its token ids.
         """
         shape, start = self.shape, (logits, step, carry, context)
         options = {"p_min": self.draft_p_min, "draft_ids": draft_ids}

@@ -1,4 +1,4 @@
-"""What a drafter is: a frozen value with three pure functions, and arrays beside it."""
+"""The base class of drafters: a frozen value with three pure functions, and arrays beside it."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from specjax.sampling import WarpFlags, argmax, warp
 from specjax.trees import Draft
 
 DRAFT_TOKENS = Whole(0, 1024, remedy='use a whole number from 0 to 1024, or "auto"')
-"""The longest draft that may be asked for."""
+"""The range of draft lengths."""
 OWN_DRAFTER = (
     "subclass specjax.Drafter as a frozen dataclass with a method propose(self, params, state, "
     "context, noise) -> (Draft, state), and pass an instance, or LoadedDrafter(instance, params)"
 )
-"""How to write a drafter of one's own, as errors say it."""
+"""How to write a drafter of one's own, for error messages."""
 Noise = Callable[[Int[Array, ""] | int], Float[Array, "B V"]]
-"""Gumbel noise for the draft at depth 0, 1, ...; under `coupled` it is the target's own."""
+"""Gumbel noise of a draft at depth 0, 1, ...; under `coupled` it is the target's noise."""
 
 
 @struct.dataclass
 class Sampling:
-    """Each row's warp."""
+    """Each row's sampling parameters."""
 
     temperature: Float[Array, "B"]
     top_k: Int[Array, "B"]
@@ -44,11 +44,11 @@ class Sampling:
 
 @struct.dataclass
 class Limits:
-    """What each of the drafters may draft in the rounds of a step, fixed before it begins.
+    """How much each drafter may draft in the rounds of a step; fixed before the step begins.
 
-    `longest` are the tokens of a chain, or how many of a tree's first nodes are kept; a drafter
-    with 0 does not run. `confidence` is the least probability of the likeliest next token with
-    which a drafter that draws token after token continues.
+    `longest` is the number of tokens of a chain, or of a tree's first nodes; a drafter with 0 does
+    not run. A drafter that draws token after token stops if the likeliest next token is less
+    probable than `confidence`.
     """
 
     longest: Int[Array | np.ndarray, "drafters"]
@@ -57,7 +57,7 @@ class Limits:
 
 @struct.dataclass
 class Context:
-    """What a drafter may look at: committed tokens, and the target as it stands.
+    """What a drafter may read: committed tokens, and the state of the target.
 
     `tokens[b, :length[b]]` are row b's committed tokens (n of them), of which the first
     `prompt_length[b]` are the prompt; `cache` holds the keys and values of the first n - 1. `limit`
@@ -80,37 +80,40 @@ class Context:
     target: LanguageModel = struct.field(pytree_node=False)
     flags: WarpFlags = struct.field(pytree_node=False)
     needs_logq: bool = struct.field(pytree_node=False)
-    """Whether the rule reads q, so that a draft that was sampled must bring its distributions."""
+    """Whether the rule reads q, so that a sampled draft must have its distributions."""
     longest_commit: int = struct.field(pytree_node=False)
-    """The most tokens that a round commits in a row."""
+    """The most tokens that a round commits per row."""
     least_confidence: Float[Array, ""] | float = 0.0
 
     def token_at(self, position: Int[Array, "B"]) -> Int[Array, "B"]:
-        """Each row's committed token at a position; positions below 0 give the first token."""
+        """Return each row's committed token at a position; below 0, the first token."""
         position = jnp.maximum(position, 0)[:, None]
         return jnp.take_along_axis(self.tokens, position, axis=1)[:, 0]
 
     def tokens_from(self, first: Int[Array, "B"], count: int) -> Int[Array, "B T"]:
-        """`count` tokens of each row from its position `first` on; what is not there is 0."""
+        """Return `count` tokens of each row from position `first` on; 0 outside its tokens."""
         positions = first[:, None] + jnp.arange(count)[None, :]
         tokens = jnp.take_along_axis(self.tokens, positions, axis=1, mode="fill", fill_value=0)
         return jnp.where((positions >= 0) & (positions < self.length[:, None]), tokens, 0)
 
     def feature_from(self, name: str, first: Int[Array, "B"], count: int) -> Float[Array, "B T D"]:
-        """A feature at `count` positions of each row from `first` on, of those that are kept."""
+        """Return a feature at `count` positions of each row from `first` on, which must be kept."""
         kept = self.features[name]
         slots = (first[:, None] + jnp.arange(count)[None, :]) % kept.shape[1]
         return jnp.take_along_axis(kept, slots[:, :, None], axis=1)
 
     def warp(self, logits: Float[Array, "B *slots V"]) -> Float[Array, "B *slots V"]:
-        """Log-probabilities under each row's sampling parameters, whole on each device."""
+        """Return log-probabilities under each row's sampling parameters, not split by token."""
         logits = constrain(logits, "batch", *[None] * (logits.ndim - 1))
         return warp_rows(logits, self.sampling, self.flags)
 
     def draw(
         self, logits: Float[Array, "B V"], noise: Noise, depth: Int[Array, ""] | int
     ) -> tuple[Int[Array, "B"], Float[Array, "B V"]]:
-        """One token per row, and the log-probabilities it was drawn from (else the logits)."""
+        """Draw one token per row; return it and the log-probabilities it was drawn from.
+
+        If no row is sampled, the likeliest token and the logits are returned.
+        """
         if not self.flags.sampled:
             return argmax(logits), logits
         distribution = self.warp(logits)
@@ -120,7 +123,7 @@ class Context:
 def warp_rows(
     logits: Float[Array, "B *slots V"], sampling: Sampling, flags: WarpFlags
 ) -> Float[Array, "B *slots V"]:
-    """`sampling.warp` with the parameters of each row."""
+    """Return `sampling.warp` of the logits with the parameters of each row."""
     slots = logits.shape[1:-1]
 
     def every(parameter: Array) -> Array:
@@ -138,10 +141,10 @@ def warp_rows(
 
 @struct.dataclass
 class Accepted:
-    """Tokens that were committed, of a prompt or of rounds: the last `count[b]` of row b.
+    """Committed tokens of a prompt or of rounds: the last `count[b]` of row b.
 
-    `tokens[b, i]` stands right after the position that `features[b, i]` belong to: a drafter that
-    reads pairs (x_{t+1}, f_t) reads both as they are.
+    `features[b, i]` is that of the position before `tokens[b, i]`: a drafter that reads pairs
+    (x_{t+1}, f_t) reads both at the same index.
     """
 
     tokens: Int[Array, "B T"]
@@ -153,8 +156,8 @@ class Accepted:
 class TargetPass:
     """One pass of the target: a chunk of a prompt, or a round's root and draft.
 
-    What is not `computed` (slots without a node, rows that are finished, what stands after a
-    prompt) means nothing. Tokens that were drafted are here whether they were accepted or not.
+    Entries that are not `computed` (slots without a node, finished rows, positions after a prompt)
+    are arbitrary. Drafted tokens are included whether they were accepted or not.
     """
 
     tokens: Int[Array, "B T"]
@@ -173,9 +176,9 @@ class Drafter:
     """
 
     trained: ClassVar[bool] = False
-    """Of a registered drafter: whether it has weights of its own, and so a path."""
+    """Whether a registered drafter has weights of its own, and so a path."""
     alone: ClassVar[str] = ""
-    """Of a registered drafter: why it cannot be joined with others by name, "" where it can."""
+    """Why a registered drafter cannot be joined with others by name; "" if it can."""
 
     num_speculative_tokens: Annotated[int, DRAFT_TOKENS] = 4
     """K: the longest path of a draft."""
@@ -188,12 +191,12 @@ class Drafter:
 
     @property
     def name(self) -> str:
-        """What messages and reports call it."""
+        """Its name in messages and reports."""
         return type(self).__name__.lower()
 
     @property
     def num_nodes(self) -> int:
-        """N: the nodes of every draft; more than its longest path where it branches."""
+        """N: the number of nodes of every draft; more than its longest path if it branches."""
         return self.num_speculative_tokens
 
     @property
@@ -213,69 +216,70 @@ class Drafter:
 
     @property
     def sampled(self) -> bool:
-        """Whether nodes are drawn from distributions (sampled rows) rather than chosen."""
+        """Whether nodes of sampled rows are drawn from distributions rather than chosen."""
         return False
 
     @property
     def stops(self) -> bool:
-        """Whether `propose` draws token after token, and heeds `context.least_confidence`."""
+        """Whether `propose` draws token after token, and applies `context.least_confidence`."""
         return False
 
     @property
     def observes(self) -> bool:
-        """Whether `observe` does anything: whether there is a state that follows the tokens."""
+        """Whether `observe` is implemented: whether there is a state that follows the tokens."""
         return type(self).observe is not Drafter.observe
 
     @classmethod
     def load(cls, name: str, target: Model, path: Any = None, **options: Any) -> LoadedDrafter:
-        """The drafter that is registered as `name`, for a target; `path` names what was trained.
+        """Return the drafter registered as `name` for a target; `path` is that of its weights.
 
-        `options` are the keyword-only fields. Raises InputError.
+        `options` are the keyword-only fields. Raises InputError for bad ones.
         """
         del name, target, path
         return LoadedDrafter(cls(**options))
 
     def for_target(self, params: Any, target_params: Any) -> Any:
-        """Its parameters `params` beside other ones of the same target: those it shares are new."""
+        """Return its parameters with the shared ones taken from new parameters of the target."""
         del target_params
         return params
 
     def init(self, params: Any, batch: int, capacity: int) -> Any:
-        """The state of `batch` rows that hold nothing yet and may hold `capacity` tokens."""
+        """Return the state of `batch` empty rows of up to `capacity` tokens."""
         del params, batch, capacity
         return ()
 
     def propose(self, params: Any, state: Any, context: Context, noise: Noise) -> tuple[Draft, Any]:
-        """A draft after each row's last token, no path longer than `context.limit`, and the state.
+        """Return a draft after each row's last token, and the state.
 
-        Whether a node is proposed may depend on committed tokens, on its ancestors and on the
-        distribution it will be drawn from, never on its own token, unless it is deterministic.
+        No path is longer than `context.limit`. Whether a node is proposed may depend on committed
+        tokens, on its ancestors and on the distribution it will be drawn from, but never on its own
+        token, unless it is deterministic.
         """
         raise NotImplementedError
 
     def observe(self, params: Any, state: Any, context: Context, accepted: Accepted) -> Any:
-        """The state after further committed tokens; `context` is the one after them.
+        """Return the state after further committed tokens; `context` is the one after them.
 
-        A prompt is observed chunk by chunk, from its second token on (the first stands in
-        `context.tokens`); later calls bring what one or several rounds committed, whoever drafted.
-        Of a prompt the state may depend on tokens and features only: requests that have the same
-        prompt share it.
+        A prompt is observed chunk by chunk, from its second token on (the first one is in
+        `context.tokens`); later calls have the tokens that one or several rounds committed,
+        whichever drafter drafted. The state of a prompt may depend on its tokens and features only:
+        requests with the same prompt share it.
         """
         del params, context, accepted
         return state
 
     def observe_pass(self, params: Any, state: Any, target_pass: TargetPass) -> Any:
-        """The state after a pass of the target, for drafters with `pass_features`.
+        """Return the state after a pass of the target, for drafters with `pass_features`.
 
-        It is called after each chunk of a prompt and in each round, whoever drafted and also while
-        the drafter sleeps, before `observe` brings the tokens that were committed.
+        It is called after each chunk of a prompt and in each round, whichever drafter drafted, and
+        before `observe` is called with the committed tokens.
         """
         del params, target_pass
         return state
 
 
 class LoadedDrafter(NamedTuple):
-    """A drafter and its parameters: what `make_drafter` gives, as `load_model` gives a model."""
+    """A drafter and its parameters, as `make_drafter` returns them."""
 
     drafter: Drafter
     params: Any = ()

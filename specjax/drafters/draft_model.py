@@ -40,11 +40,11 @@ _NOTHING = -1
 
 @struct.dataclass
 class State:
-    """Committed keys, and the window of the latest round: its keys, and the tokens it was fed.
+    """The cache of committed keys, and the latest round's window with the tokens it was fed.
 
-    `seen` are the slots that a slot's token belongs after, and its own: its path in the window,
-    which begins right after the cache. Slot 0 holds x_{n-2}, and is on no path in a row of one
-    token, which has none. A slot that was not fed holds -1 and has no path.
+    `seen` marks each slot's path in the window: its token's ancestors, and the slot itself; a path
+    begins right after the cache. Slot 0 holds x_{n-2}; in a row of one token, which has no x_{n-2},
+    it is on no path. A slot that was not fed holds -1 and has no path.
     """
 
     cache: KVCache
@@ -70,7 +70,7 @@ class DraftModel(ChainDrafter):
 
     @classmethod
     def load(cls, name: str, target: Model, path: Any = None, **options: Any) -> LoadedDrafter:
-        """A head that was distilled, or whatever `load_model` takes, or a loaded model.
+        """Load a distilled head, or a model: `path` is anything `load_model` takes, or a `Model`.
 
         Raises InputError as their readers do, and for a model with another tokenizer.
         """
@@ -86,7 +86,7 @@ class DraftModel(ChainDrafter):
 
     @classmethod
     def of_head(cls, head: Head, params: Any, target: Model, **options: Any) -> LoadedDrafter:
-        """The drafter of a distilled head and its complete parameters."""
+        """Return the drafter of a distilled head and its complete parameters."""
         kind = target.form.cache_attention
         form = Form("stacked", "blocks" if kind == "kernel" else kind)
         decoder = Decoder(
@@ -101,17 +101,17 @@ class DraftModel(ChainDrafter):
 
     @property
     def _slots(self) -> int:
-        """x_{n-2}, the root, and every draft token that is fed again."""
+        """Slots of its window: x_{n-2}, the root, and every draft token that is fed."""
         return 1 + self.window_slots
 
     def for_target(self, params: Any, target_params: Any) -> Any:
-        """Its own parameters, and what a distilled model shares with its target."""
+        """Return its parameters, with those that a distilled model shares taken from the target."""
         if isinstance(self.model, ReducedDecoder):
             return share_anew(params, target_params)
         return params
 
     def init(self, params: Any, batch: int, capacity: int) -> State:
-        """Nothing committed, nothing fed."""
+        """Return the state of rows without committed or fed tokens."""
         del params
         cache = self.model.make_cache(batch, capacity)
         return State(
@@ -121,10 +121,10 @@ class DraftModel(ChainDrafter):
     def propose(
         self, params: Any, state: State, context: Context, noise: Noise
     ) -> tuple[Draft, State]:
-        """A chain or a tree from the model, whose window also holds what was fed beyond it."""
+        """Draft a chain or a tree with the model, and keep the window and the tokens it was fed."""
         batch, slots, last = context.length.shape[0], self._slots, context.length - 1
-        # A row of one token has no x_{n-2}: its slot 0 stays out of sight.
-        held = (jnp.arange(slots) > 0)[None, None, :] | (last > 0)[:, None, None]
+        # A row of one token has no x_{n-2}: nothing sees its slot 0.
+        holds_token = (jnp.arange(slots) > 0)[None, None, :] | (last > 0)[:, None, None]
 
         def extend(
             carry: tuple,
@@ -134,7 +134,7 @@ class DraftModel(ChainDrafter):
             seen: Bool[Array, "B T W"],
         ) -> tuple[Float[Array, "B T V"], tuple]:
             window, *fed = carry
-            # Each sees itself: a token that sees nothing is not a number.
+            # Each token sees itself: the output of a token that sees nothing is NaN.
             itself = start + jnp.arange(tokens.shape[1])[:, None] == jnp.arange(slots)[None, :]
             result = self.model.extend(
                 params, tokens, positions, state.cache, window, start, seen | itself[None]
@@ -146,14 +146,15 @@ class DraftModel(ChainDrafter):
             return result.logits, (result.window, *fed)
 
         def step(level: Level, carry: tuple) -> tuple[Float[Array, "B T V"], tuple]:
-            seen = jnp.pad(level.visible, ((0, 0), (0, 0), (1, 0)), constant_values=True) & held
+            seen = jnp.pad(level.visible, ((0, 0), (0, 0), (1, 0)), constant_values=True)
+            seen &= holds_token
             positions = level.positions(context)
             return extend(carry, level.tokens, positions, level.start + 1, seen)
 
         pair = jnp.stack([context.token_at(last - 1), context.token_at(last)], axis=1)
         positions = jnp.stack([jnp.maximum(last - 1, 0), last], axis=1)
         empty = (self.model.make_window(batch, slots), *_nothing_fed(batch, slots))
-        seen = causal(jnp.arange(2), slots) & held
+        seen = causal(jnp.arange(2), slots) & holds_token
         logits, carry = extend(empty, pair, positions, 0, seen)
         draft, carry = self.draft(
             logits[:, 1:],
@@ -167,29 +168,41 @@ class DraftModel(ChainDrafter):
         return draft, State(state.cache, window, *constrain_rows(fed))
 
     def observe(self, params: Any, state: State, context: Context, accepted: Accepted) -> State:
-        """The cache up to x_{n-3}: from the window where it was fed the same, else read."""
-        wanted = jnp.maximum(context.length - 2, 0)
+        """Commit the tokens up to x_{n-3}, so that the cache holds their keys and values.
+
+        The longest path of the window that equals the committed tokens is moved into the cache; the
+        model is run over the rest.
+        """
+        wanted_length = jnp.maximum(context.length - 2, 0)
         longest = max(self.num_speculative_tokens, 1) + 1
-        # How many positions after the cache's each slot's token stands; -1 where it has no path.
-        after = state.seen.sum(axis=2) - 1
-        there = context.tokens_from(state.cache.length, longest)
-        there = jnp.take_along_axis(there, jnp.maximum(after, 0), axis=1)
-        same = (state.fed == there) & (after < (wanted - state.cache.length)[:, None])
-        same &= (after >= 0) & ~jnp.any(state.seen & ~same[:, None, :], axis=2)
-        path = same[:, None, :] & (after[:, None, :] == jnp.arange(longest)[None, :, None])
+        # Each slot's distance from the cache's first free position; -1 for slots without a path.
+        depth = state.seen.sum(axis=2) - 1
+        committed_tokens = context.tokens_from(state.cache.length, longest)
+        committed_tokens = jnp.take_along_axis(committed_tokens, jnp.maximum(depth, 0), axis=1)
+        matches = state.fed == committed_tokens
+        matches &= depth < (wanted_length - state.cache.length)[:, None]
+        matches &= (depth >= 0) & ~jnp.any(state.seen & ~matches[:, None, :], axis=2)
+        path = matches[:, None, :] & (depth[:, None, :] == jnp.arange(longest)[None, :, None])
         count = path.any(axis=2).sum(axis=1, dtype=jnp.int32)
         cache = commit(state.cache, state.window, jnp.argmax(path, axis=2), count)
         cache = lax.while_loop(
-            lambda cache: jnp.any(cache.length < wanted),
-            lambda cache: self._read(params, cache, context, wanted, accepted.tokens.shape[1]),
+            lambda cache: jnp.any(cache.length < wanted_length),
+            lambda cache: self._read(
+                params, cache, context, wanted_length, accepted.tokens.shape[1]
+            ),
             cache,
         )
         return State(cache, state.window, *_nothing_fed(*state.fed.shape))
 
     def _read(
-        self, params: Any, cache: KVCache, context: Context, wanted: Int[Array, "B"], chunk: int
+        self,
+        params: Any,
+        cache: KVCache,
+        context: Context,
+        wanted_length: Int[Array, "B"],
+        chunk: int,
     ) -> KVCache:
-        """The cache with up to `chunk` more of each row's committed tokens."""
+        """Return the cache after running up to `chunk` more of each row's committed tokens."""
         batch, step = cache.length.shape[0], jnp.arange(chunk)
         result = self.model.extend(
             params,
@@ -201,11 +214,11 @@ class DraftModel(ChainDrafter):
             causal(step, chunk),
             logits=False,
         )
-        count = jnp.clip(wanted - cache.length, 0, chunk)
+        count = jnp.clip(wanted_length - cache.length, 0, chunk)
         return commit(cache, result.window, jnp.broadcast_to(step, (batch, chunk)), count)
 
 
 def _nothing_fed(batch: int, slots: int) -> tuple[Int[Array, "B W"], Bool[Array, "B W W"]]:
-    """`fed` and `seen` of a window that is empty."""
+    """Return `fed` and `seen` of an empty window."""
     fed = jnp.full((batch, slots), _NOTHING, jnp.int32)
     return constrain_rows((fed, jnp.zeros((batch, slots, slots), bool)))

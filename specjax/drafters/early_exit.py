@@ -1,7 +1,7 @@
-"""The target's own first layers draft, through its final norm and head.
+"""A drafter of the target's own first layers, with its final norm and head.
 
-They read the target's cache, which holds exactly what they would have written; only the round's
-window is their own. (LayerSkip: Elhoushi et al. 2404.16710.)
+It reads the target's cache, which holds exactly the keys and values that it would have written;
+only the round's window is its own. (LayerSkip: Elhoushi et al. 2404.16710.)
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class EarlyExit(ChainDrafter):
 
     @classmethod
     def load(cls, name: str, target: Model, path: Any = None, **options: Any) -> LoadedDrafter:
-        """The drafter of a target's own layers."""
+        """Return the drafter of a target's own layers."""
         del name, path
         return LoadedDrafter(cls(target.config.num_layers, **options))
 
@@ -51,7 +51,7 @@ class EarlyExit(ChainDrafter):
         return "early_exit"
 
     def propose(self, params: Any, state: Any, context: Context, noise: Noise) -> tuple[Draft, Any]:
-        """A chain or a tree from the first layers, which read the target's cache."""
+        """Draft a chain or a tree with the first layers, which read the target's cache."""
         del params
         num_layers = self.exit_layer or max(1, self.num_layers // 2)
 

@@ -1,4 +1,4 @@
-"""What drafters with weights of their own share: finding a head, and checking a tokenizer."""
+"""The base class of drafters that are trained heads; loading heads, and comparing tokenizers."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ class HeadDrafter(ChainDrafter):
 
     @classmethod
     def load(cls, name: str, target: Model, path: Any = None, **options: Any) -> LoadedDrafter:
-        """The head at a path, or the one that comes with specjax for the target.
+        """Load the head at a path, or the one that is shipped with specjax for the target.
 
-        Raises InputError where there is none, for a head of another kind or target, and for bad
+        Raises InputError if there is none, for a head of another kind or target, and for bad
         options.
         """
         return cls.of_head(*load_head(name, path, target), target, **options)
 
     @classmethod
     def of_head(cls, head: Head, params: Any, target: Model, **options: Any) -> LoadedDrafter:
-        """The drafter of a head and its complete parameters."""
+        """Return the drafter of a head and its complete parameters."""
         raise NotImplementedError
 
 
 def load_head(kind: str, path: Any, target: Model) -> tuple[Head, Any]:
-    """A head of a kind and its complete parameters; without a path, the one that is shipped.
+    """Return a head of a kind and its complete parameters; without a path, the shipped one.
 
-    Raises InputError where there is none, and for a head of another kind or target.
+    Raises InputError if there is none, and for a head of another kind or target.
     """
     head = open_head(kind, path, target)
     return head, complete_parameters(head, target)

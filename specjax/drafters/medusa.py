@@ -36,16 +36,16 @@ class State:
 class MedusaDrafter(HeadDrafter):
     """Medusa heads as a drafter; their parameters hold "shared" and, for a part of V, "draft_ids".
 
-    Options are those of a draft model. No more tokens are drafted than there are heads, whatever is
-    asked for, and none in the first round of a row of one token, which has no feature. Raises
-    InputError for bad options, and for a tree that is deeper than the heads are many.
+    Options are those of a draft model. At most one token per head is drafted, and none in the first
+    round of a row of one token, which has no feature. Raises InputError for bad options, and for a
+    tree with more levels than there are heads.
     """
 
     head: Medusa = field(kw_only=False)
 
     @classmethod
     def of_head(cls, head: Head, params: Any, target: Model, **options: Any) -> LoadedDrafter:
-        """The drafter of trained heads and their complete parameters; K is their number."""
+        """Return the drafter of trained heads and their complete parameters; K is their number."""
         if options.get("tree") is None:
             options = {"num_speculative_tokens": head.config.num_heads, **options}
         functions = Medusa(head.config, target.activation_dtype, target.multiply)
@@ -58,20 +58,20 @@ class MedusaDrafter(HeadDrafter):
 
     @property
     def longest_path(self) -> int:
-        """One token per head."""
+        """The number of heads: a path has one token per head."""
         return self.head.config.num_heads
 
     @property
     def features(self) -> tuple[str, ...]:
-        """What the heads read."""
+        """The target's features that the heads read."""
         return ("final_norm",)
 
     def for_target(self, params: Any, target_params: Any) -> Any:
-        """Its own parameters, and the target's new embedding and output projection."""
+        """Return its parameters beside the target's new embedding and output projection."""
         return share_anew(params, target_params)
 
     def init(self, params: Any, batch: int, capacity: int) -> State:
-        """No feature yet."""
+        """Return the state of rows without a feature."""
         del params, capacity
         empty = jnp.zeros((batch, self.head.config.hidden_size), self.head.dtype)
         return State(constrain_rows(empty))
@@ -79,7 +79,7 @@ class MedusaDrafter(HeadDrafter):
     def propose(
         self, params: Any, state: State, context: Context, noise: Noise
     ) -> tuple[Draft, State]:
-        """A chain of one token per head, or a tree of the heads' best tokens."""
+        """Draft a chain of one token per head, or a tree of the heads' best tokens."""
         heads = self.head.config.num_heads
         every = self._logits(params, state.feature)
 
@@ -98,7 +98,7 @@ class MedusaDrafter(HeadDrafter):
         return draft, state
 
     def observe(self, params: Any, state: State, context: Context, accepted: Accepted) -> State:
-        """The feature before the latest token, whose own is not known yet."""
+        """Keep the feature of the position before the latest token, whose own is not known yet."""
         del params, context
         features = accepted.features["final_norm"]
         last = jnp.maximum(accepted.count - 1, 0)[:, None, None]
@@ -106,7 +106,7 @@ class MedusaDrafter(HeadDrafter):
         return State(jnp.where((accepted.count > 0)[:, None], latest, state.feature))
 
     def _logits(self, params: Any, feature: Float[Array, "B D"]) -> Float[Array, "B K Vd"]:
-        """The logits of the heads in use; where they share one matrix, in one product."""
+        """Return the logits of the heads in use; in one product if they share a matrix."""
         used = max(min(self.head.config.num_heads, self.num_speculative_tokens), 1)
         states = self.head.states(params, feature[:, None])[:used, :, 0]
         if self.head.config.original_lm_head:

@@ -1,8 +1,8 @@
 """Drafters that draft together: in each round their drafts are merged into one tree.
 
-SpecInfer ([2305.09781](https://arxiv.org/abs/2305.09781), section 3). `Merged` is a drafter whose
-parts are drafters, and not another kind of `Turns`: the parts draft in the same rounds, so they are
-awake together, observe together and share one limit, and the loop has nothing to tell apart.
+SpecInfer ([2305.09781](https://arxiv.org/abs/2305.09781), section 3). `Merged` is a drafter made of
+drafters, and not another kind of `Turns`: its parts draft in the same rounds, observe together and
+share one limit, so that the loop treats them as one drafter.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from specjax.drafters.base import (
     Noise,
     TargetPass,
 )
-from specjax.drafters.turns import Turns
+from specjax.drafters.turns import Turns, flattened
 from specjax.errors import InputError, shown
 from specjax.sampling import drafter_noise
 from specjax.trees import Draft
@@ -31,114 +31,118 @@ class Merged(Drafter):
     """Drafters whose drafts make one tree; parameters and states are tuples like `parts`.
 
     `num_speculative_tokens` bounds each part's own, and is the largest of them. Exact if each part
-    is: they draw from noise of their own, so that what one proposes is independent of what another
-    one draws, and a node that was drawn is never dropped (`trees.merge_duplicates`).
+    is: each draws from noise of its own, so that the proposals of one are independent of the draws
+    of another, and a node that was drawn is never dropped (`trees.merge_duplicates`).
     """
 
     parts: tuple[Drafter, ...]
     num_speculative_tokens: Annotated[int, DRAFT_TOKENS] = DRAFT_TOKENS.most
 
     def __post_init__(self) -> None:
-        most = self.num_speculative_tokens
+        length = self.num_speculative_tokens
         parts = tuple(
-            part
-            if part.num_speculative_tokens <= most
-            else replace(part, num_speculative_tokens=most)
-            for part in self.parts
+            drafter
+            if drafter.num_speculative_tokens <= length
+            else replace(drafter, num_speculative_tokens=length)
+            for drafter in self.parts
         )
-        longest = max(part.num_speculative_tokens for part in parts)
+        longest = max(drafter.num_speculative_tokens for drafter in parts)
         object.__setattr__(self, "parts", parts)
         object.__setattr__(self, "num_speculative_tokens", longest)
 
     @property
     def name(self) -> str:
         """The drafters' names, joined by |."""
-        return "|".join(part.name for part in self.parts)
+        return "|".join(drafter.name for drafter in self.parts)
 
     @property
     def num_nodes(self) -> int:
         """The nodes of all parts (N)."""
-        return sum(part.num_nodes for part in self.parts)
+        return sum(drafter.num_nodes for drafter in self.parts)
 
     @property
     def features(self) -> tuple[str, ...]:
         """The target's features that any of them reads."""
-        return tuple(dict.fromkeys(name for part in self.parts for name in part.features))
+        return tuple(dict.fromkeys(name for drafter in self.parts for name in drafter.features))
 
     @property
     def pass_features(self) -> tuple[str, ...]:
-        """The target's features that any of them reads of each pass."""
-        return tuple(dict.fromkeys(name for part in self.parts for name in part.pass_features))
+        """The features that any of them reads after each pass of the target."""
+        return tuple(
+            dict.fromkeys(name for drafter in self.parts for name in drafter.pass_features)
+        )
 
     @property
     def sampled(self) -> bool:
         """Whether any of them draws its drafts."""
-        return any(part.sampled for part in self.parts)
+        return any(drafter.sampled for drafter in self.parts)
 
     @property
     def observes(self) -> bool:
-        """Whether any of them does."""
-        return any(part.observes for part in self.parts)
+        """Whether any of them observes."""
+        return any(drafter.observes for drafter in self.parts)
 
     def for_target(self, params: tuple, target_params: dict) -> tuple:
-        """Those of each part."""
+        """Return each part's parameters beside new ones of the target."""
         pairs = zip(self.parts, params, strict=True)
-        return tuple(part.for_target(own, target_params) for part, own in pairs)
+        return tuple(
+            drafter.for_target(drafter_params, target_params) for drafter, drafter_params in pairs
+        )
 
     def init(self, params: tuple, batch: int, capacity: int) -> tuple:
-        """Empty rows."""
+        """Return each part's state of empty rows."""
         return tuple(
-            part.init(own, batch, capacity) for part, own in zip(self.parts, params, strict=True)
+            drafter.init(drafter_params, batch, capacity)
+            for drafter, drafter_params in zip(self.parts, params, strict=True)
         )
 
     def propose(
         self, params: tuple, state: tuple, context: Context, noise: Noise
     ) -> tuple[Draft, tuple]:
-        """The parts' drafts, merged, and their states."""
+        """Return the parts' drafts merged into one, and their states."""
         drafts, states = [], []
-        for number, part in enumerate(self.parts):
-            after = state[number]
-            if part.num_speculative_tokens:
-                draft, after = part.propose(
+        for number, drafter in enumerate(self.parts):
+            drafter_state = state[number]
+            if drafter.num_speculative_tokens:
+                draft, drafter_state = drafter.propose(
                     params[number],
-                    after,
-                    context.replace(limit=context.limit.clip(max=part.num_speculative_tokens)),
+                    drafter_state,
+                    context.replace(limit=context.limit.clip(max=drafter.num_speculative_tokens)),
                     drafter_noise(noise, number, len(self.parts)) if context.needs_logq else noise,
                 )
                 drafts.append(draft)
-            states.append(after)
+            states.append(drafter_state)
         return trees.merge(*drafts), tuple(states)
 
     def observe(self, params: tuple, state: tuple, context: Context, accepted: Accepted) -> tuple:
-        """Each part's state after further committed tokens."""
+        """Return each part's state after further committed tokens."""
         return tuple(
-            part.observe(own, before, context, accepted)
-            for part, own, before in zip(self.parts, params, state, strict=True)
+            drafter.observe(drafter_params, drafter_state, context, accepted)
+            for drafter, drafter_params, drafter_state in zip(
+                self.parts, params, state, strict=True
+            )
         )
 
     def observe_pass(self, params: tuple, state: tuple, target_pass: TargetPass) -> tuple:
-        """Each part's state after a pass of the target."""
+        """Return each part's state after a pass of the target."""
         return tuple(
-            part.observe_pass(own, before, target_pass)
-            for part, own, before in zip(self.parts, params, state, strict=True)
+            drafter.observe_pass(drafter_params, drafter_state, target_pass)
+            for drafter, drafter_params, drafter_state in zip(
+                self.parts, params, state, strict=True
+            )
         )
 
 
 def merge_drafters(*drafters: LoadedDrafter | Drafter) -> LoadedDrafter:
-    """One drafter of several: the drafts of all of them in one tree.
+    """Return one drafter of several, with all of their drafts in one tree.
 
     Raises InputError for drafters that take turns.
     """
-    loaded = [one if isinstance(one, LoadedDrafter) else LoadedDrafter(one) for one in drafters]
-    parts: tuple[Drafter, ...] = ()
-    params: tuple = ()
-    for one in loaded:
-        if isinstance(one.drafter, Turns):
+    parts, params = flattened(drafters, Merged)
+    for part in parts:
+        if isinstance(part, Turns):
             raise InputError(
-                f"drafter={shown(one.name)}: drafters that take turns cannot be merged with others "
-                "yet; merge its parts"
+                f"drafter={shown(part.name)}: drafters that take turns cannot be merged with "
+                "others yet; merge its parts"
             )
-        inside = isinstance(one.drafter, Merged)
-        parts += one.drafter.parts if inside else (one.drafter,)
-        params += tuple(one.params) if inside else (one.params,)
     return LoadedDrafter(Merged(parts=parts), params)

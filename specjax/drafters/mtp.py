@@ -28,9 +28,9 @@ class MtpDrafter(PairDrafter):
 
     @classmethod
     def load(cls, name: str, target: Model, path: Any = None, **options: Any) -> LoadedDrafter:
-        """The head at a path; without one the target's own modules, or the head that is shipped.
+        """Load the head at a path; without one, the target's own modules or the shipped head.
 
-        Raises InputError where there is none.
+        Raises InputError if there is none.
         """
         if path is not None:
             return super().load(name, target, path, **options)

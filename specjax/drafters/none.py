@@ -1,4 +1,4 @@
-"""No drafts: plain decoding in the same loop, what every speed-up is measured against."""
+"""No drafts: plain decoding in the same loop, the baseline of every speed-up."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ class NoDrafter(Drafter):
 
     @property
     def name(self) -> str:
-        """The field's word for plain decoding on a command line."""
+        """Its registered name, which stands for plain decoding."""
         return "none"
 
     def propose(self, params: Any, state: Any, context: Context, noise: Noise) -> tuple[Draft, Any]:
-        """An empty draft."""
+        """Return an empty draft."""
         del params, noise
         return empty_draft(context.length.shape[0], self.num_speculative_tokens), state
 
 
 def empty_draft(batch: int, length: int) -> Draft:
-    """A chain of `length` nodes of which no row proposes any."""
+    """Return a chain of `length` nodes of which no row proposes any."""
     return trees.chain(jnp.zeros((batch, length), jnp.int32), jnp.zeros(batch, jnp.int32))

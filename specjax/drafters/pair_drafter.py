@@ -1,4 +1,4 @@
-"""Heads that read pairs of a token and a hidden state draft from the target's own features.
+"""Drafters whose heads read pairs of a token and a hidden state, starting from target features.
 
 EAGLE (Li et al. 2401.15077 and 2503.01840) and multi-token prediction (DeepSeek-V3, 2412.19437).
 Module k has a cache of its own with the committed pairs at 0 .. n-2-k, all made of committed tokens
@@ -44,11 +44,11 @@ class State:
 
 @struct.dataclass
 class Carry:
-    """What a draft step hands to the next, for each of the T tokens of its level.
+    """The state carried from one draft step to the next, for each of the T tokens of its level.
 
-    `tokens` are the first ones on the path to it from the root, which modules after the first read;
-    `outputs` are those of the latest module there, the latest position last, or those of the last
-    module at the tokens themselves. `window` is the last module's.
+    `tokens` are the first tokens on the path from the root to each, which modules after the first
+    read; `outputs` are those of the latest module on the path, the latest position last, or those
+    of the last module at the tokens themselves. `window` is the last module's.
     """
 
     tokens: Int[Array, "B T M"]
@@ -60,8 +60,8 @@ class Carry:
 class PairDrafter(HeadDrafter):
     """A head of pairs as a drafter; its parameters hold "shared" and, for a part of V, "draft_ids".
 
-    Options are those of a draft model. A row of one token has no pair, and drafts nothing in its
-    first round. Raises InputError for bad options.
+    Its options are those of a draft model. A row of one token has no pair, and drafts nothing in
+    its first round. Raises InputError for bad options.
     """
 
     head: PairHead = field(kw_only=False)
@@ -69,10 +69,10 @@ class PairDrafter(HeadDrafter):
 
     @classmethod
     def of_head(cls, head: Head, params: Any, target: Model, **options: Any) -> LoadedDrafter:
-        """The drafter of a trained head and its complete parameters.
+        """Return the drafter of a trained head and its complete parameters.
 
-        Its caches are split over devices as the target's, where its heads can be, and read in its
-        form.
+        Its caches are split over devices as the target's if the number of its heads allows that,
+        and are read as the target's form says.
         """
         shards = target.shards if can_split(head.config.decoder, target.shards) else 1
         functions = cls.head_class(
@@ -90,11 +90,11 @@ class PairDrafter(HeadDrafter):
         return self.head.config.taps
 
     def for_target(self, params: Any, target_params: Any) -> Any:
-        """Its own parameters, and the target's new embedding and output projection."""
+        """Return its parameters beside the target's new embedding and output projection."""
         return share_anew(params, target_params)
 
     def init(self, params: Any, batch: int, capacity: int) -> State:
-        """No pair yet."""
+        """Return the state of rows without pairs."""
         del params
         modules, width = self.head.config.num_modules, self.head.config.decoder.hidden_size
         caches = tuple(self.head.make_cache(batch, capacity) for _ in range(modules))
@@ -104,7 +104,7 @@ class PairDrafter(HeadDrafter):
     def propose(
         self, params: Any, state: State, context: Context, noise: Noise
     ) -> tuple[Draft, State]:
-        """A chain or a tree: a level of each module, and further ones of the last module."""
+        """Draft a chain or a tree: a level by each module, and further ones by the last module."""
         modules = [self.head.module(params, index) for index in range(self.head.config.num_modules)]
         steps = _DraftSteps(self, modules, state, context)
         # A row of one token has no pair to draft from.
@@ -120,17 +120,17 @@ class PairDrafter(HeadDrafter):
         return draft, state
 
     def observe(self, params: Any, state: State, context: Context, accepted: Accepted) -> State:
-        """Each module run over each row's `count` further pairs.
+        """Run each module over each row's `count` further pairs, and commit their keys.
 
-        All read the same tokens; module k stands k positions earlier, and reads the outputs of
-        module k-1, the first of them kept from before. Its pairs before position 0 do not exist.
-        Of the last module only the newest output is read.
+        All modules read the same tokens; module k is k positions behind, and reads the outputs of
+        module k-1, the first of them from the state. Its pairs before position 0 do not exist. Only
+        the newest output of the last module is computed.
         """
         del context
-        batch, slots = accepted.tokens.shape
-        step = jnp.arange(slots)
+        batch, num_pairs = accepted.tokens.shape
+        step = jnp.arange(num_pairs)
         first = state.caches[0].length
-        newest = jnp.clip(accepted.count - 1, 0, slots - 1)
+        newest = jnp.clip(accepted.count - 1, 0, num_pairs - 1)
         hidden = self.head.fuse(params, accepted.features)
         caches, outputs = [], []
         for index, cache in enumerate(state.caches):
@@ -142,16 +142,16 @@ class PairDrafter(HeadDrafter):
                 hidden,
                 positions,
                 cache,
-                self.head.make_window(batch, slots),
+                self.head.make_window(batch, num_pairs),
                 0,
-                causal(step, slots),
+                causal(step, num_pairs),
                 positions >= 0 if index else None,
                 newest if is_last else None,
             )
-            missing = jnp.maximum(index - first, 0)
-            count = jnp.maximum(accepted.count - missing, 0)
-            which = jnp.minimum(missing[:, None] + step[None, :], slots - 1)
-            caches.append(commit(cache, window, which, count + _zeros_after(output)))
+            before_first = jnp.maximum(index - first, 0)
+            count = jnp.maximum(accepted.count - before_first, 0)
+            slots_to_commit = jnp.minimum(before_first[:, None] + step[None, :], num_pairs - 1)
+            caches.append(commit(cache, window, slots_to_commit, count + _zeros_after(output)))
             kept, latest = state.outputs[:, index], output
             if not is_last:
                 latest = jnp.take_along_axis(output, newest[:, None, None], axis=1)
@@ -174,11 +174,11 @@ class PairDrafter(HeadDrafter):
         exists: Bool[Array, "B W"] | None,
         only: Int[Array, "B"] | None = None,
     ) -> tuple[Float[Array, "B Q D"], Window]:
-        """A module over T pairs in slots start..start+T, which see those that are visible.
+        """Run a module over T pairs in slots start..start+T, which see those that are visible.
 
-        None of them sees what does not `exist`: of modules after the first, pairs before position
-        0. They see themselves, since their output must be a number. With `only`, one output for
-        each row, of that pair.
+        No pair sees one that does not `exist`: pairs before position 0, of modules after the first.
+        Each sees itself, since the output of a pair that sees nothing would be NaN. With `only`,
+        each row has one output, that of the pair with this index.
         """
         if exists is not None:
             slots = jnp.arange(visible.shape[2])
@@ -191,7 +191,7 @@ class PairDrafter(HeadDrafter):
 
 @dataclass(frozen=True)
 class _DraftSteps:
-    """The draft steps of one round: what each runs, given the tokens of a level.
+    """The draft steps of one round, each a function of the tokens of a level.
 
     The tokens on the path from the root to a token of level D (the number of modules) are read by
     modules 1 to D-1, which need the pairs before it that are not committed. So the window of the
@@ -216,7 +216,7 @@ class _DraftSteps:
 
     @property
     def slots_before(self) -> int:
-        """Slots of the draft's own window that the levels up to the last module's first take."""
+        """Slots of the draft's window for the levels up to the last module's first one."""
         return sum(self._level_sizes[: self.last + 1])
 
     @property
@@ -229,7 +229,7 @@ class _DraftSteps:
         return (*self.drafter.level_sizes, *[0] * len(self.modules))
 
     def first_carry(self) -> Carry:
-        """What the first step gets, of the root alone."""
+        """Return the carry for the first step, which has only the root."""
         batch = self.context.length.shape[0]
         return Carry(
             jnp.zeros((batch, 1, self.last), jnp.int32),
@@ -238,7 +238,7 @@ class _DraftSteps:
         )
 
     def next_level(self, level: Level, carry: Carry) -> tuple[Float[Array, "B T Vd"], Carry]:
-        """The logits after a level's tokens: `Level` step of `HeadDrafter.draft`."""
+        """Return the logits after a level's tokens: the `step` of `HeadDrafter.draft`."""
         parents = level.parents[:, :, None]
         carry = carry.replace(
             tokens=jnp.take_along_axis(carry.tokens, parents, axis=1),
@@ -246,7 +246,7 @@ class _DraftSteps:
         )
         if not self.last:
             return self.repeat_last_module(level, carry)
-        # Tokens at and after depth D go into the last entry, which is not read any more.
+        # Tokens from depth D on go into the last entry, which is not read any more.
         start = (0, 0, level.depth - 1)
         tokens = lax.dynamic_update_slice(carry.tokens, level.tokens[:, :, None], start)
         carry = carry.replace(tokens=tokens)
@@ -262,23 +262,23 @@ class _DraftSteps:
         return lax.switch(jnp.minimum(level.depth, len(steps)) - 1, steps, carry)
 
     def run_module(self, index: int, carry: Carry) -> tuple[Float[Array, "B T Vd"], Carry]:
-        """Module `index` over the paths to a level's tokens, up to position n-2."""
+        """Run module `index` over the paths to a level's tokens."""
         head, is_last = self.drafter.head, index == self.last
         batch, count, _ = carry.tokens.shape
         width = self.state.outputs.shape[2]
-        # Its committed pairs end `index` positions earlier, for want of tokens.
-        known = self.state.outputs[:, None, index - 1 : index]
-        known = jnp.broadcast_to(known, (batch, count, 1, width))
-        before = jnp.concatenate([known, carry.outputs[:, :, : index - 1]], axis=2)
-        path, at = np.divmod(np.arange(count * index), index)
-        window = carry.window if is_last else head.make_window(batch, len(at))
+        # Its committed pairs end `index` positions earlier, where the tokens to read end.
+        committed_output = self.state.outputs[:, None, index - 1 : index]
+        committed_output = jnp.broadcast_to(committed_output, (batch, count, 1, width))
+        before = jnp.concatenate([committed_output, carry.outputs[:, :, : index - 1]], axis=2)
+        path, position_on_path = np.divmod(np.arange(count * index), index)
+        window = carry.window if is_last else head.make_window(batch, len(position_on_path))
         slots = window.k.shape[3]
-        visible = (path[:, None] == path) & (at[:, None] >= at)
+        visible = (path[:, None] == path) & (position_on_path[:, None] >= position_on_path)
         output, window = self.drafter.extend_pairs(
             self.modules[index],
             carry.tokens[:, :, :index].reshape(batch, -1),
             head.next_hidden(self.modules[index - 1], before.reshape(batch, -1, width)),
-            (self.context.length - 1 - index)[:, None] + at[None, :],
+            (self.context.length - 1 - index)[:, None] + position_on_path[None, :],
             self.state.caches[index],
             window,
             0,
@@ -294,7 +294,7 @@ class _DraftSteps:
     def repeat_last_module(
         self, level: Level, carry: Carry
     ) -> tuple[Float[Array, "B T Vd"], Carry]:
-        """The last module over further tokens, with its own outputs at their parents."""
+        """Run the last module over further tokens, with its own outputs at their parents."""
         head, last, module = self.drafter.head, self.last, self.modules[self.last]
         first_level_size = self._level_sizes[last]
         latest = max(last - 1, 0)
@@ -317,24 +317,24 @@ class _DraftSteps:
         return head.logits(module, output), carry
 
     def _existing_pairs(self, index: int, count: int, slots: int) -> Bool[Array, "B W"]:
-        """Which pairs in the window of module `index` exist: not those before position 0.
+        """Return which pairs in the window of module `index` exist: not those before position 0.
 
-        Those on the paths to `count` tokens come first; all others exist.
+        The pairs on the paths to `count` tokens come first; all others exist.
         """
-        at = np.tile(np.arange(index), count)
-        exists = (self.context.length - 1 - index)[:, None] + at[None, :] >= 0
-        return jnp.pad(exists, ((0, 0), (0, slots - len(at))), constant_values=True)
+        position_on_path = np.tile(np.arange(index), count)
+        exists = (self.context.length - 1 - index)[:, None] + position_on_path[None, :] >= 0
+        return jnp.pad(exists, ((0, 0), (0, slots - len(position_on_path))), constant_values=True)
 
 
 def _padded(visible: Bool[Array | np.ndarray, "#B T _"], slots: int) -> Bool[Array, "#B T W"]:
-    """The same for a window of W = `slots` slots, whose last ones nothing sees."""
+    """Return the mask for a window of W = `slots` slots, whose further ones nothing sees."""
     return jnp.pad(jnp.asarray(visible), ((0, 0), (0, 0), (0, slots - visible.shape[2])))
 
 
 def _zeros_after(output: Float[Array, "B T D"]) -> Int[Array, "B"]:
-    """Zeros that are computed from a module's output, whatever numbers it has.
+    """Return zeros that are computed from a module's output, whatever its values.
 
-    A layer's keys do not depend on the attention that reads its cache. An append that depends on
-    neither would be made to a copy of the cache.
+    A layer's keys do not depend on the attention that reads its cache, and XLA would append keys
+    that do not depend on that attention to a copy of the cache.
     """
     return jnp.any(output > jnp.inf, axis=(1, 2)).astype(jnp.int32)

@@ -1,7 +1,7 @@
-"""A drafter of known quality: it replays what plain decoding gave, with mistakes at a given rate.
+"""A drafter of known quality: it replays the tokens of plain decoding, with mistakes at a rate.
 
-It separates the loop from the drafter: with it the speed-up at an acceptance of 0.8 can be measured
-on any weights, and compared with what theory says.
+With it the speed-up at an acceptance of, say, 0.8 can be measured on any weights, and compared with
+`specjax.theory`.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ CONTINUATIONS = Items(
 class Simulated(Drafter):
     """A drafter that proposes the tokens of a plain run, each right at the rate `acceptance`.
 
-    Its parameters are what `load` makes of `continuations[i]` for prompt i: the token ids that
-    plain decoding gave, greedy or `coupled` at the same seed, in the order of the prompts. Which
-    tokens are wrong depends on `mistake_seed`, the prompt and the position alone. Raises InputError
-    for a rate outside [0, 1] or no continuations.
+    `load` makes its parameters of `continuations[i]` for prompt i: the token ids of plain decoding,
+    greedy or `coupled` at the same seed, in the order of the prompts. Which tokens are wrong
+    depends only on `mistake_seed`, the prompt and the position. Raises InputError for a rate
+    outside [0, 1] or no continuations.
     """
 
     alone: ClassVar[str] = "it is recorded for one run"
-    # They only make the parameters: drafters that differ in them share their programs.
+    # These fields determine only the parameters: drafters that differ in them share programs.
     acceptance: Annotated[float, Number(0.0, 1.0)] = field(default=0.8, compare=False)
     mistake_seed: Annotated[int, Whole()] = field(default=0, compare=False)
 
@@ -53,7 +53,7 @@ class Simulated(Drafter):
         continuations: Annotated[Sequence[Sequence[int]], CONTINUATIONS],
         **options: Any,
     ) -> LoadedDrafter:
-        """The drafter that replays these token ids. Raises InputError for bad ones."""
+        """Return the drafter that replays these token ids. Raises InputError for bad ones."""
         del name, path
         CONTINUATIONS.check("drafter.continuations", continuations)
         drafter = cls(**options)
@@ -62,7 +62,7 @@ class Simulated(Drafter):
     def replay(
         self, continuations: Sequence[Sequence[int]], vocab_size: int
     ) -> Int[Array, "prompts longest"]:
-        """The tokens to propose, mistakes included; -1 after the end of a continuation."""
+        """Return the tokens to propose, mistakes included; -1 after the end of a continuation."""
         longest = max(1, *(len(tokens) for tokens in continuations))
         replay = np.full((len(continuations), longest), -1, np.int32)
         for row, tokens in enumerate(continuations):
@@ -74,7 +74,7 @@ class Simulated(Drafter):
         return jnp.asarray(replay)
 
     def propose(self, params: Any, state: Any, context: Context, noise: Noise) -> tuple[Draft, Any]:
-        """The next tokens of the row's replay."""
+        """Propose the next tokens of the row's replay."""
         del noise
         step = jnp.arange(self.num_speculative_tokens)
         offset = (context.length - context.prompt_length)[:, None] + step[None, :]

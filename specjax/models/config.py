@@ -1,4 +1,4 @@
-"""The shape of a decoder: what a checkpoint says about the network, and nothing else."""
+"""The shape of a decoder, as a checkpoint's config describes it."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _LARGEST = {
     "head_dim": 1 << 16,
     "max_positions": 1 << 30,
 }
-"""Far above every existing model: a larger size means a damaged file. Positions, and what is added
+"""Far above every existing model: a larger size means a damaged file. Positions, and offsets added
 to them within a round, are int32."""
 
 _SMALLEST_REAL, _LARGEST_REAL = 1e-15, 1e15
-"""Quotients of two reals of a config must be numbers in float32 too."""
+"""Quotients of two reals of a config must be finite and non-zero in float32 too."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Norm:
 
 @dataclass(frozen=True)
 class Attention:
-    """What differs between families in attention.
+    """Properties of attention that differ between families.
 
     With `attention_bias`, `output_bias` says whether the output projection has a bias too.
     `qk_norm` is an RMS norm of each head's queries and keys before they are rotated. `query_scale`
@@ -90,7 +90,7 @@ class SlidingWindow:
     rope_theta: float | None = None
 
     def layers(self, num_layers: int) -> tuple[bool, ...]:
-        """Whether each of so many layers has the window."""
+        """Return whether each of `num_layers` layers has the window."""
         return tuple(self.pattern[layer % len(self.pattern)] for layer in range(num_layers))
 
 
@@ -141,7 +141,7 @@ class LayerRun(NamedTuple):
 
 @dataclass(frozen=True)
 class Embedding:
-    """What a token's embedding is multiplied by, and whether one of its position is added."""
+    """The factor of token embeddings, and whether an embedding of the position is added."""
 
     scale: float = 1.0
     positions: bool = False
@@ -209,7 +209,7 @@ class DecoderConfig:
         if self.rope_scaling is not None:
             _check_scaling(self.rope_scaling, self.rotary_width)
         _check_unused(self.unused_tokens, self.vocab_size)
-        _check_parts(self)
+        _check_nested(self)
 
     @property
     def rotary_width(self) -> int:
@@ -244,9 +244,9 @@ class DecoderConfig:
         return (False,) * self.num_layers if window is None else window.layers(self.num_layers)
 
     def llama_layers(self, num_layers: int) -> DecoderConfig:
-        """So many Llama layers of these sizes, for heads whose layers are Llama's.
+        """Return a Llama decoder of `num_layers` layers of these sizes, for heads with such layers.
 
-        What other families add is left out, and so are their biases.
+        Biases and other fields of other families are left out.
         """
         if self.unlike_llama is None:
             return replace(self, num_layers=num_layers, family="llama")
@@ -255,17 +255,17 @@ class DecoderConfig:
         return replace(self, num_layers=num_layers, family="llama", **_LLAMA, **rest)
 
     def some_layers(self, layers: Sequence[int]) -> DecoderConfig:
-        """The decoder of those layers of this one, with the windows that they have here."""
+        """Return the decoder of the given layers of this one, which keep their sliding windows."""
         window, windowed = self.sliding_window, self.windowed
         if window is not None:
             window = replace(window, pattern=tuple(windowed[layer] for layer in layers))
         return replace(self, num_layers=len(layers), sliding_window=window)
 
     def one_layer(self, *, experts: bool = False) -> DecoderConfig:
-        """A layer of this kind for a module that predicts further tokens.
+        """Return the config of one such layer, for a module that predicts further tokens.
 
-        It sees every token, has an MLP unless it is to have the `experts`, and reads and scores
-        tokens without the model's scales and limits: soft caps, and what is done to embeddings.
+        It has no sliding window, no soft caps, and no scale or position of embeddings; with
+        `experts` it has the model's experts, and otherwise an MLP.
         """
         kept = replace(self.experts, num_dense=0) if experts and self.experts else None
         return replace(
@@ -300,7 +300,7 @@ _LLAMA: dict[str, Any] = {
 
 
 def _check_unused(ids: tuple[int, ...], vocab_size: int) -> None:
-    ascending = all(one < other for one, other in itertools.pairwise(ids))
+    ascending = all(before < after for before, after in itertools.pairwise(ids))
     if ids and not (ascending and ids[0] >= 0 and ids[-1] < vocab_size and len(ids) < vocab_size):
         raise InputError(
             f"unused_tokens: must be ascending ids below vocab_size={vocab_size}, and not all; "
@@ -308,8 +308,8 @@ def _check_unused(ids: tuple[int, ...], vocab_size: int) -> None:
         )
 
 
-def _check_parts(config: DecoderConfig) -> None:
-    """Raise InputError for values of the parts that are out of range."""
+def _check_nested(config: DecoderConfig) -> None:
+    """Raise InputError for nested values that are out of range."""
     for field, value, choices in (
         ("norm.kind", config.norm.kind, ("rms", "layer")),
         ("norm.offset", config.norm.offset, (0, 1)),

@@ -90,13 +90,13 @@ class Form:
 
     @classmethod
     def of(cls, platform: str, config: DecoderConfig, num_devices: int = 1) -> Form:
-        """The form of a model that decodes on devices of a platform: cpu, tpu, or a GPU's name.
+        """Return the form of a model that decodes on a platform: cpu, tpu, or a GPU's name.
 
         A CPU gains nothing from attention over several rows at once. XLA copies each layer's slice
         of stacked weights before a product of several tokens. On a CPU that costs most when other
-        work fills the cache that it shares: layers are apart if one of the MLP's kernels exceeds
-        1 MiB in float32, more than fits in a core's own cache beside the rest. On GPU it copies
-        that of the cache as well, and the host waits for each iteration of a loop
+        work fills the shared cache: layers are apart if one of the MLP's kernels exceeds 1 MiB in
+        float32, more than fits in a core's own cache beside the rest. On GPU XLA copies slices of
+        the key/value cache too, and the host waits for each iteration of a loop
         (`scripts/inspect_compiled_round.py`).
         """
         if platform not in ("cpu", "tpu"):
@@ -108,7 +108,7 @@ class Form:
 
     @classmethod
     def for_training(cls, platform: str) -> Form:
-        """The form of a model that is trained: with a branch a layer gradients would be copied."""
+        """Return the form of a model in training, where branches per layer would copy gradients."""
         if platform not in ("cpu", "tpu"):
             return cls("unrolled", "kernel")
         return cls("stacked", "rows" if platform == "cpu" else "blocks")
@@ -118,13 +118,13 @@ _LARGE_KERNEL_BYTES = 1 << 20
 
 
 def _is_large(config: DecoderConfig) -> bool:
-    """Whether one of the MLP's kernels, in float32, does not fit in a core's own cache."""
+    """Return whether one of the MLP's kernels, in float32, exceeds a core's own cache."""
     return 4 * config.hidden_size * config.intermediate_size > _LARGE_KERNEL_BYTES
 
 
 DEFAULT_FORM = Form()
 EXPERTS = "experts"
-"""The feature that says which experts tokens were sent to, of models that have some."""
+"""The feature with each token's experts, of models that have experts."""
 
 
 IMPOSSIBLE = -1e30
@@ -132,7 +132,7 @@ IMPOSSIBLE = -1e30
 
 
 def unused_mask(config: DecoderConfig) -> Bool[np.ndarray, "V"]:
-    """Which ids have no token."""
+    """Return which ids have no token."""
     mask = np.zeros(config.vocab_size, np.bool_)
     mask[list(config.unused_tokens)] = True
     return mask
@@ -179,7 +179,7 @@ class Decoder:
         return DecoderLayer(self.config, self.dtype, self.shards, self.multiply)
 
     def make_cache(self, batch: int, capacity: int) -> KVCache:
-        """An empty cache [L, B, G, S, C]."""
+        """Return an empty cache [L, B, G, S, C]."""
         config = self.config
         cache = make_cache(
             config.num_layers, batch, self.cached_heads, capacity, config.head_dim, self.dtype
@@ -191,7 +191,7 @@ class Decoder:
         )
 
     def make_window(self, batch: int, slots: int) -> Window:
-        """An empty window [L, B, G, W, C]."""
+        """Return an empty window [L, B, G, W, C]."""
         config = self.config
         shape = (config.num_layers, batch, self.cached_heads, slots, config.head_dim)
         empty = self.constrain_heads(jnp.zeros(shape, self.dtype))
@@ -201,11 +201,11 @@ class Decoder:
         return Window(empty, empty, positions)
 
     def constrain_heads(self, keys: Float[Array, "L B G S C"]) -> Float[Array, "L B G S C"]:
-        """Keys or values, with their sharding constraint on a mesh."""
+        """Return keys or values with their sharding constraint on a mesh."""
         return constrain(keys, None, "batch", "kv_heads" if self.shards > 1 else None, None, None)
 
     def init(self, key: Key[Array, ""]) -> dict[str, Any]:
-        """Random parameters, each boxed with the logical names of its axes."""
+        """Return random parameters, each boxed with the logical names of its axes."""
         table = parameter_table(self.config, self.form.stacked)
         module = ParameterTable(table, self.dtype)
         return module.init(key)["params"]
@@ -224,15 +224,15 @@ class Decoder:
         logits: bool = True,
         num_layers: int | None = None,
     ) -> Extension:
-        """`LanguageModel.extend`; see there for the features.
+        """Run T tokens through the model: see `LanguageModel.extend`.
 
-        Raises InputError for parameters that are missing, or of another shape.
+        Raises InputError for parameters that are missing or have another shape.
         """
-        taken = _Features(features, self.config)
+        requested = _Features(features, self.config)
         params = checked(parameter_table(self.config, self.form.stacked), params)
         if window is not None and window.positions is not None:
-            kept_positions = lax.dynamic_update_slice(window.positions, positions, (0, start))
-            window = window.replace(positions=kept_positions)
+            window_positions = lax.dynamic_update_slice(window.positions, positions, (0, start))
+            window = window.replace(positions=window_positions)
         x = self._embed(params, tokens, positions)
         attend_committed = None
         if cache is not None:
@@ -251,26 +251,26 @@ class Decoder:
             cache=cache,
             attend_committed=attend_committed,
             start=start,
-            tapped_layers=taken.tapped_layers,
+            tapped_layers=requested.tapped_layers,
         )
         carry = LayerCarry(
             x,
             window,
-            layer_inputs={name: jnp.zeros_like(x) for name in taken.tapped_layers},
-            experts=taken.no_experts(tokens.shape),
+            layer_inputs={name: jnp.zeros_like(x) for name in requested.tapped_layers},
+            experts=requested.no_experts(tokens.shape),
         )
         depth = self.config.num_layers if num_layers is None else num_layers
         carry = self._run_layers(params, run_layer, carry, depth)
-        return self._outputs(params, carry, taken, logits=logits)
+        return self._outputs(params, carry, requested, logits=logits)
 
     def _heads_of(self, window: Window | None) -> int:
-        """Key/value heads: those of the window, or the model's where nothing is kept."""
+        """Return the number of key/value heads: the window's, or the model's without a window."""
         return self.config.num_kv_heads if window is None else window.k.shape[2]
 
     def _embed(
         self, params: dict[str, Any], tokens: Int[Array, "B T"], positions: Int[Array, "B T"]
     ) -> Float[Array, "B T D"]:
-        """What the first layer reads."""
+        """Return the input of the first layer."""
         embedding = self.config.embedding
         x = self.arithmetic.whole(embed(params, tokens, self.dtype))
         if embedding.scale != 1.0:
@@ -283,10 +283,10 @@ class Decoder:
     def _run_layers(
         self, params: dict[str, Any], run_layer: LayerPass, carry: LayerCarry, depth: int
     ) -> LayerCarry:
-        """The first `depth` layers, one after the other."""
+        """Run the first `depth` layers and return the carry after them."""
         if self.form.layers == "unrolled":
             for index in range(depth):
-                # Else XLA takes the heads apart again, and transposes kernels for a single token.
+                # Without it XLA splits the heads again, and transposes kernels for a single token.
                 weights = merge_heads(params["layers"][str(index)], self.config)
                 weights = with_experts(lax.optimization_barrier(weights))
                 carry = run_layer(index, weights, carry)
@@ -308,38 +308,43 @@ class Decoder:
         return carry
 
     def _outputs(
-        self, params: dict[str, Any], carry: LayerCarry, taken: _Features, *, logits: bool
+        self, params: dict[str, Any], carry: LayerCarry, requested: _Features, *, logits: bool
     ) -> Extension:
-        """The logits, where they are wanted, and the features, from what the last layer left."""
-        found = {**carry.layer_inputs, "pre_norm": carry.x}
+        """Return the logits, if requested, and the features, from the carry of the last layer."""
+        available = {**carry.layer_inputs, "pre_norm": carry.x}
         if carry.experts is not None:
-            found[EXPERTS] = jnp.moveaxis(carry.experts, 0, 2)
-        out = None
-        if logits or taken.counts or "final_norm" in taken.names:
-            found["final_norm"] = self.arithmetic.norm(carry.x, params["final_norm"])
+            available[EXPERTS] = jnp.moveaxis(carry.experts, 0, 2)
+        logits_out = None
+        if logits or requested.counts or "final_norm" in requested.names:
+            available["final_norm"] = self.arithmetic.norm(carry.x, params["final_norm"])
         project = functools.partial(self._project, params)
         if logits:
-            out = project(found["final_norm"])
-            found |= top_tokens(out, taken.counts)
-        elif taken.counts:
-            found |= top_tokens_of_states(found["final_norm"], project, taken.counts)
-        return Extension(out, {name: found[name] for name in taken.names}, carry.window)
+            logits_out = project(available["final_norm"])
+            available |= top_tokens(logits_out, requested.counts)
+        elif requested.counts:
+            available |= top_tokens_of_states(available["final_norm"], project, requested.counts)
+        return Extension(
+            logits_out, {name: available[name] for name in requested.names}, carry.window
+        )
 
     def _project(
         self, params: dict[str, Any], states: Float[Array, "B T D"]
     ) -> Float[Array, "B T V"]:
-        """The logits of final hidden states."""
+        """Return the logits of final hidden states."""
         config = self.config
-        out = self.arithmetic.project("btd,dv->btv", states, params["head"], jnp.float32)
-        out = limited(out, config.logit_softcap)
+        logits = self.arithmetic.project("btd,dv->btv", states, params["head"], jnp.float32)
+        logits = limited(logits, config.logit_softcap)
         if config.unused_tokens:
-            out = jnp.where(unused_mask(config), IMPOSSIBLE, out)
-        return constrain(out, "batch", None, "vocab" if self.shards > 1 else None)
+            logits = jnp.where(unused_mask(config), IMPOSSIBLE, logits)
+        return constrain(logits, "batch", None, "vocab" if self.shards > 1 else None)
 
     def _weights(
         self, params: dict[str, Any], run: LayerRun, last: int
     ) -> Callable[[Int[Array, ""]], dict[str, Any]]:
-        """The weights of a run's layers before `last`, heads merged, by a layer's traced index."""
+        """Return a function from a traced index to a layer's weights, of a run's layers < `last`.
+
+        Heads are merged (`merge_heads`).
+        """
         if self.form.layers == "apart":
             layers = [params["layers"][str(index)] for index in range(last)]
             return layer_chooser([merge_heads(layer, self.config) for layer in layers])
@@ -350,10 +355,10 @@ class Decoder:
 def cache_attention(
     form: Form, config: DecoderConfig, cache: KVCache, tokens: int, split: bool
 ) -> Callable[..., Partial]:
-    """`attend(query, cache, layer, start=...)` over the committed tokens, in the form's way.
+    """Return the form's `attend(query, cache, layer, start=...)` over the committed tokens.
 
-    For a pass over `tokens` tokens of layers that `config` describes; on a mesh the heads are
-    `split` over `model`, or whole on each device. With the kernel `layer` must be an int.
+    It is for a pass over `tokens` tokens of layers that `config` describes; on a mesh the heads are
+    `split` over `model`, or whole on each device. With the kernel, `layer` must be an int.
     """
     kind, softcap = form.cache_attention, config.attention.softcap
     if kind == "kernel" and softcap is None and config.sliding_window is None:
@@ -370,7 +375,7 @@ def cache_attention(
 
 
 def check_features(names: Iterable[str], num_layers: int) -> None:
-    """Raise InputError for a name that is no feature of a model with `num_layers` layers."""
+    """Raise InputError for a name that is not a feature of a model with `num_layers` layers."""
     for name in names:
         match = re.fullmatch(r"layer_input:(\d+)", name)
         if name not in ("final_norm", "pre_norm") and not (match and int(match[1]) < num_layers):
@@ -381,22 +386,22 @@ def check_features(names: Iterable[str], num_layers: int) -> None:
 
 
 class _Features:
-    """The features that a pass is asked for. Raises InputError for an unknown name."""
+    """The features requested of a pass. Raises InputError for an unknown name."""
 
     def __init__(self, names: tuple[str, ...], config: DecoderConfig) -> None:
         self.names = names
         self._config = config
         self.counts = wanted_counts(names, config.vocab_size)
-        """Most likely tokens to keep, by feature."""
+        """The number of likeliest tokens to keep, by feature."""
         of_layers = [name for name in names if name not in self.counts and name != EXPERTS]
         check_features(of_layers, config.num_layers)
         self.tapped_layers = {
             name: int(name.partition(":")[2]) for name in names if name.startswith("layer_input:")
         }
-        """The layers whose inputs are features."""
+        """The layers whose inputs are features, by feature."""
 
     def no_experts(self, tokens_shape: tuple[int, int]) -> Int[Array, "M B T K"] | None:
-        """Room for the experts of tokens [B, T] in each of the M layers that have some."""
+        """Return an array for the experts of tokens [B, T] in each of the M sparse layers."""
         if EXPERTS not in self.names:
             return None
         experts = self._config.experts.per_token

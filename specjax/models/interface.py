@@ -32,10 +32,10 @@ class LanguageModel(Protocol):
         """Longest sequence the model is meant for, in tokens."""
 
     def make_cache(self, batch: int, capacity: int) -> KVCache:
-        """An empty cache for `batch` rows of up to `capacity` tokens."""
+        """Return an empty cache for `batch` rows of up to `capacity` tokens."""
 
     def make_window(self, batch: int, slots: int) -> Window:
-        """An empty window of W = `slots` slots."""
+        """Return an empty window of W = `slots` slots."""
 
     def extend(
         self,
@@ -51,12 +51,12 @@ class LanguageModel(Protocol):
         logits: bool = True,
         num_layers: int | None = None,
     ) -> Extension:
-        """Run T tokens through the model; the cache is only read.
+        """Run T tokens through the model; the cache is read and not changed.
 
         The tokens fill the window's slots start..start+T and see each row's committed tokens and
         the window slots that `visible` allows, their own included. With `num_layers`, only that
         many layers run before the final norm (early exit). Without cache and window (training)
         the T tokens see each other as `visible` [#B, T, T] says, and nothing is kept. Features are
         `final_norm`, `pre_norm` and `layer_input:i`, each [B, T, D], `top_tokens:k` [B, T, k], and
-        `experts`, those of each token in the M layers that have some, [B, T, M, K].
+        `experts`, each token's experts in the M sparse layers, [B, T, M, K].
         """

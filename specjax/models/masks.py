@@ -8,5 +8,5 @@ from jaxtyping import Array, Int
 
 
 def causal(rows: Int[Array, "T"], slots: int) -> jax.Array:
-    """[1, T, W]: which window slots the tokens in slots `rows` see, if each sees those before."""
+    """Return the causal mask [1, T, W] of the tokens in slots `rows` over the window's slots."""
     return (jnp.arange(slots)[None, :] <= rows[:, None])[None]

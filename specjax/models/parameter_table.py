@@ -1,4 +1,4 @@
-"""Every parameter of a decoder: names, shapes and axes, by its config."""
+"""The names, shapes and axes of a decoder's parameters."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DOWN_AXES = ("experts", "mlp", "embed")
 
 
 def parameter_table(config: DecoderConfig, scan_layers: bool = True) -> dict[str, Any]:
-    """Every parameter of a decoder as a nested dict of `Parameter`.
+    """Return every parameter of a decoder as a nested dict of `Parameter`.
 
     Head axes are separate, kernels are [in, out], and layers are stacked on the first axis, those
     of one structure together (`config.runs`); without `scan_layers` each layer is an entry of its
@@ -34,8 +34,8 @@ def parameter_table(config: DecoderConfig, scan_layers: bool = True) -> dict[str
             stacked = functools.partial(Parameter.with_layers, count=run.count)
             table[run.name] = jax.tree.map(stacked, layer)
         else:
-            each = {str(run.first + index): layer for index in range(run.count)}
-            table["layers"] = table.get("layers", {}) | each
+            layers = {str(run.first + index): layer for index in range(run.count)}
+            table["layers"] = table.get("layers", {}) | layers
     if not config.tie_word_embeddings:
         table["embed"] = {"embedding": Parameter((config.vocab_size, width), ("vocab", "embed"))}
     if config.embedding.positions:
@@ -45,7 +45,7 @@ def parameter_table(config: DecoderConfig, scan_layers: bool = True) -> dict[str
 
 
 def _layer(config: DecoderConfig, sparse: bool) -> dict[str, Any]:
-    """The parameters of one layer; `sparse` says whether it has experts in place of the MLP."""
+    """Return the parameters of one layer; a `sparse` one has experts in place of the MLP."""
     width, head_dim = config.hidden_size, config.head_dim
     bias = config.attention_bias
     heads = ((width, config.num_heads, head_dim), ("embed", "heads", "head_dim"), 2)
@@ -67,17 +67,14 @@ def _layer(config: DecoderConfig, sparse: bool) -> dict[str, Any]:
         "mlp": _experts(config) if sparse else _mlp(config),
     }
     if config.norm.after:
-        layer["after_attention_norm"], layer["after_mlp_norm"] = (
-            norm_table(config),
-            norm_table(config),
-        )
+        layer["after_attention_norm"] = layer["after_mlp_norm"] = norm_table(config)
     return layer
 
 
 def norm_table(
     config: DecoderConfig, size: int | None = None, axis: str = "embed"
 ) -> dict[str, Parameter]:
-    """A norm over `size` numbers, D by default."""
+    """Return the parameters of a norm over `size` numbers, D by default."""
     shape = (config.hidden_size if size is None else size,)
     entry = {"scale": Parameter(shape, (axis,), "zeros" if config.norm.offset else "ones")}
     if config.norm.kind == "layer":
@@ -88,7 +85,7 @@ def norm_table(
 def _linear(
     shape: tuple[int, ...], axes: tuple[str, ...], outputs: int, bias: bool = False
 ) -> dict[str, Parameter]:
-    """A kernel whose last `outputs` axes are outputs, and perhaps a bias."""
+    """Return a kernel whose last `outputs` axes are outputs, and its bias if there is one."""
     entry = {"kernel": Parameter(shape, axes)}
     if bias:
         entry["bias"] = Parameter(shape[-outputs:], axes[-outputs:], "zeros")
@@ -103,7 +100,7 @@ def _mlp(config: DecoderConfig) -> dict[str, Any]:
 
 
 def _experts(config: DecoderConfig) -> dict[str, Any]:
-    """The router, the experts' kernels, stacked, and the shared MLP."""
+    """Return the parameters of the router, the stacked experts and the shared MLP."""
     experts, width = config.experts, config.hidden_size
     assert experts is not None
     count = experts.num_experts
@@ -118,7 +115,7 @@ def _experts(config: DecoderConfig) -> dict[str, Any]:
         "experts": gated(experts.intermediate_size, count),
     }
     if experts.selection_bias:
-        # What decides between experts is not rounded, as in transformers.
+        # As in transformers, the bias that selects experts is not rounded.
         bias = Parameter((count,), ("scores",), "zeros", always="float32")
         table["router"]["selection_bias"] = bias
     if experts.shared_size:

@@ -19,7 +19,7 @@ from specjax.errors import InputError
 class Parameter:
     """One parameter: its shape, the logical name of each axis, and its initialiser.
 
-    It has the dtype `always` whatever the dtype of a model, where that is given.
+    With `always` it has that dtype, whatever the dtype of the model.
     """
 
     shape: tuple[int, ...]
@@ -31,15 +31,15 @@ class Parameter:
         assert len(self.shape) == len(self.axes), (self.shape, self.axes)
 
     def dtype(self, of_model: Any) -> np.dtype:
-        """The dtype that it has in a model of a dtype."""
+        """Return its dtype in a model of dtype `of_model`."""
         return np.dtype(of_model if self.always is None else self.always)
 
     def with_layers(self, count: int) -> Parameter:
-        """A layer's parameter stacked over `count` layers."""
+        """Return the parameter stacked over `count` layers."""
         return replace(self, shape=(count, *self.shape), axes=("layers", *self.axes))
 
     def initializer(self) -> nn.initializers.Initializer:
-        """`normal` (standard deviation 0.02), `ones`, `zeros` or `identity`, axes named."""
+        """Return its initialiser, with named axes; `normal` has standard deviation 0.02."""
         start = {
             "normal": nn.initializers.normal(0.02),
             "ones": nn.initializers.ones_init(),
@@ -50,7 +50,7 @@ class Parameter:
 
 
 def _identity(key: Key[Array, ""], shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
-    """The identity in the last two axes."""
+    """Return the identity in the last two axes."""
     del key
     return jnp.broadcast_to(jnp.eye(*shape[-2:], dtype=dtype), shape)
 
@@ -63,7 +63,7 @@ class ParameterTable(nn.Module):
 
     @nn.compact
     def __call__(self) -> dict[str, jax.Array | dict]:
-        """The parameters as a plain nested dict."""
+        """Return the parameters as a plain nested dict."""
         return {
             name: self.param(name, entry.initializer(), entry.shape, entry.dtype(self.dtype))
             if isinstance(entry, Parameter)
@@ -73,7 +73,7 @@ class ParameterTable(nn.Module):
 
 
 def checked(table: Mapping[str, Any], params: Any, path: str = "params") -> dict[str, Any]:
-    """The values of a table's entries, as a plain nested dict without boxes of axes' names.
+    """Return the parameters of a table as a plain nested dict, without boxes of axis names.
 
     Raises InputError for one that is missing or has another shape.
     """
@@ -94,5 +94,5 @@ def checked(table: Mapping[str, Any], params: Any, path: str = "params") -> dict
 
 
 def cast(params: Any, table: Any, dtype: Any) -> Any:
-    """The arrays of a nested table in the dtypes that they have in a model of `dtype`."""
+    """Return the arrays of a nested table in the dtypes that they have in a model of `dtype`."""
     return jax.tree.map(lambda entry, leaf: jnp.asarray(leaf, entry.dtype(dtype)), table, params)

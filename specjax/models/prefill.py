@@ -1,4 +1,4 @@
-"""Prefill: runs prompts into caches in chunks of a few sizes, compiled for all prompt lengths."""
+"""Prefill: running prompts into caches in chunks of a few sizes, for prompts of all lengths."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from specjax.cache import KVCache, commit
 from specjax.models.interface import LanguageModel
 
 Follow = Callable[[Any, KVCache, Int[Array, ""], Int[Array, "B"], dict[str, Array], int], Any]
-"""(carry, cache, first, count, features [B, T, D], T) -> carry: what follows a chunk that was read.
+"""(carry, cache, first, count, features [B, T, D], T) -> carry: called after a chunk of T tokens.
 
-`cache` holds the chunk's `count` tokens already, which stand at positions `first` and after.
+`cache` holds the chunk's `count` tokens already, whose positions begin at `first`.
 """
 
 
@@ -33,16 +33,16 @@ def prefill(
     begin: Int[Array, ""] | int = 0,
     end: Int[Array, ""] | int | None = None,
 ) -> tuple[KVCache, Any]:
-    """The cache with each row's tokens from `begin` to `end` too, and what `follow` carried.
+    """Run each row's tokens from `begin` to `end`; return the cache with them, and the carry.
 
-    The cache holds those before `begin`. Of each row the first `lengths` tokens count, all of them
-    where there is no `end`. Runs forwards of [B, chunk] tokens without logits, with the first of
-    `chunks` (the sizes, descending) while one fits, then with the next; `end` is rounded up to
-    whole ones of the last. A row that has finished commits nothing more. After each forward
-    `follow` sees the chunk's named features, which are kept no longer than that.
+    The cache holds the tokens before `begin`. Row b has `lengths[b]` tokens, and without `end` all
+    of them are run. Each forward is over [B, chunk] tokens, without logits: of the first size in
+    `chunks` (descending) while a chunk of it fits, then of the next; `end` is rounded up to a
+    multiple of the last. A row commits nothing after its own length. After each forward `follow`
+    is called with the chunk's named features, which are not kept any longer.
     """
     batch, available = tokens.shape
-    # Padded so that the last chunk fits: a slice that reaches past the end would be shifted.
+    # Padded so that the last chunk fits: a slice that extends past the end would be shifted.
     padded = jnp.pad(tokens, ((0, 0), (0, chunks[-1])))
 
     def advance(state: tuple, chunk: int) -> tuple:
@@ -72,7 +72,7 @@ def prefill(
         longest = jnp.minimum(longest, end)
     state = (jnp.int32(begin), cache, carry)
     for chunk in chunks:
-        # All of a chunk is needed, but for the last size: there one token is enough.
+        # A chunk of the last size runs even if it is not full.
         needed = 1 if chunk == chunks[-1] else chunk
         state = lax.while_loop(
             lambda state, needed=needed: state[0] + needed <= longest,

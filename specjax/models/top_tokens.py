@@ -14,15 +14,15 @@ from specjax.sampling import top_k
 
 _PREFIX = "top_tokens:"
 _BLOCK = 32
-"""Positions whose logits exist at a time, where nobody else needs them."""
+"""Positions whose logits are computed at a time if only the top tokens are needed."""
 
 
 def likeliest(
     logits: Float[Array, "B T V"], count: int
 ) -> tuple[Float[Array, "B T k"], Int[Array, "B T k"]]:
-    """The `count` largest logits, or other scores of tokens, and their ids.
+    """Return the `count` largest logits, or other scores of tokens, and their ids.
 
-    Where the vocabulary is split over devices, each looks at its own part.
+    If the vocabulary is split over devices, each first finds the largest of its own part.
     """
     batch, length, vocab = logits.shape
     parts = num_parts("vocab", vocab)
@@ -33,19 +33,19 @@ def likeliest(
     best, ids = top_k(constrain(split, "batch", None, "vocab", None), min(count, size))
     ids += size * jnp.arange(parts)[None, None, :, None]
     shape = batch, length, -1
-    best, ids = (constrain(one.reshape(shape), "batch", None, None) for one in (best, ids))
-    # Of equal ones those of the first part, and so the first.
+    best, ids = (constrain(array.reshape(shape), "batch", None, None) for array in (best, ids))
+    # Equal values are taken from the first part, and so in the order of their ids.
     best, index = lax.top_k(best, count)
     return best, jnp.take_along_axis(ids, index, axis=-1)
 
 
 def feature_name(count: int) -> str:
-    """The feature of the `count` likeliest tokens."""
+    """Return the name of the feature with the `count` likeliest tokens."""
     return f"{_PREFIX}{count}"
 
 
 def wanted_counts(features: Iterable[str], vocab_size: int) -> dict[str, int]:
-    """The k of each feature of this kind. Raises InputError unless it is from 1 to V."""
+    """Return k of each `top_tokens:k` feature. Raises InputError unless it is from 1 to V."""
     counts = {}
     for name in features:
         prefix, colon, number = name.partition(":")
@@ -63,10 +63,10 @@ def wanted_counts(features: Iterable[str], vocab_size: int) -> dict[str, int]:
 def top_tokens(
     logits: Float[Array, "B T V"], counts: Mapping[str, int]
 ) -> dict[str, Int[Array, "B T _"]]:
-    """The features, by name, of logits that are there."""
+    """Return the features by name, from logits."""
     if not counts:
         return {}
-    return _shares(likeliest(logits, max(counts.values()))[1], counts)
+    return _by_name(likeliest(logits, max(counts.values()))[1], counts)
 
 
 def top_tokens_of_states(
@@ -74,15 +74,15 @@ def top_tokens_of_states(
     project: Callable[[Float[Array, "B T D"]], Float[Array, "B T V"]],
     counts: Mapping[str, int],
 ) -> dict[str, Int[Array, "B T _"]]:
-    """The features, by name, where logits are not needed otherwise: a few positions at a time."""
+    """Return the features by name, from hidden states, a few positions' logits at a time."""
     batch, length, width = states.shape
     most = max(counts.values())
     if length <= _BLOCK or length % _BLOCK:
         return top_tokens(project(states), counts)
     blocks = states.reshape(batch, length // _BLOCK, _BLOCK, width).swapaxes(0, 1)
     best = lax.map(lambda block: likeliest(project(block), most)[1], blocks)
-    return _shares(best.swapaxes(0, 1).reshape(batch, length, most), counts)
+    return _by_name(best.swapaxes(0, 1).reshape(batch, length, most), counts)
 
 
-def _shares(best: Int[Array, "B T _"], counts: Mapping[str, int]) -> dict[str, Array]:
+def _by_name(best: Int[Array, "B T _"], counts: Mapping[str, int]) -> dict[str, Array]:
     return {name: best[..., :count].astype(jnp.int32) for name, count in counts.items()}

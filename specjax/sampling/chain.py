@@ -114,16 +114,18 @@ def block(
         log_mass = logsumexp(weighted_excess, axis=-1)
         has_mass = log_mass > -jnp.inf
         last = slots == num_valid
-        accept = (slot == 0) | (pick(uniforms, slots - 1) < _block_height(log_mass, logw, last))
+        height = _block_height(log_mass, logw, last)
+        accept = (slot == 0) | (pick(uniforms, slots - 1) < height)
         accept &= slots <= num_valid
 
         residual_logp = weighted_excess - jnp.where(has_mass, log_mass, 0)[:, None]
         logp_if_last_accepted = jnp.where((last | ~has_mass)[:, None], logp, residual_logp)
         token = pick(tokens, slots)
         odds = log_ratio(pick(logp, token), pick(logq, token))
+        logw = _next_block_weight(logw, odds)
         return (
             slot + 1,
-            _next_block_weight(logw, odds),
+            logw,
             jnp.where(accept, slots, accepted),
             jnp.where(accept[:, None], logp_if_last_accepted, next_logp),
         )

@@ -17,18 +17,21 @@ Result = float | Float[np.ndarray, "..."]
 def checked(
     name: str, value: Real, low: float = 0.0, high: float = math.inf, *, above: bool = False
 ) -> Float[np.ndarray, "..."]:
-    """`value` in float64, finite and in [low, high] (`above`: in (low, high]), else InputError."""
+    """Return `value` in float64. Raises InputError unless it is finite and in [low, high].
+
+    With `above` it has to be in (low, high].
+    """
     array = np.asarray(value, np.float64)
-    fine = np.isfinite(array) & (array <= high) & ((array > low) if above else (array >= low))
-    if not fine.all():
+    is_valid = np.isfinite(array) & (array <= high) & ((array > low) if above else (array >= low))
+    if not is_valid.all():
         bounds = f"above {low:g}" if above else f"of at least {low:g}"
         bounds += f" and at most {high:g}" if math.isfinite(high) else ""
-        raise InputError(f"{name} = {array[~fine].flat[0]:g}: give a finite number {bounds}")
+        raise InputError(f"{name} = {array[~is_valid].flat[0]:g}: give a finite number {bounds}")
     return array
 
 
 def checked_count(name: str, value: Count, least: int) -> int | Int[np.ndarray, "..."]:
-    """`value` as int, or an int64 array, if all of it is whole and at least `least`, else error."""
+    """Return `value` as int or int64 array. Raises InputError unless whole and at least `least`."""
     array = np.asarray(value)
     if not np.issubdtype(array.dtype, np.integer):
         raise InputError(f"{name} = {value}: give a whole number of at least {least}")
@@ -38,5 +41,5 @@ def checked_count(name: str, value: Count, least: int) -> int | Int[np.ndarray, 
 
 
 def unwrap(array: np.ndarray | float) -> Result:
-    """A float for a single number, the array otherwise."""
+    """Return a float for a single number, and an array otherwise."""
     return array if np.ndim(array) else float(array)

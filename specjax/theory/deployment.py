@@ -36,9 +36,9 @@ class ExpertShape:
             )
 
     def distinct(self, tokens: Count) -> Result:
-        """The experts of a layer that so many tokens use, where each uses any with equal chance.
+        """Return how many experts of a layer `tokens` tokens use, if they choose independently.
 
-        E (1 - (1 - per_token / E)^tokens). Tokens that follow each other share more of them.
+        E (1 - (1 - per_token / E)^tokens). Successive tokens of a text use fewer.
         """
         tokens = np.asarray(checked_count("tokens", tokens, 0), np.float64)
         missed = (1.0 - self.per_token / self.num_experts) ** tokens
@@ -87,39 +87,42 @@ class ModelShape:
             checked_count("window", self.window, 1)
 
     def mtp(self) -> ModelShape:
-        """The shape of one module for multi-token prediction, with a layer as the last one here."""
+        """Return the shape of a multi-token prediction module whose layer is like the last one."""
         experts = self.experts and dataclasses.replace(self.experts, num_dense=0)
         return dataclasses.replace(
             self, num_layers=1, experts=experts, window=None, num_windowed=0, mtp_module=True
         )
 
     def num_params(self) -> int:
-        """All parameters, a tied embedding once; a module's without those of another model."""
+        """Return the number of parameters, a tied embedding once; for a module only its own."""
         head = self.vocab_size * self.hidden_size
         tables = 0 if self.mtp_module else head * (1 if self.tie_word_embeddings else 2)
         every = self.experts.num_experts if self.experts else 0
         return int(self._weights(every)) + self._norms() + tables
 
     def num_read_params(self, tokens: Count = 1) -> Result:
-        """The parameters that a pass over so many tokens, of all rows together, reads.
+        """Return how many parameters a pass over `tokens` tokens of all rows together reads.
 
-        All but an untied input table, which is indexed; of experts those that are used
-        (`ExpertShape.distinct`).
+        These are all but an untied input table, which is indexed; of the experts, those that are
+        used (`ExpertShape.distinct`).
         """
         used = self.experts.distinct(tokens) if self.experts else 0
         return self._weights(used) + self._norms() + self.vocab_size * self.hidden_size
 
     def num_matmul_params(self) -> int:
-        """The parameters that each token is multiplied with: projections, MLP or experts, head."""
+        """Return how many parameters each token is multiplied with.
+
+        These are the projections, MLP or experts used, and the head.
+        """
         used = self.experts.per_token if self.experts else 0
         return int(self._weights(used)) + self.vocab_size * self.hidden_size
 
     def kv_elements(self) -> int:
-        """Numbers that the cache stores per token: keys and values, 2 L G C."""
+        """Return how many numbers the cache stores per token: keys and values, 2 L G C."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim
 
     def seen_tokens(self, context: Real) -> Result:
-        """How many of `context` committed tokens a layer sees, on average over the layers."""
+        """Return how many of `context` committed tokens a layer sees, averaged over the layers."""
         context = np.asarray(context, np.float64)
         if self.window is None:
             return unwrap(context)
@@ -127,19 +130,19 @@ class ModelShape:
         return unwrap((1 - share) * context + share * np.minimum(context, self.window))
 
     def _norms(self) -> int:
-        """Two of each layer and the last; of a module also those of its two inputs."""
+        """Return the parameters of norms: two per layer, the last, two for a module's inputs."""
         return (2 * self.num_layers + 1 + 2 * self.mtp_module) * self.hidden_size
 
     def _weights(self, used_experts: Result) -> Result:
-        """Projections and MLPs of all layers, with so many experts of each layer that has some."""
+        """Return the parameters of projections and MLPs, with `used_experts` per sparse layer."""
         attention = 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
         dense = self.num_layers
         weights = self.num_layers * attention
         if self.experts is not None:
             dense = min(self.experts.num_dense, self.num_layers)
-            wide = used_experts * self.experts.intermediate_size + self.experts.shared_size
-            layer = self.hidden_size * (self.experts.num_experts + 3 * wide)
-            weights = weights + (self.num_layers - dense) * layer
+            mlp_width = used_experts * self.experts.intermediate_size + self.experts.shared_size
+            expert_layer = self.hidden_size * (self.experts.num_experts + 3 * mlp_width)
+            weights = weights + (self.num_layers - dense) * expert_layer
         weights = weights + dense * 3 * self.hidden_size * self.intermediate_size
         return weights + (2 * self.hidden_size**2 if self.mtp_module else 0)
 
@@ -184,7 +187,7 @@ def memory(
     cache_itemsize: int = 2,
     logit_itemsize: int = 4,
 ) -> Memory:
-    """Bytes that speculative decoding needs during a round, without activations.
+    """Return the bytes that speculative decoding needs during a round, without activations.
 
     Weights of target and `draft`; for each of them a cache of 2 L G C S B numbers (S = `capacity`,
     B = `batch`) and a window of W = `num_nodes` + 1 slots; logits [B, W, V] and the draft
@@ -248,7 +251,7 @@ def pass_seconds(
     context: Count,
     itemsize: int = 2,
 ) -> Result:
-    """Least time of one pass over `tokens` new tokens per row, in seconds.
+    """Return the least time of one pass over `tokens` new tokens per row, in seconds.
 
     max(bytes / bandwidth, FLOPs / peak), with perfect overlap (Williams et al. 2009, "Roofline").
     Bytes: all weights once, of experts those that are used; keys and values of `context` tokens per
@@ -263,12 +266,12 @@ def pass_seconds(
     itemsize = checked_count("itemsize", itemsize, 1)
     read = shape.num_read_params(batch * tokens)
     tokens, batch = tokens.astype(np.float64), batch.astype(np.float64)
-    seen = np.asarray(shape.seen_tokens(context))
-    moved = read + batch * shape.kv_elements() * (seen + tokens)
-    pairs = tokens * (seen + (tokens + 1.0) / 2.0)
+    seen_tokens = np.asarray(shape.seen_tokens(context))
+    moved_elements = read + batch * shape.kv_elements() * (seen_tokens + tokens)
+    pairs = tokens * (seen_tokens + (tokens + 1.0) / 2.0)
     per_pair = 4 * shape.num_layers * shape.num_heads * shape.head_dim
-    work = batch * (2.0 * tokens * shape.num_matmul_params() + pairs * per_pair)
-    return unwrap(np.maximum(moved * itemsize / chip.bandwidth, work / chip.flops))
+    flops = batch * (2.0 * tokens * shape.num_matmul_params() + pairs * per_pair)
+    return unwrap(np.maximum(moved_elements * itemsize / chip.bandwidth, flops / chip.flops))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -300,28 +303,28 @@ def roofline(
     draft_cost: Real | ModelShape = 0.0,
     itemsize: int = 2,
 ) -> Roofline:
-    """Speed-up of k drafts per round on a chip, by batch size and context.
+    """Return the speed-up of k drafts per round on a chip, by batch size and context.
 
-    `context` is the number of committed tokens per row.
-    `draft_cost` is one draft step in plain target passes, or the shape of a draft model: then k of
-    its one-token passes are timed on the same chip, batch and context. `batch`, `context`, `k` and
+    `context` is the number of committed tokens per row. `draft_cost` is one draft step in plain
+    target passes, or the shape of a draft model: then k of its one-token passes are timed on the
+    same chip, batch and context. `batch`, `context`, `k` and
     `alpha` broadcast: `roofline(shape, "h100-sxm", batch[:, None], context[None], 4, 0.8)` is a
     table. tokens/s are of all rows together. For n chips multiply the figures of `Chip` by n.
     """
     chip = _chip(chip)
     k = checked_count("k", k, 0)
     context = checked_count("context", context, 0)
-    where = {"batch": batch, "context": context, "itemsize": itemsize}
-    plain = np.asarray(pass_seconds(shape, chip, tokens=1, **where))
-    verify = np.asarray(pass_seconds(shape, chip, tokens=k + 1, **where))
+    deployment = {"batch": batch, "context": context, "itemsize": itemsize}
+    plain = np.asarray(pass_seconds(shape, chip, tokens=1, **deployment))
+    verify = np.asarray(pass_seconds(shape, chip, tokens=k + 1, **deployment))
     draft = draft_cost if isinstance(draft_cost, ModelShape) else None
     if draft is None:
         step = checked("draft_cost", draft_cost) * plain
     else:
-        step = np.asarray(pass_seconds(draft, chip, tokens=1, **where))
+        step = np.asarray(pass_seconds(draft, chip, tokens=1, **deployment))
     round_seconds = k * step + verify
     tokens = np.asarray(expected_tokens(alpha, k))
-    held = memory(
+    needed_memory = memory(
         shape,
         batch=batch,
         capacity=context + k + 1,
@@ -331,7 +334,7 @@ def roofline(
         weight_itemsize=itemsize,
         cache_itemsize=itemsize,
     )
-    fits = np.asarray(held.total <= chip.memory)
+    fits = np.asarray(needed_memory.total <= chip.memory)
     return Roofline(
         plain_seconds=unwrap(plain),
         draft_seconds=unwrap(k * step),

@@ -12,7 +12,7 @@ from specjax.theory.checks import Count, Real, Result, checked, checked_count, u
 
 
 def expected_tokens(alpha: Real, k: Count) -> Result:
-    """Mean tokens that a round emits with k drafts, the target's own token included.
+    """Return the mean tokens that a round with k drafts emits, the target's own token included.
 
     (1 - alpha^(k+1)) / (1 - alpha), or k + 1 at alpha = 1 (Leviathan et al. 2023, equation 1). It
     already counts the bonus token: do not add one.
@@ -26,7 +26,7 @@ def expected_tokens(alpha: Real, k: Count) -> Result:
 
 
 def acceptance_from_tv(tv: Real) -> Result:
-    """Acceptance probability of a token drafted from q when the target's distribution is p.
+    """Return how often a token drafted from q is accepted, if the target's distribution is p.
 
     1 - TV(p, q) = sum_x min(p(x), q(x)) (Leviathan et al. 2023, section 3.2): the most that any
     rule that keeps the target's distribution can accept of one draft.
@@ -37,12 +37,12 @@ def acceptance_from_tv(tv: Real) -> Result:
 def speedup(
     alpha: Real, k: Count, c: Real, *, convention: str = "per_step", verify_cost: Real = 1.0
 ) -> Result:
-    """Speed-up over plain decoding with k drafts per round, in terms of one plain target pass.
+    """Return the speed-up of k drafts per round over plain decoding.
 
-    `c` is the cost of drafting: with `per_step` that of one of the round's k draft steps (divide by
-    k c + 1; Leviathan et al. 2023, theorem 3.8), with `per_draft` that of the round's whole draft
-    (divide by c + 1; no draft and no cost at k = 0). `verify_cost` is T(k+1) / T(1), the cost of a
-    target pass over k + 1 tokens, and replaces the 1.
+    Costs are in plain target passes. `c` is the cost of drafting: with `per_step` that of one of
+    the round's k draft steps (divide by k c + 1; Leviathan et al. 2023, theorem 3.8), with
+    `per_draft` that of the round's whole draft (divide by c + 1; no draft and no cost at k = 0).
+    `verify_cost` is T(k+1) / T(1), the cost of a target pass over k + 1 tokens, and replaces the 1.
     """
     cost = _round_cost(k, c, convention, verify_cost)
     return unwrap(np.asarray(expected_tokens(alpha, k)) / cost)
@@ -56,11 +56,11 @@ def optimal_k(
     convention: str = "per_step",
     verify_cost: Real | Callable[[int], Real] = 1.0,
 ) -> int | Int[np.ndarray, "..."]:
-    """The least k in 0..max_k with the greatest `speedup`; 0 means plain decoding is fastest.
+    """Return the least k in 0..max_k with the greatest `speedup`; 0 if plain decoding is fastest.
 
     `verify_cost` may be a function of k, such as measured T(k+1) / T(1). A constant other than 1 is
-    the cost of each k > 0, as k = 0 is plain decoding. With `per_draft` and a constant cost more
-    drafts are free, so the answer is 0 or as many as still add a token.
+    the cost of each k > 0, as k = 0 is plain decoding. With `per_draft` and a constant cost further
+    drafts cost nothing, so the result is 0 or the largest k that still adds to the speed-up.
     """
     checked_count("max_k", max_k, 0)
     cost_of = verify_cost if callable(verify_cost) else (lambda k: verify_cost if k else 1.0)
@@ -75,11 +75,11 @@ def optimal_k(
 def break_even_alpha(
     k: Count, c: Real, *, convention: str = "per_step", verify_cost: Real = 1.0
 ) -> Result:
-    """The least acceptance probability at which k drafts per round are no slower than none.
+    """Return the least acceptance probability at which k drafts per round are no slower than none.
 
-    The alpha in [0, 1] with `speedup` = 1, by bisection; 0 where a round costs no more than a plain
-    pass. For k = 1 it is c itself (Leviathan et al. 2023, corollary 3.9). Raises InputError where a
-    round costs more than the k + 1 plain passes that it can replace at best.
+    It is the alpha in [0, 1] with `speedup` = 1, found by bisection; 0 if a round costs no more
+    than a plain pass. For k = 1 it is c (Leviathan et al. 2023, corollary 3.9). Raises InputError
+    if a round costs more than the k + 1 plain passes that it can replace at best.
     """
     cost, k = np.broadcast_arrays(_round_cost(k, c, convention, verify_cost), k)
     if (dear := cost > k + 1).any():
@@ -96,7 +96,7 @@ def break_even_alpha(
 
 
 def _round_cost(k: Count, c: Real, convention: str, verify_cost: Real) -> Float[np.ndarray, "..."]:
-    """What a round costs, in plain target passes."""
+    """Return the cost of a round, in plain target passes."""
     k = checked_count("k", k, 0)
     c = checked("c", c)
     verify_cost = checked("verify_cost", verify_cost, above=True)

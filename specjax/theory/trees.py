@@ -1,4 +1,4 @@
-"""The fastest token tree at a chip's limits, by batch size and context."""
+"""The fastest token tree on a chip if each pass takes its least time."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ def roofline_tree(
     candidates: int = 8,
     itemsize: int = 2,
 ) -> FastestTree:
-    """The tree with the most tokens per second where each pass takes its least time.
+    """Return the tree with the most tokens per second if each pass takes its least time.
 
     `acceptance` is that of `specjax.trees.fastest_tree`. A level of the draft is `draft_cost`
     passes of the target over one token per row, or one pass of that model over `candidates` tokens
     per row. `context` are the committed tokens per row; for n chips multiply the figures of `Chip`
-    by n. Raises InputError for numbers that are none of these.
+    by n. Raises InputError for numbers out of range.
     """
     checked_count("batch", batch, 1)
     checked_count("context", context, 0)
     checked_count("candidates", candidates, 1)
-    where = {"batch": batch, "context": context, "itemsize": itemsize}
+    deployment = {"batch": batch, "context": context, "itemsize": itemsize}
     if isinstance(draft_cost, ModelShape):
-        level = float(pass_seconds(draft_cost, chip, tokens=candidates, **where))
+        level_seconds = float(pass_seconds(draft_cost, chip, tokens=candidates, **deployment))
     else:
-        plain = float(pass_seconds(shape, chip, tokens=1, **where))
-        level = float(checked("draft_cost", draft_cost)) * plain
+        plain_seconds = float(pass_seconds(shape, chip, tokens=1, **deployment))
+        level_seconds = float(checked("draft_cost", draft_cost)) * plain_seconds
     return fastest_tree(
         acceptance,
-        lambda width: float(pass_seconds(shape, chip, tokens=width, **where)),
-        lambda depth: depth * level,
+        lambda width: float(pass_seconds(shape, chip, tokens=width, **deployment)),
+        lambda depth: depth * level_seconds,
     )

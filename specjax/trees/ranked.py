@@ -171,8 +171,8 @@ def sequoia_tree(acceptance: Sequence[float], num_nodes: int, max_depth: int) ->
     below = np.zeros(num_nodes + 1)
     levels = []
     for _ in range(max_depth):
-        # `value[c, n]`: the same, with exactly n nodes under the first c children, all of which are
-        # there; `size[c, n]` of these nodes are the last child and its descendants.
+        # `value[c, n]`: the same, with exactly n nodes under the first c children, none of them
+        # left out; `size[c, n]` of these nodes are the last child and its descendants.
         value = np.full((len(rates) + 1, num_nodes + 1), -np.inf)
         size = np.zeros(value.shape, int)
         value[0, 0] = 0.0

@@ -12,10 +12,10 @@ from specjax.errors import InputError, one_line, shown
 
 @dataclass(frozen=True)
 class DrafterKind:
-    """A drafter: a value, or one with its parameters."""
+    """The kind of drafters: a value, or a value with its parameters."""
 
     def check(self, name: str, value: Any) -> LoadedDrafter:
-        """The drafters that take turns (mostly a single one), with their parameters."""
+        """Return the value as drafters that take turns (often a single one), with parameters."""
         loaded = LoadedDrafter(value) if isinstance(value, Drafter | Turns) else value
         pair = isinstance(loaded, tuple) and len(loaded) == 2
         if not pair or not isinstance(loaded[0], Drafter | Turns):

@@ -1,4 +1,4 @@
-"""Drafters made by name, of a head, or by a function of one's own."""
+"""Making drafters by name, from a head, or by a function of the caller's own."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def make_drafter(
     num_speculative_tokens: int | None = None,
     **options: Any,
 ) -> LoadedDrafter:
-    """The drafter of that name for a target, or what "package.module:function" makes of the target.
+    """Return the drafter of a name for a target; a name may be a "package.module:function".
 
     `path` names what was trained: a head that training exported or a published layout
     (`specjax.loading.head_formats`), by default the one that comes with specjax for the target; for
@@ -46,8 +46,8 @@ def make_drafter(
     if joint := joint_of(name):
         return JOINTS[joint](
             *(
-                make_drafter(part, target, at, num_speculative_tokens=length, **own)
-                for part, at, own in divide_joined(name, path, options)
+                make_drafter(part, target, part_path, num_speculative_tokens=length, **part_options)
+                for part, part_path, part_options in divide_joined(name, path, options)
             )
         )
     if ":" not in name:
@@ -66,7 +66,7 @@ def make_drafter(
 
 
 def head_drafter(head: Head, target: Model, **options: Any) -> LoadedDrafter:
-    """The drafter of a head for its target; what it borrows is the target's own arrays.
+    """Return the drafter of a head for its target, whose arrays it shares.
 
     Options are those of the drafter's kind. Raises InputError for a head of another target and for
     bad options.
@@ -78,9 +78,9 @@ def head_drafter(head: Head, target: Model, **options: Any) -> LoadedDrafter:
 def _call_own(
     name: str, target: Model, path: Mapping[str, Any], options: Mapping[str, Any]
 ) -> LoadedDrafter:
-    """What a function of the caller's own makes; raises InputError unless it is a drafter."""
+    """Call a function of the caller's own; return its drafter, or raise InputError."""
     try:
-        made = constructor(name)(target, **path, **options)
+        drafter = constructor(name)(target, **path, **options)
     except InputError:
         raise
     except SystemExit as ended:  # its text may be any value's, the model's among them
@@ -92,11 +92,11 @@ def _call_own(
             f"drafter={name!r} fails ({type(error).__name__}: {one_line(error):.120}); call it in "
             "Python to see where"
         ) from error
-    if isinstance(made, Drafter | Turns):
-        return LoadedDrafter(made)
-    if isinstance(made, LoadedDrafter):
-        return made
+    if isinstance(drafter, Drafter | Turns):
+        return LoadedDrafter(drafter)
+    if isinstance(drafter, LoadedDrafter):
+        return drafter
     raise InputError(
-        f"drafter={name!r} returned {type(made).__name__}, not a Drafter; return one, or a "
+        f"drafter={name!r} returned {type(drafter).__name__}, not a Drafter; return one, or a "
         "LoadedDrafter"
     )

@@ -1,9 +1,10 @@
-"""The options that drafters take by name: which they are, and whether values fit."""
+"""The options of drafters that are made by name, and the checks of their values."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
+import itertools
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
@@ -23,36 +24,36 @@ from specjax.loading.model import Model
 
 
 def drafter_options(name: str) -> dict[str, inspect.Parameter]:
-    """The options of a drafter by name: keyword-only fields and arguments, with their types."""
+    """Return a drafter's options by name: keyword-only fields and arguments, with their types."""
     kind = registered(name)
-    found: dict[str, inspect.Parameter] = {}
+    options: dict[str, inspect.Parameter] = {}
     for function in (kind, kind.load):
         hints = type_hints(function)
         for option, parameter in inspect.signature(function).parameters.items():
             if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
-                found[option] = parameter.replace(annotation=hints[option])
-    del found["num_speculative_tokens"]
-    return found
+                options[option] = parameter.replace(annotation=hints[option])
+    del options["num_speculative_tokens"]
+    return options
 
 
 def option_type(parameter: inspect.Parameter) -> type | None:
-    """The type a command line gives an option in; None for those that only code can give."""
-    for one in (parameter.annotation, *get_args(parameter.annotation)):
-        one = get_args(one)[0] if get_origin(one) is Annotated else one
-        one = type(get_args(one)[0]) if get_origin(one) is Literal else one
-        if one in (bool, int, float, str):
-            return one
+    """Return the type of an option on a command line; None if only code can give it."""
+    for candidate in (parameter.annotation, *get_args(parameter.annotation)):
+        candidate = get_args(candidate)[0] if get_origin(candidate) is Annotated else candidate
+        candidate = type(get_args(candidate)[0]) if get_origin(candidate) is Literal else candidate
+        if candidate in (bool, int, float, str):
+            return candidate
     return None
 
 
 def check_options(
     name: str, path: Any, options: Mapping[str, Any], supplied: tuple[str, ...] = ()
 ) -> dict[str, Any]:
-    """The options of a drafter, checked; `supplied` come later.
+    """Check the options of a drafter and return them; those in `supplied` may be missing.
 
-    Raises InputError for an unknown drafter, for options that it does not take and values of
-    another kind, and for a path that it does not take or that is none. One of the caller's own
-    ("package.module:function") checks its options itself.
+    Raises InputError for an unknown drafter, for an option that it does not take or a value of
+    another kind, and for a path that is invalid or that it does not take. The options of a function
+    of the caller's own ("package.module:function") are checked only as far as it declares kinds.
     """
     if not isinstance(name, str):
         raise InputError(f"drafter={shown(name)}: use a name: {', '.join(DRAFTERS)}")
@@ -60,13 +61,13 @@ def check_options(
         user_path("drafter.path", path)
     if joint_of(name):
         checked: dict[str, Any] = {}
-        for part, at, own in divide_joined(name, path, options):
-            checked |= check_options(part, at, own)
+        for part_name, part_path, part_options in divide_joined(name, path, options):
+            checked |= check_options(part_name, part_path, part_options)
         return checked
     if ":" in name:
         try:
-            function, given = constructor(name), {} if path is None else {"path": path}
-            inspect.signature(function).bind(None, **given, **options)
+            function, path_argument = constructor(name), {} if path is None else {"path": path}
+            inspect.signature(function).bind(None, **path_argument, **options)
         except (TypeError, ValueError) as error:  # ValueError: a function of C without a signature
             if isinstance(error, InputError):
                 raise
@@ -100,38 +101,42 @@ def check_options(
 def divide_joined(
     name: str, path: Any, options: Mapping[str, Any]
 ) -> list[tuple[str, Any, dict[str, Any]]]:
-    """`divide_options` of the parts of a name joined by + or |.
+    """Return the `divide_options` of a name joined by + or |.
 
-    Raises InputError for drafters that cannot be joined by name, too.
+    Also raises InputError for drafters that cannot be joined by name.
     """
     joint = joint_of(name)
     parts = name.split(joint)
     if "" in parts or len(set(parts)) < len(parts):
         raise InputError(f"drafter={name!r}: join different drafters, as ngram{joint}eagle3")
-    for part in parts:
-        own = ":" in part
+    for part_name in parts:
+        is_callers_own = ":" in part_name
         call = f"specjax.drafters.{JOINTS[joint].__name__}"
-        why = f"its options are its own; use {call}" if own else registered(part).alone
-        if why:
-            raise InputError(f"drafter={name!r}: {part} cannot be joined by name: {why}")
+        if is_callers_own:
+            reason = f"its options are its own; use {call}"
+        else:
+            reason = registered(part_name).alone
+        if reason:
+            raise InputError(f"drafter={name!r}: {part_name} cannot be joined by name: {reason}")
     return divide_options(parts, path, options)
 
 
 def divide_options(
     names: Sequence[str], path: Any, options: Mapping[str, Any]
 ) -> list[tuple[str, Any, dict[str, Any]]]:
-    """Each of several drafters, by name, with its path and the options that it takes.
+    """Return each of several drafters by name, with its path and the options that it takes.
 
     Raises InputError for an unknown drafter, for an option that none takes, and for a path unless
-    just one kind of drafter among them could take it.
+    exactly one kind of drafter among them takes one.
     """
     listed = ", ".join(names)
-    takes = {name: _taken(name) for name in names}
+    options_by_name = {name: _taken(name) for name in names}
     for option, value in options.items():
-        if not (any(option in taken for taken in takes.values()) or _is_chain(value)):
+        is_taken = any(option in option_names for option_names in options_by_name.values())
+        if not is_taken and not _is_chain(value):
             raise InputError(f"{_given(option, value)}: none of {listed} takes it; leave it out")
-    trained = {name: _trained(name) for name in names}
-    kinds = list(dict.fromkeys(kind for found in trained.values() for kind in found))
+    trained_by_name = {name: _trained(name) for name in names}
+    kinds = list(dict.fromkeys(itertools.chain.from_iterable(trained_by_name.values())))
     if path is not None and len(kinds) != 1:
         raise InputError(
             f"drafter.path={str(path)!r}: of {listed} {', '.join(kinds) or 'none'} could take it; "
@@ -140,77 +145,78 @@ def divide_options(
     return [
         (
             name,
-            path if trained[name] else None,
-            {option: value for option, value in options.items() if option in takes[name]},
+            path if trained_by_name[name] else None,
+            {option: value for option, value in options.items() if option in options_by_name[name]},
         )
         for name in names
     ]
 
 
 def constructor(name: str) -> Callable[..., Any]:
-    """A drafter's class by name, or the function that "package.module:function" names.
+    """Return a drafter's class by name, or the function of a "package.module:function".
 
-    Raises InputError where there is none.
+    Raises InputError if there is none.
     """
     if ":" in name:
-        module, _, function = name.partition(":")
+        module, _, attribute = name.partition(":")
         try:
-            found = getattr(importlib.import_module(module), function)
+            function = getattr(importlib.import_module(module), attribute)
         except (Exception, SystemExit) as error:  # a module of somebody's own runs when imported
             raise InputError(
                 f"drafter={name!r}: {type(error).__name__}: {one_line(error):.160}; use "
                 "package.module:function of something importable"
             ) from error
-        if not callable(found):
-            raise InputError(f"drafter={name!r} is {shown(found)}, no function; name a function")
-        return found
+        if not callable(function):
+            raise InputError(f"drafter={name!r} is {shown(function)}, no function; name a function")
+        return function
     return registered(name)
 
 
 def _taken(name: str) -> Container[str]:
-    """The options that a drafter takes, or one of those joined."""
+    """Return the options that a drafter, or any of the joined drafters, takes."""
     if joint_of(name):
-        return {option for part in parts_of(name) for option in _taken(part)}
+        return {option for part_name in parts_of(name) for option in _taken(part_name)}
     return _arguments(name) if ":" in name else drafter_options(name)
 
 
 def _trained(name: str) -> list[str]:
-    """The trained drafters in a name, which a path may be of; one of the caller's own is one."""
+    """Return the names of drafters in a name that take a path."""
     if ":" in name:
         return [name] if "path" in _arguments(name) else []
-    return [part for part in parts_of(name) if part in TRAINED]
+    return [part_name for part_name in parts_of(name) if part_name in TRAINED]
 
 
 def _arguments(name: str) -> list[str]:
-    """The names of what a function of the caller's own takes beside the target."""
+    """Return the names of the parameters after the target of a function of the caller's own."""
     try:
-        _, *others = inspect.signature(constructor(name)).parameters.values()
+        _, *parameters = inspect.signature(constructor(name)).parameters.values()
     except (TypeError, ValueError) as error:
         if isinstance(error, InputError):
             raise
         return []
-    return [one.name for one in others if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
+    by_keyword = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return [parameter.name for parameter in parameters if parameter.kind in by_keyword]
 
 
 def _is_chain(value: Any) -> bool:
-    """Whether an option asks for a chain, which drafters without trees draft in any case."""
+    """Return whether a value asks for a chain, which drafters without trees draft anyway."""
     return value == TreeOptions()
 
 
 def _field(option: str) -> str:
-    """What errors call an option: `tree` is a section of its own."""
+    """Return an option's field for error messages: `tree` is a section of its own."""
     return option if option == "tree" else f"drafter.{option}"
 
 
 def _given(option: str, value: Any) -> str:
-    """An option and its value, as errors say them."""
+    """Return an option and its value for error messages."""
     if isinstance(value, TreeOptions):
         return f"tree.kind={value.kind}"
     return f"{_field(option)}={shown(value)}"
 
 
 def _hints(function: Callable[..., Any]) -> dict[str, Any]:
-    """The annotations of a function of somebody's own, as far as they can be resolved."""
+    """Return the annotations of a function of the caller's own; none if they cannot be resolved."""
     try:
         return get_type_hints(function, include_extras=True)
     except Exception:  # annotations are code, and may name what is not there
@@ -218,7 +224,7 @@ def _hints(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _checked(annotation: Any, option: str, value: Any) -> Any:
-    """An option's value, checked if its annotation declares a kind."""
+    """Return an option's value, checked if its annotation declares a kind."""
     try:
         kind = kind_of(annotation)
     except TypeError:  # a plain number or text

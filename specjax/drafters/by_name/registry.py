@@ -32,21 +32,23 @@ DRAFTERS: dict[str, type[Drafter]] = {
     "simulated": Simulated,
 }
 JOINTS: dict[str, Callable[..., LoadedDrafter]] = {"+": take_turns, "|": merge_drafters}
-"""What names of drafters are joined by, and what makes one drafter of them."""
+"""The signs that join names of drafters, and the functions that join the drafters."""
 TRAINED = tuple(name for name, kind in DRAFTERS.items() if kind.trained)
-"""Drafters that have weights of their own, and so a path; some come with specjax."""
+"""Drafters with weights of their own, and so a path; some are shipped with specjax."""
 
 
 def all_registered(drafters: Iterable[Drafter]) -> bool:
-    """Whether drafters are specjax's own, and none a user's."""
+    """Return whether all drafters are specjax's own, and none a user's."""
     return all(
-        all_registered(one.parts) if isinstance(one, Merged) else type(one) in DRAFTERS.values()
-        for one in drafters
+        all_registered(drafter.parts)
+        if isinstance(drafter, Merged)
+        else type(drafter) in DRAFTERS.values()
+        for drafter in drafters
     )
 
 
 def registered(name: str) -> type[Drafter]:
-    """The drafter's class by its name alone. Raises InputError for an unknown one."""
+    """Return the class of a drafter by name. Raises InputError for an unknown one."""
     if name not in DRAFTERS:
         near = difflib.get_close_matches(name, DRAFTERS, n=1)
         hint = f"did you mean {near[0]}? " if near else ""
@@ -58,17 +60,20 @@ def registered(name: str) -> type[Drafter]:
 
 
 def joint_of(name: str) -> str:
-    """What joins the drafters of a name, "" for a single one. Raises InputError for two kinds."""
-    found = [joint for joint in JOINTS if joint in name]
-    if len(found) > 1:
+    """Return the sign that joins the drafters in a name, "" for a single drafter.
+
+    Raises InputError if both signs are used.
+    """
+    joints = [joint for joint in JOINTS if joint in name]
+    if len(joints) > 1:
         raise InputError(
             f"drafter={name!r}: join all of them by {' or all by '.join(JOINTS)}; for both use "
             "specjax.drafters.take_turns and merge_drafters"
         )
-    return found[0] if found else ""
+    return joints[0] if joints else ""
 
 
 def parts_of(name: str) -> list[str]:
-    """The drafters of a name."""
+    """Return the names of the drafters in a name."""
     joint = joint_of(name)
     return name.split(joint) if joint else [name]

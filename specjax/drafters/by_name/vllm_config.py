@@ -1,7 +1,7 @@
-"""What vLLM users write as `--speculative-config`, as a drafter and options of `generate`.
+"""vLLM's `--speculative-config` as a drafter and options of `generate`.
 
-Names and defaults are those of vLLM 0.32 (`vllm/config/speculative.py`), also where a drafter of
-ours has others.
+Names and defaults are those of vLLM 0.32 (`vllm/config/speculative.py`), also where specjax's
+drafters have others.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _OTHER_METHODS = (
     "custom_class",
 )
 _NGRAM = ("ngram", "[ngram]", "ngram_gpu", "prompt_lookup")
-"""Names of looking up n-grams, as a method or in place of a model."""
+"""vLLM's names of prompt lookup, as a method or in place of a model."""
 _MTP_OF_A_MODEL = "_mtp"
-"""What vLLM's older names of `mtp` end with: deepseek_mtp, mimo_mtp, glm4_moe_mtp and others."""
+"""The suffix of vLLM's older names of `mtp`: deepseek_mtp, mimo_mtp, glm4_moe_mtp and others."""
 _RULES = {
     "standard": "rejection",
     "block": "block",
@@ -85,12 +85,12 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_heterogeneous_vocab": (False,),
     "use_local_argmax_reduction": (False,),
 }
-"""vLLM's other keys, each with the values (null is one) that ask for nothing."""
+"""vLLM's other keys, each with the values (and always null) that have no effect."""
 
 
 @dataclass(frozen=True)
 class Speculation:
-    """A drafter, and how `generate` is to use it: `generate(target, prompts, **asked.options)`."""
+    """A drafter and options of `generate`: `generate(target, prompts, **speculation.options)`."""
 
     drafter: LoadedDrafter
     num_speculative_tokens: int
@@ -105,44 +105,44 @@ class Speculation:
 
 
 def from_vllm_speculative_config(config: Mapping[str, Any] | str, target: Model) -> Speculation:
-    """The drafter and options of `generate` that a vLLM speculative config asks for.
+    """Return the drafter and options of `generate` for a vLLM speculative config.
 
     `config` is a dict or its JSON. Methods are `METHODS`, also under vLLM's other names of them;
     `model` is a directory that specjax wrote or one in a layout of `loading.head_formats`, and for
     draft_model anything `load_model` takes; for mtp it may be left out, or name the target, whose
-    own modules then draft. As in vLLM a model tells the method where none is given, mtp drafts as
-    many tokens as there are modules, and drafts are greedy unless `draft_sample_method` says
-    otherwise. Raises InputError,
-    by name, for keys and values that are unknown, unsupported or do not fit the method.
+    own modules then draft. As in vLLM the method may be left out if it follows from the model, mtp
+    drafts as many tokens as there are modules, and drafts are greedy unless `draft_sample_method`
+    says otherwise. Raises InputError, by name, for keys and values that are unknown, unsupported or
+    do not fit the method.
     """
-    given = _parse(config)
-    method = _method(given, target)
-    length = _whole(given, "num_speculative_tokens")
+    settings = _parse(config)
+    method = _method(settings, target)
+    length = _whole(settings, "num_speculative_tokens")
     if length is None and method == "mtp" and target.mtp is not None:
         length = target.mtp.config.num_modules
     if length is None:
-        raise _fail(given, "num_speculative_tokens", "is needed")
-    schedule = _schedule(given)
-    rule = given.get("rejection_sample_method") or "standard"
+        raise _fail(settings, "num_speculative_tokens", "is needed")
+    schedule = _schedule(settings)
+    rule = settings.get("rejection_sample_method") or "standard"
     if rule not in tuple(_RULES):
         hint = "; for given acceptance rates there is the drafter 'simulated'"
         remedy = f"use {' or '.join(list(_RULES)[:2])}{hint if rule == 'synthetic' else ''}"
-        raise _fail(given, "rejection_sample_method", remedy)
+        raise _fail(settings, "rejection_sample_method", remedy)
     drawn = "probabilistic" if rule == "probabilistic" else "greedy"
-    sample = given.get("draft_sample_method") or drawn
+    sample = settings.get("draft_sample_method") or drawn
     if sample not in _SAMPLE_METHODS:
-        raise _fail(given, "draft_sample_method", f"use {' or '.join(_SAMPLE_METHODS)}")
+        raise _fail(settings, "draft_sample_method", f"use {' or '.join(_SAMPLE_METHODS)}")
     if method == "ngram":
-        drafter = _ngram(given, target)
+        drafter = _ngram(settings, target)
     else:
-        drafter = _with_model(given, method, sample, target)
+        drafter = _with_model(settings, method, sample, target)
     value = dataclasses.replace(drafter.drafter, num_speculative_tokens=length)
     drafter = drafter._replace(drafter=value)
     return Speculation(drafter, length, schedule, _RULES[rule])
 
 
 def _parse(config: Mapping[str, Any] | str) -> dict[str, Any]:
-    """The keys that ask for something."""
+    """Return the settings that have an effect. Raises InputError for those not supported."""
     if isinstance(config, str):
         config = parse_json(config, "speculative_config", "write a JSON object")
     if not isinstance(config, Mapping):
@@ -162,19 +162,19 @@ def _fail(config: Mapping[str, Any], key: str, remedy: str) -> InputError:
     return InputError(f"speculative_config.{key}={shown(config.get(key), 80)}: {remedy}")
 
 
-def _whole(given: dict[str, Any], key: str) -> int | None:
-    value = given.get(key)
+def _whole(settings: dict[str, Any], key: str) -> int | None:
+    value = settings.get(key)
     if value is not None and (type(value) is not int or value < 1):
-        raise _fail(given, key, "use a whole number of at least 1")
+        raise _fail(settings, key, "use a whole number of at least 1")
     return value
 
 
-def _method(given: dict[str, Any], target: Model) -> str:
-    """The method asked for; as in vLLM one may leave it out where the model tells."""
-    method, model = given.get("method"), given.get("model")
+def _method(settings: dict[str, Any], target: Model) -> str:
+    """Return the method; as in vLLM it may be left out if it follows from the model."""
+    method, model = settings.get("method"), settings.get("model")
     if method is None:
         if model is None:
-            raise _fail(given, "method", f"is needed; use {', '.join(METHODS)}")
+            raise _fail(settings, "method", f"is needed; use {', '.join(METHODS)}")
         return _method_of(model, target)
     if method in _NGRAM:
         return "ngram"
@@ -182,12 +182,12 @@ def _method(given: dict[str, Any], target: Model) -> str:
         return "mtp"
     if method not in METHODS:
         known = "is not supported" if method in _OTHER_METHODS else "is unknown"
-        raise _fail(given, "method", f"{known}; use {', '.join(METHODS)}")
+        raise _fail(settings, "method", f"{known}; use {', '.join(METHODS)}")
     return method
 
 
 def _method_of(model: Any, target: Model) -> str:
-    """The method of a model alone: n-grams, the target's own modules, a head, or a draft model."""
+    """Return the method for a model: n-grams, the target's own modules, a head or a draft model."""
     if model in _NGRAM:
         return "ngram"
     if target.mtp is not None and model == target.name:
@@ -201,28 +201,28 @@ def _method_of(model: Any, target: Model) -> str:
     return "draft_model"
 
 
-def _schedule(given: dict[str, Any]) -> tuple[tuple[int, int, int], ...]:
+def _schedule(settings: dict[str, Any]) -> tuple[tuple[int, int, int], ...]:
     key = "num_speculative_tokens_per_batch_size"
-    entries = given.get(key, [])
+    entries = settings.get(key, [])
     if not isinstance(entries, list | tuple) or not all(
         isinstance(entry, list | tuple)
         and len(entry) == 3
         and all(type(value) is int for value in entry)
         for entry in entries
     ):
-        raise _fail(given, key, "use a list of [low, high, k]")
+        raise _fail(settings, key, "use a list of [low, high, k]")
     return tuple(tuple(entry) for entry in entries)
 
 
-def _ngram(given: dict[str, Any], target: Model) -> LoadedDrafter:
-    """As in vLLM, the earliest of the longest matches counts, and bounds not given are 5."""
-    if given.get("model", "ngram") not in _NGRAM:
-        raise _fail(given, "model", "ngram takes no model; leave it out")
-    if given.get("draft_sample_method", "greedy") != "greedy":
+def _ngram(settings: dict[str, Any], target: Model) -> LoadedDrafter:
+    """Return prompt lookup as in vLLM: the earliest longest match, and bounds of 5 by default."""
+    if settings.get("model", "ngram") not in _NGRAM:
+        raise _fail(settings, "model", "ngram takes no model; leave it out")
+    if settings.get("draft_sample_method", "greedy") != "greedy":
         raise _fail(
-            given, "draft_sample_method", "ngram has no distribution to draw from; leave it out"
+            settings, "draft_sample_method", "ngram has no distribution to draw from; leave it out"
         )
-    high, low = _whole(given, "prompt_lookup_max"), _whole(given, "prompt_lookup_min")
+    high, low = _whole(settings, "prompt_lookup_max"), _whole(settings, "prompt_lookup_min")
     return make_drafter(
         "ngram",
         target,
@@ -232,24 +232,24 @@ def _ngram(given: dict[str, Any], target: Model) -> LoadedDrafter:
     )
 
 
-def _with_model(given: dict[str, Any], method: str, sample: str, target: Model) -> LoadedDrafter:
+def _with_model(settings: dict[str, Any], method: str, sample: str, target: Model) -> LoadedDrafter:
     for key in ("prompt_lookup_max", "prompt_lookup_min"):
-        if key in given:
-            raise _fail(given, key, f"{method} does not take it; leave it out")
-    model = given.get("model")
+        if key in settings:
+            raise _fail(settings, key, f"{method} does not take it; leave it out")
+    model = settings.get("model")
     if method == "mtp" and model in (None, target.name):
         return make_drafter(method, target, draft_sample_method=sample)
     if not isinstance(model, str) or not model:
-        raise _fail(given, "model", f"{method} needs a directory or a name")
+        raise _fail(settings, "model", f"{method} needs a directory or a name")
     path = user_path("speculative_config.model", model)
     if method == "draft_model" and not holds_head(path):
         return make_drafter(method, target, path=model, draft_sample_method=sample)
     if not path.is_dir():
-        raise _fail(given, "model", "no such directory; download the head and give its folder")
+        raise _fail(settings, "model", "no such directory; download the head and give its folder")
     if is_checkpoint(path):
         head = read_head(path, target.mesh)
     else:
         head = read_foreign(path, target, layer_ids="input")
     if head.kind != method:
-        raise _fail(given, "method", f"{model} is a head of the kind {head.kind}")
+        raise _fail(settings, "method", f"{model} is a head of the kind {head.kind}")
     return head_drafter(head, target, draft_sample_method=sample)

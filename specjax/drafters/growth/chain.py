@@ -1,4 +1,4 @@
-"""Chains: one token after another, as long as the drafter is confident."""
+"""Drafting chains: one token after another, while the drafter is confident."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from specjax.trees import Draft
 
 
 def level_sizes(length: int) -> tuple[int, ...]:
-    """How many tokens are run at each depth, from the root on: one, and not the last."""
+    """Return how many tokens are run at each depth: one from the root on, but not the last."""
     return (1,) * max(length, 1)
 
 
@@ -35,15 +35,14 @@ def draft_chain(
     p_min: float = 0.0,
     draft_ids: Int[Array, "Vd"] | None = None,
 ) -> tuple[Draft, Any]:
-    """A chain of up to `longest` tokens per row, drawn from their distributions, or the likeliest.
+    """Draft a chain of up to `longest` tokens per row, drawn or the likeliest; return the carry.
 
     `logits` are those after the root, and `step` gives those after the token of each further level.
-    A row stops at its limit, or where the likeliest next token has a probability below `p_min` or
+    A row stops at its limit, or if the likeliest next token has a probability below `p_min` or
     `context.least_confidence` (before any warp, and before the token is drawn: the draft stays
-    exact). The loop ends with its longest row. Where logits are of a part of the vocabulary,
-    `draft_ids` say which.
+    exact). The loop ends with its longest row. If the logits are of a part of the vocabulary,
+    `draft_ids` are its token ids.
     """
-    batch = context.length.shape[0]
     keeps_logq = sampled and context.needs_logq and longest > 0
     least = jnp.maximum(p_min, context.least_confidence)
     root = context.token_at(context.length - 1)
@@ -61,43 +60,28 @@ def draft_chain(
             chain = chain.replace(tokens=_put(chain.tokens, token, depth))
         return chain.replace(token=token, count=jnp.where(wanted, depth + 1, chain.count))
 
-    chain = grow(
-        0,
-        logits[:, 0],
-        _Chain(
-            token=root,
-            count=jnp.zeros(batch, jnp.int32),
-            tokens=jnp.zeros((batch, longest), jnp.int32),
-            distributions=(
-                jnp.zeros((batch, longest, context.target.vocab_size)) if keeps_logq else None
-            ),
-            carry=carry,
-        ),
-    )
-
-    def going(loop: tuple[Array, _Chain]) -> Array:
+    def unfinished(loop: tuple[Array, _Chain]) -> Array:
         depth, chain = loop
         return jnp.any((chain.count == depth) & (depth < context.limit))
 
-    def more(loop: tuple[Array, _Chain]) -> tuple[Array, _Chain]:
+    def draft_next(loop: tuple[Array, _Chain]) -> tuple[Array, _Chain]:
         depth, chain = loop
         token = chain.token[:, None]
-        seen = causal(depth[None], slots)
-        level = Level(depth, token, jnp.zeros_like(token), depth, seen)
+        visible = causal(depth[None], slots)
+        level = Level(depth, token, jnp.zeros_like(token), depth, visible)
         logits, carry = step(level, chain.carry)
         return depth + 1, grow(depth, logits[:, 0], chain.replace(carry=carry))
 
-    depth, chain = lax.while_loop(going, more, (jnp.int32(1), chain))
+    vocab = context.target.vocab_size if keeps_logq else None
+    chain = grow(0, logits[:, 0], _empty_chain(root, longest, vocab, carry))
+    depth, chain = lax.while_loop(unfinished, draft_next, (jnp.int32(1), chain))
     draft = trees.chain(chain.tokens, chain.count, chain.distributions)
     return draft.replace(steps=depth - 1), chain.carry
 
 
 @struct.dataclass
 class _Chain:
-    """A chain while it is drafted.
-
-    `token` is the latest one, `count` how many each row has.
-    """
+    """A chain while it is drafted: each row's latest token, and its number of tokens so far."""
 
     token: Int[Array, "B"]
     count: Int[Array, "B"]
@@ -106,8 +90,20 @@ class _Chain:
     carry: Any
 
 
+def _empty_chain(root: Int[Array, "B"], longest: int, vocab: int | None, carry: Any) -> _Chain:
+    """Return chains without tokens; `vocab` is V if distributions are kept, and None if not."""
+    batch = len(root)
+    return _Chain(
+        token=root,
+        count=jnp.zeros(batch, jnp.int32),
+        tokens=jnp.zeros((batch, longest), jnp.int32),
+        distributions=None if vocab is None else jnp.zeros((batch, longest, vocab)),
+        carry=carry,
+    )
+
+
 def _put(into: Array, new: Array, depth: Int[Array, ""] | int) -> Array:
-    """An array with one more entry along its second axis."""
+    """Return an array with `new` at index `depth` of its second axis."""
     return lax.dynamic_update_slice(into, new[:, None], (0, depth, *[0] * (into.ndim - 2)))
 
 
@@ -120,7 +116,7 @@ def _choose(
     sampled: bool,
     draft_ids: Int[Array, "Vd"] | None,
 ) -> tuple[Int[Array, "B"], Float[Array, "B V"] | None]:
-    """One token per row and its distribution where it is `sampled`; else the likeliest, None."""
+    """Return one token per row: drawn, with its distribution, or the likeliest, with None."""
     if sampled and context.flags.sampled:
         return context.draw(expand(logits, draft_ids, context.target.vocab_size), noise, depth)
     token = argmax(logits)

@@ -1,7 +1,8 @@
-"""The best tree of each round, by the draft's own probabilities (EAGLE-2, Li et al. 2406.16858)."""
+"""Drafting the best tree of each round by the draft's probabilities (EAGLE-2, 2406.16858)."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -16,9 +17,9 @@ from specjax.trees import Draft, DynamicTopology, DynamicTree
 
 
 class _Candidates(NamedTuple):
-    """Candidates of one level: their values and tokens.
+    """Candidates of one level: their values, tokens and parents.
 
-    `parents` are indices among the candidates of all levels, and -1 for the root.
+    `parents` are indices among the candidates of all levels, or -1 for the root.
     """
 
     value: Float[Array, "B candidates"]
@@ -27,7 +28,7 @@ class _Candidates(NamedTuple):
 
 
 def level_sizes(tree: DynamicTree) -> tuple[int, ...]:
-    """How many tokens are run at each depth, from the root on: none of the deepest candidates."""
+    """Return how many tokens are run at each depth, from the root on; the deepest are not run."""
     return (1, *[tree.topk] * (tree.depth - 1))
 
 
@@ -41,67 +42,68 @@ def draft_dynamic_tree(
     p_min: float = 0.0,
     draft_ids: Int[Array, "Vd"] | None = None,
 ) -> tuple[Draft, Any]:
-    """The tree of the likeliest candidates, which are never drawn, and the carry.
+    """Draft the tree of the likeliest candidates, which are never drawn; return the carry too.
 
-    The value of a candidate is its probability and that of all before it, by the draft's logits
-    without a temperature; `logits` are those after the root. Nodes are sorted by value, of equal
-    ones the shallower first, so that parents precede children and the first n nodes are the best
-    tree of n nodes. Candidates deeper than a row's limit do not count, nor do those after a token
-    whose likeliest successor has a probability below `p_min`.
+    The value of a candidate is the log-probability of the path to it, by the draft's logits without
+    a temperature; `logits` are those after the root. Nodes are sorted by value, the shallower first
+    among equal ones, so that parents precede children and the first n nodes are the best tree of n
+    nodes. Candidates deeper than a row's limit are left out, as are those after a token whose
+    likeliest successor has a probability below `p_min`.
     """
     batch, topk, slots = context.length.shape[0], tree.topk, sum(level_sizes(tree))
-
-    def candidates(logits: Float[Array, "B T Vd"]) -> tuple[Array, Array]:
-        """The best after each token: their log-probabilities, and they."""
-        scores, ids = top(logits, topk)
-        logp = scores - logsumexp(logits, axis=-1, keepdims=True)
-        logp = jnp.where(scores > -jnp.inf, logp, -jnp.inf).astype(jnp.float32)
-        if p_min > 0:
-            logp = jnp.where((likeliest_probability(logits) >= p_min)[..., None], logp, -jnp.inf)
-        return logp, ids if draft_ids is None else draft_ids[ids]
-
-    logp, tokens = candidates(logits)
-    # `best` are the candidates of the latest level that are run, `parents` those before them.
-    found = [_Candidates(logp[:, 0], tokens[:, 0], jnp.full((batch, topk), -1))]
+    likeliest_after = functools.partial(
+        _likeliest_after, topk=topk, p_min=p_min, draft_ids=draft_ids
+    )
+    logp, tokens = likeliest_after(logits)
+    levels = [_Candidates(logp[:, 0], tokens[:, 0], jnp.full((batch, topk), -1))]
+    # `best` are the candidates of the latest level that are run, and `parents` theirs among the
+    # `best` of the level before.
     best = jnp.broadcast_to(jnp.arange(topk), (batch, topk))
     parents = jnp.zeros((batch, topk), jnp.int32)
     visible = (jnp.arange(slots) == 0)[None, None, :]
     for depth in range(1, tree.depth):
         start = 1 + (depth - 1) * topk
-        own = jnp.arange(slots)[None, :] == start + jnp.arange(topk)[:, None]
+        itself = jnp.arange(slots)[None, :] == start + jnp.arange(topk)[:, None]
         visible = jnp.broadcast_to(visible, (batch, *visible.shape[1:]))
-        visible = jnp.take_along_axis(visible, parents[:, :, None], axis=1) | own[None]
-        level = Level(
-            depth,
-            jnp.take_along_axis(found[-1].tokens, best, axis=1),
-            parents,
-            start,
-            visible,
-        )
-        logits, carry = step(level, carry)
-        logp, tokens = candidates(logits)
-        above = jnp.take_along_axis(found[-1].value, best, axis=1)
+        visible = jnp.take_along_axis(visible, parents[:, :, None], axis=1) | itself[None]
+        level_tokens = jnp.take_along_axis(levels[-1].tokens, best, axis=1)
+        logits, carry = step(Level(depth, level_tokens, parents, start, visible), carry)
+        logp, tokens = likeliest_after(logits)
+        parent_value = jnp.take_along_axis(levels[-1].value, best, axis=1)
         # The index of the latest level's first candidate among all.
-        first = sum(one.value.shape[1] for one in found[:-1])
-        shape = (batch, topk, topk)
-        found.append(
+        first = sum(level.value.shape[1] for level in levels[:-1])
+        levels.append(
             _Candidates(
-                (above[:, :, None] + logp).reshape(batch, -1),
-                jnp.broadcast_to(tokens, shape).reshape(batch, -1),
+                (parent_value[:, :, None] + logp).reshape(batch, -1),
+                jnp.broadcast_to(tokens, (batch, topk, topk)).reshape(batch, -1),
                 jnp.repeat(first + best, topk, axis=1),
             )
         )
-        _, best = lax.top_k(found[-1].value, topk)
+        _, best = lax.top_k(levels[-1].value, topk)
         parents = best // topk
-    return _best_nodes(tree, found, context), carry
+    return _best_nodes(tree, levels, context), carry
+
+
+def _likeliest_after(
+    logits: Float[Array, "B T Vd"], topk: int, p_min: float, draft_ids: Int[Array, "Vd"] | None
+) -> tuple[Float[Array, "B T topk"], Int[Array, "B T topk"]]:
+    """Return the log-probabilities and ids of the likeliest tokens after each token."""
+    scores, ids = top(logits, topk)
+    logp = scores - logsumexp(logits, axis=-1, keepdims=True)
+    logp = jnp.where(scores > -jnp.inf, logp, -jnp.inf).astype(jnp.float32)
+    if p_min > 0:
+        logp = jnp.where((likeliest_probability(logits) >= p_min)[..., None], logp, -jnp.inf)
+    return logp, ids if draft_ids is None else draft_ids[ids]
 
 
 def _best_nodes(tree: DynamicTree, levels: list[_Candidates], context: Context) -> Draft:
-    """The `num_nodes` best of all candidates within each row's limit."""
-    depths = np.repeat(np.arange(len(levels)) + 1, [one.value.shape[1] for one in levels])
-    value, tokens, parents = (jnp.concatenate(part, axis=1) for part in zip(*levels, strict=True))
+    """Return the `num_nodes` best of all candidates within each row's limit, as a draft."""
+    depths = np.repeat(np.arange(len(levels)) + 1, [level.value.shape[1] for level in levels])
+    value, tokens, parents = (
+        jnp.concatenate(of_levels, axis=1) for of_levels in zip(*levels, strict=True)
+    )
     value = jnp.where(depths[None, :] <= context.limit[:, None], value, -jnp.inf)
-    # Of equal ones the first is taken first, and a parent's index is below its children's.
+    # Among equal values the lower index comes first: a parent's is below its children's.
     value, nodes = lax.top_k(value, tree.num_nodes)
     parents = jnp.take_along_axis(parents, nodes, axis=1)
     is_parent = parents[:, :, None] == nodes[:, None, :]

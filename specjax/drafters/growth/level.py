@@ -17,11 +17,11 @@ from specjax.models.top_tokens import likeliest
 
 @struct.dataclass
 class Level:
-    """Tokens of one depth, which a drafter runs together; a chain has one of each depth.
+    """Tokens of one depth, which a drafter runs together; a chain has one per depth.
 
     `depth` counts from the root, which is 0. `parents` are the indices of their parents among the
-    tokens of the level before. They belong into the slots start..start+T of a window whose slot 0
-    is the root's, and see the slots that `visible` says: their ancestors' and their own.
+    tokens of the level before. The tokens go into slots start..start+T of a window whose slot 0 is
+    the root's, and see the slots in `visible`: their ancestors' and their own.
     """
 
     depth: Int[Array, ""] | int
@@ -31,20 +31,20 @@ class Level:
     visible: Bool[Array, "#B T W"]
 
     def positions(self, context: Context) -> Int[Array, "B T"]:
-        """The tokens' absolute positions."""
+        """Return the tokens' absolute positions."""
         return jnp.broadcast_to((context.length - 1 + self.depth)[:, None], self.tokens.shape)
 
 
 Step = Callable[[Level, Any], tuple[Float[Array, "B #T Vd"], Any]]
-"""(level, carry) -> logits of the tokens after each of the level's (one, where they are the same
-after all), carry."""
+"""(level, carry) -> logits of the tokens after each token of the level, carry. The logits have one
+entry if they are the same after all tokens."""
 
 
 class Children(NamedTuple):
-    """The `count` best candidates after each token of a level, in order, and where they come from.
+    """The `count` best candidates after each token of a level, in order.
 
-    `exists` is False where there are fewer candidates, `logq` what they were drawn from, where
-    rules have to know it, and `sampled` says in which rows they were drawn.
+    `exists` is False where there are fewer candidates. `sampled` says in which rows they were
+    drawn, and `logq` holds the distributions they were drawn from, if the rule needs them.
     """
 
     tokens: Int[Array, "B #T k"]
@@ -54,7 +54,7 @@ class Children(NamedTuple):
 
 
 def root_level(context: Context, slots: int) -> Level:
-    """The root as a level, for a window of W = `slots` slots."""
+    """Return the root as a level, for a window of W = `slots` slots."""
     root = context.token_at(context.length - 1)[:, None]
     visible = (jnp.arange(slots) == 0)[None, None, :]
     return Level(0, root, jnp.zeros_like(root), 0, visible)
@@ -70,36 +70,36 @@ def draw_children(
     sampled: bool,
     draft_ids: Int[Array, "Vd"] | None,
 ) -> Children:
-    """The candidates after tokens at a depth: drawn without replacement, or the likeliest.
+    """Return the candidates after the tokens of a depth: drawn without replacement, or likeliest.
 
-    Drawing is choosing the best by log-probability and noise (Gumbel top-k: Kool et al.
-    1903.06059), which all tokens of a depth share: only one of them is on the path that is
-    verified. Rows with temperature 0 take the likeliest.
+    Candidates are drawn by taking the largest sums of log-probability and noise (Gumbel top-k: Kool
+    et al. 1903.06059). All tokens of a depth share the noise: only one of them is on the path that
+    is verified. Rows with temperature 0 take the likeliest.
     """
     greedy = context.sampling.temperature <= 0
     if not (sampled and context.flags.sampled):
         scores, ids = top(logits, count)
         tokens = ids if draft_ids is None else draft_ids[ids]
         return Children(tokens, scores > -jnp.inf, jnp.zeros_like(greedy), None)
-    whole = expand(logits, draft_ids, context.target.vocab_size)
-    distribution = context.warp(whole)
+    expanded = expand(logits, draft_ids, context.target.vocab_size)
+    distribution = context.warp(expanded)
     scores = distribution + noise(depth)[:, None, :]
     if context.flags.greedy:
-        scores = jnp.where(greedy[:, None, None], whole, scores)
+        scores = jnp.where(greedy[:, None, None], expanded, scores)
     best, tokens = top(scores, count)
     return Children(tokens, best > -jnp.inf, ~greedy, distribution if context.needs_logq else None)
 
 
 def top(scores: Float[Array, "B T V"], count: int) -> tuple[Array, Array]:
-    """The `count` largest of each row of scores, and their indices; -inf where there are fewer."""
-    most = min(count, scores.shape[2])
-    best, index = likeliest(scores, most)
-    # What is not a number is no candidate.
-    best = jnp.where(jnp.isnan(best), -jnp.inf, best)
-    room = ((0, 0), (0, 0), (0, count - most))
-    return jnp.pad(best, room, constant_values=-jnp.inf), jnp.pad(index, room)
+    """Return the `count` largest scores of each token, and their indices; -inf beyond the last."""
+    available = min(count, scores.shape[2])
+    best_scores, index = likeliest(scores, available)
+    # NaN is never a candidate.
+    best_scores = jnp.where(jnp.isnan(best_scores), -jnp.inf, best_scores)
+    padding = ((0, 0), (0, 0), (0, count - available))
+    return jnp.pad(best_scores, padding, constant_values=-jnp.inf), jnp.pad(index, padding)
 
 
 def likeliest_probability(logits: Float[Array, "*rows Vd"]) -> Float[Array, "*rows"]:
-    """The probability of the likeliest token, before any warp."""
+    """Return the probability of the likeliest token, before any warp."""
     return jnp.exp(logits.max(axis=-1) - logsumexp(logits, axis=-1)).astype(jnp.float32)

@@ -1,4 +1,4 @@
-"""What is said of a token tree, on a command line or in Python, and the shape that it asks for."""
+"""The options of a token tree, on a command line or in Python, and the shape they describe."""
 
 from __future__ import annotations
 
@@ -19,21 +19,20 @@ _CHOICES = Items(
     remedy="use paths of ranks, as ((0,), (1,), (0, 0))",
 )
 USUAL_DEPTH, USUAL_TOPK, USUAL_NODES = 5, 8, 32
-"""The depth, children of a node, and nodes of a tree where nothing else is said."""
+"""The default depth, children of a node, and nodes of a tree."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TreeOptions:
-    """The tree that a drafter is to draft.
+    """Which tree a drafter drafts.
 
-    A `chain` is none. A `static` tree is that of the paths `choices`, each the ranks of its tokens
-    among the candidates after those before, such as Medusa's; or the one of `num_nodes` nodes,
-    `depth` levels and at most `topk` children a node in which most tokens are expected to be
-    accepted. A `dynamic` tree is a `DynamicTree` of these numbers, chosen in each round. `auto` is
-    the static tree, within these numbers, that is fastest on this machine: `specjax.tuning` finds
-    it, as the decode command does.
-    `acceptance[d][r]` says how often the candidate of rank r at depth d (from 0) is accepted where
-    its parent is, as it was measured; drafters that come with specjax bring theirs. Raises
+    A `chain` is none. A `static` tree has the paths `choices`, each the ranks of its tokens after
+    those before, such as Medusa's; or `num_nodes` nodes, `depth` levels and at most `topk` children
+    per node, with the most expected accepted tokens. A `dynamic` tree is a
+    `DynamicTree` of these numbers, chosen anew in each round. `auto` is the static tree within
+    these numbers that is fastest on this machine: `specjax.tuning` finds it, as the decode command
+    does. `acceptance[d][r]` is the measured rate at which the candidate of rank r at depth d (from
+    0) is accepted if its parent is; drafters that come with specjax have their own rates. Raises
     InputError for numbers out of range, and for options that do not go together.
     """
 
@@ -52,18 +51,18 @@ class TreeOptions:
             if not rates:
                 raise InputError("tree.acceptance is empty: give the rates of each level, or none")
             object.__setattr__(self, "acceptance", rates)
-        given = {
+        set_options = {
             field.name: value
             for field in fields(self)
             if field.name not in ("kind", "acceptance")
             and (value := getattr(self, field.name)) is not None
         }
-        for name, value in given.items():
+        for name, value in set_options.items():
             if self.kind == "chain":
                 remedy = "a chain has no such option; use tree.kind=static or dynamic"
             elif name == "choices" and self.kind != "static":
                 remedy = f"tree.kind={self.kind} chooses the tree; use tree.kind=static"
-            elif name != "choices" and "choices" in given:
+            elif name != "choices" and "choices" in set_options:
                 remedy = "tree.choices says it already; leave one of the two out"
             else:
                 continue
@@ -74,11 +73,11 @@ class TreeOptions:
     def shape(
         self, length: int | None = None, longest: int | None = None
     ) -> RankedTree | DynamicTree | None:
-        """The tree; None for a chain.
+        """Return the tree; None for a chain.
 
-        `length` is the longest path that was asked for beside the tree, and `longest` the longest
-        that the drafter has. Raises InputError for a tree that has another length, or more nodes
-        than its other numbers allow.
+        `length` is the requested length of paths, if any, and `longest` the drafter's longest path.
+        Raises InputError for a tree of another length, or with more nodes than its other numbers
+        allow.
         """
         if self.kind == "chain":
             return None
@@ -103,7 +102,7 @@ class TreeOptions:
             most = DynamicTree(topk, depth, 0).num_candidates
             return DynamicTree(topk, depth, self._nodes(most, topk, depth))
         known = usual_rates(topk) if self.acceptance is None else self.acceptance
-        # What is deeper than was measured is as what was measured last.
+        # Deeper levels than were measured get the rates of the last measured one.
         rates = [known[min(level, len(known) - 1)][:topk] for level in range(depth)]
         most = sum(itertools.accumulate(map(len, rates), operator.mul))
         return best_tree(rates, self._nodes(most, topk, depth, min(map(len, rates))))
@@ -115,7 +114,7 @@ class TreeOptions:
             raise InputError(f"tree.{error}") from error
 
     def _nodes(self, most: int, topk: int, depth: int, ranked: int | None = None) -> int:
-        """The nodes of a tree that has `most` of them; rates are of `ranked` candidates."""
+        """Return the number of nodes, at most `most`; there are rates of `ranked` candidates."""
         if self.num_nodes is None:
             return min(USUAL_NODES, most)
         if self.num_nodes > most:
@@ -131,7 +130,7 @@ class TreeOptions:
 
 
 def usual_rates(topk: int) -> tuple[tuple[float, ...], ...]:
-    """How often the candidate of each rank is accepted, at any depth, where nothing was measured.
+    """Return the assumed acceptance rate of each rank, at any depth, if none was measured.
 
     Half as often as the rank before it: 0.5, 0.25, ...
     """
@@ -143,7 +142,7 @@ class TreeKindOfValue:
     """A tree: its shape, `TreeOptions` or a mapping of them, or None for a chain."""
 
     def check(self, name: str, value: Any) -> TreeOptions | RankedTree | DynamicTree | None:
-        """The value; a mapping as `TreeOptions`, and a chain as None. Raises InputError."""
+        """Return the value; a mapping as `TreeOptions`, a chain as None. Raises InputError."""
         if isinstance(value, TreeOptions) and value.kind == "chain":
             return None
         if value is None or isinstance(value, TreeOptions | RankedTree | DynamicTree):

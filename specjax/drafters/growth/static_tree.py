@@ -1,4 +1,4 @@
-"""Trees of a given shape, grown level by level: EAGLE's first (Li et al. 2401.15077), Medusa's."""
+"""Drafting trees of a given shape level by level, as EAGLE-1 (Li et al. 2401.15077) and Medusa."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from specjax.trees import Draft, RankedTree
 class _LevelShape(NamedTuple):
     """One depth of a tree: its nodes with children, and these children.
 
-    `nodes` are indices into root and nodes as they are drawn, level by level, and `parents` indices
-    among those of the level before. `start` is the first of their slots in the drafter's window,
-    where `visible` is what they see. Each child has a rank among those after its parent, an index
-    among `nodes`.
+    `nodes` are indices into the root and nodes in the order they are drawn, level by level, and
+    `parents` indices into `nodes` of the level before. `start` is the first of their slots in the
+    drafter's window, and `visible` the slots they see. Each child has a parent, as an index into
+    `nodes`, and a rank among the candidates after its parent.
     """
 
     nodes: Int[np.ndarray, "T"]
@@ -29,9 +29,19 @@ class _LevelShape(NamedTuple):
     child_parents: Int[np.ndarray, "N"]
     child_ranks: Int[np.ndarray, "N"]
 
+    def level(self, depth: int, tokens: Int[Array, "B drawn"]) -> Level:
+        """Return these nodes as a level; `tokens` are those of all nodes drawn so far."""
+        return Level(
+            depth,
+            tokens[:, self.nodes],
+            jnp.broadcast_to(jnp.asarray(self.parents), (len(tokens), len(self.parents))),
+            self.start,
+            jnp.asarray(self.visible)[None],
+        )
+
 
 def level_sizes(tree: RankedTree) -> tuple[int, ...]:
-    """How many tokens are run at each depth: the root, and the nodes with children."""
+    """Return how many tokens are run at each depth: the root, and the nodes with children."""
     inner = sorted({0, *tree.topology.parents})
     return tuple(np.bincount(tree.topology.depths[inner]).tolist())
 
@@ -48,7 +58,7 @@ def draft_static_tree(
     p_min: float = 0.0,
     draft_ids: Int[Array, "Vd"] | None = None,
 ) -> tuple[Draft, Any]:
-    """The tokens of a tree, children drawn without replacement or the likeliest, and the carry.
+    """Draft the tokens of a tree, drawn without replacement or the likeliest; return the carry too.
 
     `logits` are those after the root. Nodes deeper than a row's limit are not valid, nor are those
     after a token whose likeliest successor has a probability below `p_min`.
@@ -62,31 +72,25 @@ def draft_static_tree(
     drawn_as = _level_order(tree)
     for depth, shape in enumerate(_level_shapes(tree, drawn_as)):
         if depth:
-            level = Level(
-                depth,
-                jnp.concatenate(tokens, axis=1)[:, shape.nodes],
-                jnp.broadcast_to(jnp.asarray(shape.parents), (batch, len(shape.parents))),
-                shape.start,
-                jnp.asarray(shape.visible)[None],
-            )
-            logits, carry = step(level, carry)
+            logits, carry = step(shape.level(depth, jnp.concatenate(tokens, axis=1)), carry)
         count = int(shape.child_ranks.max()) + 1
-        found = draw_children(
+        children = draw_children(
             logits, count, context, noise, depth, sampled=sampled, draft_ids=draft_ids
         )
-        # One distribution may be that of all.
-        which = shape.child_parents if logits.shape[1] > 1 else 0 * shape.child_parents
-        exists = found.exists[:, which, shape.child_ranks] & (depth < context.limit)[:, None]
+        # There may be one distribution for all tokens.
+        parents = shape.child_parents if logits.shape[1] > 1 else 0 * shape.child_parents
+        exists = children.exists[:, parents, shape.child_ranks] & (depth < context.limit)[:, None]
         if p_min > 0:
-            exists &= (likeliest_probability(logits) >= p_min)[:, which]
-        above = jnp.concatenate(valid, axis=1)[:, shape.nodes[shape.child_parents]]
-        tokens.append(found.tokens[:, which, shape.child_ranks])
-        valid.append(exists & above)
-        drawn = found.sampled if found.logq is not None else jnp.zeros_like(found.sampled)
-        rows.append(jnp.where(drawn[:, None], num_rows + which[None, :], -1))
-        if found.logq is not None:
-            distributions.append(found.logq)
-            num_rows += found.logq.shape[1]
+            exists &= (likeliest_probability(logits) >= p_min)[:, parents]
+        parent_valid = jnp.concatenate(valid, axis=1)[:, shape.nodes[shape.child_parents]]
+        tokens.append(children.tokens[:, parents, shape.child_ranks])
+        valid.append(exists & parent_valid)
+        has_logq = children.logq is not None
+        drawn = children.sampled if has_logq else jnp.zeros_like(children.sampled)
+        rows.append(jnp.where(drawn[:, None], num_rows + parents[None, :], -1))
+        if has_logq:
+            distributions.append(children.logq)
+            num_rows += children.logq.shape[1]
 
     def in_order(levels: list[Shaped[Array, "B _"]]) -> Shaped[Array, "B N"]:
         return jnp.concatenate(levels, axis=1)[:, drawn_as[1:] - 1]
@@ -102,7 +106,7 @@ def draft_static_tree(
 
 
 def _level_order(tree: RankedTree) -> Int[np.ndarray, "W"]:
-    """The index of root and nodes among all of them sorted by depth."""
+    """Return the index of the root and of each node among all of them sorted by depth."""
     depths = tree.topology.depths
     order = np.empty(len(depths), np.int32)
     order[np.argsort(depths, kind="stable")] = np.arange(len(depths))
@@ -110,7 +114,7 @@ def _level_order(tree: RankedTree) -> Int[np.ndarray, "W"]:
 
 
 def _level_shapes(tree: RankedTree, drawn_as: Int[np.ndarray, "W"]) -> list[_LevelShape]:
-    """The levels with children, from the root down."""
+    """Return the levels with children, from the root down."""
     topology, ranks = tree.topology, np.array(tree.ranks, np.int32)
     parents = np.array((0, *topology.parents), np.int32)
     inner = np.array(sorted({0, *topology.parents}, key=lambda slot: drawn_as[slot]), np.int32)

@@ -1,7 +1,7 @@
-"""Prompt lookup: what followed the last few tokens where they stood before (Saxena 2023).
+"""Prompt lookup: copying what followed an earlier occurrence of the last tokens (Saxena 2023).
 
-Vectorised over all positions and run inside the decoding loop, so that no token ids leave the
-device. A row without a match drafts nothing, and a round without a draft is a plain round.
+It is vectorised over all positions and runs inside the decoding loop, so that no token ids leave
+the device. A row without a match drafts nothing, and a round without a draft is a plain round.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from specjax.fields import Whole, check_instance
 from specjax.trees import Draft
 
 _LENGTH = Whole(1, 64)
-"""Of a match: each token more is some code more in the compiled loop."""
+"""The length of a match: each further token adds code to the compiled loop."""
 _MATCHES = Whole(1, 64)
-"""Each match is a branch, of which the target may verify every token."""
+"""The number of matches, each of which is a branch of the draft."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ class Ngram(Drafter):
         return self.num_matches * self.num_speculative_tokens
 
     def propose(self, params: Any, state: Any, context: Context, noise: Noise) -> tuple[Draft, Any]:
-        """What followed the latest or earliest matches, in rows that have one."""
+        """Propose what followed the latest or earliest matches, in rows that have one."""
         del params, noise
         ends, matched = find_matches(
             context.tokens,
@@ -73,8 +73,8 @@ class Ngram(Drafter):
         return (branches[0] if self.num_matches == 1 else trees.merge(*branches)), state
 
     def _copy(self, context: Context, end: Int[Array, "B"], matched: Int[Array, "B"]) -> Draft:
-        """The tokens after a match that ends at position `end`, in rows where it has a length."""
-        # After the last committed token the copy continues in what it has copied: a loop stays one.
+        """Return the tokens after a match that ends at position `end`, in rows where it exists."""
+        # After the last committed token the copy continues with the tokens that it has copied.
         period = jnp.maximum(context.length - 1 - end, 1)
         step = jnp.arange(self.num_speculative_tokens)[None, :] % period[:, None]
         tokens = jnp.take_along_axis(context.tokens, end[:, None] + 1 + step, axis=1)
@@ -90,10 +90,10 @@ def find_matches(
     latest: bool,
     most: int = 1,
 ) -> tuple[Int[Array, "B m"], Int[Array, "B m"]]:
-    """Where each row's last tokens stood before: the matches' last positions, and their lengths.
+    """Return the last positions and the lengths of earlier occurrences of each row's last tokens.
 
-    Up to `most` (m) matches of the longest length that any has, the latest or the earliest first;
-    lengths are 0 where there are no more, or none has at least `shortest` tokens.
+    Up to `most` (m) matches of the greatest length are returned, the latest or the earliest first;
+    lengths are 0 if there are no more, or if none has at least `shortest` tokens.
     """
     count = tokens.shape[1]
     position = jnp.arange(count)[None, :]

@@ -1,10 +1,10 @@
-"""Token recycling: the target's candidates of earlier passes are looked up (Luo et al. 2408.08696).
+"""Token recycling: looking up the target's candidates of earlier passes (Luo et al. 2408.08696).
 
 A row has a table of the target's k likeliest next tokens after each token of the vocabulary, as
 they were when the target last read that token in this row: in the prompt, in the output, or in a
 draft that was refused. A tree is drafted by looking up the tokens after the root, after those, and
-so on. Nothing is trained, and little is computed that a pass does not compute anyway: only of a
-prompt the logits of each position.
+so on. Nothing is trained, and the only extra work is to compute the logits of each position of a
+prompt.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ _RATES = (
     (0.58, 0.07, 0.061, 0.035, 0.016, 0.012, 0.012, 0.012),
     (0.62, 0.061, 0.057, 0.04, 0.02, 0.012, 0.012, 0.012),
 )
-"""How often the candidate of each rank is the target's next token at each depth, if its parent was:
-of SmolLM2-135M-Instruct, greedily, with tables of committed tokens alone."""
+"""How often the candidate of each rank is the target's next token at each depth, given that its
+parent is: measured on SmolLM2-135M-Instruct, greedy, with tables of committed tokens only."""
 _UNKNOWN = -1
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenRecycling(Drafter):
-    """A drafter that looks tokens up in a table of each row.
+    """A drafter that looks up tokens in a table of each row.
 
-    Node of rank r after a token: the token's r-th likeliest successor. The `tree` (a shape, or a
+    The node of rank r after a token is its r-th likeliest successor. The `tree` (a shape, or a
     `TreeOptions` that becomes one) is static, by default of the usual size; None is a chain of the
     likeliest successors. Of a tree a smaller `num_speculative_tokens` leaves out what is deeper.
     The table has as many candidates (k) as the tree has ranks and takes V * k * 4 bytes per row,
@@ -88,7 +88,7 @@ class TokenRecycling(Drafter):
 
     @classmethod
     def load(cls, name: str, target: Model, path: Any = None, **options: Any) -> LoadedDrafter:
-        """The drafter for a target's vocabulary."""
+        """Return the drafter for a target's vocabulary."""
         del name, path
         return LoadedDrafter(cls(target.config.vocab_size, **options))
 
@@ -99,12 +99,12 @@ class TokenRecycling(Drafter):
 
     @property
     def usual_acceptance(self) -> tuple[tuple[float, ...], ...]:
-        """How often candidates are accepted, by depth and rank, where that was not measured."""
+        """Acceptance rates of candidates by depth and rank, used if none were measured."""
         return _RATES
 
     @property
     def longest_path(self) -> None:
-        """There is no limit of its own to the tokens that it can draft in a row."""
+        """None: there is no limit to the tokens that it can draft in a row."""
         return None
 
     @property
@@ -118,21 +118,21 @@ class TokenRecycling(Drafter):
 
     @property
     def num_nodes(self) -> int:
-        """Those of the tree."""
+        """The number of nodes of the tree."""
         return self.shape.num_nodes
 
     @property
     def num_candidates(self) -> int:
-        """How many successors of a token the table holds (k)."""
+        """The number of successors per token in the table (k)."""
         return max(self.shape.most_candidates, 1)
 
     @property
     def pass_features(self) -> tuple[str, ...]:
-        """What the table is made of."""
+        """The target's feature that the table is filled with."""
         return (feature_name(self.num_candidates),)
 
     def init(self, params: Any, batch: int, capacity: int) -> Int[Array, "B V k"]:
-        """Tables in which nothing is known."""
+        """Return tables without any successors."""
         del params, capacity
         shape = (batch, self.vocab_size, self.num_candidates)
         return constrain_rows(jnp.full(shape, _UNKNOWN, jnp.int32))
@@ -140,7 +140,7 @@ class TokenRecycling(Drafter):
     def propose(
         self, params: Any, state: Int[Array, "B V k"], context: Context, noise: Noise
     ) -> tuple[Draft, Int[Array, "B V k"]]:
-        """What the tables say, level by level."""
+        """Look up the tree in the tables, level by level."""
         del params, noise
         tree = self.shape
         depths, parents = tree.topology.depths[1:], tree.topology.row_parents[0]
@@ -150,24 +150,28 @@ class TokenRecycling(Drafter):
         tokens = jnp.zeros((len(state), 1 + tree.num_nodes), jnp.int32).at[:, 0].set(root)
         known = jnp.zeros(tokens.shape, bool).at[:, 0].set(True)
         for depth in range(1, tree.depth + 1):
-            here = np.flatnonzero(depths == depth)
-            above = parents[here]
-            found = state[rows, tokens[:, above], ranks[here][None, :]]
-            stands = known[:, above] & (found != _UNKNOWN) & (depth <= context.limit)[:, None]
-            known = known.at[:, 1 + here].set(stands)
-            tokens = tokens.at[:, 1 + here].set(jnp.where(stands, found, 0))
+            nodes = np.flatnonzero(depths == depth)
+            parents_of_level = parents[nodes]
+            successors = state[rows, tokens[:, parents_of_level], ranks[nodes][None, :]]
+            is_known = (
+                known[:, parents_of_level]
+                & (successors != _UNKNOWN)
+                & (depth <= context.limit)[:, None]
+            )
+            known = known.at[:, 1 + nodes].set(is_known)
+            tokens = tokens.at[:, 1 + nodes].set(jnp.where(is_known, successors, 0))
         row = jnp.full((len(state), tree.num_nodes), -1, jnp.int32)
         return Draft(tokens[:, 1:], known[:, 1:], row, None, tree.topology), state
 
     def observe_pass(
         self, params: Any, state: Int[Array, "B V k"], target_pass: TargetPass
     ) -> Int[Array, "B V k"]:
-        """The tables with the successors of each token that was computed."""
+        """Return the tables with the successors of each token that was computed."""
         del params
         tokens, computed = target_pass.tokens, target_pass.computed
-        # Of a token that is there more than once the last counts: scatters have no order.
+        # Of a token that occurs more than once the last is written: scatters have no order.
         step = jnp.arange(tokens.shape[1])
-        again = (tokens[:, :, None] == tokens[:, None, :]) & computed[:, None, :]
-        last = computed & ~(again & (step[None, :] > step[:, None])[None]).any(axis=2)
+        same_token = (tokens[:, :, None] == tokens[:, None, :]) & computed[:, None, :]
+        last = computed & ~(same_token & (step[None, :] > step[:, None])[None]).any(axis=2)
         where = jnp.where(last, tokens, self.vocab_size)
         return put(state, where, target_pass.features[feature_name(self.num_candidates)])

@@ -64,11 +64,11 @@ class ReducedDecoder:
         return self.decoder.max_positions
 
     def make_cache(self, batch: int, capacity: int) -> KVCache:
-        """An empty cache [L, B, G, S, C]."""
+        """Return an empty cache [L, B, G, S, C]."""
         return self.decoder.make_cache(batch, capacity)
 
     def make_window(self, batch: int, slots: int) -> Window:
-        """An empty window [L, B, G, W, C]."""
+        """Return an empty window [L, B, G, W, C]."""
         return self.decoder.make_window(batch, slots)
 
     def extend(
@@ -85,36 +85,43 @@ class ReducedDecoder:
         logits: bool = True,
         num_layers: int | None = None,
     ) -> Extension:
-        """`LanguageModel.extend` with logits [B, T, Vd]."""
-        shared = {name: part for name, part in params["shared"].items() if name != "draft_head"}
-        own = {"layers": params["layers"], "final_norm": params["final_norm"]}
+        """Run T tokens as `LanguageModel.extend` does, with logits [B, T, Vd]."""
+        shared = dict(params["shared"])
+        shared.pop("draft_head", None)
         if "head" not in shared:
-            # The embedding is a separate table; the decoder needs a head, which is never read.
+            # The embedding is a table of its own; the decoder needs some head, which is never read.
             shape = (self.decoder.config.hidden_size, self.vocab_size)
             shared["head"] = {"kernel": jnp.broadcast_to(jnp.zeros((), self.decoder.dtype), shape)}
-        whole = {**shared, **own}
-        wanted = (*features, "final_norm") if logits and "final_norm" not in features else features
+        decoder_params = {
+            **shared,
+            "layers": params["layers"],
+            "final_norm": params["final_norm"],
+        }
+        requested = features
+        if logits and "final_norm" not in features:
+            requested = (*features, "final_norm")
         result = self.decoder.extend(
-            whole,
+            decoder_params,
             tokens,
             positions,
             cache,
             window,
             start,
             visible,
-            features=wanted,
+            features=requested,
             logits=False,
             num_layers=num_layers,
         )
-        out = None
+        draft_logits = None
         if logits:
-            out = self.logits(params, result.features["final_norm"])
-        return Extension(out, {name: result.features[name] for name in features}, result.window)
+            draft_logits = self.logits(params, result.features["final_norm"])
+        kept = {name: result.features[name] for name in features}
+        return Extension(draft_logits, kept, result.window)
 
     def logits(
         self, params: dict[str, Any], final_norm: Float[Array, "B T D"]
     ) -> Float[Array, "B T Vd"]:
-        """Draft logits in float32 from its `final_norm` features."""
+        """Return draft logits in float32 from its `final_norm` features."""
         layer = self.decoder.arithmetic
         head = params["shared"]["draft_head"]
         logits = layer.project("btd,dv->btv", final_norm, head, jnp.float32)

@@ -15,15 +15,15 @@ from specjax.errors import InputError
 def expand(
     logits: Float[Array, "*rows Vd"], draft_ids: Int[Array, "Vd"] | None, vocab_size: int
 ) -> Float[Array, "*rows V"]:
-    """Logits over the whole vocabulary, -inf at the tokens outside the draft vocabulary."""
+    """Return logits over the whole vocabulary, -inf for tokens outside the draft vocabulary."""
     if draft_ids is None:
         return logits
-    whole = jnp.full((*logits.shape[:-1], vocab_size), -jnp.inf, logits.dtype)
-    return whole.at[..., draft_ids].set(logits, unique_indices=True, indices_are_sorted=True)
+    expanded = jnp.full((*logits.shape[:-1], vocab_size), -jnp.inf, logits.dtype)
+    return expanded.at[..., draft_ids].set(logits, unique_indices=True, indices_are_sorted=True)
 
 
 def check_draft_vocab_size(size: int, vocab_size: int) -> None:
-    """Raise InputError unless a draft vocabulary of that size is a part of the target's, or all."""
+    """Raise InputError unless a draft vocabulary's size is from 1 to the target's."""
     if not 1 <= size <= vocab_size:
         raise InputError(
             f"draft_vocab_size={size}: must be in 1..{vocab_size}, the target's vocabulary"
@@ -38,10 +38,10 @@ def check_draft_ids(draft_ids: np.ndarray, vocab_size: int) -> None:
             f"draft vocabulary: {ids.dtype}{list(ids.shape)} is not a list of ids; export it again"
         )
     if ids.min() < 0 or ids.max() >= vocab_size:
-        wrong = ids[(ids < 0) | (ids >= vocab_size)][0]
+        invalid_id = ids[(ids < 0) | (ids >= vocab_size)][0]
         raise InputError(
-            f"draft vocabulary: token id {wrong} is not in 0..{vocab_size - 1}; use a head that "
-            "was trained for this target"
+            f"draft vocabulary: token id {invalid_id} is not in 0..{vocab_size - 1}; use a head "
+            "that was trained for this target"
         )
     if (np.diff(ids) <= 0).any():
         index = int(np.argmax(np.diff(ids) <= 0))
@@ -52,6 +52,6 @@ def check_draft_ids(draft_ids: np.ndarray, vocab_size: int) -> None:
 
 
 def most_frequent(counts: np.ndarray, size: int) -> np.ndarray:
-    """The `size` token ids with the highest counts, ascending; ties go to the lower id."""
+    """Return the `size` token ids with the highest counts, ascending; ties go to the lower id."""
     order = np.argsort(-counts, kind="stable")[:size]
     return np.sort(order).astype(np.int32)

@@ -50,16 +50,16 @@ class EagleConfig:
             raise InputError(f"version={self.version}: use 1 (EAGLE-1 and 2) or 3")
         if self.decoder.num_layers != 1:
             raise InputError(f"num_layers={self.decoder.num_layers}: an EAGLE head has one layer")
-        if (other := self.decoder.unlike_llama) is not None:
-            raise InputError(f"{other}: an EAGLE head's layer is Llama's; use its values")
+        if (unlike_llama := self.decoder.unlike_llama) is not None:
+            raise InputError(f"{unlike_llama}: an EAGLE head's layer is Llama's; use its values")
         check_draft_vocab_size(self.draft_vocab_size, self.decoder.vocab_size)
         if not self.taps:
             raise InputError("taps is empty: name the target's features that the head reads")
         if self.version == 1:
             flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-            given = [flag for flag in (*flags, "own_embedding") if getattr(self, flag)]
-            if given:
-                raise InputError(f"{given[0]}=True: version 1 has no such part; leave it out")
+            set_flags = [flag for flag in (*flags, "own_embedding") if getattr(self, flag)]
+            if set_flags:
+                raise InputError(f"{set_flags[0]}=True: version 1 has no such part; leave it out")
             if self.taps != ("final_norm",):
                 raise InputError(f"taps={self.taps}: version 1 reads one feature, final_norm")
             if self.target_hidden_size != self.decoder.hidden_size:
@@ -80,28 +80,27 @@ class EagleConfig:
 
     @property
     def num_modules(self) -> int:
-        """It is one module, whatever the number of draft steps."""
+        """One: all draft steps run the same module."""
         return 1
 
     def parameter_table(self) -> dict[str, Any]:
-        """Every parameter of the head, laid out as in `models.parameter_table`."""
+        """Return every parameter of the head, laid out as in `models.parameter_table`."""
         decoder = self.decoder
         width, hidden = decoder.hidden_size, decoder.intermediate_size
         heads, kv_heads, head_dim = decoder.num_heads, decoder.num_kv_heads, decoder.head_dim
         taps = len(self.taps) * self.target_hidden_size
         bias, attended = decoder.attention_bias, self.attention_width
         up = ("embed", "mlp")
+        keys = kernel(
+            attended, kv_heads, head_dim, axes=("embed", "kv_heads", "head_dim"), bias=bias
+        )
         layer: dict[str, Any] = {
             "attention": {
                 "query": kernel(
                     attended, heads, head_dim, axes=("embed", "heads", "head_dim"), bias=bias
                 ),
-                "key": kernel(
-                    attended, kv_heads, head_dim, axes=("embed", "kv_heads", "head_dim"), bias=bias
-                ),
-                "value": kernel(
-                    attended, kv_heads, head_dim, axes=("embed", "kv_heads", "head_dim"), bias=bias
-                ),
+                "key": keys,
+                "value": keys,
                 "output": {"kernel": Parameter((heads, head_dim, width), ("heads", None, "embed"))},
             },
             "mlp_norm": norm(width),
@@ -134,7 +133,7 @@ class EagleConfig:
 
 
 def default_taps(num_layers: int) -> tuple[str, ...]:
-    """EAGLE-3's taps: the inputs of layers 2, L/2 and L - 3, as published."""
+    """Return EAGLE-3's published taps: the inputs of layers 2, L/2 and L - 3."""
     low, middle, high = 2, num_layers // 2, num_layers - 3
     if not 0 < low < middle < high:
         low, middle, high = 0, num_layers // 2, num_layers - 1
@@ -151,14 +150,14 @@ class Eagle(PairHead):
     config: EagleConfig
 
     def module(self, params: dict[str, Any], index: int) -> dict[str, Any]:
-        """All of its parameters."""
+        """Return all parameters: the head has one module."""
         assert index == 0, index
         return params
 
     def fuse(
         self, params: dict[str, Any], features: dict[str, Float[Array, "B T Dt"]]
     ) -> Float[Array, "B T D"]:
-        """The head's first hidden states: all taps of the target through one linear layer."""
+        """Return the head's first hidden states: all taps through one linear layer."""
         taps = [features[name].astype(self.dtype) for name in self.config.taps]
         if self.config.version == 1:
             return taps[0]
@@ -180,7 +179,7 @@ class Eagle(PairHead):
         hidden: Float[Array, "B T D"],
         positions: Int[Array, "B T"],
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T Din"]]:
-        """The residual stream, and attention's input, for pairs of token and hidden state."""
+        """Return the residual stream and attention's input for pairs of token and hidden state."""
         del positions
         source = params if self.config.own_embedding else params["shared"]
         embedded = embed(source, tokens, self.dtype)
@@ -198,16 +197,16 @@ class Eagle(PairHead):
     def next_hidden(
         self, params: dict[str, Any], output: Float[Array, "B T D"]
     ) -> Float[Array, "B T D"]:
-        """The hidden state that the next draft step reads instead of the target's feature."""
+        """Return the hidden state that the next draft step reads in place of a target feature."""
         return super().readout(params, output) if self.config.norm_output else output
 
     def readout(
         self, params: dict[str, Any], output: Float[Array, "B T D"]
     ) -> Float[Array, "B T D"]:
-        """The layer's outputs after the final norm; `logit_kernel` turns them into logits."""
+        """Return the layer's outputs after the final norm, which `logit_kernel` projects."""
         return super().readout(params, output) if self.config.version == 3 else output
 
     def logit_kernel(self, params: dict[str, Any]) -> Float[Array, "D Vd"]:
-        """The output projection: the head's own, or the target's columns."""
+        """Return the output projection: the head's own, or columns of the target's."""
         source = params["head"] if self.config.version == 3 else params["shared"]["draft_head"]
         return source["kernel"]

@@ -60,7 +60,7 @@ class MedusaConfig:
 
 
 def parameter_table(config: MedusaConfig) -> dict[str, Any]:
-    """Every parameter of the heads, stacked over heads: kernels [in, out]."""
+    """Return every parameter of the heads, stacked over heads; kernels are [in, out]."""
     heads, layers, width = config.num_heads, config.num_layers, config.hidden_size
     table: dict[str, Any] = {
         "blocks": {
@@ -92,32 +92,36 @@ class Medusa:
     multiply: jnp.dtype | None = None
 
     def init(self, key: Key[Array, ""]) -> dict[str, Any]:
-        """Initial parameters, boxed with the logical names of their axes."""
+        """Return initial parameters, boxed with the logical names of their axes."""
         return ParameterTable(parameter_table(self.config), self.dtype).init(key)["params"]
 
     def states(
         self, params: dict[str, Any], features: Float[Array, "B A D"]
     ) -> Float[Array, "K B A D"]:
-        """The hidden state of each head for the target's features, before the output projection."""
+        """Return each head's states, before the output projection, for the target's features."""
 
-        def one(own: dict[str, Any]) -> jax.Array:
-            x = features.astype(self.dtype)
+        def states_of_head(head_params: dict[str, Any]) -> jax.Array:
+            x, blocks = features.astype(self.dtype), head_params["blocks"]
             for layer in range(self.config.num_layers):
-                kernel, bias = own["blocks"]["kernel"][layer], own["blocks"]["bias"][layer]
+                kernel, bias = blocks["kernel"][layer], blocks["bias"][layer]
                 y = product("bad,de->bae", x, kernel, multiply=self.multiply)
                 x = x + nn.silu(y + bias[None, None, :].astype(y.dtype))
             if self.config.projection:
-                x = product("bad,de->bae", x, own["projection"]["kernel"], multiply=self.multiply)
+                kernel = head_params["projection"]["kernel"]
+                x = product("bad,de->bae", x, kernel, multiply=self.multiply)
             return x
 
-        each = {name: params[name] for name in ("blocks", "projection") if name in params}
-        heads = range(self.config.num_heads)
-        return jnp.stack([one(jax.tree.map(lambda leaf, at=at: leaf[at], each)) for at in heads])
+        stacked = {name: params[name] for name in ("blocks", "projection") if name in params}
+        params_by_head = [
+            jax.tree.map(lambda leaf, head=head: leaf[head], stacked)
+            for head in range(self.config.num_heads)
+        ]
+        return jnp.stack([states_of_head(head_params) for head_params in params_by_head])
 
     def logits(
         self, params: dict[str, Any], states: Float[Array, "B A D"], head: int
     ) -> Float[Array, "B A Vd"]:
-        """Draft logits of one head in float32."""
+        """Return the draft logits of one head, in float32."""
         if self.config.original_lm_head:
             kernel = params["shared"]["draft_head"]["kernel"]
         else:

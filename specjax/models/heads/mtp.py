@@ -71,29 +71,29 @@ class MtpConfig:
 
     @property
     def taps(self) -> tuple[str, ...]:
-        """The target's feature that module 0 reads."""
+        """The name of the target's feature that module 0 reads."""
         return (self.hidden,)
 
     @property
     def target_hidden_size(self) -> int:
-        """The modules are as wide as the target."""
+        """The width of that feature: the modules are as wide as the target."""
         return self.decoder.hidden_size
 
     def check_target(self, target: DecoderConfig) -> None:
-        """Raise InputError unless the modules are as wide as a model and draft all its tokens."""
-        for name, mine, theirs in (
+        """Raise InputError unless the modules have the width and vocabulary of a model."""
+        for name, own_size, target_size in (
             ("hidden_size", self.decoder.hidden_size, target.hidden_size),
             ("vocab_size", self.decoder.vocab_size, target.vocab_size),
             ("draft_vocab_size", self.draft_vocab_size, target.vocab_size),
         ):
-            if mine != theirs:
+            if own_size != target_size:
                 raise InputError(
-                    f"mtp: {name}={mine}, and the model has {theirs}; use modules that were "
-                    "trained with it"
+                    f"mtp: {name}={own_size}, and the model has {target_size}; use modules that "
+                    "were trained with it"
                 )
 
     def parameter_table(self) -> dict[str, Any]:
-        """Every parameter of the modules, "0", "1", ... under "modules"."""
+        """Return every parameter of the modules, which are "0", "1", ... under "modules"."""
         width = self.decoder.hidden_size
         module = {
             "embedding_norm": norm_table(self.decoder),
@@ -123,13 +123,13 @@ class Mtp(PairHead):
     config: MtpConfig
 
     def module(self, params: dict[str, Any], index: int) -> dict[str, Any]:
-        """The parameters of a module, "shared" among them."""
+        """Return the parameters of one module, with the shared ones under "shared"."""
         return {**params["modules"][str(index)], "shared": params["shared"]}
 
     def fuse(
         self, params: dict[str, Any], features: dict[str, Float[Array, "B T D"]]
     ) -> Float[Array, "B T D"]:
-        """The target's feature, as it is: each module norms what it reads."""
+        """Return the target's feature unchanged: each module norms its inputs."""
         del params
         return features[self.config.hidden].astype(self.dtype)
 
@@ -140,17 +140,17 @@ class Mtp(PairHead):
         hidden: Float[Array, "B T D"],
         positions: Int[Array, "B T"],
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"]]:
-        """The residual stream, and attention's input, for pairs of token and hidden state."""
+        """Return the residual stream and attention's input for pairs of token and hidden state."""
         embedded = embed(params["shared"], tokens, self.dtype)
         if self.config.zero_first_embedding:
             embedded = jnp.where((positions == 0)[:, :, None], 0, embedded)
-        both = [
+        inputs = [
             self.arithmetic.norm(embedded, params["embedding_norm"]),
             self.arithmetic.norm(hidden, params["hidden_norm"]),
         ]
         if self.config.concat == "hidden_first":
-            both.reverse()
-        joined = jnp.concatenate(both, axis=-1)
+            inputs.reverse()
+        joined = jnp.concatenate(inputs, axis=-1)
         x = self.arithmetic.whole(
             self.arithmetic.project("btd,dn->btn", joined, params["projection"])
         )
@@ -159,9 +159,9 @@ class Mtp(PairHead):
     def next_hidden(
         self, params: dict[str, Any], output: Float[Array, "B T D"]
     ) -> Float[Array, "B T D"]:
-        """The hidden state that the next module or draft step reads: the output, normed or not."""
+        """Return what the next module or draft step reads: the output, normed or not."""
         return self.readout(params, output) if self.config.recursion == "normed" else output
 
     def logit_kernel(self, params: dict[str, Any]) -> Float[Array, "D Vd"]:
-        """The target's columns for the draft vocabulary."""
+        """Return the target's columns for the draft vocabulary."""
         return params["shared"]["draft_head"]["kernel"]

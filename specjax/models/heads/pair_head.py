@@ -1,4 +1,4 @@
-"""Draft heads that read pairs of a token and a hidden state: what EAGLE and MTP modules share.
+"""Draft heads that read pairs of a token and a hidden state: the base of EAGLE and MTP modules.
 
 A head has D modules of one decoder layer each. The pair of module k (0-based) at position t is
 x_{t+1+k} and a hidden state: the target's feature f_t for module 0, the output of module k - 1 at t
@@ -30,7 +30,7 @@ from specjax.models.parameters import Parameter, ParameterTable
 
 @runtime_checkable
 class PairConfig(Protocol):
-    """What a head's config says: `decoder` describes the one layer of each module."""
+    """The config of a head; `decoder` describes the one layer of each module."""
 
     @property
     def decoder(self) -> DecoderConfig:
@@ -53,7 +53,7 @@ class PairConfig(Protocol):
         """The number of modules (D)."""
 
     def parameter_table(self) -> dict[str, Any]:
-        """Every parameter of the head, laid out as in `models.parameter_table`."""
+        """Return every parameter of the head, laid out as in `models.parameter_table`."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,8 @@ class PairHead:
     `params` are the head's own, and under "shared" the target's arrays (`share`). The functions
     from `inputs` to `extend` take those of one module (`module`). `shards` is the number of devices
     that keys and values are split over, and `multiply` the dtype to which products round their
-    operands, as in `Decoder`. With `differentiable` gradients of experts can
-    be taken. Of `form` it takes the attention to its caches.
+    operands, as in `Decoder`. With `differentiable` gradients of experts can be taken. `form`
+    chooses the attention over its caches.
     """
 
     config: PairConfig
@@ -82,25 +82,25 @@ class PairHead:
         )
 
     def init(self, key: Key[Array, ""]) -> dict[str, Any]:
-        """Random parameters, boxed with the logical names of their axes."""
+        """Return random parameters, boxed with the logical names of their axes."""
         return ParameterTable(self.config.parameter_table(), self.dtype).init(key)["params"]
 
     def make_cache(self, batch: int, capacity: int) -> KVCache:
-        """An empty cache of one module [1, B, G, S, C]."""
+        """Return an empty cache of one module [1, B, G, S, C]."""
         return self._decoder.make_cache(batch, capacity)
 
     def make_window(self, batch: int, slots: int) -> Window:
-        """An empty window of one module [1, B, G, W, C]."""
+        """Return an empty window of one module [1, B, G, W, C]."""
         return self._decoder.make_window(batch, slots)
 
     def module(self, params: dict[str, Any], index: int) -> dict[str, Any]:
-        """The parameters of a module, "shared" among them."""
+        """Return the parameters of one module, with the shared ones under "shared"."""
         raise NotImplementedError
 
     def fuse(
         self, params: dict[str, Any], features: dict[str, Float[Array, "B T Dt"]]
     ) -> Float[Array, "B T D"]:
-        """The hidden states of module 0, from the target's features of `config.taps`."""
+        """Return the hidden states of module 0, from the target's features of `config.taps`."""
         raise NotImplementedError
 
     def inputs(
@@ -110,7 +110,7 @@ class PairHead:
         hidden: Float[Array, "B T D"],
         positions: Int[Array, "B T"],
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T Din"]]:
-        """The residual stream, and attention's input, for pairs of token and hidden state."""
+        """Return the residual stream and attention's input for pairs of token and hidden state."""
         raise NotImplementedError
 
     def heads(
@@ -119,7 +119,7 @@ class PairHead:
         attended: Float[Array, "B T Din"],
         positions: Int[Array, "B T"],
     ) -> tuple[Float[Array, "B G X C"], Float[Array, "B T G C"], Float[Array, "B T G C"]]:
-        """Queries, keys and values at those positions."""
+        """Return queries, keys and values at `positions`."""
         rotation = rotate_by(positions, self.config.decoder)
         copies = self._decoder.cached_heads // self.config.decoder.num_kv_heads
         return self.arithmetic.heads(attended, self._layer(params)["attention"], rotation, copies)
@@ -127,9 +127,9 @@ class PairHead:
     def finish(
         self, params: dict[str, Any], residual: Float[Array, "B T D"], mixed: Partial
     ) -> tuple[Float[Array, "B T D"], Int[Array, "B T K"] | None]:
-        """The layer's output: attention's result added to the residual stream, then the MLP.
+        """Add attention's result to the residual stream and run the MLP.
 
-        And the experts of each token, in a layer that has some.
+        Returns the layer's output, and each token's experts if the layer has experts.
         """
         layer = self._layer(params)
         x = self.arithmetic.add_attention(residual, mixed, layer)
@@ -138,24 +138,24 @@ class PairHead:
     def next_hidden(
         self, params: dict[str, Any], output: Float[Array, "B T D"]
     ) -> Float[Array, "B T D"]:
-        """The hidden state that the next module or draft step reads, from the layer's output."""
+        """Return what the next module or draft step reads, from the layer's output."""
         raise NotImplementedError
 
     def logits(
         self, params: dict[str, Any], output: Float[Array, "B T D"]
     ) -> Float[Array, "B T Vd"]:
-        """Draft logits in float32 of the layer's outputs."""
+        """Return draft logits in float32 from the layer's outputs."""
         states, kernel = self.readout(params, output), self.logit_kernel(params)
         return self.arithmetic.project("btd,dv->btv", states, {"kernel": kernel}, jnp.float32)
 
     def readout(
         self, params: dict[str, Any], output: Float[Array, "B T D"]
     ) -> Float[Array, "B T D"]:
-        """The layer's outputs after the final norm; `logit_kernel` turns them into logits."""
+        """Return the layer's outputs after the final norm, which `logit_kernel` projects."""
         return self.arithmetic.norm(output, params["final_norm"])
 
     def logit_kernel(self, params: dict[str, Any]) -> Float[Array, "D Vd"]:
-        """The output projection."""
+        """Return the output projection."""
         raise NotImplementedError
 
     def extend(
@@ -170,9 +170,10 @@ class PairHead:
         visible: Bool[Array, "#B T W"],
         only: Int[Array, "B"] | None = None,
     ) -> tuple[Float[Array, "B Q D"], Window]:
-        """Outputs of a module for T pairs, and the window with them in slots start..start+T.
+        """Return a module's outputs for T pairs, and the window with them in slots start..start+T.
 
-        With `only`, one output for each row (Q = 1), of that pair; all keys and values are written.
+        With `only`, each row has one output (Q = 1), that of the pair with this index; keys and
+        values of all pairs are written.
         """
         residual, attended = self.inputs(params, tokens, hidden, positions)
         query, key, value = self.heads(params, attended, positions)
@@ -182,13 +183,13 @@ class PairHead:
         if only is not None:
             visible = jnp.broadcast_to(visible, (only.shape[0], *visible.shape[1:]))
             residual, attended, positions, visible = (
-                jnp.take_along_axis(each, only.reshape(-1, *[1] * (each.ndim - 1)), axis=1)
-                for each in (residual, attended, positions, visible)
+                jnp.take_along_axis(array, only.reshape(-1, *[1] * (array.ndim - 1)), axis=1)
+                for array in (residual, attended, positions, visible)
             )
             query, _, _ = self.heads(params, attended, positions)
         repeats = self.config.decoder.num_heads // self._decoder.cached_heads
-        seen = jnp.repeat(visible, repeats, axis=1)[:, None]
-        mixed = attend(query, window.k[0], window.v[0], seen)
+        visible_to_queries = jnp.repeat(visible, repeats, axis=1)[:, None]
+        mixed = attend(query, window.k[0], window.v[0], visible_to_queries)
         decoder, split = self.config.decoder, self.shards > 1
         attend_committed = cache_attention(self.form, decoder, cache, positions.shape[1], split)
         mixed = attend_committed(query, cache, 0, start=mixed)
@@ -197,7 +198,7 @@ class PairHead:
 
     @property
     def _decoder(self) -> Decoder:
-        """A decoder of the one layer, which says how keys and values are held."""
+        """A decoder of the one layer, which lays out keys and values."""
         return Decoder(self.config.decoder, self.dtype, self.shards)
 
     def _layer(self, params: dict[str, Any]) -> dict[str, Any]:
@@ -205,7 +206,7 @@ class PairHead:
 
 
 def kernel(*shape: int, axes: tuple[str | None, ...], bias: bool = False) -> dict[str, Parameter]:
-    """The entry of a linear layer in a parameter table; a bias has the axes after the first."""
+    """Return a linear layer's entry of a parameter table; a bias has the axes after the first."""
     entry = {"kernel": Parameter(shape, axes)}
     if bias:
         entry["bias"] = Parameter(shape[1:], axes[1:], "zeros")
@@ -213,5 +214,5 @@ def kernel(*shape: int, axes: tuple[str | None, ...], bias: bool = False) -> dic
 
 
 def norm(size: int) -> dict[str, Parameter]:
-    """The entry of an RMS norm in a parameter table."""
+    """Return an RMS norm's entry of a parameter table."""
     return {"scale": Parameter((size,), ("embed",), "ones")}

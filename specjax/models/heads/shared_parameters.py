@@ -11,9 +11,9 @@ from jaxtyping import Array, Int
 def share(
     target_params: dict[str, Any], draft_ids: Int[Array, "Vd"] | None, *, head: bool
 ) -> dict[str, Any]:
-    """The target's embedding ("embed", or "head" where it is tied), the same arrays.
+    """Return the target's embedding: "embed", or "head" if it is tied; the arrays are not copied.
 
-    With `head` also "draft_head": the target's head, copied to the columns of `draft_ids` if given.
+    With `head` also "draft_head": the target's head, or a copy of its columns `draft_ids` if given.
     """
     source = "embed" if "embed" in target_params else "head"
     shared = {source: target_params[source]}
@@ -26,7 +26,7 @@ def share(
 
 
 def share_anew(params: dict[str, Any], target_params: dict[str, Any]) -> dict[str, Any]:
-    """A head's parameters, those that are its target's taken from other ones of the target."""
-    borrows = "draft_head" in params["shared"]
-    shared = share(target_params, params.get("draft_ids"), head=borrows)
+    """Return a head's parameters with the shared ones taken from new parameters of its target."""
+    shares_head = "draft_head" in params["shared"]
+    shared = share(target_params, params.get("draft_ids"), head=shares_head)
     return {**params, "shared": shared}

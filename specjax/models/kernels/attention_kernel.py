@@ -22,14 +22,14 @@ from specjax.cache import KVCache
 from specjax.models.layers.attention import Partial, merge, on_each_device
 
 _STEP = 64
-"""Keys that a program holds at once."""
+"""Keys that a program reads at a time."""
 _MOST_TOKENS = 64
 _FEWEST_QUERIES, _MOST_QUERIES = 16, 64
-"""What a program may hold: the smallest matrix product of the hardware, and what fits it."""
+"""Limits of a program: the smallest matrix product of the hardware, and what fits into it."""
 
 
 def takes(tokens: int, width: int) -> bool:
-    """Whether the kernel supports a pass over `tokens` tokens with heads of width `width`.
+    """Return whether the kernel supports a pass over `tokens` tokens with heads of width `width`.
 
     Triton's blocks are powers of two. A prefill's partial sums would be larger than the cache.
     """
@@ -43,9 +43,10 @@ def attend_cache_kernel(
     start: Partial,
     split: bool = False,
 ) -> Partial:
-    """`start` merged with one layer's committed keys; blocks without any are not read.
+    """Return `start` merged with attention over one layer's committed keys.
 
-    On a mesh the heads are `split` over `model`, or whole on each device.
+    Blocks without committed keys are not read. On a mesh the heads are `split` over `model`, or
+    whole on each device.
     """
     attend = functools.partial(_attend, layer=layer)
     return merge(start, on_each_device(attend, query, cache, split))
@@ -61,44 +62,46 @@ def _attend(
 ) -> Partial:
     batch, kv_heads, queries, width = query.shape
     capacity = keys.shape[3]
-    stretch = next((size for size in (512, 256, 128) if capacity % size == 0), capacity)
-    rows = min(max(_FEWEST_QUERIES, pl.next_power_of_2(queries)), _MOST_QUERIES)
-    tiles = pl.cdiv(queries, rows)
-    padded = jnp.pad(query, ((0, 0), (0, 0), (0, tiles * rows - queries), (0, 0)))
-    stretches = pl.cdiv(capacity, stretch)
+    range_size = next((size for size in (512, 256, 128) if capacity % size == 0), capacity)
+    tile_rows = min(max(_FEWEST_QUERIES, pl.next_power_of_2(queries)), _MOST_QUERIES)
+    query_tiles = pl.cdiv(queries, tile_rows)
+    padded = jnp.pad(query, ((0, 0), (0, 0), (0, query_tiles * tile_rows - queries), (0, 0)))
+    num_ranges = pl.cdiv(capacity, range_size)
 
     # A grid has three axes at most: heads and tiles of queries share one.
     def result(size: int) -> Any:
         return pl.BlockSpec(
-            (None, None, None, rows, size), lambda b, h, s: (b, h // tiles, s, h % tiles, 0)
+            (None, None, None, tile_rows, size),
+            lambda b, h, s: (b, h // query_tiles, s, h % query_tiles, 0),
         )
 
     cached = pl.BlockSpec(
-        (None, None, None, stretch, width), lambda b, h, s: (layer, b, h // tiles, s, 0)
+        (None, None, None, range_size, width), lambda b, h, s: (layer, b, h // query_tiles, s, 0)
     )
-    shape = (batch, kv_heads, stretches, tiles * rows)
-    outputs = [jax.ShapeDtypeStruct((*shape, size), jnp.float32) for size in (1, 1, width)]
+    shape = (batch, kv_heads, num_ranges, query_tiles * tile_rows)
+    output_shapes = [jax.ShapeDtypeStruct((*shape, size), jnp.float32) for size in (1, 1, width)]
 
     def run(interpret: bool, *operands: Any) -> Any:
         return pl.pallas_call(
-            functools.partial(_program, stretch=stretch),
-            grid=(batch, kv_heads * tiles, stretches),
+            functools.partial(_program, range_size=range_size),
+            grid=(batch, kv_heads * query_tiles, num_ranges),
             in_specs=[
                 pl.BlockSpec((1,), lambda b, h, s: (b,)),
                 pl.BlockSpec(
-                    (None, None, rows, width), lambda b, h, s: (b, h // tiles, h % tiles, 0)
+                    (None, None, tile_rows, width),
+                    lambda b, h, s: (b, h // query_tiles, h % query_tiles, 0),
                 ),
                 cached,
                 cached,
             ],
             out_specs=[result(1), result(1), result(width)],
-            out_shape=outputs,
+            out_shape=output_shapes,
             compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=2),
             interpret=interpret,
             name="attend_cache",
         )(*operands)
 
-    found = lax.platform_dependent(
+    outputs = lax.platform_dependent(
         length,
         padded,
         keys,
@@ -106,7 +109,7 @@ def _attend(
         cpu=functools.partial(run, True),
         default=functools.partial(run, False),
     )
-    peak, denominator, weighted = (part[:, :, :, :queries] for part in found)
+    peak, denominator, weighted = (output[:, :, :, :queries] for output in outputs)
     highest = peak.max(axis=2)
     anchor = jnp.where(jnp.isneginf(highest), 0.0, highest)
     scale = jnp.exp(peak - anchor[:, :, None])
@@ -122,25 +125,25 @@ def _program(
     denominator_ref: Any,
     weighted_ref: Any,
     *,
-    stretch: int,
+    range_size: int,
 ) -> None:
     rows, width = query_ref.shape
-    step = min(_STEP, stretch)
-    filled = jnp.clip(length_ref[0] - pl.program_id(2) * stretch, 0, stretch)
+    step = min(_STEP, range_size)
+    filled = jnp.clip(length_ref[0] - pl.program_id(2) * range_size, 0, range_size)
     query = query_ref[...]
 
-    def add(turn: jax.Array, total: tuple) -> tuple:
+    def add(step_index: jax.Array, total: tuple) -> tuple:
         peak, denominator, weighted = total
-        here = pl.ds(turn * step, step)
-        scores = plgpu.dot(query, key_ref[here, :], trans_b=True, allow_tf32=False)
+        slots = pl.ds(step_index * step, step)
+        scores = plgpu.dot(query, key_ref[slots, :], trans_b=True, allow_tf32=False)
         scores = scores.astype(jnp.float32)
-        visible = turn * step + lax.broadcasted_iota(jnp.int32, (rows, step), 1) < filled
+        visible = step_index * step + lax.broadcasted_iota(jnp.int32, (rows, step), 1) < filled
         scores = jnp.where(visible, scores, -jnp.inf)
         # Every step has a visible key, so that the peak is finite from the first one on.
         higher = jnp.maximum(peak, scores.max(axis=1))
         weights = jnp.exp(scores - higher[:, None])
         scale = jnp.exp(peak - higher)
-        value = value_ref[here, :]
+        value = value_ref[slots, :]
         mixed = plgpu.dot(weights.astype(value.dtype), value, allow_tf32=False)
         return (
             higher,

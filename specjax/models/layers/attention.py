@@ -27,7 +27,7 @@ _ROW_BLOCK = 128
 """Committed tokens read at a time of one row."""
 _MOST_SCORES = {"cpu": 1 << 21, "accelerator": 1 << 27}
 """Scores held at a time in training, on each device."""
-# No index here is negative; otherwise each one is compared, added to and selected first.
+# Indices are never negative; without this, XLA code to wrap negative ones is generated.
 _slice = functools.partial(lax.dynamic_slice, allow_negative_indices=False)
 
 
@@ -45,17 +45,17 @@ class Partial(NamedTuple):
 def group_queries(
     query: Float[Array, "B T H C"], kv_heads: int, scale: float | None = None
 ) -> Float[Array, "B G X C"]:
-    """Queries gathered by the key/value head they share, times `scale` (1/sqrt(C))."""
+    """Return queries grouped by the key/value head they share, times `scale` (1/sqrt(C))."""
     batch, tokens, heads, width = query.shape
     grouped = query.reshape(batch, tokens, kv_heads, heads // kv_heads, width)
     grouped = grouped.transpose(0, 2, 1, 3, 4).reshape(batch, kv_heads, -1, width)
     factor = jnp.float32(width**-0.5 if scale is None else scale)
-    # Not rounded to the queries' dtype before it multiplies all of them.
+    # The factor is not rounded to the queries' dtype.
     return (grouped.astype(jnp.float32) * factor).astype(query.dtype)
 
 
 def ungroup(mixed: Float[Array, "B G X C"], tokens: int) -> Float[Array, "B T H C"]:
-    """The inverse of `group_queries`, without the scale."""
+    """Invert `group_queries`, without the scale."""
     batch, kv_heads, queries, width = mixed.shape
     split = mixed.reshape(batch, kv_heads, tokens, queries // tokens, width)
     return split.transpose(0, 2, 1, 3, 4).reshape(batch, tokens, -1, width)
@@ -70,10 +70,11 @@ def attend(
     *,
     rounded: bool = False,
 ) -> Partial:
-    """Softmax over one block of keys, accumulated in float32; rows without visible keys weigh 0.
+    """Return the softmax over one block of keys, accumulated in float32.
 
-    With `softcap` scores are limited to c tanh(score/c) (Gemma 2). `rounded` lets accelerators
-    multiply float32 in fewer bits, in training.
+    A query without visible keys has denominator 0. With `softcap` scores are limited to
+    c tanh(score/c) (Gemma 2). `rounded` (training) lets accelerators multiply float32 in fewer
+    bits.
     """
     precision = None if rounded else full_precision(query.dtype)
     multiply = functools.partial(
@@ -100,43 +101,46 @@ def attend_in_blocks(
     *,
     rounded: bool = False,
 ) -> Partial:
-    """`attend` with at most about `most_scores` scores at a time, recomputed for gradients.
+    """Return the result of `attend`, with at most about `most_scores` scores at a time.
 
-    A few rows are computed at a time, or a few queries of a large row. The default for
-    `most_scores` is what a CPU's cache holds, or much more on accelerators.
+    Scores are recomputed for gradients. A group of rows is computed at a time, or a block of
+    queries of a large row. The default for `most_scores` fits into a CPU's cache, and is much
+    larger on accelerators.
     """
     if most_scores is None:
         most_scores = _MOST_SCORES["cpu" if jax.default_backend() == "cpu" else "accelerator"]
     batch, heads, queries, _ = query.shape
-    a_row = heads * queries * key.shape[2]
+    scores_per_row = heads * queries * key.shape[2]
     mesh = jax.sharding.get_abstract_mesh()
-    spread = 1 if mesh.empty else mesh.shape[DATA]
-    together = max(spread, spread * (most_scores // a_row))
+    data_shards = 1 if mesh.empty else mesh.shape[DATA]
+    rows_per_group = max(data_shards, data_shards * (most_scores // scores_per_row))
     attend_all = functools.partial(attend, softcap=softcap, rounded=rounded)
-    while batch % together or together % spread:
-        together -= 1
-        if together < spread:
+    while batch % rows_per_group or rows_per_group % data_shards:
+        rows_per_group -= 1
+        if rows_per_group < data_shards:
             return attend_all(query, key, value, visible)
-    turns = batch // together
-    block = min(queries, max(1, most_scores * spread // (together * heads * key.shape[2])))
+    num_groups = batch // rows_per_group
+    block = min(
+        queries, max(1, most_scores * data_shards // (rows_per_group * heads * key.shape[2]))
+    )
 
     @jax.checkpoint
-    def some(part: tuple[jax.Array, ...]) -> Partial:
-        return _attend_queries(*part, block, attend_all)
+    def attend_group(group: tuple[jax.Array, ...]) -> Partial:
+        return _attend_queries(*group, block, attend_all)
 
-    if turns == 1 and block == queries:
+    if num_groups == 1 and block == queries:
         return attend_all(query, key, value, visible)
     visible = jnp.broadcast_to(visible, (batch, *visible.shape[1:]))
 
-    def apart(x: jax.Array) -> jax.Array:
+    def into_groups(x: jax.Array) -> jax.Array:
         # Adjacent rows go to different groups, so that on a mesh each device has work in each one.
-        return jnp.moveaxis(x.reshape(together, turns, *x.shape[1:]), 1, 0)
+        return jnp.moveaxis(x.reshape(rows_per_group, num_groups, *x.shape[1:]), 1, 0)
 
-    def joined(x: jax.Array) -> jax.Array:
+    def from_groups(x: jax.Array) -> jax.Array:
         return jnp.moveaxis(x, 0, 1).reshape(batch, *x.shape[2:])
 
-    parts = lax.map(some, tuple(map(apart, (query, key, value, visible))))
-    return Partial(*map(joined, parts))
+    results = lax.map(attend_group, tuple(map(into_groups, (query, key, value, visible))))
+    return Partial(*map(from_groups, results))
 
 
 def _attend_queries(
@@ -147,7 +151,7 @@ def _attend_queries(
     block: int,
     attend_some: Callable[..., Partial],
 ) -> Partial:
-    """`attend_some`, `block` queries at a time."""
+    """Call `attend_some` with `block` queries at a time, and return the result for all."""
     batch, heads, queries, _ = query.shape
     count = -(-queries // block)
     if count == 1:
@@ -159,20 +163,20 @@ def _attend_queries(
         return jnp.moveaxis(x.reshape(*x.shape[:2], count, block, x.shape[3]), 2, 0)
 
     @jax.checkpoint
-    def one(part: tuple[jax.Array, jax.Array]) -> Partial:
-        return attend_some(part[0], key, value, part[1])
+    def attend_block(block_inputs: tuple[jax.Array, jax.Array]) -> Partial:
+        return attend_some(block_inputs[0], key, value, block_inputs[1])
 
-    parts = lax.map(one, (split(query), split(visible)))
+    results = lax.map(attend_block, (split(query), split(visible)))
     return Partial(
         *(
-            jnp.moveaxis(part, 0, 2).reshape(batch, heads, count * block, -1)[:, :, :queries]
-            for part in parts
+            jnp.moveaxis(result, 0, 2).reshape(batch, heads, count * block, -1)[:, :, :queries]
+            for result in results
         )
     )
 
 
 def merge(a: Partial, b: Partial) -> Partial:
-    """The softmax over the keys of both; exact up to rounding, and associative."""
+    """Return the softmax over the keys of both; exact up to rounding, and associative."""
     peak = jnp.maximum(a.peak, b.peak)
     anchor = jnp.where(jnp.isneginf(peak), 0.0, peak)
     scale_a, scale_b = jnp.exp(a.peak - anchor), jnp.exp(b.peak - anchor)
@@ -184,7 +188,7 @@ def merge(a: Partial, b: Partial) -> Partial:
 
 
 def cached_blocks(cache: KVCache) -> Int[Array, ""]:
-    """How many blocks hold the longest committed row; attention's cost is proportional to it."""
+    """Return how many blocks hold the longest row; attention's cost is proportional to it."""
     step = min(CACHE_BLOCK, cache.capacity)
     return (cache.length.max() + step - 1) // step
 
@@ -198,10 +202,10 @@ def attend_cache(
     oldest: Int[Array, "B X"] | None = None,
     softcap: float | None = None,
 ) -> Partial:
-    """`start` merged with the first `blocks` blocks of one layer's committed keys.
+    """Return `start` merged with attention over the first `blocks` blocks of one layer's cache.
 
-    With `oldest` each query sees the keys from that position on, and blocks that are too old for
-    all of them are not read.
+    With `oldest` each query sees the keys from that position on, and blocks before the oldest of
+    all queries are not read.
     """
     _, batch, kv_heads, _, width = cache.k.shape
     step = min(CACHE_BLOCK, cache.capacity)
@@ -212,7 +216,7 @@ def attend_cache(
         first = index * step
         where = (layer, 0, 0, first, 0)
         size = (1, batch, kv_heads, step, width)
-        key, value = (_slice(part, where, size)[0] for part in (cache.k, cache.v))
+        key, value = (_slice(array, where, size)[0] for array in (cache.k, cache.v))
         visible = _committed(cache.length, first + offsets, oldest)
         return merge(total, attend(query, key, value, visible, softcap))
 
@@ -228,13 +232,13 @@ def attend_rows(
     softcap: float | None = None,
     split: bool = False,
 ) -> Partial:
-    """`attend_cache`, one row after the other, so that each pays for its own length alone.
+    """Return the result of `attend_cache`, computed row by row, each over its own length only.
 
-    On a mesh each device goes through its own rows; heads are `split` over `model`, or whole on
-    each device.
+    On a mesh each device computes its own rows; heads are `split` over `model`, or whole on each
+    device.
     """
-    own = functools.partial(_attend_rows, softcap=softcap)
-    return on_each_device(own, query, cache, split, layer, start, oldest)
+    attend_own_rows = functools.partial(_attend_rows, softcap=softcap)
+    return on_each_device(attend_own_rows, query, cache, split, layer, start, oldest)
 
 
 def _attend_rows(
@@ -254,22 +258,22 @@ def _attend_rows(
     offsets = jnp.arange(step)
     size = (1, 1, kv_heads, step, width)
 
-    def one(row: tuple) -> Partial:
+    def attend_row(row: tuple) -> Partial:
         index, *rest = row
-        query, length, start, oldest = jax.tree.map(lambda part: part[None], rest)
+        query, length, start, oldest = jax.tree.map(lambda leaf: leaf[None], rest)
 
         def block(number: Int[Array, ""], total: Partial) -> Partial:
             first = number * step
             where = (layer, index, 0, first, 0)
-            key, value = (_slice(part, where, size)[0] for part in (keys, values))
+            key, value = (_slice(array, where, size)[0] for array in (keys, values))
             visible = _committed(length, first + offsets, oldest)
             return merge(total, attend(query, key, value, visible, softcap))
 
         first_block = 0 if oldest is None else jnp.maximum(oldest.min(), 0) // step
         total = lax.fori_loop(first_block, (length[0] + step - 1) // step, block, start)
-        return jax.tree.map(lambda part: part[0], total)
+        return jax.tree.map(lambda leaf: leaf[0], total)
 
-    return lax.map(one, (jnp.arange(batch), query, length, start, oldest))
+    return lax.map(attend_row, (jnp.arange(batch), query, length, start, oldest))
 
 
 def on_each_device(
@@ -281,7 +285,7 @@ def on_each_device(
     start: Partial | None = None,
     oldest: Int[Array, "B X"] | None = None,
 ) -> Partial:
-    """`attend(query, keys, values, length, layer, start, oldest)` without those that are None.
+    """Call `attend(query, keys, values, length, layer, start, oldest)`, leaving out None.
 
     On a mesh each device calls it for its own rows, and with `split` for its own heads.
     """
@@ -292,10 +296,10 @@ def on_each_device(
         rows, keys = PartitionSpec(heads[0]), PartitionSpec(None, *heads)
     operands = [(query, heads), (cache.k, keys), (cache.v, keys), (cache.length, rows)]
     operands += [(layer, PartitionSpec()), (start, heads), (oldest, rows)]
-    given, specs = zip(*(pair for pair in operands if pair[0] is not None), strict=True)
+    arguments, specs = zip(*(pair for pair in operands if pair[0] is not None), strict=True)
     if not mesh.empty:
         attend = jax.shard_map(attend, mesh=mesh, in_specs=specs, out_specs=heads, check_vma=False)
-    return attend(*given)
+    return attend(*arguments)
 
 
 def attend_whole_cache(
@@ -306,10 +310,13 @@ def attend_whole_cache(
     oldest: Int[Array, "B X"] | None = None,
     softcap: float | None = None,
 ) -> Partial:
-    """`start` merged with all of one layer's capacity at once, what is not committed masked."""
+    """Return `start` merged with attention over one layer's whole capacity, in one product.
+
+    Slots that are not committed are masked.
+    """
     key, value = (
-        lax.dynamic_index_in_dim(part, layer, keepdims=False, allow_negative_indices=False)
-        for part in (cache.k, cache.v)
+        lax.dynamic_index_in_dim(array, layer, keepdims=False, allow_negative_indices=False)
+        for array in (cache.k, cache.v)
     )
     visible = _committed(cache.length, jnp.arange(cache.capacity), oldest)
     # Otherwise XLA merges this product with the window's, and concatenates a copy of the cache.
@@ -320,7 +327,7 @@ def attend_whole_cache(
 def _committed(
     length: Int[Array, "B"], positions: Int[Array, " Y"], oldest: Int[Array, "B X"] | None
 ) -> Bool[Array, "B 1 #X Y"]:
-    """Whether each query sees the cached keys at those positions, of rows of that length."""
+    """Return whether each query sees the cached keys at `positions`, given the rows' lengths."""
     visible = (positions[None, :] < length[:, None])[:, None, None, :]
     if oldest is None:
         return visible

@@ -1,4 +1,4 @@
-"""A decoder layer without its attention: norms, projections, rotation, MLP, embedding."""
+"""The arithmetic of a decoder layer except attention: norms, projections, rotation, MLP."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ class DecoderLayer:
     differentiable: bool = False
 
     def norm(self, x: Float[Array, "B T D"], weights: dict[str, Any]) -> Float[Array, "B T D"]:
-        """The config's norm: RMS or layer norm, with its epsilon."""
+        """Return `x` after the config's norm: RMS or layer norm, with its epsilon."""
         if self.config.norm.kind == "layer":
             return layer_norm(x, weights["scale"], weights["bias"], self.config.rms_norm_eps)
         return self.rms_norm(x, weights["scale"])
 
     def rms_norm(self, x: jax.Array, scale: Float[Array, "D"]) -> jax.Array:
-        """The RMS norm over the last axis, with the config's epsilon and offset."""
+        """Return `x` after an RMS norm over the last axis, with the config's epsilon and offset."""
         if self.config.norm.offset:
             # In float32 to the end: 1 + scale has too few bits in the weights' dtype.
             wide = scale.astype(jnp.float32) + self.config.norm.offset
@@ -61,17 +61,17 @@ class DecoderLayer:
     def project(
         self, equation: str, x: jax.Array, weights: dict[str, Any], out: Any = None
     ) -> jax.Array:
-        """A linear layer: kernel [in, out], and an optional bias."""
+        """Apply a linear layer: kernel [in, out], and an optional bias."""
         y = product(equation, x, weights["kernel"], multiply=self.multiply, out=out)
         return _with_bias(y, weights)
 
     def project_all(
         self, equation: str, x: jax.Array, weights: Sequence[dict[str, Any]]
     ) -> list[jax.Array]:
-        """Several linear layers of the same input."""
-        kernels = [each["kernel"] for each in weights]
-        found = products(equation, x, kernels, multiply=self.multiply)
-        return [_with_bias(y, each) for y, each in zip(found, weights, strict=True)]
+        """Apply several linear layers to the same input."""
+        kernels = [linear["kernel"] for linear in weights]
+        outputs = products(equation, x, kernels, multiply=self.multiply)
+        return [_with_bias(y, linear) for y, linear in zip(outputs, weights, strict=True)]
 
     def heads(
         self,
@@ -80,11 +80,12 @@ class DecoderLayer:
         rotation: Rotation | None,
         copies: int,
     ) -> tuple[Float[Array, "B G X C"], Float[Array, "B T G C"], Float[Array, "B T G C"]]:
-        """Queries grouped by the key head they share, keys and values; each head `copies` times.
+        """Return queries grouped by the key head they share, keys and values.
 
-        The projections' head axes are merged (`merge_heads`).
+        Key and value heads are repeated `copies` times. The projections' head axes have been merged
+        (`merge_heads`).
         """
-        weights = [attention[part] for part in ("query", "key", "value")]
+        weights = [attention[name] for name in ("query", "key", "value")]
         query, key, value = (
             y.reshape(*h.shape[:2], -1, self.config.head_dim)
             for y in self.project_all("btd,dn->btn", h, weights)
@@ -94,14 +95,14 @@ class DecoderLayer:
             key = self.rms_norm(key, attention["key_norm"]["scale"])
         if rotation is not None:
             query, key = rotate(query, *rotation), rotate(key, *rotation)
-        key, value = (self._split(_copied(part, copies), "kv_heads") for part in (key, value))
+        key, value = (self._split(_copied(heads, copies), "kv_heads") for heads in (key, value))
         scale = self.config.attention.query_scale
         return group_queries(self._split(query, "heads"), key.shape[2], scale), key, value
 
     def add_attention(
         self, x: Float[Array, "B T D"], mixed: Partial, weights: dict[str, Any]
     ) -> Float[Array, "B T D"]:
-        """The residual stream plus the projected attention result, normed where norms say so."""
+        """Return the residual stream plus the projected attention result, normed if configured."""
         out = ungroup(mixed.weighted / mixed.denominator, x.shape[1]).astype(x.dtype)
         out = out.reshape(*x.shape[:2], -1)
         out = self.project("btn,nd->btd", out, weights["attention"]["output"])
@@ -112,7 +113,7 @@ class DecoderLayer:
     def add_mlp(
         self, x: Float[Array, "B T D"], weights: dict[str, Any]
     ) -> tuple[Float[Array, "B T D"], Int[Array, "B T K"] | None]:
-        """The residual stream plus the MLP of its norm, or its experts; and each token's experts.
+        """Return the residual stream plus the MLP or experts of its norm, and each token's experts.
 
         The latter are None for an MLP.
         """
@@ -126,7 +127,7 @@ class DecoderLayer:
         return self.whole(x + out), chosen
 
     def mlp(self, h: Float[Array, "B T D"], mlp: dict[str, Any]) -> Float[Array, "B T D"]:
-        """The MLP, gated or plain."""
+        """Apply the MLP, gated or plain."""
         activation = ACTIVATIONS[self.config.mlp.activation]
         if self.config.mlp.gated:
             gate, up = self.project_all("btd,df->btf", h, [mlp["gate"], mlp["up"]])
@@ -138,7 +139,7 @@ class DecoderLayer:
     def experts(
         self, h: Float[Array, "B T D"], mlp: dict[str, Any]
     ) -> tuple[Float[Array, "B T D"], Int[Array, "B T K"]]:
-        """The mixture of experts, with what the shared MLP adds; and each token's experts."""
+        """Return the sum of each token's experts and the shared MLP, and each token's experts."""
         assert self.config.experts is not None
         flat = h.reshape(-1, h.shape[-1])
         routes = experts.route(flat, mlp["router"], self.config.experts)
@@ -153,7 +154,7 @@ class DecoderLayer:
         return out, routes.experts.reshape(*h.shape[:2], -1)
 
     def whole(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """The residual stream, constrained to be whole on each device of a row."""
+        """Return the residual stream, constrained not to be split over `model`."""
         return constrain(x, "batch", None, None)
 
     def _split(self, x: Float[Array, "B T N C"], heads: str) -> Float[Array, "B T N C"]:
@@ -167,15 +168,16 @@ def _with_bias(y: jax.Array, weights: dict[str, Any]) -> jax.Array:
 
 
 def merge_heads(layer: dict[str, Any], config: DecoderConfig) -> dict[str, Any]:
-    """One layer, or stacked layers, with each head axis and its width merged in the projections.
+    """Return one or stacked layers with each head axis and its width merged in the projections.
 
     Backends multiply by plain matrices without a copy; with two axes to sum over, or two output
-    axes, each of them first copies some kernel transposed.
+    axes, each backend first copies some kernel transposed.
     """
     attention = dict(layer["attention"])
     for name in ("query", "key", "value"):
         attention[name] = {
-            part: leaf.reshape(*leaf.shape[:-2], -1) for part, leaf in attention[name].items()
+            leaf_name: leaf.reshape(*leaf.shape[:-2], -1)
+            for leaf_name, leaf in attention[name].items()
         }
     output = dict(attention["output"])
     kernel = output["kernel"]
@@ -184,28 +186,28 @@ def merge_heads(layer: dict[str, Any], config: DecoderConfig) -> dict[str, Any]:
 
 
 def at_layer(stacked: Shaped[Array, "L ..."], index: Int[Array, ""] | int) -> jax.Array:
-    """What a layer has of a stack over layers; the index is known not to be negative."""
+    """Return a layer's entry of an array stacked over layers; the index is never negative."""
     if isinstance(index, int):
         return stacked[index]
     return lax.dynamic_index_in_dim(stacked, index, keepdims=False, allow_negative_indices=False)
 
 
 def one_layer(layers: dict[str, Any], index: Int[Array, ""] | int) -> dict[str, Any]:
-    """A layer of stacked ones; its experts stay stacked, with the index beside them."""
+    """Return one layer of stacked layers; its experts stay stacked, with the index beside them."""
     if "experts" not in layers["mlp"]:
         return jax.tree.map(lambda leaf: at_layer(leaf, index), layers)
     kernels = layers["mlp"]["experts"]
-    rest = {name: part for name, part in layers["mlp"].items() if name != "experts"}
-    layer = jax.tree.map(lambda leaf: at_layer(leaf, index), {**layers, "mlp": rest})
+    dense_parts = {name: leaves for name, leaves in layers["mlp"].items() if name != "experts"}
+    layer = jax.tree.map(lambda leaf: at_layer(leaf, index), {**layers, "mlp": dense_parts})
     return {**layer, "mlp": {**layer["mlp"], "experts": _stacked(kernels, index)}}
 
 
 def layer_chooser(
     layers: Sequence[dict[str, Any]],
 ) -> Callable[[Int[Array, ""]], dict[str, Any]]:
-    """The weights of one of several layers apart, by a traced index.
+    """Return a function from a traced index to the weights of one of several separate layers.
 
-    Kernels stay where they are (`ChosenKernel`); vectors, which are small, are stacked.
+    Kernels are not moved (`ChosenKernel`); vectors, which are small, are stacked.
     """
 
     def of_leaf(*leaves: jax.Array) -> Callable[[Int[Array, ""]], Any]:
@@ -219,7 +221,7 @@ def layer_chooser(
 
 
 def with_experts(layer: dict[str, Any]) -> dict[str, Any]:
-    """A layer that was never stacked, its experts, if any, as a stack of one layer."""
+    """Return a separate layer with its experts, if any, as a stack of one layer."""
     if "experts" not in layer["mlp"]:
         return layer
     kernels = jax.tree.map(lambda leaf: leaf[None], layer["mlp"]["experts"])
@@ -234,7 +236,7 @@ def _stacked(kernels: dict[str, Any], index: Int[Array, ""] | int) -> experts.St
 def embed(
     params: dict[str, Any], tokens: Int[Array, "B T"], dtype: jnp.dtype
 ) -> Float[Array, "B T D"]:
-    """A model's embeddings: rows of its own table, or columns of its tied head."""
+    """Return the embeddings of tokens: rows of the embedding table, or columns of a tied head."""
     if "embed" in params:
         x = jnp.take(params["embed"]["embedding"], tokens, axis=0)
     else:
@@ -243,14 +245,14 @@ def embed(
 
 
 def limited(x: jax.Array, softcap: float | None) -> jax.Array:
-    """Each number limited to c tanh(x/c) where there is a soft cap (Gemma 2)."""
+    """Return c tanh(x/c) if there is a soft cap c (Gemma 2), and otherwise `x`."""
     return x if softcap is None else softcap * jnp.tanh(x / softcap)
 
 
 def rms_norm(
     x: Float[Array, "B T *N D"], scale: Float[Array, "D"], eps: float
 ) -> Float[Array, "B T *N D"]:
-    """`x` over its root mean square, computed in float32."""
+    """Return `x` over its root mean square, computed in float32."""
     wide = x.astype(jnp.float32)
     wide = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
     return wide.astype(x.dtype) * _last_axis(scale, x)
@@ -259,7 +261,7 @@ def rms_norm(
 def layer_norm(
     x: Float[Array, "B T D"], scale: Float[Array, "D"], bias: Float[Array, "D"], eps: float
 ) -> Float[Array, "B T D"]:
-    """`x` less its mean, over its standard deviation, in float32 (Ba et al. 1607.06450)."""
+    """Return `x` less its mean, over its standard deviation, in float32 (Ba et al. 1607.06450)."""
     wide = x.astype(jnp.float32)
     wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
     wide = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
@@ -273,9 +275,9 @@ def _last_axis(vector: Float[Array, "D"], x: jax.Array) -> jax.Array:
 def rotate_by(
     positions: Int[Array, "B T"], config: DecoderConfig, windowed: bool = False
 ) -> Rotation | None:
-    """Cosines and sines of each position's rotation, one pair of dimensions each.
+    """Return cosines and sines of each position's rotation, one per pair of dimensions.
 
-    None where nothing is rotated. `windowed` asks for those of layers with a sliding window.
+    None if the config rotates nothing. `windowed` selects layers with a sliding window.
     """
     if not config.rotary_width:
         return None
@@ -287,7 +289,7 @@ def rotate_by(
 def rotate(
     x: Float[Array, "B T N C"], cos: Float[Array, "B T 1 R2"], sin: Float[Array, "B T 1 R2"]
 ) -> Float[Array, "B T N C"]:
-    """Each head's pairs (i, i + R/2), i < R/2, rotated by their position's angles, in float32."""
+    """Rotate each head's pairs (i, i + R/2), i < R/2, by their position's angles, in float32."""
     width = 2 * cos.shape[-1]
     if width < x.shape[-1]:
         return jnp.concatenate([rotate(x[..., :width], cos, sin), x[..., width:]], axis=-1)

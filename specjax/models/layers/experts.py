@@ -1,4 +1,4 @@
-"""A mixture of experts: which of them a token uses, and the sum of their results.
+"""A mixture of experts: routing of tokens to experts, and the sum of the experts' outputs.
 
 No token is dropped (Gale et al. 2211.15841). Routers are Mixtral's (2401.04088), softmax over all
 experts, and DeepSeek-V3's (2412.19437), sigmoids with groups and a bias of selection.
@@ -24,16 +24,16 @@ Activation = Callable[[jax.Array], jax.Array]
 
 
 class Routes(NamedTuple):
-    """The experts of each of N tokens, and what their results are multiplied by, in float32."""
+    """The experts of each of N tokens, and the weights of their outputs, in float32."""
 
     experts: Int[Array, "N K"]
     weights: Float[Array, "N K"]
 
 
 class StackedExperts(NamedTuple):
-    """The kernels of all experts of some layers, and which layer is meant.
+    """The kernels of all experts of some layers, and the index of the layer to use.
 
-    The index is applied together with an expert's, so that no program copies a layer's experts.
+    It is applied together with the index of an expert, so that no program copies a layer's experts.
     """
 
     gate: Float[Array, "L E D F"]
@@ -43,7 +43,7 @@ class StackedExperts(NamedTuple):
 
 
 def route(h: Float[Array, "N D"], router: dict[str, Any], config: Experts) -> Routes:
-    """The experts that each token is sent to; equal scores are taken in the order of experts."""
+    """Return each token's experts; among equal scores, those with lower indices."""
     logits = product("nd,de->ne", h, router["kernel"], out=jnp.float32)
     scores = jax.nn.sigmoid(logits) if config.router == "sigmoid" else jax.nn.softmax(logits)
     choice = scores
@@ -61,7 +61,7 @@ def route(h: Float[Array, "N D"], router: dict[str, Any], config: Experts) -> Ro
 
 
 def _best_groups(choice: Float[Array, "N E"], config: Experts) -> Float[Array, "N E"]:
-    """The scores, minus infinity outside each token's best groups."""
+    """Return the scores, with minus infinity outside each token's best groups."""
     grouped = choice.reshape(len(choice), config.groups, -1)
     of_groups = lax.top_k(grouped, 2)[0].sum(axis=-1)
     _, best = lax.top_k(of_groups, config.groups_per_token)
@@ -78,11 +78,11 @@ def mix(
     differentiable: bool = False,
     shared: dict[str, Any] | None = None,
 ) -> Float[Array, "N D"]:
-    """The weighted sum of each token's experts, and the `shared` MLP, if there is one, in float32.
+    """Return the weighted sum of each token's experts, plus the `shared` MLP if any, in float32.
 
-    The tokens of each expert are gathered, and only experts that have some are read: for a few
-    tokens the bytes read grow with the distinct experts. Experts that are out of range add nothing.
-    `differentiable` (training, where a loop of unknown length has no gradient) makes grouped
+    The tokens of each expert are gathered, and only experts with tokens are read: for a few tokens
+    the bytes read are proportional to the distinct experts. Experts out of range add nothing.
+    `differentiable` (training, where a loop of unknown length has no gradient) uses grouped
     products over all experts, which CPUs compute as masked products.
     """
     total = _sum(h, routes, stacked, activation, multiply, differentiable)
@@ -92,7 +92,7 @@ def mix(
 def _shared(
     h: Float[Array, "N D"], mlp: dict[str, Any], activation: Activation, multiply: Any
 ) -> Float[Array, "N D"]:
-    """A gated MLP of every token."""
+    """Apply a gated MLP to every token."""
 
     def times(x: jax.Array, name: str, out: Any = None) -> jax.Array:
         return product("nd,df->nf", x, mlp[name]["kernel"], multiply=multiply, out=out)
@@ -108,26 +108,27 @@ def _sum(
     multiply: Any,
     differentiable: bool,
 ) -> Float[Array, "N D"]:
-    """The weighted sum of each token's experts."""
+    """Return the weighted sum of each token's experts."""
     count, (num_tokens, per_token) = stacked.gate.shape[1], routes.experts.shape
-    flat = routes.experts.reshape(-1)
-    flat = jnp.where((flat >= 0) & (flat < count), flat, count)
-    order = jnp.argsort(flat, stable=True)
-    sizes = jnp.zeros(count, jnp.int32).at[flat].add(1, mode="drop")
+    expert_of_route = routes.experts.reshape(-1)
+    in_range = (expert_of_route >= 0) & (expert_of_route < count)
+    expert_of_route = jnp.where(in_range, expert_of_route, count)
+    order = jnp.argsort(expert_of_route, stable=True)
+    sizes = jnp.zeros(count, jnp.int32).at[expert_of_route].add(1, mode="drop")
     token, weight = order // per_token, routes.weights.reshape(-1)[order]
 
     if differentiable:
         kernels = [leaf[stacked.layer] for leaf in stacked[:3]]
         rows = _grouped(h[token], kernels, sizes, activation, multiply) * weight[:, None]
-        there = jnp.arange(len(token)) < sizes.sum()
-        rows = jnp.where(there[:, None], rows, 0)
+        is_routed = jnp.arange(len(token)) < sizes.sum()
+        rows = jnp.where(is_routed[:, None], rows, 0)
         return jnp.zeros(h.shape, jnp.float32).at[token].add(rows)
 
     tile = min(_TILE, num_tokens)
     ends = jnp.cumsum(sizes)
     tiles = -(-sizes // tile)
     tile_ends = jnp.cumsum(tiles)
-    # What a tile reaches beyond its expert's tokens is sent out of range.
+    # Entries of a tile beyond its expert's tokens get an index out of range, and are dropped.
     token = jnp.pad(token, (0, tile), constant_values=num_tokens)
     weight = jnp.pad(weight, (0, tile))
     within = jnp.arange(tile)
@@ -135,9 +136,9 @@ def _sum(
     def step(index: Int[Array, ""], total: Float[Array, "N D"]) -> Float[Array, "N D"]:
         expert = jnp.searchsorted(tile_ends, index, side="right").astype(jnp.int32)
         first = ends[expert] - sizes[expert] + (index - tile_ends[expert] + tiles[expert]) * tile
-        own = first + within < ends[expert]
-        rows = jnp.where(own, lax.dynamic_slice_in_dim(token, first, tile), num_tokens)
-        scale = jnp.where(own, lax.dynamic_slice_in_dim(weight, first, tile), 0)
+        of_expert = first + within < ends[expert]
+        rows = jnp.where(of_expert, lax.dynamic_slice_in_dim(token, first, tile), num_tokens)
+        scale = jnp.where(of_expert, lax.dynamic_slice_in_dim(weight, first, tile), 0)
         x = jnp.take(h, rows, axis=0, mode="fill", fill_value=0)
 
         def kernel(leaf: Float[Array, "L E I O"]) -> Float[Array, "I O"]:
@@ -161,7 +162,7 @@ def _grouped(
     activation: Activation,
     multiply: Any,
 ) -> Float[Array, "M D"]:
-    """Each row through its expert; rows are sorted by expert, `sizes` of them for each."""
+    """Apply to each row its expert; rows are sorted by expert, `sizes` per expert."""
     gate, up, down = kernels
     dtype = x.dtype if multiply is None else multiply
 

@@ -1,4 +1,4 @@
-"""A mixture of experts over the devices of a mesh: one sum over those that share the kernels."""
+"""A mixture of experts on a mesh, with one sum over the devices that the kernels are split over."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from specjax.models.layers.experts import Routes, StackedExperts
 from specjax.models.parameter_table import DOWN_AXES, UP_AXES
 
 Mix = Callable[..., Float[Array, "N D"]]
-"""`experts.mix` of (h, routes, stacked, shared=), its other arguments given."""
+"""`experts.mix` with all arguments but (h, routes, stacked, shared=) bound."""
 
 
 def mix_on_mesh(
@@ -27,11 +27,12 @@ def mix_on_mesh(
     shared: dict[str, Any] | None,
     shards: int,
 ) -> Float[Array, "N D"]:
-    """What `mix` gives, in h's dtype, while a program for a mesh is traced or for one device.
+    """Return the result of `mix` in h's dtype, in a program for a mesh or for one device.
 
-    Rows are split over `data`. `shards` is the number of devices of `model` that the kernels are
-    split over: each mixes its own experts, or its part of each expert's width, and their results
-    are added. XLA's partitioner would add those of each product in the loop over experts instead.
+    Rows are split over `data`. `shards` is the number of devices along `model` that the kernels are
+    split over: each device mixes its own experts, or its part of each expert's width, and the
+    results are added once. XLA's partitioner would add them after each product in the loop over
+    experts.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
@@ -39,15 +40,15 @@ def mix_on_mesh(
 
     def split(leaf: jax.Array, axes: tuple[str, ...]) -> PartitionSpec:
         stacked_axes = ("layers",) * (leaf.ndim - len(axes))
-        whole = PartitionSpec()
-        return partition((*stacked_axes, *axes), leaf.shape, mesh) if shards > 1 else whole
+        replicated = PartitionSpec()
+        return partition((*stacked_axes, *axes), leaf.shape, mesh) if shards > 1 else replicated
 
     rows = partition(("batch", None), h.shape, mesh)
     up, down = split(stacked.gate, UP_AXES), split(stacked.down, DOWN_AXES)
     by_expert = shards > 1 and up[1] is not None
     of_shared = shared and {
-        name: {"kernel": split(part["kernel"], DOWN_AXES[1:] if name == "down" else UP_AXES[1:])}
-        for name, part in shared.items()
+        name: {"kernel": split(weights["kernel"], DOWN_AXES[1:] if name == "down" else UP_AXES[1:])}
+        for name, weights in shared.items()
     }
 
     def on_device(*arguments: Any) -> Float[Array, "N D"]:

@@ -1,4 +1,4 @@
-"""One layer of a pass over T tokens: what it reads from the cache, and what the next layer gets."""
+"""One layer of a pass over T tokens, and the state that is carried from layer to layer."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from specjax.models.layers.local_and_global_layers import LayerView
 
 @struct.dataclass
 class LayerCarry:
-    """What a layer gives to the next one.
+    """The state carried from one layer to the next.
 
-    `window` has the keys and values of the layers so far; `layer_inputs` are features, by name, and
-    `experts` those that tokens were sent to in the M layers that have some.
+    `window` has the keys and values of the layers so far; `layer_inputs` are features by name, and
+    `experts` are each token's experts in the M sparse layers.
     """
 
     x: Float[Array, "B T D"]
@@ -33,11 +33,11 @@ class LayerCarry:
 
 @dataclass(frozen=True)
 class LayerPass:
-    """The same step for each layer, of its index, its weights, and what the one before gave.
+    """The step of one layer: a function of its index, its weights, and the carry.
 
-    Without a window (training) tokens see each other only. `attend_committed` is the attention over
-    the cache, where there is one; new keys are written to the window's slots from `start`.
-    `tapped_layers` are the layers whose inputs are kept, by the feature's name.
+    Without a window (training) tokens see only each other. `attend_committed` is the attention over
+    the cache, if there is one; new keys are written to the window's slots from `start` on.
+    `tapped_layers` are the layers whose inputs are kept, by name of the feature.
     """
 
     layer: DecoderLayer
@@ -50,7 +50,7 @@ class LayerPass:
     def __call__(
         self, index: Int[Array, ""] | int, weights: dict[str, Any], carry: LayerCarry
     ) -> LayerCarry:
-        """Run layer `index`."""
+        """Run layer `index` and return the carry after it."""
         layer, config, x = self.layer, self.layer.config, carry.x
         layer_inputs = {
             name: jnp.where(index == self.tapped_layers[name], x, before)
@@ -79,7 +79,7 @@ class LayerPass:
         key: Float[Array, "B T G C"],
         value: Float[Array, "B T G C"],
     ) -> tuple[Partial, Window | None]:
-        """Attention among the tokens of the window, and the window with the new ones."""
+        """Return the attention over the window, and the window with the new keys and values."""
         softcap = self.layer.config.attention.softcap
         if window is None:
             mixed = attend_in_blocks(
@@ -105,7 +105,7 @@ def write_window(
     layer: Int[Array, ""] | int,
     start: Int[Array, ""] | int,
 ) -> Float[Array, "L B G W C"]:
-    """A window's keys or values with those of T new tokens written to slots start..start+T."""
+    """Return a window's keys or values with `new` written to slots start..start+T of a layer."""
     new = new.transpose(0, 2, 1, 3)[None].astype(window.dtype)
     where = (layer, 0, 0, start, 0)
     return lax.dynamic_update_slice(window, new, where, allow_negative_indices=False)

@@ -1,4 +1,4 @@
-"""What the layers of a decoder see in which they differ: rotations, and sliding windows."""
+"""What differs between a decoder's layers: rotations, and masks of sliding windows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from specjax.models.layers.decoder_layer import Rotation, rotate_by
 
 
 class LayerView(NamedTuple):
-    """One layer's rotation, mask of the window, and the oldest committed key of each query.
+    """One layer's rotation, mask of the window, and oldest visible committed key of each query.
 
     X counts the queries of one key/value head. Without sliding windows `oldest` is None.
     """
@@ -27,7 +27,7 @@ class LayerView(NamedTuple):
 
     @property
     def limits(self) -> dict[str, Int[Array, "B X"]]:
-        """What the attention to the cache is called with: nothing where nothing is limited."""
+        """Keyword arguments for the attention over the cache: none if there is no limit."""
         return {} if self.oldest is None else {"oldest": self.oldest}
 
 
@@ -38,38 +38,43 @@ def layer_views(
     visible: Bool[Array, "#B T W"],
     repeats: int,
 ) -> Callable[[Int[Array, ""] | int], LayerView]:
-    """The view of each layer, by its index; `repeats` queries share a key head and a token.
+    """Return the view of each layer by its index; `repeats` queries share a key head and a token.
 
-    The two kinds of layers, with and without sliding window, are computed once; a layer whose
-    index is traced selects between them. Without `window` (training) the T tokens see each other.
+    The views with and without sliding window are computed once; a layer with a traced index selects
+    between them. Without `window` (training) the T tokens see each other.
     """
 
     def spread(mask: jax.Array, axis: int = 1) -> jax.Array:
-        # The queries that share a key head are adjacent, token by token.
+        # Queries are ordered by token; those of one token that share a key head are adjacent.
         return jnp.repeat(mask, repeats, axis=axis)
 
-    full = LayerView(rotate_by(positions, config), spread(visible)[:, None])
+    full_view = LayerView(rotate_by(positions, config), spread(visible)[:, None])
     sliding = config.sliding_window
     windowed = config.windowed
     if sliding is None or not any(windowed):
-        return lambda index: full
+        return lambda index: full_view
     oldest = positions - (sliding.size - 1)
-    others = positions if window is None else window.positions
-    recent = visible & (others[:, None, :] >= oldest[:, :, None])
-    rotation = full.rotation
+    key_positions = positions if window is None else window.positions
+    recent = visible & (key_positions[:, None, :] >= oldest[:, :, None])
+    rotation = full_view.rotation
     if sliding.rope_theta is not None:
         rotation = rotate_by(positions, config, windowed=True)
-    local = LayerView(rotation, spread(recent)[:, None], spread(oldest))
+    local_view = LayerView(rotation, spread(recent)[:, None], spread(oldest))
     if all(windowed):
-        return lambda index: local
-    everything = full._replace(
-        seen=jnp.broadcast_to(full.seen, local.seen.shape), oldest=jnp.zeros_like(local.oldest)
+        return lambda index: local_view
+    global_view = full_view._replace(
+        seen=jnp.broadcast_to(full_view.seen, local_view.seen.shape),
+        oldest=jnp.zeros_like(local_view.oldest),
     )
 
     def view(index: Int[Array, ""] | int) -> LayerView:
         if isinstance(index, int):
-            return local if windowed[index] else everything
-        here = jnp.asarray(np.asarray(windowed))[index]
-        return jax.tree.map(lambda a, b: a if a is b else jnp.where(here, a, b), local, everything)
+            return local_view if windowed[index] else global_view
+        is_local = jnp.asarray(np.asarray(windowed))[index]
+
+        def select(local: jax.Array, everywhere: jax.Array) -> jax.Array:
+            return local if local is everywhere else jnp.where(is_local, local, everywhere)
+
+        return jax.tree.map(select, local_view, global_view)
 
     return view

@@ -15,10 +15,10 @@ from specjax.errors import InputError
 
 
 class ChosenKernel(NamedTuple):
-    """Kernels [D, F] of layers apart, and which layer is meant; for CPUs.
+    """Kernels [D, F] of separate layers, and the index of the layer to use; for CPUs.
 
-    A product with it is a branch for each kernel, which reads the kernel where it lies: of stacked
-    kernels XLA copies the slice first.
+    A product with it has a branch per kernel, which reads the kernel in place: XLA would first copy
+    the slice of stacked kernels.
     """
 
     kernels: tuple[Float[Array, "D F"], ...]
@@ -33,11 +33,11 @@ def product(
     multiply: Any = None,
     out: Any = None,
 ) -> jax.Array:
-    """`einsum` of two arrays in x's dtype, or `out`, in full precision.
+    """Return the `einsum` of two arrays in full precision, in x's dtype or `out`.
 
-    With `multiply` (bfloat16, in training and on CPUs) both are rounded to that dtype first, and so
-    is the gradient; sums are in float32 in any case. Two to five times as fast where the device
-    supports that dtype in hardware. Raises InputError for a chosen kernel that is to be rounded.
+    With `multiply` (bfloat16, in training and on CPUs) both operands are rounded to that dtype
+    first, as is the gradient; sums are in float32. This is two to five times as fast on devices
+    that support the dtype in hardware. Raises InputError for a chosen kernel of another dtype.
     """
     if isinstance(kernel, ChosenKernel):
         (y,) = _chosen_products(equation, x, [kernel], multiply, out)
@@ -57,7 +57,7 @@ def products(
     *,
     multiply: Any = None,
 ) -> list[jax.Array]:
-    """The `product` with each of several kernels; of chosen ones they may run beside each other.
+    """Return the `product` with each of several kernels; with chosen ones they may run in parallel.
 
     Raises InputError as `product` does.
     """
@@ -67,10 +67,10 @@ def products(
 
 
 _FEW_ROWS = 2, 7
-"""For so many rows of float32, XLA's CPU backend is faster with the rows stored as columns.
+"""From 2 to 7 rows of float32, XLA's CPU backend is faster with the rows stored as columns.
 
-The code is Eigen's then, instead of YNNPACK's: a quarter less time for three to five rows, and a
-tenth for seven; two take as long as three, and are made three.
+It then calls Eigen instead of YNNPACK: a quarter less time for three to five rows, and a tenth for
+seven. Two rows take as long as three, and are padded to three.
 """
 
 
@@ -81,13 +81,13 @@ def _chosen_products(
     multiply: Any,
     out: Any,
 ) -> list[Float[Array, "*B _"]]:
-    """The products with kernels of the same layer, all in one branch; no kernel is rounded."""
+    """Return the products with kernels of the same layer, in one branch; no kernel is rounded."""
     inputs, result = equation.split("->")
-    left, right = inputs.split(",")
-    assert right[0] == left[-1], equation
-    assert result == left[:-1] + right[1:], equation
+    left_axes, right_axes = inputs.split(",")
+    assert right_axes[0] == left_axes[-1], equation
+    assert result == left_axes[:-1] + right_axes[1:], equation
     dtype = jnp.dtype(x.dtype if multiply is None else multiply)
-    if any(own.dtype != dtype for kernel in kernels for own in kernel.kernels):
+    if any(layer_kernel.dtype != dtype for kernel in kernels for layer_kernel in kernel.kernels):
         raise InputError(
             f"multiply={dtype}: kernels of layers='apart' would be rounded for every product; use "
             "Form.for_training"
@@ -95,32 +95,32 @@ def _chosen_products(
     rows = x.reshape(-1, x.shape[-1]).astype(dtype)
     out = x.dtype if multiply is not None and out is None else out
     least, most = _FEW_ROWS
-    if few := least <= len(rows) <= most and dtype == jnp.float32:
+    if as_columns := least <= len(rows) <= most and dtype == jnp.float32:
         padded = jnp.pad(rows, ((0, 1 if len(rows) == 2 else 0), (0, 0)))
-        # Without the barrier the product is turned back.
+        # Without the barrier XLA undoes the transposition.
         operand = lax.optimization_barrier(padded.T)
     else:
         operand = rows
-    times = functools.partial(
+    multiply_by = functools.partial(
         lax.dot_general,
-        dimension_numbers=(((0 if few else 1,), (0,)), ((), ())),
+        dimension_numbers=(((0 if as_columns else 1,), (0,)), ((), ())),
         precision=full_precision(dtype),
         preferred_element_type=out,
     )
 
     def branch(layer: tuple[Float[Array, "D _"], ...]) -> Callable[[jax.Array], list[jax.Array]]:
-        return lambda operand: [times(operand, kernel) for kernel in layer]
+        return lambda operand: [multiply_by(operand, kernel) for kernel in layer]
 
     layers = zip(*(kernel.kernels for kernel in kernels), strict=True)
-    found = lax.switch(kernels[0].index, [branch(layer) for layer in layers], operand)
-    return [y[: len(rows)].reshape(*x.shape[:-1], -1) for y in found]
+    outputs = lax.switch(kernels[0].index, [branch(layer) for layer in layers], operand)
+    return [y[: len(rows)].reshape(*x.shape[:-1], -1) for y in outputs]
 
 
 def full_precision(dtype: Any) -> lax.Precision | None:
-    """The `precision` for a product of operands of a dtype that must not be rounded.
+    """Return the `precision` of a product whose operands, of a dtype, must not be rounded.
 
     HIGHEST for float32, which accelerators multiply in fewer bits by default (on an H200 in TF32:
-    attention over several tokens was off by 3e-4, relatively), else None.
+    attention over several tokens had a relative error of 3e-4), and None otherwise.
     """
     return lax.Precision.HIGHEST if dtype == jnp.float32 else None
 
@@ -134,12 +134,12 @@ def _einsum_rounded_forward(equation: str, dtype: Any, x: jax.Array, kernel: jax
     return _einsum(equation, dtype, x, kernel), (x, kernel)
 
 
-def _einsum_rounded_backward(equation: str, dtype: Any, kept: tuple, gradient: jax.Array) -> tuple:
-    x, kernel = kept
+def _einsum_rounded_backward(equation: str, dtype: Any, saved: tuple, gradient: jax.Array) -> tuple:
+    x, kernel = saved
     inputs, result = equation.split("->")
-    left, right = inputs.split(",")
-    to_x = _einsum(f"{result},{right}->{left}", dtype, gradient, kernel)
-    to_kernel = _einsum(f"{left},{result}->{right}", dtype, x, gradient)
+    left_axes, right_axes = inputs.split(",")
+    to_x = _einsum(f"{result},{right_axes}->{left_axes}", dtype, gradient, kernel)
+    to_kernel = _einsum(f"{left_axes},{result}->{right_axes}", dtype, x, gradient)
     return to_x.astype(x.dtype), to_kernel.astype(kernel.dtype)
 
 
