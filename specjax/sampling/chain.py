@@ -40,7 +40,11 @@ class Verification(NamedTuple):
 
         Entries after them are -1.
         """
-        path_slots = jnp.concatenate([self.path_slots, self.path_slots[..., :1] * 0 - 1], axis=-1)
+        path_slots = jnp.concatenate(
+            [self.path_slots, jnp.full_like(self.next_token[..., None], -1)], axis=-1
+        )
+        if not jnp.size(drafted):
+            return self.next_token[..., None]
         index = jnp.maximum(path_slots - 1, 0)
         accepted = jnp.take_along_axis(jnp.asarray(drafted), index, axis=-1)
         accepted = jnp.where(path_slots > 0, accepted, -1)

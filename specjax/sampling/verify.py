@@ -58,14 +58,14 @@ def verify_chain(
             _check_log_probabilities(name, distributions)
     one_chain = tokens.ndim == 1
     batch, length = (1, len(tokens)) if one_chain else tokens.shape
-    keys = _one_key_per_chain(keys, batch)
+    vocab, keys = logp.shape[-1], _one_key_per_chain(keys, batch)
     num_valid = length if num_valid is None else num_valid
     positions = 0 if positions is None else positions
     result = _verify_arrays(
         keys,
         tokens.reshape(batch, length),
-        None if logq is None else logq.reshape(batch, length, -1),
-        logp.reshape(batch, length + 1, -1),
+        None if logq is None else logq.reshape(batch, length, vocab),
+        logp.reshape(batch, length + 1, vocab),
         jnp.broadcast_to(jnp.asarray(positions, jnp.int32), batch),
         jnp.broadcast_to(jnp.asarray(num_valid, jnp.int32), batch),
         rule=rule,
