@@ -1,13 +1,13 @@
-"""Benchmark specjax on an accelerator, at large models' shapes: rounds, passes, speed-ups.
+"""Benchmark specjax on an accelerator, at Llama-8B's shape: rounds, passes, speed-ups.
 
     python scripts/bench_accelerator.py --out=accelerator.jsonl [--minutes=9]
 
-Measures on the default device, with random weights of Llama's 8B and 70B shapes (as many layers as
-fit) and a simulated drafter of a given acceptance; `--size=debug` does the same with a tiny model,
-on a CPU in seconds. Each model, batch and context is one row, appended to --out as JSON when it is
-measured: the same command continues with the rows that are left, so that it may be stopped at any
-time, or by --minutes. What does not fit the device's memory is a row that says so. Tables of all
-rows come last. Exit codes: 0; 1 where a row failed; 2 for bad input; 130 after Ctrl-C.
+Measures on the default device, with random weights and a simulated drafter of a given acceptance;
+`--size=debug` does the same with a tiny model, on a CPU in seconds. Each batch and context is one
+row, appended to --out as JSON when it is measured: the same command continues with the rows that
+are left, so that it may be stopped at any time, or by --minutes. What does not fit the device's
+memory is a row that says so. Tables of all rows come last. Exit codes: 0; 1 where a row failed; 2
+for bad input; 130 after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -36,18 +36,16 @@ from accelerator.sizes import SIZES, Size
 from accelerator.synthetic import random_model
 from specjax.cli import command
 from specjax.errors import InputError
-from specjax.models.config import DecoderConfig
 from specjax.models.decoder import Form
 from specjax.tuning import costs
 
 _OUT = flags.DEFINE_string("out", "accelerator.jsonl", "File of the rows, appended as measured.")
-_SIZE = flags.DEFINE_enum("size", "full", list(SIZES), "What is measured.")
-_MODELS = flags.DEFINE_list("models", None, "Models of the size; all if unset.")
+_SIZE = flags.DEFINE_enum("size", "8b", list(SIZES), "What is measured.")
 _BATCHES = flags.DEFINE_list("batches", None, "Batch sizes of the size; all if unset.")
 _CONTEXTS = flags.DEFINE_list("contexts", None, "Contexts of the size; all if unset.")
 _MINUTES = flags.DEFINE_float("minutes", None, "Begin no row after so long.", lower_bound=0.0)
 
-MEASURED, NO_FIT, NO_MEMORY, FAILED = "measured", "does not fit", "out of memory", "failed"
+MEASURED, NO_MEMORY, FAILED = "measured", "out of memory", "failed"
 Row = dict[str, Any]
 
 
@@ -55,13 +53,11 @@ Row = dict[str, Any]
 class Cell:
     """What a row measures."""
 
-    model: str
-    layers: int
     batch: int
     context: int
 
     def __str__(self) -> str:
-        return f"{self.model}, {self.layers} layers, batch {self.batch}, context {self.context}"
+        return f"batch {self.batch}, context {self.context}"
 
 
 class Rows:
@@ -72,12 +68,12 @@ class Rows:
         self.by_cell: dict[Cell, Row] = {}
         text = path.read_text(encoding="utf-8") if path.exists() else ""
         # What follows the last newline was being written when a call was killed.
-        for line in text.split("\n")[:-1]:
-            row = json.loads(line)
+        complete, _, cut_off = text.rpartition("\n")
+        if cut_off:
+            path.write_text(complete + "\n" * bool(complete), encoding="utf-8")
+        for row in map(json.loads, complete.splitlines()):
             if row["settings"] == settings:
                 self.by_cell[Cell(**row["cell"])] = row
-        if not text.endswith("\n") and text:
-            path.write_text(text[: text.rfind("\n") + 1], encoding="utf-8")
 
     def add(self, cell: Cell, status: str, **values: Any) -> None:
         """Append a row at once."""
@@ -102,71 +98,51 @@ def run(_: list[str]) -> int:
     """Measure what is left, and print tables; returns the exit code."""
     deadline = math.inf if _MINUTES.value is None else time.monotonic() + 60 * _MINUTES.value
     device, size = jax.local_devices()[0], SIZES[_SIZE.value]
-    batches = _chosen(_BATCHES, dict(zip(map(str, size.batches), size.batches, strict=True)))
-    contexts = _chosen(_CONTEXTS, dict(zip(map(str, size.contexts), size.contexts, strict=True)))
-    models = _chosen(_MODELS, {name: name for name in size.models})
-    size = replace(size, batches=batches, contexts=contexts)
-    rows = Rows(
-        Path(_OUT.value),
-        {
-            "size": _SIZE.value,
-            "device": device.device_kind,
-            "jax": jax.__version__,
-            "xla_flags": os.environ.get("XLA_FLAGS", ""),
-        },
+    size = replace(
+        size,
+        batches=_chosen(_BATCHES, size.batches),
+        contexts=_chosen(_CONTEXTS, size.contexts),
     )
-    memory_bytes = (device.memory_stats() or {}).get("bytes_limit", math.inf)
+    settings = {
+        "size": _SIZE.value,
+        "device": device.device_kind,
+        "jax": jax.__version__,
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
+    }
+    rows = Rows(Path(_OUT.value), settings)
     bandwidth = costs.copy_bandwidth(size.copy_bytes)
     flops = costs.matmul_flops(size.matmul_size, size.dtype)
     print(f"{device.device_kind}: copies {bandwidth:.4g} bytes/s, multiplies {flops:.4g} FLOP/s")
-    left = []
-    for name in models:
-        left += measure_model(name, size, rows, memory_bytes, bandwidth, deadline)
+    left = measure(size, rows, bandwidth, deadline)
     print_tables(rows, Console(width=None if os.isatty(1) else 140))
     if left:
         print(f"{len(left)} rows are left: the same command continues with {left[0]}")
     return int(any(row["status"] == FAILED for row in rows.by_cell.values()))
 
 
-def _chosen(flag: flags.FlagHolder, known: dict[str, Any]) -> tuple[Any, ...]:
-    """What a list flag names, everything if it is unset."""
+def _chosen(flag: flags.FlagHolder, known: tuple[int, ...]) -> tuple[int, ...]:
+    """The numbers that a list flag names, all known ones if it is unset."""
+    by_name = {str(number): number for number in known}
     for name in flag.value or ():
-        if name not in known:
-            raise InputError(f"{flag.name}={name}: use some of {', '.join(known)}")
-    return tuple(known[name] for name in flag.value or known)
+        if name not in by_name:
+            raise InputError(f"{flag.name}={name}: use some of {', '.join(by_name)}")
+    return tuple(by_name[name] for name in flag.value or by_name)
 
 
-def measure_model(
-    name: str, size: Size, rows: Rows, memory_bytes: float, bandwidth: float, deadline: float
-) -> list[Cell]:
-    """Add the rows of a model that are not there, cheap ones first; returns those not reached."""
-    config = size.models[name]
-    if name in size.fewer_layers:
-        # Where not even one layer fits, every row says so.
-        layers = size.fitting_layers(config, memory_bytes) or config.num_layers
-        config = replace(config, num_layers=layers)
-    cells = [
-        Cell(name, config.num_layers, batch, context)
-        for batch in size.batches
-        for context in size.contexts
-    ]
-    final = (MEASURED, NO_FIT, NO_MEMORY)
-    left = [cell for cell in cells if rows.by_cell.get(cell, {}).get("status") not in final]
-    left.sort(key=lambda cell: (cell.batch * cell.context, cell.batch))
+def measure(size: Size, rows: Rows, bandwidth: float, deadline: float) -> list[Cell]:
+    """Add the rows that are not there, cheap ones first; returns the cells not reached in time."""
+    cells = [Cell(batch, context) for batch in size.batches for context in size.contexts]
+    done = {cell for cell, row in rows.by_cell.items() if row["status"] != FAILED}
+    left = sorted(set(cells) - done, key=lambda cell: (cell.batch * cell.context, cell.batch))
     model = None
     while left and time.monotonic() < deadline:
         cell = left.pop(0)
-        widths = _fitting_widths(size, config, cell, memory_bytes)
-        if size.num_speculative_tokens + 1 not in widths:
-            rows.add(cell, NO_FIT)
-            print(f"{cell}: does not fit")
-            continue
         print(f"{cell}: compiling and measuring", flush=True)
         begin = time.monotonic()
         try:
-            form = Form.of(jax.default_backend(), config)
-            model = model or random_model(name, config, size.dtype, form)
-            values = decoding.measure(size, model, cell.batch, cell.context, widths)
+            form = Form.of(jax.default_backend(), size.model)
+            model = model or random_model(_SIZE.value, size.model, size.dtype, form)
+            values = decoding.measure(size, model, cell.batch, cell.context)
         # A compiler's or device's error ends its own row, not the run.
         except Exception as error:
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
@@ -184,21 +160,12 @@ def measure_model(
     return left
 
 
-def _fitting_widths(
-    size: Size, config: DecoderConfig, cell: Cell, memory_bytes: float
-) -> list[int]:
-    """The widths whose passes fit the device's memory, that of a full draft included."""
-    return [
-        width
-        for width in sorted({*size.widths, size.num_speculative_tokens + 1})
-        if size.needed_bytes(config, cell.batch, cell.context, width) <= memory_bytes
-    ]
-
-
 def print_tables(rows: Rows, console: Console) -> None:
     """Print plain rounds, passes by width, speed-ups, and what has no figures."""
-    names = ("row", "ms", "of copy bandwidth", "loop overhead", "tokens/s", "T(N)/T(1)")
-    plain = Table(*names, title="A plain round")
+    plain = Table(
+        *("row", "ms", "of copy bandwidth", "loop overhead", "tokens/s", "T(N)/T(1)"),
+        title="A plain round",
+    )
     speedups = Table(
         *("row", "acceptance", "tokens per round", "speed-up", "min..max"),
         *("predicted", "measured/predicted", "rows as plain"),
@@ -230,7 +197,7 @@ def print_tables(rows: Rows, console: Console) -> None:
             console.print(table)
     for cell, row in rows.by_cell.items():
         if row["status"] != MEASURED:
-            console.print(f"{cell}: {row['status']} {row.get('reason', '')}".rstrip())
+            console.print(f"{cell}: {row['status']}: {row['reason']}")
 
 
 if __name__ == "__main__":

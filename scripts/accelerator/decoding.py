@@ -96,19 +96,17 @@ def read_bytes(size: Size, model: Model, batch: int, context: int) -> int:
     return (shape.num_read_params() + cached) * ITEMSIZE[size.dtype]
 
 
-def measure(
-    size: Size, model: Model, batch: int, context: int, widths: list[int]
-) -> dict[str, Any]:
-    """Plain rounds, isolated passes of `widths`, and speed-ups by acceptance.
+def measure(size: Size, model: Model, batch: int, context: int) -> dict[str, Any]:
+    """Plain rounds, isolated passes by width, and speed-ups by acceptance.
 
-    `widths` has 1 and that of a full draft. The simulated drafter and plain decoding run in turn. A
-    speed-up is tokens per round times the ratio of the two rounds' median times.
+    The simulated drafter and plain decoding run in turn. A speed-up is tokens per round times the
+    ratio of the two rounds' median times.
     """
     # At the mean committed length of a timed run.
     passes = costs.widths_seconds(
         model.architecture,
         model.params,
-        widths,
+        size.widths_of(batch),
         batch=batch,
         committed=size.committed(context),
         capacity=size.capacity(context),
