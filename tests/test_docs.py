@@ -151,6 +151,16 @@ def test_the_python_of_the_readme_runs_and_prints_what_it_says(own_model, chatty
     assert out.getvalue() == shown
 
 
+def test_every_script_is_in_the_table_of_scripts():
+    scripts = {
+        path.relative_to(ROOT / "scripts").as_posix()
+        for path in (ROOT / "scripts").rglob("*.py")
+        if "__main__" in path.read_text()
+    }
+    page = (ROOT / "scripts" / "README.md").read_text()
+    assert set(re.findall(r"`([\w/]+\.py)`", page)) == scripts
+
+
 def test_every_drafter_has_proofs():
     proven = set(re.findall(r"^\| `(\w+)`", (DOCS / "proofs.md").read_text(), re.MULTILINE))
     assert proven >= set(DRAFTERS)

@@ -15,6 +15,7 @@ Run it from the repository root, with a Python that has transformers, sentencepi
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
 from pathlib import Path
@@ -155,5 +156,8 @@ def detokenized() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     detokenized()
     chats()
