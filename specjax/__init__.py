@@ -18,6 +18,7 @@ _HOMES = {
     "Model": "specjax.loading.model",
     "Output": "specjax.decoding.engine.outputs",
     "SamplingParams": "specjax.decoding.sampling_params",
+    "compile": "specjax.decoding.generate",
     "from_vllm_speculative_config": "specjax.drafters.by_name.vllm_config",
     "generate": "specjax.decoding.generate",
     "load_model": "specjax.loading.load",

@@ -190,6 +190,25 @@ class Summary:
         """Mean draft length, empty drafts counted; None without rounds."""
         return self.num_draft_tokens / self.num_rounds if self.num_rounds else None
 
+    def __str__(self) -> str:
+        """A small table: a line for each figure that people compare."""
+
+        def number(value: float | None) -> str:
+            return "-" if value is None else f"{value:.2f}"
+
+        by_position = " ".join(map(number, self.acceptance_at_pos)) or "-"
+        widths = " ".join(f"{width}:{count}" for width, count in self.rounds_by_width.items())
+        lines = {
+            "requests": str(self.num_requests),
+            "new tokens": str(self.num_emitted_tokens),
+            "passes of the target": str(self.num_rounds),
+            "tokens per pass (tau)": number(self.acceptance_length),
+            "acceptance rate": number(self.acceptance_rate),
+            "acceptance by position": by_position,
+            "passes by width": widths or "-",
+        }
+        return "\n".join(f"{name:<24}{value}" for name, value in lines.items())
+
     def to_dict(self) -> dict[str, Any]:
         """The fields as JSON takes them: lists for tuples, strings for keys, None for undefined."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}

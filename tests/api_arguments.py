@@ -55,7 +55,7 @@ BAD = {
     "drafter": [3, "nosuch", "", "os:getcwd", "sys:exit", "os:nosuch", "nosuch:f", "ngram+ngram"],
     "verify": ["nosuch", 3, None],
     "seed": ["a", -1, 2**32, 1.5, None, True],
-    "batch_size": ["a", 0, 2**63, 1.5, True],
+    "batch_size": ["a", 0, 2**63, 1.5, True, None],
     "max_length": ["a", 0, 1, 2**63, 10**6],
     "num_speculative_tokens": ["a", -1, 10**6, 1.5, True],
     "num_speculative_tokens_per_batch_size": [
@@ -68,8 +68,9 @@ BAD = {
         [(4, 2, 1)],
     ],
     "rounds_per_step": [0, "a", None, 2**63],
-    "refill_rows": [0, "a", None, 1.5],
+    "refill_rows": [0, "a", 1.5],
     "max_prefill_tokens": [0, "a", None, 1.5],
+    "num_tokens": [0, 1, "a", None, 2.5],
     "id": [2.5, True, b"x"],
     "n": [0, "a", None, 1.5],
     "name": [None, 3, "", "nosuch", "ngram+", "os:getcwd"],
@@ -102,6 +103,7 @@ CALLS = {
         lambda *args, **kwargs: list(specjax.stream(*args, **kwargs)),
         {"target": TARGET, "prompts": [[1, 2]]},
     ),
+    "compile": (specjax.compile, {"target": TARGET}),
     "Engine": (specjax.Engine, {"target": TARGET}),
     "Engine.add": (
         lambda *args, **kwargs: specjax.Engine(TARGET).add(*args, **kwargs),
@@ -157,14 +159,13 @@ CALLED = {("make_drafter", "name"): "drafter"}
 
 
 def parameters(name, function):
-    """The names of a function's arguments; those of `**options` are generate's."""
-    found = []
-    for parameter in inspect.signature(SIGNATURES.get(name, function)).parameters.values():
-        if parameter.kind is not inspect.Parameter.VAR_KEYWORD:
-            found.append(parameter.name)
-        elif name == "stream":
-            found += [one for one in parameters("generate", specjax.generate) if one != "progress"]
-    return list(dict.fromkeys(found))
+    """The names of a function's arguments."""
+    signature = inspect.signature(SIGNATURES.get(name, function))
+    return [
+        parameter.name
+        for parameter in signature.parameters.values()
+        if parameter.kind is not inspect.Parameter.VAR_KEYWORD
+    ]
 
 
 def problem(call, argument):
@@ -217,9 +218,8 @@ def numbers_refused():
             TARGET,
             [np.array([1, 2]), (np.uint8(1),)],
             drafter=specjax.make_drafter("ngram", TARGET, prompt_lookup_max=three),
-            options=DecodeOptions(num_speculative_tokens=three, batch_size=three),
+            options=DecodeOptions(num_speculative_tokens=three, batch_size=three, seed=three),
             requests={"top_k": three, "temperature": np.float32(0.5), "max_new_tokens": three},
-            seed=three,
         )
     except Exception as error:
         return str(error)

@@ -12,7 +12,7 @@ from specjax import trees
 from specjax.controllers import Fixed, Limits
 from specjax.decoding.generate import decode_session
 from specjax.decoding.options import DecodeOptions
-from specjax.decoding.programs import compile_setup, run, start
+from specjax.decoding.programs import compile_session, run, start
 from specjax.decoding.round import make_context
 from specjax.decoding.rows import batch_arguments, row_arguments
 from specjax.decoding.sampling_params import SamplingParams
@@ -73,7 +73,6 @@ def make_session(
     *,
     drafter=None,
     sampling=None,
-    seed=0,
     every_width=False,
     **options,
 ):
@@ -90,7 +89,6 @@ def make_session(
         drafter=drafter,
         options=DecodeOptions(**options),
         requests=requests,
-        seed=seed,
     )
     if session.controller != Fixed() or every_width or conftest.full:
         return session
@@ -155,7 +153,7 @@ def first_state(session):
 def empty_state(session):
     """The state of an engine that has no row yet, of the programs that decode the session."""
     arguments = row_arguments(session, [], session.num_rows)
-    return compile_setup(session).empty(session.params, *arguments)
+    return compile_session(session).empty(session.params, *arguments)
 
 
 def rounds(session, state, counts=None):
@@ -257,7 +255,7 @@ class Changed(Drafter):
     identity: object = None
     """Tells apart what is compiled."""
     features = property(lambda self: self.drafter.features)
-    sampled = property(lambda self: self.drafter.sampled)
+    sampled = True
     stops = property(lambda self: self.drafter.stops)
     num_nodes = property(lambda self: self.inner.num_nodes)
     branches = property(lambda self: self.inner.branches)

@@ -17,7 +17,7 @@ from specjax.decoding import programs
 from specjax.decoding.engine import device_rows
 from specjax.decoding.engine import engine as engine_module
 from specjax.decoding.engine.device_rows import DeviceRows
-from specjax.decoding.engine.engine import Engine, Schedule
+from specjax.decoding.engine.engine import Engine
 from specjax.decoding.engine.outputs import Follower
 from specjax.decoding.engine.scheduler import Request, Scheduler
 from specjax.decoding.engine.statistics import Percentiles, Statistics, Step
@@ -85,7 +85,7 @@ def ended(engine, session, index=None):
         engine.add_rows(prompt, [session_row(session, prompt)])
     outputs = [delta.output for delta in engine if delta.output is not None]
     assert [one.lossy for one in outputs] == [
-        engine.setup.is_lossy(session.requests[one.id]) for one in outputs
+        engine.session.is_lossy(session.requests[one.id]) for one in outputs
     ]
     assert engine.statistics.lossy >= any(one.lossy for one in outputs)
     return {one.id: own_results(one) for one in outputs}
@@ -124,10 +124,10 @@ def test_rows_that_come_and_go_give_what_they_give_alone(name, rule, tiny, unrel
     drafter = named(name, tiny, unrelated, similar)
     session = session_of(tiny, drafter, rule)
     wanted = alone(session)
-    schedule = Schedule(rounds_per_step=2, max_prefill_tokens=5)
-    assert ended(Engine.of(session, schedule), session) == wanted
+    session = session.with_options(rounds_per_step=2, max_prefill_tokens=5)
+    assert ended(Engine.of(session), session) == wanted
 
-    engine = Engine.of(session, schedule)
+    engine = Engine.of(session)
     found = {}
 
     def steps(count):
@@ -164,7 +164,7 @@ def rows_left(session, monkeypatch):
     """What requests give of which one is left, and beside which another one is added then; and the
     rows of each step.
     """
-    engine, sizes, step = Engine.of(session, Schedule(rounds_per_step=2)), [], DeviceRows.step
+    engine, sizes, step = Engine.of(session.with_options(rounds_per_step=2)), [], DeviceRows.step
 
     def note(self, *arguments):
         seen = step(self, *arguments)
@@ -190,7 +190,7 @@ def test_rows_that_are_left_decode_without_the_others(tiny, unrelated, similar, 
     drafter = named("similar", tiny, unrelated, similar)
     session = session_of(tiny, drafter, slots=2, num_speculative_tokens=1)
     monkeypatch.setattr(device_rows, "_SAVED", 0.0)
-    engine = Engine.of(session, Schedule(rounds_per_step=2))
+    engine = Engine.of(session.with_options(rounds_per_step=2))
     wanted = ended(engine, session, (2, 1, 5))
     monkeypatch.setattr(device_rows, "_SAVED", 1e9)
     assert rows_left(session, monkeypatch) == (wanted, [2, 1, 2, 1])
@@ -223,7 +223,7 @@ def test_an_admission_that_forgets_a_part_is_found(forgets, undrafted):
     def broken(state, slots, new):
         return admit(state, slots, new).replace(**{forgets: getattr(state, forgets)}), slots
 
-    engine = Engine.of(session, Schedule(rounds_per_step=4))
+    engine = Engine.of(session.with_options(rounds_per_step=4))
     rows = engine._rows
     rows._programs = engine.compile()._replace(admit=broken)
     for prompt in range(len(PROMPTS)):
@@ -245,9 +245,9 @@ def test_tokens_of_a_long_prompt_are_read_a_few_at_a_time(most, chunks, longest_
     rng = np.random.default_rng(0)
     prompts = [[1, 2], rng.integers(61, size=300).tolist(), rng.integers(61, size=500).tolist()]
     options = dict(sampling=greedy(max_new_tokens=40), batch_size=3)
-    session = make_session(tiny, prompts, **options)
+    session = make_session(tiny, prompts, rounds_per_step=2, max_prefill_tokens=most, **options)
     wanted = decode(tiny, prompts, **options).token_ids
-    engine = Engine.of(session, Schedule(rounds_per_step=2, max_prefill_tokens=most))
+    engine = Engine.of(session)
     compiled, order = engine.compile(), []
 
     def read(params, state, begin, end):
@@ -264,7 +264,7 @@ def test_tokens_of_a_long_prompt_are_read_a_few_at_a_time(most, chunks, longest_
         engine.add_rows(prompt, [session_row(session, prompt)])
     outputs = {one.id: one.output.token_ids for one in engine if one.output is not None}
     assert [outputs[prompt] for prompt in range(3)] == wanted
-    assert engine.setup.plan.chunks == chunks
+    assert engine.session.plan.chunks == chunks
     waits, read = [], 0
     assert order[0] == 1
     for one in order[1:]:
@@ -278,8 +278,8 @@ def test_a_slot_is_refilled_as_soon_as_its_row_has_ended(tiny):
     session = make_session(
         tiny, [[7]] * 24, sampling=[greedy(max_new_tokens=5 + 7 * (i % 5)) for i in range(24)]
     )
-    session = dataclasses.replace(session, batch_size=4)
-    engine = Engine.of(session, Schedule(rounds_per_step=64))
+    session = session.with_options(batch_size=4)
+    engine = Engine.of(session.with_options(rounds_per_step=64))
     for prompt in range(24):
         engine.add_rows(prompt, [session_row(session, prompt)])
     reasons = [one.finish_reason for one in engine if one.output is not None]
@@ -290,7 +290,7 @@ def test_a_slot_is_refilled_as_soon_as_its_row_has_ended(tiny):
     assert summary.requests == 24
     assert summary.tokens == sum(5 + 7 * (i % 5) for i in range(24))
     # Two rows at a time: fewer returns to the host, and slots that stand empty.
-    other = Engine.of(session, Schedule(rounds_per_step=64, refill_rows=2))
+    other = Engine.of(session.with_options(rounds_per_step=64, refill_rows=2))
     for prompt in range(24):
         other.add_rows(prompt, [session_row(session, prompt)])
     list(other)
@@ -691,7 +691,7 @@ def test_what_cannot_be_compiled_changes_nothing(tiny, monkeypatch):
         raise InputError("memory: too little")
 
     with monkeypatch.context() as patched:
-        patched.setattr(device_rows, "compile_setup", full)
+        patched.setattr(device_rows, "compile_session", full)
         with pytest.raises(InputError, match="^memory: too little"):
             engine.add([3], drawn)
     assert engine.num_unfinished == 2
@@ -760,7 +760,7 @@ def test_an_interrupted_end_is_made_again(tiny, monkeypatch):
 def test_a_request_without_text_ends_alone(undrafted, monkeypatch):
     """Its tokens are none that the tokenizer knows; the others do not notice."""
     session, wanted = undrafted
-    engine = Engine.of(session, Schedule(rounds_per_step=2))
+    engine = Engine.of(session.with_options(rounds_per_step=2))
     end = Follower.end
 
     def refuses(follower, *arguments):
@@ -832,7 +832,7 @@ def test_a_head_takes_what_it_shares_from_the_new_target(name, tiny):
     drafter, wanted = HEADS[name](tiny), HEADS[name](other)
     engine = Engine(tiny, drafter=drafter, num_speculative_tokens=2, batch_size=2, max_length=64)
     engine.update_params(fresh)
-    (ours,) = engine.setup.drafter.params
+    (ours,) = engine.session.drafter.params
     jax.tree.map(np.testing.assert_array_equal, ours["shared"], wanted.params["shared"])
     own = {key: part for key, part in drafter.params.items() if key != "shared"}
     jax.tree.map(np.testing.assert_array_equal, {key: ours[key] for key in own}, own)
@@ -842,7 +842,7 @@ def test_a_head_takes_what_it_shares_from_the_new_target(name, tiny):
 
     changed = jax.tree.map(lambda leaf: leaf * 2, drafter.params)
     engine.update_params(fresh, changed)
-    jax.tree.map(np.testing.assert_array_equal, engine.setup.drafter.params, (changed,))
+    jax.tree.map(np.testing.assert_array_equal, engine.session.drafter.params, (changed,))
     for bad in (tiny, {"a": 1.0}, unlike(drafter.params)):
         with pytest.raises(InputError, match="^drafter_params: its tree, shapes or dtypes are not"):
             engine.update_params(fresh, bad)

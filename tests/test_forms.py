@@ -15,7 +15,7 @@ from test_decoder import causal, extend
 
 from specjax.cache import KVCache
 from specjax.decoding import loop
-from specjax.decoding.programs import compile_setup
+from specjax.decoding.programs import compile_session
 from specjax.decoding.rows import batch_arguments
 from specjax.decoding.start import empty_state
 from specjax.distributed import sharding
@@ -389,7 +389,7 @@ def test_a_draft_model_whole_on_each_device_sends_nothing(tiny):
     drafter = make_drafter("draft_model", target, place_model(small, mesh, replicated=True))
     options = dict(sampling=greedy(max_new_tokens=4), num_speculative_tokens=1)
     session = make_session(target, PROMPTS, drafter=drafter, **options)
-    assert "all-gather" not in compile_setup(session).step.as_text()
+    assert "all-gather" not in compile_session(session).step.as_text()
 
 
 # JAX 0.12 still compiles it, and will drop Pallas's Triton backend for Mosaic GPU.

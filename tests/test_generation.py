@@ -15,9 +15,10 @@ from test_decoder import one_pass
 import specjax
 from specjax import sampling
 from specjax.decoding import programs
-from specjax.decoding.engine.engine import Engine, Schedule
+from specjax.decoding.engine.engine import Engine
 from specjax.decoding.rows import session_row
 from specjax.decoding.sampling_params import SamplingParams
+from specjax.drafters.lookup.ngram import Ngram
 from specjax.errors import InputError
 from specjax.loading.load import random_model
 from specjax.loading.tokenizers.tokenizer import Tokenizer
@@ -306,8 +307,9 @@ def test_the_next_step_is_under_way_unless_the_host_decides(speaking):
     """Stop strings decide which rows continue: then each step is read before the next."""
     for stop, ahead in (((), 1), (("never",), 0)):
         sampling = greedy(max_new_tokens=6, stop=stop, ignore_eos=True)
-        session = make_session(speaking, [PROMPT, PROMPT], sampling=sampling)
-        engine = Engine.of(session, Schedule(rounds_per_step=1))
+        prompts = [PROMPT, PROMPT]
+        session = make_session(speaking, prompts, sampling=sampling, rounds_per_step=1)
+        engine = Engine.of(session)
         compiled, begun = engine.compile(), []
 
         def step(*arguments, compiled=compiled, begun=begun):
@@ -521,3 +523,47 @@ def test_drafters_refuse_bad_options(tiny, speaking, letters):
     other = Tokenizer(tokenizers.Tokenizer.from_str(swapped))
     with pytest.raises(InputError, match="tokenizers of .* differ .*'b'.*'c'"):
         make("draft_model", speaking, dataclasses.replace(tiny, tokenizer=other))
+
+
+@pytest.mark.parametrize("prompt", [[3, 4, 5], np.array([3, 4, 5]), np.array([[3, 4, 5]])])
+def test_one_prompt_may_be_given_alone(prompt, tiny):
+    wanted = specjax.generate(tiny, [[3, 4, 5]], max_new_tokens=4)
+    assert specjax.generate(tiny, prompt, max_new_tokens=4).token_ids == wanted.token_ids
+
+
+def test_fields_of_sampling_are_arguments(tiny):
+    """They hold for every prompt, whatever else `sampling` says."""
+    prompts = [[3, 4], [5]]
+    stops = {"stop_token_ids": [9]}
+    wanted = specjax.generate(tiny, prompts, sampling={**stops, "max_new_tokens": 7})
+    for sampled in (stops, [SamplingParams(stop_token_ids=(9,), max_new_tokens=3), stops]):
+        result = specjax.generate(tiny, prompts, sampling=sampled, max_new_tokens=7)
+        assert result.token_ids == wanted.token_ids
+    assert specjax.generate(tiny, [3, 4], max_new_tokens=5, seed=3, temperature=1.0).new_tokens == 5
+
+
+@pytest.mark.parametrize(
+    ("call", "arguments", "message"),
+    [
+        (specjax.generate, {"temprature": 1.0}, "argument 'temprature'; did you mean temperature"),
+        (specjax.stream, {"progress": print}, "unexpected argument 'progress'"),
+        (lambda target, _, **given: Engine(target, **given), {"temperature": 1.0}, "'temperature'"),
+    ],
+)
+def test_unknown_arguments_are_refused(call, arguments, message, tiny):
+    with pytest.raises(TypeError, match=message):
+        call(tiny, [[1, 2]], **arguments)
+
+
+def test_seconds_of_compiling_are_told_once(tiny, caplog):
+    """By the call that compiled; requests' times are without them."""
+    options = dict(batch_size=2, num_speculative_tokens=3, max_new_tokens=4)
+    with caplog.at_level("INFO", "specjax"):
+        seconds = specjax.compile(tiny, Ngram(prompt_lookup_max=5), **options)
+        engine = Engine(tiny, batch_size=2, max_length=64, max_prefill_tokens=64)
+        engine.add([1, 2, 3])
+        (output,) = [delta.output for delta in engine if delta.output is not None]
+    assert [record.args[:2] for record in caplog.records] == [("ngram", 2), ("plain decoding", 2)]
+    result = specjax.generate(tiny, [[1, 2, 3], [4]], drafter=Ngram(prompt_lookup_max=5), **options)
+    assert 0 < 20 * result.compile_s < seconds
+    assert output.times.total_s < engine.statistics.compile_s

@@ -8,7 +8,7 @@ from decoding import PROMPTS, Shifting, decode, greedy
 
 from specjax.decoding.generate import generate
 from specjax.decoding.options import DecodeOptions
-from specjax.decoding.programs import compile_setup
+from specjax.decoding.programs import compile_session
 from specjax.decoding.rows import batch_arguments
 from specjax.decoding.setup import plan_session
 from specjax.distributed import device_memory
@@ -68,7 +68,7 @@ def test_too_little_memory_is_said_before_the_first_token(tiny, monkeypatch):
     session = plan_session(tiny, [[1, 2, 3]], requests=WISH)
     monkeypatch.setattr(device_memory, "free_bytes", lambda: 1000)
     with pytest.raises(InputError, match=r"memory: .* GiB are free; lower batch_size, max_length"):
-        compile_setup(session)
+        compile_session(session)
 
 
 def test_free_memory_of_a_container(tmp_path):

@@ -27,7 +27,7 @@ from heads import eagle_drafter, eagle_head, medusa_head, with_modules
 from specjax.cache import KVCache, Window
 from specjax.decoding import loop, programs
 from specjax.decoding.generate import decode_session, generate
-from specjax.decoding.programs import compile_setup
+from specjax.decoding.programs import compile_session
 from specjax.decoding.rows import row_arguments
 from specjax.decoding.sampling_params import SamplingParams
 from specjax.distributed import sharding
@@ -435,7 +435,7 @@ def test_no_weight_and_no_cache_travels(eight, draft):
         place_model(eight, mesh), place_model(draft, mesh), "draft_model", mixed()
     )
     # Prompts are read one on each device along `data`.
-    for program, rows in ((compile_setup(session).read, 1), (loop_program(session), 4)):
+    for program, rows in ((compile_session(session).read, 1), (loop_program(session), 4)):
         for kind, shape in collectives(program):
             sizes = [int(size) for size in re.findall(r"\d+", shape.partition("[")[2])]
             if kind == "all-gather":
@@ -450,7 +450,7 @@ def test_the_state_is_updated_in_place_on_a_mesh(eight, draft):
     session = make_session(
         place_model(eight, mesh_of(2, 4)), PROMPTS, sampling=greedy(), num_speculative_tokens=0
     )
-    program = compile_setup(session).step
+    program = compile_session(session).step
     cache = empty_state(session).cache.k.addressable_shards[0].data
     assert program.memory_analysis().alias_size_in_bytes >= 2 * cache.nbytes
     copies = re.findall(r"= \w+\[([\d,]*)\][^=\n]*? copy(?:-start)?\(", program.as_text())

@@ -169,7 +169,7 @@ class Watched:
         if admit is not None:
             self.engine._rows._programs = self.compiled._replace(admit=admit)
         # Rows are admitted right after the step in which others ended.
-        self.engine._ahead = lambda: 1
+        self.engine._most_under_way = lambda: 1
         if narrows:
             self.engine._seconds_left = lambda slots: np.inf
         for prompt in range(len(session.prompts)):
@@ -334,10 +334,10 @@ def test_recorded_limits_repeat_a_run(name, rule, controller, session_of, assert
     first = decode_session(session, engine=open_engine(session, 4))
     assert_plain(first.token_ids)
     assert len({limits for limits, _ in first.step_limits}) > 1
-    again = replace(session, controller=Recorded(first.step_limits))
+    again = session.controlled_by(Recorded(first.step_limits))
     assert_same_run(decode_session(again), first)
     # The limits are what makes it the same.
-    assert decode_session(replace(session, controller=Fixed())).token_ids != first.token_ids
+    assert decode_session(session.controlled_by(Fixed())).token_ids != first.token_ids
 
 
 @dataclass(frozen=True)
@@ -362,7 +362,7 @@ def test_expected_acceptance_is_that_of_the_limits(controller, session_of):
     """By the first candidate of each node that was reached: its q is what is recorded."""
     session = session_of(FEW)
     inner = CONTROLLERS[controller] or Scripted(session.controller.steps[:5])
-    session = replace(session, controller=Remembering(inner))
+    session = session.controlled_by(Remembering(inner))
     engine = open_engine(session, 4)
     result = decode_session(session, engine=engine)
     accepted = sum(record.accepted for record in engine._controller_state[1])
@@ -372,7 +372,7 @@ def test_expected_acceptance_is_that_of_the_limits(controller, session_of):
     rate = firsts / expected.num_nodes
     assert abs(rate - expected.mean) < 5 * expected.decision_error
     # Other limits have another expectation.
-    assert expected_acceptance(replace(session, controller=Fixed())).num_nodes != expected.num_nodes
+    assert expected_acceptance(session.controlled_by(Fixed())).num_nodes != expected.num_nodes
 
 
 CLOCKS = {
@@ -395,7 +395,7 @@ def test_all_processes_take_the_limits_of_the_first(session_of, assert_plain, mo
     first = decode_session(session)
     said = iter(first.step_limits)
     monkeypatch.setattr(processes, "from_first", lambda _: json.loads(json.dumps(next(said))))
-    other = decode_session(replace(session, controller=Fixed()))
+    other = decode_session(session.controlled_by(Fixed()))
     assert_same_run(other, first)
     assert other.step_limits == first.step_limits
 

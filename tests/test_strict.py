@@ -19,7 +19,7 @@ from specjax import sampling
 from specjax.cache import KVCache, make_cache
 from specjax.decoding import loop
 from specjax.decoding import start as starting
-from specjax.decoding.programs import compile_setup
+from specjax.decoding.programs import compile_session
 from specjax.decoding.rows import batch_arguments
 from specjax.decoding.sampling_params import SamplingParams
 from specjax.drafters import make_drafter
@@ -186,5 +186,5 @@ def test_programs_are_shared_by_sessions_that_agree(tiny):
     options = dict(drafter=drafter, sampling=greedy(max_new_tokens=5))
     one = make_session(tiny, [[1], [2, 3]], num_speculative_tokens=2, **options)
     other = make_session(tiny, [[4] * 9, [5]], num_speculative_tokens=2, seed=3, **options)
-    assert compile_setup(one) is compile_setup(other)
+    assert compile_session(one) is compile_session(other)
     assert make_session(tiny, [[4] * 9, [5]], num_speculative_tokens=3, **options).plan != one.plan

@@ -8,6 +8,7 @@ import sys
 import weakref
 
 import jax
+import jaxtyping
 import pytest
 from conftest import slow, tiny_config
 from decoding import PROMPTS, changed, greedy, random_distribution
@@ -16,7 +17,14 @@ from heads import eagle_head, medusa_head, with_modules
 import specjax
 from specjax import sampling
 from specjax.decoding import programs
-from specjax.drafters import LoadedDrafter, Turns, head_drafter, make_drafter
+from specjax.drafters import (
+    Drafter,
+    LoadedDrafter,
+    TokenRecycling,
+    Turns,
+    head_drafter,
+    make_drafter,
+)
 from specjax.drafters.lookup.ngram import Ngram
 from specjax.errors import InputError
 from specjax.loading.load import random_model
@@ -122,22 +130,58 @@ class WithATable(Ngram):
     table: object = dataclasses.field(kw_only=False)
 
 
+class Forgetful(Drafter):
+    """Without `propose`."""
+
+
+class Undeclared(Ngram):
+    """With distributions, though it does not say that it draws."""
+
+    def propose(self, params, state, context, noise):
+        draft, state = super().propose(params, state, context, noise)
+        return draft.replace(logq=jax.numpy.zeros((*draft.tokens.shape, 61))), state
+
+
+def proposing(change):
+    """A lookup whose draft and state are changed by a function, before they are returned."""
+    return changed(Ngram(), propose=lambda real, *rest: change(*real(*rest)))
+
+
+def with_tokens(draft, dtype):
+    return draft.replace(tokens=draft.tokens.astype(dtype))
+
+
 @pytest.mark.parametrize(
     ("drafter", "said"),
     [
         (lambda: WithATable(jax.numpy.ones(3)), "unhashable.*params of LoadedDrafter"),
-        (lambda: changed(Ngram(), propose=lambda real, *rest: real(*rest)[0]), "fails in a round"),
+        (lambda: Forgetful(), "no Forgetful.propose; subclass"),
         (lambda: changed(Ngram(), propose=lambda real, *rest: 1 / 0), "ZeroDivisionError"),
+        (lambda: proposing(lambda draft, state: draft), r"returned Draft; return \(Draft, state\)"),
+        (lambda: proposing(lambda draft, state: (state, draft)), r"returned \(tuple, Draft\)"),
         (
-            lambda: changed(
-                Ngram(), propose=lambda real, *rest: (real(*rest)[0], jax.numpy.ones(2))
-            ),
-            "fails in a round|state changes shape",
+            lambda: proposing(lambda draft, state: (draft, jax.numpy.ones(2))),
+            r"propose returned the state .*float32\[2\]\) where init made \(\)",
+        ),
+        (
+            lambda: proposing(lambda draft, state: (with_tokens(draft, "float32"), state)),
+            r"returned tokens of float32\[1, 8\]; return int32\[B, N\], by jnp.argmax",
+        ),
+        (
+            lambda: proposing(lambda draft, state: (draft.replace(valid=draft.tokens), state)),
+            r"returned valid of int32\[1, 8\]; return bool",
+        ),
+        (lambda: Undeclared(), "returned logq.*but its `sampled` is False; override"),
+        (
+            lambda: changed(TokenRecycling(61), observe=lambda real, *rest: None),
+            "observe returned the state None where init made .*return one of the same arrays",
         ),
         (lambda: LoadedDrafter(Turns((Ngram(), Ngram())), ()), "has 2 drafters and 0 params"),
     ],
 )
-def test_a_drafter_of_ones_own_that_is_none(drafter, said, tiny):
+def test_a_drafter_of_ones_own_that_is_none(drafter, said, tiny, monkeypatch):
+    # As for users: without a type checker in front of specjax's own messages.
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
     with pytest.raises(InputError, match=f"^drafter.*{said}") as caught:
         specjax.generate(tiny, [[1, 2]], drafter=drafter(), sampling={"max_new_tokens": 4})
     assert "\n" not in str(caught.value)

@@ -56,8 +56,14 @@ from specjax.tuning import with_fastest_trees
 
 SIMULATED = "simulated"
 """The drafter that needs a plain run before it can be made."""
-_OPTIONS = tuple(name for name in fields_of(DecodeOptions) if name != "controller")
-"""Those of a call that a command line takes, too."""
+_OPTIONS = (
+    "num_speculative_tokens",
+    "num_speculative_tokens_per_batch_size",
+    "verify",
+    "batch_size",
+    "max_length",
+)
+"""The fields of DecodeOptions that a command line takes."""
 _MODEL = "draft_model"
 """The drafter that is a model, which each device may hold whole."""
 _THRESHOLD = Number(0.0, above=True, remedy="use a number above 0")

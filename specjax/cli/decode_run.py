@@ -11,7 +11,7 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from specjax.cli.console import Marker, Screen
@@ -106,13 +106,13 @@ def decode_batches(
             model,
             prompts,
             requests=sampling,
-            seed=seed,
             names=[config.prompt_name(config.questions[i], turn) for i in config.turn(turn)],
         )
-        sessions = [opened(drafter=drafter, options=config.options) for drafter in drafters]
+        options = replace(config.options, seed=seed)
+        sessions = [opened(drafter=drafter, options=options) for drafter in drafters]
         plain = None
         if with_plain:
-            plain = _Side(PLAIN, opened(options=config.options.without_drafts()))
+            plain = _Side(PLAIN, opened(options=options.without_drafts()))
         if simulated:
             for index in _groups(plain.session):
                 _decode(plain, index, screen, clock, progress)
@@ -120,7 +120,7 @@ def decode_batches(
             for number, one in enumerate(config.drafters):
                 if one.name == SIMULATED:
                     made = make_config_drafter(config, one, model, recorded).loaded
-                    sessions[number] = opened(drafter=made, options=config.options)
+                    sessions[number] = opened(drafter=made, options=options)
         drafting = [
             _Side(run.drafter, session, run) for run, session in zip(runs, sessions, strict=True)
         ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -122,9 +122,8 @@ def _session(run: Run, config: DecodeConfig, model: Model) -> Session:
         model,
         turn_prompts(config, model, 0, {}),
         drafter=drafter,
-        options=config.options,
+        options=replace(config.options, seed=seed),
         requests=sampling,
-        seed=seed,
     )
 
 

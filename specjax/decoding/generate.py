@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
-from specjax import metrics, sampling
-from specjax.controllers import Controller, Limits, Recorded
-from specjax.decoding.engine.engine import Engine, Schedule
+from specjax import metrics
+from specjax.controllers import Limits, Recorded
+from specjax.decoding.engine.engine import Engine
 from specjax.decoding.engine.outputs import (
     Delta,
     Failure,
@@ -21,26 +21,20 @@ from specjax.decoding.engine.outputs import (
     failure_message,
     was_drafted,
 )
-from specjax.decoding.options import FIXED, DecodeOptions
-from specjax.decoding.prompts import Prompt
+from specjax.decoding.options import DecodeOptions, Sampling, read_arguments, takes_options
+from specjax.decoding.prompts import Prompts
 from specjax.decoding.rows import session_row
-from specjax.decoding.sampling_params import SamplingParams
-from specjax.decoding.setup import Session, plan_session
+from specjax.decoding.sampling_params import SamplingParams, one_per_prompt
+from specjax.decoding.setup import Session, plan_rows, plan_session
 from specjax.decoding.state import Rounds
 from specjax.drafters import Drafter, LoadedDrafter, make_drafter
 from specjax.drafters.turns import NO_DRAFTER
-from specjax.fields import INT32_MAX, Function, optional
+from specjax.fields import Function, Whole, optional
 from specjax.loading.load import place_model
 from specjax.loading.model import Model
 
-_ROUNDS_PER_STOP = 8
-"""Rounds between two looks for stop strings."""
-_SLOTS_PER_REFILL = 16
-"""A refill waits for one row to end in so many slots: fewer, longer steps where there are many."""
-Requests = SamplingParams | Mapping[str, Any] | Sequence[SamplingParams | Mapping[str, Any]]
 
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Generation:
     """What was generated: one list entry, or one row of an array, per prompt.
 
@@ -50,32 +44,39 @@ class Generation:
     each row's own rounds, -1 after its last one; `drafter` is the number of the drafter whose turn
     it was, in the order of their names, -1 where none drafted; `first_round` [B] are the rounds of
     the whole call before a row's first, and `times` each row's own seconds. `prefill_s` and
-    `decode_s` are the seconds in which prompts were read and rounds ran; `compile_s` is outside of
-    them. `lossy` says that the rule, as `typical` does, changed the distribution that the tokens
-    come from.
+    `decode_s` are the seconds in which prompts were read and rounds ran; `compile_s` are those of
+    compiling in this call, outside of them. `lossy` says that the rule, as `typical` does, changed
+    the distribution that the tokens come from.
     """
 
     token_ids: list[list[int]]
     texts: list[str]
     finish_reasons: list[str]
     logprobs: list[list[float] | None]
-    width: np.ndarray = field(repr=False)
-    drafted: np.ndarray = field(repr=False)
-    accepted: np.ndarray = field(repr=False)
-    emitted: np.ndarray = field(repr=False)
-    drafter: np.ndarray = field(repr=False)
-    first_round: np.ndarray = field(repr=False)
-    times: list[Times] = field(repr=False)
+    width: np.ndarray
+    drafted: np.ndarray
+    accepted: np.ndarray
+    emitted: np.ndarray
+    drafter: np.ndarray
+    first_round: np.ndarray
+    times: list[Times]
     prefill_s: float
     decode_s: float
     compile_s: float = 0.0
     lossy: bool = False
     longest_path: int | None = None
     """Of a draft, in tokens."""
-    step_limits: tuple[tuple[Limits, int], ...] = field(default=(), repr=False)
+    step_limits: tuple[tuple[Limits, int], ...] = ()
     """What each step could draft, and its rounds: `controllers.Recorded` repeats the run."""
     failed_rows: dict[int, Failure] = field(default_factory=dict)
     """Those that ended with the reason "error", and what went wrong."""
+
+    def __repr__(self) -> str:
+        """How much was generated, how fast, and with how many tokens per pass of the target."""
+        rows, tau = len(self.token_ids), self.summary().acceptance_length
+        per_pass = "" if tau is None else f", {tau:.2f} tokens per pass"
+        speed = f", {self.tokens_per_second:.1f} tokens/s" if self.decode_s else ""
+        return f"Generation({rows} row(s), {self.new_tokens} new tokens{speed}{per_pass})"
 
     @property
     def new_tokens(self) -> int:
@@ -118,53 +119,34 @@ class Progress:
     new_tokens: int
 
 
+@takes_options(DecodeOptions, SamplingParams)
 def generate(
     target: Model,
-    prompts: Sequence[Prompt] | str,
+    prompts: Prompts,
     *,
     drafter: LoadedDrafter | Drafter | str | None = None,
-    num_speculative_tokens: int | str = FIXED,
-    num_speculative_tokens_per_batch_size: Sequence[tuple[int, int, int]] = (),
-    verify: str | sampling.Rule = "rejection",
-    sampling: Requests = SamplingParams(),  # noqa: B008 - frozen
-    seed: int = 0,
-    batch_size: int | None = None,
-    max_length: int | None = None,
-    controller: Controller | None = None,
+    sampling: Sampling = SamplingParams(),  # noqa: B008 - frozen
     progress: Callable[[Progress], None] | None = None,
     mesh: Mesh | None = None,
+    **options: Any,
 ) -> Generation:
     """Decode prompts with a drafter; the output has exactly the target's distribution.
 
     Only `verify="typical"` changes the distribution, and the result then says `lossy`.
 
-    A prompt is raw text, a list of messages (through the chat template) or a list of token ids.
-    `num_speculative_tokens` is the longest draft (K), "fixed" (the drafter's own K) or "auto": up
-    to that, as many as make decoding faster, by what steps have taken and what was accepted so far
-    (`specjax.controllers.Auto`). `num_speculative_tokens_per_batch_size` says how many with low to
-    high unfinished rows, as (low, high, k), and a `controller` is one of `specjax.controllers` or
-    your own: `Recorded(result.step_limits)` repeats a run. Unless lengths are fixed, a row of
-    `rejection` or `block` may draw other tokens (of the same
-    distribution) beside other neighbours or on another machine. `verify` is "rejection", "block",
-    "coupled" (the output depends on seed and prompt only, never on the drafter), "typical" (lossy),
-    or a `sampling.Rule`, such as `Typical(epsilon, delta)` or one's own. `sampling` is one for all
-    prompts or one per prompt. `batch_size` rows decode together (at most 16, by default);
-    `max_length` bounds prompt and output.
-    `progress` is called between steps. On a `mesh` (`sharding.make_mesh`; by default where the
-    target was loaded) rows are spread over `data`, weights, caches and logits over `model`. Where
-    the target's logits are not numbers, that row ends with the reason "error" and a RuntimeWarning;
-    other rows are not affected. Raises InputError for bad input.
+    A prompt is raw text, a list of messages (through the chat template) or a list of token ids; one
+    may be given alone. `sampling` is one for all prompts or one per prompt; `options` are its
+    fields, for all prompts (`max_new_tokens=100`), and those of DecodeOptions, of which
+    `max_prefill_tokens` has no use here: prompts are read as soon as slots are free.
+    Unless lengths are fixed, a row of `rejection` or `block` may draw other tokens (of the same
+    distribution) beside other neighbours or on another machine. `progress` is called between steps.
+    On a `mesh` (`sharding.make_mesh`; by default where the target was loaded) rows are spread over
+    `data`, weights, caches and logits over `model`. Where the target's logits are not numbers, that
+    row ends with the reason "error" and a RuntimeWarning; other rows are not affected. Raises
+    InputError for bad input.
     """
     optional(Function("use a function of a Progress")).check("progress", progress)
-    options = DecodeOptions(
-        num_speculative_tokens=num_speculative_tokens,
-        num_speculative_tokens_per_batch_size=num_speculative_tokens_per_batch_size,
-        verify=verify,
-        batch_size=batch_size,
-        max_length=max_length,
-        controller=controller,
-    )
-    session = _open(target, prompts, drafter, options, sampling, seed, mesh)
+    session = _open(target, prompts, drafter, sampling, mesh, options)
     result = decode_session(session, progress=progress)
     failed = {f"prompts[{row}]": failure for row, failure in result.failed_rows.items()}
     if failed:
@@ -172,20 +154,41 @@ def generate(
     return result
 
 
-def open_engine(session: Session, rounds_per_step: int | None = None) -> Engine:
-    """An engine for a session's rows that wants all of them soon, and none of them first.
+@takes_options(DecodeOptions, SamplingParams)
+def compile(
+    target: Model,
+    drafter: LoadedDrafter | Drafter | str | None = None,
+    *,
+    num_tokens: int = 256,
+    sampling: SamplingParams | Mapping[str, Any] = SamplingParams(),  # noqa: B008 - frozen
+    mesh: Mesh | None = None,
+    **options: Any,
+) -> float:
+    """Compile what `generate` needs for rows of up to `num_tokens` tokens, prompt and output.
 
-    Without `rounds_per_step` it seldom looks at them. It fills all free slots before it continues.
+    Later calls of `generate` with this target, drafter and `options` start at once for as many
+    prompts as `batch_size`, or so many that the next power of two is the same. Greedy decoding has
+    programs of its own; any temperature, top-k, top-p and min-p share others. Return the seconds
+    that it took: next to none where the programs were there. Raises InputError for bad input.
     """
-    rounds = rounds_per_step or session.plan.rounds_per_step
-    if rounds_per_step is None and any(request.stop for request in session.requests):
-        rounds = _ROUNDS_PER_STOP
-    schedule = Schedule(
-        rounds_per_step=rounds,
-        refill_rows=max(1, session.batch_size // _SLOTS_PER_REFILL),
-        max_prefill_tokens=INT32_MAX,
-    )
-    return Engine.of(session, schedule)
+    num_tokens = Whole(2).check("num_tokens", num_tokens)
+    options, sampling = read_arguments(options, sampling)
+    requests = one_per_prompt(sampling, 1)
+    target, drafter = _loaded(target, drafter, mesh, options)
+    with Engine.of(plan_rows(target, drafter, options, num_tokens, requests)) as engine:
+        engine.compile()
+        return engine.statistics.compile_s
+
+
+def open_engine(session: Session, rounds_per_step: int | None = None) -> Engine:
+    """An engine for a session's prompts, all of which are wanted soon, and none of them first.
+
+    It takes other `rounds_per_step` than the session's options where they are given.
+    """
+    options = session.options.offline()
+    if rounds_per_step is not None:
+        options = replace(options, rounds_per_step=rounds_per_step)
+    return Engine.of(replace(session, options=options))
 
 
 def add_prompts(engine: Engine, session: Session, index: Sequence[int]) -> None:
@@ -207,8 +210,10 @@ def decode_session(
     `progress` is called after every step, and `follow` with its deltas.
     """
     index = range(len(session.prompts)) if index is None else index
-    engine = engine or open_engine(session, None if progress is None else 16)
-    compile_s, before = engine.compile_s, replace(engine.statistics)
+    engine = engine or open_engine(session)
+    compile_s_before = engine.statistics.compile_s
+    engine.compile()
+    before = replace(engine.statistics)
     steps_before = len(engine.step_limits)
     add_prompts(engine, session, index)
     outputs: dict[int, Output] = {}
@@ -228,7 +233,7 @@ def decode_session(
         prefill_s=statistics.prefill_s - before.prefill_s,
         decode_s=statistics.decode_s - before.decode_s,
         first_round=before.rounds,
-        compile_s=compile_s,
+        compile_s=statistics.compile_s - compile_s_before,
         step_limits=tuple(engine.step_limits[steps_before:]),
     )
 
@@ -294,7 +299,7 @@ def expected_acceptance(
         begin = index.stop
         own = recording
         if result is not None:
-            own = replace(recording, controller=Recorded(result.step_limits))
+            own = recording.controlled_by(Recorded(result.step_limits))
         engine = open_engine(own)
         add_prompts(engine, own, index)
         ended = {delta.id: delta.output for delta in engine if delta.output is not None}
@@ -304,32 +309,29 @@ def expected_acceptance(
     return metrics.expected_acceptance(_padded(overlaps or [np.zeros((0, 1))], np.nan))
 
 
+@takes_options(DecodeOptions, SamplingParams)
 def stream(
     target: Model,
-    prompts: Sequence[Prompt] | str,
+    prompts: Prompts,
     *,
-    rounds_per_step: int = 1,
     drafter: LoadedDrafter | Drafter | str | None = None,
-    sampling: Requests = SamplingParams(),  # noqa: B008 - frozen
-    seed: int = 0,
+    sampling: Sampling = SamplingParams(),  # noqa: B008 - frozen
     mesh: Mesh | None = None,
     **options: Any,
 ) -> Iterator[Delta]:
-    """`generate`, yielding each prompt's new tokens and text after every few rounds.
+    """`generate`, yielding each prompt's new tokens and text after every step.
 
-    Takes what `generate` takes but `progress`; a delta comes after `rounds_per_step` rounds, and
-    also says which of its tokens were drafted. Raises InputError for bad input, when it is called.
-    A row that fails ends with the reason "error", and a RuntimeWarning says why, as for `generate`.
+    Takes what `generate` takes but `progress`; a step has one round unless `rounds_per_step` says
+    otherwise. A delta also says which of its tokens were drafted. Raises InputError for bad input,
+    when it is called. A row that fails ends with the reason "error", and a RuntimeWarning says why.
     """
-    schedule = Schedule(rounds_per_step=rounds_per_step)
-    decoding = DecodeOptions(**options)
-    session = _open(target, prompts, drafter, decoding, sampling, seed, mesh)
-    return _stream(session, schedule)
+    options = {"rounds_per_step": 1, **options}
+    return _stream(_open(target, prompts, drafter, sampling, mesh, options))
 
 
-def _stream(session: Session, schedule: Schedule) -> Iterator[Delta]:
+def _stream(session: Session) -> Iterator[Delta]:
     """The deltas of a session; rows that ended with "error" also give `generate`'s warning."""
-    engine = Engine.of(session, schedule)
+    engine = Engine.of(session)
     add_prompts(engine, session, range(len(session.prompts)))
     for delta in engine:
         yield delta
@@ -340,21 +342,25 @@ def _stream(session: Session, schedule: Schedule) -> Iterator[Delta]:
 
 def _open(
     target: Model,
-    prompts: Sequence[Prompt] | str,
+    prompts: Prompts,
     drafter: LoadedDrafter | Drafter | str | None,
-    options: DecodeOptions,
-    requests: Requests,
-    seed: int,
+    sampling: Sampling,
     mesh: Mesh | None,
+    arguments: Mapping[str, Any],
 ) -> Session:
+    options, sampling = read_arguments(arguments, sampling)
+    target, drafter = _loaded(target, drafter, mesh, options)
+    return plan_session(target, prompts, drafter=drafter, options=options, requests=sampling)
+
+
+def _loaded(
+    target: Model,
+    drafter: LoadedDrafter | Drafter | str | None,
+    mesh: Mesh | None,
+    options: DecodeOptions,
+) -> tuple[Model, LoadedDrafter | Drafter | None]:
+    """The target on the mesh, if one is given, and the drafter of a name."""
     target = target if mesh is None else place_model(target, mesh)
     if isinstance(drafter, str):
         drafter = make_drafter(drafter, target, num_speculative_tokens=options.fixed_draft_length)
-    return plan_session(
-        target,
-        prompts,
-        drafter=drafter,
-        options=options,
-        requests=requests,
-        seed=seed,
-    )
+    return target, drafter

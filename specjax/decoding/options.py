@@ -1,17 +1,21 @@
-"""How a call decodes: the rule, draft lengths, batch size and longest length."""
+"""What a caller chooses of decoding: rule, draft lengths, slots, seed, and the length of steps."""
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 from specjax import sampling
 from specjax.controllers import Auto, ByBatch, Controller, Fixed
+from specjax.decoding.sampling_params import SEED, SamplingParams
 from specjax.drafters import DRAFT_TOKENS
 from specjax.errors import InputError, shown
 from specjax.fields import (
+    INT32_MAX,
     Choice,
     Either,
     Instance,
@@ -48,6 +52,8 @@ class RuleKind:
 RULE = RuleKind()
 DRAFT_LENGTH = Either((Choice((AUTO, FIXED)), DRAFT_TOKENS), remedy=DRAFT_TOKENS.remedy)
 BATCH_SIZE = Whole(1)
+_ROUNDS_PER_STEP = Whole(1, 10_000)
+_SLOTS_PER_REFILL = 16
 CONTROLLER = Instance(
     Controller, "use one of specjax.controllers, or a frozen dataclass with init, choose and update"
 )
@@ -88,7 +94,26 @@ class Ladder:
 
 @dataclass(frozen=True)
 class DecodeOptions:
-    """How prompts are decoded, whatever they are; see `generate.generate` for each field.
+    """The options of `generate`, `stream` and `Engine`.
+
+    `num_speculative_tokens` is the longest draft (K), "fixed" (the drafter's own K) or "auto": up
+    to that, as many as make decoding faster, by what steps have taken and what was accepted so far
+    (`specjax.controllers.Auto`). `num_speculative_tokens_per_batch_size` says how many with low to
+    high unfinished rows, as (low, high, k), and a `controller` is one of `specjax.controllers` or
+    your own: `Recorded(result.step_limits)` repeats a run.
+
+    `verify` is "rejection", "block", "coupled" (the output depends on seed and prompt only, never
+    on the drafter), "typical" (lossy), or a `sampling.Rule`, such as `Typical(epsilon, delta)` or
+    one of your own.
+
+    `batch_size` rows decode together; others wait for a slot. `max_length` bounds a row's prompt
+    and output in tokens: by default the target's positions, of an engine at most 2048. The draws
+    of a row come from `seed`, its number and its own seed.
+
+    A step, after which the host sees new tokens, ends after `rounds_per_step` rounds (8 where a
+    row has stop strings), or when `refill_rows` rows have finished and requests wait: by default
+    one of sixteen slots. Between two steps at most `max_prefill_tokens` tokens of prompts are read
+    while rows decode, counted in whole chunks, or one chunk of the smallest size.
 
     Raises InputError for values out of range.
     """
@@ -96,9 +121,13 @@ class DecodeOptions:
     num_speculative_tokens: Annotated[int | str, DRAFT_LENGTH] = FIXED
     num_speculative_tokens_per_batch_size: Annotated[Sequence[tuple[int, int, int]], Ladder()] = ()
     verify: Annotated[str | sampling.Rule, RULE] = "rejection"
-    batch_size: Annotated[int | None, optional(BATCH_SIZE)] = None
+    batch_size: Annotated[int, BATCH_SIZE] = 8
     max_length: Annotated[int | None, optional(_MAX_LENGTH)] = None
     controller: Annotated[Controller | None, optional(CONTROLLER)] = None
+    seed: Annotated[int, SEED] = 0
+    rounds_per_step: Annotated[int, _ROUNDS_PER_STEP] = 16
+    refill_rows: Annotated[int | None, optional(Whole(1))] = None
+    max_prefill_tokens: Annotated[int, Whole(1)] = 512
 
     def __post_init__(self) -> None:
         check_instance(self, "")
@@ -116,12 +145,24 @@ class DecodeOptions:
 
     def without_drafts(self) -> DecodeOptions:
         """The same for plain decoding."""
+        return replace(self.controlled_by(None), num_speculative_tokens=FIXED)
+
+    def controlled_by(self, controller: Controller | None) -> DecodeOptions:
+        """The same with draft lengths chosen by a controller; without one they are fixed."""
+        length = self.fixed_draft_length
         return replace(
             self,
-            num_speculative_tokens=FIXED,
+            num_speculative_tokens=FIXED if length is None else length,
             num_speculative_tokens_per_batch_size=(),
-            controller=None,
+            controller=controller,
         )
+
+    def offline(self) -> DecodeOptions:
+        """The same where all requests are there from the start, and none is to be served first.
+
+        Prompts are then read as soon as slots are free, however long other rows wait for it.
+        """
+        return replace(self, max_prefill_tokens=INT32_MAX)
 
     @property
     def length_controller(self) -> Controller:
@@ -139,3 +180,80 @@ class DecodeOptions:
         """`num_speculative_tokens` where it is a number."""
         length = self.num_speculative_tokens
         return length if isinstance(length, int) else None
+
+    @property
+    def rows_per_refill(self) -> int:
+        """How many rows finish before a step ends for waiting requests."""
+        return self.refill_rows or max(1, self.batch_size // _SLOTS_PER_REFILL)
+
+    def chunks(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
+        """Those of the chunk sizes (descending) within `max_prefill_tokens`, or the smallest."""
+        return tuple(size for size in sizes if size <= self.max_prefill_tokens) or sizes[-1:]
+
+
+Sampling = SamplingParams | Mapping[str, Any] | Sequence[SamplingParams | Mapping[str, Any]]
+"""How all prompts are sampled, or each of them."""
+_SAMPLING_FIELDS = tuple(field.name for field in fields(SamplingParams) if field.name != "seed")
+"""Those that `generate` also takes as arguments; its `seed` is that of DecodeOptions."""
+
+
+def read_arguments(
+    arguments: Mapping[str, Any], sampling: Sampling | None = None
+) -> tuple[DecodeOptions, Sampling | None]:
+    """The options among keyword arguments, and `sampling` with the fields of its own among them.
+
+    Without `sampling` none of its fields may be given. Raises TypeError for another argument,
+    InputError for a value out of range.
+    """
+    sampling_fields = () if sampling is None else _SAMPLING_FIELDS
+    known = (*inspect.signature(DecodeOptions).parameters, *sampling_fields)
+    for name in arguments:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise TypeError(f"unexpected argument {name!r}{hint}")
+    changes = {name: value for name, value in arguments.items() if name in _SAMPLING_FIELDS}
+    options = DecodeOptions(
+        **{name: value for name, value in arguments.items() if name not in changes}
+    )
+    if not changes:
+        return options, sampling
+    if isinstance(sampling, SamplingParams | Mapping):
+        return options, _changed(sampling, changes)
+    if isinstance(sampling, Sequence) and not isinstance(sampling, str | bytes):
+        return options, [_changed(each, changes) for each in sampling]
+    return options, sampling  # refused where it is read
+
+
+def _changed(sampling: Any, changes: Mapping[str, Any]) -> Any:
+    if isinstance(sampling, Mapping):
+        sampling = SamplingParams.of(sampling)
+    if not isinstance(sampling, SamplingParams):
+        return sampling  # refused where it is read
+    return replace(sampling, **changes)
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def takes_options(*classes: type) -> Callable[[_Function], _Function]:
+    """Show the fields of dataclasses as the keyword arguments of a function with `**options`.
+
+    Editors, notebooks and `help` read the signature that this sets.
+    """
+
+    def decorate(function: _Function) -> _Function:
+        signature = inspect.signature(function)
+        *own, _ = signature.parameters.values()
+        shown = {parameter.name: parameter for parameter in own}
+        for each in classes:
+            types = get_type_hints(each)
+            for name, parameter in inspect.signature(each).parameters.items():
+                option = parameter.replace(
+                    kind=inspect.Parameter.KEYWORD_ONLY, annotation=types[name]
+                )
+                shown.setdefault(name, option)
+        function.__signature__ = signature.replace(parameters=list(shown.values()))
+        return function
+
+    return decorate

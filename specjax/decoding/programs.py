@@ -18,13 +18,14 @@ from specjax.decoding import start as starting
 from specjax.decoding.plan import Plan
 from specjax.decoding.round import one_round
 from specjax.decoding.rows import row_arguments
-from specjax.decoding.setup import Setup
+from specjax.decoding.setup import Session
 from specjax.decoding.state import State, admit, release, take
 from specjax.distributed import device_memory
 from specjax.distributed.sharding import use
 from specjax.drafters.by_name.registry import all_registered
 from specjax.errors import InputError, one_line
 from specjax.files import compiled_programs
+from specjax.log import LOGGER
 
 start = jax.jit(starting.start, static_argnums=0)
 """`starting.start`, compiled: for what follows the state of a batch itself."""
@@ -58,34 +59,34 @@ class Programs(NamedTuple):
     seconds: float
 
 
-def compile_setup(setup: Setup, *, begun: bool = False) -> Programs:
-    """The setup's programs, compiled now or earlier in this process.
+def compile_session(session: Session, *, begun: bool = False) -> Programs:
+    """The session's programs, compiled now or earlier in this process.
 
     Raises InputError where they do not fit into memory, in which the state is already if it has
     `begun`, or a drafter of a user's own cannot be traced.
     """
-    key = _key(setup)
+    key = _key(session)
     programs = _compile(*key)
     _made.add(hash(key))
     device_memory.check_fits(
         programs.sizes,
         "lower batch_size, max_length, max_new_tokens or num_speculative_tokens",
-        setup.mesh,
+        session.mesh,
         begun=begun,
     )
     return programs
 
 
-def is_compiled(setup: Setup) -> bool:
-    """Whether this process has compiled the setup's programs before."""
-    return hash(_key(setup)) in _made
+def is_compiled(session: Session) -> bool:
+    """Whether this process has compiled the session's programs before."""
+    return hash(_key(session)) in _made
 
 
-def _key(setup: Setup) -> tuple[Plan, Mesh | None, Any, tuple[_Leaf, ...]]:
-    """What the programs of a setup depend on."""
-    shapes = [row_arguments(setup, [], rows) for rows in (setup.num_rows, setup.prefill_rows)]
-    leaves, tree = jax.tree.flatten((setup.params, *shapes))
-    return setup.plan, setup.mesh, tree, tuple(map(_Leaf.of, leaves))
+def _key(session: Session) -> tuple[Plan, Mesh | None, Any, tuple[_Leaf, ...]]:
+    """What the programs of a session depend on."""
+    shapes = [row_arguments(session, [], rows) for rows in (session.num_rows, session.prefill_rows)]
+    leaves, tree = jax.tree.flatten((session.params, *shapes))
+    return session.plan, session.mesh, tree, tuple(map(_Leaf.of, leaves))
 
 
 class _Leaf(NamedTuple):
@@ -108,6 +109,12 @@ def _compile(plan: Plan, mesh: Mesh | None, tree: Any, leaves: tuple[_Leaf, ...]
         jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding) for leaf in leaves
     ]
     params, every, few = jax.tree.unflatten(tree, shapes)
+    LOGGER.info(
+        "compiling %s, %d row(s) of up to %d tokens; kept for later calls",
+        "plain decoding" if not plan.drafter.num_nodes else plan.drafter.name,
+        every[2].shape[0],
+        plan.capacity,
+    )
     _check_drafters(plan, params, every)
     number = jax.ShapeDtypeStruct((), jnp.int32)
     ended = jax.ShapeDtypeStruct(every[2].shape, bool)
@@ -193,21 +200,12 @@ def _check_drafters(plan: Plan, params: Any, arguments: Sequence[Any]) -> None:
 
     try:
         started = jax.eval_shape(functools.partial(starting.start, plan), params, *arguments)
-        after, *_ = jax.eval_shape(functools.partial(one_round, plan), params, started)
+        jax.eval_shape(functools.partial(one_round, plan), params, started)
     except InputError:
         raise
     except Exception as error:  # a drafter is the user's own code and may raise anything
         raise InputError(
             f"drafter {plan.drafter.name!r}: fails in a round ({type(error).__name__}: "
-            f"{one_line(error):.200}); propose returns (Draft, state) with "
-            "num_speculative_tokens nodes of whole numbers, and the state keeps its shapes"
+            f"{one_line(error):.200}); docs/extending.md says what init, propose and observe get "
+            "and return"
         ) from error
-    before, now = (
-        jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), state.drafter)
-        for state in (started, after)
-    )
-    if before != now:
-        raise InputError(
-            f"drafter {plan.drafter.name!r}: its state changes shape or dtype in a round; "
-            "propose and observe return a state like that of init"
-        )

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from specjax.errors import InputError, shown
 from specjax.fields import INT32_MAX, Choice, Items, Text, Whole
 from specjax.files.json_files import read_json_lines
@@ -18,12 +20,34 @@ CHAT = Choice(("auto", "true", "false"))
 _TOKEN_IDS = Items(
     Whole(-INT32_MAX), remedy="use text, token ids, or messages with role and content"
 )
-Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
+Prompt = str | Sequence[int] | np.ndarray | Sequence[Mapping[str, Any]]
 """Raw text, token ids, or a conversation for the chat template."""
+Prompts = Sequence[Prompt] | Prompt
+"""Prompts, or one alone; an array has the token ids of one, or of one in each row."""
 
 LARGEST_ID = 2**63 - 1
 """The largest whole number that a question's id may be."""
 _LONGEST_NAME = 1000
+
+
+def as_prompts(prompts: Prompts) -> Sequence[Prompt]:
+    """A list of prompts; a single one (a text, token ids or a conversation) as a list of itself.
+
+    Raises InputError where there is none.
+    """
+    dimensions = getattr(prompts, "ndim", None)
+    if isinstance(prompts, str) or dimensions == 1:
+        return [prompts]
+    if dimensions == 2:
+        return list(prompts)
+    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
+        raise InputError(f"prompts={shown(prompts)}: give a prompt, or a list of prompts")
+    if not len(prompts):
+        raise InputError("prompts is empty: give at least one")
+    is_one = all(isinstance(entry, Mapping) for entry in prompts) or all(
+        isinstance(entry, int | np.integer) and not isinstance(entry, bool) for entry in prompts
+    )
+    return [prompts] if is_one else prompts
 
 
 def encode_prompt(model: Model, prompt: Prompt, name: str = "prompt") -> list[int]:

@@ -12,7 +12,7 @@ from jaxtyping import Array, Int, Key
 
 from specjax import sampling
 from specjax.decoding.sampling_params import SamplingParams
-from specjax.decoding.setup import Session, Setup
+from specjax.decoding.setup import Session
 from specjax.decoding.state import RUNNING, STOPPED, Rows
 from specjax.distributed.sharding import place_keys, place_rows
 from specjax.drafters.base import Sampling
@@ -47,23 +47,23 @@ def batch_arguments(session: Session, index: Sequence[int]) -> RowArguments:
     return row_arguments(session, rows, session.num_rows)
 
 
-def row_arguments(setup: Setup, rows: Sequence[Row], batch: int) -> RowArguments:
+def row_arguments(session: Session, rows: Sequence[Row], batch: int) -> RowArguments:
     """The arrays of `batch` rows; those after `rows` have finished from the start."""
     spare = batch - len(rows)
     prompts = [row.prompt for row in rows] + [(0,)] * spare
     requests = [row.sampling for row in rows] + [SamplingParams()] * spare
-    tokens = np.zeros((batch, setup.plan.capacity), np.int32)
-    stop_ids = np.full((batch, setup.num_stop_ids), -1, np.int32)
+    tokens = np.zeros((batch, session.plan.capacity), np.int32)
+    stop_ids = np.full((batch, session.num_stop_ids), -1, np.int32)
     for at, (ids, request) in enumerate(zip(prompts, requests, strict=True)):
         tokens[at, : len(ids)] = ids
-        stops = setup.stop_ids(request)[: setup.num_stop_ids]
+        stops = session.stop_ids(request)[: session.num_stop_ids]
         stop_ids[at, : len(stops)] = stops
     length = np.array([len(ids) for ids in prompts], np.int32)
     numbers = np.array([*(row.number for row in rows), *[0] * spare], np.int32)
     room = np.array([request.max_new_tokens for request in requests], np.int64)
-    keys = [row.key(setup.seed) for row in rows] + [jax.random.key(setup.seed)] * spare
+    keys = [row.key(session.seed) for row in rows] + [jax.random.key(session.seed)] * spare
     status = np.where(np.arange(batch) < len(rows), RUNNING, STOPPED).astype(np.int32)
-    where = setup.placement
+    where = session.placement
     placed = functools.partial(place_rows, where=where)
     fixed = Rows(
         index=placed(numbers),
@@ -75,7 +75,7 @@ def row_arguments(setup: Setup, rows: Sequence[Row], batch: int) -> RowArguments
             top_p=placed(np.array([r.top_p for r in requests], np.float32)),
             min_p=placed(np.array([r.min_p for r in requests], np.float32)),
         ),
-        max_length=placed(np.minimum(length + room, setup.max_length).astype(np.int32)),
+        max_length=placed(np.minimum(length + room, session.max_length).astype(np.int32)),
         stop_ids=placed(stop_ids),
     )
     return placed(tokens), fixed, placed(length), placed(status)

@@ -1,9 +1,9 @@
-"""From a call to what it decodes: everything checked, encoded and chosen before any long work."""
+"""`Session`: what a call decodes, checked, encoded and planned before any long work."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jax.sharding import Mesh
@@ -12,8 +12,8 @@ from specjax import sampling
 from specjax.controllers import Controller, DrafterSizes, StepSizes
 from specjax.decoding.options import DecodeOptions
 from specjax.decoding.plan import Plan
-from specjax.decoding.prompts import Prompt, encode_prompt
-from specjax.decoding.sampling_params import SEED, SamplingParams, one_per_prompt
+from specjax.decoding.prompts import Prompts, as_prompts, encode_prompt
+from specjax.decoding.sampling_params import SamplingParams, one_per_prompt
 from specjax.decoding.verify import check_rule_shapes
 from specjax.distributed.sharding import (
     DATA,
@@ -25,36 +25,55 @@ from specjax.distributed.sharding import (
 )
 from specjax.drafters import DRAFTER_KIND, Drafter, LoadedDrafter
 from specjax.drafters.none import NoDrafter
-from specjax.errors import InputError, shown
+from specjax.errors import InputError
 from specjax.loading.model import MODEL_KIND, Model
 from specjax.models.layers.attention import CACHE_BLOCK
 
-MOST_ROWS = 16
-"""Slots where the caller does not say."""
 _PREFILL_CHUNKS = {"cpu": (256, 64)}
 """Prompt tokens of one forward, by platform; the smaller size is for what is left of a prompt."""
 _ACCELERATOR_CHUNKS = (256,)
 GREEDY = sampling.WarpFlags(sampled=False, top_k=False, top_p=False, min_p=False)
+_ENGINE_LENGTH = 2048
+"""Tokens of a row of an engine where the caller does not say, and the target has the positions."""
 _STOP_IDS = 8
 """Room for end-of-sequence and stop token ids of a row; more where a call needs more."""
 
 
 @dataclass(frozen=True)
-class Setup:
-    """What rows are decoded with: a target, a drafter, the plan of their loop, and draft lengths.
+class Session:
+    """What decodes, how, and what: a target, a drafter, options, and the prompts of a call.
 
-    `batch_size` slots decode together. A row's prompt and output have at most `max_length` tokens,
-    and at most `num_stop_ids` tokens end it.
+    `plan` is what follows of that for the compiled loop. `options` have no value left open. At most
+    `num_stop_ids` tokens end a row. An engine's session has no prompts: they come later.
     """
 
     model: Model
     drafter: LoadedDrafter
+    options: DecodeOptions
     plan: Plan
-    controller: Controller
-    batch_size: int
-    seed: int
     num_stop_ids: int
-    max_length: int
+    prompts: tuple[tuple[int, ...], ...] = ()
+    requests: tuple[SamplingParams, ...] = ()
+
+    @property
+    def controller(self) -> Controller:
+        """What chooses each step's draft lengths."""
+        return self.options.length_controller
+
+    @property
+    def batch_size(self) -> int:
+        """Slots that decode together."""
+        return self.options.batch_size
+
+    @property
+    def seed(self) -> int:
+        """What every draw comes from."""
+        return self.options.seed
+
+    @property
+    def max_length(self) -> int:
+        """The most tokens of a row's prompt and output."""
+        return self.options.max_length
 
     @property
     def params(self) -> tuple[Any, Any]:
@@ -100,13 +119,13 @@ class Setup:
         """The tokens that end a request's output."""
         return _stop_ids(self.model, request)
 
+    def controlled_by(self, controller: Controller | None) -> Session:
+        """The same with draft lengths chosen by a controller; without one they are fixed."""
+        return replace(self, options=self.options.controlled_by(controller))
 
-@dataclass(frozen=True)
-class Session(Setup):
-    """Everything that one call decodes: the setup, and its prompts with what each asks for."""
-
-    prompts: tuple[tuple[int, ...], ...] = ()
-    requests: tuple[SamplingParams, ...] = ()
+    def with_options(self, **changes: Any) -> Session:
+        """The same with other options that the plan does not depend on."""
+        return replace(self, options=replace(self.options, **changes))
 
     def groups(self, size: int) -> list[list[int]]:
         """The prompts' indices, in input order, `size` at a time."""
@@ -116,12 +135,11 @@ class Session(Setup):
 
 def plan_session(
     target: Model,
-    prompts: Sequence[Prompt],
+    prompts: Prompts,
     *,
     drafter: LoadedDrafter | Drafter | None = None,
     options: DecodeOptions = DecodeOptions(),  # noqa: B008 - frozen
     requests: Any = SamplingParams(),  # noqa: B008 - frozen
-    seed: int = 0,
     names: Sequence[str] | None = None,
 ) -> Session:
     """Check, encode and choose a program, without measuring anything; see `generate.generate`.
@@ -130,14 +148,7 @@ def plan_session(
     errors call the prompts. Raises InputError.
     """
     MODEL_KIND.check("target", target)
-    if isinstance(prompts, str):
-        prompts = [prompts]
-    if getattr(prompts, "ndim", None) == 2:
-        prompts = list(prompts)
-    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
-        raise InputError(f"prompts={shown(prompts)}: give a list of prompts")
-    if not len(prompts):
-        raise InputError("prompts is empty: give at least one")
+    prompts = as_prompts(prompts)
     requests = one_per_prompt(requests, len(prompts))
     names = names or [f"prompts[{i}]" for i in range(len(prompts))]
     encoded = [encode_prompt(target, p, name) for p, name in zip(prompts, names, strict=True)]
@@ -150,44 +161,65 @@ def plan_session(
         min(len(ids) + request.max_new_tokens, longest)
         for ids, request in zip(encoded, requests, strict=True)
     ]
-    setup = plan_setup(
+    options = replace(options, batch_size=min(options.batch_size, len(prompts)))
+    session = plan_rows(target, drafter, options, max(totals), requests)
+    return replace(session, prompts=tuple(map(tuple, encoded)), requests=tuple(requests))
+
+
+def plan_rows(
+    target: Model,
+    drafter: LoadedDrafter | Drafter | None,
+    options: DecodeOptions,
+    num_tokens: int,
+    requests: Sequence[SamplingParams],
+) -> Session:
+    """The session of any prompts whose rows have up to `num_tokens` tokens, output included.
+
+    `requests` say what is asked for. Raises InputError.
+    """
+    MODEL_KIND.check("target", target)
+    longest = longest_row(target, options.max_length)
+    return _plan(
         target,
-        drafter=drafter,
-        options=options,
-        seed=seed,
-        batch_size=min(options.batch_size or MOST_ROWS, len(prompts)),
-        capacity=max(totals),
-        max_length=longest,
+        drafter,
+        replace(options, max_length=longest),
+        capacity=min(num_tokens, longest),
         flags=flags_of(requests),
         logprobs=any(request.logprobs for request in requests),
         num_stop_ids=max(_STOP_IDS, *(len(_stop_ids(target, request)) for request in requests)),
     )
-    fields = {name: getattr(setup, name) for name in Setup.__dataclass_fields__}
-    return Session(**fields, prompts=tuple(map(tuple, encoded)), requests=tuple(requests))
 
 
-def plan_setup(
+def plan_engine(
+    target: Model, drafter: LoadedDrafter | Drafter | None, options: DecodeOptions
+) -> Session:
+    """The session of an engine, to which any prompts may come. Raises InputError."""
+    longest = longest_row(target, options.max_length)
+    if options.max_length is None:
+        longest = min(longest, _ENGINE_LENGTH)
+    options = replace(options, max_length=longest)
+    return _plan(target, drafter, options, capacity=longest, flags=sampling.WarpFlags())
+
+
+def _plan(
     target: Model,
-    *,
     drafter: LoadedDrafter | Drafter | None,
     options: DecodeOptions,
-    seed: int,
-    batch_size: int,
+    *,
     capacity: int,
-    max_length: int,
     flags: sampling.WarpFlags,
     logprobs: bool = False,
     num_stop_ids: int = _STOP_IDS,
-) -> Setup:
+) -> Session:
     """What decodes rows of up to `capacity` tokens: it is rounded up, so that programs are shared.
 
     `flags` and `logprobs` say what the rows ask for. Raises InputError.
     """
+    max_length = options.max_length
     drafter = DRAFTER_KIND.check("drafter", NoDrafter() if drafter is None else drafter)
     drafter = drafter._replace(
         params=spread(drafter.params, placement_of(target.params, target.mesh))
     )
-    seed = SEED.check("seed", seed)
     most, table = options.fixed_draft_length, options.num_speculative_tokens_per_batch_size
     if most is None:
         most = max(drafter.drafter.num_speculative_tokens, *(count for _, _, count in table), 0)
@@ -203,7 +235,8 @@ def plan_setup(
         widths=widths(turns.num_nodes, platform),
         flags=flags,
         capacity=capacity,
-        chunks=_chunks(platform, capacity, axis_size(target.mesh, DATA)),
+        chunks=options.chunks(_chunks(platform, capacity, axis_size(target.mesh, DATA))),
+        rounds_per_step=max(Plan.rounds_per_step, options.rounds_per_step),
         logprobs=logprobs,
     )
     for part in turns.parts:
@@ -213,10 +246,8 @@ def plan_setup(
                 "use rejection or coupled, or draft chains"
             )
     if type(rule) not in map(type, sampling.RULES.values()):
-        check_rule_shapes(rule, batch_size, plan.widths, target.config.vocab_size)
-    return Setup(
-        target, drafter, plan, options.length_controller, batch_size, seed, num_stop_ids, max_length
-    )
+        check_rule_shapes(rule, options.batch_size, plan.widths, target.config.vocab_size)
+    return Session(target, drafter, options, plan, num_stop_ids)
 
 
 def check_request(target: Model, request: SamplingParams) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
@@ -283,3 +284,8 @@ class LoadedDrafter(NamedTuple):
     def name(self) -> str:
         """The drafter's name."""
         return self.drafter.name
+
+    def __repr__(self) -> str:
+        """The drafter, and how many parameters it has."""
+        count = sum(leaf.size for leaf in jax.tree.leaves(self.params) if hasattr(leaf, "size"))
+        return f"LoadedDrafter({self.drafter.name}, {count / 1e6:.1f}M parameters)"

@@ -9,7 +9,8 @@ from module i at the same position; module D-1 continues on its own outputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -45,7 +46,7 @@ class State:
 class Carry:
     """What a draft step hands to the next, for each of the T tokens of its level.
 
-    `tokens` are the first ones on the way to it from the root, which modules after the first read;
+    `tokens` are the first ones on the path to it from the root, which modules after the first read;
     `outputs` are those of the latest module there, the latest position last, or those of the last
     module at the tokens themselves. `window` is the last module's.
     """
@@ -104,103 +105,14 @@ class PairDrafter(HeadDrafter):
         self, params: Any, state: State, context: Context, noise: Noise
     ) -> tuple[Draft, State]:
         """A chain or a tree: a level of each module, and further ones of the last module."""
-        modules, longest = self.head.config.num_modules, self.num_speculative_tokens
-        batch, last = context.length.shape[0], modules - 1
-        own = [self.head.module(params, index) for index in range(modules)]
-        # The last module's window: the ways to all tokens of its first level, `last` slots each,
-        # then one slot for each token of further levels.
-        sizes = (*self.level_sizes, *[0] * modules)
-        shared, ways = sum(sizes[: last + 1]), last * sizes[last]
-        slots = max(ways + sum(sizes[last + 1 :]), 1)
-
-        def exist(index: int, count: int, slots: int) -> Bool[Array, "B W"]:
-            """Which of a window's pairs exist; those on the ways to `count` tokens come first."""
-            at = np.tile(np.arange(index), count)
-            exists = (context.length - 1 - index)[:, None] + at[None, :] >= 0
-            return jnp.pad(exists, ((0, 0), (0, slots - len(at))), constant_values=True)
-
-        def next_module(index: int) -> Callable[[Carry], tuple[Float[Array, "B T Vd"], Carry]]:
-            """Module `index` over the ways to a level's tokens, up to position n-2."""
-
-            def run(carry: Carry) -> tuple[Float[Array, "B T Vd"], Carry]:
-                count, width = carry.tokens.shape[1], state.outputs.shape[2]
-                # Its committed pairs end `index` positions earlier, for want of tokens.
-                known = state.outputs[:, None, index - 1 : index]
-                known = jnp.broadcast_to(known, (batch, count, 1, width))
-                before = jnp.concatenate([known, carry.outputs[:, :, : index - 1]], axis=2)
-                which, at = np.divmod(np.arange(count * index), index)
-                window = carry.window
-                if index < last:
-                    window = self.head.make_window(batch, len(at))
-                seen = (which[:, None] == which) & (at[:, None] >= at)
-                output, window = self._extend(
-                    own[index],
-                    carry.tokens[:, :, :index].reshape(batch, -1),
-                    self.head.next_hidden(own[index - 1], before.reshape(batch, -1, width)),
-                    (context.length - 1 - index)[:, None] + at[None, :],
-                    state.caches[index],
-                    window,
-                    0,
-                    _padded(seen[None], window.k.shape[3]),
-                    exist(index, count, window.k.shape[3]),
-                )
-                output = output.reshape(batch, count, index, width)
-                carry = carry.replace(outputs=carry.outputs.at[:, :, :index].set(output))
-                if index == last:
-                    carry = carry.replace(window=window)
-                return self.head.logits(own[index], output[:, :, -1]), carry
-
-            return run
-
-        def recursion(level: Level, carry: Carry) -> tuple[Float[Array, "B T Vd"], Carry]:
-            """The last module over further tokens, with its own outputs at their parents."""
-            latest = max(last - 1, 0)
-            way = level.visible[:, :, shared - sizes[last] : shared]
-            seen = [jnp.repeat(way, last, axis=2), level.visible[:, :, shared:]]
-            output, window = self._extend(
-                own[last],
-                level.tokens,
-                self.head.next_hidden(own[last], carry.outputs[:, :, latest]),
-                level.positions(context) - 1 - last,
-                state.caches[last],
-                carry.window,
-                ways + level.start - shared,
-                _padded(jnp.concatenate(seen, axis=2), slots),
-                exist(last, sizes[last], slots) if last else None,
-            )
-            carry = carry.replace(outputs=carry.outputs.at[:, :, latest].set(output), window=window)
-            return self.head.logits(own[last], output), carry
-
-        def step(level: Level, carry: Carry) -> tuple[Float[Array, "B T Vd"], Carry]:
-            parents = level.parents[:, :, None]
-            carry = carry.replace(
-                tokens=jnp.take_along_axis(carry.tokens, parents, axis=1),
-                outputs=jnp.take_along_axis(carry.outputs, parents[..., None], axis=1),
-            )
-            if not last:
-                return recursion(level, carry)
-            # Tokens at and after depth D go into the last entry, which is not read any more.
-            start = (0, 0, level.depth - 1)
-            tokens = lax.dynamic_update_slice(carry.tokens, level.tokens[:, :, None], start)
-            carry = carry.replace(tokens=tokens)
-            steps = [next_module(index) for index in range(1, min(modules, longest))]
-            if longest > modules or not steps:
-                steps.append(lambda carry: recursion(level, carry))
-            if isinstance(level.depth, int):
-                return steps[min(level.depth, len(steps)) - 1](carry)
-            return lax.switch(jnp.minimum(level.depth, len(steps)) - 1, steps, carry)
-
+        modules = [self.head.module(params, index) for index in range(self.head.config.num_modules)]
+        steps = _DraftSteps(self, modules, state, context)
         # A row of one token has no pair to draft from.
         limit = jnp.where(context.length > 1, context.limit, 0)
-        start = Carry(
-            jnp.zeros((batch, 1, last), jnp.int32),
-            state.outputs[:, None, : max(last, 1)],
-            self.head.make_window(batch, slots),
-        )
         draft, _ = self.draft(
-            self.head.logits(own[0], state.outputs[:, :1]),
-            step,
-            start,
+            self.head.logits(modules[0], state.outputs[:, :1]),
+            steps.next_level,
+            steps.first_carry(),
             context.replace(limit=limit),
             noise,
             draft_ids=params.get("draft_ids"),
@@ -222,10 +134,10 @@ class PairDrafter(HeadDrafter):
         hidden = self.head.fuse(params, accepted.features)
         caches, outputs = [], []
         for index, cache in enumerate(state.caches):
-            own, is_last = self.head.module(params, index), index + 1 == len(state.caches)
+            module, is_last = self.head.module(params, index), index + 1 == len(state.caches)
             positions = (first - index)[:, None] + step[None, :]
-            output, window = self._extend(
-                own,
+            output, window = self.extend_pairs(
+                module,
                 accepted.tokens,
                 hidden,
                 positions,
@@ -246,12 +158,12 @@ class PairDrafter(HeadDrafter):
             outputs.append(jnp.where((count > 0)[:, None], latest[:, 0], kept))
             if not is_last:
                 before = jnp.concatenate([kept[:, None], output[:, :-1]], axis=1)
-                hidden = self.head.next_hidden(own, before)
+                hidden = self.head.next_hidden(module, before)
         return State(tuple(caches), constrain_rows(jnp.stack(outputs, axis=1)))
 
-    def _extend(
+    def extend_pairs(
         self,
-        own: dict[str, Any],
+        module: dict[str, Any],
         tokens: Int[Array, "B T"],
         hidden: Float[Array, "B T D"],
         positions: Int[Array, "B T"],
@@ -272,7 +184,146 @@ class PairDrafter(HeadDrafter):
             slots = jnp.arange(visible.shape[2])
             itself = start + jnp.arange(tokens.shape[1])[:, None] == slots[None, :]
             visible = (visible & exists[:, None, :]) | itself[None]
-        return self.head.extend(own, tokens, hidden, positions, cache, window, start, visible, only)
+        return self.head.extend(
+            module, tokens, hidden, positions, cache, window, start, visible, only
+        )
+
+
+@dataclass(frozen=True)
+class _DraftSteps:
+    """The draft steps of one round: what each runs, given the tokens of a level.
+
+    The tokens on the path from the root to a token of level D (the number of modules) are read by
+    modules 1 to D-1, which need the pairs before it that are not committed. So the window of the
+    last module has D-1 slots for the path to each token of its first level, then one slot for each
+    token of further levels.
+    """
+
+    drafter: PairDrafter
+    modules: Sequence[dict[str, Any]]
+    state: State
+    context: Context
+
+    @property
+    def last(self) -> int:
+        """The index of the last module."""
+        return len(self.modules) - 1
+
+    @property
+    def path_slots(self) -> int:
+        """Slots of the last module's window for the paths to its first level's tokens."""
+        return self.last * self._level_sizes[self.last]
+
+    @property
+    def slots_before(self) -> int:
+        """Slots of the draft's own window that the levels up to the last module's first take."""
+        return sum(self._level_sizes[: self.last + 1])
+
+    @property
+    def slots(self) -> int:
+        """Slots of the last module's window (W)."""
+        return max(self.path_slots + sum(self._level_sizes[self.last + 1 :]), 1)
+
+    @property
+    def _level_sizes(self) -> tuple[int, ...]:
+        return (*self.drafter.level_sizes, *[0] * len(self.modules))
+
+    def first_carry(self) -> Carry:
+        """What the first step gets, of the root alone."""
+        batch = self.context.length.shape[0]
+        return Carry(
+            jnp.zeros((batch, 1, self.last), jnp.int32),
+            self.state.outputs[:, None, : max(self.last, 1)],
+            self.drafter.head.make_window(batch, self.slots),
+        )
+
+    def next_level(self, level: Level, carry: Carry) -> tuple[Float[Array, "B T Vd"], Carry]:
+        """The logits after a level's tokens: `Level` step of `HeadDrafter.draft`."""
+        parents = level.parents[:, :, None]
+        carry = carry.replace(
+            tokens=jnp.take_along_axis(carry.tokens, parents, axis=1),
+            outputs=jnp.take_along_axis(carry.outputs, parents[..., None], axis=1),
+        )
+        if not self.last:
+            return self.repeat_last_module(level, carry)
+        # Tokens at and after depth D go into the last entry, which is not read any more.
+        start = (0, 0, level.depth - 1)
+        tokens = lax.dynamic_update_slice(carry.tokens, level.tokens[:, :, None], start)
+        carry = carry.replace(tokens=tokens)
+        longest = self.drafter.num_speculative_tokens
+        steps: list[Callable[[Carry], tuple[Float[Array, "B T Vd"], Carry]]] = [
+            functools.partial(self.run_module, index)
+            for index in range(1, min(len(self.modules), longest))
+        ]
+        if longest > len(self.modules) or not steps:
+            steps.append(functools.partial(self.repeat_last_module, level))
+        if isinstance(level.depth, int):
+            return steps[min(level.depth, len(steps)) - 1](carry)
+        return lax.switch(jnp.minimum(level.depth, len(steps)) - 1, steps, carry)
+
+    def run_module(self, index: int, carry: Carry) -> tuple[Float[Array, "B T Vd"], Carry]:
+        """Module `index` over the paths to a level's tokens, up to position n-2."""
+        head, is_last = self.drafter.head, index == self.last
+        batch, count, _ = carry.tokens.shape
+        width = self.state.outputs.shape[2]
+        # Its committed pairs end `index` positions earlier, for want of tokens.
+        known = self.state.outputs[:, None, index - 1 : index]
+        known = jnp.broadcast_to(known, (batch, count, 1, width))
+        before = jnp.concatenate([known, carry.outputs[:, :, : index - 1]], axis=2)
+        path, at = np.divmod(np.arange(count * index), index)
+        window = carry.window if is_last else head.make_window(batch, len(at))
+        slots = window.k.shape[3]
+        visible = (path[:, None] == path) & (at[:, None] >= at)
+        output, window = self.drafter.extend_pairs(
+            self.modules[index],
+            carry.tokens[:, :, :index].reshape(batch, -1),
+            head.next_hidden(self.modules[index - 1], before.reshape(batch, -1, width)),
+            (self.context.length - 1 - index)[:, None] + at[None, :],
+            self.state.caches[index],
+            window,
+            0,
+            _padded(visible[None], slots),
+            self._existing_pairs(index, count, slots),
+        )
+        output = output.reshape(batch, count, index, width)
+        carry = carry.replace(outputs=carry.outputs.at[:, :, :index].set(output))
+        if is_last:
+            carry = carry.replace(window=window)
+        return head.logits(self.modules[index], output[:, :, -1]), carry
+
+    def repeat_last_module(
+        self, level: Level, carry: Carry
+    ) -> tuple[Float[Array, "B T Vd"], Carry]:
+        """The last module over further tokens, with its own outputs at their parents."""
+        head, last, module = self.drafter.head, self.last, self.modules[self.last]
+        first_level_size = self._level_sizes[last]
+        latest = max(last - 1, 0)
+        first_level = level.visible[:, :, self.slots_before - first_level_size : self.slots_before]
+        further = level.visible[:, :, self.slots_before :]
+        visible = jnp.concatenate([jnp.repeat(first_level, last, axis=2), further], axis=2)
+        exists = self._existing_pairs(last, first_level_size, self.slots) if last else None
+        output, window = self.drafter.extend_pairs(
+            module,
+            level.tokens,
+            head.next_hidden(module, carry.outputs[:, :, latest]),
+            level.positions(self.context) - 1 - last,
+            self.state.caches[last],
+            carry.window,
+            self.path_slots + level.start - self.slots_before,
+            _padded(visible, self.slots),
+            exists,
+        )
+        carry = carry.replace(outputs=carry.outputs.at[:, :, latest].set(output), window=window)
+        return head.logits(module, output), carry
+
+    def _existing_pairs(self, index: int, count: int, slots: int) -> Bool[Array, "B W"]:
+        """Which pairs in the window of module `index` exist: not those before position 0.
+
+        Those on the paths to `count` tokens come first; all others exist.
+        """
+        at = np.tile(np.arange(index), count)
+        exists = (self.context.length - 1 - index)[:, None] + at[None, :] >= 0
+        return jnp.pad(exists, ((0, 0), (0, slots - len(at))), constant_values=True)
 
 
 def _padded(visible: Bool[Array | np.ndarray, "#B T _"], slots: int) -> Bool[Array, "#B T W"]:

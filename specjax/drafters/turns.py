@@ -136,7 +136,7 @@ class Turns:
     ) -> tuple[PartState, ...]:
         """Each drafter's state after a chunk of the prompts."""
         return tuple(
-            before.replace(drafter=part.observe(own, before.drafter, context, accepted))
+            before.replace(drafter=_observed(part, own, before.drafter, context, accepted))
             if part.num_speculative_tokens
             else before
             for part, own, before in zip(self.parts, params, state, strict=True)
@@ -245,7 +245,8 @@ def _take_turn(
         )
 
     def propose(state: PartState) -> tuple[Draft, PartState]:
-        draft, inner = part.propose(params, state.drafter, context, noise)
+        proposal = part.propose(params, state.drafter, context, noise)
+        draft, inner = check_proposal(part, proposal, state.drafter)
         return draft, state.replace(drafter=inner)
 
     propose = jax.jit(propose, inline=True)  # traced once for both uses
@@ -304,7 +305,68 @@ def _observe(
     )
     after = context.replace(length=first + 1 + count)
     inner = part.observe(params, state.drafter, after, accepted)
+    check_state(part, "observe", inner, state.drafter)
     return PartState(inner, constrain(state.unobserved - count, "batch"))
+
+
+def check_proposal(part: Drafter, proposal: Any, before: Any) -> tuple[Draft, Any]:
+    """What `propose` returned, while it is traced; `before` is the state that it was given.
+
+    Raises InputError where that is no draft and state, or a draft of other types or shapes.
+    """
+    name = f"drafter {part.name!r}: propose returned"
+    is_pair = isinstance(proposal, tuple) and len(proposal) == 2
+    if not is_pair or not isinstance(proposal[0], Draft):
+        kind = type(proposal).__name__
+        if isinstance(proposal, tuple):
+            kind = f"({', '.join(type(entry).__name__ for entry in proposal)})"
+        raise InputError(
+            f"{name} {kind}; return (Draft, state), the state also where it is as before"
+        )
+    draft, state = proposal
+    for field, kind, wanted in (
+        ("tokens", jnp.integer, "int32[B, N], by jnp.argmax or .astype(jnp.int32)"),
+        ("valid", jnp.bool_, "bool[B, N]"),
+    ):
+        array = jnp.asarray(getattr(draft, field))
+        if array.ndim != 2 or not jnp.issubdtype(array.dtype, kind):
+            raise InputError(f"{name} {field} of {array.dtype}{list(array.shape)}; return {wanted}")
+    if draft.logq is not None and not part.sampled:
+        raise InputError(
+            f"{name} logq, so that its tokens are drawn, but its `sampled` is False; override the "
+            "property to return True, or return logq=None for tokens that are chosen"
+        )
+    check_state(part, "propose", state, before)
+    return draft, state
+
+
+def check_state(part: Drafter, function: str, state: Any, before: Any) -> None:
+    """Raise InputError, while it is traced, for a state that is not like the one `before`."""
+    given, wanted = (
+        jax.tree.map(lambda leaf: (jnp.shape(leaf), jnp.result_type(leaf)), tree)
+        for tree in (state, before)
+    )
+    if given != wanted:
+        raise InputError(
+            f"drafter {part.name!r}: {function} returned the state {_in_words(state)} where init "
+            f"made {_in_words(before)}; return one of the same arrays, shapes and dtypes"
+        )
+
+
+def _in_words(state: Any) -> str:
+    """The arrays of a state: their dtypes and shapes."""
+    leaves = jax.tree.leaves(state)
+    if not leaves:
+        return repr(state)
+    arrays = [f"{jnp.result_type(leaf)}{list(jnp.shape(leaf))}" for leaf in leaves[:6]]
+    return f"{type(state).__name__}({', '.join(arrays)}{', ...' if len(leaves) > 6 else ''})"
+
+
+def _observed(part: Drafter, params: Any, state: Any, context: Context, accepted: Accepted) -> Any:
+    """A drafter's state after a chunk of the prompts."""
+    after = part.observe(params, state, context, accepted)
+    check_state(part, "observe", after, state)
+    return after
 
 
 def check_size(part: Drafter, draft: Draft) -> None:

@@ -26,16 +26,13 @@ from specjax.models.config import DecoderConfig, LayerRun
 from specjax.models.interface import Extension
 from specjax.models.layers.attention import (
     Partial,
-    attend,
     attend_cache,
-    attend_in_blocks,
     attend_rows,
     attend_whole_cache,
     cached_blocks,
 )
 from specjax.models.layers.decoder_layer import (
     DecoderLayer,
-    at_layer,
     embed,
     layer_chooser,
     limited,
@@ -43,6 +40,7 @@ from specjax.models.layers.decoder_layer import (
     one_layer,
     with_experts,
 )
+from specjax.models.layers.layer_pass import LayerCarry, LayerPass
 from specjax.models.layers.local_and_global_layers import layer_views
 from specjax.models.parameter_table import parameter_table
 from specjax.models.parameters import ParameterTable, checked
@@ -230,112 +228,113 @@ class Decoder:
 
         Raises InputError for parameters that are missing, or of another shape.
         """
-        config = self.config
-        table = parameter_table(config, self.form.stacked)
-        params = checked(table, params)
-        layer = replace(self.arithmetic, differentiable=window is None)
-        kv_heads = config.num_kv_heads if window is None else window.k.shape[2]
-        copies = kv_heads // config.num_kv_heads
+        taken = _Features(features, self.config)
+        params = checked(parameter_table(self.config, self.form.stacked), params)
         if window is not None and window.positions is not None:
             kept_positions = lax.dynamic_update_slice(window.positions, positions, (0, start))
             window = window.replace(positions=kept_positions)
-        views = layer_views(config, positions, window, visible, config.num_heads // kv_heads)
-        softcap = config.attention.softcap
-        counts = wanted_counts(features, config.vocab_size)
-        others = [name for name in features if name not in counts and name != EXPERTS]
-        check_features(others, config.num_layers)
-        chosen = None
-        if EXPERTS in features:
-            shape = (config.num_sparse, *tokens.shape, config.experts.per_token)
-            chosen = jnp.zeros(shape, jnp.int32)
-        taps = {name: _tapped_layer(name) for name in features if name.startswith("layer_input:")}
+        x = self._embed(params, tokens, positions)
         attend_committed = None
         if cache is not None:
-            split = self.shards > 1
-            attend_committed = cache_attention(self.form, config, cache, tokens.shape[1], split)
+            attend_committed = cache_attention(
+                self.form, self.config, cache, tokens.shape[1], self.shards > 1
+            )
+        run_layer = LayerPass(
+            layer=replace(self.arithmetic, differentiable=window is None),
+            views=layer_views(
+                self.config,
+                positions,
+                window,
+                visible,
+                self.config.num_heads // self._heads_of(window),
+            ),
+            cache=cache,
+            attend_committed=attend_committed,
+            start=start,
+            tapped_layers=taken.tapped_layers,
+        )
+        carry = LayerCarry(
+            x,
+            window,
+            layer_inputs={name: jnp.zeros_like(x) for name in taken.tapped_layers},
+            experts=taken.no_experts(tokens.shape),
+        )
+        depth = self.config.num_layers if num_layers is None else num_layers
+        carry = self._run_layers(params, run_layer, carry, depth)
+        return self._outputs(params, carry, taken, logits=logits)
 
-        def run_layer(index: Int[Array, ""] | int, weights: dict, carry: tuple) -> tuple:
-            x, kept, tapped, chosen = carry
-            tapped = {
-                name: jnp.where(index == taps[name], x, before) for name, before in tapped.items()
-            }
-            view = views(index)
-            h = layer.norm(x, weights["attention_norm"])
-            query, key, value = layer.heads(h, weights["attention"], view.rotation, copies)
-            if kept is None:
-                mixed = attend_in_blocks(
-                    query,
-                    key.transpose(0, 2, 1, 3),
-                    value.transpose(0, 2, 1, 3),
-                    view.seen,
-                    softcap=softcap,
-                    rounded=self.multiply is not None,
-                )
-            else:
-                keys = write_window(kept.k, key, index, start)
-                values = write_window(kept.v, value, index, start)
-                own = (at_layer(part, index) for part in (keys, values))
-                mixed = attend(query, *own, view.seen, softcap)
-                kept = kept.replace(k=keys, v=values)
-            if attend_committed is not None:
-                mixed = attend_committed(query, cache, index, start=mixed, **view.limits)
-            x = layer.add_attention(x, mixed, weights)
-            x, own = layer.add_mlp(x, weights)
-            if chosen is not None and own is not None:
-                chosen = chosen.at[index - (config.num_layers - config.num_sparse)].set(own)
-            return x, kept, tapped, chosen
+    def _heads_of(self, window: Window | None) -> int:
+        """Key/value heads: those of the window, or the model's where nothing is kept."""
+        return self.config.num_kv_heads if window is None else window.k.shape[2]
 
-        x = layer.whole(embed(params, tokens, self.dtype))
-        if config.embedding.scale != 1.0:
-            x = x * jnp.asarray(config.embedding.scale, x.dtype)
-        if config.embedding.positions:
-            own = jnp.take(params["positions"]["embedding"], positions, axis=0, mode="clip")
-            x = x + own.astype(x.dtype)
-        carry = (x, window, {name: jnp.zeros_like(x) for name in taps}, chosen)
-        depth = config.num_layers if num_layers is None else num_layers
+    def _embed(
+        self, params: dict[str, Any], tokens: Int[Array, "B T"], positions: Int[Array, "B T"]
+    ) -> Float[Array, "B T D"]:
+        """What the first layer reads."""
+        embedding = self.config.embedding
+        x = self.arithmetic.whole(embed(params, tokens, self.dtype))
+        if embedding.scale != 1.0:
+            x = x * jnp.asarray(embedding.scale, x.dtype)
+        if embedding.positions:
+            learned = jnp.take(params["positions"]["embedding"], positions, axis=0, mode="clip")
+            x = x + learned.astype(x.dtype)
+        return x
+
+    def _run_layers(
+        self, params: dict[str, Any], run_layer: LayerPass, carry: LayerCarry, depth: int
+    ) -> LayerCarry:
+        """The first `depth` layers, one after the other."""
         if self.form.layers == "unrolled":
             for index in range(depth):
                 # Else XLA takes the heads apart again, and transposes kernels for a single token.
-                weights = merge_heads(params["layers"][str(index)], config)
+                weights = merge_heads(params["layers"][str(index)], self.config)
                 weights = with_experts(lax.optimization_barrier(weights))
                 carry = run_layer(index, weights, carry)
-        else:
-            for run in config.runs:
-                last = min(depth, run.first + run.count)
-                if run.first >= last:
-                    continue
-                weights_of = self._weights(params, run, last)
+            return carry
+        for run in self.config.runs:
+            last = min(depth, run.first + run.count)
+            if run.first >= last:
+                continue
+            weights_of = self._weights(params, run, last)
 
-                def step(
-                    index: Int[Array, ""], carry: tuple, weights_of: Callable = weights_of
-                ) -> tuple:
-                    return run_layer(index, weights_of(index), carry)
+            def step(
+                index: Int[Array, ""], carry: LayerCarry, weights_of: Callable = weights_of
+            ) -> LayerCarry:
+                return run_layer(index, weights_of(index), carry)
 
-                if window is None:
-                    step = jax.checkpoint(step, prevent_cse=False)
-                carry = lax.fori_loop(run.first, last, step, carry)
-        pre_norm, window, tapped, chosen = carry
+            if carry.window is None:
+                step = jax.checkpoint(step, prevent_cse=False)
+            carry = lax.fori_loop(run.first, last, step, carry)
+        return carry
 
-        wanted = {**tapped, "pre_norm": pre_norm}
-        if chosen is not None:
-            wanted[EXPERTS] = jnp.moveaxis(chosen, 0, 2)
+    def _outputs(
+        self, params: dict[str, Any], carry: LayerCarry, taken: _Features, *, logits: bool
+    ) -> Extension:
+        """The logits, where they are wanted, and the features, from what the last layer left."""
+        found = {**carry.layer_inputs, "pre_norm": carry.x}
+        if carry.experts is not None:
+            found[EXPERTS] = jnp.moveaxis(carry.experts, 0, 2)
         out = None
-        if logits or counts or "final_norm" in features:
-            wanted["final_norm"] = layer.norm(pre_norm, params["final_norm"])
-
-        def project(states: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-            out = layer.project("btd,dv->btv", states, params["head"], jnp.float32)
-            out = limited(out, config.logit_softcap)
-            if config.unused_tokens:
-                out = jnp.where(unused_mask(config), IMPOSSIBLE, out)
-            return constrain(out, "batch", None, "vocab" if self.shards > 1 else None)
-
+        if logits or taken.counts or "final_norm" in taken.names:
+            found["final_norm"] = self.arithmetic.norm(carry.x, params["final_norm"])
+        project = functools.partial(self._project, params)
         if logits:
-            out = project(wanted["final_norm"])
-            wanted |= top_tokens(out, counts)
-        elif counts:
-            wanted |= top_tokens_of_states(wanted["final_norm"], project, counts)
-        return Extension(out, {name: wanted[name] for name in features}, window)
+            out = project(found["final_norm"])
+            found |= top_tokens(out, taken.counts)
+        elif taken.counts:
+            found |= top_tokens_of_states(found["final_norm"], project, taken.counts)
+        return Extension(out, {name: found[name] for name in taken.names}, carry.window)
+
+    def _project(
+        self, params: dict[str, Any], states: Float[Array, "B T D"]
+    ) -> Float[Array, "B T V"]:
+        """The logits of final hidden states."""
+        config = self.config
+        out = self.arithmetic.project("btd,dv->btv", states, params["head"], jnp.float32)
+        out = limited(out, config.logit_softcap)
+        if config.unused_tokens:
+            out = jnp.where(unused_mask(config), IMPOSSIBLE, out)
+        return constrain(out, "batch", None, "vocab" if self.shards > 1 else None)
 
     def _weights(
         self, params: dict[str, Any], run: LayerRun, last: int
@@ -370,18 +369,6 @@ def cache_attention(
     return functools.partial(attend_cache, blocks=cached_blocks(cache), softcap=softcap)
 
 
-def write_window(
-    window: Float[Array, "L B G W C"],
-    new: Float[Array, "B T G C"],
-    layer: Int[Array, ""] | int,
-    start: Int[Array, ""] | int,
-) -> Float[Array, "L B G W C"]:
-    """A window's keys or values with those of T new tokens written to slots start..start+T."""
-    new = new.transpose(0, 2, 1, 3)[None].astype(window.dtype)
-    where = (layer, 0, 0, start, 0)
-    return lax.dynamic_update_slice(window, new, where, allow_negative_indices=False)
-
-
 def check_features(names: Iterable[str], num_layers: int) -> None:
     """Raise InputError for a name that is no feature of a model with `num_layers` layers."""
     for name in names:
@@ -393,5 +380,24 @@ def check_features(names: Iterable[str], num_layers: int) -> None:
             )
 
 
-def _tapped_layer(name: str) -> int:
-    return int(name.partition(":")[2])
+class _Features:
+    """The features that a pass is asked for. Raises InputError for an unknown name."""
+
+    def __init__(self, names: tuple[str, ...], config: DecoderConfig) -> None:
+        self.names = names
+        self._config = config
+        self.counts = wanted_counts(names, config.vocab_size)
+        """Most likely tokens to keep, by feature."""
+        of_layers = [name for name in names if name not in self.counts and name != EXPERTS]
+        check_features(of_layers, config.num_layers)
+        self.tapped_layers = {
+            name: int(name.partition(":")[2]) for name in names if name.startswith("layer_input:")
+        }
+        """The layers whose inputs are features."""
+
+    def no_experts(self, tokens_shape: tuple[int, int]) -> Int[Array, "M B T K"] | None:
+        """Room for the experts of tokens [B, T] in each of the M layers that have some."""
+        if EXPERTS not in self.names:
+            return None
+        experts = self._config.experts.per_token
+        return jnp.zeros((self._config.num_sparse, *tokens_shape, experts), jnp.int32)

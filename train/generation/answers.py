@@ -143,6 +143,7 @@ class AnswersConfig:
             num_speculative_tokens=FIXED if length is None else length,
             verify=self.verify,
             batch_size=self.batch_size,
+            seed=self.seed,
         )
 
     @property
@@ -260,7 +261,6 @@ def open_job(config: AnswersConfig, model: Model, job: Job) -> Session:
         drafter=make_drafter(config.drafter.name, model, config.drafter.path),
         options=config.options,
         requests=[row.sampling for row in job.rows],
-        seed=config.seed,
     )
 
 

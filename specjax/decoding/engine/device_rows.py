@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,14 +14,14 @@ from jaxtyping import Int
 from specjax import controllers
 from specjax.decoding.programs import (
     Programs,
-    compile_setup,
+    compile_session,
     is_compiled,
     put_rows,
     take_rows,
 )
 from specjax.decoding.rows import Row, RowArguments, row_arguments
 from specjax.decoding.sampling_params import SamplingParams
-from specjax.decoding.setup import Setup, flags_of
+from specjax.decoding.setup import Session, flags_of
 from specjax.decoding.state import Seen, State
 from specjax.distributed.sharding import first_device
 from specjax.drafters.base import Limits
@@ -31,15 +32,16 @@ _SAVED = 0.25
 
 
 class DeviceRows:
-    """A setup with its programs and the arrays they work on; nothing here decides what is done.
+    """A session with its programs and the arrays they work on; nothing here decides what is done.
 
     The rows of all slots are in one state, or those of few slots alone in a smaller one (`narrow`).
     """
 
-    def __init__(self, setup: Setup) -> None:
-        self.setup = setup
-        self._few: Setup | None = None
-        """The setup of fewer rows, while these decode alone."""
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self._few: Session | None = None
+        self._few_programs: Programs | None = None
+        """The session of fewer rows, while these decode alone."""
         self._slots: tuple[int, ...] = ()
         """Their slots then."""
         self._programs: Programs | None = None
@@ -48,11 +50,13 @@ class DeviceRows:
         self._prompts: list[tuple[int, ...]] = []
         """Those of the new rows."""
         self._all_read = False
+        self.compile_s = 0.0
+        """Seconds spent on making programs; next to nothing where they were there."""
 
     def compile(self) -> Programs:
         """The compiled programs; made now if they are not yet. Raises InputError."""
         if self._programs is None:
-            self._programs = self._compiled(self.setup)
+            self._programs = self._compiled(self.session)
         return self._programs
 
     def serve(self, request: SamplingParams) -> None:
@@ -61,31 +65,31 @@ class DeviceRows:
         Where they were compiled without it, that is done now. Raises InputError, and changes
         nothing then.
         """
-        plan = self.setup.plan
+        plan = self.session.plan
         flags = plan.flags.union(flags_of([request]))
         able = replace(plan, flags=flags, logprobs=plan.logprobs or request.logprobs)
         if able == plan:
             return
-        setup = replace(self.setup, plan=able)
+        session = replace(self.session, plan=able)
         if self._programs is not None:
-            self._programs = self._compiled(setup)
+            self._programs = self._compiled(session)
         self._widen()
-        self.setup = setup
+        self.session = session
 
     def begin(self) -> None:
         """Make room for all rows, unless it is there."""
         if self._state is not None:
             return
-        setup = self.setup
-        self._state = self.compile().empty(setup.params, *self._arguments([], setup.num_rows))
+        session = self.session
+        self._state = self.compile().empty(session.params, *self._arguments([], session.num_rows))
 
     def new_rows(self, rows: Sequence[Row]) -> bool:
         """Begin new rows; whether their prompts are read, since the rows before had the same.
 
         Otherwise nothing is read of them yet.
         """
-        setup, programs = self.setup, self.compile()
-        arguments = self._arguments(rows, setup.prefill_rows)
+        session, programs = self.session, self.compile()
+        arguments = self._arguments(rows, session.prefill_rows)
         prompts = [row.prompt for row in rows]
         if self._all_read and prompts == self._prompts[: len(prompts)]:
             # What was read depends on the prompt alone, not on a request's key, limits or sampling.
@@ -93,17 +97,17 @@ class DeviceRows:
             return True
         self._prompts, self._all_read = prompts, False
         if self._new is None:
-            self._new = programs.new(setup.params, *arguments)
+            self._new = programs.new(session.params, *arguments)
         else:
             # The old rows' memory is given away: where that is interrupted there are none.
             old, self._new = self._new, None
-            self._new = programs.renew(setup.params, old, *arguments)
+            self._new = programs.renew(session.params, old, *arguments)
         return False
 
     def read(self, begin: int, end: int) -> jax.Array:
         """Read the new rows' prompts from `begin` to `end`; an array that is there when done."""
         self._new, ready = self.compile().read(
-            self.setup.params, self._new, np.int32(begin), np.int32(end)
+            self.session.params, self._new, np.int32(begin), np.int32(end)
         )
         return ready
 
@@ -114,8 +118,8 @@ class DeviceRows:
         with the same ones.
         """
         self._widen()
-        out_of_range = self.setup.num_rows
-        where = np.full(self.setup.prefill_rows, out_of_range, np.int32)
+        out_of_range = self.session.num_rows
+        where = np.full(self.session.prefill_rows, out_of_range, np.int32)
         where[: len(slots)] = slots
         self._all_read = all_read
         self._state, ready = self.compile().admit(self._state, where, self._new)
@@ -132,15 +136,15 @@ class DeviceRows:
 
         It is in the order of `by_row`.
         """
-        setup = self._few or self.setup
-        programs = self.compile() if self._few is None else compile_setup(setup, begun=True)
-        ended = np.zeros(setup.num_rows, bool)
+        session = self._few or self.session
+        programs = self.compile() if self._few is None else self._few_programs
+        ended = np.zeros(session.num_rows, bool)
         ended[[row for row, slot in enumerate(self._row_slots) if slot in ended_slots]] = True
         device_limits = Limits(
             np.array(limits.longest, np.int32), np.array(limits.confidence, np.float32)
         )
         self._state, seen = programs.step(
-            setup.params,
+            session.params,
             self._state,
             device_limits,
             ended,
@@ -154,7 +158,7 @@ class DeviceRows:
     @property
     def _row_slots(self) -> Sequence[int]:
         """The slot of each row."""
-        return range(self.setup.num_rows) if self._few is None else self._slots
+        return range(self.session.num_rows) if self._few is None else self._slots
 
     def by_row(self, slots: Sequence[Any]) -> tuple[Any, ...]:
         """What is in the slots, in the order of the rows; None for rows that no slot has."""
@@ -167,17 +171,17 @@ class DeviceRows:
         what it saves of `seconds_left` is more than what compiling takes; on accelerators a pass
         takes as long as reading the weights, and on a mesh rows belong to devices.
         """
-        now = self._few or self.setup
-        placement = self.setup.placement
-        if self.setup.mesh is not None or first_device(placement).platform != "cpu":
+        now = self._few or self.session
+        placement = self.session.placement
+        if self.session.mesh is not None or first_device(placement).platform != "cpu":
             return
-        few = replace(self.setup, batch_size=len(slots))
+        few = self.session.with_options(batch_size=len(slots))
         if 2 * few.num_rows > now.num_rows:
             return
         compile_s = 0.0 if is_compiled(few) else self.compile().seconds
         if not _SAVED * seconds_left > compile_s:  # also where a clock gave no number
             return
-        compile_setup(few, begun=True)
+        self._few_programs = self._compiled(few)
         rows = [self._row_slots.index(slot) for slot in slots]
         # Those over are copies of the first, which are released at once.
         rows += [rows[0]] * (few.num_rows - len(rows))
@@ -190,9 +194,9 @@ class DeviceRows:
         """Have the rows of all slots in one state again."""
         if self._few is None:
             return
-        setup, few = self.setup, self._state
-        state = self.compile().empty(setup.params, *self._arguments([], setup.num_rows))
-        where = np.full(len(few.length), setup.num_rows, np.int32)
+        session, few = self.session, self._state
+        state = self.compile().empty(session.params, *self._arguments([], session.num_rows))
+        where = np.full(len(few.length), session.num_rows, np.int32)
         where[: len(self._slots)] = self._slots
         self._state = put_rows(state, where, few)
         self._few, self._slots = None, ()
@@ -204,8 +208,8 @@ class DeviceRows:
         shares with the target are the target's new ones. Raises InputError unless trees, shapes and
         dtypes are the same.
         """
-        setup, drafter = self.setup, self.setup.drafter
-        params = _in_place_of("params", setup.model.params, params)
+        session, drafter = self.session, self.session.drafter
+        params = _in_place_of("params", session.model.params, params)
         if drafter_params is None:
             pairs = zip(drafter.drafter.parts, drafter.params, strict=True)
             own = tuple(part.for_target(each, params) for part, each in pairs)
@@ -215,7 +219,9 @@ class DeviceRows:
             own = drafter_params
         drafter = drafter._replace(params=_in_place_of("drafter_params", drafter.params, own))
         self._widen()
-        self.setup = replace(setup, model=replace(setup.model, params=params), drafter=drafter)
+        self.session = replace(
+            session, model=replace(session.model, params=params), drafter=drafter
+        )
         # Of a prompt that is being read as well, only its own rows continue with the old ones.
         self._prompts = []
 
@@ -224,11 +230,14 @@ class DeviceRows:
         self._state = self._new = self._few = None
         self._prompts = []
 
-    def _compiled(self, setup: Setup) -> Programs:
-        return compile_setup(setup, begun=self._state is not None)
+    def _compiled(self, session: Session) -> Programs:
+        begin = time.perf_counter()
+        programs = compile_session(session, begun=self._state is not None)
+        self.compile_s += time.perf_counter() - begin
+        return programs
 
     def _arguments(self, rows: Sequence[Row], count: Int[Any, ""] | int) -> RowArguments:
-        return row_arguments(self.setup, rows, count)
+        return row_arguments(self.session, rows, count)
 
 
 def _in_place_of(name: str, old: Any, new: Any) -> Any:

@@ -20,8 +20,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from specjax import sampling
-from specjax.controllers import Controller, Limits, StepRecord
+from specjax.controllers import Limits, StepRecord
 from specjax.decoding.engine.device_rows import DeviceRows
 from specjax.decoding.engine.outputs import (
     ABORTED,
@@ -32,17 +31,16 @@ from specjax.decoding.engine.outputs import (
 )
 from specjax.decoding.engine.scheduler import Request, Scheduler
 from specjax.decoding.engine.statistics import Statistics, Step
-from specjax.decoding.options import BATCH_SIZE, FIXED, DecodeOptions
+from specjax.decoding.options import DecodeOptions, read_arguments, takes_options
 from specjax.decoding.programs import Programs
 from specjax.decoding.prompts import Prompt, encode_prompt
 from specjax.decoding.rows import Row
 from specjax.decoding.sampling_params import SamplingParams, one_per_prompt
 from specjax.decoding.setup import (
-    Setup,
+    Session,
     check_length,
     check_request,
-    longest_row,
-    plan_setup,
+    plan_engine,
 )
 from specjax.decoding.state import RUNNING, Seen
 from specjax.distributed import processes
@@ -52,36 +50,11 @@ from specjax.fields import Choice, Whole
 from specjax.loading.load import place_model
 from specjax.loading.model import MODEL_KIND, Model
 
-_LONGEST = 2048
-"""Tokens of a row where the caller does not say, and the target has so many positions."""
-_SLOTS = 8
-_MOST_ROUNDS = 10_000
 _ROUNDS_WHILE_READING = 4
 """Rounds between two parts of the prompts of waiting requests that have free slots."""
+_ROUNDS_PER_STOP = 8
+"""The most rounds between two looks for stop strings."""
 _RUNNING_ROWS = Choice(("continue", "abort"))
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """How an engine shares its time.
-
-    A step ends after `rounds_per_step` rounds, or when `refill_rows` rows have finished and
-    requests wait. Between two steps at most `max_prefill_tokens` tokens of prompts are read while
-    rows decode, counted in whole chunks, or one chunk of the smallest size.
-    """
-
-    rounds_per_step: int = 16
-    refill_rows: int = 1
-    max_prefill_tokens: int = 512
-
-    def __post_init__(self) -> None:
-        Whole(1, _MOST_ROUNDS).check("rounds_per_step", self.rounds_per_step)
-        for name in ("refill_rows", "max_prefill_tokens"):
-            Whole(1).check(name, getattr(self, name))
-
-    def chunks(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
-        """Those of the chunk sizes (descending) within `max_prefill_tokens`, or the smallest."""
-        return tuple(size for size in sizes if size <= self.max_prefill_tokens) or sizes[-1:]
 
 
 @dataclass
@@ -132,84 +105,44 @@ class Engine:
     processes, each makes the same calls in the same order.
     """
 
+    @takes_options(DecodeOptions)
     def __init__(
         self,
         target: Model,
         *,
         drafter: LoadedDrafter | Drafter | str | None = None,
-        num_speculative_tokens: int | str = FIXED,
-        num_speculative_tokens_per_batch_size: Sequence[tuple[int, int, int]] = (),
-        controller: Controller | None = None,
-        verify: str | sampling.Rule = "rejection",
-        batch_size: int = _SLOTS,
-        max_length: int | None = None,
-        rounds_per_step: int = Schedule.rounds_per_step,
-        refill_rows: int = Schedule.refill_rows,
-        max_prefill_tokens: int = Schedule.max_prefill_tokens,
-        seed: int = 0,
         mesh: Mesh | None = None,
+        **options: Any,
     ) -> None:
         """An engine with `batch_size` slots; nothing is compiled before the first step.
 
-        `max_length` bounds a request's prompt and output (2048 tokens by default, or the target's
-        positions); the other options are those of `generate` and of `Schedule`. Raises InputError.
+        `options` are the fields of DecodeOptions. Raises InputError.
         """
         MODEL_KIND.check("target", target)
         target = target if mesh is None else place_model(target, mesh)
-        options = DecodeOptions(
-            num_speculative_tokens=num_speculative_tokens,
-            num_speculative_tokens_per_batch_size=num_speculative_tokens_per_batch_size,
-            verify=verify,
-            batch_size=BATCH_SIZE.check("batch_size", batch_size),
-            max_length=max_length,
-            controller=controller,
-        )
+        options, _ = read_arguments(options)
         if isinstance(drafter, str):
             drafter = make_drafter(
                 drafter, target, num_speculative_tokens=options.fixed_draft_length
             )
-        longest = longest_row(target, max_length)
-        if max_length is None:
-            longest = min(longest, _LONGEST)
-        setup = plan_setup(
-            target,
-            drafter=drafter,
-            options=options,
-            seed=seed,
-            batch_size=batch_size,
-            capacity=longest,
-            max_length=longest,
-            flags=sampling.WarpFlags(),
-        )
-        self._open(setup, Schedule(rounds_per_step, refill_rows, max_prefill_tokens))
+        self._open(plan_engine(target, drafter, options))
 
     @classmethod
-    def of(
-        cls,
-        setup: Setup,
-        schedule: Schedule = Schedule(),
-    ) -> Engine:
-        """An engine of a setup."""
+    def of(cls, session: Session) -> Engine:
+        """An engine of a session, to which its prompts are still to be added."""
         engine = cls.__new__(cls)
-        engine._open(setup, schedule)
+        engine._open(session)
         return engine
 
-    def _open(self, setup: Setup, schedule: Schedule) -> None:
-        plan = setup.plan
-        plan = replace(
-            plan,
-            rounds_per_step=max(plan.rounds_per_step, schedule.rounds_per_step),
-            chunks=schedule.chunks(plan.chunks),
-        )
-        setup = replace(setup, plan=plan)
-        self._rows, self._schedule = DeviceRows(setup), schedule
-        self._controller_state = setup.controller.init(setup.step_sizes)
+    def _open(self, session: Session) -> None:
+        self._rows = DeviceRows(session)
+        self._controller_state = session.controller.init(session.step_sizes)
         self._ran: set[int] = set()
         """The widths, by index, and the drafters, from -1 down, that ran in some step."""
         self.step_limits: list[tuple[Limits, int]] = []
         """What each step could draft, and its most rounds."""
-        self._scheduler = Scheduler(setup.batch_size)
-        self.statistics = Statistics(setup.batch_size)
+        self._scheduler = Scheduler(session.batch_size)
+        self.statistics = Statistics(session.batch_size)
         self._reading: _Prompts | None = None
         self._under_way: deque[_Reading | _Running] = deque()
         self._ended_slots: set[int] = set()
@@ -219,9 +152,9 @@ class Engine:
         self._closed = self._torn = False
 
     @property
-    def setup(self) -> Setup:
+    def session(self) -> Session:
         """What it decodes with."""
-        return self._rows.setup
+        return self._rows.session
 
     @property
     def num_unfinished(self) -> int:
@@ -233,14 +166,23 @@ class Engine:
         """Samples that wait for a slot."""
         return self._scheduler.num_waiting
 
-    @property
-    def compile_s(self) -> float:
-        """Seconds that compiling took."""
-        return self.compile().seconds
-
     def compile(self) -> Programs:
         """The compiled programs; made now if they are not yet. Raises InputError."""
-        return self._rows.compile()
+        with self._compiling():
+            return self._rows.compile()
+
+    @contextlib.contextmanager
+    def _compiling(self) -> Iterator[None]:
+        """Around what may compile: its seconds are in `statistics.compile_s` and nowhere else."""
+        before = self._rows.compile_s
+        yield
+        seconds = self._rows.compile_s - before
+        if not seconds:
+            return
+        self.statistics.compile_s += seconds
+        self._clock_s += seconds
+        for request in self._scheduler:
+            request.leave_out(seconds)
 
     def add(
         self,
@@ -267,18 +209,19 @@ class Engine:
             raise InputError(f"id={shown(name)}: a request with this id is unfinished; use another")
         n = Whole(1).check("n", n)
         where = f"prompt of request {shown(name)}"
-        setup = self.setup
+        session = self.session
         (sampling,) = one_per_prompt(sampling, 1)
-        check_request(setup.model, sampling)
-        ids = encode_prompt(setup.model, prompt, where)
-        check_length(setup.model, where, len(ids), setup.max_length, setup.max_length)
-        stops = len(setup.stop_ids(sampling))
-        if stops > setup.num_stop_ids:
+        check_request(session.model, sampling)
+        ids = encode_prompt(session.model, prompt, where)
+        check_length(session.model, where, len(ids), session.max_length, session.max_length)
+        stops = len(session.stop_ids(sampling))
+        if stops > session.num_stop_ids:
             raise InputError(
                 f"sampling.stop_token_ids: request {shown(name)} has {stops} tokens that end it, "
-                f"the model's own included; use at most {setup.num_stop_ids}"
+                f"the model's own included; use at most {session.num_stop_ids}"
             )
-        self._rows.serve(sampling)
+        with self._compiling():
+            self._rows.serve(sampling)
         ids = tuple(ids)
         rows = [Row(self._number, ids, sampling, sample) for sample in range(n)]
         self.add_rows(name, rows)
@@ -300,7 +243,7 @@ class Engine:
         self._number += 1
         for row in rows:
             params = row.sampling
-            follower = Follower(self.setup.model.tokenizer, params.stop, logprobs=params.logprobs)
+            follower = Follower(self.session.model.tokenizer, params.stop, logprobs=params.logprobs)
             self._scheduler.add(Request(id, row, follower, now))
 
     def step(self) -> list[Delta]:
@@ -355,7 +298,7 @@ class Engine:
         while self._under_way:
             self._look()
         self._rows.update_params(params, drafter_params)
-        self._controller_state = self.setup.controller.init(self.setup.step_sizes)
+        self._controller_state = self.session.controller.init(self.session.step_sizes)
         if running == "abort":
             self._abort([request for request in self._scheduler.slots if request is not None])
 
@@ -366,7 +309,7 @@ class Engine:
         interrupted it can be called again.
         """
         self._closed = True
-        self._scheduler = Scheduler(self.setup.batch_size)
+        self._scheduler = Scheduler(self.session.batch_size)
         self._ready.clear()
         self._rest()
 
@@ -406,16 +349,19 @@ class Engine:
     def _steps_under_way(self) -> int:
         return sum(isinstance(one, _Running) for one in self._under_way)
 
-    def _ahead(self) -> int:
-        """How many steps may be under way: one where the host may end rows between them."""
-        looks = any(
+    def _host_may_end_rows(self) -> bool:
+        """Whether a request in some slot has stop strings, which only the host finds."""
+        return any(
             request is not None and request.row.sampling.stop for request in self._scheduler.slots
         )
-        return 1 if looks else 2
+
+    def _most_under_way(self) -> int:
+        """How many steps may be under way: one where the host may end rows between them."""
+        return 1 if self._host_may_end_rows() else 2
 
     def _advance(self) -> None:
         """Begin what can be begun, and look at the oldest step that is under way."""
-        while self._steps_under_way() < self._ahead() and self._dispatch():
+        while self._steps_under_way() < self._most_under_way() and self._dispatch():
             pass
         if self._under_way:
             self._look()
@@ -431,19 +377,22 @@ class Engine:
         slots = self._admitted()
         if not any(slots):
             return False
-        num_rows = self.setup.num_rows
-        rounds = self._schedule.rounds_per_step
+        num_rows, options = self.session.num_rows, self.session.options
+        rounds = options.rounds_per_step
         waiting, enough = self.num_waiting, num_rows + 1
         if self._reading or (waiting and self._scheduler.num_free):
             rounds = min(rounds, _ROUNDS_WHILE_READING)
+        if self._host_may_end_rows():
+            rounds = min(rounds, _ROUNDS_PER_STOP)
         if waiting:
             free = num_rows - sum(request is not None for request in slots)
-            enough = min(free + self._schedule.refill_rows, num_rows)
+            enough = min(free + options.rows_per_refill, num_rows)
         if not (waiting or self._reading):
             kept = [slot for slot, request in enumerate(slots) if request is not None]
-            self._rows.narrow(kept, self._seconds_left(slots))
+            with self._compiling():
+                self._rows.narrow(kept, self._seconds_left(slots))
         unfinished = sum(request is not None for request in slots)
-        controller = self.setup.controller
+        controller = self.session.controller
         *chosen, self._controller_state = controller.choose(
             self._controller_state, unfinished, rounds
         )
@@ -479,10 +428,10 @@ class Engine:
 
     def _read_prompts(self) -> None:
         """Read prompts of waiting requests, as far as slots and the tokens of one step allow."""
-        budget = self._schedule.max_prefill_tokens
+        budget = self.session.options.max_prefill_tokens
         while True:
             if self._reading is None:
-                taken = self._scheduler.take(self.setup.prefill_rows)
+                taken = self._scheduler.take(self.session.prefill_rows)
                 if not taken:
                     return
                 self._reading = _Prompts(taken)
@@ -499,7 +448,7 @@ class Engine:
                     ready = self._rows.read(reading.position, end)
                     self._under_way.append(_Reading(ready, begun))
                     reading.position = end
-                budget -= _round_up(count, self.setup.plan.chunks[-1])
+                budget -= _round_up(count, self.session.plan.chunks[-1])
             if reading.position == reading.longest:
                 self._admit()
 
@@ -509,10 +458,10 @@ class Engine:
         Parts end after whole chunks of the largest size, or with the prompt: so its chunks do not
         depend on what else is read.
         """
-        chunks = self.setup.plan.chunks
+        chunks = self.session.plan.chunks
         if _round_up(left, chunks[-1]) <= budget:
             return left
-        if budget == self._schedule.max_prefill_tokens:
+        if budget == self.session.options.max_prefill_tokens:
             budget = max(budget, chunks[0])
         budget = max(budget, 0)
         return min(left, budget - budget % chunks[0])
@@ -558,13 +507,13 @@ class Engine:
             self._under_way.popleft()
             seconds = self._lap(one.begun)
             self._take(one, seen, seconds)
-        record = _record(self.setup, one.limits, seen, seconds)
+        record = _record(self.session, one.limits, seen, seconds)
         parts = {*np.flatnonzero(record.passes), *(-1 - np.flatnonzero(record.ran))}
         if not parts <= self._ran:
             # A width or a drafter takes twice as long when it runs for the first time.
             record = replace(record, seconds=None)
             self._ran |= parts
-        self._controller_state = self.setup.controller.update(self._controller_state, record)
+        self._controller_state = self.session.controller.update(self._controller_state, record)
 
     def _take(self, step: _Running, seen: Seen, seconds: float) -> None:
         """Make ready what a step added to each of its requests."""
@@ -613,11 +562,11 @@ class Engine:
         self.statistics.add_request(times, aborted=request.follower.finish_reason == ABORTED)
         sample = request.row.sample
         output = request.follower.output(request.id, sample, times)
-        output = replace(output, lossy=self.setup.is_lossy(request.row.sampling))
+        output = replace(output, lossy=self.session.is_lossy(request.row.sampling))
         self.statistics.lossy |= output.lossy
         if output.failure is not None:
             failed = {f"request {shown(request.id)}": output.failure}
-            output = replace(output, error=failure_message(self.setup.model, failed))
+            output = replace(output, error=failure_message(self.session.model, failed))
         last = Delta(request.id, sample, fresh, drafted, text, output.finish_reason, output)
         self._ready.append(last)
 
@@ -639,15 +588,15 @@ class Engine:
         self._rows.free()
 
 
-def _record(setup: Setup, limits: Limits, seen: Seen, seconds: float) -> StepRecord:
+def _record(session: Session, limits: Limits, seen: Seen, seconds: float) -> StepRecord:
     """What a step did, for the length controller."""
     ran = seen.rounds.emitted >= 0
     widths = np.where(ran, seen.rounds.width, 0).max(axis=0)
-    drafters = np.arange(len(setup.plan.drafter.parts))
+    drafters = np.arange(len(session.plan.drafter.parts))
     return StepRecord(
         limits=limits,
         seconds=seconds,
-        passes=(widths[:, None] == np.array(setup.plan.widths)).sum(axis=0),
+        passes=(widths[:, None] == np.array(session.plan.widths)).sum(axis=0),
         ran=seen.tally.ran,
         further=seen.tally.further,
         drafted=seen.tally.drafted,

@@ -27,6 +27,12 @@ class Request:
         """Whether its output is complete."""
         return self.follower.finish_reason is not None
 
+    def leave_out(self, seconds: float) -> None:
+        """Let its times begin later by so many seconds that have just passed."""
+        for name in ("added", "begun", "first_token", "last_token"):
+            if (time := getattr(self, name)) is not None:
+                setattr(self, name, time + seconds)
+
     def see_tokens(self, count: int, now: float) -> float | None:
         """Note that new tokens were seen; seconds for each since the last ones, None for the first.
 

@@ -50,14 +50,15 @@ class Percentiles(NamedTuple):
 class EngineSummary:
     """An engine's totals; `occupancy` is the share of slots that decoded, of all slots by rounds.
 
-    `tokens_per_second` is over the seconds of prefill and decoding together. Shares and percentiles
-    are of the newest 100,000 steps, requests or tokens. `occupancy_waiting` is the same over steps
-    that began while requests waited, None without any. While prompts are read no slot decodes:
-    those seconds are `prefill_s`, and in neither share. Seconds of prefill and decoding pass also
-    while the caller does something between two steps. `between_tokens` are the seconds between two
-    reads of a request's tokens, shared among the tokens that came together. `requests` counts the
-    samples that have ended, `aborted` those of them that were aborted, which are not in `total`,
-    nor in `waiting` if they never got a slot.
+    `tokens_per_second` is over the seconds of prefill and decoding together; those of compiling are
+    in `compile_s` alone. Shares and percentiles are of the newest 100,000 steps, requests or
+    tokens. `occupancy_waiting` is the same over steps that began while requests waited, None
+    without any. While prompts are read no slot decodes: those seconds are `prefill_s`, and in
+    neither share. Seconds of prefill and decoding pass also while the caller does something between
+    two steps. `between_tokens` are the seconds between two reads of a request's tokens, shared
+    among the tokens that came together. `requests` counts the samples that have ended, `aborted`
+    those of them that were aborted, which are not in `total`, nor in `waiting` if they never got a
+    slot.
     """
 
     requests: int
@@ -66,6 +67,7 @@ class EngineSummary:
     rounds: int
     prefill_s: float
     decode_s: float
+    compile_s: float
     tokens_per_second: float | None
     occupancy: float | None
     occupancy_waiting: float | None
@@ -90,6 +92,7 @@ class Statistics:
     rounds: int = 0
     prefill_s: float = 0.0
     decode_s: float = 0.0
+    compile_s: float = 0.0
     steps: deque[Step] = field(default_factory=lambda: deque(maxlen=_KEPT))
     waiting_s: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
     first_token_s: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
@@ -130,6 +133,7 @@ class Statistics:
             rounds=self.rounds,
             prefill_s=self.prefill_s,
             decode_s=self.decode_s,
+            compile_s=self.compile_s,
             tokens_per_second=self.tokens_per_second,
             occupancy=self._occupancy(self.steps),
             occupancy_waiting=self._occupancy(step for step in self.steps if step.waiting),

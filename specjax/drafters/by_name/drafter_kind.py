@@ -21,6 +21,10 @@ class DrafterKind:
         if not pair or not isinstance(loaded[0], Drafter | Turns):
             raise InputError(f"{name}={shown(value)}: use a name, or {OWN_DRAFTER}")
         turns = take_turns(LoadedDrafter(*loaded))
+        for drafter in turns.drafter.parts:
+            if type(drafter).propose is Drafter.propose:
+                kind = type(drafter).__name__
+                raise InputError(f"{name}={shown(drafter, 120)}: no {kind}.propose; {OWN_DRAFTER}")
         try:
             hash(turns.drafter)
         except TypeError as error:

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from specjax.cache import KVCache, Window
 from specjax.models.config import DecoderConfig
-from specjax.models.decoder import DEFAULT_FORM, Decoder, Form, cache_attention, write_window
+from specjax.models.decoder import DEFAULT_FORM, Decoder, Form, cache_attention
 from specjax.models.layers.attention import Partial, attend
 from specjax.models.layers.decoder_layer import (
     DecoderLayer,
@@ -24,6 +24,7 @@ from specjax.models.layers.decoder_layer import (
     rotate_by,
     with_experts,
 )
+from specjax.models.layers.layer_pass import write_window
 from specjax.models.parameters import Parameter, ParameterTable
 
 

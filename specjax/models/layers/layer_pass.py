@@ -1,0 +1,111 @@
+"""One layer of a pass over T tokens: what it reads from the cache, and what the next layer gets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from specjax.cache import KVCache, Window
+from specjax.models.layers.attention import Partial, attend, attend_in_blocks
+from specjax.models.layers.decoder_layer import DecoderLayer, at_layer
+from specjax.models.layers.local_and_global_layers import LayerView
+
+
+@struct.dataclass
+class LayerCarry:
+    """What a layer gives to the next one.
+
+    `window` has the keys and values of the layers so far; `layer_inputs` are features, by name, and
+    `experts` those that tokens were sent to in the M layers that have some.
+    """
+
+    x: Float[Array, "B T D"]
+    window: Window | None
+    layer_inputs: dict[str, Float[Array, "B T D"]]
+    experts: Int[Array, "M B T K"] | None
+
+
+@dataclass(frozen=True)
+class LayerPass:
+    """The same step for each layer, of its index, its weights, and what the one before gave.
+
+    Without a window (training) tokens see each other only. `attend_committed` is the attention over
+    the cache, where there is one; new keys are written to the window's slots from `start`.
+    `tapped_layers` are the layers whose inputs are kept, by the feature's name.
+    """
+
+    layer: DecoderLayer
+    views: Callable[[Int[Array, ""] | int], LayerView]
+    cache: KVCache | None
+    attend_committed: Callable[..., Partial] | None
+    start: Int[Array, ""] | int
+    tapped_layers: Mapping[str, int]
+
+    def __call__(
+        self, index: Int[Array, ""] | int, weights: dict[str, Any], carry: LayerCarry
+    ) -> LayerCarry:
+        """Run layer `index`."""
+        layer, config, x = self.layer, self.layer.config, carry.x
+        layer_inputs = {
+            name: jnp.where(index == self.tapped_layers[name], x, before)
+            for name, before in carry.layer_inputs.items()
+        }
+        view = self.views(index)
+        h = layer.norm(x, weights["attention_norm"])
+        copies = 1 if carry.window is None else carry.window.k.shape[2] // config.num_kv_heads
+        query, key, value = layer.heads(h, weights["attention"], view.rotation, copies)
+        mixed, window = self._attend(index, view, carry.window, query, key, value)
+        if self.attend_committed is not None:
+            mixed = self.attend_committed(query, self.cache, index, start=mixed, **view.limits)
+        x = layer.add_attention(x, mixed, weights)
+        x, chosen = layer.add_mlp(x, weights)
+        experts = carry.experts
+        if experts is not None and chosen is not None:
+            experts = experts.at[index - (config.num_layers - config.num_sparse)].set(chosen)
+        return LayerCarry(x, window, layer_inputs, experts)
+
+    def _attend(
+        self,
+        index: Int[Array, ""] | int,
+        view: LayerView,
+        window: Window | None,
+        query: Float[Array, "B G X C"],
+        key: Float[Array, "B T G C"],
+        value: Float[Array, "B T G C"],
+    ) -> tuple[Partial, Window | None]:
+        """Attention among the tokens of the window, and the window with the new ones."""
+        softcap = self.layer.config.attention.softcap
+        if window is None:
+            mixed = attend_in_blocks(
+                query,
+                key.transpose(0, 2, 1, 3),
+                value.transpose(0, 2, 1, 3),
+                view.seen,
+                softcap=softcap,
+                rounded=self.layer.multiply is not None,
+            )
+            return mixed, None
+        window = window.replace(
+            k=write_window(window.k, key, index, self.start),
+            v=write_window(window.v, value, index, self.start),
+        )
+        keys, values = at_layer(window.k, index), at_layer(window.v, index)
+        return attend(query, keys, values, view.seen, softcap), window
+
+
+def write_window(
+    window: Float[Array, "L B G W C"],
+    new: Float[Array, "B T G C"],
+    layer: Int[Array, ""] | int,
+    start: Int[Array, ""] | int,
+) -> Float[Array, "L B G W C"]:
+    """A window's keys or values with those of T new tokens written to slots start..start+T."""
+    new = new.transpose(0, 2, 1, 3)[None].astype(window.dtype)
+    where = (layer, 0, 0, start, 0)
+    return lax.dynamic_update_slice(window, new, where, allow_negative_indices=False)
