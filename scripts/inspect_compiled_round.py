@@ -15,6 +15,7 @@ in the loop.
 from __future__ import annotations
 
 import collections
+import dataclasses
 import functools
 import math
 import os
@@ -112,6 +113,7 @@ def compile_round(devices: list[Any]) -> Any:
     import numpy as np
     from jax.sharding import NamedSharding, PartitionSpec
 
+    from accelerator.sizes import SIZES
     from specjax import sampling
     from specjax.decoding import loop, programs
     from specjax.decoding.plan import Plan
@@ -123,21 +125,11 @@ def compile_round(devices: list[Any]) -> Any:
     from specjax.drafters.early_exit import EarlyExit
     from specjax.drafters.lookup.ngram import Ngram
     from specjax.loading.formats import build_parameters, parameter_names
-    from specjax.models.config import DecoderConfig
     from specjax.models.decoder import Decoder, Form
 
     data, model, batch = _DATA.value, _MODEL.value, _BATCH.value
     mesh = sharding.make_mesh(data, model, devices[: data * model])
-    config = DecoderConfig(
-        vocab_size=128256,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_layers=_LAYERS.value,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
-        max_positions=131072,
-    )
+    config = dataclasses.replace(SIZES["8b"].model, num_layers=_LAYERS.value)
     build_parameters.check_shards(config, model)
     form = Form.of(_PLATFORM.value, config, data * model)
     params = jax.tree.map(

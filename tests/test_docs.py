@@ -20,7 +20,8 @@ DOCS = ROOT / "docs"
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FILE = re.compile(r"# (\w+)\.py\n")
 RATE = re.compile(r"per target pass: \d\.\d\d$", re.MULTILINE)
-LINK = re.compile(r"\]\(([^)#:\s]+)\)")
+LINK = re.compile(r"\]\(([^)#:\s]*)(?:#([^)\s]+))?\)")
+HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 SOURCE = re.compile(
     r"\b((?:specjax|train|tests|scripts|configs|constraints|examples)/[\w/.]*\w)[`\s:,)]"
 )
@@ -61,13 +62,29 @@ def test_the_code_of_extending_runs_and_prints_what_the_page_says(
             ran, printed = text, out.getvalue()
 
 
-PAGES = [ROOT / "README.md", ROOT / "SECURITY.md", *sorted(DOCS.glob("*.md"))]
+PAGES = [
+    *(ROOT / f"{name}.md" for name in ("README", "SECURITY", "CONTRIBUTING")),
+    ROOT / "scripts" / "README.md",
+    *sorted(DOCS.glob("*.md")),
+]
+# As they were written on their day: what they name may be gone.
+RECORDS = sorted((DOCS / "experiments").glob("*.md"))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def anchors(page):
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = (re.sub(r"[^\w\- ]", "", text.lower()) for text in HEADING.findall(page.read_text()))
+    return {heading.replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", [*PAGES, *RECORDS], ids=lambda page: page.name)
 def test_links_lead_somewhere(page):
-    links = LINK.findall(page.read_text())
-    assert [link for link in links if not (page.parent / link).exists()] == []
+    missing = []
+    for path, anchor in LINK.findall(page.read_text()):
+        target = page.parent / path if path else page
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            missing.append(f"{path}#{anchor}")
+    assert missing == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -111,7 +128,7 @@ def test_the_python_of_the_engines_page_runs(own_model, chatty, monkeypatch):
 
 
 @OWN_MODEL
-def test_the_python_of_the_readme_runs(own_model, chatty, monkeypatch):
+def test_the_python_of_the_readme_runs_and_prints_what_it_says(own_model, chatty, monkeypatch):
     if own_model:
         make_drafter = specjax.make_drafter
 
@@ -120,19 +137,28 @@ def test_the_python_of_the_readme_runs(own_model, chatty, monkeypatch):
 
         monkeypatch.setattr(specjax, "load_model", lambda name: chatty)
         monkeypatch.setattr(specjax, "make_drafter", drafter)
-    programs = [
-        text
-        for kind, text in FENCE.findall((ROOT / "README.md").read_text())
-        if kind == "python" and "load_model" in text
-    ]
-    assert len(programs) == 1
+    blocks = FENCE.findall((ROOT / "README.md").read_text())
+    (program,) = (text for kind, text in blocks if kind == "python" and "load_model" in text)
+    (shown,) = (text for kind, text in blocks if kind == "text")
     with contextlib.redirect_stdout(io.StringIO()) as out:
-        exec(compile(programs[0], "README.md", "exec"), names := {})
-    texts, found = names["result"].texts, names["found"]
-    begin = f"{texts}\n{found.acceptance_length} {found.acceptance_rate}\n"
-    assert len(texts) == len(names["prompts"])
-    assert out.getvalue().startswith(begin)
-    assert len(out.getvalue()) > len(begin)
+        exec(compile(program, "README.md", "exec"), names := {})
+    if own_model:
+        texts, tau = names["result"].texts, names["summary"].acceptance_length
+        shown = (
+            "".join(f"{text}\n" for text in texts) + f"{tau:.2f} tokens per pass of the target\n"
+        )
+        assert len(texts) == len(names["prompts"])
+    assert out.getvalue() == shown
+
+
+def test_every_script_is_in_the_table_of_scripts():
+    scripts = {
+        path.relative_to(ROOT / "scripts").as_posix()
+        for path in (ROOT / "scripts").rglob("*.py")
+        if "__main__" in path.read_text()
+    }
+    page = (ROOT / "scripts" / "README.md").read_text()
+    assert set(re.findall(r"`([\w/]+\.py)`", page)) == scripts
 
 
 def test_every_drafter_has_proofs():

@@ -36,9 +36,8 @@ def test_every_answer_is_what_it_is_alone(rule, chatty, tmp_path, capsys):
             drafter="ngram",
             num_speculative_tokens="3",
             verify=rule,
-            aborts=0.2,
-            stalls=0.3,
-            room=4,
+            aborts=0.4,
+            abort_after=0.05,
             out=str(tmp_path / "out"),
         ):
             assert script.main([]) == 0

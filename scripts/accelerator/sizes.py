@@ -1,33 +1,26 @@
-"""What is measured at each size, and what it needs of a device's memory."""
+"""What is measured at each size."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from specjax import theory
 from specjax.models.config import DecoderConfig
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2}
-CACHE_BLOCK = 256
-"""Tokens that attention reads at a time, for the size of its scores."""
-_SLACK = 1.03
-"""For what compiling tries out on the device, and for gaps between arrays."""
+_CACHE_BLOCK = 256
+"""Tokens that attention reads at a time."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """Shapes, cells and repetitions.
+    """A model's shape, cells and repetitions.
 
-    Models named in `fewer_layers` get as many layers as fit; the others either fit or not.
     `rounds` is the length of a timed speculative run, whose draft length is
-    `num_speculative_tokens`, and each time is the median of `runs` runs. Kernels are compared over
-    `kernel_layers` layers.
+    `num_speculative_tokens`, and each time is the median of `runs` runs.
     """
 
-    models: dict[str, DecoderConfig]
-    fewer_layers: tuple[str, ...]
+    model: DecoderConfig
     dtype: str
     batches: tuple[int, ...]
     contexts: tuple[int, ...]
@@ -36,64 +29,34 @@ class Size:
     num_speculative_tokens: int
     rounds: int
     runs: int
-    kernel_layers: int
-    kernel_batches: tuple[int, ...]
-    kernel_tokens: tuple[int, ...]
     copy_bytes: int
     matmul_size: int
-    peer_tokens: int
 
     @property
     def reach(self) -> int:
         """The most tokens that a timed run can commit after its context."""
         return (self.rounds + 1) * (self.num_speculative_tokens + 1)
 
-    def capacity(self, context: int) -> int:
-        """Cache slots per row, for a timed run after a context."""
-        return -(-(context + self.reach) // CACHE_BLOCK) * CACHE_BLOCK
-
-    def committed(self, context: int) -> int:
-        """The mean committed length of a timed plain run, which isolated passes are timed at."""
-        return context + self.plain_rounds // 2
-
     @property
     def plain_rounds(self) -> int:
         """Rounds of a timed plain run: about as many tokens as a speculative one commits."""
         return 2 * self.rounds
 
-    def needed_bytes(self, config: DecoderConfig, batch: int, context: int, width: int) -> int:
-        """Weights, cache, windows, logits and temporaries of passes over `width` slots per row."""
-        itemsize = ITEMSIZE[self.dtype]
-        held = theory.memory(
-            model_shape(config),
-            batch=batch,
-            capacity=self.capacity(context),
-            num_nodes=width - 1,
-            weight_itemsize=itemsize,
-            cache_itemsize=itemsize,
-        )
-        heads = config.num_heads + 2 * config.num_kv_heads
-        activations = 4 * config.hidden_size + 3 * config.intermediate_size
-        activations += (2 * heads + 3 * config.num_heads) * config.head_dim
-        scores = 2 * config.num_heads * CACHE_BLOCK
-        # One layer's weights may be copied out of the stack.
-        copied = layer_params(config) * itemsize
-        needed = held.total + batch * width * (activations + scores) * 4 + copied
-        return int(needed * _SLACK)
+    def capacity(self, context: int) -> int:
+        """Cache slots per row, for a timed run after a context."""
+        return -(-(context + self.reach) // _CACHE_BLOCK) * _CACHE_BLOCK
 
-    def fitting_layers(self, config: DecoderConfig, limit: int) -> int:
-        """The most layers with which the smallest batch fits at the longest context; 0 for none."""
+    def committed(self, context: int) -> int:
+        """The mean committed length of a timed plain run, which isolated passes are timed at."""
+        return context + self.plain_rounds // 2
 
-        def fits(layers: int) -> bool:
-            fewer = replace(config, num_layers=layers)
-            return self.needed_bytes(fewer, min(self.batches), max(self.contexts), 1) <= limit
+    def widths_of(self, batch: int) -> list[int]:
+        """The widths whose passes are timed, that of a full draft among them.
 
-        return largest(config.num_layers, fits)
-
-
-def largest(most: int, fits: Callable[[int], bool]) -> int:
-    """The largest count up to `most` that fits, where fewer always fit too; 0 for none."""
-    return next((count for count in range(most, 0, -1) if fits(count)), 0)
+        Those of more than a thousand tokens in all are left out: they are bound by arithmetic.
+        """
+        widths = {1, self.num_speculative_tokens + 1}
+        return sorted(widths | {width for width in self.widths if width * batch <= 1024})
 
 
 def model_shape(config: DecoderConfig) -> theory.ModelShape:
@@ -110,51 +73,20 @@ def model_shape(config: DecoderConfig) -> theory.ModelShape:
     )
 
 
-def layer_params(config: DecoderConfig) -> int:
-    """Parameters that one layer multiplies with."""
-    head = config.vocab_size * config.hidden_size
-    return (model_shape(config).num_matmul_params() - head) // config.num_layers
-
-
-def cached_bytes(config: DecoderConfig, tokens: int, itemsize: int, layers: int) -> int:
-    """Bytes of the keys and values of that many tokens in that many layers."""
-    return math.prod((2, layers, config.num_kv_heads, config.head_dim, tokens, itemsize))
-
-
-_LLAMA_8B = DecoderConfig(
-    vocab_size=128256,
-    hidden_size=4096,
-    intermediate_size=14336,
-    num_layers=32,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    max_positions=131072,
-    rope_theta=500000.0,
-)
-_TINY = DecoderConfig(
-    vocab_size=96,
-    hidden_size=64,
-    intermediate_size=96,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    max_positions=4096,
-)
 SIZES = {
-    "full": Size(
-        models={
-            "8b": _LLAMA_8B,
-            "70b": replace(
-                _LLAMA_8B,
-                hidden_size=8192,
-                intermediate_size=28672,
-                num_layers=80,
-                num_heads=64,
-            ),
-        },
-        fewer_layers=("70b",),
+    # Llama's 8B shape.
+    "8b": Size(
+        model=DecoderConfig(
+            vocab_size=128256,
+            hidden_size=4096,
+            intermediate_size=14336,
+            num_layers=32,
+            num_heads=32,
+            num_kv_heads=8,
+            head_dim=128,
+            max_positions=131072,
+            rope_theta=500000.0,
+        ),
         dtype="bfloat16",
         batches=(1, 4, 16, 64),
         contexts=(1024, 16384),
@@ -163,16 +95,20 @@ SIZES = {
         num_speculative_tokens=4,
         rounds=32,
         runs=5,
-        kernel_layers=8,
-        kernel_batches=(1, 16),
-        kernel_tokens=(1, 8),
         copy_bytes=1 << 30,
         matmul_size=8192,
-        peer_tokens=64,
     ),
     "debug": Size(
-        models={"tiny": _TINY},
-        fewer_layers=(),
+        model=DecoderConfig(
+            vocab_size=96,
+            hidden_size=64,
+            intermediate_size=96,
+            num_layers=2,
+            num_heads=4,
+            num_kv_heads=2,
+            head_dim=16,
+            max_positions=4096,
+        ),
         dtype="float32",
         batches=(1, 2),
         contexts=(24,),
@@ -181,11 +117,7 @@ SIZES = {
         num_speculative_tokens=2,
         rounds=6,
         runs=2,
-        kernel_layers=2,
-        kernel_batches=(1,),
-        kernel_tokens=(1,),
         copy_bytes=1 << 20,
         matmul_size=128,
-        peer_tokens=4,
     ),
 }

@@ -17,9 +17,9 @@ and `mtp_drafts` [2, 3] the tokens that it drafts after the last one on its own 
 
 from __future__ import annotations
 
+import argparse
 import json
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -327,7 +327,11 @@ def write(name: str, folder: Path, settings: dict[str, Any], module: bool) -> No
 
 def main() -> None:
     """Write the named families, or all."""
-    for name in sys.argv[1:] or FAMILIES:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("families", nargs="*", metavar="FAMILY", help=", ".join(FAMILIES))
+    for name in parser.parse_args().families or FAMILIES:
         settings = FAMILIES[name]
         write(name, GOLDENS / "families" / name, settings, name in ("glm4_moe", "mimo"))
         if name in VARIANTS:

@@ -9,10 +9,10 @@ sentencepiece and gguf:
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -301,12 +301,17 @@ def _write_lines(path: Path, tables: dict[str, list[dict]]) -> None:
 
 def main() -> None:
     """Write all goldens anew."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("gguf", type=Path, help="the default model's file")
+    default = parser.parse_args().gguf
     for name in MODELS:
         shutil.rmtree(GOLDENS / name, ignore_errors=True)
         tiny_model(name)
     tiny_tokenizer(GOLDENS / "grouped_tied")
     sentencepiece_tokenizer()
-    default_model(Path(sys.argv[1]))
+    default_model(default)
 
 
 if __name__ == "__main__":

@@ -4,9 +4,9 @@
   sentencepiece.json. Control tokens are left out, since transformers joins the bytes around one
   that it skips, and so does specjax; so are sequences that begin with the byte of a space, which
   transformers drops.
-- chats.json: small chat templates with the constructs of the supported families' own,
-  conversations, and what transformers' `apply_chat_template` makes of each: `text`; `joined` where
-  content in parts is replaced by one text, a line a part. None where it fails.
+- chats.json: the templates of the folder chat_templates, conversations, and what transformers'
+  `apply_chat_template` makes of each: `text`; `joined` where content in parts is replaced by one
+  text, a line a part. None where it fails.
 
 Run it from the repository root, with a Python that has transformers, sentencepiece and protobuf:
 
@@ -15,6 +15,7 @@ Run it from the repository root, with a Python that has transformers, sentencepi
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
 from pathlib import Path
@@ -42,132 +43,10 @@ def processor(golden: dict) -> sentencepiece.SentencePieceProcessor:
 
 
 TEMPLATES = {
-    # Texts are added up, as in SmolLM2's and Phi's.
-    "added": """{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n'
-        + message['content'] + '<|im_end|>' + '\n' }}{% endfor %}
-        {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}""",
-    # Only texts are printed, tool calls and their results in tags, as in Qwen's.
-    "texts_and_tools": """
-        {%- for message in messages %}
-            {%- if message.content is string %}{% set content = message.content %}
-            {%- else %}{% set content = '' %}{% endif %}
-            {%- if message.role == 'tool' %}
-                {%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}
-                    {{- '<|im_start|>user' }}
-                {%- endif %}
-                {{- '\n<tool_response>\n' + content + '\n</tool_response>' }}
-                {%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}
-                    {{- '<|im_end|>\n' }}
-                {%- endif %}
-            {%- else %}
-                {{- '<|im_start|>' + message.role + '\n' }}
-                {%- if message.reasoning_content is string %}
-                    {{- '<think>\n' + message.reasoning_content.strip('\n') + '\n</think>\n\n' }}
-                {%- endif %}
-                {{- content }}
-                {%- if message.tool_calls %}
-                    {%- for call in message.tool_calls %}
-                        {%- if (loop.first and content) or not loop.first %}{{- '\n' }}{% endif %}
-                        {%- if call.function %}{% set call = call.function %}{% endif %}
-                        {{- '<tool_call>\n{"name": "' + call.name + '", "arguments": ' }}
-                        {%- if call.arguments is string %}{{- call.arguments }}
-                        {%- else %}{{- call.arguments | tojson }}{% endif %}
-                        {{- '}\n</tool_call>' }}
-                    {%- endfor %}
-                {%- endif %}
-                {{- '<|im_end|>\n' }}
-            {%- endif %}
-        {%- endfor %}
-        {%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{% endif %}""",
-    # Whatever the content is, it is trimmed; one call, and results of any kind, as in Llama 3's.
-    "trimmed": """{{- bos_token }}
-        {%- if messages[0]['role'] == 'system' %}
-            {{- '[system]' + messages[0]['content'] | trim }}{% set messages = messages[1:] %}
-        {%- endif %}
-        {%- for message in messages %}
-            {%- if not (message.role == 'tool' or 'tool_calls' in message) %}
-                {{- '[' + message['role'] + ']' + message['content'] | trim + '<end>' }}
-            {%- elif 'tool_calls' in message %}
-                {%- if not message.tool_calls | length == 1 %}
-                    {{- raise_exception('one tool call at once') }}
-                {%- endif %}
-                {%- set call = message.tool_calls[0].function %}
-                {{- '[assistant]{"name": "' + call.name + '", "parameters": ' }}
-                {{- call.arguments | tojson }}
-                {{- '}<end>' }}
-            {%- else %}
-                {{- '[ipython]' }}
-                {%- if message.content is mapping or message.content is iterable %}
-                    {{- message.content | tojson }}
-                {%- else %}{{- message.content }}{% endif %}
-                {{- '<end>' }}
-            {%- endif %}
-        {%- endfor %}
-        {%- if add_generation_prompt %}{{- '[assistant]' }}{% endif %}""",
-    # Parts are printed one by one, and roles alternate, as in Gemma 3's.
-    "parts": """{{ bos_token }}
-        {%- if messages[0]['role'] == 'system' %}
-            {%- if messages[0]['content'] is string %}
-                {%- set first = messages[0]['content'] + '\n\n' %}
-            {%- else %}{% set first = messages[0]['content'][0]['text'] + '\n\n' %}{% endif %}
-            {%- set turns = messages[1:] %}
-        {%- else %}{% set first = '' %}{% set turns = messages %}{% endif %}
-        {%- for message in turns %}
-            {%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
-                {{ raise_exception('roles must alternate') }}
-            {%- endif %}
-            {{- '<turn>' + message['role'] + '\n' + (first if loop.first else '') }}
-            {%- if message['content'] is string %}{{ message['content'] | trim }}
-            {%- elif message['content'] is iterable %}
-                {%- for item in message['content'] %}
-                    {%- if item['type'] == 'text' %}{{ item['text'] | trim }}{% endif %}
-                {%- endfor %}
-            {%- else %}{{ raise_exception('invalid content') }}{% endif %}
-            {{- '<end>\n' }}
-        {%- endfor %}
-        {%- if add_generation_prompt %}{{ '<turn>model\n' }}{% endif %}""",
-    # A macro collects what can be read, calls have keys and values, as in GLM's.
-    "macro": """{%- macro readable(content) -%}
-        {%- if content is string %}{{- content }}
-        {%- elif content is iterable and content is not mapping %}
-            {%- for item in content %}
-                {%- if item is mapping and item.type == 'text' %}{{- item.text }}
-                {%- elif item is string %}{{- item }}{% endif %}
-            {%- endfor %}
-        {%- else %}{{- content }}{% endif %}
-        {%- endmacro -%}
-        [gMASK]<sop>
-        {%- for m in messages %}
-            {{- '<|' + m.role + '|>\n' + readable(m.content) }}
-            {%- if m.reasoning_content %}
-                {{- '<think>' + m.reasoning_content + '</think>' }}
-            {%- endif %}
-            {%- for call in m.tool_calls or [] %}
-                {{- '<call>' + call.function.name }}
-                {%- for key, value in call.function.arguments.items() %}
-                    {{- '<' + key + '>' + (value if value is string else value | tojson) }}
-                {%- endfor %}
-            {%- endfor %}
-        {%- endfor %}
-        {%- if add_generation_prompt %}{{- '<|assistant|>' }}{% endif %}""",
-    # Calls instead of content, which may be none, as in Mistral's.
-    "none_or_calls": """{{- bos_token }}
-        {%- for message in messages %}
-            {%- if message['role'] == 'user' %}{{- '[INST]' + message['content'] + '[/INST]' }}
-            {%- elif message.tool_calls is defined and message.tool_calls is not none %}
-                {{- '[TOOL_CALLS][' }}
-                {%- for call in message.tool_calls %}
-                    {{- (call.function | tojson)[:-1] + ', "id": "' + call.id + '"}' }}
-                    {{- ', ' if not loop.last else ']' + eos_token }}
-                {%- endfor %}
-            {%- elif message['role'] == 'assistant' %}{{- message['content'] + eos_token }}
-            {%- elif message['role'] == 'tool' %}
-                {%- set content = message.content.content if message.content.content is defined
-                    else message.content %}
-                {{- '[RESULT]' + content | string + '[/RESULT]' }}
-            {%- else %}{{- '[SYSTEM]' + message['content'] + '[/SYSTEM]' }}{% endif %}
-        {%- endfor %}""",
+    path.stem: path.read_text(encoding="utf-8").removesuffix("\n")
+    for path in sorted((Path(__file__).parent / "chat_templates").glob("*.jinja"))
 }
+"""Small ones, with the constructs of the supported families' own."""
 
 
 def parts(*texts: str) -> list[dict[str, str]]:
@@ -277,5 +156,8 @@ def detokenized() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     detokenized()
     chats()

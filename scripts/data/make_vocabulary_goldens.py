@@ -9,6 +9,7 @@ repository root, with a Python that has transformers, gguf and llama-cpp-python:
 
 from __future__ import annotations
 
+import argparse
 import json
 import tempfile
 from collections.abc import Iterator
@@ -248,6 +249,9 @@ def llama_cases(model: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     """Write the file."""
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     model = base()
     golden = {
         "made_by": [f"{name} {version(name)}" for name in ("transformers", "tokenizers", "gguf")]

@@ -264,8 +264,8 @@ def widths(most: int, platform: str) -> tuple[int, ...]:
     """The window sizes that are compiled for drafts of up to `most` nodes, ascending.
 
     On a CPU a pass costs more the wider it is, so that one of half the draft is worth its program.
-    On accelerators a wider pass costs nearly the same (EXPERIMENTS: 0.86 of a pass over one token
-    for eight, at Llama-8B's shape on an H100).
+    On accelerators a wider pass costs nearly the same (over eight tokens 0.86 of one over a single
+    token, at Llama-8B's shape on an H100).
     """
     half = {1 + -(-most // 2)} if platform == "cpu" else set()
     return tuple(sorted({1, *half, 1 + most}))
