@@ -311,7 +311,6 @@ def test_the_corpus_at_debug_size(named, model_path, tmp_path, capsys):
         *["--config.prompts=specjax_corpus"] * named,
         f"--config.target={model_path}",
         f"--config.workdir={tmp_path / 'run'}",
-        f"--config.tfds.data_dir={tmp_path / 'tfds'}",
         "--config.max_prompt_tokens=500",
         "--config.corpus.wikipedia=false",
         "--config.drafter.name=ngram",
@@ -345,6 +344,10 @@ def test_a_tfds_directory_as_prompts(model_path, tmp_path, tiny, capsys):
     ):
         assert generate.main([*command, wrong]) == 2
         assert said in capsys.readouterr().err
+    (records,) = (tmp_path / "data").glob("*.array_record*")
+    records.write_bytes(b"")
+    assert generate.main(command) == 2
+    assert "its records cannot be read" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from types import ModuleType
 from typing import Any
 
@@ -32,7 +33,7 @@ from specjax.cli.flags import Parser
 from specjax.distributed.sharding import use
 from specjax.errors import InputError, one_line
 from specjax.reporting import decode_report
-from train.data.batches import Batch, ReadAhead
+from train.data.batches import Batch, read_ahead
 from train.data.packing import Position
 from train.methods.packed_rows import fill_features
 from train.run.config import read_training_config
@@ -140,7 +141,7 @@ def _forward(setup: Setup, params: Any, target_params: Any, batches: Batch) -> A
 def _looped(setup: Setup, compiled: Callable, state: State, steps: int) -> tuple[float, float]:
     """The median seconds of whole steps, and of their wait for a batch."""
     whole, waited = [], []
-    with ReadAhead(setup.feed.batches(Position(0, 0))) as ahead:
+    with closing(read_ahead(setup.feed.batches(Position(0, 0)))) as ahead:
         for _ in range(steps + 2):
             begin = time.perf_counter()
             batch, _ = next(ahead)

