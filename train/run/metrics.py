@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import jax
 import numpy as np
 from rich.console import Console
 from rich.progress import (
@@ -51,35 +53,18 @@ def scalars(sums: Mapping[str, Any], prefix: str) -> dict[str, float]:
 
 
 def _ratio(part: float, whole: float) -> float:
-    return float(part) / float(whole) if whole else 0.0
+    return part / whole if whole else 0.0
 
 
 def sums_of(loss: Any, measures: Any) -> dict[str, Any]:
-    """A step's loss and `Measures` as plain numbers, ready for JSON and for `add`."""
-    return {
-        "loss": float(loss),
-        "weight": float(measures.weight),
-        "losses": {name: float(value) for name, value in measures.losses.items()},
-        "correct": [float(value) for value in measures.correct],
-        "prefix_correct": [float(value) for value in measures.prefix_correct],
-        "counts": [float(value) for value in measures.counts],
-        "loads": {name: np.asarray(load).tolist() for name, load in measures.loads.items()},
-    }
+    """A step's loss and `Measures` as plain numbers and lists, ready for JSON and for `add`."""
+    sums = {"loss": loss, **vars(measures)}
+    return jax.tree.map(lambda leaf: np.asarray(leaf, np.float64).tolist(), sums)
 
 
 def add(total: dict[str, Any] | None, more: dict[str, Any]) -> dict[str, Any]:
     """Sums of two parts of a run."""
-    if not total:
-        return more
-    return {name: _added(value, more[name]) for name, value in total.items()}
-
-
-def _added(one: Any, other: Any) -> Any:
-    if isinstance(one, dict):
-        return {name: _added(value, other[name]) for name, value in one.items()}
-    if isinstance(one, list):
-        return [_added(value, more) for value, more in zip(one, other, strict=True)]
-    return one + other
+    return jax.tree.map(operator.add, total, more) if total else more
 
 
 class MetricsWriter:

@@ -12,10 +12,8 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 import jax
-import jax.numpy as jnp
 import optax
 import optax.contrib
-from jaxtyping import Array, Float, Int
 
 from specjax.errors import InputError
 from specjax.fields import Number, Text, Whole, check_instance, optional
@@ -83,19 +81,17 @@ class Optimization:
         check_instance(self, "")
 
 
-def learning_rate(optimization: Optimization, step: Int[Array, ""] | int) -> Float[Array, ""]:
-    """The rate of an update, the first one being step 0."""
-    step = jnp.asarray(step, jnp.float32)
-    rise = jnp.minimum((step + 1) / (optimization.warmup + 1), 1.0)
-    span = max(optimization.decay_steps - optimization.warmup, 1)
-    done = jnp.clip((step - optimization.warmup) / span, 0.0, 1.0)
-    left = {
-        "cosine": 0.5 * (1 + jnp.cos(math.pi * done)),
-        "linear": 1 - done,
-        "constant": jnp.ones_like(done),
+def learning_rate(optimization: Optimization) -> optax.Schedule:
+    """The rate by the update's number: the first one is number 0, and its rate is above 0."""
+    peak, warmup = optimization.learning_rate, optimization.warmup
+    final, steps = optimization.final_fraction, max(optimization.decay_steps - warmup, 1)
+    after = {
+        "cosine": optax.cosine_decay_schedule(peak, steps, final),
+        "linear": optax.linear_schedule(peak, final * peak, steps),
+        "constant": optax.constant_schedule(peak),
     }[optimization.schedule]
-    final = optimization.final_fraction
-    return optimization.learning_rate * rise * (final + (1 - final) * left)
+    rise = optax.linear_schedule(peak / (warmup + 1), peak, warmup)
+    return optax.join_schedules([rise, after], [warmup])
 
 
 def make_optimizer(optimization: Optimization, params: Any) -> optax.GradientTransformation:
@@ -104,20 +100,16 @@ def make_optimizer(optimization: Optimization, params: Any) -> optax.GradientTra
     Weight decay leaves what is named `scale` or `bias` alone. Raises InputError for a name in
     `learning_rate_scales` that no parameter is below.
     """
-    named = _rates(optimization.learning_rate_scales, params)
-    parts = [
+    factors = _factors(optimization.learning_rate_scales, params)
+    return optax.chain(
         optax.clip_by_global_norm(optimization.clip) if optimization.clip > 0 else optax.identity(),
-        _muon() if optimization.optimizer == "muon" else _adam(),
+        _muon() if optimization.optimizer == "muon" else optax.scale_by_adam(b1=0.9, b2=0.95),
         optax.add_decayed_weights(optimization.weight_decay, mask=_decays),
-        optax.scale_by_learning_rate(lambda step: learning_rate(optimization, step)),
-    ]
-    if optimization.learning_rate_scales:
-        parts.append(_scale_each(named))
-    return optax.chain(*parts)
-
-
-def _adam() -> optax.GradientTransformation:
-    return optax.scale_by_adam(b1=0.9, b2=0.95, eps=1e-8)
+        optax.scale_by_learning_rate(learning_rate(optimization)),
+        optax.partition(
+            {factor: optax.scale(factor) for factor in jax.tree.leaves(factors)}, factors
+        ),
+    )
 
 
 def _muon() -> optax.GradientTransformation:
@@ -159,20 +151,13 @@ def _decays(params: Any) -> Any:
     return jax.tree_util.tree_map_with_path(decays, params)
 
 
-def _scale_each(factors: Any) -> optax.GradientTransformation:
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        return jax.tree.map(lambda leaf, factor: factor * leaf, updates, factors), state
-
-    return optax.GradientTransformation(lambda _: optax.EmptyState(), update)
-
-
-def _rates(scales: Mapping[str, float], params: Any) -> Any:
-    """Each parameter's factor."""
+def _factors(scales: Mapping[str, float], params: Any) -> Any:
+    """Each parameter's factor of the learning rate."""
     used = set()
 
     def factor(path: tuple, _: Any) -> float:
         name = leaf_name(path)
-        above = [one for one in scales if f"{name}.".startswith(f"{one}.")]
+        above = [scaled for scaled in scales if f"{name}.".startswith(f"{scaled}.")]
         used.update(above)
         return float(scales[max(above, key=len)]) if above else 1.0
 

@@ -96,7 +96,7 @@ def make_program(
     init_key, key = jax.random.split(run_key)
     loss = loss_function(method, decoder, remat)
     params = copied(method.init(init_key), mesh, fsdp)
-    optimizer = make_optimizer(optimization, params)
+    optimizer, rate = make_optimizer(optimization, params), learning_rate(optimization)
     shapes = jax.eval_shape(optimizer.init, params)
     moments = None if mesh is None else split_over_data(shapes, mesh, split=True)
     state = State(
@@ -137,8 +137,8 @@ def make_program(
             tokens=(batches.segments > 0).sum(dtype=jnp.int32),
             grad_norm=norm,
             schedules={
-                "learning_rate": learning_rate(optimization, state.step),
-                **{name: value(state.step) for name, value in method.schedules.items()},
+                name: schedule(state.step)
+                for name, schedule in {"learning_rate": rate, **method.schedules}.items()
             },
         )
 
