@@ -38,7 +38,7 @@ from jax.sharding import SingleDeviceSharding
 from rich.console import Console
 from rich.table import Table
 
-from lib.model_cards import METHODS
+from lib.trainers import METHODS
 from specjax.cli import command
 from specjax.cli.flags import Listed, Parser
 from specjax.errors import InputError

@@ -57,12 +57,6 @@ FLAGS = {
 SCRIPTS = {
     "kill_and_resume": {},
     "reproduce_heads": {},
-    "report_heads": {"out": "new"},
-    "training/report_mtp": {"model": "folder", "data": "folder"},
-    "ablate_mtp": {"data": "folder"},
-    "data/make_debian_corpus": {"output": "new"},
-    "training/draw_training": {"workdir": "folder", "out": "new"},
-    "compare_trees": {},
     "sweep": {},
 }
 for name, needed in SCRIPTS.items():

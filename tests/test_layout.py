@@ -8,7 +8,6 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
-from script_modules import script_module
 
 ROOT = Path(__file__).parent.parent
 # From the top down; modules at the root of specjax and train are named by themselves.
@@ -38,8 +37,34 @@ ORDER = [
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names.split()}
 MOST_MODULES = 14
 
-with script_module("documents.draw_packages") as packages:
-    GRAPH = packages.module_graph()
+
+def sources():
+    """The source of each module of specjax and train by its dotted name; a package by its own."""
+    found = {}
+    for root in ("specjax", "train"):
+        for file in (ROOT / root).rglob("*.py"):
+            parts = file.relative_to(ROOT).with_suffix("").parts
+            name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+            found[name] = file.read_text(encoding="utf-8")
+    # The package itself loads its names lazily.
+    del found["specjax"]
+    return found
+
+
+def imports(source, known):
+    """The modules, of those that are known, that a source imports, wherever in it."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            inside = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name if name in known else node.module for name in inside}
+    return found & known
+
+
+SOURCES = sources()
+GRAPH = {name: imports(source, set(SOURCES)) for name, source in SOURCES.items()}
 
 
 def level(name):
@@ -119,20 +144,50 @@ def test_no_folder_is_crowded():
 
 def test_the_check_finds_what_it_is_for():
     source = "from specjax import trees\ndef f():\n    from specjax.cli import console\n"
-    found = set(packages.imports(source, {"specjax.cli.console", "specjax.cli", "specjax.trees"}))
+    found = imports(source, {"specjax.cli.console", "specjax.cli", "specjax.trees"})
     assert found == {"specjax.cli.console", "specjax.trees"}
     assert level("specjax.fields") > level("specjax.cli.console")
 
 
-def test_the_picture_shows_the_imports():
-    drawn = packages.PICTURE.read_text()
-    assert drawn == packages.svg(), "run python scripts/documents/draw_packages.py"
+def package_of(module):
+    """The package a module is in, or the module itself at the root of specjax."""
+    return module.split(".")[0 if module.startswith("train") else 1]
 
 
-def test_the_picture_leaves_out_what_follows():
-    edges = {"a": {"b", "c"}, "b": {"c"}, "c": set()}
-    assert packages.reduced(edges) == {"a": {"b"}, "b": {"c"}, "c": set()}
-    assert packages.levels(packages.reduced(edges)) == [["a"], ["b"], ["c"]]
+def arrows(edges):
+    """The edges of a graph without circles that do not follow from others, as mermaid lines."""
+    reached = {}
+
+    def reachable(name):
+        if name not in reached:
+            reached[name] = set(edges[name]).union(*map(reachable, edges[name]))
+        return reached[name]
+
+    return [
+        f"    {name} --> {other}"
+        for name in sorted(edges)
+        for other in sorted(edges[name])
+        if not any(other in reachable(between) for between in edges[name] - {other})
+    ]
+
+
+def test_the_diagram_shows_the_imports():
+    """The one of docs/design.md, without what any module may import."""
+    edges = defaultdict(set)
+    for name, others in GRAPH.items():
+        for other in {name, *others}:
+            edges[package_of(name)].add(package_of(other))
+    anywhere = {"errors", "signals"}
+    edges = {
+        name: others - anywhere - {name} for name, others in edges.items() if name not in anywhere
+    }
+    page = (ROOT / "docs" / "design.md").read_text()
+    drawn = page.partition("```mermaid\nflowchart TD\n")[2].partition("\n```")[0]
+    assert drawn.splitlines() == arrows(edges)
+
+
+def test_the_diagram_leaves_out_what_follows():
+    assert arrows({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == ["    a --> b", "    b --> c"]
 
 
 # Imported by another name than it is installed by; and extras, or what an installed one brings.

@@ -3,18 +3,14 @@
 import collections
 import gzip
 import json
-import shutil
 
 import numpy as np
 import pytest
-from conftest import tiny_config
-from script_modules import script_module
 
 from specjax.errors import InputError
-from specjax.loading.load import DEFAULT_MODEL, random_model
+from specjax.loading.load import DEFAULT_MODEL
 from train.data import shipped
-from train.data.examples import Example
-from train.data.json_lines import read_rows, row_of
+from train.data.json_lines import row_of
 from train.data.sources import DataFolders, open_sources
 
 
@@ -93,52 +89,3 @@ def test_several_folders_that_are_missing(tmp_path, monkeypatch):
         kind.check("data", "one,here,two,shipped")
     with pytest.raises(InputError, match="data is missing: pass --config.data=DIRECTORY"):
         kind.check("data", None)
-
-
-def conversations():
-    """Rows of two licences, categories and temperatures, with 10 response tokens each."""
-    for number in range(160):
-        mask = np.arange(14) >= 4
-        yield Example(
-            tokens=np.full(14, number % 50, np.int32),
-            loss_mask=mask,
-            category=("qa", "coding")[number % 2],
-            temperature=(0.0, 1.0)[number // 2 % 2],
-            id=number,
-            source="templates",
-            licence=("CC0", "MIT")[number // 4 % 2],
-        )
-
-
-def test_the_choice_is_balanced_and_repeats():
-    with script_module("data.make_training_data") as script:
-        chosen = script.choose(conversations(), "CC0", 400, seed=0)
-        again = script.choose(reversed(list(conversations())), "CC0", 400, seed=0)
-        other = script.choose(conversations(), "CC0", 400, seed=1)
-        with pytest.raises(InputError, match="licence='GPL': no row has it"):
-            script.choose(conversations(), "GPL", 400, seed=0)
-        with pytest.raises(InputError, match="tokens=4000: coding at temperature 0 has 200"):
-            script.choose(conversations(), "CC0", 4000, seed=0)
-    numbers = [row.id for row in chosen]
-    assert numbers == sorted(numbers) == [row.id for row in again]
-    assert numbers != [row.id for row in other]
-    assert {row.licence for row in chosen} == {"CC0"}
-    counts = collections.Counter((row.category, row.temperature) for row in chosen)
-    assert set(counts.values()) == {10}
-
-
-def test_the_script_writes_the_same_bytes(tmp_path, monkeypatch, capsys):
-    lines = [json.dumps(row_of(row)) + "\n" for row in conversations()]
-    (tmp_path / "rows.jsonl").write_text("".join(lines))
-    with script_module("data.make_training_data") as script:
-        model = random_model(tiny_config(), 0, dtype="float32")
-        monkeypatch.setattr(script, "load_model", lambda name, *, field: model)
-        command = [f"--input={tmp_path / 'rows.jsonl'}", f"--output={tmp_path / 'out'}"]
-        assert script.main([*command, "--tokens=400"]) == 0
-        assert "40 conversations, 400 response tokens" in capsys.readouterr().out
-        first = {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()}
-        shutil.rmtree(tmp_path / "out")
-        assert script.main([*command, "--tokens=400"]) == 0
-        assert {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()} == first
-    assert sorted(first) == [shipped.METADATA.name, shipped.ROWS.name]
-    assert len(list(read_rows(tmp_path / "out" / shipped.ROWS.name))) == 40

@@ -9,7 +9,6 @@ import pytest
 from conftest import slow
 from decoding import PROMPTS, decode, draft_model, greedy
 from heads import eagle_head
-from script_modules import script_module
 
 from specjax.cli.config_file import read_config
 from specjax.cli.decode_config import make_config_drafter, read_decode_config
@@ -29,7 +28,6 @@ from specjax.loading.load import place_model, save_model
 from specjax.reporting.decode_report import Clock, DrafterRun, Setting, report
 from specjax.trees import FastestTree, best_tree, tree_of_choices
 from specjax.tuning import (
-    TreeCosts,
     choose_tree,
     costs,
     measure_ranks,
@@ -322,35 +320,3 @@ def test_a_report_says_what_was_chosen_and_expected():
             "expected_round_s": 0.05,
         }
     }
-
-
-def test_numbers_of_a_list_are_numbers():
-    with script_module("compare_trees") as script:
-        assert script.parser().read(["--nodes=4,8"])["nodes"] == (4, 8)
-        with pytest.raises(InputError, match="nodes=33: use a whole number from 1 to 32"):
-            script.parser().read(["--nodes=4,33"])
-
-
-def test_costs_of_several_turns_are_their_medians():
-    with script_module("compare_trees") as script:
-        costs = [
-            TreeCosts((1, 4), (first, 0.3), first_level=first, further_level=0.01)
-            for first in (0.1, 0.3, 0.2)
-        ]
-        assert script._medians(costs) == TreeCosts((1, 4), (0.2, 0.3), 0.2, 0.01)
-
-
-def test_replayed_speeds_are_measured_tokens_over_timed_seconds(capsys):
-    with script_module("compare_trees") as script:
-        shapes = [script.Shape("plain", None, 0, 0), script.Shape("chain of 2", None, 2, 2)]
-        runs = [script.Runs(tokens=30, row_rounds=30), script.Runs(tokens=30, row_rounds=20)]
-        costs = {
-            1: TreeCosts((1, 4), (0.1, 0.1), first_level=0.02, further_level=0.005),
-            8: TreeCosts((1, 4), (0.1, 0.2), first_level=0.02, further_level=0.005),
-        }
-        script._print_replayed(shapes, runs, costs, {1: "chain of 2", 8: "chain of 2"})
-    printed = capsys.readouterr().out
-    assert "| plain | 10.0 | 10.0 |" in printed
-    assert "| chain of 2 | 12.0 | 6.7 |" in printed
-    assert "B = 1: `auto` chose chain of 2, 0.0% below the best, chain of 2" in printed
-    assert "B = 8: `auto` chose chain of 2, 33.3% below the best, plain" in printed

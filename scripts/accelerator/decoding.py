@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from statistics import median
 from typing import Any
@@ -12,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from accelerator.rows import Cell
 from accelerator.sizes import ITEMSIZE, Size, model_shape
 from accelerator.synthetic import random_cache
 from specjax import metrics
@@ -91,50 +89,6 @@ class Loop:
         return time.perf_counter() - begin, state, counts
 
 
-def plain_round(
-    size: Size, model: Model, cell: Cell, copy_bandwidth: float
-) -> dict[str, float | int]:
-    """A plain round in the loop compared with an isolated pass, and its bandwidth."""
-    batch, context = cell["batch"], cell["context"]
-    alone = isolated_passes(size, model, batch, context, [1])[1]
-    plain = Loop(model, LoadedDrafter(NoDrafter()), size, batch, context)
-    cache = random_cache(
-        model.config, model.activation_dtype, batch, size.capacity(context), context - 1
-    )
-    cache = plain.run(cache, 1)[1].cache
-    seconds = []
-    for _ in range(size.runs):
-        spent, state, _ = plain.run(cache, size.plain_rounds)
-        seconds.append(spent / size.plain_rounds)
-        cache = state.cache
-    round_s = median(seconds)
-    num_bytes = read_bytes(size, model, batch, context)
-    return {
-        "round_s": round_s,
-        "round_min_s": min(seconds),
-        "round_max_s": max(seconds),
-        "extend_s": alone,
-        "loop_overhead": (round_s - alone) / round_s,
-        "bytes": num_bytes,
-        "bandwidth_utilisation": num_bytes / round_s / copy_bandwidth,
-        "extend_utilisation": num_bytes / alone / copy_bandwidth,
-        "tokens_per_second": batch / round_s,
-    }
-
-
-def one_pass(
-    size: Size, model: Model, batch: int, context: int, tokens: int, copy_bandwidth: float
-) -> dict[str, float | int]:
-    """An isolated pass, and its bandwidth."""
-    seconds = isolated_passes(size, model, batch, context, [tokens])[tokens]
-    num_bytes = read_bytes(size, model, batch, context)
-    return {
-        "seconds": seconds,
-        "bytes": num_bytes,
-        "bandwidth_utilisation": num_bytes / seconds / copy_bandwidth,
-    }
-
-
 def read_bytes(size: Size, model: Model, batch: int, context: int) -> int:
     """Bytes that a pass reads: the weights once, and the committed keys and values."""
     shape = model_shape(model.config)
@@ -142,11 +96,16 @@ def read_bytes(size: Size, model: Model, batch: int, context: int) -> int:
     return (shape.num_read_params() + cached) * ITEMSIZE[size.dtype]
 
 
-def isolated_passes(
+def measure(
     size: Size, model: Model, batch: int, context: int, widths: list[int]
-) -> dict[int, float]:
-    """T(width), in seconds, at the mean committed length of a timed run."""
-    return costs.widths_seconds(
+) -> dict[str, Any]:
+    """Plain rounds, isolated passes of `widths`, and speed-ups by acceptance.
+
+    `widths` has 1 and that of a full draft. The simulated drafter and plain decoding run in turn. A
+    speed-up is tokens per round times the ratio of the two rounds' median times.
+    """
+    # At the mean committed length of a timed run.
+    passes = costs.widths_seconds(
         model.architecture,
         model.params,
         widths,
@@ -154,18 +113,6 @@ def isolated_passes(
         committed=size.committed(context),
         capacity=size.capacity(context),
     )
-
-
-def speculation(
-    size: Size, model: Model, cells: list[Cell]
-) -> Iterator[tuple[Cell, dict[str, Any]]]:
-    """The simulated drafter and plain decoding in turn, for cells that differ in acceptance.
-
-    The speed-up is tokens per round times the ratio of the two rounds' median times.
-    """
-    batch, context = cells[0]["batch"], cells[0]["context"]
-    drafted = size.num_speculative_tokens
-    passes = isolated_passes(size, model, batch, context, [1, drafted + 1])
     cache = random_cache(
         model.config, model.activation_dtype, batch, size.capacity(context), context - 1
     )
@@ -181,31 +128,38 @@ def speculation(
     _, state, _ = fast.run(state.cache, 1)
     first = fast.state(state.cache)
     draft_s = costs.draft_seconds(fast.plan, (model.params, fast.drafter.params), first)
-    cache = first.cache
-    for cell in cells:
-        plain_seconds, seconds, counts = [], [], []
-        identical = 0
+    cache, all_plain, speedups = first.cache, [], []
+    for acceptance in size.acceptances:
+        plain_seconds, seconds, counts, same_rows = [], [], [], 0
         for seed in range(size.runs):
             spent, state, _ = plain.run(cache, size.plain_rounds)
             plain_seconds.append(spent / size.plain_rounds)
             # Mistakes are in the parameters: nothing is compiled again.
-            fast.drafter = take_turns(replay(cell["acceptance"], seed))
+            fast.drafter = take_turns(replay(acceptance, seed))
             spent, state, counted = fast.run(state.cache, size.rounds)
             seconds.append(spent / size.rounds)
             cache = state.cache
             counts.append(jax.tree.map(lambda leaf: np.asarray(leaf)[:, : size.rounds], counted))
-            identical += _identical_rows(state, recorded, context)
-        yield (
-            cell,
-            _comparison(passes, draft_s, plain_seconds, seconds, counts)
-            | {
-                "identical_rows": identical,
-                "rows": batch * size.runs,
-            },
-        )
+            same_rows += _same_rows(state, recorded, context)
+        all_plain += plain_seconds
+        speedup = _speedup(passes, draft_s, plain_seconds, seconds, counts)
+        rows = {"same_rows": same_rows, "rows": batch * size.runs}
+        speedups.append({"acceptance": acceptance, **speedup, **rows})
+    round_s = median(all_plain)
+    return {
+        "round_s": round_s,
+        "round_min_s": min(all_plain),
+        "round_max_s": max(all_plain),
+        "tokens_per_second": batch / round_s,
+        "passes": passes,
+        "loop_overhead": (round_s - passes[1]) / round_s,
+        "bytes": read_bytes(size, model, batch, context),
+        "draft_s": draft_s,
+        "speedups": speedups,
+    }
 
 
-def _comparison(
+def _speedup(
     passes: dict[int, float],
     draft_s: float,
     plain_seconds: list[float],
@@ -213,7 +167,7 @@ def _comparison(
     counts: list[Rounds],
 ) -> dict[str, float]:
     drafted, accepted, emitted, width = (
-        np.concatenate([getattr(one, name) for one in counts])
+        np.concatenate([getattr(run, name) for run in counts])
         for name in ("drafted", "accepted", "emitted", "width")
     )
     tokens = metrics.tokens_per_round(emitted)
@@ -229,15 +183,12 @@ def _comparison(
         "speedup": speedup,
         "speedup_min": min(ratios),
         "speedup_max": max(ratios),
-        "extend_s": passes[1],
-        "verify_s": passes[max(passes)],
-        "draft_s": draft_s,
         "predicted": predicted,
         "measured_over_predicted": speedup / predicted,
     }
 
 
-def _identical_rows(state: State, recorded: np.ndarray, context: int) -> int:
+def _same_rows(state: State, recorded: np.ndarray, context: int) -> int:
     """The number of rows whose new tokens are those of plain decoding."""
     tokens, lengths = np.asarray(state.tokens), np.asarray(state.length)
     return sum(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from specjax import theory
@@ -22,8 +20,7 @@ class Size:
 
     Models named in `fewer_layers` get as many layers as fit; the others either fit or not.
     `rounds` is the length of a timed speculative run, whose draft length is
-    `num_speculative_tokens`, and each time is the median of `runs` runs. Kernels are compared over
-    `kernel_layers` layers.
+    `num_speculative_tokens`, and each time is the median of `runs` runs.
     """
 
     models: dict[str, DecoderConfig]
@@ -36,12 +33,8 @@ class Size:
     num_speculative_tokens: int
     rounds: int
     runs: int
-    kernel_layers: int
-    kernel_batches: tuple[int, ...]
-    kernel_tokens: tuple[int, ...]
     copy_bytes: int
     matmul_size: int
-    peer_tokens: int
 
     @property
     def reach(self) -> int:
@@ -83,17 +76,11 @@ class Size:
 
     def fitting_layers(self, config: DecoderConfig, limit: int) -> int:
         """The most layers with which the smallest batch fits at the longest context; 0 for none."""
-
-        def fits(layers: int) -> bool:
+        for layers in range(config.num_layers, 0, -1):
             fewer = replace(config, num_layers=layers)
-            return self.needed_bytes(fewer, min(self.batches), max(self.contexts), 1) <= limit
-
-        return largest(config.num_layers, fits)
-
-
-def largest(most: int, fits: Callable[[int], bool]) -> int:
-    """The largest count up to `most` that fits, where fewer always fit too; 0 for none."""
-    return next((count for count in range(most, 0, -1) if fits(count)), 0)
+            if self.needed_bytes(fewer, min(self.batches), max(self.contexts), 1) <= limit:
+                return layers
+        return 0
 
 
 def model_shape(config: DecoderConfig) -> theory.ModelShape:
@@ -114,11 +101,6 @@ def layer_params(config: DecoderConfig) -> int:
     """Parameters that one layer multiplies with."""
     head = config.vocab_size * config.hidden_size
     return (model_shape(config).num_matmul_params() - head) // config.num_layers
-
-
-def cached_bytes(config: DecoderConfig, tokens: int, itemsize: int, layers: int) -> int:
-    """Bytes of the keys and values of that many tokens in that many layers."""
-    return math.prod((2, layers, config.num_kv_heads, config.head_dim, tokens, itemsize))
 
 
 _LLAMA_8B = DecoderConfig(
@@ -163,12 +145,8 @@ SIZES = {
         num_speculative_tokens=4,
         rounds=32,
         runs=5,
-        kernel_layers=8,
-        kernel_batches=(1, 16),
-        kernel_tokens=(1, 8),
         copy_bytes=1 << 30,
         matmul_size=8192,
-        peer_tokens=64,
     ),
     "debug": Size(
         models={"tiny": _TINY},
@@ -181,11 +159,7 @@ SIZES = {
         num_speculative_tokens=2,
         rounds=6,
         runs=2,
-        kernel_layers=2,
-        kernel_batches=(1,),
-        kernel_tokens=(1,),
         copy_bytes=1 << 20,
         matmul_size=128,
-        peer_tokens=4,
     ),
 }

@@ -1,8 +1,7 @@
-"""Running commands in child processes that are always ended with the script."""
+"""Running commands in child processes that always end with the script."""
 
 from __future__ import annotations
 
-import math
 import signal
 import subprocess
 import time
@@ -18,51 +17,43 @@ INTERRUPTED = "interrupted; the same command resumes it"
 GRACE_S = 120.0
 """Seconds that a process has to save its work."""
 
-_LOOK_S = 0.25
+_POLL_S = 0.25
 
 
-def run_child(
-    command: Sequence[str],
-    *,
-    log: IO[str] | None = None,
-    until: float = math.inf,
-    keep: Sequence[int] = (),
-) -> int | None:
-    """Run a command in a process of its own; returns its exit code, None where its time was over.
+def run_child(command: Sequence[str], *, log: IO[str] | None = None) -> int:
+    """Run a command in a process of its own, its output in `log`; returns its exit code.
 
-    Ctrl-C, SIGTERM and a closed terminal reach it as Ctrl-C, as does `until`, a time of
-    `time.monotonic`. It then has GRACE_S to end; afterwards KeyboardInterrupt is raised, unless the
-    reason was `until`. At a second request it is killed. Its output goes to `log`; `keep` are file
-    descriptors that it inherits.
+    Ctrl-C, SIGTERM and a closed terminal reach it as Ctrl-C. It then has GRACE_S to end; afterwards
+    KeyboardInterrupt is raised. At a second request it is killed. (`subprocess.run` would kill it
+    after a quarter of a second.)
     """
-    asked: list[int] = []
-    # Noted, not raised, so that nothing ends at a wrong moment.
-    with signals.received_by(asked.append):
+    requests: list[int] = []
+    # Recorded, not raised, so that nothing ends at a wrong moment.
+    with signals.received_by(requests.append):
         # A session of its own, so that a terminal's Ctrl-C reaches it once, by way of this process.
         child = subprocess.Popen(
             command,
             stdout=log,
             stderr=None if log is None else subprocess.STDOUT,
             start_new_session=True,
-            pass_fds=keep,
         )
         try:
-            while child.poll() is None and not asked and time.monotonic() < until:
+            while child.poll() is None and not requests:
                 _wait(child)
             code = child.poll()
             if code is None:
                 child.send_signal(signal.SIGINT)
             end = time.monotonic() + GRACE_S
-            while child.poll() is None and len(asked) < 2 and time.monotonic() < end:
+            while child.poll() is None and len(requests) < 2 and time.monotonic() < end:
                 _wait(child)
         finally:
             child.kill()
             child.wait()
-    if asked:
+    if requests:
         raise KeyboardInterrupt
     return code
 
 
 def _wait(child: subprocess.Popen) -> None:
     with suppress(subprocess.TimeoutExpired):
-        child.wait(_LOOK_S)
+        child.wait(_POLL_S)

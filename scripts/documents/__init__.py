@@ -1,1 +1,0 @@
-"""What docs/ shows: pictures and tables on paper."""

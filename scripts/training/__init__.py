@@ -1,1 +1,0 @@
-"""What a run of training did, drawn and measured."""
