@@ -1,4 +1,4 @@
-"""Conversations as JSON lines, as other programs write them: `read_rows`, `row_of`.
+"""Conversations as JSON lines, as other programs write them: `read_rows`.
 
 Each line is an object with the keys id, category, source, licence, temperature, prompt_token_ids
 and response_token_ids.
@@ -77,18 +77,3 @@ def _example(row: dict[str, Any], where: str) -> Example:
         source=row["source"],
         licence=row["licence"],
     )
-
-
-def row_of(example: Example) -> dict[str, Any]:
-    """A conversation of one prompt and one response as `read_rows` reads it, ready for JSON."""
-    first = int(np.flatnonzero(example.loss_mask)[0])
-    tokens = example.tokens.tolist()
-    return {
-        "id": example.id,
-        "category": example.category,
-        "source": example.source,
-        "licence": example.licence,
-        "temperature": example.temperature,
-        "prompt_token_ids": tokens[:first],
-        "response_token_ids": tokens[first:],
-    }
