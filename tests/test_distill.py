@@ -203,21 +203,13 @@ def test_layers_that_lie_apart_give_the_same_draft(tiny):
         np.testing.assert_array_equal(mine, theirs)
 
 
-def test_bad_input_names_the_remedy(tiny):
+def test_layers_that_the_target_does_not_have(tiny):
     with pytest.raises(
         InputError, match=r"^distill\.layers=\(0, 3\): .* no layer 3; use some of 0\.\.2"
     ):
         distill_method(tiny, (0, 3), None, DistillLoss())
     with pytest.raises(InputError, match=r"^distill\.layers=\(\): name the"):
         distill_method(tiny, (), None, DistillLoss())
-    for options, message in (
-        ({"kl": -1.0}, r"loss\.kl=-1\.0"),
-        ({"tv": float("nan")}, r"loss\.tv=nan"),
-        ({"kl": 0.0}, r"one of them must be positive"),
-        ({"depths": 0}, r"loss\.depths=0"),
-    ):
-        with pytest.raises(InputError, match=message):
-            DistillLoss(**options)
 
 
 @pytest.fixture(scope="module")

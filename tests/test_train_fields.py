@@ -27,7 +27,7 @@ TOY = toy_training.__file__
         (dict(features="some"), "features='some' is unknown: use auto, stored, online"),
         (dict(learning_rate_scales="a:-0.5"), r"learning_rate_scales\.a=-0\.5: use a number of at"),
         (dict(learning_rate_scales="a:1,b.0:nan"), r"learning_rate_scales\.b\.0=nan: use a number"),
-        (dict(learning_rate_scales="a:x"), r"learning_rate_scales\.a=x: use a number"),
+        (dict(learning_rate_scales="a:x"), r"learning_rate_scales\.a='x': use a number"),
         (dict(learning_rate_scales="a=2"), "learning_rate_scales='a=2': use NAME:FACTOR"),
         (dict(learning_rate_scales="a:2,a:3"), "learning_rate_scales='a:2,a:3': use NAME:FACTOR"),
     ],
@@ -167,6 +167,7 @@ def test_the_record_is_what_was_written():
         ("train_mtp_scratch", {"trains": "modules"}, "mtp.trains='modules': a new model has"),
         ("train_mtp_scratch", {"labels": "distributions"}, "mtp.labels='distributions': a new"),
         ("train_mtp", {"num_modules": 2, "steps": 1}, "mtp.steps=1: mtp.num_modules=2"),
+        ("train_mtp", {"trains": "all", "export": "head"}, "mtp.export='head': modules trained"),
     ],
 )
 def test_mtp_fields_that_do_not_fit(name, changes, said, tmp_path, monkeypatch, capsys):

@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int, Key
 
-from specjax.fields import Number, Whole, check_instance
+from specjax.fields import Number, Whole
 from specjax.loading.heads.head import Head, TargetMetadata
 from specjax.loading.model import Model
 from specjax.models.decoder import EXPERTS, Decoder
@@ -36,16 +36,13 @@ class JointOptions:
 
     `target` is "self" (KL divergence of the target as it was from the target as it is) or "tokens"
     (cross-entropy of the data). For `warm_steps` the heads learn alone; with `ramp` their weight
-    then grows as a quarter of a sine. Raises InputError for values that make no sense.
+    then grows as a quarter of a sine.
     """
 
     target: Literal["self", "tokens"] = "self"
     heads: Annotated[float, Number(above=True)] = 0.01
     ramp: bool = True
     warm_steps: Annotated[int, Whole()] = 0
-
-    def __post_init__(self) -> None:
-        check_instance(self, "joint.")
 
 
 @dataclass(frozen=True)
@@ -84,7 +81,7 @@ def medusa2_method(
         whole = jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), target.params)
         return {"target": whole, "heads": first_params(head, target, draft_ids, key)}
 
-    def summed(
+    def loss_of(
         params: Any,
         target_params: Any,
         batch: Batch,
@@ -94,11 +91,11 @@ def medusa2_method(
         del key
         return joint_loss(head, decoder, params, target_params, ids, batch, step, loss, joint)
 
-    def finished(params: Any, training: dict[str, Any]) -> Head:
+    def head_of(params: Any, training: dict[str, Any]) -> Head:
         metadata = TargetMetadata.of(target)
         return Head("medusa", config, params["heads"], draft_ids, metadata, training)
 
-    def tuned(params: Any) -> Model:
+    def model_of(params: Any) -> Model:
         whole = jax.tree.map(
             lambda leaf, before: leaf.astype(before.dtype), params["target"], target.params
         )
@@ -108,9 +105,9 @@ def medusa2_method(
         "medusa2",
         ("final_norm",),
         init,
-        summed,
-        finished,
-        tuned,
+        loss_of,
+        head_of,
+        model_of,
         exports="both",
         trains_target=True,
         drafter="heads",

@@ -46,13 +46,9 @@ def mtp_method(
     `draft_ids` are the tokens that the modules draft, None for all. `trains` is "modules" or "all":
     then parameters are {"target": ..., "mtp": ...}. `start` is "target" or "random"; `exports` says
     whether a run leaves the modules alone or the target with them inside; `multiply` is the dtype
-    of products. Raises InputError for choices that do not fit each other or the target.
+    of products. Raises InputError for what does not fit the target.
     """
-    TRAINS.check("mtp.trains", trains)
-    START.check("mtp.start", start)
-    EXPORTS.check("mtp.export", exports)
     dtype, along = jnp.dtype(jnp.float32), trains == "all"
-    check_choices(trains, exports, 0 if config is None else config.num_modules, loss.steps)
     if draft_ids is not None and exports == "model":
         raise InputError(
             f"mtp.draft_vocab_size={len(draft_ids)}: modules inside a model draft from all "
@@ -121,25 +117,6 @@ def mtp_method(
         schedules={"lambda": loss.weight} if along and config is not None else {},
         least_tokens=loss.steps + 2,
     )
-
-
-def check_choices(trains: str, exports: str, modules: int, steps: int | None) -> None:
-    """Raise InputError where what is trained and exported, D and the steps do not fit each other.
-
-    Without `steps` there is one for each module.
-    """
-    if not modules and trains == "modules":
-        raise InputError("mtp.num_modules=0: a frozen target learns nothing; use mtp.trains=all")
-    if trains == "all" and exports == "head":
-        raise InputError(
-            "mtp.export='head': modules trained along with a target belong to it alone; use "
-            "mtp.export=model"
-        )
-    if steps is not None and (steps < modules or (steps and not modules)):
-        raise InputError(
-            f"mtp.steps={steps}: mtp.num_modules={modules}, each of which is a step, and the last "
-            "of which makes the others; leave mtp.steps out, or change one of them"
-        )
 
 
 def _check_own_modules(target: Model, config: MtpConfig | None) -> None:

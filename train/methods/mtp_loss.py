@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int
 
-from specjax.fields import Number, Whole, check_instance, optional
+from specjax.fields import Number, Whole, optional
 from specjax.models.decoder import EXPERTS, Decoder
 from specjax.models.heads.mtp import Mtp
 from specjax.models.heads.shared_parameters import share
@@ -21,8 +21,8 @@ from train.data.batches import Batch
 from train.experts.loads import Loads, below, feature_of, of_modules, of_target
 from train.methods.blockwise_loss import Scores, Scoring, Teacher, score_drafts
 from train.methods.losses import LabelLoss, cross_entropy, kl_divergence
-from train.methods.method import Measures, measure, measure_undrafted
-from train.methods.packed_rows import ahead, features_of, label_ahead
+from train.methods.method import Measures, measure
+from train.methods.packed_rows import ahead, features_of
 from train.methods.target_loss import target_loss
 from train.methods.unroll import unroll
 
@@ -34,17 +34,13 @@ class MtpLossOptions:
     `labels` are the data's "tokens" (cross-entropy) or the "distributions" of the target as it was
     before the run (KL divergence), for the modules and for a target that is trained along. Draft
     step i has the weight `decay` ** i, and the weights add to one, so that without decay each has
-    1 / D. lambda is `late_loss_weight`, if given, after the share `late_from` of a run. Raises
-    InputError for values out of range.
+    1 / D. lambda is `late_loss_weight`, if given, after the share `late_from` of a run.
     """
 
     labels: Literal["tokens", "distributions"] = "tokens"
     decay: Annotated[float, Number(above=True)] = 1.0
     late_loss_weight: Annotated[float | None, optional(Number())] = None
     late_from: Annotated[float, Number(0.0, 1.0)] = 0.7
-
-    def __post_init__(self) -> None:
-        check_instance(self, "mtp.")
 
 
 @dataclass(frozen=True)
@@ -156,7 +152,8 @@ def joint_loss(
     )
     parts = {"lm": spoken.losses[0, 0]}
     if head is None:
-        return own, measure_undrafted(parts, labels).replace(loads=loads)
+        nothing = jnp.zeros((0, *labels.shape), bool)
+        return own, measure(parts, nothing, labels).replace(loads=loads)
     teacher = Teacher.of(batch, before, None)
     drafts, scores, of_drafts = modules_loss(
         head, params["mtp"], target, None, batch, now, teacher, loss, True
@@ -171,7 +168,5 @@ def joint_loss(
 def _measures(
     parts: dict[str, Float[Array, ""]], scores: Scores, right: Any, labels: Int[Array, "B A"]
 ) -> Measures:
-    depths = range(len(scores.losses))
-    each = {f"mtp_{depth}": scores.losses[depth, 0] for depth in depths}
-    scored = jnp.stack([label_ahead(labels, depth) for depth in depths])
-    return measure({**parts, **each}, right, scored)
+    each = {f"mtp_{depth}": loss[0] for depth, loss in enumerate(scores.losses)}
+    return measure({**parts, **each}, right, labels)

@@ -6,8 +6,8 @@ Loshchilov and Hutter 1711.05101; Jordan et al. 2024, "Muon", with the step size
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -16,7 +16,7 @@ import optax
 import optax.contrib
 
 from specjax.errors import InputError
-from specjax.fields import Number, Text, Whole, check_instance, optional
+from specjax.fields import Number, Text, Whole, optional
 from specjax.loading.checkpoints import leaf_name
 
 _VOCABULARY = frozenset(("embed", "head"))
@@ -25,33 +25,23 @@ _VOCABULARY = frozenset(("embed", "head"))
 
 @dataclass(frozen=True)
 class Scales:
-    """Factors of the learning rate by parameter name: NAME:FACTOR with commas, or a mapping."""
+    """Factors of the learning rate by parameter name, as NAME:FACTOR with commas."""
 
     def check(self, name: str, value: Any) -> dict[str, float]:
         """The factors by name."""
-        if isinstance(value, Mapping):
-            return {part: _factor(name, part, factor) for part, factor in value.items()}
         text = Text(empty=True).check(name, value)
-        found: dict[str, float] = {}
+        factors: dict[str, float] = {}
         for pair in text.split(",") if text.strip() else ():
-            part, mark, factor = map(str.strip, pair.partition(":"))
-            if not (part and mark) or part in found:
+            parameter, mark, factor = map(str.strip, pair.partition(":"))
+            if not (parameter and mark) or parameter in factors:
                 raise InputError(
                     f"{name}={text!r}: use NAME:FACTOR for each name, with commas, such as "
                     "head:0.5,layers.0:0.1"
                 )
-            found[part] = _factor(name, part, factor)
-        return found
-
-
-def _factor(name: str, part: str, factor: float | str) -> float:
-    try:
-        found = float(factor)
-    except ValueError:
-        found = math.nan
-    if not 0 <= found < math.inf:
-        raise InputError(f"{name}.{part}={factor}: use a number of at least 0")
-    return found
+            with suppress(ValueError):
+                factor = float(factor)
+            factors[parameter] = Number().check(f"{name}.{parameter}", factor)
+        return factors
 
 
 @dataclass(frozen=True)
@@ -63,7 +53,7 @@ class Optimization:
     `optimizer` "muon" makes the updates of kernels orthogonal, all but those over the vocabulary.
     `learning_rate_scales` multiplies the rate of the parameters below a dotted name; the longest
     name counts. `balance_rate` is that of the biases by which experts are chosen, which no gradient
-    reaches. Raises InputError for values out of range.
+    reaches.
     """
 
     learning_rate: Annotated[float, Number(above=True)]
@@ -76,9 +66,6 @@ class Optimization:
     learning_rate_scales: Annotated[Mapping[str, float], Scales()] = field(default_factory=dict)
     optimizer: Literal["adamw", "muon"] = "adamw"
     balance_rate: Annotated[float, Number()] = 1e-3
-
-    def __post_init__(self) -> None:
-        check_instance(self, "")
 
 
 def learning_rate(optimization: Optimization) -> optax.Schedule:
