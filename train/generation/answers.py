@@ -45,7 +45,7 @@ from train.generation.prompts import (
     read_dataset,
     read_requests,
 )
-from train.generation.saved_answers import Pieces
+from train.generation.saved_answers import SavedAnswers
 
 CORPUS = "specjax_corpus"
 """What `prompts` calls our own ones, which the section `corpus` describes."""
@@ -61,6 +61,11 @@ class Row:
     request: Request
     prompt: tuple[int, ...]
     sampling: SamplingParams
+
+    @property
+    def name(self) -> str:
+        """What messages call it: its file and line, or its number."""
+        return self.request.where or f"prompt {self.request.id}"
 
 
 @dataclass(frozen=True)
@@ -240,9 +245,9 @@ def plan(config: AnswersConfig, model: Model, requests: Sequence[Request]) -> Jo
     return Job(rows, tuple(order), digest, tuple(remarks))
 
 
-def open_job(config: AnswersConfig, model: Model, job: Job) -> Session:
-    """One session for all rows. Raises InputError."""
-    return plan_session(
+def open_job(config: AnswersConfig, model: Model, job: Job) -> tuple[Session, Engine]:
+    """One session for all rows, and the engine that answers them. Raises InputError."""
+    session = plan_session(
         model,
         [row.prompt for row in job.rows],
         drafter=make_drafter(config.drafter.name, model, config.drafter.path),
@@ -250,17 +255,7 @@ def open_job(config: AnswersConfig, model: Model, job: Job) -> Session:
         requests=[row.sampling for row in job.rows],
         seed=config.seed,
     )
-
-
-def open_answers(session: Session) -> Engine:
-    """The engine that a session's rows are answered by."""
-    return open_engine(session, _ROUNDS_PER_STEP)
-
-
-def name(job: Job, row: int) -> str:
-    """What messages call a prompt: its file and line, or its number."""
-    request = job.rows[row].request
-    return request.where or f"prompt {request.id}"
+    return session, open_engine(session, _ROUNDS_PER_STEP)
 
 
 def answer(
@@ -271,39 +266,36 @@ def answer(
     Those that failed are among them.
     """
     total = len(job.rows)
-    left, before, done = iter(todo), total - len(todo), 0
-    most = session.batch_size
+    left, done = iter(todo), total - len(todo)
     while True:
         # No more than can be needed soon: a queued request takes memory.
-        for row in itertools.islice(left, most - engine.num_waiting):
+        for row in itertools.islice(left, session.batch_size - engine.num_waiting):
             engine.add_rows(row, [session_row(session, row)])
         if not engine.num_unfinished:
             return
         ended = [delta.output for delta in engine.step() if delta.output is not None]
         done += len(ended)
         speed = engine.statistics.tokens_per_second or 0.0
-        rows = before + done
-        screen.progress("answered", rows, total, speed, rows / total)
+        screen.progress("answered", done, total, speed, done / total)
         yield ended
 
 
-def examples(job: Job, pieces: Pieces) -> Iterator[Example]:
+def examples(job: Job, saved: SavedAnswers) -> Iterator[Example]:
     """The conversations in the order of their ids, without prompts that have no answer.
 
     Raises InputError where an answer is gone.
     """
-    responses = pieces.read_all()
-    missing = sum(row.request.id not in responses for row in job.rows)
+    answers = saved.read()
+    missing = sum(row.request.id not in answers for row in job.rows)
     if missing:
         raise InputError(
-            f"{pieces.directory}: {missing} answers are missing or damaged; run the same command "
-            "again"
+            f"{saved.file}: {missing} answers are missing or damaged; run the same command again"
         )
     for row in sorted(job.rows, key=lambda row: row.request.id):
-        response = responses[row.request.id]
-        if not len(response):
+        response = answers[row.request.id]
+        if not response:
             continue
-        tokens = np.concatenate([np.array(row.prompt, np.int32), response])
+        tokens = np.array([*row.prompt, *response], np.int32)
         yield Example(
             tokens=tokens,
             loss_mask=np.arange(len(tokens)) >= len(row.prompt),
