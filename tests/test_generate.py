@@ -122,17 +122,6 @@ def test_answers_are_those_of_generate(done, prompts, target):
     assert responses.generation["config"]["max_new_tokens"] == NEW
 
 
-@pytest.mark.slow  # as in test_engine
-def test_batches_do_not_matter(model_path, prompts, tmp_path, done, capsys):
-    more = ("--config.batch_size=5", "--config.mesh.data=4", "--config.mesh.model=2")
-    assert generate.main(arguments(model_path, prompts, tmp_path / "run", *more)) == 0
-    assert contents(tmp_path / "run") == contents(done)
-    out = capsys.readouterr().out
-    assert "compiling" in out
-    assert "tokens/s" in out
-    assert "1 prompts have later turns" in out
-
-
 @pytest.mark.slow
 def test_two_processes_answer_what_one_does(model_path, prompts, tmp_path, done):
     address = f"127.0.0.1:{free_port()}"
