@@ -26,8 +26,7 @@ from train.data.responses import open_responses
 from train.data.sources import open_sources
 from train.data.tfds_files import write_records
 from train.pretraining.documents import Documents, document_files
-from train.pretraining.expert_sizes import ExpertSizes
-from train.pretraining.new_model import ModelSizes, new_model
+from train.pretraining.new_model import ExpertSizes, ModelSizes, new_model
 from train.pretraining.tokenizers import END, encode_document, train_tokenizer
 from train.run import run
 from train.run.config import TrainingConfig, read_training_config
@@ -224,8 +223,8 @@ def test_files_of_ones_own(tmp_path, capsys):
     ("name", "content", "said"),
     [
         ("a.txt", b"caf\xe9", r"a.txt: not text in UTF-8 \(byte 3 is 0xe9\)"),
-        ("a.jsonl", b'{"text": "x"}\n{"txt": "y"}', "line 2: text=None is missing or no text"),
-        ("a.jsonl", b'{"text": "x", "licence": 3}', "line 1: licence=3 is missing or no text"),
+        ("a.jsonl", b'{"text": "x"}\n{"txt": "y"}', "line 2: text=None: use a text"),
+        ("a.jsonl", b'{"text": "x", "licence": 3}', "line 1: licence=3: use a text"),
         ("a.jsonl", b'{"text": "\\ud800"}', "line 1: text: character 0"),
         ("a.jsonl", b"[]", "line 1 is \\[\\]; put one JSON object in a line"),
     ],

@@ -20,7 +20,7 @@ from specjax.loading.load import random_model
 from specjax.models.config import DecoderConfig
 from specjax.models.heads.medusa import MedusaConfig
 from train.data.examples import Example, target_metadata
-from train.data.responses import write_responses
+from train.data.writing import write_responses
 from train.methods.method import Method, measure
 from train.methods.packed_rows import at_rows
 from train.run.config import TrainingConfig, read_training_config, training_fields

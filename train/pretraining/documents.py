@@ -94,11 +94,6 @@ def _document(row: Mapping[str, Any], where: str, name: str) -> tuple[str, dict[
     document = {"text": None, "source": name}
     document |= {field: row[field] for field in ("text", "source", "licence") if field in row}
     for field, text in document.items():
-        if not isinstance(text, str):
-            raise InputError(
-                f"{where}: {field}={shown(text)} is missing or no text; write an object with text "
-                "and perhaps source and licence"
-            )
         Text(empty=True).check(f"{where}: {field}", text)
     return document.pop("text"), document
 
