@@ -21,7 +21,7 @@ from specjax.models.heads.medusa import Medusa, MedusaConfig
 from specjax.models.heads.shared_parameters import share
 from train.data.batches import Batch
 from train.methods.blockwise_loss import Scores, Scoring, Teacher, score_drafts
-from train.methods.losses import LabelLoss, cross_entropy, kl_divergence
+from train.methods.losses import LabelLoss, label_loss_of
 from train.methods.method import Measures, Method, measure
 from train.methods.packed_rows import at_rows
 
@@ -41,9 +41,7 @@ class MedusaLoss:
     @property
     def part(self) -> LabelLoss:
         """The loss of each label."""
-        if self.label_loss is not None:
-            return self.label_loss
-        return kl_divergence if self.labels == "distributions" else cross_entropy
+        return label_loss_of(self.labels, self.label_loss)
 
 
 def medusa_method(

@@ -138,29 +138,35 @@ def joint_loss(
     labels = batch.labels
     teacher = Teacher.of(batch, columns(frozen["head"]["kernel"]), draft_ids)
 
-    def alone(params: dict[str, Any]) -> tuple[Array, Measures]:
-        before = batch.features["final_norm"]
+    def heads_alone(params: dict[str, Any]) -> tuple[Array, Measures]:
+        features = batch.features["final_norm"]
         total, scores = heads_loss(
-            head, params["heads"], teacher.columns, before, labels, teacher, loss
+            head, params["heads"], teacher.columns, features, labels, teacher, loss
         )
         measures = heads_measures(scores, labels, {"target": jnp.float32(0)})
         return total, measures.replace(loads=below("target", of_target(decoder, None, batch)))
 
     def together(params: dict[str, Any]) -> tuple[Array, Measures]:
+        target = params["target"]
         names = ("final_norm", *feature_of(decoder))
-        read = features_of(decoder, params["target"], batch, names)
-        now = read["final_norm"]
-        kernel = params["target"]["head"]["kernel"]
-        before = frozen["head"]["kernel"] if joint.target == "self" else None
-        own, spoken = target_loss(kernel, now, before, batch, head.multiply)
-        heads, scores = heads_loss(
-            head, params["heads"], columns(kernel), now, labels, teacher, loss, trains_columns=True
+        features = features_of(decoder, target, batch, names)
+        final_norm, kernel = features["final_norm"], target["head"]["kernel"]
+        frozen_kernel = frozen["head"]["kernel"] if joint.target == "self" else None
+        total, target_scores = target_loss(kernel, final_norm, frozen_kernel, batch, head.multiply)
+        total_of_heads, scores = heads_loss(
+            head,
+            params["heads"],
+            columns(kernel),
+            final_norm,
+            labels,
+            teacher,
+            loss,
+            trains_columns=True,
         )
-        measures = heads_measures(scores, labels, {"target": spoken.losses[0, 0]})
-        loads = below("target", of_target(decoder, read.get(EXPERTS), batch))
-        measures = measures.replace(loads=loads)
-        return own + joint.weight(step) * heads, measures
+        measures = heads_measures(scores, labels, {"target": target_scores.losses[0, 0]})
+        loads = below("target", of_target(decoder, features.get(EXPERTS), batch))
+        return total + joint.weight(step) * total_of_heads, measures.replace(loads=loads)
 
     if not joint.warm_steps:
         return together(params)
-    return lax.cond(step < joint.warm_steps, alone, together, params)
+    return lax.cond(step < joint.warm_steps, heads_alone, together, params)

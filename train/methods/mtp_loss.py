@@ -20,7 +20,7 @@ from specjax.models.heads.shared_parameters import share
 from train.data.batches import Batch
 from train.experts.loads import Loads, below, feature_of, of_modules, of_target
 from train.methods.blockwise_loss import Scores, Scoring, Teacher, score_drafts
-from train.methods.losses import LabelLoss, cross_entropy, kl_divergence
+from train.methods.losses import LabelLoss, label_loss_of
 from train.methods.method import Measures, measure
 from train.methods.packed_rows import ahead, features_of
 from train.methods.target_loss import target_loss
@@ -58,9 +58,7 @@ class MtpLoss(MtpLossOptions):
     @property
     def part(self) -> LabelLoss:
         """The loss of each label."""
-        if self.label_loss is not None:
-            return self.label_loss
-        return kl_divergence if self.labels == "distributions" else cross_entropy
+        return label_loss_of(self.labels, self.label_loss)
 
     @property
     def step_weights(self) -> Float[Array, "K"]:
@@ -142,27 +140,27 @@ def joint_loss(
     as it is now, finds likeliest.
     """
     target, labels = params["target"], batch.labels
-    names = ("final_norm",) if head is None else ("final_norm", *head.config.taps)
-    names = (*names, *feature_of(decoder))
-    now = features_of(decoder, target, batch, tuple(dict.fromkeys(names)))
-    loads = below("target", of_target(decoder, now.get(EXPERTS), batch))
-    before = frozen["head"]["kernel"] if loss.labels == "distributions" else None
-    own, spoken = target_loss(
-        target["head"]["kernel"], now["final_norm"], before, batch, decoder.multiply
+    taps = () if head is None else head.config.taps
+    names = tuple(dict.fromkeys(("final_norm", *taps, *feature_of(decoder))))
+    features = features_of(decoder, target, batch, names)
+    loads = below("target", of_target(decoder, features.get(EXPERTS), batch))
+    frozen_kernel = frozen["head"]["kernel"] if loss.labels == "distributions" else None
+    total, target_scores = target_loss(
+        target["head"]["kernel"], features["final_norm"], frozen_kernel, batch, decoder.multiply
     )
-    parts = {"lm": spoken.losses[0, 0]}
+    losses = {"lm": target_scores.losses[0, 0]}
     if head is None:
         nothing = jnp.zeros((0, *labels.shape), bool)
-        return own, measure(parts, nothing, labels).replace(loads=loads)
-    teacher = Teacher.of(batch, before, None)
-    drafts, scores, of_drafts = modules_loss(
-        head, params["mtp"], target, None, batch, now, teacher, loss, True
+        return total, measure(losses, nothing, labels).replace(loads=loads)
+    teacher = Teacher.of(batch, frozen_kernel, None)
+    total_of_drafts, scores, loads_of_drafts = modules_loss(
+        head, params["mtp"], target, None, batch, features, teacher, loss, True
     )
-    likeliest = jnp.stack([ahead(spoken.choices[0], depth) for depth in range(loss.steps)])
-    right = scores.choices == likeliest
-    loads |= below("mtp", of_drafts)
-    measures = _measures(parts, scores, right, labels).replace(loads=loads)
-    return own + loss.weight(step) * drafts, measures
+    choices = target_scores.choices[0]
+    likeliest = jnp.stack([ahead(choices, depth) for depth in range(loss.steps)])
+    measures = _measures(losses, scores, scores.choices == likeliest, labels)
+    measures = measures.replace(loads=loads | below("mtp", loads_of_drafts))
+    return total + loss.weight(step) * total_of_drafts, measures
 
 
 def _measures(
