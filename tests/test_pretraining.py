@@ -105,11 +105,6 @@ def test_every_byte_comes_back(tokenizer):
     assert tokenizer.encode(END) == list(tokenizer.eos_ids)
 
 
-def test_the_same_texts_give_the_same_tokenizer(documents, tokenizer):
-    again = train_tokenizer([one["text"] for one in documents], V)
-    assert again.backend.to_str() == tokenizer.backend.to_str()
-
-
 def test_too_few_words_for_a_vocabulary():
     with pytest.raises(InputError, match="vocab_size=5000: the corpus gives only 2[0-9]+ tokens"):
         train_tokenizer(["a few words"], 5000)
@@ -425,16 +420,6 @@ def test_experts_that_do_not_fit_are_refused(tokens, tmp_path, change, said):
         trained(config, lambda *_: None)
     assert "\n" not in str(error.value)
     assert not (tmp_path / "w").exists()
-
-
-def test_a_new_model_is_saved_and_loaded(tmp_path, tokenizer):
-    model = new_model(ModelSizes(**SIZES).config(V), tokenizer, 0)
-    save_checkpoint(model, tmp_path / "m")
-    loaded = load_model(str(tmp_path / "m"), dtype="float32")
-    assert loaded.config == model.config
-    assert target_metadata(loaded)["tokenizer"] == target_metadata(model)["tokenizer"]
-    assert loaded.tokenizer.eos_ids == tokenizer.eos_ids
-    jax.tree.map(np.testing.assert_array_equal, loaded.params, model.params)
 
 
 def test_a_run_without_a_target(tokens, tmp_path, capsys):
