@@ -48,6 +48,7 @@ from specjax.loading import orbax_checkpoint
 from specjax.loading.checkpoint_directory import is_checkpoint, newest, read_marker
 from train.data.examples import METADATA
 from train.data.responses import open_responses
+from train.generation.saved_answers import SavedAnswers
 from train.run import checkpoints as run_checkpoints
 from train.run.workdir import Workdir, read_metrics, steps
 
@@ -244,9 +245,8 @@ def _names(folder: Path) -> list[str]:
 
 def _generation(folder: Path) -> Content:
     found = _dataset(folder / "responses")
-    for file in sorted((folder / "answers").glob("*")):
-        with np.load(file) as stored:
-            found |= {f"{file.name} {name}": _digest(stored[name]) for name in stored.files}
+    for number, tokens in SavedAnswers(folder / "answers.jsonl").read().items():
+        found[f"answer {number}"] = _digest(np.array(tokens))
     found["config.json"] = _record(json.loads((folder / "config.json").read_text()))
     return found
 

@@ -16,8 +16,7 @@ from train.data.batches import Batch
 from train.methods import blockwise_loss
 from train.methods.blockwise_loss import Scoring, Teacher, score_drafts
 from train.methods.distill import DistillLoss, distill_method
-from train.methods.eagle import eagle_method
-from train.methods.eagle_loss import EagleLoss
+from train.methods.eagle import EagleLoss, eagle_method
 from train.methods.losses import cross_entropy, kl_divergence, variation
 from train.methods.medusa import MedusaLoss, medusa_method
 from train.methods.medusa2 import JointLoss, medusa2_method

@@ -26,7 +26,7 @@ from specjax.loading.checkpoints import save_checkpoint
 from specjax.loading.heads.head import read_head, save_head
 from train.data.examples import target_metadata
 from train.data.writing import write_responses
-from train.generation.saved_answers import open_pieces
+from train.generation.saved_answers import open_answers
 from train.run import run, setup
 
 
@@ -128,14 +128,14 @@ def test_a_change_in_answers_is_found(script, tmp_path):
         examples = conversations(3)
         folder = tmp_path / name
         folders.claim(folder, "answers", "workdir")
-        pieces = open_pieces(folder, {"config": {"workdir": name}})
+        saved = open_answers(folder, {"config": {"workdir": name}})
         if name == "other":
             examples[1].tokens[2] += 1
-        pieces.write(0, [0, 1], [[1, 2], [3 + number // 2]])
+        saved.add({0: [1, 2], 1: [3 + number // 2]})
         generated(folder / "responses", examples, workdir=name)
         found.append(script.contents("generation", folder))
     assert script.differences(found[0], found[1]) == []
-    changed = ["000000.npz tokens differs", "conversation 1 tokens differs"]
+    changed = ["answer 1 differs", "conversation 1 tokens differs"]
     assert script.differences(found[0], found[2]) == changed
 
 

@@ -1,6 +1,5 @@
 """Text to tokens to a new model: what goes in comes out, and what is wrong is said so."""
 
-import dataclasses
 import gzip
 import json
 import re
@@ -22,12 +21,12 @@ from specjax.files.folder_marker import MARKER
 from specjax.loading.checkpoints import save_checkpoint
 from specjax.loading.load import load_model, save_model
 from train import corpus, eagle
-from train.data.examples import target_metadata, text_metadata
+from train.data.examples import import_tfds, target_metadata, text_metadata
 from train.data.responses import open_responses
 from train.data.sources import open_sources
-from train.pretraining.documents import Document, read_documents, write_documents
-from train.pretraining.expert_sizes import ExpertSizes
-from train.pretraining.new_model import ModelSizes, new_model
+from train.data.tfds_files import write_records
+from train.pretraining.documents import Documents, document_files
+from train.pretraining.new_model import ExpertSizes, ModelSizes, new_model
 from train.pretraining.tokenizers import END, encode_document, train_tokenizer
 from train.run import run
 from train.run.config import TrainingConfig, read_training_config
@@ -49,24 +48,32 @@ SIZES = dict(
 )
 
 
+def write_documents(folder, documents):
+    """A TFDS dataset of texts, with their source and licence."""
+    folder.mkdir(parents=True)
+    features = dict.fromkeys(("text", "source", "licence"), import_tfds().features.Text())
+    write_records(folder, "texts", "train", features, documents, description="", where=folder)
+
+
 @pytest.fixture(scope="module")
 def documents():
     """120 texts of this repository's own documentation."""
     text = "".join(file.read_text() for file in OWN)
     starts = range(0, 120 * 240, 240)
-    return [Document(text[start : start + 240], "docs", "Apache-2.0") for start in starts]
+    notes = {"source": "docs", "licence": "Apache-2.0"}
+    return [{"text": text[start : start + 240], **notes} for start in starts]
 
 
 @pytest.fixture(scope="module")
 def tokenizer(documents):
-    return train_tokenizer([one.text for one in documents], V)
+    return train_tokenizer([one["text"] for one in documents], V)
 
 
 @pytest.fixture(scope="module")
 def text(documents, tmp_path_factory):
     """A TFDS dataset of them."""
     folder = tmp_path_factory.mktemp("text") / "text"
-    assert write_documents(folder, documents) == len(documents)
+    write_documents(folder, documents)
     return folder
 
 
@@ -98,24 +105,9 @@ def test_every_byte_comes_back(tokenizer):
     assert tokenizer.encode(END) == list(tokenizer.eos_ids)
 
 
-def test_the_same_texts_give_the_same_tokenizer(documents, tokenizer):
-    again = train_tokenizer([one.text for one in documents], V)
-    assert again.backend.to_str() == tokenizer.backend.to_str()
-
-
 def test_too_few_words_for_a_vocabulary():
     with pytest.raises(InputError, match="vocab_size=5000: the corpus gives only 2[0-9]+ tokens"):
         train_tokenizer(["a few words"], 5000)
-
-
-def test_documents_come_back_from_tfds(text, documents):
-    import tensorflow_datasets as tfds
-
-    source = tfds.builder_from_directory(text).as_data_source("train")
-    assert len(source) == len(documents)
-    for index in (0, 7, len(documents) - 1):
-        record = {name: value.decode() for name, value in source[index].items()}
-        assert Document(**record) == documents[index]
 
 
 def test_tokens_are_the_documents(tokens, documents):
@@ -134,7 +126,7 @@ def test_tokens_are_the_documents(tokens, documents):
             texts.append(tokenizer.decode(ids))
             held_out.append(bool(aside))
             ids = []
-    assert texts == [one.text for one in documents]
+    assert texts == [one["text"] for one in documents]
     # Whole documents: no piece of one that is held out is trained on.
     assert np.flatnonzero(held_out).tolist() == [0, 50, 100]
     for part in data.parts:
@@ -145,9 +137,7 @@ def test_tokens_are_the_documents(tokens, documents):
 
 def test_the_tokenizer_learns_nothing_of_what_is_held_out(tmp_path, documents):
     odd = "zyx" * 400
-    texts = [
-        dataclasses.replace(one, text=odd) if not i % 50 else one for i, one in enumerate(documents)
-    ]
+    texts = [{**one, "text": odd} if not i % 50 else one for i, one in enumerate(documents)]
     write_documents(tmp_path / "text", texts)
     assert tokenize(tmp_path / "text", tmp_path / "w") == 0
     tokenizer = open_sources([tmp_path / "w" / "tokens"]).tokenizer()
@@ -201,12 +191,12 @@ def test_files_of_ones_own(tmp_path, capsys):
     rows = [{"text": "one", "source": "me", "licence": "CC0-1.0"}, {"text": "two"}]
     lines = "\n".join(map(json.dumps, rows))
     (folder / "a.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
-    assert list(read_documents([folder, folder / "b.txt"])) == [
-        Document("one", "me", "CC0-1.0"),
-        Document("two", "a.jsonl.gz"),
-        Document("second", "b.txt"),
-        Document("third", "c.md"),
-        Document("second", "b.txt"),
+    assert list(Documents(tuple(document_files([folder, folder / "b.txt"])))) == [
+        ("one", {"source": "me", "licence": "CC0-1.0"}),
+        ("two", {"source": "a.jsonl.gz"}),
+        ("second", {"source": "b.txt"}),
+        ("third", {"source": "c.md"}),
+        ("second", {"source": "b.txt"}),
     ]
     arguments = [f"--config.workdir={tmp_path / 'w'}", "--config.vocab_size=258"]
     assert corpus.main([*arguments, f"--config.files={folder}"]) == 0
@@ -228,8 +218,8 @@ def test_files_of_ones_own(tmp_path, capsys):
     ("name", "content", "said"),
     [
         ("a.txt", b"caf\xe9", r"a.txt: not text in UTF-8 \(byte 3 is 0xe9\)"),
-        ("a.jsonl", b'{"text": "x"}\n{"txt": "y"}', "line 2: text=None is missing or no text"),
-        ("a.jsonl", b'{"text": "x", "licence": 3}', "line 1: licence=3 is missing or no text"),
+        ("a.jsonl", b'{"text": "x"}\n{"txt": "y"}', "line 2: text=None: use a text"),
+        ("a.jsonl", b'{"text": "x", "licence": 3}', "line 1: licence=3: use a text"),
         ("a.jsonl", b'{"text": "\\ud800"}', "line 1: text: character 0"),
         ("a.jsonl", b"[]", "line 1 is \\[\\]; put one JSON object in a line"),
     ],
@@ -239,7 +229,7 @@ def test_files_that_are_no_documents(tmp_path, capsys, name, content, said):
     file, workdir = tmp_path / name, tmp_path / "w"
     assert corpus.main([f"--config.files={file}", f"--config.workdir={workdir}"]) == 2
     assert re.search(said, capsys.readouterr().err)
-    assert not (workdir / "text").exists()
+    assert not (workdir / "tokens").exists()
 
 
 @pytest.mark.parametrize(
@@ -252,7 +242,6 @@ def test_files_that_are_no_documents(tmp_path, capsys, name, content, said):
             "files='nosuch': no such file or folder; files='none': no such file or folder",
         ),
         (("files={empty}",), "files='.*': an empty folder"),
-        (("files={text}", "tfds.split=test"), "tfds.split='test': files have only 'train'"),
         (("dataset=nosuch",), "dataset='nosuch': no file, and TFDS says"),
         (("dataset={text}", "tfds.split=test"), "dataset='.*': no file, and TFDS says"),
         (("dataset={text}", "tfds.text_field=body"), "tfds.text_field='body': .* no such field"),
@@ -274,11 +263,10 @@ def test_refused(tmp_path, text, capsys, options, said):
 
 
 def test_one_document_leaves_none_to_train_on(tmp_path, capsys):
-    write_documents(tmp_path / "text", [Document("alone")])
-    assert tokenize(tmp_path / "text", tmp_path / "w") == 2
-    assert "has 1 documents, and the first is held out" in capsys.readouterr().err
-    with pytest.raises(InputError, match="no document to write"):
-        write_documents(tmp_path / "none", [])
+    (tmp_path / "text.txt").write_text("alone")
+    flags = [f"--config.files={tmp_path / 'text.txt'}", f"--config.workdir={tmp_path / 'w'}"]
+    assert corpus.main(flags) == 2
+    assert "files, dataset: 1 documents, and the first is held out" in capsys.readouterr().err
 
 
 def test_a_folder_of_somebody_else_is_not_written(tmp_path, text, capsys):
@@ -432,16 +420,6 @@ def test_experts_that_do_not_fit_are_refused(tokens, tmp_path, change, said):
         trained(config, lambda *_: None)
     assert "\n" not in str(error.value)
     assert not (tmp_path / "w").exists()
-
-
-def test_a_new_model_is_saved_and_loaded(tmp_path, tokenizer):
-    model = new_model(ModelSizes(**SIZES).config(V), tokenizer, 0)
-    save_checkpoint(model, tmp_path / "m")
-    loaded = load_model(str(tmp_path / "m"), dtype="float32")
-    assert loaded.config == model.config
-    assert target_metadata(loaded)["tokenizer"] == target_metadata(model)["tokenizer"]
-    assert loaded.tokenizer.eos_ids == tokenizer.eos_ids
-    jax.tree.map(np.testing.assert_array_equal, loaded.params, model.params)
 
 
 def test_a_run_without_a_target(tokens, tmp_path, capsys):

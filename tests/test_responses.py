@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import pickle
 import resource
 import subprocess
 import sys
@@ -70,13 +69,10 @@ def same(one, other):
     assert one.temperature == pytest.approx(other.temperature)
 
 
-def test_round_trip_in_order_over_several_files(tmp_path, metadata):
+def test_round_trip_in_order(tmp_path, metadata):
     examples = [example(7 * i, 10 + i, 4, NAMES) for i in range(40)]
     settings = {"seed": 3}
-    write_responses(
-        tmp_path / "d", iter(examples), metadata, NAMES, generation=settings, shard_bytes=10_000
-    )
-    assert len(list((tmp_path / "d").glob("*array_record*"))) > 3
+    write_responses(tmp_path / "d", iter(examples), metadata, NAMES, generation=settings)
     responses = open_responses(tmp_path / "d", metadata)
     assert len(responses) == 40
     assert responses.feature_names == NAMES
@@ -87,7 +83,6 @@ def test_round_trip_in_order_over_several_files(tmp_path, metadata):
     assert responses.ids[responses.validation].tolist() == [0]
     for index in (39, 0, 17, -1):
         same(examples[index], responses[index])
-    same(examples[5], pickle.loads(pickle.dumps(responses))[5])
     with pytest.raises(IndexError):
         responses[40]
 

@@ -10,7 +10,6 @@ import pytest
 from specjax.errors import InputError
 from specjax.loading.load import DEFAULT_MODEL
 from train.data import shipped
-from train.data.json_lines import row_of
 from train.data.sources import DataFolders, open_sources
 
 
@@ -55,7 +54,9 @@ def test_it_opens_like_any_dataset_and_is_written_once(rows, cache):
     np.testing.assert_array_equal(data.num_labels, [len(row["response_token_ids"]) for row in rows])
     assert data.validation.sum() == sum(row["id"] % 50 == 0 for row in rows)
     for index in (0, 7, len(rows) - 1):
-        assert row_of(data[index]) | {"temperature": None} == rows[index] | {"temperature": None}
+        one, row = data[index], rows[index]
+        assert one.tokens.tolist() == row["prompt_token_ids"] + row["response_token_ids"]
+        assert (one.id, one.category, one.licence) == (row["id"], row["category"], row["licence"])
     written = (part.directory / "specjax.json").stat().st_mtime_ns
     both = open_sources([shipped.NAME, part.directory])
     assert len(both) == 2 * len(rows)

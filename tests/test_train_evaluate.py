@@ -2,7 +2,7 @@
 
 import numpy as np
 from test_train_medusa import cycling
-from toy_training import Listed, conversations
+from toy_training import Listed, config_of, conversations
 
 from specjax.drafters import make_drafter
 from train.data.examples import Example
@@ -31,17 +31,9 @@ def test_tau_is_measured_by_decoding():
     """What the target says, drafted, is always accepted: K + 1 tokens per round."""
     target = cycling()
     said = [[(start + 7 * i) % 61 for i in range(2, 14)] for start in (3, 7)]
-
-    def repeated(head, target):
-        return make_drafter("simulated", target, continuations=head, acceptance=1.0)
-
-    found = measure_tau(
-        said,
-        target,
-        [[3, 10], [7, 14]],
-        new_tokens=12,
-        num_speculative_tokens=3,
-        make_drafter=repeated,
-    )
+    drafter = make_drafter("simulated", target, continuations=said, acceptance=1.0)
+    changes = {"eval.new_tokens": 12, "eval.num_speculative_tokens": 3}
+    config = config_of(**changes).eval
+    found = measure_tau(target, drafter, [[3, 10], [7, 14]], config, 0.0)
     assert found["tau"] == 4.0
     assert found["decoded_acc_pos_0"] == found["decoded_acc_pos_2"] == 1.0

@@ -4,7 +4,6 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import optax
 import pytest
@@ -14,7 +13,6 @@ from heads import SOME, medusa_config, medusa_head
 from rows import two_rows, with_features
 
 from specjax.drafters import head_drafter
-from specjax.errors import InputError
 from specjax.loading.load import random_model
 from specjax.models.heads.medusa import Medusa
 from train.data.batches import Batch
@@ -294,21 +292,3 @@ def test_medusa_2_on_a_cycle():
     got = decode(tuned, PAIRS, drafter=drafter, sampling=greedy(max_new_tokens=9))
     assert got.token_ids == after_pairs(9)
     assert (got.accepted == got.drafted).all()
-
-
-def test_bad_input_names_the_remedy(monkeypatch):
-    # As for users: without a type checker in front of specjax's own messages.
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
-    for make, message in (
-        (
-            lambda: MedusaLoss(labels="soft"),
-            r"loss\.labels='soft' is unknown: use tokens, distributions",
-        ),
-        (lambda: JointLoss(target="both"), r"joint\.target='both' is unknown: use self, tokens"),
-        (lambda: MedusaLoss(decay=0.0), r"loss\.decay=0\.0"),
-        (lambda: MedusaLoss(decay=float("nan")), r"loss\.decay=nan"),
-        (lambda: JointLoss(heads=0.0), r"joint\.heads=0\.0"),
-        (lambda: JointLoss(warm_steps=-1), r"joint\.warm_steps=-1"),
-    ):
-        with pytest.raises(InputError, match=message):
-            make()

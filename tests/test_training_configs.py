@@ -1,14 +1,12 @@
 """Every training config at its debug size, from the data to decoding with what was exported."""
 
 import json
-import shutil
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 from conftest import slow
-from test_processes import finish, free_port, joined, start
 from text_tokens import write_text_tokens
 
 from specjax import decode, make_drafter
@@ -16,7 +14,7 @@ from specjax.loading.heads.head import read_head
 from specjax.loading.load import load_model, save_model
 from train import distill, eagle, medusa, mtp
 from train.data.examples import Example, target_metadata
-from train.data.responses import write_responses
+from train.data.writing import write_responses
 from train.run import run
 
 RUNS = {
@@ -132,91 +130,23 @@ def from_scratch(text, workdir, *options):
     )
 
 
-@pytest.mark.slow  # with experts, below; the loss is in test_train_mtp
-def test_a_new_model_and_its_modules(text, tmp_path, capsys):
-    options = [
-        "--config.mtp.num_modules=2",
-        "--config.mtp.late_from=0.5",
-        "--config.eval.prompts=0",
-    ]
-    assert from_scratch(text, tmp_path / "w", *options) == 0
+def test_a_new_model_with_experts(text, tmp_path, capsys):
+    """GLM-4.5's, with a module that has them too."""
+    options = ["--config=configs/train_mtp_scratch.py:glm_debug", f"--config.data={text}"]
+    options += [f"--config.workdir={tmp_path / 'w'}", "--config.steps=4", "--config.log_every=1"]
+    assert mtp.main([*options, "--config.eval.batches=0", "--config.eval.prompts=0"]) == 0
     said = capsys.readouterr().out
-    for words in (
-        "mtp for new (",
-        "trained along)",
-        "  lm ",
-        "  mtp_1 ",
-        "lambda 0.3",
-        "lambda 0.1",
-    ):
+    for words in ("mtp for new (", "trained along)", "  lm ", "lambda 0.3", "imbalance "):
         assert words in said, words
-    export = tmp_path / "w" / "export"
-    command = f"--config.target={export} --config.drafter.name=mtp"
-    command += " --config.num_speculative_tokens=fixed --config.compare=true"
-    assert f"decode with it: python -m specjax.decode {command}" in said
-    rows = map(json.loads, (tmp_path / "w" / "metrics.jsonl").read_text().splitlines())
-    steps = [row for row in rows if "train/loss" in row]
-    assert [row["train/lambda"] for row in steps] == pytest.approx([0.3] * 3 + [0.1] * 3)
-    for row in steps:
-        drafts = row["train/loss_mtp_0"] + row["train/loss_mtp_1"]
-        whole = row["train/loss_lm"] + row["train/lambda"] / 2 * drafts
-        assert row["train/loss"] == pytest.approx(whole, rel=1e-5)
-        assert {"train/acc_pos_1", "train/tau_sim"} <= row.keys()
-    decoding = [
-        *command.split(),
-        "--config.prompt=The design",
-        "--config.num_speculative_tokens=3",
-    ]
-    decoding += [
-        "--config=configs/decode_smollm2.py",
-        "--config.sampling.max_new_tokens=6",
-        "--config.chat=false",
-    ]
-    assert decode.main(decoding) == 0
-
-
-# Any run resumes so (test_train_resume), and such a model decodes (test_mtp_checkpoints).
-@pytest.mark.parametrize("repeated", [False, *slow(True)])
-def test_a_new_model_with_experts(repeated, text, tmp_path, capsys):
-    """GLM-4.5's, with a module that has them too; repeated, also killed, resumed and decoded."""
-    workdir = tmp_path / "w"
-
-    def trained():
-        options = ["--config=configs/train_mtp_scratch.py:glm_debug", f"--config.data={text}"]
-        options += [f"--config.workdir={workdir}", "--config.steps=4", "--config.log_every=1"]
-        options += ["--config.checkpoint_every=2", "--config.eval.batches=0"]
-        assert mtp.main([*options, "--config.eval.prompts=0"]) == 0
-        return load_model(str(workdir / "export")), losses_of(workdir)
-
-    whole, losses = trained()
-    assert "imbalance " in capsys.readouterr().out
-    routers = [
-        whole.params["layers"]["mlp"]["router"],
-        whole.mtp.params["modules"]["0"]["layer"]["mlp"]["router"],
-    ]
-    for router in routers:
+    model = load_model(str(tmp_path / "w" / "export"))
+    for router in (
+        model.params["layers"]["mlp"]["router"],
+        model.mtp.params["modules"]["0"]["layer"]["mlp"]["router"],
+    ):
         # Four updates of 0.01, each up or down.
         ups = np.asarray(router["selection_bias"]) / 0.01
         assert np.abs(ups).max() > 1
         np.testing.assert_allclose(ups, np.round(ups), atol=1e-4)
-    if not repeated:
-        return
-    shutil.rmtree(workdir / "checkpoints" / "step-000000004")
-    resumed, again = trained()
-    assert "resuming after step 2" in capsys.readouterr().out
-    assert again == losses
-    jax.tree.map(np.testing.assert_array_equal, whole.arrays, resumed.arrays)
-    decoding = [
-        "--config=configs/decode_smollm2.py",
-        f"--config.target={workdir / 'export'}",
-        "--config.drafter.name=mtp",
-        "--config.compare=true",
-        "--config.prompt=The design",
-        "--config.num_speculative_tokens=3",
-        "--config.sampling.max_new_tokens=12",
-        "--config.chat=false",
-    ]
-    assert decode.main(decoding) == 0
 
 
 def test_a_new_model_without_modules(text, tmp_path, capsys):
@@ -353,53 +283,6 @@ def test_an_earlier_head_of_another_kind(name, options, said, folders, medusa_ex
     assert said in capsys.readouterr().err
 
 
-@pytest.fixture(scope="module")
-def mtp_export(folders):
-    """MTP modules, apart from their target, that were trained for three steps and decoded with."""
-    workdir = folders / "mtp"
-    decoded = ["--config.eval.prompts=1", "--config.eval.temperatures=(0.0,)"]
-    assert started_from(folders, workdir, "train_mtp", *MTP_HEAD, *decoded) == 0
-    return workdir / "export"
-
-
-@pytest.mark.slow  # as Medusa's heads, above, and modules of any kind (test_start_from)
-def test_modules_alone_are_a_head(folders, mtp_export, tmp_path, capsys):
-    """It decodes with its target, and a run starts from it where the conventions are the same."""
-    head = read_head(mtp_export)
-    assert (head.kind, len(head.draft_ids), head.training["method"]) == ("mtp", 40, "mtp")
-    options = [f"--config.start_from={mtp_export}", *MTP_HEAD]
-    other = [*options, "--config.mtp.recursion=raw"]
-    assert started_from(folders, tmp_path / "other", "train_mtp", *other) == 2
-    assert "has recursion=normed, the config raw; give the head's own" in capsys.readouterr().err
-    still = [*options, "--config.learning_rate=1e-12"]
-    assert started_from(folders, tmp_path / "still", "train_mtp", *still) == 0
-    same = read_head(tmp_path / "still" / "export")
-    for mine, theirs in zip(*map(jax.tree.leaves, (same.params, head.params)), strict=True):
-        np.testing.assert_allclose(mine, theirs, atol=1e-9)
-
-
-@pytest.fixture(scope="module")
-def whole_export(folders):
-    """A model with modules inside that were fitted to it in one step."""
-    workdir = folders / "whole"
-    assert started_from(folders, workdir, "train_mtp", *SHORT) == 0
-    return workdir / "export"
-
-
-@pytest.mark.parametrize(
-    ("field", "trains"),
-    slow(("start_from", "all"), ("target", "all"), ("target", "modules")),
-)
-def test_modules_inside_a_model_are_continued(field, trains, folders, whole_export, tmp_path):
-    options = [f"--config.{field}={whole_export}", f"--config.mtp.trains={trains}"]
-    still = [*SHORT, "--config.learning_rate=1e-12", *options]
-    assert started_from(folders, tmp_path / "w", "train_mtp", *still) == 0
-    first, same = (load_model(str(path)) for path in (whole_export, tmp_path / "w" / "export"))
-    assert same.mtp.config == first.mtp.config
-    for mine, theirs in zip(*map(jax.tree.leaves, (same.arrays, first.arrays)), strict=True):
-        np.testing.assert_allclose(mine, theirs, atol=1e-9)
-
-
 def losses_of(workdir):
     lines = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
     return [line["train/loss"] for line in lines if "train/loss" in line]
@@ -422,55 +305,3 @@ def test_the_curve_is_the_same_on_other_meshes(name, folders, tmp_path):
     assert len(set(alone)) == 3
     moved = losses(tmp_path / "moved", (2, 8, 1, "true"), (3, 4, 2, "true"))
     np.testing.assert_allclose(moved, alone, rtol=1e-5)
-
-
-@pytest.mark.slow  # as above, and a step on a mesh is in test_balance
-def test_a_model_with_experts_has_the_same_curve_on_other_meshes(text, tmp_path):
-    """Their biases too, whose updates are of the loads of all devices."""
-
-    def trained(name, data, model, fsdp):
-        options = ["--config=configs/train_mtp_scratch.py:glm_debug", f"--config.data={text}"]
-        options += [f"--config.workdir={tmp_path / name}", "--config.steps=3"]
-        options += [f"--config.mesh.data={data}", f"--config.mesh.model={model}"]
-        options += [f"--config.fsdp={fsdp}", "--config.log_every=1", "--config.dtype=float32"]
-        assert mtp.main([*options, "--config.eval.prompts=0", "--config.eval.batches=0"]) == 0
-        return load_model(str(tmp_path / name / "export")), losses_of(tmp_path / name)
-
-    alone, losses = trained("alone", 1, 1, "false")
-    for name, layout in {"split": (4, 2, "true"), "spread": (8, 1, "false")}.items():
-        other, again = trained(name, *layout)
-        np.testing.assert_allclose(again, losses, rtol=1e-5)
-        for mine, theirs in zip(*map(jax.tree.leaves, (other.arrays, alone.arrays)), strict=True):
-            np.testing.assert_allclose(mine, theirs, atol=2e-3)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", RUNS)
-def test_two_processes_give_the_curve_of_one(name, folders, tmp_path):
-    """A target that is split over two devices in each of them, which hold it twice."""
-    module, kind, usual = RUNS[name]
-    options = [
-        f"--config=configs/{name.split()[0]}.py:debug",
-        f"--config.target={folders / 'model'}",
-        f"--config.data={folders / 'data'}",
-        "--config.dtype=float32",
-        "--config.eval.prompts=0",
-        *usual,
-    ]
-    assert module.main([*options, f"--config.workdir={tmp_path / 'one'}"]) == 0
-    address, mesh = f"127.0.0.1:{free_port()}", ["--config.mesh.data=2", "--config.mesh.model=2"]
-    ran = [
-        start(
-            [*options, *mesh, f"--config.workdir={tmp_path / 'two'}", *joined(address, number)],
-            program=("-m", module.__name__),
-            devices=2,
-        )
-        for number in (0, 1)
-    ]
-    for code, _, error in map(finish, ran):
-        assert code == 0, error
-    one, two = (losses_of(tmp_path / part) for part in ("one", "two"))
-    assert len(one) == 6
-    np.testing.assert_allclose(two, one, rtol=1e-5)
-    if name != "train_medusa2" and module is not mtp:
-        assert read_head(tmp_path / "two" / "export").kind == kind

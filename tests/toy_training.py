@@ -20,7 +20,7 @@ from specjax.loading.load import random_model
 from specjax.models.config import DecoderConfig
 from specjax.models.heads.medusa import MedusaConfig
 from train.data.examples import Example, target_metadata
-from train.data.responses import write_responses
+from train.data.writing import write_responses
 from train.methods.method import Method, measure
 from train.methods.packed_rows import at_rows
 from train.run.config import TrainingConfig, read_training_config, training_fields
@@ -128,7 +128,7 @@ def toy_method(target, config=None, *, poison=None):
             + params["blocks"]["bias"][:, :, None, :]
         )
         logits = jnp.einsum("kbad,kdv->kbav", x, params["head"]["kernel"])
-        total, right, counted = 0.0, [], []
+        total, right = 0.0, []
         for depth in range(DEPTHS):
             position = jnp.minimum(batch.labels + depth, batch.tokens.shape[1] - 1)
             there = (batch.labels >= 0) & (position == batch.labels + depth)
@@ -140,8 +140,7 @@ def toy_method(target, config=None, *, poison=None):
                 here = jnp.where(wanted == poison, jnp.nan, here)
             total = total + jnp.where(there, here, 0.0).sum()
             right.append(logits[depth].argmax(-1) == wanted)
-            counted.append(there)
-        return total, measure({"ce": total}, jnp.stack(right), jnp.stack(counted))
+        return total, measure({"ce": total}, jnp.stack(right), batch.labels)
 
     def head(params, training):
         return Head("medusa", head_config, params, None, TargetMetadata.of(target), training)

@@ -3,15 +3,16 @@
     python -m train.corpus --config.files=FOLDER,FILE --config.workdir=W
     python -m train.corpus --config.dataset=TFDS --config.tfds.split=train --config.workdir=W
 
-Texts of your own (each file a document, or JSON lines with the key text) become a TFDS dataset in
-W/text; a TFDS dataset is read where it is. W/tokens then holds the documents in pieces of token
-ids, with the tokenizer: --config.data=W/tokens. A part that is there is kept, so that the same
-command resumes. Exit codes: 0; 2 for bad input; 130 after Ctrl-C or SIGTERM.
+The documents are texts of your own (each file one, or JSON lines with the key text), or those of a
+TFDS dataset. W/tokens then holds them in pieces of token ids, with the tokenizer:
+--config.data=W/tokens. A part that is there is kept, so that the same command resumes. Exit codes:
+0; 2 for bad input; 130 after Ctrl-C or SIGTERM.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import sys
 import time
@@ -32,20 +33,20 @@ from train.data.responses import open_responses
 from train.data.sources import open_sources
 from train.data.tfds_files import Texts
 from train.data.writing import write_responses
-from train.pretraining.documents import document_files, read_documents, write_documents
+from train.pretraining.documents import Documents
 from train.pretraining.tokenizers import TRAIN, open_tokenizer, train_tokenizer
 from train.pretraining.tokens import (
     CorpusConfig,
     examples,
     is_held_out,
+    open_documents,
     read_corpus_config,
-    read_texts,
 )
 from train.run.workdir import check_same_run, write_file
 
 CONFIG = "corpus"
-TEXT, TOKENS = "text", "tokens"
-"""The folders of both datasets in the work folder."""
+TOKENS = "tokens"
+"""The folder of datasets in the work folder."""
 _KIND = "tokens"
 _MAY_DIFFER = ("workdir",)
 _TOKENIZER_BYTES = 256 << 20
@@ -66,46 +67,40 @@ def make_corpus(config: CorpusConfig, console: Console | None = None) -> int:
     given = None if config.tokenizer == TRAIN else open_tokenizer(config.tokenizer)
     screen = Screen(console or Console(width=None if sys.stdout.isatty() else 120))
     with folder_lock.hold(root, _KIND, where):
-        texts = _texts(config, root, screen)
-        count = len(texts) if config.limit is None else min(config.limit, len(texts))
+        documents = open_documents(config)
+        count = len(documents) if config.limit is None else min(config.limit, len(documents))
+        if count < 2:
+            raise InputError(
+                f"files, dataset: {count} documents, and the first is held out; give at least two"
+            )
+        _record(config, documents, root)
         parts = _parts(root, count, config.documents_per_part)
         tokenizer = _kept_tokenizer(parts) or given
         if tokenizer is None:
             with screen.working(f"training a tokenizer of {config.vocab_size} tokens"):
-                tokenizer = train_tokenizer(_to_learn_from(texts, count), config.vocab_size)
-        _write_parts(config, texts, parts, tokenizer, screen)
+                tokenizer = train_tokenizer(_to_learn_from(documents, count), config.vocab_size)
+        _write_parts(config, documents, parts, tokenizer, screen)
     _summary(root / TOKENS, tokenizer, screen)
     return 0
 
 
-def _texts(config: CorpusConfig, root: Path, screen: Screen) -> Texts:
-    """The documents; a user's own files become a TFDS dataset first. Records what the run is."""
-    own = root / TEXT
-    if config.files is not None:
-        record: dict[str, Any] = {"files": _digest(config.files)}
-        texts = None
+def _record(config: CorpusConfig, documents: Documents | Texts, root: Path) -> None:
+    """Record what the run is; raises InputError where an earlier one there was another."""
+    if isinstance(documents, Documents):
+        text: dict[str, Any] = {"files": _digest(documents.files)}
     else:
-        assert config.dataset is not None
-        texts = read_texts(config, config.dataset)
-        record = {"documents": len(texts), "bytes": texts.num_bytes}
-    file, record = root / "config.json", {"config": dict(config.written), "text": record}
+        text = {"documents": len(documents), "bytes": documents.num_bytes}
+    file, record = root / "config.json", {"config": dict(config.written), "text": text}
     if (root / TOKENS).exists():
         check_same_run(file, record, _MAY_DIFFER)
     write_file(file, json.dumps(record, indent=1) + "\n")
-    if texts is not None:
-        return texts
-    assert config.files is not None
-    if not (root / TOKENS).exists() or folder_marker.read_marker(own) is None:
-        with screen.working(f"writing {own}"):
-            write_documents(own, read_documents(config.files))
-    return read_texts(config, str(own))
 
 
 def _digest(files: Sequence[Path]) -> str:
     """A hash of the contents of files, in their order."""
     digest = hashlib.sha256()
-    for path in document_files(files):
-        digest.update(folder_marker.record_of(path).sha256.encode())
+    for file in files:
+        digest.update(folder_marker.record_of(file).sha256.encode())
     return digest.hexdigest()
 
 
@@ -126,48 +121,51 @@ def _kept_tokenizer(parts: Mapping[Path, range]) -> Tokenizer | None:
     return None if there is None else open_responses(there).tokenizer
 
 
-def _to_learn_from(texts: Texts, count: int) -> Iterator[str]:
+def _to_learn_from(documents: Documents | Texts, count: int) -> Iterator[str]:
     """The documents that a tokenizer is trained on: none that is held out."""
-    stride = max(1, -(-texts.num_bytes // _TOKENIZER_BYTES))
-    trained = (number for number in range(count) if not is_held_out(number))
-    return (texts[number][0] for place, number in enumerate(trained) if place % stride == 0)
+    stride = max(1, -(-documents.num_bytes // _TOKENIZER_BYTES))
+    numbered = enumerate(itertools.islice(documents, count))
+    trained = (text for number, (text, _) in numbered if not is_held_out(number))
+    return itertools.islice(trained, 0, None, stride)
 
 
 def _write_parts(
     config: CorpusConfig,
-    texts: Texts,
+    documents: Documents | Texts,
     parts: Mapping[Path, range],
     tokenizer: Tokenizer,
     screen: Screen,
 ) -> None:
     """Write the datasets that are not there."""
-    metadata = text_metadata(texts.label, tokenizer)
-    generation = {"text": texts.label, "max_tokens": config.max_tokens}
-    missing = {path: numbers for path, numbers in parts.items() if not (path / METADATA).exists()}
-    if len(missing) < len(parts):
-        screen.say(f"resuming: {len(parts) - len(missing)} of {len(parts)} parts are written")
-    left = sum(map(len, missing.values()))
-    earlier = sum(map(len, parts.values())) - left
-    done = tokens = 0
-    begin = time.monotonic()
+    metadata = text_metadata(documents.label, tokenizer)
+    generation = {"text": documents.label, "max_tokens": config.max_tokens}
+    written = [path for path in parts if (path / METADATA).exists()]
+    if written:
+        screen.say(f"resuming: {len(written)} of {len(parts)} parts are written")
+    count, done, tokens, begin = sum(map(len, parts.values())), 0, 0, time.monotonic()
+    numbered = enumerate(documents)
 
-    def documents(numbers: range) -> Iterator[tuple[int, str, Mapping[str, str]]]:
+    def pieces(part: range) -> Iterator[Example]:
+        nonlocal tokens
+        for piece in examples(counted(part), tokenizer, config.max_tokens):
+            yield piece
+            tokens += len(piece.tokens)
+            speed = tokens / max(time.monotonic() - begin, 1e-9)
+            screen.progress("documents", done, count, speed, done / count)
+
+    def counted(part: range) -> Iterator[tuple[int, tuple[str, Mapping[str, str]]]]:
         nonlocal done
-        for number in numbers:
-            yield number, *texts[number]
+        for document in itertools.islice(numbered, len(part)):
+            yield document
             done += 1
 
-    for path, numbers in missing.items():
-
-        def pieces(numbers: range = numbers) -> Iterator[Example]:
-            nonlocal tokens
-            for piece in examples(documents(numbers), tokenizer, config.max_tokens):
-                yield piece
-                tokens += len(piece.tokens)
-                speed = tokens / max(time.monotonic() - begin, 1e-9)
-                screen.progress("documents", earlier + done, earlier + left, speed, done / left)
-
-        write_responses(path, pieces(), metadata, generation=generation, tokenizer=tokenizer)
+    for path, part in parts.items():
+        if path in written:
+            done += sum(1 for _ in itertools.islice(numbered, len(part)))
+        else:
+            write_responses(
+                path, pieces(part), metadata, generation=generation, tokenizer=tokenizer
+            )
     screen.rest()
 
 

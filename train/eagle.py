@@ -20,8 +20,7 @@ from specjax.loading.model import Model
 from specjax.models.decoder import check_features
 from specjax.models.heads.eagle import EagleConfig, default_taps
 from train.data.vocabulary import Vocabulary
-from train.methods.eagle import START, eagle_method
-from train.methods.eagle_loss import EagleLoss
+from train.methods.eagle import START, EagleLoss, eagle_method
 from train.methods.losses import LabelLoss
 from train.methods.method import Method
 from train.run import run

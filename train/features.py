@@ -10,9 +10,10 @@ for bad input; 130 after Ctrl-C or SIGTERM.
 from __future__ import annotations
 
 import functools
+import itertools
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -133,22 +134,21 @@ class _Progress:
     rows: int
     tokens: int
     rows_done: int = 0
-    tokens_done: int = 0
+    tokens_before: int = 0
     tokens_now: int = 0
     begin: float = field(default_factory=time.monotonic)
 
     def skip(self, lengths: np.ndarray) -> None:
         """Count what an earlier run has done."""
         self.rows_done += len(lengths)
-        self.tokens_done += int(lengths.sum())
+        self.tokens_before += int(lengths.sum())
 
     def add(self, length: int) -> None:
         """Count a conversation."""
         self.rows_done += 1
-        self.tokens_done += length
         self.tokens_now += length
         speed = self.tokens_now / max(time.monotonic() - self.begin, 1e-9)
-        share = self.tokens_done / self.tokens
+        share = (self.tokens_before + self.tokens_now) / self.tokens
         self.screen.progress("features", self.rows_done, self.rows, speed, share)
 
 
@@ -185,29 +185,20 @@ def _examples(
     progress: _Progress,
 ) -> Iterator[Example]:
     """The conversations with their features, a batch of similar lengths at a time."""
-    lengths = data.lengths[members]
-    first = 0
-    while first < len(members):
-        # Ascending lengths: the batch is as wide as its last member.
-        count = 1
-        while first + count < len(members):
-            wide = _rounded(int(lengths[first + count]))
-            if wide != _rounded(int(lengths[first])) or wide * (count + 1) > tokens:
-                break
-            count += 1
-        wide = _rounded(int(lengths[first]))
-        rows = max(1, tokens // wide)
-        examples = [data[int(index)] for index in members[first : first + count]]
-        batch = np.zeros((rows, wide), np.int32)
-        for row, example in enumerate(examples):
-            batch[row, : len(example.tokens)] = example.tokens
-        found = jax.device_get(_forward(decoder, names, params, batch))
-        for row, example in enumerate(examples):
-            size = len(example.tokens)
-            progress.add(size)
-            values = {name: np.ascontiguousarray(found[name][row, :size]) for name in names}
-            yield Example(**{**vars(example), "features": values})
-        first += count
+    widths = itertools.groupby(members, lambda index: _rounded(int(data.lengths[index])))
+    for width, same_width in widths:
+        indices, rows = list(same_width), max(1, tokens // width)
+        for first in range(0, len(indices), rows):
+            examples = [data[int(index)] for index in indices[first : first + rows]]
+            batch = np.zeros((rows, width), np.int32)
+            for row, example in enumerate(examples):
+                batch[row, : len(example.tokens)] = example.tokens
+            features = jax.device_get(_forward(decoder, names, params, batch))
+            for row, example in enumerate(examples):
+                size = len(example.tokens)
+                progress.add(size)
+                own = {name: np.ascontiguousarray(features[name][row, :size]) for name in names}
+                yield replace(example, features=own)
 
 
 def _rounded(length: int) -> int:

@@ -10,14 +10,12 @@ prints and writes.
 
 from __future__ import annotations
 
-import itertools
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import jax
 from rich.console import Console
 
 from specjax.cli import command
@@ -35,7 +33,7 @@ from train.data.responses import open_responses
 from train.data.writing import check_free, write_responses
 from train.generation import answers
 from train.generation.answers import AnswersConfig, Job
-from train.generation.saved_answers import Pieces, open_pieces
+from train.generation.saved_answers import SavedAnswers, open_answers
 
 CONFIG = "generate_smollm2"
 RESPONSES = "responses"
@@ -79,18 +77,16 @@ def generate(config: AnswersConfig, console: Console | None = None) -> int:
         "prompts": {"count": len(job.rows), "sha256": job.digest},
     }
     with folder_lock.hold(root, _KIND, where):
-        pieces = open_pieces(root, record)
+        saved = open_answers(root, record)
         if processes.from_first((output / METADATA).exists() if writes else False):
             return _already(output, record, screen)
-        finished = _run(config, model, job, pieces, screen, begin)
-        if not finished:
+        if not _run(config, model, job, saved, screen, begin):
             return 0
-        without = sum(not len(one) for one in pieces.read_all().values()) if writes else 0
-        if without:
+        if without := sum(not tokens for tokens in saved.read().values()) if writes else 0:
             count = f"{without} of {len(job.rows)} prompts"
             screen.say(f"{count} are left out: they have no answer", "yellow")
         with screen.working(f"writing {output}"):
-            processes.together(lambda: _write(job, pieces, output, record) if writes else None)
+            processes.together(lambda: _write(job, saved, output, record) if writes else None)
     return _summary(output, screen)
 
 
@@ -108,9 +104,7 @@ def _check_folders(root: Path, where: str, output: Path) -> None:
             "folder elsewhere, or leave it out"
         )
     folders.check_claimable(root, _KIND, where)
-    if not (
-        output / METADATA
-    ).exists():  # what to do with a dataset that is there is found out later
+    if not (output / METADATA).exists():  # else the run is done, or another's
         check_free(output)
 
 
@@ -118,55 +112,43 @@ def _run(
     config: AnswersConfig,
     model: Model,
     job: Job,
-    pieces: Pieces,
+    saved: SavedAnswers,
     screen: Screen,
     begin: float,
 ) -> bool:
     """Answer what is not answered; False where the minutes were over before the end."""
-    known = {row.request.id for row in job.rows}
-    there = pieces.read_all().keys() & known if processes.is_first() else None
-    there = set(processes.from_first(sorted(there) if there is not None else None))
-    todo = [row for row in job.order if job.rows[row].request.id not in there]
+    answered = processes.from_first(sorted(saved.read()) if processes.is_first() else None)
+    answered = set(answered) & {row.request.id for row in job.rows}
+    todo = [row for row in job.order if job.rows[row].request.id not in answered]
     total = len(job.rows)
-    if there:
+    if answered:
         screen.say(f"resuming: {total - len(todo)} of {total} prompts are done")
     if not todo:
         return True
-    session = processes.together(lambda: answers.open_job(config, model, job))
+    session, engine = processes.together(lambda: answers.open_job(config, model, job))
     screen.say(
         f"{total} prompts in {session.batch_size} slots, up to {config.max_new_tokens} new tokens, "
         f"{model.dtype}, on {decode_report.device_name(model.mesh)}"
     )
-    engine = answers.open_answers(session)
     with screen.working("compiling"):
         engine.compile()
-    answering = _Answering(model, job, pieces, screen, session.batch_size, bool(there))
-    written = len(there)
+    keeper = _Keeper(model, job, saved, bool(answered))
     try:
-        for more in answers.answer(engine, session, job, todo, screen):
-            answering.take(more)
+        for ended in answers.answer(engine, session, job, todo, screen):
+            keeper.take(ended)
             late = config.minutes and time.monotonic() - begin > 60 * config.minutes
             # However short the time, a run gets on.
-            over = processes.from_first(bool(late)) and answering.answered
-            over = over and written + len(answering.ended) > len(there)
-            written += answering.keep(all_of_them=over)
-            if over and written < total:
-                answering.tell()
+            if processes.from_first(bool(late)) and 0 < keeper.count < len(todo):
+                done = len(answered) + keeper.count
                 screen.say(
-                    f"{config.minutes:g} minutes are over: {written} of {total} prompts are "
-                    f"done, {total - written} are left; the same command resumes it"
+                    f"{config.minutes:g} minutes are over: {done} of {total} prompts are done, "
+                    f"{total - done} are left; the same command resumes it"
                 )
                 return False
-    except KeyboardInterrupt:
-        # Several processes would have to be at the same place.
-        if jax.process_count() == 1:
-            answering.keep(all_of_them=True)
-            answering.tell()
-        raise
-    answering.check()
-    answering.keep(all_of_them=True)
-    screen.rest()
-    answering.tell()
+        keeper.check()
+    finally:
+        screen.rest()
+        keeper.say_failures(screen)
     summary = engine.statistics.summary()
     screen.say(
         f"{summary.tokens} tokens at {summary.tokens_per_second:.1f} tokens/s, "
@@ -176,67 +158,51 @@ def _run(
 
 
 @dataclass
-class _Answering:
-    """What has ended and is not in the work folder yet, and the prompts that have no answer.
+class _Keeper:
+    """Keeps what has ended: `count` answers in this run, and why prompts have none.
 
-    At least `batch` answers are kept at a time. Whether any prompt was `answered` says whether
-    those that fail are to blame, or the model.
+    Nothing is kept before any prompt was `answered`: where every prompt fails, the model is to
+    blame. Of a prompt that failed it is kept that there is no answer.
     """
 
     model: Model
     job: Job
-    pieces: Pieces
-    screen: Screen
-    batch: int
+    saved: SavedAnswers
     answered: bool
-    ended: list[Output] = field(default_factory=list)
+    count: int = 0
     failed: dict[str, Failure] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        first = max(self.pieces.done(), default=-1) + 1
-        self._numbers = itertools.count(processes.from_first(first))
+    _waiting: dict[int, Sequence[int]] = field(default_factory=dict)
 
     def take(self, ended: Sequence[Output]) -> None:
         """More that has ended. Raises InputError where so far every prompt has failed."""
-        self.ended += ended
-        for one in ended:
-            if one.failure is None:
+        for output in ended:
+            row = self.job.rows[output.id]
+            self._waiting[row.request.id] = [] if output.failure else output.token_ids
+            if output.failure is None:
                 self.answered = True
             else:
-                self.failed[answers.name(self.job, one.id)] = one.failure
+                self.failed[row.name] = output.failure
         if len(self.failed) >= _MOST_FAILED:
             self.check()
+        if self.answered and self._waiting:
+            kept, self._waiting = self._waiting, {}
+            self.count += len(kept)
+            processes.together(lambda: self.saved.add(kept) if processes.is_first() else None)
 
     def check(self) -> None:
         """Raise InputError where it is not one prompt or another that fails, but all."""
         if self.failed and not self.answered:
             raise InputError(failure_message(self.model, self.failed))
 
-    def keep(self, *, all_of_them: bool) -> int:
-        """Write what has ended, if it is much or `all_of_them` is asked for; how many those are.
-
-        Of a prompt that failed it is kept that there is no answer.
-        """
-        count = len(self.ended)
-        if not self.answered or not count or not (all_of_them or count >= self.batch):
-            return 0
-        number, ids = next(self._numbers), [self.job.rows[one.id].request.id for one in self.ended]
-        kept = [[] if one.failure else one.token_ids for one in self.ended]
-        processes.together(
-            lambda: self.pieces.write(number, ids, kept) if processes.is_first() else None
-        )
-        self.ended = []
-        return count
-
-    def tell(self) -> None:
-        """Say which prompts have no answer, and why."""
-        if self.failed:
+    def say_failures(self, screen: Screen) -> None:
+        """Say which prompts have no answer, and why, where others have one."""
+        if self.failed and self.answered:
             why = failure_message(self.model, self.failed)
-            self.screen.say(f"without an answer: {why}", "yellow")
+            screen.say(f"without an answer: {why}", "yellow")
 
 
-def _write(job: Job, pieces: Pieces, output: Path, record: dict) -> None:
-    write_responses(output, answers.examples(job, pieces), record["target"], generation=record)
+def _write(job: Job, saved: SavedAnswers, output: Path, record: dict) -> None:
+    write_responses(output, answers.examples(job, saved), record["target"], generation=record)
 
 
 def _already(output: Path, record: dict, screen: Screen) -> int:

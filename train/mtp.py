@@ -23,7 +23,7 @@ from specjax.models.heads.mtp import Concat, Hidden, MtpConfig, Recursion
 from train.data.vocabulary import Vocabulary
 from train.methods.losses import LabelLoss
 from train.methods.method import Method
-from train.methods.mtp import EXPORTS, START, TRAINS, check_choices, mtp_method
+from train.methods.mtp import EXPORTS, START, TRAINS, mtp_method
 from train.methods.mtp_loss import MtpLoss, MtpLossOptions
 from train.run import run
 from train.run.config import DraftVocabSize, TrainingConfig
@@ -88,6 +88,25 @@ def _check_decoding(modules: int, prompts: int) -> None:
         )
 
 
+def _check_steps(trains: str, exports: str, modules: int, steps: int | None) -> None:
+    """Raise InputError where what is trained and exported, D and the steps do not fit each other.
+
+    Without `steps` there is one for each module.
+    """
+    if not modules and trains == "modules":
+        raise InputError("mtp.num_modules=0: a frozen target learns nothing; use mtp.trains=all")
+    if trains == "all" and exports == "head":
+        raise InputError(
+            "mtp.export='head': modules trained along with a target belong to it alone; use "
+            "mtp.export=model"
+        )
+    if steps is not None and (steps < modules or (steps and not modules)):
+        raise InputError(
+            f"mtp.steps={steps}: mtp.num_modules={modules}, each of which is a step, and the last "
+            "of which makes the others; leave mtp.steps out, or change one of them"
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Config(TrainingConfig):
     """The checked config of this command; without a target, `model` has the sizes of a new one."""
@@ -99,7 +118,7 @@ class Config(TrainingConfig):
         CrossCheck(("target", "start_from"), _check_start),
         CrossCheck(("mtp.trains", "mtp.loss_weight", "mtp.late_loss_weight"), _check_weights),
         CrossCheck(("mtp.num_modules", "eval.prompts"), _check_decoding),
-        CrossCheck(("mtp.trains", "mtp.export", "mtp.num_modules", "mtp.steps"), check_choices),
+        CrossCheck(("mtp.trains", "mtp.export", "mtp.num_modules", "mtp.steps"), _check_steps),
     )
 
     target: Annotated[str | None, optional(PathOrName())]

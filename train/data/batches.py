@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import queue
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import numpy as np
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-from train.data.packing import Packing, Position, Shape, Source
+from train.data.packing import Shape, Source
 
 _CONTEXT = 2
 """Tokens that must stand before a label: every method drafts from a committed pair."""
 Rows = Array | np.ndarray
+Item = TypeVar("Item")
 
 
 @struct.dataclass
@@ -44,91 +45,31 @@ def build(source: Source, rows: Sequence[Sequence[int]], shape: Shape) -> Batch:
         start, filled = 0, 0
         for number, conversation in enumerate(conversations, start=1):
             example = source[conversation]
-            here = slice(start, start + min(len(example.tokens), length - start))
-            size = here.stop - here.start
+            size = min(len(example.tokens), length - start)
+            here = slice(start, start + size)
             tokens[row, here] = example.tokens[:size]
             positions[row, here] = np.arange(size)
             segments[row, here] = number
-            for name, into in features.items():
-                into[row, here] = example.features[name][:size]
-            found = _label_positions(example.loss_mask, size)[: shape.labels - filled]
-            labels[row, filled : filled + len(found)] = start + found
-            start, filled = here.stop, filled + len(found)
+            for name, values in features.items():
+                values[row, here] = example.features[name][:size]
+            of_example = np.flatnonzero(example.loss_mask[:size])
+            of_example = of_example[of_example >= _CONTEXT][: shape.labels - filled]
+            labels[row, filled : filled + len(of_example)] = start + of_example
+            start, filled = here.stop, filled + len(of_example)
     return Batch(tokens, positions, segments, labels, features)
 
 
-def _label_positions(loss_mask: np.ndarray, tokens: int) -> np.ndarray:
-    positions = np.flatnonzero(loss_mask[:tokens])
-    return positions[positions >= _CONTEXT]
+def read_ahead(items: Iterator[Item], depth: int = 2) -> Iterator[Item]:
+    """An iterator's items without end, which a thread prepares, at most `depth` of them ahead.
 
-
-class ReadAhead:
-    """An iterator whose items a thread prepares, at most `depth` of them ahead.
-
-    An exception in the thread is raised by `next`. Close it, or use it as a context manager.
+    What the thread raises is raised here. Closing this iterator ends the thread.
     """
-
-    def __init__(self, items: Iterator[Any], depth: int = 2) -> None:
-        self._ready: queue.Queue[tuple[Any, BaseException | None]] = queue.Queue(depth)
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._work, args=(items,), daemon=True)
-        self._thread.start()
-
-    def __iter__(self) -> ReadAhead:
-        return self
-
-    def __next__(self) -> Any:
-        item, error = self._ready.get()
-        if error is not None:
-            self._closed.set()
-            raise error
-        return item
-
-    def __enter__(self) -> ReadAhead:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """End the thread; what it prepared is dropped."""
-        self._closed.set()
-        self._thread.join()
-
-    def _work(self, items: Iterator[Any]) -> None:
-        try:
-            for item in items:
-                if not self._hand_over(item, None):
-                    return
-            self._hand_over(None, StopIteration())
-        except BaseException as error:
-            self._hand_over(None, error)
-
-    def _hand_over(self, item: Any, error: BaseException | None) -> bool:
-        while not self._closed.is_set():
-            try:
-                self._ready.put((item, error), timeout=0.1)
-                return True
-            except queue.Full:
-                pass
-        return False
-
-
-def stream(
-    source: Source,
-    packing: Packing,
-    shape: Shape,
-    position: Position,
-    own_rows: Sequence[int],
-    placement: Callable[[Batch], Any],
-) -> Iterator[tuple[Any, Position]]:
-    """Batches from a position on, without end: what `placement` makes of the process's own rows.
-
-    `own_rows` are the numbers, within a batch, of the rows that this process reads. Each batch
-    comes with the position after it.
-    """
-    following = packing.advance(position)
-    while True:
-        taken = [next(following) for _ in range(shape.rows)]
-        rows = [taken[number][0] for number in own_rows]
-        yield placement(build(source, rows, shape)), taken[-1][1]
+    worker = ThreadPoolExecutor(1)
+    try:
+        waiting = deque(worker.submit(next, items) for _ in range(depth))
+        while True:
+            item = waiting.popleft().result()
+            waiting.append(worker.submit(next, items))
+            yield item
+    finally:
+        worker.shutdown(cancel_futures=True)

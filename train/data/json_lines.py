@@ -1,4 +1,4 @@
-"""Conversations as JSON lines, as other programs write them: `read_rows`, `row_of`.
+"""Conversations as JSON lines, as other programs write them: `read_rows`.
 
 Each line is an object with the keys id, category, source, licence, temperature, prompt_token_ids
 and response_token_ids.
@@ -7,28 +7,42 @@ and response_token_ids.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from specjax.errors import InputError, shown
-from specjax.fields import Text
+from specjax.fields import Number, Text, Whole
 from specjax.files.json_files import read_json_lines
 from specjax.files.paths import input_file
 from train.data.examples import Example
 
+_ABOVE_TOKEN_IDS = 2**31
+
+
+@dataclass(frozen=True)
+class TokenIds:
+    """A list of token ids that is not empty."""
+
+    def check(self, name: str, value: Any) -> list[int]:
+        """The list."""
+        listed = isinstance(value, list) and len(value) > 0
+        if not listed or not all(type(i) is int and 0 <= i < _ABOVE_TOKEN_IDS for i in value):
+            raise InputError(f"{name}={shown(value)}: use a list of token ids that is not empty")
+        return value
+
+
 _KINDS = {
-    "id": int,
-    "category": str,
-    "source": str,
-    "licence": str,
-    "temperature": float | int,
-    "prompt_token_ids": list,
-    "response_token_ids": list,
+    "id": Whole(0, 2**63 - 1),
+    "category": Text(empty=True),
+    "source": Text(empty=True),
+    "licence": Text(empty=True),
+    "temperature": Number(0.0, 1e6),
+    "prompt_token_ids": TokenIds(),
+    "response_token_ids": TokenIds(),
 }
-_LARGEST_ID, _LARGEST_TOKEN = 2**63 - 1, 2**31 - 1
-_LARGEST_TEMPERATURE = 1e6
 
 
 def read_rows(path: str | Path) -> Iterator[Example]:
@@ -45,50 +59,7 @@ def read_rows(path: str | Path) -> Iterator[Example]:
 
 
 def _example(row: dict[str, Any], where: str) -> Example:
-    for name, kind in _KINDS.items():
-        if not isinstance(row.get(name), kind) or isinstance(row[name], bool):
-            raise InputError(
-                f"{where}: {name}={shown(row.get(name))} is missing or of another type; write "
-                f"the keys {', '.join(_KINDS)}"
-            )
-    if not 0 <= row["id"] <= _LARGEST_ID:
-        raise InputError(f"{where}: id={shown(row['id'])}: must be at least 0 and below 2**63")
-    if not 0 <= row["temperature"] <= _LARGEST_TEMPERATURE:
-        raise InputError(
-            f"{where}: temperature={shown(row['temperature'])}: must be at least 0 and at most "
-            f"{_LARGEST_TEMPERATURE:g}"
-        )
-    for name in ("category", "source", "licence"):
-        Text(empty=True).check(f"{where}: {name}", row[name])
-    prompt, response = row["prompt_token_ids"], row["response_token_ids"]
-    for name, ids in (("prompt_token_ids", prompt), ("response_token_ids", response)):
-        if not ids or not all(type(i) is int and 0 <= i <= _LARGEST_TOKEN for i in ids):
-            raise InputError(
-                f"{where}: {name}={shown(ids)}: must be a list of token ids that is not empty"
-            )
-    mask = np.zeros(len(prompt) + len(response), bool)
-    mask[len(prompt) :] = True
-    return Example(
-        tokens=np.array(prompt + response, np.int32),
-        loss_mask=mask,
-        category=row["category"],
-        temperature=float(row["temperature"]),
-        id=row["id"],
-        source=row["source"],
-        licence=row["licence"],
-    )
-
-
-def row_of(example: Example) -> dict[str, Any]:
-    """A conversation of one prompt and one response as `read_rows` reads it, ready for JSON."""
-    first = int(np.flatnonzero(example.loss_mask)[0])
-    tokens = example.tokens.tolist()
-    return {
-        "id": example.id,
-        "category": example.category,
-        "source": example.source,
-        "licence": example.licence,
-        "temperature": example.temperature,
-        "prompt_token_ids": tokens[:first],
-        "response_token_ids": tokens[first:],
-    }
+    given = {name: kind.check(f"{where}: {name}", row.get(name)) for name, kind in _KINDS.items()}
+    prompt, response = given.pop("prompt_token_ids"), given.pop("response_token_ids")
+    tokens = np.array(prompt + response, np.int32)
+    return Example(tokens, np.arange(len(tokens)) >= len(prompt), **given)

@@ -112,14 +112,9 @@ class Packing:
         """Their tokens, truncated at a row's length."""
         return int(self._lengths[self._chosen].sum())
 
-    def fill_rate(self, epoch: int = 0) -> float:
-        """The share of the rows' tokens that belong to conversations."""
-        return self.tokens / (len(self.rows(epoch)) * self._shape.tokens)
-
-    def label_fill_rate(self, epoch: int = 0) -> float:
-        """The share of the rows' room for labels that is used."""
-        used = int(self._labels[self._chosen].sum())
-        return used / (len(self.rows(epoch)) * self._shape.labels)
+    def fill_rate(self) -> float:
+        """The share of the first epoch's tokens that belong to conversations."""
+        return self.tokens / (len(self.rows(0)) * self._shape.tokens)
 
     def _pack(self, order: np.ndarray) -> list[list[int]]:
         """Best fit, longest first: each goes where it leaves the least room, tokens and labels."""

@@ -1,4 +1,4 @@
-"""Conversations that a target wrote, on disk: `write_responses`, `open_responses`."""
+"""Conversations that a target wrote, read from disk: `open_responses`."""
 
 from __future__ import annotations
 
@@ -30,8 +30,6 @@ from train.data.examples import (
     feature_key,
     import_tfds,
 )
-from train.data.examples import target_metadata as target_metadata
-from train.data.writing import write_responses as write_responses
 
 VALIDATION_EVERY = 50
 """Conversations whose id divides by this are held out from training."""
@@ -42,7 +40,7 @@ class Responses:
     """Conversations on disk, read one at a time: `len(responses)`, `responses[i]`.
 
     `lengths` [n] and `num_labels` [n] count each conversation's tokens and those of them that the
-    target wrote, `validation` [n] is true where it is held out. It may be sent to other processes.
+    target wrote, `validation` [n] is true where it is held out.
     """
 
     directory: Path
@@ -99,7 +97,11 @@ class Responses:
 
     @cached_property
     def _source(self) -> Any:
-        return _data_source(self.directory)
+        tfds = import_tfds()
+        try:
+            return tfds.builder_from_directory(self.directory).as_data_source(SPLIT)
+        except Exception as error:  # whatever TFDS makes of files that are not as it wrote them
+            raise _damaged(self.directory, one_line(error)[:120]) from None
 
     def __len__(self) -> int:
         return len(self._records)
@@ -125,12 +127,6 @@ class Responses:
             source=row["source"].decode(),
             licence=row["licence"].decode(),
         )
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: self.__dict__[name] for name in ("directory", "metadata", "_records")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
 
 
 def open_responses(directory: str | Path, target: Mapping[str, Any] | None = None) -> Responses:
@@ -190,11 +186,3 @@ def _read_metadata(path: Path) -> dict[str, Any]:
 
 def _damaged(path: Path, what: str) -> InputError:
     return InputError(f"{path}: a damaged dataset ({what}); write it again")
-
-
-def _data_source(path: Path) -> Any:
-    tfds = import_tfds()
-    try:
-        return tfds.builder_from_directory(path).as_data_source(SPLIT)
-    except Exception as error:  # whatever TFDS makes of files that are not as it wrote them
-        raise _damaged(path, one_line(error)[:120]) from None

@@ -7,13 +7,17 @@ origin, and a card. They are written as a dataset into specjax's cache where the
 from __future__ import annotations
 
 import hashlib
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock
+
+from specjax.errors import InputError
+from specjax.files import folder_marker
 from specjax.files.json_files import read_json_file
 from specjax.files.paths import cache_folder
-from train.data.dataset_cache import prepared
 from train.data.json_lines import read_rows
 from train.data.writing import write_responses
 
@@ -26,17 +30,34 @@ METADATA = ROWS.with_name("smollm2-135m-instruct.json")
 
 
 def shipped_dataset(tell: Callable[[str], Any] = print) -> Path:
-    """The directory of the dataset, made at the first call; `tell` takes a line where it is mended.
+    """The directory of the dataset, written at the first call, and again where it is damaged.
 
+    `tell` takes a line that says so. Processes that want it at the same time wait for each other.
     Raises InputError where the cache cannot be written.
     """
     digest = hashlib.sha256(ROWS.read_bytes() + METADATA.read_bytes()).hexdigest()[:8]
     directory = cache_folder("data") / f"smollm2-135m-instruct_{digest}"
-    return prepared(directory, lambda: _write(directory), "XDG_CACHE_HOME", tell)
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(directory.with_name(f".{directory.name}.lock")):
+            if directory.exists() and not _is_whole(directory):
+                tell(f"{directory}: this dataset is damaged or incomplete, and is made again")
+                shutil.rmtree(directory)
+            if not directory.exists():
+                metadata = read_json_file(METADATA)
+                target, generation = metadata["target"], metadata["generation"]
+                write_responses(directory, read_rows(ROWS), target, generation=generation)
+    except (OSError, NotImplementedError) as error:  # the latter where a file cannot be locked
+        raise InputError(
+            f"{directory}: cannot be written ({getattr(error, 'strerror', None) or error}); free "
+            "space there, or use another XDG_CACHE_HOME"
+        ) from None
+    return directory
 
 
-def _write(directory: Path) -> None:
-    metadata = read_json_file(METADATA)
-    write_responses(
-        directory, read_rows(ROWS), metadata["target"], generation=metadata["generation"]
-    )
+def _is_whole(directory: Path) -> bool:
+    try:
+        marker = folder_marker.read_marker(directory)
+    except InputError:  # the marker itself is damaged
+        return False
+    return bool(marker and marker.files) and folder_marker.find_damage(directory, marker) is None

@@ -6,7 +6,7 @@ import contextlib
 import io
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,9 +15,6 @@ from typing import Any
 from specjax.errors import InputError, one_line
 from specjax.files.open_files import regular_files
 from train.data.examples import import_tfds
-
-SHARD_BYTES = 128 << 20
-"""A file is closed, and the next one begun, when it has grown to this size."""
 
 
 def write_records(
@@ -30,34 +27,41 @@ def write_records(
     description: str,
     where: Path,
     compress: bool = True,
-    shard_bytes: int = SHARD_BYTES,
 ) -> int:
     """Write records as the only split of a dataset into an empty folder; returns their number.
 
-    `features` are TFDS's, by name. Any TFDS reader opens the folder, unless it got no record:
-    then nothing is written. Raises InputError, which begins with `where`, for a disk that is full.
+    `features` are TFDS's, by name. Any TFDS reader opens the folder, unless there was no record.
+    Raises InputError, which begins with `where`, for a disk that is full.
     """
     tfds = import_tfds()
+    from array_record.python.array_record_module import ArrayRecordWriter
+
     encoder = tfds.features.FeaturesDict(features)
-    shards = _Shards(folder, compress, shard_bytes)
+    template = tfds.core.ShardedFileTemplate(
+        data_dir=folder, dataset_name=name, split=split, filetype_suffix="array_record"
+    )
+    # Groups of one record are what random access wants. Float16 features hardly shrink, and
+    # unpacking them would take three times as long as reading them.
+    options = "group_size:1" if compress else "group_size:1,uncompressed"
+    count = num_bytes = 0
+    with disk(where):
+        file = template.sharded_filepath(shard_index=0, num_shards=1)
+        writer = ArrayRecordWriter(os.fspath(file), options)
     try:
         for record in records:
             encoded = encoder.serialize_example(record)
             with disk(where):
-                shards.add(encoded)
+                writer.write(encoded)
+            count, num_bytes = count + 1, num_bytes + len(encoded)
     finally:
         with disk(where):
-            shards.close()
-    if not shards.lengths:
+            writer.close()
+    if not count:
         return 0
+    info = tfds.core.SplitInfo(
+        name=split, shard_lengths=[count], num_bytes=num_bytes, filename_template=template
+    )
     with disk(where):
-        template = shards.finish(tfds, name, split)
-        info = tfds.core.SplitInfo(
-            name=split,
-            shard_lengths=shards.lengths,
-            num_bytes=shards.num_bytes,
-            filename_template=template,
-        )
         tfds.folder_dataset.write_metadata(
             data_dir=folder,
             features=encoder,
@@ -67,7 +71,7 @@ def write_records(
             disable_shuffling=True,
             description=description,
         )
-    return sum(shards.lengths)
+    return count
 
 
 @contextmanager
@@ -151,9 +155,7 @@ def open_texts(
             regular_files(Path(name), "prepare the dataset again")
             builder = tfds.builder_from_directory(name)
         else:
-            builder = prepare(
-                lambda: tfds.builder(name, data_dir=data_dir, file_format="array_record")
-            )
+            builder = _prepared(name, data_dir)
         source = builder.as_data_source(split)
         size = builder.info.splits[split].num_bytes
     except InputError:
@@ -173,8 +175,8 @@ def open_texts(
     return Texts(label, int(size), source, text_field, name, names)
 
 
-def prepare(make_builder: Callable[[], Any]) -> Any:
-    """The builder, its dataset written where it is not yet, without TFDS's own reports of it."""
+def _prepared(name: str, data_dir: Path | None) -> Any:
+    """The builder of a name, its dataset prepared, without TFDS's own reports of that."""
     tfds = import_tfds()
     tfds.disable_progress_bar()
     logger = logging.getLogger("absl")
@@ -182,51 +184,8 @@ def prepare(make_builder: Callable[[], Any]) -> Any:
     logger.setLevel(logging.ERROR)
     try:
         with contextlib.redirect_stdout(io.StringIO()):
-            builder = make_builder()
+            builder = tfds.builder(name, data_dir=data_dir, file_format="array_record")
             builder.download_and_prepare()
     finally:
         logger.setLevel(level)
     return builder
-
-
-class _Shards:
-    """array_record files that are numbered when their count is known."""
-
-    def __init__(self, path: Path, compress: bool, shard_bytes: int) -> None:
-        self._path, self._shard_bytes = path, shard_bytes
-        # Groups of one record are what random access wants. Float16 features hardly shrink, and
-        # unpacking them would take three times as long as reading them.
-        self._options = "group_size:1" if compress else "group_size:1,uncompressed"
-        self._writer: Any = None
-        self._open_bytes = 0
-        self.lengths: list[int] = []
-        self.num_bytes = 0
-
-    def add(self, record: bytes) -> None:
-        from array_record.python import array_record_module
-
-        if self._writer is None:
-            file = self._path / f"{len(self.lengths)}.part"
-            self._writer = array_record_module.ArrayRecordWriter(str(file), self._options)
-            self.lengths.append(0)
-        self._writer.write(record)
-        self.lengths[-1] += 1
-        self.num_bytes += len(record)
-        self._open_bytes += len(record)
-        if self._open_bytes >= self._shard_bytes:
-            self.close()
-
-    def close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-        self._writer, self._open_bytes = None, 0
-
-    def finish(self, tfds: Any, name: str, split: str) -> Any:
-        """Give the files the names that TFDS expects; returns its template of them."""
-        template = tfds.core.ShardedFileTemplate(
-            data_dir=self._path, dataset_name=name, split=split, filetype_suffix="array_record"
-        )
-        for index in range(len(self.lengths)):
-            file = template.sharded_filepath(shard_index=index, num_shards=len(self.lengths))
-            (self._path / f"{index}.part").rename(os.fspath(file))
-        return template

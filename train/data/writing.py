@@ -25,7 +25,7 @@ from train.data.examples import (
     feature_key,
     import_tfds,
 )
-from train.data.tfds_files import SHARD_BYTES, disk, write_records
+from train.data.tfds_files import disk, write_records
 
 
 def write_responses(
@@ -37,7 +37,6 @@ def write_responses(
     generation: Mapping[str, Any] | None = None,
     tokenizer: Tokenizer | None = None,
     overwrite: bool = False,
-    shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Write conversations with their `feature_names`; `metadata` is the writer's `target_metadata`.
 
@@ -51,7 +50,7 @@ def write_responses(
     check_free(path, overwrite)
 
     def write(beside: Path) -> None:
-        counts = _write(path, beside, examples, metadata, tuple(feature_names), shard_bytes)
+        counts = _write(path, beside, examples, metadata, tuple(feature_names))
         content = {
             "specjax_responses": FORMAT,
             "target": dict(metadata),
@@ -85,7 +84,6 @@ def _write(
     examples: Iterable[Example],
     metadata: Mapping[str, Any],
     names: tuple[str, ...],
-    shard_bytes: int,
 ) -> dict[str, int]:
     """The records and TFDS's metadata; returns the counts for the metadata."""
     width, vocab_size = metadata["hidden_size"], metadata["vocab_size"]
@@ -107,7 +105,6 @@ def _write(
         description="Conversations that a language model wrote, for training its drafters.",
         where=path,
         compress=not names,
-        shard_bytes=shard_bytes,
     )
     if not count:
         raise InputError("responses: there is not a single conversation to write; generate some")

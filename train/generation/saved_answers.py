@@ -1,107 +1,95 @@
-"""Answers in a work folder, some to a file, each written whole or not at all: a run can resume."""
+"""Answers in a work folder, a line each as they end, so that a run can resume."""
 
 from __future__ import annotations
 
 import json
-import re
-import zipfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from specjax.distributed import processes
 from specjax.errors import InputError
-from specjax.files import folders
-from specjax.files.atomic_writes import replacing
+from specjax.files.json_files import parse_json
 from specjax.files.open_files import open_regular
 from train.run.workdir import check_same_run, write_file
 
-_RECORD = "config.json"
-_MAY_DIFFER = ("workdir", "output", "minutes", "batch_size", "scan_layers", "mesh.", "distributed.")
-"""Fields, and sections followed by a dot, that a resumed run may set anew.
-
-`scan_layers` is in the records of earlier versions.
-"""
-_PIECE = re.compile(r"(\d{6})\.npz", re.ASCII)
+_RECORD, _ANSWERS = "config.json", "answers.jsonl"
+_MAY_DIFFER = ("workdir", "output", "minutes", "batch_size", "mesh.", "distributed.")
+"""Fields, and sections followed by a dot, that a resumed run may set anew."""
+_LARGEST = 2**31
 
 
 @dataclass(frozen=True)
-class Pieces:
-    """The answers that are done, as numbered files of a directory; one of no token is none."""
+class SavedAnswers:
+    """The answers that are done, as lines of a file; one without tokens is none."""
 
-    directory: Path
+    file: Path
 
-    def done(self) -> list[int]:
-        """The numbers of the files that are there."""
-        if not self.directory.is_dir():
-            return []
-        found = (_PIECE.fullmatch(entry.name) for entry in self.directory.iterdir())
-        return sorted(int(match[1]) for match in found if match)
-
-    def write(self, number: int, ids: Sequence[int], responses: Sequence[Sequence[int]]) -> None:
-        """Keep some answers: each prompt's number and its response.
+    def add(self, answers: Mapping[int, Sequence[int]]) -> None:
+        """Keep some answers, the token ids of each by its prompt's number.
 
         Raises InputError on a full disk.
         """
-        path = self.path(number)
+        lines = [
+            json.dumps({"id": number, "token_ids": list(token_ids)}) + "\n"
+            for number, token_ids in answers.items()
+        ]
         try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            with replacing(path) as file:
-                np.savez(
-                    file,
-                    ids=np.array(ids, np.int64),
-                    lengths=np.array([len(one) for one in responses], np.int64),
-                    tokens=np.concatenate([np.array(one, np.int32) for one in responses]),
-                )
+            with self.file.open("a", encoding="utf-8") as file:
+                file.write("".join(lines))
+        except OSError as error:
+            raise self._unwritable(error) from None
+
+    def read(self) -> dict[int, list[int]]:
+        """All answers by their prompts' numbers; a damaged line counts as not there."""
+        if not self.file.exists():
+            return {}
+        answers: dict[int, list[int]] = {}
+        try:
+            with open_regular(self.file) as file:
+                for line in file:
+                    with suppress(InputError):
+                        answers |= _answer(parse_json(line, str(self.file)))
         except OSError as error:
             raise InputError(
-                f"{path}: cannot be written ({error.strerror or error}); free space, then start "
-                "again: finished answers are kept"
+                f"{self.file}: cannot be read ({error.strerror or error}); restore it, or delete it"
             ) from None
+        return answers
 
-    def read(self, number: int) -> Mapping[int, np.ndarray] | None:
-        """The responses of a file by the prompts' numbers; None for one that is damaged."""
-        try:
-            # A damaged archive would be left open by np.load.
-            with open_regular(self.path(number)) as file, np.load(file) as stored:
-                ids, lengths, tokens = stored["ids"], stored["lengths"], stored["tokens"]
-        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
-            return None
-        if len(ids) != len(lengths) or lengths.sum() != len(tokens):
-            return None
-        parts = np.split(tokens, np.cumsum(lengths)[:-1])
-        return dict(zip(ids.tolist(), parts, strict=True))
-
-    def read_all(self) -> dict[int, np.ndarray]:
-        """All responses by the prompts' numbers; a damaged file counts as not there."""
-        found: dict[int, np.ndarray] = {}
-        for number in self.done():
-            found |= self.read(number) or {}
-        return found
-
-    def path(self, number: int) -> Path:
-        """The file of that number."""
-        return self.directory / f"{number:06d}.npz"
+    def _unwritable(self, error: OSError) -> InputError:
+        return InputError(
+            f"{self.file}: cannot be written ({error.strerror or error}); free space, then start "
+            "again: finished answers are kept"
+        )
 
 
-def open_pieces(root: Path, record: Mapping[str, Any]) -> Pieces:
+def _answer(row: Any) -> dict[int, list[int]]:
+    """What a line holds; nothing where it is no answer."""
+    match row:
+        case {"id": int(number), "token_ids": list(token_ids)} if all(
+            type(token) is int and 0 <= token < _LARGEST for token in token_ids
+        ):
+            return {number: token_ids}
+    return {}
+
+
+def open_answers(root: Path, record: Mapping[str, Any]) -> SavedAnswers:
     """The answers of a run in its work folder; `record` (JSON-ready) says what the run is.
 
     The folder is one that `folder_lock` holds for this run. Every process makes the call, the first
     one looks and writes. Raises InputError where finished answers there are of another
     run, naming the fields, and where the folder cannot be written.
     """
-    pieces, file = Pieces(root / "answers"), root / _RECORD
+    saved, file = SavedAnswers(root / _ANSWERS), root / _RECORD
 
     def check() -> None:
-        if pieces.done():
+        if saved.read():
             check_same_run(file, record, _MAY_DIFFER)
-        if pieces.directory.is_dir():
-            folders.delete_temporary(pieces.directory)
+            with saved.file.open("a") as lines:
+                lines.write("\n")  # ends a line whose writing was interrupted
         write_file(file, json.dumps(record, indent=1) + "\n")
 
     processes.together(lambda: check() if processes.is_first() else None)
-    return pieces
+    return saved

@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
 from specjax.errors import InputError
-from specjax.fields import Number, Whole, check_instance
+from specjax.fields import Number, Whole
 from specjax.loading.heads.head import Head, TargetMetadata
 from specjax.loading.model import Model
 from specjax.models.decoder import Decoder
@@ -26,7 +26,7 @@ from train.data.batches import Batch
 from train.methods.blockwise_loss import Scoring, Teacher, score_drafts
 from train.methods.losses import LabelLoss, kl_divergence, variation
 from train.methods.method import Measures, Method, measure
-from train.methods.packed_rows import ahead, at_rows, features_of, label_ahead
+from train.methods.packed_rows import ahead, at_rows, features_of
 from train.methods.target_layers import some_layers
 
 
@@ -35,7 +35,7 @@ class DistillLoss:
     """Weights of KL(p || q) and of the total variation; `label_loss` replaces both.
 
     `depths` is how many drafts per round are measured, and changes no gradient. Raises InputError
-    for values out of range.
+    where neither has a weight.
     """
 
     kl: Annotated[float, Number()] = 1.0
@@ -44,7 +44,6 @@ class DistillLoss:
     label_loss: LabelLoss | None = None
 
     def __post_init__(self) -> None:
-        check_instance(self, "loss.")
         if not self.kl + self.tv > 0:
             raise InputError("loss.kl=0, loss.tv=0: one of them must be positive")
 
@@ -92,17 +91,17 @@ def distill_method(
         del key
         return some_layers(target, layers)
 
-    def summed(
+    def loss_of(
         params: Any, target_params: Any, batch: Batch, key: Key[Array, ""] | None
     ) -> tuple[Float[Array, ""], Measures]:
         del key
         params = {**params, "shared": share(target_params, ids, head=True)}
         return distill_loss(model, params, ids, batch, loss)
 
-    def finished(params: Any, training: dict[str, Any]) -> Head:
+    def head_of(params: Any, training: dict[str, Any]) -> Head:
         return Head("draft_model", config, params, draft_ids, TargetMetadata.of(target), training)
 
-    return Method("draft_model", ("final_norm",), init, summed, finished)
+    return Method("draft_model", ("final_norm",), init, loss_of, head_of)
 
 
 def distill_loss(
@@ -132,5 +131,4 @@ def distill_loss(
     losses = dict(zip(loss.parts, scores.losses[0], strict=True))
     depths = range(loss.depths)
     right = jnp.stack([ahead(scores.right[0], depth) for depth in depths])
-    scored = jnp.stack([label_ahead(labels, depth) for depth in depths])
-    return total, measure(losses, right, scored)
+    return total, measure(losses, right, labels)

@@ -1,29 +1,67 @@
-"""EAGLE heads for a frozen target: what they start from, learn and become."""
+"""EAGLE heads for a frozen target: what they start from, learn and become.
+
+EAGLE-1 (Li et al. 2401.15077): the next feature by smooth L1 and its token by cross-entropy, from
+true features with noise. EAGLE-3 (2503.01840): cross-entropy alone, over several draft steps that
+read the head's own outputs ("training-time test").
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.core import meta
-from jaxtyping import Array, Float, Key
+from jax import lax
+from jaxtyping import Array, Float, Int, Key
 
 from specjax.errors import InputError
-from specjax.fields import Choice
+from specjax.fields import Choice, Number, Whole
 from specjax.loading.head_formats.shared_with_target import target_embedding
 from specjax.loading.heads.head import Head, TargetMetadata
 from specjax.loading.model import Model
 from specjax.models.heads.eagle import Eagle, EagleConfig
 from specjax.models.heads.shared_parameters import share
 from train.data.batches import Batch
-from train.methods.eagle_loss import EagleLoss, eagle_loss
-from train.methods.method import Measures, Method
+from train.methods.blockwise_loss import Scoring, Teacher, score_drafts
+from train.methods.losses import LabelLoss, Truth, smooth_l1, soft_cross_entropy
+from train.methods.method import Measures, Method, measure
+from train.methods.packed_rows import ahead, at_rows, label_ahead
 from train.methods.target_layers import last_layer
+from train.methods.unroll import unroll
 
 START = Choice(("target", "random"))
 """What a new head starts from."""
+
+
+@dataclass(frozen=True)
+class EagleLoss:
+    """Weights of the parts of the loss, and over how many draft steps it runs.
+
+    Step i has the weight `decay` ** i. `noise` is the half-width of the uniform noise on features.
+    `label_loss` replaces the cross-entropy, whose weight it has. Raises InputError where neither
+    part has a weight.
+    """
+
+    steps: Annotated[int, Whole(1, 64)] = 4
+    decay: Annotated[float, Number()] = 0.8
+    cross_entropy: Annotated[float, Number()] = 1.0
+    feature: Annotated[float, Number()] = 0.0
+    noise: Annotated[float, Number()] = 0.0
+    label_loss: LabelLoss | None = None
+
+    def __post_init__(self) -> None:
+        if not self.cross_entropy + self.feature > 0:
+            raise InputError("loss.cross_entropy=0, loss.feature=0: one of them must be positive")
+
+    @property
+    def part(self) -> tuple[str, LabelLoss]:
+        """The loss of each label, and its name among the measures."""
+        if self.label_loss is not None:
+            return "label_loss", self.label_loss
+        return "cross_entropy", _against_distribution
 
 
 def eagle_method(
@@ -38,10 +76,8 @@ def eagle_method(
     """How to train an EAGLE head for a frozen target.
 
     `draft_ids` are the tokens that the head drafts, None for all. `start` is "target" (the target's
-    weights where they fit) or "random"; `multiply` is the dtype of products. Raises InputError for
-    another start.
+    weights where they fit) or "random"; `multiply` is the dtype of products.
     """
-    START.check("eagle.start", start)
     head = Eagle(config, jnp.dtype(jnp.float32), multiply)
     ids = None if draft_ids is None else jnp.asarray(draft_ids)
     kind = "eagle3" if config.version == 3 else "eagle"
@@ -50,17 +86,17 @@ def eagle_method(
         params = meta.unbox(head.init(key))
         return params if start == "random" else from_target(params, target, config, draft_ids)
 
-    def summed(
+    def loss_of(
         params: Any, target_params: Any, batch: Batch, key: Key[Array, ""] | None
     ) -> tuple[Float[Array, ""], Measures]:
         params = {**params, "shared": share(target_params, ids, head=config.shares_output)}
         return eagle_loss(head, params, target_params, ids, batch, key, loss)
 
-    def finished(params: Any, training: dict[str, Any]) -> Head:
+    def head_of(params: Any, training: dict[str, Any]) -> Head:
         return Head(kind, config, params, draft_ids, TargetMetadata.of(target), training)
 
     features = tuple(dict.fromkeys((*config.taps, "final_norm")))
-    return Method(kind, features, init, summed, finished)
+    return Method(kind, features, init, loss_of, head_of)
 
 
 def from_target(
@@ -99,3 +135,63 @@ def from_target(
     if config.own_embedding:
         params["embed"] = {"embedding": target_embedding(target)}
     return jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), params)
+
+
+def eagle_loss(
+    head: Eagle,
+    params: dict[str, Any],
+    target_params: dict[str, Any],
+    draft_ids: Int[Array, "Vd"] | None,
+    batch: Batch,
+    key: Key[Array, ""] | None,
+    loss: EagleLoss,
+) -> tuple[Float[Array, ""], Measures]:
+    """The sum of the loss over the batch's labels, and measures of each draft step.
+
+    Step i is scored where the token i positions after a label is a label too; its loss counts where
+    that token is in the draft's vocabulary, over which the target's distribution is renormalised.
+    Without a key there is no noise.
+    """
+    labels = batch.labels
+    features = {name: value.astype(jnp.float32) for name, value in batch.features.items()}
+    taps = {name: features[name] for name in head.config.taps}
+    if loss.noise and key is not None:
+        keys = dict(zip(taps, jax.random.split(key, len(taps)), strict=True))
+        for name, value in taps.items():
+            noise = jax.random.uniform(
+                keys[name], value.shape, minval=-loss.noise, maxval=loss.noise
+            )
+            taps[name] = value + noise
+    columns = share(target_params, draft_ids, head=True)["draft_head"]["kernel"]
+    teacher = Teacher.of(batch, columns, draft_ids)
+    steps = list(unroll(head, params, batch, taps, loss.steps))
+    outputs = jnp.stack([step.output for step in steps])
+    states = jnp.stack([step.state for step in steps])
+    weights = jnp.asarray([loss.decay**step for step in range(loss.steps)])
+    name, part = loss.part
+    plan = Scoring(
+        parts=((part, loss.cross_entropy),),
+        trains_kernel=head.config.version == 3,
+        multiply=head.multiply,
+    )
+    total, scores = score_drafts(
+        plan,
+        states,
+        head.logit_kernel(params),
+        teacher,
+        teacher.counts(labels, loss.steps),
+        weights,
+    )
+    parts = {name: scores.losses[:, 0].sum()}
+    if loss.feature:
+        truth = at_rows(features["final_norm"], labels - 1)
+        truth = lax.stop_gradient(jnp.stack([ahead(truth, step) for step in range(loss.steps)]))
+        scored = jnp.stack([label_ahead(labels, step) for step in range(loss.steps)])
+        distances = jnp.where(scored, smooth_l1(outputs, truth), 0.0).sum(axis=(1, 2))
+        parts["feature"] = distances.sum()
+        total += loss.feature * jnp.dot(weights, distances)
+    return total, measure(parts, scores.right, labels)
+
+
+def _against_distribution(logits: Float[Array, "B A Vd"], truth: Truth) -> Float[Array, "B A"]:
+    return soft_cross_entropy(logits, jnp.exp(truth.log_probs))

@@ -67,3 +67,13 @@ def cross_entropy(logits: Float[Array, "B A Vd"], truth: Truth) -> Float[Array, 
     """-log q of the data's token."""
     own = jnp.take_along_axis(logits, truth.token[:, :, None], axis=-1)[:, :, 0]
     return jax.nn.logsumexp(logits, axis=-1) - own
+
+
+def label_loss_of(labels: str, replacement: LabelLoss | None = None) -> LabelLoss:
+    """The loss of labels that are the data's "tokens" or the target's "distributions".
+
+    A `replacement`, where there is one, stands for both.
+    """
+    if replacement is not None:
+        return replacement
+    return kl_divergence if labels == "distributions" else cross_entropy

@@ -14,16 +14,16 @@ import numpy as np
 from flax.core import meta
 from jaxtyping import Array, Float, Int, Key
 
-from specjax.fields import Number, check_instance
+from specjax.fields import Number
 from specjax.loading.heads.head import Head, TargetMetadata
 from specjax.loading.model import Model
 from specjax.models.heads.medusa import Medusa, MedusaConfig
 from specjax.models.heads.shared_parameters import share
 from train.data.batches import Batch
 from train.methods.blockwise_loss import Scores, Scoring, Teacher, score_drafts
-from train.methods.losses import LabelLoss, cross_entropy, kl_divergence
+from train.methods.losses import LabelLoss, label_loss_of
 from train.methods.method import Measures, Method, measure
-from train.methods.packed_rows import at_rows, label_ahead
+from train.methods.packed_rows import at_rows
 
 
 @dataclass(frozen=True)
@@ -31,22 +31,17 @@ class MedusaLoss:
     """The loss: `labels` are the data's "tokens", or the target's "distributions" at them.
 
     That is cross-entropy, or KL divergence from the target; `label_loss` replaces either. Head i
-    (0-based) has the weight `decay` ** i. Raises InputError for values that make no sense.
+    (0-based) has the weight `decay` ** i.
     """
 
     labels: Literal["tokens", "distributions"] = "distributions"
     decay: Annotated[float, Number(above=True)] = 0.8
     label_loss: LabelLoss | None = None
 
-    def __post_init__(self) -> None:
-        check_instance(self, "loss.")
-
     @property
     def part(self) -> LabelLoss:
         """The loss of each label."""
-        if self.label_loss is not None:
-            return self.label_loss
-        return kl_divergence if self.labels == "distributions" else cross_entropy
+        return label_loss_of(self.labels, self.label_loss)
 
 
 def medusa_method(
@@ -68,7 +63,7 @@ def medusa_method(
     def init(key: Key[Array, ""]) -> dict[str, Any]:
         return first_params(head, target, draft_ids, key)
 
-    def summed(
+    def loss_of(
         params: Any, target_params: Any, batch: Batch, key: Key[Array, ""] | None
     ) -> tuple[Float[Array, ""], Measures]:
         del key
@@ -79,10 +74,10 @@ def medusa_method(
         )
         return total, heads_measures(scores, batch.labels, {})
 
-    def finished(params: Any, training: dict[str, Any]) -> Head:
+    def head_of(params: Any, training: dict[str, Any]) -> Head:
         return Head("medusa", config, params, draft_ids, TargetMetadata.of(target), training)
 
-    return Method("medusa", ("final_norm",), init, summed, finished)
+    return Method("medusa", ("final_norm",), init, loss_of, head_of)
 
 
 def first_params(
@@ -129,7 +124,5 @@ def heads_measures(
     scores: Scores, labels: Int[Array, "B A"], others: dict[str, Float[Array, ""]]
 ) -> Measures:
     """Measures of all heads; `others` are parts of the loss beside theirs."""
-    heads = scores.right.shape[0]
-    scored = jnp.stack([label_ahead(labels, head) for head in range(heads)])
-    each = {f"head_{head}": scores.losses[head, 0] for head in range(heads)}
-    return measure({**others, **each}, scores.right, scored)
+    each = {f"head_{head}": loss[0] for head, loss in enumerate(scores.losses)}
+    return measure({**others, **each}, scores.right, labels)

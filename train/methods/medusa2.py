@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int, Key
 
-from specjax.fields import Number, Whole, check_instance
+from specjax.fields import Number, Whole
 from specjax.loading.heads.head import Head, TargetMetadata
 from specjax.loading.model import Model
 from specjax.models.decoder import EXPERTS, Decoder
@@ -36,16 +36,13 @@ class JointOptions:
 
     `target` is "self" (KL divergence of the target as it was from the target as it is) or "tokens"
     (cross-entropy of the data). For `warm_steps` the heads learn alone; with `ramp` their weight
-    then grows as a quarter of a sine. Raises InputError for values that make no sense.
+    then grows as a quarter of a sine.
     """
 
     target: Literal["self", "tokens"] = "self"
     heads: Annotated[float, Number(above=True)] = 0.01
     ramp: bool = True
     warm_steps: Annotated[int, Whole()] = 0
-
-    def __post_init__(self) -> None:
-        check_instance(self, "joint.")
 
 
 @dataclass(frozen=True)
@@ -84,7 +81,7 @@ def medusa2_method(
         whole = jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), target.params)
         return {"target": whole, "heads": first_params(head, target, draft_ids, key)}
 
-    def summed(
+    def loss_of(
         params: Any,
         target_params: Any,
         batch: Batch,
@@ -94,11 +91,11 @@ def medusa2_method(
         del key
         return joint_loss(head, decoder, params, target_params, ids, batch, step, loss, joint)
 
-    def finished(params: Any, training: dict[str, Any]) -> Head:
+    def head_of(params: Any, training: dict[str, Any]) -> Head:
         metadata = TargetMetadata.of(target)
         return Head("medusa", config, params["heads"], draft_ids, metadata, training)
 
-    def tuned(params: Any) -> Model:
+    def model_of(params: Any) -> Model:
         whole = jax.tree.map(
             lambda leaf, before: leaf.astype(before.dtype), params["target"], target.params
         )
@@ -108,9 +105,9 @@ def medusa2_method(
         "medusa2",
         ("final_norm",),
         init,
-        summed,
-        finished,
-        tuned,
+        loss_of,
+        head_of,
+        model_of,
         exports="both",
         trains_target=True,
         drafter="heads",
@@ -141,29 +138,35 @@ def joint_loss(
     labels = batch.labels
     teacher = Teacher.of(batch, columns(frozen["head"]["kernel"]), draft_ids)
 
-    def alone(params: dict[str, Any]) -> tuple[Array, Measures]:
-        before = batch.features["final_norm"]
+    def heads_alone(params: dict[str, Any]) -> tuple[Array, Measures]:
+        features = batch.features["final_norm"]
         total, scores = heads_loss(
-            head, params["heads"], teacher.columns, before, labels, teacher, loss
+            head, params["heads"], teacher.columns, features, labels, teacher, loss
         )
         measures = heads_measures(scores, labels, {"target": jnp.float32(0)})
         return total, measures.replace(loads=below("target", of_target(decoder, None, batch)))
 
     def together(params: dict[str, Any]) -> tuple[Array, Measures]:
+        target = params["target"]
         names = ("final_norm", *feature_of(decoder))
-        read = features_of(decoder, params["target"], batch, names)
-        now = read["final_norm"]
-        kernel = params["target"]["head"]["kernel"]
-        before = frozen["head"]["kernel"] if joint.target == "self" else None
-        own, spoken = target_loss(kernel, now, before, batch, head.multiply)
-        heads, scores = heads_loss(
-            head, params["heads"], columns(kernel), now, labels, teacher, loss, trains_columns=True
+        features = features_of(decoder, target, batch, names)
+        final_norm, kernel = features["final_norm"], target["head"]["kernel"]
+        frozen_kernel = frozen["head"]["kernel"] if joint.target == "self" else None
+        total, target_scores = target_loss(kernel, final_norm, frozen_kernel, batch, head.multiply)
+        total_of_heads, scores = heads_loss(
+            head,
+            params["heads"],
+            columns(kernel),
+            final_norm,
+            labels,
+            teacher,
+            loss,
+            trains_columns=True,
         )
-        measures = heads_measures(scores, labels, {"target": spoken.losses[0, 0]})
-        loads = below("target", of_target(decoder, read.get(EXPERTS), batch))
-        measures = measures.replace(loads=loads)
-        return own + joint.weight(step) * heads, measures
+        measures = heads_measures(scores, labels, {"target": target_scores.losses[0, 0]})
+        loads = below("target", of_target(decoder, features.get(EXPERTS), batch))
+        return total + joint.weight(step) * total_of_heads, measures.replace(loads=loads)
 
     if not joint.warm_steps:
         return together(params)
-    return lax.cond(step < joint.warm_steps, alone, together, params)
+    return lax.cond(step < joint.warm_steps, heads_alone, together, params)

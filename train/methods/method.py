@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from specjax.loading.heads.head import Head
 from specjax.loading.model import Model
 from train.experts.loads import Loads
+from train.methods.packed_rows import label_ahead
 
 Schedule = Callable[[Int[Array, ""]], Float[Array, ""]]
 """A number by the step."""
@@ -67,25 +68,15 @@ class Method(NamedTuple):
 
 
 def measure(
-    losses: dict[str, Float[Array, ""]],
-    right: Bool[Array, "K B A"],
-    scored: Bool[Array, "K B A"],
+    losses: dict[str, Float[Array, ""]], right: Bool[Array, "K B A"], labels: Int[Array, "B A"]
 ) -> Measures:
-    """Measures of drafts that are `right`, among those that can be `scored`."""
+    """Measures of K drafts at each label; there may be none."""
+    scored = [label_ahead(labels, draft) for draft in range(len(right))]
+    scored = jnp.stack(scored) if scored else right
     right = right & scored
     along = jax.lax.cumprod(right.astype(jnp.int32), axis=0)
-    total = lambda x: x.sum(axis=(1, 2), dtype=jnp.float32)  # noqa: E731
-    return Measures(
-        weight=scored[:1].sum(dtype=jnp.float32),
-        losses=losses,
-        correct=total(right),
-        prefix_correct=total(along),
-        counts=total(scored),
+    correct, prefix_correct, counts = (
+        values.sum(axis=(1, 2), dtype=jnp.float32) for values in (right, along, scored)
     )
-
-
-def measure_undrafted(losses: dict[str, Float[Array, ""]], labels: Int[Array, "B A"]) -> Measures:
-    """Measures where nothing drafts."""
-    nothing = jnp.zeros((0, *labels.shape), bool)
     weight = (labels >= 0).sum(dtype=jnp.float32)
-    return measure(losses, nothing, nothing).replace(weight=weight)
+    return Measures(weight, losses, correct, prefix_correct, counts)

@@ -46,40 +46,38 @@ def mtp_method(
     `draft_ids` are the tokens that the modules draft, None for all. `trains` is "modules" or "all":
     then parameters are {"target": ..., "mtp": ...}. `start` is "target" or "random"; `exports` says
     whether a run leaves the modules alone or the target with them inside; `multiply` is the dtype
-    of products. Raises InputError for choices that do not fit each other or the target.
+    of products. Raises InputError for what does not fit the target.
     """
-    TRAINS.check("mtp.trains", trains)
-    START.check("mtp.start", start)
-    EXPORTS.check("mtp.export", exports)
-    dtype, along = jnp.dtype(jnp.float32), trains == "all"
-    check_choices(trains, exports, 0 if config is None else config.num_modules, loss.steps)
+    trains_target = trains == "all"
     if draft_ids is not None and exports == "model":
         raise InputError(
             f"mtp.draft_vocab_size={len(draft_ids)}: modules inside a model draft from all "
             f"{target.config.vocab_size} tokens; leave it out"
-            + ("" if along else ", or use mtp.export=head")
+            + ("" if trains_target else ", or use mtp.export=head")
         )
+    if start == "target":
+        _check_own_modules(target, config)
+    dtype = jnp.dtype(jnp.float32)
     ids = None if draft_ids is None else jnp.asarray(draft_ids)
     head = None if config is None else Mtp(config, dtype, multiply, differentiable=True)
     decoder = dataclasses.replace(target.architecture, dtype=dtype, multiply=multiply)
-    if start == "target":
-        _check_own_modules(target, config)
 
-    def modules(key: Key[Array, ""]) -> dict[str, Any]:
+    def init_modules(key: Key[Array, ""]) -> dict[str, Any]:
         params = meta.unbox(head.init(key))
         return params if start == "random" else from_target(params, target, config)
 
-    def both(key: Key[Array, ""]) -> dict[str, Any]:
-        whole = jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), target.params)
-        return {"target": whole} if head is None else {"target": whole, "mtp": modules(key)}
+    def init_both(key: Key[Array, ""]) -> dict[str, Any]:
+        target_params = jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), target.params)
+        modules = {} if head is None else {"mtp": init_modules(key)}
+        return {"target": target_params, **modules}
 
-    def frozen(
+    def loss_of_modules(
         params: Any, target_params: Any, batch: Batch, key: Key[Array, ""] | None
     ) -> tuple[Float[Array, ""], Measures]:
         del key
         return frozen_loss(head, params, target_params, ids, batch, loss)
 
-    def joint(
+    def loss_of_both(
         params: Any,
         target_params: Any,
         batch: Batch,
@@ -89,57 +87,37 @@ def mtp_method(
         del key
         return joint_loss(head, decoder, params, target_params, batch, step, loss)
 
-    def finished(params: Any, training: dict[str, Any]) -> Head:
-        own = params["mtp"] if along else params
-        return Head("mtp", config, own, draft_ids, TargetMetadata.of(target), training)
+    def head_of(params: Any, training: dict[str, Any]) -> Head:
+        modules = params["mtp"] if trains_target else params
+        return Head("mtp", config, modules, draft_ids, TargetMetadata.of(target), training)
 
-    def model(params: Any) -> Model:
-        whole = params["target"] if along else target.params
-        own = None if head is None else finished(params, {}).params
-        whole = jax.tree.map(lambda leaf, at: jnp.asarray(leaf, at.dtype), whole, target.params)
+    def model_of(params: Any) -> Model:
+        trained = params["target"] if trains_target else target.params
+        trained = jax.tree.map(lambda leaf, at: jnp.asarray(leaf, at.dtype), trained, target.params)
         inside = None
-        if own is not None:
-            inside = MtpModules(config, cast(own, config.parameter_table(), target.dtype))
-        return dataclasses.replace(target, params=whole, mtp=inside)
+        if head is not None:
+            modules = params["mtp"] if trains_target else params
+            inside = MtpModules(config, cast(modules, config.parameter_table(), target.dtype))
+        return dataclasses.replace(target, params=trained, mtp=inside)
 
-    read = () if config is None else config.taps
-    if along:
+    if trains_target:
         features = ("final_norm",) if loss.labels == "distributions" else ()
     else:
-        features = tuple(dict.fromkeys((*read, "final_norm")))
+        features = tuple(dict.fromkeys((*config.taps, "final_norm")))
     return Method(
         "mtp",
         features,
-        both if along else modules,
-        joint if along else frozen,
-        None if config is None else finished,
-        model if exports == "model" else None,
+        init_both if trains_target else init_modules,
+        loss_of_both if trains_target else loss_of_modules,
+        None if config is None else head_of,
+        model_of if exports == "model" else None,
         exports=exports,
-        trains_target=along,
-        drafter="mtp" if along else None,
-        takes_step=along,
-        schedules={"lambda": loss.weight} if along and config is not None else {},
+        trains_target=trains_target,
+        drafter="mtp" if trains_target else None,
+        takes_step=trains_target,
+        schedules={"lambda": loss.weight} if trains_target and config is not None else {},
         least_tokens=loss.steps + 2,
     )
-
-
-def check_choices(trains: str, exports: str, modules: int, steps: int | None) -> None:
-    """Raise InputError where what is trained and exported, D and the steps do not fit each other.
-
-    Without `steps` there is one for each module.
-    """
-    if not modules and trains == "modules":
-        raise InputError("mtp.num_modules=0: a frozen target learns nothing; use mtp.trains=all")
-    if trains == "all" and exports == "head":
-        raise InputError(
-            "mtp.export='head': modules trained along with a target belong to it alone; use "
-            "mtp.export=model"
-        )
-    if steps is not None and (steps < modules or (steps and not modules)):
-        raise InputError(
-            f"mtp.steps={steps}: mtp.num_modules={modules}, each of which is a step, and the last "
-            "of which makes the others; leave mtp.steps out, or change one of them"
-        )
 
 
 def _check_own_modules(target: Model, config: MtpConfig | None) -> None:

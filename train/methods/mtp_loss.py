@@ -13,16 +13,16 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int
 
-from specjax.fields import Number, Whole, check_instance, optional
+from specjax.fields import Number, Whole, optional
 from specjax.models.decoder import EXPERTS, Decoder
 from specjax.models.heads.mtp import Mtp
 from specjax.models.heads.shared_parameters import share
 from train.data.batches import Batch
 from train.experts.loads import Loads, below, feature_of, of_modules, of_target
 from train.methods.blockwise_loss import Scores, Scoring, Teacher, score_drafts
-from train.methods.losses import LabelLoss, cross_entropy, kl_divergence
-from train.methods.method import Measures, measure, measure_undrafted
-from train.methods.packed_rows import ahead, features_of, label_ahead
+from train.methods.losses import LabelLoss, label_loss_of
+from train.methods.method import Measures, measure
+from train.methods.packed_rows import ahead, features_of
 from train.methods.target_loss import target_loss
 from train.methods.unroll import unroll
 
@@ -34,17 +34,13 @@ class MtpLossOptions:
     `labels` are the data's "tokens" (cross-entropy) or the "distributions" of the target as it was
     before the run (KL divergence), for the modules and for a target that is trained along. Draft
     step i has the weight `decay` ** i, and the weights add to one, so that without decay each has
-    1 / D. lambda is `late_loss_weight`, if given, after the share `late_from` of a run. Raises
-    InputError for values out of range.
+    1 / D. lambda is `late_loss_weight`, if given, after the share `late_from` of a run.
     """
 
     labels: Literal["tokens", "distributions"] = "tokens"
     decay: Annotated[float, Number(above=True)] = 1.0
     late_loss_weight: Annotated[float | None, optional(Number())] = None
     late_from: Annotated[float, Number(0.0, 1.0)] = 0.7
-
-    def __post_init__(self) -> None:
-        check_instance(self, "mtp.")
 
 
 @dataclass(frozen=True)
@@ -62,9 +58,7 @@ class MtpLoss(MtpLossOptions):
     @property
     def part(self) -> LabelLoss:
         """The loss of each label."""
-        if self.label_loss is not None:
-            return self.label_loss
-        return kl_divergence if self.labels == "distributions" else cross_entropy
+        return label_loss_of(self.labels, self.label_loss)
 
     @property
     def step_weights(self) -> Float[Array, "K"]:
@@ -146,32 +140,31 @@ def joint_loss(
     as it is now, finds likeliest.
     """
     target, labels = params["target"], batch.labels
-    names = ("final_norm",) if head is None else ("final_norm", *head.config.taps)
-    names = (*names, *feature_of(decoder))
-    now = features_of(decoder, target, batch, tuple(dict.fromkeys(names)))
-    loads = below("target", of_target(decoder, now.get(EXPERTS), batch))
-    before = frozen["head"]["kernel"] if loss.labels == "distributions" else None
-    own, spoken = target_loss(
-        target["head"]["kernel"], now["final_norm"], before, batch, decoder.multiply
+    taps = () if head is None else head.config.taps
+    names = tuple(dict.fromkeys(("final_norm", *taps, *feature_of(decoder))))
+    features = features_of(decoder, target, batch, names)
+    loads = below("target", of_target(decoder, features.get(EXPERTS), batch))
+    frozen_kernel = frozen["head"]["kernel"] if loss.labels == "distributions" else None
+    total, target_scores = target_loss(
+        target["head"]["kernel"], features["final_norm"], frozen_kernel, batch, decoder.multiply
     )
-    parts = {"lm": spoken.losses[0, 0]}
+    losses = {"lm": target_scores.losses[0, 0]}
     if head is None:
-        return own, measure_undrafted(parts, labels).replace(loads=loads)
-    teacher = Teacher.of(batch, before, None)
-    drafts, scores, of_drafts = modules_loss(
-        head, params["mtp"], target, None, batch, now, teacher, loss, True
+        nothing = jnp.zeros((0, *labels.shape), bool)
+        return total, measure(losses, nothing, labels).replace(loads=loads)
+    teacher = Teacher.of(batch, frozen_kernel, None)
+    total_of_drafts, scores, loads_of_drafts = modules_loss(
+        head, params["mtp"], target, None, batch, features, teacher, loss, True
     )
-    likeliest = jnp.stack([ahead(spoken.choices[0], depth) for depth in range(loss.steps)])
-    right = scores.choices == likeliest
-    loads |= below("mtp", of_drafts)
-    measures = _measures(parts, scores, right, labels).replace(loads=loads)
-    return own + loss.weight(step) * drafts, measures
+    choices = target_scores.choices[0]
+    likeliest = jnp.stack([ahead(choices, depth) for depth in range(loss.steps)])
+    measures = _measures(losses, scores, scores.choices == likeliest, labels)
+    measures = measures.replace(loads=loads | below("mtp", loads_of_drafts))
+    return total + loss.weight(step) * total_of_drafts, measures
 
 
 def _measures(
     parts: dict[str, Float[Array, ""]], scores: Scores, right: Any, labels: Int[Array, "B A"]
 ) -> Measures:
-    depths = range(len(scores.losses))
-    each = {f"mtp_{depth}": scores.losses[depth, 0] for depth in depths}
-    scored = jnp.stack([label_ahead(labels, depth) for depth in depths])
-    return measure({**parts, **each}, right, scored)
+    each = {f"mtp_{depth}": loss[0] for depth, loss in enumerate(scores.losses)}
+    return measure({**parts, **each}, right, labels)

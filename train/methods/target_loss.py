@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 from train.data.batches import Batch
 from train.methods.blockwise_loss import Scores, Scoring, Teacher, score_drafts
-from train.methods.losses import cross_entropy, kl_divergence
+from train.methods.losses import label_loss_of
 from train.methods.packed_rows import at_rows
 
 
@@ -28,7 +28,7 @@ def target_loss(
     """
     labels = batch.labels
     teacher = Teacher.of(batch, before, None)
-    part = cross_entropy if before is None else kl_divergence
+    part = label_loss_of("tokens" if before is None else "distributions")
     return score_drafts(
         Scoring(((part, 1.0),), True, multiply),
         at_rows(final_norm, labels - 1)[None],

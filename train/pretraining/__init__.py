@@ -1,1 +1,1 @@
-"""Models trained from text alone: the corpus, its tokenizer, a new model, a bigram to compare."""
+"""Models trained from text alone: the corpus, its tokenizer, a new model."""

@@ -1,4 +1,4 @@
-"""Documents of a user's own files, and TFDS datasets of documents.
+"""Documents of a user's own files.
 
 A file is one document; a JSON-lines file (.jsonl, .jsonl.gz) holds one per line, as an object with
 the key "text" and, if known, "source" and "licence".
@@ -7,37 +7,21 @@ the key "text" and, if known, "source" and "licence".
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from specjax.errors import InputError, Problems, shown
 from specjax.fields import Text
-from specjax.files import folders
 from specjax.files.json_files import read_json_lines
 from specjax.files.open_files import open_regular
-from specjax.files.paths import output_folder, user_path
-from train.data.examples import import_tfds
-from train.data.tfds_files import write_records
+from specjax.files.paths import user_path
 
-NAME, SPLIT = "specjax_text", "train"
-"""The dataset and its only split, as TFDS calls them."""
-TEXT_FIELD = "text"
-_NOTES = ("source", "licence")
 _JSON_LINES = (".jsonl", ".jsonl.gz")
 _LARGEST_FILE = 1 << 30
 """Bytes of a file that is one document."""
 _REMEDY = "take it away, or name the files one by one"
-
-
-@dataclass(frozen=True)
-class Document:
-    """A text, where it comes from, and under which licence."""
-
-    text: str
-    source: str = ""
-    licence: str = "unknown"
 
 
 @dataclass(frozen=True)
@@ -56,17 +40,34 @@ class DocumentFiles:
         return tuple(found)
 
 
-def read_documents(paths: Sequence[str | Path]) -> Iterator[Document]:
+@dataclass(frozen=True)
+class Documents:
     """The documents of files, and of folders with all files inside but hidden ones, in their order.
 
-    Raises InputError, naming file and line, for one that is not text in UTF-8 or not a document.
+    Iterating raises InputError, naming file and line, for one that is not text in UTF-8 or not a
+    document.
     """
-    for path in document_files(paths):
-        if path.name.endswith(_JSON_LINES):
-            for where, row in read_json_lines(path, "files"):
-                yield _document(row, where, path.name)
-        else:
-            yield Document(_read_text(path), path.name)
+
+    files: tuple[Path, ...]
+    label: str = "text"
+    """What to call them."""
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of the files."""
+        return sum(file.stat().st_size for file in self.files)
+
+    def __len__(self) -> int:
+        """How many there are; reads them all."""
+        return sum(1 for _ in iter(self))
+
+    def __iter__(self) -> Iterator[tuple[str, dict[str, str]]]:
+        for file in self.files:
+            if file.name.endswith(_JSON_LINES):
+                for where, row in read_json_lines(file, "files"):
+                    yield _document(row, where, file.name)
+            else:
+                yield _read_text(file), {"source": file.name}
 
 
 def document_files(paths: Sequence[str | Path]) -> list[Path]:
@@ -89,48 +90,12 @@ def document_files(paths: Sequence[str | Path]) -> list[Path]:
     return found
 
 
-def write_documents(directory: str | Path, documents: Iterable[Document]) -> int:
-    """Write documents as a TFDS dataset, whole or not at all; returns their number.
-
-    Any TFDS reader opens it; its records hold text, source and licence. An earlier dataset of the
-    same kind is replaced. Raises InputError where there is no document, where the directory holds
-    anything else, and for a disk that is full.
-    """
-    path = output_folder("output", directory)
-    tfds = import_tfds()
-    features = dict.fromkeys((TEXT_FIELD, *_NOTES), tfds.features.Text())
-    counted: list[int] = []
-
-    def write(beside: Path) -> None:
-        counted.append(
-            write_records(
-                beside,
-                NAME,
-                SPLIT,
-                features,
-                (vars(document) for document in documents),
-                description="Documents to train language models on, with source and licence.",
-                where=path,
-            )
-        )
-        if not counted[0]:
-            raise InputError(f"{path}: there is no document to write; give texts")
-
-    folders.write_folder(path, "corpus", write)
-    return counted[0]
-
-
-def _document(row: Mapping[str, Any], where: str, name: str) -> Document:
-    texts = {TEXT_FIELD: None, "source": name, "licence": "unknown"}
-    texts |= {field: row[field] for field in texts if field in row}
-    for field, text in texts.items():
-        if not isinstance(text, str):
-            raise InputError(
-                f"{where}: {field}={shown(text)} is missing or no text; write an object with text "
-                "and perhaps source and licence"
-            )
+def _document(row: Mapping[str, Any], where: str, name: str) -> tuple[str, dict[str, str]]:
+    document = {"text": None, "source": name}
+    document |= {field: row[field] for field in ("text", "source", "licence") if field in row}
+    for field, text in document.items():
         Text(empty=True).check(f"{where}: {field}", text)
-    return Document(**texts)
+    return document.pop("text"), document
 
 
 def _read_text(path: Path) -> str:

@@ -23,10 +23,8 @@ from specjax.loading.tokenizers.tokenizer import Tokenizer
 from train.data.examples import Example
 from train.data.responses import VALIDATION_EVERY
 from train.data.tfds_files import FieldNames, Texts, open_texts
-from train.pretraining.documents import SPLIT, TEXT_FIELD, DocumentFiles, document_files
+from train.pretraining.documents import DocumentFiles, Documents, document_files
 from train.pretraining.tokenizers import SMALLEST_VOCABULARY, TRAIN, encode_document
-
-NAMES = FieldNames("dataset", "tfds.text_field", "files of your own, or a dataset with its split")
 
 
 @dataclass(frozen=True)
@@ -66,27 +64,19 @@ def read_corpus_config(written: Mapping[str, Any]) -> CorpusConfig:
         )
     if config.files is not None:
         document_files(config.files)
-        for name, own in (("split", SPLIT), ("text_field", TEXT_FIELD)):
-            if (value := getattr(config.tfds, name)) != own:
-                raise InputError(f"tfds.{name}={value!r}: files have only {own!r}; leave it so")
     if config.tokenizer != TRAIN:
         user_path("tokenizer", config.tokenizer)
     return config
 
 
-def read_texts(config: CorpusConfig, directory: str) -> Texts:
-    """The documents of a TFDS dataset; raises InputError as `open_texts` does, and for one alone.
-
-    A single document leaves none to train on: the first of every `VALIDATION_EVERY` is held out.
-    """
+def open_documents(config: CorpusConfig) -> Documents | Texts:
+    """The documents of a config, each a text with notes of it. Raises InputError."""
+    if config.files is not None:
+        return Documents(tuple(document_files(config.files)))
+    assert config.dataset is not None
     section = config.tfds
-    texts = open_texts(directory, section.data_dir, section.split, section.text_field, NAMES)
-    if len(texts) < 2:
-        raise InputError(
-            f"{NAMES.dataset}={directory!r}: split {section.split!r} has {len(texts)} documents, "
-            "and the first is held out; give at least two"
-        )
-    return texts
+    names = FieldNames("dataset", "tfds.text_field", "files of your own, or a dataset's split")
+    return open_texts(config.dataset, section.data_dir, section.split, section.text_field, names)
 
 
 def is_held_out(document: int) -> bool:
@@ -114,16 +104,16 @@ class Numbering:
 
 
 def examples(
-    documents: Iterable[tuple[int, str, Mapping[str, str]]],
+    documents: Iterable[tuple[int, tuple[str, Mapping[str, str]]]],
     tokenizer: Tokenizer,
     max_tokens: int,
 ) -> Iterator[Example]:
-    """Pieces of at most `max_tokens` tokens of (number, text, notes); every token is a label.
+    """Pieces of at most `max_tokens` tokens of numbered documents; every token is a label.
 
     The last piece of a document ends with the token that ends a text.
     """
     numbering = Numbering()
-    for document, text, notes in documents:
+    for document, (text, notes) in documents:
         tokens = np.array(encode_document(tokenizer, text), np.int32)
         for first in range(0, len(tokens), max_tokens):
             piece = tokens[first : first + max_tokens]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from specjax.decoding.generate import generate
 from specjax.decoding.options import FIXED
-from specjax.drafters import head_drafter
+from specjax.drafters import LoadedDrafter, head_drafter
 from specjax.loading.model import Model
 from train.data.batches import Batch, build
 from train.data.packing import Source
@@ -70,56 +70,42 @@ class Evaluation:
 
     def _decode(self, params: Any, last: bool) -> dict[str, float]:
         params = gathered(params, self.program.mesh)
-        head = self.method.head(params, {})
         target = self.target if self.method.model is None else self.method.model(params)
+        drafter = head_drafter(self.method.head(params, {}), target)
         temperatures = self.config.temperatures
         numbers: dict[str, float] = {}
         for temperature in temperatures if last else temperatures[:1]:
             suffix = "" if temperature == 0 else f"_t{temperature:g}"
-            found = measure_tau(
-                head,
-                target,
-                self.prompts,
-                new_tokens=self.config.new_tokens,
-                num_speculative_tokens=self.config.num_speculative_tokens or FIXED,
-                temperature=temperature,
-            )
-            numbers |= {f"eval/{name}{suffix}": value for name, value in found.items()}
+            measured = measure_tau(target, drafter, self.prompts, self.config, temperature)
+            numbers |= {f"eval/{name}{suffix}": value for name, value in measured.items()}
         return numbers
 
 
 def measure_tau(
-    head: Any,
     target: Model,
+    drafter: LoadedDrafter,
     prompts: Sequence[Sequence[int]],
-    *,
-    new_tokens: int = 64,
-    num_speculative_tokens: int | str = FIXED,
-    temperature: float = 0.0,
-    seed: int = 0,
-    make_drafter: Callable[[Any, Model], Any] = head_drafter,
+    config: EvalConfig,
+    temperature: float,
 ) -> dict[str, float]:
-    """Decode prompts of token ids with a head: `tau` and `decoded_acc_pos_i`, by definition.
+    """Decode prompts of token ids: `tau` and `decoded_acc_pos_i`, by definition.
 
     `tau` is `metrics.acceptance_length`; `decoded_acc_pos_i` the share of rounds in which draft
-    tokens 0..i were accepted. `make_drafter(head, target)` is `drafters.head_drafter`.
+    tokens 0..i were accepted.
     """
     result = generate(
         target,
         [list(prompt) for prompt in prompts],
-        drafter=make_drafter(head, target),
-        num_speculative_tokens=num_speculative_tokens,
-        sampling={"temperature": temperature, "max_new_tokens": new_tokens},
-        seed=seed,
+        drafter=drafter,
+        num_speculative_tokens=config.num_speculative_tokens or FIXED,
+        sampling={"temperature": temperature, "max_new_tokens": config.new_tokens},
     )
     summary = result.summary()
-    numbers: dict[str, float] = {}
-    if summary.acceptance_length is not None:
-        numbers["tau"] = float(summary.acceptance_length)
-    for depth, share in enumerate(summary.acceptance_at_pos):
-        if share is not None:
-            numbers[f"decoded_acc_pos_{depth}"] = float(share)
-    return numbers
+    shares = {
+        f"decoded_acc_pos_{depth}": share for depth, share in enumerate(summary.acceptance_at_pos)
+    }
+    measured = {"tau": summary.acceptance_length, **shares}
+    return {name: float(value) for name, value in measured.items() if value is not None}
 
 
 def held_out_prompts(source: Source, chosen: np.ndarray, count: int, room: int) -> list[list[int]]:

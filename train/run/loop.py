@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ import numpy as np
 from specjax import signals
 from specjax.distributed import processes
 from specjax.errors import InputError
-from train.data.batches import ReadAhead, stream
+from train.data.batches import build, read_ahead
 from train.data.packing import Packing, Position, Shape, Source
 from train.run import checkpoints
 from train.run import workdir as files
@@ -63,9 +63,15 @@ class Feed:
     placement: Placement
 
     def batches(self, position: Position) -> Iterator[tuple[Any, Position]]:
-        """Batches on the devices from a position on, each with the position after it."""
-        rows, put = self.placement.rows, self.placement.put
-        return stream(self.source, self.packing, self.shape, position, rows, put)
+        """Batches on the devices from a position on, without end, each with the position after it.
+
+        Of each batch this process reads its own rows.
+        """
+        following = self.packing.advance(position)
+        while True:
+            taken = [next(following) for _ in range(self.shape.rows)]
+            rows = [taken[number][0] for number in self.placement.rows]
+            yield self.placement.put(build(self.source, rows, self.shape)), taken[-1][1]
 
 
 @dataclass
@@ -147,7 +153,7 @@ def train(
         writer.log(0, evaluate(state.params, 0, False))
     batches = feed.batches(progress.position)
     compiled = None
-    with _listening() as asked, ReadAhead(batches) as ahead:
+    with _listening() as asked, closing(read_ahead(batches)) as ahead:
         while step < config.steps:
             over = time.monotonic() > deadline
             if _anyone(step, asked.is_set() or over):

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import jax
 import numpy as np
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 from rich.text import Text
 
 from train.experts.balance import imbalance
@@ -51,35 +45,18 @@ def scalars(sums: Mapping[str, Any], prefix: str) -> dict[str, float]:
 
 
 def _ratio(part: float, whole: float) -> float:
-    return float(part) / float(whole) if whole else 0.0
+    return part / whole if whole else 0.0
 
 
 def sums_of(loss: Any, measures: Any) -> dict[str, Any]:
-    """A step's loss and `Measures` as plain numbers, ready for JSON and for `add`."""
-    return {
-        "loss": float(loss),
-        "weight": float(measures.weight),
-        "losses": {name: float(value) for name, value in measures.losses.items()},
-        "correct": [float(value) for value in measures.correct],
-        "prefix_correct": [float(value) for value in measures.prefix_correct],
-        "counts": [float(value) for value in measures.counts],
-        "loads": {name: np.asarray(load).tolist() for name, load in measures.loads.items()},
-    }
+    """A step's loss and `Measures` as plain numbers and lists, ready for JSON and for `add`."""
+    sums = {"loss": loss, **vars(measures)}
+    return jax.tree.map(lambda leaf: np.asarray(leaf, np.float64).tolist(), sums)
 
 
 def add(total: dict[str, Any] | None, more: dict[str, Any]) -> dict[str, Any]:
     """Sums of two parts of a run."""
-    if not total:
-        return more
-    return {name: _added(value, more[name]) for name, value in total.items()}
-
-
-def _added(one: Any, other: Any) -> Any:
-    if isinstance(one, dict):
-        return {name: _added(value, other[name]) for name, value in one.items()}
-    if isinstance(one, list):
-        return [_added(value, more) for value, more in zip(one, other, strict=True)]
-    return one + other
+    return jax.tree.map(operator.add, total, more) if total else more
 
 
 class MetricsWriter:
@@ -88,32 +65,15 @@ class MetricsWriter:
     def __init__(
         self, workdir: Workdir, console: Console, steps: int, step: int, quiet: bool = False
     ) -> None:
-        self._workdir, self._quiet = workdir, quiet
+        self._workdir, self._quiet, self._steps = workdir, quiet, steps
         self._console = Console(quiet=True) if quiet else console
-        self._steps, self._since = steps, None
         self._tensorboard = None if quiet else TensorBoardWriter(workdir.tensorboard, step)
-        self._bar: Progress | None = None
-        if self._console.is_terminal and not quiet:
-            self._bar = Progress(
-                TextColumn("{task.description}"),
-                BarColumn(bar_width=None),
-                MofNCompleteColumn(),
-                TimeElapsedColumn(),
-                TimeRemainingColumn(elapsed_when_finished=True),
-                TextColumn("{task.fields[numbers]}"),
-                console=self._console,
-                transient=True,
-            )
-            self._task = self._bar.add_task("training", total=steps, completed=step, numbers="")
+        self._first_finished: tuple[int, float] | None = None
 
     def __enter__(self) -> MetricsWriter:
-        if self._bar is not None:
-            self._bar.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
         if self._tensorboard is not None:
             self._tensorboard.close()
 
@@ -130,12 +90,10 @@ class MetricsWriter:
         self.say(f"{doing}: {time.perf_counter() - begin:.1f} s", "dim")
 
     def step(self, step: int) -> None:
-        """Move the bar."""
-        if self._since is None:
-            # From the first finished step on: compiling says nothing about the speed.
-            self._since = (step, time.perf_counter())
-        if self._bar is not None:
-            self._bar.update(self._task, completed=step)
+        """Note that a step has finished; the time left is counted from the first one on."""
+        if self._first_finished is None:
+            # Compiling, before it, says nothing about the speed.
+            self._first_finished = (step, time.perf_counter())
 
     def log(self, step: int, numbers: Mapping[str, float], show: str | None = None) -> None:
         """Keep numbers of a step, and print the line `show` if given."""
@@ -143,18 +101,14 @@ class MetricsWriter:
             return
         files.append_metrics(self._workdir, {"step": step, **numbers})
         self._tensorboard.write(step, numbers)
-        if show is None:
-            return
-        if self._bar is not None:
-            self._bar.update(self._task, completed=step, numbers=show)
-        else:
+        if show is not None:
             left = self.seconds_left(step)
             remaining = f"  {clock(left)} left" if left else ""
             self.say(f"step {step}/{self._steps}  {show}{remaining}")
 
     def seconds_left(self, step: int) -> float | None:
         """How long the steps after this one will take; None while there is nothing to go by."""
-        first, begin = self._since or (step, 0.0)
+        first, begin = self._first_finished or (step, 0.0)
         if step >= self._steps:
             return 0.0
         if step == first:

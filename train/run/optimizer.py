@@ -6,19 +6,17 @@ Loshchilov and Hutter 1711.05101; Jordan et al. 2024, "Muon", with the step size
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 import jax
-import jax.numpy as jnp
 import optax
 import optax.contrib
-from jaxtyping import Array, Float, Int
 
 from specjax.errors import InputError
-from specjax.fields import Number, Text, Whole, check_instance, optional
+from specjax.fields import Number, Text, Whole, optional
 from specjax.loading.checkpoints import leaf_name
 
 _VOCABULARY = frozenset(("embed", "head"))
@@ -27,33 +25,23 @@ _VOCABULARY = frozenset(("embed", "head"))
 
 @dataclass(frozen=True)
 class Scales:
-    """Factors of the learning rate by parameter name: NAME:FACTOR with commas, or a mapping."""
+    """Factors of the learning rate by parameter name, as NAME:FACTOR with commas."""
 
     def check(self, name: str, value: Any) -> dict[str, float]:
         """The factors by name."""
-        if isinstance(value, Mapping):
-            return {part: _factor(name, part, factor) for part, factor in value.items()}
         text = Text(empty=True).check(name, value)
-        found: dict[str, float] = {}
+        factors: dict[str, float] = {}
         for pair in text.split(",") if text.strip() else ():
-            part, mark, factor = map(str.strip, pair.partition(":"))
-            if not (part and mark) or part in found:
+            parameter, mark, factor = map(str.strip, pair.partition(":"))
+            if not (parameter and mark) or parameter in factors:
                 raise InputError(
                     f"{name}={text!r}: use NAME:FACTOR for each name, with commas, such as "
                     "head:0.5,layers.0:0.1"
                 )
-            found[part] = _factor(name, part, factor)
-        return found
-
-
-def _factor(name: str, part: str, factor: float | str) -> float:
-    try:
-        found = float(factor)
-    except ValueError:
-        found = math.nan
-    if not 0 <= found < math.inf:
-        raise InputError(f"{name}.{part}={factor}: use a number of at least 0")
-    return found
+            with suppress(ValueError):
+                factor = float(factor)
+            factors[parameter] = Number().check(f"{name}.{parameter}", factor)
+        return factors
 
 
 @dataclass(frozen=True)
@@ -65,7 +53,7 @@ class Optimization:
     `optimizer` "muon" makes the updates of kernels orthogonal, all but those over the vocabulary.
     `learning_rate_scales` multiplies the rate of the parameters below a dotted name; the longest
     name counts. `balance_rate` is that of the biases by which experts are chosen, which no gradient
-    reaches. Raises InputError for values out of range.
+    reaches.
     """
 
     learning_rate: Annotated[float, Number(above=True)]
@@ -79,23 +67,18 @@ class Optimization:
     optimizer: Literal["adamw", "muon"] = "adamw"
     balance_rate: Annotated[float, Number()] = 1e-3
 
-    def __post_init__(self) -> None:
-        check_instance(self, "")
 
-
-def learning_rate(optimization: Optimization, step: Int[Array, ""] | int) -> Float[Array, ""]:
-    """The rate of an update, the first one being step 0."""
-    step = jnp.asarray(step, jnp.float32)
-    rise = jnp.minimum((step + 1) / (optimization.warmup + 1), 1.0)
-    span = max(optimization.decay_steps - optimization.warmup, 1)
-    done = jnp.clip((step - optimization.warmup) / span, 0.0, 1.0)
-    left = {
-        "cosine": 0.5 * (1 + jnp.cos(math.pi * done)),
-        "linear": 1 - done,
-        "constant": jnp.ones_like(done),
+def learning_rate(optimization: Optimization) -> optax.Schedule:
+    """The rate by the update's number: the first one is number 0, and its rate is above 0."""
+    peak, warmup = optimization.learning_rate, optimization.warmup
+    final, steps = optimization.final_fraction, max(optimization.decay_steps - warmup, 1)
+    after = {
+        "cosine": optax.cosine_decay_schedule(peak, steps, final),
+        "linear": optax.linear_schedule(peak, final * peak, steps),
+        "constant": optax.constant_schedule(peak),
     }[optimization.schedule]
-    final = optimization.final_fraction
-    return optimization.learning_rate * rise * (final + (1 - final) * left)
+    rise = optax.linear_schedule(peak / (warmup + 1), peak, warmup)
+    return optax.join_schedules([rise, after], [warmup])
 
 
 def make_optimizer(optimization: Optimization, params: Any) -> optax.GradientTransformation:
@@ -104,20 +87,16 @@ def make_optimizer(optimization: Optimization, params: Any) -> optax.GradientTra
     Weight decay leaves what is named `scale` or `bias` alone. Raises InputError for a name in
     `learning_rate_scales` that no parameter is below.
     """
-    named = _rates(optimization.learning_rate_scales, params)
-    parts = [
+    factors = _factors(optimization.learning_rate_scales, params)
+    return optax.chain(
         optax.clip_by_global_norm(optimization.clip) if optimization.clip > 0 else optax.identity(),
-        _muon() if optimization.optimizer == "muon" else _adam(),
+        _muon() if optimization.optimizer == "muon" else optax.scale_by_adam(b1=0.9, b2=0.95),
         optax.add_decayed_weights(optimization.weight_decay, mask=_decays),
-        optax.scale_by_learning_rate(lambda step: learning_rate(optimization, step)),
-    ]
-    if optimization.learning_rate_scales:
-        parts.append(_scale_each(named))
-    return optax.chain(*parts)
-
-
-def _adam() -> optax.GradientTransformation:
-    return optax.scale_by_adam(b1=0.9, b2=0.95, eps=1e-8)
+        optax.scale_by_learning_rate(learning_rate(optimization)),
+        optax.partition(
+            {factor: optax.scale(factor) for factor in jax.tree.leaves(factors)}, factors
+        ),
+    )
 
 
 def _muon() -> optax.GradientTransformation:
@@ -159,20 +138,13 @@ def _decays(params: Any) -> Any:
     return jax.tree_util.tree_map_with_path(decays, params)
 
 
-def _scale_each(factors: Any) -> optax.GradientTransformation:
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        return jax.tree.map(lambda leaf, factor: factor * leaf, updates, factors), state
-
-    return optax.GradientTransformation(lambda _: optax.EmptyState(), update)
-
-
-def _rates(scales: Mapping[str, float], params: Any) -> Any:
-    """Each parameter's factor."""
+def _factors(scales: Mapping[str, float], params: Any) -> Any:
+    """Each parameter's factor of the learning rate."""
     used = set()
 
     def factor(path: tuple, _: Any) -> float:
         name = leaf_name(path)
-        above = [one for one in scales if f"{name}.".startswith(f"{one}.")]
+        above = [scaled for scaled in scales if f"{name}.".startswith(f"{scaled}.")]
         used.update(above)
         return float(scales[max(above, key=len)]) if above else 1.0
 

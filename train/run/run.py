@@ -172,7 +172,6 @@ def _introduce(writer: MetricsWriter, setup: Setup, params: Any) -> None:
     steps, packing, shape = setup.config.loop.steps, setup.feed.packing, setup.feed.shape
     rows, tokens = len(packing.rows(0)), packing.tokens
     source = "stored" if shape.features else "computed in the step"
-    full, labelled = packing.fill_rate(), packing.label_fill_rate()
     trained = "trained along" if setup.method.trains_target else "frozen"
     writer.say(
         f"{setup.method.name} for {setup.target.name} ({setup.target.num_params / 1e6:.1f}M "
@@ -181,8 +180,8 @@ def _introduce(writer: MetricsWriter, setup: Setup, params: Any) -> None:
     )
     writer.say(
         f"{packing.conversations} conversations, {tokens} tokens, in {rows} rows of "
-        f"{shape.tokens}, {full:.1%} full (labels {labelled:.1%} of {shape.labels}); "
-        f"{packing.left_out} without a label left out; features {source}"
+        f"{shape.tokens}, {packing.fill_rate():.1%} full; {packing.left_out} without a label left "
+        f"out; features {source}"
     )
     least, lengths = setup.method.least_tokens, setup.feed.source.lengths
     if short := int((lengths < least).sum()):

@@ -19,8 +19,7 @@ from train.run.config import BatchConfig
 class Placement:
     """Puts host rows on the devices, as `micro` micro-batches of `per_micro` rows each.
 
-    `rows` are the numbers of the rows of a whole batch that this process holds; `put` takes a host
-    batch of just these, and gives one with the leading axes [micro, per_micro].
+    `held` are the rows of a micro-batch that this process holds.
     """
 
     micro: int
@@ -34,7 +33,7 @@ class Placement:
         return [first * self.per_micro + row for first in range(self.micro) for row in self.held]
 
     def put(self, batch: Batch) -> Batch:
-        """The batch on the devices."""
+        """A host batch of just these rows, on the devices, with the axes [micro, per_micro]."""
         return jax.tree.map(self._put, batch)
 
     def _put(self, leaf: np.ndarray) -> jax.Array:
@@ -43,12 +42,7 @@ class Placement:
             return jax.device_put(local)
         spread = NamedSharding(self.mesh, PartitionSpec(None, DATA))
         shape = (self.micro, self.per_micro, *leaf.shape[1:])
-        column_of = {row: column for column, row in enumerate(self.held)}
-
-        def part(index: tuple[slice, ...]) -> np.ndarray:
-            return local[:, [column_of[row] for row in range(self.per_micro)[index[1]]]]
-
-        return jax.make_array_from_callback(shape, spread, part)
+        return jax.make_array_from_process_local_data(spread, local, shape)
 
 
 def placement_of(config: BatchConfig, mesh: Mesh | None) -> Placement:
@@ -71,37 +65,29 @@ def gathered(tree: Any, mesh: Mesh | None) -> Any:
 
 
 def split_over_data(tree: Any, mesh: Mesh, split: bool) -> Any:
-    """Each array split over `data` along its longest axis that divides, or whole."""
+    """The sharding of each array: over `data` along its longest axis that divides, or whole."""
     devices = axis_size(mesh, DATA)
 
-    def one(leaf: Any) -> NamedSharding:
-        axes: list[str | None] = [None] * leaf.ndim
-        dividing = [axis for axis, size in enumerate(leaf.shape) if size % devices == 0]
+    def sharding(leaf: Any) -> NamedSharding:
+        axes: list[str | None] = [None] * np.ndim(leaf)
+        dividing = [axis for axis, size in enumerate(np.shape(leaf)) if size % devices == 0]
         if split and devices > 1 and dividing:
             axes[max(dividing, key=lambda axis: leaf.shape[axis])] = DATA
         return NamedSharding(mesh, PartitionSpec(*axes))
 
-    return jax.tree.map(one, tree)
+    return jax.tree.map(sharding, tree)
 
 
-def copied(params: Any, mesh: Mesh | None, split: bool) -> Any:
-    """Parameters in buffers of their own: donated buffers must not be the target's."""
-    if mesh is None:
-        return jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), params)
+def copied(tree: Any, mesh: Mesh | None, split: bool = False) -> Any:
+    """Arrays in buffers of their own, on every device or `split`, so that they can be donated.
 
-    def spread(leaf: Any, sharding: NamedSharding) -> jax.Array:
-        if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
-            return jax.jit(jnp.copy, out_shardings=sharding)(leaf)
-        host = np.array(leaf)
-        return jax.make_array_from_callback(host.shape, sharding, lambda part: host[part])
+    Every process gives the same values.
+    """
 
-    return jax.tree.map(spread, params, split_over_data(params, mesh, split))
+    def host(leaf: Any) -> Any:
+        elsewhere = isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
+        return leaf if mesh is None or elsewhere else np.asarray(leaf)
 
-
-def whole(value: np.ndarray | np.generic, mesh: Mesh | None) -> jax.Array:
-    """A host array on every device."""
-    if mesh is None:
-        return jnp.asarray(value)
-    host = np.asarray(value)
-    sharding = NamedSharding(mesh, PartitionSpec())
-    return jax.make_array_from_callback(host.shape, sharding, lambda part: host[part])
+    shardings = None if mesh is None else split_over_data(tree, mesh, split)
+    copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=shardings)
+    return copy(jax.tree.map(host, tree))

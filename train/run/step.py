@@ -21,10 +21,10 @@ from train.experts.balance import balanced
 from train.methods.method import Measures, Method
 from train.methods.packed_rows import fill_features
 from train.run.optimizer import Optimization, learning_rate, make_optimizer
-from train.run.sharding import copied, split_over_data, whole
+from train.run.sharding import copied, split_over_data
 
-LATE = np.int32(2**30)
-"""A step that is late in any run, with room for later ones."""
+_LATE = np.int32(2**30)
+"""A step that is late in any run."""
 
 
 @struct.dataclass
@@ -62,8 +62,6 @@ class Program(NamedTuple):
     state: State
     step: Callable[[State, Any, Batch], tuple[State, Report]]
     evaluate: Callable[[Any, Any, Batch], tuple[Float[Array, ""], Measures]]
-    gradients: Callable[[State, Any, Batch], tuple[Any, Any, Any]]
-    update: Callable[[State, Any], tuple[State, Any]]
     mesh: Mesh | None
 
     def compile(self, target_params: Any, batches: Batch) -> Callable:
@@ -96,50 +94,36 @@ def make_program(
     init_key, key = jax.random.split(run_key)
     loss = loss_function(method, decoder, remat)
     params = copied(method.init(init_key), mesh, fsdp)
-    optimizer = make_optimizer(optimization, params)
+    optimizer, rate = make_optimizer(optimization, params), learning_rate(optimization)
     shapes = jax.eval_shape(optimizer.init, params)
     moments = None if mesh is None else split_over_data(shapes, mesh, split=True)
     state = State(
         params=params,
         optimizer=jax.jit(optimizer.init, out_shardings=moments)(params),
-        step=whole(np.int32(0), mesh),
-        key=whole(np.asarray(jax.random.key_data(key)), mesh),
+        step=copied(np.int32(0), mesh),
+        key=copied(np.asarray(jax.random.key_data(key)), mesh),
     )
 
-    def gradients(state: State, target_params: Any, batches: Batch) -> tuple[Any, Any, Any]:
-        """Gradients of the mean loss, the summed loss, the summed measures."""
-        micro = batches.tokens.shape[0]
-        at = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
-
+    def step(state: State, target_params: Any, batches: Batch) -> tuple[State, Report]:
         def one(params: Any, batch: Batch, key: Any) -> tuple[Any, Any]:
             return loss(params, target_params, batch, key, state.step)
 
-        grads, value, measures = summed_gradients(
-            one, state.params, batches, jax.random.split(at, micro)
-        )
+        at = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
+        keys = jax.random.split(at, batches.tokens.shape[0])
+        grads, value, measures = summed_gradients(one, state.params, batches, keys)
         # A batch may, rarely, have no label at all; its gradient is zero, not undefined.
         share = 1 / jnp.maximum(measures.weight, 1)
-        return jax.tree.map(lambda leaf: leaf * share, grads), value, measures
-
-    def update(state: State, grads: Any) -> tuple[State, Any]:
+        grads = jax.tree.map(lambda leaf: leaf * share, grads)
         updates, moments = optimizer.update(grads, state.optimizer, state.params)
         params = optax.apply_updates(state.params, updates)
-        norm = optax.tree.norm(grads)
-        return state.replace(params=params, optimizer=moments, step=state.step + 1), norm
-
-    def step(state: State, target_params: Any, batches: Batch) -> tuple[State, Report]:
-        grads, value, measures = gradients(state, target_params, batches)
-        after, norm = update(state, grads)
-        params = balanced(after.params, measures.loads, optimization.balance_rate)
-        return after.replace(params=params), Report(
+        params = balanced(params, measures.loads, optimization.balance_rate)
+        schedules = {"learning_rate": rate, **method.schedules}
+        return state.replace(params=params, optimizer=moments, step=state.step + 1), Report(
             loss=value,
             measures=measures,
             tokens=(batches.segments > 0).sum(dtype=jnp.int32),
-            grad_norm=norm,
-            schedules={
-                "learning_rate": learning_rate(optimization, state.step),
-                **{name: value(state.step) for name, value in method.schedules.items()},
-            },
+            grad_norm=optax.tree.norm(grads),
+            schedules={name: schedule(state.step) for name, schedule in schedules.items()},
         )
 
     def evaluate(params: Any, target_params: Any, batches: Batch) -> tuple[Any, Measures]:
@@ -156,8 +140,6 @@ def make_program(
         state=state,
         step=jax.jit(step, donate_argnums=0, out_shardings=both),
         evaluate=jax.jit(evaluate, out_shardings=replicated),
-        gradients=jax.jit(gradients),
-        update=jax.jit(update, donate_argnums=0, out_shardings=both),
         mesh=mesh,
     )
 
@@ -171,7 +153,7 @@ def loss_function(method: Method, decoder: Decoder, remat: bool) -> Callable:
     """
 
     def loss(
-        params: Any, target_params: Any, batch: Batch, key: Any, step: Any = LATE
+        params: Any, target_params: Any, batch: Batch, key: Any, step: Any = _LATE
     ) -> tuple[Any, Measures]:
         # They are stored and transferred as float16.
         stored = {name: value.astype(jnp.float32) for name, value in batch.features.items()}

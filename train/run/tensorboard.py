@@ -1,16 +1,15 @@
 """Scalars for TensorBoard, on disk when `write` returns.
 
 tensorboardX's own `SummaryWriter` passes them to a thread, which ends where the disk is full and
-leaves its caller waiting forever; here its event format is written directly, and the error raised.
+leaves its caller waiting forever; its events are written directly here, and the error raised.
 """
 
 from __future__ import annotations
 
-import errno
 import os
-import struct
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,54 +24,40 @@ class TensorBoardWriter:
 
     def __init__(self, directory: Path, step: int) -> None:
         # Slow to import, and of no use to who only reads.
-        from tensorboardX.proto import event_pb2
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto import event_pb2, summary_pb2
 
-        self._event = event_pb2
-        # The name is what TensorBoard looks for, and sorts by.
-        name = f"events.out.tfevents.{time.time_ns() // 1000:019d}.{os.getpid()}"
-        self._path = directory / name
-        try:
+        self._directory, self._event, self._summary = directory, event_pb2, summary_pb2.Summary
+        with self._writing():
             directory.mkdir(parents=True, exist_ok=True)
-            # Unbuffered: nothing is left to be written when the file is closed.
-            self._file = self._path.open("wb", buffering=0)
-        except OSError as error:
-            raise self._unwritable(error) from None
-        self._add(event_pb2.Event(wall_time=time.time(), file_version="brain.Event:2"))
+            self._events = EventsWriter(str(directory / "events"), f".{os.getpid()}.{step}")
         # What an interrupted run wrote after this step is no longer so.
         start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-        self._add(event_pb2.Event(wall_time=time.time(), step=step + 1, session_log=start))
+        self._add(step=step + 1, session_log=start)
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
         """Add a step's numbers."""
-        event = self._event.Event(wall_time=time.time(), step=step)
-        for name, value in numbers.items():
-            event.summary.value.add(tag=name, simple_value=value)
-        self._add(event)
+        values = [
+            self._summary.Value(tag=name, simple_value=value) for name, value in numbers.items()
+        ]
+        self._add(step=step, summary=self._summary(value=values))
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        with suppress(OSError):  # what could not be written has been said
+            self._events.close()
 
-    def _add(self, event: Any) -> None:
-        data = event.SerializeToString()
-        length = struct.pack("<Q", len(data))
-        record = length + _masked_crc(length) + data + _masked_crc(data)
+    def _add(self, **fields: Any) -> None:
+        with self._writing():
+            self._events.write_event(self._event.Event(wall_time=time.time(), **fields))
+            self._events.flush()
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
         try:
-            if self._file.write(record) != len(record):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            yield
         except OSError as error:
-            raise self._unwritable(error) from None
-
-    def _unwritable(self, error: OSError) -> InputError:
-        return InputError(
-            f"{self._path.parent}: cannot be written ({error.strerror or error}); free space, then "
-            "start again"
-        )
-
-
-def _masked_crc(data: bytes) -> bytes:
-    """The checksum of TFRecord files: CRC-32C, rotated and shifted by a constant."""
-    from tensorboardX.crc32c import crc32c
-
-    value = crc32c(data)
-    return struct.pack("<I", (((value >> 15) | (value << 17)) + 0xA282EAD8) & 0xFFFFFFFF)
+            raise InputError(
+                f"{self._directory}: cannot be written ({error.strerror or error}); free space, "
+                "then start again"
+            ) from None
