@@ -126,8 +126,8 @@ def _ablate(argv: list[str]) -> int:
     common = _common(options, fields)
     row_tokens = read_config(common, CONFIG).row_tokens
     stages = [stage for run in runs for stage in _stages(run, common, row_tokens, options)]
-    with folder_lock.lock(root, "recipe", f"workdir={str(root)!r}") as lock:
-        code = run_stages(stages, root, "the table", until, [lock])
+    with folder_lock.lock(root, "recipe", f"workdir={str(root)!r}"):
+        code = run_stages(stages, root, "the table", until)
         if code is None:
             report(runs, options, common)
     return code or 0

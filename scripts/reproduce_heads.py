@@ -67,9 +67,8 @@ def reproduce(options: SimpleNamespace) -> int:
     """Run what is left of the recipe; returns the exit code."""
     until = math.inf if options.minutes is None else time.monotonic() + 60 * options.minutes
     root = options.workdir
-    # The stages inherit the lock: one that outlives this process keeps a second one from its files.
-    with folder_lock.lock(root, "recipe", f"workdir={str(root)!r}") as lock:
-        code = run_stages(recipe(options, root), root, "export", until, [lock])
+    with folder_lock.lock(root, "recipe", f"workdir={str(root)!r}"):
+        code = run_stages(recipe(options, root), root, "export", until)
         if code is None:
             export(options, root)
     return code or 0

@@ -22,18 +22,13 @@ _LOOK_S = 0.25
 
 
 def run_child(
-    command: Sequence[str],
-    *,
-    log: IO[str] | None = None,
-    until: float = math.inf,
-    keep: Sequence[int] = (),
+    command: Sequence[str], *, log: IO[str] | None = None, until: float = math.inf
 ) -> int | None:
     """Run a command in a process of its own; returns its exit code, None where its time was over.
 
     Ctrl-C, SIGTERM and a closed terminal reach it as Ctrl-C, as does `until`, a time of
     `time.monotonic`. It then has GRACE_S to end; afterwards KeyboardInterrupt is raised, unless the
-    reason was `until`. At a second request it is killed. Its output goes to `log`; `keep` are file
-    descriptors that it inherits.
+    reason was `until`. At a second request it is killed. Its output goes to `log`.
     """
     asked: list[int] = []
     # Noted, not raised, so that nothing ends at a wrong moment.
@@ -44,7 +39,6 @@ def run_child(
             stdout=log,
             stderr=None if log is None else subprocess.STDOUT,
             start_new_session=True,
-            pass_fds=keep,
         )
         try:
             while child.poll() is None and not asked and time.monotonic() < until:

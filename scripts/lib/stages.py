@@ -29,11 +29,7 @@ class Stage(NamedTuple):
 
 
 def run_stages(
-    stages: Sequence[Stage],
-    root: Path,
-    last: str,
-    until: float = math.inf,
-    keep: Sequence[int] = (),
+    stages: Sequence[Stage], root: Path, last: str, until: float = math.inf
 ) -> int | None:
     """Run what is left, as `run_child` does; an exit code where that ends early, else None.
 
@@ -56,7 +52,7 @@ def run_stages(
         print(f"[{stage.name}] {stage.command_line}", flush=True)
         begin = time.monotonic()
         try:
-            code = run_child(stage.command, until=until, keep=keep) if begin < until else None
+            code = run_child(stage.command, until=until) if begin < until else None
         except KeyboardInterrupt:
             code = command.INTERRUPTED
         if code != 0:
