@@ -49,7 +49,7 @@ from specjax.loading.checkpoint_directory import is_checkpoint, newest, read_mar
 from train.data.examples import METADATA
 from train.data.responses import open_responses
 from train.run import checkpoints as run_checkpoints
-from train.run.workdir import Workdir, read_metrics, steps
+from train.run.workdir import Workdir, read_metrics
 
 ROOT = Path(__file__).parents[1]
 WHAT = (*METHODS, "generation", "features")
@@ -236,7 +236,7 @@ def _names(folder: Path) -> list[str]:
     for path in folder.rglob("*"):
         name = path.relative_to(folder)
         ours = name.parts[0] != "tensorboard" and name.name != LOCK
-        orbax = any(part.startswith("specjax-") for part in name.parts)
+        orbax = any(part.startswith(("specjax-", "step-")) for part in name.parts)
         if path.is_file() and ours and not orbax:
             found.append(name.as_posix())
     return found
@@ -272,7 +272,7 @@ def _dataset(folder: Path) -> Content:
 
 def _training(folder: Path) -> Content:
     workdir = Workdir(folder)
-    found = {"steps of checkpoints": str(steps(workdir))}
+    found = {"steps of checkpoints": str(workdir.steps)}
     for name in ("export", "export/head", "export/target"):
         if is_checkpoint(folder / name):
             kind = read_marker(folder / name, newest(folder / name)).kind

@@ -255,7 +255,7 @@ def test_a_save_that_dies_leaves_the_earlier_checkpoint(saved, model, tiny, tmp_
     fresh = tmp_path / "fresh"
     ran = [
         start(["-c", DIES, str(tmp_path / "other"), str(directory), name], program=())
-        for directory, name in ((saved, "specjax-2"), (fresh, "new"))
+        for directory, name in ((saved, "specjax-2"), (fresh, "specjax-1"))
     ]
     for code, _, error in [finish(process) for process in ran]:
         assert code == -signal.SIGKILL, error

@@ -191,22 +191,15 @@ def contents(folder: Path, temporary_too: bool = False) -> Iterator[str]:
 
     Left out are its marker, its lock, what Orbax writes later, and temporary files unless asked for.
     """
-    for root, folders, files in os.walk(folder, onerror=_raise):
-        here = Path(root).relative_to(folder)
-        folders.sort()
-        links = [name for name in folders if (Path(root) / name).is_symlink()]
-        if not folders and not files and Path(root) != folder:
-            yield f"{here.as_posix()}/"
-        for one in sorted((*files, *links)):
-            name = (here / one).as_posix()
-            if name in _UNLISTED or (name == LOCK and is_lock(folder / name)):
-                continue
-            if temporary_too or not atomic_writes.is_temporary(name):
-                yield name
-
-
-def _raise(error: OSError) -> None:
-    raise error
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if path.is_dir() and not path.is_symlink():
+            if not any(path.iterdir()):
+                yield f"{name}/"
+        elif name in _UNLISTED or (name == LOCK and is_lock(path)):
+            continue
+        elif temporary_too or not atomic_writes.is_temporary(name):
+            yield name
 
 
 def _records(file: Path, files: Any) -> dict[str, Record]:

@@ -78,7 +78,10 @@ def save(
     Raises InputError where the directory holds anything else, cannot be written, or is not seen by
     all processes, for parameters that are not arrays and metadata that are not JSON.
     """
-    processes.together(lambda: _content(directory, kind, params, metadata))
+    processes.together(
+        lambda: _content(directory, kind, params, metadata),
+        {"the checkpoint's directory": str(directory)},
+    )
 
     def begin(stack: ExitStack) -> int:
         try:
@@ -140,8 +143,7 @@ class Saver:
         The arrays are copied first, and may be donated afterwards. Raises InputError as `save`.
         """
         content = processes.together(
-            lambda: _content(self._directory, self._kind, params, metadata),
-            {"the checkpoint's directory": str(self._directory)},
+            lambda: _content(self._directory, self._kind, params, metadata)
         )
         self.wait()
         self._number, self._content = number, content
@@ -213,9 +215,11 @@ class _OrbaxNames:
 
     def find_step(self, base_path: Any, step: int) -> Any:
         from etils import epath
-        from orbax.checkpoint.path.step import Metadata
+        from orbax.checkpoint.path import step as orbax_step
 
-        return Metadata(step=step, path=epath.Path(self._names.path(Path(base_path), step)))
+        return orbax_step.Metadata(
+            step=step, path=epath.Path(self._names.path(Path(base_path), step))
+        )
 
 
 @dataclass(frozen=True)

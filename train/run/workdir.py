@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from specjax.files.folder_marker import Kind
 from specjax.files.json_files import parse_json, read_json_file
 from specjax.files.open_files import open_regular
 from specjax.files.paths import output_folder
+from specjax.loading.checkpoint_directory import Numbered
 
 MAY_DIFFER = (
     "workdir",
@@ -40,10 +40,11 @@ MAY_DIFFER = (
 
 KIND: Kind = "training run"
 """What the marker of a run's folder says that it holds."""
+STEPS = Numbered("step", digits=9)
+"""The folders of checkpoints."""
 
 _RESTORE = "restore it, or delete it"
 _SHOWN = 8
-_STEP = re.compile(r"step-(\d{9})", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,11 @@ class Workdir:
         return self.root / "checkpoints"
 
     @property
+    def steps(self) -> list[int]:
+        """The steps of checkpoints, in order; those of interrupted saves are not among them."""
+        return STEPS.numbers(self.checkpoints)
+
+    @property
     def tensorboard(self) -> Path:
         """The same numbers for TensorBoard."""
         return self.root / "tensorboard"
@@ -103,7 +109,7 @@ def open_workdir(directory: str | Path, record: Mapping[str, Any]) -> Workdir:
     text = json.dumps(record, indent=2, sort_keys=True) + "\n"
 
     def check() -> None:
-        if steps(workdir):
+        if workdir.steps:
             check_same_run(workdir.config, record, MAY_DIFFER, "decay_steps is steps unless set")
         write_file(workdir.config, text)
 
@@ -111,14 +117,6 @@ def open_workdir(directory: str | Path, record: Mapping[str, Any]) -> Workdir:
     processes.together(lambda: check() if processes.is_first() else None)
     processes.together(lambda: None if processes.is_first() else _check_seen(workdir))
     return workdir
-
-
-def steps(workdir: Workdir) -> list[int]:
-    """The steps of checkpoints, whole or not, in order."""
-    if not workdir.checkpoints.is_dir():
-        return []
-    found = (_STEP.fullmatch(entry.name) for entry in workdir.checkpoints.iterdir())
-    return sorted(int(match[1]) for match in found if match)
 
 
 def truncate_metrics(workdir: Workdir, step: int) -> None:
@@ -191,7 +189,7 @@ def append_metrics(workdir: Workdir, row: Mapping[str, Any]) -> None:
         with workdir.metrics.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
     except OSError as error:
-        raise _unwritable(workdir.metrics, error) from None
+        raise unwritable(workdir.metrics, error) from None
 
 
 def write_file(path: Path, text: str) -> None:
@@ -200,7 +198,7 @@ def write_file(path: Path, text: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         text_files.write_text(path, text)
     except OSError as error:
-        raise _unwritable(path, error) from None
+        raise unwritable(path, error) from None
 
 
 def _check_seen(workdir: Workdir) -> None:
@@ -211,7 +209,8 @@ def _check_seen(workdir: Workdir) -> None:
         )
 
 
-def _unwritable(path: Path, error: OSError) -> InputError:
+def unwritable(path: Path, error: OSError) -> InputError:
+    """The error for a file or folder of a run that cannot be written."""
     return InputError(
         f"{path}: cannot be written ({error.strerror or error}); free space, then start again"
     )
