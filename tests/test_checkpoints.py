@@ -14,13 +14,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checkpointing import CONFIG, assert_same, mesh_of
 from conftest import slow, tiny_config
 from heads import with_modules
 from jax.sharding import NamedSharding, PartitionSpec
 from test_processes import ROOT, finish, free_port, start
 
 from specjax.decoding.generate import generate
+from specjax.distributed import sharding
 from specjax.errors import InputError
 from specjax.loading import model_metadata, orbax_checkpoint
 from specjax.loading.checkpoints import load_drafter, save_checkpoint, save_drafter
@@ -28,6 +28,26 @@ from specjax.loading.formats import build_parameters
 from specjax.loading.load import load_model, place_model, random_model, save_model
 from specjax.models.config import RopeScaling
 from specjax.models.decoder import Form
+
+CONFIG = tiny_config(
+    vocab_size=64, hidden_size=32, num_layers=2, num_kv_heads=4, head_dim=8, intermediate_size=64
+)
+
+
+def mesh_of(shape):
+    if shape is None:
+        return None
+    data, model = shape
+    return sharding.make_mesh(data, model, devices=jax.devices()[: data * model])
+
+
+def assert_same(params, other):
+    assert jax.tree.structure(params) == jax.tree.structure(other)
+    for mine, theirs in zip(jax.tree.leaves(params), jax.tree.leaves(other), strict=True):
+        assert mine.dtype == theirs.dtype
+        assert mine.shape == theirs.shape
+        assert np.asarray(mine).tobytes() == np.asarray(theirs).tobytes()
+
 
 SCALINGS = {
     "none": None,

@@ -1,6 +1,6 @@
 """Files and folders that are written whole or not at all, under temporary names until then.
 
-`is_temporary` recognises the names of temporary files and folders, and of the locks between writers.
+`is_temporary` recognises the names of temporary files and folders, and of locks between writers.
 """
 
 from __future__ import annotations

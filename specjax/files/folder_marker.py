@@ -189,7 +189,7 @@ def is_lock(file: Path) -> bool:
 def contents(folder: Path, temporary_too: bool = False) -> Iterator[str]:
     """All files below a folder, and folders that are empty, with a slash.
 
-    Left out are its marker, its lock, what Orbax writes later, and temporary files unless asked for.
+    Without its marker and lock, what Orbax writes later, and temporary files unless asked for.
     """
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from specjax.errors import InputError
 
+
 def regular_file(path: Path, remedy: str = "put a file there") -> Path:
     """The path of a file inside a folder, for a reader that opens it by its name.
 

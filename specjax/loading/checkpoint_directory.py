@@ -13,10 +13,11 @@ from typing import Literal
 
 from specjax.errors import InputError
 from specjax.files import folder_marker, folders
-from specjax.files.folder_marker import ORBAX_METADATA
 
 Kind = Literal["model", "drafter"]
 
+CONTENT = "specjax_checkpoint.json"
+"""The metadata of a checkpoint, beside its arrays; earlier versions kept them in Orbax's."""
 _UNFINISHED = ".orbax-checkpoint-tmp"
 """What Orbax appends to the name of a folder while it writes it."""
 
@@ -52,14 +53,14 @@ def is_checkpoint(directory: Path) -> bool:
     """Whether a directory holds a checkpoint of specjax, finished or of an interrupted save."""
     if not directory.is_dir() or (directory / "config.json").exists():
         return False
-    return (directory / ORBAX_METADATA).is_file() or any(map(_is_ours, _names(directory)))
+    return (directory / CONTENT).is_file() or any(map(_is_ours, _names(directory)))
 
 
 def newest(directory: Path) -> Path:
     """The folder of a directory's checkpoint; raises InputError where there is none."""
     if not directory.is_dir():
         raise InputError(f"{directory}: no such directory; give one that specjax saved")
-    if (directory / ORBAX_METADATA).is_file():  # a step of a training run
+    if (directory / CONTENT).is_file():  # a step of a training run
         return directory
     if numbers := SAVES.numbers(directory):
         return SAVES.path(directory, numbers[-1])

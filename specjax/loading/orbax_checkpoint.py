@@ -32,6 +32,7 @@ from specjax.files.folder_marker import ORBAX_METADATA, ORBAX_SUCCESS
 from specjax.files.json_files import parse_json, read_json_file
 from specjax.files.open_files import regular_files
 from specjax.loading.checkpoint_directory import (
+    CONTENT,
     SAVES,
     Kind,
     Numbered,
@@ -43,8 +44,6 @@ from specjax.loading.checkpoint_directory import (
 
 _FORMAT = 1
 _ARRAYS = "params"
-_CONTENT = "specjax_checkpoint.json"
-"""The metadata of a checkpoint; earlier versions kept them in Orbax's, which it lists as well."""
 _INDEX = (f"{_ARRAYS}/_METADATA", f"{_ARRAYS}/manifest.ocdbt")
 """The files that describe the arrays."""
 _READERS = {"model": "specjax.load_model", "drafter": "specjax.loading.checkpoints.load_drafter"}
@@ -120,7 +119,7 @@ class Saver:
         self._stack = ExitStack()
 
     def __enter__(self) -> Saver:
-        self._stack.enter_context(_silenced())
+        self._stack.enter_context(_unlogged())
         try:
             self._attempt(self._open)
             processes.together(lambda: _check_shared(self._directory))
@@ -182,7 +181,7 @@ class Saver:
         writing = self._names.unfinished(self._directory, self._number)
         # Orbax names the folder in it, which is nobody's concern elsewhere.
         (writing / _ARRAYS / ORBAX_SUCCESS).unlink(missing_ok=True)
-        (writing / _CONTENT).write_text(self._content, encoding="utf-8")
+        (writing / CONTENT).write_text(self._content, encoding="utf-8")
         folder_marker.seal(writing, self._kind)
 
     def _attempt(self, work: Callable[[Any], Result]) -> Result:
@@ -238,13 +237,19 @@ class _Preservation:
 
 
 def _holds_more(path: Path) -> bool:
-    """Whether a folder holds more than its marker lists, or has none."""
+    """Whether a folder holds a file that its marker does not list.
+
+    Without a marker, which a deletion that was interrupted may leave, the names of Orbax's files
+    are known.
+    """
     try:
         marker = folder_marker.read_marker(path)
-        listed = () if marker is None else marker.files or ()
-        return any(name not in listed for name in folder_marker.contents(path))
+        names = [name for name in folder_marker.contents(path) if name[-1] != "/"]
     except (InputError, OSError):
         return True
+    if marker is None:
+        return any(name != CONTENT and not name.startswith(f"{_ARRAYS}/") for name in names)
+    return any(name not in (marker.files or ()) for name in names)
 
 
 def look(directory: Path, kind: Kind) -> Found:
@@ -256,8 +261,8 @@ def look(directory: Path, kind: Kind) -> Found:
     marker = read_marker(directory, path)
     remedy = "copy the checkpoint again, or save elsewhere"
     regular_files(path, remedy)
-    by_orbax = _CONTENT not in marker.files
-    needed = (ORBAX_METADATA if by_orbax else _CONTENT, *_INDEX)
+    by_orbax = CONTENT not in marker.files  # saved by an earlier version
+    needed = (ORBAX_METADATA if by_orbax else CONTENT, *_INDEX)
     if damage := folder_marker.find_damage(path, marker, share=None, needed=needed):
         raise damaged(directory, f"{path.name}/{damage}")
 
@@ -272,7 +277,7 @@ def look(directory: Path, kind: Kind) -> Found:
     index, failure = _attempt(read)
     if failure is not None:
         raise damaged(directory, failure)
-    content = index.custom_metadata if by_orbax else read_json_file(path / _CONTENT, remedy)
+    content = index.custom_metadata if by_orbax else read_json_file(path / CONTENT, remedy)
     metadata = _metadata(directory, kind, content)
     if marker.kind != kind:
         raise damaged(directory, f"{path.name}/{folder_marker.MARKER} is of a {marker.kind}")
@@ -350,19 +355,27 @@ def _attempt(work: Callable[[Any], Result]) -> tuple[Result | None, str | None]:
 
 @contextmanager
 def _silenced() -> Iterator[None]:
-    loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
     hook = sys.unraisablehook
     sys.unraisablehook = lambda _: None
-    for logger in loggers:
-        logger.addFilter(_never)
     try:
-        with warnings.catch_warnings():
+        with _unlogged(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
             yield
     finally:
+        sys.unraisablehook = hook
+
+
+@contextmanager
+def _unlogged() -> Iterator[None]:
+    """Without what Orbax logs: its errors are raised as well."""
+    loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
+    for logger in loggers:
+        logger.addFilter(_never)
+    try:
+        yield
+    finally:
         for logger in loggers:
             logger.removeFilter(_never)
-        sys.unraisablehook = hook
 
 
 def _never(record: logging.LogRecord) -> bool:
