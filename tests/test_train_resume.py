@@ -237,40 +237,34 @@ def record(**changes):
     return {"config": config_of(**changes).record, "data": {"tokens": 5}}
 
 
-def test_another_config_is_refused_by_name(tmp_path):
-    begun = files.open_workdir(tmp_path / "w", record(seed=5))
+@pytest.fixture
+def begun(tmp_path):
+    """The folder of a run with a checkpoint."""
+    workdir = files.open_workdir(tmp_path / "w", record(seed=5))
     # Nothing was saved, so that nothing would be mixed up.
     files.open_workdir(tmp_path / "w", record())
-    (begun.checkpoints / "step-000000001").mkdir(parents=True)
-    with pytest.raises(InputError) as caught:
-        files.open_workdir(tmp_path / "w", record(seed=3, learning_rate=0.5))
-    for said in ("seed=0 then, 3 now", "learning_rate=0.01 then, 0.5 now", "another workdir"):
-        assert said in str(caught.value)
-    with pytest.raises(InputError, match="data.tokens=5 then, 6 now"):
-        files.open_workdir(tmp_path / "w", {**record(), "data": {"tokens": 6}})
-    with pytest.raises(InputError, match="draft_vocabulary=None then, 'f3' now"):
-        files.open_workdir(tmp_path / "w", {**record(seed=5), "draft_vocabulary": "f3"})
-    with pytest.raises(InputError, match="decay_steps=12 then, 20 now .*steps"):
-        files.open_workdir(tmp_path / "w", record(steps=20))
+    (workdir.checkpoints / "step-000000001").mkdir(parents=True)
+    return workdir
 
 
-def test_fields_that_change_no_curve_may_differ(tmp_path):
-    begun = files.open_workdir(tmp_path / "w", record(schedule="constant"))
-    (begun.checkpoints / "step-000000001").mkdir(parents=True)
-    files.open_workdir(
-        tmp_path / "w",
-        record(
-            schedule="constant",
-            steps=99,
-            minutes=3.0,
-            log_every=1,
-            checkpoint_every=7,
-            workdir="elsewhere",
-            fsdp=True,
-            mesh__data=4,
-            eval__every=3,
-        ),
-    )
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        (record(seed=3, learning_rate=0.5), "learning_rate=0.01 then, 0.5 now; seed=0 then, 3 now"),
+        ({**record(), "data": {"tokens": 6}}, "data.tokens=5 then, 6 now"),
+        ({**record(), "draft_vocabulary": "f3"}, "draft_vocabulary=None then, 'f3' now"),
+        (record(steps=20), "decay_steps=12 then, 20 now .*steps"),
+    ],
+)
+def test_another_run_is_refused_by_name(changed, said, begun):
+    with pytest.raises(InputError, match=f"{said}.*another workdir"):
+        files.open_workdir(begun.root, changed)
+
+
+def test_fields_that_change_no_curve_may_differ(begun):
+    free = dict(steps=99, minutes=3.0, log_every=1, checkpoint_every=7, workdir="elsewhere")
+    free |= dict(fsdp=True, mesh__data=4, eval__every=3, decay_steps=12)
+    files.open_workdir(begun.root, record(**free))
 
 
 def test_a_workdir_that_cannot_be_written_is_an_error(tmp_path):
@@ -319,12 +313,10 @@ def test_damaged_metrics_end_where_they_are_damaged(line, tmp_path):
 
 
 @pytest.mark.parametrize("text", ["5", "[]", "{", '{"config": ' * 100_000, '{"a": 1, "a": 2}'])
-def test_a_damaged_record_of_a_run_is_an_error(text, tmp_path):
-    begun = files.open_workdir(tmp_path / "w", record())
-    (begun.checkpoints / "step-000000001").mkdir(parents=True)
+def test_a_damaged_record_of_a_run_is_an_error(text, begun):
     begun.config.write_text(text)
     with pytest.raises(InputError, match=r"config.json is .*; restore it, or use another workdir"):
-        files.open_workdir(tmp_path / "w", record())
+        files.open_workdir(begun.root, record())
 
 
 # Where compiling is slow, its result would be kept on that disk too.
@@ -352,55 +344,71 @@ def test_a_tensorboard_writer_on_a_full_disk_is_an_error(tmp_path):
         TensorBoardWriter(next(tmp_path.iterdir()), 0)
 
 
-def test_a_damaged_checkpoint_gives_way_to_the_one_before(trained, tmp_path):
+DAMAGES = {
+    "a missing index": (
+        lambda folder: (folder / "params" / "_METADATA").unlink(),
+        "the checkpoint is damaged",
+    ),
+    "flipped bytes": (lambda folder: flip_four_bytes(folder / "params"), "SHA-256 differs"),
+    "no marker": (lambda folder: (folder / MARKER).unlink(), "lacks its commit marker"),
+    "no metadata": (
+        lambda folder: (folder / "specjax_checkpoint.json").unlink(),
+        "holds no checkpoint",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(damage, trained, tmp_path):
     workdir = files.Workdir(shutil.copytree(trained, tmp_path / "w"))
-    newest = workdir.checkpoints / "step-000000012" / "specjax-1"
-    (newest / "params" / "_METADATA").unlink()
+    change, said = DAMAGES[damage]
+    change(workdir.checkpoints / "step-000000012")
     found = checkpoints.last_checkpoint(workdir)
     assert (found.step, found.damaged) == (10, (12,))
-    (workdir.checkpoints / "step-000000010" / "specjax-1" / "params" / "_METADATA").unlink()
-    with pytest.raises(InputError, match="step-000000012: the checkpoint is damaged"):
+    change(workdir.checkpoints / "step-000000010")
+    with pytest.raises(InputError, match=f"step-000000012: .*{said}"):
         checkpoints.last_checkpoint(workdir)
 
 
-def test_flipped_bytes_in_a_checkpoint_are_found(trained, tmp_path):
+def test_a_damaged_checkpoint_is_kept_under_another_name(target, trained, tmp_path):
     workdir = files.Workdir(shutil.copytree(trained, tmp_path / "w"))
-    for step in (12, 10):
-        name = flip_four_bytes(workdir.checkpoints / f"step-{step:09d}" / "specjax-1" / "params")
-        if step == 12:
-            found = checkpoints.last_checkpoint(workdir)
-            assert (found.step, found.damaged) == (10, (12,))
-    with pytest.raises(
-        InputError, match=r"step-000000012: .* \(specjax-1/params/.*SHA-256 differs"
-    ):
-        checkpoints.last_checkpoint(workdir)
-    assert (workdir.checkpoints / "step-000000010" / "specjax-1" / "params" / name).exists()
-    (workdir.checkpoints / "step-000000012" / "specjax-1" / MARKER).unlink()
-    with pytest.raises(InputError, match="step-000000012: specjax-1 lacks its commit marker"):
-        checkpoints.last_checkpoint(workdir)
+    flip_four_bytes(workdir.checkpoints / "step-000000012")
+    run = Run(workdir.root, target, config_of())
+    assert run.progress.step == 10
+    run.train()
+    assert sorted(path.name for path in workdir.checkpoints.iterdir()) == [
+        "damaged-step-000000012",
+        "step-000000010",
+        "step-000000012",
+    ]
+    assert checkpoints.last_checkpoint(workdir).step == 12
 
 
-def test_what_a_user_puts_beside_a_checkpoint_is_kept(target, tmp_path):
+def test_folders_that_hold_more_than_specjax_wrote_are_kept(target, tmp_path):
+    """A user's file, and the checkpoint of an earlier version, in a folder inside the step's."""
     Run(tmp_path / "w", target, config_of(steps=5, decay_steps=12)).train()
     workdir = files.Workdir(tmp_path / "w")
-    note = workdir.checkpoints / "step-000000005" / "specjax-1" / "params" / "note.txt"
-    note.write_text("mine")
-    run = Run(tmp_path / "w", target, config_of())
-    run.train()
-    assert note.read_text() == "mine"
-    assert [path for path in note.parents[1].rglob("*") if path.is_file()] == [note]
-    assert checkpoints.last_checkpoint(workdir).step == 12
+    now = workdir.checkpoints / "step-000000005"
+    earlier = workdir.checkpoints / "step-000000003" / "specjax-1"
+    shutil.copytree(now, earlier)
+    (now / "params" / "note.txt").write_text("mine")
+    half_deleted = workdir.checkpoints / "step-000000002" / "params" / "d"
+    half_deleted.mkdir(parents=True)
+    (half_deleted / "part").write_text("ours")
+    Run(tmp_path / "w", target, config_of()).train()
+    assert workdir.steps == [3, 5, 10, 12]
+    assert (now / "params" / "note.txt").read_text() == "mine"
+    for step in (5, 10, 12):
+        shutil.rmtree(workdir.checkpoints / f"step-{step:09d}")
+    assert checkpoints.last_checkpoint(workdir).step == 3
 
 
 def test_an_interrupted_first_save_counts_for_nothing(target, tmp_path):
     run = Run(tmp_path / "w", target, config_of())
-    left = run.workdir.checkpoints / "step-000000005" / "specjax-1.unfinished"
-    (left / "new.orbax-checkpoint-tmp").mkdir(parents=True)
-    note = {"specjax_unfinished": "drafter specjax-1.unfinished"}
-    (left / "specjax_unfinished.json").write_text(json.dumps(note) + "\n")
+    (run.workdir.checkpoints / "step-000000005.orbax-checkpoint-tmp" / "params").mkdir(parents=True)
     assert checkpoints.last_checkpoint(run.workdir) is None
     run.train()
-    assert run.steps() == [10, 12]
+    assert sorted(path.name[-2:] for path in run.workdir.checkpoints.iterdir()) == ["10", "12"]
 
 
 def test_a_checkpoint_of_other_parameters_is_refused(target, tmp_path):
