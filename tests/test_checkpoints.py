@@ -109,23 +109,6 @@ def test_every_field_of_a_config_comes_back(scaling):
     assert model_metadata.read_config(json.loads(text)) == config
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_a_scaled_model_with_biases_comes_back(tied, tmp_path):
-    config = dataclasses.replace(
-        CONFIG,
-        rope_scaling=SCALINGS["factors"],
-        attention_bias=True,
-        mlp_bias=True,
-        tie_word_embeddings=tied,
-    )
-    model = random_model(config, 3, dtype="float32")
-    save_checkpoint(model, tmp_path / "model")
-    loaded = load_model(tmp_path / "model", dtype="float32")
-    assert loaded.config == config
-    assert loaded.tokenizer is None
-    assert_same(loaded.params, model.params)
-
-
 def assert_placed(model, mesh, shards):
     if mesh is None:
         assert all(len(leaf.devices()) == 1 for leaf in jax.tree.leaves(model.params))
@@ -279,8 +262,8 @@ def test_a_save_that_dies_leaves_the_earlier_checkpoint(saved, model, tiny, tmp_
     ]
     for code, _, error in [finish(process) for process in ran]:
         assert code == -signal.SIGKILL, error
-    assert sorted(entry.name for entry in saved.iterdir())[0] == "specjax-1"
-    assert len(list(saved.iterdir())) == 2
+    named = sorted(entry.name for entry in saved.iterdir() if entry.name[0] != ".")
+    assert named == ["specjax-1", "specjax-2.orbax-checkpoint-tmp"]
     assert_same(load_model(saved, dtype="float32").params, model.params)
     with pytest.raises(InputError, match="fresh: the only save into it was interrupted"):
         load_model(fresh)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from specjax.errors import InputError
 from specjax.files import folder_marker, folders
@@ -24,25 +24,43 @@ _UNFINISHED = ".orbax-checkpoint-tmp"
 
 @dataclass(frozen=True)
 class Numbered:
-    """Names of folders: a prefix and a number, with zeros up to so many digits."""
+    """Names of folders: a prefix and a number, with zeros up to so many digits.
+
+    The methods with `step` are those that Orbax asks for (`NameFormat`).
+    """
 
     prefix: str
     digits: int = 1
 
     def path(self, directory: Path, number: int) -> Path:
         """The folder of a checkpoint."""
-        return directory / f"{self.prefix}-{number:0{self.digits}d}"
+        return directory / self.build_name(number)
 
     def unfinished(self, directory: Path, number: int) -> Path:
         """The folder in which Orbax writes it, before it gets its name."""
-        path = self.path(directory, number)
-        return path.with_name(path.name + _UNFINISHED)
+        return directory / (self.build_name(number) + _UNFINISHED)
 
     def numbers(self, directory: Path) -> list[int]:
         """The numbers of the folders that are there and were finished, in order."""
         pattern = re.compile(rf"{self.prefix}-(\d{{{self.digits},}})", re.ASCII)
         found = map(pattern.fullmatch, _names(directory) if directory.is_dir() else ())
         return sorted(int(match[1]) for match in found if match)
+
+    def build_name(self, step: int) -> str:
+        """The name of a folder."""
+        return f"{self.prefix}-{step:0{self.digits}d}"
+
+    def find_step(self, base_path: Any, step: int) -> Any:
+        """What Orbax keeps of a folder that is there."""
+        # Slow to import, and needed only for saving.
+        from etils import epath
+        from orbax.checkpoint.path import step as orbax_step
+
+        return orbax_step.Metadata(step=step, path=epath.Path(base_path) / self.build_name(step))
+
+    def find_all(self, base_path: Any) -> list[Any]:
+        """The same of all folders."""
+        return [self.find_step(base_path, step) for step in self.numbers(Path(base_path))]
 
 
 SAVES = Numbered("specjax")

@@ -97,6 +97,7 @@ def save(
         # One process looks, since file systems may show the others an older listing.
         number = processes.together(lambda: begin(stack) if processes.is_first() else 0)
         number = processes.from_first(number)
+        processes.together(lambda: _check_shared(directory))
         with Saver(directory, kind, SAVES, kept=1) as saver:
             saver.save(number, params, metadata)
         if processes.is_first():
@@ -116,25 +117,21 @@ class Saver:
         self._directory, self._kind, self._names, self._kept = directory, kind, names, kept
         self._number, self._content = 0, ""
         self._pending: Any = None
-        self._stack = ExitStack()
 
     def __enter__(self) -> Saver:
-        self._stack.enter_context(_unlogged())
-        try:
+        with ExitStack() as stack:
+            stack.enter_context(_silenced())
             self._attempt(self._open)
-            processes.together(lambda: _check_shared(self._directory))
-        except BaseException:
-            self._stack.close()
-            raise
+            self._stack = stack.pop_all()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> None:
         with self._stack:
-            if kind is None:
-                self.wait()
-            elif self._pending is not None:  # the error that ends the context is the one to report
-                with suppress(Exception):
-                    self._pending.result()
+            try:
+                if kind is None:  # else that error is the one to report
+                    self.wait()
+            finally:
+                _attempt(lambda ocp: self._manager.close())
 
     def save(self, number: int, params: dict[str, Any], metadata: dict[str, Any]) -> None:
         """Begin to write a nested dict of arrays and JSON-ready metadata, the last save being done.
@@ -170,11 +167,10 @@ class Saver:
         self._manager = ocp.training.Checkpointer(
             self._directory,
             context=context,
-            step_name_format=_OrbaxNames(self._names),
+            step_name_format=self._names,
             preservation_policy=_Preservation(self._directory, self._names, self._kept),
             cleanup_tmp_directories=True,
         )
-        self._stack.callback(_attempt, lambda ocp: self._manager.close())
 
     def _seal(self) -> None:
         """Called by Orbax, on the first process, when everything but the commit is done."""
@@ -197,28 +193,6 @@ class Saver:
             "save elsewhere",
         )
         return result
-
-
-class _OrbaxNames:
-    """How Orbax names and finds a directory's checkpoints: `Numbered`, in its terms."""
-
-    def __init__(self, names: Numbered) -> None:
-        self._names = names
-
-    def build_name(self, step: int) -> str:
-        return self._names.path(Path(), step).name
-
-    def find_all(self, base_path: Any) -> Iterator[Any]:
-        for step in self._names.numbers(Path(base_path)):
-            yield self.find_step(base_path, step)
-
-    def find_step(self, base_path: Any, step: int) -> Any:
-        from etils import epath
-        from orbax.checkpoint.path import step as orbax_step
-
-        return orbax_step.Metadata(
-            step=step, path=epath.Path(self._names.path(Path(base_path), step))
-        )
 
 
 @dataclass(frozen=True)
@@ -355,31 +329,17 @@ def _attempt(work: Callable[[Any], Result]) -> tuple[Result | None, str | None]:
 
 @contextmanager
 def _silenced() -> Iterator[None]:
-    hook = sys.unraisablehook
+    """Without what Orbax logs and Python says of failures: they are raised as well."""
+    hook, never = sys.unraisablehook, lambda record: False
     sys.unraisablehook = lambda _: None
-    try:
-        with _unlogged(), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
-            yield
-    finally:
-        sys.unraisablehook = hook
-
-
-@contextmanager
-def _unlogged() -> Iterator[None]:
-    """Without what Orbax logs: its errors are raised as well."""
-    loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
-    for logger in loggers:
-        logger.addFilter(_never)
-    try:
+    with ExitStack() as stack:
+        stack.callback(setattr, sys, "unraisablehook", hook)
+        for logger in map(logging.getLogger, ("absl", "asyncio")):
+            logger.addFilter(never)
+            stack.callback(logger.removeFilter, never)
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
         yield
-    finally:
-        for logger in loggers:
-            logger.removeFilter(_never)
-
-
-def _never(record: logging.LogRecord) -> bool:
-    return False
 
 
 def _brief(error: Exception, limit: int = 160) -> str:
@@ -407,8 +367,8 @@ def _check_params(directory: Path, params: dict[str, Any]) -> None:
     def check(name: str, node: Any) -> None:
         if isinstance(node, dict) and node:
             for key, child in node.items():
-                # Orbax joins names by dots, and writes them as UTF-8.
-                if not isinstance(key, str) or not key or "." in key or not _is_unicode(key):
+                # Orbax joins names by dots.
+                if not isinstance(key, str) or not key or "." in key:
                     raise InputError(
                         f"{directory}: {key!r} in {name}: parameters are named by text without "
                         "dots; rename it"
@@ -423,14 +383,6 @@ def _check_params(directory: Path, params: dict[str, Any]) -> None:
             )
 
     check("params", params)
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:  # half of a surrogate pair
-        return False
-    return True
 
 
 def _check_shared(directory: Path) -> None:
