@@ -27,7 +27,6 @@ from specjax.loading.heads.head import read_head, save_head
 from specjax.loading.load import load_model, save_model
 from train import features, generate
 from train.data.examples import Example, target_metadata
-from train.data.responses import open_responses
 from train.data.writing import write_responses
 from train.run import run, setup
 
@@ -114,6 +113,7 @@ def unlisted(*suffixes):
     return damage
 
 
+UNLISTED = f"is not listed in {MARKER}"
 DAMAGES = {
     "flipped bytes": (
         lambda folder, marker: flip_four_bytes(folder),
@@ -129,15 +129,9 @@ DAMAGES = {
     ),
     "another format": (edited(specjax_folder=2), f"{MARKER}: format 2, and only 1 is known"),
     "another kind": (edited(kind="answers"), "answers|another folder"),
-    "no files": (edited(files={}), f"is not listed in {MARKER}"),
-    "a part not listed": (
-        unlisted("manifest.ocdbt", "model.safetensors"),
-        f"is not listed in {MARKER}",
-    ),
-    "the config not listed": (
-        unlisted("specjax_checkpoint.json", "config.json"),
-        "is not listed in specjax_folder.json|not saved by specjax|is not listed",
-    ),
+    "no files": (edited(files={}), UNLISTED),
+    "a part not listed": (unlisted("manifest.ocdbt", "model.safetensors"), UNLISTED),
+    "the config not listed": (unlisted("specjax_checkpoint.json", "config.json"), UNLISTED),
 }
 
 
@@ -355,50 +349,45 @@ def test_a_file_that_was_put_beside_a_model_is_not_read(saved, tmp_path):
         load_model(tmp_path / "model")
 
 
-def test_a_claim_deletes_nothing_in_a_folder_that_is_not_yet_ours(tmp_path):
-    for name in (".specjax-notes.tmp", ".specjax-notes123.tmp"):
-        (tmp_path / name).mkdir()
-        file = tmp_path / name / ".specjax-notes123.tmp"
-        file.write_text("mine")
-        with contextlib.suppress(InputError):
-            folders.claim(file.parent, "training run", "workdir='w'")
-        assert file.read_text() == "mine"
-        # Of a folder that is ours, it is what a killed process left.
-        folders.claim(file.parent, "training run", "workdir='w'")
-        assert not file.exists()
-        (file.parent / ".specjax-notes.tmp").write_text("mine")
-        folders.claim(file.parent, "training run", "workdir='w'")
-        assert (file.parent / ".specjax-notes.tmp").exists()
+@pytest.mark.parametrize("name", [".specjax-notes.tmp", ".specjax-notes123.tmp"])
+def test_a_claim_deletes_nothing_in_a_folder_that_is_not_yet_ours(name, tmp_path):
+    claim = lambda: folders.claim(tmp_path / name, "training run", "workdir='w'")  # noqa: E731
+    left, notes = (tmp_path / name / file for file in (".specjax-notes123.tmp", ".specjax-n.tmp"))
+    left.parent.mkdir()
+    left.write_text("mine")
+    with contextlib.suppress(InputError):
+        claim()
+    assert left.read_text() == "mine"
+    # Of a folder that is ours, it is what a killed process left.
+    notes.write_text("mine")
+    claim()
+    assert (left.exists(), notes.exists()) == (False, True)
+
+
+LOCKS = {
+    "a link": lambda lock: lock.symlink_to("../precious.txt"),
+    "a link to nothing": lambda lock: lock.symlink_to("nowhere"),
+    "a file": lambda lock: lock.write_text("mine"),
+    "a pipe": os.mkfifo,
+}
 
 
 @pytest.mark.parametrize("marked", [False, True])
-def test_a_lock_that_is_not_ours_stays_as_it_is(marked, tmp_path):
-    folder = tmp_path / "w"
+@pytest.mark.parametrize("kind", LOCKS)
+def test_a_lock_that_is_not_ours_stays_as_it_is(kind, marked, tmp_path):
+    folder, lock = tmp_path / "w", tmp_path / "w" / LOCK
     folder.mkdir()
     (tmp_path / "precious.txt").write_text("mine")
     if marked:
         folders.claim(folder, "training run", "w")
-    lock = folder / LOCK
-    makers = [
-        lambda: lock.symlink_to("../precious.txt"),
-        lambda: lock.symlink_to("nowhere"),
-        lambda: lock.write_text("mine"),
-        lambda: os.mkfifo(lock),
-    ]
-    for make in makers:
-        make()
-        with (
-            pytest.raises(InputError, match="^workdir='w': holds .*specjax.lock"),
-            folder_lock.lock(folder, "training run", "workdir='w'"),
-        ):
-            pass
-        if not marked:
-            with pytest.raises(InputError, match="holds 'specjax.lock', which specjax has no"):
-                folders.write_folder(folder, "model", lambda part: None)
-        if lock.is_file():
-            assert lock.read_text() == "mine"
-        lock.unlink()
-        assert (tmp_path / "precious.txt").read_text() == "mine"
+    LOCKS[kind](lock)
+    taken = folder_lock.lock(folder, "training run", "workdir='w'")
+    refused(taken.__enter__, "^workdir='w': holds .*specjax.lock")
+    if not marked:
+        said = "holds 'specjax.lock', which specjax has no"
+        refused(lambda: folders.write_folder(folder, "model", lambda new: None), said)
+    assert (tmp_path / "precious.txt").read_text() == "mine"
+    assert not lock.is_file() or lock.read_text() == "mine"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["precious.txt", "w"]
 
 
@@ -431,16 +420,11 @@ def test_one_run_at_a_time(tmp_path):
     first = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
     try:
         assert first.stdout.readline() == "held\n"
-        with (
-            pytest.raises(InputError) as caught,
-            folder_lock.hold(folder, "training run", "workdir='w'"),
-        ):
-            pass
-        said = str(caught.value)
+        hold = folder_lock.hold(folder, "training run", "workdir='w'")
+        said = refused(hold.__enter__, "another run")
         assert said.startswith(f"workdir='w': another run is at work there (pid {first.pid} on ")
         assert f"since {json.loads((folder / LOCK).read_text())['since']}: " in said
         assert " -c " in said
-        assert "\n" not in said
     finally:
         os.kill(first.pid, signal.SIGKILL)
         first.communicate()
@@ -457,42 +441,39 @@ def refused_command(main, argv, capsys):
     return error
 
 
-def test_no_run_takes_a_folder_that_holds_a_model(saved, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("marked", [True, False])
+def test_no_run_takes_a_folder_that_holds_a_model(marked, saved, tmp_path, monkeypatch, capsys):
     """Refused before anything is loaded; the model stays as it is, byte for byte."""
-    model = tmp_path / "model"
-    shutil.copytree(saved / "safetensors model", model)
-    for marked in (True, False):
-        if not marked:
-            (model / MARKER).unlink()
-        said = (
-            "is a folder of specjax for: model, not " if marked else "holds 'config.json', and no "
-        )
-        before = contents(tmp_path)
-
-        def make(target, data, config):
-            raise AssertionError("to be refused earlier")
-
-        config = get_config()
-        config.data, config.workdir = str(tmp_path / "nothing"), str(model)
-        with pytest.raises(InputError, match=f"workdir='.*model': {said}training run"):
-            run.run(read(config), make, Console(quiet=True))
-
-        given = ["--config=configs/generate_smollm2.py", "--config.target=nothing"]
-        error = refused_command(generate.main, [*given, f"--config.workdir={model}"], capsys)
-        assert f"model': {said}answers" in error
-        given.append(f"--config.workdir={tmp_path / 'w'}")
-        error = refused_command(generate.main, [*given, f"--config.output={model}"], capsys)
-        assert "model: is a" in error or "model: holds 'config.json', which" in error
-
-        given = [f"--input={tmp_path}", f"--output={model}", "--target=nothing"]
-        assert f"model': {said}features" in refused_command(features.main, given, capsys)
-        with monkeypatch.context() as patch:
-            patch.chdir(tmp_path)
-            given[1] = "--output=./model"  # as it was typed
-            assert f"output='./model': {said}features" in refused_command(
-                features.main, given, capsys
-            )
-        assert contents(tmp_path) == before
+    monkeypatch.chdir(tmp_path)
+    model = shutil.copytree(saved / "safetensors model", tmp_path / "model")
+    said = "is a folder of specjax for: model, not "
+    if not marked:
+        (model / MARKER).unlink()
+        said = "holds 'config.json', and no "
+    before = contents(tmp_path)
+    config = get_config()
+    config.data, config.workdir = str(tmp_path / "nothing"), str(model)
+    make = lambda target, data, config: pytest.fail("to be refused earlier")  # noqa: E731
+    refused(
+        lambda: run.run(read(config), make, Console(quiet=True)),
+        f"workdir='.*model': {said}training run",
+    )
+    config_file = ROOT / "configs" / "generate_smollm2.py"
+    generation = [f"--config={config_file}", "--config.target=nothing"]
+    store = [f"--input={tmp_path}", "--target=nothing"]
+    for main, given, words in (
+        (generate.main, [*generation, f"--config.workdir={model}"], f"model': {said}answers"),
+        (
+            generate.main,
+            [*generation, f"--config.workdir={tmp_path / 'w'}", f"--config.output={model}"],
+            f"model: {said.removesuffix(', and no ')}",
+        ),
+        (features.main, [*store, f"--output={model}"], f"model': {said}features"),
+        # as it was typed
+        (features.main, [*store, "--output=./model"], f"output='./model': {said}features"),
+    ):
+        assert words in refused_command(main, given, capsys)
+    assert contents(tmp_path) == before
 
 
 def test_an_output_is_not_the_work_folder(tmp_path, capsys):
@@ -520,13 +501,8 @@ def train(tmp_path, monkeypatch):
 
 
 def test_a_second_run_in_a_workdir_is_refused(train, tmp_path):
-    with (
-        folder_lock.hold(tmp_path / "w", "training run", "workdir"),
-        pytest.raises(
-            InputError, match=rf"w': another run is at work there \(pid {os.getpid()} on"
-        ),
-    ):
-        train()
+    with folder_lock.hold(tmp_path / "w", "training run", "workdir"):
+        refused(train, rf"w': another run is at work there \(pid {os.getpid()} on")
     assert sorted(contents(tmp_path / "w")) == sorted([LOCK, MARKER])
 
 
@@ -541,12 +517,3 @@ def test_a_run_asks_first_whether_it_can_export(train, tmp_path):
     # The lock ended with the run that was refused.
     with folder_lock.hold(tmp_path / "w", "training run", "workdir"):
         pass
-
-
-def test_a_truncated_dataset_is_named(model, tmp_path):
-    save_dataset(model, tmp_path / "d")
-    open_responses(tmp_path / "d")
-    (data,) = (tmp_path / "d").glob("*array_record*")
-    os.truncate(data, data.stat().st_size - 1)
-    with pytest.raises(InputError, match=rf"d: a damaged dataset \({data.name} has \d+ bytes"):
-        open_responses(tmp_path / "d")

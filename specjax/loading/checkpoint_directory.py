@@ -53,10 +53,9 @@ class Numbered:
     def find_step(self, base_path: Any, step: int) -> Any:
         """What Orbax keeps of a folder that is there."""
         # Slow to import, and needed only for saving.
-        from etils import epath
         from orbax.checkpoint.path import step as orbax_step
 
-        return orbax_step.Metadata(step=step, path=epath.Path(base_path) / self.build_name(step))
+        return orbax_step.Metadata(step=step, path=base_path / self.build_name(step))
 
     def find_all(self, base_path: Any) -> list[Any]:
         """The same of all folders."""

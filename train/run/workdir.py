@@ -121,20 +121,17 @@ def open_workdir(directory: str | Path, record: Mapping[str, Any]) -> Workdir:
 
 def truncate_metrics(workdir: Workdir, step: int) -> None:
     """Drop the lines of steps after `step`, and one that was truncated."""
-    if not processes.is_first() or not workdir.metrics.exists():
-        return
-    kept = [row for row in read_metrics(workdir) if row["step"] <= step]
-    write_file(workdir.metrics, "".join(json.dumps(row) + "\n" for row in kept))
+    if processes.is_first() and workdir.metrics.exists():
+        kept = [row for row in read_metrics(workdir) if row["step"] <= step]
+        write_file(workdir.metrics, "".join(json.dumps(row) + "\n" for row in kept))
 
 
 def is_evaluated(workdir: Workdir, step: int) -> bool:
     """Whether a step's evaluation is among the metrics."""
 
     def look() -> bool:
-        rows = read_metrics(workdir) if workdir.metrics.exists() else []
-        return any(
-            row["step"] == step and any(name.startswith("eval/") for name in row) for row in rows
-        )
+        evaluations = [row for row in read_metrics(workdir) if row["step"] == step]
+        return any(name.startswith("eval/") for row in evaluations for name in row)
 
     return processes.from_first(look() if processes.is_first() else False)
 
@@ -142,7 +139,7 @@ def is_evaluated(workdir: Workdir, step: int) -> bool:
 def read_metrics(workdir: Workdir) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl, up to the first that is not whole as `append_metrics` wrote it.
 
-    Raises InputError where the file cannot be read.
+    There are none without that file. Raises InputError where it cannot be read.
     """
     rows: list[dict[str, Any]] = []
     try:
@@ -153,6 +150,8 @@ def read_metrics(workdir: Workdir) -> list[dict[str, Any]]:
                         rows.append(row)
                         continue
                 break
+    except FileNotFoundError:
+        pass
     except OSError as error:
         reason = error.strerror or error
         raise InputError(f"{workdir.metrics}: cannot be read ({reason}); {_RESTORE}") from None
@@ -170,7 +169,7 @@ def _is_row(row: Any) -> bool:
 def learning_curve(workdir: Workdir) -> list[dict[str, float]]:
     """The evaluations in order: tokens trained on, and the held-out numbers of each."""
     curve, tokens = [], 0.0
-    for row in read_metrics(workdir) if workdir.metrics.exists() else []:
+    for row in read_metrics(workdir):
         tokens = row.get("train/tokens", tokens)
         found = {
             name.removeprefix("eval/"): round(value, 4)
@@ -234,7 +233,9 @@ def check_same_run(
         name
         for name in sorted(was.keys() | now.keys())
         if was.get(name) != now.get(name)
-        and not any(name == one or (one[-1] == "." and name.startswith(one)) for one in free)
+        and not any(
+            name == field or (field[-1] == "." and name.startswith(field)) for field in free
+        )
     ]
     if not different:
         return
