@@ -293,9 +293,3 @@ def test_files_that_are_too_small_are_found_before_reading(saved, monkeypatch):
     folder_marker.seal(saved / "specjax-1", "model")
     with pytest.raises(InputError, match=r"truncated \(\d+ bytes are there, its arrays take \d+\)"):
         load_model(saved)
-
-
-def test_the_marker_of_another_kind_is_damage(saved):
-    folder_marker.seal(saved / "specjax-1", "drafter")
-    with pytest.raises(InputError, match="specjax-1/specjax_folder.json is of a drafter"):
-        load_model(saved)

@@ -221,22 +221,6 @@ def test_a_checkpoint_is_replaced_only_when_asked_for(saved, tiny):
     assert_same(load_model(saved, dtype="float32").params, tiny.params)
 
 
-@pytest.mark.parametrize("overwrite", [False, True])
-def test_other_files_are_not_replaced(overwrite, model, tmp_path):
-    save_model(model, tmp_path / "model")
-    with pytest.raises(InputError, match="holds 'config.json', which is no part of a checkpoint"):
-        save_checkpoint(model, tmp_path / "model", overwrite=overwrite)
-    (tmp_path / "years" / "2024").mkdir(parents=True)
-    with pytest.raises(InputError, match="holds '2024', which is no part of a checkpoint"):
-        save_checkpoint(model, tmp_path / "years", overwrite=overwrite)
-    assert (tmp_path / "years" / "2024").exists()
-    (tmp_path / "file").write_text("mine")
-    with pytest.raises(InputError, match="file.* is a file: name a folder"):
-        save_checkpoint(model, tmp_path / "file", overwrite=overwrite)
-    assert (tmp_path / "file").read_text() == "mine"
-    assert_same(load_model(tmp_path / "model", dtype="float32").params, model.params)
-
-
 DIES = """
 import os, signal, sys
 from specjax.loading.checkpoints import save_checkpoint

@@ -15,7 +15,7 @@ from heads import eagle_head
 from rich.console import Console
 from safetensors.numpy import load_file, save_file
 from test_processes import ROOT
-from toy_training import get_config, read, toy_method, toy_target, write_data
+from toy_training import get_config, read, toy_run
 
 from specjax.distributed import folder_lock
 from specjax.errors import InputError
@@ -28,7 +28,7 @@ from specjax.loading.load import load_model, save_model
 from train import features, generate
 from train.data.examples import Example, target_metadata
 from train.data.writing import write_responses
-from train.run import run, setup
+from train.run import run
 
 
 @pytest.fixture(scope="module")
@@ -328,17 +328,20 @@ def test_names_of_any_length_that_a_disk_takes(tmp_path):
     assert sorted(len(path.name) for path in tmp_path.iterdir()) == [240, 255]
 
 
+@pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize(
     "name",
-    ["specjax-1.backup", "specjax-1.unfinished", "specjax-2.orbax-checkpoint-tmp.old"],
+    [
+        *("specjax-1.backup", "specjax-1.unfinished", "specjax-2.orbax-checkpoint-tmp.old"),
+        *("2024", "model"),
+    ],
 )
-def test_folders_with_names_like_ours_are_not_deleted(name, tmp_path):
+def test_folders_with_others_in_them_are_not_checkpoints(name, overwrite, tmp_path):
     (tmp_path / "o" / name).mkdir(parents=True)
     (tmp_path / "o" / name / "thesis.txt").write_text("mine")
-    for _ in range(2):
-        with pytest.raises(InputError, match=f"o: holds '{name}', which is no part of a"):
-            save_drafter(tmp_path / "o", {"a": np.ones(9)}, {}, overwrite=True)
-        assert contents(tmp_path) == {f"o/{name}/thesis.txt": b"mine"}
+    save = lambda: save_drafter(tmp_path / "o", {"a": np.ones(9)}, {}, overwrite=overwrite)  # noqa: E731
+    refused(save, f"o: holds '{name}', which is no part of a")
+    assert contents(tmp_path) == {f"o/{name}/thesis.txt": b"mine"}
 
 
 def test_a_file_that_was_put_beside_a_model_is_not_read(saved, tmp_path):
@@ -487,31 +490,19 @@ def test_an_output_is_not_the_work_folder(tmp_path, capsys):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.fixture
-def train(tmp_path, monkeypatch):
-    """Trains the toy in the folder w."""
-    write_data(tmp_path / "data")
-    monkeypatch.setattr(
-        setup, "load_model", lambda name, *, field, form, mesh=None: toy_target(mesh)
-    )
-    config = get_config()
-    config.data, config.workdir = str(tmp_path / "data"), str(tmp_path / "w")
-    make = lambda target, data, config: toy_method(target)  # noqa: E731
-    return lambda: run.run(read(config), make, Console(quiet=True))
-
-
-def test_a_second_run_in_a_workdir_is_refused(train, tmp_path):
+def test_a_second_run_in_a_workdir_is_refused(tmp_path):
     with folder_lock.hold(tmp_path / "w", "training run", "workdir"):
-        refused(train, rf"w': another run is at work there \(pid {os.getpid()} on")
+        refused(
+            lambda: toy_run(tmp_path), rf"w': another run is at work there \(pid {os.getpid()} on"
+        )
     assert sorted(contents(tmp_path / "w")) == sorted([LOCK, MARKER])
 
 
-def test_a_run_asks_first_whether_it_can_export(train, tmp_path):
+def test_a_run_asks_first_whether_it_can_export(tmp_path):
     folders.claim(tmp_path / "w", "training run", "workdir")
     (tmp_path / "w" / "export").mkdir()
     (tmp_path / "w" / "export" / "notes.txt").write_text("mine")
-    with pytest.raises(InputError, match=r"w/export: holds 'notes.txt', which is no part"):
-        train()
+    refused(lambda: toy_run(tmp_path), "w/export: holds 'notes.txt', which is no part")
     assert not (tmp_path / "w" / "checkpoints").exists()
     assert not (tmp_path / "w" / "metrics.jsonl").exists()
     # The lock ended with the run that was refused.
