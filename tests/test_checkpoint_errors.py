@@ -216,6 +216,9 @@ def test_checkpoints_whose_metadata_orbax_keeps_load(saved, model):
     assert_same(load_model(saved, dtype="float32").params, model.params)
     orbax.write_text(json.dumps({**content, "custom_metadata": {}}))
     refused(lambda: load_model(saved), "_CHECKPOINT_METADATA has .* bytes, .* were written")
+    folder_marker.write_marker(folder, marker)
+    save_checkpoint(model, saved, overwrite=True)
+    assert [path.name for path in saved.iterdir()] == ["specjax-2"]
 
 
 def test_one_kind_is_not_taken_for_the_other(saved, tmp_path):

@@ -49,7 +49,8 @@ def lock(folder: Path, kind: Kind, where: str) -> Iterator[None]:
     with ExitStack() as stack:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(FileLock(file, timeout=0))
+            # Not by the existence of a file instead: a killed run would hold it for ever.
+            stack.enter_context(FileLock(file, timeout=0, fallback_to_soft=False))
             folders.claim(folder, kind, where)
             file.write_text(_holder(), encoding="utf-8")
         except Timeout:

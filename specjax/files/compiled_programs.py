@@ -61,9 +61,9 @@ def keep_in_library() -> None:
 
 def _replace_damaged_entries(folder: Path, tell: Callable[[str], Any]) -> None:
     """Install a warning handler that deletes what JAX warns that it cannot read."""
-    show, told = warnings.showwarning, set()
+    show_warning, told = warnings.showwarning, set()
 
-    def answer(
+    def replace_or_show(
         message: Warning | str,
         category: type[Warning],
         filename: str,
@@ -73,7 +73,7 @@ def _replace_damaged_entries(folder: Path, tell: Callable[[str], Any]) -> None:
     ) -> None:
         match = re.match(f"{_WARNING}([^']*)': (.*)", str(message), re.DOTALL)
         if match is None:
-            show(message, category, filename, lineno, file, line)
+            show_warning(message, category, filename, lineno, file, line)
             return
         doing, program, reason = match.groups()
         deleted = doing == "reading" and _delete_entries(folder, program)
@@ -90,7 +90,7 @@ def _replace_damaged_entries(folder: Path, tell: Callable[[str], Any]) -> None:
 
     # Python shows a warning once for each text, and two entries may have the same.
     warnings.filterwarnings("always", message=_WARNING, category=UserWarning)
-    warnings.showwarning = answer
+    warnings.showwarning = replace_or_show
 
 
 def _delete_entries(folder: Path, program: str) -> bool:

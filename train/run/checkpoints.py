@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -12,7 +11,7 @@ from specjax.distributed import processes
 from specjax.errors import InputError
 from specjax.fields import dotted
 from specjax.loading import orbax_checkpoint
-from specjax.loading.checkpoints import leaf_name
+from specjax.loading.checkpoints import compare_arrays, leaf_name
 from train.run.workdir import STEPS, Workdir, unwritable
 
 KEPT = 2
@@ -83,13 +82,7 @@ def restore(saved: Saved, state: Any) -> Any:
     is of another shape.
     """
     wanted = nested(jax.tree.map(_described, state))
-    ours, theirs = _shapes(wanted), _shapes(saved.found.arrays)
-    for name in sorted(ours.keys() | theirs.keys()):
-        if ours.get(name) != theirs.get(name):
-            raise InputError(
-                f"{saved.found.directory}: {name} is {theirs.get(name, 'missing')} there and "
-                f"{ours.get(name, 'unknown')} here; use another workdir"
-            )
+    compare_arrays(saved.found.directory, saved.found.arrays, wanted, "use another workdir")
     arrays = dotted(orbax_checkpoint.restore(saved.found, wanted))
     paths, tree = tree_flatten_with_path(state)
     return jax.tree.unflatten(tree, [arrays[leaf_name(path)] for path, _ in paths])
@@ -97,10 +90,6 @@ def restore(saved: Saved, state: Any) -> Any:
 
 def _described(leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
-
-
-def _shapes(nested: Mapping[str, Any]) -> dict[str, str]:
-    return {name: f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in dotted(nested).items()}
 
 
 def nested(tree: Any) -> dict[str, Any]:
