@@ -23,6 +23,7 @@ from specjax.decoding.generate import generate
 from specjax.distributed import sharding
 from specjax.errors import InputError
 from specjax.loading import model_metadata, orbax_checkpoint
+from specjax.loading.checkpoint_directory import SAVES
 from specjax.loading.checkpoints import load_drafter, save_checkpoint, save_drafter
 from specjax.loading.formats import build_parameters
 from specjax.loading.load import load_model, place_model, random_model, save_model
@@ -227,7 +228,7 @@ from specjax.loading.checkpoints import save_checkpoint
 from specjax.loading.load import load_model
 
 def die(event, arguments):
-    # Orbax renames what it has written to the name with a suffix, specjax to that without.
+    # Orbax gives its folder the final name when everything is written.
     if event == "os.rename" and os.path.basename(os.fspath(arguments[1])) == sys.argv[3]:
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -301,6 +302,20 @@ def test_a_drafter_comes_back_with_its_metadata(tmp_path):
     assert_same(spread, params)
     whole = NamedSharding(mesh, PartitionSpec())
     assert {leaf.sharding for leaf in jax.tree.leaves(spread)} == {whole}
+
+
+def test_arrays_may_be_donated_while_they_are_written(tmp_path):
+    overwrite = jax.jit(lambda array: array * 0 - 1, donate_argnums=0)
+    with orbax_checkpoint.Saver(tmp_path / "saves", "drafter", SAVES, kept=2) as saver:
+        for number in (1, 2, 3):
+            array = number + jnp.arange(1e6, dtype=jnp.float32)
+            saver.save(number, {"array": array}, {"number": number})
+            jax.block_until_ready(overwrite(array))
+    assert SAVES.numbers(tmp_path / "saves") == [2, 3]
+    for number in (2, 3):
+        params, metadata = load_drafter(SAVES.path(tmp_path / "saves", number))
+        np.testing.assert_array_equal(params["array"], number + np.arange(1e6, dtype=np.float32))
+        assert metadata == {"number": number}
 
 
 IN_TWO = """
