@@ -166,8 +166,7 @@ def texts(folder):
     ("flag", "said"),
     [
         ("--what=mtp,baking", "what='baking' is unknown: use eagle3, draft_model, medusa, eagle"),
-        ("--folder=setup.cfg", "folder='setup.cfg' is a file: name a folder"),
-        ("--folder=tests", "give a new or empty folder"),
+        ("--kills=-1", "kills"),
     ],
 )
 def test_bad_flags_are_refused(flag, said, script, capsys):
