@@ -41,8 +41,7 @@ from rich.table import Table
 from lib.trainers import METHODS
 from specjax.cli import command
 from specjax.cli.flags import Listed, Parser
-from specjax.errors import InputError
-from specjax.fields import Choice, OutputFolder, Whole, dotted, optional
+from specjax.fields import Choice, Whole, dotted
 from specjax.files.folder_marker import LOCK
 from specjax.loading import orbax_checkpoint
 from specjax.loading.checkpoint_directory import is_checkpoint, newest, read_marker
@@ -50,7 +49,7 @@ from train.data.examples import METADATA
 from train.data.responses import open_responses
 from train.generation.saved_answers import SavedAnswers
 from train.run import checkpoints as run_checkpoints
-from train.run.workdir import Workdir, read_metrics, steps
+from train.run.workdir import Workdir, read_metrics
 
 ROOT = Path(__file__).parents[1]
 WHAT = (*METHODS, "generation", "features")
@@ -95,26 +94,21 @@ def parser() -> Parser:
     kind = Listed(Choice(WHAT))
     flags.add_field("what", kind, "which commands", default=",".join(_USUAL))
     flags.add_field("seed", Whole(), "the moments come from it", default=0)
-    where = "where to work, else in a temporary folder"
-    flags.add_field("folder", optional(OutputFolder()), where, default=None)
     return flags
 
 
 def _run(options: SimpleNamespace) -> int:
     with tempfile.TemporaryDirectory(prefix="kill_and_resume-") as temporary:
-        root = options.folder or Path(temporary)
-        if root.exists() and any(root.iterdir()):
-            raise InputError(f"folder={str(root)!r}: give a new or empty folder")
-        root.mkdir(parents=True, exist_ok=True)
-        answers = root / "answers"
+        root = Path(temporary)
+        answers, log = root / "answers", root / "answers.log"
         try:
             if set(options.what) - {"generation"}:
                 _say("generation, for the others to work on")
-                _end(_start(generation(answers), root / "answers.log"), root / "answers.log")
-            results = [
-                kill_and_compare(what, COMMANDS[what](answers / "responses"), root / what, options)
-                for what in options.what
-            ]
+                _end(_start(command_of("generation", answers, answers), log), log)
+            results = []
+            for what in options.what:
+                start = partial(command_of, what, answers / "responses")
+                results.append(kill_and_compare(what, start, root / what, options))
         except Failed as error:
             print(f"error: {error}", file=sys.stderr)
             return 1
@@ -122,27 +116,16 @@ def _run(options: SimpleNamespace) -> int:
     return 1 if any(result.different for result in results) else 0
 
 
-def generation(folder: Path) -> list[str]:
-    """The command that lets the target answer prompts."""
-    config = "--config=configs/generate_smollm2.py:debug"
-    return ["train.generate", config, f"--config.workdir={folder}", "--config.batch_size=2"]
-
-
-def features(data: Path) -> Callable[[Path], list[str]]:
-    """The command, for a folder, that stores the features of a dataset."""
-    return lambda folder: [
-        "train.features",
-        f"--input={data}",
-        f"--output={folder}",
-        "--part=2",
-        "--tokens=512",
-    ]
-
-
-def training(method: str, data: Path) -> Callable[[Path], list[str]]:
-    """The command, for a folder, that trains on a dataset."""
-    trainer = METHODS[method]
-    return lambda folder: [
+def command_of(what: str, data: Path, folder: Path) -> list[str]:
+    """The command that works in a folder, on a dataset unless it is generation."""
+    if what == "generation":
+        config = "--config=configs/generate_smollm2.py:debug"
+        return ["train.generate", config, f"--config.workdir={folder}", "--config.batch_size=2"]
+    if what == "features":
+        where = [f"--input={data}", f"--output={folder}"]
+        return ["train.features", *where, "--part=2", "--tokens=512"]
+    trainer = METHODS[what]
+    return [
         trainer.module,
         f"--config={trainer.config}:debug",
         f"--config.data={data}",
@@ -150,13 +133,6 @@ def training(method: str, data: Path) -> Callable[[Path], list[str]]:
         "--config.steps=12",
         "--config.checkpoint_every=2",
     ]
-
-
-COMMANDS: Mapping[str, Callable[[Path], Callable[[Path], list[str]]]] = {
-    **{method: partial(training, method) for method in METHODS},
-    "generation": lambda _: generation,
-    "features": features,
-}
 
 
 def kill_and_compare(
@@ -237,7 +213,7 @@ def _names(folder: Path) -> list[str]:
     for path in folder.rglob("*"):
         name = path.relative_to(folder)
         ours = name.parts[0] != "tensorboard" and name.name != LOCK
-        orbax = any(part.startswith("specjax-") for part in name.parts)
+        orbax = any(part.startswith(("specjax-", "step-")) for part in name.parts)
         if path.is_file() and ours and not orbax:
             found.append(name.as_posix())
     return found
@@ -272,7 +248,7 @@ def _dataset(folder: Path) -> Content:
 
 def _training(folder: Path) -> Content:
     workdir = Workdir(folder)
-    found = {"steps of checkpoints": str(steps(workdir))}
+    found = {"steps of checkpoints": str(workdir.steps)}
     for name in ("export", "export/head", "export/target"):
         if is_checkpoint(folder / name):
             kind = read_marker(folder / name, newest(folder / name)).kind

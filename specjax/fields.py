@@ -179,7 +179,7 @@ class Function:
 
 @dataclass(frozen=True)
 class InputFile:
-    """The path of a file to read; of a pipe too where `pipe` is set, for `open_files.open_pipe`."""
+    """The path of a file to read; of a pipe too where `pipe` is set."""
 
     pipe: bool = False
 

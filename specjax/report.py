@@ -105,10 +105,7 @@ def _write_all(
                 _file_names([entry.label for entry in entries]), entries, strict=True
             )
         }
-    for _ in atomic_writes.abandoned(files.folder, _DRAWN):
-        pass  # each is deleted after its turn
-    with atomic_writes.unfinished(files.folder, _DRAWN) as drawing:
-        drawing.mkdir()
+    with atomic_writes.work_folder(files.folder, _DRAWN) as drawing:
         drawn = picture_files.draw(drawing, entries) if pictures else {}
         texts = {"report.md": tables.markdown(entries, benches, drawn), **texts}
         written = [files.write(name, text) for name, text in texts.items()]

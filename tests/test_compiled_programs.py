@@ -62,13 +62,7 @@ def foreign(path):
     path.write_bytes(b"not a program at all")
 
 
-def a_folder(path):
-    path.unlink()
-    path.mkdir()
-    (path / "inside").write_text("")
-
-
-@pytest.mark.parametrize("damage", [truncated, flipped, emptied, foreign, a_folder])
+@pytest.mark.parametrize("damage", [truncated, flipped, emptied, foreign])
 def test_damaged_entries_are_replaced_and_said_once(damage, keep, tmp_path):
     folder = tmp_path / "cache" / "specjax" / "xla"
     messages = keep()
@@ -85,18 +79,6 @@ def test_damaged_entries_are_replaced_and_said_once(damage, keep, tmp_path):
     once_more = keep()
     compute()
     assert messages == once_more == []
-
-
-def test_sound_entries_of_the_same_name_stay(keep, tmp_path):
-    folder = tmp_path / "cache" / "specjax" / "xla"
-    keep()
-    compute()
-    first, second, *_ = sorted(folder.glob("jit__lambda*"))
-    truncated(first)
-    before = second.stat().st_ino
-    keep()
-    compute()
-    assert second.stat().st_ino == before
 
 
 @pytest.mark.parametrize("home", ["file", "file/below", "~nosuchuser", "/proc/nosuch"])

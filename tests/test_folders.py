@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -16,7 +15,7 @@ from heads import eagle_head
 from rich.console import Console
 from safetensors.numpy import load_file, save_file
 from test_processes import ROOT
-from toy_training import get_config, read, toy_method, toy_target, write_data
+from toy_training import get_config, read, toy_run
 
 from specjax.distributed import folder_lock
 from specjax.errors import InputError
@@ -28,9 +27,8 @@ from specjax.loading.heads.head import read_head, save_head
 from specjax.loading.load import load_model, save_model
 from train import features, generate
 from train.data.examples import Example, target_metadata
-from train.data.responses import open_responses
 from train.data.writing import write_responses
-from train.run import run, setup
+from train.run import run
 
 
 @pytest.fixture(scope="module")
@@ -38,12 +36,34 @@ def model(tiny):
     return tiny
 
 
+def save_dataset(model, path):
+    tokens = np.arange(9, dtype=np.int32)
+    example = Example(tokens=tokens, loss_mask=tokens > 3)
+    write_responses(path, [example], target_metadata(model), overwrite=True)
+
+
+SAVE = {
+    "orbax model": lambda model, path: save_checkpoint(model, path, overwrite=True),
+    "orbax head": lambda model, path: save_head(eagle_head(model), path, overwrite=True),
+    "safetensors model": lambda model, path: save_model(model, path),
+    "safetensors head": lambda model, path: write_foreign(eagle_head(model), path, "eagle3", model),
+    "dataset": save_dataset,
+}
+LOAD = {
+    "orbax model": lambda model, path: load_model(path),
+    "orbax head": lambda model, path: read_head(path),
+    "safetensors model": lambda model, path: load_model(path),
+    "safetensors head": lambda model, path: read_foreign(path, model),
+}
+
+
 @pytest.fixture(scope="module")
-def saved_model(model, tmp_path_factory):
-    """A Hugging Face directory, not to be changed."""
-    path = tmp_path_factory.mktemp("models") / "model"
-    save_model(model, path)
-    return path
+def saved(model, tmp_path_factory):
+    """A folder of each kind, by its name, not to be changed."""
+    folder = tmp_path_factory.mktemp("saved")
+    for kind, save in SAVE.items():
+        save(model, folder / kind)
+    return folder
 
 
 def flip_four_bytes(folder):
@@ -66,54 +86,72 @@ def contents(folder):
     }
 
 
-KINDS = {
-    "orbax model": (lambda model, path: save_checkpoint(model, path), load_model),
-    "orbax head": (lambda model, path: save_head(eagle_head(model), path), read_head),
-    "safetensors model": (lambda model, path: save_model(model, path), load_model),
-    "safetensors head": (
-        lambda model, path: write_foreign(eagle_head(model), path, "eagle3", model),
-        None,
+def refused(call, said):
+    """The error's text, which is one line."""
+    with pytest.raises(InputError, match=said) as caught:
+        call()
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def edited(**changes):
+    """Damage: the marker's fields are others."""
+    return lambda folder, marker: marker.write_text(
+        json.dumps({**json.loads(marker.read_text()), **changes})
+    )
+
+
+def unlisted(*suffixes):
+    """Damage: the marker does not list files that end so."""
+
+    def damage(folder, marker):
+        files = json.loads(marker.read_text())["files"]
+        edited(files={name: files[name] for name in files if not name.endswith(suffixes)})(
+            folder, marker
+        )
+
+    return damage
+
+
+UNLISTED = f"is not listed in {MARKER}"
+DAMAGES = {
+    "flipped bytes": (
+        lambda folder, marker: flip_four_bytes(folder),
+        "{0} is not as it was written",
     ),
+    "no marker": (
+        lambda folder, marker: marker.unlink(),
+        f"{MARKER}.*copy .* again, whole, or save elsewhere",
+    ),
+    "half a marker": (
+        lambda folder, marker: os.truncate(marker, marker.stat().st_size // 2),
+        f"{MARKER} is not JSON",
+    ),
+    "another format": (edited(specjax_folder=2), f"{MARKER}: format 2, and only 1 is known"),
+    "another kind": (edited(kind="answers"), "answers|another folder"),
+    "no files": (edited(files={}), UNLISTED),
+    "a part not listed": (unlisted("manifest.ocdbt", "model.safetensors"), UNLISTED),
+    "the config not listed": (unlisted("specjax_checkpoint.json", "config.json"), UNLISTED),
 }
 
 
-def save_and_load(kind, model, path):
-    save, load = KINDS[kind]
-    save(model, path)
-    return load or (lambda path: read_foreign(path, model))
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("kind", LOAD)
+def test_damage_is_found_and_named(kind, damage, saved, model, tmp_path):
+    folder = shutil.copytree(saved / kind, tmp_path / "saved")
+    change, said = DAMAGES[damage]
+    (marker,) = folder.rglob(MARKER)
+    said = said.format(change(folder, marker))
+    assert str(folder) in refused(lambda: LOAD[kind](model, folder), said)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_four_flipped_bytes_are_found_and_named(kind, model, tmp_path):
-    load = save_and_load(kind, model, tmp_path / "saved")
-    load(tmp_path / "saved")
-    name = flip_four_bytes(tmp_path / "saved")
-    with pytest.raises(InputError, match=rf"saved: .*{name} is not as it was written") as caught:
-        load(tmp_path / "saved")
-    assert "\n" not in str(caught.value)
+@pytest.mark.parametrize("kind", LOAD)
+def test_what_is_not_damaged_loads(kind, saved, model):
+    LOAD[kind](model, saved / kind)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_save_without_its_marker_is_refused(kind, model, tmp_path):
-    load = save_and_load(kind, model, tmp_path / "saved")
-    (marker,) = (tmp_path / "saved").rglob(MARKER)
-    content = marker.read_text()
-    marker.unlink()
-    with pytest.raises(
-        InputError, match=f"saved: .*{MARKER}.*copy .* again, whole, or save elsewhere"
-    ):
-        load(tmp_path / "saved")
-    marker.write_text(content[: len(content) // 2])
-    with pytest.raises(InputError, match=f"{MARKER} is not JSON"):
-        load(tmp_path / "saved")
-    content = json.loads(content)
-    marker.write_text(json.dumps({**content, "specjax_folder": 2}))
-    with pytest.raises(InputError, match=f"{MARKER}: format 2, and only 1 is known"):
-        load(tmp_path / "saved")
-
-
-def test_models_of_others_need_no_marker(saved_model, model, tmp_path):
-    shutil.copytree(saved_model, tmp_path / "theirs")
+def test_models_of_others_need_no_marker(saved, model, tmp_path):
+    shutil.copytree(saved / "safetensors model", tmp_path / "theirs")
     (tmp_path / "theirs" / MARKER).unlink()
     weights = tmp_path / "theirs" / "model.safetensors"
     save_file(load_file(weights), weights)
@@ -129,8 +167,9 @@ def test_a_marker_cannot_list_files_outside(name, tmp_path):
     files = {name: {"bytes": 4, "sha256": "0" * 64}}
     content = {"specjax_folder": 1, "kind": "model", "files": files}
     (folder / MARKER).write_text(json.dumps(content))
-    with pytest.raises(InputError, match="not listed as specjax lists files"):
-        folders.delete(folder)
+    refused(
+        lambda: folders.check_replaceable(folder, "model", "m"), "not listed as specjax lists files"
+    )
     assert (tmp_path / "other" / "file").read_text() == "mine"
 
 
@@ -154,95 +193,91 @@ def test_each_file_is_read_by_one_of_the_shares(tmp_path):
     assert folder_marker.find_damage(tmp_path, marker) == "f: no such file or directory"
 
 
-def save_dataset(model, path):
-    tokens = np.arange(9, dtype=np.int32)
-    one = Example(tokens=tokens, loss_mask=tokens > 3)
-    write_responses(path, [one], target_metadata(model), overwrite=True)
+def beside(where):
+    """A user's change: a file of his own in a folder."""
+
+    def change(folder, marker):
+        deepest = max(folder.rglob("*"), key=lambda path: len(path.parts)).parent
+        inside = {"root": folder, "marker": marker.parent, "deepest": deepest}[where]
+        (inside / "notes.txt").write_text("mine")
+
+    return change
 
 
-AGAIN = {
-    "orbax model": lambda model, path: save_checkpoint(model, path, overwrite=True),
-    "orbax drafter": lambda _, path: save_drafter(path, {"a": np.ones(9)}, {}, overwrite=True),
-    "safetensors model": lambda model, path: save_model(model, path),
-    "safetensors head": lambda model, path: write_foreign(eagle_head(model), path, "eagle3", model),
-    "dataset": save_dataset,
+def appended(folder, marker):
+    with (marker.parent / min(json.loads(marker.read_text())["files"])).open("ab") as file:
+        file.write(b" ")
+
+
+CHANGES = {
+    "a file in the folder": (beside("root"), "saved.*: holds '.*notes.txt', which"),
+    "a file beside the marker": (beside("marker"), "saved.*: holds '.*notes.txt', which"),
+    "a file far inside": (beside("deepest"), "saved.*: holds '.*notes.txt', which"),
+    "a longer file": (appended, "has .* bytes, .* were written; move it away"),
+    "flipped bytes": (lambda folder, marker: flip_four_bytes(folder), "is not as it was .*move it"),
 }
 
 
-@pytest.mark.parametrize("kind", AGAIN)
-def test_a_users_file_in_a_save_survives_and_is_named(kind, model, tmp_path):
-    save, path = AGAIN[kind], tmp_path / "saved"
-    save(model, path)
-    save(model, path)
-    (marker,) = path.rglob(MARKER)
-    for inside in (
-        path,
-        marker.parent,
-        max(path.rglob("*"), key=lambda one: len(one.parts)).parent,
-    ):
-        before = contents(path)
-        (inside / "notes.txt").write_text("mine")
-        with pytest.raises(InputError, match="saved.*: holds '.*notes.txt', which") as caught:
-            save(model, path)
-        assert "\n" not in str(caught.value)
-        name = (inside / "notes.txt").relative_to(path).as_posix()
-        assert contents(path) == {**before, name: b"mine"}
-        (inside / "notes.txt").unlink()
-    save(model, path)
-    assert [one.name for one in tmp_path.iterdir()] == ["saved"]
-
-
-def test_what_another_kind_of_save_wrote_is_not_replaced(model, tmp_path):
-    save_model(model, tmp_path / "model")
-    write_foreign(eagle_head(model), tmp_path / "head", "eagle3", model)
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("kind", SAVE)
+def test_what_a_user_put_or_changed_is_not_replaced(kind, change, saved, model, tmp_path):
+    folder = shutil.copytree(saved / kind, tmp_path / "saved")
+    put, said = CHANGES[change]
+    put(folder, *folder.rglob(MARKER))
     before = contents(tmp_path)
-    with pytest.raises(
-        InputError, match="model: is a folder of specjax for: model, not head; give a new or empty"
-    ):
-        write_foreign(eagle_head(model), tmp_path / "model", "eagle3", model)
-    with pytest.raises(
-        InputError, match="head: is a folder of specjax for: head, not model; give a new or empty"
-    ):
-        save_model(model, tmp_path / "head")
-    with pytest.raises(InputError, match="head: is a folder of specjax for: head, not dataset"):
-        save_dataset(model, tmp_path / "head")
+    refused(lambda: SAVE[kind](model, folder), said)
     assert contents(tmp_path) == before
 
 
-def test_deleting_takes_what_is_listed_and_no_more(tmp_path):
-    folder = tmp_path / "saved"
-    (folder / "deep" / "er").mkdir(parents=True)
-    (folder / "deep" / "er" / "file").write_text("ours")
-    folder_marker.seal(folder, "model")
-    shutil.copytree(folder, tmp_path / "other")
-    (folder / "deep" / "mine").write_text("mine")
-    folders.delete(folder)
-    assert contents(folder) == {"deep/mine": b"mine"}
-    folders.delete(folder)
-    assert contents(folder) == {"deep/mine": b"mine"}
-    folders.delete(tmp_path / "other")
-    assert not (tmp_path / "other").exists()
+@pytest.mark.parametrize("kind", SAVE)
+def test_what_specjax_wrote_is_replaced(kind, saved, model, tmp_path):
+    folder = shutil.copytree(saved / kind, tmp_path / "saved")
+    (marker,) = folder.rglob(MARKER)
+    name = min(json.loads(marker.read_text())["files"])
+    (marker.parent / name).unlink()  # what is gone is no loss
+    SAVE[kind](model, folder)
+    assert len(list(folder.rglob(name))) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+    assert [path.name for path in folder.iterdir() if path.name[0] == "."] == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "there", "said"),
+    [
+        ("safetensors head", "safetensors model", "for: model, not head; give a new or empty"),
+        ("safetensors model", "safetensors head", "for: head, not model; give a new or empty"),
+        ("dataset", "safetensors head", "for: head, not dataset"),
+        ("orbax head", "orbax model", "for: model, not drafter"),
+        ("orbax model", "orbax head", "for: drafter, not model"),
+    ],
+)
+def test_what_another_kind_of_save_wrote_is_not_replaced(kind, there, said, saved, model, tmp_path):
+    folder = shutil.copytree(saved / there, tmp_path / "saved")
+    before = contents(tmp_path)
+    refused(lambda: SAVE[kind](model, folder), f"saved.*: is a folder of specjax {said}")
+    assert contents(tmp_path) == before
 
 
 SAVES = """
 import sys
 from pathlib import Path
-from specjax.files import folder_marker, folders, atomic_writes
+from specjax.files import folders
 
-def write(part):
-    (part / "file").write_text("new")
-    print("written", flush=True)
-    sys.stdin.read()
+def stop_after(moment):
+    if moment == sys.argv[2]:
+        print(moment, flush=True)
+        sys.stdin.read()
+
+def write(new):
+    (new / "file").write_text("new")
+    stop_after("written")
 
 def rename(left, right, given=Path.rename):
     given(left, right)
-    if right.name == "earlier" and sys.argv[2] == "moved":
-        print("moved", flush=True)
-        sys.stdin.read()
+    if right.name == "earlier":
+        stop_after("moved")
 
 Path.rename = rename
-if sys.argv[2] == "moved":
-    write = lambda part: (part / "file").write_text("new")
 folders.write_folder(Path(sys.argv[1]), "model", write)
 """
 
@@ -250,10 +285,8 @@ folders.write_folder(Path(sys.argv[1]), "model", write)
 @pytest.mark.parametrize("stage", ["written", "moved"])
 def test_what_a_killed_save_left_is_cleared_away(stage, tmp_path):
     def save(text):
-        folders.write_folder(tmp_path / "m", "model", lambda part: write_one(part, text))
-
-    def write_one(part, text):
-        (part / "file").write_text(text)
+        write = lambda new: (new / "file").write_text(text)  # noqa: E731
+        folders.write_folder(tmp_path / "m", "model", write)
 
     save("old")
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -261,34 +294,19 @@ def test_what_a_killed_save_left_is_cleared_away(stage, tmp_path):
     streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen(command, env=environment, text=True, **streams) as process:
         assert process.stdout.readline() == f"{stage}\n"
-        if stage == "written":
-            # One that is at work is left alone, whatever its number is.
-            save("between")
-            assert len(list(tmp_path.glob(".specjax-*.tmp/new/file"))) == 1
         process.kill()
     assert (tmp_path / "m").exists() == (stage == "written")
-    (left,) = (path for path in tmp_path.glob(".specjax-*.tmp") if path.is_dir())
-    if stage == "moved":
-        (left / "thesis.txt").write_text("mine")
     with pytest.raises(ZeroDivisionError):
-        folders.write_folder(tmp_path / "m", "model", lambda part: 1 / 0)
-    text = "old" if stage == "moved" else "between"
-    assert (tmp_path / "m" / "file").read_text() == text
+        folders.write_folder(tmp_path / "m", "model", lambda new: 1 / 0)
+    assert (tmp_path / "m" / "file").read_text() == "old"
     save("last")
+    assert contents(tmp_path).keys() == {"m/file", f"m/{MARKER}"}
     assert (tmp_path / "m" / "file").read_text() == "last"
-    kept = {f"{left.name}/thesis.txt", f"{left.name}/specjax_unfinished.json"}
-    others = {name for name in contents(tmp_path) if not name.startswith("m/")}
-    assert others == (kept if stage == "moved" else set())
 
 
 def test_saves_of_one_folder_at_once_all_succeed(tmp_path):
-    meet = threading.Barrier(6)
-
     def save(number):
-        def write(part):
-            (part / "file").write_text(str(number))
-            meet.wait(60)
-
+        write = lambda new: (new / "file").write_text(str(number))  # noqa: E731
         folders.write_folder(tmp_path / "thr", "model", write)
 
     with ThreadPoolExecutor(6) as pool:
@@ -310,122 +328,69 @@ def test_names_of_any_length_that_a_disk_takes(tmp_path):
     assert sorted(len(path.name) for path in tmp_path.iterdir()) == [240, 255]
 
 
-@pytest.mark.parametrize("kind", AGAIN)
-def test_a_changed_file_is_not_replaced(kind, model, tmp_path):
-    save, path = AGAIN[kind], tmp_path / "saved"
-    save(model, path)
-    (marker,) = path.rglob(MARKER)
-    name = min(json.loads(marker.read_text())["files"])
-    edited = marker.parent / name
-    content = edited.read_bytes()
-    for other in (content + b" ", bytes([content[0] ^ 1]) + content[1:]):
-        edited.write_bytes(other)
-        with pytest.raises(InputError, match=rf"saved.*: {name} .* writ") as caught:
-            save(model, path)
-        assert "\n" not in str(caught.value)
-        assert "move it away" in str(caught.value)
-        assert edited.read_bytes() == other
-    # What is gone is no loss.
-    edited.unlink()
-    save(model, path)
-    assert len(list(path.rglob(name))) == 1
-
-
-def test_an_orbax_save_replaces_its_own_kind_only(model, tmp_path):
-    save_checkpoint(model, tmp_path / "model")
-    save_drafter(tmp_path / "drafter", {"a": np.ones(9)}, {})
-    before = contents(tmp_path)
-    with pytest.raises(InputError, match="specjax for: model, not drafter"):
-        save_drafter(tmp_path / "model", {"a": np.ones(9)}, {}, overwrite=True)
-    with pytest.raises(InputError, match="specjax for: drafter, not model"):
-        save_checkpoint(model, tmp_path / "drafter", overwrite=True)
-    assert contents(tmp_path) == before
-
-
+@pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize(
     "name",
-    ["specjax-1.unfinished.backup", "specjax-1.unfinished", "specjax-2.unfinished.orbax-old"],
+    [
+        *("specjax-1.backup", "specjax-1.unfinished", "specjax-2.orbax-checkpoint-tmp.old"),
+        *("2024", "model"),
+    ],
 )
-def test_folders_with_names_like_ours_are_not_deleted(name, tmp_path):
+def test_folders_with_others_in_them_are_not_checkpoints(name, overwrite, tmp_path):
     (tmp_path / "o" / name).mkdir(parents=True)
     (tmp_path / "o" / name / "thesis.txt").write_text("mine")
-    for _ in range(2):
-        with pytest.raises(InputError, match=f"o: holds '{name}', which is no part of a"):
-            save_drafter(tmp_path / "o", {"a": np.ones(9)}, {}, overwrite=True)
-        assert contents(tmp_path) == {f"o/{name}/thesis.txt": b"mine"}
+    save = lambda: save_drafter(tmp_path / "o", {"a": np.ones(9)}, {}, overwrite=overwrite)  # noqa: E731
+    refused(save, f"o: holds '{name}', which is no part of a")
+    assert contents(tmp_path) == {f"o/{name}/thesis.txt": b"mine"}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_marker_that_does_not_list_what_is_read_is_refused(kind, model, tmp_path):
-    load = save_and_load(kind, model, tmp_path / "saved")
-    (marker,) = (tmp_path / "saved").rglob(MARKER)
-    content = json.loads(marker.read_text())
-    weights = "params/manifest.ocdbt" if "orbax" in kind else "model.safetensors"
-    config = "_CHECKPOINT_METADATA" if "orbax" in kind else "config.json"
-    for without in ([weights], [config], list(content["files"])):
-        files = {key: value for key, value in content["files"].items() if key not in without}
-        marker.write_text(json.dumps({**content, "files": files}))
-        with pytest.raises(InputError, match="saved: .* is not listed in specjax_folder.json"):
-            load(tmp_path / "saved")
-    marker.write_text(json.dumps({**content, "kind": "answers"}))
-    with pytest.raises(InputError, match="saved: .*"):
-        load(tmp_path / "saved")
-    marker.write_text(json.dumps(content))
-    load(tmp_path / "saved")
-
-
-def test_a_file_that_was_put_beside_a_model_is_not_read(saved_model, tmp_path):
-    shutil.copytree(saved_model, tmp_path / "model")
+def test_a_file_that_was_put_beside_a_model_is_not_read(saved, tmp_path):
+    shutil.copytree(saved / "safetensors model", tmp_path / "model")
     assert not (tmp_path / "model" / "generation_config.json").exists()
     (tmp_path / "model" / "generation_config.json").write_text('{"eos_token_id": 3}')
     with pytest.raises(InputError, match="generation_config.json is not listed"):
         load_model(tmp_path / "model")
 
 
-def test_a_claim_deletes_nothing_in_a_folder_that_is_not_yet_ours(tmp_path):
-    for name in (".specjax-notes.tmp", ".specjax-notes123.tmp"):
-        (tmp_path / name).mkdir()
-        file = tmp_path / name / ".specjax-notes123.tmp"
-        file.write_text("mine")
-        with contextlib.suppress(InputError):
-            folders.claim(file.parent, "training run", "workdir='w'")
-        assert file.read_text() == "mine"
-        # Of a folder that is ours, it is what a killed process left.
-        folders.claim(file.parent, "training run", "workdir='w'")
-        assert not file.exists()
-        (file.parent / ".specjax-notes.tmp").write_text("mine")
-        folders.claim(file.parent, "training run", "workdir='w'")
-        assert (file.parent / ".specjax-notes.tmp").exists()
+@pytest.mark.parametrize("name", [".specjax-notes.tmp", ".specjax-notes123.tmp"])
+def test_a_claim_deletes_nothing_in_a_folder_that_is_not_yet_ours(name, tmp_path):
+    claim = lambda: folders.claim(tmp_path / name, "training run", "workdir='w'")  # noqa: E731
+    left, notes = (tmp_path / name / file for file in (".specjax-notes123.tmp", ".specjax-n.tmp"))
+    left.parent.mkdir()
+    left.write_text("mine")
+    with contextlib.suppress(InputError):
+        claim()
+    assert left.read_text() == "mine"
+    # Of a folder that is ours, it is what a killed process left.
+    notes.write_text("mine")
+    claim()
+    assert (left.exists(), notes.exists()) == (False, True)
+
+
+LOCKS = {
+    "a link": lambda lock: lock.symlink_to("../precious.txt"),
+    "a link to nothing": lambda lock: lock.symlink_to("nowhere"),
+    "a file": lambda lock: lock.write_text("mine"),
+    "a pipe": os.mkfifo,
+}
 
 
 @pytest.mark.parametrize("marked", [False, True])
-def test_a_lock_that_is_not_ours_stays_as_it_is(marked, tmp_path):
-    folder = tmp_path / "w"
+@pytest.mark.parametrize("kind", LOCKS)
+def test_a_lock_that_is_not_ours_stays_as_it_is(kind, marked, tmp_path):
+    folder, lock = tmp_path / "w", tmp_path / "w" / LOCK
     folder.mkdir()
     (tmp_path / "precious.txt").write_text("mine")
     if marked:
         folders.claim(folder, "training run", "w")
-    lock = folder / LOCK
-    makers = [
-        lambda: lock.symlink_to("../precious.txt"),
-        lambda: lock.symlink_to("nowhere"),
-        lambda: lock.write_text("mine"),
-        lambda: os.mkfifo(lock),
-    ]
-    for make in makers:
-        make()
-        with (
-            pytest.raises(InputError, match="^workdir='w': holds .*specjax.lock"),
-            folder_lock.lock(folder, "training run", "workdir='w'"),
-        ):
-            pass
-        if not marked:
-            with pytest.raises(InputError, match="holds 'specjax.lock', which specjax has no"):
-                folders.write_folder(folder, "model", lambda part: None)
-        if lock.is_file():
-            assert lock.read_text() == "mine"
-        lock.unlink()
-        assert (tmp_path / "precious.txt").read_text() == "mine"
+    LOCKS[kind](lock)
+    taken = folder_lock.lock(folder, "training run", "workdir='w'")
+    refused(taken.__enter__, "^workdir='w': holds .*specjax.lock")
+    if not marked:
+        said = "holds 'specjax.lock', which specjax has no"
+        refused(lambda: folders.write_folder(folder, "model", lambda new: None), said)
+    assert (tmp_path / "precious.txt").read_text() == "mine"
+    assert not lock.is_file() or lock.read_text() == "mine"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["precious.txt", "w"]
 
 
@@ -458,16 +423,11 @@ def test_one_run_at_a_time(tmp_path):
     first = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
     try:
         assert first.stdout.readline() == "held\n"
-        with (
-            pytest.raises(InputError) as caught,
-            folder_lock.hold(folder, "training run", "workdir='w'"),
-        ):
-            pass
-        said = str(caught.value)
+        hold = folder_lock.hold(folder, "training run", "workdir='w'")
+        said = refused(hold.__enter__, "another run")
         assert said.startswith(f"workdir='w': another run is at work there (pid {first.pid} on ")
         assert f"since {json.loads((folder / LOCK).read_text())['since']}: " in said
         assert " -c " in said
-        assert "\n" not in said
     finally:
         os.kill(first.pid, signal.SIGKILL)
         first.communicate()
@@ -476,7 +436,7 @@ def test_one_run_at_a_time(tmp_path):
             assert json.loads((folder / LOCK).read_text())["pid"] == os.getpid()
 
 
-def refused_by(main, argv, capsys):
+def refused_command(main, argv, capsys):
     assert main(argv) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ")
@@ -484,40 +444,39 @@ def refused_by(main, argv, capsys):
     return error
 
 
-def test_no_run_takes_a_folder_that_holds_a_model(saved_model, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("marked", [True, False])
+def test_no_run_takes_a_folder_that_holds_a_model(marked, saved, tmp_path, monkeypatch, capsys):
     """Refused before anything is loaded; the model stays as it is, byte for byte."""
-    model = tmp_path / "model"
-    shutil.copytree(saved_model, model)
-    for marked in (True, False):
-        if not marked:
-            (model / MARKER).unlink()
-        said = (
-            "is a folder of specjax for: model, not " if marked else "holds 'config.json', and no "
-        )
-        before = contents(tmp_path)
-
-        def make(target, data, config):
-            raise AssertionError("to be refused earlier")
-
-        config = get_config()
-        config.data, config.workdir = str(tmp_path / "nothing"), str(model)
-        with pytest.raises(InputError, match=f"workdir='.*model': {said}training run"):
-            run.run(read(config), make, Console(quiet=True))
-
-        given = ["--config=configs/generate_smollm2.py", "--config.target=nothing"]
-        error = refused_by(generate.main, [*given, f"--config.workdir={model}"], capsys)
-        assert f"model': {said}answers" in error
-        given.append(f"--config.workdir={tmp_path / 'w'}")
-        error = refused_by(generate.main, [*given, f"--config.output={model}"], capsys)
-        assert "model: is a" in error or "model: holds 'config.json', which" in error
-
-        given = [f"--input={tmp_path}", f"--output={model}", "--target=nothing"]
-        assert f"model': {said}features" in refused_by(features.main, given, capsys)
-        with monkeypatch.context() as patch:
-            patch.chdir(tmp_path)
-            given[1] = "--output=./model"  # as it was typed
-            assert f"output='./model': {said}features" in refused_by(features.main, given, capsys)
-        assert contents(tmp_path) == before
+    monkeypatch.chdir(tmp_path)
+    model = shutil.copytree(saved / "safetensors model", tmp_path / "model")
+    said = "is a folder of specjax for: model, not "
+    if not marked:
+        (model / MARKER).unlink()
+        said = "holds 'config.json', and no "
+    before = contents(tmp_path)
+    config = get_config()
+    config.data, config.workdir = str(tmp_path / "nothing"), str(model)
+    make = lambda target, data, config: pytest.fail("to be refused earlier")  # noqa: E731
+    refused(
+        lambda: run.run(read(config), make, Console(quiet=True)),
+        f"workdir='.*model': {said}training run",
+    )
+    config_file = ROOT / "configs" / "generate_smollm2.py"
+    generation = [f"--config={config_file}", "--config.target=nothing"]
+    store = [f"--input={tmp_path}", "--target=nothing"]
+    for main, given, words in (
+        (generate.main, [*generation, f"--config.workdir={model}"], f"model': {said}answers"),
+        (
+            generate.main,
+            [*generation, f"--config.workdir={tmp_path / 'w'}", f"--config.output={model}"],
+            f"model: {said.removesuffix(', and no ')}",
+        ),
+        (features.main, [*store, f"--output={model}"], f"model': {said}features"),
+        # as it was typed
+        (features.main, [*store, "--output=./model"], f"output='./model': {said}features"),
+    ):
+        assert words in refused_command(main, given, capsys)
+    assert contents(tmp_path) == before
 
 
 def test_an_output_is_not_the_work_folder(tmp_path, capsys):
@@ -527,51 +486,25 @@ def test_an_output_is_not_the_work_folder(tmp_path, capsys):
             f"--config.workdir={tmp_path / 'w'}",
             f"--config.output={tmp_path / name}",
         ]
-        assert "the work folder is in it" in refused_by(generate.main, argv, capsys)
+        assert "the work folder is in it" in refused_command(generate.main, argv, capsys)
     assert not list(tmp_path.iterdir())
 
 
-@pytest.fixture
-def train(tmp_path, monkeypatch):
-    """Trains the toy in the folder w."""
-    write_data(tmp_path / "data")
-    monkeypatch.setattr(
-        setup, "load_model", lambda name, *, field, form, mesh=None: toy_target(mesh)
-    )
-    config = get_config()
-    config.data, config.workdir = str(tmp_path / "data"), str(tmp_path / "w")
-    make = lambda target, data, config: toy_method(target)  # noqa: E731
-    return lambda: run.run(read(config), make, Console(quiet=True))
-
-
-def test_a_second_run_in_a_workdir_is_refused(train, tmp_path):
-    with (
-        folder_lock.hold(tmp_path / "w", "training run", "workdir"),
-        pytest.raises(
-            InputError, match=rf"w': another run is at work there \(pid {os.getpid()} on"
-        ),
-    ):
-        train()
+def test_a_second_run_in_a_workdir_is_refused(tmp_path):
+    with folder_lock.hold(tmp_path / "w", "training run", "workdir"):
+        refused(
+            lambda: toy_run(tmp_path), rf"w': another run is at work there \(pid {os.getpid()} on"
+        )
     assert sorted(contents(tmp_path / "w")) == sorted([LOCK, MARKER])
 
 
-def test_a_run_asks_first_whether_it_can_export(train, tmp_path):
+def test_a_run_asks_first_whether_it_can_export(tmp_path):
     folders.claim(tmp_path / "w", "training run", "workdir")
     (tmp_path / "w" / "export").mkdir()
     (tmp_path / "w" / "export" / "notes.txt").write_text("mine")
-    with pytest.raises(InputError, match=r"w/export: holds 'notes.txt', which is no part"):
-        train()
+    refused(lambda: toy_run(tmp_path), "w/export: holds 'notes.txt', which is no part")
     assert not (tmp_path / "w" / "checkpoints").exists()
     assert not (tmp_path / "w" / "metrics.jsonl").exists()
     # The lock ended with the run that was refused.
     with folder_lock.hold(tmp_path / "w", "training run", "workdir"):
         pass
-
-
-def test_a_truncated_dataset_is_named(model, tmp_path):
-    save_dataset(model, tmp_path / "d")
-    open_responses(tmp_path / "d")
-    (data,) = (tmp_path / "d").glob("*array_record*")
-    os.truncate(data, data.stat().st_size - 1)
-    with pytest.raises(InputError, match=rf"d: a damaged dataset \({data.name} has \d+ bytes"):
-        open_responses(tmp_path / "d")

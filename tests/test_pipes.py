@@ -8,6 +8,7 @@ import gzip
 import os
 import shutil
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -18,14 +19,13 @@ from specjax import decode
 from specjax.decoding.prompts import read_questions
 from specjax.errors import InputError
 from specjax.fields import InputFile
-from specjax.files import json_files, open_files
+from specjax.files import json_files
 from specjax.loading.formats.gguf_file import open_gguf
 from specjax.loading.head_formats import read_foreign, write_foreign
 from specjax.loading.heads.head import read_head, save_head
 from specjax.loading.load import load_model
 from train.data.responses import open_responses
-from train.generation.prompts import read_dataset, read_requests
-from train.import_responses import read_rows
+from train.generation.prompts import read_dataset
 
 GOLDEN = Path(__file__).parent / "goldens" / "grouped_tied"
 LINE = b'{"question_id": 1, "category": "qa", "turns": ["a"]}\n'
@@ -39,95 +39,75 @@ def no_hanging():
     faulthandler.cancel_dump_traceback_later()
 
 
-def a_pipe(path):
-    os.mkfifo(path)
+PUT = {
+    "a pipe": os.mkfifo,
+    "a folder": os.mkdir,
+    "a device": lambda path: path.symlink_to("/dev/zero"),
+}
 
 
-def a_folder(path):
-    path.mkdir()
+@pytest.fixture(scope="module")
+def folders(tiny, tmp_path_factory):
+    """A folder of each kind that is read, not to be changed."""
+    root = tmp_path_factory.mktemp("folders")
+    shutil.copytree(GOLDEN, root / "model")
+    write_foreign(eagle_head(tiny), root / "head of others", "eagle3", tiny, verify=False)
+    save_head(eagle_head(tiny), root / "head")
+    write_data(root / "dataset")
+    return root
 
 
-def a_device(path):
-    path.symlink_to("/dev/zero")
+def read_json(folder, _):
+    json_files.read_json_file(folder / "config.json")
 
 
-KINDS = pytest.mark.parametrize(
-    ("put", "what"), [(a_pipe, "a pipe"), (a_folder, "a folder"), (a_device, "a device")]
-)
+def read_gguf(folder, _):
+    with open_gguf(folder / "config.json"):
+        pass
 
 
-def instead(file, put):
-    """Put something where a file is."""
-    file.unlink(missing_ok=True)
-    put(file)
-    return file
+FILES = {
+    "model": (
+        lambda folder, _: load_model(folder),
+        "config.json model.safetensors model.safetensors.index.json tokenizer.json "
+        "tokenizer_config.json chat_template.jinja generation_config.json",
+    ),
+    "head of others": (read_foreign, "config.json model.safetensors"),
+    "head": (lambda folder, _: read_head(folder), "specjax-1/params/manifest.ocdbt"),
+    "dataset": (
+        lambda folder, _: open_responses(folder),
+        "records.npy features.json specjax.json",
+    ),
+    "dataset of prompts": (
+        lambda folder, _: read_dataset(str(folder)),
+        "records.npy features.json specjax.json",
+    ),
+    "json": (read_json, "config.json"),
+    "gguf": (read_gguf, "config.json"),
+}
+FOLDERS = {"dataset of prompts": "dataset", "json": "model", "gguf": "model"}
 
 
-def refused(read, file, what):
-    with pytest.raises(InputError) as raised:
-        read()
-    assert str(raised.value).startswith(f"{file} is {what}, not a file; ")
+# Of checkpoints and datasets all files are looked at, folders inside them are not.
+CASES = [
+    (kind, name, what)
+    for kind, (_, names) in FILES.items()
+    for name in names.split()
+    for what in PUT
+    if what != "a folder" or kind not in ("head", "dataset", "dataset of prompts")
+]
 
 
-@KINDS
-@pytest.mark.parametrize(
-    "name",
-    [
-        "config.json",
-        "model.safetensors",
-        "model.safetensors.index.json",
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "chat_template.jinja",
-        "generation_config.json",
-    ],
-)
-def test_in_the_folder_of_a_model(name, put, what, tmp_path):
-    folder = tmp_path / "model"
-    shutil.copytree(GOLDEN, folder)
+@pytest.mark.parametrize(("kind", "name", "what"), CASES)
+def test_what_is_no_file_is_refused_by_name(kind, name, what, folders, tiny, tmp_path):
+    folder = shutil.copytree(folders / FOLDERS.get(kind, kind), tmp_path / "copy")
     if name == "model.safetensors.index.json":
         (folder / "model.safetensors").unlink()
-    file = instead(folder / name, put)
-    refused(lambda: load_model(folder), file, what)
-
-
-@KINDS
-def test_in_the_folder_of_a_head_by_others(put, what, tmp_path, tiny):
-    write_foreign(eagle_head(tiny), tmp_path / "head", "eagle3", tiny, verify=False)
-    for name in ("config.json", "model.safetensors"):
-        folder = shutil.copytree(tmp_path / "head", tmp_path / name)
-        file = instead(folder / name, put)
-        refused(lambda folder=folder: read_foreign(folder, tiny), file, what)
-
-
-@pytest.mark.parametrize(("put", "what"), [(a_pipe, "a pipe"), (a_device, "a device")])
-def test_in_a_checkpoint(put, what, tmp_path, tiny):
-    save_head(eagle_head(tiny), tmp_path / "head")
-    file = next(path for path in (tmp_path / "head").rglob("*") if path.name == "manifest.ocdbt")
-    instead(file, put)
-    refused(lambda: read_head(tmp_path / "head"), file, what)
-
-
-@pytest.mark.parametrize(("put", "what"), [(a_pipe, "a pipe"), (a_device, "a device")])
-@pytest.mark.parametrize("name", ["records.npy", "features.json", "specjax.json"])
-def test_in_a_dataset(name, put, what, tmp_path):
-    write_data(tmp_path / "data")
-    assert (tmp_path / "data" / name).is_file()
-    file = instead(tmp_path / "data" / name, put)
-    refused(lambda: open_responses(tmp_path / "data"), file, what)
-    refused(lambda: read_dataset(str(tmp_path / "data")), file, what)
-
-
-@KINDS
-def test_gguf_and_json(put, what, tmp_path):
-    file = instead(tmp_path / "a.gguf", put)
-
-    def read():
-        with open_gguf(file):
-            pass
-
-    refused(read, file, what)
-    refused(lambda: json_files.read_json_file(file), file, what)
+    (folder / name).unlink(missing_ok=True)
+    PUT[what](folder / name)
+    with pytest.raises(InputError) as raised:
+        FILES[kind][0](folder, tiny)
+    assert str(raised.value).startswith(f"{folder / name} is {what}, not a file; ")
 
 
 def test_a_config_is_no_pipe(tmp_path, capsys):
@@ -138,48 +118,22 @@ def test_a_config_is_no_pipe(tmp_path, capsys):
         InputFile().check("head", str(tmp_path / "config.py"))
 
 
-READERS = pytest.mark.parametrize(
-    "read", [read_questions, read_requests, lambda path: list(read_rows(path))]
-)
-
-
-@READERS
-def test_a_pipe_without_a_writer_is_an_error(read, tmp_path, monkeypatch):
-    monkeypatch.setattr(open_files, "WRITER_SECONDS", 0.1)
-    os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(InputError, match=r"pipe: a pipe that nobody has written to for 0.1 s"):
-        read(tmp_path / "pipe")
-
-
-def written_to(path, pieces):
-    """A thread that writes to a pipe, waiting for an event before each piece."""
-
-    def write():
-        with path.open("wb", buffering=0) as file:
-            for event, piece in pieces:
-                assert event.wait(30)
-                file.write(piece)
-
-    thread = threading.Thread(target=write)
-    thread.start()
-    return thread
-
-
 @pytest.mark.parametrize("pack", [lambda text: text, gzip.compress])
-def test_a_pipe_is_read_to_its_end(pack, tmp_path, monkeypatch):
-    """Its writer takes longer than a writer may take to come."""
-    monkeypatch.setattr(open_files, "WRITER_SECONDS", 0.2)
+def test_prompts_come_through_a_pipe(pack, tmp_path):
+    """It is read once, to its end, however slowly it is written."""
     os.mkfifo(tmp_path / "pipe")
     content = pack(LINE + LINE.replace(b"1", b"2") + b"\n" * 200_000)
-    first, second, third = threading.Event(), threading.Event(), threading.Event()
-    thread = written_to(
-        tmp_path / "pipe", [(first, b""), (second, content[:1]), (third, content[1:])]
-    )
-    first.set()
-    threading.Timer(0.5, second.set).start()
-    threading.Timer(0.7, third.set).start()
-    assert [one.question_id for one in read_questions(tmp_path / "pipe")] == [1, 2]
-    thread.join()
+
+    def write():
+        with (tmp_path / "pipe").open("wb", buffering=0) as file:
+            file.write(content[:1])
+            time.sleep(0.2)
+            file.write(content[1:])
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    assert [question.question_id for question in read_questions(tmp_path / "pipe")] == [1, 2]
+    writer.join()
 
 
 def test_stdin_may_be_a_pipe_or_a_file(tmp_path):

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -143,58 +144,65 @@ def test_what_is_not_the_targets_is_refused_and_nothing_left(tmp_path, metadata,
     assert not list(tmp_path.iterdir())
 
 
-def test_empty_and_fully_masked_data(tmp_path, metadata):
+def changed_table(change):
+    """Damage: another table of records."""
+
+    def damage(path):
+        np.save(path / "records.npy", change(np.load(path / "records.npy")))
+
+    return damage
+
+
+def truncated(name, size):
+    """Damage: the file of that name has only its beginning."""
+
+    def damage(path):
+        (file,) = path.glob(name)
+        os.truncate(file, size)
+
+    return damage
+
+
+DAMAGES = {
+    # what is done, and whether the marker knows; the error of opening it or reading an example
+    "masked": (changed_table(lambda table: table * [[1, 1, 0]]), False, "fully masked"),
+    "empty": (changed_table(lambda table: table[:0]), True, "empty dataset"),
+    "a record less": (changed_table(lambda table: table[:-1]), True, "3 records where"),
+    "half a table": (truncated("records.npy", 100), False, "damaged"),
+    "another format": (truncated("specjax.json", 0), True, "specjax.json is not JSON"),
+    "half the data": (truncated("*array_record*", 1000), True, "cannot be read"),
+    "no data": (lambda path: next(path.glob("*array_record*")).unlink(), True, "write"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_is_found(damage, tmp_path, metadata):
+    path = tmp_path / "d"
+    write_responses(path, [example(number) for number in range(4)], metadata)
+    change, sealed, said = DAMAGES[damage]
+    change(path)
+    if sealed:
+        folder_marker.seal(path, "dataset")
+    with pytest.raises(InputError, match=said) as caught:
+        open_responses(path)[0]
+    assert "\n" not in str(caught.value)
+
+
+def test_what_is_no_dataset(tmp_path, metadata):
     with pytest.raises(InputError, match="not a single conversation"):
         write_responses(tmp_path / "d", [], metadata)
     masked = example(0, loss_mask=np.zeros(20, bool))
     with pytest.raises(InputError, match="no token of any"):
         write_responses(tmp_path / "d", [masked], metadata)
-    write_responses(tmp_path / "d", [masked, example(1)], metadata)
-    table = np.load(tmp_path / "d" / "records.npy")
-    np.save(tmp_path / "d" / "records.npy", table * np.array([[1, 1, 0]]))
-    with pytest.raises(InputError, match="fully masked"):
-        open_responses(tmp_path / "d")
-    np.save(tmp_path / "d" / "records.npy", table[:0])
-    folder_marker.seal(tmp_path / "d", "dataset")
-    with pytest.raises(InputError, match="empty dataset"):
-        open_responses(tmp_path / "d")
-
-
-def test_not_a_dataset(tmp_path, metadata):
     with pytest.raises(InputError, match="no such directory"):
         open_responses(tmp_path / "nowhere")
     with pytest.raises(InputError, match="not a dataset of responses"):
         open_responses(tmp_path)
-    write_responses(tmp_path / "d", [example(1)], metadata)
+    write_responses(tmp_path / "d", [masked, example(1)], metadata)
     (tmp_path / "d" / "specjax.json").write_text("{}")
     folder_marker.seal(tmp_path / "d", "dataset")
     with pytest.raises(InputError, match="not of a format"):
         open_responses(tmp_path / "d")
-
-
-def test_damaged_files_are_found(tmp_path, metadata):
-    path = tmp_path / "d"
-    write_responses(path, [example(i) for i in range(4)], metadata)
-    table = (path / "records.npy").read_bytes()
-    (path / "records.npy").write_bytes(table[:-9])
-    with pytest.raises(InputError, match="damaged"):
-        open_responses(path)
-    (path / "records.npy").write_bytes(table)
-    np.save(path / "records.npy", np.load(path / "records.npy")[:-1])
-    folder_marker.seal(path, "dataset")
-    with pytest.raises(InputError, match="3 records where"):
-        open_responses(path)
-    (path / "records.npy").write_bytes(table)
-    folder_marker.seal(path, "dataset")
-    data = next(path.glob("*array_record*"))
-    data.write_bytes(data.read_bytes()[:1000])
-    folder_marker.seal(path, "dataset")
-    with pytest.raises(InputError, match="cannot be read"):
-        open_responses(path)[0]
-    data.unlink()
-    folder_marker.seal(path, "dataset")
-    with pytest.raises(InputError, match="write"):
-        open_responses(path)[0]
 
 
 def test_another_target(tmp_path, metadata, chatty):

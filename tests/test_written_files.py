@@ -10,6 +10,7 @@ from specjax import report
 from specjax.cli import predicted_speedup
 from specjax.errors import InputError
 from specjax.files import folder_marker
+from specjax.files.atomic_writes import work_folder
 from specjax.files.folder_marker import MARKER
 from specjax.files.written_files import WrittenFiles
 
@@ -178,10 +179,11 @@ def test_costs_are_written_like_the_other_files(tmp_path, capsys, monkeypatch):
 def test_pictures_of_a_killed_report_are_cleared_away(tmp_path, monkeypatch):
     run, out = tmp_path / "a.json", tmp_path / "out"
     run.write_text(json.dumps(content()))
-    left = out / ".specjax-abcd1234.tmp"
-    (left / "new").mkdir(parents=True)
-    (left / "new" / "tau.png").write_text("half")
-    (left / "specjax_unfinished.json").write_text('{"specjax_unfinished": "pictures"}\n')
+    out.mkdir()
+    with work_folder(out, "pictures") as left:
+        pass
+    left.mkdir()
+    (left / "tau.png").write_text("half")
     theirs = out / ".specjax-notes123.tmp"
     theirs.mkdir()
     assert report.main([str(run), f"--out={out}"]) == 0

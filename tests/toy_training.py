@@ -13,6 +13,8 @@ from typing import Annotated
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
+from rich.console import Console
 
 from specjax.fields import Text
 from specjax.loading.heads.head import Head, TargetMetadata
@@ -23,6 +25,7 @@ from train.data.examples import Example, target_metadata
 from train.data.writing import write_responses
 from train.methods.method import Method, measure
 from train.methods.packed_rows import at_rows
+from train.run import run, setup
 from train.run.config import TrainingConfig, read_training_config, training_fields
 
 DEPTHS = 2
@@ -183,6 +186,19 @@ def read(config):
     return read_training_config(TrainingConfig, config.to_dict())
 
 
+def toy_run(folder, console=None, target=toy_target, **changes):
+    """Train the toy in `folder`/w on data on disk; `changes` are fields of its config, dotted."""
+    if not (folder / "data").exists():
+        write_data(folder / "data")
+    config = get_config()
+    config.data, config.workdir = str(folder / "data"), str(folder / "w")
+    config.update_from_flattened_dict(changes)
+    make = lambda target, data, config: toy_method(target)  # noqa: E731
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(setup, "load_model", lambda name, *, field, form, mesh=None: target(mesh))
+        return run.run(read(config), make, console or Console(quiet=True))
+
+
 def config_of(**changes):
     """The checked value of the toy's config, with some fields changed, and a workdir."""
     config = get_config()
@@ -192,8 +208,6 @@ def config_of(**changes):
 
 
 if __name__ == "__main__":
-    from train.run import run, setup
-
     setup.load_model = lambda name, *, field, form, mesh=None: toy_target(mesh)
 
     toys = Listed(conversations())

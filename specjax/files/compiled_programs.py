@@ -7,11 +7,10 @@ would warn of a damaged one in every run. Such entries are deleted here, before 
 from __future__ import annotations
 
 import functools
+import glob
 import os
 import re
-import shutil
 import warnings
-import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -46,7 +45,7 @@ def keep(tell: Callable[[str], Any]) -> None:
         jax.config.update("jax_compilation_cache_dir", None)
         return
     jax.config.update("jax_compilation_cache_dir", str(folder))
-    _mend_entries(folder, tell)
+    _replace_damaged_entries(folder, tell)
 
 
 @functools.cache
@@ -60,11 +59,11 @@ def keep_in_library() -> None:
         keep(lambda line: warnings.warn(line, stacklevel=3))
 
 
-def _mend_entries(folder: Path, tell: Callable[[str], Any]) -> None:
-    """Install a warning handler that deletes the damaged entries that JAX warns of."""
-    show, shown = warnings.showwarning, set()
+def _replace_damaged_entries(folder: Path, tell: Callable[[str], Any]) -> None:
+    """Install a warning handler that deletes what JAX warns that it cannot read."""
+    show_warning, told = warnings.showwarning, set()
 
-    def answer(
+    def replace_or_show(
         message: Warning | str,
         category: type[Warning],
         filename: str,
@@ -72,16 +71,16 @@ def _mend_entries(folder: Path, tell: Callable[[str], Any]) -> None:
         file: Any = None,
         line: str | None = None,
     ) -> None:
-        found = re.match(f"{_WARNING}([^']*)': (.*)", str(message), re.DOTALL)
-        if found is None:
-            show(message, category, filename, lineno, file, line)
+        match = re.match(f"{_WARNING}([^']*)': (.*)", str(message), re.DOTALL)
+        if match is None:
+            show_warning(message, category, filename, lineno, file, line)
             return
-        doing, name, reason = found.groups()
-        deleted = _delete_damaged(folder, name, reading=doing == "reading")
-        if doing in shown:
+        doing, program, reason = match.groups()
+        deleted = doing == "reading" and _delete_entries(folder, program)
+        if doing in told:
             return
-        shown.add(doing)
-        if doing == "reading" and deleted:
+        told.add(doing)
+        if deleted:
             tell(f"compiled programs in {folder}: damaged entries are replaced")
         else:
             tell(
@@ -91,44 +90,18 @@ def _mend_entries(folder: Path, tell: Callable[[str], Any]) -> None:
 
     # Python shows a warning once for each text, and two entries may have the same.
     warnings.filterwarnings("always", message=_WARNING, category=UserWarning)
-    warnings.showwarning = answer
+    warnings.showwarning = replace_or_show
 
 
-def _delete_damaged(folder: Path, name: str, *, reading: bool) -> bool:
-    """Delete the damaged entries of a program's name, and say whether any went.
+def _delete_entries(folder: Path, program: str) -> bool:
+    """Delete the entries of all programs of a name, and say whether any went.
 
-    Where an entry could not be read and none is visibly damaged, all of that name are deleted: JAX
-    reports the name only, and compiles again what is missing.
+    JAX reports the name only; what was not damaged is compiled once more.
     """
-    try:
-        entries = [path for path in folder.iterdir() if _is_entry(path.name, name)]
-    except OSError:  # the folder itself is gone
-        return False
-    damaged = [path for path in entries if not _is_whole(path)]
-    if reading:
-        damaged = damaged or entries
     deleted = False
-    for path in damaged:
-        with suppress(OSError):
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path)
-            else:
+    for path in folder.glob(f"{glob.escape(program)}-*"):
+        if re.fullmatch(rf"{re.escape(program)}(-[0-9a-f]+)?-cache", path.name):
+            with suppress(OSError):
                 path.unlink()
-            deleted = True
+                deleted = True
     return deleted
-
-
-def _is_entry(file: str, name: str) -> bool:
-    """Whether a file's name is that of a program, as JAX names its entries."""
-    return re.fullmatch(rf"{re.escape(name)}(-[0-9a-f]+)?-cache", file) is not None
-
-
-def _is_whole(path: Path) -> bool:
-    """Whether an entry can be uncompressed; what another method compressed says nothing."""
-    try:
-        content = path.read_bytes()
-        if content[:1] == b"\x78":
-            zlib.decompress(content)
-    except (OSError, zlib.error):
-        return False
-    return bool(content)

@@ -40,7 +40,11 @@ MARKER = "specjax_folder.json"
 LOCK = "specjax.lock"
 """The file that `distributed.folder_lock` locks; it may stay after its process has ended."""
 
+ORBAX_METADATA, ORBAX_SUCCESS = "_CHECKPOINT_METADATA", "commit_success.txt"
+"""What Orbax writes, or writes again, into a checkpoint after the marker: not listed in it."""
+
 _FORMAT = 1
+_UNLISTED = (MARKER, ORBAX_METADATA, ORBAX_SUCCESS)
 _LOCK_BEGINS = b'{"pid": '
 
 
@@ -174,43 +178,28 @@ def is_kept(file: Path) -> bool:
     return marker is not None and file.name in (marker.files or {})
 
 
-def is_lock(handle: int) -> bool:
-    """Whether an open file is a lock of specjax: empty, or what `folder_lock` writes."""
-    return os.pread(handle, len(_LOCK_BEGINS), 0) in (b"", _LOCK_BEGINS)
+def is_lock(file: Path) -> bool:
+    """Whether a file is a lock of specjax: empty, or with the text that `folder_lock` writes."""
+    if file.is_symlink() or not file.is_file():
+        return False
+    with file.open("rb") as opened:
+        return opened.read(len(_LOCK_BEGINS)) in (b"", _LOCK_BEGINS)
 
 
 def contents(folder: Path, temporary_too: bool = False) -> Iterator[str]:
     """All files below a folder, and folders that are empty, with a slash.
 
-    Its marker is left out, its lock, and its temporary files unless asked for.
+    Without its marker and lock, what Orbax writes later, and temporary files unless asked for.
     """
-    for root, folders, files in os.walk(folder, onerror=_raise):
-        here = Path(root).relative_to(folder)
-        folders.sort()
-        links = [name for name in folders if (Path(root) / name).is_symlink()]
-        if not folders and not files and Path(root) != folder:
-            yield f"{here.as_posix()}/"
-        for one in sorted((*files, *links)):
-            name = (here / one).as_posix()
-            if name == MARKER or (name == LOCK and _is_our_lock(folder / name)):
-                continue
-            if temporary_too or not atomic_writes.is_temporary(name):
-                yield name
-
-
-def _is_our_lock(file: Path) -> bool:
-    try:
-        handle = atomic_writes.open_without_links(file, os.O_RDONLY)
-    except OSError:
-        return False
-    try:
-        return is_lock(handle)
-    finally:
-        os.close(handle)
-
-
-def _raise(error: OSError) -> None:
-    raise error
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if path.is_dir() and not path.is_symlink():
+            if not any(path.iterdir()):
+                yield f"{name}/"
+        elif name in _UNLISTED or (name == LOCK and is_lock(path)):
+            continue
+        elif temporary_too or not atomic_writes.is_temporary(name):
+            yield name
 
 
 def _records(file: Path, files: Any) -> dict[str, Record]:

@@ -1,20 +1,18 @@
-"""Folders that specjax makes: claimed for a run, written whole, replaced and deleted.
+"""Folders that specjax makes: claimed for a run, or written whole and replaced.
 
-What a folder's marker (`folder_marker`) does not list is never replaced and never deleted.
+A folder with a file that its marker (`folder_marker`) does not list is never replaced.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection
-from contextlib import suppress
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from specjax.errors import InputError, one_line
 from specjax.files import atomic_writes
 from specjax.files.folder_marker import (
     LOCK,
-    MARKER,
     Kind,
     Marker,
     contents,
@@ -25,6 +23,8 @@ from specjax.files.folder_marker import (
 )
 
 _REMEDY = "give a new or empty folder"
+_EARLIER = "earlier"
+"""Where the folder that is being replaced is, in the work folder."""
 
 
 def check_claimable(folder: Path, kind: Kind, where: str) -> None:
@@ -85,26 +85,6 @@ def check_replaceable(folder: Path, kind: Kind, where: str) -> None:
         raise InputError(f"{where}: {changed}; move it away, or {_REMEDY}")
 
 
-def delete(folder: Path) -> None:
-    """Delete what a sealed folder's marker lists, and the folder if nothing else is in it.
-
-    Nothing else is touched, and a folder without a marker stays as it is. Raises InputError as
-    `read_marker` does.
-    """
-    marker = read_marker(folder)
-    if marker is None or marker.files is None:
-        return
-    inside = {parent for name in marker.files for parent in PurePosixPath(name).parents}
-    ours = [*marker.files, *filter(atomic_writes.is_temporary, os.listdir(folder))]
-    # The marker last: after an interruption it still says that specjax wrote the rest.
-    for name in (*ours, MARKER):
-        with suppress(OSError):
-            (folder / name).unlink()
-    for one in sorted(inside, key=lambda path: -len(path.parts)):
-        with suppress(OSError):
-            (folder / one).rmdir()
-
-
 def write_folder(
     folder: Path,
     kind: Kind,
@@ -123,34 +103,35 @@ def write_folder(
         folder = folder.resolve()
         check_replaceable(folder, kind, where)
         folder.parent.mkdir(parents=True, exist_ok=True)
-        _tidy(folder)
-        with atomic_writes.unfinished(folder.parent, folder.name) as part:
-            part.mkdir()
-            write(part)
-            seal(part, kind)
+        rescue = lambda left: _move_back(left / _EARLIER, folder)  # noqa: E731
+        with atomic_writes.work_folder(folder.parent, folder.name, rescue) as work:
+            new = work / "new"
+            new.mkdir()
+            write(new)
+            seal(new, kind)
             if check is not None:
-                check(part)
-            _put(part, folder, kind, where)
+                check(new)
+            check_replaceable(folder, kind, where)  # writing may have taken hours
+            _replace(folder, new, work / _EARLIER)
     except OSError as error:
         raise unwritable(where, error) from None
 
 
-def _put(part: Path, folder: Path, kind: Kind, where: str) -> None:
-    """Give a sealed folder its name, and delete the one that had it."""
-    earlier = part.with_name(atomic_writes.EARLIER)
-    with atomic_writes.exclusive(folder.parent, folder.name):
-        check_replaceable(folder, kind, where)  # writing may have taken hours
-        try:
-            if read_marker(folder) is not None:
-                folder.rename(earlier)
-            else:
-                with suppress(FileNotFoundError):
-                    (folder / LOCK).unlink()
-            part.rename(folder)
-        finally:
-            if earlier.exists() and not folder.exists():
-                earlier.rename(folder)
-    delete(earlier)
+def _replace(folder: Path, new: Path, earlier: Path) -> None:
+    """Give a sealed folder its name, and move the one that had it to `earlier`."""
+    try:
+        if read_marker(folder) is not None:
+            folder.rename(earlier)
+        else:
+            (folder / LOCK).unlink(missing_ok=True)
+        new.rename(folder)
+    finally:
+        _move_back(earlier, folder)
+
+
+def _move_back(earlier: Path, folder: Path) -> None:
+    if earlier.exists() and not folder.exists():
+        earlier.rename(folder)
 
 
 def delete_temporary(folder: Path) -> None:
@@ -187,15 +168,3 @@ def _first_foreign(
         return next((name for name in names if name not in listed), None)
     except OSError as error:
         raise InputError(f"{folder}: cannot be read ({error.strerror or error})") from None
-
-
-def _tidy(folder: Path) -> None:
-    """Delete what a killed `write_folder` left beside a folder."""
-    with atomic_writes.exclusive(folder.parent, folder.name):
-        for left in atomic_writes.abandoned(folder.parent, folder.name):
-            earlier = left / atomic_writes.EARLIER
-            if earlier.exists() and not folder.exists():
-                earlier.rename(folder)
-            else:
-                with suppress(InputError):
-                    delete(earlier)

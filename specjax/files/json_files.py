@@ -21,6 +21,9 @@ _LONGEST_LINE = 64 << 20
 _LARGEST_FILE = 256 << 20
 """Bytes. Python's values take many times the size of the JSON text."""
 
+_GZIP_BEGINS = b"\x1f"
+"""No JSON text does."""
+
 
 def parse_json(text: str | bytes, where: str, remedy: str = "repair it") -> Any:
     """The value of a JSON text; `where` names the file, and the line in a JSONL file, in errors.
@@ -90,9 +93,9 @@ def read_json_lines(path: Path, field: str) -> Iterator[tuple[str, dict[str, Any
 
 @contextmanager
 def _opened(path: Path) -> Iterator[io.BufferedReader | gzip.GzipFile]:
-    with open_files.open_pipe(path) as file:
+    with path.open("rb") as file:
         # A look ahead, not a second opening: the file may be a pipe.
-        if file.peek(2)[:2] != b"\x1f\x8b":
+        if file.peek(1)[:1] != _GZIP_BEGINS:
             yield file
             return
         with gzip.GzipFile(fileobj=file) as unpacked:

@@ -1,28 +1,21 @@
-"""Opening files that may be pipes, devices or folders, without waiting for ever."""
+"""Opening files in folders, where a pipe, a device or another folder may be in their place."""
 
 from __future__ import annotations
 
 import io
 import os
-import select
 import stat
-import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from specjax.errors import InputError
-
-WRITER_SECONDS = 10
-"""How long to wait for a pipe's writer, in seconds."""
-_FIRST_BYTES = 8
 
 
 def regular_file(path: Path, remedy: str = "put a file there") -> Path:
     """The path of a file inside a folder, for a reader that opens it by its name.
 
     Raises InputError naming it where a folder, a pipe or a device is there: what opens those may
-    wait for ever. A missing or unreadable file is not an error here, but in the reader.
+    never end. A missing or unreadable file is not an error here, but in the reader.
     """
     with suppress(OSError):
         _check_regular(path, path.stat(), remedy)
@@ -49,68 +42,6 @@ def open_regular(path: Path, remedy: str = "put a file there") -> io.BufferedRea
         os.close(handle)
         raise
     return io.BufferedReader(io.FileIO(handle))
-
-
-def open_pipe(path: Path) -> io.BufferedReader:
-    """A file or a pipe, opened, for reading from its beginning to its end.
-
-    A pipe must have a writer within `WRITER_SECONDS`, which may then take its time. A peek into
-    what is returned sees its first bytes. Raises OSError, and InputError where no writer comes.
-    """
-    file = io.FileIO(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))
-    try:
-        first = b""
-        if stat.S_ISFIFO(os.fstat(file.fileno()).st_mode):
-            first = _wait_for_writer(path, file)
-            os.set_blocking(file.fileno(), True)
-            # A peek reads at most once, and has to see the bytes that identify the format.
-            while len(first) < _FIRST_BYTES and (more := file.read(_FIRST_BYTES - len(first))):
-                first += more
-    except BaseException:
-        file.close()
-        raise
-    return io.BufferedReader(_Continued(first, file))
-
-
-def _wait_for_writer(path: Path, file: io.FileIO) -> bytes:
-    """The bytes that a writer has written so far; empty where it has closed the pipe already."""
-    events = select.poll()
-    events.register(file, select.POLLIN)
-    end = time.monotonic() + WRITER_SECONDS
-    while True:
-        # From a pipe, None means that there is a writer which has written nothing, and an end of
-        # file that there is no writer yet, or that it has ended: then the kernel reports POLLHUP.
-        ended = any(event & select.POLLHUP for _, event in events.poll(0))
-        first = file.read(1 << 16)
-        if first is None or first or ended:
-            return first or b""
-        if time.monotonic() >= end:
-            raise InputError(
-                f"{path}: a pipe that nobody has written to for {WRITER_SECONDS} seconds; start "
-                "its writer, or name a file"
-            )
-        time.sleep(0.02)
-
-
-class _Continued(io.RawIOBase):
-    """What was read of a file, then the rest of it."""
-
-    def __init__(self, first: bytes, rest: io.FileIO) -> None:
-        self._first, self._rest = first, rest
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int | None:
-        if not self._first:
-            return self._rest.readinto(buffer)
-        count = min(len(buffer), len(self._first))
-        buffer[:count], self._first = self._first[:count], self._first[count:]
-        return count
-
-    def close(self) -> None:
-        self._rest.close()
-        super().close()
 
 
 def _check_regular(path: Path, status: os.stat_result, remedy: str) -> None:

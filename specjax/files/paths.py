@@ -46,8 +46,8 @@ def user_path(field: str, value: str | os.PathLike[str]) -> Path:
 def input_file(field: str, value: str | os.PathLike[str], *, pipe: bool = False) -> Path:
     """The path of a file that can be read; raises InputError where there is none.
 
-    With `pipe` it may be a pipe, for `open_pipe` to read: one that was made with mkfifo, or
-    /dev/stdin and /proc/self/fd/N where these are pipes.
+    With `pipe` it may be a pipe: one that was made with mkfifo, or /dev/stdin and /proc/self/fd/N
+    where these are pipes.
     """
     path = user_path(field, value)
     status = _status(field, value, path)

@@ -46,7 +46,7 @@ def save_checkpoint(model: Model, directory: str | Path, *, overwrite: bool = Fa
     dtype, scan_layers = np.dtype(model.dtype), model.form.stacked
     modules = model.mtp and model.mtp.config
     wanted = _arrays(model.config, modules, dtype, scan_layers)
-    _compare(path, orbax_checkpoint.shapes(model.arrays), wanted)
+    compare_arrays(path, orbax_checkpoint.shapes(model.arrays), wanted)
     metadata = {
         "config": model_metadata.config_metadata(model.config),
         "dtype": dtype.name,
@@ -185,7 +185,7 @@ def _look_at_model(path: Path) -> _Model:
             )
         modules.check_target(config)
     stored = np.dtype(jnp.dtype(metadata["dtype"]))
-    _compare(path, found.arrays, _arrays(config, modules, stored, metadata["scan_layers"]))
+    compare_arrays(path, found.arrays, _arrays(config, modules, stored, metadata["scan_layers"]))
     return _Model(found, config, tokenizer, modules)
 
 
@@ -233,7 +233,9 @@ def _all_placed(tree: Any, sharding: Sharding) -> Any:
     return jax.tree.map(lambda leaf: _placed(leaf, sharding), tree)
 
 
-def _compare(path: Path, found: Any, wanted: Any) -> None:
+def compare_arrays(
+    path: Path, found: Any, wanted: Any, remedy: str = "take both from one model"
+) -> None:
     """Raise InputError listing the arrays that are missing, unexpected or of another shape."""
     have, want = _described(found), _described(wanted)
     problems = {
@@ -247,9 +249,7 @@ def _compare(path: Path, found: Any, wanted: Any) -> None:
     }
     if any(problems.values()):
         listed = "; ".join(f"{label}: {_some(names)}" for label, names in problems.items() if names)
-        raise InputError(
-            f"{path}: the parameters do not fit the config ({listed}); take both from one model"
-        )
+        raise InputError(f"{path}: the parameters do not fit the config ({listed}); {remedy}")
 
 
 def leaf_name(path: tuple) -> str:

@@ -1,7 +1,9 @@
 """Arrays and metadata in an Orbax checkpoint: saved whole or not at all, restored onto any mesh.
 
-Every process makes these calls, on a file system that all of them share; `checkpoint_directory`
-defines the folders.
+Orbax's manager of checkpoints writes, commits and deletes them; added here is the list of checksums
+(`files.folder_marker`), written just before it commits, and that no folder with a user's file is
+deleted. Every process makes these calls, on a file system that all of them share;
+`checkpoint_directory` defines the folders.
 """
 
 from __future__ import annotations
@@ -9,13 +11,15 @@ from __future__ import annotations
 import gc
 import json
 import logging
+import shutil
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -23,25 +27,25 @@ import numpy as np
 
 from specjax.distributed import processes
 from specjax.errors import InputError, one_line
-from specjax.files import folder_marker
-from specjax.files.json_files import parse_json
+from specjax.files import atomic_writes, folder_marker
+from specjax.files.folder_marker import ORBAX_METADATA, ORBAX_SUCCESS
+from specjax.files.json_files import parse_json, read_json_file
 from specjax.files.open_files import regular_files
 from specjax.loading.checkpoint_directory import (
+    CONTENT,
+    SAVES,
     Kind,
-    begin,
-    committed,
+    Numbered,
+    check_free,
     damaged,
-    delete_all_but_newest,
     newest,
     read_marker,
-    unfinished,
 )
 
 _FORMAT = 1
 _ARRAYS = "params"
-_SUCCESS = "commit_success.txt"
-_INDEX = ("_CHECKPOINT_METADATA", f"{_ARRAYS}/_METADATA", f"{_ARRAYS}/manifest.ocdbt")
-"""The files that describe the others."""
+_INDEX = (f"{_ARRAYS}/_METADATA", f"{_ARRAYS}/manifest.ocdbt")
+"""The files that describe the arrays."""
 _READERS = {"model": "specjax.load_model", "drafter": "specjax.loading.checkpoints.load_drafter"}
 
 _CHUNK_BYTES = 64 << 20
@@ -52,6 +56,8 @@ _WEIGHED_BYTES = 1 << 20
 """Smaller arrays may be compressed in Orbax's index; others take their full size on disk."""
 _LAST_WORDS_S = 0.2
 """After this time a failed call is assumed to have no more pending reads and writes."""
+
+Result = TypeVar("Result")
 
 
 class Found(NamedTuple):
@@ -71,49 +77,153 @@ def save(
     Raises InputError where the directory holds anything else, cannot be written, or is not seen by
     all processes, for parameters that are not arrays and metadata that are not JSON.
     """
+    processes.together(
+        lambda: _content(directory, kind, params, metadata),
+        {"the checkpoint's directory": str(directory)},
+    )
 
-    def check() -> dict[str, Any]:
-        _check_params(directory, params)
-        known = parse_json(_to_json(directory, metadata), f"{directory}: the metadata")
-        return {"specjax_checkpoint": _FORMAT, "kind": kind, "metadata": known}
+    def begin(stack: ExitStack) -> int:
+        try:
+            check_free(directory, kind, overwrite)
+            directory.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(atomic_writes.exclusive(directory, "checkpoint"))
+        except OSError as error:
+            raise InputError(
+                f"{directory}: cannot be written ({error.strerror or error})"
+            ) from None
+        return max(SAVES.numbers(directory), default=0) + 1
 
-    envelope = processes.together(check, {"the checkpoint's directory": str(directory)})
     with ExitStack() as stack:
         # One process looks, since file systems may show the others an older listing.
-        number = processes.together(
-            lambda: begin(directory, kind, overwrite, stack) if processes.is_first() else 0
-        )
+        number = processes.together(lambda: begin(stack) if processes.is_first() else 0)
         number = processes.from_first(number)
-        path, writing = committed(directory, number), unfinished(directory, number)
-        processes.together(lambda: _check_shared(writing.parent))
+        processes.together(lambda: _check_shared(directory))
+        with Saver(directory, kind, SAVES, kept=1) as saver:
+            saver.save(number, params, metadata)
+        if processes.is_first():
+            with suppress(OSError):  # it says where the checkpoint was made
+                (SAVES.path(directory, number) / ORBAX_SUCCESS).unlink()
+
+
+class Saver:
+    """Saves numbered checkpoints of one kind into a directory, each while its caller continues.
+
+    The newest `kept` are kept, and all that hold a file which specjax did not write. One process
+    (of those that run together) uses a directory at a time. The end of the context waits for the
+    last save; its errors are InputErrors of one line, as those of the methods are.
+    """
+
+    def __init__(self, directory: Path, kind: Kind, names: Numbered, kept: int) -> None:
+        self._directory, self._kind, self._names, self._kept = directory, kind, names, kept
+        self._number, self._content = 0, ""
+        self._pending: Any = None
+
+    def __enter__(self) -> Saver:
+        with ExitStack() as stack:
+            stack.enter_context(_silenced())
+            self._attempt(self._open)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> None:
+        with self._stack:
+            try:
+                if kind is None:  # else that error is the one to report
+                    self.wait()
+            finally:
+                _attempt(lambda ocp: self._manager.close())
+
+    def save(self, number: int, params: dict[str, Any], metadata: dict[str, Any]) -> None:
+        """Begin to write a nested dict of arrays and JSON-ready metadata, the last save being done.
+
+        The arrays are copied first, and may be donated afterwards. Raises InputError as `save`.
+        """
+        content = processes.together(
+            lambda: _content(self._directory, self._kind, params, metadata)
+        )
+        self.wait()
+        self._number, self._content = number, content
         if processes.count() > 1:
             params = jax.tree.map(_for_the_first, params)
+        self._pending = self._attempt(
+            lambda ocp: self._manager.save_async(
+                number, params, checkpointable_name=_ARRAYS, force=True
+            )
+        )
 
-        def write(ocp: Any, context: Any) -> None:
-            context.array.saving.use_compression = False
-            context.array.saving.enable_write_sharding_file = False
-            context.array.saving.storage_options.chunk_byte_size = _CHUNK_BYTES
-            with context:
-                ocp.save(writing, params, checkpointable_name=_ARRAYS, custom_metadata=envelope)
+    def wait(self) -> None:
+        """Wait until what was saved is on disk; raises InputError where that failed."""
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            self._attempt(lambda ocp: pending.result())
 
-        def commit() -> None:
-            try:
-                success = writing / _SUCCESS
-                if success.exists():
-                    # Orbax names the folder in it, which is nobody's concern elsewhere.
-                    success.write_text("The checkpoint was written.\n", encoding="utf-8")
-                folder_marker.seal(writing, kind)
-                writing.rename(path)
-            except OSError as error:
-                raise _unwritable(directory, one_line(error)) from None
+    def _open(self, ocp: Any) -> None:
+        context = ocp.Context()
+        context.array.saving.use_compression = False
+        context.array.saving.enable_write_sharding_file = False
+        context.array.saving.storage_options.chunk_byte_size = _CHUNK_BYTES
+        # Orbax copies its options deeply: a function is not copied, the object of a method is.
+        context.asynchronous.post_finalization_callback = lambda: self._seal()
+        self._manager = ocp.training.Checkpointer(
+            self._directory,
+            context=context,
+            step_name_format=self._names,
+            preservation_policy=_Preservation(self._directory, self._names, self._kept),
+            cleanup_tmp_directories=True,
+        )
 
-        try:
-            _, failure = _attempt(write)
-            processes.agree({}, failure and str(_unwritable(directory, failure)))
-            processes.together(lambda: commit() if processes.is_first() else None)
-        finally:
-            if processes.is_first():
-                delete_all_but_newest(directory, kind)
+    def _seal(self) -> None:
+        """Called by Orbax, on the first process, when everything but the commit is done."""
+        writing = self._names.unfinished(self._directory, self._number)
+        # Orbax names the folder in it, which is nobody's concern elsewhere.
+        (writing / _ARRAYS / ORBAX_SUCCESS).unlink(missing_ok=True)
+        (writing / CONTENT).write_text(self._content, encoding="utf-8")
+        folder_marker.seal(writing, self._kind)
+
+    def _attempt(self, work: Callable[[Any], Result]) -> Result:
+        """The result of `work`; raises InputError, on all processes, where it fails on one."""
+        result, failure = _attempt(work)
+        if failure is not None and processes.is_first():
+            unfinished = self._names.unfinished(self._directory, self._number)
+            shutil.rmtree(unfinished, ignore_errors=True)
+        processes.agree(
+            {},
+            failure
+            and f"{self._directory}: the checkpoint cannot be written ({failure}); free space or "
+            "save elsewhere",
+        )
+        return result
+
+
+@dataclass(frozen=True)
+class _Preservation:
+    """Which checkpoints Orbax keeps: the newest, and those with a file that is not specjax's."""
+
+    directory: Path
+    names: Numbered
+    kept: int
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        """For each checkpoint, ascending by number, whether it is kept."""
+        paths = [self.names.path(self.directory, checkpoint.step) for checkpoint in checkpoints]
+        older = len(paths) - self.kept
+        return [number >= older or _holds_more(path) for number, path in enumerate(paths)]
+
+
+def _holds_more(path: Path) -> bool:
+    """Whether a folder holds a file that its marker does not list.
+
+    Without a marker, which a deletion that was interrupted may leave, the names of Orbax's files
+    are known.
+    """
+    try:
+        marker = folder_marker.read_marker(path)
+        names = [name for name in folder_marker.contents(path) if name[-1] != "/"]
+    except (InputError, OSError):
+        return True
+    if marker is None:
+        return any(name != CONTENT and not name.startswith(f"{_ARRAYS}/") for name in names)
+    return any(name not in (marker.files or ()) for name in names)
 
 
 def look(directory: Path, kind: Kind) -> Found:
@@ -123,22 +233,26 @@ def look(directory: Path, kind: Kind) -> Found:
     """
     path = newest(directory)
     marker = read_marker(directory, path)
-    regular_files(path, "copy the checkpoint again, or save elsewhere")
-    if damage := folder_marker.find_damage(path, marker, share=None, needed=_INDEX):
+    remedy = "copy the checkpoint again, or save elsewhere"
+    regular_files(path, remedy)
+    by_orbax = CONTENT not in marker.files  # saved by an earlier version
+    needed = (ORBAX_METADATA if by_orbax else CONTENT, *_INDEX)
+    if damage := folder_marker.find_damage(path, marker, share=None, needed=needed):
         raise damaged(directory, f"{path.name}/{damage}")
 
-    def read(ocp: Any, context: Any) -> Any:
-        with context:
-            content = ocp.metadata(path, checkpointable_name=_ARRAYS)
+    def read(ocp: Any) -> Any:
+        with ocp.Context():
+            index = ocp.metadata(path, checkpointable_name=_ARRAYS)
         # Orbax logs what went wrong and continues.
-        if content.metadata is None:
+        if index.metadata is None:
             raise ValueError("its index cannot be read")
-        return content
+        return index
 
     index, failure = _attempt(read)
     if failure is not None:
         raise damaged(directory, failure)
-    metadata = _open_envelope(directory, kind, index.custom_metadata)
+    content = index.custom_metadata if by_orbax else read_json_file(path / CONTENT, remedy)
+    metadata = _metadata(directory, kind, content)
     if marker.kind != kind:
         raise damaged(directory, f"{path.name}/{folder_marker.MARKER} is of a {marker.kind}")
     arrays = index.metadata
@@ -175,7 +289,8 @@ def restore(found: Found, wanted: dict[str, Any]) -> dict[str, Any]:
     pairs = zip(jax.tree.leaves(found.arrays), jax.tree.leaves(wanted), strict=True)
     largest = max(a.size * max(a.dtype.itemsize, b.dtype.itemsize) for a, b in pairs)
 
-    def read(ocp: Any, context: Any) -> dict[str, Any]:
+    def read(ocp: Any) -> dict[str, Any]:
+        context = ocp.Context()
         context.memory.read_concurrent_bytes = max(_READ_BYTES, 2 * largest + 1)
         with context:
             return ocp.load(found.path, wanted, checkpointable_name=_ARRAYS)
@@ -190,8 +305,8 @@ def shapes(tree: Any) -> Any:
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
 
 
-def _attempt(work: Callable[[Any, Any], Any]) -> tuple[Any, str | None]:
-    """(result, None) of `work`, called with Orbax and a new context, or (_, the error in one line).
+def _attempt(work: Callable[[Any], Result]) -> tuple[Result | None, str | None]:
+    """(result, None) of `work`, called with Orbax, or (None, the error in one line).
 
     After a failure each read and write that was still pending logs an error as well, when it ends
     and when it is freed: this function waits for them and silences those messages.
@@ -202,7 +317,7 @@ def _attempt(work: Callable[[Any, Any], Any]) -> tuple[Any, str | None]:
     failure = None
     with _silenced():
         try:
-            return work(ocp, ocp.Context()), None
+            return work(ocp), None
         except (MemoryError, jax.errors.JaxRuntimeError):
             raise  # a device out of memory: the files are not at fault
         except Exception as error:  # what Orbax and TensorStore raise has no base class
@@ -214,23 +329,17 @@ def _attempt(work: Callable[[Any, Any], Any]) -> tuple[Any, str | None]:
 
 @contextmanager
 def _silenced() -> Iterator[None]:
-    loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
-    hook = sys.unraisablehook
+    """Without what Orbax logs and Python says of failures: they are raised as well."""
+    hook, never = sys.unraisablehook, lambda record: False
     sys.unraisablehook = lambda _: None
-    for logger in loggers:
-        logger.addFilter(_never)
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
-            yield
-    finally:
-        for logger in loggers:
-            logger.removeFilter(_never)
-        sys.unraisablehook = hook
-
-
-def _never(record: logging.LogRecord) -> bool:
-    return False
+    with ExitStack() as stack:
+        stack.callback(setattr, sys, "unraisablehook", hook)
+        for logger in map(logging.getLogger, ("absl", "asyncio")):
+            logger.addFilter(never)
+            stack.callback(logger.removeFilter, never)
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
+        yield
 
 
 def _brief(error: Exception, limit: int = 160) -> str:
@@ -238,12 +347,28 @@ def _brief(error: Exception, limit: int = 160) -> str:
     return text if len(text) <= limit else f"{text[:limit]} ..."
 
 
+def _content(directory: Path, kind: Kind, params: dict[str, Any], metadata: dict[str, Any]) -> str:
+    """What is written beside the arrays; raises InputError for what cannot be saved."""
+    _check_params(directory, params)
+    try:
+        content = {"specjax_checkpoint": _FORMAT, "kind": kind, "metadata": metadata}
+        text = json.dumps(content, ensure_ascii=False, allow_nan=False)
+        text.encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InputError(
+            f"{directory}: the metadata are not JSON ({_brief(error)}); use dicts, lists, text, "
+            "finite numbers, true, false and null"
+        ) from None
+    parse_json(text, f"{directory}: the metadata")
+    return text + "\n"
+
+
 def _check_params(directory: Path, params: dict[str, Any]) -> None:
     def check(name: str, node: Any) -> None:
         if isinstance(node, dict) and node:
             for key, child in node.items():
-                # Orbax joins names by dots, and writes them as UTF-8.
-                if not isinstance(key, str) or not key or "." in key or not _is_unicode(key):
+                # Orbax joins names by dots.
+                if not isinstance(key, str) or not key or "." in key:
                     raise InputError(
                         f"{directory}: {key!r} in {name}: parameters are named by text without "
                         "dots; rename it"
@@ -260,26 +385,6 @@ def _check_params(directory: Path, params: dict[str, Any]) -> None:
     check("params", params)
 
 
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:  # half of a surrogate pair
-        return False
-    return True
-
-
-def _to_json(directory: Path, metadata: dict[str, Any]) -> str:
-    try:
-        text = json.dumps(metadata, ensure_ascii=False, allow_nan=False)
-        text.encode()
-    except (TypeError, ValueError, RecursionError) as error:
-        raise InputError(
-            f"{directory}: the metadata are not JSON ({_brief(error)}); use dicts, lists, text, "
-            "finite numbers, true, false and null"
-        ) from None
-    return text
-
-
 def _check_shared(directory: Path) -> None:
     if not directory.is_dir():
         raise InputError(
@@ -293,25 +398,20 @@ def _for_the_first(leaf: Any) -> Any:
     return np.asarray(leaf) if isinstance(leaf, jax.Array) and leaf.is_fully_addressable else leaf
 
 
-def _unwritable(directory: Path, reason: str | None) -> InputError:
-    return InputError(
-        f"{directory}: the checkpoint cannot be written ({reason}); free space or save elsewhere"
-    )
-
-
-def _open_envelope(directory: Path, kind: Kind, envelope: Any) -> dict[str, Any]:
+def _metadata(directory: Path, kind: Kind, content: Any) -> dict[str, Any]:
+    """The metadata in what was written beside the arrays; raises InputError for anything else."""
     # Orbax gives nothing both where nothing was saved and where the file cannot be parsed.
-    if not isinstance(envelope, dict) or "specjax_checkpoint" not in envelope:
+    if not isinstance(content, dict) or "specjax_checkpoint" not in content:
         raise InputError(
             f"{directory}: not saved by specjax, or damaged; give a whole checkpoint of specjax"
         )
-    version, held = envelope["specjax_checkpoint"], envelope.get("kind")
+    version, held = content["specjax_checkpoint"], content.get("kind")
     if type(version) is not int or version != _FORMAT:
         raise InputError(
             f"{directory}: checkpoint format {version!r:.40}, and only {_FORMAT} is known; "
             "use the version of specjax that saved it"
         )
-    metadata = envelope.get("metadata")
+    metadata = content.get("metadata")
     if not isinstance(held, str) or held not in _READERS or not isinstance(metadata, dict):
         raise damaged(directory, "its kind or its metadata are missing")
     if held != kind:
@@ -319,7 +419,6 @@ def _open_envelope(directory: Path, kind: Kind, envelope: Any) -> dict[str, Any]
             f"{directory}: holds a {held}, not a {kind}; give another directory, or read it with "
             f"{_READERS[held]}"
         )
-    _to_json(directory, metadata)
     return metadata
 
 

@@ -145,7 +145,7 @@ def train(
         nonlocal saved_step
         settle(0)
         if saved_step != progress.step and progress.step:
-            checkpoints.save_checkpoint(workdir, progress.step, state, progress.metadata())
+            saver.save(progress.step, checkpoints.nested(state), progress.metadata())
             saved_step = progress.step
 
     step, reason = progress.step, DONE
@@ -153,7 +153,11 @@ def train(
         writer.log(0, evaluate(state.params, 0, False))
     batches = feed.batches(progress.position)
     compiled = None
-    with _listening() as asked, closing(read_ahead(batches)) as ahead:
+    with (
+        _listening() as asked,
+        closing(read_ahead(batches)) as ahead,
+        checkpoints.saver(workdir, progress.step) as saver,
+    ):
         while step < config.steps:
             over = time.monotonic() > deadline
             if _anyone(step, asked.is_set() or over):

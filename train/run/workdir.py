@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from specjax.files.folder_marker import Kind
 from specjax.files.json_files import parse_json, read_json_file
 from specjax.files.open_files import open_regular
 from specjax.files.paths import output_folder
+from specjax.loading.checkpoint_directory import Numbered
 
 MAY_DIFFER = (
     "workdir",
@@ -40,10 +40,11 @@ MAY_DIFFER = (
 
 KIND: Kind = "training run"
 """What the marker of a run's folder says that it holds."""
+STEPS = Numbered("step", digits=9)
+"""The folders of checkpoints."""
 
 _RESTORE = "restore it, or delete it"
 _SHOWN = 8
-_STEP = re.compile(r"step-(\d{9})", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,11 @@ class Workdir:
         return self.root / "checkpoints"
 
     @property
+    def steps(self) -> list[int]:
+        """The steps of checkpoints, in order; those of interrupted saves are not among them."""
+        return STEPS.numbers(self.checkpoints)
+
+    @property
     def tensorboard(self) -> Path:
         """The same numbers for TensorBoard."""
         return self.root / "tensorboard"
@@ -103,7 +109,7 @@ def open_workdir(directory: str | Path, record: Mapping[str, Any]) -> Workdir:
     text = json.dumps(record, indent=2, sort_keys=True) + "\n"
 
     def check() -> None:
-        if steps(workdir):
+        if workdir.steps:
             check_same_run(workdir.config, record, MAY_DIFFER, "decay_steps is steps unless set")
         write_file(workdir.config, text)
 
@@ -113,30 +119,19 @@ def open_workdir(directory: str | Path, record: Mapping[str, Any]) -> Workdir:
     return workdir
 
 
-def steps(workdir: Workdir) -> list[int]:
-    """The steps of checkpoints, whole or not, in order."""
-    if not workdir.checkpoints.is_dir():
-        return []
-    found = (_STEP.fullmatch(entry.name) for entry in workdir.checkpoints.iterdir())
-    return sorted(int(match[1]) for match in found if match)
-
-
 def truncate_metrics(workdir: Workdir, step: int) -> None:
     """Drop the lines of steps after `step`, and one that was truncated."""
-    if not processes.is_first() or not workdir.metrics.exists():
-        return
-    kept = [row for row in read_metrics(workdir) if row["step"] <= step]
-    write_file(workdir.metrics, "".join(json.dumps(row) + "\n" for row in kept))
+    if processes.is_first() and workdir.metrics.exists():
+        kept = [row for row in read_metrics(workdir) if row["step"] <= step]
+        write_file(workdir.metrics, "".join(json.dumps(row) + "\n" for row in kept))
 
 
 def is_evaluated(workdir: Workdir, step: int) -> bool:
     """Whether a step's evaluation is among the metrics."""
 
     def look() -> bool:
-        rows = read_metrics(workdir) if workdir.metrics.exists() else []
-        return any(
-            row["step"] == step and any(name.startswith("eval/") for name in row) for row in rows
-        )
+        evaluations = [row for row in read_metrics(workdir) if row["step"] == step]
+        return any(name.startswith("eval/") for row in evaluations for name in row)
 
     return processes.from_first(look() if processes.is_first() else False)
 
@@ -144,7 +139,7 @@ def is_evaluated(workdir: Workdir, step: int) -> bool:
 def read_metrics(workdir: Workdir) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl, up to the first that is not whole as `append_metrics` wrote it.
 
-    Raises InputError where the file cannot be read.
+    There are none without that file. Raises InputError where it cannot be read.
     """
     rows: list[dict[str, Any]] = []
     try:
@@ -155,6 +150,8 @@ def read_metrics(workdir: Workdir) -> list[dict[str, Any]]:
                         rows.append(row)
                         continue
                 break
+    except FileNotFoundError:
+        pass
     except OSError as error:
         reason = error.strerror or error
         raise InputError(f"{workdir.metrics}: cannot be read ({reason}); {_RESTORE}") from None
@@ -172,7 +169,7 @@ def _is_row(row: Any) -> bool:
 def learning_curve(workdir: Workdir) -> list[dict[str, float]]:
     """The evaluations in order: tokens trained on, and the held-out numbers of each."""
     curve, tokens = [], 0.0
-    for row in read_metrics(workdir) if workdir.metrics.exists() else []:
+    for row in read_metrics(workdir):
         tokens = row.get("train/tokens", tokens)
         found = {
             name.removeprefix("eval/"): round(value, 4)
@@ -191,7 +188,7 @@ def append_metrics(workdir: Workdir, row: Mapping[str, Any]) -> None:
         with workdir.metrics.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
     except OSError as error:
-        raise _unwritable(workdir.metrics, error) from None
+        raise unwritable(workdir.metrics, error) from None
 
 
 def write_file(path: Path, text: str) -> None:
@@ -200,7 +197,7 @@ def write_file(path: Path, text: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         text_files.write_text(path, text)
     except OSError as error:
-        raise _unwritable(path, error) from None
+        raise unwritable(path, error) from None
 
 
 def _check_seen(workdir: Workdir) -> None:
@@ -211,7 +208,8 @@ def _check_seen(workdir: Workdir) -> None:
         )
 
 
-def _unwritable(path: Path, error: OSError) -> InputError:
+def unwritable(path: Path, error: OSError) -> InputError:
+    """The error for a file or folder of a run that cannot be written."""
     return InputError(
         f"{path}: cannot be written ({error.strerror or error}); free space, then start again"
     )
@@ -235,7 +233,9 @@ def check_same_run(
         name
         for name in sorted(was.keys() | now.keys())
         if was.get(name) != now.get(name)
-        and not any(name == one or (one[-1] == "." and name.startswith(one)) for one in free)
+        and not any(
+            name == field or (field[-1] == "." and name.startswith(field)) for field in free
+        )
     ]
     if not different:
         return
