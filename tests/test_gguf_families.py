@@ -181,7 +181,7 @@ def test_a_written_model_is_loaded(tmp_path, name):
     ("name", "change", "words"),
     [
         ("qwen3", {"qwen3.expert_count": np.uint32(8)}, "qwen3.expert_count=8"),
-        ("qwen3", {"qwen3.surprise": np.uint32(1)}, "'qwen3.surprise' is not known"),
+        ("qwen3", {"qwen3.surprise": np.uint32(1)}, "qwen3.surprise=1: is unknown"),
         ("qwen3", {"qwen3.rope.scaling.type": "yarn"}, "qwen3.rope.scaling.type='yarn'"),
         ("qwen2", {"qwen2.attention.sliding_window": np.uint32(5)}, "sliding_window=5"),
         ("gemma2", {"gemma2.attn_logit_softcapping": np.float32(-1)}, "attention.softcap=-1"),

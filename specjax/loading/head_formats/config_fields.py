@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from specjax.errors import InputError
 from specjax.loading.formats.huggingface_rope import read_rope, write_rope
-from specjax.loading.formats.json_fields import Fields
 from specjax.loading.formats.unread_fields import check_unread, implied
 from specjax.loading.model import Model
 from specjax.loading.notes import note
+from specjax.loading.typed_fields import Fields
 from specjax.models.config import DecoderConfig
 
 _LAYERS = re.compile(r"layers\.(\d+)\.")
@@ -43,26 +42,25 @@ def read_decoder(
     say_count(fields, "num_hidden_layers", layers)
     for name in ("tie_word_embeddings", *extra):
         fields.get(name)
-    stated, known = fields.whole("vocab_size"), target.config.vocab_size
+    stated, known = fields.count("vocab_size"), target.config.vocab_size
     if stated < known:
         raise fields.fail("vocab_size", f"{target.name} has {known} tokens; use a head made for it")
     biased = fields.flag("qkv_bias", any(name.endswith(".q_proj.bias") for name in names))
-    heads, width = fields.whole("num_attention_heads"), fields.whole("hidden_size")
-    positions = fields.whole("max_position_embeddings", 2048)
-    rope = {name: fields.get(name) for name in ("rope_theta", "rope_scaling", "rope_parameters")}
-    theta, scaling = read_rope(Path(fields.where), rope, positions)
+    heads, width = fields.count("num_attention_heads"), fields.count("hidden_size")
+    positions = fields.count("max_position_embeddings", 2048)
+    rope = read_rope(fields, positions)
     decoder = DecoderConfig(
         vocab_size=known,
         hidden_size=width,
-        intermediate_size=fields.whole("intermediate_size"),
+        intermediate_size=fields.count("intermediate_size"),
         num_layers=1,
         num_heads=heads,
-        num_kv_heads=fields.whole("num_key_value_heads", heads),
-        head_dim=fields.whole("head_dim", max(width // heads, 1)),
+        num_kv_heads=fields.count("num_key_value_heads", heads),
+        head_dim=fields.count("head_dim", max(width // heads, 1)),
         max_positions=positions,
         rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
-        rope_theta=theta,
-        rope_scaling=scaling,
+        rope_theta=rope.theta,
+        rope_scaling=rope.scaling,
         # The target's value: the field is about its embedding and head.
         tie_word_embeddings=target.config.tie_word_embeddings,
         attention_bias=fields.flag("attention_bias", biased),
@@ -82,7 +80,6 @@ def say_count(fields: Fields, name: str, found: int) -> None:
 
 def decoder_fields(config: DecoderConfig, dtype: np.dtype) -> dict[str, Any]:
     """The fields that `read_decoder` reads, with the names of transformers 4 and 5."""
-    rope = write_rope(config)
     return {
         "model_type": "llama",
         "vocab_size": config.vocab_size,
@@ -95,9 +92,7 @@ def decoder_fields(config: DecoderConfig, dtype: np.dtype) -> dict[str, Any]:
         "max_position_embeddings": config.max_positions,
         "rms_norm_eps": config.rms_norm_eps,
         "hidden_act": "silu",
-        "rope_theta": config.rope_theta,
-        "rope_scaling": None if config.rope_scaling is None else rope,
-        "rope_parameters": {**rope, "rope_theta": config.rope_theta},
+        **write_rope(config),
         "tie_word_embeddings": False,
         "attention_bias": config.attention_bias,
         "mlp_bias": config.mlp_bias,

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from specjax.errors import InputError
-from specjax.loading.formats.json_fields import Fields
 from specjax.loading.formats.unread_fields import check_unread
 from specjax.loading.head_formats import draft_vocabulary, taps
 from specjax.loading.head_formats.checkpoint import Checkpoint
@@ -25,6 +24,7 @@ from specjax.loading.head_formats.eagle_tensors import (
 )
 from specjax.loading.heads.head import Head, TargetMetadata
 from specjax.loading.model import Model
+from specjax.loading.typed_fields import Fields
 from specjax.models.config import DecoderConfig
 from specjax.models.heads.eagle import EagleConfig
 
@@ -90,7 +90,7 @@ def read_eagle1(
         taps=("final_norm",),
         fc_bias=bias,
     )
-    tensors = without_padding(checkpoint.tensors, fields.whole("vocab_size"), target)
+    tensors = without_padding(checkpoint.tensors, fields.count("vocab_size"), target)
     for name, own in (("embed_tokens.weight", "embedding"), ("lm_head.weight", "head")):
         if name in tensors and not is_targets(name, tensors, target):
             raise InputError(
@@ -139,8 +139,8 @@ def read_eagle3(
     # vLLM reads this flag here first.
     norms["norm_before_fc"] = inner.flag("norm_before_fc", norms["norm_before_fc"])
     flags = Flags(
-        fields.whole("draft_vocab_size", fields.whole("vocab_size")),
-        fields.whole("target_hidden_size", decoder.hidden_size),
+        fields.count("draft_vocab_size", fields.count("vocab_size")),
+        fields.count("target_hidden_size", decoder.hidden_size),
         taps.read([fields, inner], target, layer_ids),
         norms,
     )
@@ -189,8 +189,8 @@ def build_eagle3(
             f"{where}: target_hidden_size={flags.target_hidden_size}, and {target.name} has "
             f"{target.config.hidden_size}; use a head that was made for this target"
         )
-    tensors = without_padding(checkpoint.tensors, fields.whole("vocab_size"), target)
-    size, stated = flags.draft_vocab_size, fields.whole("vocab_size")
+    tensors = without_padding(checkpoint.tensors, fields.count("vocab_size"), target)
+    size, stated = flags.draft_vocab_size, fields.count("vocab_size")
     size = vocab_size if size == stated else size
     mapped = len(tensors.get("d2t", ()))
     tensors = draft_vocabulary.drop_padding(tensors, stated, vocab_size)

@@ -20,13 +20,13 @@ import numpy as np
 
 from specjax.errors import InputError
 from specjax.loading.formats import tensor_layout
-from specjax.loading.formats.json_fields import Fields
 from specjax.loading.formats.unread_fields import check_unread, implied
 from specjax.loading.head_formats import draft_vocabulary, shared_with_target
 from specjax.loading.head_formats.checkpoint import Checkpoint, match
 from specjax.loading.head_formats.config_fields import say_count
 from specjax.loading.heads.head import Head, TargetMetadata
 from specjax.loading.model import Model
+from specjax.loading.typed_fields import Fields
 from specjax.models.heads.medusa import MedusaConfig
 
 _BLOCK = re.compile(
@@ -63,7 +63,7 @@ def read(checkpoint: Checkpoint, target: Model, metadata: TargetMetadata, traini
     where = checkpoint.directory
     fields = Fields(str(where / "config.json"), checkpoint.config)
     width, vocab_size = target.config.hidden_size, target.config.vocab_size
-    if fields.whole("hidden_size", width) != width:
+    if fields.count("hidden_size", width) != width:
         raise fields.fail("hidden_size", f"{target.name} has {width}; use a head made for it")
     heads, layers = _counts(where, checkpoint.tensors)
     for name, found in (
@@ -160,13 +160,13 @@ def _stated_tokens(fields: Fields, head: np.ndarray | None, vocab_size: int) -> 
     """The number of tokens, padding included, by the config, else by the first head's rows."""
     rows = 0 if head is None else len(head)
     padded = vocab_size < rows <= vocab_size + _MOST_PADDING
-    return fields.whole("vocab_size", rows if padded else vocab_size)
+    return fields.count("vocab_size", rows if padded else vocab_size)
 
 
 def _read_ids(fields: Fields, tensors: dict[str, np.ndarray], stated: int) -> np.ndarray | None:
     """The token ids of `token_map`, not checked; None for a head of all tokens."""
     ids = tensors.get("token_map")
-    size = fields.whole("truncated_vocab_size", stated)
+    size = fields.count("truncated_vocab_size", stated)
     if ids is None:
         if size < stated:
             raise fields.fail("truncated_vocab_size", "the tensor token_map is missing")

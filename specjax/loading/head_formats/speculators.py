@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from specjax.errors import InputError
-from specjax.loading.formats.json_fields import Fields
 from specjax.loading.formats.unread_fields import check_unread
 from specjax.loading.head_formats import eagle, taps
 from specjax.loading.head_formats.checkpoint import Checkpoint
@@ -19,6 +18,7 @@ from specjax.loading.head_formats.config_fields import decoder_fields, read_deco
 from specjax.loading.head_formats.eagle_tensors import named_tensors
 from specjax.loading.heads.head import Head, TargetMetadata
 from specjax.loading.model import Model
+from specjax.loading.typed_fields import Fields
 
 _SPECULATIVE_TOKENS = 4
 _IDLE = ("speculators_model_type", "tie_word_embeddings", "mask_token_id")
@@ -45,8 +45,8 @@ def read(
     for name in ("norm_before_residual", "speculators_config", *taps.KEYS, *_IDLE):
         fields.get(name)
     flags = eagle.Flags(
-        fields.whole("draft_vocab_size"),
-        fields.whole("target_hidden_size", decoder.hidden_size),
+        fields.count("draft_vocab_size"),
+        fields.count("target_hidden_size", decoder.hidden_size),
         taps.read([fields, inner], target, layer_ids),
         {flag: fields.flag(flag) for flag in eagle.FLAGS},
     )

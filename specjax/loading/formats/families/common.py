@@ -1,250 +1,125 @@
-"""What families share: the usual fields of config.json, and tables of tensor names."""
+"""Rows and parts of a config that several families have: sizes, rotary bases, windows, experts."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
-from types import MappingProxyType
+from collections.abc import Sequence
 from typing import Any
 
-from specjax.errors import InputError, shown
+from specjax.loading.formats.family import (
+    HasTensor,
+    Part,
+    Values,
+    flag,
+    integer,
+    number,
+    row,
+    written,
+)
+from specjax.loading.formats.gguf_fields import GgufFields, read_scaling
 from specjax.loading.formats.huggingface_rope import read_rope, write_rope
-from specjax.loading.formats.json_fields import Fields
-from specjax.loading.formats.parameter_names import TensorEntry
+from specjax.loading.typed_fields import Fields
 from specjax.models.config import MOST_LAYERS, DecoderConfig, SlidingWindow
 
-_FULL, _SLIDING = "full_attention", "sliding_attention"
-
-NAMES = {
-    "embed": "model.embed_tokens",
-    "final_norm": "model.norm",
-    "head": "lm_head",
-    "attention_norm": "model.layers.{layer}.input_layernorm",
-    "mlp_norm": "model.layers.{layer}.post_attention_layernorm",
-    "query": "model.layers.{layer}.self_attn.q_proj",
-    "key": "model.layers.{layer}.self_attn.k_proj",
-    "value": "model.layers.{layer}.self_attn.v_proj",
-    "output": "model.layers.{layer}.self_attn.o_proj",
-    "gate": "model.layers.{layer}.mlp.gate_proj",
-    "up": "model.layers.{layer}.mlp.up_proj",
-    "down": "model.layers.{layer}.mlp.down_proj",
-}
-"""Module names of Llama in Hugging Face's layout."""
-
-QK_NORM_NAMES = {
-    "query_norm": "model.layers.{layer}.self_attn.q_norm",
-    "key_norm": "model.layers.{layer}.self_attn.k_norm",
-}
-
-GGUF_NAMES = {
-    "embed": "token_embd",
-    "final_norm": "output_norm",
-    "head": "output",
-    "attention_norm": "blk.{layer}.attn_norm",
-    "mlp_norm": "blk.{layer}.ffn_norm",
-    "query": "blk.{layer}.attn_q",
-    "key": "blk.{layer}.attn_k",
-    "value": "blk.{layer}.attn_v",
-    "output": "blk.{layer}.attn_output",
-    "gate": "blk.{layer}.ffn_gate",
-    "up": "blk.{layer}.ffn_up",
-    "down": "blk.{layer}.ffn_down",
-}
-"""Names of Llama in GGUF."""
-
-GGUF_QK_NORM_NAMES = {
-    "query_norm": "blk.{layer}.attn_q_norm",
-    "key_norm": "blk.{layer}.attn_k_norm",
-}
+FULL, SLIDING = "full_attention", "sliding_attention"
+"""The types of layers in config.json."""
 
 
-GGUF_EXPERT_NAMES = {
-    ("router", "kernel"): "blk.{layer}.ffn_gate_inp.weight",
-    ("experts", "gate", "kernel"): "blk.{layer}.ffn_gate_exps.weight",
-    ("experts", "up", "kernel"): "blk.{layer}.ffn_up_exps.weight",
-    ("experts", "down", "kernel"): "blk.{layer}.ffn_down_exps.weight",
-}
-"""Names of a router and of experts' kernels, merged in one tensor, in GGUF."""
+def _heads(known: Values) -> int:
+    return known["num_heads"]
 
 
-def expert_names(block: str, gate: str, up: str, down: str) -> dict[tuple[str, ...], str]:
-    """Names of a router and of experts' kernels, `block` being their module within a layer."""
-    start = f"model.layers.{{layer}}.{block}"
-    parts = {"gate": gate, "up": up, "down": down}
-    kernels = {
-        ("experts", part, "kernel"): f"{start}.experts.{{expert}}.{name}.weight"
-        for part, name in parts.items()
-    }
-    return {("router", "kernel"): f"{start}.gate.weight", **kernels}
+def width_of_head(known: Values) -> int:
+    """D/H, the width of a head that is not stated."""
+    return known["hidden_size"] // max(known["num_heads"], 1)
 
 
-_NORMS = (
-    "final_norm",
-    "attention_norm",
-    "mlp_norm",
-    "after_attention_norm",
-    "after_mlp_norm",
-    "query_norm",
-    "key_norm",
-)
-_LINEAR = {
-    "query": ("attention", 1),
-    "key": ("attention", 1),
-    "value": ("attention", 1),
-    "output": ("attention", 2),
-    "gate": ("mlp", 1),
-    "up": ("mlp", 1),
-    "down": ("mlp", 1),
-}
-"""Linear layers: their part of a layer, and how many axes of a kernel are summed over."""
-
-
-def table(
-    names: Mapping[str, str],
-    *,
-    paired: bool = False,
-    transposed: bool = False,
-    norms_added: int = 0,
-    fused: Collection[Sequence[str]] = (),
-    names_of_experts: Mapping[tuple[str, ...], str] = MappingProxyType({}),
-) -> tuple[TensorEntry, ...]:
-    """The entries of a format, from the names of its modules.
-
-    `paired` says that rotated dimensions of queries and keys are stored as neighbours, `transposed`
-    that kernels are stored [in, out], `norms_added` what the file's norm scales have more than the
-    tree's. Each of `fused` lists parts that one tensor holds in that order; they have one name.
-    `names_of_experts` are whole names by the location within the MLP (`expert_names`); those of
-    experts without `{expert}` are of tensors that hold all of them.
-    """
-    entries = [
-        TensorEntry(names["embed"] + ".weight", ("head", "kernel"), 1, tied=True),
-        TensorEntry(names["embed"] + ".weight", ("embed", "embedding"), tied=False),
-        TensorEntry(names["head"] + ".weight", ("head", "kernel"), 1, tied=False),
-    ]
-    for part in _NORMS:
-        if part in names:
-            inside = ("attention",) if part in ("query_norm", "key_norm") else ()
-            path = (part,) if part == "final_norm" else ("layers", *inside, part)
-            entries.append(
-                TensorEntry(names[part] + ".weight", (*path, "scale"), added=norms_added)
-            )
-            entries.append(TensorEntry(names[part] + ".bias", (*path, "bias")))
-    for path, name in sorted(names_of_experts.items()):
-        in_axes = 0 if path[-1] == "selection_bias" else 1
-        merged = path[0] == "experts" and "{expert}" not in name
-        entries.append(TensorEntry(name, ("layers", "mlp", *path), in_axes, merged=merged))
-    positions = {part: (group.index(part), len(group)) for group in fused for part in group}
-    for part, (block, in_axes) in _LINEAR.items():
-        if part not in names:
-            continue
-        turned, share = paired and part in ("query", "key"), positions.get(part, (0, 1))
-        path = ("layers", block, part)
-        entries.append(
-            TensorEntry(
-                names[part] + ".weight",
-                (*path, "kernel"),
-                in_axes,
-                turned,
-                part=share,
-                transposed=transposed,
-            )
-        )
-        entries.append(TensorEntry(names[part] + ".bias", (*path, "bias"), 0, turned, part=share))
-    if "positions" in names:
-        entries.append(TensorEntry(names["positions"] + ".weight", ("positions", "embedding")))
-    return tuple(entries)
-
-
-def read_sizes(
-    fields: Fields,
+def sizes(
     *,
     head_dim: int | None = None,
     max_positions: int = 2048,
     tied: bool = False,
     epsilon: float = 1e-6,
-) -> dict[str, Any]:
-    """Sizes and epsilon as most families have them; the arguments are defaults of missing fields.
+) -> tuple[Part, ...]:
+    """Sizes and epsilon as most families have them; the arguments are defaults of config.json.
 
-    Without `head_dim` it is D/H.
+    Without `head_dim` it is D/H, as in GGUF files.
     """
-    width, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
-    if head_dim is None:
-        head_dim = width // max(heads, 1)
-    return {
-        "hidden_size": width,
-        "intermediate_size": fields.integer("intermediate_size"),
-        "num_layers": fields.integer("num_hidden_layers"),
-        "num_heads": heads,
-        "num_kv_heads": fields.integer("num_key_value_heads", heads),
-        "head_dim": fields.integer("head_dim", head_dim),
-        "max_positions": fields.integer("max_position_embeddings", max_positions),
-        "rms_norm_eps": fields.number("rms_norm_eps", epsilon),
-        "tie_word_embeddings": fields.flag("tie_word_embeddings", tied),
-    }
+    return (
+        row("hidden_size", integer("hidden_size"), integer("embedding_length")),
+        row("intermediate_size", integer("intermediate_size"), integer("feed_forward_length")),
+        row("num_layers", integer("num_hidden_layers"), integer("block_count")),
+        row("num_heads", integer("num_attention_heads"), integer("attention.head_count")),
+        row(
+            "num_kv_heads",
+            integer("num_key_value_heads", _heads),
+            integer("attention.head_count_kv", _heads),
+        ),
+        row(
+            "head_dim",
+            integer("head_dim", head_dim or width_of_head),
+            integer("attention.key_length", width_of_head),
+        ),
+        row(
+            "max_positions",
+            integer("max_position_embeddings", max_positions),
+            integer("context_length"),
+        ),
+        row(
+            "rms_norm_eps",
+            number("rms_norm_eps", epsilon),
+            number("attention.layer_norm_rms_epsilon"),
+        ),
+        tied_head(tied),
+    )
 
 
-def count_experts(fields: Fields, name: str) -> int:
-    """The number of experts under the family's own name, or else under that of transformers 5."""
-    stated = fields.values.get(name) is not None
-    return fields.integer(name if stated else "num_local_experts", 128)
+def tied_head(default: bool) -> Part:
+    """Whether the embedding is the head: by config.json, and by a GGUF's tensors."""
+    in_gguf = HasTensor("output.weight", absent=True)
+    return row("tie_word_embeddings", flag("tie_word_embeddings", default), in_gguf)
 
 
-def write_sizes(config: DecoderConfig) -> dict[str, Any]:
-    """The fields that `read_sizes` reads."""
-    return {
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "max_position_embeddings": config.max_positions,
-        "rms_norm_eps": config.rms_norm_eps,
-        "tie_word_embeddings": config.tie_word_embeddings,
-    }
+ATTENTION_BIAS = row("attention_bias", flag("attention_bias"), HasTensor("blk.0.attn_q.bias"))
+SILU = written({"hidden_act": "silu"})
 
 
-def read_one_rope(
-    fields: Fields, max_positions: int, *, partial: float = 1.0, theta: float = 10000.0
-) -> dict[str, Any]:
-    """The rotary base and scaling of all layers, and the rotated part of a head's dimensions.
+def rope(
+    *, theta: float = 10000.0, gguf_theta: float = 10000.0, partial: float | None = None
+) -> Part:
+    """The rotary base and scaling, one for all layers, and with `partial` the rotated part.
 
-    `partial` and `theta` are the part and the base where config.json does not say them. Returns the
-    fields of `DecoderConfig`, with the part under "partial".
+    The arguments are what files mean that do not state it.
     """
-    raw = {name: fields.get(name) for name in ("rope_theta", "rope_scaling", "rope_parameters")}
-    partial = fields.number("partial_rotary_factor", partial)
-    for name in ("rope_scaling", "rope_parameters"):
-        if isinstance(raw[name], dict) and "partial_rotary_factor" in raw[name]:
-            partial = fields.section(name).number("partial_rotary_factor", partial)
-            raw[name] = {
-                key: value for key, value in raw[name].items() if key != "partial_rotary_factor"
-            }
-    if raw["rope_theta"] is None:
-        raw["rope_theta"] = theta
-    theta, scaling = read_rope(Path(fields.where), raw, max_positions)
-    return {"rope_theta": theta, "rope_scaling": scaling, "partial": partial}
+
+    def values(base: float, scaling: Any, rotary_width: int) -> Values:
+        rotated = {} if partial is None else {"attention.rotary_width": rotary_width}
+        return {"rope_theta": base, "rope_scaling": scaling, **rotated}
+
+    def read(fields: Fields, known: Values) -> Values:
+        found = read_rope(fields, known["max_positions"], theta=theta, partial=partial)
+        return values(found.theta, found.scaling, int(known["head_dim"] * found.partial))
+
+    def write(config: DecoderConfig) -> dict[str, Any]:
+        part = config.rotary_width / config.head_dim
+        return write_rope(config, **({} if partial is None else {"partial_rotary_factor": part}))
+
+    def read_gguf(fields: GgufFields, known: Values) -> Values:
+        width = known["head_dim"]
+        if partial is None:
+            fields.only("rope.dimension_count", width)
+        else:
+            width = fields.integer("rope.dimension_count", width)
+        base = fields.number("rope.freq_base", gguf_theta)
+        return values(base, read_scaling(fields, width), width)
+
+    return Part(read, write, read_gguf)
 
 
-def read_full_rope(fields: Fields, max_positions: int, theta: float = 10000.0) -> dict[str, Any]:
-    """`read_one_rope` for families that rotate all of a head's dimensions."""
-    rope = read_one_rope(fields, max_positions, theta=theta)
-    if (partial := rope.pop("partial")) != 1.0:
-        raise InputError(
-            f"{fields.where}: partial_rotary_factor={shown(partial)}: is not supported; this "
-            "family rotates all dimensions"
-        )
-    return rope
-
-
-def write_one_rope(config: DecoderConfig, **more: Any) -> dict[str, Any]:
-    """The rotary base and scaling with the names of transformers 4 and 5; `more` goes inside."""
-    rope = write_rope(config)
-    return {
-        "rope_theta": config.rope_theta,
-        "rope_scaling": None if config.rope_scaling is None else rope,
-        "rope_parameters": {**rope, **more, "rope_theta": config.rope_theta},
-    }
+def window_size(fields: Fields) -> int | None:
+    """The size of sliding windows; null for none. Missing it is 4096, as in transformers."""
+    if fields.get("sliding_window") is None and "sliding_window" in fields.values:
+        return None
+    return fields.integer("sliding_window", 4096)
 
 
 def read_window(
@@ -258,13 +133,13 @@ def read_window(
     if types is None:
         windowed = tuple(default)
     else:
-        if not isinstance(types, list) or not set(map(str, types)) <= {_FULL, _SLIDING}:
+        if not isinstance(types, list) or not set(map(str, types)) <= {FULL, SLIDING}:
             raise fields.fail(
-                "layer_types", f"is not supported; the decoder supports {_FULL} and {_SLIDING}"
+                "layer_types", f"is not supported; the decoder supports {FULL} and {SLIDING}"
             )
         if len(types) != num_layers:
             raise fields.fail("layer_types", f"must have an entry for each of {num_layers} layers")
-        windowed = tuple(kind == _SLIDING for kind in types)
+        windowed = tuple(kind == SLIDING for kind in types)
     if not any(windowed):
         return None
     if size is None:
@@ -277,9 +152,18 @@ def layers(num_layers: int) -> range:
     return range(min(num_layers, MOST_LAYERS))
 
 
+def write_window(config: DecoderConfig) -> dict[str, Any]:
+    """The window's size, and the type of each layer as `read_window` reads it."""
+    window = config.sliding_window
+    return {
+        "sliding_window": None if window is None else window.size,
+        "layer_types": layer_types(config),
+    }
+
+
 def layer_types(config: DecoderConfig) -> list[str]:
-    """The type of each layer, as `read_window` reads it."""
-    return [_SLIDING if own else _FULL for own in config.windowed]
+    """The type of each layer, as `layer_types` in config.json."""
+    return [SLIDING if windowed else FULL for windowed in config.windowed]
 
 
 def shortest_period(flags: Sequence[bool]) -> tuple[bool, ...]:

@@ -1,0 +1,143 @@
+"""Qwen2 and 2.5 (2407.10671), Qwen3 and its mixtures of experts (2505.09388), MiMo (2505.07608).
+
+Qwen2 is Llama with biases of queries, keys and values; Qwen3 has an RMS norm of each head's queries
+and keys instead, and MiMo is Qwen2 with modules for multi-token prediction.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from specjax.loading.formats.families.common import (
+    ATTENTION_BIAS,
+    SILU,
+    layers,
+    read_window,
+    rope,
+    sizes,
+    window_size,
+    write_window,
+)
+from specjax.loading.formats.families.tensor_names import table
+from specjax.loading.formats.family import (
+    Family,
+    GgufLayout,
+    MtpLayout,
+    Part,
+    Values,
+    fixed,
+    flag,
+    integer,
+    row,
+    written,
+)
+from specjax.loading.typed_fields import Fields
+from specjax.models.config import DecoderConfig
+
+
+def _read_window(fields: Fields, known: Values) -> Values:
+    """The window of the layers from `max_window_layers` on, where `use_sliding_window` is set."""
+    used, first = fields.flag("use_sliding_window"), fields.integer("max_window_layers", 28)
+    size, num_layers = window_size(fields), known["num_layers"]
+    windowed = [used and size is not None and layer >= first for layer in layers(num_layers)]
+    window = read_window(fields, size if used else None, num_layers, windowed)
+    return {"sliding_window": window}
+
+
+def _write_window(config: DecoderConfig) -> dict[str, Any]:
+    used = config.sliding_window is not None
+    fields = {"use_sliding_window": used, "max_window_layers": config.num_layers}
+    return {**fields, **write_window(config)}
+
+
+_WINDOW = Part(_read_window, _write_window)
+
+QWEN2 = Family(
+    model_type="qwen2",
+    architecture="Qwen2ForCausalLM",
+    parts=(
+        *sizes(max_positions=32768),
+        rope(),
+        fixed({"attention_bias": True, "attention.output_bias": False}),
+        _WINDOW,
+        SILU,
+    ),
+    tensors=table("huggingface"),
+    gguf=GgufLayout("qwen2", table("gguf")),
+)
+
+QWEN3 = Family(
+    model_type="qwen3",
+    architecture="Qwen3ForCausalLM",
+    parts=(
+        *sizes(head_dim=128, max_positions=32768),
+        rope(),
+        fixed({"attention.qk_norm": True}),
+        ATTENTION_BIAS,
+        _WINDOW,
+        SILU,
+    ),
+    tensors=table("huggingface"),
+    gguf=GgufLayout("qwen3", table("gguf")),
+)
+
+
+def _read_no_window(fields: Fields, known: Values) -> Values:
+    fields.only("use_sliding_window", False)
+    fields.get("sliding_window")  # of no effect then
+    return {}
+
+
+QWEN3_MOE = Family(
+    model_type="qwen3_moe",
+    architecture="Qwen3MoeForCausalLM",
+    parts=(
+        *sizes(max_positions=32768),
+        rope(),
+        fixed({"attention.qk_norm": True}),
+        ATTENTION_BIAS,
+        Part(_read_no_window),
+        row(
+            "experts.num_experts",
+            integer(("num_experts", "num_local_experts"), 128),
+            integer("expert_count"),
+        ),
+        row("experts.per_token", integer("num_experts_per_tok", 8), integer("expert_used_count")),
+        row(
+            "experts.intermediate_size",
+            integer("moe_intermediate_size", 768),
+            integer("expert_feed_forward_length"),
+        ),
+        # A GGUF does not say whether scores are divided by their sum; llama.cpp always does it.
+        row("experts.normalize", flag("norm_topk_prob")),
+        SILU,
+        written(
+            {
+                "use_sliding_window": False,
+                "sliding_window": None,
+                "decoder_sparse_step": 1,
+                "mlp_only_layers": [],
+            }
+        ),
+    ),
+    tensors=table("huggingface"),
+    gguf=GgufLayout("qwen3moe", table("gguf"), experts=True),
+)
+
+MIMO = replace(
+    QWEN2,
+    model_type="mimo",
+    architecture="MiMoForCausalLM",
+    gguf=None,
+    mtp=MtpLayout(
+        prefix="model.mtp_layers.{module}",
+        names={
+            "embedding_norm": "token_layernorm",
+            "hidden_norm": "hidden_layernorm",
+            "projection": "input_proj",
+            "final_norm": "final_layernorm",
+        },
+        concat="hidden_first",
+    ),
+)
