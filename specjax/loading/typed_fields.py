@@ -67,9 +67,9 @@ class Fields:
             return None if name in self.values else default
         return self.number(name)
 
-    def flag(self, name: str, default: bool = False) -> bool:
-        """True or false."""
-        return self._typed(name, default, (bool,), "true or false")
+    def flag(self, name: str, default: bool | None = None) -> bool:
+        """True or false, by default false."""
+        return self._typed(name, bool(default), (bool,), "true or false")
 
     def text(self, name: str, default: str) -> str:
         """A text."""

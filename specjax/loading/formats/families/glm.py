@@ -8,22 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from specjax.loading.formats.families.common import ATTENTION_BIAS, SILU, rope, sizes
+from specjax.loading.formats.families import rows
+from specjax.loading.formats.families.rows import Part, Values
 from specjax.loading.formats.families.tensor_names import table
-from specjax.loading.formats.family import (
-    Family,
-    GgufLayout,
-    HasTensor,
-    MtpLayout,
-    Part,
-    Values,
-    fixed,
-    flag,
-    integer,
-    number,
-    row,
-    written,
-)
+from specjax.loading.formats.family import Family, GgufLayout, MtpLayout
 from specjax.loading.formats.gguf_fields import MTP_MODULES, GgufFields
 from specjax.loading.typed_fields import Fields
 from specjax.models.config import DecoderConfig
@@ -34,11 +22,11 @@ GLM4 = Family(
     model_type="glm4",
     architecture="Glm4ForCausalLM",
     parts=(
-        *sizes(max_positions=131072, epsilon=1.5625e-7),
-        rope(partial=0.5),
-        row("attention_bias", flag("attention_bias", True), HasTensor("blk.0.attn_q.bias")),
-        fixed({"attention.output_bias": False, "norm.after": True}),
-        SILU,
+        *rows.sizes(max_positions=131072, epsilon=1.5625e-7),
+        rows.rope(partial=0.5),
+        rows.flag("attention_bias", "attention_bias", rows.has_tensor("blk.0.attn_q.bias"), True),
+        rows.fixed({"attention.output_bias": False, "norm.after": True}),
+        rows.SILU,
     ),
     tensors=table(
         "huggingface",
@@ -82,53 +70,29 @@ GLM4_MOE = Family(
     model_type="glm4_moe",
     architecture="Glm4MoeForCausalLM",
     parts=(
-        *sizes(max_positions=131072, epsilon=1e-5),
-        rope(partial=0.5),
-        ATTENTION_BIAS,
-        row("attention.qk_norm", flag("use_qk_norm"), HasTensor("blk.0.attn_q_norm.weight")),
-        fixed(
+        *rows.sizes(max_positions=131072, epsilon=1e-5),
+        rows.rope(partial=0.5),
+        rows.ATTENTION_BIAS,
+        rows.flag("attention.qk_norm", "use_qk_norm", rows.has_tensor("blk.0.attn_q_norm.weight")),
+        rows.fixed(
             {
                 "attention.output_bias": False,
                 "experts.router": "sigmoid",
                 "experts.selection_bias": True,
             }
         ),
-        row(
-            "experts.num_experts",
-            integer(("n_routed_experts", "num_local_experts"), 128),
-            integer("expert_count"),
-        ),
-        row("experts.per_token", integer("num_experts_per_tok", 8), integer("expert_used_count")),
-        row(
-            "experts.intermediate_size",
-            integer("moe_intermediate_size", 1408),
-            integer("expert_feed_forward_length"),
-        ),
+        *rows.experts("n_routed_experts", intermediate_size=1408),
         # What is not stated in a GGUF means what it does for llama.cpp.
-        row(
-            "experts.normalize",
-            flag("norm_topk_prob", True),
-            flag("expert_weights_norm"),
-        ),
-        row(
-            "experts.scale",
-            number("routed_scaling_factor", 1.0),
-            number("expert_weights_scale", 0.0),
-        ),
-        row("experts.groups", integer("n_group", 1), integer("expert_group_count", 1)),
-        row(
-            "experts.groups_per_token",
-            integer("topk_group", 1),
-            integer("expert_group_used_count", 1),
-        ),
-        row(
-            "experts.num_dense",
-            integer("first_k_dense_replace", 1),
-            integer("leading_dense_block_count", 0),
+        rows.flag("experts.normalize", "norm_topk_prob", "expert_weights_norm", True, False),
+        rows.number("experts.scale", "routed_scaling_factor", "expert_weights_scale", 1.0, 0.0),
+        rows.integer("experts.groups", "n_group", "expert_group_count", 1, 1),
+        rows.integer("experts.groups_per_token", "topk_group", "expert_group_used_count", 1, 1),
+        rows.integer(
+            "experts.num_dense", "first_k_dense_replace", "leading_dense_block_count", 1, 0
         ),
         Part(_read_shared, _write_shared, _read_gguf_rest),
-        SILU,
-        written({"num_nextn_predict_layers": 0}),
+        rows.SILU,
+        rows.written({"num_nextn_predict_layers": 0}),
     ),
     tensors=table("huggingface"),
     gguf=GgufLayout(

@@ -4,18 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from specjax.loading.formats.families.common import tied_head, width_of_head
+from specjax.loading.formats.families import rows
+from specjax.loading.formats.families.rows import Part, Values
 from specjax.loading.formats.families.tensor_names import table
-from specjax.loading.formats.family import (
-    Family,
-    GgufLayout,
-    Part,
-    Values,
-    fixed,
-    integer,
-    number,
-    row,
-)
+from specjax.loading.formats.family import Family, GgufLayout
+from specjax.loading.formats.gguf_fields import GgufFields
 from specjax.loading.typed_fields import Fields
 from specjax.models.config import DecoderConfig
 
@@ -33,7 +26,7 @@ def _read_rest(fields: Fields, known: Values) -> Values:
     fields.only(_ACTIVATION, *_ACTIVATIONS)
     return {
         "num_kv_heads": known["num_heads"],
-        "head_dim": width_of_head(known),
+        "head_dim": rows.width_of_head(known),
         "mlp.activation": _ACTIVATIONS[name],
     }
 
@@ -43,10 +36,10 @@ def _write_rest(config: DecoderConfig) -> dict[str, Any]:
     return {_ACTIVATION: names.get(config.mlp.activation, config.mlp.activation)}
 
 
-def _read_gguf_rest(fields: Fields, known: Values) -> Values:
+def _read_gguf_rest(fields: GgufFields, known: Values) -> Values:
     return {
         "num_kv_heads": fields.integer("attention.head_count_kv", known["num_heads"]),
-        "head_dim": fields.integer("attention.key_length", width_of_head(known)),
+        "head_dim": fields.integer("attention.key_length", rows.width_of_head(known)),
         "mlp.activation": "gelu_tanh",
     }
 
@@ -59,19 +52,15 @@ GPT2 = Family(
     model_type="gpt2",
     architecture="GPT2LMHeadModel",
     parts=(
-        row("hidden_size", integer("n_embd"), integer("embedding_length")),
-        row("intermediate_size", integer("n_inner", _four_widths), integer("feed_forward_length")),
-        row("num_layers", integer("n_layer"), integer("block_count")),
-        row("num_heads", integer("n_head"), integer("attention.head_count")),
-        row("max_positions", integer("n_positions", 1024), integer("context_length")),
-        row(
-            "rms_norm_eps",
-            number("layer_norm_epsilon", 1e-5),
-            number("attention.layer_norm_epsilon"),
-        ),
-        tied_head(True),
+        rows.integer("hidden_size", "n_embd", "embedding_length"),
+        rows.integer("intermediate_size", "n_inner", "feed_forward_length", _four_widths),
+        rows.integer("num_layers", "n_layer", "block_count"),
+        rows.integer("num_heads", "n_head", "attention.head_count"),
+        rows.integer("max_positions", "n_positions", "context_length", 1024),
+        rows.number("rms_norm_eps", "layer_norm_epsilon", "attention.layer_norm_epsilon", 1e-5),
+        rows.tied_head(True),
         Part(_read_rest, _write_rest, _read_gguf_rest),
-        fixed(
+        rows.fixed(
             {
                 "norm.kind": "layer",
                 "attention.rotary_width": 0,

@@ -8,26 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from specjax.loading.formats.families.common import (
-    ATTENTION_BIAS,
-    SILU,
-    rope,
-    sizes,
-    window_size,
-)
+from specjax.loading.formats.families import rows
+from specjax.loading.formats.families.rows import Part, Values
 from specjax.loading.formats.families.tensor_names import table
-from specjax.loading.formats.family import (
-    Family,
-    GgufLayout,
-    HasTensor,
-    Part,
-    Values,
-    computed,
-    flag,
-    integer,
-    row,
-    written,
-)
+from specjax.loading.formats.family import Family, GgufLayout
 from specjax.loading.typed_fields import Fields
 from specjax.models.config import DecoderConfig, SlidingWindow
 
@@ -35,11 +19,11 @@ LLAMA = Family(
     model_type="llama",
     architecture="LlamaForCausalLM",
     parts=(
-        *sizes(),
-        rope(),
-        ATTENTION_BIAS,
-        row("mlp_bias", flag("mlp_bias"), HasTensor("blk.0.ffn_gate.bias")),
-        SILU,
+        *rows.sizes(),
+        rows.rope(),
+        rows.ATTENTION_BIAS,
+        rows.flag("mlp_bias", "mlp_bias", rows.has_tensor("blk.0.ffn_gate.bias")),
+        rows.SILU,
     ),
     tensors=table("huggingface"),
     gguf=GgufLayout("llama", table("gguf", paired=True)),
@@ -47,7 +31,7 @@ LLAMA = Family(
 
 
 def _read_window(fields: Fields, known: Values) -> Values:
-    size = window_size(fields)
+    size = rows.window_size(fields)
     return {"sliding_window": None if size is None else SlidingWindow(size)}
 
 
@@ -60,10 +44,10 @@ MISTRAL = Family(
     model_type="mistral",
     architecture="MistralForCausalLM",
     parts=(
-        *sizes(max_positions=131072),
-        rope(),
+        *rows.sizes(max_positions=131072),
+        rows.rope(),
         Part(_read_window, _write_window),
-        SILU,
+        rows.SILU,
     ),
     tensors=table("huggingface"),
 )
@@ -74,13 +58,13 @@ MIXTRAL = Family(
     model_type="mixtral",
     architecture="MixtralForCausalLM",
     parts=(
-        *sizes(max_positions=131072, epsilon=1e-5),
-        rope(theta=1e6),
-        row("experts.num_experts", integer("num_local_experts", 8), integer("expert_count")),
-        row("experts.per_token", integer("num_experts_per_tok", 2), integer("expert_used_count")),
-        computed("experts.intermediate_size", lambda known: known["intermediate_size"]),
-        SILU,
-        written({"sliding_window": None}),
+        *rows.sizes(max_positions=131072, epsilon=1e-5),
+        rows.rope(theta=1e6),
+        rows.integer("experts.num_experts", "num_local_experts", "expert_count", 8),
+        rows.integer("experts.per_token", "num_experts_per_tok", "expert_used_count", 2),
+        rows.computed("experts.intermediate_size", lambda known: known["intermediate_size"]),
+        rows.SILU,
+        rows.written({"sliding_window": None}),
     ),
     tensors=table(
         "huggingface",

@@ -9,29 +9,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from specjax.loading.formats.families.common import (
-    ATTENTION_BIAS,
-    SILU,
-    layers,
-    read_window,
-    rope,
-    sizes,
-    window_size,
-    write_window,
-)
+from specjax.loading.formats.families import rows
+from specjax.loading.formats.families.rows import Part, Values
 from specjax.loading.formats.families.tensor_names import table
-from specjax.loading.formats.family import (
-    Family,
-    GgufLayout,
-    MtpLayout,
-    Part,
-    Values,
-    fixed,
-    flag,
-    integer,
-    row,
-    written,
-)
+from specjax.loading.formats.family import Family, GgufLayout, MtpLayout
 from specjax.loading.typed_fields import Fields
 from specjax.models.config import DecoderConfig
 
@@ -39,16 +20,16 @@ from specjax.models.config import DecoderConfig
 def _read_window(fields: Fields, known: Values) -> Values:
     """The window of the layers from `max_window_layers` on, where `use_sliding_window` is set."""
     used, first = fields.flag("use_sliding_window"), fields.integer("max_window_layers", 28)
-    size, num_layers = window_size(fields), known["num_layers"]
-    windowed = [used and size is not None and layer >= first for layer in layers(num_layers)]
-    window = read_window(fields, size if used else None, num_layers, windowed)
+    size, num_layers = rows.window_size(fields), known["num_layers"]
+    windowed = [used and size is not None and layer >= first for layer in rows.layers(num_layers)]
+    window = rows.read_window(fields, size if used else None, num_layers, windowed)
     return {"sliding_window": window}
 
 
 def _write_window(config: DecoderConfig) -> dict[str, Any]:
     used = config.sliding_window is not None
     fields = {"use_sliding_window": used, "max_window_layers": config.num_layers}
-    return {**fields, **write_window(config)}
+    return {**fields, **rows.write_window(config)}
 
 
 _WINDOW = Part(_read_window, _write_window)
@@ -57,11 +38,11 @@ QWEN2 = Family(
     model_type="qwen2",
     architecture="Qwen2ForCausalLM",
     parts=(
-        *sizes(max_positions=32768),
-        rope(),
-        fixed({"attention_bias": True, "attention.output_bias": False}),
+        *rows.sizes(max_positions=32768),
+        rows.rope(),
+        rows.fixed({"attention_bias": True, "attention.output_bias": False}),
         _WINDOW,
-        SILU,
+        rows.SILU,
     ),
     tensors=table("huggingface"),
     gguf=GgufLayout("qwen2", table("gguf")),
@@ -71,12 +52,12 @@ QWEN3 = Family(
     model_type="qwen3",
     architecture="Qwen3ForCausalLM",
     parts=(
-        *sizes(head_dim=128, max_positions=32768),
-        rope(),
-        fixed({"attention.qk_norm": True}),
-        ATTENTION_BIAS,
+        *rows.sizes(head_dim=128, max_positions=32768),
+        rows.rope(),
+        rows.fixed({"attention.qk_norm": True}),
+        rows.ATTENTION_BIAS,
         _WINDOW,
-        SILU,
+        rows.SILU,
     ),
     tensors=table("huggingface"),
     gguf=GgufLayout("qwen3", table("gguf")),
@@ -93,26 +74,16 @@ QWEN3_MOE = Family(
     model_type="qwen3_moe",
     architecture="Qwen3MoeForCausalLM",
     parts=(
-        *sizes(max_positions=32768),
-        rope(),
-        fixed({"attention.qk_norm": True}),
-        ATTENTION_BIAS,
+        *rows.sizes(max_positions=32768),
+        rows.rope(),
+        rows.fixed({"attention.qk_norm": True}),
+        rows.ATTENTION_BIAS,
         Part(_read_no_window),
-        row(
-            "experts.num_experts",
-            integer(("num_experts", "num_local_experts"), 128),
-            integer("expert_count"),
-        ),
-        row("experts.per_token", integer("num_experts_per_tok", 8), integer("expert_used_count")),
-        row(
-            "experts.intermediate_size",
-            integer("moe_intermediate_size", 768),
-            integer("expert_feed_forward_length"),
-        ),
+        *rows.experts("num_experts", intermediate_size=768),
         # A GGUF does not say whether scores are divided by their sum; llama.cpp always does it.
-        row("experts.normalize", flag("norm_topk_prob")),
-        SILU,
-        written(
+        rows.flag("experts.normalize", "norm_topk_prob"),
+        rows.SILU,
+        rows.written(
             {
                 "use_sliding_window": False,
                 "sliding_window": None,

@@ -1,30 +1,116 @@
-"""Rows and parts of a config that several families have: sizes, rotary bases, windows, experts."""
+"""The fields of configs as rows: one says what a field is called in config.json and in GGUF files.
+
+A row serves both formats and both directions. What one row cannot say is a `Part` with functions of
+its own. Below them are the rows that several families have.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
-from specjax.loading.formats.family import (
-    HasTensor,
-    Part,
-    Values,
-    flag,
-    integer,
-    number,
-    row,
-    written,
-)
 from specjax.loading.formats.gguf_fields import GgufFields, read_scaling
 from specjax.loading.formats.huggingface_rope import read_rope, write_rope
 from specjax.loading.typed_fields import Fields
 from specjax.models.config import MOST_LAYERS, DecoderConfig, SlidingWindow
 
+Values = Mapping[str, Any]
+"""Values of fields of a `DecoderConfig` by name; those of its parts are "attention.softcap"."""
+
 FULL, SLIDING = "full_attention", "sliding_attention"
 """The types of layers in config.json."""
 
 
-def _heads(known: Values) -> int:
+def _nothing(*_: Any) -> dict[str, Any]:
+    return {}
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some fields of a config, read and written together.
+
+    `read` and `read_gguf` return their values, given the fields of the file and the values of the
+    parts before; `write` returns the fields of config.json.
+    """
+
+    read: Callable[[Fields, Values], Values] = _nothing
+    write: Callable[[DecoderConfig], Mapping[str, Any]] = _nothing
+    read_gguf: Callable[[GgufFields, Values], Values] = _nothing
+
+
+def _row(
+    kind: Callable[[Fields, str, Any], Any],
+    path: str,
+    json: str | tuple[str, ...],
+    gguf: str | Callable[[GgufFields], Any] | None = None,
+    default: Any = None,
+    gguf_default: Any = None,
+) -> Part:
+    """A field of a config: its type, its name in config.json, and in a GGUF if it has one.
+
+    Of several names the first that is stated counts, or else the last. The defaults are what files
+    mean that do not state it, or functions of the values read so far; without, it must be there.
+    """
+    names = (json,) if isinstance(json, str) else json
+
+    def known_default(given: Any, known: Values) -> Any:
+        return given(known) if callable(given) else given
+
+    def read(fields: Fields, known: Values) -> Values:
+        stated = [name for name in names if fields.values.get(name) is not None]
+        name = (stated or names[-1:])[0]
+        return {path: kind(fields, name, known_default(default, known))}
+
+    def read_gguf(fields: GgufFields, known: Values) -> Values:
+        if gguf is None:
+            return {}
+        if callable(gguf):
+            return {path: gguf(fields)}
+        return {path: kind(fields, gguf, known_default(gguf_default, known))}
+
+    def write(config: DecoderConfig) -> dict[str, Any]:
+        if path.startswith("experts.") and config.experts is None:
+            return {}
+        return {names[0]: attrgetter(path)(config)}
+
+    return Part(read, write, read_gguf)
+
+
+integer = functools.partial(_row, Fields.integer)
+number = functools.partial(_row, Fields.number)
+optional_number = functools.partial(_row, Fields.optional_number)
+flag = functools.partial(_row, Fields.flag)
+
+
+def has_tensor(name: str) -> Callable[[GgufFields], bool]:
+    """A flag that a GGUF states by having a tensor."""
+    return lambda fields: name in fields.file.tensors
+
+
+def computed(path: str, function: Callable[[Values], Any]) -> Part:
+    """A field that follows from those before, in every file."""
+
+    def read(_: Fields, known: Values) -> Values:
+        return {path: function(known)}
+
+    return Part(read, _nothing, read)
+
+
+def fixed(values: Values) -> Part:
+    """Values that every model of a family has."""
+    return Part(lambda *_: values, _nothing, lambda *_: values)
+
+
+def written(fields: Mapping[str, Any]) -> Part:
+    """Fields of config.json that are written as they are, and say nothing when they are read."""
+    return Part(write=lambda _: fields)
+
+
+def heads(known: Values) -> int:
+    """H."""
     return known["num_heads"]
 
 
@@ -44,42 +130,40 @@ def sizes(
 
     Without `head_dim` it is D/H, as in GGUF files.
     """
+    width = head_dim or width_of_head
     return (
-        row("hidden_size", integer("hidden_size"), integer("embedding_length")),
-        row("intermediate_size", integer("intermediate_size"), integer("feed_forward_length")),
-        row("num_layers", integer("num_hidden_layers"), integer("block_count")),
-        row("num_heads", integer("num_attention_heads"), integer("attention.head_count")),
-        row(
-            "num_kv_heads",
-            integer("num_key_value_heads", _heads),
-            integer("attention.head_count_kv", _heads),
-        ),
-        row(
-            "head_dim",
-            integer("head_dim", head_dim or width_of_head),
-            integer("attention.key_length", width_of_head),
-        ),
-        row(
-            "max_positions",
-            integer("max_position_embeddings", max_positions),
-            integer("context_length"),
-        ),
-        row(
-            "rms_norm_eps",
-            number("rms_norm_eps", epsilon),
-            number("attention.layer_norm_rms_epsilon"),
-        ),
+        integer("hidden_size", "hidden_size", "embedding_length"),
+        integer("intermediate_size", "intermediate_size", "feed_forward_length"),
+        integer("num_layers", "num_hidden_layers", "block_count"),
+        integer("num_heads", "num_attention_heads", "attention.head_count"),
+        integer("num_kv_heads", "num_key_value_heads", "attention.head_count_kv", heads, heads),
+        integer("head_dim", "head_dim", "attention.key_length", width, width_of_head),
+        integer("max_positions", "max_position_embeddings", "context_length", max_positions),
+        number("rms_norm_eps", "rms_norm_eps", "attention.layer_norm_rms_epsilon", epsilon),
         tied_head(tied),
     )
 
 
 def tied_head(default: bool) -> Part:
     """Whether the embedding is the head: by config.json, and by a GGUF's tensors."""
-    in_gguf = HasTensor("output.weight", absent=True)
-    return row("tie_word_embeddings", flag("tie_word_embeddings", default), in_gguf)
+
+    def in_gguf(fields: GgufFields) -> bool:
+        return "output.weight" not in fields.file.tensors
+
+    return flag("tie_word_embeddings", "tie_word_embeddings", in_gguf, default)
 
 
-ATTENTION_BIAS = row("attention_bias", flag("attention_bias"), HasTensor("blk.0.attn_q.bias"))
+def experts(count: str, intermediate_size: int) -> tuple[Part, ...]:
+    """Number and width of experts; `count` is the family's own name beside transformers 5's."""
+    width = ("moe_intermediate_size", "expert_feed_forward_length", intermediate_size)
+    return (
+        integer("experts.num_experts", (count, "num_local_experts"), "expert_count", 128),
+        integer("experts.per_token", "num_experts_per_tok", "expert_used_count", 8),
+        integer("experts.intermediate_size", *width),
+    )
+
+
+ATTENTION_BIAS = flag("attention_bias", "attention_bias", has_tensor("blk.0.attn_q.bias"))
 SILU = written({"hidden_act": "silu"})
 
 
