@@ -136,7 +136,7 @@ def test_a_tied_head_may_be_stored_if_it_is_the_embedding(directory):
         ({"rope_parameters": {"rope_type": "linear"}}, "factor must be a number"),
         ({"rope_parameters": {"rope_type": "linear", "factor": -1}}, "factor=-1"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "one set of values"),
-        ({"rope_parameters": {"rope_theta": "big"}}, "rope_theta='big'"),
+        ({"rope_parameters": {"rope_theta": "big"}}, "'rope_theta': 'big'}: rope_theta must be"),
         ({"hidden_size": "24"}, "hidden_size='24'"),
         ({"hidden_size": None}, "hidden_size=None"),
         ({"hidden_size": 48}, "mis-shaped"),
@@ -148,7 +148,7 @@ def test_a_tied_head_may_be_stored_if_it_is_the_embedding(directory):
         ({"max_position_embeddings": 0}, "max_positions=0: must be"),
         ({"intermediate_size": 2**40}, "intermediate_size=1099511627776: must be"),
         ({"rms_norm_eps": 1e-300}, "rms_norm_eps=1e-300: must be"),
-        ({"rope_parameters": {"rope_theta": 1e300}}, "rope_theta=1e+300: must be"),
+        ({"rope_parameters": {"rope_theta": 1e300}}, "rope_theta must be a number"),
         ({"num_attention_heads": 0}, "num_heads=0"),
         ({"attention_bias": "yes"}, "attention_bias='yes'"),
         ({"tie_word_embeddings": False}, "missing: lm_head.weight"),
@@ -330,7 +330,7 @@ def test_a_save_that_fails_leaves_the_earlier_one(tmp_path, monkeypatch):
     def fail(*_, **__):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("specjax.loading.formats.huggingface.save_file", fail)
+    monkeypatch.setattr("specjax.loading.formats.safetensors_files.save_file", fail)
     with pytest.raises(InputError, match="No space left on device"):
         save_model(random_model(CONFIG, 2), tmp_path / "model")
     again = load_model(tmp_path / "model")

@@ -34,7 +34,7 @@ from specjax.loading.load import random_model
         (dict(config={"norm_before_fc": True}), "missing: input_norm.weight"),
         (dict(config={"norm_before_fc": True, "fc_norm": True}), "both true"),
         (dict(config={"hidden_act": "gelu"}), "hidden_act='gelu'"),
-        (dict(config={"num_hidden_layers": "1"}), "num_hidden_layers='1': must be a number"),
+        (dict(config={"num_hidden_layers": "1"}), "num_hidden_layers='1': must be a whole number"),
         (dict(tensors={"layers.1.mlp.up_proj.weight": np.ones((2, 2))}), "the file has 2 layers"),
         (dict(config={"parallel_draft_step": 2}), "parallel_draft_step=2: is unknown"),
         (dict(config={"eagle_config": {"use_mtp_layernorm": True}}), "use_mtp_layernorm=True"),
@@ -170,7 +170,7 @@ def test_directories_that_are_no_heads(tiny, tmp_path):
     with pytest.raises(InputError, match=r"its tensors \(weight, ...\) are in no known layout"):
         read_foreign(tmp_path, tiny)
     (tmp_path / "model.safetensors").write_bytes(b"garbage")
-    with pytest.raises(InputError, match="not safetensors that can be read"):
+    with pytest.raises(InputError, match="not a safetensors file"):
         read_foreign(tmp_path, tiny)
 
 
@@ -188,7 +188,7 @@ def test_an_export_is_whole_or_not_at_all(tiny, tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("specjax.loading.formats.huggingface.save_file", full)
+        patch.setattr("specjax.loading.formats.safetensors_files.save_file", full)
         with pytest.raises(InputError, match="cannot be written.*No space left"):
             write_foreign(head, path, "speculators", tiny)
     with monkeypatch.context() as patch:

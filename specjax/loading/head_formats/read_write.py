@@ -11,10 +11,10 @@ from typing import Any, Literal
 from specjax.errors import InputError, shown
 from specjax.files.json_files import parse_json
 from specjax.files.paths import output_folder, user_path
+from specjax.loading.formats.safetensors_files import WEIGHTS
 from specjax.loading.head_formats import eagle, medusa, speculators, taps
 from specjax.loading.head_formats.checkpoint import (
     MEDUSA_WEIGHTS,
-    WEIGHTS,
     Checkpoint,
     check_target,
     read_checkpoint,
