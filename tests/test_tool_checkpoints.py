@@ -9,13 +9,12 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from exports import VOCABULARY, eagle_head, edit, medusa_head, written
+from exports import VOCABULARY, draft_logits, eagle_head, edit, medusa_head, written
 from safetensors.numpy import load_file, save_file
 
 from specjax.errors import InputError
 from specjax.loading.checkpoints import save_checkpoint
 from specjax.loading.head_formats import read_foreign
-from specjax.loading.head_formats.compare_logits import draft_logits
 from specjax.loading.load import load_model
 
 GOLDENS = Path(__file__).parent / "goldens"

@@ -206,7 +206,7 @@ def build_eagle3(
     named = "embed_tokens.weight"
     borrows = decoder.hidden_size == target.config.hidden_size
     if named in tensors:
-        borrows = is_targets(named, tensors, target, exactly=True)
+        borrows = not checkpoint.is_ours and is_targets(named, tensors, target, exactly=True)
     config = EagleConfig(
         decoder=decoder,
         version=3,

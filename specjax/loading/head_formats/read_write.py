@@ -21,8 +21,7 @@ from specjax.loading.head_formats.checkpoint import (
     tensor_names,
     write_checkpoint,
 )
-from specjax.loading.head_formats.compare_logits import check_same
-from specjax.loading.heads.head import Head, TargetMetadata, check_head
+from specjax.loading.heads.head import Head, TargetMetadata, check_head, check_same
 from specjax.loading.model import Model
 from specjax.loading.model_metadata import check_fields, dataclass_fields
 from specjax.loading.tokenizers.huggingface_tokenizer import read_json
@@ -87,7 +86,7 @@ def write_foreign(
 
     Tensors keep the head's dtype; Medusa's projections are multiplied out in float32. `layer_ids`
     is what the config's ids count: inputs of layers for EAGLE and vLLM, outputs for SpecForge and
-    SGLang. With `verify` the directory is read again and its draft logits compared bit by bit.
+    SGLang. With `verify` the directory is read again and the head compared bit by bit.
     Raises InputError for a head that the layout cannot hold, a head of another target, and a
     directory that holds anything else.
     """
@@ -115,7 +114,7 @@ def write_foreign(
 
     def check(written: Path) -> None:
         again = read_foreign(written, target, layer_ids=layer_ids)
-        check_same(head, again, target, str(path))
+        check_same(head, again, str(path))
 
     write_checkpoint(path, config, tensors, notes, weights, check if verify else None)
 

@@ -196,6 +196,28 @@ def check_head(head: Head, target: Model, where: str = "drafter.path") -> None:
             raise InputError(f"{where}: taps: {error}") from None
 
 
+def check_same(head: Head, again: Head, where: str) -> None:
+    """Raise InputError unless two heads draft alike: config, token ids, and numbers bit by bit."""
+    (leaves, tree), (others, other_tree) = (
+        jax.tree.flatten((each.params, each.draft_ids)) for each in (head, again)
+    )
+    same = tree == other_tree and _without_unused(head.config) == _without_unused(again.config)
+    if not (same and all(map(_same_bits, leaves, others))):
+        raise InputError(f"{where}: read again, it is another head; report this")
+
+
+def _same_bits(one: Any, other: Any) -> bool:
+    return one.dtype == other.dtype and np.array_equal(one, other)
+
+
+def _without_unused(config: Config) -> Config:
+    """The config without the target's ids that no token has, which other layouts do not state."""
+    if isinstance(config, MedusaConfig):
+        return config
+    decoder = dataclasses.replace(config.decoder, unused_tokens=())
+    return dataclasses.replace(config, decoder=decoder)
+
+
 def _compare(params: Mapping[str, Any], shapes: Mapping[str, Any], prefix: str = "") -> None:
     """Raise InputError, with the first name that is missing, unexpected or of another shape."""
     for label, names in (
