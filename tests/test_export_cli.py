@@ -143,7 +143,7 @@ def test_an_export_that_reads_back_differently_is_refused(
     """The comparison is on: a writer with its halves swapped does not get through."""
     from specjax.loading.head_formats import eagle
 
-    right = eagle.named_tensors
+    right = eagle._named_tensors
 
     def wrong(head, layer):
         tensors = right(head, layer)
@@ -151,7 +151,7 @@ def test_an_export_that_reads_back_differently_is_refused(
         tensors[gate], tensors[up] = tensors[up], tensors[gate]
         return tensors
 
-    monkeypatch.setattr(eagle, "named_tensors", wrong)
+    monkeypatch.setattr(eagle, "_named_tensors", wrong)
     flags = [f"--head={saved[0]}", "--format=eagle3", f"--target={target[0]}"]
     assert run(*flags, f"--output={tmp_path / 'out'}") == 2
     assert "read again, it is another head" in capsys.readouterr().err

@@ -174,8 +174,8 @@ def test_directories_that_are_no_heads(tiny, tmp_path):
         read_foreign(tmp_path, tiny)
 
 
-def other_weights(head, layer_ids, write=eagle.write_eagle3):
-    config, tensors = write(head, layer_ids)
+def other_weights(head, layer_ids, write=eagle.write_eagle3, **options):
+    config, tensors = write(head, layer_ids, **options)
     return config, {**tensors, "fc.weight": 2 * tensors["fc.weight"]}
 
 

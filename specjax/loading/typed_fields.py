@@ -93,7 +93,7 @@ class Fields:
         comparable = value is None or isinstance(value, bool | int | float | str)
         if not comparable or value not in (None, *allowed):
             supported = " or ".join(map(shown, allowed))
-            raise self.fail(name, f"is not supported; the decoder supports only {supported}")
+            raise self.fail(name, f"is not supported; only {supported} is")
 
     def unknown(self, names: list[str], remedy: str) -> InputError:
         """The error for fields that nothing reads."""

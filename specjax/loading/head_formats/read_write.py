@@ -12,7 +12,7 @@ from specjax.errors import InputError, shown
 from specjax.files.json_files import parse_json
 from specjax.files.paths import output_folder, user_path
 from specjax.loading.formats.safetensors_files import WEIGHTS
-from specjax.loading.head_formats import eagle, medusa, speculators, taps
+from specjax.loading.head_formats import eagle, medusa, taps
 from specjax.loading.head_formats.checkpoint import (
     MEDUSA_WEIGHTS,
     Checkpoint,
@@ -61,10 +61,8 @@ def read_foreign(
             head = medusa.read(checkpoint, target, metadata, training)
         elif form == "eagle":
             head = eagle.read_eagle1(checkpoint, target, metadata, training)
-        elif form == "eagle3":
-            head = eagle.read_eagle3(checkpoint, target, metadata, training, layer_ids)
         else:
-            head = speculators.read(checkpoint, target, metadata, training, layer_ids)
+            head = eagle.read_eagle3(checkpoint, target, metadata, training, layer_ids)
     except InputError as error:
         if str(checkpoint.directory) in str(error):
             raise
@@ -100,10 +98,8 @@ def write_foreign(
         config, tensors = medusa.write(head, target)
     elif format == "eagle":
         config, tensors = eagle.write_eagle1(head)
-    elif format == "eagle3":
-        config, tensors = eagle.write_eagle3(head, layer_ids)
     else:
-        config, tensors = speculators.write(head, layer_ids)
+        config, tensors = eagle.write_eagle3(head, layer_ids, speculators=format == "speculators")
     noted = {
         "target": dataclasses.asdict(head.target),
         "training": head.training,
