@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from specjax.errors import InputError
-from specjax.loading.formats.huggingface_rope import read_rope, write_rope
+from specjax.loading.formats.families.llama import LLAMA
 from specjax.loading.formats.unread_fields import check_unread, implied
 from specjax.loading.model import Model
 from specjax.loading.notes import note
@@ -40,33 +40,23 @@ def read_decoder(
             "use such a head"
         )
     say_count(fields, "num_hidden_layers", layers)
-    for name in ("tie_word_embeddings", *extra):
+    for name in extra:
         fields.get(name)
     stated, known = fields.count("vocab_size"), target.config.vocab_size
     if stated < known:
         raise fields.fail("vocab_size", f"{target.name} has {known} tokens; use a head made for it")
     biased = fields.flag("qkv_bias", any(name.endswith(".q_proj.bias") for name in names))
-    heads, width = fields.count("num_attention_heads"), fields.count("hidden_size")
-    positions = fields.count("max_position_embeddings", 2048)
-    rope = read_rope(fields, positions)
-    decoder = DecoderConfig(
-        vocab_size=known,
-        hidden_size=width,
-        intermediate_size=fields.count("intermediate_size"),
-        num_layers=1,
-        num_heads=heads,
-        num_kv_heads=fields.count("num_key_value_heads", heads),
-        head_dim=fields.count("head_dim", max(width // heads, 1)),
-        max_positions=positions,
-        rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
-        rope_theta=rope.theta,
-        rope_scaling=rope.scaling,
+    values = {
+        "attention_bias": biased,
+        **{name: value for name, value in fields.values.items() if value is not None},
+        "num_hidden_layers": 1,
         # The target's value: the field is about its embedding and head.
-        tie_word_embeddings=target.config.tie_word_embeddings,
-        attention_bias=fields.flag("attention_bias", biased),
-        mlp_bias=fields.flag("mlp_bias"),
-    )
-    check_unread(fields, implied(decoder), "a head's layer")
+        "tie_word_embeddings": target.config.tie_word_embeddings,
+    }
+    layer = Fields(fields.where, values)
+    decoder = LLAMA.read(layer, known)
+    layer.asked |= fields.asked
+    check_unread(layer, implied(decoder), "a head's layer")
     return decoder
 
 
@@ -83,19 +73,8 @@ def decoder_fields(config: DecoderConfig, dtype: np.dtype) -> dict[str, Any]:
     return {
         "model_type": "llama",
         "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": 1,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "max_position_embeddings": config.max_positions,
-        "rms_norm_eps": config.rms_norm_eps,
-        "hidden_act": "silu",
-        **write_rope(config),
+        **LLAMA.write(config),
         "tie_word_embeddings": False,
-        "attention_bias": config.attention_bias,
-        "mlp_bias": config.mlp_bias,
         "dtype": dtype.name,
         "torch_dtype": dtype.name,
     }
