@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from model_folders import refusal
 
-from specjax.errors import InputError
 from specjax.loading.formats import parameter_names, tensor_layout
 from specjax.loading.formats.gguf_file import open_gguf
 from specjax.loading.formats.gguf_parts import open_parts
@@ -20,16 +20,6 @@ from specjax.loading.load import load_model
 from specjax.models.config import RopeScaling
 
 KINDS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")
-
-
-def refusal(path):
-    """The message of the error that loading gives."""
-    with pytest.raises(InputError) as error:
-        load_model(path)
-    message = str(error.value)
-    assert "\n" not in message
-    assert str(path) in message
-    return message
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -310,22 +300,14 @@ def remove(parts, folder):
     parts[1].unlink()
 
 
-def repeat(parts, folder):
-    parts[1].write_bytes(parts[2].read_bytes())
+def swap(index, other_index, **options):
+    """A part in the place of one of another split of the model, or of the model in one file."""
 
+    def damage(parts, folder):
+        others = write_parts(folder / "other", **options)
+        parts[index].write_bytes(others[other_index].read_bytes())
 
-def recount(parts, folder):
-    parts[1].write_bytes(write_parts(folder / "other", size=4)[1].read_bytes())
-
-
-def reorder(parts, folder):
-    arrays = dict(reversed(gguf_files.tensors().items()))
-    parts[2].write_bytes(write_parts(folder / "other", arrays)[2].read_bytes())
-
-
-def shorten(parts, folder):
-    arrays = dict(list(gguf_files.tensors().items())[:-1])
-    parts[2].write_bytes(write_parts(folder / "other", arrays)[2].read_bytes())
+    return damage
 
 
 def put_a_whole_file(parts, folder):
@@ -336,14 +318,23 @@ def truncate(parts, folder):
     parts[2].write_bytes(parts[2].read_bytes()[:-100])
 
 
+ARRAYS = gguf_files.tensors()
+
+
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
         (remove, "its part a-00002-of-00003.gguf is missing"),
-        (repeat, "a-00002-of-00003.gguf has split.no=2 and split.count=3, not 1 and 3"),
-        (recount, "a-00002-of-00003.gguf has split.no=1 and split.count=5, not 1 and 3"),
-        (reorder, "is in a-00003-of-00003.gguf and in a part before it"),
-        (shorten, "hold 19 tensors, not split.tensors.count=20"),
+        (swap(1, 2), "a-00002-of-00003.gguf has split.no=2 and split.count=3, not 1 and 3"),
+        (swap(1, 1, size=4), "a-00002-of-00003.gguf has split.no=1 and split.count=5, not 1 and 3"),
+        (
+            swap(2, 2, arrays=dict(reversed(ARRAYS.items()))),
+            "is in a-00003-of-00003.gguf and in a part before it",
+        ),
+        (
+            swap(2, 2, arrays=dict(list(ARRAYS.items())[:-1])),
+            "hold 19 tensors, not split.tensors.count=20",
+        ),
         (put_a_whole_file, "a-00002-of-00003.gguf: split.no=None: must be a whole number"),
         (truncate, "a-00003-of-00003.gguf: GGUF truncated"),
     ],
