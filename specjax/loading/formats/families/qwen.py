@@ -64,9 +64,8 @@ QWEN3 = Family(
 )
 
 
-def _read_no_window(fields: Fields, known: Values) -> Values:
-    fields.only("use_sliding_window", False)
-    fields.get("sliding_window")  # of no effect then
+def _ignore_window(fields: Fields, known: Values) -> Values:
+    fields.get("sliding_window")  # of no effect without use_sliding_window
     return {}
 
 
@@ -78,19 +77,13 @@ QWEN3_MOE = Family(
         rows.rope(),
         rows.fixed({"attention.qk_norm": True}),
         rows.ATTENTION_BIAS,
-        Part(_read_no_window),
+        rows.constant("use_sliding_window", False),
+        Part(_ignore_window, lambda _: {"sliding_window": None}),
         *rows.experts("num_experts", intermediate_size=768),
         # A GGUF does not say whether scores are divided by their sum; llama.cpp always does it.
         rows.flag("experts.normalize", "norm_topk_prob"),
         rows.SILU,
-        rows.written(
-            {
-                "use_sliding_window": False,
-                "sliding_window": None,
-                "decoder_sparse_step": 1,
-                "mlp_only_layers": [],
-            }
-        ),
+        rows.written({"decoder_sparse_step": 1, "mlp_only_layers": []}),
     ),
     tensors=table("huggingface"),
     gguf=GgufLayout("qwen3moe", table("gguf"), experts=True),

@@ -109,6 +109,16 @@ def written(fields: Mapping[str, Any]) -> Part:
     return Part(write=lambda _: fields)
 
 
+def constant(name: str, value: Any) -> Part:
+    """A field of config.json that has one value, or is missing; others are refused."""
+
+    def read(fields: Fields, known: Values) -> Values:
+        fields.only(name, value)
+        return {}
+
+    return Part(read, lambda _: {name: value})
+
+
 def heads(known: Values) -> int:
     """H."""
     return known["num_heads"]
