@@ -231,7 +231,10 @@ def tensor(shape, kind=0, offset=0):
         (header(keys=1, rest=struct.pack("<Q", 2**62) + b"x" * 20), "truncated"),
         (header(keys=1, rest=array_key(4, 2**61)), "truncated"),
         (header(keys=1, rest=array_key(8, 2**61)), "claims 2305843009213693952 strings"),
-        (header(keys=1, rest=array_key(8, 1) + struct.pack("<Q", 99)), "truncated inside"),
+        (
+            header(keys=1, rest=array_key(8, 1) + struct.pack("<Q", 99)),
+            "truncated: a string of the key",
+        ),
         (header(keys=1, rest=array_key(9, 1) + b"x" * 40), "unknown value type 9"),
         (header(keys=1, rest=text(b"key") + struct.pack("<I", 77)), "unknown value type 77"),
         (header(keys=1, rest=text(b"\xff\xfe") + b"x" * 8), "not UTF-8"),

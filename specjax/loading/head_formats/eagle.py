@@ -88,7 +88,9 @@ def read_eagle1(
         taps=("final_norm",),
         fc_bias=bias,
     )
-    tensors = _without_padding(checkpoint.tensors, fields.count("vocab_size"), target)
+    tensors = draft_vocabulary.drop_padding(
+        checkpoint.tensors, fields.count("vocab_size"), target.config.vocab_size
+    )
     for name, own in (("embed_tokens.weight", "embedding"), ("lm_head.weight", "head")):
         if name in tensors and not _is_targets(name, tensors, target):
             raise InputError(
@@ -200,11 +202,10 @@ def _read_vocabulary(
     `size` is that of the config, and `stated` the number of the target's tokens there.
     """
     where, vocab_size = checkpoint.directory, target.config.vocab_size
-    tensors = _without_padding(checkpoint.tensors, stated, target)
-    size = vocab_size if size == stated else size
-    mapped = len(tensors.get("d2t", ()))
-    tensors = draft_vocabulary.drop_padding(tensors, stated, vocab_size)
-    size -= mapped - len(tensors.get("d2t", ()))
+    tensors = draft_vocabulary.drop_padding(checkpoint.tensors, stated, vocab_size)
+    mapped = np.size(checkpoint.tensors.get("d2t", ()))
+    size, mapped = (vocab_size if count == stated else count for count in (size, mapped))
+    size -= mapped - np.size(tensors.get("d2t", ()))
     ids = draft_vocabulary.read_offsets(where, tensors, size, vocab_size)
     if ids is None and size != vocab_size:
         raise InputError(
@@ -325,19 +326,6 @@ def _named_tensors(head: Head, layer: str) -> dict[str, np.ndarray]:
         tensors[f"{layer}.self_attn.o_proj.bias"] = np.zeros(len(kernel), kernel.dtype)
     if head.draft_ids is not None:
         tensors |= draft_vocabulary.offsets(head.draft_ids, config.decoder.vocab_size)
-    return tensors
-
-
-def _without_padding(
-    stored: dict[str, np.ndarray], stated: int, target: Model
-) -> dict[str, np.ndarray]:
-    """The tensors, those with a row for each of `stated` tokens truncated to the target's."""
-    tensors = dict(stored)
-    for name in ("embed_tokens.weight", "lm_head.weight", "t2d", "d2t"):
-        if name in tensors:
-            tensors[name] = shared_with_target.drop_padding(
-                tensors[name], stated, target.config.vocab_size
-            )
     return tensors
 
 
