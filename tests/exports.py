@@ -14,11 +14,8 @@ from specjax.files.folder_marker import MARKER
 from specjax.loading.head_formats import write_foreign
 from specjax.loading.heads.complete_parameters import complete_parameters
 from specjax.loading.heads.head import Head, TargetMetadata
-from specjax.models.decoder import Decoder
-from specjax.models.heads.draft_decoder import DraftModelConfig, ReducedDecoder
 from specjax.models.heads.eagle import Eagle
 from specjax.models.heads.medusa import Medusa, MedusaConfig, parameter_table
-from specjax.models.heads.mtp import Mtp, MtpConfig
 from specjax.models.masks import causal
 
 VOCABULARY = 40
@@ -58,36 +55,19 @@ def edit(path, config=None, tensors=None, drop=()):
 
 
 def draft_logits(head, target, seed=0):
-    """Float32 logits [n, Vd] of a head on random tokens and features.
-
-    Each module of a head of pairs runs over a few of them, and the last one then one step further
-    on its own output.
-    """
-    params = complete_parameters(head, target)
-    rng = np.random.default_rng(seed)
-
-    precision = target.activation_dtype, target.multiply
+    """Float32 logits [n, Vd] of a Medusa or EAGLE head on random tokens and features."""
+    params, rng = complete_parameters(head, target), np.random.default_rng(seed)
 
     def feature(width):
-        return jnp.asarray(rng.standard_normal((1, _TOKENS, width), np.float32), precision[0])
+        return jnp.asarray(rng.standard_normal((1, _TOKENS, width), np.float32))
 
     if isinstance(head.config, MedusaConfig):
-        medusa = Medusa(head.config, *precision)
-        every = _medusa_logits(medusa, params, feature(head.config.hidden_size))
-    elif isinstance(head.config, DraftModelConfig):
-        model = ReducedDecoder(
-            Decoder(head.config.decoder, target.activation_dtype, multiply=target.multiply)
-        )
-        tokens = rng.integers(0, head.config.decoder.vocab_size, (1, _TOKENS))
-        every = _model_logits(model, params, jnp.asarray(tokens, jnp.int32))
-    else:
-        functions = Mtp if isinstance(head.config, MtpConfig) else Eagle
-        pairs = functions(head.config, *precision)
-        features = {tap: feature(head.config.target_hidden_size) for tap in head.config.taps}
-        count = _TOKENS + head.config.num_modules
-        tokens = rng.integers(0, head.config.decoder.vocab_size, (1, count))
-        every = _pair_logits(pairs, params, features, jnp.asarray(tokens, jnp.int32))
-    return np.asarray(every)[0]
+        medusa = Medusa(head.config, target.dtype)
+        return np.asarray(_medusa_logits(medusa, params, feature(head.config.hidden_size)))[0]
+    features = {tap: feature(head.config.target_hidden_size) for tap in head.config.taps}
+    tokens = rng.integers(0, head.config.decoder.vocab_size, (1, _TOKENS + 1))
+    eagle = Eagle(head.config, target.dtype)
+    return np.asarray(_eagle_logits(eagle, params, features, jnp.asarray(tokens, jnp.int32)))[0]
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -98,33 +78,24 @@ def _medusa_logits(medusa, params, feature):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _model_logits(model, params, tokens):
-    positions = jnp.arange(_TOKENS)
-    seen = causal(positions, _TOKENS)
-    return model.extend(params, tokens, positions[None], None, None, 0, seen).logits
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _pair_logits(head, params, features, tokens):
+def _eagle_logits(eagle, params, features, tokens):
+    """Of a few pairs, and of one step further on the head's own output."""
     positions = jnp.arange(_TOKENS + 1)
-    seen = causal(positions, _TOKENS + 1)
-    cache, hidden, every = head.make_cache(1, _TOKENS), head.fuse(params, features), []
-    for index in range(head.config.num_modules):
-        own, window = head.module(params, index), head.make_window(1, _TOKENS + 1)
-        read = tokens[:, index : index + _TOKENS]
-        output, window = head.extend(
-            own, read, hidden, positions[None, :-1], cache, window, 0, seen[:, :-1]
+    seen, cache = causal(positions, _TOKENS + 1), eagle.make_cache(1, _TOKENS)
+    window, hidden = eagle.make_window(1, _TOKENS + 1), eagle.fuse(params, features)
+    first, last = slice(None, -1), slice(-1, None)
+    outputs = []
+    for part in (first, last):
+        output, window = eagle.extend(
+            params,
+            tokens[:, part],
+            hidden,
+            positions[None, part],
+            cache,
+            window,
+            0 if part is first else _TOKENS,
+            seen[:, part],
         )
-        every.append(head.logits(own, output))
-        hidden = head.next_hidden(own, output)
-    further, _ = head.extend(
-        own,
-        tokens[:, -1:],
-        hidden[:, -1:],
-        positions[None, -1:],
-        cache,
-        window,
-        _TOKENS,
-        seen[:, -1:],
-    )
-    return jnp.concatenate([*every, head.logits(own, further)], axis=1)
+        hidden = eagle.next_hidden(params, output)[:, last]
+        outputs.append(eagle.logits(params, output))
+    return jnp.concatenate(outputs, axis=1)
