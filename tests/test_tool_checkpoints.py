@@ -222,6 +222,13 @@ def test_medusa_heads_of_another_number(stated, tiny, tmp_path, said):
     assert [line for line in said() if f"medusa_num_heads={stated}, and the file has 3" in line]
 
 
+def rewrite(path, change):
+    """Another config in an export that is not specjax's any more."""
+    edit(path)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(change(config)))
+
+
 def as_vllm(config, **fields):
     """The config as vLLM's EAGLEConfig keeps it."""
     return {"model_type": "eagle", "model": config, **fields}
@@ -243,9 +250,7 @@ def as_vllm(config, **fields):
 def test_an_eagle_head_with_the_config_of_vllm(change, tiny, tmp_path):
     head = eagle_head(tiny, version=1)
     path = written(tmp_path, head, "eagle", tiny)
-    config = json.loads((path / "config.json").read_text())
-    edit(path)
-    (path / "config.json").write_text(json.dumps(change(config)))
+    rewrite(path, change)
     np.testing.assert_array_equal(
         draft_logits(read_foreign(path, tiny), tiny), draft_logits(head, tiny)
     )
@@ -262,9 +267,7 @@ def test_an_eagle_head_with_the_config_of_vllm(change, tiny, tmp_path):
 )
 def test_what_only_vllm_can_do_is_named(fields, message, tiny, tmp_path):
     path = written(tmp_path, eagle_head(tiny, version=1), "eagle", tiny)
-    config = json.loads((path / "config.json").read_text())
-    edit(path)
-    (path / "config.json").write_text(json.dumps(as_vllm(config, **fields)))
+    rewrite(path, lambda config: as_vllm(config, **fields))
     with pytest.raises(InputError, match=message):
         read_foreign(path, tiny)
 

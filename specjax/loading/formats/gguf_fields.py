@@ -51,7 +51,7 @@ class GgufFields(Fields):
     def __init__(self, file: GgufFile, architecture: str) -> None:
         prefix = f"{architecture}."
         values = {
-            key.removeprefix(prefix): _as_one(value)
+            key.removeprefix(prefix): _normalised(value)
             for key, value in file.metadata.items()
             if key.startswith(prefix)
         }
@@ -71,7 +71,7 @@ class GgufFields(Fields):
             raise self.unknown(unread, "it may change what is computed; use a model without it")
 
 
-def _as_one(value: Any) -> Any:
+def _normalised(value: Any) -> Any:
     if isinstance(value, np.ndarray) and value.size and (value == value[0]).all():
         value = value[0].item()
     if type(value) is not float:

@@ -56,20 +56,20 @@ def _row(
     """
     names = (json,) if isinstance(json, str) else json
 
-    def known_default(given: Any, known: Values) -> Any:
+    def evaluated(given: Any, known: Values) -> Any:
         return given(known) if callable(given) else given
 
     def read(fields: Fields, known: Values) -> Values:
         stated = [name for name in names if fields.values.get(name) is not None]
         name = (stated or names[-1:])[0]
-        return {path: kind(fields, name, known_default(default, known))}
+        return {path: kind(fields, name, evaluated(default, known))}
 
     def read_gguf(fields: GgufFields, known: Values) -> Values:
         if gguf is None:
             return {}
         if callable(gguf):
             return {path: gguf(fields)}
-        return {path: kind(fields, gguf, known_default(gguf_default, known))}
+        return {path: kind(fields, gguf, evaluated(gguf_default, known))}
 
     def write(config: DecoderConfig) -> dict[str, Any]:
         if path.startswith("experts.") and config.experts is None:

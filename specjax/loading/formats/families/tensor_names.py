@@ -90,7 +90,7 @@ def table(
         TensorEntry(f"{outer['embed']}.weight", ("embed", "embedding"), tied=False),
         TensorEntry(f"{outer['head']}.weight", ("head", "kernel"), 1, tied=False),
     ]
-    shares = {path: (group.index(path), len(group)) for group in fused for path in group}
+    parts = {path: (group.index(path), len(group)) for group in fused for path in group}
     for module in (_FINAL_NORM, *_LAYER_MODULES, _POSITIONS):
         name = names.get(module.path, getattr(module, format))
         if not name:
@@ -98,16 +98,17 @@ def table(
         path = tuple(module.path.split("."))
         if module in _LAYER_MODULES:
             name, path = f"{outer['layer']}.{name}", ("layers", *path)
-        turned, share = paired and module.path in _PAIRED, shares.get(module.path, (0, 1))
+        is_paired = paired and module.path in _PAIRED
+        part = parts.get(module.path, (0, 1))
         weight, bias = f"{name}.weight", TensorEntry(f"{name}.bias", (*path, "bias"))
         if module.kind == "norm":
             entries += [TensorEntry(weight, (*path, "scale"), added=norms_added), bias]
         elif module.kind == "linear":
             inputs = 2 if module.path == "attention.output" else 1
-            kernel = TensorEntry(weight, (*path, "kernel"), inputs, turned, part=share)
+            kernel = TensorEntry(weight, (*path, "kernel"), inputs, is_paired, part=part)
             merged = "experts" in path and "{expert}" not in name
             entries.append(kernel._replace(transposed=transposed, merged=merged))
-            entries.append(bias._replace(paired=turned, part=share))
+            entries.append(bias._replace(paired=is_paired, part=part))
         elif module.kind == "embedding":
             entries.append(TensorEntry(weight, (*path, "embedding")))
         else:
