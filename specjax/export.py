@@ -4,7 +4,7 @@
 
 PATH is a head that specjax saved, a directory in one of the layouts, or the kind of a head that
 comes with specjax, such as eagle3. Formats are medusa, eagle, eagle3, speculators, and specjax.
-The written head is read again and its draft logits are compared, bit by bit. Exit codes: 0; 2 for
+The written head is read again and compared, bit by bit. Exit codes: 0; 2 for
 bad input; 130 after Ctrl-C or SIGTERM.
 """
 
@@ -22,10 +22,9 @@ from specjax.loading import head_formats
 from specjax.loading.checkpoint_directory import check_free, is_checkpoint
 from specjax.loading.find_head import open_head
 from specjax.loading.head_formats.checkpoint import check_target
-from specjax.loading.head_formats.compare_logits import check_same
 from specjax.loading.head_formats.read_write import check_format, whole_vocabulary
 from specjax.loading.head_formats.taps import CONVENTIONS
-from specjax.loading.heads.head import KINDS, Head, read_head, save_head
+from specjax.loading.heads.head import KINDS, Head, check_same, read_head, save_head
 from specjax.loading.load import DEFAULT_MODEL, DTYPE, load_model
 from specjax.loading.model import Model
 
@@ -111,7 +110,7 @@ def export(options: ExportOptions) -> int:
         head = _prepared(foreign, options)
     if options.format == OWN:
         save_head(head, output)
-        check_same(head, read_head(output), target, str(output))
+        check_same(head, read_head(output), str(output))
     else:
         head_formats.write_foreign(
             head, output, options.format, target, layer_ids=options.layer_ids
@@ -130,7 +129,7 @@ def _summary(head: Head, target: Model, options: ExportOptions) -> str:
     part = f"{head.config.draft_vocab_size} of {target.config.vocab_size} tokens"
     lines = [
         f"{options.output}: {head.kind} for {target.name} as {options.format}, {part}; "
-        "read again, its draft logits are the same"
+        "read again, it is the same head"
     ]
     if options.format == "medusa" and head.draft_ids is not None:
         lines.append("note: vLLM 0.32 stops at a token_map; --whole_vocabulary writes none")

@@ -8,11 +8,11 @@ import numpy as np
 from tokenizers.pre_tokenizers import ByteLevel
 
 from specjax.loading.formats import parameter_names, tensor_layout
-from specjax.loading.formats.families import llama
+from specjax.loading.formats.families.llama import LLAMA
 from specjax.loading.load import random_model
 from specjax.models.config import DecoderConfig
 
-TABLE = llama.FAMILY.gguf.tensors
+TABLE = LLAMA.gguf.tensors
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 TOKENS = [*SPECIAL, *sorted(ByteLevel.alphabet()), "Ġt", "he", "Ġthe", "in"]
 MERGES = ["Ġ t", "h e", "Ġt he", "i n"]

@@ -77,7 +77,7 @@ def test_the_process_is_kept_and_is_replaced_where_it_ended():
 def test_an_interrupted_answer_is_not_the_next_ones(monkeypatch):
     chat_templates.render("x", MESSAGES, {})
 
-    def interrupt(self, deadline):
+    def interrupt(self, seconds):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:

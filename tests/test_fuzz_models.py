@@ -9,10 +9,9 @@ import exports
 import gguf_files
 import numpy as np
 import pytest
-from fuzzing import examples, outcome
+from fuzzing import TEXTS, changed, examples, outcome
 from hypothesis import given
 from hypothesis import strategies as st
-from json_values import TEXTS, changed
 
 from specjax.errors import InputError
 from specjax.loading.formats import gguf

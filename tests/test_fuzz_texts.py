@@ -3,10 +3,9 @@
 import json
 
 import reports
-from fuzzing import examples, outcome
+from fuzzing import VALUES, changed, examples, outcome
 from hypothesis import given
 from hypothesis import strategies as st
-from json_values import VALUES, changed
 
 from specjax.decoding import prompts
 from specjax.loading.tokenizers import chat_templates, template_process

@@ -1,16 +1,24 @@
 """GGUF files of each architecture: names and layouts as the gguf package has them, and errors."""
 
 import dataclasses
+import json
 
+import gguf
 import gguf_files
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import slow
+from heads import noisy
+from model_folders import refusal
+from safetensors.numpy import load_file, save_file
 
+from specjax.distributed import sharding
 from specjax.errors import InputError
-from specjax.loading.formats import tensor_layout
+from specjax.loading.formats import mtp_layers, parameter_names, tensor_layout
 from specjax.loading.formats.families import registry
-from specjax.loading.load import load_model, random_model
+from specjax.loading.load import load_model, random_model, save_model
 from specjax.models.config import (
     Attention,
     DecoderConfig,
@@ -21,6 +29,7 @@ from specjax.models.config import (
     RopeScaling,
     SlidingWindow,
 )
+from specjax.models.decoder import Form
 
 BASE = DecoderConfig(
     vocab_size=len(gguf_files.TOKENS),
@@ -146,12 +155,19 @@ def metadata(config):
     return keys | {f"{architecture}.{key}": value for key, value in more.items()}
 
 
+GLM = config_of("glm4_moe")
+
+
+def tensors_of(config, seed=0):
+    """A random model's tensors as its file has them."""
+    params = random_model(config, seed, dtype="float32").params
+    return tensor_layout.stored_tensors(registry.family(config.family).gguf.tensors, config, params)
+
+
 def write(path, config, arrays=None, change=(), kind="F32"):
     """A model's file, with other keys, None for one that is left out."""
     family = registry.family(config.family)
-    if arrays is None:
-        params = random_model(config, 0, dtype="float32").params
-        arrays = tensor_layout.stored_tensors(family.gguf.tensors, config, params)
+    arrays = tensors_of(config) if arrays is None else arrays
     keys = metadata(config) | dict(change)
     keys = {key: value for key, value in keys.items() if value is not None}
     return gguf_files.write(path, keys, arrays, kind, family.gguf.architecture)
@@ -177,20 +193,173 @@ def test_a_written_model_is_loaded(tmp_path, name):
         np.testing.assert_allclose(read, mine, rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("how", ["stacked", *slow("unrolled", "mesh")])
+def test_each_expert_is_dequantised_into_its_place(tmp_path, how):
+    config = dataclasses.replace(
+        config_of("mixtral"), head_dim=16, intermediate_size=64, experts=Experts(4, 2, 64)
+    )
+    arrays = tensors_of(config)
+    path = tmp_path / "a.gguf"
+    keys = {"llama.expert_count": np.uint32(4)}
+    write(path, config, arrays, keys, kind="Q8_0")
+    options = {
+        "stacked": {},
+        "unrolled": {"form": Form("unrolled")},
+        "mesh": {"mesh": sharding.make_mesh(1, 2, jax.devices()[:2])},
+    }[how]
+    layers = load_model(path, dtype="float32", **options).params["layers"]
+    kind = gguf.GGMLQuantizationType.Q8_0
+    for part in ("gate", "up", "down"):
+        for layer in range(config.num_layers):
+            stored = arrays[f"blk.{layer}.ffn_{part}_exps.weight"]
+            expected = gguf.quants.dequantize(gguf.quants.quantize(stored, kind), kind)
+            kernel = (
+                layers[str(layer)]["mlp"]["experts"][part]["kernel"]
+                if how == "unrolled"
+                else layers["mlp"]["experts"][part]["kernel"][layer]
+            )
+            assert expected.shape[0] == 4
+            np.testing.assert_array_equal(kernel, expected.swapaxes(1, 2))
+
+
+def test_keys_that_are_missing_mean_what_they_do_in_llama_cpp(tmp_path):
+    """No division by the sum, no scale (nor by 0), no groups, no dense layers."""
+    experts = dataclasses.replace(
+        GLM.experts, normalize=False, scale=1.0, groups=1, groups_per_token=1, num_dense=0
+    )
+    config = dataclasses.replace(GLM, experts=experts)
+    missing = (
+        "expert_gating_func",
+        "expert_weights_norm",
+        "expert_group_count",
+        "expert_group_used_count",
+        "leading_dense_block_count",
+    )
+    change = {f"glm4moe.{name}": None for name in missing}
+    change["glm4moe.expert_weights_scale"] = np.float32(0)
+    assert load_model(write(tmp_path / "a.gguf", config, change=change)).config == config
+
+
+@pytest.fixture(scope="module")
+def announced(tmp_path_factory):
+    """A directory of Hugging Face's layout with an MTP module, and its tensors."""
+    folder = tmp_path_factory.mktemp("glm")
+    family = registry.family("glm4_moe")
+    save_model(random_model(GLM, 0, dtype="float32"), folder / "plain")
+    tensors = load_file(folder / "plain" / "model.safetensors")
+    modules = mtp_layers.module_config(GLM, 1, family.mtp)
+    params = noisy(modules.parameter_table(), 1, 1.0)
+    for location in mtp_layers.locations(GLM, modules, family.mtp, family.tensors):
+        path, index = location.within(scan_layers=True)
+        value = np.asarray(parameter_names.lookup(params, path))[index]
+        tensors[location.name] = np.ascontiguousarray(tensor_layout.to_stored(value, location))
+    tensors["model.layers.4.embed_tokens.weight"] = tensors["model.embed_tokens.weight"]
+    tensors["model.layers.4.shared_head.head.weight"] = tensors["lm_head.weight"]
+    (folder / "whole").mkdir()
+    save_file(tensors, folder / "whole" / "model.safetensors")
+    fields = json.loads((folder / "plain" / "config.json").read_text())
+    text = json.dumps(fields | {"num_nextn_predict_layers": 1})
+    (folder / "whole" / "config.json").write_text(text)
+    return folder / "whole", gguf_files.converted(tensors, "glm4moe", GLM)
+
+
+MODULES = {"glm4moe.block_count": np.uint32(5), "glm4moe.nextn_predict_layers": np.uint32(1)}
+
+
+def module_layer(model):
+    """The layer of its module."""
+    return model.mtp.params["modules"]["0"]["layer"]
+
+
+def test_modules_are_those_of_the_other_layout(announced, tmp_path):
+    directory, arrays = announced
+    theirs = load_model(directory, dtype="float32")
+    mine = load_model(write(tmp_path / "a.gguf", GLM, arrays, MODULES), dtype="float32")
+    assert mine.config == theirs.config == GLM
+    assert mine.mtp.config == theirs.mtp.config
+    jax.tree.map(np.testing.assert_array_equal, mine.arrays, theirs.arrays)
+    half = load_model(tmp_path / "a.gguf", dtype="bfloat16")
+    for one, other in (
+        (half.params["layers"], mine.params["layers"]),
+        (module_layer(half), module_layer(mine)),
+    ):
+        router, whole = one["mlp"]["router"], other["mlp"]["router"]
+        assert router["kernel"].dtype == jnp.bfloat16
+        np.testing.assert_array_equal(router["selection_bias"], whole["selection_bias"])
+
+
+def test_modules_are_whole_and_share_embedding_and_head(announced, tmp_path):
+    _, arrays = announced
+    name = "blk.4.nextn.shared_head_head.weight"
+    with pytest.raises(InputError, match=f"{name} differs from output.weight"):
+        load_model(write(tmp_path / "a.gguf", GLM, arrays | {name: arrays[name] + 1}, MODULES))
+    without = {key: value for key, value in arrays.items() if key != "blk.4.nextn.eh_proj.weight"}
+    with pytest.raises(InputError, match=r"missing: blk\.4\.nextn\.eh_proj\.weight\)"):
+        load_model(write(tmp_path / "b.gguf", GLM, without, MODULES))
+    with pytest.raises(InputError, match=r"unexpected: blk\.4\."):
+        load_model(write(tmp_path / "c.gguf", GLM, arrays))
+
+
+def test_modules_that_a_tool_dropped(announced, tmp_path, caplog):
+    directory, arrays = announced
+    without = {key: value for key, value in arrays.items() if not key.startswith("blk.4.")}
+    path = write(tmp_path / "a.gguf", GLM, without, MODULES)
+    model = load_model(path, dtype="float32")
+    assert model.mtp is None
+    (line,) = caplog.messages
+    assert line.startswith(f"{path}: MTP modules are announced (1), and their tensors are not")
+    theirs = load_model(directory, dtype="float32")
+    jax.tree.map(np.testing.assert_array_equal, model.params, theirs.params)
+
+
+def one_by_one(arrays):
+    """As files were before llama.cpp merged experts."""
+    merged = arrays.pop("blk.0.ffn_gate_exps.weight")
+    return arrays | {
+        f"blk.0.ffn_gate.{index}.weight": value.copy() for index, value in enumerate(merged)
+    }
+
+
+def without_up(arrays):
+    return {name: value for name, value in arrays.items() if "ffn_up_exps" not in name}
+
+
+def u32(name, value):
+    return {name: np.uint32(value)}
+
+
 @pytest.mark.parametrize(
     ("name", "change", "words"),
     [
-        ("qwen3", {"qwen3.expert_count": np.uint32(8)}, "qwen3.expert_count=8"),
-        ("qwen3", {"qwen3.surprise": np.uint32(1)}, "'qwen3.surprise' is not known"),
-        ("qwen3", {"qwen3.rope.scaling.type": "yarn"}, "qwen3.rope.scaling.type='yarn'"),
-        ("qwen2", {"qwen2.attention.sliding_window": np.uint32(5)}, "sliding_window=5"),
-        ("gemma2", {"gemma2.attn_logit_softcapping": np.float32(-1)}, "attention.softcap=-1"),
-        ("glm4", {"glm4.rope.dimension_count": np.uint32(16)}, "rotary_width=16"),
-        ("gpt2", {"gpt2.use_parallel_residual": True}, "use_parallel_residual=True"),
+        ("qwen3", u32("expert_count", 8), "qwen3.expert_count=8"),
+        ("qwen3", u32("surprise", 1), "qwen3.surprise=1: is unknown"),
+        ("qwen3", {"rope.scaling.type": "yarn"}, "qwen3.rope.scaling.type='yarn'"),
+        ("qwen2", u32("attention.sliding_window", 5), "sliding_window=5"),
+        ("gemma2", {"attn_logit_softcapping": np.float32(-1)}, "attention.softcap=-1"),
+        ("glm4", u32("rope.dimension_count", 16), "rotary_width=16"),
+        ("gpt2", {"use_parallel_residual": True}, "use_parallel_residual=True"),
+        ("mixtral", one_by_one, "blk.0.ffn_gate.0.weight is of one expert"),
+        ("mixtral", without_up, "missing: blk.0.ffn_up_exps.weight, blk.1"),
+        ("mixtral", {"expert_count": None}, "unexpected: blk.0.ffn_down_exps.weight"),
+        ("mixtral", u32("expert_count", 4), "mis-shaped"),
+        ("mixtral", {"expert_weights_scale": np.float32(2)}, "is unknown"),
+        ("qwen3_moe", u32("expert_gating_func", 2), "gating_func=2: is not supported; only 1 is"),
+        ("qwen3_moe", u32("expert_count", 0), "experts.num_experts=0"),
+        ("qwen3_moe", u32("expert_used_count", 7), "experts.per_token=7"),
+        ("qwen3_moe", {"expert_feed_forward_length": None}, "length=None: must be"),
+        ("qwen3_moe", u32("nextn_predict_layers", 1), "is unknown"),
+        ("glm4_moe", u32("expert_gating_func", 3), "gating_func=3: is not supported; only 2 is"),
+        ("glm4_moe", u32("expert_group_count", 3), "experts.groups=3"),
+        ("glm4_moe", u32("nextn_predict_layers", 4), "num_layers=0"),
+        ("glm4_moe", u32("nextn_predict_layers", 2), "missing: blk.2.nextn."),
     ],
 )
-def test_other_settings_are_refused_by_name(tmp_path, name, change, words):
-    path = write(tmp_path / "a.gguf", config_of(name), change=change)
-    with pytest.raises(InputError, match=words) as error:
-        load_model(path)
-    assert "\n" not in str(error.value)
+def test_bad_files_are_refused_by_name(tmp_path, name, change, words):
+    """Other metadata, or tensors that a function has changed."""
+    config = config_of(name)
+    arrays = tensors_of(config)
+    if callable(change):
+        arrays, change = change(arrays), {}
+    architecture = registry.family(name).gguf.architecture
+    keys = {f"{architecture}.{key}": value for key, value in change.items()}
+    assert words in refusal(write(tmp_path / "a.gguf", config, arrays, keys))

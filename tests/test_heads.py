@@ -114,11 +114,11 @@ def test_another_tokenizer_is_refused(tiny, chatty):
     [
         (lambda head: {"kind": "eagle4"}, "kind='eagle4' is unknown"),
         (lambda head: {"kind": "eagle"}, "eagle needs version=1"),
-        (lambda head: {"params": {**head.params, "extra": np.zeros(1)}}, "extra is unexpected"),
-        (lambda head: {"params": {"fc": head.params["fc"]}}, "final_norm is missing"),
+        (lambda head: {"params": {**head.params, "extra": np.zeros(1)}}, "unexpected: extra"),
+        (lambda head: {"params": {"fc": head.params["fc"]}}, "missing: final_norm"),
         (
             lambda head: {"params": {**head.params, "fc": {"kernel": np.zeros((3, 24))}}},
-            r"fc.kernel is \[3, 24\], not \[72, 24\]",
+            r"fc.kernel \[3, 24\], not \[72, 24\]",
         ),
         (lambda head: {"draft_ids": None}, "its map to the target's 61 tokens is missing"),
         (lambda head: {"draft_ids": head.draft_ids[1:]}, "19 token ids for draft_vocab_size=20"),

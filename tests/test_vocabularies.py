@@ -6,13 +6,12 @@ Goldens are from transformers and llama.cpp (`scripts/data/make_vocabulary_golde
 import dataclasses
 import json
 import shutil
-from pathlib import Path
 
 import gguf_files
 import numpy as np
 import pytest
 import tokenizers
-from safetensors.numpy import load_file, save_file
+from model_folders import GOLDENS, WEIGHTS, edit_json, edit_tensors
 from tokenizers import decoders, models, pre_tokenizers
 
 from specjax.decode import _ends_and_beginning
@@ -26,7 +25,6 @@ from specjax.loading.heads.head import TargetMetadata
 from specjax.loading.load import load_model, save_model, with_vocabulary
 from specjax.loading.tokenizers import gguf_tokenizer, huggingface_tokenizer
 
-GOLDENS = Path(__file__).parent / "goldens"
 GOLDEN = json.loads((GOLDENS / "vocabularies.json").read_text())
 SENTENCEPIECE = json.loads((GOLDENS / "sentencepiece.json").read_text())
 BASE, TEXTS, LLAMA_CPP = GOLDEN["base"], GOLDEN["texts"], GOLDEN["llama_cpp"]
@@ -184,12 +182,14 @@ def as_directory(model, path, rows):
     """The model as another tool would save it, its embedding padded to `rows` rows."""
     save_model(model, path / "ours")
     path = shutil.copytree(path / "ours", path / "foreign")
-    tensors = load_file(path / "model.safetensors")
-    name = "model.embed_tokens.weight"
-    fill = ((0, rows - len(tensors[name])), (0, 0))
-    save_file(tensors | {name: np.pad(tensors[name], fill, constant_values=9)}, path / SAFE)
-    config = json.loads((path / "config.json").read_text()) | {"vocab_size": rows}
-    (path / "config.json").write_text(json.dumps(config))
+
+    def pad(tensors):
+        name = "model.embed_tokens.weight"
+        fill = ((0, rows - len(tensors[name])), (0, 0))
+        return tensors | {name: np.pad(tensors[name], fill, constant_values=9)}
+
+    edit_tensors(path / WEIGHTS, pad)
+    edit_json(path / "config.json", vocab_size=rows)
     (path / MARKER).unlink()
     return path
 
@@ -203,7 +203,6 @@ def with_names(path):
 
 
 V = len(gguf_files.TOKENS)
-SAFE = "model.safetensors"
 
 
 @pytest.fixture(scope="module")
@@ -309,8 +308,7 @@ def test_a_token_without_a_row_is_refused_by_name(plain, tmp_path):
 
 def test_a_tokenizer_of_another_model_is_refused(plain, tmp_path):
     path = as_directory(plain, tmp_path, V)
-    config = json.loads((path / "config.json").read_text()) | {"vocab_size": V - 2}
-    (path / "config.json").write_text(json.dumps(config))
+    edit_json(path / "config.json", vocab_size=V - 2)
     with pytest.raises(InputError, match=rf"vocab_size={V - 2}, but the tokenizer has {V} tokens"):
         load_model(path)
 
@@ -321,9 +319,7 @@ def test_a_model_ends_alike_from_a_gguf_and_from_its_directory(tmp_path):
     path = as_directory(gguf_model, tmp_path, V + 4)
     (path / "generation_config.json").unlink()
     for config in ({}, {"eos_token_id": 0}, {"eos_token_id": [2, 0, V]}):
-        content = json.loads((path / "config.json").read_text())
-        content.pop("eos_token_id", None)
-        (path / "config.json").write_text(json.dumps(content | config))
+        edit_json(path / "config.json", **{"eos_token_id": None, **config})
         assert set(load_model(path).ends) == set(gguf_model.ends) == {2, 0, V, V + 1}
     (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [V, 7]}))
     assert load_model(path).ends == (2, V, 7, 0, V + 1)
@@ -331,8 +327,7 @@ def test_a_model_ends_alike_from_a_gguf_and_from_its_directory(tmp_path):
 
 def test_a_model_without_a_tokenizer_keeps_its_ends(plain, tmp_path):
     path = as_directory(dataclasses.replace(plain, tokenizer=None), tmp_path, V)
-    content = json.loads((path / "config.json").read_text()) | {"eos_token_id": [5, 6]}
-    (path / "config.json").write_text(json.dumps(content))
+    edit_json(path / "config.json", eos_token_id=[5, 6])
     model = load_model(path)
     assert model.ends == (5, 6)
     first = decode(model, [3, 4], count=4)

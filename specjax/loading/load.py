@@ -32,6 +32,7 @@ from specjax.loading.formats import (
 )
 from specjax.loading.formats.families import registry
 from specjax.loading.formats.gguf_parts import open_parts
+from specjax.loading.formats.safetensors_files import PICKLES, refuse_pickle
 from specjax.loading.layer_layout import stack_layers
 from specjax.loading.model import MODEL_KIND, Model, array_table, split_arrays
 from specjax.loading.notes import note
@@ -82,8 +83,8 @@ def load_model(
         return _load_checkpoint(name, path, target)
     if path.is_dir():
         return _load_directory(name, path, target)
-    if path.suffix in huggingface.PICKLES:
-        raise huggingface.refuse_pickle(path, path.parent)
+    if path.suffix in PICKLES:
+        raise refuse_pickle(path, huggingface.conversion(path.parent))
     if path.exists() or path.suffix == ".gguf":
         return _load_gguf(name, input_file(field, path), target)
     if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name):

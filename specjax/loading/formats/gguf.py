@@ -14,8 +14,8 @@ from specjax.errors import InputError, shown
 from specjax.loading.formats import build_parameters, mtp_layers, parameter_names, tensor_layout
 from specjax.loading.formats.families import registry
 from specjax.loading.formats.family import Family
+from specjax.loading.formats.gguf_fields import MTP_MODULES, GgufFields
 from specjax.loading.formats.gguf_file import GgufFile, Tensor, check_type
-from specjax.loading.formats.gguf_keys import MTP_MODULES, GgufKeys
 from specjax.models.config import DecoderConfig
 from specjax.models.heads.mtp import MtpConfig
 
@@ -33,7 +33,7 @@ def family_of(file: GgufFile) -> Family:
             f"{file.path}: general.architecture={shown(name)} is not supported; "
             f"use a GGUF of the architecture {known}"
         )
-    experts = GgufKeys(file, name).whole("expert_count", 0) > 0
+    experts = GgufFields(file, name).integer("expert_count", 0) > 0
     fitting = [family for family in families if family.gguf.experts == experts]
     return (fitting or families)[0]
 
@@ -54,17 +54,13 @@ def read_config(
     """
     family = family_of(file)
     assert family.gguf is not None
-    keys = GgufKeys(file, family.gguf.architecture)
-    config = DecoderConfig(
-        vocab_size=vocab_size,
-        family=family.model_type,
-        unused_tokens=unused_tokens,
-        **family.gguf.read(keys),
-    )
-    modules = 0 if family.gguf.mtp is None else keys.whole(MTP_MODULES, 0)
-    keys.check_asked()
-    modules = mtp_layers.stored(str(file.path), modules, config, family.gguf.mtp, file.tensors)
-    return config, mtp_layers.module_config(config, modules, family.gguf.mtp)
+    layout = family.gguf
+    fields = GgufFields(file, layout.architecture)
+    config = family.read(fields, vocab_size, unused_tokens)
+    modules = 0 if layout.mtp is None else fields.integer(MTP_MODULES, 0)
+    fields.check_others({**layout.fixed, "attention.value_length": config.head_dim})
+    modules = mtp_layers.stored(str(file.path), modules, config, layout.mtp, file.tensors)
+    return config, mtp_layers.module_config(config, modules, layout.mtp)
 
 
 def read_params(

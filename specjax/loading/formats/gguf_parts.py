@@ -7,8 +7,9 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from specjax.errors import InputError, shown
+from specjax.errors import InputError
 from specjax.loading.formats.gguf_file import GgufFile, Tensor, open_gguf, short
+from specjax.loading.typed_fields import Fields
 
 _NUMBER, _COUNT, _TENSORS = "split.no", "split.count", "split.tensors.count"
 
@@ -82,9 +83,4 @@ def _ending(number: int, count: int) -> str:
 
 
 def _whole(file: GgufFile, key: str, default: int | None = None) -> int:
-    value = file.metadata.get(key, default)
-    if type(value) is not int:
-        raise InputError(
-            f"{file.path}: {key}={shown(value)}: must be a whole number; download the file again"
-        )
-    return value
+    return Fields(str(file.path), file.metadata, "download the file again").integer(key, default)

@@ -6,7 +6,6 @@ import dataclasses
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -14,10 +13,10 @@ from specjax.errors import InputError, shown
 from specjax.loading.formats import mtp_layers
 from specjax.loading.formats.families import registry
 from specjax.loading.formats.family import Family
-from specjax.loading.formats.json_fields import Fields
 from specjax.loading.formats.unread_fields import check_unread, implied
 from specjax.loading.tokenizers.huggingface_tokenizer import end_fields, read_json, write_json
 from specjax.loading.tokenizers.tokenizer import Tokenizer
+from specjax.loading.typed_fields import Fields
 from specjax.models.config import DecoderConfig
 
 
@@ -57,9 +56,9 @@ def read_config(
     _check_architecture(fields, family)
     modules = mtp_layers.announced(fields)
     stated = fields.integer("vocab_size")
-    config = _config(family, fields, stated if vocab_size is None else vocab_size)
+    config = family.read(fields, stated if vocab_size is None else vocab_size, unused_tokens)
     check_unread(fields, implied(config), f"a model of model_type={family.model_type!r}")
-    return dataclasses.replace(config, unused_tokens=unused_tokens), modules
+    return config, modules
 
 
 def _check_architecture(fields: Fields, family: Family) -> None:
@@ -77,10 +76,6 @@ def _check_architecture(fields: Fields, family: Family) -> None:
         )
 
 
-def _config(family: Family, fields: Fields, vocab_size: int) -> DecoderConfig:
-    return DecoderConfig(vocab_size=vocab_size, family=family.model_type, **family.read(fields))
-
-
 def write_config(
     config: DecoderConfig,
     tokenizer: Tokenizer | None,
@@ -94,10 +89,10 @@ def write_config(
     fields for it.
     """
     family = registry.family(config.family)
-    written: dict[str, Any] = dict(family.write(config))
-    again = _config(family, Fields("config.json", written), config.vocab_size)
+    written = family.write(config)
     # The tokenizer says which ids name no token.
-    again = dataclasses.replace(again, unused_tokens=config.unused_tokens)
+    fields = Fields("config.json", written)
+    again = family.read(fields, config.vocab_size, config.unused_tokens)
     for field in dataclasses.fields(config):
         mine, read = getattr(config, field.name), getattr(again, field.name)
         if mine != read:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from specjax.errors import InputError, shown
-from specjax.loading.formats.json_fields import LARGEST, is_empty
+from specjax.loading.typed_fields import Fields, is_empty, is_number
 from specjax.models.config import DecoderConfig, RopeScaling
 
+_PARTIAL = "partial_rotary_factor"
+_OLDER, _NEWER = "rope_scaling", "rope_parameters"
 _KNOWN = {
     "rope_theta",
     "rope_type",
@@ -17,80 +18,108 @@ _KNOWN = {
     "low_freq_factor",
     "high_freq_factor",
     "original_max_position_embeddings",
-    "partial_rotary_factor",
+    _PARTIAL,
     "attention_factor",
     "short_factor",
     "long_factor",
 }
 
 
+class Rope(NamedTuple):
+    """The rotary base, its scaling, and the rotated part of a head's dimensions."""
+
+    theta: float
+    scaling: RopeScaling | None
+    partial: float
+
+
 def read_rope(
-    path: Path, raw: dict[str, Any], max_positions: int
-) -> tuple[float, RopeScaling | None]:
-    """Base and scaling, from `rope_parameters` (transformers 5) or the older pair of fields.
+    fields: Fields, max_positions: int, *, theta: float = 10000.0, partial: float | None = None
+) -> Rope:
+    """What `rope_parameters` (transformers 5) or the older fields of a config say.
 
-    Raises InputError where both say a scaling, and not the same one.
+    `theta` and `partial` are the base and the rotated part where they say nothing; without
+    `partial` the model rotates all dimensions. Raises InputError for another part then, and where
+    old and new fields say a scaling, and not the same one.
     """
-    parameters, older = raw.get("rope_parameters"), raw.get("rope_scaling")
-    if parameters is not None and older is not None:
-        theta, scaling = read_rope(path, {**raw, "rope_scaling": None}, max_positions)
-        if read_rope(path, {**raw, "rope_parameters": None}, max_positions)[1] != scaling:
-            raise InputError(
-                f"{path}: rope_scaling={shown(older, 200)}: rope_parameters="
-                f"{shown(parameters, 200)} says something else; leave one of the two out"
+    theta = fields.number("rope_theta", theta)
+    rotated = fields.number(_PARTIAL, 1.0 if partial is None else partial)
+    older = _read_section(fields, _OLDER, Rope(theta, None, rotated), max_positions)
+    rope = older
+    if fields.get(_NEWER) is not None:
+        start = Rope(theta, None, older.partial)
+        rope = _read_section(fields, _NEWER, start, max_positions)
+        if fields.get(_OLDER) is not None and rope.scaling != older.scaling:
+            newer = shown(fields.get(_NEWER), 200)
+            raise fields.fail(
+                _OLDER, f"{_NEWER}={newer} says something else; leave one of the two out"
             )
-        return theta, scaling
-    field = "rope_scaling" if parameters is None else "rope_parameters"
-    rope = raw.get(field) or {}
+    if partial is None and rope.partial != 1.0:
+        raise InputError(
+            f"{fields.where}: {_PARTIAL}={rope.partial}: is not supported; models of this kind "
+            "rotate all dimensions"
+        )
+    return rope
 
-    def fail(reason: str) -> InputError:
-        return InputError(f"{path}: {field}={shown(rope, 200)}: {reason}")
 
-    def number(name: str, default: float | None = None) -> float:
-        value = rope.get(name, default)
-        if type(value) not in (int, float) or abs(value) > LARGEST:
-            raise fail(f"{name} must be a number")
+def _read_section(fields: Fields, name: str, default: Rope, max_positions: int) -> Rope:
+    """What one of the two objects says; `default` is what it does not state."""
+    rope = fields.get(name) or {}
+    if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
+        raise fields.fail(name, "must be one set of values for all layers")
+
+    def number(key: str, default: float | None = None) -> float:
+        value = default if rope.get(key) is None else rope[key]
+        if not is_number(value):
+            raise fields.fail(name, f"{key} must be a number")
         return float(value)
 
-    if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
-        raise fail("must be one set of values for all layers")
-    theta = rope.get("rope_theta", raw.get("rope_theta"))
-    theta = 10000.0 if theta is None else theta
-    if type(theta) not in (int, float) or abs(theta) > LARGEST:
-        raise InputError(f"{path}: rope_theta={shown(theta)}: must be a number; repair config.json")
-    if rope.get("partial_rotary_factor") not in (None, 1.0):
-        raise fail("partial_rotary_factor must be 1")
-    unknown = sorted(name for name in rope.keys() - _KNOWN if not is_empty(rope[name]))
+    unknown = sorted(key for key in rope.keys() - _KNOWN if not is_empty(rope[key]))
     if unknown:
-        raise fail(f"{unknown[0]} is unknown; use a model without it")
+        raise fields.fail(name, f"{unknown[0]} is unknown; use a model without it")
+    theta, partial = number("rope_theta", default.theta), number(_PARTIAL, default.partial)
+
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind == "default":
-        return float(theta), None
+        return Rope(theta, None, partial)
     if kind == "linear":
-        return float(theta), RopeScaling("linear", factor=number("factor"))
+        return Rope(theta, RopeScaling("linear", factor=number("factor")), partial)
     original = rope.get("original_max_position_embeddings", max_positions)
     if type(original) is not int:
-        raise fail("original_max_position_embeddings must be a whole number")
+        raise fields.fail(name, "original_max_position_embeddings must be a whole number")
     if kind == "llama3":
-        return float(theta), RopeScaling(
+        scaling = RopeScaling(
             "llama3",
             factor=number("factor"),
             low_freq_factor=number("low_freq_factor"),
             high_freq_factor=number("high_freq_factor"),
             original_max_positions=original,
         )
-    if kind == "longrope" and rope.get("attention_factor") == 1.0:
-        # One set of factors for every length: how `write_config` spells the factors of a GGUF.
-        factors = rope.get("long_factor")
-        if factors == rope.get("short_factor") and isinstance(factors, list):
-            if not all(type(value) in (int, float) and value < LARGEST for value in factors):
-                raise fail("the factors must be numbers")
-            return float(theta), RopeScaling("factors", factors=tuple(map(float, factors)))
-    raise fail("this rope_type is not supported; use default, linear or llama3")
+        return Rope(theta, scaling, partial)
+    factors = rope.get("long_factor")
+    same = isinstance(factors, list) and factors == rope.get("short_factor")
+    if kind == "longrope" and rope.get("attention_factor") == 1.0 and same:
+        # One set of factors for every length: how `write_scaling` spells the factors of a GGUF.
+        if not all(map(is_number, factors)):
+            raise fields.fail(name, "the factors must be numbers")
+        scaling = RopeScaling("factors", factors=tuple(map(float, factors)))
+        return Rope(theta, scaling, partial)
+    raise fields.fail(name, "this rope_type is not supported; use default, linear or llama3")
 
 
-def write_rope(config: DecoderConfig) -> dict[str, Any]:
-    """The scaling as the object that `read_rope` reads, without the base."""
+def write_rope(config: DecoderConfig, **more: Any) -> dict[str, Any]:
+    """The fields that `read_rope` reads, of transformers 4 and 5; `more` goes into the newer."""
+    scaling = write_scaling(config)
+    return {
+        "rope_theta": config.rope_theta,
+        _OLDER: None if config.rope_scaling is None else scaling,
+        _NEWER: {**scaling, **more, "rope_theta": config.rope_theta},
+        **more,
+    }
+
+
+def write_scaling(config: DecoderConfig) -> dict[str, Any]:
+    """The scaling as an object of config.json, without the base."""
     scaling = config.rope_scaling
     if scaling is None:
         return {"rope_type": "default"}

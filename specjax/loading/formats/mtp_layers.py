@@ -13,9 +13,9 @@ from jax.sharding import Mesh
 from specjax.errors import InputError
 from specjax.loading.formats.build_parameters import table_shardings
 from specjax.loading.formats.family import MtpLayout
-from specjax.loading.formats.json_fields import Fields
 from specjax.loading.formats.parameter_names import Location, TensorEntry, lookup, of_entry
 from specjax.loading.notes import note
+from specjax.loading.typed_fields import Fields
 from specjax.models.config import DecoderConfig
 from specjax.models.heads.mtp import MtpConfig
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -233,29 +233,46 @@ def match(
         )
     expected = list(locations(table, config))
     wanted = {location.name: location for location in (*expected, *others)}
-    missing = [name for name in wanted if name not in found]
-    unexpected = [name for name in found if name not in wanted and name not in ignored]
-    wrong = []
+    shapes = dict(found)
     for name in wanted.keys() & found.keys():
         want, have = wanted[name].stored_shape, found[name]
         padded = wanted[name].entry.path[0] in ("embed", "head") and len(have) == 2
-        if have != want and not (padded and have[1] == want[1] and have[0] > want[0]):
-            wrong.append(f"{name} {list(have)}, not {list(want)}")
-    problems = [
-        f"{label}: {_some(names)}"
-        for label, names in (
-            ("missing", missing),
-            ("unexpected", unexpected),
-            ("mis-shaped", sorted(wrong)),
-        )
-        if names
-    ]
-    if problems:
+        if padded and have[1] == want[1] and have[0] > want[0]:
+            shapes[name] = want
+    stored_shapes = {name: location.stored_shape for name, location in wanted.items()}
+    problems = differences(shapes, stored_shapes, ignored)
+    if listed := in_words(problems):
         raise InputError(
-            f"{source}: the tensors do not fit the config ({'; '.join(problems)}); "
-            f"{_remedy(config, missing, unexpected)}"
+            f"{source}: the tensors do not fit the config ({listed}); "
+            f"{_remedy(config, problems['missing'], problems['unexpected'])}"
         )
     return expected
+
+
+def differences(
+    found: Mapping[str, Shape], wanted: Mapping[str, Shape], optional: Iterable[str] = ()
+) -> dict[str, list[str]]:
+    """What of a file's tensors is missing, unexpected and mis-shaped; `optional` ones are not."""
+    known = {*wanted, *optional}
+    return {
+        "missing": [name for name in wanted if name not in found],
+        "unexpected": [name for name in found if name not in known],
+        "mis-shaped": [
+            f"{name} {list(found[name])}, not {list(shape)}"
+            for name, shape in wanted.items()
+            if name in found and found[name] != shape
+        ],
+    }
+
+
+def in_words(problems: Mapping[str, list[str]], limit: int = 8) -> str:
+    """The problems, a few names of each; empty without any."""
+
+    def some(names: list[str]) -> str:
+        more = f" and {len(names) - limit} more" if len(names) > limit else ""
+        return ", ".join(names[:limit]) + more
+
+    return "; ".join(f"{label}: {some(names)}" for label, names in problems.items() if names)
 
 
 def _remedy(config: DecoderConfig, missing: list[str], unexpected: list[str]) -> str:
@@ -276,8 +293,3 @@ def _remedy(config: DecoderConfig, missing: list[str], unexpected: list[str]) ->
 
 _ADAPTER = re.compile(r"\.(lora_\w+|base_layer)\.")
 _QUANTISED = re.compile(r"\.(qweight|qzeros|scales|absmax|\w+_scale(_inv)?|g_idx)$|quant_state")
-
-
-def _some(names: list[str], limit: int = 8) -> str:
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more

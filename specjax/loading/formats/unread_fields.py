@@ -12,8 +12,8 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from specjax.errors import shown
-from specjax.loading.formats.families.common import layer_types
-from specjax.loading.formats.json_fields import Fields, is_empty
+from specjax.loading.formats.families.rows import layer_types
+from specjax.loading.typed_fields import Fields, is_empty
 from specjax.models.config import DecoderConfig, Experts
 
 Implied = Mapping[str, Collection[Any]]
@@ -162,8 +162,8 @@ def check_unread(fields: Fields, allowed: Implied, what: str) -> None:
         elif not is_empty(value) and not _INERT.fullmatch(name):
             unknown.append(name)
     if unknown:
-        raise fields.fail(
-            unknown[0],
-            f"is unknown ({len(unknown)} such in all: {', '.join(unknown[:8])}); use a model "
-            "without it, or take it out of config.json if it does not change what is computed",
+        raise fields.unknown(
+            unknown,
+            "use a model without it, or take it out of config.json if it does not change what is "
+            "computed",
         )

@@ -3,27 +3,35 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
 
-from specjax.errors import InputError, one_line
+from specjax.errors import InputError
 from specjax.files import folder_marker, folders
-from specjax.files.open_files import regular_file
-from specjax.loading.formats.huggingface import BUFFERS, PICKLES, PRODUCER, write_tensors
+from specjax.loading.formats.parameter_names import differences, in_words
+from specjax.loading.formats.safetensors_files import (
+    FLOATS,
+    WEIGHTS,
+    StoredTensor,
+    find_shards,
+    is_ours,
+    open_tensors,
+    read_headers,
+    read_notes,
+    write_tensors,
+)
 from specjax.loading.tokenizers.huggingface_tokenizer import read_json, write_json
 
-_CONFIG, _INDEX = "config.json", "model.safetensors.index.json"
-WEIGHTS, MEDUSA_WEIGHTS = "model.safetensors", "medusa_lm_head.safetensors"
+_CONFIG, MEDUSA_WEIGHTS = "config.json", "medusa_lm_head.safetensors"
 _WRAPPERS = re.compile(r"^((model|module|_orig_mod|draft_model|eagle_module)\.)+")
 """Names of modules around a head, which tools put in front of its tensors' names."""
 
-_FLOATS = ("float16", "bfloat16", "float32", "float64")
+_MAPS = ("BOOL", "I8", "I16", "I32", "I64", "U8", "U16", "U32", "U64")
+"""Types of maps of vocabularies."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +46,7 @@ class Checkpoint:
     @property
     def is_ours(self) -> bool:
         """Whether specjax wrote it."""
-        return self.notes.get("producer") == PRODUCER["producer"]
+        return is_ours(self.notes)
 
 
 def read_checkpoint(directory: Path) -> Checkpoint:
@@ -49,21 +57,13 @@ def read_checkpoint(directory: Path) -> Checkpoint:
     """
     if not directory.is_dir():
         raise InputError(f"{directory}: no such directory; download the head and give its folder")
-    config = read_json(directory / _CONFIG)
-    files = _weight_files(directory)
+    config, stored = read_json(directory / _CONFIG), _find_tensors(directory)
+    files = dict.fromkeys(tensor.path for tensor in stored.values())
     if not config:
-        raise InputError(f"{directory}: no {_CONFIG}; download it beside {files[0].name}")
-    tensors: dict[str, np.ndarray] = {}
-    notes: dict[str, str] = {}
-    for path in files:
-        with _open(path) as file:
-            notes |= file.metadata() or {}
-            for name, short in _names(file).items():
-                if short in tensors:
-                    raise InputError(
-                        f"{path}: {name} is there twice, once without its prefix; delete one"
-                    )
-                tensors[short] = file.get_tensor(name)
+        raise InputError(f"{directory}: no {_CONFIG}; download it beside its weights")
+    with open_tensors(stored.values()) as numbers:
+        tensors = {name: numbers(tensor) for name, tensor in stored.items()}
+    notes = {key: text for path in files for key, text in read_notes(path).items()}
     found = Checkpoint(directory, _with_layers_fields(config), tensors, notes)
     read = [_CONFIG, *(path.name for path in files)]
     folder_marker.verify(directory, ("head",), found.is_ours, read)
@@ -86,56 +86,30 @@ def _with_layers_fields(config: dict[str, Any]) -> dict[str, Any]:
 
 def tensor_names(directory: Path) -> set[str]:
     """The names of a directory's tensors, as `read_checkpoint` gives them."""
-    names: set[str] = set()
-    for path in _weight_files(directory):
-        with _open(path) as file:
-            names |= set(_names(file).values())
-    return names
+    return set(_find_tensors(directory))
 
 
-def _names(file: Any) -> dict[str, str]:
-    """The tensors of a file, by their names there, with those that a head has for them."""
-    names = [name for name in file.keys() if not BUFFERS.fullmatch(name)]  # noqa: SIM118
-    return {name: _WRAPPERS.sub("", name) for name in names}
+def _find_tensors(directory: Path) -> dict[str, StoredTensor]:
+    """The tensors of a directory's files by their names without modules around the head."""
+    shards = find_shards(directory, _conversion, (WEIGHTS, MEDUSA_WEIGHTS))
+    found: dict[str, StoredTensor] = {}
+    for tensor in read_headers(shards, (*FLOATS, *_MAPS)):
+        name = _WRAPPERS.sub("", tensor.name)
+        if name in found:
+            raise InputError(
+                f"{tensor.path}: {tensor.name} is there twice, once without its prefix; delete one"
+            )
+        found[name] = tensor
+    return found
 
 
-@contextmanager
-def _open(path: Path) -> Iterator[Any]:
-    regular_file(path, "download it again")
-    try:
-        with safe_open(path, framework="numpy") as file:
-            yield file
-    except (SafetensorError, OSError, TypeError) as error:
-        raise InputError(
-            f"{path}: not safetensors that can be read ({one_line(error)}); download it again"
-        ) from None
-
-
-def _weight_files(directory: Path) -> list[Path]:
-    if (directory / _INDEX).exists():
-        shards = read_json(directory / _INDEX).get("weight_map")
-        if not isinstance(shards, dict) or not all(
-            isinstance(name, str) and Path(name).name == name for name in shards.values()
-        ):
-            raise InputError(f"{directory / _INDEX}: names no files; download it again")
-        files = [directory / name for name in sorted(set(shards.values()))]
-        missing = [path.name for path in files if not path.exists()]
-        if missing:
-            raise InputError(f"{directory}: missing shard {missing[0]}; download it again")
-        return files
-    for name in (WEIGHTS, MEDUSA_WEIGHTS):
-        if (directory / name).exists():
-            return [directory / name]
-    pickles = [path for path in sorted(directory.iterdir()) if path.suffix in PICKLES]
-    if pickles:
-        raise InputError(
-            f"{pickles[0]}: a pickle can run code and is not read; convert it where torch is "
-            'installed: python -c "import torch, safetensors.torch as s; '
-            f"t = torch.load('{pickles[0]}', map_location='cpu', weights_only=True); "
-            "s.save_file({k: v.clone().contiguous() for k, v in t.items()}, "
-            f"'{directory / WEIGHTS}')\""
-        )
-    raise InputError(f"{directory}: no weights; it needs {WEIGHTS} or {MEDUSA_WEIGHTS}")
+def _conversion(pickle: Path) -> str:
+    return (
+        "import torch, safetensors.torch as s; "
+        f"t = torch.load('{pickle}', map_location='cpu', weights_only=True); "
+        "s.save_file({k: v.clone().contiguous() for k, v in t.items()}, "
+        f"'{pickle.with_name(WEIGHTS)}')"
+    )
 
 
 def check_target(path: Path, where: str | None = None) -> None:
@@ -179,30 +153,16 @@ def match(
 
     `optional` names may be there in any shape and type.
     """
-    known = {*wanted, *optional}
-    problems = {
-        "missing": [name for name in wanted if name not in found],
-        "unexpected": [name for name in found if name not in known],
-        "mis-shaped": [
-            f"{name} {list(found[name].shape)}, not {list(shape)}"
-            for name, shape in wanted.items()
-            if name in found and found[name].shape != shape
-        ],
-        "of another type than floats": [
-            f"{name} ({found[name].dtype})"
-            for name in wanted
-            if name in found and found[name].dtype.name not in _FLOATS
-        ],
-    }
-    listed = [f"{label}: {_some(names)}" for label, names in problems.items() if names]
-    if listed:
+    shapes = {name: tensor.shape for name, tensor in found.items()}
+    problems = differences(shapes, wanted, optional)
+    problems["of another type than floats"] = [
+        f"{name} ({found[name].dtype})"
+        for name in wanted
+        if name in found and found[name].dtype.kind in "iub"
+    ]
+    if listed := in_words(problems):
         raise InputError(
-            f"{where}: the tensors do not fit the config ({'; '.join(listed)}); "
+            f"{where}: the tensors do not fit the config ({listed}); "
             "download it again if it is cut off; otherwise it is in a layout that is not read, or "
             "config.json is another head's"
         )
-
-
-def _some(names: list[str], limit: int = 8) -> str:
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from specjax.errors import InputError
-from specjax.loading.formats.huggingface_rope import read_rope, write_rope
-from specjax.loading.formats.json_fields import Fields
+from specjax.loading.formats.families.llama import LLAMA
 from specjax.loading.formats.unread_fields import check_unread, implied
 from specjax.loading.model import Model
 from specjax.loading.notes import note
+from specjax.loading.typed_fields import Fields
 from specjax.models.config import DecoderConfig
 
 _LAYERS = re.compile(r"layers\.(\d+)\.")
@@ -41,34 +40,23 @@ def read_decoder(
             "use such a head"
         )
     say_count(fields, "num_hidden_layers", layers)
-    for name in ("tie_word_embeddings", *extra):
+    for name in extra:
         fields.get(name)
-    stated, known = fields.whole("vocab_size"), target.config.vocab_size
+    stated, known = fields.count("vocab_size"), target.config.vocab_size
     if stated < known:
         raise fields.fail("vocab_size", f"{target.name} has {known} tokens; use a head made for it")
     biased = fields.flag("qkv_bias", any(name.endswith(".q_proj.bias") for name in names))
-    heads, width = fields.whole("num_attention_heads"), fields.whole("hidden_size")
-    positions = fields.whole("max_position_embeddings", 2048)
-    rope = {name: fields.get(name) for name in ("rope_theta", "rope_scaling", "rope_parameters")}
-    theta, scaling = read_rope(Path(fields.where), rope, positions)
-    decoder = DecoderConfig(
-        vocab_size=known,
-        hidden_size=width,
-        intermediate_size=fields.whole("intermediate_size"),
-        num_layers=1,
-        num_heads=heads,
-        num_kv_heads=fields.whole("num_key_value_heads", heads),
-        head_dim=fields.whole("head_dim", max(width // heads, 1)),
-        max_positions=positions,
-        rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
-        rope_theta=theta,
-        rope_scaling=scaling,
+    values = {
+        "attention_bias": biased,
+        **{name: value for name, value in fields.values.items() if value is not None},
+        "num_hidden_layers": 1,
         # The target's value: the field is about its embedding and head.
-        tie_word_embeddings=target.config.tie_word_embeddings,
-        attention_bias=fields.flag("attention_bias", biased),
-        mlp_bias=fields.flag("mlp_bias"),
-    )
-    check_unread(fields, implied(decoder), "a head's layer")
+        "tie_word_embeddings": target.config.tie_word_embeddings,
+    }
+    layer = Fields(fields.where, values)
+    decoder = LLAMA.read(layer, known)
+    layer.asked |= fields.asked
+    check_unread(layer, implied(decoder), "a head's layer")
     return decoder
 
 
@@ -82,25 +70,11 @@ def say_count(fields: Fields, name: str, found: int) -> None:
 
 def decoder_fields(config: DecoderConfig, dtype: np.dtype) -> dict[str, Any]:
     """The fields that `read_decoder` reads, with the names of transformers 4 and 5."""
-    rope = write_rope(config)
     return {
         "model_type": "llama",
         "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": 1,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "max_position_embeddings": config.max_positions,
-        "rms_norm_eps": config.rms_norm_eps,
-        "hidden_act": "silu",
-        "rope_theta": config.rope_theta,
-        "rope_scaling": None if config.rope_scaling is None else rope,
-        "rope_parameters": {**rope, "rope_theta": config.rope_theta},
+        **LLAMA.write(config),
         "tie_word_embeddings": False,
-        "attention_bias": config.attention_bias,
-        "mlp_bias": config.mlp_bias,
         "dtype": dtype.name,
         "torch_dtype": dtype.name,
     }

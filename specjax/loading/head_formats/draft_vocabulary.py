@@ -12,6 +12,9 @@ import numpy as np
 
 from specjax.errors import InputError
 
+_OVER_TOKENS = ("embed_tokens.weight", "lm_head.weight", "t2d", "d2t")
+"""Tensors that may have a row for each token of the target, padding included."""
+
 
 def offsets(draft_ids: np.ndarray, vocab_size: int) -> dict[str, np.ndarray]:
     """`d2t` int64 [Vd] and `t2d` bool [V] of ascending token ids."""
@@ -63,17 +66,22 @@ def without_padding(ids: np.ndarray, stated: int, vocab_size: int) -> np.ndarray
 def drop_padding(
     tensors: dict[str, np.ndarray], stated: int, vocab_size: int
 ) -> dict[str, np.ndarray]:
-    """The tensors of a head without what `d2t` maps to padding."""
+    """The tensors of a head of `stated` tokens without padding: rows, and what `d2t` maps to it."""
+    tensors = {
+        name: value[:vocab_size]
+        if name in _OVER_TOKENS and value.ndim and len(value) == stated
+        else value
+        for name, value in tensors.items()
+    }
     d2t, head = tensors.get("d2t"), tensors.get("lm_head.weight")
     if d2t is None or d2t.ndim != 1 or d2t.dtype.kind not in "iu":
         return tensors
     ids = d2t.astype(np.int64) + np.arange(len(d2t))
     kept = without_padding(ids, stated, vocab_size)
-    if kept.all():
-        return tensors
-    tensors = {**tensors, "d2t": ids[kept] - np.arange(kept.sum())}
-    if head is not None and len(head) == len(kept):
-        tensors["lm_head.weight"] = head[kept]
+    if not kept.all():
+        tensors["d2t"] = ids[kept] - np.arange(kept.sum())
+        if head is not None and len(head) == len(kept):
+            tensors["lm_head.weight"] = head[kept]
     return tensors
 
 

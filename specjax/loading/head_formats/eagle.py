@@ -1,51 +1,49 @@
-"""EAGLE heads in SafeAILab's layouts, of EAGLE-1 and 2 and of EAGLE-3.
+"""EAGLE heads in SafeAILab's layouts and, EAGLE-3, in that of the speculators library.
 
 EAGLE-1 and 2: `fc`, whose input is concat(embedding, feature), and `layers.0` without an input norm
 (model/cnets1.py of SafeAILab/EAGLE). EAGLE-3: `fc` over the taps, `midlayer`, `norm`, `lm_head` and
-the maps `d2t` and `t2d` (model/cnets.py).
+the maps `d2t` and `t2d` (model/cnets.py). Speculators (config of its version 0.9) has the same
+tensors, with `layers.0` for `midlayer`, and keeps the layer's fields apart under
+`transformer_layer_config`. Rotary halves are as in transformers, which is our own convention.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from specjax.errors import InputError
-from specjax.loading.formats.json_fields import Fields
+from specjax.loading.formats import parameter_names, tensor_layout
 from specjax.loading.formats.unread_fields import check_unread
-from specjax.loading.head_formats import draft_vocabulary, taps
-from specjax.loading.head_formats.checkpoint import Checkpoint
+from specjax.loading.head_formats import draft_vocabulary, shared_with_target, taps
+from specjax.loading.head_formats.checkpoint import Checkpoint, match
 from specjax.loading.head_formats.config_fields import decoder_fields, read_decoder
-from specjax.loading.head_formats.eagle_tensors import (
-    is_targets,
-    named_tensors,
-    read_params,
-    without_padding,
-)
-from specjax.loading.heads.head import Head, TargetMetadata
+from specjax.loading.heads.head import Head, TargetMetadata, parameter_shapes
 from specjax.loading.model import Model
-from specjax.models.config import DecoderConfig
+from specjax.loading.typed_fields import Fields
 from specjax.models.heads.eagle import EagleConfig
 
-FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 """Flags of EAGLE-3 under the names that all tools use; missing ones are false."""
 
 _FC_BIAS = ("bias", "eagle_fc_bias")
 _VLLM_FIELDS = {"method": "eagle", "skip_prenorm": True, "skip_output_norm": True}
 """Fields of EAGLE-1 in vLLM's EAGLEConfig, with what is supported."""
 
+_LAYER, _EAGLE = "transformer_layer_config", "eagle_config"
 _EAGLE3_FIELDS = (
-    *FLAGS,
+    *_FLAGS,
     "draft_vocab_size",
     "target_hidden_size",
-    "eagle_config",
+    _EAGLE,
     # Of a stored head of no effect: whose the numbers were when training began.
     "reuse_target_lm_head",
     "target_model_type",
     *taps.KEYS,
 )
-_EAGLE_CONFIG = {
+_SUPPORTED = {
     "use_aux_hidden_state": (True,),
     "use_input_layernorm_in_first_layer": (True,),
     "use_last_layernorm": (True,),
@@ -55,14 +53,14 @@ _EAGLE_CONFIG = {
 }
 """Fields of `eagle_config`, which tools of vLLM and ModelOpt write, with what is supported."""
 
-
-class Flags(NamedTuple):
-    """The fields of an EAGLE-3 head's config other than those of its layer."""
-
-    draft_vocab_size: int
-    target_hidden_size: int
-    taps: tuple[str, ...]
-    norms: dict[str, bool]
+_SPECULATORS_FIELDS = (
+    "speculators_model_type",
+    "speculators_config",
+    "tie_word_embeddings",
+    "mask_token_id",
+    *taps.KEYS,
+)
+_SPECULATIVE_TOKENS = 4
 
 
 def read_eagle1(
@@ -90,16 +88,18 @@ def read_eagle1(
         taps=("final_norm",),
         fc_bias=bias,
     )
-    tensors = without_padding(checkpoint.tensors, fields.whole("vocab_size"), target)
+    tensors = draft_vocabulary.drop_padding(
+        checkpoint.tensors, fields.count("vocab_size"), target.config.vocab_size
+    )
     for name, own in (("embed_tokens.weight", "embedding"), ("lm_head.weight", "head")):
-        if name in tensors and not is_targets(name, tensors, target):
+        if name in tensors and not _is_targets(name, tensors, target):
             raise InputError(
                 f"{checkpoint.directory}: {name} differs from the {own} of {target.name}, which "
                 "EAGLE-1 uses; use the weights that the head was trained for (those of a quantised "
                 "file are others)"
             )
     extra = ("embed_tokens.weight", "lm_head.weight")
-    params = read_params(checkpoint.directory, tensors, config, "layers.0", extra)
+    params = _read_params(checkpoint.directory, tensors, config, "layers.0", extra)
     return Head("eagle", config, params, None, metadata, training)
 
 
@@ -116,7 +116,7 @@ def write_eagle1(head: Head) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
             f"{config.draft_vocab_size} of {config.decoder.vocab_size} tokens; export "
             "it with whole_vocabulary, so that it uses the target's whole head"
         )
-    tensors = named_tensors(head, "layers.0")
+    tensors = _named_tensors(head, "layers.0")
     fields = decoder_fields(config.decoder, tensors["fc.weight"].dtype)
     return {"architectures": ["LlamaForCausalLM"], **fields, "bias": config.fc_bias}, tensors
 
@@ -128,73 +128,84 @@ def read_eagle3(
     training: dict[str, Any],
     layer_ids: taps.Convention | None,
 ) -> Head:
-    """An EAGLE-3 head in SafeAILab's layout. Raises InputError for fields that do not fit."""
-    fields = Fields(str(checkpoint.directory / "config.json"), checkpoint.config)
-    decoder = read_decoder(fields, target, checkpoint.tensors, _EAGLE3_FIELDS)
-    inner = fields.section("eagle_config")
-    for name in ("norm_before_fc", *taps.KEYS):
-        inner.get(name)
-    check_unread(inner, _EAGLE_CONFIG, "an EAGLE-3 head")
-    norms = {flag: fields.flag(flag) for flag in FLAGS}
-    # vLLM reads this flag here first.
-    norms["norm_before_fc"] = inner.flag("norm_before_fc", norms["norm_before_fc"])
-    flags = Flags(
-        fields.whole("draft_vocab_size", fields.whole("vocab_size")),
-        fields.whole("target_hidden_size", decoder.hidden_size),
-        taps.read([fields, inner], target, layer_ids),
-        norms,
-    )
-    layer = "layers.0" if "layers.0.hidden_norm.weight" in checkpoint.tensors else "midlayer"
-    return build_eagle3(checkpoint, fields, target, decoder, flags, layer, metadata, training)
+    """An EAGLE-3 head in either layout; a stored embedding other than the target's is its own.
 
-
-def write_eagle3(
-    head: Head, layer_ids: taps.Convention
-) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """The config and the tensors of an EAGLE-3 head in SafeAILab's layout.
-
-    Flags and taps without a name in the layout's own code are written under vLLM's names.
+    Raises InputError for flags, names or shapes that do not fit.
     """
-    config = check_eagle3(head, "eagle3")
-    tensors = named_tensors(head, "midlayer")
-    ids = taps.write(config.taps, head.target.num_layers, layer_ids)
-    return {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        **decoder_fields(config.decoder, tensors["fc.weight"].dtype),
-        "draft_vocab_size": config.draft_vocab_size,
-        "target_hidden_size": config.target_hidden_size,
-        **{flag: getattr(config, flag) for flag in FLAGS},
-        "eagle_config": {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": ids},
-    }, tensors
-
-
-def build_eagle3(
-    checkpoint: Checkpoint,
-    fields: Fields,
-    target: Model,
-    decoder: DecoderConfig,
-    flags: Flags,
-    layer: str,
-    metadata: TargetMetadata,
-    training: dict[str, Any],
-) -> Head:
-    """The head of a checkpoint's tensors and flags; `fields` are those of its layer.
-
-    A stored embedding becomes the head's own where it differs from the target's. Raises InputError
-    for flags, names or shapes that do not fit.
-    """
-    where, vocab_size = checkpoint.directory, target.config.vocab_size
-    if flags.target_hidden_size != target.config.hidden_size:
+    where = checkpoint.directory
+    fields = Fields(str(where / "config.json"), checkpoint.config)
+    speculators = "speculators_model_type" in fields.values
+    layer_fields = fields.section(_LAYER) if speculators else fields
+    inner = layer_fields if speculators else fields.section(_EAGLE)
+    if speculators:
+        _check_speculators(fields)
+    else:
+        for name in ("norm_before_fc", *taps.KEYS):
+            inner.get(name)
+        check_unread(inner, _SUPPORTED, "an EAGLE-3 head")
+    extra = taps.KEYS[1:] if speculators else _EAGLE3_FIELDS
+    decoder = read_decoder(layer_fields, target, checkpoint.tensors, extra)
+    norms = {flag: fields.flag(flag) for flag in _FLAGS}
+    stated = layer_fields.count("vocab_size")
+    size = fields.count("draft_vocab_size", None if speculators else stated)
+    target_hidden_size = fields.count("target_hidden_size", decoder.hidden_size)
+    read_taps = taps.read([fields, inner], target, layer_ids)
+    if speculators:
+        check_unread(fields, {}, "a head of speculators")
+    else:
+        # vLLM reads this flag here first.
+        norms["norm_before_fc"] = inner.flag("norm_before_fc", norms["norm_before_fc"])
+    if target_hidden_size != target.config.hidden_size:
         raise InputError(
-            f"{where}: target_hidden_size={flags.target_hidden_size}, and {target.name} has "
+            f"{where}: target_hidden_size={target_hidden_size}, and {target.name} has "
             f"{target.config.hidden_size}; use a head that was made for this target"
         )
-    tensors = without_padding(checkpoint.tensors, fields.whole("vocab_size"), target)
-    size, stated = flags.draft_vocab_size, fields.whole("vocab_size")
-    size = vocab_size if size == stated else size
-    mapped = len(tensors.get("d2t", ()))
-    tensors = draft_vocabulary.drop_padding(tensors, stated, vocab_size)
-    size -= mapped - len(tensors.get("d2t", ()))
+    tensors, size, ids = _read_vocabulary(checkpoint, target, size, stated)
+    named = "embed_tokens.weight"
+    borrows = decoder.hidden_size == target.config.hidden_size
+    if named in tensors:
+        borrows = not checkpoint.is_ours and _is_targets(named, tensors, target, exactly=True)
+    config = EagleConfig(
+        decoder=decoder,
+        version=3,
+        target_hidden_size=target_hidden_size,
+        draft_vocab_size=size,
+        taps=read_taps,
+        own_embedding=not borrows,
+        **norms,
+    )
+    _check_norms(str(where), config)
+    layer = "layers.0" if "layers.0.hidden_norm.weight" in tensors else "midlayer"
+    params = _read_params(where, tensors, config, layer, ("d2t", "t2d", named))
+    ids, order = draft_vocabulary.ascending(ids)
+    params["head"]["kernel"] = params["head"]["kernel"][:, order]
+    return Head("eagle3", config, params, ids, metadata, training)
+
+
+def _check_speculators(fields: Fields) -> None:
+    """Raise InputError for what only another version of the library reads, or reads otherwise."""
+    fields.only("speculators_model_type", "eagle3")
+    if fields.get("norm_before_residual") is None:
+        raise fields.fail(
+            "norm_before_residual",
+            "must be true or false: speculators takes a missing one for false, vLLM for true",
+        )
+    for name in (*_SPECULATORS_FIELDS, _LAYER):
+        fields.get(name)
+
+
+def _read_vocabulary(
+    checkpoint: Checkpoint, target: Model, size: int, stated: int
+) -> tuple[dict[str, np.ndarray], int, np.ndarray | None]:
+    """The tensors without rows of padding, the size of the draft vocabulary, and its token ids.
+
+    `size` is that of the config, and `stated` the number of the target's tokens there.
+    """
+    where, vocab_size = checkpoint.directory, target.config.vocab_size
+    tensors = draft_vocabulary.drop_padding(checkpoint.tensors, stated, vocab_size)
+    mapped = np.size(checkpoint.tensors.get("d2t", ()))
+    size, mapped = (vocab_size if count == stated else count for count in (size, mapped))
+    size -= mapped - np.size(tensors.get("d2t", ()))
     ids = draft_vocabulary.read_offsets(where, tensors, size, vocab_size)
     if ids is None and size != vocab_size:
         raise InputError(
@@ -203,34 +214,58 @@ def build_eagle3(
         )
     if ids is not None and np.array_equal(ids, np.arange(vocab_size)):
         ids = None
-    named = "embed_tokens.weight"
-    borrows = decoder.hidden_size == target.config.hidden_size
-    if named in tensors:
-        borrows = is_targets(named, tensors, target, exactly=True)
-    config = EagleConfig(
-        decoder=decoder,
-        version=3,
-        target_hidden_size=flags.target_hidden_size,
-        draft_vocab_size=size,
-        taps=flags.taps,
-        own_embedding=not borrows,
-        **flags.norms,
-    )
-    _check_norms(str(where), config)
-    params = read_params(where, tensors, config, layer, ("d2t", "t2d", named))
-    ids, order = draft_vocabulary.ascending(ids)
-    params["head"]["kernel"] = params["head"]["kernel"][:, order]
-    return Head("eagle3", config, params, ids, metadata, training)
+    return tensors, size, ids
 
 
-def check_eagle3(head: Head, form: str) -> EagleConfig:
-    """The head's config; raises InputError for parts that no layout of EAGLE-3 has."""
-    config = head.config
+def write_eagle3(
+    head: Head, layer_ids: taps.Convention, *, speculators: bool = False
+) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """The config and the tensors of an EAGLE-3 head, in SafeAILab's layout or in speculators'.
+
+    Flags and taps without a name in SafeAILab's own code are written under vLLM's names. Raises
+    InputError for parts that neither layout has.
+    """
+    config, form = head.config, "speculators" if speculators else "eagle3"
     assert isinstance(config, EagleConfig)
     if config.fc_bias:
         raise InputError(f"format={form!r}: the layout has no fc.bias, and this head has one")
     _check_norms(f"format={form!r}", config)
-    return config
+    tensors = _named_tensors(head, "layers.0" if speculators else "midlayer")
+    layer = decoder_fields(config.decoder, tensors["fc.weight"].dtype)
+    ids = taps.write(config.taps, head.target.num_layers, layer_ids)
+    shared = {
+        "draft_vocab_size": config.draft_vocab_size,
+        "target_hidden_size": config.target_hidden_size,
+        **{flag: getattr(config, flag) for flag in _FLAGS},
+    }
+    if not speculators:
+        return {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            **layer,
+            **shared,
+            _EAGLE: {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": ids},
+        }, tensors
+    if len(ids) != 3:
+        # vLLM counts them here.
+        layer["num_aux_hidden_states"] = len(ids)
+    proposal = {"proposal_type": "greedy", "speculative_tokens": _SPECULATIVE_TOKENS}
+    return {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": "0.9.0",
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "proposal_methods": [proposal],
+            "default_proposal_method": "greedy",
+            "verifier": {"name_or_path": head.target.name, "architectures": ["LlamaForCausalLM"]},
+        },
+        _LAYER: layer,
+        **shared,
+        "embed_requires_grad": config.own_embedding,
+        "eagle_aux_hidden_state_layer_ids": ids,
+        "tie_word_embeddings": False,
+        "torch_dtype": layer["torch_dtype"],
+    }, tensors
 
 
 def _check_norms(where: str, config: EagleConfig) -> None:
@@ -239,3 +274,95 @@ def _check_norms(where: str, config: EagleConfig) -> None:
             f"{where}: norm_before_fc and fc_norm are both true; tools apply them in different "
             "orders, or refuse both"
         )
+
+
+_MODULES = {
+    "fc": ("fc",),
+    "{layer}.self_attn.q_proj": ("layer", "attention", "query"),
+    "{layer}.self_attn.k_proj": ("layer", "attention", "key"),
+    "{layer}.self_attn.v_proj": ("layer", "attention", "value"),
+    "{layer}.self_attn.o_proj": ("layer", "attention", "output"),
+    "{layer}.mlp.gate_proj": ("layer", "mlp", "gate"),
+    "{layer}.mlp.up_proj": ("layer", "mlp", "up"),
+    "{layer}.mlp.down_proj": ("layer", "mlp", "down"),
+    "{layer}.post_attention_layernorm": ("layer", "mlp_norm"),
+    "{layer}.input_layernorm": ("layer", "embedding_norm"),
+    "{layer}.hidden_norm": ("layer", "hidden_norm"),
+    "norm": ("final_norm",),
+    "lm_head": ("head",),
+    "input_norm": ("input_norm",),
+    "embed_tokens": ("embed",),
+}
+
+
+def _locations(config: EagleConfig, layer: str) -> dict[str, parameter_names.Location]:
+    """Where each tensor of a head belongs, by name; its layer is "midlayer" or "layers.0"."""
+    shapes = parameter_shapes(config)
+    modules = {name.format(layer=layer): path for name, path in _MODULES.items()}
+    modules |= {f"fc_norm.{tap}": ("fc_norm", str(tap)) for tap in range(len(config.taps))}
+    found = {}
+    for module, path in modules.items():
+        for leaf, shape in (parameter_names.lookup(shapes, path) or {}).items():
+            inputs = 0 if leaf != "kernel" else 2 if path[-1] == "output" else 1
+            name = f"{module}.{'bias' if leaf == 'bias' else 'weight'}"
+            entry = parameter_names.TensorEntry(name, (*path, leaf), inputs)
+            found[name] = parameter_names.Location(name, entry, None, shape)
+    return found
+
+
+def _named_tensors(head: Head, layer: str) -> dict[str, np.ndarray]:
+    """A head's own tensors and its map, by the names of SafeAILab."""
+    config = head.config
+    assert isinstance(config, EagleConfig)
+    tensors = {
+        name: tensor_layout.to_stored(
+            np.asarray(parameter_names.lookup(head.params, location.entry.path)), location
+        )
+        for name, location in _locations(config, layer).items()
+    }
+    if config.decoder.attention_bias:
+        # In transformers the flag also means a bias that our heads do not have.
+        kernel = tensors[f"{layer}.self_attn.o_proj.weight"]
+        tensors[f"{layer}.self_attn.o_proj.bias"] = np.zeros(len(kernel), kernel.dtype)
+    if head.draft_ids is not None:
+        tensors |= draft_vocabulary.offsets(head.draft_ids, config.decoder.vocab_size)
+    return tensors
+
+
+def _is_targets(
+    name: str, tensors: dict[str, np.ndarray], target: Model, exactly: bool = False
+) -> bool:
+    """Whether a tensor equals the target's; with `exactly` bit for bit in the target's dtype."""
+    embedding = name.startswith("embed_tokens")
+    own = (
+        shared_with_target.target_embedding(target)
+        if embedding
+        else shared_with_target.target_head(target)
+    )
+    stored = tensors[name].astype(target.dtype) if exactly else tensors[name]
+    return tensor_layout.same_numbers(stored, own)
+
+
+def _read_params(
+    where: Path,
+    tensors: dict[str, np.ndarray],
+    config: EagleConfig,
+    layer: str,
+    extra: tuple[str, ...],
+) -> dict[str, Any]:
+    """The parameter tree of the tensors; `extra` names are allowed and ignored."""
+    table = _locations(config, layer)
+    bias = f"{layer}.self_attn.o_proj.bias"
+    if config.decoder.attention_bias:
+        extra = (*extra, bias)
+        if np.any(tensors.get(bias, 0)):
+            raise InputError(f"{where}: {bias} is not zero, and heads with it are not supported")
+    match(where, tensors, {name: location.stored_shape for name, location in table.items()}, extra)
+    params: dict[str, Any] = {}
+    for name, location in table.items():
+        *path, leaf = location.entry.path
+        node = params
+        for key in path:
+            node = node.setdefault(key, {})
+        node[leaf] = tensor_layout.from_stored(tensors[name], location)
+    return params

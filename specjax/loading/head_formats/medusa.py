@@ -20,13 +20,13 @@ import numpy as np
 
 from specjax.errors import InputError
 from specjax.loading.formats import tensor_layout
-from specjax.loading.formats.json_fields import Fields
 from specjax.loading.formats.unread_fields import check_unread, implied
 from specjax.loading.head_formats import draft_vocabulary, shared_with_target
 from specjax.loading.head_formats.checkpoint import Checkpoint, match
 from specjax.loading.head_formats.config_fields import say_count
 from specjax.loading.heads.head import Head, TargetMetadata
 from specjax.loading.model import Model
+from specjax.loading.typed_fields import Fields
 from specjax.models.heads.medusa import MedusaConfig
 
 _BLOCK = re.compile(
@@ -63,7 +63,7 @@ def read(checkpoint: Checkpoint, target: Model, metadata: TargetMetadata, traini
     where = checkpoint.directory
     fields = Fields(str(where / "config.json"), checkpoint.config)
     width, vocab_size = target.config.hidden_size, target.config.vocab_size
-    if fields.whole("hidden_size", width) != width:
+    if fields.count("hidden_size", width) != width:
         raise fields.fail("hidden_size", f"{target.name} has {width}; use a head made for it")
     heads, layers = _counts(where, checkpoint.tensors)
     for name, found in (
@@ -80,22 +80,12 @@ def read(checkpoint: Checkpoint, target: Model, metadata: TargetMetadata, traini
     stated = _stated_tokens(fields, tensors.get(head_names[0]), vocab_size)
     if stated < vocab_size:
         raise fields.fail("vocab_size", f"{target.name} has {vocab_size} tokens")
-    ids = _read_ids(fields, tensors, stated)
-    kept = None
-    if ids is not None:
-        kept = draft_vocabulary.without_padding(ids, stated, vocab_size)
-        ids = draft_vocabulary.check_ids(where, "token_map", ids[kept], vocab_size)
-    rows = vocab_size if ids is None else len(ids)
     if original and head_names[0] in tensors:
         # vLLM uses the first head's for all of them.
         tensors["lm_head.weight"] = tensors.pop(head_names[0])
-    for name in [*head_names, "lm_head.weight"]:
-        if name in tensors:
-            tensors[name] = shared_with_target.drop_padding(tensors[name], stated, vocab_size)
-            if ids is not None and tensors[name].shape[0] == vocab_size != rows:
-                tensors[name] = tensors[name][ids]
-            elif kept is not None and tensors[name].shape[0] == len(kept):
-                tensors[name] = tensors[name][kept]
+    names = [*head_names, "lm_head.weight"]
+    ids = _read_vocabulary(fields, tensors, names, stated, vocab_size)
+    rows = vocab_size if ids is None else len(ids)
     blocks = [f"{head}.{layer}.linear" for head in range(heads) for layer in range(layers)]
     wanted: dict[str, tuple[int, ...]] = {f"{name}.weight": (width, width) for name in blocks}
     biased = any(name.endswith(".bias") for name in tensors)
@@ -123,6 +113,33 @@ def read(checkpoint: Checkpoint, target: Model, metadata: TargetMetadata, traini
         params["head"] = {"kernel": np.stack([tensors[name][order].T for name in head_names])}
     config = MedusaConfig(width, vocab_size, heads, layers, rows, original)
     return Head("medusa", config, params, draft_ids, metadata, training)
+
+
+def _read_vocabulary(
+    fields: Fields,
+    tensors: dict[str, np.ndarray],
+    head_names: list[str],
+    stated: int,
+    vocab_size: int,
+) -> np.ndarray | None:
+    """The token ids of a head's rows, None for all tokens; drops padding from the heads' tensors.
+
+    The target has `vocab_size` tokens, and `stated` with padding. Raises InputError for a map that
+    does not fit it.
+    """
+    ids = _read_ids(fields, tensors, stated)
+    kept = None
+    if ids is not None:
+        kept = draft_vocabulary.without_padding(ids, stated, vocab_size)
+        ids = draft_vocabulary.check_ids(Path(fields.where), "token_map", ids[kept], vocab_size)
+    for name in head_names:
+        if name in tensors:
+            tensors[name] = shared_with_target.drop_padding(tensors[name], stated, vocab_size)
+            if ids is not None and len(tensors[name]) == vocab_size != len(ids):
+                tensors[name] = tensors[name][ids]
+            elif kept is not None and len(tensors[name]) == len(kept):
+                tensors[name] = tensors[name][kept]
+    return ids
 
 
 def _counts(where: Path, names: Iterable[str]) -> tuple[int, int]:
@@ -160,13 +177,13 @@ def _stated_tokens(fields: Fields, head: np.ndarray | None, vocab_size: int) -> 
     """The number of tokens, padding included, by the config, else by the first head's rows."""
     rows = 0 if head is None else len(head)
     padded = vocab_size < rows <= vocab_size + _MOST_PADDING
-    return fields.whole("vocab_size", rows if padded else vocab_size)
+    return fields.count("vocab_size", rows if padded else vocab_size)
 
 
 def _read_ids(fields: Fields, tensors: dict[str, np.ndarray], stated: int) -> np.ndarray | None:
     """The token ids of `token_map`, not checked; None for a head of all tokens."""
     ids = tensors.get("token_map")
-    size = fields.whole("truncated_vocab_size", stated)
+    size = fields.count("truncated_vocab_size", stated)
     if ids is None:
         if size < stated:
             raise fields.fail("truncated_vocab_size", "the tensor token_map is missing")

@@ -11,18 +11,17 @@ from typing import Any, Literal
 from specjax.errors import InputError, shown
 from specjax.files.json_files import parse_json
 from specjax.files.paths import output_folder, user_path
-from specjax.loading.head_formats import eagle, medusa, speculators, taps
+from specjax.loading.formats.safetensors_files import WEIGHTS
+from specjax.loading.head_formats import eagle, medusa, taps
 from specjax.loading.head_formats.checkpoint import (
     MEDUSA_WEIGHTS,
-    WEIGHTS,
     Checkpoint,
     check_target,
     read_checkpoint,
     tensor_names,
     write_checkpoint,
 )
-from specjax.loading.head_formats.compare_logits import check_same
-from specjax.loading.heads.head import Head, TargetMetadata, check_head
+from specjax.loading.heads.head import Head, TargetMetadata, check_head, check_same
 from specjax.loading.model import Model
 from specjax.loading.model_metadata import check_fields, dataclass_fields
 from specjax.loading.tokenizers.huggingface_tokenizer import read_json
@@ -62,10 +61,8 @@ def read_foreign(
             head = medusa.read(checkpoint, target, metadata, training)
         elif form == "eagle":
             head = eagle.read_eagle1(checkpoint, target, metadata, training)
-        elif form == "eagle3":
-            head = eagle.read_eagle3(checkpoint, target, metadata, training, layer_ids)
         else:
-            head = speculators.read(checkpoint, target, metadata, training, layer_ids)
+            head = eagle.read_eagle3(checkpoint, target, metadata, training, layer_ids)
     except InputError as error:
         if str(checkpoint.directory) in str(error):
             raise
@@ -87,7 +84,7 @@ def write_foreign(
 
     Tensors keep the head's dtype; Medusa's projections are multiplied out in float32. `layer_ids`
     is what the config's ids count: inputs of layers for EAGLE and vLLM, outputs for SpecForge and
-    SGLang. With `verify` the directory is read again and its draft logits compared bit by bit.
+    SGLang. With `verify` the directory is read again and the head compared bit by bit.
     Raises InputError for a head that the layout cannot hold, a head of another target, and a
     directory that holds anything else.
     """
@@ -101,10 +98,8 @@ def write_foreign(
         config, tensors = medusa.write(head, target)
     elif format == "eagle":
         config, tensors = eagle.write_eagle1(head)
-    elif format == "eagle3":
-        config, tensors = eagle.write_eagle3(head, layer_ids)
     else:
-        config, tensors = speculators.write(head, layer_ids)
+        config, tensors = eagle.write_eagle3(head, layer_ids, speculators=format == "speculators")
     noted = {
         "target": dataclasses.asdict(head.target),
         "training": head.training,
@@ -115,7 +110,7 @@ def write_foreign(
 
     def check(written: Path) -> None:
         again = read_foreign(written, target, layer_ids=layer_ids)
-        check_same(head, again, target, str(path))
+        check_same(head, again, str(path))
 
     write_checkpoint(path, config, tensors, notes, weights, check if verify else None)
 

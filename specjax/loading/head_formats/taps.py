@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from typing import Literal
 
 from specjax.errors import InputError
-from specjax.loading.formats.json_fields import Fields
 from specjax.loading.model import Model
+from specjax.loading.typed_fields import Fields
 
 Convention = Literal["input", "output"]
 CONVENTIONS = ("input", "output")
@@ -37,7 +37,7 @@ def read(
     convention is not given (None: inputs), ids that are SpecForge's defaults and so count outputs.
     """
     layers = target.config.num_layers
-    given = [(fields, ids) for fields in sections if (ids := fields.layer_ids(_IDS)) is not None]
+    given = [(fields, ids) for fields in sections if (ids := fields.integers(_IDS)) is not None]
     if not given:
         fields, inputs = sections[0], [2, layers // 2, layers - 3]
         if not 0 < inputs[0] < inputs[1] < inputs[2]:
@@ -58,7 +58,7 @@ def read(
     if any(b <= a for a, b in itertools.pairwise(inputs)):
         raise fields.fail(_IDS, "must ascend; engines fuse the layers in that order")
     for section in sections:
-        if section.whole(_COUNT, len(inputs)) != len(inputs):
+        if section.count(_COUNT, len(inputs)) != len(inputs):
             raise section.fail(_COUNT, f"{len(inputs)} layers are named; repair config.json")
     return tuple("pre_norm" if index == layers else f"layer_input:{index}" for index in inputs)
 

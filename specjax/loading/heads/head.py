@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from jax.sharding import Mesh
 
 from specjax.errors import InputError
 from specjax.loading import checkpoints
+from specjax.loading.formats.parameter_names import differences, in_words
 from specjax.loading.model import Model
 from specjax.loading.model_metadata import (
     check_fields,
@@ -196,25 +196,40 @@ def check_head(head: Head, target: Model, where: str = "drafter.path") -> None:
             raise InputError(f"{where}: taps: {error}") from None
 
 
-def _compare(params: Mapping[str, Any], shapes: Mapping[str, Any], prefix: str = "") -> None:
-    """Raise InputError, with the first name that is missing, unexpected or of another shape."""
-    for label, names in (
-        ("is missing", shapes.keys() - params.keys()),
-        ("is unexpected", params.keys() - shapes.keys()),
-    ):
-        if names:
-            raise InputError(
-                f"head: parameter {prefix}{min(names)} {label} ({len(names)} in all); take "
-                "parameters and config from one head"
-            )
-    for name, shape in shapes.items():
-        value = params[name]
-        if isinstance(shape, Mapping):
-            if not isinstance(value, Mapping):
-                raise InputError(f"head: {prefix}{name} is not a group of parameters")
-            _compare(value, shape, f"{prefix}{name}.")
-        elif tuple(value.shape) != shape:
-            raise InputError(
-                f"head: parameter {prefix}{name} is {list(value.shape)}, not {list(shape)}; take "
-                "parameters and config from one head"
-            )
+def check_same(head: Head, again: Head, where: str) -> None:
+    """Raise InputError unless two heads draft alike: config, token ids, and numbers bit by bit."""
+    (leaves, tree), (others, other_tree) = (
+        jax.tree.flatten((each.params, each.draft_ids)) for each in (head, again)
+    )
+    same = tree == other_tree and _without_unused(head.config) == _without_unused(again.config)
+    if not (same and all(map(_same_bits, leaves, others))):
+        raise InputError(f"{where}: read again, it is another head; report this")
+
+
+def _same_bits(one: Any, other: Any) -> bool:
+    return one.dtype == other.dtype and np.array_equal(one, other)
+
+
+def _without_unused(config: Config) -> Config:
+    """The config without the target's ids that no token has, which other layouts do not state."""
+    if isinstance(config, MedusaConfig):
+        return config
+    decoder = dataclasses.replace(config.decoder, unused_tokens=())
+    return dataclasses.replace(config, decoder=decoder)
+
+
+def _compare(params: dict[str, Any], shapes: dict[str, Any]) -> None:
+    """Raise InputError listing the parameters that are missing, unexpected or of another shape."""
+    found, wanted = (
+        {
+            ".".join(key.key for key in path): leaf if isinstance(leaf, tuple) else np.shape(leaf)
+            for path, leaf in jax.tree_util.tree_flatten_with_path(
+                tree, is_leaf=lambda node: isinstance(node, tuple)
+            )[0]
+        }
+        for tree in (params, shapes)
+    )
+    if listed := in_words(differences(found, wanted)):
+        raise InputError(
+            f"head: the parameters do not fit the config ({listed}); take both from one head"
+        )

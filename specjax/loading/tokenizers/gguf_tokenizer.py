@@ -10,11 +10,13 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
-from specjax.errors import InputError, shown
+from specjax.errors import shown
 from specjax.loading.tokenizers import chat_templates
 from specjax.loading.tokenizers.ends import named_ends
 from specjax.loading.tokenizers.tokenizer import Tokenizer, frame, is_filler, refused
+from specjax.loading.typed_fields import Fields
 
+_PREFIX = "tokenizer."
 _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5
 _LONGEST = 1000  # characters; every way to split a SentencePiece token in two is tried
 _ENDS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
@@ -78,37 +80,21 @@ _SPLITTINGS = {
 """By the names that llama.cpp gives to what the models were trained with."""
 
 
-class _Metadata:
-    """Typed reading of the `tokenizer.*` keys."""
+def _strings(fields: Fields, name: str) -> list[str]:
+    value = fields.get(name)
+    if not isinstance(value, list) or not value:
+        raise fields.fail(name, f"must be a list of texts; {fields.remedy}")
+    return value
 
-    def __init__(self, source: str, metadata: dict[str, Any]) -> None:
-        self.source, self.metadata = source, metadata
 
-    def fail(self, problem: str) -> InputError:
-        return InputError(f"{self.source}: {problem}")
-
-    def get(self, key: str, kind: type, default: Any = None) -> Any:
-        value = self.metadata.get(f"tokenizer.{key}", default)
-        if value is not None and type(value) is not kind:
-            raise self.fail(
-                f"tokenizer.{key} is not of the type {kind.__name__}; convert the model again"
-            )
-        return value
-
-    def strings(self, key: str) -> list[str]:
-        value = self.get(key, list)
-        if not value:
-            raise self.fail(f"tokenizer.{key} is missing; convert the model again")
-        return value
-
-    def numbers(self, key: str, size: int, kind: type[np.generic]) -> np.ndarray:
-        value = self.get(key, np.ndarray)
-        if value is None or value.size != size or not np.issubdtype(value.dtype, kind):
-            raise self.fail(
-                f"tokenizer.{key} must have one {kind.__name__} entry for each of the {size} "
-                "tokens; convert the model again"
-            )
-        return value
+def _numbers(fields: Fields, name: str, size: int, kind: type[np.generic]) -> np.ndarray:
+    value = fields.get(name)
+    numeric = isinstance(value, np.ndarray) and np.issubdtype(value.dtype, kind)
+    if not numeric or value.size != size:
+        raise fields.fail(
+            name, f"must be {kind.__name__}s, one for each of the {size} tokens; {fields.remedy}"
+        )
+    return value
 
 
 def read_tokenizer(source: str, metadata: dict[str, Any]) -> Tokenizer:
@@ -118,47 +104,49 @@ def read_tokenizer(source: str, metadata: dict[str, Any]) -> Tokenizer:
     InputError for a tokenizer model or pre-tokenizer that is not supported, by its name, and for
     metadata that contradict each other.
     """
-    keys = _Metadata(source, metadata)
-    tokens = keys.strings("ggml.tokens")
+    values = {
+        key.removeprefix(_PREFIX): value
+        for key, value in metadata.items()
+        if key.startswith(_PREFIX)
+    }
+    fields = Fields(source, values, "convert the model again", _PREFIX)
+    tokens = _strings(fields, "ggml.tokens")
     kinds = np.full(len(tokens), _NORMAL)
-    if "tokenizer.ggml.token_type" in metadata:
-        kinds = keys.numbers("ggml.token_type", len(tokens), np.integer)
+    if "ggml.token_type" in values:
+        kinds = _numbers(fields, "ggml.token_type", len(tokens), np.integer)
     vocabulary: dict[str, int] = {}
     for index, (token, kind) in enumerate(zip(tokens, kinds.tolist(), strict=True)):
         if kind == _UNUSED or is_filler(token, index):
             continue
         if vocabulary.setdefault(token, index) != index:
-            raise keys.fail(f"the token {token[:40]!r} appears twice; convert the model again")
-    model = keys.get("ggml.model", str)
+            raise fields.fail("ggml.tokens", f"{shown(token)} appears twice; {fields.remedy}")
+    model = fields.get("ggml.model")
     with refused(f"{source}: the tokenizer is inconsistent", "convert the model again"):
         if model == "gpt2":
-            backend, add_bos = _byte_level(keys, vocabulary)
+            backend, add_bos = _byte_level(fields, vocabulary)
         elif model == "llama":
-            backend, add_bos = _sentencepiece(keys, tokens, vocabulary, kinds), True
+            backend, add_bos = _sentencepiece(fields, tokens, vocabulary, kinds), True
         else:
-            raise keys.fail(
-                f"tokenizer.ggml.model={shown(model)} is not supported (only gpt2 and llama are); "
-                f"{_INSTEAD}"
+            raise fields.fail(
+                "ggml.model", f"is not supported (only gpt2 and llama are); {_INSTEAD}"
             )
         plain_text = {token for token, index in vocabulary.items() if kinds[index] == _USER_DEFINED}
         ends = named_ends(vocabulary, plain_text)
         special = {*ends, *(index for index in vocabulary.values() if kinds[index] == _CONTROL)}
         _add_tokens(backend, vocabulary, special, plain_text)
-        return _assemble(keys, backend, tokens, ends, add_bos)
+        return _assemble(fields, backend, tokens, ends, add_bos)
 
 
-def _byte_level(keys: _Metadata, vocabulary: dict[str, int]) -> tuple[tokenizers.Tokenizer, bool]:
+def _byte_level(fields: Fields, vocabulary: dict[str, int]) -> tuple[tokenizers.Tokenizer, bool]:
     """The byte-level BPE tokenizer, and whether its family starts text with bos."""
-    name = keys.get("ggml.pre", str, "default")
-    splitting = _SPLITTINGS.get(name)
+    splitting = _SPLITTINGS.get(fields.text("ggml.pre", "default"))
     if splitting is None:
-        raise keys.fail(
-            f"tokenizer.ggml.pre={shown(name)} is not supported (only {', '.join(_SPLITTINGS)}); "
-            f"{_INSTEAD}"
+        raise fields.fail(
+            "ggml.pre", f"is not supported (only {', '.join(_SPLITTINGS)}); {_INSTEAD}"
         )
-    merges = [tuple(merge.split(" ")) for merge in keys.strings("ggml.merges")]
+    merges = [tuple(merge.split(" ")) for merge in _strings(fields, "ggml.merges")]
     if any(len(merge) != 2 for merge in merges):
-        raise keys.fail("tokenizer.ggml.merges holds an entry that is not two tokens")
+        raise fields.fail("ggml.merges", f"an entry is not two tokens; {fields.remedy}")
     backend = tokenizers.Tokenizer(
         models.BPE(vocabulary, merges, ignore_merges=splitting.whole_words)
     )
@@ -173,15 +161,15 @@ def _byte_level(keys: _Metadata, vocabulary: dict[str, int]) -> tuple[tokenizers
 
 
 def _sentencepiece(
-    keys: _Metadata, tokens: list[str], vocabulary: dict[str, int], kinds: np.ndarray
+    fields: Fields, tokens: list[str], vocabulary: dict[str, int], kinds: np.ndarray
 ) -> tokenizers.Tokenizer:
     """SentencePiece BPE: the piece with the best score is merged first."""
-    scores = keys.numbers("ggml.scores", len(tokens), np.floating).tolist()
-    unknown = keys.get("ggml.unknown_token_id", int, 0)
-    if not 0 <= unknown < len(tokens):
-        raise keys.fail(f"tokenizer.ggml.unknown_token_id={unknown}, of {len(tokens)} tokens")
+    scores = _numbers(fields, "ggml.scores", len(tokens), np.floating).tolist()
+    unknown = _token_id(fields, "unknown", len(tokens), 0)
     if max(map(len, tokens)) > _LONGEST:
-        raise keys.fail(f"a token is longer than {_LONGEST} characters; convert the model again")
+        raise fields.fail(
+            "ggml.tokens", f"one is longer than {_LONGEST} characters; {fields.remedy}"
+        )
     merged = (_NORMAL, _USER_DEFINED)
     plain = {token for token, index in vocabulary.items() if kinds[index] in merged}
     ranked = []
@@ -195,7 +183,7 @@ def _sentencepiece(
     backend = tokenizers.Tokenizer(
         models.BPE(vocabulary, merges, unk_token=tokens[unknown], fuse_unk=True, byte_fallback=True)
     )
-    prefix = keys.get("ggml.add_space_prefix", bool, True)
+    prefix = fields.flag("ggml.add_space_prefix", True)
     steps: list[normalizers.Normalizer] = [normalizers.Prepend("▁")] if prefix else []
     backend.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
     undo: list[decoders.Decoder] = [
@@ -205,6 +193,14 @@ def _sentencepiece(
     ]
     backend.decoder = decoders.Sequence(undo + ([decoders.Strip(" ", 1, 0)] if prefix else []))
     return backend
+
+
+def _token_id(fields: Fields, name: str, size: int, default: int | None) -> int:
+    key = f"ggml.{name}_token_id"
+    index = fields.integer(key, default)
+    if not 0 <= index < size:
+        raise fields.fail(key, f"is outside the {size} tokens; {fields.remedy}")
+    return index
 
 
 def _add_tokens(
@@ -225,7 +221,7 @@ def _add_tokens(
 
 
 def _assemble(
-    keys: _Metadata,
+    fields: Fields,
     backend: tokenizers.Tokenizer,
     tokens: Sequence[str],
     named: Sequence[int],
@@ -236,28 +232,23 @@ def _assemble(
     `named` are the ends by their names; `add_bos` is what its kind does by default.
     """
     # llama.cpp's own ids for a SentencePiece file that does not state them.
-    spm = keys.metadata.get("tokenizer.ggml.model") == "llama"
-    defaults = {"bos": 1, "eos": 2} if spm and len(tokens) > 2 else {}
-    ids: dict[str, int] = {}
-    for name in ("bos", "unknown", "padding", *_ENDS):
-        index = keys.get(f"ggml.{name}_token_id", int, defaults.get(name))
-        if index is not None:
-            if not 0 <= index < len(tokens):
-                raise keys.fail(
-                    f"tokenizer.ggml.{name}_token_id={index} is outside the {len(tokens)} "
-                    "tokens; convert the model again"
-                )
-            ids[name] = index
+    sentencepiece = fields.get("ggml.model") == "llama"
+    defaults = {"bos": 1, "eos": 2} if sentencepiece and len(tokens) > 2 else {}
+    ids = {
+        name: _token_id(fields, name, len(tokens), defaults.get(name))
+        for name in ("bos", "unknown", "padding", *_ENDS)
+        if name in defaults or fields.get(f"ggml.{name}_token_id") is not None
+    }
     ends = dict.fromkeys([*(ids[name] for name in _ENDS if name in ids), *named])
     around = []
     for name, default in (("bos", add_bos), ("eos", False)):
-        adds = keys.get(f"ggml.add_{name}_token", bool, default) and name in ids
+        adds = fields.flag(f"ggml.add_{name}_token", default) and name in ids
         around.append((tokens[ids[name]], ids[name]) if adds else None)
     frame(backend, *around)
-    template = keys.metadata.get("tokenizer.chat_template")
+    template = fields.get("chat_template")
     if template is not None:
         template = chat_templates.check_template(
-            f"{keys.source}: tokenizer.chat_template", template
+            f"{fields.where}: {_PREFIX}chat_template", template
         )
     names = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
     return Tokenizer(

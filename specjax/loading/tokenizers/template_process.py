@@ -12,12 +12,11 @@ after a template that went over the limits.
 from __future__ import annotations
 
 import atexit
+import multiprocessing
 import os
-import socket
 import subprocess
 import sys
 import threading
-import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,7 +81,7 @@ class _Child:
 
     def __init__(self, limits: Limits) -> None:
         self.limits, self.owner = limits, os.getpid()
-        self.connection, theirs = socket.socketpair()
+        self.connection, theirs = multiprocessing.Pipe()
         # The interpreter finds jinja2 where this one does, wherever that is.
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         numbers = (limits.seconds, limits.memory, limits.text)
@@ -90,7 +89,7 @@ class _Child:
             try:
                 self.process = subprocess.Popen(
                     [sys.executable, "-P", "-S", str(_PROGRAM), *map(str, numbers)],
-                    stdin=theirs,
+                    stdin=theirs.fileno(),
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,
                     env=environment,
@@ -103,8 +102,8 @@ class _Child:
                     f"({error.strerror or error}); {_REMEDY}"
                 ) from None
         try:
-            self._receive(time.monotonic() + _START_SECONDS)
-        except (OSError, ValueError):
+            self._receive(_START_SECONDS)
+        except (OSError, EOFError, ValueError):
             self.close()
             raise InputError(
                 f"chat template: the process that renders it does not start; see what "
@@ -116,16 +115,14 @@ class _Child:
 
         Raises InputError where the template went over the limits.
         """
-        deadline = time.monotonic() + self.limits.seconds
         try:
-            self.connection.settimeout(self.limits.seconds)
-            self.connection.sendall(len(request).to_bytes(8, "big") + request)
-            kind, text = self._receive(deadline)
+            self.connection.send_bytes(request)
+            kind, text = self._receive(self.limits.seconds)
         except TimeoutError:
             raise InputError(
                 f"chat template: it takes more than {self.limits.seconds} seconds; {_REMEDY}"
             ) from None
-        except (OSError, ValueError):
+        except (OSError, EOFError, ValueError):
             # Ended without a message: out of memory where Python cannot raise an error.
             raise InputError(
                 f"chat template: it ended the process that renders it, as happens with more than "
@@ -155,27 +152,13 @@ class _Child:
                 self.process.kill()
             self.process.wait()
 
-    def _receive(self, deadline: float) -> tuple[str, str]:
-        size = int.from_bytes(self._exactly(8, deadline), "big")
-        if size > 4 * self.limits.text + 16:  # UTF-8 takes at most four bytes
-            raise ValueError(f"an answer of {size} bytes")
-        kind, _, text = (
-            self._exactly(size, deadline).decode("utf-8", "surrogatepass").partition("\n")
-        )
+    def _receive(self, seconds: float) -> tuple[str, str]:
+        if not self.connection.poll(seconds):
+            raise TimeoutError
+        longest = 4 * self.limits.text + 16  # UTF-8 takes at most four bytes
+        answer = self.connection.recv_bytes(longest).decode("utf-8", "surrogatepass")
+        kind, _, text = answer.partition("\n")
         return kind, text
-
-    def _exactly(self, size: int, deadline: float) -> bytes:
-        parts = bytearray()
-        while len(parts) < size:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise TimeoutError
-            self.connection.settimeout(left)
-            part = self.connection.recv(min(size - len(parts), 1 << 20))
-            if not part:
-                raise ConnectionResetError
-            parts += part
-        return bytes(parts)
 
 
 _child: _Child | None = None

@@ -11,13 +11,13 @@ from __future__ import annotations
 import json
 import pprint
 import resource
-import socket
 import sys
 import textwrap
 import time
 from collections.abc import Callable
 from datetime import datetime
 from functools import lru_cache
+from multiprocessing.connection import Connection
 from typing import Any
 
 import jinja2
@@ -119,19 +119,20 @@ def _limit(memory: int) -> None:
 def main() -> None:
     """Answer requests until the connection is closed."""
     seconds, memory, longest = map(int, sys.argv[1:])
-    connection = socket.socket(fileno=0)
-    reader = connection.makefile("rb")
+    connection = Connection(0)
     _compile("{{ strftime_now('%Y') }}").render()  # modules are loaded while files can be opened
     _limit(memory)
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
 
     def send(kind: str, text: str) -> None:
-        answer = f"{kind}\n{text}".encode("utf-8", "surrogatepass")
-        connection.sendall(len(answer).to_bytes(8, "big") + answer)
+        connection.send_bytes(f"{kind}\n{text}".encode("utf-8", "surrogatepass"))
 
     send("text", "")
-    while len(prefix := reader.read(8)) == 8:
-        request = reader.read(int.from_bytes(prefix, "big"))
+    while True:
+        try:
+            request = connection.recv_bytes()
+        except EOFError:
+            return
         # The parent process enforces the time limit; this is for when it has ended.
         soon = int(time.process_time()) + seconds + 2
         soon = soon if hard == resource.RLIM_INFINITY else min(soon, hard)

@@ -4,98 +4,94 @@ from __future__ import annotations
 
 from typing import Any
 
-from specjax.loading.formats import gguf_keys
-from specjax.loading.formats.families import common
+from specjax.loading.formats.families import rows
+from specjax.loading.formats.families.rows import Part, Values
+from specjax.loading.formats.families.tensor_names import table
 from specjax.loading.formats.family import Family, GgufLayout
-from specjax.loading.formats.gguf_keys import GgufKeys
-from specjax.loading.formats.json_fields import Fields
-from specjax.models.config import Attention, DecoderConfig, Embedding, Mlp, Norm
+from specjax.loading.formats.gguf_fields import GgufFields
+from specjax.loading.typed_fields import Fields
+from specjax.models.config import DecoderConfig
 
 _ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu": "gelu",
 }
-_FUSED = (("query", "key", "value"),)
+_ACTIVATION = "activation_function"
+_FUSED = (("attention.query", "attention.key", "attention.value"),)
 
 
-def _structure(activation: str) -> dict[str, Any]:
+def _read_rest(fields: Fields, known: Values) -> Values:
+    name = fields.get(_ACTIVATION) or "gelu_new"
+    fields.only(_ACTIVATION, *_ACTIVATIONS)
     return {
-        "norm": Norm("layer"),
-        "attention": Attention(rotary_width=0),
-        "attention_bias": True,
-        "mlp": Mlp(activation, gated=False),
-        "mlp_bias": True,
-        "embedding": Embedding(positions=True),
+        "num_kv_heads": known["num_heads"],
+        "head_dim": rows.width_of_head(known),
+        "mlp.activation": _ACTIVATIONS[name],
     }
 
 
-def _read(fields: Fields) -> dict[str, Any]:
-    activation = fields.get("activation_function") or "gelu_new"
-    if activation not in _ACTIVATIONS:
-        raise fields.fail("activation_function", f"is not supported; use {', '.join(_ACTIVATIONS)}")
-    width, heads = fields.integer("n_embd"), fields.integer("n_head")
-    return {
-        "hidden_size": width,
-        "intermediate_size": fields.integer("n_inner", 4 * width),
-        "num_layers": fields.integer("n_layer"),
-        "num_heads": heads,
-        "num_kv_heads": heads,
-        "head_dim": width // max(heads, 1),
-        "max_positions": fields.integer("n_positions", 1024),
-        "rms_norm_eps": fields.number("layer_norm_epsilon", 1e-5),
-        "tie_word_embeddings": fields.flag("tie_word_embeddings", True),
-        **_structure(_ACTIVATIONS[activation]),
-    }
-
-
-def _write(config: DecoderConfig) -> dict[str, Any]:
+def _write_rest(config: DecoderConfig) -> dict[str, Any]:
     names = {ours: theirs for theirs, ours in reversed(_ACTIVATIONS.items())}
+    return {_ACTIVATION: names.get(config.mlp.activation, config.mlp.activation)}
+
+
+def _read_gguf_rest(fields: GgufFields, known: Values) -> Values:
     return {
-        "n_embd": config.hidden_size,
-        "n_inner": config.intermediate_size,
-        "n_layer": config.num_layers,
-        "n_head": config.num_heads,
-        "n_positions": config.max_positions,
-        "layer_norm_epsilon": config.rms_norm_eps,
-        "activation_function": names.get(config.mlp.activation, config.mlp.activation),
-        "tie_word_embeddings": config.tie_word_embeddings,
+        "num_kv_heads": fields.integer("attention.head_count_kv", known["num_heads"]),
+        "head_dim": fields.integer("attention.key_length", rows.width_of_head(known)),
+        "mlp.activation": "gelu_tanh",
     }
 
 
-def _read_gguf(keys: GgufKeys) -> dict[str, Any]:
-    return {**gguf_keys.read_sizes(keys, norm="layer"), **_structure("gelu_tanh")}
+def _four_widths(known: Values) -> int:
+    return 4 * known["hidden_size"]
 
 
-_NAMES = {
-    "embed": "transformer.wte",
-    "positions": "transformer.wpe",
-    "final_norm": "transformer.ln_f",
-    "head": "lm_head",
-    "attention_norm": "transformer.h.{layer}.ln_1",
-    "mlp_norm": "transformer.h.{layer}.ln_2",
-    "query": "transformer.h.{layer}.attn.c_attn",
-    "key": "transformer.h.{layer}.attn.c_attn",
-    "value": "transformer.h.{layer}.attn.c_attn",
-    "output": "transformer.h.{layer}.attn.c_proj",
-    "up": "transformer.h.{layer}.mlp.c_fc",
-    "down": "transformer.h.{layer}.mlp.c_proj",
-}
-_QKV = dict.fromkeys(_FUSED[0], "blk.{layer}.attn_qkv")
-_GGUF_NAMES = {name: text for name, text in common.GGUF_NAMES.items() if name != "gate"}
-
-FAMILY = Family(
+GPT2 = Family(
     model_type="gpt2",
     architecture="GPT2LMHeadModel",
-    read=_read,
-    write=_write,
+    parts=(
+        rows.integer("hidden_size", "n_embd", "embedding_length"),
+        rows.integer("intermediate_size", "n_inner", "feed_forward_length", _four_widths),
+        rows.integer("num_layers", "n_layer", "block_count"),
+        rows.integer("num_heads", "n_head", "attention.head_count"),
+        rows.integer("max_positions", "n_positions", "context_length", 1024),
+        rows.number("rms_norm_eps", "layer_norm_epsilon", "attention.layer_norm_epsilon", 1e-5),
+        rows.tied_head(True),
+        Part(_read_rest, _write_rest, _read_gguf_rest),
+        rows.fixed(
+            {
+                "norm.kind": "layer",
+                "attention.rotary_width": 0,
+                "attention_bias": True,
+                "mlp.gated": False,
+                "mlp_bias": True,
+                "embedding.positions": True,
+            }
+        ),
+    ),
     # Its Conv1D modules store kernels [in, out].
-    tensors=common.table(_NAMES, transposed=True, fused=_FUSED),
+    tensors=table(
+        "huggingface",
+        {
+            "embed": "transformer.wte",
+            "positions": "transformer.wpe",
+            "final_norm": "transformer.ln_f",
+            "layer": "transformer.h.{layer}",
+            "attention_norm": "ln_1",
+            "mlp_norm": "ln_2",
+            "attention.query": "attn.c_attn",
+            "attention.key": "attn.c_attn",
+            "attention.value": "attn.c_attn",
+            "attention.output": "attn.c_proj",
+            "mlp.up": "mlp.c_fc",
+            "mlp.down": "mlp.c_proj",
+        },
+        transposed=True,
+        fused=_FUSED,
+    ),
     # Causal masks that old checkpoints kept.
     ignored=r"transformer\.h\.\d+\.attn\.(masked_)?bias",
-    gguf=GgufLayout(
-        "gpt2",
-        _read_gguf,
-        common.table(_GGUF_NAMES | _QKV | {"positions": "position_embd"}, fused=_FUSED),
-    ),
+    gguf=GgufLayout("gpt2", table("gguf", dict.fromkeys(_FUSED[0], "attn_qkv"), fused=_FUSED)),
 )

@@ -1,53 +1,79 @@
-"""Llama (Touvron et al. 2302.13971), and models of its shape: SmolLM2, TinyLlama and others."""
+"""Llama (Touvron et al. 2302.13971) and models of its shape (SmolLM2, TinyLlama and others).
+
+Mistral (2310.06825) is Llama with a sliding window in early versions, Mixtral (2401.04088) Mistral
+with experts in each layer. llama.cpp writes all of them as `llama`, without windows.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-from specjax.loading.formats import gguf_keys
-from specjax.loading.formats.families import common
+from specjax.loading.formats.families import rows
+from specjax.loading.formats.families.rows import Part, Values
+from specjax.loading.formats.families.tensor_names import table
 from specjax.loading.formats.family import Family, GgufLayout
-from specjax.loading.formats.gguf_keys import GgufKeys
-from specjax.loading.formats.json_fields import Fields
-from specjax.models.config import DecoderConfig
+from specjax.loading.typed_fields import Fields
+from specjax.models.config import DecoderConfig, SlidingWindow
 
-
-def _read(fields: Fields) -> dict[str, Any]:
-    sizes = common.read_sizes(fields)
-    return {
-        **sizes,
-        **common.read_full_rope(fields, sizes["max_positions"]),
-        "attention_bias": fields.flag("attention_bias"),
-        "mlp_bias": fields.flag("mlp_bias"),
-    }
-
-
-def _write(config: DecoderConfig) -> dict[str, Any]:
-    return {
-        **common.write_sizes(config),
-        **common.write_one_rope(config),
-        "hidden_act": "silu",
-        "attention_bias": config.attention_bias,
-        "mlp_bias": config.mlp_bias,
-    }
-
-
-def _read_gguf(keys: GgufKeys) -> dict[str, Any]:
-    sizes = gguf_keys.read_sizes(keys)
-    keys.only("attention.sliding_window", 0)
-    return {
-        **sizes,
-        **gguf_keys.read_rope(keys, sizes["head_dim"]),
-        "attention_bias": "blk.0.attn_q.bias" in keys.file.tensors,
-        "mlp_bias": "blk.0.ffn_gate.bias" in keys.file.tensors,
-    }
-
-
-FAMILY = Family(
+LLAMA = Family(
     model_type="llama",
     architecture="LlamaForCausalLM",
-    read=_read,
-    write=_write,
-    tensors=common.table(common.NAMES),
-    gguf=GgufLayout("llama", _read_gguf, common.table(common.GGUF_NAMES, paired=True)),
+    parts=(
+        *rows.sizes(),
+        rows.rope(),
+        rows.ATTENTION_BIAS,
+        rows.flag("mlp_bias", "mlp_bias", rows.has_tensor("blk.0.ffn_gate.bias")),
+        rows.SILU,
+    ),
+    tensors=table("huggingface"),
+    gguf=GgufLayout("llama", table("gguf", paired=True)),
+)
+
+
+def _read_window(fields: Fields, known: Values) -> Values:
+    size = rows.window_size(fields)
+    return {"sliding_window": None if size is None else SlidingWindow(size)}
+
+
+def _write_window(config: DecoderConfig) -> dict[str, Any]:
+    window = config.sliding_window
+    return {"sliding_window": None if window is None else window.size}
+
+
+MISTRAL = Family(
+    model_type="mistral",
+    architecture="MistralForCausalLM",
+    parts=(
+        *rows.sizes(max_positions=131072),
+        rows.rope(),
+        Part(_read_window, _write_window),
+        rows.SILU,
+    ),
+    tensors=table("huggingface"),
+)
+
+_EXPERTS = "block_sparse_moe.experts.{expert}"
+
+MIXTRAL = Family(
+    model_type="mixtral",
+    architecture="MixtralForCausalLM",
+    parts=(
+        *rows.sizes(max_positions=131072, epsilon=1e-5),
+        rows.rope(theta=1e6),
+        rows.integer("experts.num_experts", "num_local_experts", "expert_count", 8),
+        rows.integer("experts.per_token", "num_experts_per_tok", "expert_used_count", 2),
+        rows.computed("experts.intermediate_size", lambda known: known["intermediate_size"]),
+        rows.SILU,
+        rows.written({"sliding_window": None}),
+    ),
+    tensors=table(
+        "huggingface",
+        {
+            "mlp.router": "block_sparse_moe.gate",
+            "mlp.experts.gate": f"{_EXPERTS}.w1",
+            "mlp.experts.up": f"{_EXPERTS}.w3",
+            "mlp.experts.down": f"{_EXPERTS}.w2",
+        },
+    ),
+    gguf=GgufLayout("llama", table("gguf", paired=True), experts=True),
 )

@@ -3,39 +3,30 @@
 from __future__ import annotations
 
 from specjax.errors import InputError, shown
-from specjax.loading.formats.families import (
-    gemma2,
-    gemma3,
-    glm4,
-    glm4_moe,
-    gpt2,
-    llama,
-    mimo,
-    mistral,
-    mixtral,
-    qwen2,
-    qwen3,
-    qwen3_moe,
-)
+from specjax.loading.formats.families.gemma import GEMMA2, GEMMA3
+from specjax.loading.formats.families.glm import GLM4, GLM4_MOE
+from specjax.loading.formats.families.gpt2 import GPT2
+from specjax.loading.formats.families.llama import LLAMA, MISTRAL, MIXTRAL
+from specjax.loading.formats.families.qwen import MIMO, QWEN2, QWEN3, QWEN3_MOE
 from specjax.loading.formats.family import Family
 from specjax.loading.formats.parameter_names import TensorEntry
 from specjax.models.config import DecoderConfig
 
 FAMILIES: dict[str, Family] = {
-    module.FAMILY.model_type: module.FAMILY
-    for module in (
-        llama,
-        mistral,
-        mixtral,
-        qwen2,
-        qwen3,
-        qwen3_moe,
-        gemma2,
-        gemma3,
-        gpt2,
-        glm4,
-        glm4_moe,
-        mimo,
+    one.model_type: one
+    for one in (
+        LLAMA,
+        MISTRAL,
+        MIXTRAL,
+        QWEN2,
+        QWEN3,
+        QWEN3_MOE,
+        GEMMA2,
+        GEMMA3,
+        GPT2,
+        GLM4,
+        GLM4_MOE,
+        MIMO,
     )
 }
 _REFUSED = {
@@ -48,18 +39,15 @@ _REFUSED = {
 
 def family(model_type: object) -> Family:
     """The family of a `model_type`; raises InputError for one that is not known."""
-    found = FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    if isinstance(model_type, str) and model_type in FAMILIES:
+        return FAMILIES[model_type]
+    reason = ""
     if isinstance(model_type, str) and model_type in _REFUSED:
-        raise InputError(
-            f"model_type={shown(model_type)} is not supported: it has {_REFUSED[model_type]}; use "
-            f"a model of the type {' or '.join(map(repr, FAMILIES))}"
-        )
-    if found is None:
-        raise InputError(
-            f"model_type={shown(model_type)} is not supported; use a model of the type "
-            f"{' or '.join(map(repr, FAMILIES))}"
-        )
-    return found
+        reason = f": it has {_REFUSED[model_type]}"
+    raise InputError(
+        f"model_type={shown(model_type)} is not supported{reason}; use a model of the type "
+        f"{' or '.join(map(repr, FAMILIES))}"
+    )
 
 
 def gguf_architectures() -> dict[str, list[Family]]:

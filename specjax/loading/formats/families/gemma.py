@@ -1,0 +1,188 @@
+"""Gemma 2 (2408.00118) and the text models of Gemma 3 (2503.19786).
+
+Norms of 1 + scale before and after, soft caps, alternating windows; Gemma 3 has QK-norms, and a
+rotary base of their own for the layers with a window, five of six.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from specjax.loading.formats.families import rows
+from specjax.loading.formats.families.rows import FULL, SLIDING, Part, Values
+from specjax.loading.formats.families.tensor_names import table
+from specjax.loading.formats.family import Family, GgufLayout
+from specjax.loading.formats.gguf_fields import GgufFields
+from specjax.loading.formats.huggingface_rope import (
+    Rope,
+    read_rope,
+    write_rope,
+    write_scaling,
+)
+from specjax.loading.typed_fields import Fields
+from specjax.models.config import DecoderConfig, SlidingWindow
+
+_GLOBAL, _LOCAL = 1_000_000.0, 10_000.0
+"""Gemma 3's rotary bases where a config does not state them."""
+_PERIOD = 6
+_SCALAR = "query_pre_attn_scalar"
+_SCALE = "attention.query_scale"
+
+
+def _read_query_scale(fields: Fields, known: Values) -> Values:
+    scalar = fields.number(_SCALAR, 256)
+    if scalar <= 0:
+        raise fields.fail(_SCALAR, "must be a positive number; repair config.json")
+    return {_SCALE: scalar**-0.5}
+
+
+def _write_query_scale(config: DecoderConfig) -> dict[str, Any]:
+    scale = config.attention.query_scale
+    scalar = config.head_dim if scale is None else scale**-2
+    return {_SCALAR: round(scalar) if round(scalar) ** -0.5 == scale else scalar}
+
+
+def _query_scale(layers_of_27b: int) -> Part:
+    """1/sqrt of the scalar in config.json; llama.cpp knows it by the model's size."""
+
+    def read_gguf(fields: GgufFields, known: Values) -> Values:
+        if known["num_layers"] == layers_of_27b:
+            return {_SCALE: (known["hidden_size"] // max(known["num_heads"], 1)) ** -0.5}
+        return {_SCALE: known["head_dim"] ** -0.5}
+
+    return Part(_read_query_scale, _write_query_scale, read_gguf)
+
+
+def _ignore_activation(fields: Fields, known: Values) -> Values:
+    fields.get("hidden_act")  # a leftover that transformers does not read
+    return {}
+
+
+def _shared(max_positions: int, layers_of_27b: int) -> tuple[Part, ...]:
+    """What Gemma 2 and 3 have in common, but for rotary bases and windows."""
+    return (
+        *rows.sizes(head_dim=256, max_positions=max_positions, tied=True),
+        rows.fixed({"norm.offset": 1, "norm.after": True, "mlp.activation": "gelu_tanh"}),
+        rows.computed("embedding.scale", lambda known: known["hidden_size"] ** 0.5),
+        rows.flag("attention_bias", "attention_bias"),
+        _query_scale(layers_of_27b),
+        Part(_ignore_activation),
+        rows.written({"hidden_activation": "gelu_pytorch_tanh"}),
+    )
+
+
+_NAMES = {
+    "mlp_norm": "pre_feedforward_layernorm",
+    "after_attention_norm": "post_attention_layernorm",
+    "after_mlp_norm": "post_feedforward_layernorm",
+}
+
+
+def _softcap(path: str, name: str, default: float | None) -> Part:
+    return rows.optional_number(path, name, name, default, default)
+
+
+def _read_window2(fields: Fields, known: Values) -> Values:
+    num_layers = known["num_layers"]
+    size = fields.integer("sliding_window", 4096)
+    alternating = [layer % 2 == 0 for layer in rows.layers(num_layers)]
+    return {"sliding_window": rows.read_window(fields, size, num_layers, alternating)}
+
+
+def _read_gguf_window2(fields: GgufFields, known: Values) -> Values:
+    size = fields.integer("attention.sliding_window", 4096)
+    return {"sliding_window": SlidingWindow(size, (True, False)) if size else None}
+
+
+GEMMA2 = Family(
+    model_type="gemma2",
+    architecture="Gemma2ForCausalLM",
+    parts=(
+        *_shared(8192, layers_of_27b=46),
+        rows.rope(),
+        _softcap("attention.softcap", "attn_logit_softcapping", 50.0),
+        _softcap("logit_softcap", "final_logit_softcapping", 30.0),
+        Part(_read_window2, rows.write_window, _read_gguf_window2),
+    ),
+    tensors=table("huggingface", _NAMES),
+    gguf=GgufLayout("gemma2", table("gguf", norms_added=1)),
+)
+
+
+def _read_ropes(fields: Fields, max_positions: int) -> tuple[Rope, float]:
+    """The rope of layers that see everything, and the rotary base of those with a window."""
+    theta = fields.number("rope_theta", _GLOBAL)
+    local = fields.number("rope_local_base_freq", _LOCAL)
+    full = {"rope_theta": theta, "rope_scaling": fields.get("rope_scaling")}
+    both = fields.section("rope_parameters")
+    if both.values:
+        full["rope_parameters"] = {"rope_theta": theta, **both.section(FULL).values}
+        sliding = {"rope_theta": local, **both.section(SLIDING).values}
+        if unknown := sorted(both.values.keys() - both.asked):
+            raise both.unknown(unknown, f"use {FULL} and {SLIDING}")
+        rope = read_rope(Fields(fields.where, {"rope_parameters": sliding}), max_positions)
+        if rope.scaling is not None:
+            raise both.fail(SLIDING, "is not supported; only the default rope_type is")
+        local = rope.theta
+    return read_rope(Fields(fields.where, full), max_positions), local
+
+
+def _read_layers3(fields: Fields, known: Values) -> Values:
+    """The window of five layers of six, and the ropes of both types of layers."""
+    num_layers = known["num_layers"]
+    size, period = fields.integer("sliding_window", 4096), _PERIOD
+    for name in ("_sliding_window_pattern", "sliding_window_pattern"):
+        period = fields.count(name, period)
+    windowed = [(layer + 1) % period != 0 for layer in rows.layers(num_layers)]
+    window = rows.read_window(fields, size, num_layers, windowed)
+    rope, local = _read_ropes(fields, known["max_positions"])
+    return {
+        "rope_theta": rope.theta,
+        "rope_scaling": rope.scaling,
+        "sliding_window": window and replace(window, rope_theta=local),
+    }
+
+
+def _write_layers3(config: DecoderConfig) -> dict[str, Any]:
+    window, scaling = config.sliding_window, write_scaling(config)
+    local = _LOCAL if window is None or window.rope_theta is None else window.rope_theta
+    return {
+        **rows.write_window(config),
+        # Where no layer has a window, its size says nothing, but must be a number.
+        "sliding_window": 4096 if window is None else window.size,
+        **write_rope(config),
+        "rope_local_base_freq": local,
+        "rope_parameters": {
+            FULL: {**scaling, "rope_theta": config.rope_theta},
+            SLIDING: {"rope_type": "default", "rope_theta": local},
+        },
+    }
+
+
+def _read_gguf_layers3(fields: GgufFields, known: Values) -> Values:
+    # llama.cpp reads a file without the key as one without windows.
+    size = fields.integer("attention.sliding_window", 0)
+    period = fields.integer("attention.sliding_window_pattern", _PERIOD)
+    if size and not period:
+        fields.only("attention.sliding_window_pattern", _PERIOD)
+    windowed = [(layer + 1) % max(period, 1) != 0 for layer in rows.layers(known["num_layers"])]
+    window = None
+    if size and any(windowed):
+        local = fields.number("rope.freq_base_swa", _LOCAL)
+        window = SlidingWindow(size, rows.shortest_period(windowed), local)
+    return {**rows.rope(gguf_theta=_GLOBAL).read_gguf(fields, known), "sliding_window": window}
+
+
+GEMMA3 = Family(
+    model_type="gemma3_text",
+    architecture="Gemma3ForCausalLM",
+    parts=(
+        *_shared(131072, layers_of_27b=62),
+        rows.fixed({"attention.qk_norm": True}),
+        _softcap("logit_softcap", "final_logit_softcapping", None),
+        Part(_read_layers3, _write_layers3, _read_gguf_layers3),
+    ),
+    tensors=table("huggingface", _NAMES),
+    gguf=GgufLayout("gemma3", table("gguf", norms_added=1)),
+)

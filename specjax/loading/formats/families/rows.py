@@ -1,0 +1,274 @@
+"""The fields of configs as rows: one says what a field is called in config.json and in GGUF files.
+
+A row serves both formats and both directions. What one row cannot say is a `Part` with functions of
+its own. Below them are the rows that several families have.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
+
+from specjax.loading.formats.gguf_fields import GgufFields, read_scaling
+from specjax.loading.formats.huggingface_rope import read_rope, write_rope
+from specjax.loading.typed_fields import Fields
+from specjax.models.config import MOST_LAYERS, DecoderConfig, SlidingWindow
+
+Values = Mapping[str, Any]
+"""Values of fields of a `DecoderConfig` by name; those of its parts are "attention.softcap"."""
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+"""The types of layers in config.json."""
+
+
+def _nothing(*_: Any) -> dict[str, Any]:
+    return {}
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some fields of a config, read and written together.
+
+    `read` and `read_gguf` return their values, given the fields of the file and the values of the
+    parts before; `write` returns the fields of config.json.
+    """
+
+    read: Callable[[Fields, Values], Values] = _nothing
+    write: Callable[[DecoderConfig], Mapping[str, Any]] = _nothing
+    read_gguf: Callable[[GgufFields, Values], Values] = _nothing
+
+
+def _row(
+    kind: Callable[[Fields, str, Any], Any],
+    path: str,
+    json: str | tuple[str, ...],
+    gguf: str | Callable[[GgufFields], Any] | None = None,
+    default: Any = None,
+    gguf_default: Any = None,
+) -> Part:
+    """A field of a config: its type, its name in config.json, and in a GGUF if it has one.
+
+    Of several names the first that is stated counts, or else the last. The defaults are what files
+    mean that do not state it, or functions of the values read so far; without, it must be there.
+    """
+    names = (json,) if isinstance(json, str) else json
+
+    def evaluated(given: Any, known: Values) -> Any:
+        return given(known) if callable(given) else given
+
+    def read(fields: Fields, known: Values) -> Values:
+        stated = [name for name in names if fields.values.get(name) is not None]
+        name = (stated or names[-1:])[0]
+        return {path: kind(fields, name, evaluated(default, known))}
+
+    def read_gguf(fields: GgufFields, known: Values) -> Values:
+        if gguf is None:
+            return {}
+        if callable(gguf):
+            return {path: gguf(fields)}
+        return {path: kind(fields, gguf, evaluated(gguf_default, known))}
+
+    def write(config: DecoderConfig) -> dict[str, Any]:
+        if path.startswith("experts.") and config.experts is None:
+            return {}
+        return {names[0]: attrgetter(path)(config)}
+
+    return Part(read, write, read_gguf)
+
+
+integer = functools.partial(_row, Fields.integer)
+number = functools.partial(_row, Fields.number)
+optional_number = functools.partial(_row, Fields.optional_number)
+flag = functools.partial(_row, Fields.flag)
+
+
+def has_tensor(name: str) -> Callable[[GgufFields], bool]:
+    """A flag that a GGUF states by having a tensor."""
+    return lambda fields: name in fields.file.tensors
+
+
+def computed(path: str, function: Callable[[Values], Any]) -> Part:
+    """A field that follows from those before, in every file."""
+
+    def read(_: Fields, known: Values) -> Values:
+        return {path: function(known)}
+
+    return Part(read, _nothing, read)
+
+
+def fixed(values: Values) -> Part:
+    """Values that every model of a family has."""
+    return Part(lambda *_: values, _nothing, lambda *_: values)
+
+
+def written(fields: Mapping[str, Any]) -> Part:
+    """Fields of config.json that are written as they are, and say nothing when they are read."""
+    return Part(write=lambda _: fields)
+
+
+def constant(name: str, value: Any) -> Part:
+    """A field of config.json that has one value, or is missing; others are refused."""
+
+    def read(fields: Fields, known: Values) -> Values:
+        fields.only(name, value)
+        return {}
+
+    return Part(read, lambda _: {name: value})
+
+
+def heads(known: Values) -> int:
+    """H."""
+    return known["num_heads"]
+
+
+def width_of_head(known: Values) -> int:
+    """D/H, the width of a head that is not stated."""
+    return known["hidden_size"] // max(known["num_heads"], 1)
+
+
+def sizes(
+    *,
+    head_dim: int | None = None,
+    max_positions: int = 2048,
+    tied: bool = False,
+    epsilon: float = 1e-6,
+) -> tuple[Part, ...]:
+    """Sizes and epsilon as most families have them; the arguments are defaults of config.json.
+
+    Without `head_dim` it is D/H, as in GGUF files.
+    """
+    width = head_dim or width_of_head
+    return (
+        integer("hidden_size", "hidden_size", "embedding_length"),
+        integer("intermediate_size", "intermediate_size", "feed_forward_length"),
+        integer("num_layers", "num_hidden_layers", "block_count"),
+        integer("num_heads", "num_attention_heads", "attention.head_count"),
+        integer("num_kv_heads", "num_key_value_heads", "attention.head_count_kv", heads, heads),
+        integer("head_dim", "head_dim", "attention.key_length", width, width_of_head),
+        integer("max_positions", "max_position_embeddings", "context_length", max_positions),
+        number("rms_norm_eps", "rms_norm_eps", "attention.layer_norm_rms_epsilon", epsilon),
+        tied_head(tied),
+    )
+
+
+def tied_head(default: bool) -> Part:
+    """Whether the embedding is the head: by config.json, and by a GGUF's tensors."""
+
+    def in_gguf(fields: GgufFields) -> bool:
+        return "output.weight" not in fields.file.tensors
+
+    return flag("tie_word_embeddings", "tie_word_embeddings", in_gguf, default)
+
+
+def experts(count: str, intermediate_size: int) -> tuple[Part, ...]:
+    """Number and width of experts; `count` is the family's own name beside transformers 5's."""
+    width = ("moe_intermediate_size", "expert_feed_forward_length", intermediate_size)
+    return (
+        integer("experts.num_experts", (count, "num_local_experts"), "expert_count", 128),
+        integer("experts.per_token", "num_experts_per_tok", "expert_used_count", 8),
+        integer("experts.intermediate_size", *width),
+    )
+
+
+ATTENTION_BIAS = flag("attention_bias", "attention_bias", has_tensor("blk.0.attn_q.bias"))
+SILU = written({"hidden_act": "silu"})
+
+
+def rope(
+    *, theta: float = 10000.0, gguf_theta: float = 10000.0, partial: float | None = None
+) -> Part:
+    """The rotary base and scaling, one for all layers, and with `partial` the rotated part.
+
+    The arguments are what files mean that do not state it.
+    """
+
+    def values(base: float, scaling: Any, rotary_width: int) -> Values:
+        rotated = {} if partial is None else {"attention.rotary_width": rotary_width}
+        return {"rope_theta": base, "rope_scaling": scaling, **rotated}
+
+    def read(fields: Fields, known: Values) -> Values:
+        found = read_rope(fields, known["max_positions"], theta=theta, partial=partial)
+        return values(found.theta, found.scaling, int(known["head_dim"] * found.partial))
+
+    def write(config: DecoderConfig) -> dict[str, Any]:
+        part = config.rotary_width / config.head_dim
+        return write_rope(config, **({} if partial is None else {"partial_rotary_factor": part}))
+
+    def read_gguf(fields: GgufFields, known: Values) -> Values:
+        width = known["head_dim"]
+        if partial is None:
+            fields.only("rope.dimension_count", width)
+        else:
+            width = fields.integer("rope.dimension_count", width)
+        base = fields.number("rope.freq_base", gguf_theta)
+        return values(base, read_scaling(fields, width), width)
+
+    return Part(read, write, read_gguf)
+
+
+def window_size(fields: Fields) -> int | None:
+    """The size of sliding windows; null for none. Missing it is 4096, as in transformers."""
+    if fields.get("sliding_window") is None and "sliding_window" in fields.values:
+        return None
+    return fields.integer("sliding_window", 4096)
+
+
+def read_window(
+    fields: Fields, size: int | None, num_layers: int, default: Sequence[bool]
+) -> SlidingWindow | None:
+    """The window of `size` of those layers that `layer_types` names, or else those of `default`.
+
+    Raises InputError for other types, for another number of them, and for layers without a size.
+    """
+    types = fields.get("layer_types")
+    if types is None:
+        windowed = tuple(default)
+    else:
+        if not isinstance(types, list) or not set(map(str, types)) <= {FULL, SLIDING}:
+            raise fields.fail(
+                "layer_types", f"is not supported; the decoder supports {FULL} and {SLIDING}"
+            )
+        if len(types) != num_layers:
+            raise fields.fail("layer_types", f"must have an entry for each of {num_layers} layers")
+        windowed = tuple(kind == SLIDING for kind in types)
+    if not any(windowed):
+        return None
+    if size is None:
+        raise fields.fail("sliding_window", "is missing, and layer_types names sliding layers")
+    return SlidingWindow(size, shortest_period(windowed))
+
+
+def layers(num_layers: int) -> range:
+    """The layers of a config that may be damaged: no more than `DecoderConfig` accepts."""
+    return range(min(num_layers, MOST_LAYERS))
+
+
+def write_window(config: DecoderConfig) -> dict[str, Any]:
+    """The window's size, and the type of each layer as `read_window` reads it."""
+    window = config.sliding_window
+    return {
+        "sliding_window": None if window is None else window.size,
+        "layer_types": layer_types(config),
+    }
+
+
+def layer_types(config: DecoderConfig) -> list[str]:
+    """The type of each layer, as `layer_types` in config.json."""
+    return [SLIDING if windowed else FULL for windowed in config.windowed]
+
+
+def shortest_period(flags: Sequence[bool]) -> tuple[bool, ...]:
+    """The shortest beginning of a sequence that repeats to all of it.
+
+    In linear time (Knuth, Morris and Pratt 1977): the number of layers may be a damaged file's.
+    """
+    longest = [0] * len(flags)  # the longest proper beginning that each part ends with
+    for index in range(1, len(flags)):
+        length = longest[index - 1]
+        while length and flags[index] != flags[length]:
+            length = longest[length - 1]
+        longest[index] = length + (flags[index] == flags[length])
+    return tuple(flags[: len(flags) - longest[-1]])

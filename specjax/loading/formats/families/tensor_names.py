@@ -1,0 +1,116 @@
+"""What the modules of a decoder are called in Hugging Face's layout and in GGUF: one row each.
+
+The names are Llama's, and those of what other families add to it; a family whose names differ says
+which (`table`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
+from typing import Literal, NamedTuple
+
+from specjax.loading.formats.parameter_names import TensorEntry
+
+
+class _Module(NamedTuple):
+    """A module's location in the tree, its kind, and its name in each format.
+
+    A vector is one tensor, whose name is whole. Without a name the format has none for Llama.
+    """
+
+    path: str
+    kind: Literal["norm", "linear", "embedding", "vector"]
+    huggingface: str
+    gguf: str
+
+
+_FINAL_NORM = _Module("final_norm", "norm", "model.norm", "output_norm")
+_POSITIONS = _Module("positions", "embedding", "", "position_embd")
+_LAYER_MODULES = (
+    _Module("attention_norm", "norm", "input_layernorm", "attn_norm"),
+    _Module("mlp_norm", "norm", "post_attention_layernorm", "ffn_norm"),
+    _Module("after_attention_norm", "norm", "", "post_attention_norm"),
+    _Module("after_mlp_norm", "norm", "", "post_ffw_norm"),
+    _Module("attention.query_norm", "norm", "self_attn.q_norm", "attn_q_norm"),
+    _Module("attention.key_norm", "norm", "self_attn.k_norm", "attn_k_norm"),
+    _Module("mlp.experts.down", "linear", "mlp.experts.{expert}.down_proj", "ffn_down_exps"),
+    _Module("mlp.experts.gate", "linear", "mlp.experts.{expert}.gate_proj", "ffn_gate_exps"),
+    _Module("mlp.experts.up", "linear", "mlp.experts.{expert}.up_proj", "ffn_up_exps"),
+    _Module("mlp.router", "linear", "mlp.gate", "ffn_gate_inp"),
+    _Module(
+        "mlp.router.selection_bias",
+        "vector",
+        "mlp.gate.e_score_correction_bias",
+        "exp_probs_b.bias",
+    ),
+    _Module("mlp.shared.down", "linear", "mlp.shared_experts.down_proj", "ffn_down_shexp"),
+    _Module("mlp.shared.gate", "linear", "mlp.shared_experts.gate_proj", "ffn_gate_shexp"),
+    _Module("mlp.shared.up", "linear", "mlp.shared_experts.up_proj", "ffn_up_shexp"),
+    _Module("attention.query", "linear", "self_attn.q_proj", "attn_q"),
+    _Module("attention.key", "linear", "self_attn.k_proj", "attn_k"),
+    _Module("attention.value", "linear", "self_attn.v_proj", "attn_v"),
+    _Module("attention.output", "linear", "self_attn.o_proj", "attn_output"),
+    _Module("mlp.gate", "linear", "mlp.gate_proj", "ffn_gate"),
+    _Module("mlp.up", "linear", "mlp.up_proj", "ffn_up"),
+    _Module("mlp.down", "linear", "mlp.down_proj", "ffn_down"),
+)
+"""Modules of a layer, in whose names the layer's own is left out."""
+
+_OUTER_NAMES = {
+    "huggingface": {
+        "layer": "model.layers.{layer}",
+        "embed": "model.embed_tokens",
+        "head": "lm_head",
+    },
+    "gguf": {"layer": "blk.{layer}", "embed": "token_embd", "head": "output"},
+}
+_PAIRED = ("attention.query", "attention.key")
+
+
+def table(
+    format: Literal["huggingface", "gguf"],
+    names: Mapping[str, str] = MappingProxyType({}),
+    *,
+    paired: bool = False,
+    transposed: bool = False,
+    norms_added: int = 0,
+    fused: Collection[Sequence[str]] = (),
+) -> tuple[TensorEntry, ...]:
+    """The entries of a format, with the `names` of modules in which a family differs from Llama.
+
+    `paired` says that rotated dimensions of queries and keys are stored as neighbours, `transposed`
+    that kernels are stored [in, out], `norms_added` what the file's norm scales have more than the
+    tree's. Each of `fused` lists modules that one tensor holds in that order; they have one name.
+    Experts without `{expert}` in their name are in one tensor.
+    """
+    outer = {name: names.get(name, own) for name, own in _OUTER_NAMES[format].items()}
+    entries = [
+        TensorEntry(f"{outer['embed']}.weight", ("head", "kernel"), 1, tied=True),
+        TensorEntry(f"{outer['embed']}.weight", ("embed", "embedding"), tied=False),
+        TensorEntry(f"{outer['head']}.weight", ("head", "kernel"), 1, tied=False),
+    ]
+    parts = {path: (group.index(path), len(group)) for group in fused for path in group}
+    for module in (_FINAL_NORM, *_LAYER_MODULES, _POSITIONS):
+        name = names.get(module.path, getattr(module, format))
+        if not name:
+            continue
+        path = tuple(module.path.split("."))
+        if module in _LAYER_MODULES:
+            name, path = f"{outer['layer']}.{name}", ("layers", *path)
+        is_paired = paired and module.path in _PAIRED
+        part = parts.get(module.path, (0, 1))
+        weight, bias = f"{name}.weight", TensorEntry(f"{name}.bias", (*path, "bias"))
+        if module.kind == "norm":
+            entries += [TensorEntry(weight, (*path, "scale"), added=norms_added), bias]
+        elif module.kind == "linear":
+            inputs = 2 if module.path == "attention.output" else 1
+            kernel = TensorEntry(weight, (*path, "kernel"), inputs, is_paired, part=part)
+            merged = "experts" in path and "{expert}" not in name
+            entries.append(kernel._replace(transposed=transposed, merged=merged))
+            entries.append(bias._replace(paired=is_paired, part=part))
+        elif module.kind == "embedding":
+            entries.append(TensorEntry(weight, (*path, "embedding")))
+        else:
+            entries.append(TensorEntry(name, path))
+    return tuple(entries)

@@ -1,0 +1,102 @@
+"""The metadata of a GGUF file as typed fields, and what all architectures share in it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from specjax.errors import InputError
+from specjax.loading.formats.gguf_file import GgufFile, check_type
+from specjax.loading.typed_fields import Fields
+from specjax.models.config import RopeScaling
+
+MTP_MODULES = "nextn_predict_layers"
+"""The key of the number of modules for multi-token prediction."""
+
+_UNREAD = (
+    "vocab_size",
+    "tensor_data_layout",
+    "rope.scaling.original_context_length",
+    "rope.scaling.finetuned",
+    "expert_used_count",
+)
+"""Keys without effect on what is computed."""
+
+_NEUTRAL = {
+    "attention.causal": True,
+    "attention.sliding_window": 0,
+    "expert_count": 0,
+    "expert_gating_func": 1,
+    "use_parallel_residual": False,
+    "attention.scale": 0.0,
+    "attention.clamp_kqv": 0.0,
+    "logit_scale": 1.0,
+    "residual_scale": 1.0,
+    "embedding_scale": 1.0,
+    "rope.scaling.attn_factor": 1.0,
+    "pooling_type": 0,
+}
+"""Keys that may be there with the value that changes nothing, unless a family reads them."""
+
+
+class GgufFields(Fields):
+    """The `{architecture}.*` keys of a file.
+
+    An array of equal values, one per layer, is that value. A number is the shortest decimal that is
+    the same float32: 1e-05, not 9.99999975e-06.
+    """
+
+    def __init__(self, file: GgufFile, architecture: str) -> None:
+        prefix = f"{architecture}."
+        values = {
+            key.removeprefix(prefix): _normalised(value)
+            for key, value in file.metadata.items()
+            if key.startswith(prefix)
+        }
+        super().__init__(str(file.path), values, "convert the model again", prefix)
+        self.file = file
+
+    def check_others(self, fixed: Mapping[str, Any]) -> None:
+        """Raise InputError for a key that nobody has read, unless its value changes nothing.
+
+        `fixed` are the values that keys have in every file of the family.
+        """
+        for name, value in {**_NEUTRAL, **fixed}.items():
+            if name not in self.asked:
+                self.only(name, value)
+        unread = [name for name in self.values if name not in self.asked and name not in _UNREAD]
+        if unread:
+            raise self.unknown(unread, "it may change what is computed; use a model without it")
+
+
+def _normalised(value: Any) -> Any:
+    if isinstance(value, np.ndarray) and value.size and (value == value[0]).all():
+        value = value[0].item()
+    if type(value) is not float:
+        return value
+    with np.errstate(over="ignore"):
+        return float(str(np.float32(value)))
+
+
+def read_scaling(fields: GgufFields, rotary_width: int) -> RopeScaling | None:
+    """The scaling of the rotary frequencies, for so many rotated dimensions of a head."""
+    file = fields.file
+    kind = fields.text("rope.scaling.type", "none")
+    factor = fields.number("rope.scaling.factor", fields.number("rope.scale_linear", 1.0))
+    fields.only("rope.scaling.type", "none", "linear")
+    # Without a type, a factor means linear scaling, as it does for llama.cpp.
+    stated = "rope.scaling.type" in fields.values
+    linear = factor not in (0.0, 1.0) and (kind == "linear" or not stated)
+    tensor = file.tensors.get("rope_freqs.weight")
+    if tensor is None:
+        return RopeScaling("linear", factor=factor) if linear else None
+    if linear or tensor.shape != (rotary_width // 2,):
+        raise InputError(
+            f"{file.path}: rope_freqs.weight {list(tensor.shape)} with linear factor {factor} is "
+            f"not supported; it must be [{rotary_width // 2}] and the only scaling"
+        )
+    check_type(file, "rope_freqs.weight")
+    factors = file.values(tensor)
+    return RopeScaling("factors", factors=tuple(float(str(value)) for value in factors))

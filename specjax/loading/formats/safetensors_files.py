@@ -1,0 +1,154 @@
+"""The safetensors files of a directory: found, opened, and their headers compared with an index."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from specjax.errors import InputError, one_line, shown
+from specjax.files.open_files import regular_file
+from specjax.loading.tokenizers.huggingface_tokenizer import read_json
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+"""Suffixes of files that run code when they are read."""
+
+FLOATS = ("F32", "F16", "BF16", "F64")
+PRODUCER = {"format": "pt", "producer": "specjax"}
+"""The header of the safetensors files that specjax writes."""
+
+_BUFFERS = re.compile(r".*\.rotary_emb\.(inv_freq|original_inv_freq|cos_cached|sin_cached)")
+"""Names of buffers that old checkpoints kept."""
+
+Shards = Mapping[Path, list[str] | None]
+"""Weight files, each with the tensors that an index puts there, or None without an index."""
+
+
+class StoredTensor(NamedTuple):
+    """A tensor in a file: its file, its name there, its shape and type."""
+
+    path: Path
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def refuse_pickle(path: Path, command: str) -> InputError:
+    """The error for weights in a pickle, with the Python command that converts them."""
+    return InputError(
+        f"{path}: a pickle can run code and is not read; convert it where torch is installed: "
+        f'python -c "{command}"'
+    )
+
+
+def find_shards(
+    directory: Path, convert: Callable[[Path], str], names: Collection[str] = (WEIGHTS,)
+) -> Shards:
+    """The weight files of a directory: one with one of the `names`, or those of its index.
+
+    `convert` gives the command that converts a pickle. Raises InputError where there are none.
+    """
+    for name in names:
+        if (directory / name).exists():
+            return {directory / name: None}
+    index = directory / INDEX
+    if not index.exists():
+        for path in sorted(directory.iterdir()):
+            if path.suffix in PICKLES:
+                raise refuse_pickle(path, convert(path))
+        known = " or ".join((*names, f"{INDEX} with its shards"))
+        raise InputError(f"{directory}: no weights; it needs {known}")
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise InputError(f"{index}: weight_map must name a file for each tensor; download it again")
+    shards: dict[Path, list[str] | None] = {}
+    for tensor, name in weight_map.items():
+        if not isinstance(name, str) or Path(name).name != name:
+            raise InputError(
+                f"{index}: {shown(tensor)} is in {shown(name)}, which is not a plain file name"
+            )
+        listed = shards.setdefault(directory / name, [])
+        assert listed is not None
+        listed.append(tensor)
+    missing = [path.name for path in shards if not path.exists()]
+    if missing:
+        raise InputError(
+            f"{directory}: missing shard {', '.join(sorted(missing))}; download it again"
+        )
+    return shards
+
+
+@contextmanager
+def open_file(path: Path) -> Iterator[Any]:
+    """A safetensors file; raises InputError where it is none."""
+    try:
+        file = safe_open(regular_file(path, "download it again"), framework="numpy")
+    except (SafetensorError, OSError) as error:
+        raise InputError(
+            f"{path}: not a safetensors file ({one_line(error)}); download it again"
+        ) from None
+    with file:
+        yield file
+
+
+@contextmanager
+def open_tensors(tensors: Iterable[StoredTensor]) -> Iterator[Callable[[StoredTensor], np.ndarray]]:
+    """A function that reads the numbers of one of the tensors, whose files are open."""
+    with ExitStack() as stack:
+        paths = {tensor.path for tensor in tensors}
+        files = {path: stack.enter_context(open_file(path)) for path in paths}
+        yield lambda tensor: files[tensor.path].get_tensor(tensor.name)
+
+
+def read_headers(shards: Shards, dtypes: Collection[str]) -> list[StoredTensor]:
+    """The tensors of files without their numbers, but for old buffers.
+
+    Raises InputError for a tensor that the index has and the file lacks, and for types of numbers
+    that are not among the `dtypes`.
+    """
+    found = []
+    for path, listed in shards.items():
+        with open_file(path) as file:
+            present = set(file.keys())
+            if lacking := sorted(set(listed or ()) - present):
+                raise InputError(
+                    f"{path}: lacks {lacking[0]}, which the index puts there "
+                    f"({len(lacking)} tensors in all); download it again"
+                )
+            for name in present if listed is None else listed:
+                if _BUFFERS.fullmatch(name):
+                    continue
+                entry = file.get_slice(name)
+                if (dtype := entry.get_dtype()) not in dtypes:
+                    raise InputError(
+                        f"{path}: {name} has the type {dtype}, which is not supported; use a "
+                        f"checkpoint in {', '.join(FLOATS)}"
+                    )
+                found.append(StoredTensor(path, name, tuple(entry.get_shape()), dtype))
+    return found
+
+
+def read_notes(path: Path) -> dict[str, str]:
+    """The notes in a file's header."""
+    with open_file(path) as file:
+        return file.metadata() or {}
+
+
+def is_ours(notes: Mapping[str, str]) -> bool:
+    """Whether the notes say that specjax wrote the file."""
+    return notes.get("producer") == PRODUCER["producer"]
+
+
+def write_tensors(tensors: Mapping[str, np.ndarray], path: Path, notes: Mapping[str, str]) -> None:
+    """Write a safetensors file whose header names specjax beside the notes; raises OSError."""
+    try:
+        save_file(dict(tensors), path, metadata={**notes, **PRODUCER})
+    except SafetensorError as error:
+        raise OSError(one_line(error)) from None

@@ -1,0 +1,313 @@
+"""Bad directories of Hugging Face's layout: one line names the file, the field and what to do."""
+
+import json
+
+import numpy as np
+import pytest
+from model_folders import WEIGHTS, changed, edit_json, edit_tensors, refusal, without
+
+from specjax.errors import InputError
+from specjax.loading import model_metadata
+from specjax.loading.load import load_model
+from specjax.loading.tokenizers.huggingface_tokenizer import read_tokenizer
+
+LLAMA_CONFIGS = [
+    ({"model_type": "mamba"}, "model_type='mamba' is not supported; use a model of the type 'll"),
+    ({"model_type": "deepseek_v3"}, "is not supported: it has multi-head latent attention"),
+    ({"model_type": "qwen3_next"}, "is not supported: it has linear attention"),
+    ({"model_type": ["qwen3"]}, "model_type=['qwen3'] is not supported"),
+    ({"surprise": 1}, "surprise=1: is unknown"),
+    ({"architectures": ["LlamaForSequenceClassification"]}, "architectures="),
+    ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+    ({"sliding_window": 128}, "sliding_window=128"),
+    ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types="),
+    ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config="),
+    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+    ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "yarn"),
+    ({"rope_parameters": {"rope_type": "linear"}}, "factor must be a number"),
+    ({"rope_parameters": {"rope_type": "linear", "factor": -1}}, "factor=-1"),
+    ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "one set of values"),
+    ({"rope_parameters": {"rope_theta": "big"}}, "rope_theta must be a number"),
+    ({"rope_parameters": {"rope_theta": 1e300}}, "rope_theta must be a number"),
+    ({"hidden_size": "24"}, "hidden_size='24'"),
+    ({"hidden_size": None}, "hidden_size=None"),
+    ({"hidden_size": 48}, "mis-shaped"),
+    ({"num_hidden_layers": 3}, "missing: model.layers.2.input_layernorm.weight"),
+    ({"num_hidden_layers": 1}, "unexpected: model.layers.1."),
+    ({"num_hidden_layers": 10**4}, "10000 layers"),
+    ({"num_hidden_layers": 10**12}, "num_layers=1000000000000: must be"),
+    ({"max_position_embeddings": 2**40}, "max_positions=1099511627776: must be"),
+    ({"max_position_embeddings": 0}, "max_positions=0: must be"),
+    ({"intermediate_size": 2**40}, "intermediate_size=1099511627776: must be"),
+    ({"rms_norm_eps": 1e-300}, "rms_norm_eps=1e-300: must be"),
+    ({"num_attention_heads": 0}, "num_heads=0"),
+    ({"attention_bias": "yes"}, "attention_bias='yes'"),
+    ({"tie_word_embeddings": False}, "set tie_word_embeddings to true"),
+    ({"vocab_size": 60}, "vocab_size=60, but the tokenizer has 80"),
+    ({"head_dim": 7}, "head_dim=7"),
+]
+FAMILY_CONFIGS = [
+    ("qwen3", {"hidden_act": "gelu"}, "hidden_act='gelu': is not supported"),
+    ("qwen3", {"rope_scaling": {"type": "yarn"}, "rope_parameters": None}, "yarn"),
+    ("qwen3", {"rope_parameters": {"mrope_section": [1]}}, "mrope_section is unknown"),
+    ("qwen3", {"layer_types": ["chunked_attention"] * 3}, "layer_types="),
+    ("qwen2", {"layer_types": ["sliding_attention"]}, "an entry for each of 3 layers"),
+    ("qwen2", {"num_hidden_layers": 10**12}, "layer_types="),
+    ("qwen2", {"num_hidden_layers": 10**12, "layer_types": None}, "num_layers=1000000000000"),
+    ("qwen2", {"sliding_window": 0}, "sliding_window.size=0"),
+    ("qwen2", {"use_mrope": True}, "use_mrope=True"),
+    ("mistral", {"sliding_window": "no"}, "sliding_window='no'"),
+    ("mistral", {"layer_types": ["full_attention"] * 3}, "layer_types="),
+    ("gemma2", {"hidden_activation": "relu"}, "hidden_activation='relu'"),
+    ("gemma2", {"query_pre_attn_scalar": -4}, "query_pre_attn_scalar=-4"),
+    ("gemma2", {"final_logit_softcapping": -1}, "logit_softcap=-1"),
+    ("gemma3_text", {"attn_logit_softcapping": 9.0}, "attn_logit_softcapping=9.0"),
+    ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+    ("gemma3_text", {"model_type": "gemma3"}, "model_type='gemma3'"),
+    ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
+    ("gpt2", {"add_cross_attention": True}, "add_cross_attention=True"),
+    ("gpt2", {"activation_function": "relu"}, "activation_function='relu'"),
+    ("gpt2", {"activation_function": ["relu"]}, "activation_function=['relu']"),
+    ("glm4", {"rope_parameters": {"partial_rotary_factor": 0.95}}, "rotary_width=11"),
+    ("glm4", {"rope_parameters": {"partial_rotary_factor": 0.6}}, "rotary_width=7"),
+    ("glm4", {"attention_bias": False}, "unexpected: model.layers."),
+    *(
+        (name, {"rope_scaling": {"rope_type": "linear", "factor": 3.0}}, "says something else")
+        for name in ("qwen3", "glm4", "gemma3_text")
+    ),
+    ("glm4_moe", {"num_nextn_predict_layers": 0}, "belongs to an MTP layer"),
+    ("mimo", {"num_nextn_predict_layers": 2}, "missing: model.mtp_layers.1"),
+    ("glm4_moe", {"mtp_num_hidden_layers": 3}, "mtp_num_hidden_layers=3: disagrees with num_next"),
+]
+
+
+@pytest.mark.parametrize(
+    ("source", "fields", "words"),
+    [
+        *(("grouped_tied", fields, words) for fields, words in LLAMA_CONFIGS),
+        *((f"families/{name}", fields, words) for name, fields, words in FAMILY_CONFIGS),
+    ],
+)
+def test_fields_that_are_not_supported(source, fields, words, tmp_path):
+    assert words in refusal(changed(source, tmp_path, **fields))
+
+
+def extra(name, value=None):
+    array = np.ones((2, 2), np.float32) if value is None else value
+    return lambda tensors: {**tensors, name: array}
+
+
+QUERY = "model.layers.0.self_attn.q_proj"
+GLM = "families/glm4_moe"
+
+
+def other_copy(tensors):
+    name = "model.layers.3.embed_tokens.weight"
+    return {**tensors, name: tensors[name] + 1}
+
+
+@pytest.mark.parametrize(
+    ("source", "change", "words"),
+    [
+        ("grouped_tied", extra(f"{QUERY}.lora_A.weight"), "merge the adapter"),
+        ("grouped_tied", extra(f"{QUERY}.weight_scale_inv"), "quantised; use the model"),
+        ("grouped_tied", extra("vision_tower.weight"), "one of the two is of another kind"),
+        ("grouped_tied", without("model.norm"), "download the file again if it is cut off"),
+        ("grouped_tied", extra("mtp.fc.weight"), "mtp.fc.weight belongs to an MTP layer"),
+        ("grouped_tied", extra("model.layers.2.eh_proj.weight"), "which model_type='llama' does"),
+        ("grouped_tied", extra("lm_head.weight", np.ones((83, 24), np.float32)), "set it to false"),
+        (
+            "grouped_tied",
+            extra("model.norm.weight", np.ones(24, np.int8)),
+            "model.norm.weight has the type I8",
+        ),
+        (GLM, without("model.layers.3.eh_proj"), "missing: model.layers.3.eh_proj.weight"),
+        (GLM, without("model.layers.3.eh_proj", "model.layers.3.mlp."), "cut off"),
+        (GLM, other_copy, "differs from model.embed_tokens.weight"),
+        ("families/mimo", without("model.mtp_layers.0.input_proj"), "0.input_proj.weight"),
+    ],
+)
+def test_tensors_that_do_not_fit(source, change, words, tmp_path):
+    assert words in refusal(changed(source, tmp_path, change))
+
+
+SETTINGS = "tokenizer_config.json"
+SHARD = "model-00002-of-00004.safetensors"
+
+
+def put(name, content):
+    """A change of a directory: a file, or, of None, no file."""
+
+    def change(path):
+        if content is None:
+            (path / name).unlink()
+        else:
+            data = content if isinstance(content, bytes) else content.encode()
+            (path / name).write_bytes(data)
+
+    return change
+
+
+def several(*changes):
+    def change(path):
+        for each in changes:
+            each(path)
+
+    return change
+
+
+def truncated(path):
+    (path / WEIGHTS).write_bytes((path / WEIGHTS).read_bytes()[:-10])
+
+
+def lacking_a_tensor(path):
+    edit_tensors(path / SHARD, lambda tensors: dict(sorted(tensors.items())[1:]))
+
+
+def outside(path):
+    index = path / "model.safetensors.index.json"
+    edit_json(index, weight_map={"a": "../../secret.safetensors"})
+
+
+def infinite_number(path):
+    config = path / "config.json"
+    config.write_text(config.read_text().replace("{", '{"rope_theta": 1e999, ', 1))
+
+
+def model_of_tokenizer(**fields):
+    def change(path):
+        content = json.loads((path / "tokenizer.json").read_text())
+        content["model"] |= fields
+        (path / "tokenizer.json").write_text(json.dumps(content))
+
+    return change
+
+
+def far_token(path):
+    content = json.loads((path / "tokenizer.json").read_text())
+    content["model"]["vocab"]["far"] = 2**32 - 1
+    (path / "tokenizer.json").write_text(json.dumps(content))
+
+
+def ends(value):
+    return lambda path: edit_json(path / "generation_config.json", eos_token_id=value)
+
+
+def template(value):
+    def change(path):
+        (path / "chat_template.jinja").unlink()
+        edit_json(path / SETTINGS, chat_template=value)
+
+    return change
+
+
+BAD_TEMPLATES = [5, True, {}, "\ud800", "x" * 2**21, [5], [{"name": "default"}]]
+BAD_TEMPLATES.append([{"name": "default", "template": 5}])
+FILES = {
+    "a config that is cut off": (put("config.json", "{"), "is not JSON"),
+    "a config that is a list": (put("config.json", "[]"), "must hold a JSON object"),
+    "a config too deep": (put("config.json", "[" * 100_000), "is not JSON"),
+    "no config": (put("config.json", None), "config.json: missing"),
+    "a number of many digits": (put("config.json", f'{{"a": {"1" * 5000}}}'), "is not JSON"),
+    "a number no float holds": (infinite_number, "too large"),
+    "no tokenizer in its file": (put("tokenizer.json", "{}"), "not a tokenizer"),
+    "only SentencePiece's file": (
+        several(put("tokenizer.json", None), put("tokenizer.model", "")),
+        "no tokenizer.json",
+    ),
+    "settings that are no JSON": (put(SETTINGS, "nope"), "is not JSON"),
+    "an end that is no token": (put(SETTINGS, '{"eos_token": "<none>"}'), "eos_token='<none>'"),
+    "an end that is a text": (ends("x"), "eos_token_id='x'"),
+    **{f"the end {value:.3}": (ends(int(value)), "eos_token_id=") for value in ("4000", "-1")},
+    "the end 2**40": (ends(2**40), "is outside"),
+    "an end of many digits": (ends(10**4000), "eos_token_id="),
+    "an enormous token id": (far_token, "have ids up to 4294967295"),
+    "a tokenizer that panics": (
+        model_of_tokenizer(continuing_subword_prefix="\0" * 10),
+        "not a tokenizer",
+    ),
+    "garbage for weights": (put(WEIGHTS, "garbage"), "not a safetensors file"),
+    "weights that are cut off": (truncated, "not a safetensors file"),
+    "no weights": (put(WEIGHTS, None), "no weights"),
+    "an adapter alone": (
+        several(put("config.json", None), put("adapter_config.json", "{}")),
+        "an adapter without its model; merge it",
+    ),
+    "a template that is no text": (put("chat_template.jinja", b"\xff"), "cannot be read"),
+    "a template file too long": (put("chat_template.jinja", "x" * 2**21), "characters"),
+    **{
+        f"the chat template {value!r:.30}": (template(value), f"{SETTINGS}: chat_template")
+        for value in BAD_TEMPLATES
+    },
+    **{
+        f"a pickle, {suffix}": (
+            lambda path, suffix=suffix: (path / WEIGHTS).rename(path / f"pytorch_model{suffix}"),
+            "save_pretrained",
+        )
+        for suffix in (".bin", ".pt", ".pth")
+    },
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_files_that_are_damaged(name, tmp_path, capfd):
+    change, words = FILES[name]
+    path = changed("grouped_tied", tmp_path)
+    change(path)
+    assert words in refusal(path)
+    capfd.readouterr()  # Rust prints what it likes of a panic
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (put(SHARD, None), f"missing shard {SHARD}"),
+        (lacking_a_tensor, f"{SHARD}: lacks model."),
+        (outside, "not a plain file name"),
+    ],
+)
+def test_shards_that_do_not_fit_their_index(change, words, tmp_path):
+    path = changed("biased_untied", tmp_path)
+    change(path)
+    assert words in refusal(path)
+
+
+def test_several_chat_templates(tmp_path):
+    path = changed("grouped_tied", tmp_path)
+    (path / "chat_template.jinja").unlink()
+    entries = [{"name": "tool_use", "template": "a"}, {"name": "default", "template": "b"}]
+    for value, chosen in ((entries, "b"), (entries[:1], None), ([], None), (None, None)):
+        edit_json(path / SETTINGS, chat_template=value)
+        assert read_tokenizer(path).chat_template == chosen
+
+
+def test_a_template_in_our_own_checkpoint_is_bounded(tmp_path):
+    tokenizer = read_tokenizer(changed("grouped_tied", tmp_path))
+    content = model_metadata.tokenizer_metadata(tokenizer) | {"chat_template": "x" * 2**21}
+    with pytest.raises(InputError, match="chat_template has 2097152 characters"):
+        model_metadata.read_tokenizer(content)
+
+
+def test_an_unknown_token_that_is_none(tmp_path):
+    path = changed("grouped_tied", tmp_path)
+    model_of_tokenizer(unk_token="no such token")(path)
+    with pytest.raises(InputError, match="text: the tokenizer cannot encode it"):
+        read_tokenizer(path).encode("\u4e16")
+
+
+def test_a_pickle_alone_is_refused(tmp_path):
+    path = changed("grouped_tied", tmp_path) / WEIGHTS
+    assert "save_pretrained" in refusal(path.rename(path.with_suffix(".bin")))
+
+
+def test_a_model_whose_announced_modules_are_none(tmp_path):
+    load_model(changed("grouped_tied", tmp_path, num_nextn_predict_layers=0))
+
+
+def test_messages_are_printable_and_bounded():
+    for text in ("a\nb\r\t\x1b[2J\0\ud800\u2028", "x" * 10**6):
+        message = str(InputError(text))
+        assert message.isprintable()
+        assert len(message) < 2100
+    assert str(InputError("a\nb\x1b[2J\ud800")) == r"a b\x1b[2J\ud800"
+    assert str(InputError("Ġ é ▁ 世")) == "Ġ é ▁ 世"
