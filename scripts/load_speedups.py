@@ -19,7 +19,7 @@ from absl import app, flags, logging
 
 from specjax import theory
 from specjax.cli.built_in_prompts import questions_of
-from specjax.cli.measure_auto import measure_cells
+from specjax.cli.measure_speedups import measure_speedups
 from specjax.decoding.prompts import encode_prompt, spread
 from specjax.drafters import make_drafter
 from specjax.loading.load import load_model
@@ -64,12 +64,11 @@ def main(argv: list[str]) -> int:
     )
     print("| --- | --- | --- | --- | --- | --- | --- |")
     for batch in map(int, _BATCHES.value):
-        (cell,) = measure_cells(
+        (cell,) = measure_speedups(
             model,
             ids,
             {_DRAFTER.value: drafter},
             batch_size=batch,
-            temperature=0.0,
             max_new_tokens=_NEW.value,
             repeats=_REPEATS.value,
         )
@@ -84,7 +83,7 @@ def main(argv: list[str]) -> int:
         best, taught = int(np.argmax(found)), _OFTEN_TAUGHT.get(batch)
         print(
             f"| {batch} | {cell.plain_tokens_per_second:.1f} | {cell.tokens_per_second:.1f} | "
-            f"{cell.decoding.mean:.2f} [{cell.decoding.low:.2f}..{cell.decoding.high:.2f}] | "
+            f"{cell.speedup.mean:.2f} [{cell.speedup.low:.2f}..{cell.speedup.high:.2f}] | "
             f"{cell.mean_draft:.1f} | {found[best]:.2f}x (K = {_LENGTHS[best]}) | "
             f"{'-' if taught is None else f'{taught:.1f}x'} |",
             flush=True,

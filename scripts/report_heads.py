@@ -31,8 +31,7 @@ from specjax.fields import Flag, InputFile, InputFolder, Number, OutputFolder, T
 from specjax.loading.find_head import SHIPPED, shipped_heads
 from specjax.loading.heads.head import read_head
 from specjax.loading.load import DEFAULT_MODEL
-from specjax.reporting.read import read_report
-from specjax.reporting.runs import Run
+from specjax.reporting.records import Run, read_report
 from specjax.reporting.statistics import OVERALL, figures_by_task, heading, tasks_of
 
 _UNTRAINED = ("ngram",)

@@ -459,7 +459,7 @@ def _checked(
                 continue
             kind = kind.fields
         if name not in values:
-            problems.add(f"{prefix}{name} is missing: add it to the config file")
+            problems.add(f"{prefix}{name} is missing: give it a value")
         elif isinstance(kind, Mapping):
             if not isinstance(values[name], Mapping):
                 problems.add(f"{prefix}{name}={shown(values[name])}: must be a section")

@@ -1,12 +1,12 @@
 """Compare decode runs: tables by task in Spec-Bench's layout, CSV, Spec-Bench JSONL, pictures.
 
-    python -m specjax.report a.json b.json --out=DIR [--predict] [--nopictures]
+    python -m specjax.report a.jsonl b.jsonl --out=DIR [--predict] [--nopictures]
 
 Reads what `python -m specjax.decode --config.report=FILE` wrote, runs of one target over the same
-prompts (several in a file of several drafters), and what `specjax.bench` wrote. Into DIR go
-report.md, report.csv, one JSONL file per run and the pictures. `--predict` loads the target and
-times the parts of each run's rounds, for the predicted speed-up; timings are kept in DIR/costs.json
-(delete it to time again). The written files are listed in DIR/specjax_folder.json: files of the
+prompts (several in a file of several drafters). Into DIR go report.md, report.csv, one JSONL file
+per run and the pictures. `--predict` loads the target and times the parts of each run's rounds, for
+the predicted speed-up; timings are kept in DIR/costs.json (delete it to time again).
+The written files are listed in DIR/specjax_folder.json: files of the
 same names that are not listed there, or were changed since, are not replaced. Interrupted runs are
 named.
 Exit codes: 0; 2 for bad input; 130 after Ctrl-C or SIGTERM.
@@ -14,6 +14,7 @@ Exit codes: 0; 2 for bad input; 130 after Ctrl-C or SIGTERM.
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import tempfile
@@ -31,10 +32,8 @@ from specjax.files.json_files import read_json_file
 from specjax.files.paths import output_folder
 from specjax.files.written_files import WrittenFiles
 from specjax.reporting import csv_jsonl, picture_files, plots, tables
-from specjax.reporting.read import read_reports
-from specjax.reporting.report_file import json_text
-from specjax.reporting.runs import Bench, Run, check_together, labels
-from specjax.reporting.statistics import Entry, by_conditions, in_order
+from specjax.reporting.records import Run, read_reports
+from specjax.reporting.runs import Entry, by_conditions, check_together, in_order, labels
 
 _ALWAYS, _COSTS = ("report.md", "report.csv"), "costs.json"
 _DRAWN = "pictures"
@@ -65,18 +64,14 @@ def write(
     Returns the files written. Raises InputError for bad input, before anything is written.
     """
     if not paths:
-        raise InputError("no reports: name the JSON files that specjax.decode wrote")
+        raise InputError("no reports: name the files that specjax.decode wrote")
     if pictures:
         plots.require_matplotlib()
-    reports = [one for path in paths for one in read_reports(path)]
-    runs = [one for one in reports if isinstance(one, Run)]
-    benches = [one for one in reports if isinstance(one, Bench)]
-    if runs:
-        check_together(runs)
+    runs = [run for path in paths for run in read_reports(path)]
+    check_together(runs)
     files = _open_folder(out)
-    names = [f"{name}.jsonl" for name in _file_names(labels(runs))] if runs else []
+    names = [f"{name}.jsonl" for name in _file_names(labels(runs))]
     groups = len({run.conditions for run in runs})
-    predict = predict and bool(runs)
     names += [*(picture_files.file_names(groups) if pictures else ()), *([_COSTS] * predict)]
     files.check([*_ALWAYS, *names])
     try:
@@ -85,41 +80,33 @@ def write(
         raise _unwritable(out, error) from None
     entries = [
         Entry.of(run, label, predictions.get(index))
-        for index, (run, label) in enumerate(zip(runs, labels(runs) if runs else (), strict=True))
+        for index, (run, label) in enumerate(zip(runs, labels(runs), strict=True))
     ]
     try:
-        return _write_all(files, in_order(entries), benches, pictures)
+        return _write_all(files, in_order(entries), pictures)
     except OSError as error:
         raise _unwritable(out, error) from None
 
 
-def _write_all(
-    files: WrittenFiles, entries: Sequence[Entry], benches: Sequence[Bench], pictures: bool
-) -> list[Path]:
-    texts: dict[str, str] = {}
-    if entries:
-        texts["report.csv"] = csv_jsonl.csv_text(entries)
-        texts |= {
-            f"{name}.jsonl": csv_jsonl.jsonl_text(entry)
-            for name, entry in zip(
-                _file_names([entry.label for entry in entries]), entries, strict=True
-            )
-        }
+def _write_all(files: WrittenFiles, entries: Sequence[Entry], pictures: bool) -> list[Path]:
+    names = _file_names([entry.label for entry in entries])
+    texts = {"report.csv": csv_jsonl.csv_text(entries)}
+    texts |= {
+        f"{name}.jsonl": csv_jsonl.jsonl_text(entry)
+        for name, entry in zip(names, entries, strict=True)
+    }
     for _ in atomic_writes.abandoned(files.folder, _DRAWN):
         pass  # each is deleted after its turn
     with atomic_writes.unfinished(files.folder, _DRAWN) as drawing:
         drawing.mkdir()
         drawn = picture_files.draw(drawing, entries) if pictures else {}
-        texts = {"report.md": tables.markdown(entries, benches, drawn), **texts}
+        texts = {"report.md": tables.markdown(entries, drawn), **texts}
         written = [files.write(name, text) for name, text in texts.items()]
         written += [files.move(picture) for picture in sorted(drawing.iterdir())]
     for conditions, group in by_conditions(entries).items():
         print(f"{conditions}\n\n{tables.leaderboard(group)}")
         if note := tables.incomplete(group):
             print(note)
-    for bench in benches:
-        if bench.interrupted:
-            print(f"{bench.path.name}: interrupted; not everything was measured")
     return written
 
 
@@ -143,7 +130,7 @@ def _predictions(runs: Sequence[Run], files: WrittenFiles) -> dict[int, float | 
     for index, (run, parts) in zip(left, timed, strict=True):
         found[index] = parts
         kept.append({"of": predicted_speedup.key(run), **asdict(parts)})
-        files.write(_COSTS, json_text(kept))
+        files.write(_COSTS, json.dumps(kept, indent=1))
     return {
         index: predicted_speedup.predicted_speedup(runs[index], parts)
         for index, parts in found.items()

@@ -6,7 +6,7 @@ import runpy
 
 import pytest
 from heads import eagle_head, medusa_head
-from reports import content
+from reports import as_lines, content
 from script_modules import SCRIPTS, script_module
 
 from specjax import decode
@@ -34,8 +34,8 @@ def cells_run(report_heads, monkeypatch):
         config = read_config(list(cell.arguments), decode.CONFIG)
         done.append(config)
         found = content(config.drafter.name, prompts="all")
-        found["summary"]["config"] = config.to_dict()
-        cell.report.write_text(json.dumps(found))
+        found["run"]["config"] = config.to_dict()
+        cell.report.write_text(as_lines(found))
         return 0
 
     monkeypatch.setattr(report_heads.sweep, "run_cell", run_cell)

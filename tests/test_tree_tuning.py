@@ -26,7 +26,7 @@ from specjax.errors import InputError
 from specjax.loading import acceptance_rates
 from specjax.loading.acceptance_rates import known_acceptance, read_acceptance, write_acceptance
 from specjax.loading.load import place_model, save_model
-from specjax.reporting.decode_report import Clock, DrafterRun, Setting, report
+from specjax.reporting.decode_report import tree_record
 from specjax.trees import FastestTree, best_tree, tree_of_choices
 from specjax.tuning import (
     TreeCosts,
@@ -284,8 +284,7 @@ def test_only_of_greedy_decoding_is_anything_expected(temperature, own, chatty, 
     assert [(one["batch_size"], one["context"]) for one in calls] == [(1, prompt + 6)]
     assert made.loaded.drafter.parts[1].tree == best_tree(RATES, 12)
     what = "draft_model: tree.kind=auto: 12 nodes in 2 levels"
-    run = DrafterRun("mine", {}, made.trees)
-    tree = report([run], Setting("cpu", "float32", 0.0), Clock())["summary"]["trees"]["draft_model"]
+    tree = tree_record(made.trees["draft_model"])
     assert len(tree["choices"]) == 12
     if temperature:
         assert said[-1] == what
@@ -313,14 +312,10 @@ def test_rates_are_written_and_read(tmp_path):
 
 def test_a_report_says_what_was_chosen_and_expected():
     fastest = FastestTree(best_tree(RATES, 3), 1.9, 0.05)
-    run = DrafterRun("mine", {}, {"mine": fastest})
-    summary = report([run], Setting("cpu", "float32", 0.0), Clock())["summary"]
-    assert summary["trees"] == {
-        "mine": {
-            "choices": [[0], [0, 0], [1]],
-            "expected_tokens_per_round": 1.9,
-            "expected_round_s": 0.05,
-        }
+    assert tree_record(fastest) == {
+        "choices": [[0], [0, 0], [1]],
+        "expected_tokens_per_round": 1.9,
+        "expected_round_s": 0.05,
     }
 
 

@@ -4,7 +4,7 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from reports import content
+from reports import as_lines, content
 
 from specjax import report
 from specjax.cli import predicted_speedup
@@ -95,7 +95,7 @@ def test_another_listing(listing, says, tmp_path):
 
 def test_a_report_says_so_before_the_work(tmp_path, capsys, monkeypatch):
     run, out = tmp_path / "a.json", tmp_path / "out"
-    run.write_text(json.dumps(content()))
+    run.write_text(as_lines(content()))
     arguments = [str(run), f"--out={out}"]
     assert report.main(arguments) == 0
     capsys.readouterr()
@@ -122,7 +122,7 @@ def test_pictures_draw_any_text(tmp_path, capsys):
     for row, category in zip(rows, ("$x_{$ and $", "a\ud800b", "plain"), strict=True):
         row["category"] = category
     run = tmp_path / "a.json"
-    run.write_text(json.dumps(content(rows=rows)))
+    run.write_text(as_lines(content(rows=rows)))
     assert report.main([str(run), f"--out={tmp_path / 'out'}"]) == 0
     assert (tmp_path / "out" / "tau_by_task.png").exists()
     assert "a\\ud800b" in (tmp_path / "out" / "report.md").read_text().lower()
@@ -130,7 +130,7 @@ def test_pictures_draw_any_text(tmp_path, capsys):
 
 def test_costs_are_written_like_the_other_files(tmp_path, capsys, monkeypatch):
     run, out = tmp_path / "a.json", tmp_path / "out"
-    run.write_text(json.dumps(content()))
+    run.write_text(as_lines(content()))
     parts = predicted_speedup.RoundCosts(0.05, {1: 0.1, 3: 0.2})
     measured = []
 
@@ -177,7 +177,7 @@ def test_costs_are_written_like_the_other_files(tmp_path, capsys, monkeypatch):
 
 def test_pictures_of_a_killed_report_are_cleared_away(tmp_path, monkeypatch):
     run, out = tmp_path / "a.json", tmp_path / "out"
-    run.write_text(json.dumps(content()))
+    run.write_text(as_lines(content()))
     left = out / ".specjax-abcd1234.tmp"
     (left / "new").mkdir(parents=True)
     (left / "new" / "tau.png").write_text("half")

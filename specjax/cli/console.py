@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from rich.console import Console
 from rich.control import Control
@@ -16,11 +17,13 @@ from rich.segment import ControlType
 from rich.table import Table
 from rich.text import Text
 
+from specjax import metrics
 from specjax.decoding.engine.outputs import Delta
-from specjax.decoding.generate import Generation
 from specjax.decoding.prompts import Question
 from specjax.loading.tokenizers.tokenizer import StreamDecoder, Tokenizer
-from specjax.reporting.decode_report import PLAIN, DrafterRun, Totals
+from specjax.reporting.decode_report import PLAIN, DrafterRun
+from specjax.reporting.records import Row
+from specjax.reporting.statistics import Figures, figures
 
 ACCEPTED = "green"
 _OPEN, _CLOSE = "\u27e6", "\u27e7"
@@ -154,35 +157,24 @@ class Screen:
             self._console.print(shown, end="", soft_wrap=True, highlight=False)
             self._inside = True
 
-    def row_result(
-        self,
-        ours: Generation,
-        row: int,
-        plain: Generation | None,
-        same: str,
-        drafter: str = "",
-        *,
-        brief: bool = False,
-    ) -> None:
+    def row_result(self, row: Row, drafter: str = "", *, brief: bool, timed: bool) -> None:
         """Print the line after a text: draft tokens, accepted ones, and the speeds.
 
         Where there are several drafters, the line begins with the name of this one; `brief` is for
-        all but the first of them.
+        all but the first of them. `timed` says that the row was decoded alone.
         """
-        accepted = int(ours.accepted[row][ours.accepted[row] > 0].sum())
-        drafted = int(ours.drafted[row][ours.drafted[row] > 0].sum())
-        parts = [] if brief else [f"{len(ours.token_ids[row])} tokens"]
-        if drafted and not brief:
-            parts.append(f"{accepted} of {drafted} draft tokens accepted")
-        if len(ours.token_ids) == 1:
-            parts.append(f"{ours.tokens_per_second:.1f} tokens/s")
-            if plain is not None and not brief:
-                parts[-1] += f" against {plain.tokens_per_second:.1f}"
-        if same:
-            parts.append(same)
-        if row in ours.failed_rows:
-            why = ours.failed_rows[row].text_error or "logits that are not numbers"
-            parts.append(f"ENDED BY AN ERROR: {why}")
+        parts = [] if brief else [f"{row.new_tokens} tokens"]
+        if sum(row.drafted) and not brief:
+            parts.append(f"{sum(row.accepted)} of {sum(row.drafted)} draft tokens accepted")
+        if timed:
+            one = figures([row])
+            parts.append(f"{_number(one.tokens_per_second, 1)} tokens/s")
+            if one.plain_tokens_per_second is not None and not brief:
+                parts[-1] += f" against {_number(one.plain_tokens_per_second, 1)}"
+        if row.identical is not None:
+            parts.append("same tokens" if row.identical else "DIFFERENT TOKENS")
+        if row.finish_reason == "error":
+            parts.append(f"ENDED BY AN ERROR: {row.text_error or 'logits that are not numbers'}")
         if parts:
             self.say("    " + f"{drafter}: " * bool(drafter) + ", ".join(parts), "dim")
 
@@ -190,75 +182,43 @@ class Screen:
         self,
         runs: Sequence[DrafterRun],
         title: str,
-        comparison: Callable[[Totals], str] | None,
+        comparison: Callable[[Figures], str] | None,
     ) -> None:
-        """Print the final table, a column per drafter.
+        """Print the final table, a column per drafter; lines that say nothing are left out.
 
         `comparison` is what the line on the comparison with plain decoding says, if there is one.
         """
-        all_totals = [run.total() for run in runs]
-        if any(totals.metrics is None for totals in all_totals):
+        columns = [_Column(run, found) for run in runs if (found := run.figures())]
+        if len(columns) < len(runs):
             self.say("No batch was finished.")
             return
+        first = columns[0].figures
+        compared = first.plain_tokens_per_second is not None
         table = Table(title=title, title_justify="left")
         table.add_column("", no_wrap=True)
-        first = all_totals[0]
-        compared = first.baseline_tokens_per_second is not None
         for name in [PLAIN] * compared + [run.drafter for run in runs]:
             table.add_column(name, justify="right")
-
-        def add(name: str, cell: Callable[[Totals], str], baseline: str = "") -> None:
-            cells = [cell(totals) for totals in all_totals]
-            if any(cells):
-                table.add_row(name, *[baseline] * compared, *cells)
-
-        def count(name: str) -> Callable[[Totals], str]:
-            return lambda totals: _number(getattr(totals.metrics, name))
-
-        add(
-            "tokens/s",
-            lambda totals: _number(totals.tokens_per_second, 1),
-            _number(first.baseline_tokens_per_second, 1),
-        )
-        if compared:
-            add("speed-up", lambda totals: f"{_number(totals.speedup)}x", "1.00x")
-            add(
-                "  with prefill", lambda totals: f"{_number(totals.speedup_with_prefill)}x", "1.00x"
-            )
-        add("acceptance length", count("acceptance_length"), "1.00")
-        if any(totals.metrics.num_draft_tokens for totals in all_totals):
-            add("  where drafted", count("tau_drafted"))
-            add("draft tokens accepted", _accepted)
-            add("acceptance by position", _by_position)
-        if any(run.trees for run in runs):
-            cells = ["; ".join(map(str, run.trees.values())) for run in runs]
-            table.add_row("tree", *[""] * compared, *cells)
-        if any(totals.expected is not None for totals in all_totals):
-            add("accepted of tested", lambda totals: _number(totals.acceptance_of_tested, 3))
-            add("  expected from p and q", _expected)
+        lines = [*_LINES]
         if comparison is not None:
-            add("identical to plain", comparison)
-        add(
-            "prefill, s",
-            lambda totals: _number(totals.prefill_s),
-            _number(first.baseline_prefill_s),
-        )
-        for name, cells in _auto_rows(runs, all_totals):
-            table.add_row(name, *[""] * compared, *cells)
+            line = _Line("identical to plain", lambda column: comparison(column.figures))
+            lines.insert(-3, line)
+        for line in lines:
+            cells = [line.cell(column) for column in columns]
+            if any(cells):
+                table.add_row(line.name, *[line.plain(first)] * compared, *cells)
         self.say("")
         self._console.print(table)
         if compared:
-            self.say(
-                "speeds are without loading and compiling",
-                "dim",
-            )
+            self.say("speeds are without loading and compiling", "dim")
 
-    def differences(self, totals: Totals, drafter: str = "") -> None:
+    def differences(self, rows: Sequence[Row], drafter: str = "") -> None:
         """Print every row that differs from plain decoding, with the margins of its near-ties.
 
         `drafter` is its name where there are several.
         """
-        for question, one in totals.differences:
+        for row in rows:
+            if row.difference is None:
+                continue
             closeness = [
                 f"margin {tie.margin:.3g} at new token {tie.index} "
                 + (
@@ -266,55 +226,111 @@ class Screen:
                     if tie.excused
                     else f"(not below {tie.resolution:.3g}: NOT EXACT)"
                 )
-                for tie in one.near_ties
+                for tie in row.near_ties
             ]
             self.say(
                 f"{drafter}: " * bool(drafter)
-                + f"question {question.question_id}: first difference at new token {one.first}; "
-                + ", ".join(closeness),
-                "" if one.excused else "bold red",
+                + f"question {row.question_id}: first difference at new token "
+                + f"{row.difference.first}; {', '.join(closeness)}",
+                "" if row.difference.excused else "bold red",
             )
 
 
-def _auto_rows(
-    runs: Sequence[DrafterRun], all_totals: Sequence[Totals]
-) -> Iterator[tuple[str, list[str]]]:
-    """The rows on what `auto` chose; none where no draft length was chosen so."""
-    if not any(run.auto for run in runs):
-        return
-    for name, cell in (
-        ("draft tokens per round", lambda counts: _number(counts.drafted_per_round)),
-        ("rounds by width", lambda counts: _by_width(counts.rounds_by_width, "d")),
-    ):
-        yield (
-            name,
-            [
-                cell(totals.metrics) if run.auto else ""
-                for run, totals in zip(runs, all_totals, strict=True)
-            ],
-        )
+@dataclass(frozen=True)
+class _Column:
+    """A drafter's run, and its figures."""
+
+    run: DrafterRun
+    figures: Figures
+
+    @property
+    def counts(self) -> metrics.Summary:
+        return self.figures.counts
 
 
-def _accepted(totals: Totals) -> str:
-    counts = totals.metrics
-    if not counts.num_draft_tokens:
+@dataclass(frozen=True)
+class _Line:
+    """A line of the final table: a drafter's cell, empty where it says nothing, and plain's."""
+
+    name: str
+    cell: Callable[[_Column], str]
+    plain: Callable[[Figures], str] = lambda figures: ""
+
+
+def _speedup(speedup: float | None) -> str:
+    return "" if speedup is None else f"{speedup:.2f}x"
+
+
+def _expected(run: DrafterRun) -> str:
+    expected = run.expected_acceptance()
+    if expected is None:
         return ""
-    return f"{counts.num_accepted_tokens} of {counts.num_draft_tokens}"
+    return f"{_number(expected.mean, 3)} +- {expected.decision_error:.3f}"
 
 
-def _by_position(totals: Totals) -> str:
-    return " ".join(_number(rate) for rate in totals.metrics.acceptance_at_pos)
+def _by_width(counts: metrics.Summary) -> str:
+    return " ".join(f"{width}:{rounds}" for width, rounds in counts.rounds_by_width.items())
 
 
-def _expected(totals: Totals) -> str:
-    if totals.expected is None:
-        return ""
-    error = totals.expected.decision_error
-    return f"{_number(totals.expected.mean, 3)} +- {error:.3f}"
-
-
-def _by_width(values: Mapping[int, float], form: str) -> str:
-    return " ".join(f"{width}:{value:{form}}" for width, value in values.items())
+_LINES = (
+    _Line(
+        "tokens/s",
+        lambda column: _number(column.figures.tokens_per_second, 1),
+        lambda plain: _number(plain.plain_tokens_per_second, 1),
+    ),
+    _Line("speed-up", lambda column: _speedup(column.figures.speedup), lambda plain: "1.00x"),
+    _Line(
+        "  with prefill",
+        lambda column: _speedup(column.figures.speedup_with_prefill),
+        lambda plain: "1.00x",
+    ),
+    _Line(
+        "acceptance length",
+        lambda column: _number(column.counts.acceptance_length),
+        lambda plain: "1.00",
+    ),
+    _Line(
+        "  where drafted",
+        lambda column: _number(column.counts.tau_drafted) if column.counts.num_drafts else "",
+    ),
+    _Line(
+        "draft tokens accepted",
+        lambda column: (
+            f"{column.counts.num_accepted_tokens} of {column.counts.num_draft_tokens}"
+            if column.counts.num_draft_tokens
+            else ""
+        ),
+    ),
+    _Line(
+        "acceptance by position",
+        lambda column: (
+            " ".join(_number(rate) for rate in column.counts.acceptance_at_pos)
+            if column.counts.num_drafts
+            else ""
+        ),
+    ),
+    _Line("tree", lambda column: "; ".join(map(str, column.run.trees.values()))),
+    _Line(
+        "accepted of tested",
+        lambda column: (
+            _number(column.figures.acceptance_of_tested, 3) if column.run.expected else ""
+        ),
+    ),
+    _Line("  expected from p and q", lambda column: _expected(column.run)),
+    _Line(
+        "prefill, s",
+        lambda column: _number(column.figures.prefill_s),
+        lambda plain: _number(plain.plain_prefill_s),
+    ),
+    _Line(
+        "draft tokens per round",
+        lambda column: _number(column.counts.drafted_per_round) if column.run.header.auto else "",
+    ),
+    _Line(
+        "rounds by width",
+        lambda column: _by_width(column.counts) if column.run.header.auto else "",
+    ),
+)
 
 
 def _harmless(text: str) -> str:

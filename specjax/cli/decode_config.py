@@ -130,9 +130,9 @@ class DecodeConfig:
         """The indices of the questions that have a turn of that number (from 0)."""
         return [i for i, question in enumerate(self.questions) if number < len(question.turns)]
 
-    def prompt_name(self, question: Question, turn: int) -> str:
+    def prompt_name(self, question_id: int | str, turn: int) -> str:
         """What errors call a turn (from 0) of a question."""
-        name = f"question {question.question_id}"
+        name = f"question {question_id}"
         return f"{name}, turn {turn + 1}" if self.num_turns > 1 else name
 
     def turn_seeds(self, number: int) -> tuple[int, SamplingParams]:

@@ -34,8 +34,9 @@ from specjax.decoding.generate import (
 from specjax.decoding.setup import Session, plan_session
 from specjax.drafters import LoadedDrafter
 from specjax.loading.model import Model
-from specjax.reporting.decode_report import PLAIN, Batch, Clock, DrafterRun
+from specjax.reporting.decode_report import PLAIN, Clock, DrafterRun
 from specjax.reporting.engine_report import engine_summary
+from specjax.reporting.records import Row
 
 ROUNDS_PER_STEP = 4
 """Rounds between two reads from the device: enough for streaming, and cheap."""
@@ -86,10 +87,10 @@ def decode_batches(
     runs: Sequence[DrafterRun],
     screen: Screen,
     clock: Clock,
-) -> Iterator[None]:
+) -> Iterator[list[Row]]:
     """Decode a config's prompts with each of its drafters, and show the texts of the first.
 
-    Yields whenever all drafters have finished a group and it was added to their `runs`. Raises
+    Yields the rows of a group that all drafters have finished; they are in their `runs`. Raises
     InputError, and KeyboardInterrupt after the last group that was finished.
     """
     simulated = any(one.name == SIMULATED for one in config.drafters)
@@ -107,7 +108,10 @@ def decode_batches(
             prompts,
             requests=sampling,
             seed=seed,
-            names=[config.prompt_name(config.questions[i], turn) for i in config.turn(turn)],
+            names=[
+                config.prompt_name(config.questions[index].question_id, turn)
+                for index in config.turn(turn)
+            ],
         )
         sessions = [opened(drafter=drafter, options=config.options) for drafter in drafters]
         plain = None
@@ -142,7 +146,7 @@ def _turn(
     clock: Clock,
     progress: Progress,
     answers: dict[int, list[str]],
-) -> Iterator[None]:
+) -> Iterator[list[Row]]:
     """A turn's groups, each decoded by the first drafter, plainly, and by the other drafters.
 
     So each is timed in turn, and whatever slows the machine down slows all of them.
@@ -182,21 +186,23 @@ def _turn(
             _compare(config, side, index, one, baseline)
             for side, one in zip(sides, results, strict=True)
         ]
-        for row, prompt in enumerate(index if progress.shown else []):
+        rows = [
+            side.run.add(progress.batches, turn, questions, one, baseline, found)
+            for side, one, found in zip(sides, results, differences, strict=True)
+        ]
+        for number_in_group, prompt in enumerate(index if progress.shown else []):
             if not alone:
                 head(indices[prompt])
-                screen.text(_pieces(first.session, result, row))
-            for side, one, found in zip(sides, results, differences, strict=True):
-                same = ""
-                if found is not None:
-                    same = "same tokens" if found[row] is None else "DIFFERENT TOKENS"
+                screen.text(_pieces(first.session, result, number_in_group))
+            for side, of_side in zip(sides, rows, strict=True):
                 name = side.name if others else ""
-                screen.row_result(one, row, baseline, same, name, brief=side is not first)
-        for side, one, found in zip(sides, results, differences, strict=True):
-            side.run.batches.append(Batch(progress.batches, turn, questions, one, baseline, found))
+                screen.row_result(
+                    of_side[number_in_group], name, brief=side is not first, timed=len(index) == 1
+                )
+        for side in sides:
             side.note_engine(turn)
         progress.batches += 1
-        yield
+        yield [row for of_side in rows for row in of_side]
         if interrupted:
             raise KeyboardInterrupt
 

@@ -28,8 +28,9 @@ from specjax.errors import InputError, one_line
 from specjax.fields import dotted
 from specjax.loading.load import load_model
 from specjax.loading.model import Model
-from specjax.reporting import decode_report
-from specjax.reporting.runs import Run, batch_widths, summarize
+from specjax.reporting.decode_report import device_name
+from specjax.reporting.records import Run
+from specjax.reporting.statistics import batch_widths, summarize
 from specjax.tuning import costs
 
 
@@ -53,18 +54,18 @@ def predicted_speedup(run: Run, parts: RoundCosts) -> float | None:
 def key(run: Run) -> dict[str, Any]:
     """The key of a run's costs, JSON-ready: its config, and the device it ran on."""
     fields = {name: value for name, value in dotted(run.config).items() if name != "report"}
-    return {"device": run.summary["device"], "versions": run.summary.get("versions"), **fields}
+    return {"device": run.conditions.device, "versions": run.versions, **fields}
 
 
 def check_measurable(runs: Sequence[Run]) -> None:
     """Raise InputError unless this machine can time what the runs did; before the long work."""
-    here = decode_report.device_name()
+    here = device_name()
     for run in runs:
         where = f"predict: {str(run.path)!r}"
-        if re.search(r" in \d+ processes$", run.summary["device"]):
+        if re.search(r" in \d+ processes$", run.conditions.device):
             raise InputError(f"{where} ran in several processes; leave --predict out")
         # A mesh's name begins with how many devices it has, and ends with its shape.
-        if re.sub(r"^\d+ x | \([^()]*\)$", "", run.summary["device"]) != here:
+        if re.sub(r"^\d+ x | \([^()]*\)$", "", run.conditions.device) != here:
             raise InputError(
                 f"{where} ran on {run.summary['device']}, this machine has {here}; run the "
                 "report there, or leave --predict out"
@@ -93,7 +94,7 @@ def measure(runs: Sequence[Run], say: Callable[[str], None]) -> Iterator[tuple[R
 
 def _round_costs(session: Session, run: Run, key: str, passes: dict[Any, float]) -> RoundCosts:
     mean = np.mean([len(ids) for ids in session.prompts])
-    new = np.mean([row.ours.new_tokens for row in run.rows])
+    new = np.mean([row.new_tokens for row in run.rows])
     committed = min(int(mean + new / 2), session.plan.capacity - max(session.plan.widths))
     width_s = {}
     for width in sorted({1, *session.plan.widths}):
