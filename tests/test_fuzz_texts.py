@@ -62,7 +62,8 @@ def test_changed_reports(tmp_path, data):
     path = tmp_path / "a.jsonl"
     auto = reports.content("ngram+eagle3", "auto")
     lines = [*map(json.loads, reports.as_lines(reports.content(), auto).splitlines())]
-    path.write_text("".join(json.dumps(one) + "\n" for one in data.draw(changed(lines))))
+    found = data.draw(changed(lines).filter(lambda one: isinstance(one, list)))
+    path.write_text("".join(json.dumps(one) + "\n" for one in found))
     for run in outcome(lambda: read_reports(path), memory=8_000_000) or ():
         # What was read can be shown.
         outcome(lambda run=run: show(run), memory=8_000_000)

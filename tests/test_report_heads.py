@@ -33,8 +33,8 @@ def cells_run(report_heads, monkeypatch):
     def run_cell(cell):
         config = read_config(list(cell.arguments), decode.CONFIG)
         done.append(config)
-        found = content(config.drafter.name, prompts="all")
-        found["run"]["config"] = config.to_dict()
+        found = content(config.drafter.name, prompts="all", sampling=config.sampling)
+        found["run"] |= {"batch_size": config.batch_size, "config": config.to_dict()}
         cell.report.write_text(as_lines(found))
         return 0
 

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 import ml_collections
 from jax.sharding import Mesh
-from ml_collections import config_dict
 
+from specjax.cli.config_file import config_of
 from specjax.distributed import processes, sharding
 from specjax.fields import Number, Text, Whole, dotted, optional
 
@@ -35,16 +35,12 @@ class DistributedConfig:
 
 def mesh_fields() -> ml_collections.ConfigDict:
     """The section `mesh` of a config file."""
-    return ml_collections.ConfigDict(asdict(MeshConfig()))
+    return config_of(MeshConfig)
 
 
 def distributed_fields() -> ml_collections.ConfigDict:
     """The section `distributed` of a config file."""
-    config = ml_collections.ConfigDict(asdict(DistributedConfig()))
-    config.coordinator_address = config_dict.placeholder(str)
-    config.num_processes = config_dict.placeholder(int)
-    config.process_id = config_dict.placeholder(int)
-    return config
+    return config_of(DistributedConfig)
 
 
 def open_mesh(

@@ -67,7 +67,7 @@ def check_measurable(runs: Sequence[Run]) -> None:
         # A mesh's name begins with how many devices it has, and ends with its shape.
         if re.sub(r"^\d+ x | \([^()]*\)$", "", run.conditions.device) != here:
             raise InputError(
-                f"{where} ran on {run.summary['device']}, this machine has {here}; run the "
+                f"{where} ran on {run.conditions.device}, this machine has {here}; run the "
                 "report there, or leave --predict out"
             )
         _config(run)

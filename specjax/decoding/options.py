@@ -51,7 +51,7 @@ BATCH_SIZE = Whole(1)
 CONTROLLER = Instance(
     Controller, "use one of specjax.controllers, or a frozen dataclass with init, choose and update"
 )
-_MAX_LENGTH = Whole(2, remedy="use at least 2, a prompt and a new token")
+MAX_LENGTH = Whole(2, remedy="use at least 2, a prompt and a new token")
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class DecodeOptions:
     num_speculative_tokens_per_batch_size: Annotated[Sequence[tuple[int, int, int]], Ladder()] = ()
     verify: Annotated[str | sampling.Rule, RULE] = "rejection"
     batch_size: Annotated[int | None, optional(BATCH_SIZE)] = None
-    max_length: Annotated[int | None, optional(_MAX_LENGTH)] = None
+    max_length: Annotated[int | None, optional(MAX_LENGTH)] = None
     controller: Annotated[Controller | None, optional(CONTROLLER)] = None
 
     def __post_init__(self) -> None:
