@@ -9,8 +9,8 @@ import pytest
 from decoding import make_session
 
 from specjax import bench
-from specjax.cli import measure_speedups
-from specjax.cli.measure_speedups import pass_seconds, speed_ratio
+from specjax.cli.measure_speedups import speed_ratio
+from specjax.cli.predicted_speedup import measure_round_costs
 from specjax.decoding.generate import Generation
 from specjax.drafters.lookup.ngram import Ngram
 from specjax.loading.load import save_model
@@ -81,11 +81,9 @@ def test_a_pass_is_as_wide_as_the_widest_of_its_rows():
     widths, rows = result.passes()
     assert widths.tolist() == [4, 4, 4]
     assert rows.tolist() == [3, 2, 1]
-    assert pass_seconds(result, {1: 1.0, 4: 10.0}, 0.5) == 30 + 3 * 0.5
 
 
-def test_the_prediction_is_the_ratio_of_two_rates(tiny, monkeypatch):
-    """Of passes over all slots, however many rows are left."""
+def test_the_parts_of_a_prediction_are_of_full_batches(tiny, monkeypatch):
     session = make_session(tiny, [[1, 2]] * 3, drafter=Ngram(num_speculative_tokens=2))
     asked = []
 
@@ -95,18 +93,11 @@ def test_the_prediction_is_the_ratio_of_two_rates(tiny, monkeypatch):
 
     monkeypatch.setattr(costs, "widths_seconds", widths_seconds)
     monkeypatch.setattr(costs, "propose_seconds", lambda session: 0.5)
-
-    def generation(width):
-        width = np.array(width)
-        return dataclasses.replace(took(1.0), width=width, first_round=np.zeros(3, int))
-
-    # Ten tokens each, in four slots: three passes of 5 s, and two of 7 s with drafts of 0.5 s.
-    plain = generation([[1, 1, 1], [1, 1, -1], [1, -1, -1]])
-    drafted = generation([[3, 3], [3, -1], [1, -1]])
-    predicted, draft_s = measure_speedups._predict(session, [(plain, drafted)])
-    assert draft_s == 0.5
-    assert predicted == pytest.approx(3 * 5 / (2 * 7 + 2 * 0.5))
-    assert asked == [(4, 7)]
+    parts = measure_round_costs(session, 8)
+    assert asked == [(4, 6)]
+    # Passes of 7, 7 and 5 s with drafts of half a second, for two tokens per round.
+    predicted = parts.speedup(2.0, np.array([3, 3, 1]))
+    assert predicted == pytest.approx(2 * 5 / (0.5 + (7 + 7 + 5) / 3))
 
 
 def took(decode_s):

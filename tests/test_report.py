@@ -13,7 +13,6 @@ from reports import ROWS, as_lines, content, read_one, row
 from specjax import decode, report
 from specjax.cli import predicted_speedup
 from specjax.errors import InputError
-from specjax.files.written_files import WrittenFiles
 from specjax.loading.load import save_model
 from specjax.reporting import csv_jsonl, picture_files, plots
 from specjax.reporting.plots import Curve
@@ -253,11 +252,12 @@ def test_the_prediction_adds_up_the_parts(write, tmp_path, monkeypatch):
     # Sixteen comes after four, whatever the files are called.
     paths = write(a=content(length="16"), b=longer, c=content())
     out = tmp_path / "out"
-    out.mkdir()
-    files = WrittenFiles("out", out, "report")
-    parts = {"draft_s": 0.05, "width_s": {"1": 0.1, "3": 0.2}}
-    kept = [{"of": predicted_speedup.key(read_report(path)), **parts} for path in paths]
-    files.write("costs.json", json.dumps(kept))
+    parts = predicted_speedup.RoundCosts(0.05, {1: 0.1, 3: 0.2})
+    monkeypatch.setattr(
+        report,
+        "predicted_speedups",
+        lambda runs, say: [parts.speedup(11 / 6, batch_widths(run.rows)) for run in runs],
+    )
     drawn = {}
     monkeypatch.setattr(
         picture_files,
@@ -315,14 +315,7 @@ def test_runs_of_a_real_model(tmp_path, chatty, capsys):
     assert "timing" in capsys.readouterr().out
     rows = read_csv(out / "report.csv")
     assert all(float(one["efficiency"]) > 0 for one in rows if one["subset"] == "overall")
-    widths = [
-        sorted(map(int, one["width_s"])) for one in json.loads((out / "costs.json").read_text())
-    ]
-    assert widths == [[1, 2], [1, 2, 3]]
     assert (out / "speedup_by_k.png").exists()
-    # What was timed is not timed again.
-    assert report.main([*paths, f"--out={out}", "--predict"]) == 0
-    assert "timing" not in capsys.readouterr().out
 
 
 def test_several_drafters_in_one_file(write, tmp_path, capsys):
@@ -445,9 +438,6 @@ def test_bad_arguments(write, tmp_path, capsys, monkeypatch):
     ):
         assert report.main(argv) == 2, argv
         assert says in capsys.readouterr().err
-    WrittenFiles("out", tmp_path / "out", "report").write("costs.json", "[3]")
-    assert report.main([path, out, "--predict"]) == 2
-    assert "delete it" in capsys.readouterr().err
     assert report.main(["--help"]) == 0
     assert "--out=DIR" in capsys.readouterr().out
     monkeypatch.setitem(sys.modules, "matplotlib", None)

@@ -7,7 +7,6 @@ import pytest
 from reports import as_lines, content
 
 from specjax import report
-from specjax.cli import predicted_speedup
 from specjax.errors import InputError
 from specjax.files import folder_marker
 from specjax.files.folder_marker import MARKER
@@ -126,53 +125,6 @@ def test_pictures_draw_any_text(tmp_path, capsys):
     assert report.main([str(run), f"--out={tmp_path / 'out'}"]) == 0
     assert (tmp_path / "out" / "tau_by_task.png").exists()
     assert "a\\ud800b" in (tmp_path / "out" / "report.md").read_text().lower()
-
-
-def test_costs_are_written_like_the_other_files(tmp_path, capsys, monkeypatch):
-    run, out = tmp_path / "a.json", tmp_path / "out"
-    run.write_text(as_lines(content()))
-    parts = predicted_speedup.RoundCosts(0.05, {1: 0.1, 3: 0.2})
-    measured = []
-
-    def measure(runs, say):
-        for one in runs:
-            measured.append(one)
-            yield one, parts
-
-    monkeypatch.setattr(predicted_speedup, "measure", measure)
-    monkeypatch.setattr(predicted_speedup, "check_measurable", lambda runs: None)
-    arguments = [str(run), f"--out={out}", "--predict", "--nopictures"]
-    out.mkdir()
-    (out / "costs.json").write_text("mine")
-    assert report.main(arguments) == 2
-    assert "costs.json there was not written as part of a report" in capsys.readouterr().err
-    assert [path.name for path in out.iterdir()] == ["costs.json"]
-    (out / "costs.json").unlink()
-    for _ in range(2):
-        assert report.main(arguments) == 0
-        assert len(measured) == 1
-    assert "costs.json" in folder_marker.read_marker(out).files
-    (kept,) = json.loads((out / "costs.json").read_text())
-    for changed in (
-        {},
-        "",
-        [3],
-        [{}],
-        [{**kept, "draft_s": "1"}],
-        [{**kept, "draft_s": -1.0}],
-        [{**kept, "width_s": [1]}],
-        [{**kept, "width_s": {"a": 1.0}}],
-        [{**kept, "width_s": {"3": 1.0}}],
-        [{**kept, "width_s": {"1": None}}],
-        [{**kept, "of": 3}],
-    ):
-        WrittenFiles("out", out, "report").write("costs.json", json.dumps(changed))
-        capsys.readouterr()
-        assert report.main(arguments) == 2, changed
-        message = capsys.readouterr().err
-        assert "costs.json" in message
-        assert "delete it" in message
-        assert message.count("\n") == 1
 
 
 def test_pictures_of_a_killed_report_are_cleared_away(tmp_path, monkeypatch):

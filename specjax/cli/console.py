@@ -9,7 +9,6 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from rich.console import Console
 from rich.control import Control
@@ -17,7 +16,6 @@ from rich.segment import ControlType
 from rich.table import Table
 from rich.text import Text
 
-from specjax import metrics
 from specjax.decoding.engine.outputs import Delta
 from specjax.decoding.prompts import Question
 from specjax.loading.tokenizers.tokenizer import StreamDecoder, Tokenizer
@@ -184,31 +182,31 @@ class Screen:
         title: str,
         comparison: Callable[[Figures], str] | None,
     ) -> None:
-        """Print the final table, a column per drafter; lines that say nothing are left out.
+        """Print the final table, a column per drafter.
 
         `comparison` is what the line on the comparison with plain decoding says, if there is one.
         """
-        columns = [_Column(run, found) for run in runs if (found := run.figures())]
-        if len(columns) < len(runs):
-            self.say("No batch was finished.")
-            return
-        first = columns[0].figures
-        compared = first.plain_tokens_per_second is not None
+        columns: dict[str, dict[str, str]] = {}
+        for run in runs:
+            found = run.figures()
+            if found is None:
+                self.say("No batch was finished.")
+                return
+            if found.plain_tokens_per_second is not None:
+                columns.setdefault(PLAIN, _plain_column(found))
+            columns[run.drafter] = _column(run, found)
+            if comparison is not None:
+                columns[run.drafter]["identical to plain"] = comparison(found)
         table = Table(title=title, title_justify="left")
         table.add_column("", no_wrap=True)
-        for name in [PLAIN] * compared + [run.drafter for run in runs]:
+        for name in columns:
             table.add_column(name, justify="right")
-        lines = [*_LINES]
-        if comparison is not None:
-            line = _Line("identical to plain", lambda column: comparison(column.figures))
-            lines.insert(-3, line)
-        for line in lines:
-            cells = [line.cell(column) for column in columns]
-            if any(cells):
-                table.add_row(line.name, *[line.plain(first)] * compared, *cells)
+        for line in _LINES:
+            if any(line in column for column in columns.values()):
+                table.add_row(line, *(column.get(line, "") for column in columns.values()))
         self.say("")
         self._console.print(table)
-        if compared:
+        if PLAIN in columns:
             self.say("speeds are without loading and compiling", "dim")
 
     def differences(self, rows: Sequence[Row], drafter: str = "") -> None:
@@ -236,101 +234,53 @@ class Screen:
             )
 
 
-@dataclass(frozen=True)
-class _Column:
-    """A drafter's run, and its figures."""
-
-    run: DrafterRun
-    figures: Figures
-
-    @property
-    def counts(self) -> metrics.Summary:
-        return self.figures.counts
-
-
-@dataclass(frozen=True)
-class _Line:
-    """A line of the final table: a drafter's cell, empty where it says nothing, and plain's."""
-
-    name: str
-    cell: Callable[[_Column], str]
-    plain: Callable[[Figures], str] = lambda figures: ""
-
-
-def _speedup(speedup: float | None) -> str:
-    return "" if speedup is None else f"{speedup:.2f}x"
-
-
-def _expected(run: DrafterRun) -> str:
-    expected = run.expected_acceptance()
-    if expected is None:
-        return ""
-    return f"{_number(expected.mean, 3)} +- {expected.decision_error:.3f}"
-
-
-def _by_width(counts: metrics.Summary) -> str:
-    return " ".join(f"{width}:{rounds}" for width, rounds in counts.rounds_by_width.items())
-
-
 _LINES = (
-    _Line(
-        "tokens/s",
-        lambda column: _number(column.figures.tokens_per_second, 1),
-        lambda plain: _number(plain.plain_tokens_per_second, 1),
-    ),
-    _Line("speed-up", lambda column: _speedup(column.figures.speedup), lambda plain: "1.00x"),
-    _Line(
-        "  with prefill",
-        lambda column: _speedup(column.figures.speedup_with_prefill),
-        lambda plain: "1.00x",
-    ),
-    _Line(
-        "acceptance length",
-        lambda column: _number(column.counts.acceptance_length),
-        lambda plain: "1.00",
-    ),
-    _Line(
-        "  where drafted",
-        lambda column: _number(column.counts.tau_drafted) if column.counts.num_drafts else "",
-    ),
-    _Line(
-        "draft tokens accepted",
-        lambda column: (
-            f"{column.counts.num_accepted_tokens} of {column.counts.num_draft_tokens}"
-            if column.counts.num_draft_tokens
-            else ""
-        ),
-    ),
-    _Line(
-        "acceptance by position",
-        lambda column: (
-            " ".join(_number(rate) for rate in column.counts.acceptance_at_pos)
-            if column.counts.num_drafts
-            else ""
-        ),
-    ),
-    _Line("tree", lambda column: "; ".join(map(str, column.run.trees.values()))),
-    _Line(
-        "accepted of tested",
-        lambda column: (
-            _number(column.figures.acceptance_of_tested, 3) if column.run.expected else ""
-        ),
-    ),
-    _Line("  expected from p and q", lambda column: _expected(column.run)),
-    _Line(
-        "prefill, s",
-        lambda column: _number(column.figures.prefill_s),
-        lambda plain: _number(plain.plain_prefill_s),
-    ),
-    _Line(
-        "draft tokens per round",
-        lambda column: _number(column.counts.drafted_per_round) if column.run.header.auto else "",
-    ),
-    _Line(
-        "rounds by width",
-        lambda column: _by_width(column.counts) if column.run.header.auto else "",
-    ),
+    *("tokens/s", "speed-up", "  with prefill", "acceptance length", "  where drafted"),
+    *("draft tokens accepted", "acceptance by position", "tree", "accepted of tested"),
+    *("  expected from p and q", "identical to plain", "prefill, s", "draft tokens per round"),
+    "rounds by width",
 )
+"""The lines of the final table, in their order."""
+
+
+def _plain_column(figures: Figures) -> dict[str, str]:
+    """What the final table says of plain decoding, by line."""
+    return {
+        "tokens/s": _number(figures.plain_tokens_per_second, 1),
+        "speed-up": "1.00x",
+        "  with prefill": "1.00x",
+        "acceptance length": "1.00",
+        "prefill, s": _number(figures.plain_prefill_s),
+    }
+
+
+def _column(run: DrafterRun, figures: Figures) -> dict[str, str]:
+    """What the final table says of a drafter, by line; those that would say nothing are left out."""
+    counts, expected = figures.counts, run.expected_acceptance()
+    cells = {
+        "tokens/s": _number(figures.tokens_per_second, 1),
+        "acceptance length": _number(counts.acceptance_length),
+        "prefill, s": _number(figures.prefill_s),
+    }
+    if figures.plain_tokens_per_second is not None:
+        cells["speed-up"] = f"{_number(figures.speedup)}x"
+        cells["  with prefill"] = f"{_number(figures.speedup_with_prefill)}x"
+    if counts.num_draft_tokens:
+        cells["  where drafted"] = _number(counts.tau_drafted)
+        accepted = f"{counts.num_accepted_tokens} of {counts.num_draft_tokens}"
+        cells["draft tokens accepted"] = accepted
+        cells["acceptance by position"] = " ".join(map(_number, counts.acceptance_at_pos))
+    if run.trees:
+        cells["tree"] = "; ".join(map(str, run.trees.values()))
+    if expected is not None:
+        cells["accepted of tested"] = _number(figures.acceptance_of_tested, 3)
+        error = _number(expected.decision_error, 3)
+        cells["  expected from p and q"] = f"{_number(expected.mean, 3)} +- {error}"
+    if run.header.auto:
+        widths = counts.rounds_by_width.items()
+        cells["draft tokens per round"] = _number(counts.drafted_per_round)
+        cells["rounds by width"] = " ".join(f"{width}:{rounds}" for width, rounds in widths)
+    return cells
 
 
 def _harmless(text: str) -> str:

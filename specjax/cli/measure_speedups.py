@@ -12,6 +12,8 @@ from typing import NamedTuple
 import numpy as np
 from scipy.special import stdtrit
 
+from specjax import metrics
+from specjax.cli.predicted_speedup import measure_round_costs
 from specjax.decoding.engine.engine import Engine
 from specjax.decoding.engine.outputs import failure_message
 from specjax.decoding.generate import Generation, decode_session, open_engine
@@ -21,7 +23,6 @@ from specjax.decoding.setup import Session, plan_session
 from specjax.drafters import LoadedDrafter
 from specjax.errors import InputError
 from specjax.loading.model import Model
-from specjax.tuning import costs
 
 UNRESOLVED = 0.03
 """An interval that is wider to either side says nothing."""
@@ -126,12 +127,20 @@ def measure_speedups(
     results = []
     for way, label in enumerate(drafters, 1):
         pairs = [[(made[0], made[way]) for made in batch] for batch in runs.values()]
-        predicted, draft_s = None, None
-        if num_speculative_tokens != "auto":
-            predicted, draft_s = _predict(sessions[way], [batch[-1] for batch in pairs])
         every = [pair for batch in pairs for pair in batch]
         plain, ours = zip(*every, strict=True)
-        rounds = sum(int((run.emitted > 0).sum()) for run in ours)
+        drafted, accepted, emitted = (
+            np.concatenate([getattr(run, name).ravel() for run in ours])[None]
+            for name in ("drafted", "accepted", "emitted")
+        )
+        predicted, draft_s = None, None
+        if num_speculative_tokens != "auto":
+            parts = measure_round_costs(sessions[way], max_new_tokens)
+            widths = np.concatenate([run.passes()[0] for run in ours])
+            predicted, draft_s = (
+                parts.speedup(metrics.tokens_per_round(emitted), widths),
+                parts.draft_s,
+            )
         identical = all(slow.token_ids == fast.token_ids for slow, fast in every)
         results.append(
             Speedup(
@@ -139,8 +148,8 @@ def measure_speedups(
                 num_speculative_tokens=num_speculative_tokens,
                 batch=batch_size,
                 temperature=temperature,
-                acceptance_length=sum(run.new_tokens for run in ours) / rounds,
-                mean_draft=sum(int(run.drafted[run.drafted > 0].sum()) for run in ours) / rounds,
+                acceptance_length=metrics.acceptance_length(accepted),
+                mean_draft=float(drafted[drafted >= 0].mean()),
                 tokens_per_second=_speed(ours),
                 plain_tokens_per_second=_speed(plain),
                 speedup=speed_ratio(pairs),
@@ -189,38 +198,3 @@ def speed_ratio(
 
 def _speed(runs: Sequence[Generation]) -> float:
     return sum(run.new_tokens for run in runs) / sum(run.decode_s for run in runs)
-
-
-def _predict(
-    session: Session, pairs: Sequence[tuple[Generation, Generation]]
-) -> tuple[float, float]:
-    """The ratio of (plain, the drafter's) tokens per second by the parts of a round, and T_draft.
-
-    T(width) is that of isolated passes at the mean length.
-    """
-    prompts = np.mean([len(one) for one in session.prompts])
-    new = np.mean([len(ids) for _, ours in pairs for ids in ours.token_ids])
-    seconds = costs.widths_seconds(
-        session.plan.target,
-        session.params[0],
-        sorted({1, *session.plan.widths}),
-        batch=session.num_rows,
-        committed=int(prompts + new / 2),
-        capacity=session.plan.capacity,
-    )
-    draft_s = costs.propose_seconds(session)
-    plain, ours = zip(*pairs, strict=True)
-    rates = [
-        sum(run.new_tokens for run in runs)
-        / sum(pass_seconds(run, seconds, drafting) for run in runs)
-        for runs, drafting in ((ours, draft_s), (plain, 0.0))
-    ]
-    return rates[0] / rates[1], draft_s
-
-
-def pass_seconds(result: Generation, seconds: Mapping[int, float], draft_s: float) -> float:
-    """Seconds that a result's passes take in all, each with `draft_s` for its draft.
-
-    `seconds[width]` is T(width).
-    """
-    return sum(draft_s + seconds[int(width)] for width in result.passes()[0])

@@ -82,7 +82,7 @@ class DrafterRun:
                 text=result.texts[index],
                 finish_reason=result.finish_reasons[index],
                 text_error=failed.text_error if (failed := result.failed_rows.get(index)) else None,
-                logprobs=result.logprobs[index],
+                logprobs=logprobs and tuple(logprobs),
                 **_rounds(result, index),
                 longest_path=result.longest_path,
                 batch=batch,
@@ -96,7 +96,9 @@ class DrafterRun:
                 identical=None if differences is None else compared[index] is None,
                 near_ties=compared[index].near_ties if compared[index] else (),
             )
-            for index, question in enumerate(questions)
+            for index, (question, logprobs) in enumerate(
+                zip(questions, result.logprobs, strict=True)
+            )
         ]
         self.rows += rows
         return rows
