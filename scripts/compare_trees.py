@@ -185,7 +185,7 @@ def _compare(
     sessions = [_session(model, ids, shape.drafter, sampling, batch_size) for shape in shapes]
 
     def timed() -> TreeCosts:
-        return measure_tree_costs(model, made, depth=deepest, batch_size=batch_size, anew=True)
+        return measure_tree_costs(model, made, depth=deepest, batch_size=batch_size)
 
     runs, costs[batch_size] = _measure(sessions, repeats, timed)
     print(

@@ -255,7 +255,7 @@ def _plain_column(figures: Figures) -> dict[str, str]:
 
 
 def _column(run: DrafterRun, figures: Figures) -> dict[str, str]:
-    """What the final table says of a drafter, by line; those that would say nothing are left out."""
+    """What the final table says of a drafter, by line; what would say nothing is left out."""
     counts, expected = figures.counts, run.expected_acceptance()
     cells = {
         "tokens/s": _number(figures.tokens_per_second, 1),
