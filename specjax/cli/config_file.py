@@ -29,7 +29,6 @@ from specjax.fields import (
     Kind,
     Number,
     Whole,
-    dotted,
     fields_of,
 )
 from specjax.files import paths
@@ -231,9 +230,18 @@ def _check_override(config: ml_collections.ConfigDict, override: str) -> None:
         raise InputError(f"config.{name}={value!r}: there is no such field; {hint}")
 
 
-def _names(config: ml_collections.ConfigDict) -> list[str]:
-    """The dotted names of all fields; no value is computed."""
-    return list(dotted(config.to_dict(preserve_field_references=True)))
+def _names(config: ml_collections.ConfigDict, prefix: str = "") -> list[str]:
+    """The dotted names of all fields, a section's after those outside of it; computes no value."""
+    values = dict(config.items(preserve_field_references=True))
+    sections = {
+        name: value
+        for name, value in values.items()
+        if isinstance(value, ml_collections.ConfigDict)
+    }
+    names = [prefix + name for name in values if name not in sections]
+    for name, section in sections.items():
+        names += _names(section, f"{prefix}{name}.")
+    return names
 
 
 def _value(config: ml_collections.ConfigDict, name: str) -> Any:

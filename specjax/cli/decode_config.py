@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 from specjax.cli.built_in_prompts import questions_of
-from specjax.cli.mesh_config import DistributedConfig, MeshConfig
+from specjax.cli.mesh_config import ONE_DEVICE, ONE_PROCESS, DistributedConfig, MeshConfig
 from specjax.decoding.options import (
     AUTO,
     BATCH_SIZE,
@@ -142,9 +142,9 @@ class DecodeFields:
     report: Annotated[Path | None, optional(OutputFile())] = None
     """A file of JSON lines."""
 
-    mesh: MeshConfig = MeshConfig()  # noqa: RUF009 - frozen
+    mesh: MeshConfig = ONE_DEVICE
     """data x model devices: rows are spread over data, weights and heads split over model."""
-    distributed: DistributedConfig = DistributedConfig()  # noqa: RUF009 - frozen
+    distributed: DistributedConfig = ONE_PROCESS
     """Several processes: coordinator_address, num_processes, process_id; or cluster=true, which
     asks the scheduler (Slurm, Kubernetes, TPU pods)."""
 

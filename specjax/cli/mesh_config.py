@@ -33,6 +33,9 @@ class DistributedConfig:
     timeout_s: Annotated[float, Number(0.0, 1e9, above=True, remedy="use seconds above 0")] = 300.0
 
 
+ONE_DEVICE, ONE_PROCESS = MeshConfig(), DistributedConfig()
+
+
 def mesh_fields() -> ml_collections.ConfigDict:
     """The section `mesh` of a config file."""
     return config_of(MeshConfig)
@@ -53,7 +56,7 @@ def open_mesh(
     InputError, on all processes where two configs differ.
     """
     processes.join(**asdict(distributed))
-    if processes.count() == 1 and mesh == MeshConfig():
+    if processes.count() == 1 and mesh == ONE_DEVICE:
         return None
     fields = {name: repr(value) for name, value in dotted(config).items()}
     fields.pop("distributed.process_id", None)  # differs between processes
