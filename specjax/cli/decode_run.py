@@ -7,12 +7,10 @@ with more of them a group is large enough that most of its rows enter a slot tha
 from __future__ import annotations
 
 import functools
-import os
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from specjax.cli.console import Marker, Screen
 from specjax.cli.decode_config import (
@@ -44,8 +42,6 @@ _GROUP = 4
 """Rows of a group, by slot."""
 SHOWN_ROWS = 24
 """With more rows than this, texts are only in the report."""
-
-_IMPORTED = time.time()
 
 
 @dataclass
@@ -258,26 +254,23 @@ def _decode(
     if side.engine is None:
         _prepare(side, screen, clock)
     marker = Marker(side.session.model.tokenizer)
-    before, decoded = progress.done, sum(len(result.token_ids) for result in side.results)
-    new, ended = dict.fromkeys(index, 0), 0
+    decoded = sum(len(result.token_ids) for result in side.results)
+    ended = 0
 
     def follow(deltas: list[Delta]) -> None:
         nonlocal ended
         if clock.first_token_s is None and deltas:
-            clock.first_token_s = process_age()
+            clock.first_token_s = time.perf_counter() - clock.begin
         for delta in deltas:
             if live:
                 screen.text(marker.mark(delta))
-            new[delta.id] += len(delta.token_ids)
             ended += delta.output is not None
-        requests = side.session.requests
-        share = sum(count / requests[at].max_new_tokens for at, count in new.items())
         screen.progress(
             side.name,
             decoded + ended,
             len(side.session.prompts),
             side.speed,
-            min((before + max(share, ended)) / progress.total, 1.0),
+            (progress.done + ended) / progress.total,
         )
 
     result = decode_session(side.session, index=index, engine=side.engine, follow=follow)
@@ -292,14 +285,3 @@ def _pieces(session: Session, result: Generation, row: int) -> list[tuple[str, b
     tokens, text = result.token_ids[row], result.texts[row]
     whole = Delta(row, 0, tokens, result.was_drafted(row), text)
     return Marker(session.model.tokenizer).mark(whole)
-
-
-def process_age() -> float:
-    """Seconds since this process began, or since this module was imported where that is unknown."""
-    try:
-        # Field 22, in clock ticks since the machine started; the name before it may hold spaces.
-        begin = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
-        uptime = Path("/proc/uptime").read_text().split()[0]
-        return float(uptime) - int(begin) / os.sysconf("SC_CLK_TCK")
-    except (OSError, ValueError, IndexError):
-        return time.time() - _IMPORTED

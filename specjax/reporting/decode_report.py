@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -106,8 +107,9 @@ class DrafterRun:
 
 @dataclass
 class Clock:
-    """Seconds, summed up during the command; those of compiling by drafter, or `PLAIN`."""
+    """Seconds of a command since its `begin`; those of compiling by drafter, or `PLAIN`."""
 
+    begin: float = field(default_factory=time.perf_counter)
     load_s: float = 0.0
     compile_s: dict[str, float] = field(default_factory=dict)
     first_token_s: float | None = None
