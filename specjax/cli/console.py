@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.control import Control
-from rich.segment import ControlType
+from rich.progress import Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -60,17 +59,24 @@ class Screen:
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._waiting = False
-        self._inside = False
-        self._spoke = time.monotonic()
-        self._begin: tuple[float, float] | None = None
+        self._inside_text = False
+        self._last_line = time.monotonic()
+        # Drawn between steps: a bar that refreshes itself would take time from the timed ones.
+        self._bar = Progress(
+            TextColumn("{task.description}, time left"),
+            TimeRemainingColumn(),
+            console=console,
+            auto_refresh=False,
+            transient=True,
+        )
+        self._task = self._bar.add_task("", total=1.0)
         self._marks = console.is_terminal or _can_print(console, _OPEN + _CLOSE)
 
     def say(self, line: str, style: str = "") -> None:
         """One line."""
         self.rest()
         self._console.print(Text(line, style), soft_wrap=True)
-        self._spoke = time.monotonic()
+        self._last_line = time.monotonic()
 
     @contextmanager
     def working(self, doing: str) -> Iterator[None]:
@@ -97,35 +103,23 @@ class Screen:
 
     def progress(self, label: str, rows: int, total: int, speed: float, share: float) -> None:
         """Show rows done, tokens/s and the time left; `share` is the finished part of all work."""
-        now = time.monotonic()
-        if self._begin is None:
-            self._begin = (now, share)
-        since, before = self._begin
         line = f"{label}: {rows} of {total} rows, {speed:.1f} tokens/s"
-        if share > before:
-            line += f", about {_clock((now - since) / (share - before) * (1 - share))} left"
-        if self._inside:
+        self._bar.update(self._task, description=line, completed=share)
+        if self._inside_text:
             return
         if self._console.is_terminal:
-            # Written between steps: a line that updates itself would take time from the timed ones.
-            self._erase()
-            self._console.print(Text(line[: self._console.width - 1]), end="")
-            self._waiting = True
-        elif now - self._spoke > _QUIET_S:
+            self._bar.start()
+            self._bar.refresh()
+        elif time.monotonic() - self._last_line > _QUIET_S:
             self.say(line)
 
     def rest(self) -> None:
-        """End the status line, and the line of text that is being written."""
-        if self._waiting:
-            self._erase()
-            self._waiting = False
-        if self._inside:
+        """End the progress bar, and the line of text that is being written."""
+        if self._bar.live.is_started:
+            self._bar.stop()
+        if self._inside_text:
             self._console.print()
-            self._inside = False
-
-    def _erase(self) -> None:
-        erase = (ControlType.ERASE_IN_LINE, 2)
-        self._console.control(Control(ControlType.CARRIAGE_RETURN, erase))
+            self._inside_text = False
 
     @property
     def live(self) -> bool:
@@ -145,7 +139,7 @@ class Screen:
     def text(self, pieces: Sequence[tuple[str, bool]]) -> None:
         """Print the next pieces of a prompt's text; `rest` ends it."""
         for piece, drafted in pieces:
-            if not self._inside:
+            if not self._inside_text:
                 self.rest()
             piece = _harmless(piece)
             if self._console.is_terminal:
@@ -153,7 +147,7 @@ class Screen:
             else:
                 shown = Text(_between_marks(piece) if drafted and self._marks else piece)
             self._console.print(shown, end="", soft_wrap=True, highlight=False)
-            self._inside = True
+            self._inside_text = True
 
     def row_result(self, row: Row, drafter: str = "", *, brief: bool, timed: bool) -> None:
         """Print the line after a text: draft tokens, accepted ones, and the speeds.
@@ -302,11 +296,6 @@ def _can_print(console: Console, text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes}:{rest:02d}"
 
 
 def _number(value: float | None, digits: int = 2) -> str:
