@@ -254,13 +254,13 @@ SEVERAL = [
 
 def test_several_drafters_beside_one_plain_decoding(run, monkeypatch, tmp_path, capsys):
     """With `auto`: what it chose is in the table."""
-    decoded, one_batch = [], decode_run._decode
+    decoded, one_batch = [], decode_run._Decoding.decode
 
-    def decode_one(side, *rest, **options):
+    def decode_one(self, side, *rest, **options):
         decoded.append(side.name)
-        return one_batch(side, *rest, **options)
+        return one_batch(self, side, *rest, **options)
 
-    monkeypatch.setattr(decode_run, "_decode", decode_one)
+    monkeypatch.setattr(decode_run._Decoding, "decode", decode_one)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path.parent / "cache"))
     code, runs = run(*SEVERAL, "--config.num_speculative_tokens=auto")
     assert code == 0

@@ -127,9 +127,9 @@ def packaged_configs() -> dict[str, Path]:
 
 def _find(name: str, packaged_first: bool) -> Path:
     """The file of a config: a path, or the name of one that comes with specjax."""
-    own = packaged_configs()
+    packaged_files = packaged_configs()
     match = re.fullmatch(r"(?:configs/)?(\w+)(?:\.py)?", name)
-    packaged = own.get(match[1]) if match else None
+    packaged = packaged_files.get(match[1]) if match else None
     if packaged and packaged_first:
         return packaged
     if paths.user_path("config", name).exists():
@@ -138,7 +138,7 @@ def _find(name: str, packaged_first: bool) -> Path:
         return packaged
     raise InputError(
         f"config={shown(name)}: no such file, and no config that comes with specjax; "
-        f"use a file of your own, or one of {', '.join(own)}"
+        f"use a file of your own, or one of {', '.join(packaged_files)}"
     )
 
 

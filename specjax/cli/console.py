@@ -126,11 +126,13 @@ class Screen:
         """Whether text is shown while it is being decoded."""
         return self._console.is_terminal
 
-    def question(self, number: int, total: int, question: Question, turn: int) -> None:
-        """Print the heading of a prompt: its index and its beginning."""
+    def question(self, number: int, questions: Sequence[Question], turn: int) -> None:
+        """Print the heading of a prompt: its number (from 1) among all, and its beginning."""
         self.say("")
+        question = questions[number - 1]
         words = " ".join(question.turns[turn].split())
-        head = f"[{number}/{total}] " + (f"{question.category}: " if question.category else "")
+        head = f"[{number}/{len(questions)}] "
+        head += f"{question.category}: " if question.category else ""
         head += f"turn {turn + 1}: " if turn else ""
         room = max(self._console.width - len(head), 20)
         words = words if len(words) <= room else words[: room - 3] + "..."

@@ -194,9 +194,9 @@ class DecodeConfig(DecodeFields):
 
     def written_for(self, drafter: DrafterConfig) -> dict[str, Any]:
         """The config as it would be written for one of its drafters alone."""
-        own = {"name": drafter.name, "path": drafter.path, "replicated": drafter.replicated}
+        alone = {"name": drafter.name, "path": drafter.path, "replicated": drafter.replicated}
         section = {
-            name: own.get(name, value if name in drafter.options else None)
+            name: alone.get(name, value if name in drafter.options else None)
             for name, value in self.written["drafter"].items()
         }
         tree = self.written["tree"]
@@ -265,8 +265,8 @@ def _drafters(section: Mapping[str, Any], tree: Mapping[str, Any]) -> tuple[Draf
     options = {name: value for name, value in section.items() if value is not None}
     written, path = options.pop("name"), options.pop("path", None)
     replicated = options.pop("replicated")
-    if said := {name: value for name, value in tree.items() if value is not None}:
-        options["tree"] = TreeOptions(**said)
+    if tree_options := {name: value for name, value in tree.items() if value is not None}:
+        options["tree"] = TreeOptions(**tree_options)
     names = [name.strip() for name in written.split(",")]
     for name in names:
         if not name:
@@ -282,11 +282,11 @@ def _drafters(section: Mapping[str, Any], tree: Mapping[str, Any]) -> tuple[Draf
     return tuple(
         DrafterConfig(
             name,
-            own_path,
-            check_options(name, own_path, own, supplied=("continuations",)),
+            part_path,
+            check_options(name, part_path, part_options, supplied=("continuations",)),
             replicated and name == _DRAFT_MODEL,
         )
-        for name, own_path, own in parts
+        for name, part_path, part_options in parts
     )
 
 
@@ -338,7 +338,8 @@ def make_config_drafter(
         return ConfigDrafter(made, {})
     prompts = turn_prompts(config, target, 0, {})
     lengths = [
-        len(encode_prompt(target, one, f"prompts[{number}]")) for number, one in enumerate(prompts)
+        len(encode_prompt(target, prompt, f"prompts[{number}]"))
+        for number, prompt in enumerate(prompts)
     ]
     made, found = with_fastest_trees(
         target,
@@ -373,12 +374,12 @@ def turn_prompts(
         )
     prompts: list[Prompt] = []
     for index in config.turn(turn):
-        said = config.questions[index].turns[: turn + 1]
+        user_turns = config.questions[index].turns[: turn + 1]
         if not chat:
-            prompts.append(said[0])
+            prompts.append(user_turns[0])
             continue
         messages = []
-        for number, text in enumerate(said):
+        for number, text in enumerate(user_turns):
             messages.append({"role": "user", "content": text})
             if number < turn:
                 messages.append({"role": "assistant", "content": answers[index][number]})

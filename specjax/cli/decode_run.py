@@ -45,17 +45,6 @@ SHOWN_ROWS = 24
 
 
 @dataclass
-class Progress:
-    """How many rows, plain ones included, the run has to decode and has decoded."""
-
-    total: int
-    shown: bool
-    """Whether texts are shown as well."""
-    done: int = 0
-    batches: int = 0
-
-
-@dataclass
 class _Side:
     """One drafter's session, or plain decoding's, and its results; compiled when first used."""
 
@@ -64,10 +53,6 @@ class _Side:
     run: DrafterRun | None = None
     results: list[Generation] = field(default_factory=list)
     engine: Engine | None = None
-
-    def note_engine(self, turn: int) -> None:
-        """Put what the engine has done so far in a turn into the run's report."""
-        self.run.engines[turn] = engine_summary(self.engine.statistics)
 
     @property
     def speed(self) -> float:
@@ -89,43 +74,11 @@ def decode_batches(
     Yields the rows of a group that all drafters have finished; they are in their `runs`. Raises
     InputError, and KeyboardInterrupt after the last group that was finished.
     """
-    simulated = any(one.name == SIMULATED for one in config.drafters)
-    with_plain = config.compare or simulated
-    rows = sum(len(config.turn(turn)) for turn in range(config.num_turns))
-    sides = len(drafters) + with_plain
-    progress = Progress(rows * sides, shown=rows <= SHOWN_ROWS)
-    answers: dict[int, list[str]] = defaultdict(list)
+    decoding = _Decoding(config, model, screen, clock)
     for turn in range(config.num_turns):
-        seed, sampling = config.turn_seeds(turn)
-        prompts = turn_prompts(config, model, turn, answers)
-        opened = functools.partial(
-            plan_session,
-            model,
-            prompts,
-            requests=sampling,
-            seed=seed,
-            names=[
-                config.prompt_name(config.questions[index].question_id, turn)
-                for index in config.turn(turn)
-            ],
-        )
-        sessions = [opened(drafter=drafter, options=config.options) for drafter in drafters]
-        plain = None
-        if with_plain:
-            plain = _Side(PLAIN, opened(options=config.options.without_drafts()))
-        if simulated:
-            for index in _groups(plain.session):
-                _decode(plain, index, screen, clock, progress)
-            recorded = [ids for result in plain.results for ids in result.token_ids]
-            for number, one in enumerate(config.drafters):
-                if one.name == SIMULATED:
-                    made = make_config_drafter(config, one, model, recorded).loaded
-                    sessions[number] = opened(drafter=made, options=config.options)
-        drafting = [
-            _Side(run.drafter, session, run) for run, session in zip(runs, sessions, strict=True)
-        ]
-        yield from _turn(config, turn, drafting, plain, screen, clock, progress, answers)
-        for side in drafting:
+        sides, plain = decoding.open_sides(turn, drafters, runs)
+        yield from decoding.decode_turn(turn, sides, plain)
+        for side in sides:
             if config.has_expectation and side.name != "none":
                 with screen.working(
                     f"expected acceptance: the distributions of {side.name}'s run once more"
@@ -133,151 +86,209 @@ def decode_batches(
                     side.run.expected.append(expected_acceptance(side.session, side.results))
 
 
-def _turn(
-    config: DecodeConfig,
-    turn: int,
-    sides: Sequence[_Side],
-    plain: _Side | None,
-    screen: Screen,
-    clock: Clock,
-    progress: Progress,
-    answers: dict[int, list[str]],
-) -> Iterator[list[Row]]:
-    """A turn's groups, each decoded by the first drafter, plainly, and by the other drafters.
+@dataclass
+class _Decoding:
+    """A config's prompts while they are decoded; `answers` are those of the first drafter."""
 
-    So each is timed in turn, and whatever slows the machine down slows all of them.
-    """
-    first, *others = sides
-    indices = config.turn(turn)
-    _prepare(first, screen, clock)
-    groups = _groups(first.session)
-    for number, index in enumerate(groups):
-        questions = [config.questions[indices[prompt]] for prompt in index]
-        alone = progress.shown and len(index) == 1
-        live = alone and screen.live
-        head = functools.partial(_show_question, config, screen, turn)
-        if live:
-            head(indices[index[0]])
-        result = _decode(first, index, screen, clock, progress, live=live)
-        results, baseline, interrupted = [result], None, False
-        if alone and not live:
-            head(indices[index[0]])
-            screen.text(_pieces(first.session, result, 0))
-            screen.rest()
-        try:
-            if plain is not None:
-                # Where a drafter needs plain decoding's output, that has run before.
-                if len(plain.results) == number:
-                    _decode(plain, index, screen, clock, progress)
-                baseline = plain.results[number]
-            for side in others:
-                results.append(_decode(side, index, screen, clock, progress))
-        except KeyboardInterrupt:
-            if len(results) < len(sides):
-                raise
-            interrupted = True
-        for row, prompt in enumerate(index):
-            answers[indices[prompt]].append(result.texts[row])
-        differences = [
-            _compare(config, side, index, one, baseline)
-            for side, one in zip(sides, results, strict=True)
+    config: DecodeConfig
+    model: Model
+    screen: Screen
+    clock: Clock
+    finished_rows: int = 0
+    """Those of plain decoding and of all drafters."""
+    finished_groups: int = 0
+    answers: dict[int, list[str]] = field(default_factory=lambda: defaultdict(list))
+
+    @property
+    def simulated(self) -> bool:
+        """Whether a drafter needs the tokens of plain decoding."""
+        return any(drafter.name == SIMULATED for drafter in self.config.drafters)
+
+    @property
+    def with_plain(self) -> bool:
+        """Whether prompts are decoded plainly, too."""
+        return self.config.compare or self.simulated
+
+    @property
+    def num_rows(self) -> int:
+        """The rows of one drafter."""
+        return sum(len(self.config.turn(turn)) for turn in range(self.config.num_turns))
+
+    @property
+    def shows_texts(self) -> bool:
+        """Whether texts are shown, beside being in the report."""
+        return self.num_rows <= SHOWN_ROWS
+
+    def open_sides(
+        self, turn: int, drafters: Sequence[LoadedDrafter], runs: Sequence[DrafterRun]
+    ) -> tuple[list[_Side], _Side | None]:
+        """A turn's sessions with each drafter, and the plain one, if there is one."""
+        config = self.config
+        seed, sampling = config.turn_seeds(turn)
+        plan = functools.partial(
+            plan_session,
+            self.model,
+            turn_prompts(config, self.model, turn, self.answers),
+            requests=sampling,
+            seed=seed,
+            names=[
+                config.prompt_name(config.questions[index].question_id, turn)
+                for index in config.turn(turn)
+            ],
+        )
+        sides = [
+            _Side(run.drafter, plan(drafter=drafter, options=config.options), run)
+            for drafter, run in zip(drafters, runs, strict=True)
         ]
-        rows = [
-            side.run.add(progress.batches, turn, questions, one, baseline, found)
-            for side, one, found in zip(sides, results, differences, strict=True)
-        ]
-        for number_in_group, prompt in enumerate(index if progress.shown else []):
-            if not alone:
-                head(indices[prompt])
-                screen.text(_pieces(first.session, result, number_in_group))
-            for side, of_side in zip(sides, rows, strict=True):
-                name = side.name if others else ""
-                screen.row_result(
-                    of_side[number_in_group], name, brief=side is not first, timed=len(index) == 1
+        if not self.with_plain:
+            return sides, None
+        plain = _Side(PLAIN, plan(options=config.options.without_drafts()))
+        if self.simulated:
+            for index in _groups(plain.session):
+                self.decode(plain, index)
+            recorded = [ids for result in plain.results for ids in result.token_ids]
+            for side, drafter in zip(sides, config.drafters, strict=True):
+                if drafter.name == SIMULATED:
+                    made = make_config_drafter(config, drafter, self.model, recorded).loaded
+                    side.session = plan(drafter=made, options=config.options)
+        return sides, plain
+
+    def decode_turn(
+        self, turn: int, sides: Sequence[_Side], plain: _Side | None
+    ) -> Iterator[list[Row]]:
+        """A turn's groups, each decoded by the first drafter, plainly, and by the other drafters.
+
+        So each is timed in turn, and whatever slows the machine down slows all of them.
+        """
+        self.prepare(sides[0])
+        for number, index in enumerate(_groups(sides[0].session)):
+            results, baseline, interrupted = [self.decode_first(turn, sides[0], index)], None, False
+            try:
+                if plain is not None:
+                    # Where a drafter needs plain decoding's output, that has run before.
+                    if len(plain.results) == number:
+                        self.decode(plain, index)
+                    baseline = plain.results[number]
+                for side in sides[1:]:
+                    results.append(self.decode(side, index))
+            except KeyboardInterrupt:
+                if len(results) < len(sides):
+                    raise
+                interrupted = True
+            rows = []
+            for side, result in zip(sides, results, strict=True):
+                differences = self.compare(side, index, result, baseline)
+                questions = [self.config.questions[one] for one in self.asked(turn, index)]
+                rows.append(
+                    side.run.add(
+                        self.finished_groups, turn, questions, result, baseline, differences
+                    )
                 )
-        for side in sides:
-            side.note_engine(turn)
-        progress.batches += 1
-        yield [row for of_side in rows for row in of_side]
-        if interrupted:
-            raise KeyboardInterrupt
+                side.run.engines[turn] = engine_summary(side.engine.statistics)
+            for question, text in zip(self.asked(turn, index), results[0].texts, strict=True):
+                self.answers[question].append(text)
+            if self.shows_texts:
+                self.show(turn, sides, index, results[0], rows)
+            self.finished_groups += 1
+            yield [row for of_side in rows for row in of_side]
+            if interrupted:
+                raise KeyboardInterrupt
 
+    def asked(self, turn: int, index: Sequence[int]) -> list[int]:
+        """The questions of a group, by their number in the config."""
+        return [self.config.turn(turn)[prompt] for prompt in index]
 
-def _compare(
-    config: DecodeConfig,
-    side: _Side,
-    index: Sequence[int],
-    result: Generation,
-    baseline: Generation | None,
-) -> list[Difference | None] | None:
-    """Where a group's rows differ from plain decoding's; None where that is not asked."""
-    if not config.compare or not config.comparable or baseline is None:
-        return None
-    return [
-        compare_row(side.session, prompt, result.token_ids[row], baseline.token_ids[row])
-        for row, prompt in enumerate(index)
-    ]
+    def decode_first(self, turn: int, side: _Side, index: list[int]) -> Generation:
+        """Decode a group with the first drafter; shows the text of one that is alone."""
+        (question, *others) = self.asked(turn, index)
+        if others or not self.shows_texts:
+            return self.decode(side, index)
+        if self.screen.live:
+            self.screen.question(question + 1, self.config.questions, turn)
+            return self.decode(side, index, live=True)
+        result = self.decode(side, index)
+        self.screen.question(question + 1, self.config.questions, turn)
+        self.screen.text(_pieces(side.session, result, 0))
+        self.screen.rest()
+        return result
 
+    def show(
+        self,
+        turn: int,
+        sides: Sequence[_Side],
+        index: Sequence[int],
+        first: Generation,
+        rows: Sequence[Sequence[Row]],
+    ) -> None:
+        """Show a group's texts, unless `decode_first` did, and what came of each row."""
+        for number, question in enumerate(self.asked(turn, index)):
+            if len(index) > 1:
+                self.screen.question(question + 1, self.config.questions, turn)
+                self.screen.text(_pieces(sides[0].session, first, number))
+            for side, of_side in zip(sides, rows, strict=True):
+                name = side.name if len(sides) > 1 else ""
+                brief = side is not sides[0]
+                self.screen.row_result(of_side[number], name, brief=brief, timed=len(index) == 1)
 
-def _show_question(config: DecodeConfig, screen: Screen, turn: int, number: int) -> None:
-    screen.question(number + 1, len(config.questions), config.questions[number], turn)
+    def compare(
+        self, side: _Side, index: Sequence[int], result: Generation, baseline: Generation | None
+    ) -> list[Difference | None] | None:
+        """Where a group's rows differ from plain decoding's; None where that is not asked."""
+        if not self.config.compare or not self.config.comparable or baseline is None:
+            return None
+        return [
+            compare_row(side.session, prompt, result.token_ids[row], baseline.token_ids[row])
+            for row, prompt in enumerate(index)
+        ]
+
+    def prepare(self, side: _Side) -> None:
+        """Compile a session and run its first round once, so that timings exclude the warm-up."""
+        session, begin = side.session, time.perf_counter()
+        side.engine = open_engine(session, ROUNDS_PER_STEP)
+        name = "plain decoding" if side.name == PLAIN else side.name
+        with self.screen.working(f"compiling {name}"):
+            side.engine.compile()
+        self.clock.compiled(side.name, time.perf_counter() - begin)
+        # What the first round takes says nothing of later ones.
+        with open_engine(session, 1) as warm:
+            add_prompts(warm, session, range(min(session.batch_size, len(session.prompts))))
+            warm.step()
+
+    def decode(self, side: _Side, index: list[int], *, live: bool = False) -> Generation:
+        """Decode a group, with its text on the screen while it is `live`."""
+        if side.engine is None:
+            self.prepare(side)
+        marker = Marker(side.session.model.tokenizer)
+        decoded, ended = sum(len(result.token_ids) for result in side.results), 0
+        total = self.num_rows * (len(self.config.drafters) + self.with_plain)
+
+        def follow(deltas: list[Delta]) -> None:
+            nonlocal ended
+            if self.clock.first_token_s is None and deltas:
+                self.clock.first_token_s = time.perf_counter() - self.clock.begin
+            for delta in deltas:
+                if live:
+                    self.screen.text(marker.mark(delta))
+                ended += delta.output is not None
+            self.screen.progress(
+                side.name,
+                decoded + ended,
+                len(side.session.prompts),
+                side.speed,
+                (self.finished_rows + ended) / total,
+            )
+
+        result = decode_session(side.session, index=index, engine=side.engine, follow=follow)
+        self.screen.rest()
+        self.finished_rows += len(index)
+        side.results.append(result)
+        return result
 
 
 def _groups(session: Session) -> list[list[int]]:
     """The prompts that are decoded before the next drafter's turn."""
     slots = session.batch_size
     return session.groups(slots if slots == 1 else _GROUP * slots)
-
-
-def _prepare(side: _Side, screen: Screen, clock: Clock) -> None:
-    """Compile a session and run its first round once, so that timings exclude the warm-up."""
-    session, begin = side.session, time.perf_counter()
-    side.engine = open_engine(session, ROUNDS_PER_STEP)
-    with screen.working(f"compiling {'plain decoding' if side.name == PLAIN else side.name}"):
-        side.engine.compile()
-    clock.compiled(side.name, time.perf_counter() - begin)
-    # What the first round takes says nothing of later ones.
-    with open_engine(session, 1) as warm:
-        add_prompts(warm, session, range(min(session.batch_size, len(session.prompts))))
-        warm.step()
-
-
-def _decode(
-    side: _Side,
-    index: list[int],
-    screen: Screen,
-    clock: Clock,
-    progress: Progress,
-    *,
-    live: bool = False,
-) -> Generation:
-    if side.engine is None:
-        _prepare(side, screen, clock)
-    marker = Marker(side.session.model.tokenizer)
-    decoded = sum(len(result.token_ids) for result in side.results)
-    ended = 0
-
-    def follow(deltas: list[Delta]) -> None:
-        nonlocal ended
-        if clock.first_token_s is None and deltas:
-            clock.first_token_s = time.perf_counter() - clock.begin
-        for delta in deltas:
-            if live:
-                screen.text(marker.mark(delta))
-            ended += delta.output is not None
-        screen.progress(
-            side.name,
-            decoded + ended,
-            len(side.session.prompts),
-            side.speed,
-            (progress.done + ended) / progress.total,
-        )
-
-    result = decode_session(side.session, index=index, engine=side.engine, follow=follow)
-    screen.rest()
-    progress.done += len(index)
-    side.results.append(result)
-    return result
 
 
 def _pieces(session: Session, result: Generation, row: int) -> list[tuple[str, bool]]:
