@@ -21,7 +21,7 @@ import hashlib
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import get_args
 
@@ -102,14 +102,12 @@ def decode(config: DecodeConfig) -> int:
     screen.legend(config.drafters[0].name)
 
     file = ReportFile(path, screen.say)
-    headers = [{"record": "run", **run.header.record()} for run in runs]
     interrupted, written = False, False
     refused: NoRoomError | None = None
     try:
         loaded = [made.loaded for made in drafters]
-        for rows in decode_batches(config, model, loaded, runs, screen, clock):
-            file.add(*headers, *({"record": "row", **asdict(row)} for row in rows))
-            headers = []
+        for _ in decode_batches(config, model, loaded, runs, screen, clock):
+            file.add(*(record for run in runs for record in run.new_records()))
     except KeyboardInterrupt:
         interrupted = True
     except NoRoomError as error:
@@ -121,8 +119,9 @@ def decode(config: DecodeConfig) -> int:
         # First, since the terminal may be closed. Nothing finished leaves an earlier report as is.
         if runs[0].rows:
             ended = {"interrupted": interrupted, "refused": refused and one_line(refused)}
+            rows = [record for run in runs for record in run.new_records()]
             summaries = [summary(run, clock, **ended) for run in runs]
-            written = file.finish(*({"record": "summary", **one} for one in summaries))
+            written = file.finish(*rows, *({"record": "summary", **one} for one in summaries))
     finally:
         title = f"{config.target}, {model.dtype}, {conditions.device}, "
         title += f"batch size {conditions.batch_size}{_lossy(config)}"

@@ -68,10 +68,10 @@ def decode_batches(
     runs: Sequence[DrafterRun],
     screen: Screen,
     clock: Clock,
-) -> Iterator[list[Row]]:
+) -> Iterator[None]:
     """Decode a config's prompts with each of its drafters, and show the texts of the first.
 
-    Yields the rows of a group that all drafters have finished; they are in their `runs`. Raises
+    Yields whenever all drafters have finished a group, whose rows are in their `runs`. Raises
     InputError, and KeyboardInterrupt after the last group that was finished.
     """
     decoding = _Decoding(config, model, screen, clock)
@@ -153,9 +153,7 @@ class _Decoding:
                     side.session = plan(drafter=made, options=config.options)
         return sides, plain
 
-    def decode_turn(
-        self, turn: int, sides: Sequence[_Side], plain: _Side | None
-    ) -> Iterator[list[Row]]:
+    def decode_turn(self, turn: int, sides: Sequence[_Side], plain: _Side | None) -> Iterator[None]:
         """A turn's groups, each decoded by the first drafter, plainly, and by the other drafters.
 
         So each is timed in turn, and whatever slows the machine down slows all of them.
@@ -175,22 +173,23 @@ class _Decoding:
                 if len(results) < len(sides):
                     raise
                 interrupted = True
+            differences = [
+                self.compare(side, index, result, baseline)
+                for side, result in zip(sides, results, strict=True)
+            ]
+            questions = [self.config.questions[one] for one in self.asked(turn, index)]
             rows = []
-            for side, result in zip(sides, results, strict=True):
-                differences = self.compare(side, index, result, baseline)
-                questions = [self.config.questions[one] for one in self.asked(turn, index)]
-                rows.append(
-                    side.run.add(
-                        self.finished_groups, turn, questions, result, baseline, differences
-                    )
-                )
+            # Quickly: a request to end in between would leave the group to some drafters only.
+            for side, result, found in zip(sides, results, differences, strict=True):
+                group = self.finished_groups
+                rows.append(side.run.add(group, turn, questions, result, baseline, found))
                 side.run.engines[turn] = engine_summary(side.engine.statistics)
             for question, text in zip(self.asked(turn, index), results[0].texts, strict=True):
                 self.answers[question].append(text)
             if self.shows_texts:
                 self.show(turn, sides, index, results[0], rows)
             self.finished_groups += 1
-            yield [row for of_side in rows for row in of_side]
+            yield
             if interrupted:
                 raise KeyboardInterrupt
 

@@ -40,11 +40,21 @@ class DrafterRun:
     expected: list[metrics.ExpectedAcceptance] = field(default_factory=list)
     engines: dict[int, dict[str, Any]] = field(default_factory=dict)
     step_limits: list[tuple[Sequence[int], Sequence[float], int]] = field(default_factory=list)
+    num_reported: int = -1
+    """The rows that `new_records` has given; -1 before the first call, which gives the header."""
 
     @property
     def drafter(self) -> str:
         """The drafter's name."""
         return self.header.drafter
+
+    def new_records(self) -> list[dict[str, Any]]:
+        """The records that no earlier call has given: the header, and finished rows."""
+        header = {"record": "run", **self.header.record()}
+        rows = self.rows[max(self.num_reported, 0) :]
+        records = [header] if self.num_reported < 0 else []
+        self.num_reported = len(self.rows)
+        return [*records, *({"record": "row", **asdict(row)} for row in rows)]
 
     def figures(self) -> Figures | None:
         """The figures of the finished rows; None without any."""

@@ -1,7 +1,7 @@
 """The report of a decode run: its records, one per line of JSON, and how they are read back.
 
-A `run` record of each drafter comes first, then the `row` records of the prompts as they finish,
-and at the end a `summary` record of each drafter.
+A `run` record of each drafter comes before its `row` records, which are added as prompts finish; at
+the end comes a `summary` record of each drafter.
 """
 
 from __future__ import annotations
