@@ -6,7 +6,6 @@ the end comes a `summary` record of each drafter.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
@@ -27,7 +26,7 @@ from specjax.fields import (
     optional,
     read_values,
 )
-from specjax.files.json_files import read_json_lines
+from specjax.files.json_files import parse_json, read_json_lines
 from specjax.files.paths import input_file
 
 _MOST_COUNTS, _MOST_LEVELS = 1 << 26, 20
@@ -283,7 +282,7 @@ def is_report(path: Path) -> bool:
     with path.open("rb") as file:
         line = file.readline(1 << 20)
     try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
+        record = parse_json(line, str(path))
+    except InputError:
         return False
     return isinstance(record, dict) and record.get("record") in ("run", "bench")
