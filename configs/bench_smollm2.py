@@ -13,17 +13,14 @@ def get_config(size=""):
     config = config_of(BenchConfig)
     config.target = "smollm2-135m-instruct"
     if size == "debug":
-        config.max_new_tokens = 8
         config.widths = (1, 2)
         config.batch_sizes = (1, 2)
         config.capacities = (256, 512)
-        config.acceptances = (0.8,)
-        config.exit_layers = (15,)
-        config.self_draft = False
-        config.runs = 1
-        config.auto.drafters = ("ngram", "ngram+eagle3")
-        config.auto.batch_sizes = (2,)
-        config.auto.temperatures = (0.0,)
-        config.auto.prompts = 2
-        config.auto.repeats = 2
+        config.num_prompts = 2
+        config.max_new_tokens = 8
+        config.drafters = ("ngram", "ngram+eagle3")
+        config.num_speculative_tokens = ("auto", 1)
+        config.decoded_batch_sizes = (2,)
+        config.temperatures = (0.0,)
+        config.runs = 2
     return config

@@ -4,8 +4,8 @@
 
 Times of passes are medians of several warm runs, without compiling. Speed-ups are over plain
 decoding in the same loop, with alternating runs: geometric means with their 95 % intervals. Figures
-are added to the report, a file of JSON lines, as they are measured, those of "auto" for all
-drafters of a batch size and temperature at once; its last line is a summary once all are there.
+are added to the report, a file of JSON lines, as they are measured, those of all drafters with a
+draft length, batch size and temperature at once; its last line is a summary once all are there.
 Exit codes: 0; 2 for bad input, and where the report cannot be written; 130 after Ctrl-C, SIGTERM or
 a closed terminal; 141 where stdout is closed.
 """

@@ -14,14 +14,10 @@ from rich.table import Table
 
 from specjax.cli.bench_config import BenchConfig
 from specjax.cli.built_in_prompts import questions_of
-from specjax.cli.measure_speedups import Speedup, decode, measure_speedups
+from specjax.cli.measure_speedups import Speedup, measure_speedups
 from specjax.decoding import prompts
-from specjax.decoding.generate import open_engine
-from specjax.decoding.options import DecodeOptions
-from specjax.decoding.sampling_params import SamplingParams
-from specjax.decoding.setup import plan_session
 from specjax.distributed import processes
-from specjax.drafters import LoadedDrafter, make_drafter
+from specjax.drafters import make_drafter
 from specjax.loading.load import load_model
 from specjax.loading.model import Model
 from specjax.reporting.decode_report import device_name
@@ -61,10 +57,8 @@ def measure_all(
 
     def load() -> tuple[Model, Sequence[prompts.Question]]:
         model = load_model(config.target, dtype=config.dtype, mesh=mesh, field="target")
-        for layer in config.exit_layers:
-            make_drafter("early_exit", model, exit_layer=layer)  # refused before the long work
-        for name in config.auto.drafters:
-            make_drafter(name, model)
+        for name in config.drafters:
+            make_drafter(name, model)  # refused before the long work
         return model, questions_of(config.prompts)
 
     model, questions = processes.together(load)
@@ -81,16 +75,13 @@ def measure_all(
         passes.append(row)
         report.add({"record": "pass", **row})
     _print_table(console, "T(width): one pass", _PASS_COLUMNS, passes)
-    for title, parts in (
-        ("Speed-up over plain decoding, fixed draft lengths", _fixed),
-        ("Speed-up over plain decoding, auto", _auto),
-    ):
-        found = []
-        for one in parts(model, questions, config, console):
-            found.append(one)
-            report.add({"record": "speedup", **asdict(one), "efficiency": one.efficiency})
-            console.print(f"  {one.drafter}: {one.speedup}", highlight=False)
-        _print_table(console, f"{title}: geometric means, 95 % intervals", _SPEEDUP_COLUMNS, found)
+    speedups = []
+    for one in _speedups(model, questions, config, console):
+        speedups.append(one)
+        report.add({"record": "speedup", **asdict(one), "efficiency": one.efficiency})
+        console.print(f"  {one.drafter}: {one.speedup}", highlight=False)
+    title = "Speed-up over plain decoding: geometric means, 95 % intervals"
+    _print_table(console, title, _SPEEDUP_COLUMNS, speedups)
 
 
 def _passes(
@@ -119,77 +110,33 @@ def _passes(
             }
 
 
-def _fixed(
+def _speedups(
     model: Model, questions: Sequence[prompts.Question], config: BenchConfig, console: Console
 ) -> Iterator[Speedup]:
-    """Drafters with fixed lengths: at the first batch size also those that cost too much here."""
-    first = prompts.select(questions, per_task=config.per_task)
-    others = [question for question in questions if question not in first]
-    ids = [prompts.encode_prompt(model, one.first_turn) for one in (*first, *others)]
-    # A large batch takes more prompts, rather than the same ones again.
-    of_batch = {batch: ids[: max(len(first), batch)] for batch in config.batch_sizes}
-    requests = SamplingParams(max_new_tokens=config.max_new_tokens, ignore_eos=True)
-    plain = plan_session(
-        model,
-        most := max(of_batch.values(), key=len),
-        requests=requests,
-        options=DecodeOptions(batch_size=min(len(most), max(config.batch_sizes))),
-    )
-    console.print("recording plain continuations ...")
-    recorded = decode(plain, open_engine(plain)).token_ids
-    drafters: dict[str, LoadedDrafter] = {"ngram": make_drafter("ngram", model)}
-    for acceptance in config.acceptances:
-        drafters[f"simulated {acceptance}"] = make_drafter(
-            "simulated", model, continuations=recorded, acceptance=acceptance
-        )
-    slower = {
-        f"early_exit {layer}": make_drafter("early_exit", model, exit_layer=layer)
-        for layer in config.exit_layers
-    }
-    if config.self_draft:
-        slower["draft_model = target"] = make_drafter("draft_model", model, path=model)
-    lengths = {"ngram": config.ngram_tokens}
-    for batch in config.batch_sizes:
-        for label, drafter in (
-            drafters | (slower if batch == config.batch_sizes[0] else {})
-        ).items():
-            console.print(f"measuring {label} at batch {batch} ...")
-            # One after the other: there may be no memory for all engines.
-            yield from measure_speedups(
-                model,
-                of_batch[batch],
-                {label: drafter},
-                num_speculative_tokens=lengths.get(label, config.num_speculative_tokens),
-                batch_size=batch,
-                max_new_tokens=config.max_new_tokens,
-                repeats=config.runs,
-            )
-
-
-def _auto(
-    model: Model, questions: Sequence[prompts.Question], config: BenchConfig, console: Console
-) -> Iterator[Speedup]:
-    """Draft lengths that follow costs, beside plain decoding a second time."""
+    """Each drafter over plain decoding, beside plain decoding a second time."""
     ids = [
         prompts.encode_prompt(model, question.first_turn)
-        for question in prompts.spread(questions, config.auto.prompts)
+        for question in prompts.spread(questions, config.num_prompts)
     ]
-    drafters = {name: make_drafter(name, model) for name in config.auto.drafters}
+    drafters = {name: make_drafter(name, model) for name in config.drafters}
     if not drafters:
         return
-    for batch, temperature in itertools.product(config.auto.batch_sizes, config.auto.temperatures):
+    for length, batch, temperature in itertools.product(
+        config.num_speculative_tokens, config.decoded_batch_sizes, config.temperatures
+    ):
         console.print(
-            f"measuring auto with {', '.join(drafters)}, batch {batch}, "
+            f"measuring {', '.join(drafters)}: num_speculative_tokens {length}, batch {batch}, "
             f"temperature {temperature:g} ..."
         )
         yield from measure_speedups(
             model,
             ids,
             {"plain, again": None, **drafters},
+            num_speculative_tokens=length,
             batch_size=batch,
             temperature=temperature,
             max_new_tokens=config.max_new_tokens,
-            repeats=config.auto.repeats,
+            repeats=config.runs,
         )
 
 

@@ -17,7 +17,7 @@ from specjax.cli.predicted_speedup import measure_round_costs
 from specjax.decoding.engine.engine import Engine
 from specjax.decoding.engine.outputs import failure_message
 from specjax.decoding.generate import Generation, decode_session, open_engine
-from specjax.decoding.options import DecodeOptions
+from specjax.decoding.options import AUTO, DecodeOptions
 from specjax.decoding.sampling_params import SamplingParams
 from specjax.decoding.setup import Session, plan_session
 from specjax.drafters import LoadedDrafter
@@ -82,7 +82,7 @@ def measure_speedups(
     ids: Sequence[Sequence[int]],
     drafters: Mapping[str, LoadedDrafter | None],
     *,
-    num_speculative_tokens: int | str = "auto",
+    num_speculative_tokens: int | str = AUTO,
     batch_size: int,
     temperature: float = 0.0,
     max_new_tokens: int,
@@ -121,7 +121,7 @@ def measure_speedups(
     for number in range(repeats + 1):
         order = np.roll(range(len(sessions)), -number)[:: 1 if number % 2 else -1]
         for batch, index in enumerate(sessions[0].groups(batch_size)):
-            made = {way: decode(sessions[way], engines[way], index) for way in order}
+            made = {way: _decode(sessions[way], engines[way], index) for way in order}
             if number:  # the first one warms up
                 runs.setdefault(batch, []).append([made[way] for way in range(len(sessions))])
     results = []
@@ -134,7 +134,7 @@ def measure_speedups(
             for name in ("drafted", "accepted", "emitted")
         )
         predicted, draft_s = None, None
-        if num_speculative_tokens != "auto":
+        if drafters[label] is not None and num_speculative_tokens != AUTO:
             parts = measure_round_costs(sessions[way], max_new_tokens)
             widths = np.concatenate([run.passes()[0] for run in ours])
             predicted, draft_s = (
@@ -162,8 +162,8 @@ def measure_speedups(
     return results
 
 
-def decode(session: Session, engine: Engine, index: Sequence[int] | None = None) -> Generation:
-    """Decode a session's prompts, or some of them; raises InputError where a row fails."""
+def _decode(session: Session, engine: Engine, index: Sequence[int]) -> Generation:
+    """Decode some of a session's prompts; raises InputError where a row fails."""
     result = decode_session(session, index=index, engine=engine)
     failed = {f"prompts[{row}]": failure for row, failure in result.failed_rows.items()}
     if failed:
