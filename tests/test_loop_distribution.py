@@ -361,7 +361,7 @@ def test_bad_input_names_the_remedy(tables, tiny):
         check_drafter(NoDrafter(), tables[0], rows=0)
     with pytest.raises(InputError, match=r"prompt=\(\): use a list of at least 1"):
         check_drafter(NoDrafter(), tables[0], prompt=())
-    with pytest.raises(InputError, match="token id 8 is outside"):
+    with pytest.raises(InputError, match=r"prompt\[0\]=8: use a whole number from 0 to 7"):
         check_drafter(NoDrafter(), tables[0], prompt=(8,))
 
 
