@@ -37,7 +37,7 @@ $(VENV)/ready: setup.cfg setup.py pyproject.toml $(PINS)
 
 decode: setup
 	@mkdir -p build
-	$(RUN) -m specjax.decode --config=configs/decode_smollm2.py --config.drafter.name=ngram,eagle3,ngram+eagle3 --config.report=build/decode.json
+	$(RUN) -m specjax.decode --config=configs/decode_smollm2.py --config.drafter.name=ngram,eagle3,ngram+eagle3 --config.report=build/decode.jsonl
 
 test: setup
 	$(RUN) -m pytest -q -n 2 --dist loadfile --durations=10

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from types import SimpleNamespace
+from typing import Any
 
 import ml_collections
 
@@ -36,9 +37,8 @@ from specjax.cli.flags import Parser
 from specjax.errors import InputError, one_line
 from specjax.fields import Flag, OutputFolder, dotted
 from specjax.reporting import plots
-from specjax.reporting.read import read_report
+from specjax.reporting.records import Run, read_report
 from specjax.reporting.report_file import check_writable
-from specjax.reporting.runs import Run
 from specjax.reporting.statistics import OVERALL, figures_by_task
 
 
@@ -73,10 +73,10 @@ def sweep(cells: Sequence[Cell], options: SimpleNamespace) -> int:
     """Run what is not finished, then report; returns the exit code."""
     code = run_cells(cells)
     runs = {cell: finished(cell) for cell in cells}
-    groups: dict[tuple[str, str], list[Path]] = {}
+    groups: dict[Any, list[Path]] = {}
     for cell, run in runs.items():
         if run is not None:
-            key = (run.config["target"], run.summary["prompts"])
+            key = (run.target, run.prompts)
             groups.setdefault(key, []).append(cell.report)
     for number, paths in enumerate(groups.values(), start=1):
         folder = options.out / (f"report-{number}" if len(groups) > 1 else "")
@@ -130,7 +130,7 @@ def make_cells(out: Path, fixed: Sequence[str], grid: dict[str, list[str]]) -> l
             raise InputError(
                 f"config: this is no config of specjax.decode ({one_line(error)}); pass one"
             ) from None
-        name = f"{_slug(said)}-{_digest(config)}.json" if said else f"{_digest(config)}.json"
+        name = f"{_slug(said)}-{_digest(config)}.jsonl" if said else f"{_digest(config)}.jsonl"
         cells.append(Cell(said or "the only cell", arguments, folder / name))
     if len({cell.report for cell in cells}) < len(cells):
         raise InputError(f"{' '.join(grid)}: a value is given twice; leave one of them out")
@@ -153,8 +153,7 @@ def finished(cell: Cell) -> Run | None:
     except InputError:
         # Another version's: the cell is run again.
         return None
-    complete = isinstance(run, Run) and not (run.interrupted or run.refused)
-    return run if complete else None
+    return None if run.end.interrupted or run.end.refused else run
 
 
 def run_cell(cell: Cell) -> int | None:

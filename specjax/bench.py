@@ -2,11 +2,12 @@
 
     python -m specjax.bench --config=configs/bench_smollm2.py
 
-Every figure is the median of several warm runs, without compiling. Speed-ups are over plain
-decoding in the same loop, with alternating runs. Figures are written to the report as they are
-measured, those of "auto" for all drafters of a batch size and temperature at once; it says
-"interrupted" until all are there. Exit codes: 0; 2 for bad input, and where the report cannot be
-written; 130 after Ctrl-C, SIGTERM or a closed terminal; 141 where stdout is closed.
+Times of passes are medians of several warm runs, without compiling. Speed-ups are over plain
+decoding in the same loop, with alternating runs: geometric means with their 95 % intervals. Figures
+are added to the report, a file of JSON lines, as they are measured, those of all drafters with a
+draft length, batch size and temperature at once; its last line is a summary once all are there.
+Exit codes: 0; 2 for bad input, and where the report cannot be written; 130 after Ctrl-C, SIGTERM or
+a closed terminal; 141 where stdout is closed.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from rich.console import Console
 
 from specjax.cli import command
 from specjax.cli.bench_config import BenchConfig
-from specjax.cli.bench_run import Measured, measure_all
+from specjax.cli.bench_run import measure_all
 from specjax.cli.mesh_config import open_mesh
 from specjax.distributed import processes, sharding
 from specjax.fields import read_values
@@ -39,11 +40,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             return check_writable(config.report) if config.report and writes else None
 
         path = processes.together(check)
-        measured = Measured()
         console = Console(width=None if sys.stdout.isatty() else 120, quiet=not writes)
-        with sharding.use(mesh), ReportFile(path, measured.content) as file:
-            measure_all(config, console, mesh, measured, file.grew)
-            file.finish()
+        report = ReportFile(path)
+        with sharding.use(mesh):
+            measure_all(config, console, mesh, report)
+        report.finish({"record": "summary"})
         return 0
 
     read = functools.partial(read_values, BenchConfig)

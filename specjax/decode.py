@@ -9,9 +9,9 @@ Several drafters decode in turn beside one plain decoding, which each is compare
 `--list` prints drafters, rules, options and sampling fields. Exit codes: 0; 1 where the output
 differs from plain decoding's by more than rounding explains; 2 for bad input, for logits that are
 not numbers, and where the report cannot be written; 130 after Ctrl-C, SIGTERM or a closed terminal;
-141 where stdout is closed. Rows are written to the report as they finish; it says "interrupted"
-until all are there, and "refused" where a later turn has no room. Of several processes the first
-one prints, and writes the report.
+141 where stdout is closed. Rows are added to the report, a file of JSON lines, as they finish; its
+last lines are summaries, which say "interrupted" where prompts are missing, and "refused" where a
+later turn has no room. Of several processes the first one prints, and writes the report.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
+from jax.sharding import Mesh
 from rich.console import Console
 
 from specjax.cli import command
@@ -32,12 +33,13 @@ from specjax.cli.console import Screen
 from specjax.cli.decode_config import (
     ConfigDrafter,
     DecodeConfig,
+    DrafterConfig,
     make_config_drafter,
     read_decode_config,
 )
 from specjax.cli.decode_run import decode_batches
 from specjax.cli.mesh_config import open_mesh
-from specjax.decoding.engine.outputs import failure_message
+from specjax.decoding.engine.outputs import Failure, failure_message
 from specjax.decoding.sampling_params import SamplingParams
 from specjax.decoding.setup import NoRoomError
 from specjax.distributed import processes
@@ -45,12 +47,14 @@ from specjax.drafters import DRAFTERS, TRAINED, drafter_options, option_type
 from specjax.drafters.growth.options import TreeKind, TreeOptions
 from specjax.errors import InputError, one_line
 from specjax.fields import fields_of
+from specjax.files.environment import versions
 from specjax.loading.find_head import shipped_heads
 from specjax.loading.load import load_model
 from specjax.loading.model import Model
-from specjax.reporting import decode_report
-from specjax.reporting.decode_report import Clock, DrafterRun, Setting, Totals
-from specjax.reporting.report_file import ReportFile, check_space, check_writable
+from specjax.reporting.decode_report import Clock, DrafterRun, device_name, summary, tree_record
+from specjax.reporting.records import Conditions, RunHeader
+from specjax.reporting.report_file import ReportFile, check_writable
+from specjax.reporting.statistics import Figures
 from specjax.sampling import RULES
 
 CONFIG = "decode_smollm2"
@@ -81,12 +85,72 @@ def decode(config: DecodeConfig) -> int:
     processes.agree({"prompts": hashlib.sha256(repr(config.questions).encode()).hexdigest()[:16]})
     console = Console(width=None if sys.stdout.isatty() else 100, quiet=not writes)
     screen, clock = Screen(console), Clock()
+    model, drafters = _load(config, mesh, screen, clock)
+    conditions = Conditions(
+        device=device_name(mesh),
+        dtype=str(model.dtype),
+        batch_size=config.options.batch_size,
+        temperature=config.sampling.temperature,
+        max_new_tokens=config.sampling.max_new_tokens,
+    )
+    runs = [
+        DrafterRun(_header(config, one, made, conditions), made.trees)
+        for one, made in zip(config.drafters, drafters, strict=True)
+    ]
+    screen.say(f"{model.num_params / 1e6:.1f}M parameters, {model.dtype}, on {conditions.device}")
+    screen.say(_ends_and_beginning(model))
+    screen.legend(config.drafters[0].name)
+
+    file = ReportFile(path, screen.say)
+    interrupted, written = False, False
+    refused: NoRoomError | None = None
+    try:
+        loaded = [made.loaded for made in drafters]
+        for _ in decode_batches(config, model, loaded, runs, screen, clock):
+            file.add(*(record for run in runs for record in run.new_records()))
+    except KeyboardInterrupt:
+        interrupted = True
+    except NoRoomError as error:
+        # A later turn may outgrow the model; what was decoded before is kept.
+        if not runs[0].rows:
+            raise
+        refused = error
+    try:
+        # First, since the terminal may be closed. Nothing finished leaves an earlier report as is.
+        if runs[0].rows:
+            ended = {"interrupted": interrupted, "refused": refused and one_line(refused)}
+            rows = [record for run in runs for record in run.new_records()]
+            summaries = [summary(run, clock, **ended) for run in runs]
+            written = file.finish(*rows, *({"record": "summary", **one} for one in summaries))
+    finally:
+        title = f"{config.target}, {model.dtype}, {conditions.device}, "
+        title += f"batch size {conditions.batch_size}{_lossy(config)}"
+        screen.table(runs, title, functools.partial(_compared, config) if config.compare else None)
+        for run in runs:
+            screen.differences(run.rows, run.drafter if len(runs) > 1 else "")
+    if written:
+        screen.say(f"report: {path}")
+    if interrupted:
+        count = len(runs[0].rows)
+        rows = f"{count} finished row{'' if count == 1 else 's'}"
+        screen.say(f"interrupted; {rows} {'are in the report' if written else 'shown above'}")
+        return command.INTERRUPTED
+    if refused is not None:
+        raise refused
+    if failed := _failed(config, runs):
+        raise InputError(failure_message(model, failed))
+    differences = [row.difference for run in runs for row in run.rows if row.difference is not None]
+    return 0 if all(one.excused for one in differences) else DIFFERENT
+
+
+def _load(
+    config: DecodeConfig, mesh: Mesh | None, screen: Screen, clock: Clock
+) -> tuple[Model, list[ConfigDrafter]]:
+    """The target and the drafters, in all processes the same."""
     begin = time.perf_counter()
 
     def load() -> tuple[Model, list[ConfigDrafter]]:
         model = load_model(config.target, dtype=config.dtype, mesh=mesh, field="target")
-        if path is not None:
-            check_space(path, _largest_report(config, model), f"report={str(path)!r}")
         return model, [
             make_config_drafter(config, one, model, tell=screen.say) for one in config.drafters
         ]
@@ -94,71 +158,36 @@ def decode(config: DecodeConfig) -> int:
     with screen.working(f"loading {config.target}"):
         model, drafters = processes.together(load)
         processes.agree({"target": repr(model.config)})
-    setting = Setting(
-        device=decode_report.device_name(mesh),
-        dtype=str(model.dtype),
-        load_s=time.perf_counter() - begin,
-        turns=config.all_turns,
+    clock.load_s = time.perf_counter() - begin
+    return model, drafters
+
+
+def _header(
+    config: DecodeConfig, drafter: DrafterConfig, made: ConfigDrafter, conditions: Conditions
+) -> RunHeader:
+    """What is run with one of a config's drafters."""
+    return RunHeader(
+        drafter=drafter.name,
+        target=config.target,
+        conditions=conditions,
+        lossy=config.lossy,
+        versions=versions(),
+        trees={name: tree_record(chosen) for name, chosen in made.trees.items()},
+        config=config.written_for(drafter),
     )
-    where = f"{setting.dtype}, {setting.device}"
-    title = f"{config.target}, {where}, batch size {config.options.batch_size}{_lossy(config)}"
-    screen.say(f"{model.num_params / 1e6:.1f}M parameters, {setting.dtype}, on {setting.device}")
-    screen.say(_ends_and_beginning(model))
-    screen.legend(config.drafters[0].name)
-    runs = [
-        DrafterRun(one.name, config.written_for(one), made.trees)
-        for one, made in zip(config.drafters, drafters, strict=True)
-    ]
 
-    def content(interrupted: bool) -> dict[str, Any]:
-        said = None if refused is None else one_line(refused)
-        return decode_report.report(runs, setting, clock, interrupted=interrupted, refused=said)
 
-    interrupted, written = False, False
-    refused: NoRoomError | None = None
-    with ReportFile(path, content, screen.say) as file:
-        try:
-            for _ in decode_batches(
-                config, model, [made.loaded for made in drafters], runs, screen, clock
-            ):
-                file.grew()
-        except KeyboardInterrupt:
-            interrupted = True
-        except NoRoomError as error:
-            # A later turn may outgrow the model; what was decoded before is kept.
-            if not runs[0].batches:
-                raise
-            refused = error
-        all_totals = {run.drafter: run.total() for run in runs}
-        try:
-            # First, since the terminal may be closed.
-            written = file.finish(interrupted)
-        finally:
-            comparison = functools.partial(_compared, config) if config.compare else None
-            screen.table(runs, title, comparison)
-            for name, totals in all_totals.items():
-                screen.differences(totals, name if len(runs) > 1 else "")
-    if written:
-        screen.say(f"report: {path}")
-    if interrupted:
-        count = all_totals[runs[0].drafter].num_rows
-        rows = f"{count} finished row{'' if count == 1 else 's'}"
-        screen.say(f"interrupted; {rows} {'are in the report' if written else 'shown above'}")
-        return command.INTERRUPTED
-    if refused is not None:
-        raise refused
-    failed = {
-        config.prompt_name(batch.questions[row], batch.turn)
-        + (f", with {run.drafter}" if len(runs) > 1 else ""): failure
+def _failed(config: DecodeConfig, runs: Sequence[DrafterRun]) -> dict[str, Failure]:
+    """The rows that ended with an error, by what errors call them."""
+    return {
+        config.prompt_name(row.question_id, row.turn)
+        + (f", with {run.drafter}" if len(runs) > 1 else ""): Failure(
+            row.new_tokens, row.text_error
+        )
         for run in runs
-        for batch in run.batches
-        for row, failure in batch.ours.failed_rows.items()
+        for row in run.rows
+        if row.finish_reason == "error"
     }
-    if failed:
-        raise InputError(failure_message(model, failed))
-    differences = [one for totals in all_totals.values() for _, one in totals.differences]
-    exact = all(one.excused for one in differences)
-    return 0 if exact else DIFFERENT
 
 
 def _ends_and_beginning(model: Model) -> str:
@@ -171,22 +200,14 @@ def _ends_and_beginning(model: Model) -> str:
     return f"ends at {ends or 'no token'}; {added} is added to raw text"
 
 
-def _largest_report(config: DecodeConfig, model: Model) -> int:
-    """About how many bytes the report has at most; a row ends at the model's last position."""
-    rows = sum(len(config.turn(turn)) for turn in range(config.num_turns))
-    new_tokens = min(config.sampling.max_new_tokens, model.config.max_positions)
-    one = decode_report.largest_size(rows, new_tokens, logprobs=config.sampling.logprobs)
-    return len(config.drafters) * one
-
-
-def _compared(config: DecodeConfig, totals: Totals) -> str:
+def _compared(config: DecodeConfig, figures: Figures) -> str:
     """What the table says of a comparison with plain decoding."""
     if config.lossy:
         return f"not expected: {config.options.verify.name} is lossy"
     if not config.comparable:
         rule = config.options.verify.name
         return f"not expected: {rule} at a temperature has the same distribution only"
-    return f"{totals.identical_rows or 0} of {totals.compared_rows} rows"
+    return f"{figures.identical_rows or 0} of {figures.compared_rows} rows"
 
 
 def _lossy(config: DecodeConfig) -> str:

@@ -11,7 +11,7 @@ bad input; 130 after Ctrl-C or SIGTERM.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from types import SimpleNamespace
 
 from specjax.cli import command
 from specjax.cli.flags import Parser
@@ -30,20 +30,6 @@ from specjax.loading.model import Model
 
 OWN = "specjax"
 FORMATS = (*head_formats.FORMATS, OWN)
-
-
-@dataclass(frozen=True)
-class ExportOptions:
-    """The values of the flags."""
-
-    head: str
-    format: str
-    output: str
-    target: str
-    dtype: str
-    read_layer_ids: str | None
-    layer_ids: str
-    whole_vocabulary: bool
 
 
 def parser() -> Parser:
@@ -80,12 +66,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
 
     def act(arguments: list[str]) -> int:
-        return export(ExportOptions(**parser().read(arguments)))
+        return export(SimpleNamespace(**parser().read(arguments)))
 
     return command.run(act, argv, parser().format_help())
 
 
-def export(options: ExportOptions) -> int:
+def export(options: SimpleNamespace) -> int:
     """Run parsed flags; returns the exit code. Raises InputError."""
     source, output = user_path("head", options.head), output_folder("output", options.output)
     where = f"output={options.output!r}"
@@ -119,13 +105,13 @@ def export(options: ExportOptions) -> int:
     return 0
 
 
-def _prepared(head: Head, options: ExportOptions) -> Head:
+def _prepared(head: Head, options: SimpleNamespace) -> Head:
     if options.format != OWN:
         check_format(head, options.format)
     return whole_vocabulary(head) if options.whole_vocabulary else head
 
 
-def _summary(head: Head, target: Model, options: ExportOptions) -> str:
+def _summary(head: Head, target: Model, options: SimpleNamespace) -> str:
     part = f"{head.config.draft_vocab_size} of {target.config.vocab_size} tokens"
     lines = [
         f"{options.output}: {head.kind} for {target.name} as {options.format}, {part}; "

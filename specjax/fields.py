@@ -415,13 +415,6 @@ def check_instance(value: Any, prefix: str) -> None:
             object.__setattr__(value, name, kind.check(prefix + name, getattr(value, name)))
 
 
-def check_arguments(function: Callable[..., Any], prefix: str = "", **given: Any) -> None:
-    """Raise InputError unless arguments are of the kinds that a function's annotations declare."""
-    hints = type_hints(function)
-    for name, value in given.items():
-        kind_of(hints[name]).check(prefix + name, value)
-
-
 @dataclass(frozen=True)
 class CrossCheck:
     """A check of several fields together.
@@ -459,7 +452,7 @@ def _checked(
                 continue
             kind = kind.fields
         if name not in values:
-            problems.add(f"{prefix}{name} is missing: add it to the config file")
+            problems.add(f"{prefix}{name} is missing: give it a value")
         elif isinstance(kind, Mapping):
             if not isinstance(values[name], Mapping):
                 problems.add(f"{prefix}{name}={shown(values[name])}: must be a section")

@@ -1,12 +1,12 @@
 """Compare decode runs: tables by task in Spec-Bench's layout, CSV, Spec-Bench JSONL, pictures.
 
-    python -m specjax.report a.json b.json --out=DIR [--predict] [--nopictures]
+    python -m specjax.report a.jsonl b.jsonl --out=DIR [--predict] [--nopictures]
 
 Reads what `python -m specjax.decode --config.report=FILE` wrote, runs of one target over the same
-prompts (several in a file of several drafters), and what `specjax.bench` wrote. Into DIR go
-report.md, report.csv, one JSONL file per run and the pictures. `--predict` loads the target and
-times the parts of each run's rounds, for the predicted speed-up; timings are kept in DIR/costs.json
-(delete it to time again). The written files are listed in DIR/specjax_folder.json: files of the
+prompts (several in a file of several drafters). Into DIR go report.md, report.csv, one JSONL file
+per run and the pictures. `--predict` loads the target and times the parts of each run's rounds, for
+the predicted speed-up.
+The written files are listed in DIR/specjax_folder.json: files of the
 same names that are not listed there, or were changed since, are not replaced. Interrupted runs are
 named.
 Exit codes: 0; 2 for bad input; 130 after Ctrl-C or SIGTERM.
@@ -14,31 +14,25 @@ Exit codes: 0; 2 for bad input; 130 after Ctrl-C or SIGTERM.
 
 from __future__ import annotations
 
-import math
 import re
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
-from specjax.cli import command, predicted_speedup
+from specjax.cli import command
 from specjax.cli.flags import Parser
+from specjax.cli.predicted_speedup import predicted_speedups
 from specjax.errors import InputError, one_line
 from specjax.fields import Flag, OutputFolder
 from specjax.files import atomic_writes
-from specjax.files.json_files import read_json_file
 from specjax.files.paths import output_folder
 from specjax.files.written_files import WrittenFiles
 from specjax.reporting import csv_jsonl, picture_files, plots, tables
-from specjax.reporting.read import read_reports
-from specjax.reporting.report_file import json_text
-from specjax.reporting.runs import Bench, Run, check_together, labels
-from specjax.reporting.statistics import Entry, by_conditions, in_order
+from specjax.reporting.records import read_reports
+from specjax.reporting.runs import Entry, by_conditions, check_together, in_order, labels
 
-_ALWAYS, _COSTS = ("report.md", "report.csv"), "costs.json"
+_ALWAYS = ("report.md", "report.csv")
 _DRAWN = "pictures"
-_TIME_AGAIN = "delete it to time again"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -65,107 +59,43 @@ def write(
     Returns the files written. Raises InputError for bad input, before anything is written.
     """
     if not paths:
-        raise InputError("no reports: name the JSON files that specjax.decode wrote")
+        raise InputError("no reports: name the files that specjax.decode wrote")
     if pictures:
         plots.require_matplotlib()
-    reports = [one for path in paths for one in read_reports(path)]
-    runs = [one for one in reports if isinstance(one, Run)]
-    benches = [one for one in reports if isinstance(one, Bench)]
-    if runs:
-        check_together(runs)
+    runs = [run for path in paths for run in read_reports(path)]
+    check_together(runs)
     files = _open_folder(out)
-    names = [f"{name}.jsonl" for name in _file_names(labels(runs))] if runs else []
+    names = [f"{name}.jsonl" for name in _file_names(labels(runs))]
     groups = len({run.conditions for run in runs})
-    predict = predict and bool(runs)
-    names += [*(picture_files.file_names(groups) if pictures else ()), *([_COSTS] * predict)]
+    names += picture_files.file_names(groups) if pictures else ()
     files.check([*_ALWAYS, *names])
+    predicted = [None] * len(runs)
+    if predict:
+        predicted = predicted_speedups(runs, lambda doing: print(f"{doing} ..."))
+    entries = [Entry.of(*one) for one in zip(runs, labels(runs), predicted, strict=True)]
     try:
-        predictions = _predictions(runs, files) if predict else {}
-    except OSError as error:
-        raise _unwritable(out, error) from None
-    entries = [
-        Entry.of(run, label, predictions.get(index))
-        for index, (run, label) in enumerate(zip(runs, labels(runs) if runs else (), strict=True))
-    ]
-    try:
-        return _write_all(files, in_order(entries), benches, pictures)
+        return _write_all(files, in_order(entries), pictures)
     except OSError as error:
         raise _unwritable(out, error) from None
 
 
-def _write_all(
-    files: WrittenFiles, entries: Sequence[Entry], benches: Sequence[Bench], pictures: bool
-) -> list[Path]:
-    texts: dict[str, str] = {}
-    if entries:
-        texts["report.csv"] = csv_jsonl.csv_text(entries)
-        texts |= {
-            f"{name}.jsonl": csv_jsonl.jsonl_text(entry)
-            for name, entry in zip(
-                _file_names([entry.label for entry in entries]), entries, strict=True
-            )
-        }
+def _write_all(files: WrittenFiles, entries: Sequence[Entry], pictures: bool) -> list[Path]:
+    names = _file_names([entry.label for entry in entries])
+    texts = {"report.csv": csv_jsonl.csv_text(entries)}
+    texts |= {
+        f"{name}.jsonl": csv_jsonl.jsonl_text(entry)
+        for name, entry in zip(names, entries, strict=True)
+    }
     with atomic_writes.work_folder(files.folder, _DRAWN) as drawing:
         drawn = picture_files.draw(drawing, entries) if pictures else {}
-        texts = {"report.md": tables.markdown(entries, benches, drawn), **texts}
+        texts = {"report.md": tables.markdown(entries, drawn), **texts}
         written = [files.write(name, text) for name, text in texts.items()]
         written += [files.move(picture) for picture in sorted(drawing.iterdir())]
     for conditions, group in by_conditions(entries).items():
         print(f"{conditions}\n\n{tables.leaderboard(group)}")
         if note := tables.incomplete(group):
             print(note)
-    for bench in benches:
-        if bench.interrupted:
-            print(f"{bench.path.name}: interrupted; not everything was measured")
     return written
-
-
-def _predictions(runs: Sequence[Run], files: WrittenFiles) -> dict[int, float | None]:
-    """The predicted speed-up of each run that drafts, by its index; times what is missing."""
-    kept = _read_costs(files.folder / _COSTS)
-    found: dict[int, predicted_speedup.RoundCosts] = {}
-    drafting = {index: run for index, run in enumerate(runs) if run.drafter != "none"}
-    for entry in kept:
-        parts = predicted_speedup.RoundCosts(
-            entry["draft_s"], {int(width): value for width, value in entry["width_s"].items()}
-        )
-        found |= {
-            index: parts
-            for index, run in drafting.items()
-            if predicted_speedup.key(run) == entry["of"]
-        }
-    left = {index: run for index, run in drafting.items() if index not in found}
-    predicted_speedup.check_measurable(list(left.values()))
-    timed = predicted_speedup.measure(list(left.values()), lambda doing: print(f"{doing} ..."))
-    for index, (run, parts) in zip(left, timed, strict=True):
-        found[index] = parts
-        kept.append({"of": predicted_speedup.key(run), **asdict(parts)})
-        files.write(_COSTS, json_text(kept))
-    return {
-        index: predicted_speedup.predicted_speedup(runs[index], parts)
-        for index, parts in found.items()
-    }
-
-
-def _read_costs(path: Path) -> list[dict[str, Any]]:
-    if not path.exists():
-        return []
-    kept = read_json_file(path, _TIME_AGAIN)
-    if not isinstance(kept, list) or not all(map(_is_cost, kept)):
-        raise InputError(f"{path}: not what --predict wrote; {_TIME_AGAIN}")
-    return kept
-
-
-def _is_cost(entry: Any) -> bool:
-    if not isinstance(entry, dict) or entry.keys() != {"of", "draft_s", "width_s"}:
-        return False
-    widths = entry["width_s"]
-    if not isinstance(entry["of"], dict) or not isinstance(widths, dict) or "1" not in widths:
-        return False
-    seconds = [entry["draft_s"], *widths.values()]
-    # In Python a bool is an int; here it is refused.
-    numbers = all(type(one) in (int, float) and 0 <= one < math.inf for one in seconds)
-    return numbers and all(re.fullmatch(r"[1-9]\d{0,8}", width, re.ASCII) for width in widths)
 
 
 def _file_names(names: Sequence[str]) -> list[str]:

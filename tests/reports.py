@@ -1,32 +1,42 @@
-"""Reports of decode runs, made by hand."""
+"""Reports of decode runs: made by hand, and as parts of their records."""
 
 import copy
+import json
 
 
 def row(number, category, rounds, seconds, plain_seconds, prefill=0.25, **changes):
-    """A row as `reporting.decode_report` writes it; `rounds` are (drafted, accepted, emitted)."""
+    """A record of a row; `rounds` are (drafted, accepted, emitted)."""
     drafted, accepted, emitted = (list(counts) for counts in zip(*rounds, strict=True))
     tokens = sum(emitted)
     return {
+        "drafter": "ngram",
         "question_id": number,
         "category": category,
-        "drafter": "ngram",
+        "turn": 0,
+        "prompt_hash": str(number),
         "token_ids": list(range(tokens)),
         "text": f"answer {number}",
-        "new_tokens": tokens,
-        "accept_lengths": emitted,
-        "rounds": {
-            "drafted": drafted,
-            "accepted": accepted,
-            "width": [3 if count else 1 for count in drafted],
-        },
+        "finish_reason": "length",
+        "text_error": None,
+        "logprobs": None,
+        "drafted": drafted,
+        "accepted": accepted,
+        "emitted": emitted,
+        "width": [3 if count else 1 for count in drafted],
+        "drafter_index": [0 if count else -1 for count in drafted],
+        "longest_path": None,
+        "batch": number,
+        "first_round": 0,
         "prefill_s": prefill,
         "decode_s": seconds,
-        "batch": number,
-        "plain": {"new_tokens": tokens, "prefill_s": prefill, "decode_s": plain_seconds},
+        "waiting_s": 0.0,
+        "first_token_s": 0.1,
+        "total_s": 1.0,
+        "plain_new_tokens": tokens,
+        "plain_prefill_s": prefill,
+        "plain_decode_s": plain_seconds,
         "identical": True,
-        "first_difference": None,
-        "margin_at_difference": None,
+        "near_ties": [],
         **changes,
     }
 
@@ -39,26 +49,69 @@ ROWS = [
 ]
 
 
-def content(name="ngram", length="2", rows=ROWS, prompts="abc", **config):
+def content(name="ngram", length="2", rows=ROWS, prompts="abc", sampling=(), **config):
+    """The records of one drafter: `run`, `rows` and `summary`."""
+    sampling = {"temperature": 0.0, "max_new_tokens": 5} | dict(sampling)
+    config = {
+        "target": "model",
+        "drafter": {"name": name, "exit_layer": None},
+        "num_speculative_tokens": length,
+        "sampling": sampling,
+        "batch_size": 1,
+        "seed": 0,
+        "report": "r.jsonl",
+        **config,
+    }
+    conditions = {"device": "cpu", "dtype": "float32", "batch_size": config["batch_size"]}
+    rows = [
+        {**one, "drafter": name, "prompt_hash": f"{prompts} {number}"}
+        for number, one in enumerate(rows)
+    ]
     return copy.deepcopy(
         {
-            "rows": rows,
-            "summary": {
+            "run": {
                 "drafter": name,
-                "device": "cpu",
-                "dtype": "float32",
-                "prompts": prompts,
+                "target": config["target"],
+                **conditions,
+                "temperature": sampling["temperature"],
+                "max_new_tokens": sampling["max_new_tokens"],
+                "lossy": False,
                 "versions": {"jax": "0.10"},
-                "config": {
-                    "target": "model",
-                    "drafter": {"name": name, "exit_layer": None},
-                    "num_speculative_tokens": length,
-                    "sampling": {"temperature": 0.0, "max_new_tokens": 5},
-                    "batch_size": 1,
-                    "seed": 0,
-                    "report": "r.json",
-                    **config,
-                },
+                "trees": {},
+                "config": config,
             },
+            "rows": rows,
+            "summary": {"drafter": name, "interrupted": False, "refused": None},
         }
     )
+
+
+def as_lines(*contents):
+    """The file of some drafters' records; a part that is None is left out."""
+    records = []
+    for kind in ("run", "rows", "summary"):
+        for one in contents:
+            found = one[kind] if kind == "rows" else [one[kind]]
+            named = {"record": "row" if kind == "rows" else kind}
+            records += [{**named, **record} for record in found if record is not None]
+    return "".join(json.dumps(record) + "\n" for record in records)
+
+
+def read(path):
+    """The records of each drafter in a file."""
+    found = {}
+    for line in path.read_text().splitlines():
+        record = json.loads(line)
+        kind, drafter = record.pop("record"), record["drafter"]
+        parts = found.setdefault(drafter, {"rows": [], "summary": None})
+        if kind == "row":
+            parts["rows"].append(record)
+        else:
+            parts[kind] = record
+    return list(found.values())
+
+
+def read_one(path):
+    """The records of a file with one drafter."""
+    (found,) = read(path)
+    return found

@@ -13,7 +13,7 @@ from conftest import slow
 from script_modules import script_module
 
 from specjax import bench, decode, export, report
-from specjax.cli.decode_config import decode_fields
+from specjax.cli.decode_config import DecodeFields
 from specjax.fields import Kind, fields_of
 from train import corpus, distill, eagle, features, generate, import_responses, medusa, mtp
 from train.generation import answers
@@ -23,7 +23,7 @@ from train.run.config import TrainingConfig
 CONFIGS = Path("configs").absolute()
 # A command's entry point, the kinds of its fields, and its config file.
 COMMANDS = {
-    "specjax.decode": (decode.main, decode_fields(), "decode_smollm2.py"),
+    "specjax.decode": (decode.main, fields_of(DecodeFields), "decode_smollm2.py"),
     "specjax.bench": (bench.main, fields_of(bench.BenchConfig), "bench_smollm2.py"),
     "train.generate": (generate.main, fields_of(answers.AnswersConfig), "generate_smollm2.py"),
     "train.corpus": (corpus.main, fields_of(CorpusConfig), "corpus.py"),

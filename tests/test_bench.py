@@ -9,7 +9,8 @@ import pytest
 from decoding import make_session
 
 from specjax import bench
-from specjax.cli import bench_run, measure_auto, measure_drafter
+from specjax.cli.measure_speedups import speed_ratio
+from specjax.cli.predicted_speedup import measure_round_costs
 from specjax.decoding.generate import Generation
 from specjax.drafters.lookup.ngram import Ngram
 from specjax.loading.load import save_model
@@ -34,39 +35,35 @@ def test_the_debug_size_reports_every_part(tmp_path, chatty, capsys):
             "--config=configs/bench_smollm2.py:debug",
             f"--config.target={tmp_path / 'model'}",
             f"--config.prompts={questions}",
-            f"--config.report={tmp_path / 'report.json'}",
+            f"--config.report={tmp_path / 'report.jsonl'}",
             "--config.batch_sizes=(1,)",
-            "--config.exit_layers=(1,)",
-            "--config.num_speculative_tokens=1",
-            "--config.ngram_tokens=1",
-            "--config.auto.drafters=('test_bench:short', 'test_bench:again')",
+            "--config.drafters=('test_bench:short', 'test_bench:again')",
         ]
     )
     assert code == 0, capsys.readouterr()
-    report = json.loads((tmp_path / "report.json").read_text())
-    assert {(row["capacity"], row["width"]) for row in report["rounds"]} == {
-        (256, 1),
-        (256, 2),
-        (512, 1),
-        (512, 2),
-    }
-    comparisons = {one["drafter"]: one for one in report["comparisons"]}
-    assert set(comparisons) == {"ngram", "simulated 0.8", "early_exit 1"}
-    for one in comparisons.values():
-        assert one["identical"]
-        assert one["speedup"] > 0
-        assert one["predicted"] > 0
-        assert one["efficiency"] == pytest.approx(one["speedup"] / one["predicted"])
-    plainly, *drafted = report["auto"]
-    assert [cell["drafter"] for cell in drafted] == ["test_bench:short", "test_bench:again"]
-    assert (plainly["drafter"], plainly["acceptance_length"]) == ("plain, again", 1.0)
-    assert plainly["mean_draft"] == 0.0
-    for cell in report["auto"]:
-        assert (cell["batch"], cell["identical"]) == (2, True)
-        mean, low, high = cell["decoding"]
+    lines = (tmp_path / "report.jsonl").read_text().splitlines()
+    kinds = {}
+    for record in map(json.loads, lines):
+        kinds.setdefault(record.pop("record"), []).append(record)
+    assert list(kinds) == ["bench", "pass", "speedup", "summary"]
+    sizes = {(row["capacity"], row["width"]) for row in kinds["pass"]}
+    assert sizes == {(256, 1), (256, 2), (512, 1), (512, 2)}
+    found = [(one["num_speculative_tokens"], one["drafter"]) for one in kinds["speedup"]]
+    drafters = ("plain, again", "test_bench:short", "test_bench:again")
+    assert found == [(length, name) for length in ("auto", 1) for name in drafters]
+    for one in kinds["speedup"]:
+        assert (one["batch"], one["identical"]) == (2, True)
+        mean, low, high = one["speedup"]
         assert 0 < low <= mean <= high
-    plain = {cell["plain_tokens_per_second"] for cell in report["auto"]}
-    assert len(plain) == 1  # decoded once, for all
+        if one["drafter"] == "plain, again":
+            assert (one["acceptance_length"], one["mean_draft"]) == (1.0, 0.0)
+        if one["num_speculative_tokens"] == 1 and one["drafter"] != "plain, again":
+            assert one["efficiency"] == pytest.approx(mean / one["predicted"])
+        else:
+            assert one["predicted"] is None
+    # Decoded once, for all drafters.
+    assert len({one["plain_tokens_per_second"] for one in kinds["speedup"]}) == 2
+    assert "Speed-up over plain decoding" in capsys.readouterr().out
 
 
 def test_a_pass_is_as_wide_as_the_widest_of_its_rows():
@@ -80,11 +77,9 @@ def test_a_pass_is_as_wide_as_the_widest_of_its_rows():
     widths, rows = result.passes()
     assert widths.tolist() == [4, 4, 4]
     assert rows.tolist() == [3, 2, 1]
-    assert measure_drafter.pass_seconds(result, {1: 1.0, 4: 10.0}, 0.5) == 30 + 3 * 0.5
 
 
-def test_the_prediction_is_the_ratio_of_two_rates(tiny, monkeypatch):
-    """Of passes over all slots, however many rows are left."""
+def test_the_parts_of_a_prediction_are_of_full_batches(tiny, monkeypatch):
     session = make_session(tiny, [[1, 2]] * 3, drafter=Ngram(num_speculative_tokens=2))
     asked = []
 
@@ -94,18 +89,11 @@ def test_the_prediction_is_the_ratio_of_two_rates(tiny, monkeypatch):
 
     monkeypatch.setattr(costs, "widths_seconds", widths_seconds)
     monkeypatch.setattr(costs, "propose_seconds", lambda session: 0.5)
-
-    def generation(width):
-        width = np.array(width)
-        return dataclasses.replace(took(1.0), width=width, first_round=np.zeros(3, int))
-
-    # Ten tokens each, in four slots: three passes of 5 s, and two of 7 s with drafts of 0.5 s.
-    plain = generation([[1, 1, 1], [1, 1, -1], [1, -1, -1]])
-    drafted = generation([[3, 3], [3, -1], [1, -1]])
-    predicted, draft_s = measure_drafter._predict(session, plain, drafted, [[1, 2]] * 3, 8)
-    assert draft_s == 0.5
-    assert predicted == pytest.approx(3 * 5 / (2 * 7 + 2 * 0.5))
+    parts = measure_round_costs(session, 8)
     assert asked == [(4, 6)]
+    # Passes of 7, 7 and 5 s with drafts of half a second, for two tokens per round.
+    predicted = parts.speedup(2.0, np.array([3, 3, 1]))
+    assert predicted == pytest.approx(2 * 5 / (0.5 + (7 + 7 + 5) / 3))
 
 
 def took(decode_s):
@@ -139,20 +127,20 @@ EVEN = (-0.02, -0.01, 0.0, 0.01, 0.02)
     ],
 )
 def test_intervals_are_of_few_repeats(batches, mean, errors):
-    ratio = measure_auto._ratio([batch(*logs) for logs in batches], whole=False)
+    ratio = speed_ratio([batch(*logs) for logs in batches])
     wanted = [math.exp(mean), math.exp(mean - errors), math.exp(mean + errors)]
     np.testing.assert_allclose(ratio, wanted, rtol=1e-5)
 
 
 def test_an_interval_of_more_than_three_per_cent_is_unresolved():
-    narrow = measure_auto._ratio([batch(*EVEN)], whole=False)
-    wide = measure_auto._ratio([batch(*(2 * log for log in EVEN))], whole=False)
+    narrow = speed_ratio([batch(*EVEN)])
+    wide = speed_ratio([batch(*(2 * log for log in EVEN))])
     assert narrow.resolved
     assert not wide.resolved
-    assert bench_run._interval(narrow) == "1.000 [0.981..1.020]"
-    assert bench_run._interval(wide) == "1.000 [0.961..1.040] unresolved"
+    assert str(narrow) == "1.000 [0.981..1.020]"
+    assert str(wide) == "1.000 [0.961..1.040] unresolved"
     # With prefill: 3 seconds and 1 + 2 e^0.1, for as many tokens.
-    whole = measure_auto._ratio([batch(0.1, 0.1)], whole=True)
+    whole = speed_ratio([batch(0.1, 0.1)], with_prefill=True)
     assert whole.mean == pytest.approx((1 + 2 * math.exp(0.1)) / 3)
 
 

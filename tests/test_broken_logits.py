@@ -1,12 +1,12 @@
 """Logits that are not numbers end a row with an error, never with a token; others are as alone."""
 
 import dataclasses
-import json
 import warnings
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import reports
 from conftest import slow
 from decoding import PROMPTS, Shifting, coupled, decode, draft_model, mixed
 
@@ -138,7 +138,7 @@ def test_the_command_says_so_and_exits_with_2(damaged, tmp_path, capsys):
     assert "(and 1 other)" in shown.err
     assert shown.err.count("\n") == 1
     assert shown.out.count("ENDED BY AN ERROR") == 2
-    rows = json.loads(report.read_text())["rows"]
+    rows = reports.read_one(report)["rows"]
     assert [(row["finish_reason"], row["token_ids"]) for row in rows] == [("error", [])] * 2
 
 

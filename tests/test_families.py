@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import reports
 from conftest import slow
 from decoding import draft_model, greedy
 from heads import mtp_head
@@ -201,7 +202,7 @@ def test_the_command_line_decodes_each_family(name, tmp_path):
     }
     code = decode.main([f"--config.{field}={value}" for field, value in arguments.items()])
     assert code == 0
-    assert all(row["identical"] for row in json.loads(report.read_text())["rows"])
+    assert all(row["identical"] for row in reports.read_one(report)["rows"])
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from specjax.decoding import prompts
 from specjax.loading.tokenizers import chat_templates, template_process
 from specjax.reporting import csv_jsonl, tables
-from specjax.reporting.read import read_reports
-from specjax.reporting.runs import Bench, labels
-from specjax.reporting.statistics import Entry
+from specjax.reporting.records import read_reports
+from specjax.reporting.runs import Entry, labels
 from train.generation.prompts import read_requests
 from train.import_responses import read_rows
 
@@ -56,42 +55,22 @@ def test_files_of_any_bytes(tmp_path, content, start):
     outcome(lambda: read_reports(path), memory=8_000_000)
 
 
-BENCH = {
-    "comparisons": [
-        {
-            "drafter": "ngram",
-            "batch": 1,
-            "acceptance_length": 2.0,
-            "tokens_per_second": 3.0,
-            "plain_tokens_per_second": 2.0,
-            "speedup": 1.5,
-            "speedup_min": 1.4,
-            "speedup_max": 1.6,
-            "predicted": 1.5,
-            "efficiency": 1.0,
-            "identical": True,
-        }
-    ]
-}
-
-
 @examples(60)
 @given(data=st.data())
 def test_changed_reports(tmp_path, data):
-    path = tmp_path / "a.json"
+    path = tmp_path / "a.jsonl"
     auto = reports.content("ngram+eagle3", "auto")
-    good = [reports.content(), BENCH, {"runs": [reports.content(), auto]}]
-    path.write_text(json.dumps(data.draw(st.sampled_from(good).flatmap(changed))))
-    for report in outcome(lambda: read_reports(path), memory=8_000_000) or ():
+    lines = [*map(json.loads, reports.as_lines(reports.content(), auto).splitlines())]
+    found = data.draw(changed(lines).filter(lambda one: isinstance(one, list)))
+    path.write_text("".join(json.dumps(one) + "\n" for one in found))
+    for run in outcome(lambda: read_reports(path), memory=8_000_000) or ():
         # What was read can be shown.
-        outcome(lambda report=report: show(report), memory=8_000_000)
+        outcome(lambda run=run: show(run), memory=8_000_000)
 
 
-def show(report):
-    if isinstance(report, Bench):
-        return tables.markdown([], [report], {})
-    entry = Entry.of(report, labels([report])[0], None)
-    shown = [tables.markdown([entry], [], {}), tables.leaderboard([entry])]
+def show(run):
+    entry = Entry.of(run, labels([run])[0], None)
+    shown = [tables.markdown([entry], {}), tables.leaderboard([entry])]
     return [*shown, csv_jsonl.csv_text([entry]), csv_jsonl.jsonl_text(entry)]
 
 

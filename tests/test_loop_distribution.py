@@ -333,7 +333,7 @@ def test_bad_input_names_the_remedy(tables, tiny):
         (dict(num_speculative_tokens=-1), "num_speculative_tokens=-1"),
         (dict(rows=0), "rows=0"),
         (dict(prompt=()), r"prompt=\(\): use a list of at least 1"),
-        (dict(prompt=(8,)), "token id 8 is outside"),
+        (dict(prompt=(8,)), r"prompt\[0\]=8: use a whole number from 0 to 7"),
     ):
         with pytest.raises(InputError, match=says):
             check_drafter(NoDrafter(), tables[0], **options)

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import reports
 from conftest import slow, xla_flags
 
 from specjax.decoding.generate import generate
@@ -90,7 +91,7 @@ def job(model, prompts, **fields):
 @pytest.mark.parametrize(("length", "compared"), [("1", False), *slow(("1", True), ("auto", True))])
 def test_two_processes_decode_what_one_does(length, compared, model, prompts, chatty, tmp_path):
     """Two processes of two devices: rows over `data`, weights over `model`."""
-    address, report = f"127.0.0.1:{free_port()}", tmp_path / "report.json"
+    address, report = f"127.0.0.1:{free_port()}", tmp_path / "report.jsonl"
     mesh = dict(mesh__data=2, mesh__model=2)
     options = dict(num_speculative_tokens=length, compare=compared, report=report)
     shared = job(model, prompts, **mesh, **options)
@@ -100,10 +101,10 @@ def test_two_processes_decode_what_one_does(length, compared, model, prompts, ch
     assert ("5 of 5 rows" in out) == compared
     assert "tokens/s" in out
     assert "tokens/s" not in silent
-    content = json.loads(report.read_text())
+    content = reports.read_one(report)
     assert [row["question_id"] for row in content["rows"]] == list(range(len(TEXTS)))
     assert content["summary"]["identical_rows"] == (len(TEXTS) if compared else None)
-    assert "(data=2, model=2) in 2 processes" in content["summary"]["device"]
+    assert "(data=2, model=2) in 2 processes" in content["run"]["device"]
     alone = generate(
         chatty,
         TEXTS,

@@ -3,23 +3,23 @@
 import copy
 import csv
 import json
+import math
 import sys
 from pathlib import Path
 
 import pytest
-from reports import ROWS, content, row
+from reports import ROWS, as_lines, content, read_one, row
 
 from specjax import decode, report
 from specjax.cli import predicted_speedup
 from specjax.errors import InputError
-from specjax.files.written_files import WrittenFiles
 from specjax.loading.load import save_model
 from specjax.reporting import csv_jsonl, picture_files, plots
 from specjax.reporting.plots import Curve
-from specjax.reporting.read import read_report, read_reports
-from specjax.reporting.report_file import json_text
-from specjax.reporting.runs import batch_widths, labels
-from specjax.reporting.statistics import OVERALL, Entry, figures_by_task
+from specjax.reporting.records import read_report, read_reports
+from specjax.reporting.report_file import ReportFile
+from specjax.reporting.runs import Entry, labels
+from specjax.reporting.statistics import OVERALL, batch_widths, figures_by_task
 
 pytest.importorskip("matplotlib")
 
@@ -29,9 +29,9 @@ def write(tmp_path):
     """Writes reports; returns their paths."""
 
     def files(**contents):
-        paths = [tmp_path / f"{name}.json" for name in contents]
+        paths = [tmp_path / f"{name}.jsonl" for name in contents]
         for path, one in zip(paths, contents.values(), strict=True):
-            path.write_text(one if isinstance(one, str) else json.dumps(one))
+            path.write_text(one if isinstance(one, str) else as_lines(one))
         return list(map(str, paths))
 
     return files
@@ -82,10 +82,8 @@ def test_a_batch_counts_its_seconds_once_and_tells_tasks_apart_only_where_it_hol
     first, second, third = copy.deepcopy(ROWS)
     fourth = row(3, "writing", [(2, 2, 3), (2, 2, 3)], 3.0, 4.0, batch=1)
     for one in (first, second):
-        one |= {"batch": 0, "decode_s": 2.0}
-        one["plain"]["decode_s"] = 5.0
-    third |= {"batch": 1, "decode_s": 3.0}
-    third["plain"]["decode_s"] = 4.0
+        one |= {"batch": 0, "decode_s": 2.0, "plain_decode_s": 5.0}
+    third |= {"batch": 1, "decode_s": 3.0, "plain_decode_s": 4.0}
     (path,) = write(a=content(rows=[first, second, third, fourth], batch_size=2))
     run = read_report(path)
     figures = figures_by_task(run)
@@ -100,7 +98,7 @@ def test_a_batch_counts_its_seconds_once_and_tells_tasks_apart_only_where_it_hol
     # A round is as wide as the widest of its batch, and lasts while a row of it does.
     assert batch_widths(run.rows).tolist() == [3, 3, 1, 3, 3]
     assert report.main([path, f"--out={path}.d", "--nopictures"]) == 0
-    text = (read_report(path).path.parent / "a.json.d" / "report.md").read_text()
+    text = (read_report(path).path.parent / "a.jsonl.d" / "report.md").read_text()
     (line,) = table(text, "### Speed-up")[1:]
     assert line == ["ngram", "2.50x\\*", "n/a", "2.25", "1.80x"]
     assert "that hold only this task" in text
@@ -108,7 +106,7 @@ def test_a_batch_counts_its_seconds_once_and_tells_tasks_apart_only_where_it_hol
 
 def test_files_in_spec_benchs_layout(write, tmp_path, capsys):
     slow = content("early_exit", "4")
-    slow["summary"]["config"]["drafter"]["exit_layer"] = 2
+    slow["run"]["config"]["drafter"]["exit_layer"] = 2
     for one in slow["rows"]:
         one["decode_s"] *= 2
     paths = write(fast=content(), slow=slow, none=content("none", None))
@@ -177,7 +175,7 @@ def test_turns_of_a_question_are_one_line(write):
 @pytest.mark.parametrize("lossy", [False, True])
 def test_every_file_says_whether_a_rule_is_lossy(lossy, write):
     report = content()
-    report["summary"] |= {"lossy": True} if lossy else {}
+    report["run"]["lossy"] = lossy
     entry = Entry.of(read_report(*write(a=report)), "label")
     rows = csv.DictReader(csv_jsonl.csv_text([entry]).splitlines())
     assert {row["lossy"] for row in rows} == {str(lossy)}
@@ -235,16 +233,17 @@ def test_equal_runs_are_told_apart_by_their_paths(write, tmp_path):
     assert labels([read_report(other), runs[0]]) == ["ngram (other)", "ngram (same)"]
 
 
-def test_a_report_keeps_every_text_and_id(write):
-    """Also texts that look like lists of numbers, and ids of 63 bits."""
+def test_a_report_keeps_every_text_and_id(tmp_path):
+    """Also texts that are no Unicode, ids of 63 bits, and numbers that are not finite."""
     changed = content()
-    changed["rows"][0] |= {"text": "[[1.  0.]\n [0.  1.]]\u00a0[ 7 ]", "question_id": 2**62}
-    (path,) = write(changed=changed)
-    Path(path).write_text(json_text(changed))
-    row = read_report(path).rows[0]
-    assert (row.text, row.question_id) == (changed["rows"][0]["text"], 2**62)
-    assert '"token_ids": [ ' in Path(path).read_text()
-    assert json.loads(json_text(["[1  2]", "[\n1  2]"])) == ["[1  2]", "[\n1  2]"]
+    words = "[[1.  0.]\n [0.  1.]]\u00a0\ud800 \u4f60"
+    changed["rows"][0] |= {"text": words, "question_id": 2**62, "logprobs": [-0.5, -math.inf]}
+    file = ReportFile(tmp_path / "r.jsonl")
+    file.add({"record": "run", **changed["run"]})
+    file.finish({"record": "row", **changed["rows"][0]})
+    (row,) = read_report(tmp_path / "r.jsonl").rows
+    assert (row.text, row.question_id, row.logprobs) == (words, 2**62, (-0.5, None))
+    assert "\u4f60" in (tmp_path / "r.jsonl").read_text()
 
 
 def test_the_prediction_adds_up_the_parts(write, tmp_path, monkeypatch):
@@ -253,11 +252,12 @@ def test_the_prediction_adds_up_the_parts(write, tmp_path, monkeypatch):
     # Sixteen comes after four, whatever the files are called.
     paths = write(a=content(length="16"), b=longer, c=content())
     out = tmp_path / "out"
-    out.mkdir()
-    files = WrittenFiles("out", out, "report")
-    parts = {"draft_s": 0.05, "width_s": {"1": 0.1, "3": 0.2}}
-    kept = [{"of": predicted_speedup.key(read_report(path)), **parts} for path in paths]
-    files.write("costs.json", json.dumps(kept))
+    parts = predicted_speedup.RoundCosts(0.05, {1: 0.1, 3: 0.2})
+    monkeypatch.setattr(
+        report,
+        "predicted_speedups",
+        lambda runs, say: [parts.speedup(11 / 6, batch_widths(run.rows)) for run in runs],
+    )
     drawn = {}
     monkeypatch.setattr(
         picture_files,
@@ -289,7 +289,7 @@ def test_runs_of_a_real_model(tmp_path, chatty, capsys):
     ]
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps(question) + "\n" for question in questions))
-    paths = [str(tmp_path / f"r{length}.json") for length in (1, 2)]
+    paths = [str(tmp_path / f"r{length}.jsonl") for length in (1, 2)]
     for length, path in zip((1, 2), paths, strict=True):
         code = decode.main(
             [
@@ -303,14 +303,10 @@ def test_runs_of_a_real_model(tmp_path, chatty, capsys):
             ]
         )
         assert code == 0
-        # What decode adds up itself is what its rows add up to.
-        run = read_report(path)
-        everything = figures_by_task(run)[OVERALL]
-        for name in ("acceptance_length", "tau_drafted", "acceptance_rate"):
-            assert getattr(everything.counts, name) == run.summary[name]
-        assert list(everything.counts.acceptance_at_pos) == run.summary["acceptance_at_pos"]
-        assert everything.speedup == pytest.approx(run.summary["speedup"])
-        assert everything.tokens_per_second == pytest.approx(run.summary["tokens_per_second"])
+        # The summary is what the rows add up to.
+        run, written = read_report(path), read_one(Path(path))
+        everything = figures_by_task(run)[OVERALL].to_dict()
+        assert {name: written["summary"][name] for name in everything} == everything
         assert run.exact
         assert run.draft_length == length
     out = tmp_path / "out"
@@ -319,26 +315,19 @@ def test_runs_of_a_real_model(tmp_path, chatty, capsys):
     assert "timing" in capsys.readouterr().out
     rows = read_csv(out / "report.csv")
     assert all(float(one["efficiency"]) > 0 for one in rows if one["subset"] == "overall")
-    widths = [
-        sorted(map(int, one["width_s"])) for one in json.loads((out / "costs.json").read_text())
-    ]
-    assert widths == [[1, 2], [1, 2, 3]]
     assert (out / "speedup_by_k.png").exists()
-    # What was timed is not timed again.
-    assert report.main([*paths, f"--out={out}", "--predict"]) == 0
-    assert "timing" not in capsys.readouterr().out
 
 
 def test_several_drafters_in_one_file(write, tmp_path, capsys):
     both = content("ngram+eagle3", "auto")
     for one in both["rows"]:
-        one["rounds"]["drafter"] = [-1] * len(one["accept_lengths"])
-    (path,) = write(several={"runs": [content(length="auto"), both]})
+        one["drafter_index"] = [-1] * len(one["emitted"])
+    (path,) = write(several=as_lines(content(length="auto"), both))
     first, second = read_reports(path)
     assert (first.drafter, second.drafter) == ("ngram", "ngram+eagle3")
     assert first.auto
-    assert first.rows[0].drafter == ()
-    assert second.rows[0].drafter == (-1, -1, -1)
+    assert first.rows[0].drafter_index == (0, 0, -1)
+    assert second.rows[0].drafter_index == (-1, -1, -1)
     with pytest.raises(InputError, match="has runs of 2 drafters"):
         read_report(path)
     (other,) = write(other=content("none", "auto"))
@@ -355,78 +344,56 @@ def test_several_drafters_in_one_file(write, tmp_path, capsys):
     assert (tmp_path / "out" / "ngram+eagle3.jsonl").exists()
 
 
-def test_a_bench_report_is_a_table(write, tmp_path):
-    comparison = {
-        "drafter": "ngram",
-        "batch": 4,
-        "acceptance_length": 1.5,
-        "tokens_per_second": 30.0,
-        "plain_tokens_per_second": 24.0,
-        "speedup": 1.25,
-        "speedup_min": 1.2,
-        "speedup_max": 1.3,
-        "predicted": 1.25,
-        "efficiency": 1.0,
-        "draft_s": 0.001,
-        "identical": True,
-    }
-    paths = write(bench={"floor_ms": 1.0, "rounds": [], "comparisons": [comparison]})
-    assert report.main([*paths, f"--out={tmp_path / 'out'}"]) == 0
-    (line,) = table((tmp_path / "out" / "report.md").read_text(), "## Benchmark bench.json")[1:]
-    assert line[:6] == ["ngram", "4", "1.50", "30.0", "24.0", "1.25x"]
-    assert line[6:] == ["1.20..1.30", "1.25x", "1.00", "yes"]
-
-
 def changed(*path, to):
     report_content = content()
     inner = report_content
     for name in path[:-1]:
         inner = inner[name]
-    if to is None:
+    if to is None and len(path) > 1:
         del inner[path[-1]]
     else:
-        inner[path[-1]] = to
+        inner[path[-1]] = None if to is ... else to
     return report_content
 
 
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        ("{", "is not JSON"),
-        ('{"rows": NaN}', "NaN is no number of JSON"),
-        ("[" * 100_000, "is not JSON"),
-        ([], 'no "rows" and "summary"'),
-        ({"loss": 1}, 'no "rows" and "summary"'),
-        ({"comparisons": [{"drafter": "ngram"}]}, "comparisons[0] has no 'batch'"),
+        ("{}\n", "record=None, drafter='None': no such run"),
+        ("{\n", "is not JSON"),
+        ('{"rows": NaN}\n', "NaN is no number of JSON"),
+        ("[" * 100_000 + "\n", "is not JSON"),
+        ("[]\n", "put one JSON object in a line"),
+        ('{"record": "bench", "floor_ms": 1.0}\n', "record='bench'"),
+        ("", "holds no rows"),
         (content(rows=[]), "holds no rows"),
-        (changed("rows", to={}), "rows is not a list"),
-        (changed("rows", 1, to=3), "rows[1] is not an object"),
-        (changed("rows", 1, "rounds", to=None), "rows[1] has no 'rounds'"),
-        (changed("rows", 1, "new_tokens", to="2"), "rows[1].new_tokens is '2'"),
-        (changed("rows", 1, "new_tokens", to=True), "rows[1].new_tokens is True"),
-        (changed("rows", 1, "new_tokens", to=3), "do not add up"),
-        (changed("rows", 1, "rounds", "width", to=[3, 3]), "width must have one entry per round"),
-        (changed("rows", 1, "rounds", "drafted", to=[-1]), "drafted must hold whole numbers"),
-        (changed("rows", 1, "rounds", "accepted", to=[3]), "accepted exceeds drafted"),
-        (changed("rows", 1, "plain", "decode_s", to=None), "rows[1].plain has no 'decode_s'"),
-        (changed("rows", 1, "new_tokens", to=10**400), "rows[1].new_tokens is 1000"),
-        (changed("rows", 1, "decode_s", to=1e300), "rows[1].decode_s is 1e+300, which is"),
-        (changed("rows", 1, "rounds", "width", to=[10**30]), "width must hold whole numbers"),
-        (changed("rows", 1, "token_ids", to=[None]), "token_ids must hold whole numbers"),
-        (changed("rows", 1, "turn", to="1"), "rows[1].turn is '1'"),
-        (changed("summary", "versions", to=True), "summary.versions is True"),
-        (changed("summary", "lossy", to="false"), "summary.lossy is 'false'"),
-        (changed("summary", "config", "distributed", to=5), "summary.distributed is 5"),
+        (changed("run", to=None), "record='row', drafter='ngram': no such run"),
+        (changed("rows", 1, "drafter", to="other"), "record='row', drafter='other': no such run"),
+        (changed("rows", 1, "drafted", to=None), "drafted is missing"),
+        (changed("rows", 1, "sesonds", to=1), "sesonds=1 is not supported"),
+        (changed("rows", 1, "batch", to="2"), "batch='2'"),
+        (changed("rows", 1, "batch", to=True), "batch=True"),
+        (changed("rows", 1, "token_ids", to=[1]), "emitted does not add up"),
+        (changed("rows", 1, "width", to=[3, 3]), "width must have one entry per round"),
+        (changed("rows", 1, "drafted", to=[-1]), "drafted=[-1]: use whole numbers"),
+        (changed("rows", 1, "accepted", to=[3]), "accepted exceeds drafted"),
+        (changed("rows", 1, "plain_decode_s", to=None), "plain_decode_s is missing"),
+        (changed("rows", 1, "plain_new_tokens", to=...), "give all or none"),
+        (changed("rows", 1, "batch", to=10**400), "batch=1000"),
+        (changed("rows", 1, "decode_s", to=1e300), "decode_s=1e+300: use a number"),
+        (changed("rows", 1, "width", to=[10**30]), "width=[1000"),
+        (changed("rows", 1, "token_ids", to=[None]), "token_ids=[None]: use token ids"),
+        (changed("rows", 1, "turn", to="1"), "turn='1'"),
+        (changed("rows", 1, "near_ties", to=[{"index": 1}]), "margin is missing"),
+        (changed("run", "versions", to=True), "versions=True: use an object"),
+        (changed("run", "lossy", to="false"), "lossy='false'"),
+        (changed("run", "temperature", to=None), "temperature is missing"),
         (
-            changed("summary", "config", "x", to=json.loads('{"a":' * 30 + "1" + "}" * 30)),
+            changed("run", "config", "x", to=json.loads('{"a":' * 30 + "1" + "}" * 30)),
             "more than 20 levels",
         ),
-        (changed("rows", 1, "rounds", "drafter", to=[-2]), "drafter must hold whole numbers of at"),
-        (changed("rows", 1, "rounds", "drafter", to=[0, 0]), "drafter must have one entry per"),
-        ({"runs": []}, "it holds no runs"),
-        ({"runs": [content(), 3]}, 'no "rows" and "summary"'),
-        (changed("summary", "prompts", to=None), "summary has no 'prompts'"),
-        (changed("summary", "config", "sampling", to={}), "sampling has no 'temperature'"),
+        (changed("rows", 1, "drafter_index", to=[-2]), "drafter_index[0]=-2"),
+        (changed("summary", "refused", to=5), "refused=5"),
         (content(target="other"), "is of model"),
         (content(prompts="others"), "answer other prompts; report each set separately"),
     ],
@@ -438,7 +405,7 @@ def test_bad_input_is_one_line_and_exit_code_2(wrong, says, write, tmp_path, cap
     assert shown.err.startswith("error: ")
     assert shown.err.count("\n") == 1
     assert says in shown.err
-    assert "bad.json" in shown.err
+    assert "bad.jsonl" in shown.err
     assert not (tmp_path / "out").exists()
 
 
@@ -447,7 +414,7 @@ def test_an_interrupted_run_is_named(write, tmp_path, capsys):
     part["summary"]["interrupted"] = True
     paths = write(whole=content(), part=part)
     assert report.main([*paths, f"--out={tmp_path / 'out'}"]) == 2
-    assert "part.json' was interrupted: run it again" in capsys.readouterr().err
+    assert "part.jsonl' was interrupted: run it again" in capsys.readouterr().err
     assert report.main([paths[1], f"--out={tmp_path / 'out'}"]) == 0
     assert "Interrupted: ngram" in (tmp_path / "out" / "report.md").read_text()
 
@@ -456,14 +423,14 @@ def test_bad_arguments(write, tmp_path, capsys, monkeypatch):
     (path,) = write(a=content())
     (tmp_path / "file").write_text("")
     other = content()
-    other["summary"]["device"] = "TPU v7"
+    other["run"]["device"] = "TPU v7"
     (elsewhere,) = write(elsewhere=other)
     out = f"--out={tmp_path / 'out'}"
     for argv, says in (
         ([path], "out is missing"),
         ([out], "no reports"),
         ([path, out, "--nosuch"], "nosuch"),
-        ([str(tmp_path / "missing.json"), out], "cannot be read"),
+        ([str(tmp_path / "missing.jsonl"), out], "no such file"),
         ([path, f"--out={tmp_path / 'file'}"], "is a file: name a folder"),
         ([path, f"--out={tmp_path / 'file' / 'x'}"], "a part of it is a file"),
         ([elsewhere, out, "--predict"], "ran on TPU v7, this machine has cpu"),
@@ -471,9 +438,6 @@ def test_bad_arguments(write, tmp_path, capsys, monkeypatch):
     ):
         assert report.main(argv) == 2, argv
         assert says in capsys.readouterr().err
-    WrittenFiles("out", tmp_path / "out", "report").write("costs.json", "[3]")
-    assert report.main([path, out, "--predict"]) == 2
-    assert "delete it" in capsys.readouterr().err
     assert report.main(["--help"]) == 0
     assert "--out=DIR" in capsys.readouterr().out
     monkeypatch.setitem(sys.modules, "matplotlib", None)

@@ -1,11 +1,10 @@
 """`scripts/sweep.py`: the grid, resuming, failures, and the report at its end."""
 
-import json
 import subprocess
 import sys
 
 import pytest
-from reports import content
+from reports import as_lines, content, read_one
 from script_modules import SCRIPTS, script_module
 
 from specjax import decode
@@ -36,8 +35,8 @@ def cells_run(sweep, monkeypatch):
         if config.max_length == 4:
             return 2
         report = content(prompts=config.prompt)
-        report["summary"]["config"] = config.to_dict()
-        cell.report.write_text(json.dumps(report))
+        report["run"] |= {"target": config.target, "config": config.to_dict()}
+        cell.report.write_text(as_lines(report))
         return 0
 
     monkeypatch.setattr(sweep, "run_cell", run_cell)
@@ -60,24 +59,24 @@ def test_a_grid_is_decoded_resumed_and_reported(sweep, cells_run, tmp_path, caps
     for label in ("ngram K=1 seed=0", "ngram K=3 seed=0", "ngram K=1 seed=1", "ngram K=3 seed=1"):
         assert f"| {label} " in text
     assert (tmp_path / "speedup_by_k.png").exists()
-    assert len(list((tmp_path / "cells").glob("*.json"))) == 4
+    assert len(list((tmp_path / "cells").glob("*.jsonl"))) == 4
 
     # Nothing is left; then one cell is half written, which is said, and one was interrupted.
     cells_run.clear()
     assert sweep.main(argv) == 0
     assert cells_run == []
-    first, second, *_ = sorted((tmp_path / "cells").glob("*.json"))
+    first, second, *_ = sorted((tmp_path / "cells").glob("*.jsonl"))
     first.write_text(first.read_text()[:100])
     capsys.readouterr()
     assert sweep.main(argv) == 2
     assert f"{first.name}' is a file that is no report" in capsys.readouterr().err
     first.unlink()
-    broken = json.loads(second.read_text())
+    broken = read_one(second)
     broken["summary"]["interrupted"] = True
-    second.write_text(json.dumps(broken))
+    second.write_text(as_lines(broken))
     assert sweep.main(argv) == 0
     assert len(cells_run) == 2
-    assert json.loads(first.read_text())["rows"]
+    assert read_one(first)["rows"]
 
     # Another value elsewhere makes another cell, and more values only those that are new.
     cells_run.clear()
@@ -102,11 +101,12 @@ def test_a_failed_cell_does_not_stop_the_others(sweep, cells_run, tmp_path, caps
 def test_tokens_that_differ_are_an_error_on_resuming_too(sweep, cells_run, tmp_path, capsys):
     argv = [*FIXED, f"--out={tmp_path}", "--nopictures"]
     assert sweep.main(argv) == 0
-    (path,) = (tmp_path / "cells").glob("*.json")
-    wrong = json.loads(path.read_text())
+    (path,) = (tmp_path / "cells").glob("*.jsonl")
+    wrong = read_one(path)
     for margin, code in ((1e-6, 0), (0.5, 1)):
-        wrong["rows"][0] |= {"identical": False, "margin_at_difference": margin}
-        path.write_text(json.dumps(wrong))
+        near_tie = {"index": 3, "margin": margin, "resolution": 1e-4}
+        wrong["rows"][0] |= {"identical": False, "near_ties": [near_tie]}
+        path.write_text(as_lines(wrong))
         assert sweep.main(argv) == code
     assert len(cells_run) == 1
 

@@ -4,10 +4,9 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from reports import content
+from reports import as_lines, content
 
 from specjax import report
-from specjax.cli import predicted_speedup
 from specjax.errors import InputError
 from specjax.files import folder_marker
 from specjax.files.atomic_writes import work_folder
@@ -96,7 +95,7 @@ def test_another_listing(listing, says, tmp_path):
 
 def test_a_report_says_so_before_the_work(tmp_path, capsys, monkeypatch):
     run, out = tmp_path / "a.json", tmp_path / "out"
-    run.write_text(json.dumps(content()))
+    run.write_text(as_lines(content()))
     arguments = [str(run), f"--out={out}"]
     assert report.main(arguments) == 0
     capsys.readouterr()
@@ -123,62 +122,15 @@ def test_pictures_draw_any_text(tmp_path, capsys):
     for row, category in zip(rows, ("$x_{$ and $", "a\ud800b", "plain"), strict=True):
         row["category"] = category
     run = tmp_path / "a.json"
-    run.write_text(json.dumps(content(rows=rows)))
+    run.write_text(as_lines(content(rows=rows)))
     assert report.main([str(run), f"--out={tmp_path / 'out'}"]) == 0
     assert (tmp_path / "out" / "tau_by_task.png").exists()
     assert "a\\ud800b" in (tmp_path / "out" / "report.md").read_text().lower()
 
 
-def test_costs_are_written_like_the_other_files(tmp_path, capsys, monkeypatch):
-    run, out = tmp_path / "a.json", tmp_path / "out"
-    run.write_text(json.dumps(content()))
-    parts = predicted_speedup.RoundCosts(0.05, {1: 0.1, 3: 0.2})
-    measured = []
-
-    def measure(runs, say):
-        for one in runs:
-            measured.append(one)
-            yield one, parts
-
-    monkeypatch.setattr(predicted_speedup, "measure", measure)
-    monkeypatch.setattr(predicted_speedup, "check_measurable", lambda runs: None)
-    arguments = [str(run), f"--out={out}", "--predict", "--nopictures"]
-    out.mkdir()
-    (out / "costs.json").write_text("mine")
-    assert report.main(arguments) == 2
-    assert "costs.json there was not written as part of a report" in capsys.readouterr().err
-    assert [path.name for path in out.iterdir()] == ["costs.json"]
-    (out / "costs.json").unlink()
-    for _ in range(2):
-        assert report.main(arguments) == 0
-        assert len(measured) == 1
-    assert "costs.json" in folder_marker.read_marker(out).files
-    (kept,) = json.loads((out / "costs.json").read_text())
-    for changed in (
-        {},
-        "",
-        [3],
-        [{}],
-        [{**kept, "draft_s": "1"}],
-        [{**kept, "draft_s": -1.0}],
-        [{**kept, "width_s": [1]}],
-        [{**kept, "width_s": {"a": 1.0}}],
-        [{**kept, "width_s": {"3": 1.0}}],
-        [{**kept, "width_s": {"1": None}}],
-        [{**kept, "of": 3}],
-    ):
-        WrittenFiles("out", out, "report").write("costs.json", json.dumps(changed))
-        capsys.readouterr()
-        assert report.main(arguments) == 2, changed
-        message = capsys.readouterr().err
-        assert "costs.json" in message
-        assert "delete it" in message
-        assert message.count("\n") == 1
-
-
 def test_pictures_of_a_killed_report_are_cleared_away(tmp_path, monkeypatch):
     run, out = tmp_path / "a.json", tmp_path / "out"
-    run.write_text(json.dumps(content()))
+    run.write_text(as_lines(content()))
     out.mkdir()
     with work_folder(out, "pictures") as left:
         pass

@@ -1,4 +1,4 @@
-"""The config of `specjax.bench`: each field's kind; `configs/bench_smollm2.py` has the values."""
+"""The config of `specjax.bench`: its fields, with their values by default."""
 
 from __future__ import annotations
 
@@ -6,49 +6,48 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from specjax.cli.mesh_config import DistributedConfig, MeshConfig
-from specjax.drafters import DRAFT_TOKENS
+from specjax.cli.mesh_config import ONE_DEVICE, ONE_PROCESS, DistributedConfig, MeshConfig
+from specjax.decoding.options import AUTO, DRAFT_LENGTH
 from specjax.fields import InputFile, Items, Number, OutputFile, PathOrName, Text, Whole, optional
-from specjax.loading.load import DTYPE
+from specjax.loading.load import DEFAULT_MODEL, DTYPE
 
 _SIZES = Items(Whole(1), least=1, remedy="use whole numbers of at least 1, such as (1, 4)")
-_SHARES = Items(Number(0.0, 1.0), remedy="use numbers from 0 to 1, such as (0.6, 0.8)")
 _DRAFTERS = Items(Text(), remedy="use names of drafters, such as ('ngram', 'ngram+eagle3')")
+_LENGTHS = Items(DRAFT_LENGTH, least=1, remedy="use 'auto', 'fixed' or numbers, as ('auto', 4)")
 _TEMPERATURES = Items(Number(0.0), least=1, remedy="use numbers of at least 0, such as (0.0, 1.0)")
-_LAYERS = Items(Whole(1), remedy="use numbers of layers, such as (15, 24)")
-
-
-@dataclass(frozen=True)
-class AutoConfig:
-    """The cells in which draft lengths that follow costs are compared with plain decoding."""
-
-    drafters: Annotated[tuple[str, ...], _DRAFTERS]
-    batch_sizes: Annotated[tuple[int, ...], _SIZES]
-    temperatures: Annotated[tuple[float, ...], _TEMPERATURES]
-    prompts: Annotated[int, Whole(1)]
-    repeats: Annotated[int, Whole(1)]
 
 
 @dataclass(frozen=True)
 class BenchConfig:
-    """What to measure; `configs/bench_smollm2.py` says what each field does."""
+    """What to measure."""
 
-    target: Annotated[str, PathOrName()]
-    dtype: Annotated[str, DTYPE]
-    prompts: Annotated[Path | None, optional(InputFile(pipe=True))]
-    per_task: Annotated[int, Whole(1)]
-    max_new_tokens: Annotated[int, Whole(1)]
-    widths: Annotated[tuple[int, ...], _SIZES]
-    batch_sizes: Annotated[tuple[int, ...], _SIZES]
-    capacities: Annotated[tuple[int, ...], _SIZES]
-    committed: Annotated[int, Whole()]
-    num_speculative_tokens: Annotated[int, DRAFT_TOKENS]
-    ngram_tokens: Annotated[int, DRAFT_TOKENS]
-    acceptances: Annotated[tuple[float, ...], _SHARES]
-    exit_layers: Annotated[tuple[int, ...], _LAYERS]
-    self_draft: bool
-    runs: Annotated[int, Whole(1)]
-    auto: AutoConfig
-    report: Annotated[Path | None, optional(OutputFile())]
-    mesh: MeshConfig
-    distributed: DistributedConfig
+    target: Annotated[str, PathOrName()] = DEFAULT_MODEL
+    dtype: Annotated[str, DTYPE] = "auto"
+
+    widths: Annotated[tuple[int, ...], _SIZES] = (1, 2, 4, 8, 16, 32)
+    """T(width) is measured at these window sizes, batch sizes and capacities, after `committed`."""
+    batch_sizes: Annotated[tuple[int, ...], _SIZES] = (1, 4, 8, 16)
+    capacities: Annotated[tuple[int, ...], _SIZES] = (512, 8192)
+    committed: Annotated[int, Whole()] = 100
+
+    prompts: Annotated[Path | None, optional(InputFile(pipe=True))] = None
+    """JSONL in Spec-Bench's schema; without one the built-in prompts."""
+    num_prompts: Annotated[int, Whole(1)] = 12
+    max_new_tokens: Annotated[int, Whole(1)] = 48
+    drafters: Annotated[tuple[str, ...], _DRAFTERS] = (
+        "ngram",
+        "draft_model",
+        "eagle3",
+        "ngram+eagle3",
+    )
+    """Each is compared with plain decoding, with these draft lengths, batches and temperatures."""
+    num_speculative_tokens: Annotated[tuple[int | str, ...], _LENGTHS] = (AUTO, 4)
+    decoded_batch_sizes: Annotated[tuple[int, ...], _SIZES] = (1, 8)
+    temperatures: Annotated[tuple[float, ...], _TEMPERATURES] = (0.0, 1.0)
+    runs: Annotated[int, Whole(1)] = 5
+    """A mean whose 95 % interval is wider than 3 % to a side is called unresolved: take more."""
+
+    report: Annotated[Path | None, optional(OutputFile())] = None
+    """A file of JSON lines."""
+    mesh: MeshConfig = ONE_DEVICE
+    distributed: DistributedConfig = ONE_PROCESS

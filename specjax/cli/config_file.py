@@ -6,18 +6,31 @@ any working directory: `decode_smollm2`, or `configs/decode_smollm2.py`.
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
+import functools
 import re
 import runpy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import ml_collections
 from absl import flags
-from ml_collections import config_dict, config_flags
+from ml_collections import config_flags
+from ml_collections.config_dict import placeholder
 
 from specjax.errors import InputError, one_line, shown
+from specjax.fields import (
+    Either,
+    Fields,
+    Flag,
+    Items,
+    Kind,
+    Number,
+    Whole,
+    fields_of,
+)
 from specjax.files import paths
 
 _TYPES = {
@@ -46,12 +59,6 @@ def read_config(argv: list[str], default: str) -> ml_collections.ConfigDict:
     return config
 
 
-def _value(config: ml_collections.ConfigDict, name: str) -> Any:
-    for part in name.split("."):
-        config = config[part]
-    return config
-
-
 def _joined(argv: list[str]) -> Iterator[str]:
     """The arguments, `--config.field value` as `--config.field=value`."""
     waiting = None
@@ -75,6 +82,41 @@ def _joined(argv: list[str]) -> Iterator[str]:
         yield waiting
 
 
+def config_of(source: type) -> ml_collections.ConfigDict:
+    """The config that a dataclass of annotated fields declares, with their default values.
+
+    A section is a dataclass, or a dict with the kinds of its fields in the annotation.
+    """
+    defaults: dict[str, Any] = {}
+    for field in dataclasses.fields(source):
+        factory = field.default_factory is not dataclasses.MISSING
+        defaults[field.name] = field.default_factory() if factory else field.default
+    return _config(fields_of(source), defaults)
+
+
+def _config(kinds: Fields, values: Mapping[str, Any]) -> ml_collections.ConfigDict:
+    config = ml_collections.ConfigDict()
+    for name, kind in kinds.items():
+        value = values.get(name)
+        if isinstance(kind, Mapping):
+            section = value if isinstance(value, Mapping) else vars(value)
+            config[name] = _config(kind, section)
+        else:
+            config[name] = placeholder(_value_type(kind)) if value is None else value
+    return config
+
+
+def _value_type(kind: Kind) -> type:
+    """The type in which a command line gives a value of a kind."""
+    if isinstance(kind, Either):
+        return _value_type(kind.kinds[0])
+    return next((one for known, one in _TYPE_OF.items() if isinstance(kind, known)), str)
+
+
+_TYPE_OF = {Flag: bool, Whole: int, Number: float, Items: tuple}
+"""Values of other kinds are texts."""
+
+
 def packaged_configs() -> dict[str, Path]:
     """The config files that come with specjax, by name."""
     package = Path(__file__).parents[1]
@@ -85,9 +127,9 @@ def packaged_configs() -> dict[str, Path]:
 
 def _find(name: str, packaged_first: bool) -> Path:
     """The file of a config: a path, or the name of one that comes with specjax."""
-    own = packaged_configs()
+    packaged_files = packaged_configs()
     match = re.fullmatch(r"(?:configs/)?(\w+)(?:\.py)?", name)
-    packaged = own.get(match[1]) if match else None
+    packaged = packaged_files.get(match[1]) if match else None
     if packaged and packaged_first:
         return packaged
     if paths.user_path("config", name).exists():
@@ -96,7 +138,7 @@ def _find(name: str, packaged_first: bool) -> Path:
         return packaged
     raise InputError(
         f"config={shown(name)}: no such file, and no config that comes with specjax; "
-        f"use a file of your own, or one of {', '.join(own)}"
+        f"use a file of your own, or one of {', '.join(packaged_files)}"
     )
 
 
@@ -117,7 +159,6 @@ def _load(path: str, packaged_first: bool = False) -> ml_collections.ConfigDict:
             config = ml_collections.ConfigDict(config)  # overrides are written into it
         if isinstance(config, ml_collections.ConfigDict):
             what = "cannot be used"
-            _check_names(path, config)
             _check_values(path, config)
     except InputError:
         raise
@@ -125,11 +166,11 @@ def _load(path: str, packaged_first: bool = False) -> ml_collections.ConfigDict:
         raise InputError(
             f"config={path!r} calls sys.exit({shown(ended.code)}); repair the config file"
         ) from None
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # a config file is Python and may raise anything
-        said = f"{type(error).__name__}: {one_line(error)}"
-        raise InputError(f"config={path!r} {what} ({said:.300}); repair the config file") from None
+    except Exception as error:  # a config file is Python and may raise anything
+        message = f"{type(error).__name__}: {one_line(error)}"
+        raise InputError(
+            f"config={path!r} {what} ({message:.300}); repair the config file"
+        ) from None
     if not isinstance(config, ml_collections.ConfigDict):
         raise InputError(
             f"config={path!r}: get_config() returns {shown(config)}, not a ConfigDict; "
@@ -138,34 +179,11 @@ def _load(path: str, packaged_first: bool = False) -> ml_collections.ConfigDict:
     return config
 
 
-def _check_names(path: str, config: ml_collections.ConfigDict) -> None:
-    """Raise InputError unless all names in a config are texts; whatever else walking it raises."""
-    try:
-        odd = [name for name in config if not isinstance(name, str)]
-    except TypeError:  # they are sorted, and some cannot be compared with others
-        raise InputError(
-            f"config={path!r} has names that are texts and names that are none; repair the config "
-            "file"
-        ) from None
-    if odd:
-        raise InputError(
-            f"config={path!r} has the name {shown(odd[0])}, which is not a text; repair the config "
-            "file"
-        )
-    for section in _sections(config):
-        _check_names(path, config[section])
-
-
 def _check_values(path: str, config: ml_collections.ConfigDict) -> None:
     """Raise InputError for a value that is required and not set, or computed and fails."""
-    for name in _fields(config):
+    for name in _names(config):
         try:
             _value(config, name)
-        except config_dict.RequiredValueError:  # no flags can be made of a config without it
-            raise InputError(
-                f"config={path!r}: {name} has no value, and its placeholder needs one; give it one "
-                "in the config file, or use config_dict.placeholder"
-            ) from None
         except Exception as error:  # it may be a function of the config file's own
             raise InputError(
                 f"config={path!r}: {name} fails ({type(error).__name__}: {one_line(error):.200}); "
@@ -197,7 +215,7 @@ def _field_type(config: ml_collections.ConfigDict, name: str) -> type | None:
 
 def _check_override(config: ml_collections.ConfigDict, override: str) -> None:
     name, _, value = re.sub(r"^--?(no)?config\.?", "", override).partition("=")
-    fields = list(_fields(config))
+    fields = _names(config)
     inside = [field for field in fields if field.startswith(f"{name}.")]
     if inside:
         raise InputError(
@@ -212,20 +230,19 @@ def _check_override(config: ml_collections.ConfigDict, override: str) -> None:
         raise InputError(f"config.{name}={value!r}: there is no such field; {hint}")
 
 
-def _fields(config: ml_collections.ConfigDict, prefix: str = "") -> Iterator[str]:
-    """The dotted names of all fields, a section's after those outside of it."""
-    sections = _sections(config)
-    yield from (prefix + name for name in config if name not in sections)
-    for name in sections:
-        yield from _fields(config[name], f"{prefix}{name}.")
+def _names(config: ml_collections.ConfigDict, prefix: str = "") -> list[str]:
+    """The dotted names of all fields, a section's after those outside of it; computes no value."""
+    values = dict(config.items(preserve_field_references=True))
+    sections = {
+        name: value
+        for name, value in values.items()
+        if isinstance(value, ml_collections.ConfigDict)
+    }
+    names = [prefix + name for name in values if name not in sections]
+    for name, section in sections.items():
+        names += _names(section, f"{prefix}{name}.")
+    return names
 
 
-def _sections(config: ml_collections.ConfigDict) -> list[str]:
-    """The names of a config's sections; no value is computed."""
-    found = []
-    for name, value in config.items(preserve_field_references=True):
-        reference = isinstance(value, config_dict.FieldReference)
-        kind = value.get_type() if reference else type(value)
-        if issubclass(kind, ml_collections.ConfigDict):
-            found.append(name)
-    return found
+def _value(config: ml_collections.ConfigDict, name: str) -> Any:
+    return functools.reduce(lambda section, part: section[part], name.split("."), config)

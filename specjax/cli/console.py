@@ -7,20 +7,20 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.control import Control
-from rich.segment import ControlType
+from rich.progress import Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
 from specjax.decoding.engine.outputs import Delta
-from specjax.decoding.generate import Generation
 from specjax.decoding.prompts import Question
 from specjax.loading.tokenizers.tokenizer import StreamDecoder, Tokenizer
-from specjax.reporting.decode_report import PLAIN, DrafterRun, Totals
+from specjax.reporting.decode_report import PLAIN, DrafterRun
+from specjax.reporting.records import Row
+from specjax.reporting.statistics import Figures, figures
 
 ACCEPTED = "green"
 _OPEN, _CLOSE = "\u27e6", "\u27e7"
@@ -59,17 +59,24 @@ class Screen:
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._waiting = False
-        self._inside = False
-        self._spoke = time.monotonic()
-        self._begin: tuple[float, float] | None = None
+        self._inside_text = False
+        self._last_line = time.monotonic()
+        # Drawn between steps: a bar that refreshes itself would take time from the timed ones.
+        self._bar = Progress(
+            TextColumn("{task.description}, time left"),
+            TimeRemainingColumn(),
+            console=console,
+            auto_refresh=False,
+            transient=True,
+        )
+        self._task = self._bar.add_task("", total=1.0)
         self._marks = console.is_terminal or _can_print(console, _OPEN + _CLOSE)
 
     def say(self, line: str, style: str = "") -> None:
         """One line."""
         self.rest()
         self._console.print(Text(line, style), soft_wrap=True)
-        self._spoke = time.monotonic()
+        self._last_line = time.monotonic()
 
     @contextmanager
     def working(self, doing: str) -> Iterator[None]:
@@ -96,46 +103,36 @@ class Screen:
 
     def progress(self, label: str, rows: int, total: int, speed: float, share: float) -> None:
         """Show rows done, tokens/s and the time left; `share` is the finished part of all work."""
-        now = time.monotonic()
-        if self._begin is None:
-            self._begin = (now, share)
-        since, before = self._begin
         line = f"{label}: {rows} of {total} rows, {speed:.1f} tokens/s"
-        if share > before:
-            line += f", about {_clock((now - since) / (share - before) * (1 - share))} left"
-        if self._inside:
+        self._bar.update(self._task, description=line, completed=share)
+        if self._inside_text:
             return
         if self._console.is_terminal:
-            # Written between steps: a line that updates itself would take time from the timed ones.
-            self._erase()
-            self._console.print(Text(line[: self._console.width - 1]), end="")
-            self._waiting = True
-        elif now - self._spoke > _QUIET_S:
+            self._bar.start()
+            self._bar.refresh()
+        elif time.monotonic() - self._last_line > _QUIET_S:
             self.say(line)
 
     def rest(self) -> None:
-        """End the status line, and the line of text that is being written."""
-        if self._waiting:
-            self._erase()
-            self._waiting = False
-        if self._inside:
+        """End the progress bar, and the line of text that is being written."""
+        if self._bar.live.is_started:
+            self._bar.stop()
+        if self._inside_text:
             self._console.print()
-            self._inside = False
-
-    def _erase(self) -> None:
-        erase = (ControlType.ERASE_IN_LINE, 2)
-        self._console.control(Control(ControlType.CARRIAGE_RETURN, erase))
+            self._inside_text = False
 
     @property
     def live(self) -> bool:
         """Whether text is shown while it is being decoded."""
         return self._console.is_terminal
 
-    def question(self, number: int, total: int, question: Question, turn: int) -> None:
-        """Print the heading of a prompt: its index and its beginning."""
+    def question(self, number: int, questions: Sequence[Question], turn: int) -> None:
+        """Print the heading of a prompt: its number (from 1) among all, and its beginning."""
         self.say("")
+        question = questions[number - 1]
         words = " ".join(question.turns[turn].split())
-        head = f"[{number}/{total}] " + (f"{question.category}: " if question.category else "")
+        head = f"[{number}/{len(questions)}] "
+        head += f"{question.category}: " if question.category else ""
         head += f"turn {turn + 1}: " if turn else ""
         room = max(self._console.width - len(head), 20)
         words = words if len(words) <= room else words[: room - 3] + "..."
@@ -144,7 +141,7 @@ class Screen:
     def text(self, pieces: Sequence[tuple[str, bool]]) -> None:
         """Print the next pieces of a prompt's text; `rest` ends it."""
         for piece, drafted in pieces:
-            if not self._inside:
+            if not self._inside_text:
                 self.rest()
             piece = _harmless(piece)
             if self._console.is_terminal:
@@ -152,37 +149,26 @@ class Screen:
             else:
                 shown = Text(_between_marks(piece) if drafted and self._marks else piece)
             self._console.print(shown, end="", soft_wrap=True, highlight=False)
-            self._inside = True
+            self._inside_text = True
 
-    def row_result(
-        self,
-        ours: Generation,
-        row: int,
-        plain: Generation | None,
-        same: str,
-        drafter: str = "",
-        *,
-        brief: bool = False,
-    ) -> None:
+    def row_result(self, row: Row, drafter: str = "", *, brief: bool, timed: bool) -> None:
         """Print the line after a text: draft tokens, accepted ones, and the speeds.
 
         Where there are several drafters, the line begins with the name of this one; `brief` is for
-        all but the first of them.
+        all but the first of them. `timed` says that the row was decoded alone.
         """
-        accepted = int(ours.accepted[row][ours.accepted[row] > 0].sum())
-        drafted = int(ours.drafted[row][ours.drafted[row] > 0].sum())
-        parts = [] if brief else [f"{len(ours.token_ids[row])} tokens"]
-        if drafted and not brief:
-            parts.append(f"{accepted} of {drafted} draft tokens accepted")
-        if len(ours.token_ids) == 1:
-            parts.append(f"{ours.tokens_per_second:.1f} tokens/s")
-            if plain is not None and not brief:
-                parts[-1] += f" against {plain.tokens_per_second:.1f}"
-        if same:
-            parts.append(same)
-        if row in ours.failed_rows:
-            why = ours.failed_rows[row].text_error or "logits that are not numbers"
-            parts.append(f"ENDED BY AN ERROR: {why}")
+        parts = [] if brief else [f"{row.new_tokens} tokens"]
+        if sum(row.drafted) and not brief:
+            parts.append(f"{sum(row.accepted)} of {sum(row.drafted)} draft tokens accepted")
+        if timed:
+            one = figures([row])
+            parts.append(f"{_number(one.tokens_per_second, 1)} tokens/s")
+            if one.plain_tokens_per_second is not None and not brief:
+                parts[-1] += f" against {_number(one.plain_tokens_per_second, 1)}"
+        if row.identical is not None:
+            parts.append("same tokens" if row.identical else "DIFFERENT TOKENS")
+        if row.finish_reason == "error":
+            parts.append(f"ENDED BY AN ERROR: {row.text_error or 'logits that are not numbers'}")
         if parts:
             self.say("    " + f"{drafter}: " * bool(drafter) + ", ".join(parts), "dim")
 
@@ -190,75 +176,43 @@ class Screen:
         self,
         runs: Sequence[DrafterRun],
         title: str,
-        comparison: Callable[[Totals], str] | None,
+        comparison: Callable[[Figures], str] | None,
     ) -> None:
         """Print the final table, a column per drafter.
 
         `comparison` is what the line on the comparison with plain decoding says, if there is one.
         """
-        all_totals = [run.total() for run in runs]
-        if any(totals.metrics is None for totals in all_totals):
-            self.say("No batch was finished.")
-            return
+        columns: dict[str, dict[str, str]] = {}
+        for run in runs:
+            found = run.figures()
+            if found is None:
+                self.say("No batch was finished.")
+                return
+            if found.plain_tokens_per_second is not None:
+                columns.setdefault(PLAIN, _plain_column(found))
+            columns[run.drafter] = _column(run, found)
+            if comparison is not None:
+                columns[run.drafter]["identical to plain"] = comparison(found)
         table = Table(title=title, title_justify="left")
         table.add_column("", no_wrap=True)
-        first = all_totals[0]
-        compared = first.baseline_tokens_per_second is not None
-        for name in [PLAIN] * compared + [run.drafter for run in runs]:
+        for name in columns:
             table.add_column(name, justify="right")
-
-        def add(name: str, cell: Callable[[Totals], str], baseline: str = "") -> None:
-            cells = [cell(totals) for totals in all_totals]
-            if any(cells):
-                table.add_row(name, *[baseline] * compared, *cells)
-
-        def count(name: str) -> Callable[[Totals], str]:
-            return lambda totals: _number(getattr(totals.metrics, name))
-
-        add(
-            "tokens/s",
-            lambda totals: _number(totals.tokens_per_second, 1),
-            _number(first.baseline_tokens_per_second, 1),
-        )
-        if compared:
-            add("speed-up", lambda totals: f"{_number(totals.speedup)}x", "1.00x")
-            add(
-                "  with prefill", lambda totals: f"{_number(totals.speedup_with_prefill)}x", "1.00x"
-            )
-        add("acceptance length", count("acceptance_length"), "1.00")
-        if any(totals.metrics.num_draft_tokens for totals in all_totals):
-            add("  where drafted", count("tau_drafted"))
-            add("draft tokens accepted", _accepted)
-            add("acceptance by position", _by_position)
-        if any(run.trees for run in runs):
-            cells = ["; ".join(map(str, run.trees.values())) for run in runs]
-            table.add_row("tree", *[""] * compared, *cells)
-        if any(totals.expected is not None for totals in all_totals):
-            add("accepted of tested", lambda totals: _number(totals.acceptance_of_tested, 3))
-            add("  expected from p and q", _expected)
-        if comparison is not None:
-            add("identical to plain", comparison)
-        add(
-            "prefill, s",
-            lambda totals: _number(totals.prefill_s),
-            _number(first.baseline_prefill_s),
-        )
-        for name, cells in _auto_rows(runs, all_totals):
-            table.add_row(name, *[""] * compared, *cells)
+        for line in _LINES:
+            if any(line in column for column in columns.values()):
+                table.add_row(line, *(column.get(line, "") for column in columns.values()))
         self.say("")
         self._console.print(table)
-        if compared:
-            self.say(
-                "speeds are without loading and compiling",
-                "dim",
-            )
+        if PLAIN in columns:
+            self.say("speeds are without loading and compiling", "dim")
 
-    def differences(self, totals: Totals, drafter: str = "") -> None:
+    def differences(self, rows: Sequence[Row], drafter: str = "") -> None:
         """Print every row that differs from plain decoding, with the margins of its near-ties.
 
         `drafter` is its name where there are several.
         """
-        for question, one in totals.differences:
+        for row in rows:
+            if row.difference is None:
+                continue
             closeness = [
                 f"margin {tie.margin:.3g} at new token {tie.index} "
                 + (
@@ -266,55 +220,63 @@ class Screen:
                     if tie.excused
                     else f"(not below {tie.resolution:.3g}: NOT EXACT)"
                 )
-                for tie in one.near_ties
+                for tie in row.near_ties
             ]
             self.say(
                 f"{drafter}: " * bool(drafter)
-                + f"question {question.question_id}: first difference at new token {one.first}; "
-                + ", ".join(closeness),
-                "" if one.excused else "bold red",
+                + f"question {row.question_id}: first difference at new token "
+                + f"{row.difference.first}; {', '.join(closeness)}",
+                "" if row.difference.excused else "bold red",
             )
 
 
-def _auto_rows(
-    runs: Sequence[DrafterRun], all_totals: Sequence[Totals]
-) -> Iterator[tuple[str, list[str]]]:
-    """The rows on what `auto` chose; none where no draft length was chosen so."""
-    if not any(run.auto for run in runs):
-        return
-    for name, cell in (
-        ("draft tokens per round", lambda counts: _number(counts.drafted_per_round)),
-        ("rounds by width", lambda counts: _by_width(counts.rounds_by_width, "d")),
-    ):
-        yield (
-            name,
-            [
-                cell(totals.metrics) if run.auto else ""
-                for run, totals in zip(runs, all_totals, strict=True)
-            ],
-        )
+_LINES = (
+    *("tokens/s", "speed-up", "  with prefill", "acceptance length", "  where drafted"),
+    *("draft tokens accepted", "acceptance by position", "tree", "accepted of tested"),
+    *("  expected from p and q", "identical to plain", "prefill, s", "draft tokens per round"),
+    "rounds by width",
+)
+"""The lines of the final table, in their order."""
 
 
-def _accepted(totals: Totals) -> str:
-    counts = totals.metrics
-    if not counts.num_draft_tokens:
-        return ""
-    return f"{counts.num_accepted_tokens} of {counts.num_draft_tokens}"
+def _plain_column(figures: Figures) -> dict[str, str]:
+    """What the final table says of plain decoding, by line."""
+    return {
+        "tokens/s": _number(figures.plain_tokens_per_second, 1),
+        "speed-up": "1.00x",
+        "  with prefill": "1.00x",
+        "acceptance length": "1.00",
+        "prefill, s": _number(figures.plain_prefill_s),
+    }
 
 
-def _by_position(totals: Totals) -> str:
-    return " ".join(_number(rate) for rate in totals.metrics.acceptance_at_pos)
-
-
-def _expected(totals: Totals) -> str:
-    if totals.expected is None:
-        return ""
-    error = totals.expected.decision_error
-    return f"{_number(totals.expected.mean, 3)} +- {error:.3f}"
-
-
-def _by_width(values: Mapping[int, float], form: str) -> str:
-    return " ".join(f"{width}:{value:{form}}" for width, value in values.items())
+def _column(run: DrafterRun, figures: Figures) -> dict[str, str]:
+    """What the final table says of a drafter, by line; what would say nothing is left out."""
+    counts, expected = figures.counts, run.expected_acceptance()
+    cells = {
+        "tokens/s": _number(figures.tokens_per_second, 1),
+        "acceptance length": _number(counts.acceptance_length),
+        "prefill, s": _number(figures.prefill_s),
+    }
+    if figures.plain_tokens_per_second is not None:
+        cells["speed-up"] = f"{_number(figures.speedup)}x"
+        cells["  with prefill"] = f"{_number(figures.speedup_with_prefill)}x"
+    if counts.num_draft_tokens:
+        cells["  where drafted"] = _number(counts.tau_drafted)
+        accepted = f"{counts.num_accepted_tokens} of {counts.num_draft_tokens}"
+        cells["draft tokens accepted"] = accepted
+        cells["acceptance by position"] = " ".join(map(_number, counts.acceptance_at_pos))
+    if run.trees:
+        cells["tree"] = "; ".join(map(str, run.trees.values()))
+    if expected is not None:
+        cells["accepted of tested"] = _number(figures.acceptance_of_tested, 3)
+        error = _number(expected.decision_error, 3)
+        cells["  expected from p and q"] = f"{_number(expected.mean, 3)} +- {error}"
+    if run.header.auto:
+        widths = counts.rounds_by_width.items()
+        cells["draft tokens per round"] = _number(counts.drafted_per_round)
+        cells["rounds by width"] = " ".join(f"{width}:{rounds}" for width, rounds in widths)
+    return cells
 
 
 def _harmless(text: str) -> str:
@@ -336,11 +298,6 @@ def _can_print(console: Console, text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes}:{rest:02d}"
 
 
 def _number(value: float | None, digits: int = 2) -> str:

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 from specjax.cli.built_in_prompts import questions_of
-from specjax.cli.mesh_config import DistributedConfig, MeshConfig
-from specjax.decoding.options import BATCH_SIZE, DRAFT_LENGTH, RULE_NAME, DecodeOptions
+from specjax.cli.mesh_config import ONE_DEVICE, ONE_PROCESS, DistributedConfig, MeshConfig
+from specjax.decoding.options import (
+    AUTO,
+    BATCH_SIZE,
+    DRAFT_LENGTH,
+    MAX_LENGTH,
+    RULE_NAME,
+    DecodeOptions,
+    Ladder,
+)
 from specjax.decoding.prompts import (
     CHAT,
     Prompt,
@@ -31,24 +39,22 @@ from specjax.drafters import (
 )
 from specjax.errors import InputError
 from specjax.fields import (
-    Choice,
     Fields,
     Flag,
     InputFile,
-    Kind,
     Number,
     OutputFile,
     PathOrName,
     Text,
     Whole,
-    check_values,
     fields_of,
     kind_of,
     optional,
+    read_values,
 )
 from specjax.files.paths import user_path
 from specjax.loading.find_head import holds_head
-from specjax.loading.load import DTYPE, load_model
+from specjax.loading.load import DEFAULT_MODEL, DTYPE, load_model
 from specjax.loading.model import Model
 from specjax.sampling import RULES, Rule, Typical, derived_seed
 from specjax.trees import FastestTree, RankedTree
@@ -56,17 +62,91 @@ from specjax.tuning import with_fastest_trees
 
 SIMULATED = "simulated"
 """The drafter that needs a plain run before it can be made."""
-_OPTIONS = (
-    "num_speculative_tokens",
-    "num_speculative_tokens_per_batch_size",
-    "verify",
-    "batch_size",
-    "max_length",
-)
-"""The fields of DecodeOptions that a command line takes."""
-_MODEL = "draft_model"
+_DRAFT_MODEL = "draft_model"
 """The drafter that is a model, which each device may hold whole."""
-_THRESHOLD = Number(0.0, above=True, remedy="use a number above 0")
+_THRESHOLD = optional(Number(0.0, above=True, remedy="use a number above 0"))
+
+
+@dataclass(frozen=True)
+class DraftLengthText:
+    """`num_speculative_tokens` of a command line: "auto", "fixed", or a whole number as a text."""
+
+    def check(self, name: str, value: Any) -> int | str:
+        """The number, "auto" or "fixed"."""
+        number = re.fullmatch(r"[+-]?\d{1,9}", value) if isinstance(value, str) else None
+        return DRAFT_LENGTH.check(name, int(value) if number else value)
+
+
+def _drafter_fields() -> Fields:
+    """The kinds of the section `drafter`: the options of all drafters that a text can give."""
+    options = {
+        option: optional(kind_of(parameter.annotation))
+        for name in DRAFTERS
+        for option, parameter in drafter_options(name).items()
+        if option_type(parameter) is not None
+    }
+    return {"name": Text(), "path": optional(PathOrName()), "replicated": Flag(), **options}
+
+
+_TREE = fields_of(TreeOptions)
+_DRAFTER_FIELDS = _drafter_fields()
+_TREE_FIELDS = {**_TREE, "kind": optional(_TREE["kind"])}
+_TYPICAL_FIELDS = {"epsilon": _THRESHOLD, "delta": _THRESHOLD}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeFields:
+    """The fields of a decode config, with their values by default; None is left to specjax."""
+
+    target: Annotated[str, PathOrName()] = DEFAULT_MODEL
+    """A built-in name, a .gguf file, a Hugging Face directory, or org/name on the hub."""
+    dtype: Annotated[str, DTYPE] = "auto"
+
+    prompt: Annotated[str | None, optional(Text())] = None
+    """One text."""
+    prompts: Annotated[Path | None, optional(InputFile(pipe=True))] = None
+    """A JSONL file in Spec-Bench's schema; without it and `prompt` a few built-in prompts."""
+    turns: Literal["first", "all"] = "first"
+    """With all, answers become the history of the next turn."""
+    limit: Annotated[int | None, optional(Whole(1))] = None
+    """The first prompts only; `per_task` those of each task."""
+    per_task: Annotated[int | None, optional(Whole(1))] = None
+    chat: Annotated[str, CHAT] = "auto"
+    """Whether prompts go through the chat template."""
+
+    drafter: Annotated[Mapping[str, Any], _DRAFTER_FIELDS] = field(
+        default_factory=lambda: {"name": "ngram", "replicated": False}
+    )
+    """`name` may be several, as ngram,eagle3,ngram+eagle3, each compared with plain decoding; an
+    option goes to those that take it. `path` is a trained drafter's. With `replicated` each device
+    holds a draft model whole."""
+    tree: Annotated[Mapping[str, Any], _TREE_FIELDS] = field(default_factory=dict)
+    """Several tokens after each, instead of a chain: static ones are the same ranks in each round,
+    dynamic ones are chosen anew; auto is the static one that is fastest here (`TreeOptions`). By
+    default as the drafter has it: token_recycling a static tree, the others a chain."""
+
+    num_speculative_tokens: Annotated[int | str, DraftLengthText()] = AUTO
+    """auto: as many as make decoding faster; fixed: as each drafter has it; or a number."""
+    num_speculative_tokens_per_batch_size: Annotated[tuple, Ladder()] = ()
+    """((low, high, k), ...): with low..high unfinished rows at most k draft tokens."""
+    verify: Annotated[str, RULE_NAME] = "rejection"
+    typical: Annotated[Mapping[str, Any], _TYPICAL_FIELDS] = field(default_factory=dict)
+    """The rule `typical` accepts p(x) > min(epsilon, delta exp(-H(p))); 0.09 and 0.3."""
+    batch_size: Annotated[int, BATCH_SIZE] = 1
+    max_length: Annotated[int | None, optional(MAX_LENGTH)] = None
+    sampling: SamplingParams = SamplingParams()  # noqa: RUF009 - frozen
+    seed: Annotated[int, SEED] = 0
+
+    compare: bool = False
+    """Also decode plainly, and check that the output is the same."""
+    report: Annotated[Path | None, optional(OutputFile())] = None
+    """A file of JSON lines."""
+
+    mesh: MeshConfig = ONE_DEVICE
+    """data x model devices: rows are spread over data, weights and heads split over model."""
+    distributed: DistributedConfig = ONE_PROCESS
+    """Several processes: coordinator_address, num_processes, process_id; or cluster=true, which
+    asks the scheduler (Slurm, Kubernetes, TPU pods)."""
 
 
 @dataclass(frozen=True)
@@ -79,30 +159,22 @@ class DrafterConfig:
     replicated: bool
 
 
-@dataclass(frozen=True)
-class DecodeConfig:
+@dataclass(frozen=True, kw_only=True)
+class DecodeConfig(DecodeFields):
     """A checked config of `specjax.decode`, with its prompts read."""
 
-    target: str
-    dtype: str
     questions: tuple[Question, ...]
-    all_turns: bool
-    chat: Literal["auto", "true", "false"]
     drafters: tuple[DrafterConfig, ...]
     options: DecodeOptions
-    sampling: SamplingParams
-    seed: int
-    compare: bool
-    report: Path | None
-    mesh: MeshConfig
-    distributed: DistributedConfig
     written: Mapping[str, Any]
     """The values as the config file and the command line gave them, by section."""
 
     @property
     def num_turns(self) -> int:
         """How many turns the longest conversation has."""
-        return max(len(question.turns) for question in self.questions) if self.all_turns else 1
+        if self.turns == "first":
+            return 1
+        return max(len(question.turns) for question in self.questions)
 
     @property
     def comparable(self) -> bool:
@@ -122,9 +194,9 @@ class DecodeConfig:
 
     def written_for(self, drafter: DrafterConfig) -> dict[str, Any]:
         """The config as it would be written for one of its drafters alone."""
-        own = {"name": drafter.name, "path": drafter.path, "replicated": drafter.replicated}
+        alone = {"name": drafter.name, "path": drafter.path, "replicated": drafter.replicated}
         section = {
-            name: own.get(name, value if name in drafter.options else None)
+            name: alone.get(name, value if name in drafter.options else None)
             for name, value in self.written["drafter"].items()
         }
         tree = self.written["tree"]
@@ -136,9 +208,9 @@ class DecodeConfig:
         """The indices of the questions that have a turn of that number (from 0)."""
         return [i for i, question in enumerate(self.questions) if number < len(question.turns)]
 
-    def prompt_name(self, question: Question, turn: int) -> str:
+    def prompt_name(self, question_id: int | str, turn: int) -> str:
         """What errors call a turn (from 0) of a question."""
-        name = f"question {question.question_id}"
+        name = f"question {question_id}"
         return f"{name}, turn {turn + 1}" if self.num_turns > 1 else name
 
     def turn_seeds(self, number: int) -> tuple[int, SamplingParams]:
@@ -151,75 +223,22 @@ class DecodeConfig:
         return derived_seed(self.seed, number), sampling
 
 
-def decode_fields() -> Fields:
-    """The kinds of a decode config's fields; the section `drafter` has the options of all."""
-    options: dict[str, Kind] = {}
-    for name in DRAFTERS:
-        for option, parameter in drafter_options(name).items():
-            if option_type(parameter) is not None:
-                options[option] = optional(kind_of(parameter.annotation))
-    tree = fields_of(TreeOptions)
-    return {
-        "target": PathOrName(),
-        "dtype": DTYPE,
-        "prompt": optional(Text()),
-        "prompts": optional(InputFile(pipe=True)),
-        "turns": Choice(("first", "all")),
-        "limit": optional(Whole(1)),
-        "per_task": optional(Whole(1)),
-        "chat": CHAT,
-        "drafter": {
-            "name": Text(),
-            "path": optional(PathOrName()),
-            "replicated": Flag(),
-            **options,
-        },
-        "tree": {**tree, "kind": optional(tree["kind"])},
-        **{name: kind for name, kind in fields_of(DecodeOptions).items() if name in _OPTIONS},
-        "num_speculative_tokens": DraftLengthText(),
-        "verify": RULE_NAME,
-        "typical": {"epsilon": optional(_THRESHOLD), "delta": optional(_THRESHOLD)},
-        "batch_size": BATCH_SIZE,
-        "sampling": fields_of(SamplingParams),
-        "seed": SEED,
-        "compare": Flag(),
-        "report": optional(OutputFile()),
-        "mesh": fields_of(MeshConfig),
-        "distributed": fields_of(DistributedConfig),
-    }
-
-
-@dataclass(frozen=True)
-class DraftLengthText:
-    """`num_speculative_tokens` of a command line: "auto", "fixed", or a whole number as a text."""
-
-    def check(self, name: str, value: Any) -> int | str:
-        """The number, "auto" or "fixed"."""
-        number = re.fullmatch(r"[+-]?\d{1,9}", value) if isinstance(value, str) else None
-        return DRAFT_LENGTH.check(name, int(value) if number else value)
-
-
 def read_decode_config(written: Mapping[str, Any]) -> DecodeConfig:
     """The checked config; checks that need the model are made later. Raises InputError."""
-    values = check_values(decode_fields(), written)
-    drafters = _drafters(values["drafter"], values["tree"])
+    given = read_values(DecodeFields, written)
+    drafters = _drafters(given.drafter, given.tree)
+    options = DecodeOptions(
+        num_speculative_tokens=given.num_speculative_tokens,
+        num_speculative_tokens_per_batch_size=given.num_speculative_tokens_per_batch_size,
+        verify=_rule(given.verify, given.typical),
+        batch_size=given.batch_size,
+        max_length=given.max_length,
+    )
     return DecodeConfig(
-        target=values["target"],
-        dtype=values["dtype"],
-        questions=tuple(_questions(values)),
-        all_turns=values["turns"] == "all",
-        chat=values["chat"],
+        **{**vars(given), "compare": given.compare or len(drafters) > 1},
+        questions=tuple(_questions(given)),
         drafters=drafters,
-        options=DecodeOptions(
-            **{name: values[name] for name in _OPTIONS if name != "verify"},
-            verify=_rule(values["verify"], values["typical"]),
-        ),
-        sampling=SamplingParams(**values["sampling"]),
-        seed=values["seed"],
-        compare=values["compare"] or len(drafters) > 1,
-        report=values["report"],
-        mesh=MeshConfig(**values["mesh"]),
-        distributed=DistributedConfig(**values["distributed"]),
+        options=options,
         written=written,
     )
 
@@ -246,28 +265,28 @@ def _drafters(section: Mapping[str, Any], tree: Mapping[str, Any]) -> tuple[Draf
     options = {name: value for name, value in section.items() if value is not None}
     written, path = options.pop("name"), options.pop("path", None)
     replicated = options.pop("replicated")
-    if said := {name: value for name, value in tree.items() if value is not None}:
-        options["tree"] = TreeOptions(**said)
+    if tree_options := {name: value for name, value in tree.items() if value is not None}:
+        options["tree"] = TreeOptions(**tree_options)
     names = [name.strip() for name in written.split(",")]
     for name in names:
         if not name:
             raise InputError(f"drafter.name={written!r}: name drafters such as ngram,eagle3")
         if names.count(name) > 1:
             raise InputError(f"drafter.name={written!r}: {name} is given twice; name each once")
-    if replicated and _MODEL not in names:
+    if replicated and _DRAFT_MODEL not in names:
         none = f"{written} is no" if len(names) == 1 else f"none of {', '.join(names)} is a"
-        raise InputError(f"drafter.replicated=True: {none} {_MODEL}; leave it out")
+        raise InputError(f"drafter.replicated=True: {none} {_DRAFT_MODEL}; leave it out")
     parts = [(names[0], path, options)]
     if len(names) > 1:
         parts = divide_options(names, path, options)
     return tuple(
         DrafterConfig(
             name,
-            own_path,
-            check_options(name, own_path, own, supplied=("continuations",)),
-            replicated and name == _MODEL,
+            part_path,
+            check_options(name, part_path, part_options, supplied=("continuations",)),
+            replicated and name == _DRAFT_MODEL,
         )
-        for name, own_path, own in parts
+        for name, part_path, part_options in parts
     )
 
 
@@ -304,7 +323,7 @@ def make_config_drafter(
     if drafter.name == SIMULATED:
         options["continuations"] = [[0]] if continuations is None else continuations
     if (
-        drafter.name == _MODEL
+        drafter.name == _DRAFT_MODEL
         and path is not None
         and not holds_head(user_path("drafter.path", path))
     ):
@@ -319,7 +338,8 @@ def make_config_drafter(
         return ConfigDrafter(made, {})
     prompts = turn_prompts(config, target, 0, {})
     lengths = [
-        len(encode_prompt(target, one, f"prompts[{number}]")) for number, one in enumerate(prompts)
+        len(encode_prompt(target, prompt, f"prompts[{number}]"))
+        for number, prompt in enumerate(prompts)
     ]
     made, found = with_fastest_trees(
         target,
@@ -347,19 +367,19 @@ def turn_prompts(
     """
     has_template = target.tokenizer is not None and target.tokenizer.chat_template is not None
     chat = has_template if config.chat == "auto" else config.chat == "true"
-    if config.all_turns and not chat:
+    if config.turns == "all" and not chat:
         raise InputError(
             "turns='all' needs a chat template: use turns=first"
             + (" or chat=auto" if has_template else f", since {target.name} has none")
         )
     prompts: list[Prompt] = []
     for index in config.turn(turn):
-        said = config.questions[index].turns[: turn + 1]
+        user_turns = config.questions[index].turns[: turn + 1]
         if not chat:
-            prompts.append(said[0])
+            prompts.append(user_turns[0])
             continue
         messages = []
-        for number, text in enumerate(said):
+        for number, text in enumerate(user_turns):
             messages.append({"role": "user", "content": text})
             if number < turn:
                 messages.append({"role": "assistant", "content": answers[index][number]})
@@ -367,10 +387,11 @@ def turn_prompts(
     return prompts
 
 
-def _questions(values: Mapping[str, Any]) -> Sequence[Question]:
-    prompt, path = values["prompt"], values["prompts"]
-    if prompt is not None and path is not None:
-        raise InputError(f"prompts={str(path)!r}: prompt is given too; leave one of the two out")
-    if prompt is not None:
-        return [Question(0, "", (prompt,))]
-    return select(questions_of(path), values["limit"], values["per_task"])
+def _questions(given: DecodeFields) -> Sequence[Question]:
+    if given.prompt is None:
+        return select(questions_of(given.prompts), given.limit, given.per_task)
+    if given.prompts is not None:
+        raise InputError(
+            f"prompts={str(given.prompts)!r}: prompt is given too; leave one of the two out"
+        )
+    return [Question(0, "", (given.prompt,))]

@@ -7,12 +7,10 @@ with more of them a group is large enough that most of its rows enter a slot tha
 from __future__ import annotations
 
 import functools
-import os
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from specjax.cli.console import Marker, Screen
 from specjax.cli.decode_config import (
@@ -34,8 +32,9 @@ from specjax.decoding.generate import (
 from specjax.decoding.setup import Session, plan_session
 from specjax.drafters import LoadedDrafter
 from specjax.loading.model import Model
-from specjax.reporting.decode_report import PLAIN, Batch, Clock, DrafterRun
+from specjax.reporting.decode_report import PLAIN, Clock, DrafterRun
 from specjax.reporting.engine_report import engine_summary
+from specjax.reporting.records import Row
 
 ROUNDS_PER_STEP = 4
 """Rounds between two reads from the device: enough for streaming, and cheap."""
@@ -43,19 +42,6 @@ _GROUP = 4
 """Rows of a group, by slot."""
 SHOWN_ROWS = 24
 """With more rows than this, texts are only in the report."""
-
-_IMPORTED = time.time()
-
-
-@dataclass
-class Progress:
-    """How many rows, plain ones included, the run has to decode and has decoded."""
-
-    total: int
-    shown: bool
-    """Whether texts are shown as well."""
-    done: int = 0
-    batches: int = 0
 
 
 @dataclass
@@ -67,10 +53,6 @@ class _Side:
     run: DrafterRun | None = None
     results: list[Generation] = field(default_factory=list)
     engine: Engine | None = None
-
-    def note_engine(self, turn: int) -> None:
-        """Put what the engine has done so far in a turn into the run's report."""
-        self.run.engines[turn] = engine_summary(self.engine.statistics)
 
     @property
     def speed(self) -> float:
@@ -89,43 +71,14 @@ def decode_batches(
 ) -> Iterator[None]:
     """Decode a config's prompts with each of its drafters, and show the texts of the first.
 
-    Yields whenever all drafters have finished a group and it was added to their `runs`. Raises
+    Yields whenever all drafters have finished a group, whose rows are in their `runs`. Raises
     InputError, and KeyboardInterrupt after the last group that was finished.
     """
-    simulated = any(one.name == SIMULATED for one in config.drafters)
-    with_plain = config.compare or simulated
-    rows = sum(len(config.turn(turn)) for turn in range(config.num_turns))
-    sides = len(drafters) + with_plain
-    progress = Progress(rows * sides, shown=rows <= SHOWN_ROWS)
-    answers: dict[int, list[str]] = defaultdict(list)
+    decoding = _Decoding(config, model, screen, clock)
     for turn in range(config.num_turns):
-        seed, sampling = config.turn_seeds(turn)
-        prompts = turn_prompts(config, model, turn, answers)
-        opened = functools.partial(
-            plan_session,
-            model,
-            prompts,
-            requests=sampling,
-            names=[config.prompt_name(config.questions[i], turn) for i in config.turn(turn)],
-        )
-        options = replace(config.options, seed=seed)
-        sessions = [opened(drafter=drafter, options=options) for drafter in drafters]
-        plain = None
-        if with_plain:
-            plain = _Side(PLAIN, opened(options=options.without_drafts()))
-        if simulated:
-            for index in _groups(plain.session):
-                _decode(plain, index, screen, clock, progress)
-            recorded = [ids for result in plain.results for ids in result.token_ids]
-            for number, one in enumerate(config.drafters):
-                if one.name == SIMULATED:
-                    made = make_config_drafter(config, one, model, recorded).loaded
-                    sessions[number] = opened(drafter=made, options=options)
-        drafting = [
-            _Side(run.drafter, session, run) for run, session in zip(runs, sessions, strict=True)
-        ]
-        yield from _turn(config, turn, drafting, plain, screen, clock, progress, answers)
-        for side in drafting:
+        sides, plain = decoding.open_sides(turn, drafters, runs)
+        yield from decoding.decode_turn(turn, sides, plain)
+        for side in sides:
             if config.has_expectation and side.name != "none":
                 with screen.working(
                     f"expected acceptance: the distributions of {side.name}'s run once more"
@@ -133,92 +86,202 @@ def decode_batches(
                     side.run.expected.append(expected_acceptance(side.session, side.results))
 
 
-def _turn(
-    config: DecodeConfig,
-    turn: int,
-    sides: Sequence[_Side],
-    plain: _Side | None,
-    screen: Screen,
-    clock: Clock,
-    progress: Progress,
-    answers: dict[int, list[str]],
-) -> Iterator[None]:
-    """A turn's groups, each decoded by the first drafter, plainly, and by the other drafters.
+@dataclass
+class _Decoding:
+    """A config's prompts while they are decoded; `answers` are those of the first drafter."""
 
-    So each is timed in turn, and whatever slows the machine down slows all of them.
-    """
-    first, *others = sides
-    indices = config.turn(turn)
-    _prepare(first, screen, clock)
-    groups = _groups(first.session)
-    for number, index in enumerate(groups):
-        questions = [config.questions[indices[prompt]] for prompt in index]
-        alone = progress.shown and len(index) == 1
-        live = alone and screen.live
-        head = functools.partial(_show_question, config, screen, turn)
-        if live:
-            head(indices[index[0]])
-        result = _decode(first, index, screen, clock, progress, live=live)
-        results, baseline, interrupted = [result], None, False
-        if alone and not live:
-            head(indices[index[0]])
-            screen.text(_pieces(first.session, result, 0))
-            screen.rest()
-        try:
-            if plain is not None:
-                # Where a drafter needs plain decoding's output, that has run before.
-                if len(plain.results) == number:
-                    _decode(plain, index, screen, clock, progress)
-                baseline = plain.results[number]
-            for side in others:
-                results.append(_decode(side, index, screen, clock, progress))
-        except KeyboardInterrupt:
-            if len(results) < len(sides):
-                raise
-            interrupted = True
-        for row, prompt in enumerate(index):
-            answers[indices[prompt]].append(result.texts[row])
-        differences = [
-            _compare(config, side, index, one, baseline)
-            for side, one in zip(sides, results, strict=True)
+    config: DecodeConfig
+    model: Model
+    screen: Screen
+    clock: Clock
+    finished_rows: int = 0
+    """Those of plain decoding and of all drafters."""
+    finished_groups: int = 0
+    answers: dict[int, list[str]] = field(default_factory=lambda: defaultdict(list))
+
+    @property
+    def simulated(self) -> bool:
+        """Whether a drafter needs the tokens of plain decoding."""
+        return any(drafter.name == SIMULATED for drafter in self.config.drafters)
+
+    @property
+    def with_plain(self) -> bool:
+        """Whether prompts are decoded plainly, too."""
+        return self.config.compare or self.simulated
+
+    @property
+    def num_rows(self) -> int:
+        """The rows of one drafter."""
+        return sum(len(self.config.turn(turn)) for turn in range(self.config.num_turns))
+
+    @property
+    def shows_texts(self) -> bool:
+        """Whether texts are shown, beside being in the report."""
+        return self.num_rows <= SHOWN_ROWS
+
+    def open_sides(
+        self, turn: int, drafters: Sequence[LoadedDrafter], runs: Sequence[DrafterRun]
+    ) -> tuple[list[_Side], _Side | None]:
+        """A turn's sessions with each drafter, and the plain one, if there is one."""
+        config = self.config
+        seed, sampling = config.turn_seeds(turn)
+        plan = functools.partial(
+            plan_session,
+            self.model,
+            turn_prompts(config, self.model, turn, self.answers),
+            requests=sampling,
+            names=[
+                config.prompt_name(config.questions[index].question_id, turn)
+                for index in config.turn(turn)
+            ],
+        )
+        options = replace(config.options, seed=seed)
+        sides = [
+            _Side(run.drafter, plan(drafter=drafter, options=options), run)
+            for drafter, run in zip(drafters, runs, strict=True)
         ]
-        for row, prompt in enumerate(index if progress.shown else []):
-            if not alone:
-                head(indices[prompt])
-                screen.text(_pieces(first.session, result, row))
-            for side, one, found in zip(sides, results, differences, strict=True):
-                same = ""
-                if found is not None:
-                    same = "same tokens" if found[row] is None else "DIFFERENT TOKENS"
-                name = side.name if others else ""
-                screen.row_result(one, row, baseline, same, name, brief=side is not first)
-        for side, one, found in zip(sides, results, differences, strict=True):
-            side.run.batches.append(Batch(progress.batches, turn, questions, one, baseline, found))
-            side.note_engine(turn)
-        progress.batches += 1
-        yield
-        if interrupted:
-            raise KeyboardInterrupt
+        if not self.with_plain:
+            return sides, None
+        plain = _Side(PLAIN, plan(options=options.without_drafts()))
+        if self.simulated:
+            for index in _groups(plain.session):
+                self.decode(plain, index)
+            recorded = [ids for result in plain.results for ids in result.token_ids]
+            for side, drafter in zip(sides, config.drafters, strict=True):
+                if drafter.name == SIMULATED:
+                    made = make_config_drafter(config, drafter, self.model, recorded).loaded
+                    side.session = plan(drafter=made, options=options)
+        return sides, plain
 
+    def decode_turn(self, turn: int, sides: Sequence[_Side], plain: _Side | None) -> Iterator[None]:
+        """A turn's groups, each decoded by the first drafter, plainly, and by the other drafters.
 
-def _compare(
-    config: DecodeConfig,
-    side: _Side,
-    index: Sequence[int],
-    result: Generation,
-    baseline: Generation | None,
-) -> list[Difference | None] | None:
-    """Where a group's rows differ from plain decoding's; None where that is not asked."""
-    if not config.compare or not config.comparable or baseline is None:
-        return None
-    return [
-        compare_row(side.session, prompt, result.token_ids[row], baseline.token_ids[row])
-        for row, prompt in enumerate(index)
-    ]
+        So each is timed in turn, and whatever slows the machine down slows all of them.
+        """
+        self.prepare(sides[0])
+        for number, index in enumerate(_groups(sides[0].session)):
+            results, baseline, interrupted = [self.decode_first(turn, sides[0], index)], None, False
+            try:
+                if plain is not None:
+                    # Where a drafter needs plain decoding's output, that has run before.
+                    if len(plain.results) == number:
+                        self.decode(plain, index)
+                    baseline = plain.results[number]
+                for side in sides[1:]:
+                    results.append(self.decode(side, index))
+            except KeyboardInterrupt:
+                if len(results) < len(sides):
+                    raise
+                interrupted = True
+            differences = [
+                self.compare(side, index, result, baseline)
+                for side, result in zip(sides, results, strict=True)
+            ]
+            questions = [self.config.questions[one] for one in self.asked(turn, index)]
+            rows = []
+            # Quickly: a request to end in between would leave the group to some drafters only.
+            for side, result, found in zip(sides, results, differences, strict=True):
+                group = self.finished_groups
+                rows.append(side.run.add(group, turn, questions, result, baseline, found))
+                side.run.engines[turn] = engine_summary(side.engine.statistics)
+            for question, text in zip(self.asked(turn, index), results[0].texts, strict=True):
+                self.answers[question].append(text)
+            if self.shows_texts:
+                self.show(turn, sides, index, results[0], rows)
+            self.finished_groups += 1
+            yield
+            if interrupted:
+                raise KeyboardInterrupt
 
+    def asked(self, turn: int, index: Sequence[int]) -> list[int]:
+        """The questions of a group, by their number in the config."""
+        return [self.config.turn(turn)[prompt] for prompt in index]
 
-def _show_question(config: DecodeConfig, screen: Screen, turn: int, number: int) -> None:
-    screen.question(number + 1, len(config.questions), config.questions[number], turn)
+    def decode_first(self, turn: int, side: _Side, index: list[int]) -> Generation:
+        """Decode a group with the first drafter; shows the text of one that is alone."""
+        (question, *others) = self.asked(turn, index)
+        if others or not self.shows_texts:
+            return self.decode(side, index)
+        if self.screen.live:
+            self.screen.question(question + 1, self.config.questions, turn)
+            return self.decode(side, index, live=True)
+        result = self.decode(side, index)
+        self.screen.question(question + 1, self.config.questions, turn)
+        self.screen.text(_pieces(side.session, result, 0))
+        self.screen.rest()
+        return result
+
+    def show(
+        self,
+        turn: int,
+        sides: Sequence[_Side],
+        index: Sequence[int],
+        first: Generation,
+        rows: Sequence[Sequence[Row]],
+    ) -> None:
+        """Show a group's texts, unless `decode_first` did, and what came of each row."""
+        for number, question in enumerate(self.asked(turn, index)):
+            if len(index) > 1:
+                self.screen.question(question + 1, self.config.questions, turn)
+                self.screen.text(_pieces(sides[0].session, first, number))
+            for side, of_side in zip(sides, rows, strict=True):
+                name = side.name if len(sides) > 1 else ""
+                brief = side is not sides[0]
+                self.screen.row_result(of_side[number], name, brief=brief, timed=len(index) == 1)
+
+    def compare(
+        self, side: _Side, index: Sequence[int], result: Generation, baseline: Generation | None
+    ) -> list[Difference | None] | None:
+        """Where a group's rows differ from plain decoding's; None where that is not asked."""
+        if not self.config.compare or not self.config.comparable or baseline is None:
+            return None
+        return [
+            compare_row(side.session, prompt, result.token_ids[row], baseline.token_ids[row])
+            for row, prompt in enumerate(index)
+        ]
+
+    def prepare(self, side: _Side) -> None:
+        """Compile a session and run its first round once, so that timings exclude the warm-up."""
+        session, begin = side.session, time.perf_counter()
+        side.engine = open_engine(session, ROUNDS_PER_STEP)
+        name = "plain decoding" if side.name == PLAIN else side.name
+        with self.screen.working(f"compiling {name}"):
+            side.engine.compile()
+        self.clock.compiled(side.name, time.perf_counter() - begin)
+        # What the first round takes says nothing of later ones.
+        with open_engine(session, 1) as warm:
+            add_prompts(warm, session, range(min(session.batch_size, len(session.prompts))))
+            warm.step()
+
+    def decode(self, side: _Side, index: list[int], *, live: bool = False) -> Generation:
+        """Decode a group, with its text on the screen while it is `live`."""
+        if side.engine is None:
+            self.prepare(side)
+        marker = Marker(side.session.model.tokenizer)
+        decoded, ended = sum(len(result.token_ids) for result in side.results), 0
+        total = self.num_rows * (len(self.config.drafters) + self.with_plain)
+
+        def follow(deltas: list[Delta]) -> None:
+            nonlocal ended
+            if self.clock.first_token_s is None and deltas:
+                self.clock.first_token_s = time.perf_counter() - self.clock.begin
+            for delta in deltas:
+                if live:
+                    self.screen.text(marker.mark(delta))
+                ended += delta.output is not None
+            self.screen.progress(
+                side.name,
+                decoded + ended,
+                len(side.session.prompts),
+                side.speed,
+                (self.finished_rows + ended) / total,
+            )
+
+        result = decode_session(side.session, index=index, engine=side.engine, follow=follow)
+        self.screen.rest()
+        self.finished_rows += len(index)
+        side.results.append(result)
+        return result
 
 
 def _groups(session: Session) -> list[list[int]]:
@@ -227,73 +290,8 @@ def _groups(session: Session) -> list[list[int]]:
     return session.groups(slots if slots == 1 else _GROUP * slots)
 
 
-def _prepare(side: _Side, screen: Screen, clock: Clock) -> None:
-    """Compile a session and run its first round once, so that timings exclude the warm-up."""
-    session, begin = side.session, time.perf_counter()
-    side.engine = open_engine(session, ROUNDS_PER_STEP)
-    with screen.working(f"compiling {'plain decoding' if side.name == PLAIN else side.name}"):
-        side.engine.compile()
-    clock.compiled(side.name, time.perf_counter() - begin)
-    # What the first round takes says nothing of later ones.
-    with open_engine(session, 1) as warm:
-        add_prompts(warm, session, range(min(session.batch_size, len(session.prompts))))
-        warm.step()
-
-
-def _decode(
-    side: _Side,
-    index: list[int],
-    screen: Screen,
-    clock: Clock,
-    progress: Progress,
-    *,
-    live: bool = False,
-) -> Generation:
-    if side.engine is None:
-        _prepare(side, screen, clock)
-    marker = Marker(side.session.model.tokenizer)
-    before, decoded = progress.done, sum(len(result.token_ids) for result in side.results)
-    new, ended = dict.fromkeys(index, 0), 0
-
-    def follow(deltas: list[Delta]) -> None:
-        nonlocal ended
-        if clock.first_token_s is None and deltas:
-            clock.first_token_s = process_age()
-        for delta in deltas:
-            if live:
-                screen.text(marker.mark(delta))
-            new[delta.id] += len(delta.token_ids)
-            ended += delta.output is not None
-        requests = side.session.requests
-        share = sum(count / requests[at].max_new_tokens for at, count in new.items())
-        screen.progress(
-            side.name,
-            decoded + ended,
-            len(side.session.prompts),
-            side.speed,
-            min((before + max(share, ended)) / progress.total, 1.0),
-        )
-
-    result = decode_session(side.session, index=index, engine=side.engine, follow=follow)
-    screen.rest()
-    progress.done += len(index)
-    side.results.append(result)
-    return result
-
-
 def _pieces(session: Session, result: Generation, row: int) -> list[tuple[str, bool]]:
     """A row's text in pieces, each with whether it was drafted."""
     tokens, text = result.token_ids[row], result.texts[row]
     whole = Delta(row, 0, tokens, result.was_drafted(row), text)
     return Marker(session.model.tokenizer).mark(whole)
-
-
-def process_age() -> float:
-    """Seconds since this process began, or since this module was imported where that is unknown."""
-    try:
-        # Field 22, in clock ticks since the machine started; the name before it may hold spaces.
-        begin = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
-        uptime = Path("/proc/uptime").read_text().split()[0]
-        return float(uptime) - int(begin) / os.sysconf("SC_CLK_TCK")
-    except (OSError, ValueError, IndexError):
-        return time.time() - _IMPORTED

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 import ml_collections
 from jax.sharding import Mesh
-from ml_collections import config_dict
 
+from specjax.cli.config_file import config_of
 from specjax.distributed import processes, sharding
 from specjax.fields import Number, Text, Whole, dotted, optional
 
@@ -33,18 +33,17 @@ class DistributedConfig:
     timeout_s: Annotated[float, Number(0.0, 1e9, above=True, remedy="use seconds above 0")] = 300.0
 
 
+ONE_DEVICE, ONE_PROCESS = MeshConfig(), DistributedConfig()
+
+
 def mesh_fields() -> ml_collections.ConfigDict:
     """The section `mesh` of a config file."""
-    return ml_collections.ConfigDict(asdict(MeshConfig()))
+    return config_of(MeshConfig)
 
 
 def distributed_fields() -> ml_collections.ConfigDict:
     """The section `distributed` of a config file."""
-    config = ml_collections.ConfigDict(asdict(DistributedConfig()))
-    config.coordinator_address = config_dict.placeholder(str)
-    config.num_processes = config_dict.placeholder(int)
-    config.process_id = config_dict.placeholder(int)
-    return config
+    return config_of(DistributedConfig)
 
 
 def open_mesh(
@@ -57,7 +56,7 @@ def open_mesh(
     InputError, on all processes where two configs differ.
     """
     processes.join(**asdict(distributed))
-    if processes.count() == 1 and mesh == MeshConfig():
+    if processes.count() == 1 and mesh == ONE_DEVICE:
         return None
     fields = {name: repr(value) for name, value in dotted(config).items()}
     fields.pop("distributed.process_id", None)  # differs between processes

@@ -57,7 +57,7 @@ _SLOTS_PER_REFILL = 16
 CONTROLLER = Instance(
     Controller, "use one of specjax.controllers, or a frozen dataclass with init, choose and update"
 )
-_MAX_LENGTH = Whole(2, remedy="use at least 2, a prompt and a new token")
+MAX_LENGTH = Whole(2, remedy="use at least 2, a prompt and a new token")
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class DecodeOptions:
     num_speculative_tokens_per_batch_size: Annotated[Sequence[tuple[int, int, int]], Ladder()] = ()
     verify: Annotated[str | sampling.Rule, RULE] = "rejection"
     batch_size: Annotated[int, BATCH_SIZE] = 8
-    max_length: Annotated[int | None, optional(_MAX_LENGTH)] = None
+    max_length: Annotated[int | None, optional(MAX_LENGTH)] = None
     controller: Annotated[Controller | None, optional(CONTROLLER)] = None
     seed: Annotated[int, SEED] = 0
     rounds_per_step: Annotated[int, _ROUNDS_PER_STEP] = 16

@@ -62,10 +62,13 @@ def read_json_file(path: Path, remedy: str = "restore it") -> Any:
     return parse_json(bytes(content), str(path), remedy)
 
 
-def read_json_lines(path: Path, field: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def read_json_lines(
+    path: Path, field: str, *, unfinished: bool = False
+) -> Iterator[tuple[str, dict[str, Any]]]:
     """The objects of a JSONL file, gzipped or not, each with "FILE, line N"; skips empty lines.
 
-    The file, which may be a pipe, is read line by line. Raises InputError with file and line for a
+    The file, which may be a pipe, is read line by line. With `unfinished` a last line without a
+    line end is skipped: its writer was killed. Raises InputError with file and line for a
     line that is not a JSON object, and with `field` for a file that cannot be read.
     """
     number = 0
@@ -78,7 +81,7 @@ def read_json_lines(path: Path, field: str) -> Iterator[tuple[str, dict[str, Any
                     raise InputError(
                         f"{where}: longer than {_LONGEST_LINE >> 20} MiB; put one object in a line"
                     )
-                if not line.strip():
+                if not line.strip() or (unfinished and not line.endswith(b"\n")):
                     continue
                 value = parse_json(line, where, "put one JSON object in a line")
                 if not isinstance(value, dict):

@@ -8,7 +8,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from specjax.reporting.statistics import OVERALL, Entry, tasks_of
+from specjax.reporting.runs import Entry
+from specjax.reporting.statistics import OVERALL, tasks_of
 
 
 def csv_text(entries: Sequence[Entry]) -> str:
@@ -27,27 +28,23 @@ def csv_text(entries: Sequence[Entry]) -> str:
 
 
 def _csv_row(entry: Entry, task: str, longest: int) -> dict[str, Any]:
-    figures, run = entry.figures[task], entry.run
-    summary = figures.counts.to_dict()
+    figures, run = entry.figures[task].to_dict(), entry.run
     row = {
         "subset": task,
         "drafter": run.drafter,
         "label": entry.label,
         "file": str(run.path),
-        "target": run.config["target"],
+        "target": run.target,
         "num_speculative_tokens": run.draft_length,
         "lossy": run.lossy,
         **vars(run.conditions),
-        **{name: value for name, value in summary.items() if not isinstance(value, list | dict)},
+        **{name: value for name, value in figures.items() if not isinstance(value, list | dict)},
     }
-    for name in vars(figures):
-        if name != "counts":
-            row[name] = getattr(figures, name)
     whole = task == OVERALL
     row["predicted_speedup"] = entry.predicted if whole else None
     row["efficiency"] = entry.efficiency if whole else None
     for name in ("acceptance_at_pos", "cond_acceptance_at_pos"):
-        values = summary[name] + [None] * longest
+        values = figures[name] + [None] * longest
         row |= {f"{name}_{index}": values[index] for index in range(longest)}
     return row
 
@@ -69,19 +66,19 @@ def jsonl_text(entry: Entry) -> str:
             "index": 0,
             "turns": [row.text for row in rows],
             "decoding_steps": [len(row.emitted) for row in rows],
-            "new_tokens": [row.ours.new_tokens for row in rows],
-            "wall_time": [row.ours.prefill_s + row.ours.decode_s for row in rows],
+            "new_tokens": [row.new_tokens for row in rows],
+            "wall_time": [row.prefill_s + row.decode_s for row in rows],
             "accept_lengths": [count for row in rows for count in row.emitted],
         }
         line = {
             "question_id": question_id,
             "category": category,
-            "model_id": run.config["target"],
+            "model_id": run.target,
             "drafter": entry.label,
             "lossy": run.lossy,
             "choices": [choice],
-            "prefill_s": [row.ours.prefill_s for row in rows],
-            "decode_s": [row.ours.decode_s for row in rows],
+            "prefill_s": [row.prefill_s for row in rows],
+            "decode_s": [row.decode_s for row in rows],
             **vars(run.conditions),
             "seed": run.config.get("seed"),
         }

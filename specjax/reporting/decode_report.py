@@ -1,11 +1,11 @@
-"""The report of a decode run: rows and summary as JSON, from the counts of finished batches."""
+"""What a decode run reports: a row of each answer as it finishes, and a summary of each drafter."""
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import jax
@@ -16,72 +16,111 @@ from specjax import metrics
 from specjax.decoding.compare_outputs import Difference
 from specjax.decoding.generate import Generation
 from specjax.decoding.prompts import Question
-from specjax.files.environment import versions
+from specjax.reporting.records import Row, RunHeader
+from specjax.reporting.statistics import Figures, figures
 from specjax.trees import FastestTree, RankedTree
-
-
-@dataclass(frozen=True)
-class Batch:
-    """A finished group of rows: its questions, the drafter's generation, and plain decoding's.
-
-    `differences` has one entry per row, None where the two agree; it is None where the outputs are
-    not compared. `number` is the group's index in the run.
-    """
-
-    number: int
-    turn: int
-    questions: Sequence[Question]
-    ours: Generation
-    plain: Generation | None = None
-    differences: Sequence[Difference | None] | None = None
-
-
-@dataclass
-class DrafterRun:
-    """What one drafter has decoded so far, of all that a command decodes.
-
-    `config` is that of a command with this drafter alone, and `trees` are those that were chosen
-    for it, by drafter, with what is expected of them where that is known. `expected` is the
-    acceptance that the distributions imply, turn by turn, where it is computed. `engines` are
-    summaries (`engine_report.engine_summary`) of what decoded each turn.
-    """
-
-    drafter: str
-    config: Mapping[str, Any]
-    trees: Mapping[str, FastestTree | RankedTree] = field(default_factory=dict)
-    batches: list[Batch] = field(default_factory=list)
-    expected: list[metrics.ExpectedAcceptance] = field(default_factory=list)
-    engines: dict[int, dict[str, Any]] = field(default_factory=dict)
-
-    @property
-    def auto(self) -> bool:
-        """Whether draft lengths are chosen while decoding."""
-        return self.config.get("num_speculative_tokens") == "auto"
-
-    def total(self) -> Totals:
-        """The totals of the finished batches."""
-        return total(self.batches, self.expected)
-
-
-@dataclass(frozen=True)
-class Setting:
-    """Settings of the whole command."""
-
-    device: str
-    dtype: str
-    load_s: float
-    turns: bool = False
-    """Whether rows have the field `turn`, the turn of a conversation."""
-
 
 PLAIN = "plain"
 """The name of plain decoding beside those of drafters."""
 
 
 @dataclass
-class Clock:
-    """Seconds, summed up during the command; those of compiling by drafter, or `PLAIN`."""
+class DrafterRun:
+    """What one drafter has decoded so far, of all that a command decodes.
 
+    `trees` are those that were chosen for it, by drafter, with what is expected of them where that
+    is known. `expected` is the acceptance that the distributions imply, turn by turn, where it is
+    computed. `engines` are summaries (`engine_report.engine_summary`) of what decoded each turn,
+    and `step_limits` the longest drafts and least confidences of each step, with its rounds.
+    """
+
+    header: RunHeader
+    trees: Mapping[str, FastestTree | RankedTree] = field(default_factory=dict)
+    rows: list[Row] = field(default_factory=list)
+    expected: list[metrics.ExpectedAcceptance] = field(default_factory=list)
+    engines: dict[int, dict[str, Any]] = field(default_factory=dict)
+    step_limits: list[tuple[Sequence[int], Sequence[float], int]] = field(default_factory=list)
+    num_reported: int = -1
+    """The rows that `new_records` has given; -1 before the first call, which gives the header."""
+
+    @property
+    def drafter(self) -> str:
+        """The drafter's name."""
+        return self.header.drafter
+
+    def new_records(self) -> list[dict[str, Any]]:
+        """The records that no earlier call has given: the header, and finished rows."""
+        header = {"record": "run", **self.header.record()}
+        rows = self.rows[max(self.num_reported, 0) :]
+        records = [header] if self.num_reported < 0 else []
+        self.num_reported = len(self.rows)
+        return [*records, *({"record": "row", **asdict(row)} for row in rows)]
+
+    def figures(self) -> Figures | None:
+        """The figures of the finished rows; None without any."""
+        return figures(self.rows) if self.rows else None
+
+    def expected_acceptance(self) -> metrics.ExpectedAcceptance | None:
+        """The acceptance that the run's distributions imply, where that was computed."""
+        return _pooled(self.expected)
+
+    def add(
+        self,
+        batch: int,
+        turn: int,
+        questions: Sequence[Question],
+        result: Generation,
+        plain: Generation | None,
+        differences: Sequence[Difference | None] | None,
+    ) -> list[Row]:
+        """Add a finished group of rows, the run's `batch`-th; returns its rows.
+
+        `differences` has one entry per row, None where it equals plain decoding's; it is None where
+        the outputs are not compared.
+        """
+        self.step_limits += [
+            (limits.longest, limits.confidence, rounds) for limits, rounds in result.step_limits
+        ]
+        compared = differences or [None] * len(questions)
+        rows = [
+            Row(
+                drafter=self.drafter,
+                question_id=question.question_id,
+                category=question.category,
+                turn=turn,
+                prompt_hash=hashlib.sha256(repr(question).encode()).hexdigest()[:16],
+                token_ids=tuple(result.token_ids[index]),
+                text=result.texts[index],
+                finish_reason=result.finish_reasons[index],
+                text_error=failed.text_error if (failed := result.failed_rows.get(index)) else None,
+                logprobs=logprobs and tuple(logprobs),
+                **_rounds(result, index),
+                longest_path=result.longest_path,
+                batch=batch,
+                first_round=int(result.first_round[index]),
+                prefill_s=result.prefill_s,
+                decode_s=result.decode_s,
+                **asdict(result.times[index]),
+                plain_new_tokens=len(plain.token_ids[index]) if plain else None,
+                plain_prefill_s=plain.prefill_s if plain else None,
+                plain_decode_s=plain.decode_s if plain else None,
+                identical=None if differences is None else compared[index] is None,
+                near_ties=compared[index].near_ties if compared[index] else (),
+            )
+            for index, (question, logprobs) in enumerate(
+                zip(questions, result.logprobs, strict=True)
+            )
+        ]
+        self.rows += rows
+        return rows
+
+
+@dataclass
+class Clock:
+    """Seconds of a command since its `begin`; those of compiling by drafter, or `PLAIN`."""
+
+    begin: float = field(default_factory=time.perf_counter)
+    load_s: float = 0.0
     compile_s: dict[str, float] = field(default_factory=dict)
     first_token_s: float | None = None
 
@@ -90,130 +129,32 @@ class Clock:
         self.compile_s[name] = self.compile_s.get(name, 0.0) + seconds
 
 
-@dataclass(frozen=True)
-class Totals:
-    """Totals over the finished batches; speeds are new tokens over seconds of decoding.
-
-    `speedup_with_prefill` counts the seconds of prefill on both sides.
-    """
-
-    metrics: metrics.Summary | None
-    tokens_per_second: float | None
-    baseline_tokens_per_second: float | None
-    speedup: float | None
-    identical_rows: int | None
-    compared_rows: int
-    num_rows: int
-    speedup_with_prefill: float | None = None
-    prefill_s: float | None = None
-    baseline_prefill_s: float | None = None
-    differences: Sequence[tuple[Question, Difference]] = ()
-    acceptance_of_tested: float | None = None
-    """Accepted over tested draft tokens; tested are the accepted ones and the first rejected."""
-    expected: metrics.ExpectedAcceptance | None = None
-    """The acceptance that the run's distributions imply, where that was computed."""
-
-
-def total(batches: Sequence[Batch], expected: Sequence[metrics.ExpectedAcceptance] = ()) -> Totals:
-    """The totals of finished batches; speed-ups are over those with plain decoding too."""
-    both = [batch for batch in batches if batch.plain is not None]
-    all_ours, all_plain = [b.ours for b in both], [b.plain for b in both]
-    ours, plain = _speed(all_ours), _speed(all_plain)
-    whole = _speed(all_ours, _prefill_s(all_ours))
-    whole_plain = _speed(all_plain, _prefill_s(all_plain))
-    compared = [batch for batch in batches if batch.differences is not None]
-    pairs = [
-        (question, difference)
-        for batch in compared
-        for question, difference in zip(batch.questions, batch.differences, strict=True)
-    ]
-    return Totals(
-        metrics=_summarize([batch.ours for batch in batches]),
-        tokens_per_second=_speed([batch.ours for batch in batches]),
-        baseline_tokens_per_second=plain,
-        speedup=ours / plain if ours and plain else None,
-        identical_rows=sum(difference is None for _, difference in pairs) if compared else None,
-        compared_rows=len(pairs),
-        num_rows=sum(len(batch.questions) for batch in batches),
-        speedup_with_prefill=whole / whole_plain if whole and whole_plain else None,
-        prefill_s=_prefill_s([batch.ours for batch in batches]) if batches else None,
-        baseline_prefill_s=_prefill_s(all_plain) if both else None,
-        differences=[(question, one) for question, one in pairs if one is not None],
-        acceptance_of_tested=_tested([batch.ours for batch in batches]),
-        expected=_pooled(expected),
-    )
-
-
-def report(
-    runs: Sequence[DrafterRun],
-    setting: Setting,
-    clock: Clock,
-    *,
-    interrupted: bool = False,
-    refused: str | None = None,
+def summary(
+    run: DrafterRun, clock: Clock, *, interrupted: bool = False, refused: str | None = None
 ) -> dict[str, Any]:
-    """The report, JSON-ready: that of the only drafter, or `runs` with one of each.
-
-    Rows of several drafters have the same plain decoding beside them. An interrupted run says so;
-    `refused` is the error of a later turn that could not be decoded, where there was one.
-    """
-    reports = [_report(run, setting, clock, interrupted, refused) for run in runs]
-    return reports[0] if len(reports) == 1 else {"runs": reports}
-
-
-def _report(
-    run: DrafterRun, setting: Setting, clock: Clock, interrupted: bool, refused: str | None
-) -> dict[str, Any]:
-    totals, batches = run.total(), run.batches
-    counts = totals.metrics
-    summary = {
+    """A drafter's summary, JSON-ready; see `records.RunEnd` for how it ended."""
+    found, expected = run.figures(), run.expected_acceptance()
+    return {
         "drafter": run.drafter,
-        "acceptance_length": counts.acceptance_length if counts else None,
-        "tau_drafted": counts.tau_drafted if counts else None,
-        "acceptance_rate": counts.acceptance_rate if counts else None,
-        "acceptance_at_pos": list(counts.acceptance_at_pos) if counts else [],
-        "expected_acceptance": totals.expected.mean if totals.expected else None,
-        "tokens_per_second": totals.tokens_per_second,
-        "baseline_tokens_per_second": totals.baseline_tokens_per_second,
-        "speedup": totals.speedup,
-        "speedup_with_prefill": totals.speedup_with_prefill,
-        "prefill_s": totals.prefill_s,
-        "baseline_prefill_s": totals.baseline_prefill_s,
-        "identical_rows": totals.identical_rows,
-        "num_rows": totals.num_rows,
-        "load_s": setting.load_s,
+        "interrupted": interrupted,
+        "refused": refused,
+        "num_rows": len(run.rows),
+        **(found.to_dict() if found else {}),
+        "expected_acceptance": expected.mean if expected else None,
+        "load_s": clock.load_s,
         "compile_s": sum(clock.compile_s.get(name, 0.0) for name in (PLAIN, run.drafter)),
         "first_token_s": clock.first_token_s,
-        "device": setting.device,
-        "dtype": setting.dtype,
-        "versions": versions(),
-        "prompts": _fingerprint(batches),
-        "step_limits": [
-            [list(limits.longest), list(limits.confidence), rounds]
-            for batch in batches
-            for limits, rounds in batch.ours.step_limits
-        ],
+        "step_limits": run.step_limits,
         "engines": [run.engines[turn] for turn in sorted(run.engines)],
-        "config": run.config,
     }
-    if run.trees:
-        summary["trees"] = {name: _tree(chosen) for name, chosen in run.trees.items()}
-    if any(batch.ours.lossy for batch in batches):
-        summary["lossy"] = True
-    if interrupted:
-        summary["interrupted"] = True
-    if refused is not None:
-        summary["refused"] = refused
-    rows = [row for batch in batches for row in _rows(batch, run.drafter, setting)]
-    return {"rows": rows, "summary": summary}
 
 
-def _tree(chosen: FastestTree | RankedTree) -> dict[str, Any]:
-    """A chosen tree, and what is expected of it in each row, where that is known."""
+def tree_record(chosen: FastestTree | RankedTree) -> dict[str, Any]:
+    """A chosen tree, and what is expected of it in each row, where that is known; JSON-ready."""
     if isinstance(chosen, RankedTree):
         return {"choices": [list(path) for path in chosen.choices]}
     return {
-        **_tree(chosen.tree),
+        **tree_record(chosen.tree),
         "expected_tokens_per_round": chosen.tokens_per_round,
         "expected_round_s": chosen.round_seconds,
     }
@@ -229,117 +170,17 @@ def device_name(mesh: Mesh | None = None) -> str:
     return f"{mesh.size} x {kind} ({sizes}){several}"
 
 
-def largest_size(num_rows: int, new_tokens: int, *, logprobs: bool) -> int:
-    """An upper estimate of a report's bytes: ids, counts and text of each token of each row."""
-    token = 32 + 24 * logprobs
-    return 16_000 + num_rows * (1_500 + token * new_tokens)
-
-
-def _rows(batch: Batch, drafter: str, setting: Setting) -> list[dict[str, Any]]:
-    lengths = metrics.accept_lengths(batch.ours.emitted)
-    rows = []
-    for index, question in enumerate(batch.questions):
-        difference = batch.differences[index] if batch.differences is not None else None
-        row = {
-            "question_id": question.question_id,
-            "category": question.category,
-            "drafter": drafter,
-            "token_ids": batch.ours.token_ids[index],
-            "text": batch.ours.texts[index],
-            "new_tokens": len(batch.ours.token_ids[index]),
-            "finish_reason": batch.ours.finish_reasons[index],
-            "accept_lengths": lengths[index],
-            "rounds": _rounds(batch.ours, index),
-            "prefill_s": batch.ours.prefill_s,
-            "decode_s": batch.ours.decode_s,
-            "batch": batch.number,
-            "first_round": int(batch.ours.first_round[index]),
-            **dataclasses.asdict(batch.ours.times[index]),
-            "plain": None if batch.plain is None else _plain(batch.plain, index),
-            "identical": None if batch.differences is None else difference is None,
-            **_closeness(difference),
-        }
-        if batch.ours.logprobs[index] is not None:
-            row["logprobs"] = batch.ours.logprobs[index]
-        if setting.turns:
-            row["turn"] = batch.turn
-        rows.append(row)
-    return rows
-
-
-def _closeness(difference: Difference | None) -> dict[str, Any]:
-    """Where a row differs from plain decoding, and how close the calls were there."""
-    decisive = None if difference is None else difference.decisive
-    near_ties = () if difference is None else difference.near_ties
-    return {
-        "first_difference": None if difference is None else difference.first,
-        "margin_at_difference": None if decisive is None else decisive.margin,
-        "resolution_at_difference": None if decisive is None else decisive.resolution,
-        "near_ties": [dataclasses.asdict(one) for one in near_ties],
+def _rounds(result: Generation, index: int) -> dict[str, tuple[int, ...]]:
+    """The raw counts of the rounds in which a row was active."""
+    active = result.emitted[index] >= 0
+    counts = {
+        "drafted": result.drafted,
+        "accepted": result.accepted,
+        "emitted": result.emitted,
+        "width": result.width,
+        "drafter_index": result.drafter,
     }
-
-
-def _rounds(run: Generation, index: int) -> dict[str, list[int]]:
-    """The raw counts of the rounds in which a row was active; emitted is `accept_lengths`."""
-    participated = run.emitted[index] >= 0
-    names = ("drafted", "accepted", "width", "drafter")
-    return {name: getattr(run, name)[index][participated].tolist() for name in names}
-
-
-def _plain(run: Generation, index: int) -> dict[str, Any]:
-    """Tokens and seconds of plain decoding for a row; seconds are those of its group."""
-    return {
-        "new_tokens": len(run.token_ids[index]),
-        "prefill_s": run.prefill_s,
-        "decode_s": run.decode_s,
-    }
-
-
-def _fingerprint(batches: Sequence[Batch]) -> str:
-    """A hash of the questions, independent of the file they came from."""
-    asked = [
-        (batch.turn, question.question_id, question.category, question.turns)
-        for batch in batches
-        for question in batch.questions
-    ]
-    return hashlib.sha256(repr(asked).encode()).hexdigest()[:16]
-
-
-def _prefill_s(runs: Sequence[Generation]) -> float:
-    """Seconds of prefill."""
-    return sum(run.prefill_s for run in runs)
-
-
-def _speed(runs: Sequence[Generation], more_s: float = 0.0) -> float | None:
-    """Tokens/s of decoding, and of `more_s` further seconds."""
-    seconds = sum(run.decode_s for run in runs) + more_s
-    return sum(run.new_tokens for run in runs) / seconds if seconds else None
-
-
-def _summarize(runs: Sequence[Generation]) -> metrics.Summary | None:
-    if not runs:
-        return None
-    longest = max(run.drafted.shape[1] for run in runs)
-
-    def joined(name: str) -> np.ndarray:
-        arrays = [getattr(run, name) for run in runs]
-        padded = [
-            np.pad(a, ((0, 0), (0, longest - a.shape[1])), constant_values=-1) for a in arrays
-        ]
-        return np.concatenate(padded)
-
-    return metrics.summarize(
-        *(joined(name) for name in ("drafted", "accepted", "emitted", "width")),
-        max((run.longest_path for run in runs if run.longest_path is not None), default=None),
-    )
-
-
-def _tested(runs: Sequence[Generation]) -> float | None:
-    accepted = sum(int(np.maximum(run.accepted, 0).sum()) for run in runs)
-    tested = sum(
-        int(np.maximum(np.minimum(run.accepted + 1, run.drafted), 0).sum()) for run in runs
-    )
-    return accepted / tested if tested else None
+    return {name: tuple(table[index][active].tolist()) for name, table in counts.items()}
 
 
 def _pooled(turns: Sequence[metrics.ExpectedAcceptance]) -> metrics.ExpectedAcceptance | None:

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from specjax.reporting.plots import Curve, draw_bars, draw_curves
-from specjax.reporting.runs import Conditions
-from specjax.reporting.statistics import OVERALL, Entry, by_conditions, heading, tasks_of
+from specjax.reporting.records import Conditions
+from specjax.reporting.runs import Entry, by_conditions
+from specjax.reporting.statistics import OVERALL, heading, tasks_of
 
 _PICTURES = ("speedup_by_k", "tau_by_task", "acceptance_by_position")
 

@@ -1,4 +1,4 @@
-"""Statistics of a run by task: acceptance (`specjax.metrics`), and speeds.
+"""The figures of a run, by task: acceptance (`specjax.metrics`), and speeds.
 
 A speed is new tokens over seconds of decoding, a batch's seconds counted once. The speed-up is the
 drafter's speed over plain decoding's, both over the batches that were decoded both ways. A task's
@@ -7,13 +7,15 @@ speeds are over the batches that hold only this task, as tasks in one batch shar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
+from typing import Any
+
+import numpy as np
 
 from specjax import metrics
-from specjax.fields import dotted
-from specjax.reporting.runs import Conditions, Row, Run, Timing, summarize
+from specjax.reporting.records import Row, Run
 
 OVERALL = "overall"
 TASKS = {
@@ -34,7 +36,8 @@ class Figures:
 
     `speedup` is pooled, `speedup_with_prefill` counts the seconds of prefill on both sides, and
     `speedup_per_request` is the mean of each request's own, which only a batch size of 1 has.
-    `timed_requests` are those that the speeds are over.
+    `timed_requests` are those that the speeds are over. `acceptance_of_tested` is accepted over
+    tested draft tokens: the accepted ones and the first rejected.
     """
 
     counts: metrics.Summary
@@ -43,52 +46,52 @@ class Figures:
     speedup: float | None
     speedup_with_prefill: float | None
     speedup_per_request: float | None
+    prefill_s: float
+    plain_prefill_s: float | None
+    acceptance_of_tested: float | None
     timed_requests: int
     identical_rows: int | None
     compared_rows: int
 
-
-@dataclass(frozen=True)
-class Entry:
-    """A line of the leaderboard; `predicted` is the speed-up computed from measured parts."""
-
-    label: str
-    run: Run
-    figures: Mapping[str, Figures]
-    predicted: float | None = None
-
-    @classmethod
-    def of(cls, run: Run, label: str, predicted: float | None = None) -> Entry:
-        """The entry of a run."""
-        return cls(label, run, figures_by_task(run), predicted)
-
-    @property
-    def family(self) -> str:
-        """A label that is the same for runs that differ only in K."""
-        apart = ("num_speculative_tokens", "report", "compare")
-        fields = dotted(self.run.config)
-        return repr([(name, value) for name, value in fields.items() if name not in apart])
-
-    @property
-    def efficiency(self) -> float | None:
-        """Measured over predicted speed-up."""
-        measured = self.figures[OVERALL].speedup
-        return measured / self.predicted if measured and self.predicted else None
+    def to_dict(self) -> dict[str, Any]:
+        """All figures by name, JSON-ready."""
+        others = {name: value for name, value in vars(self).items() if name != "counts"}
+        return {**self.counts.to_dict(), **others}
 
 
-def in_order(entries: Sequence[Entry]) -> list[Entry]:
-    """The entries by family, in the order given, and by K within one."""
-    families = list(dict.fromkeys(entry.family for entry in entries))
-    order = {family: index for index, family in enumerate(families)}
-    return sorted(entries, key=lambda one: (order[one.family], one.run.draft_length or 0))
+def figures(rows: Sequence[Row], timed: Sequence[Row] | None = None) -> Figures:
+    """The figures of some rows, speeds over those of `timed`, by default over all."""
+    timed = rows if timed is None else timed
+    compared = [row.identical for row in rows if row.identical is not None]
+    both = [row for row in timed if row.plain_new_tokens is not None]
+    alone = len({row.batch for row in both}) == len(both)
+    each = [speedup for row in both if (speedup := _speedup([row])) is not None]
+    return Figures(
+        counts=summarize(rows),
+        tokens_per_second=_speed(_new_tokens(timed), _seconds(timed, "decode_s")),
+        plain_tokens_per_second=_speed(_plain_tokens(both), _seconds(both, "plain_decode_s")),
+        speedup=_speedup(both),
+        speedup_with_prefill=_speedup(both, with_prefill=True),
+        speedup_per_request=fmean(each) if alone and each else None,
+        prefill_s=_seconds(timed, "prefill_s"),
+        plain_prefill_s=_seconds(both, "plain_prefill_s") if both else None,
+        acceptance_of_tested=_acceptance_of_tested(rows),
+        timed_requests=len(timed),
+        identical_rows=sum(compared) if compared else None,
+        compared_rows=len(compared),
+    )
 
 
-def by_conditions(entries: Iterable[Entry]) -> dict[Conditions, list[Entry]]:
-    """The entries grouped by conditions, within which speeds may be compared; sorted."""
-    groups: dict[Conditions, list[Entry]] = {}
-    for entry in entries:
-        groups.setdefault(entry.run.conditions, []).append(entry)
-    return dict(sorted(groups.items()))
+def figures_by_task(run: Run) -> dict[str, Figures]:
+    """The figures of each task and, under `OVERALL`, of all of them."""
+    tasks_of_batch: dict[int, set[str]] = {}
+    for row in run.rows:
+        tasks_of_batch.setdefault(row.batch, set()).add(row.task)
+    found = {OVERALL: figures(run.rows)}
+    for task in tasks_of([run]):
+        rows = [row for row in run.rows if row.task == task]
+        found[task] = figures(rows, [row for row in rows if len(tasks_of_batch[row.batch]) == 1])
+    return found
 
 
 def tasks_of(runs: Iterable[Run]) -> list[str]:
@@ -102,70 +105,64 @@ def heading(task: str) -> str:
     return TASKS.get(task, task.replace("_", " ").capitalize())
 
 
-def figures_by_task(run: Run) -> dict[str, Figures]:
-    """The figures of each task and, under `OVERALL`, of all of them."""
-    tasks_of_batch: dict[int, set[str]] = {}
-    for row in run.rows:
-        tasks_of_batch.setdefault(row.batch, set()).add(row.task)
-    found = {OVERALL: _figures(run.rows, run.rows, run.longest_path)}
-    for task in tasks_of([run]):
-        rows = [row for row in run.rows if row.task == task]
-        timed = [row for row in rows if len(tasks_of_batch[row.batch]) == 1]
-        found[task] = _figures(rows, timed, run.longest_path)
-    return found
+def summarize(rows: Sequence[Row]) -> metrics.Summary:
+    """The acceptance of some rows (`specjax.metrics`)."""
+    counts = (_table(rows, name) for name in ("drafted", "accepted", "emitted", "width"))
+    paths = [row.longest_path for row in rows if row.longest_path is not None]
+    return metrics.summarize(*counts, max(paths, default=None))
 
 
-def _figures(rows: Sequence[Row], timed: Sequence[Row], positions: int | None) -> Figures:
-    both = [row for row in timed if row.plain is not None]
-    identical = [row.identical for row in rows if row.identical is not None]
-    plain = _speed(both, _plain, _decode)
-    alone = len({row.batch for row in both}) == len(both)
-    each = [_ratio(_speed([row], _ours, _decode), _speed([row], _plain, _decode)) for row in both]
-    defined = [value for value in each if value is not None]
-    return Figures(
-        counts=summarize(rows, positions),
-        tokens_per_second=_speed(timed, _ours, _decode),
-        plain_tokens_per_second=plain,
-        speedup=_ratio(_speed(both, _ours, _decode), plain),
-        speedup_with_prefill=_ratio(_speed(both, _ours, _all), _speed(both, _plain, _all)),
-        speedup_per_request=fmean(defined) if alone and defined else None,
-        timed_requests=len(timed),
-        identical_rows=sum(identical) if identical else None,
-        compared_rows=len(identical),
-    )
-
-
-def _ours(row: Row) -> Timing | None:
-    return row.ours
-
-
-def _plain(row: Row) -> Timing | None:
-    return row.plain
-
-
-def _decode(timing: Timing) -> float:
-    return timing.decode_s
-
-
-def _all(timing: Timing) -> float:
-    return timing.prefill_s + timing.decode_s
-
-
-def _speed(
-    rows: Iterable[Row],
-    side: Callable[[Row], Timing | None],
-    seconds: Callable[[Timing], float],
-) -> float | None:
-    """Tokens/s, each batch's seconds counted once."""
-    tokens, batches = 0, {}
+def batch_widths(rows: Sequence[Row]) -> np.ndarray:
+    """The width of each pass [R]; a pass has one width for all rows that decode together."""
+    passes: dict[tuple[int, int], int] = {}
     for row in rows:
-        timing = side(row)
-        if timing is not None:
-            tokens += timing.new_tokens
-            batches[row.batch] = seconds(timing)
-    total = sum(batches.values())
-    return tokens / total if total else None
+        for number, width in enumerate(row.width, start=row.first_round):
+            key = (row.batch, number)
+            passes[key] = max(passes.get(key, 0), width)
+    return np.array(list(passes.values()), np.int64)
 
 
-def _ratio(ours: float | None, plain: float | None) -> float | None:
+def _table(rows: Sequence[Row], name: str) -> np.ndarray:
+    """The counts of all rows [B, R], padded with -1."""
+    counts = [getattr(row, name) for row in rows]
+    table = np.full((len(rows), max(map(len, counts), default=0)), -1, np.int64)
+    for index, values in enumerate(counts):
+        table[index, : len(values)] = values
+    return table
+
+
+def _new_tokens(rows: Iterable[Row]) -> int:
+    return sum(row.new_tokens for row in rows)
+
+
+def _plain_tokens(rows: Iterable[Row]) -> int:
+    return sum(row.plain_new_tokens for row in rows)
+
+
+def _seconds(rows: Iterable[Row], name: str) -> float:
+    """The seconds of some rows' batches, each batch's counted once."""
+    return sum({row.batch: getattr(row, name) for row in rows}.values())
+
+
+def _speed(tokens: int, seconds: float) -> float | None:
+    return tokens / seconds if seconds else None
+
+
+def _speedup(rows: Sequence[Row], *, with_prefill: bool = False) -> float | None:
+    """The drafter's speed over that of plain decoding, of rows that were decoded both ways."""
+    ours_s, plain_s = _seconds(rows, "decode_s"), _seconds(rows, "plain_decode_s")
+    if with_prefill:
+        ours_s += _seconds(rows, "prefill_s")
+        plain_s += _seconds(rows, "plain_prefill_s")
+    ours, plain = _speed(_new_tokens(rows), ours_s), _speed(_plain_tokens(rows), plain_s)
     return ours / plain if ours is not None and plain else None
+
+
+def _acceptance_of_tested(rows: Sequence[Row]) -> float | None:
+    accepted = sum(sum(row.accepted) for row in rows)
+    tested = sum(
+        min(taken + 1, made)
+        for row in rows
+        for taken, made in zip(row.accepted, row.drafted, strict=True)
+    )
+    return accepted / tested if tested else None

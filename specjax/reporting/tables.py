@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from specjax.reporting.runs import Bench, Conditions, Run
-from specjax.reporting.statistics import OVERALL, Entry, Figures, by_conditions, heading, tasks_of
+from specjax.reporting.records import Conditions, Run
+from specjax.reporting.runs import Entry, by_conditions
+from specjax.reporting.statistics import OVERALL, Figures, heading, tasks_of
 
 _Value = TypeVar("_Value")
 
@@ -27,32 +28,27 @@ def leaderboard(entries: Sequence[Entry]) -> str:
 
 def markdown(
     entries: Sequence[Entry],
-    benches: Sequence[Bench],
     pictures: Mapping[Conditions, Sequence[tuple[str, str]]],
 ) -> str:
     """The whole report; `pictures` are (title, file) of each section."""
-    parts = []
-    if entries:
-        first = entries[0].run
-        parts.append(f"# {_plain_text(first.config['target'])}\n")
-        parts.append(_versions(first))
+    first = entries[0].run
+    parts = [f"# {_plain_text(first.target)}\n", _versions(first)]
     for conditions, group in by_conditions(entries).items():
         parts += [f"## {_plain_text(str(conditions))}\n", *_section(group)]
         parts += [f"![{title}]({file})\n" for title, file in pictures.get(conditions, ())]
-    parts += [_bench(bench) for bench in benches]
     return "\n".join(parts)
 
 
 def incomplete(group: Sequence[Entry]) -> str:
     """Which runs are not complete, why, and how many answers they hold; empty where all are."""
     lines = []
-    if stopped := [_answers(entry) for entry in group if entry.run.interrupted]:
+    if stopped := [_answers(entry) for entry in group if entry.run.end.interrupted]:
         end = "ended, or was killed, before all of its prompts were answered"
         lines.append(f"Interrupted: {', '.join(stopped)}. Such a run {end}.\n")
     lines += [
-        f"Later turns refused: {_answers(entry)}: {_plain_text(entry.run.refused)}.\n"
+        f"Later turns refused: {_answers(entry)}: {_plain_text(entry.run.end.refused)}.\n"
         for entry in group
-        if entry.run.refused
+        if entry.run.end.refused
     ]
     return "\n".join(lines)
 
@@ -210,35 +206,14 @@ def _best_bold(cells: Sequence[str], values: Sequence[float | None]) -> list[str
     return [f"**{cell}**" if cell == best else cell for cell in cells]
 
 
-def _bench(bench: Bench) -> str:
-    head = ["Drafter", "batch", "tau", "tokens/s", "plain tokens/s", "speed-up", "least..most"]
-    head += ["predicted", "measured / predicted", "same tokens"]
-    rows = [
-        [
-            _plain_text(one["drafter"]),
-            str(one["batch"]),
-            _number(one["acceptance_length"]),
-            f"{one['tokens_per_second']:.1f}",
-            f"{one['plain_tokens_per_second']:.1f}",
-            _times(one["speedup"]),
-            f"{one['speedup_min']:.2f}..{one['speedup_max']:.2f}",
-            _times(one["predicted"]),
-            _number(one["efficiency"]),
-            "yes" if one["identical"] else "NO",
-        ]
-        for one in bench.comparisons
-    ]
-    note = "Interrupted: not everything was measured.\n\n" if bench.interrupted else ""
-    return f"## Benchmark {_plain_text(bench.path.name)}\n\n{note}{_table(head, rows)}"
-
-
 def _versions(run: Run) -> str:
-    versions = run.summary.get("versions") or {}
-    said = ", ".join(f"{name} {version}" for name, version in versions.items())
+    versions = ", ".join(f"{name} {version}" for name, version in run.versions.items())
     tasks = ", ".join(
         f"{task} {sum(row.task == task for row in run.rows)}" for task in tasks_of([run])
     )
-    return _plain_text(f"Answers: {tasks}." + (f" Versions: {said}." if said else "")) + "\n"
+    return (
+        _plain_text(f"Answers: {tasks}." + (f" Versions: {versions}." if versions else "")) + "\n"
+    )
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

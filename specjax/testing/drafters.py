@@ -103,14 +103,14 @@ def check_drafter(
         target = target.architecture, target.params
     model, params = _PAIR.check("target", target)
     rows = Whole(1).check("rows", rows)
-    prompt = Items(Whole(), least=1).check("prompt", prompt)
+    prompt = Items(Whole(0, model.vocab_size - 1), least=1).check("prompt", prompt)
     DRAFT_TOKENS.check("num_speculative_tokens", num_speculative_tokens)
     optional(Instance(Limits, "use drafters.base.Limits")).check("limits", limits)
     rule = RULE.check("verify", verify)
     Instance(SamplingParams, "use SamplingParams").check("request", request)
     seed = SEED.check("seed", seed)
     length = num_speculative_tokens + 2
-    _check_sizes(model, rows, prompt, length)
+    _check_sizes(model, length)
     plan = make_plan(
         model,
         loaded.drafter,
@@ -313,7 +313,7 @@ def chi_square(
     return ChiSquare(statistic, float(scipy.stats.chi2.isf(QUANTILE, degrees)), degrees)
 
 
-def _check_sizes(model: LanguageModel, rows: int, prompt: Sequence[int], length: int) -> None:
+def _check_sizes(model: LanguageModel, length: int) -> None:
     vocab = model.vocab_size
     if vocab > _MOST_VOCAB:
         raise InputError(
@@ -326,12 +326,3 @@ def _check_sizes(model: LanguageModel, rows: int, prompt: Sequence[int], length:
             f"num_speculative_tokens={length - 2} with {vocab} tokens makes {vocab**length} "
             f"outputs, more than {_MOST_OUTPUTS}: lower it, or use a smaller vocabulary"
         )
-    if rows < 1:
-        raise InputError(f"rows={rows}: use a whole number of at least 1, better 200000")
-    if not len(prompt):
-        raise InputError("prompt is empty: give at least one token")
-    for token in prompt:
-        if not 0 <= token < vocab:
-            raise InputError(
-                f"prompt: token id {token} is outside the vocabulary of {vocab} tokens"
-            )

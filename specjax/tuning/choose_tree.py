@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import os
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,7 +24,6 @@ from specjax.drafters import (
     take_turns,
 )
 from specjax.errors import InputError, shown
-from specjax.files.measured_seconds import keep_seconds, read_seconds, seconds_file
 from specjax.loading.acceptance_rates import known_acceptance
 from specjax.loading.model import Model
 from specjax.trees import FastestTree, RankedTree, Rates, best_tree, fastest_tree
@@ -34,8 +32,6 @@ from specjax.tuning import costs, round_seconds
 _WIDTHS = (1, 2, 3, 5, 9, 17, 33)
 """Slots of the passes that are timed; those between take what the next wider one does."""
 _CONTEXT = 256
-_TRUSTED_S = 600.0
-"""The age in seconds up to which kept figures are used: a machine's speed changes."""
 _JOINED = {Turns: take_turns, Merged: merge_drafters}
 
 
@@ -76,13 +72,10 @@ def measure_tree_costs(
     depth: int,
     batch_size: int = 1,
     context: int = _CONTEXT,
-    anew: bool = False,
     tell: Callable[[str], Any] = lambda line: None,
 ) -> TreeCosts:
     """What rounds take, and drafts of one level and of `depth`, with rows of `context` tokens.
 
-    Figures are kept in the user's cache folder for calls within the next ten minutes, and serve
-    contexts of as many binary digits; with `anew` those that are there are not used but replaced.
     `tell` is called with a line before anything is timed. Raises InputError for a drafter without
     trees, and where the target has no room for one.
     """
@@ -97,30 +90,11 @@ def measure_tree_costs(
             f"target={target.name} has {target.config.max_positions} positions: no room to time "
             f"trees of {max(_WIDTHS) - 1} nodes; use tree.kind=static"
         )
-    file = seconds_file(
-        "tree, by rounds",
-        target.mesh and tuple(target.mesh.shape.items()),
-        target.architecture,
-        replace(drafter.drafter, tree=None, num_speculative_tokens=1),
-        batch_size,
-        context.bit_length(),
-        depth,
-        device=sharding.first_device(sharding.placement_of(target.params, target.mesh)),
-    )
-    kept = None
-    if processes.is_first() and not anew:
-        kept = read_seconds(file, len(_WIDTHS) + 2)
-        if kept is not None and not 0 <= time.time() - kept.measured_at <= _TRUSTED_S:
-            kept = None
-    seconds = processes.from_first(kept and kept.seconds)
-    if seconds is None:
-        tell(f"timing rounds and drafts of {drafter.name} ...")
-        with sharding.use(target.mesh):
-            seconds = _measure(target, drafter, batch_size, context, depth)
-        # Several processes choose one tree.
-        seconds = processes.from_first(seconds)
-        if processes.is_first():
-            keep_seconds(file, seconds)
+    tell(f"timing rounds and drafts of {drafter.name} ...")
+    with sharding.use(target.mesh):
+        seconds = _measure(target, drafter, batch_size, context, depth)
+    # Several processes choose one tree.
+    seconds = processes.from_first(seconds)
     passes, (first, whole) = seconds[: len(_WIDTHS)], seconds[len(_WIDTHS) :]
     return TreeCosts(
         widths=_WIDTHS,
@@ -145,7 +119,7 @@ def choose_tree(
     `drafter` is one with a `tree` field, and `acceptance` its chances by depth and rank
     (`measure_ranks`, `known_acceptance`). No path is longer than `max_depth`, or than the
     drafter's own limit, and no tree has more than `max_nodes` nodes; `options` are those of
-    `measure_tree_costs`: `batch_size`, `context`, `anew` and `tell`. A tree without nodes says that
+    `measure_tree_costs`: `batch_size`, `context` and `tell`. A tree without nodes says that
     no draft pays. Raises InputError where `measure_tree_costs` does.
     """
     longest = [len(acceptance), max_depth, getattr(drafter.drafter, "longest_path", None)]

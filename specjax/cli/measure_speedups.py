@@ -1,0 +1,200 @@
+"""Drafters against plain decoding: ratios of tokens per second, and what the parts predict."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, variance
+from typing import NamedTuple
+
+import numpy as np
+from scipy.special import stdtrit
+
+from specjax import metrics
+from specjax.cli.predicted_speedup import measure_round_costs
+from specjax.decoding.engine.engine import Engine
+from specjax.decoding.engine.outputs import failure_message
+from specjax.decoding.generate import Generation, decode_session, open_engine
+from specjax.decoding.options import AUTO, DecodeOptions
+from specjax.decoding.sampling_params import SamplingParams
+from specjax.decoding.setup import Session, plan_session
+from specjax.drafters import LoadedDrafter
+from specjax.errors import InputError
+from specjax.loading.model import Model
+
+UNRESOLVED = 0.03
+"""An interval that is wider to either side says nothing."""
+_QUANTILE = 0.975
+"""Of Student's t, on either side of a 95 % interval."""
+
+
+class Ratio(NamedTuple):
+    """A geometric mean of ratios, and its 95 % interval from the spread of the repeats."""
+
+    mean: float
+    low: float
+    high: float
+
+    @property
+    def resolved(self) -> bool:
+        """Whether the interval is narrow enough to say something."""
+        widest = 1 + UNRESOLVED
+        return self.high <= widest * self.mean and self.mean <= widest * self.low
+
+    def __str__(self) -> str:
+        text = f"{self.mean:.3f} [{self.low:.3f}..{self.high:.3f}]"
+        return text if self.resolved else f"{text} unresolved"
+
+
+@dataclass(frozen=True)
+class Speedup:
+    """How decoding with a drafter does against plain decoding, at a batch size and temperature.
+
+    `speedup` is the ratio of tokens/s without prefill, the other one with it. `identical` says
+    whether greedy tokens are. `predicted` is the speed-up that its parts imply, each timed alone,
+    of which a draft takes `draft_s`; None for lengths that follow costs.
+    """
+
+    drafter: str
+    num_speculative_tokens: int | str
+    batch: int
+    temperature: float
+    acceptance_length: float
+    mean_draft: float
+    tokens_per_second: float
+    plain_tokens_per_second: float
+    speedup: Ratio
+    speedup_with_prefill: Ratio
+    identical: bool | None
+    predicted: float | None = None
+    draft_s: float | None = None
+
+    @property
+    def efficiency(self) -> float | None:
+        """Measured over predicted speed-up."""
+        return None if self.predicted is None else self.speedup.mean / self.predicted
+
+
+def measure_speedups(
+    model: Model,
+    ids: Sequence[Sequence[int]],
+    drafters: Mapping[str, LoadedDrafter | None],
+    *,
+    num_speculative_tokens: int | str = AUTO,
+    batch_size: int,
+    temperature: float = 0.0,
+    max_new_tokens: int,
+    repeats: int,
+) -> list[Speedup]:
+    """Decode batch after batch plainly and with each of `drafters`; a result for each of them.
+
+    None among the drafters is plain decoding by another engine: how far its ratio is from 1 says
+    how far ratios can be trusted here.
+
+    Every repeat decodes a batch in all ways, one after the other; the next one begins with another
+    of them, every other one goes backwards. All engines are there at once, each with its caches.
+    All rows make `max_new_tokens`. Too few prompts for the last batch are repeated. Raises
+    InputError where a row fails.
+    """
+    rows = -(-len(ids) // batch_size) * batch_size
+    prompts = list(itertools.islice(itertools.cycle(ids), rows))
+    # Rows of equal length: sampled ones would end elsewhere in each way of decoding, and slots that
+    # are empty until the last row ends would count as slow ones.
+    requests = SamplingParams(
+        temperature=temperature, max_new_tokens=max_new_tokens, ignore_eos=True
+    )
+    options = DecodeOptions(num_speculative_tokens=num_speculative_tokens, batch_size=batch_size)
+    sessions = [
+        plan_session(
+            model,
+            prompts,
+            drafter=drafter,
+            options=options if drafter is not None else options.without_drafts(),
+            requests=requests,
+        )
+        for drafter in (None, *drafters.values())
+    ]
+    engines = [open_engine(session) for session in sessions]
+    runs: dict[int, list[list[Generation]]] = {}
+    for number in range(repeats + 1):
+        order = np.roll(range(len(sessions)), -number)[:: 1 if number % 2 else -1]
+        for batch, index in enumerate(sessions[0].groups(batch_size)):
+            made = {way: _decode(sessions[way], engines[way], index) for way in order}
+            if number:  # the first one warms up
+                runs.setdefault(batch, []).append([made[way] for way in range(len(sessions))])
+    results = []
+    for way, label in enumerate(drafters, 1):
+        pairs = [[(made[0], made[way]) for made in batch] for batch in runs.values()]
+        every = [pair for batch in pairs for pair in batch]
+        plain, ours = zip(*every, strict=True)
+        drafted, accepted, emitted = (
+            np.concatenate([getattr(run, name).ravel() for run in ours])[None]
+            for name in ("drafted", "accepted", "emitted")
+        )
+        predicted, draft_s = None, None
+        if drafters[label] is not None and num_speculative_tokens != AUTO:
+            parts = measure_round_costs(sessions[way], max_new_tokens)
+            widths = np.concatenate([run.passes()[0] for run in ours])
+            predicted, draft_s = (
+                parts.speedup(metrics.tokens_per_round(emitted), widths),
+                parts.draft_s,
+            )
+        identical = all(slow.token_ids == fast.token_ids for slow, fast in every)
+        results.append(
+            Speedup(
+                drafter=label,
+                num_speculative_tokens=num_speculative_tokens,
+                batch=batch_size,
+                temperature=temperature,
+                acceptance_length=metrics.acceptance_length(accepted),
+                mean_draft=float(drafted[drafted >= 0].mean()),
+                tokens_per_second=_speed(ours),
+                plain_tokens_per_second=_speed(plain),
+                speedup=speed_ratio(pairs),
+                speedup_with_prefill=speed_ratio(pairs, with_prefill=True),
+                identical=None if temperature else identical,
+                predicted=predicted,
+                draft_s=draft_s,
+            )
+        )
+    return results
+
+
+def _decode(session: Session, engine: Engine, index: Sequence[int]) -> Generation:
+    """Decode some of a session's prompts; raises InputError where a row fails."""
+    result = decode_session(session, index=index, engine=engine)
+    failed = {f"prompts[{row}]": failure for row, failure in result.failed_rows.items()}
+    if failed:
+        raise InputError(failure_message(session.model, failed))
+    return result
+
+
+def speed_ratio(
+    batches: Iterable[Sequence[tuple[Generation, Generation]]], *, with_prefill: bool = False
+) -> Ratio:
+    """The geometric mean over batches of a drafter's speed over plain decoding's.
+
+    Each batch has (plain, the drafter's) of each repeat, whose spread is the error. Batches vary
+    unlike each other, so that the degrees of freedom are those of Welch and Satterthwaite: from one
+    batch's repeats less one to that of each batch, added up.
+    """
+
+    def seconds_per_token(run: Generation) -> float:
+        return (run.decode_s + with_prefill * run.prefill_s) / run.new_tokens
+
+    means, errors, weights = [], [], []
+    for pairs in batches:
+        logs = [math.log(seconds_per_token(a) / seconds_per_token(b)) for a, b in pairs]
+        means.append(fmean(logs))
+        errors.append(variance(logs) / len(logs) if len(logs) > 1 else math.inf)
+        weights.append(errors[-1] ** 2 / max(len(logs) - 1, 1))
+    mean, error = fmean(means), math.sqrt(sum(errors)) / len(means)
+    if 0 < error < math.inf:
+        error *= stdtrit(sum(errors) ** 2 / sum(weights), _QUANTILE)
+    return Ratio(math.exp(mean), math.exp(mean - error), math.exp(mean + error))
+
+
+def _speed(runs: Sequence[Generation]) -> float:
+    return sum(run.new_tokens for run in runs) / sum(run.decode_s for run in runs)

@@ -1,0 +1,288 @@
+"""The report of a decode run: its records, one per line of JSON, and how they are read back.
+
+A `run` record of each drafter comes before its `row` records, which are added as prompts finish; at
+the end comes a `summary` record of each drafter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any
+
+from specjax.decoding.compare_outputs import Difference, NearTie
+from specjax.decoding.prompts import LARGEST_ID, task_of
+from specjax.errors import InputError, shown
+from specjax.fields import (
+    Either,
+    Inline,
+    Instance,
+    Items,
+    Number,
+    Whole,
+    check_values,
+    optional,
+    read_values,
+)
+from specjax.files.json_files import parse_json, read_json_lines
+from specjax.files.paths import input_file
+
+_MOST_COUNTS, _MOST_LEVELS = 1 << 26, 20
+"""Counts of a table of all rows, and levels of a config, whose names are joined recursively."""
+_TEXT = Instance(str, "use a text")
+_ID = Either((Whole(-LARGEST_ID, LARGEST_ID), _TEXT), remedy="use a whole number, or a text")
+_COUNTS = Items(Whole(most=2**53), remedy="use whole numbers of at least 0, one per round")
+_SECONDS = Number(0.0, 2.0**53)
+_OBJECT = Instance(dict, "use an object")
+_REMEDY = "give a file that `python -m specjax.decode --config.report=FILE` wrote"
+
+
+@dataclass(frozen=True)
+class NearTieKind:
+    """A near-tie as JSON has it: a margin that is not finite is null."""
+
+    def check(self, name: str, value: Any) -> NearTie:
+        """The near-tie."""
+        _OBJECT.check(name, value)
+        number = optional(Number(-1e30))
+        given = check_values({"index": Whole(), "margin": number, "resolution": number}, value)
+        return NearTie(**{key: math.nan if one is None else one for key, one in given.items()})
+
+
+@dataclass(frozen=True)
+class ConfigKind:
+    """A whole config, by section."""
+
+    def check(self, name: str, value: Any) -> dict[str, Any]:
+        """The config; raises InputError where it has too many levels."""
+        _OBJECT.check(name, value)
+        level = [value]
+        for _ in range(_MOST_LEVELS):
+            level = [one for part in level for one in part.values() if isinstance(one, dict)]
+        if level:
+            raise InputError(f"{name} has more than {_MOST_LEVELS} levels")
+        return value
+
+
+@dataclass(frozen=True)
+class Row:
+    """One answer, with the counts of its rounds and the seconds it took.
+
+    `emitted` are the tokens of each round, and `drafter_index` the drafter whose turn it was, -1
+    for none. `prefill_s` and `decode_s` are of all rows of its `batch`, the group that was decoded
+    together; the same with plain decoding are `plain_*`, None where that was not run. `first_round`
+    are the rounds of the group before the row's first. `prompt_hash` is one of the question.
+    """
+
+    drafter: Annotated[str, _TEXT]
+    question_id: Annotated[int | str, _ID]
+    category: Annotated[str, _TEXT]
+    turn: Annotated[int, Whole()]
+    prompt_hash: Annotated[str, _TEXT]
+    token_ids: Annotated[tuple[int, ...], Items(Whole(), remedy="use token ids")]
+    text: Annotated[str, _TEXT]
+    finish_reason: Annotated[str, _TEXT]
+    text_error: Annotated[str | None, optional(_TEXT)]
+    logprobs: Annotated[
+        tuple[float | None, ...] | None, optional(Items(optional(Number(-1e30, 1e30))))
+    ]
+    drafted: Annotated[tuple[int, ...], _COUNTS]
+    accepted: Annotated[tuple[int, ...], _COUNTS]
+    emitted: Annotated[tuple[int, ...], _COUNTS]
+    width: Annotated[tuple[int, ...], _COUNTS]
+    drafter_index: Annotated[tuple[int, ...], Items(Whole(-1))]
+    longest_path: Annotated[int | None, optional(Whole())]
+    batch: Annotated[int, Whole()]
+    first_round: Annotated[int, Whole(0, 1_000_000)]
+    prefill_s: Annotated[float, _SECONDS]
+    decode_s: Annotated[float, _SECONDS]
+    waiting_s: Annotated[float | None, optional(_SECONDS)]
+    first_token_s: Annotated[float | None, optional(_SECONDS)]
+    total_s: Annotated[float, _SECONDS]
+    plain_new_tokens: Annotated[int | None, optional(Whole())]
+    plain_prefill_s: Annotated[float | None, optional(_SECONDS)]
+    plain_decode_s: Annotated[float | None, optional(_SECONDS)]
+    identical: Annotated[bool | None, optional(Instance(bool, "use true or false"))]
+    near_ties: Annotated[tuple[NearTie, ...], Items(NearTieKind())]
+
+    def __post_init__(self) -> None:
+        rounds = len(self.emitted)
+        for name in ("drafted", "accepted", "width", "drafter_index"):
+            if len(getattr(self, name)) != rounds:
+                raise InputError(f"{name} must have one entry per round, as emitted has")
+        if any(taken > made for taken, made in zip(self.accepted, self.drafted, strict=True)):
+            raise InputError("accepted exceeds drafted in some round")
+        if sum(self.emitted) != len(self.token_ids):
+            raise InputError("emitted does not add up to the number of token_ids")
+        plain = (self.plain_new_tokens, self.plain_prefill_s, self.plain_decode_s)
+        if len({one is None for one in plain}) > 1:
+            raise InputError("plain_new_tokens, plain_prefill_s, plain_decode_s: give all or none")
+
+    @property
+    def new_tokens(self) -> int:
+        """How many tokens the answer has."""
+        return len(self.token_ids)
+
+    @property
+    def difference(self) -> Difference | None:
+        """How it differs from plain decoding; None where it does not, or was not compared."""
+        return Difference(self.near_ties) if self.near_ties else None
+
+    @property
+    def task(self) -> str:
+        """Spec-Bench's task; MT-bench's eight categories are one, and no category is `other`."""
+        return task_of(self.category) or "other"
+
+
+@dataclass(frozen=True, order=True)
+class Conditions:
+    """What must be equal for two speeds to be comparable; as text, the heading of a table."""
+
+    device: Annotated[str, _TEXT]
+    dtype: Annotated[str, _TEXT]
+    batch_size: Annotated[int, Whole(1)]
+    temperature: Annotated[float, Number()]
+    max_new_tokens: Annotated[int, Whole(1)]
+
+    def __str__(self) -> str:
+        return (
+            f"{self.device}, {self.dtype}, batch size {self.batch_size}, "
+            f"temperature {self.temperature:g}, up to {self.max_new_tokens} new tokens"
+        )
+
+
+@dataclass(frozen=True)
+class RunHeader:
+    """What was run, with one drafter.
+
+    `config` is that of a command with this drafter alone. `lossy` says that the rule changes the
+    distribution of the output, and `trees` are those that were chosen, by drafter.
+    """
+
+    drafter: Annotated[str, _TEXT]
+    target: Annotated[str, _TEXT]
+    conditions: Annotated[Conditions, Inline()]
+    lossy: bool
+    versions: Annotated[Mapping[str, str], _OBJECT]
+    trees: Annotated[Mapping[str, Any], _OBJECT]
+    config: Annotated[Mapping[str, Any], ConfigKind()]
+
+    def record(self) -> dict[str, Any]:
+        """JSON-ready."""
+        values = asdict(self)
+        return {**values.pop("conditions"), **values}
+
+    @property
+    def auto(self) -> bool:
+        """Whether draft lengths were chosen while decoding."""
+        return self.config.get("num_speculative_tokens") == "auto"
+
+
+@dataclass(frozen=True)
+class RunEnd:
+    """How a run with one drafter ended.
+
+    `interrupted` says that not all prompts were answered, and `refused` is the error of a later
+    turn that could not be decoded, such as one that has no room.
+    """
+
+    interrupted: bool
+    refused: Annotated[str | None, optional(_TEXT)]
+
+
+@dataclass(frozen=True)
+class Run(RunHeader):
+    """What a report says of one drafter; a run that was killed is interrupted, too."""
+
+    path: Path
+    rows: tuple[Row, ...]
+    end: RunEnd
+
+    @property
+    def exact(self) -> bool:
+        """Whether all rows equal plain decoding's, except for near-ties."""
+        return all(
+            row.difference is not None and row.difference.excused
+            for row in self.rows
+            if row.identical is False
+        )
+
+    @property
+    def prompts(self) -> tuple[tuple[int, str], ...]:
+        """The same for runs that answered the same prompts."""
+        return tuple(sorted((row.turn, row.prompt_hash) for row in self.rows))
+
+    @property
+    def draft_length(self) -> int | None:
+        """K of the config, or the longest draft's length where the drafter chooses it.
+
+        None for "auto" and for a run that drafted nothing.
+        """
+        if self.drafter == "none":
+            return None
+        length = str(self.config.get("num_speculative_tokens"))
+        if length in ("None", "fixed"):
+            longest = max((max(row.drafted, default=0) for row in self.rows), default=0)
+            return longest or None
+        return int(length) if length.isdecimal() and len(length) < 10 else None
+
+
+def read_report(path: str | Path) -> Run:
+    """`read_reports` of a file with one drafter. Raises InputError for other files."""
+    found = read_reports(path)
+    if len(found) > 1:
+        raise InputError(
+            f"{str(path)!r} has runs of {len(found)} drafters: give the report of one drafter"
+        )
+    return found[0]
+
+
+def read_reports(path: str | Path) -> tuple[Run, ...]:
+    """What a file of `specjax.decode` says of each drafter. Raises InputError for another file."""
+    headers: dict[str, RunHeader] = {}
+    rows: dict[str, list[Row]] = {}
+    ends: dict[str, RunEnd] = {}
+    file = input_file("report", path)
+    for where, record in read_json_lines(file, "report", unfinished=True):
+        kind, drafter = record.pop("record", None), str(record.get("drafter"))
+        try:
+            if kind == "run":
+                headers[drafter] = read_values(RunHeader, record)
+                rows[drafter] = []
+            elif drafter not in headers:
+                raise InputError(f"record={shown(kind)}, drafter={shown(drafter)}: no such run")
+            elif kind == "row":
+                rows[drafter].append(read_values(Row, record))
+            elif kind == "summary":
+                names = [field.name for field in fields(RunEnd) if field.name in record]
+                ends[drafter] = read_values(RunEnd, {name: record[name] for name in names})
+            else:
+                raise InputError(f"record={shown(kind)}: use run, row or summary")
+        except InputError as error:
+            raise InputError(f"{where} is no record of a report: {error}; {_REMEDY}") from None
+    killed = RunEnd(interrupted=True, refused=None)
+    runs = tuple(
+        Run(**vars(header), path=file, rows=tuple(rows[name]), end=ends.get(name, killed))
+        for name, header in headers.items()
+    )
+    for run in runs:
+        if len(run.rows) * max((len(row.emitted) for row in run.rows), default=0) > _MOST_COUNTS:
+            raise InputError(
+                f"{str(path)!r}: one row has so many rounds that a table of all rows is too large"
+            )
+    if not all(run.rows for run in runs) or not runs:
+        raise InputError(f"{str(path)!r} holds no rows; {_REMEDY}")
+    return runs
+
+
+def is_report(path: Path) -> bool:
+    """Whether a file begins as a report does, finished or not. Raises OSError if unreadable."""
+    with path.open("rb") as file:
+        line = file.readline(1 << 20)
+    try:
+        record = parse_json(line, str(path))
+    except InputError:
+        return False
+    return isinstance(record, dict) and record.get("record") in ("run", "bench")
