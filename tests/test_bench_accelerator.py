@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from absl import flags
 from conftest import slow, xla_flags
 from script_modules import SCRIPTS
 
@@ -27,7 +28,10 @@ DEBUG = SIZES["debug"]
 def bench():
     import bench_accelerator
 
-    return bench_accelerator
+    yield bench_accelerator
+    # Other scripts have flags of the same names.
+    for flag in flags.FLAGS.flags_by_module_dict()["bench_accelerator"]:
+        delattr(flags.FLAGS, flag.name)
 
 
 @pytest.fixture(scope="module")

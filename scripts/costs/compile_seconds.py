@@ -108,8 +108,8 @@ def _print(drafter: str, found: dict[str, dict[str, float]]) -> None:
     for name in names:
         cells = [seconds.get(name) for seconds in found.values()]
         print(f"  {name:28}" + "".join(f"{'' if c is None else f'{c:.1f}':>18}" for c in cells))
-    first, *_, last = (seconds["all"] for seconds in found.values())
     if len(found) > 1:
+        first, last = (seconds["all"] for seconds in found.values())
         print(f"  this checkout / {next(iter(found))}: {last / first:.2f}")
 
 
