@@ -26,7 +26,11 @@ def free_port():
 
 def start(arguments, *, program=("-m", "specjax.decode"), devices=1, folder=ROOT):
     """A process of its own with so many fake devices; what it prints is kept."""
-    environment = {**os.environ, "XLA_FLAGS": xla_flags(devices), "PYTHONPATH": str(ROOT)}
+    environment = {
+        **os.environ,
+        "XLA_FLAGS": xla_flags(devices),
+        "PYTHONPATH": str(ROOT),
+    }
     return subprocess.Popen(
         [sys.executable, *program, *arguments],
         cwd=folder,
@@ -66,24 +70,22 @@ def model(chatty, tmp_path_factory):
     return path
 
 
-def job(model, prompts, **fields):
-    """The command's arguments; `fields` have __ for the dot in their names."""
-    values = dict(
-        target=model,
-        prompts=prompts,
-        chat="false",
-        dtype="float32",
-        batch_size=3,
-        num_speculative_tokens=3,
-        sampling__max_new_tokens=10,
-        sampling__temperature=0.8,
-        sampling__ignore_eos="true",
-        verify="coupled",
-        compare="true",
-    )
-    flags = {name.replace("__", "."): value for name, value in (values | fields).items()}
-    config = ROOT / "configs/decode_smollm2.py"
-    return [f"--config={config}", *(f"--config.{name}={value}" for name, value in flags.items())]
+def job(model, prompts, *more):
+    return [
+        "--config=configs/decode_smollm2.py",
+        f"--config.target={model}",
+        f"--config.prompts={prompts}",
+        "--config.chat=false",
+        "--config.dtype=float32",
+        "--config.batch_size=3",
+        "--config.num_speculative_tokens=3",
+        "--config.sampling.max_new_tokens=10",
+        "--config.sampling.temperature=0.8",
+        "--config.sampling.ignore_eos=true",
+        "--config.verify=coupled",
+        "--config.compare=true",
+        *more,
+    ]
 
 
 # The comparison with plain decoding is in test_decode_cli, that of two processes with --slow.
@@ -91,9 +93,15 @@ def job(model, prompts, **fields):
 def test_two_processes_decode_what_one_does(length, compared, model, prompts, chatty, tmp_path):
     """Two processes of two devices: rows over `data`, weights over `model`."""
     address, report = f"127.0.0.1:{free_port()}", tmp_path / "report.json"
-    mesh = dict(mesh__data=2, mesh__model=2)
-    options = dict(num_speculative_tokens=length, compare=compared, report=report)
-    shared = job(model, prompts, **mesh, **options)
+    shared = job(
+        model,
+        prompts,
+        "--config.mesh.data=2",
+        "--config.mesh.model=2",
+        f"--config.num_speculative_tokens={length}",
+        f"--config.compare={compared}",
+        f"--config.report={report}",
+    )
     ran = [start([*shared, *joined(address, number)], devices=2) for number in (0, 1)]
     (first, out, err), (second, silent, other) = map(finish, ran)
     assert (first, second) == (0, 0), err + other
@@ -113,17 +121,24 @@ def test_two_processes_decode_what_one_does(length, compared, model, prompts, ch
     assert [row["token_ids"] for row in content["rows"]] == alone.token_ids
 
 
-@pytest.mark.parametrize("field", ["mesh__data", *slow("seed")])
+@pytest.mark.parametrize("field", ["mesh.data", *slow("seed")])
 def test_processes_with_other_configs_stop(field, model, prompts):
     """A mesh that only one process can make included."""
     address = f"127.0.0.1:{free_port()}"
-    values = {"seed": (0, 1), "mesh__data": (2, 1)}[field]
-    jobs = [job(model, prompts, **{"mesh__data": 2, field: value}) for value in values]
-    ran = [start([*args, *joined(address, number)]) for number, args in enumerate(jobs)]
+    values = {"seed": (0, 1), "mesh.data": (2, 1)}[field]
+    ran = [
+        start(
+            [
+                *job(model, prompts, "--config.mesh.data=2", f"--config.{field}={value}"),
+                *joined(address, number),
+            ]
+        )
+        for number, value in enumerate(values)
+    ]
     for code, out, err in map(finish, ran):
         assert code == 2, err
-        name = field.replace("__", ".")
-        assert f"error: {name}='{values[0]}' on process 0, '{values[1]}' on process 1" in err
+        said = f"error: {field}='{values[0]}' on process 0, '{values[1]}' on process 1"
+        assert said in err
         assert "Traceback" not in out + err
 
 
@@ -136,8 +151,9 @@ def test_other_prompts_at_the_same_path_are_noticed(model, prompts, tmp_path):
         folder.mkdir()
         text = prompts.read_text().replace("x y", f"x {number}")
         (folder / "prompts.jsonl").write_text(text)
-        arguments = job(model, "prompts.jsonl", mesh__data=2)
-        ran.append(start([*arguments, *joined(address, number)], folder=folder))
+        arguments = [*job(model, "prompts.jsonl", "--config.mesh.data=2"), *joined(address, number)]
+        arguments[0] = f"--config={ROOT / arguments[0].partition('=')[2]}"
+        ran.append(start(arguments, folder=folder))
     for code, _, err in map(finish, ran):
         assert code == 2, err
         assert "error: prompts=" in err
@@ -173,8 +189,9 @@ def test_an_error_of_one_process_ends_both(model, prompts, tmp_path):
 @pytest.mark.parametrize("number", [0, *slow(1)])
 def test_a_process_that_never_comes_is_named(number, model, prompts):
     address = f"127.0.0.1:{free_port()}"
-    arguments = [*job(model, prompts, mesh__data=2), *joined(address, number, timeout=1)]
-    code, out, err = finish(start(arguments))
+    code, out, err = finish(
+        start([*job(model, prompts, "--config.mesh.data=2"), *joined(address, number, timeout=1)])
+    )
     assert code == 2
     assert f"distributed.coordinator_address='{address}'" in err
     wanted = ["process 1 of 2 did not come within 1 s", "process 0 did not answer"][number]
@@ -230,9 +247,13 @@ def test_incomplete_settings_are_refused(given, said):
 def test_a_port_in_use_is_said():
     with socket.create_server(("", 0)) as server:
         port = server.getsockname()[1]
-        address = f"127.0.0.1:{port}"
         with pytest.raises(InputError, match=f"port {port} cannot be used"):
-            processes.join(coordinator_address=address, num_processes=2, process_id=0, timeout_s=2)
+            processes.join(
+                coordinator_address=f"127.0.0.1:{port}",
+                num_processes=2,
+                process_id=0,
+                timeout_s=2,
+            )
 
 
 def test_one_process_needs_no_agreement():
