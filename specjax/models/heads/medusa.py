@@ -112,11 +112,12 @@ class Medusa:
             return x
 
         stacked = {name: params[name] for name in ("blocks", "projection") if name in params}
-        params_by_head = [
-            jax.tree.map(lambda leaf, head=head: leaf[head], stacked)
-            for head in range(self.config.num_heads)
-        ]
-        return jnp.stack([states_of_head(head_params) for head_params in params_by_head])
+
+        def params_of_head(head: int) -> dict[str, Any]:
+            return jax.tree.map(lambda leaf: leaf[head], stacked)
+
+        heads = range(self.config.num_heads)
+        return jnp.stack([states_of_head(params_of_head(head)) for head in heads])
 
     def logits(
         self, params: dict[str, Any], states: Float[Array, "B A D"], head: int
