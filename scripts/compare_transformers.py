@@ -61,7 +61,7 @@ def main(argv: list[str]) -> None:
     logging.set_verbosity(logging.WARNING)
     import specjax
     from specjax.cli.built_in_prompts import questions_of
-    from specjax.decoding import generate, prompts, setup
+    from specjax.decoding import generate, prompts, session
     from specjax.decoding.options import DecodeOptions
     from specjax.loading import load
 
@@ -72,8 +72,8 @@ def main(argv: list[str]) -> None:
     peer = Peer(_PEER.value, load.default_model_file())
     sampling = specjax.SamplingParams(max_new_tokens=_NEW_TOKENS.value)
 
-    def ours(drafter: str, length: int | str | None) -> setup.Session:
-        return setup.plan_session(
+    def ours(drafter: str, length: int | str | None) -> session.Session:
+        return session.plan_session(
             model,
             ids,
             drafter=specjax.make_drafter(drafter, model),
@@ -136,11 +136,11 @@ def compare_prefill(model: Any, peer: Peer) -> None:
     import numpy as np
 
     import specjax
-    from specjax.decoding import generate, setup
+    from specjax.decoding import generate, session
 
     length = _PREFILL.value
     ids = np.random.default_rng(0).integers(100, 40000, length).tolist()
-    one = setup.plan_session(model, [ids], requests=specjax.SamplingParams(max_new_tokens=1))
+    one = session.plan_session(model, [ids], requests=specjax.SamplingParams(max_new_tokens=1))
     engine = generate.open_engine(one)
     mine, theirs = [], []
     for turn in range(_RUNS.value + 1):

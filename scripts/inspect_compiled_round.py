@@ -117,7 +117,7 @@ def compile_round(devices: list[Any]) -> Any:
     from specjax import sampling
     from specjax.decoding import loop, programs
     from specjax.decoding.plan import Plan
-    from specjax.decoding.setup import widths
+    from specjax.decoding.session import widths
     from specjax.decoding.state import Rows
     from specjax.distributed import sharding
     from specjax.drafters import TreeOptions, Turns

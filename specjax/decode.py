@@ -41,7 +41,7 @@ from specjax.cli.decode_run import decode_batches
 from specjax.cli.mesh_config import open_mesh
 from specjax.decoding.engine.outputs import Failure, failure_message
 from specjax.decoding.sampling_params import SamplingParams
-from specjax.decoding.setup import NoRoomError
+from specjax.decoding.session import NoRoomError
 from specjax.distributed import processes
 from specjax.drafters import DRAFTERS, TRAINED, drafter_options, option_type
 from specjax.drafters.growth.options import TreeKind, TreeOptions

@@ -7,7 +7,7 @@ import numpy as np
 import specjax
 from specjax import testing
 from specjax.decoding.options import DecodeOptions
-from specjax.decoding.setup import plan_session
+from specjax.decoding.session import plan_session
 from specjax.drafters import DRAFTERS, drafter_options
 from specjax.loading import checkpoints
 from specjax.loading.load import random_model

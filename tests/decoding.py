@@ -17,7 +17,7 @@ from specjax.decoding.programs import compile_session, run, start
 from specjax.decoding.round import make_context
 from specjax.decoding.rows import batch_arguments, row_arguments
 from specjax.decoding.sampling_params import SamplingParams
-from specjax.decoding.setup import plan_session
+from specjax.decoding.session import plan_session
 from specjax.decoding.state import RUNNING
 from specjax.distributed.sharding import use
 from specjax.drafters import (

@@ -14,7 +14,7 @@ from specjax.decoding import compare_outputs
 from specjax.decoding.compare_outputs import Difference, NearTie, compare_row, least_change
 from specjax.decoding.generate import generate
 from specjax.decoding.sampling_params import SamplingParams
-from specjax.decoding.setup import Session, plan_session
+from specjax.decoding.session import Session, plan_session
 from specjax.drafters.by_name.make import make_drafter
 from specjax.loading.load import random_model
 

@@ -19,7 +19,7 @@ from model_folders import changed
 from specjax import SamplingParams, decode, generate, make_drafter, save_checkpoint
 from specjax.cache import commit
 from specjax.decoding import compare_outputs
-from specjax.decoding.setup import plan_session
+from specjax.decoding.session import plan_session
 from specjax.distributed import sharding
 from specjax.drafters import head_drafter
 from specjax.errors import InputError

@@ -10,7 +10,7 @@ from specjax.decoding.generate import generate
 from specjax.decoding.options import DecodeOptions
 from specjax.decoding.programs import compile_session
 from specjax.decoding.rows import batch_arguments
-from specjax.decoding.setup import plan_session
+from specjax.decoding.session import plan_session
 from specjax.distributed import device_memory
 from specjax.drafters.lookup.ngram import Ngram
 from specjax.errors import InputError, shown

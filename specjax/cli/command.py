@@ -14,6 +14,7 @@ from specjax import signals
 from specjax.cli.config_file import read_config
 from specjax.errors import NO_SPACE, InputError, one_line
 from specjax.files import compiled_programs
+from specjax.log import LOGGER
 
 T = TypeVar("T")
 BAD_INPUT, INTERRUPTED, NO_READER = 2, 130, 141
@@ -51,6 +52,7 @@ def run(
     Whatever stdout and stderr cannot encode is escaped.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
+    LOGGER.setLevel("WARNING")  # commands show themselves what takes long
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")

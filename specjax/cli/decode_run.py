@@ -29,7 +29,7 @@ from specjax.decoding.generate import (
     expected_acceptance,
     open_engine,
 )
-from specjax.decoding.setup import Session, plan_session
+from specjax.decoding.session import Session, plan_session
 from specjax.drafters import LoadedDrafter
 from specjax.loading.model import Model
 from specjax.reporting.decode_report import PLAIN, Clock, DrafterRun

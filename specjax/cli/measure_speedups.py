@@ -19,7 +19,7 @@ from specjax.decoding.engine.outputs import failure_message
 from specjax.decoding.generate import Generation, decode_session, open_engine
 from specjax.decoding.options import AUTO, DecodeOptions
 from specjax.decoding.sampling_params import SamplingParams
-from specjax.decoding.setup import Session, plan_session
+from specjax.decoding.session import Session, plan_session
 from specjax.drafters import LoadedDrafter
 from specjax.errors import InputError
 from specjax.loading.model import Model

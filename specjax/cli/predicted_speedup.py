@@ -22,7 +22,7 @@ from specjax.cli.decode_config import (
     turn_prompts,
 )
 from specjax.cli.mesh_config import open_mesh
-from specjax.decoding.setup import Session, plan_session
+from specjax.decoding.session import Session, plan_session
 from specjax.distributed import sharding
 from specjax.errors import InputError, one_line
 from specjax.loading.load import load_model

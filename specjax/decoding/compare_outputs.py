@@ -23,7 +23,7 @@ from specjax import sampling
 from specjax.cache import KVCache, commit
 from specjax.decoding.rows import session_row
 from specjax.decoding.sampling_params import SamplingParams
-from specjax.decoding.setup import Session
+from specjax.decoding.session import Session
 from specjax.distributed.sharding import fetch, use
 from specjax.models.interface import LanguageModel
 from specjax.models.prefill import prefill

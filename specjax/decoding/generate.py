@@ -25,7 +25,7 @@ from specjax.decoding.options import DecodeOptions, Sampling, read_arguments, ta
 from specjax.decoding.prompts import Prompts
 from specjax.decoding.rows import session_row
 from specjax.decoding.sampling_params import SamplingParams, one_per_prompt
-from specjax.decoding.setup import Session, plan_rows, plan_session
+from specjax.decoding.session import Session, plan_rows, plan_session
 from specjax.decoding.state import Rounds
 from specjax.drafters import Drafter, LoadedDrafter, make_drafter
 from specjax.drafters.turns import NO_DRAFTER

@@ -18,7 +18,7 @@ from specjax.decoding import start as starting
 from specjax.decoding.plan import Plan
 from specjax.decoding.round import one_round
 from specjax.decoding.rows import row_arguments
-from specjax.decoding.setup import Session
+from specjax.decoding.session import Session
 from specjax.decoding.state import State, admit, release, take
 from specjax.distributed import device_memory
 from specjax.distributed.sharding import use

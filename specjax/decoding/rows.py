@@ -12,7 +12,7 @@ from jaxtyping import Array, Int, Key
 
 from specjax import sampling
 from specjax.decoding.sampling_params import SamplingParams
-from specjax.decoding.setup import Session
+from specjax.decoding.session import Session
 from specjax.decoding.state import RUNNING, STOPPED, Rows
 from specjax.distributed.sharding import place_keys, place_rows
 from specjax.drafters.base import Sampling

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -20,7 +20,7 @@ _MTP = "mtp"
 """The name of the modules among a model's arrays."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Model:
     """The result of `load_model`; `tokenizer` is None for models without one.
 
@@ -33,14 +33,21 @@ class Model:
 
     name: str
     config: DecoderConfig
-    params: dict[str, Any] = field(repr=False)
-    tokenizer: Tokenizer | None = field(repr=False)
+    params: dict[str, Any]
+    tokenizer: Tokenizer | None
     dtype: jnp.dtype
     mesh: Mesh | None = None
     shards: int = 1
     form: Form = DEFAULT_FORM
     mtp: MtpModules | None = None
     stated_ends: tuple[int, ...] = ()
+
+    def __repr__(self) -> str:
+        """The name, the size, and where it is placed, in a line."""
+        size = sum(leaf.size for leaf in jax.tree.leaves(self.params))
+        mesh = "" if self.mesh is None else f", mesh {dict(self.mesh.shape)}"
+        shape = f"{self.config.num_layers} layers, {self.config.vocab_size} tokens"
+        return f"Model({self.name}, {size / 1e6:.1f}M parameters, {shape}, {self.dtype}{mesh})"
 
     def __post_init__(self) -> None:
         if self.mtp is not None:

@@ -19,7 +19,7 @@ from specjax.decoding.options import RULE
 from specjax.decoding.plan import Plan
 from specjax.decoding.programs import run, start
 from specjax.decoding.sampling_params import SEED, SamplingParams
-from specjax.decoding.setup import widths
+from specjax.decoding.session import widths
 from specjax.decoding.state import RUNNING, Rounds, Rows, State
 from specjax.drafters import DRAFT_TOKENS, DRAFTER_KIND, Drafter, LoadedDrafter, Turns
 from specjax.drafters.base import Limits, Sampling, warp_rows

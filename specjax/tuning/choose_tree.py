@@ -12,7 +12,7 @@ import numpy as np
 
 from specjax.decoding.options import DecodeOptions
 from specjax.decoding.sampling_params import SamplingParams
-from specjax.decoding.setup import plan_session
+from specjax.decoding.session import plan_session
 from specjax.distributed import processes, sharding
 from specjax.drafters import (
     TRAINED,

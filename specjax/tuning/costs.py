@@ -21,7 +21,7 @@ from specjax.decoding.plan import Plan
 from specjax.decoding.programs import start
 from specjax.decoding.round import propose
 from specjax.decoding.rows import batch_arguments
-from specjax.decoding.setup import Session
+from specjax.decoding.session import Session
 from specjax.decoding.state import State
 from specjax.models.interface import LanguageModel
 from specjax.models.layers.matmul import full_precision

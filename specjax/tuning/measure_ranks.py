@@ -21,7 +21,7 @@ from specjax.decoding.prompts import Prompt
 from specjax.decoding.round import make_context
 from specjax.decoding.rows import batch_arguments
 from specjax.decoding.sampling_params import SamplingParams
-from specjax.decoding.setup import Session, plan_session
+from specjax.decoding.session import Session, plan_session
 from specjax.decoding.state import State
 from specjax.drafters import LoadedDrafter
 from specjax.drafters.base import Sampling

@@ -16,7 +16,7 @@ from specjax.decoding.options import DecodeOptions
 from specjax.decoding.plan import Plan
 from specjax.decoding.rows import batch_arguments
 from specjax.decoding.sampling_params import SamplingParams
-from specjax.decoding.setup import plan_session
+from specjax.decoding.session import plan_session
 from specjax.decoding.start import empty_state
 from specjax.decoding.state import Rounds
 from specjax.drafters import Drafter

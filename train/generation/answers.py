@@ -20,7 +20,7 @@ from specjax.decoding.options import BATCH_SIZE, EXACT_RULE_NAME, FIXED, DecodeO
 from specjax.decoding.prompts import CHAT
 from specjax.decoding.rows import session_row
 from specjax.decoding.sampling_params import MIN_P, SEED, TEMPERATURE, TOP_K, TOP_P, SamplingParams
-from specjax.decoding.setup import Session, plan_session
+from specjax.decoding.session import Session, plan_session
 from specjax.drafters import DRAFT_TOKENS, check_options, make_drafter
 from specjax.errors import InputError
 from specjax.fields import (

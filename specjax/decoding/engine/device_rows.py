@@ -21,7 +21,7 @@ from specjax.decoding.programs import (
 )
 from specjax.decoding.rows import Row, RowArguments, row_arguments
 from specjax.decoding.sampling_params import SamplingParams
-from specjax.decoding.setup import Session, flags_of
+from specjax.decoding.session import Session, flags_of
 from specjax.decoding.state import Seen, State
 from specjax.distributed.sharding import first_device
 from specjax.drafters.base import Limits

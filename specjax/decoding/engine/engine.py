@@ -36,7 +36,7 @@ from specjax.decoding.programs import Programs
 from specjax.decoding.prompts import Prompt, encode_prompt
 from specjax.decoding.rows import Row
 from specjax.decoding.sampling_params import SamplingParams, one_per_prompt
-from specjax.decoding.setup import (
+from specjax.decoding.session import (
     Session,
     check_length,
     check_request,
