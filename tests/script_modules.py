@@ -5,6 +5,8 @@ import importlib
 import sys
 from pathlib import Path
 
+from absl import flags
+
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 
 
@@ -20,3 +22,5 @@ def script_module(name):
             file = getattr(module, "__file__", None)
             if file and Path(file).is_relative_to(SCRIPTS):
                 del sys.modules[other]
+                for flag in flags.FLAGS.flags_by_module_dict().get(other, ()):
+                    delattr(flags.FLAGS, flag.name)

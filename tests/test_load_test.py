@@ -41,8 +41,6 @@ def test_every_answer_is_what_it_is_alone(rule, chatty, tmp_path, capsys):
             out=str(tmp_path / "out"),
         ):
             assert script.main([]) == 0
-        for name in script.flags.FLAGS.flags_by_module_dict()["load_test"]:
-            delattr(flags.FLAGS, name.name)
     said = capsys.readouterr().out
     assert "lost: 0; different from alone: 0" in said
     assert " abort" in said

@@ -219,9 +219,9 @@ def take_turns(*drafters: LoadedDrafter | Drafter) -> LoadedDrafter:
 
 def flattened(
     drafters: Sequence[LoadedDrafter | Drafter], joint: type
-) -> tuple[tuple[Drafter, ...], tuple]:
+) -> tuple[tuple[Drafter | Turns, ...], tuple]:
     """Return drafters and their parameters, with those of type `joint` replaced by their parts."""
-    parts: tuple[Drafter, ...] = ()
+    parts: tuple[Drafter | Turns, ...] = ()
     params: tuple = ()
     for drafter in drafters:
         loaded = drafter if isinstance(drafter, LoadedDrafter) else LoadedDrafter(drafter)
