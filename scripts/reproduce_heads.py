@@ -26,6 +26,7 @@ from lib.child_processes import INTERRUPTED, run_child
 from lib.trainers import TRAINERS
 from specjax.cli import command
 from specjax.cli.flags import Listed, Parser
+from specjax.distributed import folder_lock
 from specjax.errors import InputError
 from specjax.fields import Choice, Flag, OutputFolder, PathOrName, optional
 from specjax.loading import find_head
@@ -62,7 +63,13 @@ def _options(argv: Sequence[str]) -> SimpleNamespace:
 
 
 def reproduce(options: SimpleNamespace) -> int:
-    """Run every stage, then export; returns the exit code."""
+    """Run every stage, then export; returns the exit code. Two runs in a folder are refused."""
+    root = options.workdir
+    with folder_lock.lock(root, "recipe", f"workdir={str(root)!r}"):
+        return _run_stages(options)
+
+
+def _run_stages(options: SimpleNamespace) -> int:
     for arguments in recipe(options, options.workdir):
         print(f"python -m {' '.join(arguments)}", flush=True)
         code = run_child([sys.executable, "-m", *arguments])

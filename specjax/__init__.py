@@ -29,6 +29,7 @@ _HOMES = {
 }
 _MODULES = {
     "checkpoints": "specjax.loading.checkpoints",
+    "controllers": "specjax.controllers",
     "drafters": "specjax.drafters",
     "metrics": "specjax.metrics",
     "sampling": "specjax.sampling",

@@ -23,7 +23,7 @@ from specjax.decoding.generate import generate
 from specjax.distributed import sharding
 from specjax.errors import InputError
 from specjax.loading import model_metadata, orbax_checkpoint
-from specjax.loading.checkpoint_directory import SAVES
+from specjax.loading.checkpoint_directory import SAVES, Numbered
 from specjax.loading.checkpoints import load_drafter, save_checkpoint, save_drafter
 from specjax.loading.formats import build_parameters
 from specjax.loading.load import load_model, place_model, random_model, save_model
@@ -407,3 +407,19 @@ def test_the_host_holds_a_tensor_at_a_time_over_a_mesh(tmp_path):
 
     assert peak(None) > size
     assert peak((2, 2)) < 8 * largest
+
+
+def test_a_folder_of_such_a_name_is_not_deleted(tmp_path):
+    """Only what a save that was killed has left."""
+    others = tmp_path / "mine.orbax-checkpoint-tmp", tmp_path / "step-7.orbax-checkpoint-tmp"
+    for folder in others:
+        folder.mkdir()
+        (folder / "chapter.txt").write_text("mine")
+    left = tmp_path / "step-000000005.orbax-checkpoint-tmp" / "params"
+    left.mkdir(parents=True)
+    (left / "half").write_text("")
+    with orbax_checkpoint.Saver(tmp_path, "drafter", Numbered("step", digits=9), 2) as saver:
+        saver.save(1, {"a": jnp.ones(3)}, {})
+    names = sorted(path.name for path in tmp_path.iterdir() if path.is_dir())
+    assert names == ["mine.orbax-checkpoint-tmp", "step-000000001", "step-7.orbax-checkpoint-tmp"]
+    assert all((folder / "chapter.txt").read_text() == "mine" for folder in others)

@@ -4,6 +4,7 @@ import subprocess
 import sys
 from dataclasses import replace
 
+import jaxtyping
 import numpy as np
 import pytest
 from conftest import slow
@@ -312,3 +313,29 @@ def test_the_package_imports_nothing_else_of_specjax():
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[] False"
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Fixed(-1), "Fixed.longest=-1: use a whole number"),
+        (lambda: Fixed(1.5), "Fixed.longest=1.5"),
+        (lambda: ByBatch(3), "ByBatch.table has 3: use steps"),
+        (lambda: ByBatch(((1, 2),)), r"ByBatch.table has \(1, 2\)"),
+        (lambda: ByBatch(((1, 4, -5),)), "ByBatch.table=-5"),
+        (lambda: Recorded(3), r"Recorded.steps has 3: use steps of \(Limits, rounds\)"),
+        (lambda: Recorded(((Limits((1,), (0.0,)), 0),)), "Recorded.steps has"),
+        (lambda: Auto(first_credit=-1), "Auto.first_credit=-1: use a number of at least 0"),
+        (lambda: Auto(optimism=float("nan")), "Auto.optimism=nan"),
+    ],
+)
+def test_lengths_of_controllers_are_checked(make, message, monkeypatch):
+    # As for users: without a type checker in front of specjax's own messages.
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_no_credit_is_no_trial():
+    steps = simulate(Auto(first_credit=0, trial_share=0), BOTH.over(64), 0)
+    assert steps

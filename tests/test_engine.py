@@ -13,6 +13,7 @@ from decoding import PROMPTS, Scripted, decode, drafters, greedy, make_session, 
 from heads import eagle_drafter, medusa_head, mtp_drafter
 
 import specjax
+from specjax.controllers import Limits
 from specjax.decoding import programs
 from specjax.decoding.engine import device_rows
 from specjax.decoding.engine import engine as engine_module
@@ -860,3 +861,46 @@ def test_ids_that_are_taken_are_not_given(tiny):
     assert engine.add([1], greedy(max_new_tokens=2)) == 2
     assert engine.add([1], greedy(max_new_tokens=2)) == 3
     assert {one.id for one in engine if one.output is not None} == {1, 2, 3}
+
+
+@pytest.mark.parametrize("wanted", [199, 10**9])
+def test_more_tokens_than_fit_are_not_waited_for(wanted, tiny, caplog):
+    """Programs of fewer rows are compiled for what a row can still get."""
+    with caplog.at_level("INFO", "specjax"), Engine(tiny, batch_size=4, max_length=64) as engine:
+        for new in (20, wanted):
+            engine.add([1, 2], greedy(max_new_tokens=new))
+        assert sum(len(delta.token_ids) for delta in engine) == 20 + 62
+    assert len(caplog.records) <= 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Chooses:
+    """A controller that returns what it is told to."""
+
+    choice: object
+
+    def init(self, sizes):
+        return 0
+
+    def choose(self, state, unfinished, most_rounds):
+        return self.choice
+
+    def update(self, state, record):
+        return state
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        None,
+        (Limits((1,), (0.0,)), 0, 0),
+        (Limits((1,), (0.0,)), 10**12, 0),
+        (Limits((1,), (0.0,)), 2.5, 0),
+        (Limits((1, 1), (0.0, 0.0)), 4, 0),
+        (Limits((-1,), (0.0,)), 4, 0),
+        (Limits((1,), ("a",)), 4, 0),
+    ],
+)
+def test_a_choice_that_is_none(choice, tiny):
+    with pytest.raises(InputError, match=r"^controller=.*choose returned .*; return \(Limits, rou"):
+        specjax.generate(tiny, [1, 2], drafter="ngram", controller=Chooses(choice))

@@ -14,6 +14,7 @@ from test_decoder import one_pass
 
 import specjax
 from specjax import sampling
+from specjax.controllers import Auto
 from specjax.decoding import programs
 from specjax.decoding.engine.engine import Engine
 from specjax.decoding.rows import session_row
@@ -390,6 +391,7 @@ REFUSED = {
         dict(num_speculative_tokens_per_batch_size=[(4, 2, 1)]),
         r"per_batch_size\[0\]=\(4, 2, 1\): must be .*1 <= low <= high",
     ),
+    "a_class": (dict(controller=Auto), r"controller=.*use a value of .*such as Auto\(\)"),
     "longer_than_the_most": (
         dict(num_speculative_tokens=2, num_speculative_tokens_per_batch_size=[(1, 2, 3)]),
         "per_batch_size=.*a step drafts more than num_speculative_tokens=2; raise that",

@@ -366,6 +366,7 @@ def changed(*path, to):
         ("[]\n", "put one JSON object in a line"),
         ('{"record": "bench", "floor_ms": 1.0}\n', "record='bench'"),
         ("", "holds no rows"),
+        (as_lines(content()) * 2, "a second run of drafter='ngram': keep two runs in two files"),
         (content(rows=[]), "holds no rows"),
         (changed("run", to=None), "record='row', drafter='ngram': no such run"),
         (changed("rows", 1, "drafter", to="other"), "record='row', drafter='other': no such run"),

@@ -15,6 +15,7 @@ from conftest import slow
 from heads import eagle_head
 from script_modules import SCRIPTS, script_module
 
+from specjax.files import folders
 from specjax.loading import find_head
 from specjax.loading.heads.head import read_head, save_head
 
@@ -160,6 +161,8 @@ def test_from_the_target_to_an_installed_head(script, tiny, tmp_path, monkeypatc
     monkeypatch.setattr(script, "run_child", run_child)
     monkeypatch.setattr(find_head, "SHIPPED", shipped)
     head = eagle_head(tiny, vocabulary=40)
+    root.mkdir()
+    folders.claim(root, "recipe", "workdir")
     save_head(dataclasses.replace(head, training={"step": 9}), root / "eagle3" / "export")
     argv = ["--responses=there", "--kinds=eagle3", "--size=debug", "--install"]
     argv.append(f"--workdir={root}")

@@ -57,8 +57,7 @@ def run(
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
     if documentation and set(argv) & {"-h", "--help"}:
-        print(documentation.strip())
-        return 0
+        main = lambda argv: print(documentation.strip()) or 0  # noqa: E731
     try:
         with signals.raised():
             code = main(argv)

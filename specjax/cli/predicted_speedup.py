@@ -24,7 +24,7 @@ from specjax.cli.decode_config import (
 from specjax.cli.mesh_config import open_mesh
 from specjax.decoding.session import Session, plan_session
 from specjax.distributed import sharding
-from specjax.errors import InputError, one_line
+from specjax.errors import InputError, one_line, shown
 from specjax.loading.load import load_model
 from specjax.loading.model import Model
 from specjax.reporting.decode_report import device_name
@@ -114,6 +114,11 @@ def _config(run: Run) -> DecodeConfig:
         raise InputError(
             f"{where} ran on {run.conditions.device}, this machine has {here}; run the report "
             "there, or leave --predict out"
+        )
+    if ":" in run.drafter:
+        raise InputError(
+            f"{where}: drafter {shown(run.drafter)} is code that the report names, which is not "
+            "run for that; leave --predict out"
         )
     # Nothing is written here: the folder of the run's own report may be gone.
     config: dict[str, Any] = {**run.config, "report": None}

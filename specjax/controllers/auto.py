@@ -103,6 +103,12 @@ class Auto:
     first_credit: float = 2.0
     optimism: float = 1.0
 
+    def __post_init__(self) -> None:
+        for name in ("trial_share", "first_credit", "optimism"):
+            value = getattr(self, name)
+            if not isinstance(value, float | int) or not 0 <= value < float("inf"):
+                raise ValueError(f"Auto.{name}={value!r}: use a number of at least 0")
+
     def init(self, sizes: StepSizes) -> AutoState:
         """Nothing is known but the sizes."""
         counts = no_counts(sizes)
@@ -180,7 +186,7 @@ class Auto:
         rates, best, ratio, deviation, told, timed, least, most_rounds = compared
         sizes, costs, _ = state.estimates
         # The more may be spent, the more is hoped for.
-        optimism = self.optimism * max(state.credit / self.first_credit, _LEAST_HOPE)
+        optimism = self.optimism * max(state.credit / max(self.first_credit, 1e-9), _LEAST_HOPE)
         hopes = ratio * np.exp(np.minimum(optimism * told, _MOST_HOPE))
         # A short step loses less in its rounds, and a part of what a step costs by itself.
         lost = rates.round_s * (1 - ratio)

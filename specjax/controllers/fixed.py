@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from specjax.controllers.base import Limits, StepRecord, StepSizes
@@ -15,6 +16,10 @@ class Fixed:
     """Each drafter drafts up to `longest` nodes, or as many as it has."""
 
     longest: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.longest is not None:
+            _check_length("Fixed.longest", self.longest)
 
     def init(self, sizes: StepSizes) -> StepSizes:
         """Nothing is learned: the state is the sizes."""
@@ -43,6 +48,15 @@ class ByBatch:
     table: tuple[tuple[int, int, int], ...]
     longest: int | None = None
 
+    def __post_init__(self) -> None:
+        if self.longest is not None:
+            _check_length("ByBatch.longest", self.longest)
+        for step in self.table if isinstance(self.table, Sequence) else [self.table]:
+            if not isinstance(step, Sequence) or len(step) != 3:
+                raise ValueError(f"ByBatch.table has {step!r}: use steps of (low, high, longest)")
+            for number in step:
+                _check_length("ByBatch.table", number)
+
     def init(self, sizes: StepSizes) -> StepSizes:
         """Nothing is learned: the state is the sizes."""
         return sizes
@@ -69,6 +83,15 @@ class Recorded:
 
     steps: tuple[tuple[Limits, int], ...]
 
+    def __post_init__(self) -> None:
+        for step in self.steps if isinstance(self.steps, Sequence) else [self.steps]:
+            pair = isinstance(step, Sequence) and len(step) == 2
+            if not pair or not isinstance(step[0], Limits) or not step[1] > 0:
+                raise ValueError(
+                    f"Recorded.steps has {step!r:.80}: use steps of (Limits, rounds), as "
+                    "Generation.step_limits has them"
+                )
+
     def init(self, sizes: StepSizes) -> tuple[StepSizes, int]:
         """The sizes, and how many steps were chosen."""
         return sizes, 0
@@ -88,6 +111,12 @@ class Recorded:
         """The state as it is: `choose` counts the steps."""
         del record
         return state
+
+
+def _check_length(name: str, value: int) -> None:
+    """Raise ValueError unless `value` is a whole number of at least 0."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError(f"{name}={value!r}: use a whole number of at least 0")
 
 
 def up_to(sizes: StepSizes, longest: int | None) -> Limits:

@@ -50,14 +50,31 @@ class RuleKind:
 
 
 RULE = RuleKind()
-DRAFT_LENGTH = Either((Choice((AUTO, FIXED)), DRAFT_TOKENS), remedy=DRAFT_TOKENS.remedy)
+DRAFT_LENGTH = Either(
+    (Choice((AUTO, FIXED)), DRAFT_TOKENS),
+    remedy=f'{DRAFT_TOKENS.remedy}, "fixed" or "auto"',
+)
 BATCH_SIZE = Whole(1)
 _ROUNDS_PER_STEP = Whole(1, 10_000)
 _SLOTS_PER_REFILL = 16
-CONTROLLER = Instance(
-    Controller, "use one of specjax.controllers, or a frozen dataclass with init, choose and update"
-)
-MAX_LENGTH = Whole(2, remedy="use at least 2, a prompt and a new token")
+MAX_LENGTH = Whole(2, remedy="use 2 (a prompt and a new token) to the positions of the target")
+
+
+@dataclass(frozen=True)
+class ControllerKind:
+    """A length controller: a value, not its class."""
+
+    def check(self, name: str, value: Any) -> Controller:
+        """The controller."""
+        if isinstance(value, type) or not isinstance(value, Controller):
+            raise InputError(
+                f"{name}={shown(value)}: use a value of specjax.controllers, such as Auto() or "
+                "Fixed(4), or of a frozen dataclass with init, choose and update"
+            )
+        return value
+
+
+CONTROLLER = ControllerKind()
 
 
 @dataclass(frozen=True)

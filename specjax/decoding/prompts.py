@@ -39,7 +39,7 @@ def as_prompts(prompts: Prompts) -> Sequence[Prompt]:
     if isinstance(prompts, str) or dimensions == 1:
         return [prompts]
     if dimensions == 2:
-        return list(prompts)
+        prompts = list(prompts)
     if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
         raise InputError(f"prompts={shown(prompts)}: give a prompt, or a list of prompts")
     if not len(prompts):

@@ -21,7 +21,7 @@ from specjax.models.interface import LanguageModel
 from specjax.sampling import WarpFlags, argmax, warp
 from specjax.trees import Draft
 
-DRAFT_TOKENS = Whole(0, 1024, remedy='use a whole number from 0 to 1024, or "auto"')
+DRAFT_TOKENS = Whole(0, 1024, remedy="use a whole number from 0 to 1024")
 """The range of draft lengths."""
 OWN_DRAFTER = (
     "subclass specjax.Drafter as a frozen dataclass with a method propose(self, params, state, "

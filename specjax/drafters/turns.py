@@ -380,9 +380,10 @@ def _in_words(state: Any) -> str:
     """The arrays of a state: their dtypes and shapes."""
     leaves = jax.tree.leaves(state)
     if not leaves:
-        return repr(state)
+        return f"{state!r:.80}"
     arrays = [f"{jnp.result_type(leaf)}{list(jnp.shape(leaf))}" for leaf in leaves[:6]]
-    return f"{type(state).__name__}({', '.join(arrays)}{', ...' if len(leaves) > 6 else ''})"
+    kind = "" if hasattr(state, "dtype") else type(state).__name__
+    return f"{kind}({', '.join(arrays)}{', ...' if len(leaves) > 6 else ''})"
 
 
 def _observed(

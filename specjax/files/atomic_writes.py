@@ -57,7 +57,7 @@ def exclusive(folder: Path, what: str) -> Iterator[None]:
     Raises OSError where the folder cannot be written or has no locks.
     """
     path = folder / _temporary_name(f"lock of {what}")
-    with FileLock(path):
+    with FileLock(path, fallback_to_soft=False):
         try:
             yield
         finally:

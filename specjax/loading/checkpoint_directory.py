@@ -40,6 +40,12 @@ class Numbered:
         """The folder in which Orbax writes it, before it gets its name."""
         return directory / (self.build_name(number) + _UNFINISHED)
 
+    def all_unfinished(self, directory: Path) -> list[Path]:
+        """The folders in which Orbax was writing when it was stopped."""
+        pattern = rf"{self.prefix}-\d{{{self.digits},}}{re.escape(_UNFINISHED)}"
+        names = _names(directory) if directory.is_dir() else ()
+        return [directory / name for name in names if re.fullmatch(pattern, name, re.ASCII)]
+
     def numbers(self, directory: Path) -> list[int]:
         """The numbers of the folders that are there and were finished, in order."""
         pattern = re.compile(rf"{self.prefix}-(\d{{{self.digits},}})", re.ASCII)

@@ -157,7 +157,16 @@ class Saver:
             pending, self._pending = self._pending, None
             self._attempt(lambda ocp: pending.result())
 
+    def _delete_unfinished(self) -> None:
+        """Delete the folders of saves that were killed, but for those with a file of others."""
+        for path in self._names.all_unfinished(self._directory):
+            with suppress(OSError):
+                if not _holds_more(path):
+                    shutil.rmtree(path)
+
     def _open(self, ocp: Any) -> None:
+        if processes.is_first():
+            self._delete_unfinished()
         context = ocp.Context()
         context.array.saving.use_compression = False
         context.array.saving.enable_write_sharding_file = False
@@ -169,7 +178,7 @@ class Saver:
             context=context,
             step_name_format=self._names,
             preservation_policy=_Preservation(self._directory, self._names, self._kept),
-            cleanup_tmp_directories=True,
+            cleanup_tmp_directories=False,  # it would take any folder of such a name
         )
 
     def _seal(self) -> None:

@@ -249,6 +249,10 @@ def read_reports(path: str | Path) -> tuple[Run, ...]:
         kind, drafter = record.pop("record", None), str(record.get("drafter"))
         try:
             if kind == "run":
+                if drafter in headers:
+                    raise InputError(
+                        f"a second run of drafter={shown(drafter)}: keep two runs in two files"
+                    )
                 headers[drafter] = read_values(RunHeader, record)
                 rows[drafter] = []
             elif drafter not in headers:

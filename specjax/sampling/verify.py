@@ -59,15 +59,16 @@ def verify_chain(
     one_chain = tokens.ndim == 1
     batch, length = (1, len(tokens)) if one_chain else tokens.shape
     vocab, keys = logp.shape[-1], _one_key_per_chain(keys, batch)
-    num_valid = length if num_valid is None else num_valid
-    positions = 0 if positions is None else positions
+    num_valid = _one_per_chain("num_valid", length if num_valid is None else num_valid, batch)
+    positions = _one_per_chain("positions", 0 if positions is None else positions, batch)
+    _check_tokens(tokens.reshape(batch, length), num_valid, vocab)
     result = _verify_arrays(
         keys,
         tokens.reshape(batch, length),
         None if logq is None else logq.reshape(batch, length, vocab),
         logp.reshape(batch, length + 1, vocab),
-        jnp.broadcast_to(jnp.asarray(positions, jnp.int32), batch),
-        jnp.broadcast_to(jnp.asarray(num_valid, jnp.int32), batch),
+        positions,
+        num_valid,
         rule=rule,
     )
     return jax.tree.map(lambda part: part[0], result) if one_chain else result
@@ -94,6 +95,8 @@ def _rule(rule: str | Rule, positions: Any) -> Rule:
         if rule not in RULES:
             raise ValueError(f"rule={rule!r} is unknown: use one of {', '.join(RULES)}, or a Rule")
         rule = RULES[rule]
+    if not isinstance(rule, Rule):
+        raise ValueError(f"rule={rule!r}: use one of {', '.join(RULES)}, or a value of a Rule")
     if rule.position_noise and positions is None:
         raise ValueError(
             f"rule={rule.name!r} needs positions: pass those of the first drafted tokens"
@@ -137,9 +140,35 @@ def _check_log_probabilities(name: str, values: Array) -> None:
         )
 
 
+def _one_per_chain(name: str, values: Any, batch: int) -> Int[Array, "B"]:
+    """A whole number for each chain, from one for all or as many."""
+    values = jnp.asarray(values)
+    if not jnp.issubdtype(values.dtype, jnp.integer) or values.shape not in ((), (batch,)):
+        raise ValueError(
+            f"{name} is {values.dtype}{list(values.shape)}: pass a whole number, or {batch} of them"
+        )
+    return jnp.broadcast_to(values.astype(jnp.int32), batch)
+
+
+def _check_tokens(tokens: Int[Array, "B K"], num_valid: Int[Array, "B"], vocab: int) -> None:
+    """Raise ValueError for a drafted token without a probability, unless it is being traced."""
+    if isinstance(tokens, jax.core.Tracer) or isinstance(num_valid, jax.core.Tracer):
+        return
+    tokens = np.asarray(tokens)
+    drafted = np.arange(tokens.shape[1])[None, :] < np.asarray(num_valid)[:, None]
+    unknown = drafted & ((tokens < 0) | (tokens >= vocab))
+    if unknown.any():
+        raise ValueError(
+            f"tokens has {tokens[unknown][0]}: use tokens from 0 to {vocab - 1}, or num_valid for "
+            "chains that are shorter"
+        )
+
+
 def _one_key_per_chain(keys: Any, batch: int) -> Key[Array, "B"]:
     """The keys of B chains, from one key or as many, in any form that JAX takes."""
     given = keys
+    if isinstance(keys, str) or keys is None:
+        raise ValueError(f"keys={keys!r}: pass a key, made by jax.random.key, or a whole number")
     if isinstance(keys, int | np.integer) and not isinstance(keys, bool):
         keys = jax.random.key(keys)
     keys = jnp.asarray(keys)

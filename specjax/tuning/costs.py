@@ -30,16 +30,6 @@ from specjax.sampling import argmax
 _RUNS, _REPEATS = 5, 4
 
 
-def extend_seconds(
-    model: LanguageModel, params: Any, *, batch: int, width: int, committed: int, capacity: int
-) -> float:
-    """T(width), median seconds: one `extend` of B x width tokens after `committed`, with logits."""
-    (seconds,) = widths_seconds(
-        model, params, [width], batch=batch, committed=committed, capacity=capacity
-    ).values()
-    return seconds
-
-
 def widths_seconds(
     model: LanguageModel,
     params: Any,

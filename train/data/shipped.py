@@ -39,7 +39,7 @@ def shipped_dataset(tell: Callable[[str], Any] = print) -> Path:
     directory = cache_folder("data") / f"smollm2-135m-instruct_{digest}"
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(directory.with_name(f".{directory.name}.lock")):
+        with FileLock(directory.with_name(f".{directory.name}.lock"), fallback_to_soft=False):
             if directory.exists() and not _is_whole(directory):
                 tell(f"{directory}: this dataset is damaged or incomplete, and is made again")
                 shutil.rmtree(directory)

@@ -392,12 +392,7 @@ class Engine:
             with self._compiling():
                 self._rows.narrow(kept, self._seconds_left(slots))
         unfinished = sum(request is not None for request in slots)
-        controller = self.session.controller
-        *chosen, self._controller_state = controller.choose(
-            self._controller_state, unfinished, rounds
-        )
-        (longest, confidence), rounds = processes.from_first(chosen)
-        limits = Limits(tuple(longest), tuple(confidence))
+        limits, rounds = self._choose(unfinished, rounds)
         self.step_limits.append((limits, rounds))
         begun = time.perf_counter()
         with self._as_a_whole():
@@ -407,18 +402,38 @@ class Engine:
             self._under_way.append(_Running(rows, seen, begun, waiting, limits))
         return True
 
+    def _choose(self, unfinished: int, most_rounds: int) -> tuple[Limits, int]:
+        """The next step's limits and rounds, by the controller; process 0's hold for all.
+
+        Raises InputError where a controller returns something else.
+        """
+        controller, num_drafters = self.session.controller, len(self.session.plan.drafter.parts)
+        chosen = controller.choose(self._controller_state, unfinished, most_rounds)
+        if not _is_choice(chosen, num_drafters, most_rounds):
+            raise InputError(
+                f"controller={shown(controller, 80)}: choose returned {shown(chosen, 120)}; return "
+                f"(Limits, rounds, state) with the limits of {num_drafters} drafter(s) and 1 to "
+                f"{most_rounds} rounds"
+            )
+        *chosen, self._controller_state = chosen
+        (longest, confidence), rounds = processes.from_first(chosen)
+        return Limits(tuple(longest), tuple(confidence)), rounds
+
     def _seconds_left(self, slots: Sequence[Request | None]) -> float:
         """Seconds until the last request in the slots has ended, as the last steps went."""
         if not self.statistics.steps:
             return 0.0
         last = self.statistics.steps[-1]
-        tokens = max(
-            one.row.sampling.max_new_tokens - len(one.follower.token_ids) for one in slots if one
-        )
+        tokens = max(self._tokens_left(request) for request in slots if request)
         pace = max(last.tokens / max(last.row_rounds, 1), 1.0)
         recent = itertools.islice(reversed(self.statistics.steps), _RECENT_STEPS)
         round_s = sorted(step.seconds / step.rounds for step in recent)
         return tokens / pace * round_s[(len(round_s) - 1) // 2]  # the median: a clock may jump
+
+    def _tokens_left(self, request: Request) -> int:
+        """The most tokens that a request may still get."""
+        room = self.session.max_length - len(request.row.prompt)
+        return min(request.row.sampling.max_new_tokens, room) - len(request.follower.token_ids)
 
     def _admitted(self) -> tuple[Request | None, ...]:
         """The requests in the slots, without those whose prompts are being read."""
@@ -600,6 +615,20 @@ def _record(session: Session, limits: Limits, seen: Seen, seconds: float) -> Ste
         accepted=seen.tally.accepted,
         turns=(seen.rounds.drafter[..., None] == drafters).sum(axis=(0, 1)),
         row_rounds=int(ran.sum()),
+    )
+
+
+def _is_choice(chosen: Any, num_drafters: int, most_rounds: int) -> bool:
+    """Whether a controller returned limits of each drafter, a number of rounds, and a state."""
+    if not isinstance(chosen, tuple) or len(chosen) != 3 or not isinstance(chosen[0], Limits):
+        return False
+    (longest, confidence), rounds, _ = chosen
+    wholes = (*longest, rounds)
+    return (
+        len(longest) == len(confidence) == num_drafters
+        and all(isinstance(number, int | np.integer) and number >= 0 for number in wholes)
+        and all(isinstance(number, float | int | np.number) for number in confidence)
+        and 1 <= rounds <= most_rounds
     )
 
 

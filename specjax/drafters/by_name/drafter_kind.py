@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from specjax.drafters.base import OWN_DRAFTER, Drafter, LoadedDrafter
+from specjax.drafters.base import DRAFT_TOKENS, OWN_DRAFTER, Drafter, LoadedDrafter
 from specjax.drafters.turns import Turns, take_turns
 from specjax.errors import InputError, one_line, shown
 
@@ -22,6 +22,7 @@ class DrafterKind:
             raise InputError(f"{name}={shown(value)}: use a name, or {OWN_DRAFTER}")
         turns = take_turns(LoadedDrafter(*loaded))
         for drafter in turns.drafter.parts:
+            DRAFT_TOKENS.check(f"{name}.num_speculative_tokens", drafter.num_speculative_tokens)
             if type(drafter).propose is Drafter.propose:
                 kind = type(drafter).__name__
                 raise InputError(f"{name}={shown(drafter, 120)}: no {kind}.propose; {OWN_DRAFTER}")
