@@ -8,7 +8,9 @@ from specjax.cli.config_file import config_of
 from specjax.cli.decode_config import DecodeFields
 
 
-def get_config():
+def get_config(size=""):
+    if size:
+        raise ValueError(f"size {size!r} is unknown: leave it out")
     config = config_of(DecodeFields)
     config.target = "smollm2-135m-instruct"
     config.drafter.name = "ngram"

@@ -11,7 +11,8 @@ data: rates on answers like those that a drafter learnt from are too high. DIR g
 NAME.ranks.json for each drafter, which `tree.kind=static` and `auto` are built from where it stands
 beside the heads: for a head of your own DIR is the folder that HEAD is in. The tree of --num_nodes
 nodes is shown, with what it is expected to accept, and drawn into the folder --pictures, each node
-with the chance that it is accepted. Exit codes: 0; 2 for bad input; 130 after Ctrl-C or SIGTERM.
+with the chance that it is accepted. A file NAME.ranks.json that holds no rates is
+not replaced. Exit codes: 0; 2 for bad input; 130 after Ctrl-C or SIGTERM.
 """
 
 from __future__ import annotations
@@ -72,6 +73,10 @@ def parser() -> Parser:
 def run(flags: SimpleNamespace) -> int:
     """Measure each drafter; returns the exit code."""
     if flags.measure:
+        _check_replaceable(flags)
+    if flags.pictures is not None:
+        flags.pictures.mkdir(parents=True, exist_ok=True)
+    if flags.measure:
         _measure(flags)
     for name in flags.drafters:
         acceptance = read_acceptance(ranks_file(flags.out, name))
@@ -96,6 +101,20 @@ def _picture(tree: RankedTree, acceptance: Acceptance, title: str) -> str:
     ]
     colours = ["#1a7f37" if chance >= 0.1 else "#59636e" for chance in chances]
     return svg(tree, labels, colours=colours, title=title)
+
+
+def _check_replaceable(flags: SimpleNamespace) -> None:
+    """Raise InputError where a file that is to be written is there and holds no rates."""
+    for name in flags.drafters:
+        file = ranks_file(flags.out, name)
+        if not file.exists():
+            continue
+        try:
+            read_acceptance(file)
+        except InputError:
+            raise InputError(
+                f"{file}: is there and holds no rates; move it away, or give another --out"
+            ) from None
 
 
 def _measure(flags: SimpleNamespace) -> None:

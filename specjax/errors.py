@@ -28,8 +28,7 @@ class InputError(ValueError):
     """
 
     def __init__(self, message: str) -> None:
-        if not message.isprintable():
-            message = "".join(map(_printable, message))
+        message = printable(message)
         if len(message) > _LONGEST:
             message = f"{message[: _LONGEST // 2]} ... {message[-_LONGEST // 2 :]}"
         super().__init__(message)
@@ -57,6 +56,11 @@ class Problems:
         """Raise one InputError with all collected messages, if there are any."""
         if self._messages:
             raise InputError("; ".join(self._messages))
+
+
+def printable(text: str) -> str:
+    """Return a text for a terminal: its line ends as spaces, unprintable characters escaped."""
+    return text if text.isprintable() else "".join(map(_printable, text))
 
 
 def _printable(char: str) -> str:

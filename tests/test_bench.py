@@ -1,15 +1,18 @@
 """The benchmark runs end to end and reports what its table shows."""
 
 import dataclasses
+import io
 import json
 import math
 
 import numpy as np
 import pytest
 from decoding import make_session
+from rich.console import Console
 
 from specjax import bench
-from specjax.cli.measure_speedups import speed_ratio
+from specjax.cli import bench_run
+from specjax.cli.measure_speedups import Speedup, speed_ratio
 from specjax.cli.predicted_speedup import measure_round_costs
 from specjax.decoding.generate import Generation
 from specjax.drafters.lookup.ngram import Ngram
@@ -64,6 +67,20 @@ def test_the_debug_size_reports_every_part(tmp_path, chatty, capsys):
     # Decoded once, for all drafters.
     assert len({one["plain_tokens_per_second"] for one in kinds["speedup"]}) == 2
     assert "Speed-up over plain decoding" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_no_cell_of_a_table_is_cut(terminal):
+    ratio = speed_ratio([batch(*(2 * log for log in EVEN))])
+    name = "ngram+a_module_of_my_own:drafter[fast]"
+    numbers = ("auto", 16, 0.75, 2.5, 4.0, 1234.5, 617.2)
+    one = Speedup(name, *numbers, ratio, ratio, identical=True, predicted=1.9)
+    console = Console(file=io.StringIO(), width=120, force_terminal=terminal, color_system=None)
+    bench_run._print_table(console, "Speed-up", bench_run._SPEEDUP_COLUMNS, [one])
+    printed = console.file.getvalue()
+    assert "…" not in printed
+    if not terminal:
+        assert all(cell in printed for cell in (name, str(ratio), *bench_run._SPEEDUP_COLUMNS))
 
 
 def test_a_pass_is_as_wide_as_the_widest_of_its_rows():

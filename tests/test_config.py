@@ -126,6 +126,12 @@ def test_the_configs_that_come_with_specjax_are_found_from_anywhere(given, tmp_p
     assert read(*([f"--config={given}"] if given else [])).drafter.name == "ngram"
 
 
+@pytest.mark.parametrize("name", packaged_configs())
+def test_a_size_that_is_unknown_is_named(name):
+    with pytest.raises(InputError, match="size 'fast' is unknown: .*leave it out"):
+        read(f"--config={name}:fast")
+
+
 @pytest.mark.parametrize("given", ["nosuch", "configs/nosuch.py", "other/decode_smollm2.py"])
 def test_a_config_that_is_not_there_names_those_that_are(given, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -137,6 +137,14 @@ def test_refusals_take_one_line(flags, message, target, saved, tmp_path, capsys,
     assert not (tmp_path / "out").exists()
 
 
+def test_a_model_is_no_head(target, tmp_path, capsys):
+    flags = [f"--head={target[0]}", f"--target={target[0]}", f"--output={tmp_path / 'out'}"]
+    assert run(*flags, "--format=eagle3") == 2
+    said = capsys.readouterr().err
+    assert f"{target[0]}: holds a model, not a head; give that of a head" in said
+    assert "copy the folder" not in said
+
+
 def test_an_export_that_reads_back_differently_is_refused(
     target, saved, tmp_path, monkeypatch, capsys
 ):

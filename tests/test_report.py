@@ -420,6 +420,22 @@ def test_an_interrupted_run_is_named(write, tmp_path, capsys):
     assert "Interrupted: ngram" in (tmp_path / "out" / "report.md").read_text()
 
 
+def test_texts_of_a_report_are_no_commands_to_a_terminal(write, tmp_path, capsys):
+    evil = "\x1b[2J\x07"
+    bad = content(name=f"{evil}drafter", rows=[{**ROWS[0], "category": f"{evil}category"}])
+    bad["run"]["device"] = f"{evil}cpu"
+    bad["run"]["versions"] = {f"{evil}jax": "1"}
+    bad["summary"]["refused"] = f"{evil}refused"
+    (path,) = write(a=bad)
+    out = tmp_path / "out"
+    assert report.main([path, f"--out={out}", "--nopictures"]) == 0
+    for text in (capsys.readouterr().out, (out / "report.md").read_text()):
+        assert all(line.isprintable() for line in text.splitlines())
+        plain = text.lower().replace("\\\\", "\\")  # Markdown escapes the backslash once more
+        for word in ("cpu", "drafter", "category", "refused"):
+            assert rf"\x1b[2j\x07{word}" in plain
+
+
 def test_bad_arguments(write, tmp_path, capsys, monkeypatch):
     (path,) = write(a=content())
     (tmp_path / "file").write_text("")

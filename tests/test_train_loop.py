@@ -339,6 +339,15 @@ def test_minutes_end_a_run_with_a_checkpoint_and_it_resumes(target, tmp_path, mo
         assert (timeless(run.workdir) == timeless(whole.workdir)) == (name == "w")
 
 
+def test_however_short_the_time_a_run_gets_on(target, tmp_path):
+    config = config_of(minutes=1e-9)
+    for step in (1, 2):
+        run = Run(tmp_path / "w", target, config)
+        result = run.train()
+        assert (result.step, result.reason) == (step, loop.TIME)
+        assert run.steps()[-1] == step
+
+
 def timeless(workdir):
     """What is logged, without what differs between two runs of one command."""
     times = ("train/tokens_per_second", "train/seconds_left", "train/data_wait")

@@ -9,6 +9,7 @@ import pytest
 from conftest import slow
 from decoding import PROMPTS, decode, draft_model, greedy
 from heads import eagle_head
+from script_modules import script_module
 
 from specjax.cli.config_file import read_config
 from specjax.cli.decode_config import make_config_drafter, read_decode_config
@@ -45,6 +46,44 @@ def test_ranks_are_those_of_the_targets_own_tokens(tiny, similar):
     run = decode(tiny, PROMPTS[:4], drafter=drafter, **options)
     drafted = run.drafted > 0
     assert (run.accepted[drafted] > 0).mean() == pytest.approx(other.acceptance[0, 0])
+
+
+@pytest.fixture
+def calibrate(monkeypatch):
+    """The script, whose measurement ends with an error."""
+    with script_module("calibrate_trees") as script:
+
+        def load_model(path):
+            raise InputError("measuring")
+
+        monkeypatch.setattr(script, "load_model", load_model)
+        yield script
+
+
+def test_pictures_get_a_new_folder_before_the_measurement(calibrate, tmp_path, capsys):
+    flags = ["--drafters=medusa", f"--out={tmp_path}"]
+    assert calibrate.main([*flags, f"--pictures={tmp_path / 'some/new'}"]) == 2
+    assert "measuring" in capsys.readouterr().err
+    assert (tmp_path / "some/new").is_dir()
+    write_acceptance(tmp_path / "medusa.ranks.json", RATES, {})
+    other = tmp_path / "other/new"
+    assert calibrate.main([*flags, f"--pictures={other}", "--nomeasure"]) == 0
+    assert (other / "tree_medusa.svg").is_file()
+
+
+@pytest.mark.parametrize("text", ["my notes", '{"acceptance": "all"}'])
+def test_a_file_without_rates_is_not_replaced(text, calibrate, tmp_path, capsys):
+    file = tmp_path / "medusa.ranks.json"
+    flags = ["--drafters=eagle3,medusa", f"--out={tmp_path}"]
+    file.write_text(text)
+    assert calibrate.main(flags) == 2
+    said = capsys.readouterr().err
+    assert f"{file}: is there and holds no rates; move it away" in said
+    assert said.count("\n") == 1
+    assert file.read_text() == text
+    write_acceptance(file, RATES, {})
+    assert calibrate.main(flags) == 2
+    assert "measuring" in capsys.readouterr().err
 
 
 def test_drafters_without_distributions_have_no_ranks(tiny):

@@ -11,6 +11,7 @@ from typing import Any
 from jax.sharding import Mesh
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from specjax.cli.bench_config import BenchConfig
 from specjax.cli.built_in_prompts import questions_of
@@ -24,6 +25,8 @@ from specjax.reporting.decode_report import device_name
 from specjax.reporting.report_file import ReportFile
 from specjax.tuning import costs
 
+_WIDEST = 1000
+"""The most columns of a table that is not printed on a terminal."""
 _PASS_COLUMNS: Mapping[str, Callable[[Mapping[str, float]], str]] = {
     "capacity": lambda row: str(row["capacity"]),
     "B": lambda row: str(row["batch"]),
@@ -143,9 +146,12 @@ def _speedups(
 def _print_table(
     console: Console, title: str, columns: Mapping[str, Callable[[Any], str]], rows: Sequence[Any]
 ) -> None:
+    """Print rows under columns, whole: folded on a terminal, as wide as they are elsewhere."""
     table = Table(title=title)
     for name in columns:
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", overflow="fold")
     for row in rows:
-        table.add_row(*(cell(row) for cell in columns.values()))
-    console.print(table)
+        table.add_row(*(Text(cell(row)) for cell in columns.values()))
+    if not console.is_terminal:
+        table.width = console.measure(table, options=console.options.update(width=_WIDEST)).maximum
+    console.print(table, crop=False)

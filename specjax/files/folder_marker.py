@@ -149,6 +149,9 @@ def verify(
     if marker is None or marker.kind not in kinds or marker.files is None:
         if not written_by_us:
             return
+        if marker is not None and marker.kind == "model" and "model" not in kinds:
+            wanted = " or a ".join(kinds)
+            raise InputError(f"{folder}: holds a model, not a {wanted}; give that of a {wanted}")
         raise InputError(
             f"{folder}: specjax wrote its weights, and {MARKER}, which it writes last, is missing "
             "or of another folder; copy the folder again, whole, or save elsewhere"

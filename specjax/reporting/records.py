@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 from specjax.decoding.compare_outputs import Difference, NearTie
 from specjax.decoding.prompts import LARGEST_ID, task_of
-from specjax.errors import InputError, shown
+from specjax.errors import InputError, printable, shown
 from specjax.fields import (
     Either,
     Inline,
@@ -138,7 +138,7 @@ class Row:
 
 @dataclass(frozen=True, order=True)
 class Conditions:
-    """What must be equal for two speeds to be comparable; as text, the heading of a table."""
+    """What must be equal for two speeds to be comparable; as text, a table's heading, printable."""
 
     device: Annotated[str, _TEXT]
     dtype: Annotated[str, _TEXT]
@@ -147,7 +147,7 @@ class Conditions:
     max_new_tokens: Annotated[int, Whole(1)]
 
     def __str__(self) -> str:
-        return (
+        return printable(
             f"{self.device}, {self.dtype}, batch size {self.batch_size}, "
             f"temperature {self.temperature:g}, up to {self.max_new_tokens} new tokens"
         )

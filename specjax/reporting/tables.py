@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from specjax.errors import printable
 from specjax.reporting.records import Conditions, Run
 from specjax.reporting.runs import Entry, by_conditions
 from specjax.reporting.statistics import OVERALL, Figures, heading, tasks_of
@@ -243,6 +244,7 @@ def _number(value: float) -> str:
 
 
 def _plain_text(text: Any) -> str:
-    """A text escaped for Markdown, on one line."""
-    escaped = "".join("\\" + letter if letter in "\\`*<>|" else letter for letter in str(text))
+    """A text escaped for Markdown and for a terminal, on one line."""
+    shown = printable(str(text))
+    escaped = "".join("\\" + letter if letter in "\\`*<>|" else letter for letter in shown)
     return " ".join(escaped.split())

@@ -118,9 +118,10 @@ def train(
 ) -> Result:
     """Train from `progress` on until the steps are made, the minutes are over, or a signal comes.
 
-    `evaluate` is called as often as `evaluations` says. `program.state` is donated. Each end but an
-    error leaves a checkpoint of the last step. Raises InputError where a loss or a gradient is not
-    finite, naming the step.
+    `evaluate` is called as often as `evaluations` says. `program.state` is donated. However
+    short the minutes, a step is made before they end the run. Each end but an error leaves a
+    checkpoint of the last step, if any. Raises InputError where a loss or a gradient is not finite,
+    naming the step.
     """
     state = program.state
     saved_step = progress.step if progress.step else None
@@ -148,7 +149,8 @@ def train(
             saver.save(progress.step, checkpoints.nested(state), progress.metadata())
             saved_step = progress.step
 
-    step, reason = progress.step, DONE
+    step = first = progress.step
+    reason = DONE
     if evaluate and evaluations.at_start and not step and not files.is_evaluated(workdir, 0):
         writer.log(0, evaluate(state.params, 0, False))
     batches = feed.batches(progress.position)
@@ -159,7 +161,7 @@ def train(
         checkpoints.saver(workdir, progress.step) as saver,
     ):
         while step < config.steps:
-            over = time.monotonic() > deadline
+            over = time.monotonic() > deadline and step > first
             if _anyone(step, asked.is_set() or over):
                 reason = TIME if over and not asked.is_set() else INTERRUPTED
                 break

@@ -213,7 +213,8 @@ def _end(
     if result.step:
         writer.say(f"exported: {workdir.export}")
     if result.reason == loop.INTERRUPTED:
-        writer.say(f"interrupted at {where}; saved. The same command resumes it: {workdir.root}")
+        kept = "saved. The same command resumes it" if result.step else "nothing is saved yet"
+        writer.say(f"interrupted at {where}; {kept}: {workdir.root}")
         return command.INTERRUPTED
     if result.reason == loop.TIME:
         writer.say(f"the minutes are over at {where}; saved. The same command resumes it")
