@@ -49,7 +49,10 @@ else:
     model = specjax.load_model("smollm2-135m-instruct")
 from specjax.decoding.generate import open_engine
 from specjax.decoding.options import DecodeOptions
-from specjax.decoding.session import plan_session
+try:
+    from specjax.decoding.session import plan_session
+except ModuleNotFoundError:  # an earlier commit
+    from specjax.decoding.setup import plan_session
 options = {"num_speculative_tokens": "auto"} if auto else {}
 begin = time.process_time()
 loaded = None if drafter == "none" else specjax.make_drafter(drafter, model)
