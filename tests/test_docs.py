@@ -87,13 +87,17 @@ def test_links_lead_somewhere(page):
     assert missing == []
 
 
+def module_file(module):
+    """What `python -m` runs."""
+    path = module.replace(".", "/")
+    return f"{path}/__main__.py" if (ROOT / path).is_dir() else f"{path}.py"
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_files_that_are_named_exist(page):
     """Files and folders of the source; what commands write (build/...) is not looked at."""
     text = page.read_text()
-    named = set(SOURCE.findall(text)) | {
-        path.replace(".", "/") + ".py" for path in MODULE.findall(text)
-    }
+    named = set(SOURCE.findall(text)) | set(map(module_file, MODULE.findall(text)))
     assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
 
 
