@@ -293,6 +293,10 @@ def test_broken_variants_fail(name, tables, changed_by, monkeypatch):
     check = check_drafter(drafter, target, FEWER, prompt=PROMPT, verify=rule, request=request)
     assert not check.passed
     assert check.chi2 > 2 * check.threshold
+    # What was drawn too often or too seldom is shown, with both probabilities.
+    worst = check.worst
+    assert abs(worst.share - worst.probability) > 5 * np.sqrt(worst.probability / check.rows)
+    assert f"worst=tokens {worst.tokens} in {worst.share:.2%} of the rows, not" in repr(check)
 
 
 def test_the_broken_variants_fail_for_their_mistake_alone(tables, changed_by):

@@ -38,11 +38,23 @@ _MOST_VOCAB, _MOST_OUTPUTS = 16, 1 << 20
 
 
 @dataclass(frozen=True, repr=False)
+class Outcome:
+    """Three successive tokens, their probability under the target, and their share of the rows."""
+
+    tokens: tuple[int, int, int]
+    probability: float
+    share: float
+
+    def __repr__(self) -> str:
+        return f"tokens {self.tokens} in {self.share:.2%} of the rows, not {self.probability:.2%}"
+
+
+@dataclass(frozen=True, repr=False)
 class DrafterCheck:
     """The answer of `check_drafter`: exact if `chi2` (of `degrees` freedom) is below `threshold`.
 
     `acceptance_length` is the mean number of tokens of a round; 1 says that nothing drafted was
-    accepted, and the check then says little.
+    accepted, and the check then says little. `worst` adds most to `chi2`.
     """
 
     passed: bool
@@ -51,12 +63,14 @@ class DrafterCheck:
     degrees: int
     rows: int
     acceptance_length: float
+    worst: Outcome
 
     def __repr__(self) -> str:
+        worst = "" if self.passed else f", worst={self.worst}"
         return (
             f"Check(passed={self.passed}, chi2={self.chi2:.1f}, threshold={self.threshold:.1f}, "
             f"degrees={self.degrees}, rows={self.rows}, "
-            f"acceptance_length={self.acceptance_length:.2f})"
+            f"acceptance_length={self.acceptance_length:.2f}{worst})"
         )
 
 
@@ -145,7 +159,21 @@ def check_drafter(
         degrees=found.degrees,
         rows=int(counted.sum()),
         acceptance_length=float(np.concatenate(tested).mean()),
+        worst=_worst(counted, distribution, model.vocab_size),
     )
+
+
+def _worst(
+    counted: Int[np.ndarray, "outputs"], distribution: Float[np.ndarray, "outputs"], vocab: int
+) -> Outcome:
+    """The output whose count is furthest from what is expected, by its part of the statistic."""
+    rows = counted.sum()
+    expected = distribution * rows
+    # Thin outputs are judged together, so that one more of them is no large distance.
+    distance = (counted - expected) ** 2 / np.maximum(expected, THIN)
+    index = int(np.argmax(np.where((distribution == 0) & (counted > 0), np.inf, distance)))
+    tokens = tuple(int(token) for token in np.unravel_index(index, (vocab,) * 3))
+    return Outcome(tokens, float(distribution[index]), float(counted[index] / rows))
 
 
 def make_plan(
