@@ -1,5 +1,7 @@
 """The chain rules are exact, by enumeration; rules with a known mistake fail the test."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -221,3 +223,17 @@ def test_bad_input_names_the_remedy():
     ):
         with pytest.raises(InputError, match=says):
             check_rule(rule, **options)
+
+
+@pytest.mark.parametrize(
+    ("decide", "message"),
+    [
+        (lambda self, *arguments: None, "decide returns Decision"),
+        (lambda self, *arguments: {}["x"], "KeyError"),
+    ],
+)
+def test_a_rule_that_is_none(decide, message):
+    """What a rule of a user's own returns is checked before drafts are enumerated."""
+    kind = type("Mine", (sampling.UniformRule,), {"decide": decide})
+    with pytest.raises(InputError, match=message):
+        check_rule(dataclasses.dataclass(frozen=True)(kind)())

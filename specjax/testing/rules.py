@@ -12,6 +12,7 @@ from jaxtyping import Bool, Float, Int
 
 from specjax import sampling
 from specjax.decoding.options import RULE
+from specjax.decoding.verify import check_rule_shapes
 from specjax.errors import InputError, shown
 from specjax.fields import Choice, Function, Instance, Items, Whole, optional
 from specjax.testing.enumeration import (
@@ -116,6 +117,8 @@ def check_rule(
     """
     rule, topology = _check_input(rule, topology, vocab, length, distributions, valid)
     length = topology.depth
+    if type(rule) not in map(type, sampling.RULES.values()):
+        check_rule_shapes(rule, 2, (length + 1,), vocab)
     distributions = example_distributions(vocab, length) if distributions is None else distributions
     if topology.is_chain:
         topology = chain_topology(len(distributions[0].q))
