@@ -23,4 +23,5 @@ def script_module(name):
             if file and Path(file).is_relative_to(SCRIPTS):
                 del sys.modules[other]
                 for flag in flags.FLAGS.flags_by_module_dict().get(other, ()):
-                    delattr(flags.FLAGS, flag.name)
+                    if flag.name in flags.FLAGS:  # another module may have had one of that name
+                        delattr(flags.FLAGS, flag.name)
