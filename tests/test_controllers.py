@@ -87,6 +87,14 @@ LOSSES = {
         "medusa tree": (14, 2),
         "never pays": (25, 4),
     },
+    "0.1 ms": {
+        "ngram": (35, 7),
+        "eagle3": (50, 8),
+        "ngram + eagle3": (50, 8),
+        "token_recycling": (45, 8),
+        "dynamic tree": (55, 10),
+        "never pays": (70, 9),
+    },
     "5 ms": {
         "ngram": (6, 2.5),
         "eagle3": (9, 5),
@@ -121,9 +129,12 @@ def mean_regret(settings, rounds, seeds):
     [
         *(("50 ms", drafter) for drafter in LOSSES["50 ms"]),
         (ACCELERATOR, "ngram + eagle3"),
+        ("0.1 ms", "never pays"),
+        ("0.1 ms", "ngram"),
         *slow(
             *((ACCELERATOR, drafter) for drafter in LOSSES[ACCELERATOR] if "+" not in drafter),
             *(("5 ms", drafter) for drafter in LOSSES["5 ms"]),
+            *(("0.1 ms", drafter) for drafter in list(LOSSES["0.1 ms"])[1:-1]),
         ),
     ],
 )
@@ -256,7 +267,7 @@ def test_costs_are_told_apart():
     sizes = StepSizes((DrafterSizes(4, stops=True),), (1, 3, 5), 1)
     truth = np.array([0.01, 0.05, -0.005, 0.02, 0.01, 0.004])
     rng = np.random.default_rng(0)
-    costs = initial_costs(replace(sizes, dispatch_s=0.01))
+    costs = initial_costs(replace(sizes, dispatch_s=0.01, wide_is_cheap=True))
     for _ in range(300):
         rounds, longest = int(rng.integers(1, 17)), int(rng.integers(0, 5))
         record = StepRecord(
@@ -273,7 +284,9 @@ def test_costs_are_told_apart():
         work = count_work(np.ones(()), record.passes, record.ran, record.further)
         seconds = float(work @ truth) * np.exp(0.02 * rng.normal())
         costs = learn_costs(
-            costs, replace(sizes, dispatch_s=0.01), replace(record, seconds=seconds)
+            costs,
+            replace(sizes, dispatch_s=0.01, wide_is_cheap=True),
+            replace(record, seconds=seconds),
         )
     # A drafter runs where passes are wide: its own cost and the pass's are not told apart.
     assert costs.seconds[:2] == pytest.approx(truth[:2], abs=0.004)

@@ -22,7 +22,7 @@ from specjax.controllers.rates import Estimates, Rates, arms_of, deviations, exp
 _SHORT_TRIAL = 2
 """Tokens of the first draft of a drafter whose every token costs a pass."""
 _FIRST_ROUNDS = (4, 2)
-"""Rounds of the first step with drafts, and of the first without, on accelerators; else one."""
+"""Rounds of the first step with drafts, and of the first without, if wide passes are cheap."""
 _FIRST_STEPS = 2
 """Steps that trials may cost beside `first_credit`."""
 _ROUNDS_TO_CONSTANT = 2.0
@@ -232,18 +232,17 @@ class Auto:
 def _first_steps(state: AutoState, most_rounds: int) -> tuple[int, int, int]:
     """As `_plan`, before anything is known: a plain step and one with short drafts.
 
-    On accelerators all drafters draft in the very first step, since a wider pass costs nearly
-    nothing there and each further step would cost the host; elsewhere one drafter does, after a
+    Where wide passes are cheap (accelerators) all drafters draft in the very first step, since each
+    further step would cost the host; elsewhere one drafter does, after a
     plain step.
     """
     sizes = state.estimates.sizes
-    accelerator = sizes.dispatch_s > 0
-    drafts = state.chosen == (0 if accelerator else 1)
-    rounds = min(_FIRST_ROUNDS[not drafts], most_rounds) if accelerator else 1
+    drafts = state.chosen == (0 if sizes.wide_is_cheap else 1)
+    rounds = min(_FIRST_ROUNDS[not drafts], most_rounds) if sizes.wide_is_cheap else 1
     if not drafts:
         return 0, 0, rounds
     first = _first_trial(sizes)
-    if not accelerator:
+    if not sizes.wide_is_cheap:
         first = first * (np.cumsum(first > 0) == 1)
     arms = arms_of(sizes)
     arm = int(np.argmax((arms <= first).all(axis=1) * arms.sum(axis=1)))
@@ -253,7 +252,7 @@ def _first_steps(state: AutoState, most_rounds: int) -> tuple[int, int, int]:
 def _first_trial(sizes: StepSizes) -> Int[np.ndarray, "drafters"]:
     """Short drafts: as wide as the narrowest pass for drafts."""
     width = next((width for width in sizes.widths if width > 1), 1)
-    short = width if sizes.dispatch_s else _SHORT_TRIAL
+    short = width if sizes.wide_is_cheap else _SHORT_TRIAL
     return np.array(
         [
             min(drafter.num_nodes, width - 1, short if drafter.stops else width)

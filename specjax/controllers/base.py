@@ -43,13 +43,15 @@ class DrafterSizes:
 class StepSizes:
     """What a step program was compiled for: its drafters, window widths (ascending) and rows.
 
-    `dispatch_s` is about how many seconds a step takes beside its rounds on such a device.
+    `dispatch_s` is about how many seconds a step takes beside its rounds on such a device, and
+    `wide_is_cheap` says that a pass over several tokens takes about as long there as over one.
     """
 
     drafters: tuple[DrafterSizes, ...]
     widths: tuple[int, ...]
     num_rows: int
     dispatch_s: float = 0.0
+    wide_is_cheap: bool = False
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,9 @@ _CONSTANT = (0.0, 0.03)
 """Beside `StepSizes.dispatch_s`, which may be off by half as much."""
 _PASS = (1.0, 1.0)
 _SLOT = (0.1, 0.1)
-"""Each further slot of a pass; a fifth of it on accelerators, where steps have a cost."""
+"""Each further slot of a pass; a fifth of it where wide passes are cheap."""
+_NOTICED = 0.2
+"""The share of a first step on a CPU, of one round, below which its dispatch is left out."""
 _FIRST = (0.15, 0.5)
 _FURTHER = (0.1, 0.2)
 _COMMON_DRIFT, _OWN_DRIFT = 0.03, 0.015
@@ -57,7 +59,7 @@ class Costs(NamedTuple):
 def initial_costs(sizes: StepSizes) -> Costs:
     """What is taken to be so before the first step, in plain passes."""
     gaps, count = np.diff(sizes.widths), len(sizes.drafters)
-    slot = np.array(_SLOT) / (5 if sizes.dispatch_s else 1)
+    slot = np.array(_SLOT) / (5 if sizes.wide_is_cheap else 1)
     kinds = zip(_CONSTANT, _PASS, slot, _FIRST, _FURTHER, strict=True)
     mean, deviation = (
         np.concatenate([[constant, one], slot * gaps, [first] * count, [further] * count])
@@ -91,7 +93,7 @@ def learn_costs(costs: Costs, sizes: StepSizes, record: StepRecord) -> Costs:
         if sign:  # twice in the same direction: all begins anew
             costs = initial_costs(sizes)
     if not costs.known:
-        costs = _in_seconds(costs, seconds, sizes.dispatch_s, work)
+        costs = _in_seconds(costs, seconds, sizes, work)
     values, covariance = costs.estimates, costs.covariance
     expected = max(float(work @ values), float(work @ costs.seconds) / 2)
     first_run = not costs.known or (record.ran * (costs.rounds == 0)).any()
@@ -122,10 +124,12 @@ def _jump(seconds: float, expected: float) -> int:
 
 
 def _in_seconds(
-    costs: Costs, seconds: float, dispatch_s: float, work: Float[np.ndarray, "unknowns"]
+    costs: Costs, seconds: float, sizes: StepSizes, work: Float[np.ndarray, "unknowns"]
 ) -> Costs:
     """The costs in seconds, of those in plain passes, by the first step's seconds."""
-    constant = min(dispatch_s, 0.75 * seconds)
+    constant = min(sizes.dispatch_s, 0.75 * seconds)
+    if not sizes.wide_is_cheap and constant < _NOTICED * seconds:
+        constant = 0.0
     unit = (seconds - constant) / (work @ costs.estimates)
     values, covariance = costs.estimates * unit, costs.covariance * unit**2
     values[0] += constant

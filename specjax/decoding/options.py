@@ -267,16 +267,16 @@ def takes_options(*classes: type) -> Callable[[_Function], _Function]:
 
     def decorate(function: _Function) -> _Function:
         signature = inspect.signature(function)
-        *own, _ = signature.parameters.values()
-        shown = {parameter.name: parameter for parameter in own}
+        *explicit, _ = signature.parameters.values()
+        arguments = {parameter.name: parameter for parameter in explicit}
         for each in classes:
             types = get_type_hints(each)
             for name, parameter in inspect.signature(each).parameters.items():
                 option = parameter.replace(
                     kind=inspect.Parameter.KEYWORD_ONLY, annotation=types[name]
                 )
-                shown.setdefault(name, option)
-        function.__signature__ = signature.replace(parameters=list(shown.values()))
+                arguments.setdefault(name, option)
+        function.__signature__ = signature.replace(parameters=list(arguments.values()))
         return function
 
     return decorate

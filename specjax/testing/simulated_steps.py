@@ -67,6 +67,7 @@ class Machine:
     later: float = 1.0
     drafting: float = 1.0
     dispatch_s: float = 0.0
+    wide_is_cheap: bool = False
     first_run: float = 0.0
 
 
@@ -84,7 +85,10 @@ class Simulation:
     def sizes(self) -> StepSizes:
         """What a controller may know of it."""
         parts = tuple(drafter.sizes for drafter in self.drafters)
-        return StepSizes(parts, self.machine.widths, self.machine.rows, self.machine.dispatch_s)
+        machine = self.machine
+        return StepSizes(
+            parts, machine.widths, machine.rows, machine.dispatch_s, machine.wide_is_cheap
+        )
 
     def over(self, rounds: int) -> Simulation:
         """The same over another number of rounds."""
@@ -316,6 +320,7 @@ DRAFTERS: dict[str, tuple[SimulatedDrafter, ...]] = {
 }
 CLOCKS: dict[str, tuple[float, float]] = {
     "2 ms on an accelerator": (0.002, 0.005),
+    "0.1 ms": (0.0001, 0.001),
     "5 ms": (0.005, 0.0005),
     "50 ms": (0.05, 0.0005),
     "1.5 s": (1.5, 0.0005),
@@ -332,9 +337,16 @@ def machine(clock: str, rows: int, most: int, **more: Any) -> Machine:
     widths = (1, 1 + most) if accelerator else (1, 1 + -(-most // 2), 1 + most)
     base, slot = (0.9, 0.005 * rows) if accelerator else (1.0, _SLOT[rows])
     passes = (1.0, *(base + slot * (width - 1) for width in widths[1:]))
-    dispatch_s = 0.005 if accelerator else 0.0
-    constant = host_s / plain_s
-    return Machine(widths, passes, plain_s, constant, rows, dispatch_s=dispatch_s, **more)
+    return Machine(
+        widths,
+        passes,
+        plain_s,
+        host_s / plain_s,
+        rows,
+        dispatch_s=0.005 if accelerator else 0.001,
+        wide_is_cheap=accelerator,
+        **more,
+    )
 
 
 def simulation(drafter: str, clock: str, rows: int, **more: Any) -> Simulation:
