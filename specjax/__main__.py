@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import difflib
 import importlib.util
+import os
 import runpy
 import sys
 from collections.abc import Sequence
@@ -58,7 +59,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command that the first argument names; return the exit code."""
     command, *arguments = (sys.argv[1:] if argv is None else argv) or [""]
     if command in ("", "-h", "--help"):
-        print(usage())
+        try:
+            print(usage(), flush=True)
+        except BrokenPipeError:  # Python would write again when it exits
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     if command not in COMMANDS:
         near = difflib.get_close_matches(command, COMMANDS, n=1)

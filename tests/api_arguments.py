@@ -69,7 +69,7 @@ BAD = {
     ],
     "rounds_per_step": [0, "a", None, 2**63],
     "refill_rows": [0, "a", 1.5],
-    "max_prefill_tokens": [0, "a", None, 1.5],
+    "max_prefill_tokens": [0, "a", 1.5],
     "num_tokens": [0, 1, "a", None, 2.5],
     "id": [2.5, True, b"x"],
     "n": [0, "a", None, 1.5],

@@ -17,10 +17,12 @@ from specjax import sampling
 from specjax.controllers import Auto
 from specjax.decoding import programs
 from specjax.decoding.engine.engine import Engine
+from specjax.decoding.options import DecodeOptions
 from specjax.decoding.rows import session_row
 from specjax.decoding.sampling_params import SamplingParams
 from specjax.drafters.lookup.ngram import Ngram
 from specjax.errors import InputError
+from specjax.fields import INT32_MAX
 from specjax.loading.load import random_model
 from specjax.loading.tokenizers.tokenizer import Tokenizer
 from specjax.sampling import Decision
@@ -535,6 +537,12 @@ def test_drafters_refuse_bad_options(tiny, speaking, letters):
 def test_one_prompt_may_be_given_alone(prompt, tiny):
     wanted = specjax.generate(tiny, [[3, 4, 5]], max_new_tokens=4)
     assert specjax.generate(tiny, prompt, max_new_tokens=4).token_ids == wanted.token_ids
+
+
+def test_prompts_are_read_at_once_unless_told_otherwise():
+    assert DecodeOptions().prefill_budget == 512
+    assert DecodeOptions().offline().prefill_budget == INT32_MAX
+    assert DecodeOptions(max_prefill_tokens=64).offline().prefill_budget == 64
 
 
 def test_fields_of_sampling_are_arguments(tiny):

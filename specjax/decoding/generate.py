@@ -136,9 +136,8 @@ def generate(
 
     A prompt is raw text, a list of messages (through the chat template) or a list of token ids; one
     may be given alone. `sampling` is one for all prompts or one per prompt; `options` are its
-    fields, for all prompts (`max_new_tokens=100`), and those of DecodeOptions, of which
-    `max_prefill_tokens` has no use here: prompts are read as soon as slots are free.
-    Unless lengths are fixed, a row of `rejection` or `block` may draw other tokens (of the same
+    fields, for all prompts (`max_new_tokens=100`), and those of DecodeOptions. Unless lengths are
+    fixed, a row of `rejection` or `block` may draw other tokens (of the same
     distribution) beside other neighbours or on another machine. `progress` is called between steps.
     On a `mesh` (`sharding.make_mesh`; by default where the target was loaded) rows are spread over
     `data`, weights, caches and logits over `model`. Where the target's logits are not numbers, that

@@ -57,6 +57,7 @@ DRAFT_LENGTH = Either(
 BATCH_SIZE = Whole(1)
 _ROUNDS_PER_STEP = Whole(1, 10_000)
 _SLOTS_PER_REFILL = 16
+_PREFILL_BUDGET = 512
 MAX_LENGTH = Whole(2, remedy="use 2 (a prompt and a new token) to the positions of the target")
 
 
@@ -130,7 +131,8 @@ class DecodeOptions:
     A step, after which the host sees new tokens, ends after `rounds_per_step` rounds (8 where a
     row has stop strings), or when `refill_rows` rows have finished and requests wait: by default
     one of sixteen slots. Between two steps at most `max_prefill_tokens` tokens of prompts are read
-    while rows decode, counted in whole chunks, or one chunk of the smallest size.
+    while rows decode, counted in whole chunks, or one chunk of the smallest size: by default 512,
+    and in `generate`, where nobody waits for single tokens, as many as there are.
 
     Raises InputError for values out of range.
     """
@@ -144,7 +146,7 @@ class DecodeOptions:
     seed: Annotated[int, SEED] = 0
     rounds_per_step: Annotated[int, _ROUNDS_PER_STEP] = 16
     refill_rows: Annotated[int | None, optional(Whole(1))] = None
-    max_prefill_tokens: Annotated[int, Whole(1)] = 512
+    max_prefill_tokens: Annotated[int | None, optional(Whole(1))] = None
 
     def __post_init__(self) -> None:
         check_instance(self, "")
@@ -183,9 +185,9 @@ class DecodeOptions:
     def offline(self) -> DecodeOptions:
         """The same where all requests are there from the start, and none is to be served first.
 
-        Prompts are then read as soon as slots are free, however long other rows wait for it.
+        Unless `max_prefill_tokens` is given, prompts are then read as soon as slots are free.
         """
-        return replace(self, max_prefill_tokens=INT32_MAX)
+        return replace(self, max_prefill_tokens=self.max_prefill_tokens or INT32_MAX)
 
     @property
     def length_controller(self) -> Controller:
@@ -209,9 +211,14 @@ class DecodeOptions:
         """How many rows finish before a step ends for waiting requests."""
         return self.refill_rows or max(1, self.batch_size // _SLOTS_PER_REFILL)
 
+    @property
+    def prefill_budget(self) -> int:
+        """The tokens of prompts that are read between two steps."""
+        return self.max_prefill_tokens or _PREFILL_BUDGET
+
     def chunks(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
-        """Those of the chunk sizes (descending) within `max_prefill_tokens`, or the smallest."""
-        return tuple(size for size in sizes if size <= self.max_prefill_tokens) or sizes[-1:]
+        """Those of the chunk sizes (descending) within the budget, or the smallest."""
+        return tuple(size for size in sizes if size <= self.prefill_budget) or sizes[-1:]
 
 
 Sampling = SamplingParams | Mapping[str, Any] | Sequence[SamplingParams | Mapping[str, Any]]

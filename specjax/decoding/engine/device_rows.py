@@ -40,8 +40,8 @@ class DeviceRows:
     def __init__(self, session: Session) -> None:
         self.session = session
         self._few: Session | None = None
-        self._few_programs: Programs | None = None
         """The session of fewer rows, while these decode alone."""
+        self._few_programs: Programs | None = None
         self._slots: tuple[int, ...] = ()
         """Their slots then."""
         self._programs: Programs | None = None

@@ -445,7 +445,7 @@ class Engine:
 
     def _read_prompts(self) -> None:
         """Read prompts of waiting requests, as far as slots and the tokens of one step allow."""
-        budget = self.session.options.max_prefill_tokens
+        budget = self.session.options.prefill_budget
         while True:
             if self._reading is None:
                 taken = self._scheduler.take(self.session.prefill_rows)
@@ -478,7 +478,7 @@ class Engine:
         chunks = self.session.plan.chunks
         if _round_up(left, chunks[-1]) <= budget:
             return left
-        if budget == self.session.options.max_prefill_tokens:
+        if budget == self.session.options.prefill_budget:
             budget = max(budget, chunks[0])
         budget = max(budget, 0)
         return min(left, budget - budget % chunks[0])
