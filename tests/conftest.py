@@ -109,9 +109,9 @@ def register_unchecked(nodetype, data_fields=None, meta_fields=None, **rest):
 
 jax.tree_util.register_dataclass = register_unchecked
 
-import fuzzing
+import bad_input
 import pytest
-from fuzzing import pytest_pyfunc_call, pytest_terminal_summary  # noqa: F401 - pytest's hooks
+from bad_input import pytest_pyfunc_call, pytest_terminal_summary  # noqa: F401 - pytest's hooks
 
 from specjax.decoding import programs
 from specjax.loading.load import load_model, random_model
@@ -148,11 +148,11 @@ def pytest_configure(config):
     config.addinivalue_line(
         "filterwarnings", "ignore:Error reading persistent compilation cache entry:UserWarning"
     )
-    fuzzing.begin(config)
+    bad_input.begin(config)
 
 
 def pytest_collection_modifyitems(config, items):
-    fuzzing.choose(config, items)
+    bad_input.choose(config, items)
     if not config.getoption("--slow"):
         skip = pytest.mark.skip(reason="slow: run with --slow")
         for item in items:

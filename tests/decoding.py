@@ -33,9 +33,7 @@ from specjax.drafters import (
 from specjax.drafters.draft_model import DraftModel
 from specjax.drafters.early_exit import EarlyExit
 from specjax.drafters.lookup.ngram import Ngram
-from specjax.loading.load import random_model
 from specjax.sampling import UniformRule
-from specjax.testing import Tabular
 
 PROMPTS = [
     [5],
@@ -108,22 +106,6 @@ def coupled(target, drafter=None, new_tokens=24, **options):
     """All prompts under `coupled`, greedy rows beside sampled ones."""
     options = dict(verify="coupled", sampling=mixed(max_new_tokens=new_tokens), **options)
     return decode(target, PROMPTS, drafter=drafter, **options)
-
-
-@functools.cache
-def small_model(vocab_size, num_layers=2, seed=0):
-    """A random model with so few tokens that its outputs can be enumerated."""
-    shape = dict(hidden_size=8, intermediate_size=8, num_heads=1, num_kv_heads=1, head_dim=4)
-    config = conftest.tiny_config(
-        vocab_size=vocab_size, num_layers=num_layers, max_positions=64, **shape
-    )
-    return random_model(config, seed, dtype="float32")
-
-
-@functools.cache
-def bigrams(vocab):
-    """A target that is a table of bigrams."""
-    return Tabular(vocab), 1.2 * jax.random.normal(jax.random.key(0), (vocab, vocab))
 
 
 @dataclasses.dataclass(frozen=True)

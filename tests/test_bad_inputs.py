@@ -9,8 +9,8 @@ from pathlib import Path
 import bad_inputs
 import ml_collections
 import pytest
+from commands import script_module
 from conftest import slow
-from script_modules import script_module
 
 from specjax import bench, decode, export, report
 from specjax.cli.decode_config import DecodeFields

@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from model_folders import WEIGHTS, changed, edit_json, edit_tensors, refusal, without
+from model_files import WEIGHTS, changed, edit_json, edit_tensors, refusal, without
 
 from specjax.errors import InputError
 from specjax.loading import model_metadata

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import slow, tiny_config
-from heads import medusa_config, mtp_head
-from rows import two_rows
+from tiny_models import medusa_config, mtp_head
+from toy_training import two_rows
 
 from specjax.distributed import sharding
 from specjax.loading.load import random_model

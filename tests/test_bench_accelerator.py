@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from absl import flags
+from commands import SCRIPTS
 from conftest import slow, xla_flags
-from script_modules import SCRIPTS
 
 sys.path.append(str(SCRIPTS))
 

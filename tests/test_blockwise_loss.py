@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import slow
-from heads import SOME, eagle_config, medusa_config, mtp_config
-from rows import two_rows, with_features
 from test_distill import shaken
+from tiny_models import SOME, eagle_config, medusa_config, mtp_config
+from toy_training import two_rows, with_features
 
 from specjax.cli.config_file import read_config
 from train.data.batches import Batch

@@ -9,9 +9,10 @@ import shutil
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from bad_input import refused
 from conftest import slow
-from heads import with_modules
 from test_checkpoints import CONFIG, assert_same, mesh_of
+from tiny_models import with_modules
 
 from specjax.errors import InputError
 from specjax.files import folder_marker
@@ -48,14 +49,6 @@ def metadata_of(model):
     if model.mtp is not None:
         metadata["mtp"] = model_metadata.head_metadata(model.mtp.config)
     return json.loads(json.dumps(metadata))
-
-
-def refused(call, said):
-    """The error's text, which is one line."""
-    with pytest.raises(InputError, match=said) as caught:
-        call()
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 DELETED = object()

@@ -1,10 +1,8 @@
 """Checkpoints: what is saved comes back, on any mesh; a save that fails loses nothing."""
 
-import contextlib
 import dataclasses
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -14,10 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from commands import ROOT, files_limited_to, finish, free_port, start
 from conftest import slow, tiny_config
-from heads import with_modules
 from jax.sharding import NamedSharding, PartitionSpec
-from test_processes import ROOT, finish, free_port, start
+from tiny_models import with_modules
 
 from specjax.decoding.generate import generate
 from specjax.distributed import sharding
@@ -257,17 +255,6 @@ def test_a_save_that_dies_leaves_the_earlier_checkpoint(saved, model, tiny, tmp_
     for directory in (saved, fresh):
         assert_same(load_model(directory, dtype="float32").params, tiny.params)
         assert len(list(directory.iterdir())) == 1
-
-
-@contextlib.contextmanager
-def files_limited_to(size):
-    """As a disk that is full: no file of this process may become larger."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_a_save_that_fails_leaves_the_earlier_checkpoint(saved, model, capfd, caplog):

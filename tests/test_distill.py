@@ -9,8 +9,8 @@ import optax
 import pytest
 from conftest import row_count, slow, tiny_config
 from decoding import PROMPTS, decode, mixed
-from heads import SOME
-from rows import two_rows, with_features
+from tiny_models import SOME
+from toy_training import two_rows, with_features
 
 from specjax.cache import commit, make_cache
 from specjax.drafters import head_drafter

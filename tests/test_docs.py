@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from conftest import slow
-from heads import eagle_drafter
+from tiny_models import eagle_drafter
 
 import specjax
 from specjax.drafters import DRAFTERS

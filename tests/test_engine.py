@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from conftest import slow
 from decoding import PROMPTS, Scripted, decode, drafters, greedy, make_session, mixed
-from heads import eagle_drafter, medusa_head, mtp_drafter
+from tiny_models import eagle_drafter, medusa_head, mtp_drafter
 
 import specjax
 from specjax.controllers import Limits

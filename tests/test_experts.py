@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import slow
-from heads import mtp_head
 from test_sharding import collectives
+from tiny_models import mtp_head
 
 from specjax.distributed import sharding
 from specjax.errors import InputError

@@ -7,7 +7,7 @@ import sys
 import jax
 import numpy as np
 import pytest
-from heads import eagle_head, mtp_head
+from tiny_models import eagle_head, mtp_head
 
 from specjax import export
 from specjax.loading.head_formats import read_foreign

@@ -12,9 +12,9 @@ import pytest
 import reports
 from conftest import slow
 from decoding import draft_model, greedy
-from heads import mtp_head
-from model_folders import GOLDENS as ROOT
-from model_folders import changed
+from model_files import GOLDENS as ROOT
+from model_files import changed
+from tiny_models import mtp_head
 
 from specjax import SamplingParams, decode, generate, make_drafter, save_checkpoint
 from specjax.cache import commit

@@ -11,10 +11,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from heads import eagle_head
+from bad_input import refused, refused_command
+from commands import ROOT
 from rich.console import Console
 from safetensors.numpy import load_file, save_file
-from test_processes import ROOT
+from tiny_models import eagle_head
 from toy_training import get_config, read, toy_run
 
 from specjax.distributed import folder_lock
@@ -84,14 +85,6 @@ def contents(folder):
         for path in folder.rglob("*")
         if path.is_file()
     }
-
-
-def refused(call, said):
-    """The error's text, which is one line."""
-    with pytest.raises(InputError, match=said) as caught:
-        call()
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 def edited(**changes):
@@ -434,14 +427,6 @@ def test_one_run_at_a_time(tmp_path):
     for _ in range(2):
         with folder_lock.hold(folder, "training run", "workdir"):
             assert json.loads((folder / LOCK).read_text())["pid"] == os.getpid()
-
-
-def refused_command(main, argv, capsys):
-    assert main(argv) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ")
-    assert error.count("\n") == 1
-    return error
 
 
 @pytest.mark.parametrize("marked", [True, False])

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from conftest import slow, tiny_config
 from decoding import PROMPTS, decode, draft_model, greedy, loop_arguments, make_session
-from heads import eagle_drafter, medusa_head
 from test_decoder import causal, extend
+from tiny_models import eagle_drafter, medusa_head
 
 from specjax.cache import KVCache
 from specjax.decoding import loop

@@ -5,13 +5,13 @@ import json
 import shutil
 from pathlib import Path
 
-import exports
-import gguf_files
 import numpy as np
 import pytest
-from fuzzing import TEXTS, changed, examples, outcome
+from bad_input import TEXTS, changed, examples, outcome
 from hypothesis import given
 from hypothesis import strategies as st
+from model_files import GGUF_CONFIG, gguf_metadata, gguf_tensors, write_gguf
+from tiny_models import eagle_head, noisy_medusa_head
 
 from specjax.errors import InputError
 from specjax.loading.formats import gguf
@@ -28,7 +28,7 @@ from specjax.loading.tokenizers.huggingface_tokenizer import (
 
 GOLDENS = Path(__file__).parent / "goldens"
 CONFIG = dataclasses.replace(
-    gguf_files.CONFIG, hidden_size=16, intermediate_size=16, num_layers=1, head_dim=4
+    GGUF_CONFIG, hidden_size=16, intermediate_size=16, num_layers=1, head_dim=4
 )
 INTERESTING = st.sampled_from([0, 1, 2**31 - 1, 2**32 - 1, 2**62, 2**63, 2**64 - 1])
 
@@ -37,7 +37,7 @@ INTERESTING = st.sampled_from([0, 1, 2**31 - 1, 2**32 - 1, 2**62, 2**63, 2**64 -
 def pristine(tmp_path_factory):
     """The bytes of a small intact file, and where its header ends."""
     path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
-    gguf_files.write(path, gguf_files.metadata(CONFIG), gguf_files.tensors(CONFIG))
+    write_gguf(path, gguf_metadata(CONFIG), gguf_tensors(CONFIG))
     with open_gguf(path) as file:
         end = min(tensor.offset for tensor in file.tensors.values())
     return path.read_bytes(), end
@@ -203,7 +203,7 @@ def write_keys(path, keys):
 @pytest.mark.parametrize("value", [[], ["llama"], np.uint32(1), "llama2"])
 def test_an_architecture_that_is_none(tmp_path, value):
     path = tmp_path / "a.gguf"
-    write_keys(path, {"general.architecture": value, **gguf_files.metadata(CONFIG)})
+    write_keys(path, {"general.architecture": value, **gguf_metadata(CONFIG)})
     with pytest.raises(InputError, match=r"general\.architecture="):
         load_gguf(path)
 
@@ -225,7 +225,7 @@ SCALARS = st.one_of(
 def test_gguf_metadata_of_any_type(tmp_path, data):
     """Every key is there with its type, but for a few that are of another, missing or new."""
     path = tmp_path / "a.gguf"
-    keys = {"general.architecture": "llama", **gguf_files.metadata(CONFIG)}
+    keys = {"general.architecture": "llama", **gguf_metadata(CONFIG)}
     optional = ["llama.rope.scaling.factor", "llama.rope.scaling.type", "tokenizer.chat_template"]
     optional += ["llama.expert_count", "tokenizer.ggml.add_bos_token", "general.alignment"]
     for _ in range(data.draw(st.integers(1, 3))):
@@ -243,7 +243,7 @@ def exported(tiny, tmp_path_factory):
     """A drafter in each layout of other tools, as it should be."""
     folder = tmp_path_factory.mktemp("heads")
     for form in ("eagle3", "speculators", "medusa"):
-        head = exports.medusa_head(tiny) if form == "medusa" else exports.eagle_head(tiny)
+        head = noisy_medusa_head(tiny) if form == "medusa" else eagle_head(tiny)
         write_foreign(head, folder / form, form, tiny, verify=False)
     return folder
 

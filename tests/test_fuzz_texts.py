@@ -3,7 +3,7 @@
 import json
 
 import reports
-from fuzzing import VALUES, changed, examples, outcome
+from bad_input import VALUES, changed, examples, outcome
 from hypothesis import given
 from hypothesis import strategies as st
 

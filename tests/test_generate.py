@@ -11,9 +11,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from commands import files_limited_to, finish, free_port, joined, start
 from rich.console import Console
-from test_checkpoints import files_limited_to
-from test_processes import finish, free_port, joined, start
 
 from specjax.cli.config_file import read_config
 from specjax.cli.console import Screen

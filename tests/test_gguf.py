@@ -6,12 +6,19 @@ import struct
 from pathlib import Path
 
 import gguf
-import gguf_files
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from model_folders import refusal
+from model_files import (
+    GGUF_CONFIG,
+    GGUF_TABLE,
+    GGUF_TOKENS,
+    gguf_metadata,
+    gguf_tensors,
+    refusal,
+    write_gguf,
+)
 
 from specjax.loading.formats import parameter_names, tensor_layout
 from specjax.loading.formats.gguf_file import open_gguf
@@ -24,12 +31,12 @@ KINDS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_written_model_is_loaded_with_its_dequantised_weights(tmp_path, kind):
-    arrays = gguf_files.tensors()
-    path = gguf_files.write(tmp_path / "tiny.gguf", gguf_files.metadata(), arrays, kind)
+    arrays = gguf_tensors()
+    path = write_gguf(tmp_path / "tiny.gguf", gguf_metadata(), arrays, kind)
     model = load_model(path, dtype="float32")
-    assert model.config == gguf_files.CONFIG
+    assert model.config == GGUF_CONFIG
     quantised = gguf.GGMLQuantizationType[kind]
-    for location in parameter_names.locations(gguf_files.TABLE, model.config):
+    for location in parameter_names.locations(GGUF_TABLE, model.config):
         stored = arrays[location.name]
         if stored.ndim > 1:
             raw = gguf.quants.quantize(stored, quantised)
@@ -41,18 +48,18 @@ def test_a_written_model_is_loaded_with_its_dequantised_weights(tmp_path, kind):
 
 def test_untied_biased_and_scaled_models_are_read(tmp_path):
     config = dataclasses.replace(
-        gguf_files.CONFIG,
+        GGUF_CONFIG,
         tie_word_embeddings=False,
         attention_bias=True,
         mlp_bias=True,
         rope_theta=500000.0,
         rope_scaling=RopeScaling("linear", factor=4.0),
     )
-    keys = gguf_files.metadata(config) | {
+    keys = gguf_metadata(config) | {
         "llama.rope.scaling.type": "linear",
         "llama.rope.scaling.factor": np.float32(4),
     }
-    path = gguf_files.write(tmp_path / "a.gguf", keys, gguf_files.tensors(config))
+    path = write_gguf(tmp_path / "a.gguf", keys, gguf_tensors(config))
     model = load_model(path, dtype="float32")
     assert model.config == config
     assert parameter_names.param_shapes(config).keys() == model.params.keys()
@@ -60,8 +67,8 @@ def test_untied_biased_and_scaled_models_are_read(tmp_path):
 
 def test_frequency_factors_are_read(tmp_path):
     factors = np.linspace(1, 8, 8, dtype=np.float32)
-    arrays = gguf_files.tensors() | {"rope_freqs.weight": factors}
-    path = gguf_files.write(tmp_path / "a.gguf", gguf_files.metadata(), arrays)
+    arrays = gguf_tensors() | {"rope_freqs.weight": factors}
+    path = write_gguf(tmp_path / "a.gguf", gguf_metadata(), arrays)
     assert load_model(path).config.rope_scaling == RopeScaling(
         "factors", factors=tuple(map(float, factors))
     )
@@ -71,7 +78,7 @@ def test_query_rows_are_unpaired():
     """Rows (0, 1), (2, 3), ... of each head are the pairs; the tree keeps them half apart."""
     location = next(
         location
-        for location in parameter_names.locations(gguf_files.TABLE, gguf_files.CONFIG)
+        for location in parameter_names.locations(GGUF_TABLE, GGUF_CONFIG)
         if "attn_k" in location.name
     )
     rows = np.arange(32.0).reshape(32, 1).repeat(64, 1)
@@ -82,11 +89,11 @@ def test_query_rows_are_unpaired():
 
 
 def test_rows_beyond_the_vocabulary_are_truncated(tmp_path):
-    arrays = gguf_files.tensors()
-    padding = np.full((7, gguf_files.CONFIG.hidden_size), 9, np.float32)
+    arrays = gguf_tensors()
+    padding = np.full((7, GGUF_CONFIG.hidden_size), 9, np.float32)
     padded = arrays | {"token_embd.weight": np.vstack([arrays["token_embd.weight"], padding])}
-    plain = gguf_files.write(tmp_path / "a.gguf", gguf_files.metadata(), arrays)
-    wide = gguf_files.write(tmp_path / "b.gguf", gguf_files.metadata(), padded)
+    plain = write_gguf(tmp_path / "a.gguf", gguf_metadata(), arrays)
+    wide = write_gguf(tmp_path / "b.gguf", gguf_metadata(), padded)
     first, second = (load_model(path) for path in (plain, wide))
     assert first.config == second.config
     np.testing.assert_array_equal(first.params["head"]["kernel"], second.params["head"]["kernel"])
@@ -94,9 +101,7 @@ def test_rows_beyond_the_vocabulary_are_truncated(tmp_path):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_weights_come_in_the_dtype_asked_for(tmp_path, dtype):
-    path = gguf_files.write(
-        tmp_path / "a.gguf", gguf_files.metadata(), gguf_files.tensors(), "Q8_0"
-    )
+    path = write_gguf(tmp_path / "a.gguf", gguf_metadata(), gguf_tensors(), "Q8_0")
     wide, narrow = load_model(path, dtype="float32"), load_model(path, dtype=dtype)
     for part in ("query", "output"):
         kernel = narrow.params["layers"]["attention"][part]["kernel"]
@@ -162,19 +167,22 @@ def test_every_type_of_the_package_is_dequantised(tmp_path):
         ({"tokenizer.ggml.merges": ["x y"]}, "inconsistent"),
         ({"tokenizer.ggml.merges": ["in"]}, "not two tokens"),
         ({"tokenizer.ggml.eos_token_id": np.uint32(10**6)}, "eos_token_id=1000000"),
-        ({"tokenizer.ggml.tokens": ["a", *gguf_files.TOKENS[1:]]}, "'a' appears twice"),
+        ({"tokenizer.ggml.tokens": ["a", *GGUF_TOKENS[1:]]}, "'a' appears twice"),
     ],
 )
 def test_unsupported_and_contradictory_metadata_are_refused_by_name(tmp_path, change, words):
-    keys = gguf_files.metadata() | change
+    keys = gguf_metadata() | change
     keys = {key: value for key, value in keys.items() if value is not None}
-    path = gguf_files.write(tmp_path / "a.gguf", keys, gguf_files.tensors())
+    path = write_gguf(tmp_path / "a.gguf", keys, gguf_tensors())
     assert words in refusal(path)
 
 
 def test_an_unknown_architecture_is_refused_by_name(tmp_path):
-    path = gguf_files.write(
-        tmp_path / "a.gguf", gguf_files.metadata(), gguf_files.tensors(), architecture="mamba"
+    path = write_gguf(
+        tmp_path / "a.gguf",
+        gguf_metadata(),
+        gguf_tensors(),
+        architecture="mamba",
     )
     message = refusal(path)
     assert "'mamba'" in message
@@ -182,20 +190,20 @@ def test_an_unknown_architecture_is_refused_by_name(tmp_path):
 
 
 def test_tensors_that_do_not_fit_are_listed_together(tmp_path):
-    arrays = gguf_files.tensors()
+    arrays = gguf_tensors()
     del arrays["blk.0.attn_q.weight"]
     arrays["blk.0.surprise.weight"] = np.zeros(32, np.float32)
     arrays["blk.1.ffn_norm.weight"] = np.zeros(63, np.float32)
-    message = refusal(gguf_files.write(tmp_path / "a.gguf", gguf_files.metadata(), arrays))
+    message = refusal(write_gguf(tmp_path / "a.gguf", gguf_metadata(), arrays))
     assert "missing: blk.0.attn_q.weight" in message
     assert "unexpected: blk.0.surprise.weight" in message
     assert "mis-shaped: blk.1.ffn_norm.weight [63], not [64]" in message
 
 
 def test_a_type_that_cannot_be_dequantised_is_refused_by_name(tmp_path):
-    arrays = gguf_files.tensors()
+    arrays = gguf_tensors()
     arrays["output_norm.weight"] = np.zeros(64, np.int32)
-    message = refusal(gguf_files.write(tmp_path / "a.gguf", gguf_files.metadata(), arrays))
+    message = refusal(write_gguf(tmp_path / "a.gguf", gguf_metadata(), arrays))
     assert "output_norm.weight has the ggml type I32" in message
 
 
@@ -256,7 +264,7 @@ def test_a_damaged_header_is_an_error(tmp_path, content, words):
 
 
 def test_a_file_truncated_in_its_weights_says_where_it_ends(tmp_path):
-    path = gguf_files.write(tmp_path / "a.gguf", gguf_files.metadata(), gguf_files.tensors())
+    path = write_gguf(tmp_path / "a.gguf", gguf_metadata(), gguf_tensors())
     whole = path.read_bytes()
     path.write_bytes(whole[:-100])
     message = refusal(path)
@@ -267,8 +275,8 @@ def test_a_file_truncated_in_its_weights_says_where_it_ends(tmp_path):
 def write_parts(folder, arrays=None, size=8):
     """The paths of the parts of a small model, `size` tensors in each; three by default."""
     folder.mkdir()
-    arrays = arrays or gguf_files.tensors()
-    gguf_files.write(folder / "a.gguf", gguf_files.metadata(), arrays, split_max_tensors=size)
+    arrays = arrays or gguf_tensors()
+    write_gguf(folder / "a.gguf", gguf_metadata(), arrays, split_max_tensors=size)
     return sorted(folder.iterdir())
 
 
@@ -284,9 +292,9 @@ def open_files(folder):
 @pytest.mark.parametrize("empty_first", [False, True])
 def test_a_model_in_parts_is_the_whole_one(tmp_path, empty_first):
     split = {"split_max_tensors": 8, "small_first_shard": empty_first}
-    content = gguf_files.metadata(), gguf_files.tensors(), "Q8_0"
-    whole = load_model(gguf_files.write(tmp_path / "whole.gguf", *content))
-    first = gguf_files.write(tmp_path / "a.gguf", *content, **split)
+    content = gguf_metadata(), gguf_tensors(), "Q8_0"
+    whole = load_model(write_gguf(tmp_path / "whole.gguf", *content))
+    first = write_gguf(tmp_path / "a.gguf", *content, **split)
     with open_gguf(first) as file:
         assert len(file.tensors) == (0 if empty_first else 8)
     with open_parts(first) as file:
@@ -314,14 +322,14 @@ def swap(index, other_index, **options):
 
 
 def put_a_whole_file(parts, folder):
-    gguf_files.write(parts[1], gguf_files.metadata(), gguf_files.tensors())
+    write_gguf(parts[1], gguf_metadata(), gguf_tensors())
 
 
 def truncate(parts, folder):
     parts[2].write_bytes(parts[2].read_bytes()[:-100])
 
 
-ARRAYS = gguf_files.tensors()
+ARRAYS = gguf_tensors()
 
 
 @pytest.mark.parametrize(

@@ -4,15 +4,14 @@ import dataclasses
 import json
 
 import gguf
-import gguf_files
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import slow
-from heads import noisy
-from model_folders import refusal
+from model_files import GGUF_TOKENS, gguf_converted, gguf_metadata, refusal, write_gguf
 from safetensors.numpy import load_file, save_file
+from tiny_models import noisy
 
 from specjax.distributed import sharding
 from specjax.errors import InputError
@@ -32,7 +31,7 @@ from specjax.models.config import (
 from specjax.models.decoder import Form
 
 BASE = DecoderConfig(
-    vocab_size=len(gguf_files.TOKENS),
+    vocab_size=len(GGUF_TOKENS),
     hidden_size=32,
     intermediate_size=40,
     num_layers=4,
@@ -145,7 +144,7 @@ def metadata(config):
     architecture = registry.family(config.family).gguf.architecture
     keys = {
         key.replace("llama.", f"{architecture}."): value
-        for key, value in gguf_files.metadata(config).items()
+        for key, value in gguf_metadata(config).items()
     }
     if config.norm.kind == "layer":
         epsilon = keys.pop(f"{architecture}.attention.layer_norm_rms_epsilon")
@@ -170,7 +169,7 @@ def write(path, config, arrays=None, change=(), kind="F32"):
     arrays = tensors_of(config) if arrays is None else arrays
     keys = metadata(config) | dict(change)
     keys = {key: value for key, value in keys.items() if value is not None}
-    return gguf_files.write(path, keys, arrays, kind, family.gguf.architecture)
+    return write_gguf(path, keys, arrays, kind, family.gguf.architecture)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -181,7 +180,7 @@ def test_a_written_model_is_loaded(tmp_path, name):
     family = registry.family(name)
     arrays = tensor_layout.stored_tensors(family.gguf.tensors, config, model.params)
     theirs = tensor_layout.stored_tensors(family.tensors, config, model.params)
-    expected = gguf_files.converted(theirs, family.gguf.architecture, config)
+    expected = gguf_converted(theirs, family.gguf.architecture, config)
     assert arrays.keys() == expected.keys()
     for stored, value in expected.items():
         np.testing.assert_array_equal(arrays[stored], value)
@@ -260,7 +259,7 @@ def announced(tmp_path_factory):
     fields = json.loads((folder / "plain" / "config.json").read_text())
     text = json.dumps(fields | {"num_nextn_predict_layers": 1})
     (folder / "whole" / "config.json").write_text(text)
-    return folder / "whole", gguf_files.converted(tensors, "glm4moe", GLM)
+    return folder / "whole", gguf_converted(tensors, "glm4moe", GLM)
 
 
 MODULES = {"glm4moe.block_count": np.uint32(5), "glm4moe.nextn_predict_layers": np.uint32(1)}

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from heads import eagle_config, eagle_head, mtp_head, with_modules
+from tiny_models import eagle_config, eagle_head, mtp_head, with_modules
 
 import specjax
 from specjax.drafters import head_drafter

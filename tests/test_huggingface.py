@@ -8,7 +8,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from model_folders import GOLDENS
+from model_files import GOLDENS
 from safetensors.numpy import load_file
 
 from specjax.errors import InputError

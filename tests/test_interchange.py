@@ -3,14 +3,13 @@
 import dataclasses
 import json
 
-import heads
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from exports import VOCABULARY, draft_logits, eagle_head, edit, medusa_head, written
-from heads import SOME
+from model_files import edit_head, written_head
 from safetensors.numpy import load_file, save_file
+from tiny_models import SOME, VOCABULARY, draft_logits, eagle_head, medusa_head, noisy_medusa_head
 
 from specjax.errors import InputError
 from specjax.files.folder_marker import MARKER
@@ -21,10 +20,13 @@ from specjax.loading.load import random_model
 from specjax.models.heads.medusa import Medusa
 
 FORMS = {
-    "medusa": ("medusa", lambda t: medusa_head(t)),
-    "medusa_reduced": ("medusa", lambda t: medusa_head(t, VOCABULARY, layers=2)),
-    "medusa_original": ("medusa", lambda t: medusa_head(t, original=True)),
-    "medusa_original_reduced": ("medusa", lambda t: medusa_head(t, VOCABULARY, original=True)),
+    "medusa": ("medusa", lambda t: noisy_medusa_head(t)),
+    "medusa_reduced": ("medusa", lambda t: noisy_medusa_head(t, VOCABULARY, layers=2)),
+    "medusa_original": ("medusa", lambda t: noisy_medusa_head(t, original=True)),
+    "medusa_original_reduced": (
+        "medusa",
+        lambda t: noisy_medusa_head(t, VOCABULARY, original=True),
+    ),
     "eagle_bias": ("eagle", lambda t: eagle_head(t, version=1, fc_bias=True)),
     "eagle3_reduced": ("eagle3", lambda t: eagle_head(t, vocabulary=VOCABULARY)),
     "eagle3_flags": (
@@ -46,20 +48,20 @@ FORMS = {
 def test_a_re_imported_export_gives_the_same_logits(form, tiny, tmp_path):
     name, make = FORMS[form]
     head = make(tiny)
-    path = written(tmp_path, head, name, tiny, verify=False)
+    path = written_head(tmp_path, head, name, tiny, verify=False)
     again = read_foreign(path, tiny)
     assert (again.kind, again.config, again.target) == (head.kind, head.config, head.target)
     np.testing.assert_array_equal(draft_logits(again, tiny), draft_logits(head, tiny))
     check_same(head, again, "export")
     # A tool that keeps no notes loses the target's name only.
-    edit(path)
+    edit_head(path)
     assert read_foreign(path, tiny).config == head.config
 
 
 @pytest.mark.parametrize("form", ["eagle3_flags", "eagle3_norm_before_fc", "eagle3_reduced"])
 def test_speculators_layout(form, tiny, tmp_path):
     head = FORMS[form][1](tiny)
-    path = written(tmp_path, head, "speculators", tiny)
+    path = written_head(tmp_path, head, "speculators", tiny)
     names = load_file(path / "model.safetensors").keys()
     assert "layers.0.hidden_norm.weight" in names
     assert not any(name.startswith("midlayer") for name in names)
@@ -70,8 +72,8 @@ def test_speculators_layout(form, tiny, tmp_path):
 
 @pytest.mark.parametrize("ids", [None, SOME])
 def test_projections_are_written_as_heads_of_their_own(ids, tiny, tmp_path):
-    head = heads.medusa_head(tiny, projection=True, ids=ids)
-    again = read_foreign(written(tmp_path, head, "medusa", tiny), tiny)
+    head = medusa_head(tiny, projection=True, ids=ids)
+    again = read_foreign(written_head(tmp_path, head, "medusa", tiny), tiny)
     assert not again.config.original_lm_head
     assert not again.config.projection
     wanted = draft_logits(head, tiny)
@@ -100,8 +102,8 @@ def torch_linear(weight, x):
 
 
 def test_medusa_tensors_mean_what_medusa_does(tiny, tmp_path):
-    head = medusa_head(tiny, layers=2)
-    stored = load_file(written(tmp_path, head, "medusa", tiny) / "medusa_lm_head.safetensors")
+    head = noisy_medusa_head(tiny, layers=2)
+    stored = load_file(written_head(tmp_path, head, "medusa", tiny) / "medusa_lm_head.safetensors")
     x = np.random.default_rng(0).standard_normal((4, 24)).astype(np.float32)
     medusa = Medusa(head.config, tiny.dtype)
     states = jax.jit(medusa.states)(head.params, jnp.asarray(x)[None])
@@ -120,7 +122,7 @@ def test_medusa_tensors_mean_what_medusa_does(tiny, tmp_path):
 def test_eagle_tensors_mean_what_eagle_does(tiny, tmp_path):
     """The first pair attends to itself alone, so that its value passes whatever RoPE does."""
     head = eagle_head(tiny, version=1)
-    stored = load_file(written(tmp_path, head, "eagle", tiny) / "model.safetensors")
+    stored = load_file(written_head(tmp_path, head, "eagle", tiny) / "model.safetensors")
     assert "layers.0.input_layernorm.weight" not in stored
     rng = np.random.default_rng(0)
     feature = rng.standard_normal(24).astype(np.float32)
@@ -165,7 +167,7 @@ def first_pair(head, target, token, feature):
 
 def test_vocabulary_maps_are_offsets_and_a_mask(tiny, tmp_path):
     head = eagle_head(tiny, vocabulary=VOCABULARY)
-    stored = load_file(written(tmp_path, head, "eagle3", tiny) / "model.safetensors")
+    stored = load_file(written_head(tmp_path, head, "eagle3", tiny) / "model.safetensors")
     np.testing.assert_array_equal(np.arange(VOCABULARY) + stored["d2t"], head.draft_ids)
     np.testing.assert_array_equal(np.flatnonzero(stored["t2d"]), head.draft_ids)
     assert stored["d2t"].dtype == np.int64
@@ -175,11 +177,11 @@ def test_vocabulary_maps_are_offsets_and_a_mask(tiny, tmp_path):
 
 def test_maps_in_another_order_are_sorted_with_their_rows(tiny, tmp_path):
     head = eagle_head(tiny, vocabulary=VOCABULARY)
-    path = written(tmp_path, head, "eagle3", tiny)
+    path = written_head(tmp_path, head, "eagle3", tiny)
     stored = load_file(path / "model.safetensors")
     order = np.random.default_rng(0).permutation(VOCABULARY)
     ids = head.draft_ids[order]
-    edit(
+    edit_head(
         path,
         tensors={
             "d2t": ids - np.arange(VOCABULARY),
@@ -191,9 +193,9 @@ def test_maps_in_another_order_are_sorted_with_their_rows(tiny, tmp_path):
 
 def test_a_padded_vocabulary_is_truncated(tiny, tmp_path):
     head = eagle_head(tiny, vocabulary=VOCABULARY, own_embedding=True)
-    path = written(tmp_path, head, "eagle3", tiny)
+    path = written_head(tmp_path, head, "eagle3", tiny)
     stored = load_file(path / "model.safetensors")
-    edit(
+    edit_head(
         path,
         config={"vocab_size": 64},
         tensors={
@@ -212,9 +214,9 @@ PADDED = 64
 def test_a_draft_vocabulary_may_name_padding(tiny, tmp_path, form):
     """Too few tokens in the training data: the map is filled with rows that have no token."""
     medusa = form == "medusa"
-    make = medusa_head if medusa else eagle_head
+    make = noisy_medusa_head if medusa else eagle_head
     head = make(tiny, vocabulary=VOCABULARY)
-    path = written(tmp_path, head, form, tiny)
+    path = written_head(tmp_path, head, form, tiny)
     ids = np.concatenate([head.draft_ids[:-2], [62, 63]]).astype(np.int64)
     maps = {"token_map": ids}
     if not medusa:
@@ -224,20 +226,20 @@ def test_a_draft_vocabulary_may_name_padding(tiny, tmp_path, form):
     config = json.loads((path / "config.json").read_text())
     layer = "transformer_layer_config"
     changed = {layer: {**config[layer], "vocab_size": PADDED}} if layer in config else {}
-    edit(path, config=changed or {"vocab_size": PADDED}, tensors=maps)
+    edit_head(path, config=changed or {"vocab_size": PADDED}, tensors=maps)
     again = read_foreign(path, tiny)
     np.testing.assert_array_equal(again.draft_ids, head.draft_ids[:-2])
     kernel, own = (np.asarray(one.params["head"]["kernel"]) for one in (again, head))
     np.testing.assert_array_equal(kernel, own[..., :-2])
     # Ids beyond the stated rows are still refused.
-    edit(path, tensors={next(iter(maps)): np.full(VOCABULARY, 99)})
+    edit_head(path, tensors={next(iter(maps)): np.full(VOCABULARY, 99)})
     with pytest.raises(InputError, match="out of range"):
         read_foreign(path, tiny)
 
 
 def test_a_padded_medusa_head_need_not_state_its_rows(tiny, tmp_path):
-    head = medusa_head(tiny)
-    path = written(tmp_path, head, "medusa", tiny)
+    head = noisy_medusa_head(tiny)
+    path = written_head(tmp_path, head, "medusa", tiny)
     stored = load_file(next(path.glob("*.safetensors")))
     wide = {
         name: np.pad(value, ((0, PADDED - len(value)), (0, 0)), constant_values=9)
@@ -245,16 +247,16 @@ def test_a_padded_medusa_head_need_not_state_its_rows(tiny, tmp_path):
         if value.shape[0] == tiny.config.vocab_size
     }
     assert wide
-    edit(path, config={"vocab_size": None, "truncated_vocab_size": None}, tensors=wide)
+    edit_head(path, config={"vocab_size": None, "truncated_vocab_size": None}, tensors=wide)
     check_same(head, read_foreign(path, tiny), "truncated")
 
 
 def test_an_embedding_that_is_the_targets_is_borrowed(tiny, tmp_path):
-    path = written(tmp_path, eagle_head(tiny), "eagle3", tiny)
+    path = written_head(tmp_path, eagle_head(tiny), "eagle3", tiny)
     embedding = shared_with_target.target_embedding(tiny)
-    edit(path, tensors={"embed_tokens.weight": embedding})
+    edit_head(path, tensors={"embed_tokens.weight": embedding})
     assert not read_foreign(path, tiny).config.own_embedding
-    edit(path, tensors={"embed_tokens.weight": embedding + 1})
+    edit_head(path, tensors={"embed_tokens.weight": embedding + 1})
     assert read_foreign(path, tiny).config.own_embedding
 
 
@@ -262,7 +264,7 @@ def test_half_precision_stays_as_it_is_stored(tiny, tmp_path):
     head = eagle_head(tiny, vocabulary=VOCABULARY)
     half = jax.tree.map(lambda leaf: np.asarray(leaf, np.float16), head.params)
     head = dataclasses.replace(head, params=half, training={"tokens": 12})
-    path = written(tmp_path, head, "speculators", tiny)
+    path = written_head(tmp_path, head, "speculators", tiny)
     again = read_foreign(path, tiny)
     assert {leaf.dtype for leaf in jax.tree.leaves(again.params)} == {np.dtype("float16")}
     assert again.training == {"tokens": 12}
@@ -272,7 +274,7 @@ def test_half_precision_stays_as_it_is_stored(tiny, tmp_path):
 @pytest.fixture(scope="module")
 def deep():
     """A target of ten layers, whose published taps are 2, 5 and 7."""
-    from conftest import tiny_config
+    from tiny_models import tiny_config
 
     return random_model(tiny_config(num_layers=10), 3, dtype="float32")
 
@@ -281,7 +283,7 @@ def test_layer_ids_count_inputs_or_outputs(deep, tmp_path):
     head = eagle_head(deep)
     assert head.config.taps == ("layer_input:2", "layer_input:5", "layer_input:7")
     for convention, ids in (("input", [2, 5, 7]), ("output", [1, 4, 6])):
-        path = written(tmp_path / convention, head, "eagle3", deep, layer_ids=convention)
+        path = written_head(tmp_path / convention, head, "eagle3", deep, layer_ids=convention)
         config = json.loads((path / "config.json").read_text())
         assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == ids
         assert read_foreign(path, deep).config.taps == head.config.taps
@@ -289,19 +291,19 @@ def test_layer_ids_count_inputs_or_outputs(deep, tmp_path):
         with pytest.raises(InputError, match="the export says"):
             read_foreign(path, deep, layer_ids=other)
         # Without our notes the file does not say.
-        edit(path)
+        edit_head(path)
         assert read_foreign(path, deep, layer_ids=convention).config.taps == head.config.taps
     with pytest.raises(InputError, match=r"may count outputs .* layer_ids=output or"):
         read_foreign(path, deep)
-    edit(path, config={"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 5, 10]}})
+    edit_head(path, config={"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 5, 10]}})
     assert read_foreign(path, deep).config.taps[-1] == "pre_norm"
-    edit(path, config={"eagle_config": {}})
+    edit_head(path, config={"eagle_config": {}})
     assert read_foreign(path, deep).config.taps == head.config.taps
 
 
 def test_medusa_under_vllms_names_and_as_published(tiny, tmp_path):
-    head = medusa_head(tiny, layers=2)
-    path = written(tmp_path, head, "medusa", tiny)
+    head = noisy_medusa_head(tiny, layers=2)
+    path = written_head(tmp_path, head, "medusa", tiny)
     file = path / "medusa_lm_head.safetensors"
     stored = load_file(file)
     renamed = {
@@ -324,17 +326,17 @@ def test_medusa_under_vllms_names_and_as_published(tiny, tmp_path):
 
 def test_eagle1_with_the_targets_embedding_and_head(tiny, tmp_path):
     head = eagle_head(tiny, version=1)
-    path = written(tmp_path, head, "eagle", tiny)
+    path = written_head(tmp_path, head, "eagle", tiny)
     both = {
         "embed_tokens.weight": shared_with_target.target_embedding(tiny).astype(np.float16),
         "lm_head.weight": shared_with_target.target_head(tiny),
     }
-    edit(path, tensors=both)
+    edit_head(path, tensors=both)
     check_same(head, read_foreign(path, tiny), "with both")
-    edit(path, tensors={"lm_head.weight": 2 * both["lm_head.weight"]})
+    edit_head(path, tensors={"lm_head.weight": 2 * both["lm_head.weight"]})
     with pytest.raises(InputError, match="lm_head.weight differs from the head of random-0"):
         read_foreign(path, tiny)
-    edit(path, tensors=both, config={"bias": True})
+    edit_head(path, tensors=both, config={"bias": True})
     with pytest.raises(InputError, match="bias=True: the file has no fc.bias"):
         read_foreign(path, tiny)
 
@@ -353,14 +355,14 @@ def test_a_part_of_the_vocabulary_in_eagle1(tiny, tmp_path):
 
 
 def test_attention_biases_come_with_a_zero_on_the_output(tmp_path):
-    from conftest import tiny_config
+    from tiny_models import tiny_config
 
     target = random_model(tiny_config(attention_bias=True, mlp_bias=True), 5, dtype="float32")
     head = eagle_head(target)
-    path = written(tmp_path, head, "eagle3", target)
+    path = written_head(tmp_path, head, "eagle3", target)
     stored = load_file(path / "model.safetensors")
     assert not stored["midlayer.self_attn.o_proj.bias"].any()
     assert stored["midlayer.self_attn.q_proj.bias"].any()
-    edit(path, tensors={"midlayer.self_attn.o_proj.bias": np.ones(24, np.float32)})
+    edit_head(path, tensors={"midlayer.self_attn.o_proj.bias": np.ones(24, np.float32)})
     with pytest.raises(InputError, match="o_proj.bias is not zero"):
         read_foreign(path, target)

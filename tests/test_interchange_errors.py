@@ -4,9 +4,10 @@ import dataclasses
 
 import numpy as np
 import pytest
-from exports import VOCABULARY, eagle_head, edit, medusa_head, written
+from model_files import edit_head, written_head
 from safetensors import safe_open
 from safetensors.numpy import save_file
+from tiny_models import VOCABULARY, eagle_head, noisy_medusa_head
 
 from specjax.errors import InputError
 from specjax.files import folder_marker
@@ -89,11 +90,11 @@ SPECULATORS = [
 def test_heads_that_do_not_fit(form, change, message, tiny, tmp_path):
     head = {
         "eagle3": lambda: eagle_head(tiny, vocabulary=VOCABULARY),
-        "medusa": lambda: medusa_head(tiny, VOCABULARY, original=True),
+        "medusa": lambda: noisy_medusa_head(tiny, VOCABULARY, original=True),
         "speculators": lambda: eagle_head(tiny),
     }[form]()
-    path = written(tmp_path, head, form, tiny, verify=False)
-    edit(path, **change)
+    path = written_head(tmp_path, head, form, tiny, verify=False)
+    edit_head(path, **change)
     with pytest.raises(InputError, match=message) as caught:
         read_foreign(path, tiny)
     assert str(path) in str(caught.value)
@@ -101,14 +102,14 @@ def test_heads_that_do_not_fit(form, change, message, tiny, tmp_path):
 
 
 def test_a_head_of_another_target(tiny, chatty, tmp_path):
-    path = written(tmp_path, eagle_head(tiny), "eagle3", tiny)
+    path = written_head(tmp_path, eagle_head(tiny), "eagle3", tiny)
     with pytest.raises(InputError, match="vocab_size"):
         read_foreign(path, chatty)
     other = random_model(dataclasses.replace(tiny.config, hidden_size=32), 0, dtype="float32")
     with pytest.raises(InputError, match="hidden_size=24"):
         read_foreign(path, other)
     # Without notes the tensors themselves tell.
-    edit(path)
+    edit_head(path)
     with pytest.raises(InputError, match="target_hidden_size=24.*random-0 has 32"):
         read_foreign(path, other)
     head = eagle_head(chatty)
@@ -172,7 +173,7 @@ def other_weights(head, layer_ids, write=eagle.write_eagle3, **options):
 
 def test_an_export_is_whole_or_not_at_all(tiny, tmp_path, monkeypatch):
     head = eagle_head(tiny)
-    path = written(tmp_path, head, "eagle3", tiny)
+    path = written_head(tmp_path, head, "eagle3", tiny)
     before = (path / "model.safetensors").read_bytes()
 
     def full(*_, **__):

@@ -8,7 +8,7 @@ import types
 
 import numpy as np
 import pytest
-from script_modules import script_module
+from commands import script_module
 from toy_training import SHAPE, conversations, toy_run, toy_target
 
 from specjax.files import folders

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from absl import flags
 from absl.testing import flagsaver
+from commands import script_module
 from conftest import slow
-from script_modules import script_module
 
 from specjax.decoding.engine.outputs import Times
 from specjax.decoding.engine.statistics import Statistics, Step

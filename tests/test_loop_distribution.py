@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import row_count, slow
-from decoding import Deciding, bigrams, changed, device_limits, draft_model, small_model
+from decoding import Deciding, changed, device_limits, draft_model
+from tiny_models import bigrams, small_model
 
 from specjax import sampling
 from specjax.decoding import round as one_round

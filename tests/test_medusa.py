@@ -13,10 +13,9 @@ from decoding import (
     mixed,
     observed,
     rounds,
-    small_model,
 )
-from heads import SOME, medusa_head
 from test_decoder import one_pass
+from tiny_models import SOME, medusa_head, small_model
 
 from specjax.drafters import head_drafter
 from specjax.errors import InputError

@@ -9,7 +9,6 @@ import pytest
 from conftest import row_count, slow
 from decoding import (
     PROMPTS,
-    bigrams,
     changed,
     columns,
     decode,
@@ -23,6 +22,7 @@ from decoding import (
 from test_drafters import context_of, silence
 from test_pair_heads import assert_alike, drafter_of, fresh
 from test_turns import Bigrams, lookup, model, says
+from tiny_models import bigrams
 
 import specjax
 from specjax import trees

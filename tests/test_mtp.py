@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from conftest import slow
 from decoding import first_state, greedy, make_session
-from heads import mtp_config, mtp_drafter, mtp_head
 from test_decoder import one_pass
+from tiny_models import mtp_config, mtp_drafter, mtp_head
 
 from specjax.decoding.round import draft_noise, make_context, round_keys
 from specjax.errors import InputError

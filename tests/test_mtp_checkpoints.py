@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from conftest import slow
 from decoding import greedy
-from model_folders import GOLDENS
+from model_files import GOLDENS
 from test_decoder import one_pass
 from test_mtp import chained
 

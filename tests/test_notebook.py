@@ -8,8 +8,8 @@ from pathlib import Path
 import nbformat
 import pytest
 from conftest import slow
-from heads import eagle_head
 from nbclient import NotebookClient
+from tiny_models import eagle_head
 
 import specjax
 from specjax.drafters import head_drafter

@@ -20,10 +20,9 @@ from decoding import (
     mixed,
     observed,
     rounds,
-    small_model,
 )
-from heads import eagle_drafter, eagle_head, mtp_drafter
 from test_decoder import one_pass
+from tiny_models import eagle_drafter, eagle_head, mtp_drafter, small_model
 
 from specjax.decoding.round import make_context
 from specjax.drafters import head_drafter

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from heads import eagle_head
+from tiny_models import eagle_head
 from toy_training import write_data
 
 from specjax import decode

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from conftest import slow
 from decoding import draft_model, drafters, make_session
-from heads import eagle_drafter, medusa_head, mtp_drafter
+from tiny_models import eagle_drafter, medusa_head, mtp_drafter
 
 from specjax.decoding import rows
 from specjax.decoding import start as starting

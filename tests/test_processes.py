@@ -1,55 +1,21 @@
 """One run in two processes on this machine: the same rows, one report, clear errors."""
 
 import json
-import os
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import reports
-from conftest import slow, xla_flags
+from commands import ROOT, finish, free_port, joined, start
+from conftest import slow
 
 from specjax.decoding.generate import generate
 from specjax.distributed import processes
 from specjax.errors import InputError
 from specjax.loading.load import save_model
 
-ROOT = Path(__file__).parent.parent
 TEXTS = ["abc abc abc abc", "one", "two three two three two", "x y", "the end of the end of"]
-
-
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
-
-
-def start(arguments, *, program=("-m", "specjax.decode"), devices=1, folder=ROOT):
-    """A process of its own with so many fake devices; what it prints is kept."""
-    environment = {**os.environ, "XLA_FLAGS": xla_flags(devices), "PYTHONPATH": str(ROOT)}
-    return subprocess.Popen(
-        [sys.executable, *program, *arguments],
-        cwd=folder,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def finish(process):
-    out, err = process.communicate(timeout=240)
-    return process.returncode, out, err
-
-
-def joined(address, number, count=2, timeout=60):
-    return [
-        f"--config.distributed.coordinator_address={address}",
-        f"--config.distributed.num_processes={count}",
-        f"--config.distributed.process_id={number}",
-        f"--config.distributed.timeout_s={timeout}",
-    ]
 
 
 @pytest.fixture(scope="module")

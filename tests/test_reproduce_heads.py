@@ -11,9 +11,9 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from commands import SCRIPTS, script_module
 from conftest import slow
-from heads import eagle_head
-from script_modules import SCRIPTS, script_module
+from tiny_models import eagle_head
 
 from specjax.files import folders
 from specjax.loading import find_head

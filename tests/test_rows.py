@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from conftest import slow
 from decoding import PROMPTS, decode, drafters, make_session, mixed, replay
-from heads import eagle_drafter, medusa_head, mtp_drafter
+from tiny_models import eagle_drafter, medusa_head, mtp_drafter
 
 from specjax.cache import KVCache, Window
 from specjax.decoding import loop

@@ -22,7 +22,7 @@ from decoding import (
     make_session,
     mixed,
 )
-from heads import eagle_drafter, eagle_head, medusa_head, with_modules
+from tiny_models import eagle_drafter, eagle_head, medusa_head, with_modules
 
 from specjax.cache import KVCache, Window
 from specjax.decoding import loop, programs

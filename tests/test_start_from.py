@@ -7,7 +7,7 @@ import re
 import jax
 import numpy as np
 import pytest
-from heads import SOME, medusa_config, medusa_head, mtp_config, mtp_head, with_modules
+from tiny_models import SOME, medusa_config, medusa_head, mtp_config, mtp_head, with_modules
 
 from specjax.errors import InputError
 from specjax.loading.checkpoints import save_checkpoint

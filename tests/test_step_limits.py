@@ -27,7 +27,7 @@ from decoding import (
     mixed,
     observed,
 )
-from heads import eagle_head, medusa_head, mtp_head
+from tiny_models import eagle_head, medusa_head, mtp_head
 
 from specjax.cache import KVCache
 from specjax.controllers import Auto, ByBatch, Fixed, Recorded

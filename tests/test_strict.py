@@ -19,8 +19,8 @@ from decoding import (
     make_session,
     mixed,
 )
-from heads import with_modules
 from jaxtyping import Array, Float
+from tiny_models import with_modules
 
 import specjax
 from specjax import sampling

@@ -4,8 +4,8 @@ import subprocess
 import sys
 
 import pytest
+from commands import SCRIPTS, script_module
 from reports import as_lines, content, read_one
-from script_modules import SCRIPTS, script_module
 
 from specjax import decode
 from specjax.cli.config_file import read_config

@@ -7,18 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import row_count, slow
-from decoding import (
-    PROMPTS,
-    bigrams,
-    coupled,
-    decode,
-    first_state,
-    greedy,
-    make_session,
-    observed,
-)
+from decoding import PROMPTS, coupled, decode, first_state, greedy, make_session, observed
 from test_decoder import one_pass
 from test_drafters import context_of, silence
+from tiny_models import bigrams
 
 import specjax
 from specjax import trees

@@ -4,9 +4,9 @@ import dataclasses
 import json
 from pathlib import Path
 
-import gguf_files
 import numpy as np
 import pytest
+from model_files import GGUF_CONFIG, GGUF_TOKENS, gguf_metadata
 
 from specjax.errors import InputError
 from specjax.loading.formats.gguf_file import open_gguf
@@ -50,7 +50,7 @@ def sentencepiece_metadata(**extra):
 
 def byte_level(pre, **extra):
     """The tokenizer of the tiny GGUF files, with another pre-tokenizer."""
-    keys = gguf_files.metadata() | {"tokenizer.ggml.pre": pre}
+    keys = gguf_metadata() | {"tokenizer.ggml.pre": pre}
     keys |= {f"tokenizer.ggml.{key}": value for key, value in extra.items()}
     for key, value in keys.items():
         if isinstance(value, np.generic):
@@ -136,7 +136,7 @@ def test_a_gguf_tokenizer_survives_saving(tmp_path):
     tokenizer = dataclasses.replace(
         byte_level("llama-bpe"), chat_template="{{ bos_token }}{{ messages[0].content }}"
     )
-    config = dataclasses.replace(gguf_files.CONFIG, num_layers=1)
+    config = dataclasses.replace(GGUF_CONFIG, num_layers=1)
     save_model(random_model(config, 0, tokenizer), tmp_path / "model")
     again = load_model(tmp_path / "model").tokenizer
     assert again.first_difference(tokenizer) is None
@@ -160,8 +160,8 @@ def test_the_first_differing_token_is_shown(tiny, smollm2):
     assert tiny.first_difference(smollm2) == "token 0 is '<s>' against '<|endoftext|>'"
     longer = byte_level(
         "smollm",
-        tokens=[*gguf_files.TOKENS, "xyz"],
-        token_type=[1] * (len(gguf_files.TOKENS) + 1),
+        tokens=[*GGUF_TOKENS, "xyz"],
+        token_type=[1] * (len(GGUF_TOKENS) + 1),
     )
     assert "264 tokens" in byte_level("smollm").first_difference(longer)
     assert "263 'xyz'" in byte_level("smollm").first_difference(longer)

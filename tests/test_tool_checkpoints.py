@@ -2,14 +2,22 @@
 
 import json
 
-import gguf_files
 import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from exports import VOCABULARY, draft_logits, eagle_head, edit, medusa_head, written
-from model_folders import GOLDENS, changed, without
+from model_files import (
+    GOLDENS,
+    changed,
+    edit_head,
+    gguf_metadata,
+    gguf_tensors,
+    without,
+    write_gguf,
+    written_head,
+)
 from safetensors.numpy import load_file
+from tiny_models import VOCABULARY, draft_logits, eagle_head, noisy_medusa_head
 
 from specjax.errors import InputError
 from specjax.loading.checkpoints import save_checkpoint
@@ -149,7 +157,7 @@ def test_what_auto_takes_is_said_before_loading(tmp_path, said, monkeypatch):
         load_model(TIED, dtype=dtype)
     assert len(said()) == 1
     monkeypatch.setattr("specjax.loading.load.device_memory.free_bytes", lambda: 1000)
-    path = gguf_files.write(tmp_path / "a.gguf", gguf_files.metadata(), gguf_files.tensors(), "F16")
+    path = write_gguf(tmp_path / "a.gguf", gguf_metadata(), gguf_tensors(), "F16")
     load_model(path)
     assert "(dtype=auto on a CPU), and 1.0 kB are free; dtype=bfloat16 takes" in said()[1]
     save_checkpoint(load_model(TIED, dtype="bfloat16"), tmp_path / "orbax")
@@ -165,7 +173,7 @@ def test_what_auto_takes_is_said_before_loading(tmp_path, said, monkeypatch):
 def test_an_eagle3_head_with_what_tools_add(tiny, tmp_path, said):
     """Another number of layers, fields of SpecForge and ModelOpt, names inside a module."""
     head = eagle_head(tiny, vocabulary=VOCABULARY)
-    path = written(tmp_path, head, "eagle3", tiny)
+    path = written_head(tmp_path, head, "eagle3", tiny)
     stored = load_file(path / "model.safetensors")
     config = {
         "num_hidden_layers": 40,
@@ -189,7 +197,7 @@ def test_an_eagle3_head_with_what_tools_add(tiny, tmp_path, said):
             "parallel_draft_step": 1,
         },
     }
-    edit(path, config, {f"model.{name}": value for name, value in stored.items()}, drop=stored)
+    edit_head(path, config, {f"model.{name}": value for name, value in stored.items()}, drop=stored)
     again = read_foreign(path, tiny)
     np.testing.assert_array_equal(draft_logits(again, tiny), draft_logits(head, tiny))
     assert said() == [
@@ -200,8 +208,8 @@ def test_an_eagle3_head_with_what_tools_add(tiny, tmp_path, said):
 @pytest.mark.parametrize("stated", [2, 5])
 def test_medusa_heads_of_another_number(stated, tiny, tmp_path, said):
     """With the fields of the base model, as FasterDecoding writes them."""
-    head = medusa_head(tiny, VOCABULARY)
-    path = written(tmp_path, head, "medusa", tiny)
+    head = noisy_medusa_head(tiny, VOCABULARY)
+    path = written_head(tmp_path, head, "medusa", tiny)
     config = {
         "medusa_num_heads": stated,
         "num_heads": None,
@@ -216,7 +224,7 @@ def test_medusa_heads_of_another_number(stated, tiny, tmp_path, said):
         "tie_word_embeddings": False,
         "model_type": "llama",
     }
-    edit(path, config)
+    edit_head(path, config)
     again = read_foreign(path, tiny)
     np.testing.assert_array_equal(draft_logits(again, tiny), draft_logits(head, tiny))
     assert [line for line in said() if f"medusa_num_heads={stated}, and the file has 3" in line]
@@ -224,7 +232,7 @@ def test_medusa_heads_of_another_number(stated, tiny, tmp_path, said):
 
 def rewrite(path, change):
     """Another config in an export that is not specjax's any more."""
-    edit(path)
+    edit_head(path)
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(change(config)))
 
@@ -249,7 +257,7 @@ def as_vllm(config, **fields):
 )
 def test_an_eagle_head_with_the_config_of_vllm(change, tiny, tmp_path):
     head = eagle_head(tiny, version=1)
-    path = written(tmp_path, head, "eagle", tiny)
+    path = written_head(tmp_path, head, "eagle", tiny)
     rewrite(path, change)
     np.testing.assert_array_equal(
         draft_logits(read_foreign(path, tiny), tiny), draft_logits(head, tiny)
@@ -266,7 +274,7 @@ def test_an_eagle_head_with_the_config_of_vllm(change, tiny, tmp_path):
     ],
 )
 def test_what_only_vllm_can_do_is_named(fields, message, tiny, tmp_path):
-    path = written(tmp_path, eagle_head(tiny, version=1), "eagle", tiny)
+    path = written_head(tmp_path, eagle_head(tiny, version=1), "eagle", tiny)
     rewrite(path, lambda config: as_vllm(config, **fields))
     with pytest.raises(InputError, match=message):
         read_foreign(path, tiny)
@@ -275,7 +283,7 @@ def test_what_only_vllm_can_do_is_named(fields, message, tiny, tmp_path):
 @pytest.mark.parametrize("biased", [False, True])
 def test_an_eagle_head_of_qwen2(biased, tiny, tmp_path):
     """Its config is a copy of the target's, and the file tells whether there are biases."""
-    path = written(tmp_path, eagle_head(tiny, version=1), "eagle", tiny)
+    path = written_head(tmp_path, eagle_head(tiny, version=1), "eagle", tiny)
     config = json.loads((path / "config.json").read_text())
     del config["attention_bias"]
     window = {"use_sliding_window": False, "sliding_window": 131072, "max_window_layers": 28}
@@ -286,7 +294,7 @@ def test_an_eagle_head_of_qwen2(biased, tiny, tmp_path):
         )
         for part in "qkv"
     }
-    edit(path, tensors=biases if biased else None)
+    edit_head(path, tensors=biases if biased else None)
     (path / "config.json").write_text(json.dumps({**config, "model_type": "qwen2", **window}))
     layer = read_foreign(path, tiny).params["layer"]["attention"]
     assert ("bias" in layer["query"]) == biased
@@ -294,7 +302,7 @@ def test_an_eagle_head_of_qwen2(biased, tiny, tmp_path):
 
 def test_no_layer_ids_are_the_published_ones(tiny, tmp_path):
     """ModelOpt writes an empty list; the target here has too few layers for them."""
-    path = written(tmp_path, eagle_head(tiny, vocabulary=VOCABULARY), "eagle3", tiny)
-    edit(path, {"eagle_config": {"eagle_aux_hidden_state_layer_ids": []}})
+    path = written_head(tmp_path, eagle_head(tiny, vocabulary=VOCABULARY), "eagle3", tiny)
+    edit_head(path, {"eagle_config": {"eagle_aux_hidden_state_layer_ids": []}})
     with pytest.raises(InputError, match="must name layers of a target that has only 3"):
         read_foreign(path, tiny)

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from conftest import slow, tiny_config
 from flax.core import meta
-from heads import eagle_config, eagle_head
-from rows import two_rows, with_features
 from test_forms import products_of
+from tiny_models import eagle_config, eagle_head
+from toy_training import two_rows, with_features
 
 from specjax.cache import commit
 from specjax.errors import InputError

@@ -12,9 +12,9 @@ import numpy as np
 import optax
 import pytest
 from conftest import slow
-from heads import mtp_config
 from jax.flatten_util import ravel_pytree
 from rich.console import Console
+from tiny_models import mtp_config
 from toy_training import (
     LABELS,
     SHAPE,

@@ -9,8 +9,8 @@ import optax
 import pytest
 from conftest import tiny_config
 from decoding import decode, greedy
-from heads import SOME, medusa_config, medusa_head
-from rows import two_rows, with_features
+from tiny_models import SOME, medusa_config, medusa_head
+from toy_training import two_rows, with_features
 
 from specjax.drafters import head_drafter
 from specjax.loading.load import random_model

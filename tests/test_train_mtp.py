@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import slow, tiny_config
-from heads import SOME, mtp_config, mtp_head
-from rows import two_rows, with_features
 from test_mtp import CONVENTIONS, reference, wide
+from tiny_models import SOME, mtp_config, mtp_head
+from toy_training import two_rows, with_features
 
 from specjax.errors import InputError
 from specjax.loading.load import random_model

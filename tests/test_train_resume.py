@@ -15,12 +15,11 @@ import jax
 import jaxtyping
 import numpy as np
 import pytest
+from commands import ROOT, files_limited_to, free_port, joined
 from conftest import slow, xla_flags
 from rich.console import Console
 from tensorboardX.proto import event_pb2
-from test_checkpoints import files_limited_to
 from test_folders import flip_four_bytes
-from test_processes import ROOT, free_port, joined
 from test_train_loop import Run, mesh_of, program_of, timeless
 from toy_training import (
     LABELS,

@@ -7,12 +7,11 @@ import jax
 import numpy as np
 import pytest
 from conftest import slow
-from text_tokens import write_text_tokens
 
 from specjax import decode, make_drafter
 from specjax.loading.heads.head import read_head
 from specjax.loading.load import load_model, save_model
-from train import distill, eagle, medusa, mtp
+from train import corpus, distill, eagle, medusa, mtp
 from train.data.examples import Example, target_metadata
 from train.data.writing import write_responses
 from train.run import run
@@ -41,6 +40,17 @@ RUNS = {
 
 SHORT = ["--config.steps=1", "--config.eval.batches=0"]
 MTP_HEAD = ["--config.mtp.export=head", "--config.mtp.draft_vocab_size=40"]
+
+
+def write_text_tokens(folder):
+    """The directory of the dataset: 60 texts of 150 letters, in pieces of up to 32 tokens."""
+    own = Path("docs/training.md").read_text()
+    texts = [{"text": own[start : start + 150]} for start in range(0, 60 * 150, 150)]
+    (folder / "own.jsonl").write_text("".join(json.dumps(one) + "\n" for one in texts))
+    options = [f"--config.files={folder / 'own.jsonl'}", f"--config.workdir={folder / 'w'}"]
+    options += ["--config=configs/corpus.py:debug", "--config.max_tokens=32"]
+    assert corpus.main(options) == 0
+    return folder / "w" / "tokens"
 
 
 @pytest.fixture(scope="module")

@@ -23,12 +23,11 @@ from decoding import (
     mixed,
     observed,
     rounds,
-    small_model,
 )
-from heads import SOME, eagle_head, medusa_head, mtp_head
 from test_drafters import context_of, silence
 from test_loop_cache import assert_caches
 from test_pair_heads import assert_fresh
+from tiny_models import SOME, eagle_head, medusa_head, mtp_head, small_model
 
 import specjax
 from specjax import sampling

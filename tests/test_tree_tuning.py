@@ -6,10 +6,10 @@ import sys
 import jax
 import numpy as np
 import pytest
+from commands import script_module
 from conftest import slow
 from decoding import PROMPTS, decode, draft_model, greedy
-from heads import eagle_head
-from script_modules import script_module
+from tiny_models import eagle_head
 
 from specjax.cli.config_file import read_config
 from specjax.cli.decode_config import make_config_drafter, read_decode_config

@@ -8,7 +8,6 @@ import pytest
 from conftest import row_count, slow
 from decoding import (
     PROMPTS,
-    bigrams,
     changed,
     columns,
     decode,
@@ -21,6 +20,7 @@ from decoding import (
 )
 from test_drafters import context_of, silence
 from test_pair_heads import assert_fresh, drafter_of
+from tiny_models import bigrams
 
 import specjax
 from specjax import trees

@@ -12,7 +12,7 @@ import jaxtyping
 import pytest
 from conftest import slow, tiny_config
 from decoding import PROMPTS, changed, greedy, random_distribution
-from heads import eagle_head, medusa_head, with_modules
+from tiny_models import eagle_head, medusa_head, with_modules
 
 import specjax
 from specjax import sampling

@@ -5,7 +5,7 @@ import json
 import pytest
 from conftest import slow
 from decoding import PROMPTS
-from heads import eagle_head, mtp_head, with_modules
+from tiny_models import eagle_head, mtp_head, with_modules
 
 import specjax
 from specjax.drafters.by_name.vllm_config import from_vllm_speculative_config

@@ -7,11 +7,19 @@ import dataclasses
 import json
 import shutil
 
-import gguf_files
 import numpy as np
 import pytest
 import tokenizers
-from model_folders import GOLDENS, WEIGHTS, edit_json, edit_tensors
+from model_files import (
+    GGUF_TOKENS,
+    GOLDENS,
+    WEIGHTS,
+    edit_json,
+    edit_tensors,
+    gguf_metadata,
+    gguf_tensors,
+    write_gguf,
+)
 from tokenizers import decoders, models, pre_tokenizers
 
 from specjax.decode import _ends_and_beginning
@@ -162,11 +170,11 @@ def padding(first, count):
 
 def write_padded(path, rows, *, kind=UNUSED, extra=(), seed=0):
     """A tiny GGUF model of `rows` rows; those after its tokens have none. `extra` are tokens."""
-    tokens = [*gguf_files.TOKENS, *extra]
+    tokens = [*GGUF_TOKENS, *extra]
     fill = rows - len(tokens)
-    keys = gguf_files.metadata()
+    keys = gguf_metadata()
     types = [*keys["tokenizer.ggml.token_type"], *([CONTROL] * len(extra)), *([kind] * fill)]
-    arrays = gguf_files.tensors(seed=seed)
+    arrays = gguf_tensors(seed=seed)
     embedding = arrays["token_embd.weight"]
     # What would be produced if it could: every row beyond is a large one.
     beyond = np.tile(20 * embedding[:1], (rows - len(embedding), 1))
@@ -175,7 +183,7 @@ def write_padded(path, rows, *, kind=UNUSED, extra=(), seed=0):
         "tokenizer.ggml.token_type": types,
     }
     arrays |= {"token_embd.weight": np.vstack([embedding, beyond])}
-    return gguf_files.write(path, keys, arrays)
+    return write_gguf(path, keys, arrays)
 
 
 def as_directory(model, path, rows):
@@ -202,14 +210,14 @@ def with_names(path):
     return path
 
 
-V = len(gguf_files.TOKENS)
+V = len(GGUF_TOKENS)
 
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
     path = tmp_path_factory.mktemp("plain") / "a.gguf"
-    keys, arrays = gguf_files.metadata(), gguf_files.tensors()
-    return load_model(gguf_files.write(path, keys, arrays))
+    keys, arrays = gguf_metadata(), gguf_tensors()
+    return load_model(write_gguf(path, keys, arrays))
 
 
 @pytest.fixture(scope="module")

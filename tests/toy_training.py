@@ -21,10 +21,11 @@ from specjax.loading.heads.head import Head, TargetMetadata
 from specjax.loading.load import random_model
 from specjax.models.config import DecoderConfig
 from specjax.models.heads.medusa import MedusaConfig
+from train.data.batches import Batch
 from train.data.examples import Example, target_metadata
 from train.data.writing import write_responses
 from train.methods.method import Method, measure
-from train.methods.packed_rows import at_rows
+from train.methods.packed_rows import at_rows, fill_features
 from train.run import run, setup
 from train.run.config import TrainingConfig, read_training_config, training_fields
 
@@ -197,6 +198,27 @@ def toy_run(folder, console=None, target=toy_target, **changes):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(setup, "load_model", lambda name, *, field, form, mesh=None: target(mesh))
         return run.run(read(config), make, console or Console(quiet=True))
+
+
+def two_rows(vocab_size, seed=0):
+    """Two rows: two conversations and padding, and one that fills its row."""
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(0, vocab_size, (2, 24)).astype(np.int32)
+    segments = np.array([[1] * 10 + [2] * 11 + [0] * 3, [1] * 24], np.int32)
+    positions = np.array([[*range(10), *range(11), 0, 0, 0], [*range(24)]], np.int32)
+    labels = np.full((2, 20), -1, np.int32)
+    labels[0, :12] = [*range(4, 10), *range(14, 20)]
+    labels[1, :18] = [*range(2, 12), *range(16, 24)]
+    return Batch(*map(jnp.asarray, (tokens, positions, segments, labels)), {})
+
+
+def with_features(target, batch, names=("final_norm",)):
+    """The batch with features of the target."""
+
+    def fill(params, batch):
+        return fill_features(target.architecture, params, batch, names)
+
+    return jax.jit(fill)(target.params, batch)
 
 
 def config_of(**changes):

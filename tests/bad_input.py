@@ -1,8 +1,9 @@
-"""Properties of untrusted input, in two lengths: a few fixed examples, or new ones for minutes.
+"""What bad input must end in, and properties of untrusted input.
 
-A property is a Hypothesis test with `@examples(number)`. `make test` runs that number, always the
-same ones. With `--fuzz=MINUTES` (`make fuzz`) the properties share the time: each is repeated with
-new random inputs until its share is over, and a table says how many there were.
+An error is one line. A property is a Hypothesis test with `@examples(number)`: `make test` runs
+that number, always the same ones. With `--fuzz=MINUTES` (`make fuzz`) the properties share the
+time: each is repeated with new random inputs until its share is over, and a table says how many
+there were.
 """
 
 import collections
@@ -16,6 +17,23 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from specjax.errors import InputError
+
+
+def refused(call, said):
+    """The error's text, which is one line."""
+    with pytest.raises(InputError, match=said) as caught:
+        call()
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def refused_command(main, argv, capsys):
+    assert main(argv) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    return error
+
 
 _AT_A_TIME = 20
 _ran = collections.Counter()

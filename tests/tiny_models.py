@@ -1,21 +1,43 @@
-"""Small heads with random weights, for the tests."""
+"""Tiny models with random weights, and heads of every kind for them."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from conftest import tiny_config
 
 from specjax.drafters import head_drafter
+from specjax.loading.heads.complete_parameters import complete_parameters
 from specjax.loading.heads.head import Head, TargetMetadata
-from specjax.models.heads.eagle import EagleConfig, default_taps
+from specjax.loading.load import random_model
+from specjax.models.heads.eagle import Eagle, EagleConfig, default_taps
 from specjax.models.heads.medusa import Medusa, MedusaConfig, parameter_table
 from specjax.models.heads.mtp import MtpConfig, MtpModules
+from specjax.models.masks import causal
 from specjax.models.parameters import Parameter
+from specjax.testing import Tabular
 from train.methods.medusa import first_params
 
-SOME = np.sort(np.random.default_rng(0).choice(61, 40, replace=False)).astype(np.int32)
-"""A part of the tiny target's vocabulary."""
+VOCABULARY = 40
+"""Tokens of a reduced draft vocabulary."""
+SOME = np.sort(np.random.default_rng(0).choice(61, VOCABULARY, replace=False)).astype(np.int32)
+"""Such a part of the tiny target's vocabulary."""
+
+
+@functools.cache
+def small_model(vocab_size, num_layers=2, seed=0):
+    """A random model with so few tokens that its outputs can be enumerated."""
+    shape = dict(hidden_size=8, intermediate_size=8, num_heads=1, num_kv_heads=1, head_dim=4)
+    config = tiny_config(vocab_size=vocab_size, num_layers=num_layers, max_positions=64, **shape)
+    return random_model(config, seed, dtype="float32")
+
+
+@functools.cache
+def bigrams(vocab):
+    """A target that is a table of bigrams."""
+    return Tabular(vocab), 1.2 * jax.random.normal(jax.random.key(0), (vocab, vocab))
 
 
 def eagle_config(target, version=3, vocabulary=None, **flags):
@@ -112,3 +134,66 @@ def medusa_head(target, ids=None, spread=1.0, seed=0, **options):
     if not config.original_lm_head:
         params["head"] = start["head"]
     return Head("medusa", config, params, ids, TargetMetadata.of(target))
+
+
+@functools.cache
+def noisy_medusa_head(target, vocabulary=None, original=False, layers=1, seed=0):
+    size = target.config.vocab_size
+    width = target.config.hidden_size
+    config = MedusaConfig(width, size, 3, layers, vocabulary or size, original)
+    ids = None
+    if vocabulary is not None:
+        rng = np.random.default_rng(seed)
+        ids = np.sort(rng.choice(size, vocabulary, replace=False)).astype(np.int32)
+    params = noisy(parameter_table(config), seed, 0.3)
+    return Head("medusa", config, params, ids, TargetMetadata.of(target))
+
+
+_PAIRS = 6
+
+
+def draft_logits(head, target, seed=0):
+    """Float32 logits [n, Vd] of a Medusa or EAGLE head on random tokens and features."""
+    params, rng = complete_parameters(head, target), np.random.default_rng(seed)
+
+    def feature(width):
+        return jnp.asarray(rng.standard_normal((1, _PAIRS, width), np.float32))
+
+    if isinstance(head.config, MedusaConfig):
+        medusa = Medusa(head.config, target.dtype)
+        return np.asarray(_medusa_logits(medusa, params, feature(head.config.hidden_size)))[0]
+    features = {tap: feature(head.config.target_hidden_size) for tap in head.config.taps}
+    tokens = rng.integers(0, head.config.decoder.vocab_size, (1, _PAIRS + 1))
+    eagle = Eagle(head.config, target.dtype)
+    return np.asarray(_eagle_logits(eagle, params, features, jnp.asarray(tokens, jnp.int32)))[0]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _medusa_logits(medusa, params, feature):
+    states = medusa.states(params, feature)
+    every = [medusa.logits(params, states[index], index) for index in range(len(states))]
+    return jnp.concatenate(every, axis=1)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _eagle_logits(eagle, params, features, tokens):
+    """Of a few pairs, and of one step further on the head's own output."""
+    positions = jnp.arange(_PAIRS + 1)
+    seen, cache = causal(positions, _PAIRS + 1), eagle.make_cache(1, _PAIRS)
+    window, hidden = eagle.make_window(1, _PAIRS + 1), eagle.fuse(params, features)
+    first, last = slice(None, -1), slice(-1, None)
+    outputs = []
+    for part in (first, last):
+        output, window = eagle.extend(
+            params,
+            tokens[:, part],
+            hidden,
+            positions[None, part],
+            cache,
+            window,
+            0 if part is first else _PAIRS,
+            seen[:, part],
+        )
+        hidden = eagle.next_hidden(params, output)[:, last]
+        outputs.append(eagle.logits(params, output))
+    return jnp.concatenate(outputs, axis=1)

@@ -1,23 +1,90 @@
-"""Small GGUF files for tests: a random model with a byte-level tokenizer, and damaged copies."""
+"""Files of models and heads as other tools write them, whole or changed by an accident."""
 
+import json
 import re
+import shutil
 from pathlib import Path
 
 import gguf
 import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
 from tokenizers.pre_tokenizers import ByteLevel
 
+from specjax.errors import InputError
+from specjax.files.folder_marker import MARKER
 from specjax.loading.formats import parameter_names, tensor_layout
 from specjax.loading.formats.families.llama import LLAMA
-from specjax.loading.load import random_model
+from specjax.loading.head_formats import write_foreign
+from specjax.loading.load import load_model, random_model
 from specjax.models.config import DecoderConfig
 
-TABLE = LLAMA.gguf.tensors
-SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-TOKENS = [*SPECIAL, *sorted(ByteLevel.alphabet()), "Ġt", "he", "Ġthe", "in"]
-MERGES = ["Ġ t", "h e", "Ġt he", "i n"]
-CONFIG = DecoderConfig(
-    vocab_size=len(TOKENS),
+GOLDENS = Path(__file__).parent / "goldens"
+WEIGHTS = "model.safetensors"
+
+
+def edit_json(path, **fields):
+    """Merge fields into a JSON file; None drops one."""
+    content = json.loads(path.read_text()) | fields
+    path.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
+
+
+def edit_tensors(path, change):
+    """Replace the tensors of a safetensors file by what `change` makes of them."""
+    save_file(change(dict(load_file(path))), path)
+
+
+def changed(source, folder, tensors=None, **fields):
+    """A copy of a golden model, with its config and its tensors changed."""
+    path = Path(shutil.copytree(GOLDENS / source, folder / "model"))
+    edit_json(path / "config.json", **fields)
+    if tensors is not None:
+        edit_tensors(path / WEIGHTS, tensors)
+    return path
+
+
+def without(*starts):
+    """A change of tensors: those whose names start so are left out."""
+    return lambda tensors: {
+        name: value for name, value in tensors.items() if not name.startswith(starts)
+    }
+
+
+def refusal(source):
+    """The message of the error that loading gives: one printable line that names the source."""
+    with pytest.raises(InputError) as caught:
+        load_model(source)
+    message = str(caught.value)
+    assert message.isprintable()
+    assert len(message) < 1000
+    assert str(source) in message
+    return message
+
+
+def written_head(tmp_path, head, form, target, **options):
+    path = tmp_path / "head"
+    write_foreign(head, path, form, target, **options)
+    return path
+
+
+def edit_head(path, config=None, tensors=None, drop=()):
+    """Change an export as another tool, or an accident, might have."""
+    values = json.loads((path / "config.json").read_text()) | (config or {})
+    (path / "config.json").write_text(json.dumps(values))
+    (file,) = path.glob("*.safetensors")
+    # Saving drops the notes of specjax, and it is no longer what specjax wrote.
+    (path / MARKER).unlink(missing_ok=True)
+    stored = {name: value for name, value in load_file(file).items() if name not in drop}
+    stored |= {name: np.ascontiguousarray(value) for name, value in (tensors or {}).items()}
+    save_file(stored, file)
+
+
+GGUF_TABLE = LLAMA.gguf.tensors
+_SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+GGUF_TOKENS = [*_SPECIAL, *sorted(ByteLevel.alphabet()), "Ġt", "he", "Ġthe", "in"]
+_MERGES = ["Ġ t", "h e", "Ġt he", "i n"]
+GGUF_CONFIG = DecoderConfig(
+    vocab_size=len(GGUF_TOKENS),
     hidden_size=64,
     intermediate_size=96,
     num_layers=2,
@@ -29,7 +96,7 @@ CONFIG = DecoderConfig(
 )
 
 
-def metadata(config=CONFIG):
+def gguf_metadata(config=GGUF_CONFIG):
     """The keys of a plain file, but for the architecture."""
     return {
         "llama.block_count": np.uint32(config.num_layers),
@@ -43,26 +110,26 @@ def metadata(config=CONFIG):
         "llama.rope.freq_base": np.float32(config.rope_theta),
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": "smollm",
-        "tokenizer.ggml.tokens": TOKENS,
-        "tokenizer.ggml.token_type": [3] * len(SPECIAL) + [1] * (len(TOKENS) - len(SPECIAL)),
-        "tokenizer.ggml.merges": MERGES,
+        "tokenizer.ggml.tokens": GGUF_TOKENS,
+        "tokenizer.ggml.token_type": [3] * len(_SPECIAL) + [1] * (len(GGUF_TOKENS) - len(_SPECIAL)),
+        "tokenizer.ggml.merges": _MERGES,
         "tokenizer.ggml.bos_token_id": np.uint32(1),
         "tokenizer.ggml.eos_token_id": np.uint32(2),
     }
 
 
-def tensors(config=CONFIG, seed=0):
+def gguf_tensors(config=GGUF_CONFIG, seed=0):
     """Every tensor of a random model, as the file names and lays them out."""
     params = random_model(config, seed, dtype="float32").params
     found = {}
-    for location in parameter_names.locations(TABLE, config):
+    for location in parameter_names.locations(GGUF_TABLE, config):
         leaf = np.asarray(parameter_names.lookup(params, location.entry.path))
         value = leaf if location.layer is None else leaf[location.layer]
         found[location.name] = np.ascontiguousarray(tensor_layout.to_stored(value, location))
     return found
 
 
-def converted(tensors, architecture, config):
+def gguf_converted(tensors, architecture, config):
     """Tensors of Hugging Face's layout with the names and rows of llama.cpp's converter."""
     number = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(number, config.num_layers + 1)
@@ -88,7 +155,7 @@ def converted(tensors, architecture, config):
     return found
 
 
-def write(path, keys, arrays, kind="F32", architecture="llama", **split):
+def write_gguf(path, keys, arrays, kind="F32", architecture="llama", **split):
     """Write a file with the matrices quantised to `kind` and the vectors in float32.
 
     `split` says how the writer splits it into parts, and the path of the first comes out.
