@@ -6,7 +6,7 @@ import functools
 import importlib.util
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -39,9 +39,17 @@ from specjax.loading.notes import note
 from specjax.loading.tokenizers import huggingface_tokenizer as files
 from specjax.loading.tokenizers.gguf_tokenizer import read_tokenizer
 from specjax.loading.tokenizers.tokenizer import Tokenizer
+from specjax.loading.weights import (
+    WEIGHTS,
+    float_model,
+    is_quantized,
+    quantized_model,
+    stacked_form,
+)
 from specjax.models.config import DecoderConfig
 from specjax.models.decoder import Form
 from specjax.models.heads.mtp import MtpConfig
+from specjax.models.kernels import cpu_library
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 """The model that comes as a package: SmolLM2-135M-Instruct (Apache-2.0), Q4_1."""
@@ -58,6 +66,7 @@ def load_model(
     mesh: Mesh | None = None,
     replicated: bool = False,
     form: Form | None = None,
+    weights: str = "auto",
     field: str = "name_or_path",
 ) -> Model:
     """A model by built-in name, .gguf file, directory, or the hub's org/name.
@@ -67,15 +76,27 @@ def load_model(
 
     `dtype` is float32, bfloat16, float16, or auto: float32 on CPU, bfloat16 elsewhere. On a `mesh`
     (`sharding.make_mesh`) each tensor goes straight into its part of each device, split over
-    `model`, or whole with `replicated`. `form` is by default the backend's (`Form.of`). `field` is
-    the name of the first argument in errors. Raises InputError for anything that is not an intact
+    `model`, or whole with `replicated`. `form` is by default the backend's (`Form.of`). `weights`
+    is how kernels are stored (`weights.WEIGHTS`): float, int8, int4, as the file has them, or auto.
+    `field` is the name of the first argument in errors. Raises InputError for anything that is not an intact
     model of a known family, and for a mesh that its heads cannot be split over.
     """
     Flag().check("replicated", replicated)
     sharding.MESH_KIND.check("mesh", mesh)
     optional(Instance(Form, "use a Form")).check("form", form)
     Text().check("field", field)
-    target = _Target(resolve_dtype(dtype), mesh, _shards(mesh, replicated), form, dtype == "auto")
+    WEIGHTS.check("weights", weights)
+    target = _Target(
+        resolve_dtype(dtype), mesh, _shards(mesh, replicated), form, dtype == "auto", weights
+    )
+    if weights in ("int8", "int4"):
+        loaded = _load(field, name_or_path, target)
+        return quantized_model(loaded, weights)
+    return _load(field, name_or_path, target)
+
+
+def _load(field: str, name_or_path: str | Path, target: _Target) -> Model:
+    """The model of a name or path, with kernels in floating point or as the file has them."""
     if name_or_path == DEFAULT_MODEL:
         return _load_gguf(DEFAULT_MODEL, default_model_file(), target)
     path, name = user_path(field, name_or_path), str(name_or_path)
@@ -106,6 +127,7 @@ def place_model(model: Model, mesh: Mesh | None, *, replicated: bool = False) ->
     shards = _shards(mesh, replicated)
     if (mesh, shards) == (model.mesh, model.shards):
         return model
+    model = float_model(model)
     if mesh is None:
         arrays = jax.device_put(model.arrays, jax.devices()[0])
     else:
@@ -137,7 +159,9 @@ def with_vocabulary(model: Model, size: int) -> Model:
     params = dict(model.params)
     for name, leaf, axis in (("embed", "embedding", 0), ("head", "kernel", 1)):
         if name in params:
-            params[name] = {**params[name], leaf: fitted(params[name][leaf], axis)}
+            value = params[name][leaf]
+            new = value.resized(size) if is_quantized(value) else fitted(value, axis)
+            params[name] = {**params[name], leaf: new}
     unused = [token for token in (*model.config.unused_tokens, *range(have, size)) if token < size]
     config = replace(model.config, vocab_size=size, unused_tokens=tuple(unused))
     # Its own modules for multi-token prediction are those of its own vocabulary.
@@ -172,6 +196,7 @@ def save_model(model: Model, directory: str | Path) -> None:
             f"{path}: the model is spread over processes, and one cannot write it; "
             "use specjax.save_checkpoint"
         )
+    model = float_model(model)
     huggingface.save(
         path, model.config, model.params, model.tokenizer, model.ends, np.dtype(model.dtype)
     )
@@ -220,13 +245,36 @@ class _Target(NamedTuple):
     shards: int
     asked: Form | None
     auto: bool = False
+    weights: str = "float"
 
     def form(self, config: DecoderConfig) -> Form:
         """The form of a model of that config; raises InputError for one that is not for it."""
         num_devices = 1 if self.mesh is None else self.mesh.size
         form = self.asked or Form.of(jax.default_backend(), config, num_devices)
+        if self.asked is None and self.weights in ("int8", "int4"):
+            form = stacked_form(form)
         form.check(config)
         return form
+
+    def keeps_blocks(self, path: Path, bits: Collection[int]) -> bool:
+        """Whether kernels stay as the blocks of a GGUF that has some of those bits.
+
+        Raises InputError where that is asked for and cannot be.
+        """
+        if self.weights not in ("auto", "file"):
+            return False
+        problem = None
+        if not bits:
+            problem = "no kernel of the file is Q8_0, Q4_0 or Q4_1 in all of its layers"
+        elif jax.default_backend() != "cpu" or self.mesh is not None:
+            problem = "products of such blocks are for one CPU"
+        elif self.weights == "auto" and self.asked is not None:
+            return False
+        elif not cpu_library.available():
+            problem = "the CPU kernel is not there, which needs a C++ compiler"
+        if problem is None or self.weights == "auto":
+            return problem is None
+        raise InputError(f"{path}: weights='file': {problem}; use weights='float' or 'int8'")
 
     def stacks(self, config: DecoderConfig) -> bool:
         """Whether the layers of a model of that config are stacked."""
@@ -285,9 +333,13 @@ def _load_gguf(name: str, path: Path, target: _Target) -> Model:
         if (rows := gguf.embedding_rows(file)) is not None:
             tokenizer = tokenizer.limited(rows, "rows of token_embd.weight")
         config, modules = gguf.read_config(file, tokenizer.vocab_size, tokenizer.unused_ids)
-        if any(tensor.kind.name != "F32" for tensor in file.tensors.values()):
+        keep = target.keeps_blocks(path, set(gguf.kept_bits(file, config).values()))
+        if keep:
+            target = target._replace(asked=stacked_form(target.form(config)))
+        elif any(tensor.kind.name != "F32" for tensor in file.tensors.values()):
             target.say_size(name, config, modules)
-        arrays = gguf.read_params(file, config, *target.layout(config), mtp=modules)
+        layout = target.layout(config)
+        arrays = gguf.read_params(file, config, *layout, mtp=modules, keep_blocks=keep)
         params, mtp = split_arrays(arrays, modules)
     return replace(target.model(name, config, params, tokenizer), mtp=mtp)
 

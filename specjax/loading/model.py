@@ -14,6 +14,7 @@ from specjax.loading.tokenizers.tokenizer import Tokenizer
 from specjax.models.config import DecoderConfig
 from specjax.models.decoder import DEFAULT_FORM, Decoder, Form
 from specjax.models.heads.mtp import MtpConfig, MtpModules
+from specjax.models.layers.quantized import QuantizedKernel
 from specjax.models.parameter_table import parameter_table
 
 _MTP = "mtp"
@@ -44,10 +45,10 @@ class Model:
 
     def __repr__(self) -> str:
         """The name, the size, and where it is placed, in a line."""
-        size = sum(leaf.size for leaf in jax.tree.leaves(self.params))
+        size = count_weights(self.params)
         mesh = "" if self.mesh is None else f", mesh {dict(self.mesh.shape)}"
         shape = f"{self.config.num_layers} layers, {self.config.vocab_size} tokens"
-        return f"Model({self.name}, {size / 1e6:.1f}M parameters, {shape}, {self.dtype}{mesh})"
+        return f"Model({self.name}, {size / 1e6:.1f}M parameters, {shape}, {self.weights}{mesh})"
 
     def __post_init__(self) -> None:
         if self.mtp is not None:
@@ -82,12 +83,28 @@ class Model:
     @property
     def num_params(self) -> int:
         """Number of parameters, those of MTP modules among them, a tied head counted once."""
-        return sum(leaf.size for leaf in jax.tree.leaves(self.arrays))
+        return count_weights(self.arrays)
+
+    @property
+    def weights(self) -> str:
+        """How its weights are stored: its dtype, or the bits of quantised kernels."""
+        kernels = jax.tree.leaves(self.params, is_leaf=_is_quantized)
+        bits = sorted({kernel.bits for kernel in kernels if _is_quantized(kernel)})
+        return " and ".join(f"{number}-bit" for number in bits) or str(self.dtype)
 
     @property
     def arrays(self) -> dict[str, Any]:
         """All of its arrays: `params`, and under "mtp" those of its modules."""
         return self.params if self.mtp is None else {**self.params, _MTP: self.mtp.params}
+
+
+def count_weights(params: Any) -> int:
+    """The number of weights in a tree of parameters, whatever the bits of each."""
+    return sum(leaf.size for leaf in jax.tree.leaves(params, is_leaf=_is_quantized))
+
+
+def _is_quantized(node: Any) -> bool:
+    return isinstance(node, QuantizedKernel)
 
 
 def array_table(config: DecoderConfig, mtp: MtpConfig | None, scan_layers: bool) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,6 +14,7 @@ import numpy as np
 from jaxtyping import Array, Key
 
 from specjax.errors import InputError
+from specjax.models.layers.quantized import QuantizedKernel
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,9 @@ def checked(table: Mapping[str, Any], params: Any, path: str = "params") -> dict
         value = params[name]
         if isinstance(entry, Parameter):
             value = nn.meta.unbox(value)
-            if value.shape != entry.shape:
+            is_quantized = isinstance(value, QuantizedKernel)
+            fits = value.size == math.prod(entry.shape) if is_quantized else value.shape == entry.shape
+            if not fits:
                 raise InputError(f"{where} has the shape {value.shape}; it has to be {entry.shape}")
             values[name] = value
         else:

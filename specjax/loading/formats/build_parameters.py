@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import collections
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -18,10 +19,14 @@ from specjax.distributed import sharding
 from specjax.errors import InputError
 from specjax.loading.formats import parameter_names
 from specjax.models.config import DecoderConfig
+from specjax.models.layers.quantized import QuantizedKernel
 from specjax.models.parameter_table import parameter_table
 
-Fill = Callable[[parameter_names.Location, np.ndarray], None]
-"""Writes one tensor's values into a host array of the tree's shape (`Location.shape`)."""
+Fill = Callable[[parameter_names.Location, Any], None]
+"""Writes one tensor's values into a host array of the tree's shape (`Location.shape`).
+
+Into a QuantizedKernel of host arrays it writes the integers, scales and minimums of its rows.
+"""
 
 _THREADS = 2
 
@@ -88,20 +93,22 @@ def build(
     shards: int = 1,
     scan_layers: bool = True,
     threads: int = _THREADS,
+    bits: Mapping[parameter_names.Path, int] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """The parameter tree with every location filled, on the default device or split over a mesh.
 
     The host holds one or two tensors at a time, except where the CPU is the device and there is no
     mesh: then the tree is filled in host memory directly. `threads` is the number of threads that
-    fill concurrently; one fills the locations in order. Raises InputError where the mesh does not
-    fit the model.
+    fill concurrently; one fills the locations in order. Kernels at the paths of `bits` are quantised
+    ones of 4 or 8 bits; on a CPU without a mesh only. Raises InputError where the mesh does not fit
+    the model.
     """
     table = parameter_table(config, scan_layers)
     if mesh is not None:
         check_shards(config, shards)
         targets = parameter_shardings(config, mesh, shards, scan_layers)
     elif jax.default_backend() == "cpu":
-        return _adopted(config, dtype, locations, fill, scan_layers, threads)
+        return _adopted(config, dtype, locations, fill, scan_layers, threads, bits)
     else:
         device = SingleDeviceSharding(jax.devices()[0])
         targets = jax.tree.map(lambda _: device, table)
@@ -147,12 +154,22 @@ def _adopted(
     fill: Fill,
     scan_layers: bool,
     threads: int,
+    bits: Mapping[parameter_names.Path, int],
 ) -> dict[str, Any]:
     params = parameter_names.allocate(config, dtype, scan_layers)
+    for location in locations:
+        path, index = location.within(scan_layers)
+        if path in bits:
+            *parents, last = path
+            node = parameter_names.lookup(params, tuple(parents))
+            if not isinstance(node[last], QuantizedKernel):
+                lead = node[last].shape[: len(index)]
+                node[last] = parameter_names.empty_quantized((*lead, *location.rows), bits[path])
 
     def write(location: parameter_names.Location) -> None:
         path, index = location.within(scan_layers)
-        fill(location, parameter_names.lookup(params, path)[index])
+        leaf = parameter_names.lookup(params, path)
+        fill(location, jax.tree.map(lambda array: array[index], leaf))
 
     with ThreadPoolExecutor(threads) as pool:
         list(pool.map(write, locations))

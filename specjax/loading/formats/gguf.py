@@ -8,7 +8,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from jax.sharding import Mesh
+from jaxtyping import UInt8
 
 from specjax.errors import InputError, shown
 from specjax.loading.formats import build_parameters, mtp_layers, parameter_names, tensor_layout
@@ -18,8 +20,10 @@ from specjax.loading.formats.gguf_fields import MTP_MODULES, GgufFields
 from specjax.loading.formats.gguf_file import GgufFile, Tensor, check_type
 from specjax.models.config import DecoderConfig
 from specjax.models.heads.mtp import MtpConfig
+from specjax.models.layers.quantized import GROUP, QuantizedKernel
 
 _OF_ONE_EXPERT = re.compile(r"blk\.\d+\.ffn_(gate|up|down)\.\d+\.weight")
+_BLOCK_BITS = {"Q4_0": 4, "Q4_1": 4, "Q8_0": 8}
 _UNROUNDED = ("F32", "F16", "BF16")
 
 
@@ -71,10 +75,12 @@ def read_params(
     shards: int = 1,
     scan_layers: bool = True,
     mtp: MtpConfig | None = None,
+    keep_blocks: bool = False,
 ) -> dict[str, Any]:
     """The parameter tree of `parameter_names.param_shapes`, dequantised into its final arrays.
 
-    With the modules `mtp` theirs are under "mtp". Raises InputError listing tensors that are
+    With the modules `mtp` theirs are under "mtp". With `keep_blocks` kernels stay in 4 or 8 bits
+    where the file has them so (`kept_bits`), on a CPU without a mesh. Raises InputError listing tensors that are
     missing, unexpected, mis-shaped or of a type that cannot be dequantised, before anything is
     allocated.
     """
@@ -102,15 +108,36 @@ def read_params(
     }.values():
         check_type(file, name)
 
-    def fill(location: parameter_names.Location, target: np.ndarray) -> None:
+    def fill(location: parameter_names.Location, target: np.ndarray | QuantizedKernel) -> None:
         _fill(file, file.tensors[location.name], location, target)
 
     # Largest first, so that the threads finish at similar times.
     locations.sort(key=lambda location: -file.tensors[location.name].size)
-    params = build_parameters.build(config, dtype, locations, fill, mesh, shards, scan_layers)
+    bits = kept_bits(file, config, scan_layers) if keep_blocks else {}
+    params = build_parameters.build(
+        config, dtype, locations, fill, mesh, shards, scan_layers, bits=bits
+    )
     if mtp is not None:
         params["mtp"] = mtp_layers.build(mtp, dtype, modules, fill, mesh, shards)
     return params
+
+
+def kept_bits(
+    file: GgufFile, config: DecoderConfig, scan_layers: bool = True
+) -> dict[parameter_names.Path, int]:
+    """The bits of the kernels that can stay as a file has them, by their paths in the tree.
+
+    These are kernels of which all layers have 4 bits (Q4_0, Q4_1) or all 8 (Q8_0); experts not.
+    """
+    layout = registry.family(config.family).gguf
+    assert layout is not None
+    found: dict[parameter_names.Path, set[int | None]] = {}
+    for location in parameter_names.locations(layout.tensors, config):
+        tensor, entry = file.tensors.get(location.name), location.entry
+        fits = entry.in_axes and not (entry.transposed or entry.added) and location.expert is None
+        bits = _BLOCK_BITS.get(tensor.kind.name) if tensor is not None and fits else None
+        found.setdefault(location.within(scan_layers)[0], set()).add(bits)
+    return {path: min(bits) for path, bits in found.items() if len(bits) == 1 and None not in bits}
 
 
 def _check_copies(file: GgufFile, copies: Mapping[str, str]) -> None:
@@ -133,10 +160,16 @@ def _check_copies(file: GgufFile, copies: Mapping[str, str]) -> None:
 
 
 def _fill(
-    file: GgufFile, tensor: Tensor, location: parameter_names.Location, target: np.ndarray
+    file: GgufFile,
+    tensor: Tensor,
+    location: parameter_names.Location,
+    target: np.ndarray | QuantizedKernel,
 ) -> None:
     """Write one tensor into its part of the tree, rows beyond the vocabulary left out."""
     part = location.entry.part
+    if isinstance(target, QuantizedKernel):
+        _fill_blocks(file.raw(tensor), tensor.kind.name, location, target)
+        return
     if not location.is_plain:
         rows = tensor_layout.from_rows(file.values(tensor, part), location)
         np.copyto(target, rows, casting="same_kind")
@@ -148,3 +181,29 @@ def _fill(
         start = first // math.prod(rest)
         rows = into[start : start + values.size // math.prod(rest)]
         np.copyto(rows, values.reshape(-1, *rest)[: len(rows)], casting="same_kind")
+
+
+def _fill_blocks(
+    raw: UInt8[np.ndarray, "bytes"],
+    kind: str,
+    location: parameter_names.Location,
+    target: QuantizedKernel,
+) -> None:
+    """Write a tensor's blocks into its kernel: a scale in half precision, a minimum, integers."""
+    rows, width = location.rows
+    index, count = location.entry.part
+    groups = width // GROUP
+    block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[kind]][1]
+    blocks = raw.reshape(count, -1, groups, block_bytes)[index, :rows]
+    if location.entry.paired:
+        blocks = tensor_layout.unpaired(blocks, location)
+    scales = blocks[..., :2].copy().view(np.float16)[..., 0]
+    target.scales[...] = scales
+    if kind == "Q8_0":
+        target.values[...] = blocks[..., 2:].view(np.int8).reshape(rows, -1)
+    elif kind == "Q4_0":
+        target.minimums[...] = scales * np.float16(-8)
+        target.values[...] = blocks[..., 2:].reshape(rows, -1)
+    else:
+        target.minimums[...] = blocks[..., 2:4].copy().view(np.float16)[..., 0]
+        target.values[...] = blocks[..., 4:].reshape(rows, -1)

@@ -17,6 +17,7 @@ import numpy as np
 
 from specjax.errors import InputError
 from specjax.models.config import DecoderConfig
+from specjax.models.layers.quantized import GROUP, QuantizedKernel
 from specjax.models.parameter_table import parameter_table
 from specjax.models.parameters import Parameter
 
@@ -173,14 +174,26 @@ def lookup(tree: dict[str, Any], path: Path) -> Any:
 def allocate(config: DecoderConfig, dtype: np.dtype, scan_layers: bool = True) -> dict[str, Any]:
     """The parameter tree, uninitialised, each leaf aligned so that a CPU device can adopt it."""
 
-    def empty(entry: Parameter) -> np.ndarray:
-        own = entry.dtype(dtype)
-        size = math.prod(entry.shape) * own.itemsize
-        raw = np.empty(size + _ALIGNMENT, np.uint8)
-        first = -raw.ctypes.data % _ALIGNMENT
-        return raw[first : first + size].view(own).reshape(entry.shape)
+    return jax.tree.map(
+        lambda entry: _empty(entry.shape, entry.dtype(dtype)), parameter_table(config, scan_layers)
+    )
 
-    return jax.tree.map(empty, parameter_table(config, scan_layers))
+
+def empty_quantized(rows: Shape, bits: int) -> QuantizedKernel:
+    """A kernel of `bits`, uninitialised, likewise; `rows` is its shape [*L, F, D]."""
+    *lead, width = rows
+    groups = (*lead, width // GROUP)
+    if bits == 8:
+        return QuantizedKernel(_empty(rows, np.int8), _empty(groups, np.float16), None)
+    values = _empty((*lead, width // 2), np.uint8)
+    return QuantizedKernel(values, _empty(groups, np.float16), _empty(groups, np.float16))
+
+
+def _empty(shape: Shape, dtype: Any) -> np.ndarray:
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    raw = np.empty(size + _ALIGNMENT, np.uint8)
+    first = -raw.ctypes.data % _ALIGNMENT
+    return raw[first : first + size].view(dtype).reshape(shape)
 
 
 def canonical(table: Collection[TensorEntry], names: Collection[str]) -> dict[str, str]:

@@ -36,7 +36,7 @@ def from_rows(stored: Shaped[np.ndarray, "..."], location: Location) -> Shaped[n
     entry = location.entry
     stored = stored.reshape(location.rows)
     if entry.paired:
-        stored = _unpair(stored, location)
+        stored = unpaired(stored, location)
     if entry.added:
         stored = stored - np.asarray(entry.added, stored.dtype)
     return (stored.T if entry.in_axes else stored).reshape(location.shape)
@@ -100,7 +100,7 @@ def same_numbers(one: np.ndarray, other: np.ndarray, rows: int | None = None) ->
         )
 
 
-def _unpair(stored: Shaped[np.ndarray, "..."], location: Location) -> Shaped[np.ndarray, "..."]:
+def unpaired(stored: Shaped[np.ndarray, "..."], location: Location) -> Shaped[np.ndarray, "..."]:
     """Rows 0, 1, 2, 3, ... of each head, where (0, 1) is a pair, to 0, 2, ..., 1, 3, ..."""
     return _reordered(stored, location, lambda width: np.arange(width).reshape(-1, 2).T)
 

@@ -7,6 +7,8 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
+from specjax.models.layers.quantized import QuantizedKernel
+
 
 def share(
     target_params: dict[str, Any], draft_ids: Int[Array, "Vd"] | None, *, head: bool
@@ -20,7 +22,8 @@ def share(
     if head:
         kernel = target_params["head"]["kernel"]
         if draft_ids is not None:
-            kernel = jnp.take(kernel, draft_ids, axis=1)
+            is_quantized = isinstance(kernel, QuantizedKernel)
+            kernel = kernel.take(draft_ids) if is_quantized else jnp.take(kernel, draft_ids, axis=1)
         shared["draft_head"] = {"kernel": kernel}
     return shared
 

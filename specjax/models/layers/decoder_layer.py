@@ -19,6 +19,7 @@ from specjax.models.layers import experts
 from specjax.models.layers.attention import Partial, group_queries, ungroup
 from specjax.models.layers.experts_on_mesh import mix_on_mesh
 from specjax.models.layers.matmul import ChosenKernel, product, products
+from specjax.models.layers.quantized import QuantizedKernel
 from specjax.models.layers.rope import frequencies
 
 Rotation = tuple[Float[Array, "B T 1 R2"], Float[Array, "B T 1 R2"]]
@@ -171,22 +172,29 @@ def merge_heads(layer: dict[str, Any], config: DecoderConfig) -> dict[str, Any]:
     """Return one or stacked layers with each head axis and its width merged in the projections.
 
     Backends multiply by plain matrices without a copy; with two axes to sum over, or two output
-    axes, each backend first copies some kernel transposed.
+    axes, each backend first copies some kernel transposed. Quantised kernels are matrices.
     """
     attention = dict(layer["attention"])
     for name in ("query", "key", "value"):
         attention[name] = {
-            leaf_name: leaf.reshape(*leaf.shape[:-2], -1)
+            leaf_name: leaf
+            if isinstance(leaf, QuantizedKernel)
+            else leaf.reshape(*leaf.shape[:-2], -1)
             for leaf_name, leaf in attention[name].items()
         }
     output = dict(attention["output"])
     kernel = output["kernel"]
-    output["kernel"] = kernel.reshape(*kernel.shape[:-3], -1, config.hidden_size)
+    if not isinstance(kernel, QuantizedKernel):
+        output["kernel"] = kernel.reshape(*kernel.shape[:-3], -1, config.hidden_size)
     return {**layer, "attention": {**attention, "output": output}}
 
 
-def at_layer(stacked: Shaped[Array, "L ..."], index: Int[Array, ""] | int) -> jax.Array:
+def at_layer(
+    stacked: Shaped[Array, "L ..."] | QuantizedKernel, index: Int[Array, ""] | int
+) -> jax.Array | QuantizedKernel:
     """Return a layer's entry of an array stacked over layers; the index is never negative."""
+    if isinstance(stacked, QuantizedKernel):
+        return stacked.at_layer(index)
     if isinstance(index, int):
         return stacked[index]
     return lax.dynamic_index_in_dim(stacked, index, keepdims=False, allow_negative_indices=False)
@@ -195,11 +203,19 @@ def at_layer(stacked: Shaped[Array, "L ..."], index: Int[Array, ""] | int) -> ja
 def one_layer(layers: dict[str, Any], index: Int[Array, ""] | int) -> dict[str, Any]:
     """Return one layer of stacked layers; its experts stay stacked, with the index beside them."""
     if "experts" not in layers["mlp"]:
-        return jax.tree.map(lambda leaf: at_layer(leaf, index), layers)
+        return _at_layer(layers, index)
     kernels = layers["mlp"]["experts"]
     dense_parts = {name: leaves for name, leaves in layers["mlp"].items() if name != "experts"}
-    layer = jax.tree.map(lambda leaf: at_layer(leaf, index), {**layers, "mlp": dense_parts})
+    layer = _at_layer({**layers, "mlp": dense_parts}, index)
     return {**layer, "mlp": {**layer["mlp"], "experts": _stacked(kernels, index)}}
+
+
+def _at_layer(layers: dict[str, Any], index: Int[Array, ""] | int) -> dict[str, Any]:
+    return jax.tree.map(
+        lambda leaf: at_layer(leaf, index),
+        layers,
+        is_leaf=lambda node: isinstance(node, QuantizedKernel),
+    )
 
 
 def layer_chooser(
@@ -240,7 +256,11 @@ def embed(
     if "embed" in params:
         x = jnp.take(params["embed"]["embedding"], tokens, axis=0)
     else:
-        x = jnp.moveaxis(jnp.take(params["head"]["kernel"], tokens, axis=1), 0, -1)
+        kernel = params["head"]["kernel"]
+        if isinstance(kernel, QuantizedKernel):
+            x = kernel.columns(tokens)
+        else:
+            x = jnp.moveaxis(jnp.take(kernel, tokens, axis=1), 0, -1)
     return x.astype(dtype)
 
 

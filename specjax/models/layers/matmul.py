@@ -12,6 +12,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from specjax.errors import InputError
+from specjax.models.layers.quantized import QuantizedKernel, quantized_products
 
 
 class ChosenKernel(NamedTuple):
@@ -25,10 +26,14 @@ class ChosenKernel(NamedTuple):
     index: Int[Array, ""]
 
 
+Kernel = jax.Array | ChosenKernel | QuantizedKernel
+"""What a product multiplies by."""
+
+
 def product(
     equation: str,
     x: jax.Array,
-    kernel: jax.Array | ChosenKernel,
+    kernel: Kernel,
     *,
     multiply: Any = None,
     out: Any = None,
@@ -37,10 +42,14 @@ def product(
 
     With `multiply` (bfloat16, in training and on CPUs) both operands are rounded to that dtype
     first, as is the gradient; sums are in float32. This is two to five times as fast on devices
-    that support the dtype in hardware. Raises InputError for a chosen kernel of another dtype.
+    that support the dtype in hardware. A quantised kernel is multiplied in float32. Raises
+    InputError for a chosen kernel of another dtype.
     """
     if isinstance(kernel, ChosenKernel):
         (y,) = _chosen_products(equation, x, [kernel], multiply, out)
+        return y
+    if isinstance(kernel, QuantizedKernel):
+        (y,) = _quantized_products(equation, x, [kernel], out)
         return y
     if multiply is None or jnp.dtype(multiply) == x.dtype:
         return jnp.einsum(
@@ -53,16 +62,18 @@ def product(
 def products(
     equation: str,
     x: jax.Array,
-    kernels: Sequence[jax.Array | ChosenKernel],
+    kernels: Sequence[Kernel],
     *,
     multiply: Any = None,
 ) -> list[jax.Array]:
-    """Return the `product` with each of several kernels; with chosen ones they may run in parallel.
+    """Return the `product` with each of several kernels; chosen or quantised ones run together.
 
     Raises InputError as `product` does.
     """
     if all(isinstance(kernel, ChosenKernel) for kernel in kernels):
         return _chosen_products(equation, x, kernels, multiply, None)
+    if all(isinstance(kernel, QuantizedKernel) for kernel in kernels):
+        return _quantized_products(equation, x, kernels, None)
     return [product(equation, x, kernel, multiply=multiply) for kernel in kernels]
 
 
@@ -82,10 +93,7 @@ def _chosen_products(
     out: Any,
 ) -> list[Float[Array, "*B _"]]:
     """Return the products with kernels of the same layer, in one branch; no kernel is rounded."""
-    inputs, result = equation.split("->")
-    left_axes, right_axes = inputs.split(",")
-    assert right_axes[0] == left_axes[-1], equation
-    assert result == left_axes[:-1] + right_axes[1:], equation
+    _check_matrix_product(equation)
     dtype = jnp.dtype(x.dtype if multiply is None else multiply)
     if any(layer_kernel.dtype != dtype for kernel in kernels for layer_kernel in kernel.kernels):
         raise InputError(
@@ -114,6 +122,24 @@ def _chosen_products(
     layers = zip(*(kernel.kernels for kernel in kernels), strict=True)
     outputs = lax.switch(kernels[0].index, [branch(layer) for layer in layers], operand)
     return [y[: len(rows)].reshape(*x.shape[:-1], -1) for y in outputs]
+
+
+def _quantized_products(
+    equation: str, x: Float[Array, "*B D"], kernels: Sequence[QuantizedKernel], out: Any
+) -> list[Float[Array, "*B _"]]:
+    """Return the products with quantised kernels of the same layer."""
+    _check_matrix_product(equation)
+    outputs = quantized_products(x.reshape(-1, x.shape[-1]), kernels)
+    dtype = x.dtype if out is None else out
+    return [y.reshape(*x.shape[:-1], -1).astype(dtype) for y in outputs]
+
+
+def _check_matrix_product(equation: str) -> None:
+    """Check that an equation multiplies the last axis of x by a matrix [D, F]."""
+    inputs, result = equation.split("->")
+    left_axes, right_axes = inputs.split(",")
+    assert right_axes[0] == left_axes[-1], equation
+    assert result == left_axes[:-1] + right_axes[1:], equation
 
 
 def full_precision(dtype: Any) -> lax.Precision | None:

@@ -1,0 +1,109 @@
+"""Models with weights in fewer bits, made from models in floating point, and back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from specjax.errors import InputError
+from specjax.fields import Choice
+from specjax.loading.model import Model, array_table, split_arrays
+from specjax.models.decoder import Form
+from specjax.models.layers.quantized import GROUP, QuantizedKernel, quantize
+from specjax.models.parameters import Parameter
+
+WEIGHTS = Choice(("auto", "float", "file", "int8", "int4"))
+"""How a model's weights may be stored.
+
+`float` in the model's dtype; `file` as the blocks of 4 or 8 bits that a GGUF has; `int8` and `int4`
+rounded in groups of 32, with the embedding and the head in 8 bits; `auto` as `file` where that is
+possible, on one CPU, and otherwise as `float`.
+"""
+_BITS = {"int8": 8, "int4": 4}
+
+
+def is_quantized(leaf: Any) -> bool:
+    """Whether a node of a parameter tree is a kernel in fewer bits."""
+    return isinstance(leaf, QuantizedKernel)
+
+
+def quantized_model(model: Model, weights: str) -> Model:
+    """A model with its kernels in `weights`, int8 or int4; experts, norms and biases stay as is.
+
+    A kernel that is quantised already is rounded anew only if it has more bits. Raises InputError
+    for a model on a mesh, in a form whose layers are apart, or of a width that is no multiple of
+    32.
+    """
+    if model.mesh is not None:
+        raise InputError(f"weights={weights!r}: not on a mesh yet; leave out the mesh")
+    if model.form.layers == "apart":
+        raise InputError(f"weights={weights!r}: the form has layers apart; use stacked layers")
+
+    def converted(path: tuple[Any, ...], entry: Parameter, leaf: Any) -> Any:
+        names = [step.key for step in path]
+        if names[-1] != "kernel" or "router" in names or "experts" in names or "mtp" in names:
+            return leaf
+        bits = 8 if names[0] == "head" else _BITS[weights]
+        if is_quantized(leaf):
+            if leaf.bits <= bits:
+                return leaf
+            leaf = leaf.dequantized()
+        inputs, outputs = _matrix(names, entry)
+        if inputs % GROUP:
+            raise InputError(
+                f"weights={weights!r}: {'.'.join(names)} has {inputs} inputs, no multiple of "
+                f"{GROUP}; use weights='float'"
+            )
+        lead = entry.shape[: 1 if entry.axes[0] == "layers" else 0]
+        return _quantize(leaf.reshape(*lead, inputs, outputs), bits)
+
+    return _with_arrays(model, _map(converted, _table(model), model.arrays))
+
+
+def float_model(model: Model) -> Model:
+    """The model with all weights as arrays in its dtype, of the parameter table's shapes."""
+
+    def converted(path: tuple[Any, ...], entry: Parameter, leaf: Any) -> Any:
+        del path
+        if not is_quantized(leaf):
+            return leaf
+        return _dequantize(leaf).astype(entry.dtype(model.dtype)).reshape(entry.shape)
+
+    return _with_arrays(model, _map(converted, _table(model), model.arrays))
+
+
+_quantize = jax.jit(quantize, static_argnums=1)
+_dequantize = jax.jit(QuantizedKernel.dequantized)
+
+
+def _matrix(names: list[str], entry: Parameter) -> tuple[int, int]:
+    """The numbers of inputs and outputs of a kernel."""
+    shape = entry.shape[1:] if entry.axes[0] == "layers" else entry.shape
+    inputs = math.prod(shape[:-1]) if names[-2:] == ["output", "kernel"] else shape[0]
+    return inputs, math.prod(shape) // inputs
+
+
+def _table(model: Model) -> dict[str, Any]:
+    return array_table(model.config, model.mtp and model.mtp.config, model.form.stacked)
+
+
+def _map(convert: Callable[..., Any], table: dict[str, Any], arrays: dict[str, Any]) -> Any:
+    """The arrays of a table's entries after `convert(path, entry, array)`."""
+    return jax.tree_util.tree_map_with_path(
+        convert, table, arrays, is_leaf=lambda node: isinstance(node, Parameter)
+    )
+
+
+def _with_arrays(model: Model, arrays: dict[str, Any]) -> Model:
+    params, mtp = split_arrays(arrays, model.mtp and model.mtp.config)
+    return replace(model, params=params, mtp=mtp)
+
+
+def stacked_form(form: Form) -> Form:
+    """The form for quantised kernels, which are read in place from a stack of layers."""
+    return replace(form, layers="stacked") if form.layers == "apart" else form

@@ -1,0 +1,116 @@
+"""Compiles and loads the C++ kernels for CPUs, once per machine.
+
+The first use on a machine takes some seconds and a C++ compiler; the library is kept in the user's
+cache folder. Where it cannot be built, callers use what XLA has (`available`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import stat
+import subprocess
+import tempfile
+from pathlib import Path
+
+import jax
+
+from specjax.log import LOGGER
+
+_SOURCE = Path(__file__).with_name("quantized_product.cc")
+_FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-w")
+_SECONDS = 180
+QUANTIZED_PRODUCT = "specjax_quantized_product"
+"""The name of the custom call, and of its function in the library."""
+
+
+@functools.cache
+def available() -> bool:
+    """Return whether the library is there, after building it at the first call if need be.
+
+    Without a compiler, or a folder to keep the library in, a line on stderr says so once.
+    """
+    try:
+        library = ctypes.CDLL(str(_built()))
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+        LOGGER.info("no CPU kernel for weights of 4 and 8 bits: %s", _reason(error))
+        return False
+    handler = jax.ffi.pycapsule(getattr(library, QUANTIZED_PRODUCT))
+    jax.ffi.register_ffi_target(QUANTIZED_PRODUCT, handler, platform="cpu")
+    return True
+
+
+def _built() -> Path:
+    """Return the path of the library for this machine, and build it where it is not there yet."""
+    compiler = _compiler()
+    machine = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
+    command = [compiler, *_FLAGS, machine, f"-I{jax.ffi.include_dir()}", str(_SOURCE)]
+    path = _folder() / f"cpu-{_digest(command)}.so"
+    if path.exists():
+        _check_owned(path)
+        return path
+    LOGGER.info("building the CPU kernel for weights of 4 and 8 bits, once on this machine")
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        built = Path(folder, path.name)
+        subprocess.run(
+            [*command, "-o", str(built)], check=True, capture_output=True, timeout=_SECONDS
+        )
+        built.replace(path)
+    return path
+
+
+def _compiler() -> str:
+    named = os.environ.get("CXX")
+    for name in [named] if named else ["c++", "g++", "clang++"]:
+        if (found := shutil.which(name)) is not None:
+            return found
+    raise FileNotFoundError(f"{named or 'a C++ compiler'} is not installed; install g++ or clang++")
+
+
+def _digest(command: list[str]) -> str:
+    """Return a digest of what the library is made from: source, compiler, processor, headers."""
+    version = subprocess.run(
+        [command[0], "--version"], check=True, capture_output=True, timeout=_SECONDS
+    ).stdout
+    parts = (_SOURCE.read_bytes(), version, _processor(), jax.__version__, *command)
+    encoded = (part if isinstance(part, bytes) else str(part).encode() for part in parts)
+    return hashlib.sha256(b"\0".join(encoded)).hexdigest()[:20]
+
+
+def _processor() -> str:
+    """Return what identifies the processor's instructions: a library may not run on another."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
+    except OSError:
+        return platform.processor()
+    wanted = ("model name", "flags", "Features", "CPU part")
+    return "\n".join(sorted({line for line in lines if line.startswith(wanted)}))
+
+
+def _folder() -> Path:
+    """Return the folder for libraries, of this user and writable by nobody else."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    folder = (Path(base) if base else Path.home() / ".cache") / "specjax"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _check_owned(folder)
+    return folder
+
+
+def _check_owned(path: Path) -> None:
+    """Raise OSError unless the path is this user's and nobody else may write it."""
+    status = path.stat(follow_symlinks=False)
+    if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise PermissionError(f"{path} may be written by other users; remove it")
+
+
+def _reason(error: Exception) -> str:
+    """Return an error in one line; of a compiler that failed, the first line that says why."""
+    if isinstance(error, subprocess.CalledProcessError):
+        lines = error.stderr.decode(errors="replace").splitlines()
+        wrong = next((line for line in lines if "error" in line), "")
+        return f"{error.cmd[0]} failed: {wrong}"
+    return str(error)

@@ -1,0 +1,172 @@
+"""Kernels in 4 or 8 bits, in groups of 32 along the inputs with a scale each, and their products.
+
+The layout is that of GGUF's Q8_0, Q4_0 and Q4_1: a row of integers for each output. A weight is
+`scale * integer`, of four bits plus a minimum, and products are computed in float32 from
+activations that are not rounded: a model whose file has these types is the same model as in
+float32, up to the order of sums.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jax import lax
+from jaxtyping import Array, Float, Float16, Int, Int8, UInt8
+
+from specjax.models.kernels import cpu_library
+
+GROUP = 32
+"""The number of inputs that share a scale."""
+
+
+@struct.dataclass
+class QuantizedKernel:
+    """A kernel [*L, D, F] as F rows of D integers; L are stacked layers.
+
+    `values` are int8, or of four bits two to a byte: byte i of a group's sixteen holds integer i
+    in its low half, and i + 16 in the other. With `layer` it is that layer's kernel [D, F] of the
+    stack, which products read in place.
+    """
+
+    values: Int8[Array | np.ndarray, "*L F D"] | UInt8[Array | np.ndarray, "*L F D_over_2"]
+    scales: Float16[Array | np.ndarray, "*L F J"]
+    minimums: Float16[Array | np.ndarray, "*L F J"] | None
+    layer: Int[Array, ""] | None = None
+
+    @property
+    def bits(self) -> int:
+        """Bits of an integer: 4 or 8."""
+        return 8 if self.minimums is None else 4
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The kernel's shape: that of stacked layers, or [D, F]."""
+        *lead, outputs, groups = self.scales.shape
+        return (*(lead if self.layer is None else ()), groups * GROUP, outputs)
+
+    @property
+    def ndim(self) -> int:
+        """The number of the kernel's axes."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """The number of weights."""
+        return math.prod(self.shape)
+
+    def at_layer(self, index: Int[Array, ""] | int) -> QuantizedKernel:
+        """Return the kernel of one of the stacked layers."""
+        return self.replace(layer=jnp.asarray(index, jnp.int32))
+
+    def columns(self, ids: Int[Array, "*N"]) -> Float[Array, "*N D"]:
+        """Return the weights of the given outputs, in float32."""
+        chosen = self.take(ids)
+        return _weights(chosen.values, chosen.scales, chosen.minimums)
+
+    def take(self, ids: Int[Array, "*N"]) -> QuantizedKernel:
+        """Return the kernel of the given outputs, for a kernel [D, F]."""
+        return jax.tree.map(lambda rows: jnp.take(rows, ids, axis=0), self)
+
+    def resized(self, outputs: int) -> QuantizedKernel:
+        """Return the kernel [D, F] with that many outputs: the first ones, or zeros after them."""
+
+        def fitted(rows: jax.Array) -> jax.Array:
+            more = max(0, outputs - rows.shape[0])
+            return jnp.pad(rows[:outputs], ((0, more), (0, 0)))
+
+        return jax.tree.map(fitted, self)
+
+    def dequantized(self, dtype: Any = jnp.float32) -> Float[Array, "*L D F"]:
+        """Return the weights, computed in float32."""
+        arrays = self.values, self.scales, self.minimums
+        if self.layer is not None:
+            arrays = jax.tree.map(
+                lambda array: lax.dynamic_index_in_dim(array, self.layer, keepdims=False), arrays
+            )
+        return jnp.swapaxes(_weights(*arrays), -1, -2).astype(dtype)
+
+
+def quantize(kernel: Float[Array, "*L D F"], bits: int) -> QuantizedKernel:
+    """Return a kernel rounded to the nearest of each group's integers.
+
+    Of 8 bits these are -127 to 127 and the largest magnitude is exact; of 4 they are 0 to 15, and
+    the largest and smallest weight are. D must be a multiple of 32, and `bits` 4 or 8.
+    """
+    rows = jnp.swapaxes(kernel, -1, -2).astype(jnp.float32)
+    groups = rows.reshape(*rows.shape[:-1], -1, GROUP)
+    if bits == 8:
+        scales = (jnp.max(jnp.abs(groups), axis=-1) / 127).astype(jnp.float16)
+        integers = jnp.clip(jnp.round(groups / _divisor(scales)), -127, 127).astype(jnp.int8)
+        return QuantizedKernel(integers.reshape(rows.shape), scales, None)
+    minimums = jnp.min(groups, axis=-1).astype(jnp.float16)
+    above = groups - minimums[..., None].astype(jnp.float32)
+    scales = (jnp.max(above, axis=-1) / 15).astype(jnp.float16)
+    integers = jnp.clip(jnp.round(above / _divisor(scales)), 0, 15).astype(jnp.uint8)
+    low, high = jnp.split(integers, 2, axis=-1)
+    values = (low | (high << 4)).reshape(*rows.shape[:-1], -1)
+    return QuantizedKernel(values, scales, minimums)
+
+
+def _divisor(scales: Float16[Array, "*L F J"]) -> Float[Array, "*L F J 1"]:
+    wide = scales.astype(jnp.float32)[..., None]
+    return jnp.where(wide == 0, 1, wide)
+
+
+def _weights(
+    values: jax.Array, scales: Float16[Array, "*L F J"], minimums: jax.Array | None
+) -> Float[Array, "*L F D"]:
+    """Return rows of weights in float32."""
+    groups = values.reshape(*scales.shape, -1)
+    if minimums is not None:
+        groups = jnp.concatenate([groups & 15, groups >> 4], axis=-1)
+    weights = groups.astype(jnp.float32) * scales.astype(jnp.float32)[..., None]
+    if minimums is not None:
+        weights += minimums.astype(jnp.float32)[..., None]
+    return weights.reshape(*scales.shape[:-1], -1)
+
+
+def quantized_products(
+    x: Float[Array, "N D"], kernels: Sequence[QuantizedKernel]
+) -> list[Float[Array, "N _"]]:
+    """Return the products of activations with several kernels of one layer, in float32.
+
+    On a CPU by a kernel of our own that reads the integers in place (`cpu_library`), in one call
+    for kernels of as many bits; elsewhere XLA multiplies by the weights of the layer.
+    """
+    if jax.default_backend() != "cpu" or not cpu_library.available():
+        product = functools.partial(jnp.matmul, precision=lax.Precision.HIGHEST)
+        return [product(x, kernel.dequantized(x.dtype)).astype(jnp.float32) for kernel in kernels]
+    results: list[Any] = [None] * len(kernels)
+    for bits in {kernel.bits for kernel in kernels}:
+        alike = [index for index, kernel in enumerate(kernels) if kernel.bits == bits]
+        columns = _cpu_products(x.astype(jnp.float32), [kernels[index] for index in alike])
+        for index, result in zip(alike, columns, strict=True):
+            results[index] = result
+    return results
+
+
+def _cpu_products(
+    x: Float[Array, "N D"], kernels: Sequence[QuantizedKernel]
+) -> list[Float[Array, "N _"]]:
+    """Return the products with kernels of as many bits, as one custom call."""
+    sizes = [kernel.shape[-1] for kernel in kernels]
+    arrays = [
+        array if array.ndim == 3 else array[None]
+        for kernel in kernels
+        for array in (kernel.values, kernel.scales, kernel.minimums)
+        if array is not None
+    ]
+    layer = kernels[0].layer
+    call = jax.ffi.ffi_call(
+        cpu_library.QUANTIZED_PRODUCT, jax.ShapeDtypeStruct((x.shape[0], sum(sizes)), jnp.float32)
+    )
+    index = jnp.zeros((1,), jnp.int32) if layer is None else layer[None]
+    out = call(x, index, *arrays, bits=np.int32(kernels[0].bits))
+    return jnp.split(out, np.cumsum(sizes)[:-1], axis=1)
