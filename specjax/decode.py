@@ -88,7 +88,7 @@ def decode(config: DecodeConfig) -> int:
     model, drafters = _load(config, mesh, screen, clock)
     conditions = Conditions(
         device=device_name(mesh),
-        dtype=str(model.dtype),
+        dtype=model.weights,
         batch_size=config.options.batch_size,
         temperature=config.sampling.temperature,
         max_new_tokens=config.sampling.max_new_tokens,
@@ -97,7 +97,7 @@ def decode(config: DecodeConfig) -> int:
         DrafterRun(_header(config, one, made, conditions), made.trees)
         for one, made in zip(config.drafters, drafters, strict=True)
     ]
-    screen.say(f"{model.num_params / 1e6:.1f}M parameters, {model.dtype}, on {conditions.device}")
+    screen.say(f"{model.num_params / 1e6:.1f}M parameters, {model.weights}, on {conditions.device}")
     screen.say(_ends_and_beginning(model))
     screen.legend(config.drafters[0].name)
 
@@ -123,7 +123,7 @@ def decode(config: DecodeConfig) -> int:
             summaries = [summary(run, clock, **ended) for run in runs]
             written = file.finish(*rows, *({"record": "summary", **one} for one in summaries))
     finally:
-        title = f"{config.target}, {model.dtype}, {conditions.device}, "
+        title = f"{config.target}, {model.weights}, {conditions.device}, "
         title += f"batch size {conditions.batch_size}{_lossy(config)}"
         screen.table(runs, title, functools.partial(_compared, config) if config.compare else None)
         for run in runs:
@@ -150,7 +150,9 @@ def _load(
     begin = time.perf_counter()
 
     def load() -> tuple[Model, list[ConfigDrafter]]:
-        model = load_model(config.target, dtype=config.dtype, mesh=mesh, field="target")
+        model = load_model(
+            config.target, dtype=config.dtype, weights=config.weights, mesh=mesh, field="target"
+        )
         return model, [
             make_config_drafter(config, one, model, tell=screen.say) for one in config.drafters
         ]

@@ -88,7 +88,7 @@ def export(options: SimpleNamespace) -> int:
     head = None
     if not shipped and is_checkpoint(source):
         head = _prepared(read_head(source), options)
-    target = load_model(options.target, dtype=options.dtype, field="target")
+    target = load_model(options.target, dtype=options.dtype, weights="float", field="target")
     if shipped:
         head = _prepared(open_head(options.head, None, target), options)
     elif head is None:

@@ -87,7 +87,8 @@ def store_features(
     """Run the target over a dataset; see `main` for the arguments. Raises InputError."""
     folder, where = output_folder("output", output), f"output={str(output)!r}"
     folders.check_claimable(folder, _KIND, where)
-    model = load_model(target, form=Form.for_training(jax.default_backend()), field="target")
+    form = Form.for_training(jax.default_backend())
+    model = load_model(target, form=form, weights="float", field="target")
     metadata = target_metadata(model)
     data = open_responses(input, metadata)
     names = ("final_norm", *default_taps(model.config.num_layers))

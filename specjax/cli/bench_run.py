@@ -59,7 +59,9 @@ def measure_all(
     """Measure and print every part; records are added to the report as they are measured."""
 
     def load() -> tuple[Model, Sequence[prompts.Question]]:
-        model = load_model(config.target, dtype=config.dtype, mesh=mesh, field="target")
+        model = load_model(
+            config.target, dtype=config.dtype, weights=config.weights, mesh=mesh, field="target"
+        )
         for name in config.drafters:
             make_drafter(name, model)  # refused before the long work
         return model, questions_of(config.prompts)
@@ -67,10 +69,10 @@ def measure_all(
     model, questions = processes.together(load)
     processes.agree({"prompts": hashlib.sha256(repr(questions).encode()).hexdigest()[:16]})
     where = device_name(mesh)
-    console.print(f"{model.name}, {model.dtype}, {where}")
+    console.print(f"{model.name}, {model.weights}, {where}")
     floor = costs.read_seconds(model.params)
     console.print(f"floor (read {model.num_params:,} weights once): {1e3 * floor:.1f} ms")
-    header = {"target": model.name, "dtype": str(model.dtype), "device": where}
+    header = {"target": model.name, "dtype": model.weights, "device": where}
     report.add({"record": "bench", **header, "floor_ms": 1e3 * floor})
 
     passes = []

@@ -56,6 +56,7 @@ from specjax.files.paths import user_path
 from specjax.loading.find_head import holds_head
 from specjax.loading.load import DEFAULT_MODEL, DTYPE, load_model
 from specjax.loading.model import Model
+from specjax.loading.weights import WEIGHTS
 from specjax.sampling import RULES, Rule, Typical, derived_seed
 from specjax.trees import FastestTree, RankedTree
 from specjax.tuning import with_fastest_trees
@@ -101,6 +102,8 @@ class DecodeFields:
     target: Annotated[str, PathOrName()] = DEFAULT_MODEL
     """A built-in name, a .gguf file, a Hugging Face directory, or org/name on the hub."""
     dtype: Annotated[str, DTYPE] = "auto"
+    weights: Annotated[str, WEIGHTS] = "auto"
+    """The target's: float; int8 or int4; file, as a GGUF has them; or auto, file if possible."""
 
     prompt: Annotated[str | None, optional(Text())] = None
     """One text."""

@@ -75,12 +75,14 @@ def predicted_speedups(runs: Sequence[Run], say: Callable[[str], None]) -> list[
             predicted.append(None)
             continue
         mesh = open_mesh(config.mesh, config.distributed, config.written)
-        key = repr((config.target, config.dtype, mesh))
+        key = repr((config.target, config.dtype, config.weights, mesh))
         if key not in models:
             # One at a time: there may be no memory for two.
             models.clear()
             say(f"loading {config.target}")
-            models[key] = load_model(config.target, dtype=config.dtype, mesh=mesh)
+            models[key] = load_model(
+                config.target, dtype=config.dtype, weights=config.weights, mesh=mesh
+            )
         say(f"timing a draft and passes of {run.path.name}")
         with sharding.use(mesh):
             session = _session(run, config, models[key])

@@ -21,6 +21,7 @@ from specjax.loading.formats import build_parameters
 from specjax.loading.layer_layout import split_layers, stack_layers
 from specjax.loading.model import MODEL_KIND, Model, array_table, split_arrays
 from specjax.loading.tokenizers.tokenizer import Tokenizer
+from specjax.loading.weights import float_model
 from specjax.models.config import DecoderConfig
 from specjax.models.heads.mtp import MtpConfig, MtpModules
 
@@ -43,6 +44,7 @@ def save_checkpoint(model: Model, directory: str | Path, *, overwrite: bool = Fa
     """
     MODEL_KIND.check("model", model)
     path = _writable(directory, overwrite)
+    model = float_model(model)
     dtype, scan_layers = np.dtype(model.dtype), model.form.stacked
     modules = model.mtp and model.mtp.config
     wanted = _arrays(model.config, modules, dtype, scan_layers)

@@ -49,7 +49,7 @@ from specjax.loading.weights import (
 from specjax.models.config import DecoderConfig
 from specjax.models.decoder import Form
 from specjax.models.heads.mtp import MtpConfig
-from specjax.models.kernels import cpu_library
+from specjax.models.quantized import cpu_library
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 """The model that comes as a package: SmolLM2-135M-Instruct (Apache-2.0), Q4_1."""
@@ -78,8 +78,9 @@ def load_model(
     (`sharding.make_mesh`) each tensor goes straight into its part of each device, split over
     `model`, or whole with `replicated`. `form` is by default the backend's (`Form.of`). `weights`
     is how kernels are stored (`weights.WEIGHTS`): float, int8, int4, as the file has them, or auto.
-    `field` is the name of the first argument in errors. Raises InputError for anything that is not an intact
-    model of a known family, and for a mesh that its heads cannot be split over.
+    `field` is the name of the first argument in errors. Raises InputError for anything that is not
+    an intact model of a known family, for a mesh that its heads cannot be split over, and for
+    weights that the file, the mesh or the machine does not have.
     """
     Flag().check("replicated", replicated)
     sharding.MESH_KIND.check("mesh", mesh)
@@ -261,15 +262,14 @@ class _Target(NamedTuple):
 
         Raises InputError where that is asked for and cannot be.
         """
-        if self.weights not in ("auto", "file"):
+        by_itself = self.weights == "auto" and self.auto and self.asked is None
+        if not by_itself and self.weights != "file":
             return False
         problem = None
         if not bits:
             problem = "no kernel of the file is Q8_0, Q4_0 or Q4_1 in all of its layers"
         elif jax.default_backend() != "cpu" or self.mesh is not None:
             problem = "products of such blocks are for one CPU"
-        elif self.weights == "auto" and self.asked is not None:
-            return False
         elif not cpu_library.available():
             problem = "the CPU kernel is not there, which needs a C++ compiler"
         if problem is None or self.weights == "auto":

@@ -8,21 +8,20 @@ from dataclasses import replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from specjax.errors import InputError
 from specjax.fields import Choice
 from specjax.loading.model import Model, array_table, split_arrays
 from specjax.models.decoder import Form
-from specjax.models.layers.quantized import GROUP, QuantizedKernel, quantize
 from specjax.models.parameters import Parameter
+from specjax.models.quantized.kernel import GROUP, QuantizedKernel, quantize
 
 WEIGHTS = Choice(("auto", "float", "file", "int8", "int4"))
 """How a model's weights may be stored.
 
 `float` in the model's dtype; `file` as the blocks of 4 or 8 bits that a GGUF has; `int8` and `int4`
 rounded in groups of 32, with the embedding and the head in 8 bits; `auto` as `file` where that is
-possible, on one CPU, and otherwise as `float`.
+possible (on one CPU, if neither a dtype nor a form is asked for), and otherwise as `float`.
 """
 _BITS = {"int8": 8, "int4": 4}
 
@@ -75,6 +74,11 @@ def float_model(model: Model) -> Model:
         return _dequantize(leaf).astype(entry.dtype(model.dtype)).reshape(entry.shape)
 
     return _with_arrays(model, _map(converted, _table(model), model.arrays))
+
+
+def float_kernel(kernel: Any) -> jax.Array:
+    """A kernel as an array; one in fewer bits in float32."""
+    return _dequantize(kernel) if is_quantized(kernel) else kernel
 
 
 _quantize = jax.jit(quantize, static_argnums=1)

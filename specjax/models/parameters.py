@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Key
 
 from specjax.errors import InputError
-from specjax.models.layers.quantized import QuantizedKernel
+from specjax.models.quantized.kernel import QuantizedKernel
 
 
 @dataclass(frozen=True)
@@ -87,8 +87,10 @@ def checked(table: Mapping[str, Any], params: Any, path: str = "params") -> dict
         value = params[name]
         if isinstance(entry, Parameter):
             value = nn.meta.unbox(value)
-            is_quantized = isinstance(value, QuantizedKernel)
-            fits = value.size == math.prod(entry.shape) if is_quantized else value.shape == entry.shape
+            if isinstance(value, QuantizedKernel):
+                fits = value.size == math.prod(entry.shape)  # it is a matrix, without head axes
+            else:
+                fits = value.shape == entry.shape
             if not fits:
                 raise InputError(f"{where} has the shape {value.shape}; it has to be {entry.shape}")
             values[name] = value

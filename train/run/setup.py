@@ -117,6 +117,7 @@ def set_up(config: OwnConfig, make_method: MakeMethod[OwnConfig]) -> Setup:
                     config.target,
                     mesh=mesh,
                     form=Form.for_training(jax.default_backend()),
+                    weights="float",
                     field="target",
                 )
             else:

@@ -19,8 +19,8 @@ from specjax.distributed import sharding
 from specjax.errors import InputError
 from specjax.loading.formats import parameter_names
 from specjax.models.config import DecoderConfig
-from specjax.models.layers.quantized import QuantizedKernel
 from specjax.models.parameter_table import parameter_table
+from specjax.models.quantized.kernel import QuantizedKernel
 
 Fill = Callable[[parameter_names.Location, Any], None]
 """Writes one tensor's values into a host array of the tree's shape (`Location.shape`).
@@ -99,9 +99,9 @@ def build(
 
     The host holds one or two tensors at a time, except where the CPU is the device and there is no
     mesh: then the tree is filled in host memory directly. `threads` is the number of threads that
-    fill concurrently; one fills the locations in order. Kernels at the paths of `bits` are quantised
-    ones of 4 or 8 bits; on a CPU without a mesh only. Raises InputError where the mesh does not fit
-    the model.
+    fill concurrently; one fills the locations in order. Kernels at the paths of `bits` are
+    quantised ones of 4 or 8 bits; on a CPU without a mesh only. Raises InputError where the mesh
+    does not fit the model.
     """
     table = parameter_table(config, scan_layers)
     if mesh is not None:

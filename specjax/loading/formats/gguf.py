@@ -20,7 +20,7 @@ from specjax.loading.formats.gguf_fields import MTP_MODULES, GgufFields
 from specjax.loading.formats.gguf_file import GgufFile, Tensor, check_type
 from specjax.models.config import DecoderConfig
 from specjax.models.heads.mtp import MtpConfig
-from specjax.models.layers.quantized import GROUP, QuantizedKernel
+from specjax.models.quantized.kernel import GROUP, QuantizedKernel
 
 _OF_ONE_EXPERT = re.compile(r"blk\.\d+\.ffn_(gate|up|down)\.\d+\.weight")
 _BLOCK_BITS = {"Q4_0": 4, "Q4_1": 4, "Q8_0": 8}
@@ -80,9 +80,9 @@ def read_params(
     """The parameter tree of `parameter_names.param_shapes`, dequantised into its final arrays.
 
     With the modules `mtp` theirs are under "mtp". With `keep_blocks` kernels stay in 4 or 8 bits
-    where the file has them so (`kept_bits`), on a CPU without a mesh. Raises InputError listing tensors that are
-    missing, unexpected, mis-shaped or of a type that cannot be dequantised, before anything is
-    allocated.
+    where the file has them so (`kept_bits`), on a CPU without a mesh. Raises InputError listing
+    tensors that are missing, unexpected, mis-shaped or of a type that cannot be dequantised, before
+    anything is allocated.
     """
     layout = registry.family(config.family).gguf
     assert layout is not None

@@ -17,9 +17,8 @@ import numpy as np
 
 from specjax.errors import InputError
 from specjax.models.config import DecoderConfig
-from specjax.models.layers.quantized import GROUP, QuantizedKernel
 from specjax.models.parameter_table import parameter_table
-from specjax.models.parameters import Parameter
+from specjax.models.quantized.kernel import GROUP, QuantizedKernel
 
 Path = tuple[str, ...]
 Shape = tuple[int, ...]
@@ -173,7 +172,6 @@ def lookup(tree: dict[str, Any], path: Path) -> Any:
 
 def allocate(config: DecoderConfig, dtype: np.dtype, scan_layers: bool = True) -> dict[str, Any]:
     """The parameter tree, uninitialised, each leaf aligned so that a CPU device can adopt it."""
-
     return jax.tree.map(
         lambda entry: _empty(entry.shape, entry.dtype(dtype)), parameter_table(config, scan_layers)
     )

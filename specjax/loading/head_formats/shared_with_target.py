@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from specjax.loading.model import Model
+from specjax.loading.weights import float_kernel
 
 
 def target_embedding(target: Model) -> np.ndarray:
@@ -16,7 +17,7 @@ def target_embedding(target: Model) -> np.ndarray:
 
 def target_head(target: Model) -> np.ndarray:
     """The target's head as other tools store it [V, D]."""
-    return np.asarray(target.params["head"]["kernel"]).T
+    return np.asarray(float_kernel(target.params["head"]["kernel"])).T
 
 
 def drop_padding(tensor: np.ndarray, stated: int, vocab_size: int) -> np.ndarray:

@@ -21,7 +21,7 @@ import jax
 
 from specjax.log import LOGGER
 
-_SOURCE = Path(__file__).with_name("quantized_product.cc")
+_SOURCE = Path(__file__).with_name("cpu_product.cc")
 _FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-w")
 _SECONDS = 180
 QUANTIZED_PRODUCT = "specjax_quantized_product"
@@ -48,7 +48,7 @@ def _built() -> Path:
     """Return the path of the library for this machine, and build it where it is not there yet."""
     compiler = _compiler()
     machine = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
-    command = [compiler, *_FLAGS, machine, f"-I{jax.ffi.include_dir()}", str(_SOURCE)]
+    command = [compiler, *_FLAGS, machine]
     path = _folder() / f"cpu-{_digest(command)}.so"
     if path.exists():
         _check_owned(path)
@@ -57,7 +57,10 @@ def _built() -> Path:
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         built = Path(folder, path.name)
         subprocess.run(
-            [*command, "-o", str(built)], check=True, capture_output=True, timeout=_SECONDS
+            [*command, f"-I{jax.ffi.include_dir()}", str(_SOURCE), "-o", str(built)],
+            check=True,
+            capture_output=True,
+            timeout=_SECONDS,
         )
         built.replace(path)
     return path

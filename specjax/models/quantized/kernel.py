@@ -20,7 +20,7 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, Float, Float16, Int, Int8, UInt8
 
-from specjax.models.kernels import cpu_library
+from specjax.models.quantized import cpu_library
 
 GROUP = 32
 """The number of inputs that share a scale."""

@@ -1,0 +1,1 @@
+"""Kernels in fewer bits, and their products."""
