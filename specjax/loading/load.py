@@ -267,7 +267,7 @@ class _Target(NamedTuple):
             return False
         problem = None
         if not bits:
-            problem = "no kernel of the file is Q8_0, Q4_0 or Q4_1 in all of its layers"
+            problem = "it has no kernels that are Q8_0, Q4_0 or Q4_1 in all layers"
         elif jax.default_backend() != "cpu" or self.mesh is not None:
             problem = "products of such blocks are for one CPU"
         elif not cpu_library.available():
@@ -345,6 +345,7 @@ def _load_gguf(name: str, path: Path, target: _Target) -> Model:
 
 
 def _load_checkpoint(name: str, path: Path, target: _Target) -> Model:
+    target.keeps_blocks(path, ())
     with _naming(path):
         config, tokenizer, ends, params, mtp = checkpoints.read_model(
             path,
@@ -359,6 +360,7 @@ def _load_checkpoint(name: str, path: Path, target: _Target) -> Model:
 
 
 def _load_directory(name: str, path: Path, target: _Target) -> Model:
+    target.keeps_blocks(path, ())
     with _naming(path):
         tokenizer, rows = files.read_tokenizer(path), huggingface_config.embedding_rows(path)
         if tokenizer is not None and rows is not None:

@@ -103,6 +103,11 @@ def count_weights(params: Any) -> int:
     return sum(leaf.size for leaf in jax.tree.leaves(params, is_leaf=_is_quantized))
 
 
+def count_bytes(params: Any) -> int:
+    """The bytes of a tree of parameters."""
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+
+
 def _is_quantized(node: Any) -> bool:
     return isinstance(node, QuantizedKernel)
 

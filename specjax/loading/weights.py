@@ -11,8 +11,10 @@ import jax
 
 from specjax.errors import InputError
 from specjax.fields import Choice
+from specjax.loading.layer_layout import stack_layers
 from specjax.loading.model import Model, array_table, split_arrays
 from specjax.models.decoder import Form
+from specjax.models.parameter_table import parameter_table
 from specjax.models.parameters import Parameter
 from specjax.models.quantized.kernel import GROUP, QuantizedKernel, quantize
 
@@ -111,3 +113,16 @@ def _with_arrays(model: Model, arrays: dict[str, Any]) -> Model:
 def stacked_form(form: Form) -> Form:
     """The form for quantised kernels, which are read in place from a stack of layers."""
     return replace(form, layers="stacked") if form.layers == "apart" else form
+
+
+def in_stacked_form(model: Model) -> Model:
+    """A model whose layers are not apart; one device holds all of its parameters."""
+    if model.form.layers != "apart":
+        return model
+    form = stacked_form(model.form)
+    where = jax.tree.leaves(model.params)[0].sharding
+    shardings = jax.tree.map(lambda _: where, parameter_table(model.config, scan_layers=True))
+    # Layers are taken out of the dict that is stacked, and the model keeps its own.
+    apart = {**model.params, "layers": dict(model.params["layers"])}
+    params = stack_layers(apart, shardings, model.config)
+    return replace(model, params=params, form=form)

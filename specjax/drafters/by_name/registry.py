@@ -15,6 +15,7 @@ from specjax.drafters.medusa import MedusaDrafter
 from specjax.drafters.merged import Merged, merge_drafters
 from specjax.drafters.mtp import MtpDrafter
 from specjax.drafters.none import NoDrafter
+from specjax.drafters.quantized import Quantized
 from specjax.drafters.simulated import Simulated
 from specjax.drafters.turns import take_turns
 from specjax.errors import InputError, shown
@@ -24,6 +25,7 @@ DRAFTERS: dict[str, type[Drafter]] = {
     "ngram": Ngram,
     "draft_model": DraftModel,
     "early_exit": EarlyExit,
+    "quantized": Quantized,
     "medusa": MedusaDrafter,
     "eagle": EagleDrafter,
     "eagle3": EagleDrafter,

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <memory>
@@ -33,6 +34,16 @@ typedef float UnalignedVector __attribute__((vector_size(4 * kLanes), aligned(4)
 inline Vector load(const float* from) { return *reinterpret_cast<const UnalignedVector*>(from); }
 
 inline void store(float* to, Vector value) { *reinterpret_cast<UnalignedVector*>(to) = value; }
+
+// a * b + c, rounded once.
+inline Vector multiply_add(Vector a, Vector b, Vector c) {
+#ifdef SPECJAX_AVX2
+  return (Vector)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+  for (int lane = 0; lane < kLanes; lane++) c[lane] = std::fma(a[lane], b[lane], c[lane]);
+  return c;
+#endif
+}
 
 inline float sum(Vector v) {
   return ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7]));
@@ -99,7 +110,7 @@ inline void unpack(const Kernel& kernel, int64_t group, Vector* weights) {
     float weight;
     if constexpr (kBits == 4) {
       const int integer = i < kGroup / 2 ? values[i] & 15 : values[i - kGroup / 2] >> 4;
-      weight = integer * scale + from_half(kernel.minimums[group]);
+      weight = std::fma(integer, scale, from_half(kernel.minimums[group]));
     } else {
       weight = static_cast<int8_t>(values[i]) * scale;
     }
@@ -123,7 +134,9 @@ inline void few_tokens(const Kernel& kernel, const float* x, int64_t width, int6
       for (int token = 0; token < kTokens; token++)
 #pragma GCC unroll 4
         for (int part = 0; part < kParts; part++)
-          sums[r][token] += weights[part] * load(x + token * width + group * kGroup + part * kLanes);
+          sums[r][token] = multiply_add(
+              weights[part], load(x + token * width + group * kGroup + part * kLanes),
+              sums[r][token]);
     }
   }
   for (int r = 0; r < kRows; r++)
@@ -142,7 +155,7 @@ inline void unpacked_tile(const float* weights, const float* x, int64_t width, f
       const Vector weight = load(weights + r * width + i);
 #pragma GCC unroll 4
       for (int token = 0; token < kTokens; token++)
-        sums[r][token] += weight * load(x + token * width + i);
+        sums[r][token] = multiply_add(weight, load(x + token * width + i), sums[r][token]);
     }
   for (int r = 0; r < kRows; r++)
     for (int token = 0; token < kTokens; token++) y[token * stride + r] = sum(sums[r][token]);

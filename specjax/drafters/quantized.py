@@ -1,0 +1,60 @@
+"""A drafter that is the target with its weights in fewer bits.
+
+It reads the target's cache, so what it drafts from are the target's own keys and values; the
+verification writes those of accepted tokens. (QuantSpec: Tiwari et al. 2502.10424; QSpec: Zhao et
+al. 2410.11305.)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from specjax.drafters.base import Context, LoadedDrafter
+from specjax.drafters.self_drafter import SelfDrafter
+from specjax.errors import InputError
+from specjax.fields import Instance
+from specjax.loading.model import Model, count_bytes
+from specjax.loading.weights import in_stacked_form, quantized_model
+from specjax.models.decoder import Decoder
+from specjax.models.interface import LanguageModel
+
+_DECODER = Instance(Decoder, "use the architecture of a target")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantized(SelfDrafter):
+    """A drafter with the target's layers in `weights`, int8 (by default) or int4.
+
+    `model` are the layers as functions of the quantised parameters. Raises InputError for bad
+    options.
+    """
+
+    model: Annotated[Decoder, _DECODER] = field(kw_only=False)
+    weights: Literal["int8", "int4"] = "int8"
+
+    @classmethod
+    def load(cls, name: str, target: Model, path: Any = None, **options: Any) -> LoadedDrafter:
+        """Return the drafter of a target, with parameters of its own.
+
+        Raises InputError for a target on a mesh, or whose weights have no more bits.
+        """
+        del name, path
+        drafter = cls(target.architecture, **options)
+        copy = quantized_model(in_stacked_form(target), drafter.weights)
+        if count_bytes(copy.params) >= count_bytes(target.params):
+            raise InputError(
+                f"drafter.weights={drafter.weights}: the target's weights are {target.weights} "
+                "already; load the target with weights='float', or use another drafter"
+            )
+        return LoadedDrafter(cls(copy.architecture, **options), copy.params)
+
+    @property
+    def name(self) -> str:
+        """Its registered name."""
+        return "quantized"
+
+    def layers(self, params: Any, context: Context) -> tuple[LanguageModel, Any, int | None]:
+        """Return all of the layers, in fewer bits."""
+        del context
+        return self.model, params, None

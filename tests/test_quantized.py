@@ -1,0 +1,263 @@
+"""Kernels of 4 and 8 bits: their products, models that have them, and the drafter made of them."""
+
+import dataclasses
+import re
+import shutil
+
+import gguf_files
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import row_count, slow, tiny_config
+
+import specjax
+from specjax.decoding.options import DecodeOptions
+from specjax.decoding.programs import compile_session
+from specjax.decoding.session import plan_session
+from specjax.distributed.sharding import make_mesh
+from specjax.drafters import LoadedDrafter, TreeOptions, make_drafter
+from specjax.drafters.quantized import Quantized
+from specjax.errors import InputError
+from specjax.loading.load import load_model, random_model
+from specjax.loading.weights import float_model, quantized_model
+from specjax.models.decoder import Form
+from specjax.models.quantized import cpu_library
+from specjax.models.quantized.kernel import quantize, quantized_products
+from specjax.testing import check_drafter
+
+needs_library = pytest.mark.skipif(
+    shutil.which("c++") is None and shutil.which("g++") is None, reason="no C++ compiler"
+)
+CONFIG = tiny_config(hidden_size=64, intermediate_size=96, head_dim=16, tie_word_embeddings=True)
+KINDS = ("Q4_0", "Q4_1", "Q8_0")
+
+
+def random_kernel(*shape, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+
+
+@pytest.fixture
+def without_library(monkeypatch):
+    monkeypatch.setattr(cpu_library, "available", lambda: False)
+
+
+@pytest.fixture(scope="module")
+def target():
+    return random_model(CONFIG, 0, dtype="float32", form=Form())
+
+
+@pytest.fixture(scope="module")
+def quantized(target):
+    return {weights: quantized_model(target, weights) for weights in ("int8", "int4")}
+
+
+@pytest.mark.parametrize(("bits", "largest"), [(8, 1 / 254), (4, 1 / 30)])
+def test_weights_are_rounded_to_the_nearest_integer_of_their_group(bits, largest):
+    kernel = random_kernel(2, 64, 5)
+    back = quantize(kernel, bits).dequantized()
+    groups = np.asarray(kernel).swapaxes(1, 2).reshape(2, 5, -1, 32)
+    spread = np.ptp(groups, axis=-1) if bits == 4 else 2 * np.abs(groups).max(axis=-1)
+    errors = np.abs(np.asarray(back - kernel)).swapaxes(1, 2).reshape(groups.shape).max(axis=-1)
+    # Scales and minimums in half precision add a little.
+    assert np.all(errors < (largest + 1e-3) * spread)
+    again = quantize(back, bits).dequantized()
+    np.testing.assert_allclose(again, back, atol=2e-3)
+    np.testing.assert_array_equal(quantize(jnp.zeros((32, 3)), bits).dequantized(), 0)
+
+
+@needs_library
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("tokens", [1, 2, 3, 4, 5, 6, 7, 8, 9, 17])
+def test_products_are_those_of_the_dequantised_kernels(bits, tokens):
+    assert cpu_library.available()
+    kernels = [quantize(random_kernel(3, 96, size, seed=size), bits) for size in (13, 64)]
+    x = random_kernel(tokens, 96)
+    product = jax.jit(lambda x, layer: quantized_products(x, [k.at_layer(layer) for k in kernels]))
+    for layer in range(3):
+        for kernel, y in zip(kernels, product(x, layer), strict=True):
+            expected = np.asarray(x, np.float64) @ np.asarray(kernel.dequantized()[layer])
+            np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-4)
+
+
+@needs_library
+@pytest.mark.parametrize("bits", [4, 8])
+def test_an_output_has_the_same_bits_whatever_the_number_of_tokens(bits):
+    kernel = quantize(random_kernel(96, 13), bits)
+    x = random_kernel(20, 96)
+    one_by_one = jnp.concatenate([quantized_products(row[None], [kernel])[0] for row in x])
+    for tokens in (1, 2, 3, 4, 5, 6, 7, 8, 9, 20):
+        (y,) = quantized_products(x[:tokens], [kernel])
+        np.testing.assert_array_equal(y, one_by_one[:tokens])
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_without_the_library_xla_multiplies(bits, without_library):
+    kernel = quantize(random_kernel(2, 64, 5), bits)
+    x = random_kernel(3, 64)
+    (y,) = quantized_products(x, [kernel.at_layer(1)])
+    np.testing.assert_allclose(y, x @ kernel.dequantized()[1], rtol=1e-5, atol=1e-5)
+
+
+@needs_library
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_file_in_blocks_is_the_model_that_its_dequantised_weights_are(tmp_path, kind):
+    arrays = gguf_files.tensors()
+    path = gguf_files.write(tmp_path / "a.gguf", gguf_files.metadata(), arrays, kind)
+    model, wide = load_model(path), load_model(path, weights="float", form=Form())
+    assert model.weights == ("8-bit" if kind == "Q8_0" else "4-bit")
+    assert model.num_params == wide.num_params
+    jax.tree.map(np.testing.assert_array_equal, float_model(model).params, wide.params)
+    prompts = ["the thin", "in the"]
+    outputs = [specjax.generate(one, prompts, max_new_tokens=20).token_ids for one in (model, wide)]
+    assert outputs[0] == outputs[1]
+
+
+@needs_library
+def test_a_dtype_or_a_form_or_another_type_keeps_floating_point(tmp_path):
+    path = gguf_files.write(
+        tmp_path / "a.gguf", gguf_files.metadata(), gguf_files.tensors(), "Q8_0"
+    )
+    assert load_model(path, dtype="float32").weights == "float32"
+    assert load_model(path, form=Form()).weights == "float32"
+    assert load_model(path, dtype="float32", weights="file").weights == "8-bit"
+    other = gguf_files.write(
+        tmp_path / "b.gguf", gguf_files.metadata(), gguf_files.tensors(), "Q5_0"
+    )
+    assert load_model(other).weights == "float32"
+
+
+@needs_library
+def test_a_model_in_few_bits_is_saved_in_floating_point(tmp_path, quantized):
+    model = quantized["int8"]
+    specjax.save_checkpoint(model, tmp_path / "model")
+    again = load_model(tmp_path / "model", dtype="float32", form=Form())
+    jax.tree.map(np.testing.assert_array_equal, again.params, float_model(model).params)
+
+
+@needs_library
+@pytest.mark.parametrize("weights", ["int8", *slow("int4")])
+@pytest.mark.parametrize(("verify", "temperature"), [("rejection", 0.0), ("coupled", 0.8)])
+def test_tokens_are_those_of_plain_decoding_with_the_same_weights(
+    quantized, weights, verify, temperature
+):
+    model = quantized[weights]
+    prompts = [[5], [3, 4, 5, 3, 4, 5, 3], [9, 8, 9, 8, 9]]
+    sampling = {"temperature": temperature, "max_new_tokens": 24, "seed": 3}
+    plain = specjax.generate(model, prompts, verify=verify, **sampling)
+    for drafter in ("ngram", make_drafter("early_exit", model, exit_layer=2)):
+        result = specjax.generate(
+            model, prompts, drafter=drafter, verify=verify, num_speculative_tokens=3, **sampling
+        )
+        assert result.token_ids == plain.token_ids
+    assert result.summary().acceptance_length > 1.1
+
+
+@needs_library
+@pytest.mark.parametrize(
+    "tree", [None, *slow(TreeOptions(kind="dynamic", topk=2, depth=3, num_nodes=6))]
+)
+def test_the_target_in_fewer_bits_drafts_what_the_target_says(target, tree):
+    prompts = [[5], [3, 4, 5, 3, 4, 5, 3], [9, 8, 9, 8, 9]]
+    plain = specjax.generate(target, prompts, max_new_tokens=24)
+    drafter = make_drafter("quantized", target, weights="int8", tree=tree)
+    result = specjax.generate(
+        target, prompts, drafter=drafter, max_new_tokens=24, num_speculative_tokens="fixed"
+    )
+    assert result.token_ids == plain.token_ids
+    assert result.summary().acceptance_length > 2.5
+
+
+def test_drafts_of_quantised_layers_keep_the_targets_distribution():
+    sizes = dict(hidden_size=32, intermediate_size=32, num_layers=2, head_dim=8)
+    config = tiny_config(vocab_size=8, **sizes)
+    target, other = (random_model(config, seed, dtype="float32", form=Form()) for seed in (0, 1))
+    # Half way to another model, so that accepting and refusing both count.
+    mixed = jax.tree.map(lambda one, two: 0.7 * one + 0.3 * two, target.params, other.params)
+    copy = quantized_model(dataclasses.replace(target, params=mixed), "int4")
+    drafter = LoadedDrafter(Quantized(copy.architecture, weights="int4"), copy.params)
+    check = check_drafter(drafter, target, row_count(100_000))
+    assert check.passed, check
+    assert 1.2 < check.acceptance_length < 2.8
+
+
+@needs_library
+def test_the_compiled_step_holds_no_kernel_in_floating_point(quantized):
+    model = quantized["int8"]
+    drafter = make_drafter("early_exit", model, exit_layer=1)
+    session = plan_session(model, [[1, 2]], drafter=drafter, options=DecodeOptions())
+    text = compile_session(session).step.as_text()
+    kernels = {(64, 64), (64, 32), (64, 96), (96, 64), (61, 64), (64, 61)}
+    found = {tuple(map(int, sizes.split(","))) for sizes in re.findall(r"f32\[(\d+,\d+)\]", text)}
+    assert sorted(found & kernels) == []
+    assert cpu_library.QUANTIZED_PRODUCT in text
+
+
+BAD = {
+    "weights": (
+        lambda model, path: load_model("smollm2-135m-instruct", weights="int3"),
+        "weights='int3'",
+    ),
+    "file of floats": (
+        lambda model, path: load_model(path, weights="file"),
+        "weights='file': it has no kernels that are Q8_0",
+    ),
+    "mesh": (
+        lambda model, path: quantized_model(
+            dataclasses.replace(model, mesh=make_mesh(1, 8)), "int8"
+        ),
+        "weights='int8': not on a mesh",
+    ),
+    "width": (
+        lambda model, path: quantized_model(random_model(tiny_config(), 0, form=Form()), "int4"),
+        "inputs, no multiple of 32; use weights='float'",
+    ),
+    "drafter": (
+        lambda model, path: make_drafter(
+            "quantized", quantized_model(model, "int4"), weights="int8"
+        ),
+        "drafter.weights=int8: the target's weights are 4-bit and 8-bit already",
+    ),
+    "option": (lambda model, path: make_drafter("quantized", model, weights="int2"), "int2"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_weights_are_named(case, target, tmp_path):
+    path = gguf_files.write(tmp_path / "a.gguf", gguf_files.metadata(), gguf_files.tensors())
+    call, message = BAD[case]
+    with pytest.raises(InputError) as error:
+        call(target, path)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_without_a_compiler_a_line_says_so_and_weights_are_floats(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    cpu_library.available.cache_clear()
+    try:
+        path = gguf_files.write(
+            tmp_path / "a.gguf", gguf_files.metadata(), gguf_files.tensors(), "Q8_0"
+        )
+        with caplog.at_level("INFO", "specjax"):
+            assert load_model(path).weights == "float32"
+        assert "no-such-compiler is not installed" in caplog.text
+        with pytest.raises(InputError, match="weights='file': the CPU kernel is not there"):
+            load_model(path, weights="file")
+    finally:
+        cpu_library.available.cache_clear()
+
+
+@needs_library
+def test_a_library_that_others_may_write_is_refused(tmp_path, monkeypatch, caplog):
+    folder = tmp_path / "specjax"
+    folder.mkdir()
+    folder.chmod(0o777)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    cpu_library.available.cache_clear()
+    try:
+        with caplog.at_level("INFO", "specjax"):
+            assert not cpu_library.available()
+        assert "may be written by other users" in caplog.text
+    finally:
+        cpu_library.available.cache_clear()
