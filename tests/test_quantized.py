@@ -4,12 +4,12 @@ import dataclasses
 import re
 import shutil
 
-import gguf_files
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import row_count, slow, tiny_config
+from model_files import gguf_metadata, gguf_tensors, write_gguf
 
 import specjax
 from specjax.decoding.options import DecodeOptions
@@ -102,8 +102,8 @@ def test_without_the_library_xla_multiplies(bits, without_library):
 @needs_library
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_file_in_blocks_is_the_model_that_its_dequantised_weights_are(tmp_path, kind):
-    arrays = gguf_files.tensors()
-    path = gguf_files.write(tmp_path / "a.gguf", gguf_files.metadata(), arrays, kind)
+    arrays = gguf_tensors()
+    path = write_gguf(tmp_path / "a.gguf", gguf_metadata(), arrays, kind)
     model, wide = load_model(path), load_model(path, weights="float", form=Form())
     assert model.weights == ("8-bit" if kind == "Q8_0" else "4-bit")
     assert model.num_params == wide.num_params
@@ -115,15 +115,11 @@ def test_a_file_in_blocks_is_the_model_that_its_dequantised_weights_are(tmp_path
 
 @needs_library
 def test_a_dtype_or_a_form_or_another_type_keeps_floating_point(tmp_path):
-    path = gguf_files.write(
-        tmp_path / "a.gguf", gguf_files.metadata(), gguf_files.tensors(), "Q8_0"
-    )
+    path = write_gguf(tmp_path / "a.gguf", gguf_metadata(), gguf_tensors(), "Q8_0")
     assert load_model(path, dtype="float32").weights == "float32"
     assert load_model(path, form=Form()).weights == "float32"
     assert load_model(path, dtype="float32", weights="file").weights == "8-bit"
-    other = gguf_files.write(
-        tmp_path / "b.gguf", gguf_files.metadata(), gguf_files.tensors(), "Q5_0"
-    )
+    other = write_gguf(tmp_path / "b.gguf", gguf_metadata(), gguf_tensors(), "Q5_0")
     assert load_model(other).weights == "float32"
 
 
@@ -154,21 +150,24 @@ def test_tokens_are_those_of_plain_decoding_with_the_same_weights(
 
 
 @needs_library
+@pytest.mark.parametrize(("verify", "temperature"), [("rejection", 0.0), ("coupled", 0.8)])
 @pytest.mark.parametrize(
-    "tree", [None, *slow(TreeOptions(kind="dynamic", topk=2, depth=3, num_nodes=6))]
+    "tree",
+    [None, *slow(TreeOptions(kind="dynamic", topk=2, depth=3, num_nodes=6))],
+    ids=lambda tree: tree and tree.kind,
 )
-def test_the_target_in_fewer_bits_drafts_what_the_target_says(target, tree):
+def test_the_target_in_fewer_bits_drafts_what_the_target_says(target, tree, verify, temperature):
     prompts = [[5], [3, 4, 5, 3, 4, 5, 3], [9, 8, 9, 8, 9]]
-    plain = specjax.generate(target, prompts, max_new_tokens=24)
+    request = {"max_new_tokens": 24, "temperature": temperature, "verify": verify}
+    plain = specjax.generate(target, prompts, **request)
     drafter = make_drafter("quantized", target, weights="int8", tree=tree)
-    result = specjax.generate(
-        target, prompts, drafter=drafter, max_new_tokens=24, num_speculative_tokens="fixed"
-    )
+    result = specjax.generate(target, prompts, drafter=drafter, **request)
     assert result.token_ids == plain.token_ids
     assert result.summary().acceptance_length > 2.5
 
 
-def test_drafts_of_quantised_layers_keep_the_targets_distribution():
+@pytest.mark.parametrize("verify", ["rejection", *slow("block")])
+def test_drafts_of_quantised_layers_keep_the_targets_distribution(verify):
     sizes = dict(hidden_size=32, intermediate_size=32, num_layers=2, head_dim=8)
     config = tiny_config(vocab_size=8, **sizes)
     target, other = (random_model(config, seed, dtype="float32", form=Form()) for seed in (0, 1))
@@ -176,7 +175,7 @@ def test_drafts_of_quantised_layers_keep_the_targets_distribution():
     mixed = jax.tree.map(lambda one, two: 0.7 * one + 0.3 * two, target.params, other.params)
     copy = quantized_model(dataclasses.replace(target, params=mixed), "int4")
     drafter = LoadedDrafter(Quantized(copy.architecture, weights="int4"), copy.params)
-    check = check_drafter(drafter, target, row_count(100_000))
+    check = check_drafter(drafter, target, row_count(100_000), verify=verify)
     assert check.passed, check
     assert 1.2 < check.acceptance_length < 2.8
 
@@ -224,7 +223,7 @@ BAD = {
 
 @pytest.mark.parametrize("case", BAD)
 def test_bad_weights_are_named(case, target, tmp_path):
-    path = gguf_files.write(tmp_path / "a.gguf", gguf_files.metadata(), gguf_files.tensors())
+    path = write_gguf(tmp_path / "a.gguf", gguf_metadata(), gguf_tensors())
     call, message = BAD[case]
     with pytest.raises(InputError) as error:
         call(target, path)
@@ -236,9 +235,7 @@ def test_without_a_compiler_a_line_says_so_and_weights_are_floats(tmp_path, monk
     monkeypatch.setenv("CXX", "no-such-compiler")
     cpu_library.available.cache_clear()
     try:
-        path = gguf_files.write(
-            tmp_path / "a.gguf", gguf_files.metadata(), gguf_files.tensors(), "Q8_0"
-        )
+        path = write_gguf(tmp_path / "a.gguf", gguf_metadata(), gguf_tensors(), "Q8_0")
         with caplog.at_level("INFO", "specjax"):
             assert load_model(path).weights == "float32"
         assert "no-such-compiler is not installed" in caplog.text
@@ -250,8 +247,8 @@ def test_without_a_compiler_a_line_says_so_and_weights_are_floats(tmp_path, monk
 
 @needs_library
 def test_a_library_that_others_may_write_is_refused(tmp_path, monkeypatch, caplog):
-    folder = tmp_path / "specjax"
-    folder.mkdir()
+    folder = tmp_path / "specjax" / "kernels"
+    folder.mkdir(parents=True)
     folder.chmod(0o777)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     cpu_library.available.cache_clear()

@@ -1,4 +1,4 @@
-"""The base class of drafters that draft one token after another, or a tree level by level."""
+"""The base classes of drafters that draft one token after another, or a tree level by level."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from jaxtyping import Array, Float, Int
 
+from specjax.cache import Window
 from specjax.drafters.base import DRAFT_TOKENS, Context, Drafter, Noise
 from specjax.drafters.growth import chain, dynamic_tree, static_tree
-from specjax.drafters.growth.level import Step
+from specjax.drafters.growth.level import Level, Step, root_level
 from specjax.drafters.growth.options import TREE, TreeOptions
 from specjax.errors import InputError
 from specjax.fields import Number, check_instance, optional
+from specjax.models.interface import LanguageModel
 from specjax.trees import Draft, DynamicTree, RankedTree
 
 SampleMethod = Literal["probabilistic", "greedy"]
@@ -142,3 +144,41 @@ class ChainDrafter(Drafter):
         if shape is None:
             return chain.draft_chain(self.num_speculative_tokens, *start, noise, **options)
         return static_tree.draft_static_tree(shape, *start, noise, **options)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SelfDrafter(ChainDrafter):
+    """A drafter that runs the target's layers, or a copy of them, over the target's cache.
+
+    The cache holds exactly the keys and values of committed tokens that they read; only the round's
+    window is their own.
+    """
+
+    def layers(self, params: Any, context: Context) -> tuple[LanguageModel, Any, int | None]:
+        """Return a model whose layers fit the target's cache, its parameters, and how many to run.
+
+        None runs all of them.
+        """
+        raise NotImplementedError
+
+    def propose(self, params: Any, state: Any, context: Context, noise: Noise) -> tuple[Draft, Any]:
+        """Draft a chain or a tree with the model, which reads the target's cache."""
+        model, model_params, num_layers = self.layers(params, context)
+
+        def step(level: Level, window: Window) -> tuple[Float[Array, "B T V"], Window]:
+            result = model.extend(
+                model_params,
+                level.tokens,
+                level.positions(context),
+                context.cache,
+                window,
+                level.start,
+                level.visible,
+                num_layers=num_layers,
+            )
+            return result.logits, result.window
+
+        window = model.make_window(context.length.shape[0], self.window_slots)
+        logits, window = step(root_level(context, self.window_slots), window)
+        draft, _ = self.draft(logits, step, window, context, noise)
+        return draft, state

@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
+from specjax.drafters.autoregressive import SelfDrafter
 from specjax.drafters.base import Context, LoadedDrafter
-from specjax.drafters.self_drafter import SelfDrafter
 from specjax.errors import InputError
 from specjax.fields import Instance
 from specjax.loading.model import Model, count_bytes

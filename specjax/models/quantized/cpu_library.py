@@ -19,6 +19,8 @@ from pathlib import Path
 
 import jax
 
+from specjax.errors import InputError
+from specjax.files.paths import cache_folder
 from specjax.log import LOGGER
 
 _SOURCE = Path(__file__).with_name("cpu_product.cc")
@@ -36,7 +38,7 @@ def available() -> bool:
     """
     try:
         library = ctypes.CDLL(str(_built()))
-    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+    except (InputError, OSError, subprocess.SubprocessError) as error:
         LOGGER.info("no CPU kernel for weights of 4 and 8 bits: %s", _reason(error))
         return False
     handler = jax.ffi.pycapsule(getattr(library, QUANTIZED_PRODUCT))
@@ -96,8 +98,7 @@ def _processor() -> str:
 
 def _folder() -> Path:
     """Return the folder for libraries, of this user and writable by nobody else."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    folder = (Path(base) if base else Path.home() / ".cache") / "specjax"
+    folder = cache_folder("kernels")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     _check_owned(folder)
     return folder
