@@ -166,6 +166,11 @@ def test_the_target_in_fewer_bits_drafts_what_the_target_says(target, tree, veri
     assert result.summary().acceptance_length > 2.5
 
 
+def test_a_drafter_has_fewer_bits_than_its_target(target, quantized):
+    assert make_drafter("quantized", target).drafter.weights == "int8"
+    assert make_drafter("quantized", quantized["int8"]).drafter.weights == "int4"
+
+
 @pytest.mark.parametrize("verify", ["rejection", *slow("block")])
 def test_drafts_of_quantised_layers_keep_the_targets_distribution(verify):
     sizes = dict(hidden_size=32, intermediate_size=32, num_layers=2, head_dim=8)
@@ -216,6 +221,10 @@ BAD = {
             "quantized", quantized_model(model, "int4"), weights="int8"
         ),
         "drafter.weights=int8: the target's weights are 4-bit and 8-bit already",
+    ),
+    "drafter of few bits": (
+        lambda model, path: make_drafter("quantized", quantized_model(model, "int4")),
+        "drafter.weights=int4: the target's weights are 4-bit and 8-bit already",
     ),
     "option": (lambda model, path: make_drafter("quantized", model, weights="int2"), "int2"),
 }

@@ -24,30 +24,34 @@ _DECODER = Instance(Decoder, "use the architecture of a target")
 
 @dataclass(frozen=True, kw_only=True)
 class Quantized(SelfDrafter):
-    """A drafter with the target's layers in `weights`, int8 (by default) or int4.
+    """A drafter with the target's layers in fewer bits.
 
-    `model` are the layers as functions of the quantised parameters. Raises InputError for bad
-    options.
+    `model` are the layers as functions of the quantised parameters, whose kernels are in `weights`:
+    int8, or int4. Raises InputError for bad options.
     """
 
     model: Annotated[Decoder, _DECODER] = field(kw_only=False)
-    weights: Literal["int8", "int4"] = "int8"
+    weights: Literal["int8", "int4"] | None = None
 
     @classmethod
     def load(cls, name: str, target: Model, path: Any = None, **options: Any) -> LoadedDrafter:
         """Return the drafter of a target, with parameters of its own.
 
-        Raises InputError for a target on a mesh, or whose weights have no more bits.
+        Without `weights` these are in 8 bits, or in 4 where the target's are in 8. Raises
+        InputError for a target on a mesh, or whose weights have no more bits.
         """
         del name, path
-        drafter = cls(target.architecture, **options)
-        copy = quantized_model(in_stacked_form(target), drafter.weights)
-        if count_bytes(copy.params) >= count_bytes(target.params):
-            raise InputError(
-                f"drafter.weights={drafter.weights}: the target's weights are {target.weights} "
-                "already; load the target with weights='float', or use another drafter"
-            )
-        return LoadedDrafter(cls(copy.architecture, **options), copy.params)
+        weights = cls(target.architecture, **options).weights
+        choices = ("int8", "int4") if weights is None else (weights,)
+        for choice in choices:
+            copy = quantized_model(in_stacked_form(target), choice)
+            if count_bytes(copy.params) < count_bytes(target.params):
+                drafter = cls(copy.architecture, **{**options, "weights": choice})
+                return LoadedDrafter(drafter, copy.params)
+        raise InputError(
+            f"drafter.weights={choices[-1]}: the target's weights are {target.weights} already; "
+            "load the target with weights='float' or 'int8', or use another drafter"
+        )
 
     @property
     def name(self) -> str:
