@@ -137,41 +137,6 @@ def test_an_error_of_one_process_ends_both(model, prompts, tmp_path):
     assert "stopped: prompts=missing.jsonl is not there" in second
 
 
-@pytest.mark.parametrize("number", [0, *slow(1)])
-def test_a_process_that_never_comes_is_named(number, model, prompts):
-    address = f"127.0.0.1:{free_port()}"
-    arguments = [*job(model, prompts, mesh__data=2), *joined(address, number, timeout=1)]
-    code, out, err = finish(start(arguments))
-    assert code == 2
-    assert f"distributed.coordinator_address='{address}'" in err
-    wanted = ["process 1 of 2 did not come within 1 s", "process 0 did not answer"][number]
-    assert wanted in err
-    assert "Traceback" not in out + err
-
-
-def test_a_number_that_is_taken_is_refused():
-    port = free_port()
-    address = f"127.0.0.1:{port}"
-    call = (
-        "from specjax.distributed import processes\n"
-        f"processes.join(coordinator_address='{address}', num_processes=3, process_id=1, "
-        "timeout_s=20)"
-    )
-    workers = [
-        subprocess.Popen(
-            [sys.executable, "-c", call], cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.PIPE
-        )
-        for _ in range(2)
-    ]
-    try:
-        with pytest.raises(InputError, match="process_id=1: two processes say so"):
-            processes.join(coordinator_address=address, num_processes=3, process_id=0, timeout_s=60)
-    finally:
-        for worker in workers:
-            worker.kill()
-            worker.communicate()
-
-
 @pytest.mark.parametrize(
     ("given", "said"),
     [

@@ -1,16 +1,12 @@
 """One run over several processes: joining them, exchanging values, comparing their configs.
 
-Every process runs the same command. JAX's own service connects them, and aborts the whole process
-where one is missing. So, unless a cluster's scheduler starts them, the processes first contact
-process 0, and a missing one raises an InputError that names it.
+Every process runs the same command, and JAX's own service connects them.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import socket
-import time
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -21,7 +17,6 @@ from specjax import signals
 from specjax.errors import InputError
 
 Result = TypeVar("Result")
-_HELLO, _GO = "specjax process", b"go"
 
 
 def join(
@@ -36,7 +31,8 @@ def join(
 
     With `cluster` the address and the numbers come from the scheduler (Slurm, Kubernetes, TPU pods,
     MPI), as `jax.distributed.initialize` finds them. Without it and without an address nothing is
-    done. Raises InputError where an argument is missing, or a process does not join in time.
+    done. Where a process does not join within `timeout_s`, JAX ends the others with a message of
+    its own. Raises InputError for arguments that are missing or do not fit each other.
     """
     arguments = {
         "coordinator_address": coordinator_address,
@@ -73,12 +69,8 @@ def join(
             f"distributed.coordinator_address={coordinator_address!r}: use HOST:PORT, "
             "the same for every process, with a port that is free on process 0"
         )
-    if num_processes > 1:
-        deadline = time.monotonic() + timeout_s
-        if process_id == 0:
-            _gather(coordinator_address, int(port), num_processes, deadline, timeout_s)
-        else:
-            _report(coordinator_address, (host, int(port)), process_id, deadline, timeout_s)
+    if process_id == 0:
+        _check_port(coordinator_address, int(port))
     _initialize(arguments, timeout_s)
 
 
@@ -95,73 +87,15 @@ def _initialize(arguments: Mapping[str, Any], timeout_s: float) -> None:
         ) from None
 
 
-def _gather(address: str, port: int, count: int, deadline: float, timeout_s: float) -> None:
-    """On process 0: wait for all other processes, then let them continue."""
-    waiting: dict[int, socket.socket] = {}
-    with contextlib.ExitStack() as opened:
-        try:
-            server = opened.enter_context(socket.create_server(("", port)))
-        except OSError as error:
-            raise InputError(
-                f"distributed.coordinator_address={address!r}: port {port} cannot be used on "
-                f"process 0 ({error.strerror}); choose a free one"
-            ) from None
-        while len(waiting) < count - 1:
-            server.settimeout(max(deadline - time.monotonic(), 0.01))
-            try:
-                peer = opened.enter_context(server.accept()[0])
-            except TimeoutError:
-                missing = sorted(set(range(1, count)) - set(waiting))
-                raise InputError(
-                    f"distributed.coordinator_address={address!r}: process "
-                    f"{', '.join(map(str, missing))} of {count} did not come within "
-                    f"{timeout_s:g} s; start it with the same address, or raise "
-                    "distributed.timeout_s"
-                ) from None
-            number = _number(peer, deadline)
-            if number is None:
-                continue
-            if number in waiting or not 0 < number < count:
-                raise InputError(
-                    f"distributed.process_id={number}: two processes say so, or there are "
-                    f"only {count}; give each its own number from 0 to {count - 1}"
-                )
-            waiting[number] = peer
-        for peer in waiting.values():
-            peer.sendall(_GO)
-
-
-def _number(peer: socket.socket, deadline: float) -> int | None:
-    """Return the process number that a peer sends; None for a peer that is not of this run."""
-    peer.settimeout(min(max(deadline - time.monotonic(), 0.01), 5))
+def _check_port(address: str, port: int) -> None:
+    """Raise InputError where process 0 cannot use a port: JAX's service would end by a crash."""
     try:
-        name, _, number = peer.recv(64).decode(errors="replace").rpartition(" ")
-    except (TimeoutError, OSError):
-        return None
-    return int(number) if name == _HELLO and number.isdigit() else None
-
-
-def _report(
-    address: str, target: tuple[str, int], number: int, deadline: float, timeout_s: float
-) -> None:
-    """On another process: send its number to process 0, and wait until all have done so."""
-    while True:
-        seconds_left = deadline - time.monotonic()
-        if seconds_left <= 0:
-            raise InputError(
-                f"distributed.coordinator_address={address!r}: process 0 did not answer there "
-                f"within {timeout_s:g} s; start it, check the address, or raise "
-                "distributed.timeout_s"
-            )
-        try:
-            with socket.create_connection(target, timeout=min(seconds_left, 5)) as peer:
-                peer.sendall(f"{_HELLO} {number}".encode())
-                peer.settimeout(max(deadline - time.monotonic(), 0.01))
-                if peer.recv(len(_GO)) == _GO:
-                    return
-        except OSError:
-            pass
-        time.sleep(0.1)
+        socket.create_server(("", port)).close()
+    except OSError as error:
+        raise InputError(
+            f"distributed.coordinator_address={address!r}: port {port} cannot be used on "
+            f"process 0 ({error.strerror}); choose a free one"
+        ) from None
 
 
 def count() -> int:
