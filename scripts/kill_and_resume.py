@@ -44,7 +44,7 @@ from specjax.cli.flags import Listed, Parser
 from specjax.fields import Choice, Whole, dotted
 from specjax.files.folder_marker import LOCK
 from specjax.loading import orbax_checkpoint
-from specjax.loading.checkpoint_directory import is_checkpoint, newest, read_marker
+from specjax.loading.checkpoint_directory import is_checkpoint, read_marker
 from train.data.examples import METADATA
 from train.data.responses import open_responses
 from train.generation.saved_answers import SavedAnswers
@@ -251,7 +251,7 @@ def _training(folder: Path) -> Content:
     found = {"steps of checkpoints": str(workdir.steps)}
     for name in ("export", "export/head", "export/target"):
         if is_checkpoint(folder / name):
-            kind = read_marker(folder / name, newest(folder / name)).kind
+            kind = read_marker(folder / name).kind
             found |= _checkpoint(name, orbax_checkpoint.look(folder / name, kind))
     last = run_checkpoints.last_checkpoint(workdir)
     if last is not None:

@@ -17,11 +17,11 @@ from specjax.cli import command
 from specjax.cli.flags import Parser
 from specjax.errors import InputError
 from specjax.fields import Choice, Flag, PathOrName, optional
+from specjax.files import folders
 from specjax.files.paths import output_folder, user_path
 from specjax.loading import head_formats
 from specjax.loading.checkpoint_directory import check_free, is_checkpoint
 from specjax.loading.find_head import open_head
-from specjax.loading.head_formats.checkpoint import check_target
 from specjax.loading.head_formats.read_write import check_format, whole_vocabulary
 from specjax.loading.head_formats.taps import CONVENTIONS
 from specjax.loading.heads.head import KINDS, Head, check_same, read_head, save_head
@@ -84,7 +84,7 @@ def export(options: SimpleNamespace) -> int:
     if options.format == OWN:
         check_free(output, "drafter", overwrite=False, where=where)
     else:
-        check_target(output, where)
+        folders.check_replaceable(output, "head", where)
     head = None
     if not shipped and is_checkpoint(source):
         head = _prepared(read_head(source), options)

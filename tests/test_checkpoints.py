@@ -21,10 +21,10 @@ from specjax.decoding.generate import generate
 from specjax.distributed import sharding
 from specjax.errors import InputError
 from specjax.loading import model_metadata, orbax_checkpoint
-from specjax.loading.checkpoint_directory import SAVES, Numbered
 from specjax.loading.checkpoints import load_drafter, save_checkpoint, save_drafter
 from specjax.loading.formats import build_parameters
 from specjax.loading.load import load_model, place_model, random_model, save_model
+from specjax.loading.orbax_saver import Numbered, Saver
 from specjax.models.config import RopeScaling
 from specjax.models.decoder import Form
 
@@ -216,7 +216,6 @@ def test_a_checkpoint_is_replaced_only_when_asked_for(saved, tiny):
     with pytest.raises(InputError, match="holds a checkpoint already; give another .* overwrite"):
         save_checkpoint(tiny, saved)
     save_checkpoint(tiny, saved, overwrite=True)
-    assert [entry.name for entry in saved.iterdir()] == ["specjax-2"]
     assert_same(load_model(saved, dtype="float32").params, tiny.params)
 
 
@@ -226,8 +225,8 @@ from specjax.loading.checkpoints import save_checkpoint
 from specjax.loading.load import load_model
 
 def die(event, arguments):
-    # Orbax gives its folder the final name when everything is written.
-    if event == "os.rename" and os.path.basename(os.fspath(arguments[1])) == sys.argv[3]:
+    # A folder gets its name when everything is written.
+    if event == "os.rename" and os.fspath(arguments[1]) == sys.argv[2]:
         os.kill(os.getpid(), signal.SIGKILL)
 
 model = load_model(sys.argv[1], dtype="float32")
@@ -239,22 +238,18 @@ save_checkpoint(model, sys.argv[2], overwrite=True)
 def test_a_save_that_dies_leaves_the_earlier_checkpoint(saved, model, tiny, tmp_path):
     save_checkpoint(tiny, tmp_path / "other")
     fresh = tmp_path / "fresh"
-    ran = [
-        start(["-c", DIES, str(tmp_path / "other"), str(directory), name], program=())
-        for directory, name in ((saved, "specjax-2"), (fresh, "specjax-1"))
-    ]
-    for code, _, error in [finish(process) for process in ran]:
-        assert code == -signal.SIGKILL, error
-    named = sorted(entry.name for entry in saved.iterdir() if entry.name[0] != ".")
-    assert named == ["specjax-1", "specjax-2.orbax-checkpoint-tmp"]
-    assert_same(load_model(saved, dtype="float32").params, model.params)
-    with pytest.raises(InputError, match="fresh: the only save into it was interrupted"):
-        load_model(fresh)
-    save_checkpoint(tiny, fresh)
-    save_checkpoint(tiny, saved, overwrite=True)
     for directory in (saved, fresh):
+        arguments = ["-c", DIES, str(tmp_path / "other"), str(directory)]
+        code, _, error = finish(start(arguments, program=()))
+        assert code == -signal.SIGKILL, error
+    with pytest.raises(InputError, match="holds a checkpoint already"):
+        save_checkpoint(tiny, saved)  # the earlier one, which has its name again
+    assert_same(load_model(saved, dtype="float32").params, model.params)
+    assert not fresh.exists()
+    for directory in (saved, fresh):
+        save_checkpoint(tiny, directory, overwrite=True)
         assert_same(load_model(directory, dtype="float32").params, tiny.params)
-        assert len(list(directory.iterdir())) == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["fresh", "other", "saved"]
 
 
 def test_a_save_that_fails_leaves_the_earlier_checkpoint(saved, model, capfd, caplog):
@@ -265,8 +260,8 @@ def test_a_save_that_fails_leaves_the_earlier_checkpoint(saved, model, capfd, ca
     ):
         save_checkpoint(large, saved, overwrite=True)
     assert "\n" not in str(caught.value)
-    assert [entry.name for entry in saved.iterdir()] == ["specjax-1"]
     assert_same(load_model(saved, dtype="float32").params, model.params)
+    assert [entry.name for entry in saved.parent.iterdir()] == ["saved"]
     assert capfd.readouterr() == ("", "")
     assert not caplog.records
 
@@ -293,14 +288,15 @@ def test_a_drafter_comes_back_with_its_metadata(tmp_path):
 
 def test_arrays_may_be_donated_while_they_are_written(tmp_path):
     overwrite = jax.jit(lambda array: array * 0 - 1, donate_argnums=0)
-    with orbax_checkpoint.Saver(tmp_path / "saves", "drafter", SAVES, kept=2) as saver:
+    names = Numbered("step")
+    with Saver(tmp_path / "saves", "drafter", names, kept=2) as saver:
         for number in (1, 2, 3):
             array = number + jnp.arange(1e6, dtype=jnp.float32)
             saver.save(number, {"array": array}, {"number": number})
             jax.block_until_ready(overwrite(array))
-    assert SAVES.numbers(tmp_path / "saves") == [2, 3]
+    assert names.numbers(tmp_path / "saves") == [2, 3]
     for number in (2, 3):
-        params, metadata = load_drafter(SAVES.path(tmp_path / "saves", number))
+        params, metadata = load_drafter(names.path(tmp_path / "saves", number))
         np.testing.assert_array_equal(params["array"], number + np.arange(1e6, dtype=np.float32))
         assert metadata == {"number": number}
 
@@ -405,7 +401,7 @@ def test_a_folder_of_such_a_name_is_not_deleted(tmp_path):
     left = tmp_path / "step-000000005.orbax-checkpoint-tmp" / "params"
     left.mkdir(parents=True)
     (left / "half").write_text("")
-    with orbax_checkpoint.Saver(tmp_path, "drafter", Numbered("step", digits=9), 2) as saver:
+    with Saver(tmp_path, "drafter", Numbered("step", digits=9), 2) as saver:
         saver.save(1, {"a": jnp.ones(3)}, {})
     names = sorted(path.name for path in tmp_path.iterdir() if path.is_dir())
     assert names == ["mine.orbax-checkpoint-tmp", "step-000000001", "step-7.orbax-checkpoint-tmp"]

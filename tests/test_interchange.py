@@ -48,7 +48,7 @@ FORMS = {
 def test_a_re_imported_export_gives_the_same_logits(form, tiny, tmp_path):
     name, make = FORMS[form]
     head = make(tiny)
-    path = written_head(tmp_path, head, name, tiny, verify=False)
+    path = written_head(tmp_path, head, name, tiny)
     again = read_foreign(path, tiny)
     assert (again.kind, again.config, again.target) == (head.kind, head.config, head.target)
     np.testing.assert_array_equal(draft_logits(again, tiny), draft_logits(head, tiny))

@@ -73,7 +73,7 @@ FILES = {
         "tokenizer_config.json chat_template.jinja generation_config.json",
     ),
     "head of others": (read_foreign, "config.json model.safetensors"),
-    "head": (lambda folder, _: read_head(folder), "specjax-1/params/manifest.ocdbt"),
+    "head": (lambda folder, _: read_head(folder), "params/manifest.ocdbt"),
     "dataset": (
         lambda folder, _: open_responses(folder),
         "records.npy features.json specjax.json",

@@ -381,11 +381,11 @@ def test_a_damaged_checkpoint_is_kept_under_another_name(target, trained, tmp_pa
 
 
 def test_folders_that_hold_more_than_specjax_wrote_are_kept(target, tmp_path):
-    """A user's file, and the checkpoint of an earlier version, in a folder inside the step's."""
+    """A user's file, and another checkpoint in a folder inside the step's."""
     Run(tmp_path / "w", target, config_of(steps=5, decay_steps=12)).train()
     workdir = files.Workdir(tmp_path / "w")
     now = workdir.checkpoints / "step-000000005"
-    earlier = workdir.checkpoints / "step-000000003" / "specjax-1"
+    earlier = workdir.checkpoints / "step-000000003" / "copy"
     shutil.copytree(now, earlier)
     (now / "params" / "note.txt").write_text("mine")
     half_deleted = workdir.checkpoints / "step-000000002" / "params" / "d"

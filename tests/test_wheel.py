@@ -40,7 +40,7 @@ def test_a_wheel_holds_modules_configs_and_heads():
     assert files == wanted
     for target, kinds in shipped_heads().items():
         for kind in kinds:
-            folder = f"specjax/shipped_heads/{target}/{kind}/specjax-1"
+            folder = f"specjax/shipped_heads/{target}/{kind}"
             assert {f"{folder}/specjax_folder.json", f"{folder}/_CHECKPOINT_METADATA"} <= files
 
 

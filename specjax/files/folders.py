@@ -6,7 +6,8 @@ A folder with a file that its marker (`folder_marker`) does not list is never re
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from specjax.errors import InputError, one_line
@@ -85,18 +86,13 @@ def check_replaceable(folder: Path, kind: Kind, where: str) -> None:
         raise InputError(f"{where}: {changed}; move it away, or {_REMEDY}")
 
 
-def write_folder(
-    folder: Path,
-    kind: Kind,
-    write: Callable[[Path], None],
-    *,
-    check: Callable[[Path], None] | None = None,
-) -> None:
-    """Write a folder whole or not at all; an earlier one of this kind is replaced.
+@contextmanager
+def replacing(folder: Path, kind: Kind) -> Iterator[Path]:
+    """A new folder, which replaces an earlier one of this kind when the context ends.
 
-    `write` fills a new folder beside it. The new folder is sealed, checked by `check`, which raises
-    where it is wrong, and replaces the earlier one. Raises InputError as `check_replaceable` does,
-    and where writing fails; the earlier folder is then unchanged.
+    What was written into it is then sealed, unless it has been already. Raises InputError as
+    `check_replaceable` does, and where writing fails; after any error the earlier folder is
+    unchanged.
     """
     where = str(folder)
     try:
@@ -107,10 +103,9 @@ def write_folder(
         with atomic_writes.work_folder(folder.parent, folder.name, rescue) as work:
             new = work / "new"
             new.mkdir()
-            write(new)
-            seal(new, kind)
-            if check is not None:
-                check(new)
+            yield new
+            if read_marker(new) is None:
+                seal(new, kind)
             check_replaceable(folder, kind, where)  # writing may have taken hours
             _replace(folder, new, work / _EARLIER)
     except OSError as error:

@@ -1,137 +1,71 @@
-"""The directory of a checkpoint: how its folders are named, found and checked.
+"""The folder of a checkpoint: what is written in it beside the arrays, and checked before them.
 
-A directory holds one checkpoint, in a folder `specjax-N`, or, in the run of a training, the newest
-ones, in folders `step-N`. Each is sealed by a marker (`files.folder_marker`) that lists its files.
+Its metadata are a JSON file, and a marker (`files.folder_marker`), written last, lists its files.
 """
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass
+import json
 from pathlib import Path
 from typing import Any, Literal
 
-from specjax.errors import InputError
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.errors import InputError, one_line
 from specjax.files import folder_marker, folders
+from specjax.files.json_files import parse_json
 
 Kind = Literal["model", "drafter"]
 
 CONTENT = "specjax_checkpoint.json"
-"""The metadata of a checkpoint, beside its arrays; earlier versions kept them in Orbax's."""
-_UNFINISHED = ".orbax-checkpoint-tmp"
-"""What Orbax appends to the name of a folder while it writes it."""
-
-
-@dataclass(frozen=True)
-class Numbered:
-    """Names of folders: a prefix and a number, with zeros up to so many digits.
-
-    The methods with `step` are those that Orbax asks for (`NameFormat`).
-    """
-
-    prefix: str
-    digits: int = 1
-
-    def path(self, directory: Path, number: int) -> Path:
-        """The folder of a checkpoint."""
-        return directory / self.build_name(number)
-
-    def unfinished(self, directory: Path, number: int) -> Path:
-        """The folder in which Orbax writes it, before it gets its name."""
-        return directory / (self.build_name(number) + _UNFINISHED)
-
-    def all_unfinished(self, directory: Path) -> list[Path]:
-        """The folders in which Orbax was writing when it was stopped."""
-        pattern = rf"{self.prefix}-\d{{{self.digits},}}{re.escape(_UNFINISHED)}"
-        names = _names(directory) if directory.is_dir() else ()
-        return [directory / name for name in names if re.fullmatch(pattern, name, re.ASCII)]
-
-    def numbers(self, directory: Path) -> list[int]:
-        """The numbers of the folders that are there and were finished, in order."""
-        pattern = re.compile(rf"{self.prefix}-(\d{{{self.digits},}})", re.ASCII)
-        found = map(pattern.fullmatch, _names(directory) if directory.is_dir() else ())
-        return sorted(int(match[1]) for match in found if match)
-
-    def build_name(self, step: int) -> str:
-        """The name of a folder."""
-        return f"{self.prefix}-{step:0{self.digits}d}"
-
-    def find_step(self, base_path: Any, step: int) -> Any:
-        """What Orbax keeps of a folder that is there."""
-        # Slow to import, and needed only for saving.
-        from orbax.checkpoint.path import step as orbax_step
-
-        return orbax_step.Metadata(step=step, path=base_path / self.build_name(step))
-
-    def find_all(self, base_path: Any) -> list[Any]:
-        """The same of all folders."""
-        return [self.find_step(base_path, step) for step in self.numbers(Path(base_path))]
-
-
-SAVES = Numbered("specjax")
-"""A save over an earlier one has the next number; the earlier one is deleted afterwards."""
+"""The metadata of a checkpoint, beside its arrays."""
+ARRAYS = "params"
+"""The folder of the arrays."""
+INDEX = (f"{ARRAYS}/manifest.ocdbt", f"{ARRAYS}/_METADATA")
+"""The files that describe the arrays."""
+_FORMAT = 1
+_READERS = {"model": "specjax.load_model", "drafter": "specjax.loading.checkpoints.load_drafter"}
 
 
 def is_checkpoint(directory: Path) -> bool:
-    """Whether a directory holds a checkpoint of specjax, finished or of an interrupted save."""
-    if not directory.is_dir() or (directory / "config.json").exists():
-        return False
-    return (directory / CONTENT).is_file() or any(map(_is_ours, _names(directory)))
+    """Whether a directory holds a checkpoint, whole or not."""
+    return any((directory / name).is_file() for name in (CONTENT, INDEX[0]))
 
 
-def newest(directory: Path) -> Path:
-    """The folder of a directory's checkpoint; raises InputError where there is none."""
-    if not directory.is_dir():
-        raise InputError(f"{directory}: no such directory; give one that specjax saved")
-    if (directory / CONTENT).is_file():  # a step of a training run
-        return directory
-    if numbers := SAVES.numbers(directory):
-        return SAVES.path(directory, numbers[-1])
-    if is_checkpoint(directory):
+def check_overwrite(directory: Path, overwrite: bool, where: str | None = None) -> None:
+    """Raise InputError for a directory with a checkpoint, unless it is to be overwritten.
+
+    `where` begins the message; the default is the path.
+    """
+    if not overwrite and is_checkpoint(directory):
         raise InputError(
-            f"{directory}: the only save into it was interrupted and is incomplete; save again"
+            f"{where or directory}: holds a checkpoint already; give another directory, or "
+            "overwrite=True to replace it"
         )
-    raise InputError(f"{directory}: holds no checkpoint; give a directory that specjax saved")
 
 
 def check_free(directory: Path, kind: Kind, overwrite: bool, where: str | None = None) -> None:
-    """Raise InputError where `save` would: a directory that holds files that `save` did not write.
-
-    An existing checkpoint is an error without `overwrite`; with it, one of another kind, one that
-    was changed, or one with a file that `save` did not write is. `where` begins the message; the
-    default is the path.
-    """
-    where = where or str(directory)
-    if not directory.exists():
-        return
-    folders.check_is_folder(directory, where)
-    for name in _names(directory):
-        if not _is_ours(name) and name[0] != ".":
-            raise InputError(
-                f"{where}: holds {name!r}, which is no part of a checkpoint; "
-                "give a new or empty directory"
-            )
-    numbers = SAVES.numbers(directory)
-    if numbers and not overwrite:
-        raise InputError(
-            f"{where}: holds a checkpoint already; give another directory, or overwrite=True "
-            "to replace it"
-        )
-    for number in numbers:
-        path = SAVES.path(directory, number)
-        folders.check_replaceable(path, kind, str(path))
+    """Raise InputError where a save would: as `check_overwrite` and `folders.check_replaceable`."""
+    check_overwrite(directory, overwrite, where)
+    folders.check_replaceable(directory, kind, where or str(directory))
 
 
-def read_marker(directory: Path, path: Path) -> folder_marker.Marker:
-    """The marker of a checkpoint, which is written last; raises InputError without one."""
+def read_marker(directory: Path) -> folder_marker.Marker:
+    """The marker of a checkpoint; raises InputError for a directory without one."""
+    if not directory.is_dir():
+        raise InputError(f"{directory}: no such directory; give one that specjax saved")
+    if not is_checkpoint(directory):
+        raise InputError(f"{directory}: holds no checkpoint; give a directory that specjax saved")
     try:
-        marker = folder_marker.read_marker(path)
+        marker = folder_marker.read_marker(directory)
     except InputError as error:
         raise damaged(directory, str(error)) from None
     if marker is None or marker.files is None:
         raise InputError(
-            f"{directory}: {path.name} lacks its commit marker, {folder_marker.MARKER}: not saved "
-            "by specjax, or damaged; copy it again, whole, or save elsewhere"
+            f"{directory}: lacks {folder_marker.MARKER}, which specjax writes last: not saved by "
+            "specjax, or damaged; copy it again, whole, or save elsewhere"
         )
     return marker
 
@@ -144,14 +78,62 @@ def damaged(directory: Path, how: str) -> InputError:
     )
 
 
-def _is_ours(name: str) -> bool:
-    """Whether a folder's name is that of a checkpoint, or of one that Orbax is writing."""
-    pattern = rf"{SAVES.prefix}-[1-9]\d*({re.escape(_UNFINISHED)})?"
-    return re.fullmatch(pattern, name, re.ASCII) is not None
-
-
-def _names(directory: Path) -> list[str]:
+def content_text(
+    directory: Path, kind: Kind, params: dict[str, Any], metadata: dict[str, Any]
+) -> str:
+    """What is written beside the arrays; raises InputError for what cannot be saved."""
+    _check_params(directory, params)
     try:
-        return sorted(entry.name for entry in directory.iterdir())
-    except OSError as error:
-        raise InputError(f"{directory}: cannot be read ({error.strerror or error})") from None
+        content = {"specjax_checkpoint": _FORMAT, "kind": kind, "metadata": metadata}
+        text = json.dumps(content, ensure_ascii=False, allow_nan=False)
+        text.encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InputError(
+            f"{directory}: the metadata are not JSON ({one_line(error):.160}); use dicts, lists, "
+            "text, finite numbers, true, false and null"
+        ) from None
+    parse_json(text, f"{directory}: the metadata")
+    return text + "\n"
+
+
+def metadata_of(directory: Path, kind: Kind, content: Any) -> dict[str, Any]:
+    """The metadata in what was written beside the arrays; raises InputError for anything else."""
+    if not isinstance(content, dict) or "specjax_checkpoint" not in content:
+        raise damaged(directory, f"{CONTENT} is not what specjax writes")
+    version, held = content["specjax_checkpoint"], content.get("kind")
+    if type(version) is not int or version != _FORMAT:
+        raise InputError(
+            f"{directory}: checkpoint format {version!r:.40}, and only {_FORMAT} is known; "
+            "use the version of specjax that saved it"
+        )
+    metadata = content.get("metadata")
+    if not isinstance(held, str) or held not in _READERS or not isinstance(metadata, dict):
+        raise damaged(directory, "its kind or its metadata are missing")
+    if held != kind:
+        raise InputError(
+            f"{directory}: holds a {held}, not a {kind}; give another directory, or read it with "
+            f"{_READERS[held]}"
+        )
+    return metadata
+
+
+def _check_params(directory: Path, params: dict[str, Any]) -> None:
+    def check(name: str, node: Any) -> None:
+        if isinstance(node, dict) and node:
+            for key, child in node.items():
+                # Orbax joins names by dots.
+                if not isinstance(key, str) or not key or "." in key:
+                    raise InputError(
+                        f"{directory}: {key!r} in {name}: parameters are named by text without "
+                        "dots; rename it"
+                    )
+                check(f"{name}.{key}", child)
+            return
+        plain = isinstance(node, jax.Array | np.ndarray) and node.size
+        if not plain or not (jnp.issubdtype(node.dtype, jnp.number) or node.dtype == bool):
+            raise InputError(
+                f"{directory}: {name} is {type(node).__name__}{list(np.shape(node))}: a checkpoint "
+                "holds a nested dict of arrays of numbers, none empty; put others into the metadata"
+            )
+
+    check("params", params)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from specjax.errors import InputError
 from specjax.files.paths import user_path
-from specjax.loading.checkpoint_directory import is_checkpoint, newest, read_marker
+from specjax.loading.checkpoint_directory import is_checkpoint, read_marker
 from specjax.loading.head_formats import read_foreign
 from specjax.loading.heads.head import KINDS, Head, TargetMetadata, own_modules, read_head
 from specjax.loading.load import load_model
@@ -72,7 +72,7 @@ def read_any_head(path: str | Path, target: Model, field: str) -> Head:
             "downloaded head"
         )
     if is_checkpoint(path):
-        if read_marker(path, newest(path)).kind != "model":
+        if read_marker(path).kind != "model":
             return read_head(path, target.mesh)
         model = load_model(
             path,

@@ -1,52 +1,42 @@
 """Arrays and metadata in an Orbax checkpoint: saved whole or not at all, restored onto any mesh.
 
-Orbax's manager of checkpoints writes, commits and deletes them; added here is the list of checksums
-(`files.folder_marker`), written just before it commits, and that no folder with a user's file is
-deleted. Every process makes these calls, on a file system that all of them share;
-`checkpoint_directory` defines the folders.
+Orbax writes and reads the arrays; the metadata, the list of checksums (`files.folder_marker`) and
+the replacing of an earlier checkpoint are added here. Every process makes these calls, on a file
+system that all of them share; `checkpoint_directory` says what a folder holds beside its arrays.
 """
 
 from __future__ import annotations
 
 import gc
-import json
 import logging
-import shutil
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from specjax.distributed import processes
 from specjax.errors import InputError, one_line
-from specjax.files import atomic_writes, folder_marker
-from specjax.files.folder_marker import ORBAX_METADATA, ORBAX_SUCCESS
-from specjax.files.json_files import parse_json, read_json_file
+from specjax.files import folder_marker, folders
+from specjax.files.folder_marker import ORBAX_SUCCESS
+from specjax.files.json_files import read_json_file
 from specjax.files.open_files import regular_files
 from specjax.loading.checkpoint_directory import (
+    ARRAYS,
     CONTENT,
-    SAVES,
+    INDEX,
     Kind,
-    Numbered,
-    check_free,
+    check_overwrite,
+    content_text,
     damaged,
-    newest,
+    metadata_of,
     read_marker,
 )
-
-_FORMAT = 1
-_ARRAYS = "params"
-_INDEX = (f"{_ARRAYS}/_METADATA", f"{_ARRAYS}/manifest.ocdbt")
-"""The files that describe the arrays."""
-_READERS = {"model": "specjax.load_model", "drafter": "specjax.loading.checkpoints.load_drafter"}
 
 _CHUNK_BYTES = 64 << 20
 """Arrays are stored in chunks of this size, so that a device reads little more than its part."""
@@ -64,7 +54,6 @@ class Found(NamedTuple):
     """A checkpoint whose metadata and index were read: `arrays` are shapes and dtypes so far."""
 
     directory: Path
-    path: Path
     metadata: dict[str, Any]
     arrays: dict[str, Any]
 
@@ -77,162 +66,70 @@ def save(
     Raises InputError where the directory holds anything else, cannot be written, or is not seen by
     all processes, for parameters that are not arrays and metadata that are not JSON.
     """
-    processes.together(
-        lambda: _content(directory, kind, params, metadata),
+    text = processes.together(
+        lambda: content_text(directory, kind, params, metadata),
         {"the checkpoint's directory": str(directory)},
     )
-
-    def begin(stack: ExitStack) -> int:
-        try:
-            check_free(directory, kind, overwrite)
-            directory.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(atomic_writes.exclusive(directory, "checkpoint"))
-        except OSError as error:
-            raise InputError(
-                f"{directory}: cannot be written ({error.strerror or error})"
-            ) from None
-        return max(SAVES.numbers(directory), default=0) + 1
-
     with ExitStack() as stack:
+
+        def begin() -> str:
+            check_overwrite(directory, overwrite)
+            return str(stack.enter_context(folders.replacing(directory, kind)))
+
+        def end() -> None:
+            write_content(new, text)
+            stack.close()
+
         # One process looks, since file systems may show the others an older listing.
-        number = processes.together(lambda: begin(stack) if processes.is_first() else 0)
-        number = processes.from_first(number)
-        processes.together(lambda: _check_shared(directory))
-        with Saver(directory, kind, SAVES, kept=1) as saver:
-            saver.save(number, params, metadata)
-        if processes.is_first():
-            with suppress(OSError):  # it says where the checkpoint was made
-                (SAVES.path(directory, number) / ORBAX_SUCCESS).unlink()
+        name = processes.together(lambda: begin() if processes.is_first() else "")
+        new = Path(processes.from_first(name))
+        processes.together(lambda: _check_shared(new, directory))
+
+        def write(ocp: Any) -> None:
+            with saving_context(ocp):
+                # The new folder is there, and empty.
+                ocp.save(new, writable(params), checkpointable_name=ARRAYS, overwrite=True)
+
+        written(directory, write)
+        processes.together(lambda: end() if processes.is_first() else None)
 
 
-class Saver:
-    """Saves numbered checkpoints of one kind into a directory, each while its caller continues.
+def writable(params: dict[str, Any]) -> dict[str, Any]:
+    """The arrays as Orbax is given them, on every process."""
+    if processes.count() == 1:
+        return params
+    return jax.tree.map(_for_the_first, params)
 
-    The newest `kept` are kept, and all that hold a file which specjax did not write. One process
-    (of those that run together) uses a directory at a time. The end of the context waits for the
-    last save; its errors are InputErrors of one line, as those of the methods are.
+
+def saving_context(ocp: Any) -> Any:
+    """Orbax's options for saving."""
+    context = ocp.Context()
+    context.array.saving.use_compression = False
+    context.array.saving.enable_write_sharding_file = False
+    context.array.saving.storage_options.chunk_byte_size = _CHUNK_BYTES
+    return context
+
+
+def written(directory: Path, work: Callable[[Any], Result]) -> Result:
+    """The result of `work`, called with Orbax; raises InputError, on all processes, where it fails.
+
+    `directory` is what the message names.
     """
-
-    def __init__(self, directory: Path, kind: Kind, names: Numbered, kept: int) -> None:
-        self._directory, self._kind, self._names, self._kept = directory, kind, names, kept
-        self._number, self._content = 0, ""
-        self._pending: Any = None
-
-    def __enter__(self) -> Saver:
-        with ExitStack() as stack:
-            stack.enter_context(_silenced())
-            self._attempt(self._open)
-            self._stack = stack.pop_all()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> None:
-        with self._stack:
-            try:
-                if kind is None:  # else that error is the one to report
-                    self.wait()
-            finally:
-                _attempt(lambda ocp: self._manager.close())
-
-    def save(self, number: int, params: dict[str, Any], metadata: dict[str, Any]) -> None:
-        """Begin to write a nested dict of arrays and JSON-ready metadata, the last save being done.
-
-        The arrays are copied first, and may be donated afterwards. Raises InputError as `save`.
-        """
-        content = processes.together(
-            lambda: _content(self._directory, self._kind, params, metadata)
-        )
-        self.wait()
-        self._number, self._content = number, content
-        if processes.count() > 1:
-            params = jax.tree.map(_for_the_first, params)
-        self._pending = self._attempt(
-            lambda ocp: self._manager.save_async(
-                number, params, checkpointable_name=_ARRAYS, force=True
-            )
-        )
-
-    def wait(self) -> None:
-        """Wait until what was saved is on disk; raises InputError where that failed."""
-        if self._pending is not None:
-            pending, self._pending = self._pending, None
-            self._attempt(lambda ocp: pending.result())
-
-    def _delete_unfinished(self) -> None:
-        """Delete the folders of saves that were killed, but for those with a file of others."""
-        for path in self._names.all_unfinished(self._directory):
-            with suppress(OSError):
-                if not _holds_more(path):
-                    shutil.rmtree(path)
-
-    def _open(self, ocp: Any) -> None:
-        if processes.is_first():
-            self._delete_unfinished()
-        context = ocp.Context()
-        context.array.saving.use_compression = False
-        context.array.saving.enable_write_sharding_file = False
-        context.array.saving.storage_options.chunk_byte_size = _CHUNK_BYTES
-        # Orbax copies its options deeply: a function is not copied, the object of a method is.
-        context.asynchronous.post_finalization_callback = lambda: self._seal()
-        self._manager = ocp.training.Checkpointer(
-            self._directory,
-            context=context,
-            step_name_format=self._names,
-            preservation_policy=_Preservation(self._directory, self._names, self._kept),
-            cleanup_tmp_directories=False,  # it would take any folder of such a name
-        )
-
-    def _seal(self) -> None:
-        """Called by Orbax, on the first process, when everything but the commit is done."""
-        writing = self._names.unfinished(self._directory, self._number)
-        # Orbax names the folder in it, which is nobody's concern elsewhere.
-        (writing / _ARRAYS / ORBAX_SUCCESS).unlink(missing_ok=True)
-        (writing / CONTENT).write_text(self._content, encoding="utf-8")
-        folder_marker.seal(writing, self._kind)
-
-    def _attempt(self, work: Callable[[Any], Result]) -> Result:
-        """The result of `work`; raises InputError, on all processes, where it fails on one."""
-        result, failure = _attempt(work)
-        if failure is not None and processes.is_first():
-            unfinished = self._names.unfinished(self._directory, self._number)
-            shutil.rmtree(unfinished, ignore_errors=True)
-        processes.agree(
-            {},
-            failure
-            and f"{self._directory}: the checkpoint cannot be written ({failure}); free space or "
-            "save elsewhere",
-        )
-        return result
+    result, failure = attempt(work)
+    processes.agree(
+        {},
+        failure
+        and f"{directory}: the checkpoint cannot be written ({failure}); free space or save "
+        "elsewhere",
+    )
+    return result
 
 
-@dataclass(frozen=True)
-class _Preservation:
-    """Which checkpoints Orbax keeps: the newest, and those with a file that is not specjax's."""
-
-    directory: Path
-    names: Numbered
-    kept: int
-
-    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
-        """For each checkpoint, ascending by number, whether it is kept."""
-        paths = [self.names.path(self.directory, checkpoint.step) for checkpoint in checkpoints]
-        older = len(paths) - self.kept
-        return [number >= older or _holds_more(path) for number, path in enumerate(paths)]
-
-
-def _holds_more(path: Path) -> bool:
-    """Whether a folder holds a file that its marker does not list.
-
-    Without a marker, which a deletion that was interrupted may leave, the names of Orbax's files
-    are known.
-    """
-    try:
-        marker = folder_marker.read_marker(path)
-        names = [name for name in folder_marker.contents(path) if name[-1] != "/"]
-    except (InputError, OSError):
-        return True
-    if marker is None:
-        return any(name != CONTENT and not name.startswith(f"{_ARRAYS}/") for name in names)
-    return any(name not in (marker.files or ()) for name in names)
+def write_content(folder: Path, text: str) -> None:
+    """Write a checkpoint's `content_text` beside its arrays; raises OSError."""
+    for path in (folder / ORBAX_SUCCESS, folder / ARRAYS / ORBAX_SUCCESS):
+        path.unlink(missing_ok=True)  # they say where the checkpoint was made
+    (folder / CONTENT).write_text(text, encoding="utf-8")
 
 
 def look(directory: Path, kind: Kind) -> Found:
@@ -240,36 +137,31 @@ def look(directory: Path, kind: Kind) -> Found:
 
     Raises InputError where there is no whole checkpoint of that kind and of a known format.
     """
-    path = newest(directory)
-    marker = read_marker(directory, path)
+    marker = read_marker(directory)
     remedy = "copy the checkpoint again, or save elsewhere"
-    regular_files(path, remedy)
-    by_orbax = CONTENT not in marker.files  # saved by an earlier version
-    needed = (ORBAX_METADATA if by_orbax else CONTENT, *_INDEX)
-    if damage := folder_marker.find_damage(path, marker, share=None, needed=needed):
-        raise damaged(directory, f"{path.name}/{damage}")
+    regular_files(directory, remedy)
+    if damage := folder_marker.find_damage(directory, marker, share=None, needed=(CONTENT, *INDEX)):
+        raise damaged(directory, damage)
 
     def read(ocp: Any) -> Any:
         with ocp.Context():
-            index = ocp.metadata(path, checkpointable_name=_ARRAYS)
+            index = ocp.metadata(directory, checkpointable_name=ARRAYS)
         # Orbax logs what went wrong and continues.
         if index.metadata is None:
             raise ValueError("its index cannot be read")
-        return index
+        return index.metadata
 
-    index, failure = _attempt(read)
+    arrays, failure = attempt(read)
     if failure is not None:
         raise damaged(directory, failure)
-    content = index.custom_metadata if by_orbax else read_json_file(path / CONTENT, remedy)
-    metadata = _metadata(directory, kind, content)
+    metadata = metadata_of(directory, kind, read_json_file(directory / CONTENT, remedy))
     if marker.kind != kind:
-        raise damaged(directory, f"{path.name}/{folder_marker.MARKER} is of a {marker.kind}")
-    arrays = index.metadata
+        raise damaged(directory, f"{folder_marker.MARKER} is of a {marker.kind}")
     leaves = jax.tree.leaves(arrays)
     named = isinstance(arrays, dict) and leaves
     if not named or not all(hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves):
         raise damaged(directory, "its index lists more than arrays")
-    found = Found(directory, path, metadata, shapes(arrays))
+    found = Found(directory, metadata, shapes(arrays))
     _weigh(found)
     return found
 
@@ -281,10 +173,10 @@ def verify(found: Found) -> None:
     """
 
     def check() -> None:
-        marker = read_marker(found.directory, found.path)
         share = processes.number(), processes.count()
-        if damage := folder_marker.find_damage(found.path, marker, share):
-            raise damaged(found.directory, f"{found.path.name}/{damage}")
+        marker = read_marker(found.directory)
+        if damage := folder_marker.find_damage(found.directory, marker, share):
+            raise damaged(found.directory, damage)
 
     processes.together(check)
 
@@ -302,9 +194,9 @@ def restore(found: Found, wanted: dict[str, Any]) -> dict[str, Any]:
         context = ocp.Context()
         context.memory.read_concurrent_bytes = max(_READ_BYTES, 2 * largest + 1)
         with context:
-            return ocp.load(found.path, wanted, checkpointable_name=_ARRAYS)
+            return ocp.load(found.directory, wanted, checkpointable_name=ARRAYS)
 
-    params, failure = _attempt(read)
+    params, failure = attempt(read)
     processes.agree({}, failure and str(damaged(found.directory, failure)))
     return params
 
@@ -314,7 +206,7 @@ def shapes(tree: Any) -> Any:
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
 
 
-def _attempt(work: Callable[[Any], Result]) -> tuple[Result | None, str | None]:
+def attempt(work: Callable[[Any], Result]) -> tuple[Result | None, str | None]:
     """(result, None) of `work`, called with Orbax, or (None, the error in one line).
 
     After a failure each read and write that was still pending logs an error as well, when it ends
@@ -324,7 +216,7 @@ def _attempt(work: Callable[[Any], Result]) -> tuple[Result | None, str | None]:
     from orbax.checkpoint import v1 as ocp
 
     failure = None
-    with _silenced():
+    with silenced():
         try:
             return work(ocp), None
         except (MemoryError, jax.errors.JaxRuntimeError):
@@ -337,7 +229,7 @@ def _attempt(work: Callable[[Any], Result]) -> tuple[Result | None, str | None]:
 
 
 @contextmanager
-def _silenced() -> Iterator[None]:
+def silenced() -> Iterator[None]:
     """Without what Orbax logs and Python says of failures: they are raised as well."""
     hook, never = sys.unraisablehook, lambda record: False
     sys.unraisablehook = lambda _: None
@@ -356,46 +248,8 @@ def _brief(error: Exception, limit: int = 160) -> str:
     return text if len(text) <= limit else f"{text[:limit]} ..."
 
 
-def _content(directory: Path, kind: Kind, params: dict[str, Any], metadata: dict[str, Any]) -> str:
-    """What is written beside the arrays; raises InputError for what cannot be saved."""
-    _check_params(directory, params)
-    try:
-        content = {"specjax_checkpoint": _FORMAT, "kind": kind, "metadata": metadata}
-        text = json.dumps(content, ensure_ascii=False, allow_nan=False)
-        text.encode()
-    except (TypeError, ValueError, RecursionError) as error:
-        raise InputError(
-            f"{directory}: the metadata are not JSON ({_brief(error)}); use dicts, lists, text, "
-            "finite numbers, true, false and null"
-        ) from None
-    parse_json(text, f"{directory}: the metadata")
-    return text + "\n"
-
-
-def _check_params(directory: Path, params: dict[str, Any]) -> None:
-    def check(name: str, node: Any) -> None:
-        if isinstance(node, dict) and node:
-            for key, child in node.items():
-                # Orbax joins names by dots.
-                if not isinstance(key, str) or not key or "." in key:
-                    raise InputError(
-                        f"{directory}: {key!r} in {name}: parameters are named by text without "
-                        "dots; rename it"
-                    )
-                check(f"{name}.{key}", child)
-            return
-        plain = isinstance(node, jax.Array | np.ndarray) and node.size
-        if not plain or not (jnp.issubdtype(node.dtype, jnp.number) or node.dtype == bool):
-            raise InputError(
-                f"{directory}: {name} is {type(node).__name__}{list(np.shape(node))}: a checkpoint "
-                "holds a nested dict of arrays of numbers, none empty; put others into the metadata"
-            )
-
-    check("params", params)
-
-
-def _check_shared(directory: Path) -> None:
-    if not directory.is_dir():
+def _check_shared(new: Path, directory: Path) -> None:
+    if not new.is_dir():
         raise InputError(
             f"{directory}: made by the first process and not seen by this one; give a directory on "
             "a file system that all processes share"
@@ -407,35 +261,11 @@ def _for_the_first(leaf: Any) -> Any:
     return np.asarray(leaf) if isinstance(leaf, jax.Array) and leaf.is_fully_addressable else leaf
 
 
-def _metadata(directory: Path, kind: Kind, content: Any) -> dict[str, Any]:
-    """The metadata in what was written beside the arrays; raises InputError for anything else."""
-    # Orbax gives nothing both where nothing was saved and where the file cannot be parsed.
-    if not isinstance(content, dict) or "specjax_checkpoint" not in content:
-        raise InputError(
-            f"{directory}: not saved by specjax, or damaged; give a whole checkpoint of specjax"
-        )
-    version, held = content["specjax_checkpoint"], content.get("kind")
-    if type(version) is not int or version != _FORMAT:
-        raise InputError(
-            f"{directory}: checkpoint format {version!r:.40}, and only {_FORMAT} is known; "
-            "use the version of specjax that saved it"
-        )
-    metadata = content.get("metadata")
-    if not isinstance(held, str) or held not in _READERS or not isinstance(metadata, dict):
-        raise damaged(directory, "its kind or its metadata are missing")
-    if held != kind:
-        raise InputError(
-            f"{directory}: holds a {held}, not a {kind}; give another directory, or read it with "
-            f"{_READERS[held]}"
-        )
-    return metadata
-
-
 def _weigh(found: Found) -> None:
     """Raise InputError where the files are too small for the arrays that the index promises."""
     sizes = [leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(found.arrays)]
     needed = sum(size for size in sizes if size >= _WEIGHED_BYTES)
-    files = (found.path / _ARRAYS).rglob("*")
+    files = (found.directory / ARRAYS).rglob("*")
     there = sum(path.stat().st_size for path in files if path.is_file())
     if there < needed:
         raise damaged(found.directory, f"{there} bytes are there, its arrays take {needed}")

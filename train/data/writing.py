@@ -48,8 +48,7 @@ def write_responses(
     """
     path = output_folder("output", directory)
     check_free(path, overwrite)
-
-    def write(beside: Path) -> None:
+    with folders.replacing(path, "dataset") as beside:
         counts = _write(path, beside, examples, metadata, tuple(feature_names))
         content = {
             "specjax_responses": FORMAT,
@@ -63,8 +62,6 @@ def write_responses(
             if tokenizer is not None:
                 (beside / TOKENIZER).mkdir()
                 write_tokenizer(tokenizer, beside / TOKENIZER)
-
-    folders.write_folder(path, "dataset", write)
 
 
 def check_free(directory: str | Path, overwrite: bool = False) -> None:

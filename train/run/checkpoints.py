@@ -12,6 +12,7 @@ from specjax.errors import InputError
 from specjax.fields import dotted
 from specjax.loading import orbax_checkpoint
 from specjax.loading.checkpoints import compare_arrays, leaf_name
+from specjax.loading.orbax_saver import Saver
 from train.run.workdir import STEPS, Workdir, unwritable
 
 KEPT = 2
@@ -56,7 +57,7 @@ def last_checkpoint(workdir: Workdir) -> Saved | None:
     return None
 
 
-def saver(workdir: Workdir, step: int) -> orbax_checkpoint.Saver:
+def saver(workdir: Workdir, step: int) -> Saver:
     """The saver of a run that continues after a step; it takes `nested` states.
 
     Checkpoints of later steps are damaged, since the run would continue from them otherwise: they
@@ -72,7 +73,7 @@ def saver(workdir: Workdir, step: int) -> orbax_checkpoint.Saver:
             raise unwritable(workdir.checkpoints, error) from None
 
     processes.together(lambda: set_damaged_aside() if processes.is_first() else None)
-    return orbax_checkpoint.Saver(workdir.checkpoints, _KIND, STEPS, KEPT)
+    return Saver(workdir.checkpoints, _KIND, STEPS, KEPT)
 
 
 def restore(saved: Saved, state: Any) -> Any:

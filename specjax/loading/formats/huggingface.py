@@ -173,11 +173,8 @@ def save(
     `ends` are the ids that end a sequence. An earlier save is replaced. Raises InputError where
     `directory` holds anything else.
     """
-
-    def write(part: Path) -> None:
-        write_config(config, tokenizer, ends, dtype, part)
-        write_params(params, config, part / WEIGHTS)
+    with folders.replacing(directory, "model") as new:
+        write_config(config, tokenizer, ends, dtype, new)
+        write_params(params, config, new / WEIGHTS)
         if tokenizer is not None:
-            write_tokenizer(tokenizer, part, config.max_positions)
-
-    folders.write_folder(directory, "model", write)
+            write_tokenizer(tokenizer, new, config.max_positions)

@@ -149,6 +149,7 @@ def is_ours(notes: Mapping[str, str]) -> bool:
 def write_tensors(tensors: Mapping[str, np.ndarray], path: Path, notes: Mapping[str, str]) -> None:
     """Write a safetensors file whose header names specjax beside the notes; raises OSError."""
     try:
-        save_file(dict(tensors), path, metadata={**notes, **PRODUCER})
+        whole = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
+        save_file(whole, path, metadata={**notes, **PRODUCER})
     except SafetensorError as error:
         raise OSError(one_line(error)) from None

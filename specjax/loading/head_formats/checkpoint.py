@@ -1,9 +1,9 @@
-"""A head's directory in other tools' layouts: config.json and safetensors, read and written."""
+"""A head's directory in other tools' layouts: config.json and safetensors, read whole."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from specjax.errors import InputError
-from specjax.files import folder_marker, folders
+from specjax.files import folder_marker
 from specjax.loading.formats.parameter_names import differences, in_words
 from specjax.loading.formats.safetensors_files import (
     FLOATS,
@@ -22,11 +22,10 @@ from specjax.loading.formats.safetensors_files import (
     open_tensors,
     read_headers,
     read_notes,
-    write_tensors,
 )
-from specjax.loading.tokenizers.huggingface_tokenizer import read_json, write_json
+from specjax.loading.tokenizers.huggingface_tokenizer import read_json
 
-_CONFIG, MEDUSA_WEIGHTS = "config.json", "medusa_lm_head.safetensors"
+CONFIG, MEDUSA_WEIGHTS = "config.json", "medusa_lm_head.safetensors"
 _WRAPPERS = re.compile(r"^((model|module|_orig_mod|draft_model|eagle_module)\.)+")
 """Names of modules around a head, which tools put in front of its tensors' names."""
 
@@ -57,15 +56,15 @@ def read_checkpoint(directory: Path) -> Checkpoint:
     """
     if not directory.is_dir():
         raise InputError(f"{directory}: no such directory; download the head and give its folder")
-    config, stored = read_json(directory / _CONFIG), _find_tensors(directory)
+    config, stored = read_json(directory / CONFIG), _find_tensors(directory)
     files = dict.fromkeys(tensor.path for tensor in stored.values())
     if not config:
-        raise InputError(f"{directory}: no {_CONFIG}; download it beside its weights")
+        raise InputError(f"{directory}: no {CONFIG}; download it beside its weights")
     with open_tensors(stored.values()) as numbers:
         tensors = {name: numbers(tensor) for name, tensor in stored.items()}
     notes = {key: text for path in files for key, text in read_notes(path).items()}
     found = Checkpoint(directory, _with_layers_fields(config), tensors, notes)
-    read = [_CONFIG, *(path.name for path in files)]
+    read = [CONFIG, *(path.name for path in files)]
     folder_marker.verify(directory, ("head",), found.is_ours, read)
     for name, tensor in tensors.items():
         if tensor.dtype.kind not in "iub" and not np.isfinite(tensor.astype(np.float32)).all():
@@ -110,37 +109,6 @@ def _conversion(pickle: Path) -> str:
         "s.save_file({k: v.clone().contiguous() for k, v in t.items()}, "
         f"'{pickle.with_name(WEIGHTS)}')"
     )
-
-
-def check_target(path: Path, where: str | None = None) -> None:
-    """Raise InputError unless a directory can be written: it is new, empty, or an earlier export.
-
-    Writing replaces an earlier export, which must hold nothing else. `where` begins the message;
-    the default is the path.
-    """
-    folders.check_replaceable(path, "head", where or str(path))
-
-
-def write_checkpoint(
-    directory: Path,
-    config: dict[str, Any],
-    tensors: Mapping[str, np.ndarray],
-    notes: Mapping[str, str],
-    weights: str = WEIGHTS,
-    check: Callable[[Path], None] | None = None,
-) -> None:
-    """Write a directory that `read_checkpoint` reads, whole or not at all.
-
-    `check` is called with the written directory before it replaces an earlier export, and raises
-    where it is wrong. Raises InputError as `check_target` does, and where writing fails.
-    """
-
-    def write(part: Path) -> None:
-        write_json(part / _CONFIG, config)
-        whole = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
-        write_tensors(whole, part / weights, notes)
-
-    folders.write_folder(directory, "head", write, check=check)
 
 
 def match(

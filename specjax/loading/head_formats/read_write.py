@@ -9,22 +9,22 @@ from pathlib import Path
 from typing import Any, Literal
 
 from specjax.errors import InputError, shown
+from specjax.files import folder_marker, folders
 from specjax.files.json_files import parse_json
 from specjax.files.paths import output_folder, user_path
-from specjax.loading.formats.safetensors_files import WEIGHTS
+from specjax.loading.formats.safetensors_files import WEIGHTS, write_tensors
 from specjax.loading.head_formats import eagle, medusa, taps
 from specjax.loading.head_formats.checkpoint import (
+    CONFIG,
     MEDUSA_WEIGHTS,
     Checkpoint,
-    check_target,
     read_checkpoint,
     tensor_names,
-    write_checkpoint,
 )
 from specjax.loading.heads.head import Head, TargetMetadata, check_head, check_same
 from specjax.loading.model import Model
 from specjax.loading.model_metadata import check_fields, dataclass_fields
-from specjax.loading.tokenizers.huggingface_tokenizer import read_json
+from specjax.loading.tokenizers.huggingface_tokenizer import read_json, write_json
 from specjax.models.heads.medusa import MedusaConfig
 
 Format = Literal["medusa", "eagle", "eagle3", "speculators"]
@@ -78,21 +78,19 @@ def write_foreign(
     target: Model,
     *,
     layer_ids: taps.Convention = "input",
-    verify: bool = True,
 ) -> None:
     """Write a head in another tool's layout, whole or not at all; an earlier export is replaced.
 
     Tensors keep the head's dtype; Medusa's projections are multiplied out in float32. `layer_ids`
     is what the config's ids count: inputs of layers for EAGLE and vLLM, outputs for SpecForge and
-    SGLang. With `verify` the directory is read again and the head compared bit by bit.
-    Raises InputError for a head that the layout cannot hold, a head of another target, and a
-    directory that holds anything else.
+    SGLang. The new directory is read again and the head compared bit by bit before it replaces
+    another. Raises InputError for a head that the layout cannot hold, a head of another target, and
+    a directory that holds anything else.
     """
     path = output_folder("directory", directory)
     check_format(head, format)
     taps.check_convention(layer_ids)
     check_head(head, target, "head")
-    check_target(path)
     if format == "medusa":
         head = medusa.with_own_heads(head, target)
         config, tensors = medusa.write(head, target)
@@ -107,12 +105,11 @@ def write_foreign(
     }
     notes = {_NOTES: json.dumps(noted)}
     weights = MEDUSA_WEIGHTS if format == "medusa" else WEIGHTS
-
-    def check(written: Path) -> None:
-        again = read_foreign(written, target, layer_ids=layer_ids)
-        check_same(head, again, str(path))
-
-    write_checkpoint(path, config, tensors, notes, weights, check if verify else None)
+    with folders.replacing(path, "head") as new:
+        write_json(new / CONFIG, config)
+        write_tensors(tensors, new / weights, notes)
+        folder_marker.seal(new, "head")
+        check_same(head, read_foreign(new, target, layer_ids=layer_ids), str(path))
 
 
 def check_format(head: Head, format: str) -> None:
@@ -147,7 +144,7 @@ def whole_vocabulary(head: Head) -> Head:
 def head_format(directory: Path) -> Format | None:
     """The format of a directory's head, by names alone; None where it holds none."""
     try:
-        return _format(read_json(directory / "config.json"), tensor_names(directory))
+        return _format(read_json(directory / CONFIG), tensor_names(directory))
     except InputError:  # whatever reads the directory says what is wrong
         return None
 
