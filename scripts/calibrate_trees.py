@@ -29,7 +29,7 @@ from specjax.decoding.prompts import Prompt, read_questions
 from specjax.drafters import DRAFT_TOKENS, make_drafter
 from specjax.errors import InputError
 from specjax.fields import Flag, InputFile, OutputFolder, PathOrName, Text, Whole, optional
-from specjax.files.text_files import write_text
+from specjax.files.atomic_writes import write_text
 from specjax.loading.acceptance_rates import (
     Acceptance,
     ranks_file,

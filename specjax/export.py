@@ -20,7 +20,7 @@ from specjax.fields import Choice, Flag, PathOrName, optional
 from specjax.files import folders
 from specjax.files.paths import output_folder, user_path
 from specjax.loading import head_formats
-from specjax.loading.checkpoint_directory import check_free, is_checkpoint
+from specjax.loading.checkpoint_directory import is_checkpoint
 from specjax.loading.find_head import open_head
 from specjax.loading.head_formats.read_write import check_format, whole_vocabulary
 from specjax.loading.head_formats.taps import CONVENTIONS
@@ -81,10 +81,8 @@ def export(options: SimpleNamespace) -> int:
             f"head={options.head!r}: no such directory; give that of a saved head, or the kind of "
             f"one that comes with specjax ({', '.join(KINDS)})"
         )
-    if options.format == OWN:
-        check_free(output, "drafter", overwrite=False, where=where)
-    else:
-        folders.check_replaceable(output, "head", where)
+    own = options.format == OWN
+    folders.check_replaceable(output, "drafter" if own else "head", where, overwrite=not own)
     head = None
     if not shipped and is_checkpoint(source):
         head = _prepared(read_head(source), options)
@@ -94,7 +92,7 @@ def export(options: SimpleNamespace) -> int:
     elif head is None:
         foreign = head_formats.read_foreign(source, target, layer_ids=options.read_layer_ids)
         head = _prepared(foreign, options)
-    if options.format == OWN:
+    if own:
         save_head(head, output)
         check_same(head, read_head(output), str(output))
     else:

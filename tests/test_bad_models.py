@@ -7,7 +7,6 @@ import pytest
 from model_files import WEIGHTS, changed, edit_json, edit_tensors, refusal, without
 
 from specjax.errors import InputError
-from specjax.loading import model_metadata
 from specjax.loading.load import load_model
 from specjax.loading.tokenizers.huggingface_tokenizer import read_tokenizer
 
@@ -279,13 +278,6 @@ def test_several_chat_templates(tmp_path):
     for value, chosen in ((entries, "b"), (entries[:1], None), ([], None), (None, None)):
         edit_json(path / SETTINGS, chat_template=value)
         assert read_tokenizer(path).chat_template == chosen
-
-
-def test_a_template_in_our_own_checkpoint_is_bounded(tmp_path):
-    tokenizer = read_tokenizer(changed("grouped_tied", tmp_path))
-    content = model_metadata.tokenizer_metadata(tokenizer) | {"chat_template": "x" * 2**21}
-    with pytest.raises(InputError, match="chat_template has 2097152 characters"):
-        model_metadata.read_tokenizer(content)
 
 
 def test_an_unknown_token_that_is_none(tmp_path):

@@ -16,7 +16,7 @@ from tiny_models import with_modules
 
 from specjax.errors import InputError
 from specjax.files import folder_marker
-from specjax.loading import model_metadata, orbax_checkpoint
+from specjax.loading import orbax_checkpoint
 from specjax.loading.checkpoints import load_drafter, save_checkpoint, save_drafter
 from specjax.loading.load import load_model, random_model, save_model
 
@@ -41,13 +41,12 @@ def saved(model, tmp_path):
 def metadata_of(model):
     """What `save_checkpoint` writes beside the arrays."""
     metadata = {
-        "config": model_metadata.config_metadata(model.config),
+        "config": dataclasses.asdict(model.config),
         "dtype": np.dtype(model.dtype).name,
         "scan_layers": True,
-        "tokenizer": model.tokenizer and model_metadata.tokenizer_metadata(model.tokenizer),
+        "mtp": model.mtp and dataclasses.asdict(model.mtp.config),
+        "ends": [],
     }
-    if model.mtp is not None:
-        metadata["mtp"] = model_metadata.head_metadata(model.mtp.config)
     return json.loads(json.dumps(metadata))
 
 
@@ -55,11 +54,11 @@ DELETED = object()
 
 MISFITS = [
     # the model, fields of its metadata with dots, the value there, the error
-    ("plain", "config.hidden_size", 36, r"another shape: .*\[32, 64\], not .*\[36, 64\]"),
-    ("plain", "config.hidden_size", 10**6, r"another shape: .* and \d more"),
+    ("plain", "config.hidden_size", 36, r"mis-shaped: .*\[32, 64\], not .*\[36, 64\]"),
+    ("plain", "config.hidden_size", 10**6, r"mis-shaped: .* and \d more"),
     ("plain", "config.hidden_size", 10**9, "hidden_size=1000000000: must be"),
     ("plain", "config.max_positions", 2**31 - 1, "max_positions=2147483647: must be"),
-    ("plain", "config.num_layers", 60_000, "another shape: .*layers.*"),
+    ("plain", "config.num_layers", 60_000, "mis-shaped: .*layers.*"),
     ("plain", "config.hidden_size", 10**12, "hidden_size=1000000000000 is of no use"),
     ("plain", "config.hidden_size", "32", "hidden_size='32' is of no use"),
     ("plain", "config.hidden_size", True, "hidden_size=True is of no use"),
@@ -75,7 +74,7 @@ MISFITS = [
     ("plain", "config.attention_bias", True, "missing: .*query.bias.*"),
     ("plain", "config.tie_word_embeddings", True, "unexpected: embed.embedding"),
     ("plain", "config", DELETED, "metadata: 'config' is missing"),
-    ("plain", "dtype", "bfloat16", r"another shape: .*float32.*, not bfloat16"),
+    ("plain", "dtype", "bfloat16", r"mis-shaped: .*float32.*, not bfloat16"),
     ("plain", "dtype", "int8", "dtype='int8': use a checkpoint in float32"),
     ("plain", "scan_layers", False, "missing: layers.0"),
     (
@@ -85,21 +84,14 @@ MISFITS = [
         "asks for 60000 layers, which are not there",
     ),
     ("plain", "scan_layers", 0, "scan_layers=0 is of no use"),
-    ("plain", "tokenizer", {}, "tokenizer: 'backend' is missing"),
-    ("plain", "tokenizer", "x", "tokenizer='x' is of no use"),
-    ("modules", "mtp", DELETED, "holds arrays of MTP modules, which its metadata do not"),
+    ("modules", "mtp", None, "unexpected: mtp.modules"),
     ("modules", "mtp.num_modules", 2, r"missing: mtp.modules.1\S+, .* and \d more"),
-    ("modules", "mtp.num_modules", 60, "num_modules=60, which are not there"),
+    ("modules", "mtp.num_modules", 60, "missing: mtp.modules.1"),
     ("modules", "mtp.num_modules", 0, "num_modules=0: use a whole number from 1"),
     ("modules", "mtp.concat", "both", "concat='both' is of no use"),
     ("modules", "mtp.decoder.hidden_size", 36, "hidden_size=36, and the model has 32"),
     ("modules", "mtp.draft_vocab_size", 40, "draft_vocab_size=40, and the model has 64"),
     ("modules", "mtp.surprise", 40, "mtp: 'surprise' is unknown"),
-    ("tokenizer", "tokenizer.backend", "{", "tokenizer: not one that can be read"),
-    ("tokenizer", "tokenizer.bos_id", 10**6, "bos_id=1000000 is outside the vocabulary"),
-    ("tokenizer", "tokenizer.eos_ids", [-1], "eos_ids=-1 is outside"),
-    ("tokenizer", "tokenizer.eos_ids", [1.5], r"eos_ids=\[1.5\] is of no use"),
-    ("tokenizer", "tokenizer.special_tokens", {"a": 1}, "special_tokens=.* is of no use"),
 ]
 
 
@@ -129,18 +121,19 @@ def test_metadata_that_do_not_fit_are_refused_before_arrays_are_read(
     assert refused(lambda: load_model(folder), said).startswith(f"{folder}: ")
 
 
-@pytest.mark.parametrize(
-    ("field", "of", "said"),
-    [
-        ("mtp", "modules", "lacks the arrays of MTP modules, which its metadata ann"),
-        ("tokenizer", "tokenizer", "vocab_size=64, but the tokenizer has 80 tokens"),
-    ],
-)
-def test_parts_of_another_model_are_refused(field, of, said, models, tmp_path):
-    metadata = {**metadata_of(models["plain"]), field: metadata_of(models[of])[field]}
+def test_modules_of_another_model_are_refused(models, tmp_path):
+    metadata = {**metadata_of(models["plain"]), "mtp": metadata_of(models["modules"])["mtp"]}
     arrays = models["plain"].arrays
     orbax_checkpoint.save(tmp_path / "odd", "model", arrays, metadata, overwrite=False)
-    refused(lambda: load_model(tmp_path / "odd"), said)
+    refused(lambda: load_model(tmp_path / "odd"), "missing: mtp.modules")
+
+
+def test_a_tokenizer_of_another_model_is_refused(saved, models, tmp_path):
+    save_checkpoint(models["tokenizer"], tmp_path / "other")
+    shutil.copytree(tmp_path / "other" / "tokenizer", saved / "tokenizer")
+    refused(lambda: load_model(saved), "tokenizer/.* is not listed in specjax_folder.json")
+    folder_marker.seal(saved, "model")
+    refused(lambda: load_model(saved), "vocab_size=64, but the tokenizer has 80 tokens")
 
 
 def test_parameters_that_do_not_fit_are_not_saved(model, tmp_path):
@@ -206,14 +199,14 @@ def test_one_kind_is_not_taken_for_the_other(saved, tmp_path):
     ("params", "about", "said"),
     [
         ({}, {}, "params is dict.*a nested dict of arrays of numbers"),
-        ({"a": {}}, {}, "params.a is dict"),
-        ({"a": [np.ones(2)]}, {}, "params.a is list"),
-        ({"a": 1.0}, {}, "params.a is float"),
-        ({"a": "text"}, {}, "params.a is str"),
-        ({"a": np.zeros((0, 3))}, {}, r"params.a is ndarray\[0, 3\]: .* none empty"),
-        ({"a": np.array(["x"])}, {}, "params.a is ndarray"),
-        ({"a.b": np.ones(2)}, {}, "'a.b' in params: parameters are named by text without dots"),
-        ({"a": {1: np.ones(2)}}, {}, "1 in params.a: parameters are named"),
+        ({"a": {}}, {}, "params is dict"),
+        ({"a": [np.ones(2)]}, {}, "params..a...0. is ndarray"),
+        ({"a": 1.0}, {}, "params..a.. is float"),
+        ({"a": "text"}, {}, "params..a.. is str"),
+        ({"a": np.zeros((0, 3))}, {}, r"params..a.. is ndarray\[0, 3\]: .* none empty"),
+        ({"a": np.array(["x"])}, {}, "params..a.. is ndarray"),
+        ({"a.b": np.ones(2)}, {}, "params..a.b.. is .* by names without dots"),
+        ({"a": {1: np.ones(2)}}, {}, "params..a...1. is .* by names without dots"),
         ({"a": np.ones(2)}, {"f": {1, 2}}, "the metadata are not JSON .*set"),
         ({"a": np.ones(2)}, {"f": np.float32(1)}, "the metadata are not JSON .*float32"),
         ({"a": np.ones(2)}, {"f": float("inf")}, "the metadata are not JSON"),

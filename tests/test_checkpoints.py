@@ -20,12 +20,12 @@ from tiny_models import with_modules
 from specjax.decoding.generate import generate
 from specjax.distributed import sharding
 from specjax.errors import InputError
-from specjax.loading import model_metadata, orbax_checkpoint
+from specjax.loading import dataclass_json, orbax_checkpoint
 from specjax.loading.checkpoints import load_drafter, save_checkpoint, save_drafter
 from specjax.loading.formats import build_parameters
 from specjax.loading.load import load_model, place_model, random_model, save_model
 from specjax.loading.orbax_saver import Numbered, Saver
-from specjax.models.config import RopeScaling
+from specjax.models.config import DecoderConfig, RopeScaling
 from specjax.models.decoder import Form
 
 CONFIG = tiny_config(
@@ -104,8 +104,8 @@ def test_every_field_of_a_config_comes_back(scaling):
         attention_bias=True,
         mlp_bias=True,
     )
-    text = json.dumps(model_metadata.config_metadata(config))
-    assert model_metadata.read_config(json.loads(text)) == config
+    text = json.dumps(dataclasses.asdict(config))
+    assert dataclass_json.read_dataclass("config", DecoderConfig, json.loads(text)) == config
 
 
 def assert_placed(model, mesh, shards):
@@ -213,7 +213,7 @@ def test_a_layout_without_modules_says_so(model, tmp_path):
 
 
 def test_a_checkpoint_is_replaced_only_when_asked_for(saved, tiny):
-    with pytest.raises(InputError, match="holds a checkpoint already; give another .* overwrite"):
+    with pytest.raises(InputError, match="holds a model already; delete it, or write elsewhere"):
         save_checkpoint(tiny, saved)
     save_checkpoint(tiny, saved, overwrite=True)
     assert_same(load_model(saved, dtype="float32").params, tiny.params)
@@ -242,7 +242,7 @@ def test_a_save_that_dies_leaves_the_earlier_checkpoint(saved, model, tiny, tmp_
         arguments = ["-c", DIES, str(tmp_path / "other"), str(directory)]
         code, _, error = finish(start(arguments, program=()))
         assert code == -signal.SIGKILL, error
-    with pytest.raises(InputError, match="holds a checkpoint already"):
+    with pytest.raises(InputError, match="holds a model already"):
         save_checkpoint(tiny, saved)  # the earlier one, which has its name again
     assert_same(load_model(saved, dtype="float32").params, model.params)
     assert not fresh.exists()
@@ -342,7 +342,7 @@ def test_two_processes_write_what_one_reads_and_the_reverse(saved, model, tmp_pa
         assert code == 0, error
         lines = (tmp_path / f"shared_refusals_{number}").read_text().splitlines()
         assert len(lines) == 3
-        assert "split: holds a checkpoint already" in lines[0]
+        assert "split: holds a model already" in lines[0]
         assert "the checkpoint's directory=" in lines[1]
         assert "on process 0" in lines[1]
         assert "spread over processes" in lines[2]

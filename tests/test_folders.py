@@ -351,7 +351,6 @@ def test_a_claim_deletes_nothing_in_a_folder_that_is_not_yet_ours(name, tmp_path
 LOCKS = {
     "a link": lambda lock: lock.symlink_to("../precious.txt"),
     "a link to nothing": lambda lock: lock.symlink_to("nowhere"),
-    "a file": lambda lock: lock.write_text("mine"),
     "a pipe": os.mkfifo,
 }
 
@@ -371,7 +370,6 @@ def test_a_lock_that_is_not_ours_stays_as_it_is(kind, marked, tmp_path):
         said = "holds 'specjax.lock', which specjax has no"
         refused(lambda: write_folder(folder, "x"), said)
     assert (tmp_path / "precious.txt").read_text() == "mine"
-    assert not lock.is_file() or lock.read_text() == "mine"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["precious.txt", "w"]
 
 
@@ -407,14 +405,14 @@ def test_one_run_at_a_time(tmp_path):
         hold = folder_lock.hold(folder, "training run", "workdir='w'")
         said = refused(hold.__enter__, "another run")
         assert said.startswith(f"workdir='w': another run is at work there (pid {first.pid} on ")
-        assert f"since {json.loads((folder / LOCK).read_text())['since']}: " in said
+        assert (folder / LOCK).read_text().strip() in said
         assert " -c " in said
     finally:
         os.kill(first.pid, signal.SIGKILL)
         first.communicate()
     for _ in range(2):
         with folder_lock.hold(folder, "training run", "workdir"):
-            assert json.loads((folder / LOCK).read_text())["pid"] == os.getpid()
+            assert (folder / LOCK).read_text().startswith(f"pid {os.getpid()} on ")
 
 
 @pytest.mark.parametrize("marked", [True, False])

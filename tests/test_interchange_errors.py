@@ -153,7 +153,7 @@ def test_directories_that_are_no_heads(tiny, tmp_path):
         folder = tmp_path / name.partition(".")[0]
         folder.mkdir()
         (folder / name).write_bytes(b"")
-        with pytest.raises(InputError, match=r"a pickle can run.*weights_only=True.*save_file"):
+        with pytest.raises(InputError, match=r"a pickle can run.*save_file.*weights_only=True"):
             read_foreign(folder, tiny)
     save_file({"weight": np.zeros(1, np.float32)}, tmp_path / "model.safetensors")
     with pytest.raises(InputError, match="no config.json"):

@@ -150,8 +150,8 @@ def test_what_auto_takes_is_said_before_loading(tmp_path, said, monkeypatch):
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
     (line,) = said()
     assert line == (
-        f"{TIED}: the weights take {size / 1000:.1f} kB in float32 (dtype=auto on a CPU); "
-        f"dtype=bfloat16 takes {size / 2000:.1f} kB"
+        f"{TIED}: the weights take {size / 1e9:.2g} GB in float32 (dtype=auto on a CPU); "
+        f"dtype=bfloat16 takes {size / 2e9:.2g} GB"
     )
     for dtype in ("float32", "bfloat16"):
         load_model(TIED, dtype=dtype)
@@ -159,7 +159,7 @@ def test_what_auto_takes_is_said_before_loading(tmp_path, said, monkeypatch):
     monkeypatch.setattr("specjax.loading.load.device_memory.free_bytes", lambda: 1000)
     path = write_gguf(tmp_path / "a.gguf", gguf_metadata(), gguf_tensors(), "F16")
     load_model(path)
-    assert "(dtype=auto on a CPU), and 1.0 kB are free; dtype=bfloat16 takes" in said()[1]
+    assert "(dtype=auto on a CPU), and 1e-06 GB are free; dtype=bfloat16 takes" in said()[1]
     save_checkpoint(load_model(TIED, dtype="bfloat16"), tmp_path / "orbax")
     load_model(tmp_path / "orbax")
     assert said()[2].startswith(f"{tmp_path / 'orbax'}: the weights take")

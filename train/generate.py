@@ -30,7 +30,7 @@ from specjax.loading.model import Model
 from specjax.reporting import decode_report
 from train.data.examples import METADATA, target_metadata
 from train.data.responses import open_responses
-from train.data.writing import check_free, write_responses
+from train.data.writing import write_responses
 from train.generation import answers
 from train.generation.answers import AnswersConfig, Job
 from train.generation.saved_answers import SavedAnswers, open_answers
@@ -105,7 +105,7 @@ def _check_folders(root: Path, where: str, output: Path) -> None:
         )
     folders.check_claimable(root, _KIND, where)
     if not (output / METADATA).exists():  # else the run is done, or another's
-        check_free(output)
+        folders.check_replaceable(output, "dataset", str(output), overwrite=False)
 
 
 def _run(
@@ -211,7 +211,7 @@ def _already(output: Path, record: dict, screen: Screen) -> int:
     def check() -> None:
         written = open_responses(output, record["target"]) if processes.is_first() else None
         if written is not None and written.generation.get("prompts") != record["prompts"]:
-            check_free(output)
+            folders.check_replaceable(output, "dataset", str(output), overwrite=False)
 
     processes.together(check)
     screen.say(f"{output} is written already")

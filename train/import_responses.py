@@ -16,11 +16,12 @@ from specjax.cli import command
 from specjax.cli.flags import Parser
 from specjax.errors import InputError
 from specjax.fields import InputFile, OutputFolder, PathOrName, Whole, optional
+from specjax.files import folders
 from specjax.files.json_files import read_json_file
 from specjax.loading.load import DEFAULT_MODEL, load_model
 from train.data.examples import METADATA, target_metadata
 from train.data.json_lines import read_rows
-from train.data.writing import check_free, write_responses
+from train.data.writing import write_responses
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,7 +47,7 @@ def parser() -> Parser:
 
 
 def _import(input: Path, output: Path, limit: int | None, target: str) -> None:
-    check_free(output)
+    folders.check_replaceable(output, "dataset", str(output), overwrite=False)
     rows = itertools.islice(read_rows(input), limit)
     first = next(rows, None)  # a file that is none is refused before the model is loaded
     if first is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import json
 import os
 import shlex
 import socket
@@ -54,9 +53,10 @@ def lock(folder: Path, kind: Kind, where: str) -> Iterator[None]:
             folders.claim(folder, kind, where)
             file.write_text(_holder(), encoding="utf-8")
         except Timeout:
+            holder = file.read_text(encoding="utf-8").strip() or "it has not said which"
             raise InputError(
-                f"{where}: another run is at work there ({_described(file)}); wait for it, stop "
-                "it, or use another folder"
+                f"{where}: another run is at work there ({holder}); wait for it, stop it, or use "
+                "another folder"
             ) from None
         except OSError as error:
             raise folders.unwritable(where, error) from None
@@ -66,24 +66,6 @@ def lock(folder: Path, kind: Kind, where: str) -> Iterator[None]:
 def _holder() -> str:
     """What a run writes into its lock about itself."""
     since = datetime.datetime.now().astimezone().isoformat(" ", "seconds")
-    command = shlex.join(sys.orig_argv)
-    content = {
-        "pid": os.getpid(),
-        "host": socket.gethostname(),
-        "since": since,
-        "command": command,
-    }
-    return json.dumps(content) + "\n"
-
-
-def _described(file: Path) -> str:
-    """The run that holds a lock, from what it wrote into it."""
-    try:
-        holder = json.loads(file.read_text(encoding="utf-8"))
-        command = " ".join(str(holder["command"]).split())
-        return (
-            f"pid {holder['pid']} on {holder['host']}, since {holder['since']}: "
-            f"{command:.{_LONGEST_COMMAND}}"
-        )
-    except (OSError, ValueError, KeyError, TypeError):  # it has only just locked it
-        return "it has not said which"
+    command = " ".join(shlex.join(sys.orig_argv).split())
+    holder = f"pid {os.getpid()} on {socket.gethostname()}, since {since}"
+    return f"{holder}: {command:.{_LONGEST_COMMAND}}\n"

@@ -191,7 +191,7 @@ class Drafter:
 
     @property
     def name(self) -> str:
-        """Its name in messages and reports."""
+        """Its name in messages and reports; a class may have one as an attribute instead."""
         return type(self).__name__.lower()
 
     @property

@@ -65,6 +65,7 @@ class DraftModel(ChainDrafter):
     the likeliest token has a probability below `draft_p_min`. Raises InputError for bad options.
     """
 
+    name: ClassVar[str] = "draft_model"
     trained: ClassVar[bool] = True
     model: LanguageModel = field(kw_only=False)
 
@@ -93,11 +94,6 @@ class DraftModel(ChainDrafter):
             head.config.decoder, target.activation_dtype, form=form, multiply=target.multiply
         )
         return LoadedDrafter(cls(ReducedDecoder(decoder), **options), params)
-
-    @property
-    def name(self) -> str:
-        """Its registered name."""
-        return "draft_model"
 
     @property
     def _slots(self) -> int:

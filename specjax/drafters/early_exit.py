@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from specjax.drafters.autoregressive import SelfDrafter
 from specjax.drafters.base import Context, LoadedDrafter
@@ -23,6 +23,7 @@ class EarlyExit(SelfDrafter):
     Raises InputError for a layer out of range or bad options.
     """
 
+    name: ClassVar[str] = "early_exit"
     num_layers: Annotated[int, Whole(1)] = field(kw_only=False)
     exit_layer: Annotated[int, Whole(1)] | None = None
 
@@ -39,11 +40,6 @@ class EarlyExit(SelfDrafter):
         """Return the drafter of a target's own layers."""
         del name, path
         return LoadedDrafter(cls(target.config.num_layers, **options))
-
-    @property
-    def name(self) -> str:
-        """Its registered name."""
-        return "early_exit"
 
     def layers(self, params: Any, context: Context) -> tuple[LanguageModel, Any, int | None]:
         """Return the target and the number of its first layers."""

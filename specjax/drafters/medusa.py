@@ -7,7 +7,7 @@ not depend on what the heads before it drew. A path of a draft has one token per
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from flax import struct
@@ -41,6 +41,7 @@ class MedusaDrafter(HeadDrafter):
     tree with more levels than there are heads.
     """
 
+    name: ClassVar[str] = "medusa"
     head: Medusa = field(kw_only=False)
 
     @classmethod
@@ -50,11 +51,6 @@ class MedusaDrafter(HeadDrafter):
             options = {"num_speculative_tokens": head.config.num_heads, **options}
         functions = Medusa(head.config, target.activation_dtype, target.multiply)
         return LoadedDrafter(cls(functions, **options), params)
-
-    @property
-    def name(self) -> str:
-        """Its registered name."""
-        return "medusa"
 
     @property
     def longest_path(self) -> int:

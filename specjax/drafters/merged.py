@@ -7,6 +7,7 @@ share one limit, so that the loop treats them as one drafter.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Annotated
 
@@ -68,9 +69,8 @@ class Merged(Drafter):
     @property
     def pass_features(self) -> tuple[str, ...]:
         """The features that any of them reads after each pass of the target."""
-        return tuple(
-            dict.fromkeys(name for drafter in self.parts for name in drafter.pass_features)
-        )
+        names = (name for drafter in self.parts for name in drafter.pass_features)
+        return tuple(dict.fromkeys(names))
 
     @property
     def sampled(self) -> bool:
@@ -84,17 +84,11 @@ class Merged(Drafter):
 
     def for_target(self, params: tuple, target_params: dict) -> tuple:
         """Return each part's parameters beside new ones of the target."""
-        pairs = zip(self.parts, params, strict=True)
-        return tuple(
-            drafter.for_target(drafter_params, target_params) for drafter, drafter_params in pairs
-        )
+        return tuple(drafter.for_target(own, target_params) for drafter, own in self._each(params))
 
     def init(self, params: tuple, batch: int, capacity: int) -> tuple:
         """Return each part's state of empty rows."""
-        return tuple(
-            drafter.init(drafter_params, batch, capacity)
-            for drafter, drafter_params in zip(self.parts, params, strict=True)
-        )
+        return tuple(drafter.init(own, batch, capacity) for drafter, own in self._each(params))
 
     def propose(
         self, params: tuple, state: tuple, context: Context, noise: Noise
@@ -117,20 +111,20 @@ class Merged(Drafter):
     def observe(self, params: tuple, state: tuple, context: Context, accepted: Accepted) -> tuple:
         """Return each part's state after further committed tokens."""
         return tuple(
-            drafter.observe(drafter_params, drafter_state, context, accepted)
-            for drafter, drafter_params, drafter_state in zip(
-                self.parts, params, state, strict=True
-            )
+            drafter.observe(own, drafter_state, context, accepted)
+            for drafter, own, drafter_state in self._each(params, state)
         )
 
     def observe_pass(self, params: tuple, state: tuple, target_pass: TargetPass) -> tuple:
         """Return each part's state after a pass of the target."""
         return tuple(
-            drafter.observe_pass(drafter_params, drafter_state, target_pass)
-            for drafter, drafter_params, drafter_state in zip(
-                self.parts, params, state, strict=True
-            )
+            drafter.observe_pass(own, drafter_state, target_pass)
+            for drafter, own, drafter_state in self._each(params, state)
         )
+
+    def _each(self, *values: tuple) -> Iterator[tuple]:
+        """Iterate over the parts, each with its own of the values."""
+        return zip(self.parts, *values, strict=True)
 
 
 def merge_drafters(*drafters: LoadedDrafter | Drafter) -> LoadedDrafter:

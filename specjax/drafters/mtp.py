@@ -9,8 +9,7 @@ from specjax.drafters.base import LoadedDrafter
 from specjax.drafters.pair_drafter import PairDrafter
 from specjax.errors import InputError
 from specjax.loading.find_head import shipped_head
-from specjax.loading.heads.complete_parameters import complete_parameters
-from specjax.loading.heads.head import own_modules
+from specjax.loading.heads.head import complete_parameters, own_modules
 from specjax.loading.model import Model
 from specjax.models.heads.mtp import Mtp
 
@@ -22,6 +21,7 @@ class MtpDrafter(PairDrafter):
     By default one token is drafted, as the makers of GLM-4.7 recommend for its one module.
     """
 
+    name: ClassVar[str] = "mtp"
     head: Mtp = field(kw_only=False)
     head_class = Mtp
     usual_length: ClassVar[int] = 1
@@ -40,8 +40,3 @@ class MtpDrafter(PairDrafter):
                 "for it; give trained ones as drafter.path=, or use another drafter"
             )
         return cls.of_head(head, complete_parameters(head, target), target, **options)
-
-    @property
-    def name(self) -> str:
-        """Its registered name."""
-        return "mtp"

@@ -16,13 +16,9 @@ from specjax.trees import Draft
 class NoDrafter(Drafter):
     """The drafter that proposes nothing; every round emits one token."""
 
+    name: ClassVar[str] = "none"
     alone: ClassVar[str] = "it drafts nothing"
     num_speculative_tokens: int = 0
-
-    @property
-    def name(self) -> str:
-        """Its registered name, which stands for plain decoding."""
-        return "none"
 
     def propose(self, params: Any, state: Any, context: Context, noise: Noise) -> tuple[Draft, Any]:
         """Return an empty draft."""

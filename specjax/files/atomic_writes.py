@@ -50,6 +50,16 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         raise
 
 
+def write_text(path: Path, text: str) -> None:
+    r"""Replace a file's content by a text; raises as `replacing`.
+
+    What UTF-8 cannot encode (half of a surrogate pair) is escaped as \udXXX, which JSON reads back
+    as it was.
+    """
+    with replacing(path) as file:
+        file.write(text.encode("utf-8", "backslashreplace"))
+
+
 @contextmanager
 def exclusive(folder: Path, what: str) -> Iterator[None]:
     """A lock against other threads and processes that use the same `what`, which wait.

@@ -18,7 +18,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 from specjax.errors import InputError, shown
-from specjax.files import atomic_writes, text_files
+from specjax.files import atomic_writes
 from specjax.files.json_files import read_json_file
 from specjax.files.open_files import open_regular
 
@@ -45,7 +45,6 @@ ORBAX_METADATA, ORBAX_SUCCESS = "_CHECKPOINT_METADATA", "commit_success.txt"
 
 _FORMAT = 1
 _UNLISTED = (MARKER, ORBAX_METADATA, ORBAX_SUCCESS)
-_LOCK_BEGINS = b'{"pid": '
 
 
 @dataclass(frozen=True)
@@ -88,7 +87,7 @@ def write_marker(folder: Path, marker: Marker) -> None:
     content: dict[str, Any] = {"specjax_folder": _FORMAT, "kind": marker.kind}
     if marker.files is not None:
         content["files"] = {name: asdict(record) for name, record in marker.files.items()}
-    text_files.write_text(folder / MARKER, json.dumps(content, indent=1, sort_keys=True) + "\n")
+    atomic_writes.write_text(folder / MARKER, json.dumps(content, indent=1, sort_keys=True) + "\n")
 
 
 def seal(folder: Path, kind: Kind) -> None:
@@ -182,11 +181,8 @@ def is_kept(file: Path) -> bool:
 
 
 def is_lock(file: Path) -> bool:
-    """Whether a file is a lock of specjax: empty, or with the text that `folder_lock` writes."""
-    if file.is_symlink() or not file.is_file():
-        return False
-    with file.open("rb") as opened:
-        return opened.read(len(_LOCK_BEGINS)) in (b"", _LOCK_BEGINS)
+    """Whether a file with a lock's name can be one: no link, folder, pipe or device."""
+    return file.is_file() and not file.is_symlink()
 
 
 def contents(folder: Path, temporary_too: bool = False) -> Iterator[str]:

@@ -63,11 +63,11 @@ def claim(folder: Path, kind: Kind, where: str) -> None:
         raise unwritable(where, error) from None
 
 
-def check_replaceable(folder: Path, kind: Kind, where: str) -> None:
+def check_replaceable(folder: Path, kind: Kind, where: str, *, overwrite: bool = True) -> None:
     """Raise InputError unless a folder is new, empty, or sealed as that kind and unchanged since.
 
-    Files that were deleted since are allowed. The message names a file that specjax has not
-    written, or that was changed.
+    Without `overwrite` it must be new or empty. Files that were deleted since are allowed. The
+    message names a file that specjax has not written, or that was changed.
     """
     if not folder.exists():
         return
@@ -76,6 +76,8 @@ def check_replaceable(folder: Path, kind: Kind, where: str) -> None:
     files = {} if marker is None or marker.files is None else marker.files
     if marker is not None and (marker.files is None or kind != marker.kind):
         raise _another_kind(where, marker, kind)
+    if marker is not None and not overwrite:
+        raise InputError(f"{where}: holds a {kind} already; delete it, or write elsewhere")
     if found := _first_foreign(folder, files, temporary_too=marker is None):
         raise InputError(
             f"{where}: holds {found!r}, which specjax has no record of writing; move it away, or "
@@ -87,7 +89,7 @@ def check_replaceable(folder: Path, kind: Kind, where: str) -> None:
 
 
 @contextmanager
-def replacing(folder: Path, kind: Kind) -> Iterator[Path]:
+def replacing(folder: Path, kind: Kind, *, overwrite: bool = True) -> Iterator[Path]:
     """A new folder, which replaces an earlier one of this kind when the context ends.
 
     What was written into it is then sealed, unless it has been already. Raises InputError as
@@ -97,7 +99,7 @@ def replacing(folder: Path, kind: Kind) -> Iterator[Path]:
     where = str(folder)
     try:
         folder = folder.resolve()
-        check_replaceable(folder, kind, where)
+        check_replaceable(folder, kind, where, overwrite=overwrite)
         folder.parent.mkdir(parents=True, exist_ok=True)
         rescue = lambda left: _move_back(left / _EARLIER, folder)  # noqa: E731
         with atomic_writes.work_folder(folder.parent, folder.name, rescue) as work:
@@ -106,7 +108,8 @@ def replacing(folder: Path, kind: Kind) -> Iterator[Path]:
             yield new
             if read_marker(new) is None:
                 seal(new, kind)
-            check_replaceable(folder, kind, where)  # writing may have taken hours
+            # Writing may have taken hours.
+            check_replaceable(folder, kind, where, overwrite=overwrite)
             _replace(folder, new, work / _EARLIER)
     except OSError as error:
         raise unwritable(where, error) from None

@@ -11,9 +11,8 @@ from pathlib import Path
 
 from specjax.errors import InputError
 from specjax.files import folder_marker
-from specjax.files.atomic_writes import exclusive
+from specjax.files.atomic_writes import exclusive, write_text
 from specjax.files.folder_marker import Kind, Marker, Record
-from specjax.files.text_files import write_text
 
 _ANNOUNCED = Record(-1, "")
 """Recorded while a file is being written, so that one left by a kill is known to be specjax's."""

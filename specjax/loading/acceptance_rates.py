@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from specjax.errors import InputError, shown
+from specjax.files.atomic_writes import write_text
 from specjax.files.json_files import read_json_file
 from specjax.files.paths import user_path
-from specjax.files.text_files import write_text
 from specjax.loading.find_head import SHIPPED
 from specjax.loading.model import Model
 
@@ -25,12 +25,6 @@ def ranks_file(folder: Path, drafter: str) -> Path:
     return folder / f"{drafter}.ranks.json"
 
 
-def shipped_acceptance(drafter: str, target: Model) -> Acceptance | None:
-    """The rates that come with specjax for a drafter of a target, if any."""
-    file = ranks_file(SHIPPED / target.name, drafter)
-    return read_acceptance(file) if file.is_file() else None
-
-
 def known_acceptance(
     drafter: str, target: Model, path: str | os.PathLike | Model | None = None
 ) -> Acceptance | None:
@@ -39,13 +33,12 @@ def known_acceptance(
     Those of a head or a model of one's own are in a file beside what `path` names. Raises
     InputError for a file without rates.
     """
-    if path is None:
-        return shipped_acceptance(drafter, target)
     if isinstance(path, Model):
         return None
-    own = user_path("drafter.path", path)
-    file = ranks_file(own.parent, drafter)
-    return read_acceptance(file) if own.exists() and file.is_file() else None
+    shipped = SHIPPED / target.name
+    folder = shipped if path is None else user_path("drafter.path", path).parent
+    file = ranks_file(folder, drafter)
+    return read_acceptance(file) if file.is_file() else None
 
 
 def read_acceptance(file: Path) -> Acceptance:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.errors import InputError, one_line
-from specjax.files import folder_marker, folders
+from specjax.files import folder_marker
 from specjax.files.json_files import parse_json
 
 Kind = Literal["model", "drafter"]
@@ -23,6 +23,8 @@ CONTENT = "specjax_checkpoint.json"
 """The metadata of a checkpoint, beside its arrays."""
 ARRAYS = "params"
 """The folder of the arrays."""
+TOKENIZER = "tokenizer"
+"""The folder of a model's tokenizer."""
 INDEX = (f"{ARRAYS}/manifest.ocdbt", f"{ARRAYS}/_METADATA")
 """The files that describe the arrays."""
 _FORMAT = 1
@@ -32,24 +34,6 @@ _READERS = {"model": "specjax.load_model", "drafter": "specjax.loading.checkpoin
 def is_checkpoint(directory: Path) -> bool:
     """Whether a directory holds a checkpoint, whole or not."""
     return any((directory / name).is_file() for name in (CONTENT, INDEX[0]))
-
-
-def check_overwrite(directory: Path, overwrite: bool, where: str | None = None) -> None:
-    """Raise InputError for a directory with a checkpoint, unless it is to be overwritten.
-
-    `where` begins the message; the default is the path.
-    """
-    if not overwrite and is_checkpoint(directory):
-        raise InputError(
-            f"{where or directory}: holds a checkpoint already; give another directory, or "
-            "overwrite=True to replace it"
-        )
-
-
-def check_free(directory: Path, kind: Kind, overwrite: bool, where: str | None = None) -> None:
-    """Raise InputError where a save would: as `check_overwrite` and `folders.check_replaceable`."""
-    check_overwrite(directory, overwrite, where)
-    folders.check_replaceable(directory, kind, where or str(directory))
 
 
 def read_marker(directory: Path) -> folder_marker.Marker:
@@ -118,22 +102,17 @@ def metadata_of(directory: Path, kind: Kind, content: Any) -> dict[str, Any]:
 
 
 def _check_params(directory: Path, params: dict[str, Any]) -> None:
-    def check(name: str, node: Any) -> None:
-        if isinstance(node, dict) and node:
-            for key, child in node.items():
-                # Orbax joins names by dots.
-                if not isinstance(key, str) or not key or "." in key:
-                    raise InputError(
-                        f"{directory}: {key!r} in {name}: parameters are named by text without "
-                        "dots; rename it"
-                    )
-                check(f"{name}.{key}", child)
-            return
-        plain = isinstance(node, jax.Array | np.ndarray) and node.size
-        if not plain or not (jnp.issubdtype(node.dtype, jnp.number) or node.dtype == bool):
+    leaves = jax.tree.leaves_with_path(params)
+    for path, leaf in leaves or [((), params)]:
+        keys = [getattr(key, "key", None) for key in path]
+        # Orbax joins names by dots.
+        named = all(isinstance(key, str) and key and "." not in key for key in keys)
+        numbers = isinstance(leaf, jax.Array | np.ndarray) and leaf.size
+        if numbers:
+            numbers = jnp.issubdtype(leaf.dtype, jnp.number) or leaf.dtype == bool
+        if not named or not numbers:
             raise InputError(
-                f"{directory}: {name} is {type(node).__name__}{list(np.shape(node))}: a checkpoint "
-                "holds a nested dict of arrays of numbers, none empty; put others into the metadata"
+                f"{directory}: params{jax.tree_util.keystr(path)} is {type(leaf).__name__}"
+                f"{list(np.shape(leaf))}: a checkpoint holds a nested dict of arrays of numbers, "
+                "none empty, by names without dots; put others into the metadata"
             )
-
-    check("params", params)

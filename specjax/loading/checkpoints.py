@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,21 +17,24 @@ from specjax.distributed.sharding import MESH_KIND
 from specjax.errors import InputError
 from specjax.fields import Flag, Instance
 from specjax.files.paths import output_folder, user_path
-from specjax.loading import model_metadata, orbax_checkpoint
+from specjax.loading import dataclass_json, orbax_checkpoint
+from specjax.loading.checkpoint_directory import TOKENIZER
+from specjax.loading.compare_arrays import compare_arrays
 from specjax.loading.formats import build_parameters
 from specjax.loading.layer_layout import split_layers, stack_layers
 from specjax.loading.model import MODEL_KIND, Model, array_table, split_arrays
+from specjax.loading.tokenizers.huggingface_tokenizer import read_tokenizer, write_tokenizer
 from specjax.loading.tokenizers.tokenizer import Tokenizer
 from specjax.loading.weights import float_model
 from specjax.models.config import DecoderConfig
 from specjax.models.heads.mtp import MtpConfig, MtpModules
 
+_REMEDY = "take both from one model"
 _DTYPES = ("float32", "bfloat16", "float16")
 _MODEL_METADATA = {
     "config": dict,
     "dtype": str,
     "scan_layers": bool,
-    "tokenizer": dict | None,
     "mtp": dict | None,
     "ends": list[int],
 }
@@ -48,16 +52,21 @@ def save_checkpoint(model: Model, directory: str | Path, *, overwrite: bool = Fa
     dtype, scan_layers = np.dtype(model.dtype), model.form.stacked
     modules = model.mtp and model.mtp.config
     wanted = _arrays(model.config, modules, dtype, scan_layers)
-    compare_arrays(path, orbax_checkpoint.shapes(model.arrays), wanted)
+    compare_arrays(path, model.arrays, wanted, _REMEDY)
     metadata = {
-        "config": model_metadata.config_metadata(model.config),
+        "config": dataclasses.asdict(model.config),
         "dtype": dtype.name,
         "scan_layers": scan_layers,
-        "tokenizer": model.tokenizer and model_metadata.tokenizer_metadata(model.tokenizer),
-        "mtp": modules and model_metadata.head_metadata(modules),
+        "mtp": modules and dataclasses.asdict(modules),
         "ends": list(model.stated_ends),
     }
-    orbax_checkpoint.save(path, "model", model.arrays, metadata, overwrite)
+
+    def write_more(new: Path) -> None:
+        if model.tokenizer is not None:
+            (new / TOKENIZER).mkdir()
+            write_tokenizer(model.tokenizer, new / TOKENIZER)
+
+    orbax_checkpoint.save(path, "model", model.arrays, metadata, overwrite, write_more)
 
 
 def read_model(
@@ -97,7 +106,7 @@ def read_model(
         wanted = _placed_arrays(config, None, dtype, mesh, shards, scan_layers)
         shardings = jax.tree.map(lambda leaf: leaf.sharding, wanted)
         params = (split_layers if stacked else stack_layers)(params, shardings, config)
-    return config, tokenizer, tuple(found.metadata.get("ends", ())), params, mtp
+    return config, tokenizer, tuple(found.metadata["ends"]), params, mtp
 
 
 def save_drafter(
@@ -131,7 +140,8 @@ def load_drafter(
     found = processes.together(lambda: orbax_checkpoint.look(path, "drafter"))
     orbax_checkpoint.verify(found)
     sharding = _default_device() if mesh is None else NamedSharding(mesh, PartitionSpec())
-    return orbax_checkpoint.restore(found, _all_placed(found.arrays, sharding)), found.metadata
+    placed = jax.tree.map(lambda leaf: _placed(leaf, sharding), found.arrays)
+    return orbax_checkpoint.restore(found, placed), found.metadata
 
 
 class _Model(NamedTuple):
@@ -146,19 +156,11 @@ class _Model(NamedTuple):
 def _look_at_model(path: Path) -> _Model:
     """A checkpoint's index, configs and tokenizer, checked against the arrays it lists."""
     found = orbax_checkpoint.look(path, "model")
-    metadata = model_metadata.check_fields(
-        "metadata", found.metadata, _MODEL_METADATA, ("mtp", "ends")
-    )
-    config, tokenizer = model_metadata.read_config(metadata["config"]), None
-    if metadata["tokenizer"] is not None:
-        tokenizer = model_metadata.read_tokenizer(metadata["tokenizer"])
+    metadata = dataclass_json.check_fields("metadata", found.metadata, _MODEL_METADATA)
+    config = dataclass_json.read_dataclass("config", DecoderConfig, metadata["config"])
+    tokenizer = read_tokenizer(path / TOKENIZER)
+    if tokenizer is not None:
         tokenizer = tokenizer.limited(config.vocab_size, "vocab_size")
-    for end in metadata.get("ends", ()):
-        if not 0 <= end < config.vocab_size:
-            raise InputError(
-                f"{path}: ends={end} is outside the vocabulary of {config.vocab_size} tokens; "
-                "save the model again"
-            )
     if metadata["dtype"] not in _DTYPES:
         raise InputError(
             f"{path}: dtype={metadata['dtype']!r:.40}: use a checkpoint in {', '.join(_DTYPES)}"
@@ -169,25 +171,13 @@ def _look_at_model(path: Path) -> _Model:
             f"{path}: the config asks for {config.num_layers} layers, which are not there; "
             "take parameters and config from one model"
         )
-    modules = metadata.get("mtp")
-    if (modules is None) != ("mtp" not in found.arrays):
-        announced = "holds arrays of" if modules is None else "lacks the arrays of"
-        listed = "do not announce" if modules is None else "announce"
-        raise InputError(
-            f"{path}: the checkpoint {announced} MTP modules, which its metadata {listed}; save "
-            "the model again"
-        )
+    modules = metadata["mtp"]
     if modules is not None:
-        modules = model_metadata.read_head_config("mtp", MtpConfig, modules)
-        # Each module has entries of its own, so that their number is bounded by what is there.
-        if modules.num_modules > len(jax.tree.leaves(found.arrays)):
-            raise InputError(
-                f"{path}: mtp: num_modules={modules.num_modules}, which are not there; save the "
-                "model again"
-            )
+        modules = dataclass_json.read_dataclass("mtp", MtpConfig, modules)
         modules.check_target(config)
     stored = np.dtype(jnp.dtype(metadata["dtype"]))
-    compare_arrays(path, found.arrays, _arrays(config, modules, stored, metadata["scan_layers"]))
+    wanted = _arrays(config, modules, stored, metadata["scan_layers"])
+    compare_arrays(path, found.arrays, wanted, _REMEDY)
     return _Model(found, config, tokenizer, modules)
 
 
@@ -217,10 +207,9 @@ def _placed_arrays(
     """Likewise, each with its sharding."""
     arrays = _arrays(config, mtp, dtype, scan_layers)
     if mesh is None:
-        return _all_placed(arrays, _default_device())
+        return jax.tree.map(lambda leaf: _placed(leaf, _default_device()), arrays)
     table = array_table(config, mtp, scan_layers)
-    shardings = build_parameters.table_shardings(table, mesh, shards)
-    return jax.tree.map(_placed, arrays, shardings)
+    return jax.tree.map(_placed, arrays, build_parameters.table_shardings(table, mesh, shards))
 
 
 def _default_device() -> Sharding:
@@ -229,43 +218,3 @@ def _default_device() -> Sharding:
 
 def _placed(leaf: jax.ShapeDtypeStruct, sharding: Sharding) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-
-def _all_placed(tree: Any, sharding: Sharding) -> Any:
-    return jax.tree.map(lambda leaf: _placed(leaf, sharding), tree)
-
-
-def compare_arrays(
-    path: Path, found: Any, wanted: Any, remedy: str = "take both from one model"
-) -> None:
-    """Raise InputError listing the arrays that are missing, unexpected or of another shape."""
-    have, want = _described(found), _described(wanted)
-    problems = {
-        "missing": [name for name in want if name not in have],
-        "unexpected": [name for name in have if name not in want],
-        "another shape": [
-            f"{name} {have[name]}, not {want[name]}"
-            for name in want
-            if name in have and have[name] != want[name]
-        ],
-    }
-    if any(problems.values()):
-        listed = "; ".join(f"{label}: {_some(names)}" for label, names in problems.items() if names)
-        raise InputError(f"{path}: the parameters do not fit the config ({listed}); {remedy}")
-
-
-def leaf_name(path: tuple) -> str:
-    """A path in a tree of parameters as a dotted name."""
-    return jax.tree_util.keystr(path, simple=True, separator=".")
-
-
-def _described(tree: Any) -> dict[str, str]:
-    return {
-        leaf_name(path): f"{leaf.dtype}{list(leaf.shape)}"
-        for path, leaf in jax.tree.leaves_with_path(tree)
-    }
-
-
-def _some(names: list[str], limit: int = 8) -> str:
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more

@@ -8,6 +8,7 @@ from specjax.errors import InputError
 from specjax.files.paths import user_path
 from specjax.loading.checkpoint_directory import is_checkpoint, read_marker
 from specjax.loading.head_formats import read_foreign
+from specjax.loading.head_formats.taps import Convention
 from specjax.loading.heads.head import KINDS, Head, TargetMetadata, own_modules, read_head
 from specjax.loading.load import load_model
 from specjax.loading.model import Model
@@ -59,11 +60,13 @@ def open_head(kind: str, path: str | Path | None, target: Model) -> Head:
     return head
 
 
-def read_any_head(path: str | Path, target: Model, field: str) -> Head:
+def read_any_head(
+    path: str | Path, target: Model, field: str, layer_ids: Convention | None = None
+) -> Head:
     """The head in a directory, of any kind and layout; `field` is the field of the path.
 
-    Of a model with MTP modules inside it is these. Raises InputError where there is no such
-    directory, for a model without modules, and as the readers do.
+    `layer_ids` is what `read_foreign` takes. Of a model with MTP modules inside it is these. Raises
+    InputError where there is no such directory, for a model without modules, and as the readers do.
     """
     typed, path = str(path), user_path(field, path)
     if not path.is_dir():
@@ -92,7 +95,7 @@ def read_any_head(path: str | Path, target: Model, field: str) -> Head:
             f"{field}={str(path)!r}: a target and a head that were trained together; use "
             f"{field}={str(path / 'head')!r} with the target {str(path / 'target')!r}"
         )
-    return read_foreign(path, target)
+    return read_foreign(path, target, layer_ids=layer_ids)
 
 
 def shipped_head(kind: str, target: Model) -> Head | None:

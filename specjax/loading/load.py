@@ -106,7 +106,7 @@ def _load(field: str, name_or_path: str | Path, target: _Target) -> Model:
     if path.is_dir():
         return _load_directory(name, path, target)
     if path.suffix in PICKLES:
-        raise refuse_pickle(path, huggingface.conversion(path.parent))
+        raise refuse_pickle(path)
     if path.exists() or path.suffix == ".gguf":
         return _load_gguf(name, input_file(field, path), target)
     if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name):
@@ -294,10 +294,10 @@ class _Target(NamedTuple):
             for dtype in (jnp.float32, jnp.bfloat16)
         )
         free = device_memory.free_bytes()
-        short = "" if free is None or wide < free else f", and {_size(free)} are free"
+        short = "" if free is None or wide < free else f", and {free / 1e9:.2g} GB are free"
         note(
-            f"{name}: the weights take {_size(wide)} in float32 (dtype=auto on a CPU){short}; "
-            f"dtype=bfloat16 takes {_size(narrow)}"
+            f"{name}: the weights take {wide / 1e9:.2g} GB in float32 (dtype=auto on a CPU)"
+            f"{short}; dtype=bfloat16 takes {narrow / 1e9:.2g} GB"
         )
 
     def model(
@@ -309,14 +309,6 @@ class _Target(NamedTuple):
 
 def _shards(mesh: Mesh | None, replicated: bool) -> int:
     return 1 if replicated else sharding.axis_size(mesh, sharding.MODEL)
-
-
-def _size(number: int) -> str:
-    """A number of bytes in the largest unit of which it has one."""
-    for unit, divisor in (("GB", 10**9), ("MB", 10**6)):
-        if number >= divisor:
-            return f"{number / divisor:.1f} {unit}"
-    return f"{number / 1000:.1f} kB"
 
 
 def resolve_dtype(dtype: str) -> np.dtype:

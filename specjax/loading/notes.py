@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 from specjax.distributed import processes
+from specjax.errors import printable
 
 _LOGGER = logging.getLogger("specjax")
 
@@ -15,7 +16,5 @@ def note(line: str) -> None:
     Unprintable characters, which a file's names may hold, are escaped. Of several processes the
     first says it.
     """
-    if not processes.is_first():
-        return
-    shown = "".join(char if char.isprintable() else repr(char)[1:-1] for char in line)
-    _LOGGER.warning("%s", shown)
+    if processes.is_first():
+        _LOGGER.warning("%s", printable(line))

@@ -30,8 +30,8 @@ from specjax.loading.checkpoint_directory import (
     ARRAYS,
     CONTENT,
     INDEX,
+    TOKENIZER,
     Kind,
-    check_overwrite,
     content_text,
     damaged,
     metadata_of,
@@ -59,10 +59,16 @@ class Found(NamedTuple):
 
 
 def save(
-    directory: Path, kind: Kind, params: dict[str, Any], metadata: dict[str, Any], overwrite: bool
+    directory: Path,
+    kind: Kind,
+    params: dict[str, Any],
+    metadata: dict[str, Any],
+    overwrite: bool,
+    write_more: Callable[[Path], None] = lambda new: None,
 ) -> None:
     """Write a nested dict of arrays and its metadata, replacing an earlier checkpoint if asked.
 
+    `write_more` is called with the new folder, on the first process, and writes what else it holds.
     Raises InputError where the directory holds anything else, cannot be written, or is not seen by
     all processes, for parameters that are not arrays and metadata that are not JSON.
     """
@@ -73,22 +79,25 @@ def save(
     with ExitStack() as stack:
 
         def begin() -> str:
-            check_overwrite(directory, overwrite)
-            return str(stack.enter_context(folders.replacing(directory, kind)))
+            new = stack.enter_context(folders.replacing(directory, kind, overwrite=overwrite))
+            # Orbax makes it. Told to overwrite it, its processes may wait for each other for ever:
+            # they look for it while the first one deletes it.
+            new.rmdir()
+            return str(new)
 
         def end() -> None:
             write_content(new, text)
+            write_more(new)
             stack.close()
 
         # One process looks, since file systems may show the others an older listing.
         name = processes.together(lambda: begin() if processes.is_first() else "")
         new = Path(processes.from_first(name))
-        processes.together(lambda: _check_shared(new, directory))
+        processes.together(lambda: _check_shared(new.parent, directory))
 
         def write(ocp: Any) -> None:
             with saving_context(ocp):
-                # The new folder is there, and empty.
-                ocp.save(new, writable(params), checkpointable_name=ARRAYS, overwrite=True)
+                ocp.save(new, writable(params), checkpointable_name=ARRAYS)
 
         written(directory, write)
         processes.together(lambda: end() if processes.is_first() else None)
@@ -96,9 +105,13 @@ def save(
 
 def writable(params: dict[str, Any]) -> dict[str, Any]:
     """The arrays as Orbax is given them, on every process."""
-    if processes.count() == 1:
-        return params
-    return jax.tree.map(_for_the_first, params)
+
+    def for_the_first(leaf: Any) -> Any:
+        """One that each process holds separately is written by the first, from its memory."""
+        separate = isinstance(leaf, jax.Array) and leaf.is_fully_addressable
+        return np.asarray(leaf) if separate else leaf
+
+    return params if processes.count() == 1 else jax.tree.map(for_the_first, params)
 
 
 def saving_context(ocp: Any) -> Any:
@@ -140,7 +153,9 @@ def look(directory: Path, kind: Kind) -> Found:
     marker = read_marker(directory)
     remedy = "copy the checkpoint again, or save elsewhere"
     regular_files(directory, remedy)
-    if damage := folder_marker.find_damage(directory, marker, share=None, needed=(CONTENT, *INDEX)):
+    needed = [CONTENT, *INDEX]
+    needed += [f"{TOKENIZER}/{path.name}" for path in sorted((directory / TOKENIZER).glob("*"))]
+    if damage := folder_marker.find_damage(directory, marker, share=None, needed=needed):
         raise damaged(directory, damage)
 
     def read(ocp: Any) -> Any:
@@ -222,7 +237,7 @@ def attempt(work: Callable[[Any], Result]) -> tuple[Result | None, str | None]:
         except (MemoryError, jax.errors.JaxRuntimeError):
             raise  # a device out of memory: the files are not at fault
         except Exception as error:  # what Orbax and TensorStore raise has no base class
-            failure = _brief(error)
+            failure = f"{one_line(error):.160}"
         time.sleep(_LAST_WORDS_S)
         gc.collect()
     return None, failure
@@ -243,22 +258,12 @@ def silenced() -> Iterator[None]:
         yield
 
 
-def _brief(error: Exception, limit: int = 160) -> str:
-    text = one_line(error)
-    return text if len(text) <= limit else f"{text[:limit]} ..."
-
-
-def _check_shared(new: Path, directory: Path) -> None:
-    if not new.is_dir():
+def _check_shared(work: Path, directory: Path) -> None:
+    if not work.is_dir():
         raise InputError(
             f"{directory}: made by the first process and not seen by this one; give a directory on "
             "a file system that all processes share"
         )
-
-
-def _for_the_first(leaf: Any) -> Any:
-    """An array that each process holds separately is written by the first, from its memory."""
-    return np.asarray(leaf) if isinstance(leaf, jax.Array) and leaf.is_fully_addressable else leaf
 
 
 def _weigh(found: Found) -> None:

@@ -204,5 +204,3 @@ def _holds_more(path: Path) -> bool:
     if marker is None:
         return any(name != CONTENT and not name.startswith(f"{ARRAYS}/") for name in names)
     return any(name not in (marker.files or ()) for name in names)
-
-

@@ -43,12 +43,11 @@ def write_responses(
     They are written beside the directory, which appears, or replaces an earlier dataset where
     `overwrite` is set, when all are there. `generation` is kept as it is, and so is the
     `tokenizer`, for a model that does not exist yet. Raises InputError for examples that are not of
-    this target, no examples or labels at all, as `check_free` does, and for a disk that is full;
-    what the directory held is then still there.
+    this target, no examples or labels at all, as `folders.check_replaceable` does, and for a disk
+    that is full; what the directory held is then still there.
     """
     path = output_folder("output", directory)
-    check_free(path, overwrite)
-    with folders.replacing(path, "dataset") as beside:
+    with folders.replacing(path, "dataset", overwrite=overwrite) as beside:
         counts = _write(path, beside, examples, metadata, tuple(feature_names))
         content = {
             "specjax_responses": FORMAT,
@@ -62,17 +61,6 @@ def write_responses(
             if tokenizer is not None:
                 (beside / TOKENIZER).mkdir()
                 write_tokenizer(tokenizer, beside / TOKENIZER)
-
-
-def check_free(directory: str | Path, overwrite: bool = False) -> None:
-    """Raise InputError unless a directory is new, empty, or a dataset that may be replaced.
-
-    One that holds a file that `write_responses` did not write may not.
-    """
-    path = output_folder("output", directory)
-    if not overwrite and (path / METADATA).is_file():
-        raise InputError(f"{path}: holds a dataset already; delete it, or write elsewhere")
-    folders.check_replaceable(path, "dataset", str(path))
 
 
 def _write(

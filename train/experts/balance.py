@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.loading.checkpoints import leaf_name
+from specjax.loading.compare_arrays import leaf_name
 from train.experts.loads import Loads
 
 

@@ -11,7 +11,7 @@ from specjax.distributed import processes
 from specjax.errors import InputError
 from specjax.fields import dotted
 from specjax.loading import orbax_checkpoint
-from specjax.loading.checkpoints import compare_arrays, leaf_name
+from specjax.loading.compare_arrays import compare_arrays, leaf_name
 from specjax.loading.orbax_saver import Saver
 from train.run.workdir import STEPS, Workdir, unwritable
 

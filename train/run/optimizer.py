@@ -17,7 +17,7 @@ import optax.contrib
 
 from specjax.errors import InputError
 from specjax.fields import Number, Text, Whole, optional
-from specjax.loading.checkpoints import leaf_name
+from specjax.loading.compare_arrays import leaf_name
 
 _VOCABULARY = frozenset(("embed", "head"))
 """Parameters whose rows or columns are tokens: Muon leaves them to Adam."""

@@ -17,8 +17,8 @@ from rich.console import Console
 
 from specjax.cli import command
 from specjax.distributed import folder_lock, processes
+from specjax.files import folders
 from specjax.files.paths import output_folder
-from specjax.loading import checkpoint_directory
 from specjax.loading.checkpoints import save_checkpoint
 from specjax.loading.heads.head import save_head
 from specjax.loading.load import DEFAULT_MODEL
@@ -140,7 +140,7 @@ def _train(
 def _check_exports(method: Method, workdir: files.Workdir) -> None:
     """Raise InputError where what is to be exported at the end could not be written."""
     for kind, directory in _exports(method, workdir).items():
-        checkpoint_directory.check_free(directory, kind, overwrite=True)
+        folders.check_replaceable(directory, kind, str(directory))
 
 
 def _exports(method: Method, workdir: files.Workdir) -> dict[str, Path]:

@@ -17,7 +17,7 @@ from typing import Any
 from specjax.distributed import processes
 from specjax.errors import InputError, shown
 from specjax.fields import dotted
-from specjax.files import folders, text_files
+from specjax.files import atomic_writes, folders
 from specjax.files.folder_marker import Kind
 from specjax.files.json_files import parse_json, read_json_file
 from specjax.files.open_files import open_regular
@@ -195,7 +195,7 @@ def write_file(path: Path, text: str) -> None:
     """Write a text whole or not at all; raises InputError where that cannot be done."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        text_files.write_text(path, text)
+        atomic_writes.write_text(path, text)
     except OSError as error:
         raise unwritable(path, error) from None
 

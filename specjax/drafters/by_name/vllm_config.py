@@ -16,21 +16,12 @@ from specjax.drafters import LoadedDrafter, head_drafter, make_drafter
 from specjax.errors import InputError, shown
 from specjax.files.json_files import parse_json
 from specjax.files.paths import user_path
-from specjax.loading.checkpoint_directory import is_checkpoint
-from specjax.loading.find_head import holds_head
-from specjax.loading.head_formats import KINDS, head_format, read_foreign
+from specjax.loading.find_head import holds_head, read_any_head
+from specjax.loading.head_formats import KINDS, head_format
 from specjax.loading.heads.head import read_head
 from specjax.loading.model import Model
 
 METHODS = ("ngram", "draft_model", "medusa", "eagle", "eagle3", "mtp")
-_OTHER_METHODS = (
-    "suffix",
-    "dflash",
-    "dspark",
-    "mlp_speculator",
-    "extract_hidden_states",
-    "custom_class",
-)
 _NGRAM = ("ngram", "[ngram]", "ngram_gpu", "prompt_lookup")
 """vLLM's names of prompt lookup, as a method or in place of a model."""
 _MTP_OF_A_MODEL = "_mtp"
@@ -181,8 +172,7 @@ def _method(settings: dict[str, Any], target: Model) -> str:
     if isinstance(method, str) and method.endswith(_MTP_OF_A_MODEL):
         return "mtp"
     if method not in METHODS:
-        known = "is not supported" if method in _OTHER_METHODS else "is unknown"
-        raise _fail(settings, "method", f"{known}; use {', '.join(METHODS)}")
+        raise _fail(settings, "method", f"is not supported; use {', '.join(METHODS)}")
     return method
 
 
@@ -244,12 +234,7 @@ def _with_model(settings: dict[str, Any], method: str, sample: str, target: Mode
     path = user_path("speculative_config.model", model)
     if method == "draft_model" and not holds_head(path):
         return make_drafter(method, target, path=model, draft_sample_method=sample)
-    if not path.is_dir():
-        raise _fail(settings, "model", "no such directory; download the head and give its folder")
-    if is_checkpoint(path):
-        head = read_head(path, target.mesh)
-    else:
-        head = read_foreign(path, target, layer_ids="input")
+    head = read_any_head(model, target, "speculative_config.model", layer_ids="input")
     if head.kind != method:
         raise _fail(settings, "method", f"{model} is a head of the kind {head.kind}")
     return head_drafter(head, target, draft_sample_method=sample)

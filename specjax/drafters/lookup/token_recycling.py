@@ -10,7 +10,7 @@ prompt.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -58,6 +58,7 @@ class TokenRecycling(Drafter):
     there are tokens.
     """
 
+    name: ClassVar[str] = "token_recycling"
     vocab_size: Annotated[int, Whole(1)] = field(kw_only=False)
     num_speculative_tokens: Annotated[int, optional(DRAFT_TOKENS)] = None  # as __post_init__ says
     tree: Annotated[RankedTree | TreeOptions | None, TREE] = TreeOptions(kind="static")  # noqa: RUF009 - frozen
@@ -91,11 +92,6 @@ class TokenRecycling(Drafter):
         """Return the drafter for a target's vocabulary."""
         del name, path
         return LoadedDrafter(cls(target.config.vocab_size, **options))
-
-    @property
-    def name(self) -> str:
-        """Its registered name."""
-        return "token_recycling"
 
     @property
     def usual_acceptance(self) -> tuple[tuple[float, ...], ...]:

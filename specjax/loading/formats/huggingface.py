@@ -47,14 +47,6 @@ _READ_IF_THERE = (
 """Files that change what a model says."""
 
 
-def conversion(directory: Path) -> str:
-    """The command that converts a model's pickles."""
-    return (
-        "from transformers import AutoModelForCausalLM as M; "
-        f"M.from_pretrained('{directory}').save_pretrained('{directory}-safetensors')"
-    )
-
-
 @dataclass(frozen=True)
 class Stored:
     """What the weight files of a directory hold, by the names of the family's table."""
@@ -75,7 +67,7 @@ def read_headers(directory: Path, family: Family) -> Stored:
     InputError for missing shards, damaged files, pickles, and a directory that is not what `save`
     wrote there.
     """
-    shards = safetensors_files.find_shards(directory, lambda _: conversion(directory))
+    shards = safetensors_files.find_shards(directory)
     read = [*(path.name for path in shards), "config.json"]
     read += [name for name in _READ_IF_THERE if (directory / name).exists()]
     ours = any(is_ours(read_notes(path)) for path in shards)
@@ -154,12 +146,6 @@ def read_params(
 _UNTIE = "tie_word_embeddings is true: set it to false in config.json"
 
 
-def write_params(params: dict[str, Any], config: DecoderConfig, path: Path) -> None:
-    """Write the parameter tree as one safetensors file, in the names and axes of transformers."""
-    table = registry.family(config.family).tensors
-    write_tensors(tensor_layout.stored_tensors(table, config, params), path, {})
-
-
 def save(
     directory: Path,
     config: DecoderConfig,
@@ -175,6 +161,7 @@ def save(
     """
     with folders.replacing(directory, "model") as new:
         write_config(config, tokenizer, ends, dtype, new)
-        write_params(params, config, new / WEIGHTS)
+        table = registry.tensors(config)
+        write_tensors(tensor_layout.stored_tensors(table, config, params), new / WEIGHTS, {})
         if tokenizer is not None:
             write_tokenizer(tokenizer, new, config.max_positions)

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from specjax.errors import InputError
+from specjax.loading.compare_arrays import differences, in_words
 from specjax.models.config import DecoderConfig
 from specjax.models.parameter_table import parameter_table
 from specjax.models.quantized.kernel import GROUP, QuantizedKernel
@@ -258,32 +259,6 @@ def match(
             f"{_remedy(config, problems['missing'], problems['unexpected'])}"
         )
     return expected
-
-
-def differences(
-    found: Mapping[str, Shape], wanted: Mapping[str, Shape], optional: Iterable[str] = ()
-) -> dict[str, list[str]]:
-    """What of a file's tensors is missing, unexpected and mis-shaped; `optional` ones are not."""
-    known = {*wanted, *optional}
-    return {
-        "missing": [name for name in wanted if name not in found],
-        "unexpected": [name for name in found if name not in known],
-        "mis-shaped": [
-            f"{name} {list(found[name])}, not {list(shape)}"
-            for name, shape in wanted.items()
-            if name in found and found[name] != shape
-        ],
-    }
-
-
-def in_words(problems: Mapping[str, list[str]], limit: int = 8) -> str:
-    """The problems, a few names of each; empty without any."""
-
-    def some(names: list[str]) -> str:
-        more = f" and {len(names) - limit} more" if len(names) > limit else ""
-        return ", ".join(names[:limit]) + more
-
-    return "; ".join(f"{label}: {some(names)}" for label, names in problems.items() if names)
 
 
 def _remedy(config: DecoderConfig, missing: list[str], unexpected: list[str]) -> str:

@@ -40,20 +40,19 @@ class StoredTensor(NamedTuple):
     dtype: str
 
 
-def refuse_pickle(path: Path, command: str) -> InputError:
-    """The error for weights in a pickle, with the Python command that converts them."""
+def refuse_pickle(path: Path) -> InputError:
+    """The error for weights in a pickle."""
     return InputError(
-        f"{path}: a pickle can run code and is not read; convert it where torch is installed: "
-        f'python -c "{command}"'
+        f"{path}: a pickle can run code and is not read; use safetensors files, or make them where "
+        "torch is installed: save_pretrained in transformers, or save_file in safetensors.torch "
+        "after torch.load(..., weights_only=True)"
     )
 
 
-def find_shards(
-    directory: Path, convert: Callable[[Path], str], names: Collection[str] = (WEIGHTS,)
-) -> Shards:
+def find_shards(directory: Path, names: Collection[str] = (WEIGHTS,)) -> Shards:
     """The weight files of a directory: one with one of the `names`, or those of its index.
 
-    `convert` gives the command that converts a pickle. Raises InputError where there are none.
+    Raises InputError where there are none.
     """
     for name in names:
         if (directory / name).exists():
@@ -62,7 +61,7 @@ def find_shards(
     if not index.exists():
         for path in sorted(directory.iterdir()):
             if path.suffix in PICKLES:
-                raise refuse_pickle(path, convert(path))
+                raise refuse_pickle(path)
         known = " or ".join((*names, f"{INDEX} with its shards"))
         raise InputError(f"{directory}: no weights; it needs {known}")
     weight_map = read_json(index).get("weight_map")

@@ -12,7 +12,7 @@ import numpy as np
 
 from specjax.errors import InputError
 from specjax.files import folder_marker
-from specjax.loading.formats.parameter_names import differences, in_words
+from specjax.loading.compare_arrays import differences, in_words
 from specjax.loading.formats.safetensors_files import (
     FLOATS,
     WEIGHTS,
@@ -90,7 +90,7 @@ def tensor_names(directory: Path) -> set[str]:
 
 def _find_tensors(directory: Path) -> dict[str, StoredTensor]:
     """The tensors of a directory's files by their names without modules around the head."""
-    shards = find_shards(directory, _conversion, (WEIGHTS, MEDUSA_WEIGHTS))
+    shards = find_shards(directory, (WEIGHTS, MEDUSA_WEIGHTS))
     found: dict[str, StoredTensor] = {}
     for tensor in read_headers(shards, (*FLOATS, *_MAPS)):
         name = _WRAPPERS.sub("", tensor.name)
@@ -100,15 +100,6 @@ def _find_tensors(directory: Path) -> dict[str, StoredTensor]:
             )
         found[name] = tensor
     return found
-
-
-def _conversion(pickle: Path) -> str:
-    return (
-        "import torch, safetensors.torch as s; "
-        f"t = torch.load('{pickle}', map_location='cpu', weights_only=True); "
-        "s.save_file({k: v.clone().contiguous() for k, v in t.items()}, "
-        f"'{pickle.with_name(WEIGHTS)}')"
-    )
 
 
 def match(

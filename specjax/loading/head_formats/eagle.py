@@ -20,7 +20,7 @@ from specjax.loading.formats.unread_fields import check_unread
 from specjax.loading.head_formats import draft_vocabulary, shared_with_target, taps
 from specjax.loading.head_formats.checkpoint import Checkpoint, match
 from specjax.loading.head_formats.config_fields import decoder_fields, read_decoder
-from specjax.loading.heads.head import Head, TargetMetadata, parameter_shapes
+from specjax.loading.heads.head import Head, TargetMetadata, parameter_table
 from specjax.loading.model import Model
 from specjax.loading.typed_fields import Fields
 from specjax.models.heads.eagle import EagleConfig
@@ -297,16 +297,16 @@ _MODULES = {
 
 def _locations(config: EagleConfig, layer: str) -> dict[str, parameter_names.Location]:
     """Where each tensor of a head belongs, by name; its layer is "midlayer" or "layers.0"."""
-    shapes = parameter_shapes(config)
+    entries = parameter_table(config)
     modules = {name.format(layer=layer): path for name, path in _MODULES.items()}
     modules |= {f"fc_norm.{tap}": ("fc_norm", str(tap)) for tap in range(len(config.taps))}
     found = {}
     for module, path in modules.items():
-        for leaf, shape in (parameter_names.lookup(shapes, path) or {}).items():
+        for leaf, parameter in (parameter_names.lookup(entries, path) or {}).items():
             inputs = 0 if leaf != "kernel" else 2 if path[-1] == "output" else 1
             name = f"{module}.{'bias' if leaf == 'bias' else 'weight'}"
             entry = parameter_names.TensorEntry(name, (*path, leaf), inputs)
-            found[name] = parameter_names.Location(name, entry, None, shape)
+            found[name] = parameter_names.Location(name, entry, None, parameter.shape)
     return found
 
 

@@ -12,6 +12,7 @@ from specjax.errors import InputError, shown
 from specjax.files import folder_marker, folders
 from specjax.files.json_files import parse_json
 from specjax.files.paths import output_folder, user_path
+from specjax.loading.dataclass_json import check_fields, read_dataclass
 from specjax.loading.formats.safetensors_files import WEIGHTS, write_tensors
 from specjax.loading.head_formats import eagle, medusa, taps
 from specjax.loading.head_formats.checkpoint import (
@@ -23,7 +24,6 @@ from specjax.loading.head_formats.checkpoint import (
 )
 from specjax.loading.heads.head import Head, TargetMetadata, check_head, check_same
 from specjax.loading.model import Model
-from specjax.loading.model_metadata import check_fields, dataclass_fields
 from specjax.loading.tokenizers.huggingface_tokenizer import read_json, write_json
 from specjax.models.heads.medusa import MedusaConfig
 
@@ -189,7 +189,7 @@ def _notes(
         if not isinstance(notes, dict):
             raise InputError(f"{shown(notes)} where an object is expected")
         notes = check_fields("notes", notes, _NOTED)
-        metadata = TargetMetadata(**dataclass_fields("target", notes["target"], TargetMetadata))
+        metadata = read_dataclass("target", TargetMetadata, notes["target"])
     except ValueError as error:  # InputError is one
         raise InputError(f"{checkpoint.directory}: its notes cannot be read ({error})") from None
     return metadata, notes["training"], notes["layer_ids"]

@@ -8,19 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
 from specjax.errors import InputError
 from specjax.loading import checkpoints
-from specjax.loading.formats.parameter_names import differences, in_words
+from specjax.loading.compare_arrays import differences, in_words, leaf_name
+from specjax.loading.dataclass_json import check_fields, read_dataclass
 from specjax.loading.model import Model
-from specjax.loading.model_metadata import (
-    check_fields,
-    dataclass_fields,
-    head_metadata,
-    read_head_config,
-)
 from specjax.models.decoder import check_features
 from specjax.models.heads import medusa
 from specjax.models.heads.draft_decoder import DraftModelConfig
@@ -28,7 +24,9 @@ from specjax.models.heads.draft_vocabulary import check_draft_ids
 from specjax.models.heads.eagle import EagleConfig
 from specjax.models.heads.medusa import MedusaConfig
 from specjax.models.heads.mtp import MtpConfig
+from specjax.models.heads.shared_parameters import share
 from specjax.models.parameter_table import parameter_table as decoder_table
+from specjax.models.parameters import cast
 
 Config = DraftModelConfig | MedusaConfig | EagleConfig | MtpConfig
 _CONFIGS: dict[str, type] = {
@@ -112,7 +110,7 @@ class Head:
             version = 3 if self.kind == "eagle3" else 1
             if self.config.version != version:
                 raise InputError(f"head: {self.kind} needs version={version}")
-        _compare(self.params, parameter_shapes(self.config))
+        _compare(self.params, self.config)
         size = self.config.draft_vocab_size
         if self.draft_ids is None:
             if size != self.target.vocab_size:
@@ -145,11 +143,6 @@ def parameter_table(config: Config) -> dict[str, Any]:
     return {name: whole[name] for name in ("layers", "final_norm")}
 
 
-def parameter_shapes(config: Config) -> dict[str, Any]:
-    """The shape of each parameter of a head, nested alike."""
-    return jax.tree.map(lambda entry: entry.shape, parameter_table(config))
-
-
 def save_head(head: Head, directory: str | Path, *, overwrite: bool = False) -> None:
     """Write a head as an Orbax checkpoint, whole or not at all.
 
@@ -160,7 +153,7 @@ def save_head(head: Head, directory: str | Path, *, overwrite: bool = False) -> 
         params["draft_ids"] = np.asarray(head.draft_ids, np.int32)
     metadata = {
         "kind": head.kind,
-        "config": head_metadata(head.config),
+        "config": dataclasses.asdict(head.config),
         "target": dataclasses.asdict(head.target),
         "training": head.training,
     }
@@ -177,8 +170,8 @@ def read_head(directory: str | Path, mesh: Mesh | None = None) -> Head:
         metadata = check_fields("head", metadata, _METADATA)
         if metadata["kind"] not in _CONFIGS:
             raise InputError(f"kind={metadata['kind']!r:.40} is unknown; use {', '.join(KINDS)}")
-        config = read_head_config("config", _CONFIGS[metadata["kind"]], metadata["config"])
-        target = TargetMetadata(**dataclass_fields("target", metadata["target"], TargetMetadata))
+        config = read_dataclass("config", _CONFIGS[metadata["kind"]], metadata["config"])
+        target = read_dataclass("target", TargetMetadata, metadata["target"])
         ids = params.pop("draft_ids", None)
         ids = None if ids is None else np.asarray(ids)
         return Head(metadata["kind"], config, params, ids, target, metadata["training"])
@@ -194,6 +187,20 @@ def check_head(head: Head, target: Model, where: str = "drafter.path") -> None:
             check_features(head.config.taps, target.config.num_layers)
         except InputError as error:
             raise InputError(f"{where}: taps: {error}") from None
+
+
+def complete_parameters(head: Head, target: Model) -> dict[str, Any]:
+    """The parameters in the target's dtype, with "shared" and, for a part of V, "draft_ids".
+
+    Shared arrays are the target's, not copies. Raises InputError for a head of another target.
+    """
+    check_head(head, target)
+    params = cast(head.params, parameter_table(head.config), target.dtype)
+    ids = None if head.draft_ids is None else jnp.asarray(head.draft_ids, jnp.int32)
+    params["shared"] = share(target.params, ids, head=head.config.shares_output)
+    if ids is not None:
+        params["draft_ids"] = ids
+    return params
 
 
 def check_same(head: Head, again: Head, where: str) -> None:
@@ -218,16 +225,11 @@ def _without_unused(config: Config) -> Config:
     return dataclasses.replace(config, decoder=decoder)
 
 
-def _compare(params: dict[str, Any], shapes: dict[str, Any]) -> None:
+def _compare(params: dict[str, Any], config: Config) -> None:
     """Raise InputError listing the parameters that are missing, unexpected or of another shape."""
     found, wanted = (
-        {
-            ".".join(key.key for key in path): leaf if isinstance(leaf, tuple) else np.shape(leaf)
-            for path, leaf in jax.tree_util.tree_flatten_with_path(
-                tree, is_leaf=lambda node: isinstance(node, tuple)
-            )[0]
-        }
-        for tree in (params, shapes)
+        {leaf_name(path): np.shape(leaf) for path, leaf in jax.tree.leaves_with_path(tree)}
+        for tree in (params, parameter_table(config))
     )
     if listed := in_words(differences(found, wanted)):
         raise InputError(

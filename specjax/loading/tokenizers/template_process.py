@@ -80,7 +80,7 @@ class _Child:
     """A running `template_renderer.py` and the connection to it."""
 
     def __init__(self, limits: Limits) -> None:
-        self.limits, self.owner = limits, os.getpid()
+        self.limits = limits
         self.connection, theirs = multiprocessing.Pipe()
         # The interpreter finds jinja2 where this one does, wherever that is.
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -138,19 +138,15 @@ class _Child:
         return kind, text
 
     def serves(self, limits: Limits) -> bool:
-        """Whether it runs with these limits and belongs to this process.
-
-        A fork has a copy of the connection, on which two would read each other's answers.
-        """
-        return (self.owner, self.limits) == (os.getpid(), limits) and self.process.poll() is None
+        """Whether it still runs, and with these limits."""
+        return self.limits == limits and self.process.poll() is None
 
     def close(self) -> None:
-        """Close the connection and, in the process that started it, end the child."""
+        """Close the connection and end the child."""
         self.connection.close()
-        if self.owner == os.getpid():
-            with suppress(OSError):
-                self.process.kill()
-            self.process.wait()
+        with suppress(OSError):
+            self.process.kill()
+        self.process.wait()
 
     def _receive(self, seconds: float) -> tuple[str, str]:
         if not self.connection.poll(seconds):

@@ -1,0 +1,61 @@
+"""Comparing arrays by name with those that a config asks for, and telling the differences."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+
+from specjax.errors import InputError
+
+Described = tuple[int, ...] | str
+"""What is compared of an array: its shape, or a text such as `float32[64, 32]`."""
+
+
+def leaf_name(path: tuple) -> str:
+    """A path in a tree of parameters as a dotted name."""
+    return jax.tree_util.keystr(path, simple=True, separator=".")
+
+
+def differences(
+    found: Mapping[str, Described], wanted: Mapping[str, Described], optional: Iterable[str] = ()
+) -> dict[str, list[str]]:
+    """What of the arrays is missing, unexpected and mis-shaped; `optional` ones are not."""
+    known = {*wanted, *optional}
+    return {
+        "missing": [name for name in wanted if name not in found],
+        "unexpected": [name for name in found if name not in known],
+        "mis-shaped": [
+            f"{name} {_text(found[name])}, not {_text(want)}"
+            for name, want in wanted.items()
+            if name in found and found[name] != want
+        ],
+    }
+
+
+def in_words(problems: Mapping[str, list[str]], limit: int = 8) -> str:
+    """The problems, a few names of each; empty without any."""
+
+    def some(names: list[str]) -> str:
+        more = f" and {len(names) - limit} more" if len(names) > limit else ""
+        return ", ".join(names[:limit]) + more
+
+    return "; ".join(f"{label}: {some(names)}" for label, names in problems.items() if names)
+
+
+def compare_arrays(where: Any, found: Any, wanted: Any, remedy: str) -> None:
+    """Raise InputError where two trees differ in names, shapes or dtypes; `where` begins it."""
+    if listed := in_words(differences(_described(found), _described(wanted))):
+        raise InputError(f"{where}: the parameters do not fit the config ({listed}); {remedy}")
+
+
+def _described(tree: Any) -> dict[str, Described]:
+    return {
+        leaf_name(path): f"{leaf.dtype}{list(leaf.shape)}"
+        for path, leaf in jax.tree.leaves_with_path(tree)
+    }
+
+
+def _text(described: Described) -> str:
+    return described if isinstance(described, str) else str(list(described))
