@@ -2,8 +2,6 @@
 
 import json
 import socket
-import subprocess
-import sys
 
 import pytest
 import reports
