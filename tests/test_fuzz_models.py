@@ -244,7 +244,7 @@ def exported(tiny, tmp_path_factory):
     folder = tmp_path_factory.mktemp("heads")
     for form in ("eagle3", "speculators", "medusa"):
         head = noisy_medusa_head(tiny) if form == "medusa" else eagle_head(tiny)
-        write_foreign(head, folder / form, form, tiny, verify=False)
+        write_foreign(head, folder / form, form, tiny)
     return folder
 
 

@@ -93,7 +93,7 @@ def test_heads_that_do_not_fit(form, change, message, tiny, tmp_path):
         "medusa": lambda: noisy_medusa_head(tiny, VOCABULARY, original=True),
         "speculators": lambda: eagle_head(tiny),
     }[form]()
-    path = written_head(tmp_path, head, form, tiny, verify=False)
+    path = written_head(tmp_path, head, form, tiny)
     edit_head(path, **change)
     with pytest.raises(InputError, match=message) as caught:
         read_foreign(path, tiny)
@@ -121,7 +121,7 @@ def test_a_head_of_another_target(tiny, chatty, tmp_path):
 @pytest.mark.parametrize("notes", ["", "5", "{", "[" * 100_000, '{"target": 1, "target": 2}'])
 def test_notes_in_a_header_may_be_anything(notes, tiny, tmp_path):
     folder = tmp_path / "head"
-    write_foreign(eagle_head(tiny), folder, "eagle3", tiny, verify=False)
+    write_foreign(eagle_head(tiny), folder, "eagle3", tiny)
     with safe_open(folder / "model.safetensors", framework="numpy") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         header = file.metadata() | {"specjax": notes}

@@ -51,7 +51,7 @@ def folders(tiny, tmp_path_factory):
     """A folder of each kind that is read, not to be changed."""
     root = tmp_path_factory.mktemp("folders")
     shutil.copytree(GOLDEN, root / "model")
-    write_foreign(eagle_head(tiny), root / "head of others", "eagle3", tiny, verify=False)
+    write_foreign(eagle_head(tiny), root / "head of others", "eagle3", tiny)
     save_head(eagle_head(tiny), root / "head")
     write_data(root / "dataset")
     return root

@@ -36,8 +36,8 @@ def is_checkpoint(directory: Path) -> bool:
     return any((directory / name).is_file() for name in (CONTENT, INDEX[0]))
 
 
-def read_marker(directory: Path) -> folder_marker.Marker:
-    """The marker of a checkpoint; raises InputError for a directory without one."""
+def read_marker(directory: Path, kind: Kind | None = None) -> folder_marker.Marker:
+    """The marker of a checkpoint, of that kind; raises InputError for a directory without one."""
     if not directory.is_dir():
         raise InputError(f"{directory}: no such directory; give one that specjax saved")
     if not is_checkpoint(directory):
@@ -51,6 +51,12 @@ def read_marker(directory: Path) -> folder_marker.Marker:
             f"{directory}: lacks {folder_marker.MARKER}, which specjax writes last: not saved by "
             "specjax, or damaged; copy it again, whole, or save elsewhere"
         )
+    if kind not in (None, marker.kind):
+        reader = _READERS.get(marker.kind)
+        raise InputError(
+            f"{directory}: holds a {marker.kind}, not a {kind}; give another directory"
+            f"{f', or read it with {reader}' if reader else ''}"
+        )
     return marker
 
 
@@ -62,13 +68,11 @@ def damaged(directory: Path, how: str) -> InputError:
     )
 
 
-def content_text(
-    directory: Path, kind: Kind, params: dict[str, Any], metadata: dict[str, Any]
-) -> str:
+def content_text(directory: Path, params: dict[str, Any], metadata: dict[str, Any]) -> str:
     """What is written beside the arrays; raises InputError for what cannot be saved."""
     _check_params(directory, params)
     try:
-        content = {"specjax_checkpoint": _FORMAT, "kind": kind, "metadata": metadata}
+        content = {"specjax_checkpoint": _FORMAT, "metadata": metadata}
         text = json.dumps(content, ensure_ascii=False, allow_nan=False)
         text.encode()
     except (TypeError, ValueError, RecursionError) as error:
@@ -80,24 +84,17 @@ def content_text(
     return text + "\n"
 
 
-def metadata_of(directory: Path, kind: Kind, content: Any) -> dict[str, Any]:
+def metadata_of(directory: Path, content: Any) -> dict[str, Any]:
     """The metadata in what was written beside the arrays; raises InputError for anything else."""
-    if not isinstance(content, dict) or "specjax_checkpoint" not in content:
-        raise damaged(directory, f"{CONTENT} is not what specjax writes")
-    version, held = content["specjax_checkpoint"], content.get("kind")
-    if type(version) is not int or version != _FORMAT:
+    fields = content if isinstance(content, dict) else {}
+    version, metadata = fields.get("specjax_checkpoint"), fields.get("metadata")
+    if type(version) is int and version != _FORMAT:
         raise InputError(
             f"{directory}: checkpoint format {version!r:.40}, and only {_FORMAT} is known; "
             "use the version of specjax that saved it"
         )
-    metadata = content.get("metadata")
-    if not isinstance(held, str) or held not in _READERS or not isinstance(metadata, dict):
-        raise damaged(directory, "its kind or its metadata are missing")
-    if held != kind:
-        raise InputError(
-            f"{directory}: holds a {held}, not a {kind}; give another directory, or read it with "
-            f"{_READERS[held]}"
-        )
+    if type(version) is not int or not isinstance(metadata, dict):
+        raise damaged(directory, f"{CONTENT} is not what specjax writes")
     return metadata
 
 

@@ -73,7 +73,7 @@ def save(
     all processes, for parameters that are not arrays and metadata that are not JSON.
     """
     text = processes.together(
-        lambda: content_text(directory, kind, params, metadata),
+        lambda: content_text(directory, params, metadata),
         {"the checkpoint's directory": str(directory)},
     )
     with ExitStack() as stack:
@@ -150,7 +150,7 @@ def look(directory: Path, kind: Kind) -> Found:
 
     Raises InputError where there is no whole checkpoint of that kind and of a known format.
     """
-    marker = read_marker(directory)
+    marker = read_marker(directory, kind)
     remedy = "copy the checkpoint again, or save elsewhere"
     regular_files(directory, remedy)
     needed = [CONTENT, *INDEX]
@@ -169,9 +169,7 @@ def look(directory: Path, kind: Kind) -> Found:
     arrays, failure = attempt(read)
     if failure is not None:
         raise damaged(directory, failure)
-    metadata = metadata_of(directory, kind, read_json_file(directory / CONTENT, remedy))
-    if marker.kind != kind:
-        raise damaged(directory, f"{folder_marker.MARKER} is of a {marker.kind}")
+    metadata = metadata_of(directory, read_json_file(directory / CONTENT, remedy))
     leaves = jax.tree.leaves(arrays)
     named = isinstance(arrays, dict) and leaves
     if not named or not all(hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves):

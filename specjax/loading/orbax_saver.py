@@ -119,9 +119,7 @@ class Saver:
         The arrays are copied first, and may be donated afterwards. Raises InputError as
         `orbax_checkpoint.save`.
         """
-        content = processes.together(
-            lambda: content_text(self._directory, self._kind, params, metadata)
-        )
+        content = processes.together(lambda: content_text(self._directory, params, metadata))
         self.wait()
         self._number, self._content = number, content
         arrays = writable(params)

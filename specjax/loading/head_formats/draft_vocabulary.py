@@ -6,14 +6,14 @@ plain ids (vLLM's `token_map` of Medusa).
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 
 import numpy as np
 
 from specjax.errors import InputError
 
-_OVER_TOKENS = ("embed_tokens.weight", "lm_head.weight", "t2d", "d2t")
-"""Tensors that may have a row for each token of the target, padding included."""
+Tensors = dict[str, np.ndarray]
 
 
 def offsets(draft_ids: np.ndarray, vocab_size: int) -> dict[str, np.ndarray]:
@@ -23,16 +23,11 @@ def offsets(draft_ids: np.ndarray, vocab_size: int) -> dict[str, np.ndarray]:
     return {"d2t": draft_ids.astype(np.int64) - np.arange(len(draft_ids)), "t2d": known}
 
 
-def read_offsets(
-    where: Path, tensors: dict[str, np.ndarray], size: int, vocab_size: int
-) -> np.ndarray | None:
-    """The token ids [Vd] of `d2t`, in its order, checked against `t2d`; None where there is none.
-
-    Raises InputError for ids that are out of range or appear twice, and for a mask that disagrees.
-    """
-    d2t, t2d = tensors.get("d2t"), tensors.get("t2d")
+def read_offsets(where: Path, tensors: Tensors, size: int) -> np.ndarray | None:
+    """The token ids [Vd] of `d2t`, in its order and not checked; None where there is none."""
+    d2t = tensors.get("d2t")
     if d2t is None:
-        if t2d is not None:
+        if "t2d" in tensors:
             raise InputError(f"{where}: has t2d but no d2t; download it again")
         return None
     if d2t.shape != (size,) or d2t.dtype.kind not in "iu":
@@ -40,49 +35,50 @@ def read_offsets(
             f"{where}: d2t is {d2t.dtype}{list(d2t.shape)}, not whole numbers "
             f"[draft_vocab_size={size}]; the file contradicts itself, and cannot be used"
         )
-    ids = check_ids(where, "d2t", d2t.astype(np.int64) + np.arange(size), vocab_size)
+    return d2t.astype(np.int64) + np.arange(size)
+
+
+def drop_padding(
+    tensors: Tensors,
+    ids: np.ndarray | None,
+    heads: Collection[str],
+    stated: int,
+    vocab_size: int,
+) -> tuple[Tensors, np.ndarray | None]:
+    """The tensors and token ids of a head without padding: rows that have no token of the target.
+
+    The target has `vocab_size` tokens, and the head's config has `stated` with padding. The tensors
+    `heads` have a row for each of the ids, or for each token. A map may name padding where its
+    training data had too few tokens.
+    """
+    kept = None if ids is None else (ids < vocab_size) | (ids >= stated)
+
+    def fitted(name: str, rows: np.ndarray) -> np.ndarray:
+        if kept is not None and name in heads and len(rows) == len(kept):
+            return rows[kept]
+        return rows[:vocab_size] if len(rows) == stated else rows
+
+    over_tokens = {*heads, "embed_tokens.weight", "t2d"}
+    fitting = {
+        name: fitted(name, value) if name in over_tokens and value.ndim else value
+        for name, value in tensors.items()
+    }
+    return fitting, None if ids is None else ids[kept]
+
+
+def check_mask(where: Path, tensors: Tensors, ids: np.ndarray) -> None:
+    """Raise InputError where the mask `t2d` is there and disagrees with the token ids."""
+    t2d = tensors.get("t2d")
     if t2d is None:
-        return ids
+        return
     if t2d.ndim != 1 or t2d.dtype.kind not in "biu":
         raise InputError(f"{where}: t2d is {t2d.dtype}{list(t2d.shape)}, not a mask over tokens")
-    known = np.flatnonzero(t2d)
-    if not np.array_equal(known, np.sort(ids)):
-        differing = np.setxor1d(known, ids)
+    differing = np.setxor1d(np.flatnonzero(t2d), ids)
+    if len(differing):
         raise InputError(
             f"{where}: t2d and d2t disagree about {len(differing)} tokens, such as "
             f"{differing[0]}; the file contradicts itself, and cannot be used"
         )
-    return ids
-
-
-def without_padding(ids: np.ndarray, stated: int, vocab_size: int) -> np.ndarray:
-    """Which ids are not those of padding: rows of the target's embedding that have no token.
-
-    A map over the `stated` rows may name some where its training data had too few tokens.
-    """
-    return (ids < vocab_size) | (ids >= stated)
-
-
-def drop_padding(
-    tensors: dict[str, np.ndarray], stated: int, vocab_size: int
-) -> dict[str, np.ndarray]:
-    """The tensors of a head of `stated` tokens without padding: rows, and what `d2t` maps to it."""
-    tensors = {
-        name: value[:vocab_size]
-        if name in _OVER_TOKENS and value.ndim and len(value) == stated
-        else value
-        for name, value in tensors.items()
-    }
-    d2t, head = tensors.get("d2t"), tensors.get("lm_head.weight")
-    if d2t is None or d2t.ndim != 1 or d2t.dtype.kind not in "iu":
-        return tensors
-    ids = d2t.astype(np.int64) + np.arange(len(d2t))
-    kept = without_padding(ids, stated, vocab_size)
-    if not kept.all():
-        tensors["d2t"] = ids[kept] - np.arange(kept.sum())
-        if head is not None and len(head) == len(kept):
-            tensors["lm_head.weight"] = head[kept]
-    return tensors
 
 
 def check_ids(where: Path, name: str, ids: np.ndarray, vocab_size: int) -> np.ndarray:

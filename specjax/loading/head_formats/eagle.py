@@ -88,9 +88,9 @@ def read_eagle1(
         taps=("final_norm",),
         fc_bias=bias,
     )
-    tensors = draft_vocabulary.drop_padding(
-        checkpoint.tensors, fields.count("vocab_size"), target.config.vocab_size
-    )
+    stated, vocab_size = fields.count("vocab_size"), target.config.vocab_size
+    extra = ("embed_tokens.weight", "lm_head.weight")
+    tensors, _ = draft_vocabulary.drop_padding(checkpoint.tensors, None, extra, stated, vocab_size)
     for name, own in (("embed_tokens.weight", "embedding"), ("lm_head.weight", "head")):
         if name in tensors and not _is_targets(name, tensors, target):
             raise InputError(
@@ -98,7 +98,6 @@ def read_eagle1(
                 "EAGLE-1 uses; use the weights that the head was trained for (those of a quantised "
                 "file are others)"
             )
-    extra = ("embed_tokens.weight", "lm_head.weight")
     params = _read_params(checkpoint.directory, tensors, config, "layers.0", extra)
     return Head("eagle", config, params, None, metadata, training)
 
@@ -160,7 +159,7 @@ def read_eagle3(
             f"{where}: target_hidden_size={target_hidden_size}, and {target.name} has "
             f"{target.config.hidden_size}; use a head that was made for this target"
         )
-    tensors, size, ids = _read_vocabulary(checkpoint, target, size, stated)
+    tensors, ids = _read_vocabulary(checkpoint, target, size, stated)
     named = "embed_tokens.weight"
     borrows = decoder.hidden_size == target.config.hidden_size
     if named in tensors:
@@ -169,7 +168,7 @@ def read_eagle3(
         decoder=decoder,
         version=3,
         target_hidden_size=target_hidden_size,
-        draft_vocab_size=size,
+        draft_vocab_size=target.config.vocab_size if ids is None else len(ids),
         taps=read_taps,
         own_embedding=not borrows,
         **norms,
@@ -196,25 +195,26 @@ def _check_speculators(fields: Fields) -> None:
 
 def _read_vocabulary(
     checkpoint: Checkpoint, target: Model, size: int, stated: int
-) -> tuple[dict[str, np.ndarray], int, np.ndarray | None]:
-    """The tensors without rows of padding, the size of the draft vocabulary, and its token ids.
+) -> tuple[dict[str, np.ndarray], np.ndarray | None]:
+    """The tensors without rows of padding, and the token ids of the draft vocabulary, if any.
 
     `size` is that of the config, and `stated` the number of the target's tokens there.
     """
     where, vocab_size = checkpoint.directory, target.config.vocab_size
-    tensors = draft_vocabulary.drop_padding(checkpoint.tensors, stated, vocab_size)
-    mapped = np.size(checkpoint.tensors.get("d2t", ()))
-    size, mapped = (vocab_size if count == stated else count for count in (size, mapped))
-    size -= mapped - np.size(tensors.get("d2t", ()))
-    ids = draft_vocabulary.read_offsets(where, tensors, size, vocab_size)
-    if ids is None and size != vocab_size:
-        raise InputError(
-            f"{where}: draft_vocab_size={size}, and the tensor d2t that maps them to the target's "
-            f"{vocab_size} tokens is missing"
-        )
-    if ids is not None and np.array_equal(ids, np.arange(vocab_size)):
-        ids = None
-    return tensors, size, ids
+    ids = draft_vocabulary.read_offsets(where, checkpoint.tensors, size)
+    tensors, ids = draft_vocabulary.drop_padding(
+        checkpoint.tensors, ids, ("lm_head.weight",), stated, vocab_size
+    )
+    if ids is None:
+        if size not in (stated, vocab_size):
+            raise InputError(
+                f"{where}: draft_vocab_size={size}, and the tensor d2t that maps them to the "
+                f"target's {vocab_size} tokens is missing"
+            )
+        return tensors, None
+    draft_vocabulary.check_ids(where, "d2t", ids, vocab_size)
+    draft_vocabulary.check_mask(where, tensors, ids)
+    return tensors, None if np.array_equal(ids, np.arange(vocab_size)) else ids
 
 
 def write_eagle3(

@@ -84,8 +84,14 @@ def read(checkpoint: Checkpoint, target: Model, metadata: TargetMetadata, traini
         # vLLM uses the first head's for all of them.
         tensors["lm_head.weight"] = tensors.pop(head_names[0])
     names = [*head_names, "lm_head.weight"]
-    ids = _read_vocabulary(fields, tensors, names, stated, vocab_size)
+    ids = _read_ids(fields, tensors, stated)
+    tensors, ids = draft_vocabulary.drop_padding(tensors, ids, names, stated, vocab_size)
     rows = vocab_size if ids is None else len(ids)
+    if ids is not None:
+        draft_vocabulary.check_ids(where, "token_map", ids, vocab_size)
+        for name in names:
+            if name in tensors and len(tensors[name]) == vocab_size != rows:
+                tensors[name] = tensors[name][ids]
     blocks = [f"{head}.{layer}.linear" for head in range(heads) for layer in range(layers)]
     wanted: dict[str, tuple[int, ...]] = {f"{name}.weight": (width, width) for name in blocks}
     biased = any(name.endswith(".bias") for name in tensors)
@@ -113,33 +119,6 @@ def read(checkpoint: Checkpoint, target: Model, metadata: TargetMetadata, traini
         params["head"] = {"kernel": np.stack([tensors[name][order].T for name in head_names])}
     config = MedusaConfig(width, vocab_size, heads, layers, rows, original)
     return Head("medusa", config, params, draft_ids, metadata, training)
-
-
-def _read_vocabulary(
-    fields: Fields,
-    tensors: dict[str, np.ndarray],
-    head_names: list[str],
-    stated: int,
-    vocab_size: int,
-) -> np.ndarray | None:
-    """The token ids of a head's rows, None for all tokens; drops padding from the heads' tensors.
-
-    The target has `vocab_size` tokens, and `stated` with padding. Raises InputError for a map that
-    does not fit it.
-    """
-    ids = _read_ids(fields, tensors, stated)
-    kept = None
-    if ids is not None:
-        kept = draft_vocabulary.without_padding(ids, stated, vocab_size)
-        ids = draft_vocabulary.check_ids(Path(fields.where), "token_map", ids[kept], vocab_size)
-    for name in head_names:
-        if name in tensors:
-            tensors[name] = shared_with_target.drop_padding(tensors[name], stated, vocab_size)
-            if ids is not None and len(tensors[name]) == vocab_size != len(ids):
-                tensors[name] = tensors[name][ids]
-            elif kept is not None and len(tensors[name]) == len(kept):
-                tensors[name] = tensors[name][kept]
-    return ids
 
 
 def _counts(where: Path, names: Iterable[str]) -> tuple[int, int]:

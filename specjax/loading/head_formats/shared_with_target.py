@@ -18,10 +18,3 @@ def target_embedding(target: Model) -> np.ndarray:
 def target_head(target: Model) -> np.ndarray:
     """The target's head as other tools store it [V, D]."""
     return np.asarray(float_kernel(target.params["head"]["kernel"])).T
-
-
-def drop_padding(tensor: np.ndarray, stated: int, vocab_size: int) -> np.ndarray:
-    """A tensor truncated to `vocab_size` rows if it has one for each of `stated` tokens."""
-    if tensor.ndim and tensor.shape[0] == stated:
-        return tensor[:vocab_size]
-    return tensor
