@@ -6,8 +6,8 @@ r"""Decode a grid of config values, one run per cell, and report them together.
 A field without dashes has several values, one with dashes (`--config.limit=3`) is the same in all
 cells. Each cell is a process of its own, compared with plain decoding; its report and its output
 stay in DIR/cells. Finished cells are skipped, so the same command resumes where it was stopped.
-Then `specjax.report` writes DIR/report.md and the rest, into a folder of its own for each target
-and set of prompts where there are several. `--predict` times the parts of rounds as well,
+Then `specjax.report` writes DIR/report-1/report.md and the rest, a folder for each target and set
+of prompts. `--predict` times the parts of rounds as well,
 `--nopictures` leaves pictures out. Exit codes: 0; 1 where a cell failed or its tokens differ from
 plain decoding's; 2 for bad input; 130 after Ctrl-C or SIGTERM.
 """
@@ -79,7 +79,7 @@ def sweep(cells: Sequence[Cell], options: SimpleNamespace) -> int:
             key = (run.target, run.prompts)
             groups.setdefault(key, []).append(cell.report)
     for number, paths in enumerate(groups.values(), start=1):
-        folder = options.out / (f"report-{number}" if len(groups) > 1 else "")
+        folder = options.out / f"report-{number}"
         for path in report.write(paths, folder, predict=options.predict, pictures=options.pictures):
             _say(f"wrote {path}")
     return code
@@ -134,7 +134,7 @@ def make_cells(out: Path, fixed: Sequence[str], grid: dict[str, list[str]]) -> l
         cells.append(Cell(said or "the only cell", arguments, folder / name))
     if len({cell.report for cell in cells}) < len(cells):
         raise InputError(f"{' '.join(grid)}: a value is given twice; leave one of them out")
-    report.check_out(out)
+    report.check_out(out / "report-1")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -6,33 +6,27 @@ Reads what `python -m specjax.decode --config.report=FILE` wrote, runs of one ta
 prompts (several in a file of several drafters). Into DIR go report.md, report.csv, one JSONL file
 per run and the pictures. `--predict` loads the target and times the parts of each run's rounds, for
 the predicted speed-up.
-The written files are listed in DIR/specjax_folder.json: files of the
-same names that are not listed there, or were changed since, are not replaced. Interrupted runs are
-named.
+An earlier report in DIR is replaced, unless something else is there too or it was changed since.
+Interrupted runs are named.
 Exit codes: 0; 2 for bad input; 130 after Ctrl-C or SIGTERM.
 """
 
 from __future__ import annotations
 
 import re
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from specjax.cli import command
 from specjax.cli.flags import Parser
 from specjax.cli.predicted_speedup import predicted_speedups
-from specjax.errors import InputError, one_line
+from specjax.errors import InputError
 from specjax.fields import Flag, OutputFolder
-from specjax.files import atomic_writes
+from specjax.files import atomic_writes, folders
 from specjax.files.paths import output_folder
-from specjax.files.written_files import WrittenFiles
 from specjax.reporting import csv_jsonl, picture_files, plots, tables
 from specjax.reporting.records import read_reports
 from specjax.reporting.runs import Entry, by_conditions, check_together, in_order, labels
-
-_ALWAYS = ("report.md", "report.csv")
-_DRAWN = "pictures"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,7 +42,7 @@ def _report(argv: list[str]) -> int:
 
 def check_out(out: str | Path) -> None:
     """Raise InputError where no report can be written into a folder; before long work."""
-    _open_folder(out).check(_ALWAYS)
+    folders.check_replaceable(output_folder("out", out), "report", f"out={str(out)!r}")
 
 
 def write(
@@ -64,38 +58,35 @@ def write(
         plots.require_matplotlib()
     runs = [run for path in paths for run in read_reports(path)]
     check_together(runs)
-    files = _open_folder(out)
-    names = [f"{name}.jsonl" for name in _file_names(labels(runs))]
-    groups = len({run.conditions for run in runs})
-    names += picture_files.file_names(groups) if pictures else ()
-    files.check([*_ALWAYS, *names])
+    check_out(out)
     predicted = [None] * len(runs)
     if predict:
         predicted = predicted_speedups(runs, lambda doing: print(f"{doing} ..."))
     entries = [Entry.of(*one) for one in zip(runs, labels(runs), predicted, strict=True)]
-    try:
-        return _write_all(files, in_order(entries), pictures)
-    except OSError as error:
-        raise _unwritable(out, error) from None
-
-
-def _write_all(files: WrittenFiles, entries: Sequence[Entry], pictures: bool) -> list[Path]:
-    names = _file_names([entry.label for entry in entries])
-    texts = {"report.csv": csv_jsonl.csv_text(entries)}
-    texts |= {
-        f"{name}.jsonl": csv_jsonl.jsonl_text(entry)
-        for name, entry in zip(names, entries, strict=True)
-    }
-    with atomic_writes.work_folder(files.folder, _DRAWN) as drawing:
-        drawn = picture_files.draw(drawing, entries) if pictures else {}
-        texts = {"report.md": tables.markdown(entries, drawn), **texts}
-        written = [files.write(name, text) for name, text in texts.items()]
-        written += [files.move(picture) for picture in sorted(drawing.iterdir())]
-    for conditions, group in by_conditions(entries).items():
+    folder = output_folder("out", out)
+    with folders.replacing(folder, "report") as new:
+        names = _write_files(new, in_order(entries), pictures)
+    for conditions, group in by_conditions(in_order(entries)).items():
         print(f"{conditions}\n\n{tables.leaderboard(group)}")
         if note := tables.incomplete(group):
             print(note)
-    return written
+    return [folder / name for name in names]
+
+
+def _write_files(folder: Path, entries: Sequence[Entry], pictures: bool) -> list[str]:
+    """Write a report's files and return their names; raises OSError."""
+    drawn = picture_files.draw(folder, entries) if pictures else {}
+    texts = {
+        "report.md": tables.markdown(entries, drawn),
+        "report.csv": csv_jsonl.csv_text(entries),
+    }
+    texts |= {
+        f"{name}.jsonl": csv_jsonl.jsonl_text(entry)
+        for name, entry in zip(_file_names([one.label for one in entries]), entries, strict=True)
+    }
+    for name, text in texts.items():
+        atomic_writes.write_text(folder / name, text)
+    return [*texts, *(name for pictures in drawn.values() for _, name in pictures)]
 
 
 def _file_names(names: Sequence[str]) -> list[str]:
@@ -106,21 +97,6 @@ def _file_names(names: Sequence[str]) -> list[str]:
         name if taken[name.lower()] == index else f"{name}-{index + 1}"
         for index, name in enumerate(names)
     ]
-
-
-def _unwritable(out: str | Path, error: OSError) -> InputError:
-    return InputError(f"out={str(out)!r} cannot be written: {one_line(error)}; name another folder")
-
-
-def _open_folder(out: str | Path) -> WrittenFiles:
-    folder = output_folder("out", out)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder, **atomic_writes.NAMES):
-            pass
-    except OSError as error:
-        raise _unwritable(out, error) from None
-    return WrittenFiles("out", folder, "report")
 
 
 def parser() -> Parser:

@@ -486,3 +486,30 @@ def test_pictures_show_all_that_they_are_given(tmp_path, monkeypatch):
     colours = [axes.containers[index][0].get_facecolor() for index in range(9)]
     assert len(set(colours)) == 9
     assert [text.get_text() for text in axes.texts] == ["1.00", "2.00"] * 9
+
+
+def test_only_an_earlier_report_is_replaced(tmp_path, capsys):
+    run, out = tmp_path / "a.json", tmp_path / "out"
+    run.write_text(as_lines(content()))
+    arguments = [str(run), f"--out={out}", "--nopictures"]
+    for _ in range(2):
+        assert report.main(arguments) == 0
+    capsys.readouterr()
+    (out / "report.md").unlink()  # what is gone is no loss
+    assert report.main(arguments) == 0
+    (out / "notes.md").write_text("mine")
+    assert report.main(arguments) == 2
+    assert "holds 'notes.md', which specjax has no record" in capsys.readouterr().err
+    assert (out / "notes.md").read_text() == "mine"
+
+
+def test_pictures_draw_any_text(tmp_path, capsys):
+    rows = content()["rows"]
+    for one, category in zip(rows, ("$x_{$ and $", "a\ud800b", "plain"), strict=True):
+        one["category"] = category
+    run = tmp_path / "a.json"
+    run.write_text(as_lines(content(rows=rows)))
+    assert report.main([str(run), f"--out={tmp_path / 'out'}"]) == 0
+    assert (tmp_path / "out" / "tau_by_task.png").exists()
+    # Markdown shows one of the two backslashes.
+    assert "a\\\\ud800b" in (tmp_path / "out" / "report.md").read_text().lower()

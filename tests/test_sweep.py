@@ -55,10 +55,10 @@ def test_a_grid_is_decoded_resumed_and_reported(sweep, cells_run, tmp_path, caps
     shown = capsys.readouterr().out
     assert "4 cells, 0 of them finished" in shown
     assert "[4/4] seed=1 num_speculative_tokens=3 ..., ETA " in shown
-    text = (tmp_path / "report.md").read_text()
+    text = (tmp_path / "report-1" / "report.md").read_text()
     for label in ("ngram K=1 seed=0", "ngram K=3 seed=0", "ngram K=1 seed=1", "ngram K=3 seed=1"):
         assert f"| {label} " in text
-    assert (tmp_path / "speedup_by_k.png").exists()
+    assert (tmp_path / "report-1" / "speedup_by_k.png").exists()
     assert len(list((tmp_path / "cells").glob("*.jsonl"))) == 4
 
     # Nothing is left; then one cell is half written, which is said, and one was interrupted.
@@ -95,7 +95,7 @@ def test_a_failed_cell_does_not_stop_the_others(sweep, cells_run, tmp_path, caps
     assert len(cells_run) == 2
     shown = capsys.readouterr().out
     assert "FAILED with exit code 2: error: this one fails" in shown
-    assert "| ngram " in (tmp_path / "report.md").read_text()
+    assert "| ngram " in (tmp_path / "report-1" / "report.md").read_text()
 
 
 def test_tokens_that_differ_are_an_error_on_resuming_too(sweep, cells_run, tmp_path, capsys):

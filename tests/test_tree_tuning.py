@@ -18,7 +18,11 @@ from specjax.drafters import TreeOptions, head_drafter, make_drafter, merge_draf
 from specjax.drafters.lookup.ngram import Ngram
 from specjax.errors import InputError
 from specjax.loading import acceptance_rates
-from specjax.loading.acceptance_rates import known_acceptance, read_acceptance, write_acceptance
+from specjax.loading.heads.acceptance_rates import (
+    known_acceptance,
+    read_acceptance,
+    write_acceptance,
+)
 from specjax.loading.load import place_model, save_model
 from specjax.reporting.decode_report import tree_record
 from specjax.trees import FastestTree, best_tree, tree_of_choices

@@ -8,9 +8,8 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -66,7 +65,7 @@ def exclusive(folder: Path, what: str) -> Iterator[None]:
 
     Raises OSError where the folder cannot be written or has no locks.
     """
-    path = folder / _temporary_name(f"lock of {what}")
+    path = folder / temporary_name(f"lock of {what}")
     with FileLock(path, fallback_to_soft=False):
         try:
             yield
@@ -74,27 +73,7 @@ def exclusive(folder: Path, what: str) -> Iterator[None]:
             path.unlink(missing_ok=True)  # who waits for the deleted file takes a new one
 
 
-@contextmanager
-def work_folder(
-    parent: Path, what: str, rescue: Callable[[Path], None] = lambda left: None
-) -> Iterator[Path]:
-    """An empty folder in `parent` for what will be moved out of it; it is deleted at the end.
-
-    One process at a time has the folder for the same `what`, others wait for it. `rescue` is called
-    with the folder that a killed process left, before it is deleted. Raises OSError.
-    """
-    with exclusive(parent, what):
-        folder = parent / _temporary_name(what)
-        if folder.is_dir():
-            rescue(folder)
-            shutil.rmtree(folder)
-        folder.mkdir()
-        try:
-            yield folder
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def _temporary_name(what: str) -> str:
+def temporary_name(what: str) -> str:
+    """The name of a temporary file or folder for `what`, the same in every process."""
     digest = hashlib.sha256(what.encode(errors="surrogateescape")).hexdigest()[:8]
     return f"{NAMES['prefix']}{digest}{NAMES['suffix']}"

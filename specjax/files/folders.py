@@ -6,6 +6,7 @@ A folder with a file that its marker (`folder_marker`) does not list is never re
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -101,16 +102,22 @@ def replacing(folder: Path, kind: Kind, *, overwrite: bool = True) -> Iterator[P
         folder = folder.resolve()
         check_replaceable(folder, kind, where, overwrite=overwrite)
         folder.parent.mkdir(parents=True, exist_ok=True)
-        rescue = lambda left: _move_back(left / _EARLIER, folder)  # noqa: E731
-        with atomic_writes.work_folder(folder.parent, folder.name, rescue) as work:
+        with atomic_writes.exclusive(folder.parent, folder.name):
+            work = folder.parent / atomic_writes.temporary_name(folder.name)
+            if work.is_dir():  # a process was killed
+                _move_back(work / _EARLIER, folder)
+                shutil.rmtree(work)
             new = work / "new"
-            new.mkdir()
-            yield new
-            if read_marker(new) is None:
-                seal(new, kind)
-            # Writing may have taken hours.
-            check_replaceable(folder, kind, where, overwrite=overwrite)
-            _replace(folder, new, work / _EARLIER)
+            new.mkdir(parents=True)
+            try:
+                yield new
+                if read_marker(new) is None:
+                    seal(new, kind)
+                # Writing may have taken hours.
+                check_replaceable(folder, kind, where, overwrite=overwrite)
+                _replace(folder, new, work / _EARLIER)
+            finally:
+                shutil.rmtree(work, ignore_errors=True)
     except OSError as error:
         raise unwritable(where, error) from None
 

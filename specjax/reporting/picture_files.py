@@ -13,11 +13,6 @@ from specjax.reporting.statistics import OVERALL, heading, tasks_of
 _PICTURES = ("speedup_by_k", "tau_by_task", "acceptance_by_position")
 
 
-def file_names(num_groups: int) -> list[str]:
-    """The names of all possible pictures for `num_groups` sets of conditions."""
-    return [name + end for end in _ends(num_groups) for name in _PICTURES]
-
-
 def _ends(num_groups: int) -> list[str]:
     return [f"-{number}.png" for number in range(1, num_groups + 1)] if num_groups > 1 else [".png"]
 

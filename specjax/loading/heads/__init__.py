@@ -1,1 +1,1 @@
-"""Trained heads: the class, its checkpoints, and finding heads by name or path."""
+"""Trained heads: the class, finding heads by name or path, and measured rates beside them."""

@@ -14,7 +14,7 @@ from specjax.loading.load import load_model
 from specjax.loading.model import Model
 from specjax.loading.orbax_checkpoint import look
 
-SHIPPED = Path(__file__).parents[1] / "shipped_heads"
+SHIPPED = Path(__file__).parents[2] / "shipped_heads"
 """A folder per target, and in it a checkpoint per kind of drafter."""
 
 
