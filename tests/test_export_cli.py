@@ -109,7 +109,7 @@ def test_whole_vocabulary(target, tmp_path, capsys):
         (["--output=./mine"], "output='./mine': holds 'notes', which specjax has no record"),
         (
             ["--format=specjax", "--output=./mine", "--target=nothing"],
-            "output='./mine': holds 'notes', which is",
+            "output='./mine': holds 'notes', which specjax has no record",
         ),
         (["--target=nothing"], "target='nothing': no such file"),
         (["--dtype=int8"], "dtype='int8'"),
