@@ -30,7 +30,7 @@ from specjax.drafters import DRAFT_TOKENS, make_drafter
 from specjax.errors import InputError
 from specjax.fields import Flag, InputFile, OutputFolder, PathOrName, Text, Whole, optional
 from specjax.files.atomic_writes import write_text
-from specjax.loading.heads.acceptance_rates import (
+from specjax.loading.acceptance_rates import (
     Acceptance,
     ranks_file,
     read_acceptance,

@@ -43,8 +43,8 @@ from specjax.cli import command
 from specjax.cli.flags import Listed, Parser
 from specjax.fields import Choice, Whole, dotted
 from specjax.files.folder_marker import LOCK
-from specjax.loading import orbax_checkpoint
-from specjax.loading.checkpoint_directory import is_checkpoint, read_marker
+from specjax.loading.storage import orbax_checkpoint
+from specjax.loading.storage.checkpoint_directory import is_checkpoint, read_marker
 from train.data.examples import METADATA
 from train.data.responses import open_responses
 from train.generation.saved_answers import SavedAnswers

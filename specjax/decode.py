@@ -48,7 +48,7 @@ from specjax.drafters.growth.options import TreeKind, TreeOptions
 from specjax.errors import InputError, one_line
 from specjax.fields import fields_of
 from specjax.files.environment import versions
-from specjax.loading.heads.find_head import shipped_heads
+from specjax.loading.find_head import shipped_heads
 from specjax.loading.load import load_model
 from specjax.loading.model import Model
 from specjax.reporting.decode_report import Clock, DrafterRun, device_name, summary, tree_record

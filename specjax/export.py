@@ -20,13 +20,13 @@ from specjax.fields import Choice, Flag, PathOrName, optional
 from specjax.files import folders
 from specjax.files.paths import output_folder, user_path
 from specjax.loading import head_formats
-from specjax.loading.checkpoint_directory import is_checkpoint
+from specjax.loading.find_head import open_head
 from specjax.loading.head_formats.read_write import check_format, whole_vocabulary
 from specjax.loading.head_formats.taps import CONVENTIONS
-from specjax.loading.heads.find_head import open_head
 from specjax.loading.heads.head import KINDS, Head, check_same, read_head, save_head
 from specjax.loading.load import DEFAULT_MODEL, DTYPE, load_model
 from specjax.loading.model import Model
+from specjax.loading.storage.checkpoint_directory import is_checkpoint
 
 OWN = "specjax"
 FORMATS = (*head_formats.FORMATS, OWN)

@@ -16,9 +16,9 @@ from tiny_models import with_modules
 
 from specjax.errors import InputError
 from specjax.files import folder_marker
-from specjax.loading import orbax_checkpoint
 from specjax.loading.checkpoints import load_drafter, save_checkpoint, save_drafter
 from specjax.loading.load import load_model, random_model, save_model
+from specjax.loading.storage import orbax_checkpoint
 
 
 @pytest.fixture(scope="module")

@@ -20,11 +20,12 @@ from tiny_models import with_modules
 from specjax.decoding.generate import generate
 from specjax.distributed import sharding
 from specjax.errors import InputError
-from specjax.loading import dataclass_json, orbax_checkpoint
+from specjax.loading import dataclass_json
 from specjax.loading.checkpoints import load_drafter, save_checkpoint, save_drafter
 from specjax.loading.formats import build_parameters
 from specjax.loading.load import load_model, place_model, random_model, save_model
-from specjax.loading.orbax_saver import Numbered, Saver
+from specjax.loading.storage import orbax_checkpoint
+from specjax.loading.storage.orbax_saver import Numbered, Saver
 from specjax.models.config import DecoderConfig, RopeScaling
 from specjax.models.decoder import Form
 

@@ -14,7 +14,7 @@ from specjax.drafters import head_drafter
 from specjax.errors import InputError
 from specjax.files import folders
 from specjax.loading.checkpoints import save_checkpoint, save_drafter
-from specjax.loading.heads.find_head import SHIPPED, open_head, shipped_heads
+from specjax.loading.find_head import SHIPPED, open_head, shipped_heads
 from specjax.loading.heads.head import TargetMetadata, read_head, save_head
 from specjax.loading.load import random_model
 from specjax.models.heads.draft_vocabulary import check_draft_ids, expand, most_frequent

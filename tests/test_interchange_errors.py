@@ -11,8 +11,8 @@ from tiny_models import VOCABULARY, eagle_head, noisy_medusa_head
 
 from specjax.errors import InputError
 from specjax.files import folder_marker
+from specjax.loading.find_head import open_head
 from specjax.loading.head_formats import eagle, read_foreign, write_foreign
-from specjax.loading.heads.find_head import open_head
 from specjax.loading.load import random_model
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"

@@ -18,7 +18,7 @@ from specjax.drafters import TreeOptions, head_drafter, make_drafter, merge_draf
 from specjax.drafters.lookup.ngram import Ngram
 from specjax.errors import InputError
 from specjax.loading import acceptance_rates
-from specjax.loading.heads.acceptance_rates import (
+from specjax.loading.acceptance_rates import (
     known_acceptance,
     read_acceptance,
     write_acceptance,

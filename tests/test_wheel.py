@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from specjax.loading.heads.find_head import shipped_heads
+from specjax.loading.find_head import shipped_heads
 from specjax.loading.load import save_model
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -53,7 +53,7 @@ from specjax.fields import (
     read_values,
 )
 from specjax.files.paths import user_path
-from specjax.loading.heads.find_head import holds_head
+from specjax.loading.find_head import holds_head
 from specjax.loading.load import DEFAULT_MODEL, DTYPE, load_model
 from specjax.loading.model import Model
 from specjax.loading.weights import WEIGHTS

@@ -23,7 +23,7 @@ from specjax.drafters.base import Accepted, Context, LoadedDrafter, Noise
 from specjax.drafters.growth.level import Level
 from specjax.drafters.head_drafter import check_tokenizers, load_head
 from specjax.files.paths import user_path
-from specjax.loading.heads.find_head import holds_head
+from specjax.loading.find_head import holds_head
 from specjax.loading.heads.head import Head
 from specjax.loading.load import load_model, with_vocabulary
 from specjax.loading.model import Model

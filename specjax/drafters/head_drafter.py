@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from specjax.drafters.autoregressive import ChainDrafter
 from specjax.drafters.base import LoadedDrafter
 from specjax.errors import InputError
-from specjax.loading.heads.find_head import open_head
+from specjax.loading.find_head import open_head
 from specjax.loading.heads.head import Head, complete_parameters
 from specjax.loading.model import Model
 

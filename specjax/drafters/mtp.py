@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from specjax.drafters.base import LoadedDrafter
 from specjax.drafters.pair_drafter import PairDrafter
 from specjax.errors import InputError
-from specjax.loading.heads.find_head import shipped_head
+from specjax.loading.find_head import shipped_head
 from specjax.loading.heads.head import complete_parameters, own_modules
 from specjax.loading.model import Model
 from specjax.models.heads.mtp import Mtp

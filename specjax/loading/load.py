@@ -21,7 +21,7 @@ from specjax.distributed import device_memory, sharding
 from specjax.errors import InputError, one_line, shown
 from specjax.fields import Choice, Flag, Instance, Text, optional
 from specjax.files.paths import input_file, output_folder, user_path
-from specjax.loading import checkpoint_directory, checkpoints
+from specjax.loading import checkpoints
 from specjax.loading.formats import (
     build_parameters,
     gguf,
@@ -36,6 +36,7 @@ from specjax.loading.formats.safetensors_files import PICKLES, refuse_pickle
 from specjax.loading.layer_layout import stack_layers
 from specjax.loading.model import MODEL_KIND, Model, array_table, split_arrays
 from specjax.loading.notes import note
+from specjax.loading.storage.checkpoint_directory import is_checkpoint
 from specjax.loading.tokenizers import huggingface_tokenizer as files
 from specjax.loading.tokenizers.gguf_tokenizer import read_tokenizer
 from specjax.loading.tokenizers.tokenizer import Tokenizer
@@ -101,7 +102,7 @@ def _load(field: str, name_or_path: str | Path, target: _Target) -> Model:
     if name_or_path == DEFAULT_MODEL:
         return _load_gguf(DEFAULT_MODEL, default_model_file(), target)
     path, name = user_path(field, name_or_path), str(name_or_path)
-    if checkpoint_directory.is_checkpoint(path):
+    if is_checkpoint(path):
         return _load_checkpoint(name, path, target)
     if path.is_dir():
         return _load_directory(name, path, target)

@@ -24,7 +24,7 @@ from specjax.drafters import (
     take_turns,
 )
 from specjax.errors import InputError, shown
-from specjax.loading.heads.acceptance_rates import known_acceptance
+from specjax.loading.acceptance_rates import known_acceptance
 from specjax.loading.model import Model
 from specjax.trees import FastestTree, RankedTree, Rates, best_tree, fastest_tree
 from specjax.tuning import costs, round_seconds

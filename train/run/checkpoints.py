@@ -10,9 +10,9 @@ from jax.tree_util import tree_flatten_with_path
 from specjax.distributed import processes
 from specjax.errors import InputError
 from specjax.fields import dotted
-from specjax.loading import orbax_checkpoint
 from specjax.loading.compare_arrays import compare_arrays, leaf_name
-from specjax.loading.orbax_saver import Saver
+from specjax.loading.storage import orbax_checkpoint
+from specjax.loading.storage.orbax_saver import Saver
 from train.run.workdir import STEPS, Workdir, unwritable
 
 KEPT = 2

@@ -22,7 +22,7 @@ from specjax.files.folder_marker import Kind
 from specjax.files.json_files import parse_json, read_json_file
 from specjax.files.open_files import open_regular
 from specjax.files.paths import output_folder
-from specjax.loading.orbax_saver import Numbered
+from specjax.loading.storage.orbax_saver import Numbered
 
 MAY_DIFFER = (
     "workdir",

@@ -14,7 +14,7 @@ from specjax.drafters.growth.options import TreeOptions
 from specjax.drafters.turns import Turns
 from specjax.errors import InputError, one_line, shown
 from specjax.fields import optional
-from specjax.loading.heads.acceptance_rates import known_acceptance
+from specjax.loading.acceptance_rates import known_acceptance
 from specjax.loading.heads.head import Head, complete_parameters
 from specjax.loading.model import MODEL_KIND, Model
 

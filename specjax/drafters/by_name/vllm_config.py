@@ -16,8 +16,8 @@ from specjax.drafters import LoadedDrafter, head_drafter, make_drafter
 from specjax.errors import InputError, shown
 from specjax.files.json_files import parse_json
 from specjax.files.paths import user_path
+from specjax.loading.find_head import holds_head, read_any_head
 from specjax.loading.head_formats import KINDS, head_format
-from specjax.loading.heads.find_head import holds_head, read_any_head
 from specjax.loading.heads.head import read_head
 from specjax.loading.model import Model
 

@@ -1,1 +1,1 @@
-"""Trained heads: the class, finding heads by name or path, and measured rates beside them."""
+"""Trained heads: the class, saved and read."""

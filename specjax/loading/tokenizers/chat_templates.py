@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specjax.errors import InputError, one_line, shown
+from specjax.fields import Text
 from specjax.loading.tokenizers import template_process
 
 _LARGEST_TEMPLATE = 1 << 20
@@ -26,20 +27,13 @@ def check_template(where: str, value: Any) -> str:
 
     Raises InputError unless it is a text of at most a million characters that UTF-8 can encode.
     """
-    if not isinstance(value, str):
-        raise InputError(f"{where}={shown(value)}: must be a text; take it out or repair it")
-    if len(value) > _LARGEST_TEMPLATE:
+    template = Text(empty=True).check(where, value)
+    if len(template) > _LARGEST_TEMPLATE:
         raise InputError(
-            f"{where} has {len(value)} characters, and {_LARGEST_TEMPLATE} are allowed; "
+            f"{where} has {len(template)} characters, and {_LARGEST_TEMPLATE} are allowed; "
             "use another template"
         )
-    try:
-        value.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise InputError(
-            f"{where}: character {error.start} is half of a surrogate pair; repair the template"
-        ) from None
-    return value
+    return template
 
 
 def check_messages(messages: Any, where: str = "messages") -> None:

@@ -15,6 +15,7 @@ import tokenizers
 from tokenizers import processors
 
 from specjax.errors import InputError, shown
+from specjax.fields import Text
 from specjax.loading.tokenizers import chat_templates
 from specjax.loading.tokenizers.detokenizer import Detokenizer, TextStream
 
@@ -188,14 +189,9 @@ class Tokenizer:
             with refused("text: the tokenizer cannot encode it", "change the text"):
                 ids = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
         except InputError:
-            # For half of a surrogate pair the package's own error only says that it is not text.
-            halves = [at for at, char in enumerate(text) if "\ud800" <= char <= "\udfff"]
-            if not halves:
-                raise
-            raise InputError(
-                f"text: character {halves[0]} is {text[halves[0]]!r}, half of a surrogate pair; "
-                "repair the text's encoding"
-            ) from None
+            # Of half of a surrogate pair the package's own error only says that it is not text.
+            Text(empty=True).check("text", text)
+            raise
         for index in ids:
             if (name := self.name_beyond(index)) is not None:
                 raise InputError(

@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 from specjax.distributed import processes
 from specjax.errors import InputError
 from specjax.files import folder_marker
-from specjax.loading.checkpoint_directory import ARRAYS, CONTENT, Kind, content_text
-from specjax.loading.orbax_checkpoint import (
+from specjax.loading.storage.checkpoint_directory import ARRAYS, CONTENT, Kind, content_text
+from specjax.loading.storage.orbax_checkpoint import (
     attempt,
     saving_context,
     silenced,

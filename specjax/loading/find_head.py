@@ -6,15 +6,15 @@ from pathlib import Path
 
 from specjax.errors import InputError
 from specjax.files.paths import user_path
-from specjax.loading.checkpoint_directory import is_checkpoint, read_marker
 from specjax.loading.head_formats import read_foreign
 from specjax.loading.head_formats.taps import Convention
 from specjax.loading.heads.head import KINDS, Head, TargetMetadata, own_modules, read_head
 from specjax.loading.load import load_model
 from specjax.loading.model import Model
-from specjax.loading.orbax_checkpoint import look
+from specjax.loading.storage.checkpoint_directory import is_checkpoint, read_marker
+from specjax.loading.storage.orbax_checkpoint import look
 
-SHIPPED = Path(__file__).parents[2] / "shipped_heads"
+SHIPPED = Path(__file__).parents[1] / "shipped_heads"
 """A folder per target, and in it a checkpoint per kind of drafter."""
 
 

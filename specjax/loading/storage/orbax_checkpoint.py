@@ -26,7 +26,7 @@ from specjax.files import folder_marker, folders
 from specjax.files.folder_marker import ORBAX_SUCCESS
 from specjax.files.json_files import read_json_file
 from specjax.files.open_files import regular_files
-from specjax.loading.checkpoint_directory import (
+from specjax.loading.storage.checkpoint_directory import (
     ARRAYS,
     CONTENT,
     INDEX,
