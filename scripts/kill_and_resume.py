@@ -44,7 +44,7 @@ from specjax.cli.flags import Listed, Parser
 from specjax.fields import Choice, Whole, dotted
 from specjax.files.folder_marker import LOCK
 from specjax.loading.storage import orbax_checkpoint
-from specjax.loading.storage.checkpoint_directory import is_checkpoint, read_marker
+from specjax.loading.storage.checkpoint_directory import ARRAYS, is_checkpoint, read_marker
 from train.data.examples import METADATA
 from train.data.responses import open_responses
 from train.generation.saved_answers import SavedAnswers
@@ -213,7 +213,7 @@ def _names(folder: Path) -> list[str]:
     for path in folder.rglob("*"):
         name = path.relative_to(folder)
         ours = name.parts[0] != "tensorboard" and name.name != LOCK
-        orbax = any(part.startswith(("specjax-", "step-")) for part in name.parts)
+        orbax = any(part == ARRAYS or part.startswith("step-") for part in name.parts)
         if path.is_file() and ours and not orbax:
             found.append(name.as_posix())
     return found
