@@ -53,7 +53,7 @@ from specjax.fields import (
     read_values,
 )
 from specjax.files.paths import user_path
-from specjax.loading.find_head import holds_head
+from specjax.loading.find_head import kind_of_head
 from specjax.loading.load import DEFAULT_MODEL, DTYPE, load_model
 from specjax.loading.model import Model
 from specjax.loading.weights import WEIGHTS
@@ -328,7 +328,7 @@ def make_config_drafter(
     if (
         drafter.name == _DRAFT_MODEL
         and path is not None
-        and not holds_head(user_path("drafter.path", path))
+        and kind_of_head(user_path("drafter.path", path)) is None
     ):
         if path == config.target and not drafter.replicated:
             path = target

@@ -23,7 +23,7 @@ from specjax.drafters.base import Accepted, Context, LoadedDrafter, Noise
 from specjax.drafters.growth.level import Level
 from specjax.drafters.head_drafter import check_tokenizers, load_head
 from specjax.files.paths import user_path
-from specjax.loading.find_head import holds_head
+from specjax.loading.find_head import kind_of_head
 from specjax.loading.heads.head import Head
 from specjax.loading.load import load_model, with_vocabulary
 from specjax.loading.model import Model
@@ -75,11 +75,9 @@ class DraftModel(ChainDrafter):
 
         Raises InputError as their readers do, and for a model with another tokenizer.
         """
-        if path is None or (
-            not isinstance(path, Model) and holds_head(user_path("drafter.path", path))
-        ):
-            return cls.of_head(*load_head(name, path, target), target, **options)
         if not isinstance(path, Model):
+            if path is None or kind_of_head(user_path("drafter.path", path)) is not None:
+                return cls.of_head(*load_head(name, path, target), target, **options)
             path = load_model(path, mesh=target.mesh, field="drafter.path")
         check_tokenizers(target, path)
         path = with_vocabulary(path, target.config.vocab_size)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 from specjax.errors import InputError
 from specjax.files.paths import user_path
-from specjax.loading.head_formats import read_foreign
+from specjax.loading import head_formats
 from specjax.loading.head_formats.taps import Convention
 from specjax.loading.heads.head import KINDS, Head, TargetMetadata, own_modules, read_head
 from specjax.loading.load import load_model
@@ -28,15 +29,13 @@ def shipped_heads() -> dict[str, list[str]]:
     return found
 
 
-def holds_head(path: Path) -> bool:
-    """Whether a directory holds a drafter's checkpoint of specjax (not a model's)."""
-    if not is_checkpoint(path):
-        return False
-    try:
-        look(path, "drafter")
-    except InputError:  # a model, or damaged, which its reader reports
-        return False
-    return True
+def kind_of_head(path: Path) -> str | None:
+    """The kind of the head in a directory, by its metadata or names alone; None without a head."""
+    if is_checkpoint(path):
+        with suppress(InputError):  # a model, or damaged, which its reader reports
+            return look(path, "drafter").metadata.get("kind")
+    form = head_formats.head_format(path) if path.is_dir() else None
+    return None if form is None else head_formats.KINDS[form]
 
 
 def open_head(kind: str, path: str | Path | None, target: Model) -> Head:
@@ -95,7 +94,7 @@ def read_any_head(
             f"{field}={str(path)!r}: a target and a head that were trained together; use "
             f"{field}={str(path / 'head')!r} with the target {str(path / 'target')!r}"
         )
-    return read_foreign(path, target, layer_ids=layer_ids)
+    return head_formats.read_foreign(path, target, layer_ids=layer_ids)
 
 
 def shipped_head(kind: str, target: Model) -> Head | None:

@@ -14,11 +14,10 @@ from typing import Any
 
 from specjax.drafters import LoadedDrafter, head_drafter, make_drafter
 from specjax.errors import InputError, shown
+from specjax.fields import Whole, optional
 from specjax.files.json_files import parse_json
 from specjax.files.paths import user_path
-from specjax.loading.find_head import holds_head, read_any_head
-from specjax.loading.head_formats import KINDS, head_format
-from specjax.loading.heads.head import read_head
+from specjax.loading.find_head import kind_of_head, read_any_head
 from specjax.loading.model import Model
 
 METHODS = ("ngram", "draft_model", "medusa", "eagle", "eagle3", "mtp")
@@ -154,10 +153,7 @@ def _fail(config: Mapping[str, Any], key: str, remedy: str) -> InputError:
 
 
 def _whole(settings: dict[str, Any], key: str) -> int | None:
-    value = settings.get(key)
-    if value is not None and (type(value) is not int or value < 1):
-        raise _fail(settings, key, "use a whole number of at least 1")
-    return value
+    return optional(Whole(1)).check(f"speculative_config.{key}", settings.get(key))
 
 
 def _method(settings: dict[str, Any], target: Model) -> str:
@@ -183,12 +179,7 @@ def _method_of(model: Any, target: Model) -> str:
     if target.mtp is not None and model == target.name:
         return "mtp"
     path = user_path("speculative_config.model", model) if isinstance(model, str) else None
-    if path is not None and path.is_dir():
-        if holds_head(path):
-            return read_head(path, target.mesh).kind
-        if (form := head_format(path)) is not None:
-            return KINDS[form]
-    return "draft_model"
+    return (path and kind_of_head(path)) or "draft_model"
 
 
 def _schedule(settings: dict[str, Any]) -> tuple[tuple[int, int, int], ...]:
@@ -232,7 +223,7 @@ def _with_model(settings: dict[str, Any], method: str, sample: str, target: Mode
     if not isinstance(model, str) or not model:
         raise _fail(settings, "model", f"{method} needs a directory or a name")
     path = user_path("speculative_config.model", model)
-    if method == "draft_model" and not holds_head(path):
+    if method == "draft_model" and kind_of_head(path) is None:
         return make_drafter(method, target, path=model, draft_sample_method=sample)
     head = read_any_head(model, target, "speculative_config.model", layer_ids="input")
     if head.kind != method:
