@@ -346,7 +346,7 @@ DAMAGES = {
         "the checkpoint is damaged",
     ),
     "flipped bytes": (lambda folder: flip_four_bytes(folder / "params"), "SHA-256 differs"),
-    "no marker": (lambda folder: (folder / MARKER).unlink(), "lacks its commit marker"),
+    "no marker": (lambda folder: (folder / MARKER).unlink(), "lacks specjax_folder.json"),
     "no metadata": (
         lambda folder: (folder / "specjax_checkpoint.json").unlink(),
         "holds no checkpoint",
