@@ -8,7 +8,7 @@ al. 2410.11305.)
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from specjax.drafters.autoregressive import SelfDrafter
 from specjax.drafters.base import Context, LoadedDrafter
@@ -30,6 +30,7 @@ class Quantized(SelfDrafter):
     int8, or int4. Raises InputError for bad options.
     """
 
+    name: ClassVar[str] = "quantized"
     model: Annotated[Decoder, _DECODER] = field(kw_only=False)
     weights: Literal["int8", "int4"] | None = None
 
@@ -52,11 +53,6 @@ class Quantized(SelfDrafter):
             f"drafter.weights={choices[-1]}: the target's weights are {target.weights} already; "
             "load the target with weights='float' or 'int8', or use another drafter"
         )
-
-    @property
-    def name(self) -> str:
-        """Its registered name."""
-        return "quantized"
 
     def layers(self, params: Any, context: Context) -> tuple[LanguageModel, Any, int | None]:
         """Return all of the layers, in fewer bits."""
