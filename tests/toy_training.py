@@ -196,7 +196,7 @@ def toy_run(folder, console=None, target=toy_target, **changes):
     config.update_from_flattened_dict(changes)
     make = lambda target, data, config: toy_method(target)  # noqa: E731
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(setup, "load_model", lambda name, *, field, form, mesh=None: target(mesh))
+        patch.setattr(setup, "load_model", lambda name, *, field, form, weights, mesh=None: target(mesh))
         return run.run(read(config), make, console or Console(quiet=True))
 
 
@@ -230,7 +230,7 @@ def config_of(**changes):
 
 
 if __name__ == "__main__":
-    setup.load_model = lambda name, *, field, form, mesh=None: toy_target(mesh)
+    setup.load_model = lambda name, *, field, form, weights, mesh=None: toy_target(mesh)
 
     toys = Listed(conversations())
     toys.quick = int(os.environ.get("TOY_QUICK", Listed.quick))
