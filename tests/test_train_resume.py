@@ -92,7 +92,9 @@ def trained_here(workdir):
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as out:
         # As in that process: conversations in memory are no `Sources`.
         patch.setattr(jaxtyping.config, "jaxtyping_disable", True)
-        patch.setattr(setup, "load_model", lambda name, *, field, form, mesh=None: toy_target(mesh))
+        patch.setattr(
+            setup, "load_model", lambda name, *, field, form, weights, mesh=None: toy_target(mesh)
+        )
         patch.setattr(setup, "open_sources", lambda paths: Listed(conversations()))
         given = [f"--config.{name}={value}" for name, value in fields.items()]
         code = run.main(
@@ -183,7 +185,7 @@ def test_two_processes_give_the_losses_of_one(start, whole, tmp_path):
 def test_a_bad_loss_is_one_line_on_the_command_line(tmp_path, monkeypatch, capsys):
     write_data(tmp_path / "data")
     monkeypatch.setattr(
-        setup, "load_model", lambda name, *, field, form, mesh=None: toy_target(mesh)
+        setup, "load_model", lambda name, *, field, form, weights, mesh=None: toy_target(mesh)
     )
     fields = [f"--config.data={tmp_path / 'data'}", f"--config.workdir={tmp_path / 'w'}"]
 

@@ -196,7 +196,9 @@ def toy_run(folder, console=None, target=toy_target, **changes):
     config.update_from_flattened_dict(changes)
     make = lambda target, data, config: toy_method(target)  # noqa: E731
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(setup, "load_model", lambda name, *, field, form, weights, mesh=None: target(mesh))
+        patch.setattr(
+            setup, "load_model", lambda name, *, field, form, weights, mesh=None: target(mesh)
+        )
         return run.run(read(config), make, console or Console(quiet=True))
 
 
