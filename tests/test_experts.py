@@ -15,7 +15,7 @@ from tiny_models import mtp_head
 from specjax.distributed import sharding
 from specjax.errors import InputError
 from specjax.loading.checkpoints import save_checkpoint
-from specjax.loading.heads.head import complete_parameters
+from specjax.loading.heads.complete_parameters import complete_parameters
 from specjax.loading.load import load_model, place_model, random_model, save_model
 from specjax.models.config import Attention, DecoderConfig, Experts
 from specjax.models.decoder import Form

@@ -15,7 +15,7 @@ from tiny_models import mtp_config, mtp_drafter, mtp_head
 
 from specjax.decoding.round import draft_noise, make_context, round_keys
 from specjax.errors import InputError
-from specjax.loading.heads.head import complete_parameters
+from specjax.loading.heads.complete_parameters import complete_parameters
 from specjax.models.heads.mtp import Mtp
 from specjax.models.masks import causal
 from specjax.trees import best_tree

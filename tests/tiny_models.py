@@ -9,7 +9,8 @@ import numpy as np
 from conftest import tiny_config
 
 from specjax.drafters import head_drafter
-from specjax.loading.heads.head import Head, TargetMetadata, complete_parameters
+from specjax.loading.heads.complete_parameters import complete_parameters
+from specjax.loading.heads.head import Head, TargetMetadata
 from specjax.loading.load import random_model
 from specjax.models.heads.eagle import Eagle, EagleConfig, default_taps
 from specjax.models.heads.medusa import Medusa, MedusaConfig, parameter_table

@@ -9,7 +9,8 @@ from specjax.drafters.autoregressive import ChainDrafter
 from specjax.drafters.base import LoadedDrafter
 from specjax.errors import InputError
 from specjax.loading.find_head import open_head
-from specjax.loading.heads.head import Head, complete_parameters
+from specjax.loading.heads.complete_parameters import complete_parameters
+from specjax.loading.heads.head import Head
 from specjax.loading.model import Model
 
 

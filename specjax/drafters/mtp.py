@@ -9,7 +9,8 @@ from specjax.drafters.base import LoadedDrafter
 from specjax.drafters.pair_drafter import PairDrafter
 from specjax.errors import InputError
 from specjax.loading.find_head import shipped_head
-from specjax.loading.heads.head import complete_parameters, own_modules
+from specjax.loading.heads.complete_parameters import complete_parameters
+from specjax.loading.heads.head import own_modules
 from specjax.loading.model import Model
 from specjax.models.heads.mtp import Mtp
 

@@ -15,7 +15,8 @@ from specjax.drafters.turns import Turns
 from specjax.errors import InputError, one_line, shown
 from specjax.fields import optional
 from specjax.loading.acceptance_rates import known_acceptance
-from specjax.loading.heads.head import Head, complete_parameters
+from specjax.loading.heads.complete_parameters import complete_parameters
+from specjax.loading.heads.head import Head
 from specjax.loading.model import MODEL_KIND, Model
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -24,9 +23,7 @@ from specjax.models.heads.draft_vocabulary import check_draft_ids
 from specjax.models.heads.eagle import EagleConfig
 from specjax.models.heads.medusa import MedusaConfig
 from specjax.models.heads.mtp import MtpConfig
-from specjax.models.heads.shared_parameters import share
 from specjax.models.parameter_table import parameter_table as decoder_table
-from specjax.models.parameters import cast
 
 Config = DraftModelConfig | MedusaConfig | EagleConfig | MtpConfig
 _CONFIGS: dict[str, type] = {
@@ -187,20 +184,6 @@ def check_head(head: Head, target: Model, where: str = "drafter.path") -> None:
             check_features(head.config.taps, target.config.num_layers)
         except InputError as error:
             raise InputError(f"{where}: taps: {error}") from None
-
-
-def complete_parameters(head: Head, target: Model) -> dict[str, Any]:
-    """The parameters in the target's dtype, with "shared" and, for a part of V, "draft_ids".
-
-    Shared arrays are the target's, not copies. Raises InputError for a head of another target.
-    """
-    check_head(head, target)
-    params = cast(head.params, parameter_table(head.config), target.dtype)
-    ids = None if head.draft_ids is None else jnp.asarray(head.draft_ids, jnp.int32)
-    params["shared"] = share(target.params, ids, head=head.config.shares_output)
-    if ids is not None:
-        params["draft_ids"] = ids
-    return params
 
 
 def check_same(head: Head, again: Head, where: str) -> None:
