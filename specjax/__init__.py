@@ -1,6 +1,19 @@
 """specjax: speculative decoding in JAX, exact and measured.
 
-Names are loaded when they are first used, so `import specjax.sampling` loads nothing else.
+    model = specjax.load_model("smollm2-135m-instruct")      a name, a directory or a GGUF file
+    drafter = specjax.make_drafter("eagle3", model)          or "ngram", which needs no weights
+    result = specjax.generate(model, "Once upon a time", drafter=drafter, max_new_tokens=64)
+    print(result.texts[0], result.summary())
+
+    specjax.stream      text as it comes              specjax.sampling   rules, on arrays
+    specjax.Engine      requests that come and go     specjax.metrics    figures from counts
+    specjax.compile     compile before the first call specjax.theory     what speculation can gain
+    specjax.Drafter     write a drafter of your own   specjax.trees      token trees
+    specjax.testing     prove that it is exact        specjax.drafters   drafters and their options
+
+`help(specjax.generate)` or `help(specjax.sampling)` says more, docs/tutorial.md begins at the
+beginning. Names are loaded when they are first used, so `import specjax.sampling` loads nothing
+else.
 """
 
 from __future__ import annotations

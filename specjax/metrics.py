@@ -1,5 +1,15 @@
 """Metrics of speculative decoding, derived from raw counts per verify pass.
 
+    summarize(drafted, accepted, emitted, width)   all of the following at once, as a `Summary`
+    acceptance_length(accepted)                    tau: tokens per pass, the target's own included
+    acceptance_rate(drafted, accepted)             accepted / drafted tokens
+    acceptance_at_pos, cond_acceptance_at_pos      by position in the draft
+    tokens_per_round(emitted)                      tokens per pass that reached the output
+    predicted_speedup(...)                         from the measured parts of a round
+
+    print(result.summary())                        of a `specjax.generate`: a small table
+    acceptance_length(np.array([[2, 0, 3]]))       (3 + 1 + 4) / 3 tokens per pass
+
 Counts are integer arrays [B, R], one entry for each pass (round) of each request (row), -1 where
 the row was not active:
 
@@ -23,8 +33,34 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int
 
+__all__ = [
+    "Counts",
+    "ExpectedAcceptance",
+    "Summary",
+    "Widths",
+    "accept_lengths",
+    "acceptance_at_pos",
+    "acceptance_length",
+    "acceptance_rate",
+    "cond_acceptance_at_pos",
+    "console_line",
+    "expected_acceptance",
+    "num_accepted_tokens",
+    "num_accepted_tokens_per_pos",
+    "num_draft_tokens",
+    "num_drafts",
+    "per_request_mean",
+    "predicted_speedup",
+    "summarize",
+    "tau_drafted",
+    "tokens_per_round",
+    "truncate_rounds",
+]
+
 Counts = Int[np.ndarray, "B R"]
+"""A number for each pass of each request; -1 where the row was not active."""
 Widths = Int[np.ndarray, "B R"] | Int[np.ndarray, "R"]
+"""Slots of each pass, by row or the same for all rows."""
 
 
 def num_drafts(drafted: Counts) -> int:

@@ -1,9 +1,4 @@
-"""`specjax.sampling` and `specjax.theory` on arrays alone, as a notebook calls them."""
-
-import contextlib
-import io
-import re
-from pathlib import Path
+"""`specjax.sampling` on arrays alone, as a notebook calls it."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +6,7 @@ import jaxtyping
 import numpy as np
 import pytest
 
-from specjax import sampling, theory
+from specjax import sampling
 
 CHAINS, LENGTH, VOCAB = 4, 3, 7
 KEY = jax.random.key(0)
@@ -88,44 +83,3 @@ def test_mistakes_are_named(changes, message, monkeypatch):
     given = {"keys": KEY, "tokens": TOKENS, "logq": LOGQ, "logp": LOGP, **changes}
     with pytest.raises(ValueError, match=message):
         sampling.verify_chain(**given)
-
-
-def test_theory_broadcasts_in_every_argument():
-    alpha, k = np.array([[0.5], [0.8], [1.0]]), np.arange(6)
-    pairs = [(a, int(b)) for a in alpha[:, 0] for b in k]
-
-    def table(function, **more):
-        return np.reshape([function(a, b, **more) for a, b in pairs], (3, 6))
-
-    np.testing.assert_array_equal(theory.expected_tokens(alpha, k), table(theory.expected_tokens))
-    for convention in ("per_step", "per_draft"):
-        cost = dict(c=0.1, convention=convention, verify_cost=1.2)
-        np.testing.assert_array_equal(
-            theory.speedup(alpha, k, **cost), table(theory.speedup, **cost)
-        )
-    least = theory.break_even_alpha(k[1:], np.array([[0.1], [0.4]]))
-    for row, c in enumerate((0.1, 0.4)):
-        for column, length in enumerate(k[1:]):
-            assert least[row, column] == theory.break_even_alpha(int(length), c)
-    shape = theory.ModelShape(2, 8, 16, 2, 2, 4, 32)
-    table_of_k = theory.roofline(shape, "h200", 1, 64, k, 0.8).speedup
-    single = [theory.roofline(shape, "h200", 1, 64, int(length), 0.8).speedup for length in k]
-    np.testing.assert_allclose(table_of_k, single, rtol=1e-12)
-
-
-@pytest.mark.parametrize(("alpha", "k", "tokens"), [(0.8, 5, 3.69), (0.9, 8, 6.13), (0.7, 4, 2.77)])
-def test_published_numbers_that_count_the_bonus_once(alpha, k, tokens):
-    assert round(theory.expected_tokens(alpha, k), 2) == tokens
-
-
-def test_the_page_on_arrays_prints_what_it_says():
-    page = (Path(__file__).parent.parent / "docs" / "sampling.md").read_text()
-    names, printed = {}, ""
-    for kind, text in re.findall(r"^```(\w+)\n(.*?)^```$", page, re.MULTILINE | re.DOTALL):
-        if kind == "text":
-            assert printed == text
-            continue
-        with contextlib.redirect_stdout(io.StringIO()) as out:
-            exec(compile(text, "sampling.md", "exec"), names)
-        printed = out.getvalue()
-    assert names["K"] == 4

@@ -1,6 +1,7 @@
 """What the documentation claims: its code runs and prints what it says, what it names exists."""
 
 import contextlib
+import importlib
 import io
 import re
 import subprocess
@@ -8,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from commands import script_module
 from conftest import slow
 from tiny_models import eagle_drafter
 
@@ -27,7 +29,44 @@ SOURCE = re.compile(
 )
 MODULE = re.compile(r"python -m ((?:specjax|train)[.\w]*)")
 CALLED = re.compile(r"\bspecjax\.(\w+)\(")
+PUBLIC = set(specjax._MODULES) - {"checkpoints", "sharding"}
 CITED = re.compile(r"`(tests/\w+\.py::\w+(?:\[\S+\])?)`")
+
+
+def run_page(page, names):
+    """Run a page's blocks of Python in order; what one printed is compared with the next text."""
+    printed = ""
+    for kind, text in FENCE.findall((DOCS / page).read_text()):
+        if kind == "text":
+            assert printed == text
+        elif kind == "python":
+            with contextlib.redirect_stdout(io.StringIO()) as out:
+                exec(compile(text, page, "exec"), names)
+            printed = out.getvalue()
+
+
+@pytest.mark.parametrize("page", ["sampling.md", "theory.md"])
+def test_pages_on_arrays_print_what_they_say(page):
+    run_page(page, names := {})
+    assert names
+
+
+def test_the_api_reference_is_current():
+    with script_module("write_api_reference") as script:
+        written = script.PAGE.read_text()
+        assert written == script.reference(), "run python scripts/write_api_reference.py"
+
+
+@pytest.mark.parametrize("name", ["specjax", *(f"specjax.{name}" for name in sorted(PUBLIC))])
+def test_help_begins_with_functions_that_exist(name):
+    """After one sentence comes a block with a line for what people look for."""
+    module = importlib.import_module(name)
+    first, block, *_ = module.__doc__.split("\n\n")
+    assert len(first) < 110
+    called = re.findall(r"(?<![.\w])(?:specjax\.)?([a-z]\w+)\(", block) or ["there are none"]
+    assert [each for each in called if each not in {*module.__all__, "print"}] == []
+    # A star import gives these, and pydoc lists their functions.
+    assert [each for each in module.__all__ if not hasattr(module, each)] == []
 
 
 OWN_MODEL = pytest.mark.parametrize("own_model", [True, *slow(False)], ids=["tiny", "default"])

@@ -1,5 +1,7 @@
 import dataclasses
+import inspect
 
+import jaxtyping
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -18,9 +20,25 @@ costs = st.floats(0.0, 2.0)
 conventions = st.sampled_from(["per_step", "per_draft"])
 
 
+LEVIATHAN_TABLE_1 = [
+    (0.6, 2, 1.96),
+    (0.7, 3, 2.53),
+    (0.8, 2, 2.44),
+    (0.8, 5, 3.69),
+    (0.9, 2, 2.71),
+    (0.9, 10, 6.86),
+]
+"""alpha, gamma and the speed-up with drafts that cost nothing (2211.17192)."""
+
+
+@pytest.mark.parametrize(("alpha", "k", "published"), LEVIATHAN_TABLE_1)
+def test_the_published_table_of_speed_ups(alpha, k, published):
+    assert round(theory.speedup(alpha, k, 0.0), 2) == published
+
+
 @pytest.mark.parametrize(("alpha", "k", "tokens"), [(0.8, 5, 3.69), (0.9, 8, 6.13), (0.7, 4, 2.77)])
 def test_expected_tokens_counts_the_bonus_once(alpha, k, tokens):
-    assert theory.expected_tokens(alpha, k) == pytest.approx(tokens, abs=0.005)
+    assert round(theory.expected_tokens(alpha, k), 2) == tokens
 
 
 @settings(deadline=None)
@@ -63,14 +81,91 @@ def test_speedup_in_both_conventions():
     assert theory.speedup(0.8, 0, 0.5, convention="per_draft") == 1.0
 
 
-def test_arrays_broadcast():
-    alpha, c = np.linspace(0, 1, 5)[:, None], np.array([[0.0, 0.1, 0.5]])
-    gains = theory.speedup(alpha, 3, c)
-    assert gains.shape == (5, 3)
-    assert gains[2, 1] == theory.speedup(0.5, 3, 0.1)
-    best = theory.optimal_k(alpha, c, max_k=8)
-    assert best[3, 1] == theory.optimal_k(0.75, 0.1, max_k=8)
-    assert isinstance(theory.speedup(0.5, 3, 0.1), float)
+SCALES = {
+    "expected_tokens": {"alpha": (0.5, 1.0), "k": (0, 5)},
+    "acceptance_from_tv": {"tv": (0.0, 0.3)},
+    "speedup": {"alpha": (0.5, 1.0), "k": (0, 5), "c": (0.0, 0.1), "verify_cost": (1.0, 1.4)},
+    "optimal_k": {"alpha": (0.5, 0.9), "c": (0.0, 0.1), "max_k": (0, 9), "verify_cost": (1.0, 1.4)},
+    "break_even_alpha": {"k": (1, 5), "c": (0.0, 0.1), "verify_cost": (1.0, 1.4)},
+    "memory": {
+        "batch": (1, 8),
+        "capacity": (64, 4096),
+        "num_nodes": (0, 7),
+        "num_distributions": (0, 3),
+        "weight_itemsize": (1, 2),
+        "cache_itemsize": (2, 4),
+        "logit_itemsize": (2, 4),
+    },
+    "pass_seconds": {"tokens": (1, 5), "batch": (1, 64), "context": (0, 999), "itemsize": (2, 4)},
+    "roofline": {
+        "batch": (1, 64),
+        "context": (0, 999),
+        "k": (0, 5),
+        "alpha": (0.5, 1.0),
+        "draft_cost": (0.0, 0.1),
+        "itemsize": (2, 4),
+    },
+}
+"""Two values of every number that a function takes."""
+OTHERS = {
+    "speedup": [{"convention": "per_step"}, {"convention": "per_draft"}],
+    "optimal_k": [{"convention": "per_step"}, {"convention": "per_draft"}],
+    "break_even_alpha": [{"convention": "per_step"}, {"convention": "per_draft"}],
+    "memory": [{"target": LLAMA_3_8B, "draft": LLAMA_3_1B}],
+    "pass_seconds": [{"shape": LLAMA_3_8B, "chip": "h200"}],
+    "roofline": [
+        {"shape": LLAMA_3_8B, "chip": "h200"},
+        {"shape": LLAMA_3_8B, "chip": "h200", "draft_cost": LLAMA_3_1B},
+    ],
+}
+"""Arguments that are no numbers, and such in place of numbers."""
+CALLS = [(name, others) for name in SCALES for others in OTHERS.get(name, [{}])]
+
+
+def test_every_function_and_argument_is_in_the_sweep():
+    functions = {name for name in theory.__all__ if inspect.isfunction(getattr(theory, name))}
+    assert functions - {"roofline_tree"} == set(SCALES)
+    for name, others in CALLS:
+        arguments = set(inspect.signature(getattr(theory, name)).parameters)
+        assert arguments == set(SCALES[name]) | set(others)
+
+
+@pytest.mark.parametrize(("name", "others"), CALLS)
+def test_every_number_broadcasts(name, others):
+    """With an axis for each argument, each entry is the result of scalars, fields included."""
+    function = getattr(theory, name)
+    numbers = {key: pair for key, pair in SCALES[name].items() if key not in others}
+    shape = [2] * len(numbers)
+    grids = np.meshgrid(*map(np.array, numbers.values()), indexing="ij", sparse=True)
+    table = _fields(function(**dict(zip(numbers, grids, strict=True)), **others))
+    table = {key: np.broadcast_to(value, shape) for key, value in table.items()}
+    for index in np.ndindex(*shape):
+        values = {key: pair[i] for (key, pair), i in zip(numbers.items(), index, strict=True)}
+        for field, value in _fields(function(**values, **others)).items():
+            assert np.ndim(value) == 0
+            np.testing.assert_allclose(
+                table[field][index], value, 1e-12, err_msg=f"{field} {values}"
+            )
+
+
+def _fields(result):
+    if not dataclasses.is_dataclass(result):
+        return {"": result}
+    return {**vars(result), **({"total": result.total} if hasattr(result, "total") else {})}
+
+
+def test_results_of_scalars_are_pythons_numbers():
+    assert type(theory.speedup(0.5, 3, 0.1)) is float
+    assert type(theory.optimal_k(0.5, 0.1)) is int
+    assert type(theory.roofline(LLAMA_3_8B, "h200", 1, 8, 3, 0.5).fits) is bool
+
+
+@pytest.mark.parametrize("name", ["batch", "context", "candidates", "itemsize"])
+def test_one_tree_takes_no_arrays(name, monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    numbers = {"batch": 1, "context": 8, name: np.array([1, 2])}
+    with pytest.raises(InputError, match=rf"{name} = \[1 2\]: give one number"):
+        theory.roofline_tree(LLAMA_3_8B, "h200", [[0.5]], **numbers)
 
 
 @settings(deadline=None)

@@ -22,6 +22,7 @@ from specjax.sampling.distributions import excess, log_ratio, residual
 from specjax.sampling.warp import argmax
 
 Distributions = Callable[[Int[Array, "B"]], Float[Array, "B V"]]
+"""A function from one slot of each row to the log-probabilities there."""
 
 
 class Verification(NamedTuple):

@@ -1,10 +1,21 @@
-"""Expected tokens, speed-up and memory of speculative decoding, in closed form.
+"""What speculative decoding can gain: expected tokens, speed-up, memory, in closed form.
 
-The formulas assume that `alpha`, the probability that a draft token is accepted, is equal at all
-positions and independent of the others (Leviathan et al. 2023, "Fast Inference from Transformers
-via Speculative Decoding", section 3). Numbers may be scalars or numpy arrays that broadcast
-together; results are floats where all of them were scalars. Bad input raises
-`specjax.errors.InputError`.
+    expected_tokens(alpha, k)              tokens that a round with k draft tokens emits
+    speedup(alpha, k, c)                   over plain decoding; c is the cost of a draft step
+    optimal_k(alpha, c)                    the draft length with the greatest speed-up
+    break_even_alpha(k, c)                 the acceptance at which drafting begins to pay
+    acceptance_from_tv(tv)                 acceptance that a distance of p and q allows
+    pass_seconds, memory, roofline         a `ModelShape` on a `Chip` (`CHIPS`), by data sheet
+    roofline_tree                          the fastest token tree there
+
+    speedup(0.8, np.arange(1, 9), 0.05)    # an array: one speed-up for each draft length
+    roofline(shape, "h100-sxm", batch=8, context=1000, k=4, alpha=0.8).speedup
+
+`alpha`, the probability that a draft token is accepted, is assumed to be equal at all positions and
+independent of the others (Leviathan et al. 2023, "Fast Inference from Transformers via Speculative
+Decoding", section 3). All numbers may be scalars or numpy arrays, which broadcast together, but for
+those of `roofline_tree`; results are floats where all of them were scalars. Bad input raises
+`specjax.errors.InputError`. Published tables, and figures that are wrong: docs/theory.md.
 """
 
 from specjax.theory.deployment import (

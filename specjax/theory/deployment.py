@@ -183,9 +183,9 @@ def memory(
     num_nodes: Count = 0,
     draft: ModelShape | None = None,
     num_distributions: Count = 0,
-    weight_itemsize: int = 2,
-    cache_itemsize: int = 2,
-    logit_itemsize: int = 4,
+    weight_itemsize: Count = 2,
+    cache_itemsize: Count = 2,
+    logit_itemsize: Count = 4,
 ) -> Memory:
     """Return the bytes that speculative decoding needs during a round, without activations.
 
@@ -228,7 +228,6 @@ class Chip:
             checked(name, getattr(self, name), above=True)
 
 
-# Vendors' data sheets: NVIDIA A100 80GB SXM, H100 SXM, H200 SXM; Google Cloud TPU v5e, v5p, v6e.
 CHIPS = {
     chip.name: chip
     for chip in (
@@ -240,6 +239,7 @@ CHIPS = {
         Chip("tpu-v6e", 918e12, 1.6e12, 32e9),
     )
 }
+"""Chips by name, from their vendors' data sheets: NVIDIA SXM modules and Google Cloud TPUs."""
 
 
 def pass_seconds(
@@ -249,7 +249,7 @@ def pass_seconds(
     tokens: Count,
     batch: Count,
     context: Count,
-    itemsize: int = 2,
+    itemsize: Count = 2,
 ) -> Result:
     """Return the least time of one pass over `tokens` new tokens per row, in seconds.
 
@@ -301,7 +301,7 @@ def roofline(
     alpha: Real,
     *,
     draft_cost: Real | ModelShape = 0.0,
-    itemsize: int = 2,
+    itemsize: Count = 2,
 ) -> Roofline:
     """Return the speed-up of k drafts per round on a chip, by batch size and context.
 

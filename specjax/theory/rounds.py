@@ -52,7 +52,7 @@ def optimal_k(
     alpha: Real,
     c: Real,
     *,
-    max_k: int = 32,
+    max_k: Count = 32,
     convention: str = "per_step",
     verify_cost: Real | Callable[[int], Real] = 1.0,
 ) -> int | Int[np.ndarray, "..."]:
@@ -62,11 +62,11 @@ def optimal_k(
     the cost of each k > 0, as k = 0 is plain decoding. With `per_draft` and a constant cost further
     drafts cost nothing, so the result is 0 or the largest k that still adds to the speed-up.
     """
-    checked_count("max_k", max_k, 0)
+    max_k = np.asarray(checked_count("max_k", max_k, 0))
     cost_of = verify_cost if callable(verify_cost) else (lambda k: verify_cost if k else 1.0)
     gains = [
-        np.asarray(speedup(alpha, k, c, convention=convention, verify_cost=cost_of(k)))
-        for k in range(max_k + 1)
+        np.where(k <= max_k, speedup(alpha, k, c, convention=convention, verify_cost=cost_of(k)), 0)
+        for k in range(max_k.max(initial=0) + 1)
     ]
     best = np.argmax(np.stack(np.broadcast_arrays(*gains)), axis=0)
     return best if best.ndim else int(best)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import numpy as np
+
+from specjax.errors import InputError
 from specjax.theory.checks import checked, checked_count
 from specjax.theory.deployment import Chip, ModelShape, pass_seconds
 from specjax.trees.fastest import FastestTree, fastest_tree
@@ -24,12 +27,12 @@ def roofline_tree(
     `acceptance` is that of `specjax.trees.fastest_tree`. A level of the draft is `draft_cost`
     passes of the target over one token per row, or one pass of that model over `candidates` tokens
     per row. `context` are the committed tokens per row; for n chips multiply the figures of `Chip`
-    by n. Raises InputError for numbers out of range.
+    by n. The numbers are scalars. Raises InputError for arrays and for numbers out of range.
     """
-    checked_count("batch", batch, 1)
-    checked_count("context", context, 0)
-    checked_count("candidates", candidates, 1)
     deployment = {"batch": batch, "context": context, "itemsize": itemsize}
+    for name, value in {**deployment, "candidates": candidates}.items():
+        if np.ndim(checked_count(name, value, 0 if name == "context" else 1)):
+            raise InputError(f"{name} = {value}: give one number; call again for each tree")
     if isinstance(draft_cost, ModelShape):
         level_seconds = float(pass_seconds(draft_cost, chip, tokens=candidates, **deployment))
     else:

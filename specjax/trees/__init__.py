@@ -1,30 +1,58 @@
 """Token trees: their shapes, drafts in fixed-shape buffers, and pictures.
 
+    tree_of_choices(paths)              a tree from paths of ranks, such as `medusa_choices`
+    expansion_tree((1, 1, 3, 1))        so many children for each node of a level (SpecInfer)
+    best_tree(rates, num_nodes)         the most accepted tokens from measured rates (Medusa)
+    sequoia_tree(rates, n, depth)       the same by dynamic programming, for rates in any order
+    fastest_tree(rates, ...)            the most tokens per second, given what passes cost
+    draw(tree), svg(tree, labels)       a tree as text, or as a picture
+    chain(tokens, num_valid, logq)      a draft without branches, for a drafter of your own
+    merge(*drafts)                      several drafts as one tree, without duplicates
+
+    tree = best_tree([[0.6, 0.2], [0.5, 0.2]], num_nodes=4)
+    print(draw(tree), tree.expected_tokens([[0.6, 0.2], [0.5, 0.2]]))
+
 A `Topology` is a shape that is known when programs are compiled, a `DynamicTopology` one of each
-row that is chosen on the device, and a `Draft` one round's tokens in either. A `RankedTree` also
-says which candidate each node is, the likeliest or one of the next: from a list of choices like
-Medusa's, or built from measured acceptance (`best_tree`, `sequoia_tree`; `fastest_tree` also knows
-what passes cost). A `DynamicTree` has the sizes of trees that are chosen anew in each round.
-`merge` makes one tree of several drafts. `draw` shows trees as text, `svg` as a picture.
+row that is chosen on the device, and a `Draft` one round's tokens in either. A `RankedTree` is a
+`Topology` whose nodes are the likeliest candidates, by rank; a `DynamicTree` has the sizes of trees
+that are chosen anew in each round. More: docs/trees.md.
 """
 
-from specjax.trees.draft import Draft as Draft
-from specjax.trees.draft import chain as chain
-from specjax.trees.draw import draw as draw
-from specjax.trees.dynamic_sizes import DynamicTree as DynamicTree
-from specjax.trees.fastest import FastestTree as FastestTree
-from specjax.trees.fastest import fastest_tree as fastest_tree
-from specjax.trees.merge import merge as merge
-from specjax.trees.merge import merge_duplicates as merge_duplicates
-from specjax.trees.merge import side_by_side as side_by_side
-from specjax.trees.picture import svg as svg
-from specjax.trees.ranked import RankedTree as RankedTree
-from specjax.trees.ranked import Rates as Rates
-from specjax.trees.ranked import best_tree as best_tree
-from specjax.trees.ranked import expansion_tree as expansion_tree
-from specjax.trees.ranked import sequoia_tree as sequoia_tree
-from specjax.trees.ranked import tree_of_choices as tree_of_choices
-from specjax.trees.topology import AnyTopology as AnyTopology
-from specjax.trees.topology import DynamicTopology as DynamicTopology
-from specjax.trees.topology import Topology as Topology
-from specjax.trees.topology import chain_topology as chain_topology
+from specjax.trees.draft import Draft, chain
+from specjax.trees.draw import draw
+from specjax.trees.dynamic_sizes import DynamicTree
+from specjax.trees.fastest import FastestTree, fastest_tree
+from specjax.trees.merge import merge, merge_duplicates, side_by_side
+from specjax.trees.picture import svg
+from specjax.trees.ranked import (
+    RankedTree,
+    Rates,
+    best_tree,
+    expansion_tree,
+    sequoia_tree,
+    tree_of_choices,
+)
+from specjax.trees.topology import AnyTopology, DynamicTopology, Topology, chain_topology
+
+__all__ = [
+    "AnyTopology",
+    "Draft",
+    "DynamicTopology",
+    "DynamicTree",
+    "FastestTree",
+    "RankedTree",
+    "Rates",
+    "Topology",
+    "best_tree",
+    "chain",
+    "chain_topology",
+    "draw",
+    "expansion_tree",
+    "fastest_tree",
+    "merge",
+    "merge_duplicates",
+    "sequoia_tree",
+    "side_by_side",
+    "svg",
+    "tree_of_choices",
+]

@@ -163,6 +163,7 @@ class DynamicTopology:
 
 
 AnyTopology = Topology | DynamicTopology
+"""A shape that is known when programs are compiled, or chosen on the device."""
 
 
 def chain_topology(length: int) -> Topology:

@@ -1,9 +1,25 @@
-"""What a drafter's candidates are worth, and which token tree of them is fastest here."""
+"""Which token tree decodes fastest on this machine, by measured costs and acceptance.
 
-from specjax.tuning.choose_tree import TreeCosts as TreeCosts
-from specjax.tuning.choose_tree import choose_tree as choose_tree
-from specjax.tuning.choose_tree import measure_tree_costs as measure_tree_costs
-from specjax.tuning.choose_tree import with_fastest_trees as with_fastest_trees
-from specjax.tuning.choose_tree import with_tree as with_tree
-from specjax.tuning.measure_ranks import RankCounts as RankCounts
-from specjax.tuning.measure_ranks import measure_ranks as measure_ranks
+with_fastest_trees(model, drafter, ...)   the drafter with the tree that is fastest here
+measure_ranks(...)                        how often the candidate of each rank is accepted
+measure_tree_costs(...), choose_tree(...) the two steps of `with_fastest_trees`
+"""
+
+from specjax.tuning.choose_tree import (
+    TreeCosts,
+    choose_tree,
+    measure_tree_costs,
+    with_fastest_trees,
+    with_tree,
+)
+from specjax.tuning.measure_ranks import RankCounts, measure_ranks
+
+__all__ = [
+    "RankCounts",
+    "TreeCosts",
+    "choose_tree",
+    "measure_ranks",
+    "measure_tree_costs",
+    "with_fastest_trees",
+    "with_tree",
+]

@@ -42,3 +42,4 @@ class DrafterKind:
 
 
 DRAFTER_KIND = DrafterKind()
+"""The check of arguments that take a drafter."""

@@ -33,6 +33,7 @@ DRAFTERS: dict[str, type[Drafter]] = {
     "token_recycling": TokenRecycling,
     "simulated": Simulated,
 }
+"""The class of each drafter by its name."""
 JOINTS: dict[str, Callable[..., LoadedDrafter]] = {"+": take_turns, "|": merge_drafters}
 """The signs that join names of drafters, and the functions that join the drafters."""
 TRAINED = tuple(name for name, kind in DRAFTERS.items() if kind.trained)
