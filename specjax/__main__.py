@@ -9,6 +9,7 @@ import os
 import runpy
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 COMMANDS = (
     "decode",
@@ -32,8 +33,17 @@ def module_of(command: str) -> str:
     return command if command.startswith("train.") else f"specjax.{command}"
 
 
+def hiding_file() -> str | None:
+    """The user's file that Python finds in place of specjax's package `train`; None for none."""
+    found = importlib.util.find_spec("train")
+    ours = Path(__file__).parents[1] / "train" / "__init__.py"
+    return None if found is None or found.origin == str(ours) else found.origin
+
+
 def summary(command: str) -> str:
     """The first line of a command's documentation; nothing is imported for it."""
+    if command.startswith("train.") and (file := hiding_file()):
+        return f"Hidden by {file}."
     found = importlib.util.find_spec(module_of(command))
     with open(found.origin, encoding="utf-8") as source:
         documentation = ast.get_docstring(ast.parse(source.read())) or ""
@@ -68,6 +78,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         near = difflib.get_close_matches(command, COMMANDS, n=1)
         hint = f"did you mean {near[0]}? " if near else ""
         print(f"error: no command {command!r}: {hint}use {', '.join(COMMANDS)}", file=sys.stderr)
+        return 2
+    if command.startswith("train.") and (file := hiding_file()):
+        print(
+            f"error: {command}: Python finds {file} in place of specjax's package train; run "
+            f"python -P -m {command}, which leaves the working directory out, or rename that file",
+            file=sys.stderr,
+        )
         return 2
     sys.argv = [command, *arguments]
     runpy.run_module(module_of(command), run_name="__main__", alter_sys=True)

@@ -1,5 +1,6 @@
 """`python -m specjax`: every command is listed, and runs by its name."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -47,3 +48,21 @@ def test_a_command_by_its_name(command):
         [sys.executable, "-m", "specjax", "report", "nowhere"], capture_output=True, cwd=ROOT
     )
     assert failed.returncode == 2
+
+
+def test_a_file_that_hides_the_package_train(tmp_path):
+    """The user's file is not run, and the remedy that is named works from the same folder."""
+    (tmp_path / "train.py").write_text("raise SystemExit('ran')")
+    path = {**os.environ, "PYTHONPATH": str(ROOT)}
+
+    def run(*arguments):
+        command = [sys.executable, *arguments]
+        return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=path)
+
+    listed = run("-m", "specjax")
+    assert (listed.returncode, "train.eagle" in listed.stdout) == (0, True)
+    assert f"Hidden by {tmp_path / 'train.py'}" in listed.stdout
+    refused = run("-m", "specjax", "train.eagle")
+    assert (refused.returncode, "run python -P -m train.eagle" in refused.stderr) == (2, True)
+    assert len(refused.stderr.splitlines()) == 1
+    assert run("-P", "-m", "train.eagle", "--help").returncode == 0

@@ -6,7 +6,7 @@ from toy_training import Listed, config_of, conversations
 
 from specjax.drafters import make_drafter
 from train.data.examples import Example
-from train.run.evaluate import held_out_prompts, measure_tau
+from train.run.evaluate import decode_prompts, held_out_prompts, tau_of
 
 
 def test_prompts_end_where_answers_begin():
@@ -34,6 +34,6 @@ def test_tau_is_measured_by_decoding():
     drafter = make_drafter("simulated", target, continuations=said, acceptance=1.0)
     changes = {"eval.new_tokens": 12, "eval.num_speculative_tokens": 3}
     config = config_of(**changes).eval
-    found = measure_tau(target, drafter, [[3, 10], [7, 14]], config, 0.0)
+    found = tau_of(decode_prompts(target, drafter, [[3, 10], [7, 14]], config, 0.0))
     assert found["tau"] == 4.0
     assert found["decoded_acc_pos_0"] == found["decoded_acc_pos_2"] == 1.0

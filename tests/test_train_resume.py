@@ -454,13 +454,17 @@ def test_a_whole_run_from_data_on_disk(tmp_path, console):
         "parameters, on cpu",
         "58 conversations",
         "features computed in the step",
+        "loading smollm2-135m-instruct and data=",
         "compiling the training step",
+        "step 1/12  ",
         "step 4/12  loss ",
+        "step 8, held out: decoding 2 prompts at temperature 0 (compiles first) ...",
         "  cond 0.",
         "tau_sim",
         "tokens/s",
         "step 8, held out: loss",
         "tau_t1",
+        "step 12, held out: decoding 2 prompts at temperature 0, 1 (about ",
         "trained: step 12 of 12",
     ):
         assert words in text, words
@@ -484,6 +488,11 @@ def test_a_whole_run_from_data_on_disk(tmp_path, console):
     # The same call has nothing left to do, and spoils nothing.
     assert toy_run(tmp_path, console, **evaluated) == 0
     assert files.read_metrics(workdir) == rows
+    again = said(console).removeprefix(text)
+    assert "this run was finished before: step 12 of 12" in again
+    assert f"another workdir and --config.start_from={workdir.export}" in again
+    assert "resuming" not in again
+    assert "compiling" not in again
 
 
 @pytest.mark.parametrize(

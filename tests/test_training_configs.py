@@ -103,7 +103,7 @@ def test_debug_size(name, decoded, folders, tmp_path, capsys):
         drafter, target = [], export
     if decoded:
         assert module.main(command) == 0
-        assert "resuming after step" in capsys.readouterr().out
+        assert "this run was finished before" in capsys.readouterr().out
     record = json.loads((tmp_path / "run" / "config.json").read_text())
     assert module is mtp or len(record["draft_vocabulary"]) == 16
     if not decoded:

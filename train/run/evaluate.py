@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from specjax.decoding.generate import generate
+from specjax.decoding.generate import Generation, generate
 from specjax.decoding.options import FIXED
 from specjax.drafters import LoadedDrafter, head_drafter
 from specjax.loading.model import Model
@@ -17,7 +18,7 @@ from train.data.packing import Source
 from train.methods.method import Method
 from train.run.config import EvalConfig
 from train.run.loop import Feed
-from train.run.metrics import MetricsWriter, add, scalars, shown, sums_of
+from train.run.metrics import MetricsWriter, add, clock, scalars, shown, sums_of
 from train.run.sharding import gathered
 from train.run.step import Program
 
@@ -40,66 +41,87 @@ class Evaluation:
     prompts: Sequence[Sequence[int]]
     config: EvalConfig
     writer: MetricsWriter
+    seconds: dict[str, float] = field(default_factory=dict, init=False)
+    """Of an earlier evaluation, without compiling: all losses, and the prompts at a temperature."""
 
     def __call__(self, params: Any, step: int, last: bool) -> dict[str, float]:
         """Numbers of held-out losses (`eval/...`) and of decoding (`eval/tau` ...)."""
         numbers: dict[str, float] = {}
-        if not self.prompts and (self.held_out is None or not self.config.batches):
-            return numbers
-        with self.writer.working(f"step {step}: evaluating, which compiles at first"):
-            if self.held_out is not None and self.config.batches:
+        if self.held_out is not None and self.config.batches:
+            doing = f"losses of {self._num_batches(self.held_out)} batches"
+            with self.writer.working(self._announced(step, doing, self.seconds.get("losses"))):
                 numbers |= self._losses(params, self.held_out)
-            if self.prompts:
-                numbers |= self._decode(params, last)
+        if self.prompts:
+            temperatures = self.config.temperatures if last else self.config.temperatures[:1]
+            seconds = self.seconds.get("decoding")
+            expected = None if seconds is None else seconds * len(temperatures)
+            doing = f"decoding {len(self.prompts)} prompts at temperature "
+            doing += ", ".join(f"{temperature:g}" for temperature in temperatures)
+            with self.writer.working(self._announced(step, doing, expected)):
+                numbers |= self._decode(params, temperatures)
         if numbers:
             self.writer.say(f"step {step}, held out: {_summary(numbers)}")
         return numbers
 
+    def _announced(self, step: int, doing: str, seconds: float | None) -> str:
+        known = seconds is not None
+        expected = f"about {clock(seconds)}, compiling aside" if known else "compiles first"
+        return f"step {step}, held out: {doing} ({expected})"
+
+    def _num_batches(self, feed: Feed) -> int:
+        return min(-(-len(feed.packing.rows(0)) // feed.shape.rows), self.config.batches)
+
     def _losses(self, params: Any, feed: Feed) -> dict[str, float]:
         rows, count, placement = feed.packing.rows(0), feed.shape.rows, feed.placement
-        total = None
-        for first in range(0, min(len(rows), count * self.config.batches), count):
-            taken = rows[first : first + count]
+        total, batches = None, self._num_batches(feed)
+        for number in range(batches):
+            begin = time.perf_counter()
+            taken = rows[number * count : (number + 1) * count]
             taken = taken + [[]] * (count - len(taken))
             batch: Batch = placement.put(
                 build(feed.source, [taken[row] for row in placement.rows], feed.shape)
             )
             loss, measures = self.program.evaluate(params, self.target_params, batch)
             total = add(total, sums_of(loss, measures))
+            # The first one may have compiled.
+            self.seconds["losses"] = (time.perf_counter() - begin) * batches
         return scalars(total, "eval") if total else {}
 
-    def _decode(self, params: Any, last: bool) -> dict[str, float]:
+    def _decode(self, params: Any, temperatures: Sequence[float]) -> dict[str, float]:
         params = gathered(params, self.program.mesh)
         target = self.target if self.method.model is None else self.method.model(params)
         drafter = head_drafter(self.method.head(params, {}), target)
-        temperatures = self.config.temperatures
         numbers: dict[str, float] = {}
-        for temperature in temperatures if last else temperatures[:1]:
+        for temperature in temperatures:
             suffix = "" if temperature == 0 else f"_t{temperature:g}"
-            measured = measure_tau(target, drafter, self.prompts, self.config, temperature)
-            numbers |= {f"eval/{name}{suffix}": value for name, value in measured.items()}
+            result = decode_prompts(target, drafter, self.prompts, self.config, temperature)
+            numbers |= {f"eval/{name}{suffix}": value for name, value in tau_of(result).items()}
+            self.seconds["decoding"] = result.prefill_s + result.decode_s
         return numbers
 
 
-def measure_tau(
+def decode_prompts(
     target: Model,
     drafter: LoadedDrafter,
     prompts: Sequence[Sequence[int]],
     config: EvalConfig,
     temperature: float,
-) -> dict[str, float]:
-    """Decode prompts of token ids: `tau` and `decoded_acc_pos_i`, by definition.
-
-    `tau` is `metrics.acceptance_length`; `decoded_acc_pos_i` the share of rounds in which draft
-    tokens 0..i were accepted.
-    """
-    result = generate(
+) -> Generation:
+    """Decode prompts of token ids with as many draft tokens as `config` says."""
+    return generate(
         target,
         [list(prompt) for prompt in prompts],
         drafter=drafter,
         num_speculative_tokens=config.num_speculative_tokens or FIXED,
         sampling={"temperature": temperature, "max_new_tokens": config.new_tokens},
     )
+
+
+def tau_of(result: Generation) -> dict[str, float]:
+    """`tau`, which is `metrics.acceptance_length`, and `decoded_acc_pos_i` of decoded prompts.
+
+    `decoded_acc_pos_i` is the share of rounds in which draft tokens 0..i were accepted.
+    """
     summary = result.summary()
     shares = {
         f"decoded_acc_pos_{depth}": share for depth, share in enumerate(summary.acceptance_at_pos)

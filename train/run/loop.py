@@ -134,8 +134,9 @@ def train(
             step, position, report = pending.popleft()
             _take(progress, step, position, report, workdir, saved_step)
             window.tokens += int(report.tokens)
-            writer.step(step)
-            if step % config.log_every == 0 or step == config.steps:
+            logged = step % config.log_every == 0 or step == config.steps
+            writer.finish_step(step, shown=logged)
+            if logged:
                 numbers = _numbers(progress, report, window)
                 if (left := writer.seconds_left(step)) is not None:
                     numbers["train/seconds_left"] = left
@@ -171,6 +172,7 @@ def train(
             if compiled is None:
                 with window.paused(), writer.working("compiling the training step"):
                     compiled = program.compile(target_params, batch)
+                writer.begin_steps(step)
             state, report = compiled(state, target_params, batch)
             step += 1
             pending.append((step, position, report))

@@ -68,7 +68,7 @@ class MetricsWriter:
         self._workdir, self._quiet, self._steps = workdir, quiet, steps
         self._console = Console(quiet=True) if quiet else console
         self._tensorboard = None if quiet else TensorBoardWriter(workdir.tensorboard, step)
-        self._first_finished: tuple[int, float] | None = None
+        self._first_step: tuple[int, float] | None = None
 
     def __enter__(self) -> MetricsWriter:
         return self
@@ -89,11 +89,15 @@ class MetricsWriter:
         yield
         self.say(f"{doing}: {time.perf_counter() - begin:.1f} s", "dim")
 
-    def step(self, step: int) -> None:
-        """Note that a step has finished; the time left is counted from the first one on."""
-        if self._first_finished is None:
-            # Compiling, before it, says nothing about the speed.
-            self._first_finished = (step, time.perf_counter())
+    def begin_steps(self, step: int) -> None:
+        """Note that the step after this one begins: the time left is counted from here on."""
+        self._first_step = (step, time.perf_counter())
+
+    def finish_step(self, step: int, shown: bool) -> None:
+        """Show that the first step has finished, unless a line of its metrics is `shown`."""
+        if self._first_step is not None and step == self._first_step[0] + 1 and not shown:
+            seconds = time.perf_counter() - self._first_step[1]
+            self.say(f"step {step}/{self._steps}  {seconds:.1f} s{self._remaining(step)}", "dim")
 
     def log(self, step: int, numbers: Mapping[str, float], show: str | None = None) -> None:
         """Keep numbers of a step, and print the line `show` if given."""
@@ -102,13 +106,15 @@ class MetricsWriter:
         files.append_metrics(self._workdir, {"step": step, **numbers})
         self._tensorboard.write(step, numbers)
         if show is not None:
-            left = self.seconds_left(step)
-            remaining = f"  {clock(left)} left" if left else ""
-            self.say(f"step {step}/{self._steps}  {show}{remaining}")
+            self.say(f"step {step}/{self._steps}  {show}{self._remaining(step)}")
+
+    def _remaining(self, step: int) -> str:
+        left = self.seconds_left(step)
+        return f"  {clock(left)} left" if left else ""
 
     def seconds_left(self, step: int) -> float | None:
         """How long the steps after this one will take; None while there is nothing to go by."""
-        first, begin = self._first_finished or (step, 0.0)
+        first, begin = self._first_step or (step, 0.0)
         if step >= self._steps:
             return 0.0
         if step == first:

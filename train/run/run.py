@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 from rich.console import Console
+from rich.text import Text
 
 from specjax.cli import command
 from specjax.distributed import folder_lock, processes
@@ -76,7 +77,12 @@ def run(
     """
     begin = time.perf_counter()
     root, where = output_folder("workdir", config.workdir), f"workdir={config.workdir!r}"
-    setup = set_up(config, make_method)
+    console = console or Console(width=None if sys.stdout.isatty() else 160)
+
+    def tell(line: str) -> None:
+        console.print(Text(line, "dim"), soft_wrap=True)
+
+    setup = set_up(config, make_method, tell)
     prompts = _prompts(setup)
     program = setup.program()
     with folder_lock.hold(root, files.KIND, where):
@@ -89,7 +95,7 @@ def _train(
     prompts: list[list[int]],
     program: Program,
     workdir: files.Workdir,
-    console: Console | None,
+    console: Console,
     begin: float,
 ) -> int:
     config, method, mesh = setup.config, setup.method, setup.mesh
@@ -100,12 +106,12 @@ def _train(
     files.truncate_metrics(workdir, progress.step)
 
     quiet = not processes.is_first()
-    console = console or Console(width=None if sys.stdout.isatty() else 160)
     with MetricsWriter(workdir, console, config.loop.steps, progress.step, quiet) as writer:
         _introduce(writer, setup, program.state.params)
         if saved and saved.damaged:
             writer.say(f"the checkpoint of step {saved.damaged[0]} is damaged", "yellow")
-        if progress.step:
+        is_finished = progress.step >= config.loop.steps
+        if progress.step and not is_finished:
             writer.say(f"resuming after step {progress.step}, {progress.tokens} tokens")
         if config.eval.prompts and not prompts:
             writer.say("no prompt is held out, or none fits: nothing is decoded for a measured tau")
@@ -134,7 +140,8 @@ def _train(
             metadata = setup.metadata(result.step, result.tokens)
             metadata["curve"] = files.learning_curve(workdir)
             _export(method, gathered(result.state.params, mesh), metadata, workdir)
-        return _end(writer, setup, workdir, result, time.perf_counter() - begin)
+        seconds = None if is_finished else time.perf_counter() - begin
+        return _end(writer, setup, workdir, result, seconds)
 
 
 def _check_exports(method: Method, workdir: files.Workdir) -> None:
@@ -207,8 +214,9 @@ def _end(
     setup: Setup,
     workdir: files.Workdir,
     result: loop.Result,
-    seconds: float,
+    seconds: float | None,
 ) -> int:
+    """Say how the run ended, after `seconds`, None if an earlier one had made all steps."""
     where = f"step {result.step} of {setup.config.loop.steps}, {result.tokens} tokens"
     if result.step:
         writer.say(f"exported: {workdir.export}")
@@ -218,9 +226,17 @@ def _end(
         return command.INTERRUPTED
     if result.reason == loop.TIME:
         writer.say(f"the minutes are over at {where}; saved. The same command resumes it")
+        return 0
+    if seconds is None:
+        exports = _exports(setup.method, workdir)
+        writer.say(
+            f"this run was finished before: {where}. To train further, give another workdir and "
+            f"--config.start_from={_as_argument(next(iter(exports.values())))}",
+            "yellow",
+        )
     else:
         writer.say(f"trained: {where}, {seconds:.0f} s in this run")
-        _say_next(writer, setup, workdir, result.state.params)
+    _say_next(writer, setup, workdir, result.state.params)
     return 0
 
 

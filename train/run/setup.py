@@ -99,9 +99,18 @@ def _check_logits(target: Model) -> None:
         )
 
 
-def set_up(config: OwnConfig, make_method: MakeMethod[OwnConfig]) -> Setup:
-    """Read and check everything; raises InputError, on all processes, for what does not fit."""
+def set_up(
+    config: OwnConfig,
+    make_method: MakeMethod[OwnConfig],
+    tell: Callable[[str], Any] = lambda line: None,
+) -> Setup:
+    """Read and check everything; raises InputError, on all processes, for what does not fit.
+
+    On the first process `tell` is called with a line before the target is loaded.
+    """
     mesh = open_mesh(config.mesh, config.distributed, config.written)
+    if processes.is_first():
+        tell(f"loading {config.target or 'a new model'} and data={config.data} ...")
     multiply = multiply_dtype(config.dtype)
     directories = split_names(config.data)
 
