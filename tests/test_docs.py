@@ -33,11 +33,14 @@ PUBLIC = set(specjax._MODULES) - {"checkpoints", "sharding"}
 CITED = re.compile(r"`(tests/\w+\.py::\w+(?:\[\S+\])?)`")
 
 
-def run_page(page, names):
-    """Run a page's blocks of Python in order; what one printed is compared with the next text."""
+def run_page(page, names, compared=""):
+    """Run a page's blocks of Python in order; what one printed is compared with the next text.
+
+    Texts in which `compared` is not found are left out.
+    """
     printed = ""
     for kind, text in FENCE.findall((DOCS / page).read_text()):
-        if kind == "text":
+        if kind == "text" and re.search(compared, text):
             assert printed == text
         elif kind == "python":
             with contextlib.redirect_stdout(io.StringIO()) as out:
@@ -99,6 +102,19 @@ def test_the_code_of_extending_runs_and_prints_what_the_page_says(
             with contextlib.redirect_stdout(io.StringIO()) as out:
                 exec(compile(text, "extending.md", "exec"), names)
             ran, printed = text, out.getvalue()
+
+
+@OWN_MODEL
+def test_the_tutorial_runs_and_prints_what_it_says(own_model, chatty, monkeypatch):
+    """What the default model answers is known of that model alone."""
+    load_model = specjax.load_model
+    if own_model:
+        models = {"smollm2-135m-instruct": chatty}
+        monkeypatch.setattr(
+            specjax, "load_model", lambda name: models.get(name) or load_model(name)
+        )
+    run_page("tutorial.md", names := {}, "same tokens|exact|parameters" if own_model else "")
+    assert names["status"] == 0
 
 
 PAGES = [
