@@ -458,13 +458,13 @@ def test_a_whole_run_from_data_on_disk(tmp_path, console):
         "compiling the training step",
         "step 1/12  ",
         "step 4/12  loss ",
-        "step 8, held out: decoding 2 prompts at temperature 0 (compiles first) ...",
+        "step 8, held out: decoding 2 prompt(s) at temperature 0 (compiles first) ...",
         "  cond 0.",
         "tau_sim",
         "tokens/s",
         "step 8, held out: loss",
         "tau_t1",
-        "step 12, held out: decoding 2 prompts at temperature 0, 1 (about ",
+        "step 12, held out: decoding 2 prompt(s) at temperature 0, 1 (about ",
         "trained: step 12 of 12",
     ):
         assert words in text, words

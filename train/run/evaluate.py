@@ -48,14 +48,14 @@ class Evaluation:
         """Numbers of held-out losses (`eval/...`) and of decoding (`eval/tau` ...)."""
         numbers: dict[str, float] = {}
         if self.held_out is not None and self.config.batches:
-            doing = f"losses of {self._num_batches(self.held_out)} batches"
+            doing = f"losses of {self._num_batches(self.held_out)} batch(es)"
             with self.writer.working(self._announced(step, doing, self.seconds.get("losses"))):
                 numbers |= self._losses(params, self.held_out)
         if self.prompts:
             temperatures = self.config.temperatures if last else self.config.temperatures[:1]
             seconds = self.seconds.get("decoding")
             expected = None if seconds is None else seconds * len(temperatures)
-            doing = f"decoding {len(self.prompts)} prompts at temperature "
+            doing = f"decoding {len(self.prompts)} prompt(s) at temperature "
             doing += ", ".join(f"{temperature:g}" for temperature in temperatures)
             with self.writer.working(self._announced(step, doing, expected)):
                 numbers |= self._decode(params, temperatures)
