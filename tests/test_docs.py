@@ -66,7 +66,7 @@ def test_help_begins_with_functions_that_exist(name):
     module = importlib.import_module(name)
     first, block, *_ = module.__doc__.split("\n\n")
     assert len(first) < 110
-    called = re.findall(r"(?<![.\w])(?:specjax\.)?([a-z]\w+)\(", block) or ["there are none"]
+    called = re.findall(r"(?<![.\w])(?:specjax\.)?([a-zA-Z]\w+)\(", block) or ["there are none"]
     assert [each for each in called if each not in {*module.__all__, "print"}] == []
     # A star import gives these, and pydoc lists their functions.
     assert [each for each in module.__all__ if not hasattr(module, each)] == []

@@ -4,7 +4,7 @@
     drafter_options("ngram")                 the options of a drafter and their defaults
     head_drafter(head, model)                of a head that was read or trained
     take_turns, merge_drafters               join drafters that were made
-    class MyDrafter(Drafter)                 your own: `propose`, perhaps `init` and `observe`
+    Drafter                                  subclass it: `propose`, perhaps `init` and `observe`
 
     specjax.generate(model, prompts, drafter=make_drafter("ngram", model, prompt_lookup_max=3))
 

@@ -9,6 +9,10 @@
     tokens = jax.random.categorical(key, logq)        # [K]
     verify_chain(other_key, tokens, logq, logp).tokens(tokens)   # what to emit, then -1
 
+    # One token by hand: keep it with probability min(1, p/q), else draw from max(0, p - q).
+    keep = jax.random.uniform(key_1) < acceptance_probability(logp[0], logq[0])[token]
+    jnp.where(keep, token, jax.random.categorical(key_2, residual(logp[0], logq[0])))
+
 Rules are values (`RULES`, `Rejection`, `Block`, `Coupled`, `Typical`; subclass `UniformRule` for
 your own). What begins with `walk`, `recursion` or `draft` serves trees and decoding loops. Nothing
 here knows a model, a cache or a loop, and importing it loads no other part of specjax. A page with
