@@ -1,6 +1,7 @@
 """Distil a draft model: `python -m train.distill [--config=configs/train_distill.py:SIZE]`.
 
-SIZE: quick = about ten minutes on two CPU cores; debug = seconds; none = the settings below.
+SIZE: quick = 5 minutes on two CPU cores; debug = a minute or two, for compiling; none = the
+settings below. Memory: docs/training.md.
 """
 
 from ml_collections import config_dict

@@ -1,6 +1,7 @@
 """Train an EAGLE-1 head: `python -m train.eagle --config=configs/train_eagle1.py[:SIZE]`.
 
-SIZE: quick = about ten minutes on two CPU cores; debug = seconds; none = the full settings.
+SIZE: quick = at most 11 minutes on two CPU cores; debug = a minute or two, for compiling; none =
+the full settings. Memory: docs/training.md.
 """
 
 import runpy

@@ -1,6 +1,7 @@
 """Train an EAGLE-3 head: `python -m train.eagle [--config=configs/train_eagle3.py:SIZE]`.
 
-SIZE: quick = about ten minutes on two CPU cores; debug = seconds; none = the settings below.
+SIZE: quick = 11 minutes on two CPU cores; debug = a minute or two, for compiling; none = the
+settings below. Memory: docs/training.md.
 """
 
 from ml_collections import config_dict

@@ -1,6 +1,7 @@
 """Train Medusa-1 heads: `python -m train.medusa [--config=configs/train_medusa.py:SIZE]`.
 
-SIZE: quick = about ten minutes on two CPU cores; debug = seconds; none = the settings below.
+SIZE: quick = 8 minutes on two CPU cores; debug = a minute or two, for compiling; none = the
+settings below. Memory: docs/training.md.
 """
 
 from ml_collections import config_dict

@@ -1,6 +1,7 @@
 """Train Medusa-2: `python -m train.medusa --config=configs/train_medusa2.py[:SIZE]`.
 
-SIZE: quick = about ten minutes on two CPU cores; debug = seconds; none = the full settings.
+SIZE: quick = ten minutes or more on two CPU cores; debug = several minutes; none = the full
+settings. It takes 6 GiB: docs/training.md.
 The target learns too: W/export/target and W/export/head belong together.
 """
 

@@ -1,6 +1,7 @@
 """Fit MTP modules to a frozen model: `python -m train.mtp [--config=configs/train_mtp.py:SIZE]`.
 
-SIZE: quick = about ten minutes on two CPU cores; debug = seconds; none = the settings below.
+SIZE: quick = 11 minutes on two CPU cores; debug = a minute or two, for compiling; none = the
+settings below. Memory: docs/training.md.
 """
 
 from ml_collections import config_dict
