@@ -111,8 +111,9 @@ def default_workdir(name: str, size: str) -> str:
 def set_size(config: ConfigDict, size: str) -> None:
     """Change the common fields to those of a size: "debug", "quick", or "" for none.
 
-    "debug" runs everything in a few steps and learns nothing. "quick" evaluates before the first step
-    and after the last; its number of steps is a method's own. Raises ValueError for another size.
+    "debug" runs everything, for six steps, and learns nothing. "quick" evaluates before the first
+    step and after the last; its number of steps is a method's own. Raises ValueError for another
+    size.
     """
     if size == "debug":
         config.steps = 6
