@@ -75,7 +75,7 @@ MISFITS = [
     ("plain", "config.tie_word_embeddings", True, "unexpected: embed.embedding"),
     ("plain", "config", DELETED, "metadata: 'config' is missing"),
     ("plain", "dtype", "bfloat16", r"mis-shaped: .*float32.*, not bfloat16"),
-    ("plain", "dtype", "int8", "dtype='int8': use a checkpoint in float32"),
+    ("plain", "dtype", "int8", "dtype='int8' is of no use"),
     ("plain", "scan_layers", False, "missing: layers.0"),
     (
         "plain",

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -31,14 +31,17 @@ from specjax.models.config import DecoderConfig
 from specjax.models.heads.mtp import MtpConfig, MtpModules
 
 _REMEDY = "take both from one model"
-_DTYPES = ("float32", "bfloat16", "float16")
-_MODEL_METADATA = {
-    "config": dict,
-    "dtype": str,
-    "scan_layers": bool,
-    "mtp": dict | None,
-    "ends": list[int],
-}
+
+
+@dataclass(frozen=True)
+class _Metadata:
+    """What is saved of a model beside its arrays; `dtype` and `scan_layers` describe these."""
+
+    config: DecoderConfig
+    dtype: Literal["float32", "bfloat16", "float16"]
+    scan_layers: bool
+    mtp: MtpConfig | None
+    ends: tuple[int, ...]
 
 
 def save_checkpoint(model: Model, directory: str | Path, *, overwrite: bool = False) -> None:
@@ -54,20 +57,14 @@ def save_checkpoint(model: Model, directory: str | Path, *, overwrite: bool = Fa
     modules = model.mtp and model.mtp.config
     wanted = _arrays(model.config, modules, dtype, scan_layers)
     compare_arrays(path, model.arrays, wanted, _REMEDY)
-    metadata = {
-        "config": dataclasses.asdict(model.config),
-        "dtype": dtype.name,
-        "scan_layers": scan_layers,
-        "mtp": modules and dataclasses.asdict(modules),
-        "ends": list(model.stated_ends),
-    }
+    metadata = _Metadata(model.config, dtype.name, scan_layers, modules, model.stated_ends)
 
     def write_more(new: Path) -> None:
         if model.tokenizer is not None:
             (new / TOKENIZER).mkdir()
             write_tokenizer(model.tokenizer, new / TOKENIZER)
 
-    orbax_checkpoint.save(path, "model", model.arrays, metadata, overwrite, write_more)
+    orbax_checkpoint.save(path, "model", model.arrays, asdict(metadata), overwrite, write_more)
 
 
 def read_model(
@@ -88,26 +85,27 @@ def read_model(
     """
     path = user_path("directory", directory)
 
-    def look() -> _Model:
-        found = _look_at_model(path)
+    def look() -> tuple[orbax_checkpoint.Found, _Metadata, Tokenizer | None]:
+        found, saved, tokenizer = _look_at_model(path)
         if mesh is not None:
-            build_parameters.check_shards(found.config, shards)
-        stacks(found.config)
-        return found
+            build_parameters.check_shards(saved.config, shards)
+        stacks(saved.config)
+        return found, saved, tokenizer
 
-    found, config, tokenizer, modules = processes.together(look)
-    if found.metadata["dtype"] != "float32":
-        tell_narrow(config, modules)
+    found, saved, tokenizer = processes.together(look)
+    config = saved.config
+    if saved.dtype != "float32":
+        tell_narrow(config, saved.mtp)
     orbax_checkpoint.verify(found)
-    stacked = found.metadata["scan_layers"]
-    placed = _placed_arrays(config, modules, dtype, mesh, shards, stacked)
-    params, mtp = split_arrays(orbax_checkpoint.restore(found, placed), modules)
+    placed = _placed_arrays(config, saved.mtp, dtype, mesh, shards, saved.scan_layers)
+    params, mtp = split_arrays(orbax_checkpoint.restore(found, placed), saved.mtp)
     scan_layers = stacks(config)
-    if stacked != scan_layers:
+    if saved.scan_layers != scan_layers:
         wanted = _placed_arrays(config, None, dtype, mesh, shards, scan_layers)
         shardings = jax.tree.map(lambda leaf: leaf.sharding, wanted)
-        params = (split_layers if stacked else stack_layers)(params, shardings, config)
-    return config, tokenizer, tuple(found.metadata["ends"]), params, mtp
+        restack = split_layers if saved.scan_layers else stack_layers
+        params = restack(params, shardings, config)
+    return config, tokenizer, saved.ends, params, mtp
 
 
 def save_drafter(
@@ -145,41 +143,25 @@ def load_drafter(
     return orbax_checkpoint.restore(found, placed), found.metadata
 
 
-class _Model(NamedTuple):
-    """A checkpoint's index, and what its metadata say."""
-
-    found: orbax_checkpoint.Found
-    config: DecoderConfig
-    tokenizer: Tokenizer | None
-    mtp: MtpConfig | None
-
-
-def _look_at_model(path: Path) -> _Model:
-    """A checkpoint's index, configs and tokenizer, checked against the arrays it lists."""
+def _look_at_model(path: Path) -> tuple[orbax_checkpoint.Found, _Metadata, Tokenizer | None]:
+    """A checkpoint's index, metadata and tokenizer, checked against the arrays it lists."""
     found = orbax_checkpoint.look(path, "model")
-    metadata = dataclass_json.check_fields("metadata", found.metadata, _MODEL_METADATA)
-    config = dataclass_json.read_dataclass("config", DecoderConfig, metadata["config"])
-    tokenizer = read_tokenizer(path / TOKENIZER)
+    saved = dataclass_json.read_dataclass("metadata", _Metadata, found.metadata)
+    config, tokenizer = saved.config, read_tokenizer(path / TOKENIZER)
     if tokenizer is not None:
         tokenizer = tokenizer.limited(config.vocab_size, "vocab_size")
-    if metadata["dtype"] not in _DTYPES:
-        raise InputError(
-            f"{path}: dtype={metadata['dtype']!r:.40}: use a checkpoint in {', '.join(_DTYPES)}"
-        )
     # Unstacked layers have an entry each, so that their number has to be bounded first.
-    if not metadata["scan_layers"] and config.num_layers > len(jax.tree.leaves(found.arrays)):
+    if not saved.scan_layers and config.num_layers > len(jax.tree.leaves(found.arrays)):
         raise InputError(
             f"{path}: the config asks for {config.num_layers} layers, which are not there; "
             "take parameters and config from one model"
         )
-    modules = metadata["mtp"]
-    if modules is not None:
-        modules = dataclass_json.read_dataclass("mtp", MtpConfig, modules)
-        modules.check_target(config)
-    stored = np.dtype(jnp.dtype(metadata["dtype"]))
-    wanted = _arrays(config, modules, stored, metadata["scan_layers"])
+    if saved.mtp is not None:
+        saved.mtp.check_target(config)
+    stored = np.dtype(jnp.dtype(saved.dtype))
+    wanted = _arrays(config, saved.mtp, stored, saved.scan_layers)
     compare_arrays(path, found.arrays, wanted, _REMEDY)
-    return _Model(found, config, tokenizer, modules)
+    return found, saved, tokenizer
 
 
 def _writable(directory: str | Path, overwrite: bool) -> Path:

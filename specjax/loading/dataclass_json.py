@@ -32,14 +32,14 @@ def read_dataclass(where: str, kind: type[T], metadata: dict[str, Any]) -> T:
         ]
         return read_dataclass(name, inner[0], raw) if inner and isinstance(raw, dict) else raw
 
-    fields = check_fields(where, metadata, hints, optional)
-    return kind(**{name: value(name, raw) for name, raw in fields.items()})
+    _check_fields(where, metadata, hints, optional)
+    return kind(**{name: value(name, raw) for name, raw in metadata.items()})
 
 
-def check_fields(
-    where: str, metadata: dict[str, Any], kinds: Mapping[str, Any], optional: Collection[str] = ()
-) -> dict[str, Any]:
-    """The metadata; raises InputError unless their names and types are the given ones."""
+def _check_fields(
+    where: str, metadata: dict[str, Any], kinds: Mapping[str, Any], optional: Collection[str]
+) -> None:
+    """Raise InputError unless the metadata's names and types are the given ones."""
     unknown = sorted(metadata.keys() - kinds.keys())
     missing = sorted(kinds.keys() - metadata.keys() - set(optional))
     for label, names in (("unknown", unknown), ("missing", missing)):
@@ -53,7 +53,6 @@ def check_fields(
             raise InputError(
                 f"{where}: {name}={value!r:.40} is of no use; use a checkpoint as it was saved"
             )
-    return metadata
 
 
 def _fits(value: Any, kind: Any) -> bool:

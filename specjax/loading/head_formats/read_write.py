@@ -12,7 +12,7 @@ from specjax.errors import InputError, shown
 from specjax.files import folder_marker, folders
 from specjax.files.json_files import parse_json
 from specjax.files.paths import output_folder, user_path
-from specjax.loading.dataclass_json import check_fields, read_dataclass
+from specjax.loading.dataclass_json import read_dataclass
 from specjax.loading.formats.safetensors_files import WEIGHTS, write_tensors
 from specjax.loading.head_formats import eagle, medusa, taps
 from specjax.loading.head_formats.checkpoint import (
@@ -32,7 +32,15 @@ FORMATS = ("medusa", "eagle", "eagle3", "speculators")
 
 KINDS = {"medusa": "medusa", "eagle": "eagle", "eagle3": "eagle3", "speculators": "eagle3"}
 _NOTES = "specjax"
-_NOTED = {"target": dict, "training": dict, "layer_ids": taps.Convention}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Notes:
+    """What the header of an exported file says."""
+
+    target: TargetMetadata
+    training: dict
+    layer_ids: taps.Convention
 
 
 def read_foreign(
@@ -98,12 +106,8 @@ def write_foreign(
         config, tensors = eagle.write_eagle1(head)
     else:
         config, tensors = eagle.write_eagle3(head, layer_ids, speculators=format == "speculators")
-    noted = {
-        "target": dataclasses.asdict(head.target),
-        "training": head.training,
-        "layer_ids": layer_ids,
-    }
-    notes = {_NOTES: json.dumps(noted)}
+    noted = _Notes(head.target, head.training, layer_ids)
+    notes = {_NOTES: json.dumps(dataclasses.asdict(noted))}
     weights = MEDUSA_WEIGHTS if format == "medusa" else WEIGHTS
     with folders.replacing(path, "head") as new:
         write_json(new / CONFIG, config)
@@ -188,8 +192,7 @@ def _notes(
         notes = parse_json(checkpoint.notes.get(_NOTES, ""), f"{_NOTES} in the header")
         if not isinstance(notes, dict):
             raise InputError(f"{shown(notes)} where an object is expected")
-        notes = check_fields("notes", notes, _NOTED)
-        metadata = read_dataclass("target", TargetMetadata, notes["target"])
+        noted = read_dataclass("notes", _Notes, notes)
     except ValueError as error:  # InputError is one
         raise InputError(f"{checkpoint.directory}: its notes cannot be read ({error})") from None
-    return metadata, notes["training"], notes["layer_ids"]
+    return noted.target, noted.training, noted.layer_ids

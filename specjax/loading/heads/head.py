@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from specjax.errors import InputError
 from specjax.loading import checkpoints
 from specjax.loading.compare_arrays import differences, in_words, leaf_name
-from specjax.loading.dataclass_json import check_fields, read_dataclass
+from specjax.loading.dataclass_json import read_dataclass
 from specjax.loading.model import Model
 from specjax.models.decoder import check_features
 from specjax.models.heads import medusa
@@ -34,7 +34,6 @@ _CONFIGS: dict[str, type] = {
     "mtp": MtpConfig,
 }
 KINDS = tuple(_CONFIGS)
-_METADATA = {"kind": str, "config": dict, "target": dict, "training": dict}
 
 
 @dataclass(frozen=True)
@@ -80,6 +79,16 @@ class TargetMetadata:
             if mine != theirs and not (name == "tokenizer" and None in (mine, theirs)):
                 return name
         return None
+
+
+@dataclass(frozen=True)
+class _Metadata:
+    """What is saved of a head beside its arrays; `config` is that of its kind."""
+
+    kind: Literal["draft_model", "medusa", "eagle", "eagle3", "mtp"]
+    config: dict
+    target: TargetMetadata
+    training: dict
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,12 +157,8 @@ def save_head(head: Head, directory: str | Path, *, overwrite: bool = False) -> 
     params = dict(head.params)
     if head.draft_ids is not None:
         params["draft_ids"] = np.asarray(head.draft_ids, np.int32)
-    metadata = {
-        "kind": head.kind,
-        "config": dataclasses.asdict(head.config),
-        "target": dataclasses.asdict(head.target),
-        "training": head.training,
-    }
+    config = dataclasses.asdict(head.config)
+    metadata = dataclasses.asdict(_Metadata(head.kind, config, head.target, head.training))
     checkpoints.save_drafter(directory, params, metadata, overwrite=overwrite)
 
 
@@ -164,14 +169,11 @@ def read_head(directory: str | Path, mesh: Mesh | None = None) -> Head:
     """
     params, metadata = checkpoints.load_drafter(directory, mesh)
     try:
-        metadata = check_fields("head", metadata, _METADATA)
-        if metadata["kind"] not in _CONFIGS:
-            raise InputError(f"kind={metadata['kind']!r:.40} is unknown; use {', '.join(KINDS)}")
-        config = read_dataclass("config", _CONFIGS[metadata["kind"]], metadata["config"])
-        target = read_dataclass("target", TargetMetadata, metadata["target"])
+        saved = read_dataclass("head", _Metadata, metadata)
+        config = read_dataclass("config", _CONFIGS[saved.kind], saved.config)
         ids = params.pop("draft_ids", None)
         ids = None if ids is None else np.asarray(ids)
-        return Head(metadata["kind"], config, params, ids, target, metadata["training"])
+        return Head(saved.kind, config, params, ids, saved.target, saved.training)
     except InputError as error:
         raise InputError(f"{directory}: {error}") from None
 
