@@ -171,7 +171,7 @@ def test_only_heads_of_the_kind_asked_for(tiny, tmp_path):
         (lambda metadata: metadata["config"].pop("taps"), "'taps' is missing"),
         (lambda metadata: metadata["config"].update(version="x"), "version='x' is of no use"),
         (lambda metadata: metadata["config"]["decoder"].update(num_heads=0), "num_heads=0"),
-        (lambda metadata: metadata.update(kind="other"), "kind='other' is unknown"),
+        (lambda metadata: metadata.update(kind="other"), "kind='other' is of no use"),
     ],
 )
 def test_damaged_metadata_are_refused(change, says, tiny, tmp_path):

@@ -68,6 +68,8 @@ def quantized_model(model: Model, weights: str) -> Model:
 
 def float_model(model: Model) -> Model:
     """The model with all weights as arrays in its dtype, of the parameter table's shapes."""
+    if not any(map(is_quantized, jax.tree.leaves(model.arrays, is_leaf=is_quantized))):
+        return model
 
     def converted(path: tuple[Any, ...], entry: Parameter, leaf: Any) -> Any:
         del path
