@@ -107,7 +107,7 @@ def load_directory(path):
     tokenizer = read_directory_tokenizer(path)
     config, _ = read_config(path, None if tokenizer is None else tokenizer.vocab_size)
     stored = read_headers(path, registry.family(config.family))
-    read_params(stored, config, np.dtype(np.float32))
+    read_params(path, stored, config, np.dtype(np.float32))
     return tokenizer
 
 

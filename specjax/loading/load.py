@@ -32,7 +32,7 @@ from specjax.loading.formats import (
 )
 from specjax.loading.formats.families import registry
 from specjax.loading.formats.gguf_parts import open_parts
-from specjax.loading.formats.safetensors_files import PICKLES, refuse_pickle
+from specjax.loading.formats.safetensors_files import HALVES, PICKLES, refuse_pickle
 from specjax.loading.layer_layout import stack_layers
 from specjax.loading.model import MODEL_KIND, Model, array_table, split_arrays
 from specjax.loading.notes import note
@@ -362,12 +362,12 @@ def _load_directory(name: str, path: Path, target: _Target) -> Model:
         config, announced = huggingface_config.read_config(path, *(vocabulary or (None,)))
         ends = files.stated_ends(path, config.vocab_size) if tokenizer is None else ()
         family = registry.family(config.family)
-        stored = huggingface.read_headers(path, family)
-        count = mtp_layers.stored(str(path), announced, config, family.mtp, stored.tensors)
+        tensors = huggingface.read_headers(path, family)
+        count = mtp_layers.stored(str(path), announced, config, family.mtp, tensors)
         modules = mtp_layers.module_config(config, count, family.mtp)
-        if stored.is_narrow:
+        if any(tensor.dtype in HALVES for tensor in tensors.values()):
             target.say_size(name, config, modules)
-        arrays = huggingface.read_params(stored, config, *target.layout(config), mtp=modules)
+        arrays = huggingface.read_params(path, tensors, config, *target.layout(config), mtp=modules)
         params, mtp = split_arrays(arrays, modules)
     model = target.model(name, config, params, tokenizer)
     return replace(model, mtp=mtp, stated_ends=tuple(ends))

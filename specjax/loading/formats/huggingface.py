@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,25 +46,12 @@ _READ_IF_THERE = (
 """Files that change what a model says."""
 
 
-@dataclass(frozen=True)
-class Stored:
-    """What the weight files of a directory hold, by the names of the family's table."""
+def read_headers(directory: Path, family: Family) -> dict[str, StoredTensor]:
+    """The tensors of model.safetensors or its shards by the names of the family's table.
 
-    directory: Path
-    tensors: dict[str, StoredTensor]
-
-    @property
-    def is_narrow(self) -> bool:
-        """Whether some numbers are stored in 16 bits."""
-        return any(tensor.dtype in ("F16", "BF16") for tensor in self.tensors.values())
-
-
-def read_headers(directory: Path, family: Family) -> Stored:
-    """The tensors of model.safetensors or its shards, whose numbers are not read yet.
-
-    Tools put names in front of the family's, or leave its first part out: both are undone. Raises
-    InputError for missing shards, damaged files, pickles, and a directory that is not what `save`
-    wrote there.
+    Their numbers are not read yet. Tools put names in front of the family's, or leave its first
+    part out: both are undone. Raises InputError for missing shards, damaged files, pickles, and a
+    directory that is not what `save` wrote there.
     """
     shards = safetensors_files.find_shards(directory)
     read = [*(path.name for path in shards), "config.json"]
@@ -83,11 +69,12 @@ def read_headers(directory: Path, family: Family) -> Stored:
                 "delete one of them"
             )
         tensors[name] = tensor
-    return Stored(directory, tensors)
+    return tensors
 
 
 def read_params(
-    stored: Stored,
+    directory: Path,
+    stored: dict[str, StoredTensor],
     config: DecoderConfig,
     dtype: np.dtype,
     mesh: Mesh | None = None,
@@ -100,12 +87,12 @@ def read_params(
     With the modules `mtp` theirs are under "mtp". Raises InputError for tensors that are missing,
     unexpected or mis-shaped.
     """
-    family, directory = registry.family(config.family), stored.directory
+    family = registry.family(config.family)
     head, embedding = (
         next(slot.name for slot in family.tensors if slot.path[0] == path and slot.tied == tied)
         for path, tied in (("head", False), ("head", True))
     )
-    tensors = dict(stored.tensors)
+    tensors = dict(stored)
     copies = mtp_layers.copies(config, mtp, family.mtp)
     if config.tie_word_embeddings and head in tensors:
         if embedding in tensors:

@@ -20,7 +20,7 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 """Suffixes of files that run code when they are read."""
 
-FLOATS = ("F32", "F16", "BF16", "F64")
+FLOATS, HALVES = ("F32", "F16", "BF16", "F64"), ("F16", "BF16")
 PRODUCER = {"format": "pt", "producer": "specjax"}
 """The header of the safetensors files that specjax writes."""
 
