@@ -1,23 +1,34 @@
-"""Every field of every command refuses what it cannot take: one line, its name, exit code 2."""
+"""What command lines refuse: one line that names the field, the value and the remedy, exit code 2.
+
+Every field of every command with values that it cannot take; lines that are wrong in another way;
+config files that are none. What a model or a prompt refuses is tested where these are.
+"""
 
 import collections
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
-import bad_inputs
 import ml_collections
 import pytest
+from bad_input import refused_command
 from commands import script_module
 from conftest import slow
 
-from specjax import bench, decode, export, report
+from specjax import bench, decode, export, fields, report
+from specjax.cli import decode_config
 from specjax.cli.decode_config import DecodeFields
+from specjax.cli.flags import Listed
+from specjax.decoding import options
 from specjax.fields import Kind, fields_of
 from train import corpus, distill, eagle, features, generate, import_responses, medusa, mtp
 from train.generation import answers
+from train.pretraining import documents
 from train.pretraining.tokens import CorpusConfig
+from train.run import config as train_config
+from train.run import optimizer
 from train.run.config import TrainingConfig
 
 CONFIGS = Path("configs").absolute()
@@ -62,6 +73,66 @@ SCRIPTS = {
 for name, needed in SCRIPTS.items():
     with script_module(name.replace("/", ".")) as script:
         FLAGS[f"scripts/{name}.py"] = (script.main, script.parser(), needed)
+
+
+MANY_DIGITS = "9" * 5000
+_PATHS = ["", " ", "a" * 300, "~nosuchuser/x", "file/x", "a\0b"]
+_NUMBERS = ["", "x", "-1", "nan", "inf", "1e400", MANY_DIGITS]
+
+TEXTS = {
+    fields.Whole: ["", "x", "1.5", "-1", str(2**63), str(2**64), MANY_DIGITS, "nan", "()"],
+    fields.Number: _NUMBERS,
+    fields.Flag: ["maybe", "2", "-"],
+    fields.Choice: ["", "nosuch", "AUTO", "\udcff"],
+    fields.Text: ["\udcff"],
+    fields.PathOrName: _PATHS,
+    fields.InputFile: [*_PATHS, "nosuch", "folder", "/dev/null"],
+    fields.InputFolder: [*_PATHS, "nosuch", "file", "/dev/null"],
+    fields.OutputFile: [*_PATHS, "folder", "nosuch/x", "/dev/full", "/dev/stdout", "/proc/x"],
+    fields.OutputFolder: [*_PATHS, "file", "file/x/y", "/dev/full"],
+    options.Ladder: [
+        *["5", "x", "(1,", "(1, 2)", "((1, 2),)", "((None,),)", "((4, 2, 1),)", "((0, 2, 1),)"],
+        *["((1, 4, 1025),)", "((1, 4, -1),)", "((1, 4, 2), (3, 9, 1))", "(('a', 2, 3),)"],
+    ],
+    decode_config.DraftLengthText: ["", "x", "-1", "1.5", "1025", str(10**6), MANY_DIGITS],
+    train_config.TargetName: _PATHS,
+    train_config.RunFolder: [*_PATHS, "file", "file/x/y", "/dev/full", "."],
+    train_config.HeadFolder: [*_PATHS, "nosuch", "file", "EAGLE3"],
+    train_config.DataFolders: [*_PATHS, "nosuch", "file", "folder,", "folder,nosuch"],
+    documents.DocumentFiles: [*_PATHS, "nosuch", "folder,", "folder,nosuch"],
+    optimizer.Scales: ["x", "a:", ":1", "a:-1", "a:nan", "a:1,a:2"],
+}
+"""Values that fields of a kind refuse where there is a file "file" and a folder "folder"."""
+
+
+def texts(kind):
+    """Bad values of a kind, as texts for a command line."""
+    if isinstance(kind, fields.Either):
+        # What one of the kinds refuses another might take.
+        first, *others = map(texts, kind.kinds)
+        return [value for value in first if all(value in other for other in others)]
+    if isinstance(kind, Listed):
+        wrong = [one for one in texts(kind.kind) if one or not kind.empty]
+        return [*wrong, *(f"{one}," for one in wrong)]
+    if isinstance(kind, fields.Items):
+        wrong = ["(None,)", "((),)"]
+        if isinstance(kind.kind, fields.Text):
+            return [*wrong, "5", "(5,)", "('',)"]
+        return [*wrong, "(1,", "('a',)", "(-1,)", "(1e400,)", *(["()"] if kind.least else [])]
+    if isinstance(kind, fields.Text):
+        return TEXTS[fields.Text] + ([] if kind.empty else ["", " "])
+    return TEXTS[type(kind)]
+
+
+def flat(kinds, prefix=""):
+    """The kinds of all fields by their dotted names."""
+    for name, kind in kinds.items():
+        if isinstance(kind, fields.OptionalSection):
+            kind = kind.fields
+        if isinstance(kind, dict):
+            yield from flat(kind, f"{prefix}{name}.")
+        else:
+            yield prefix + name, kind
 
 
 @pytest.fixture
@@ -111,9 +182,9 @@ def test_every_field(command, parts, folder, capsys, monkeypatch):
     if command != "train.mtp":  # its config file alone has the section
         kinds = {name: kind for name, kind in kinds.items() if name != "model"}
     problems, before = [], collections.Counter()
-    for name, kind in bad_inputs.flat(kinds):
+    for name, kind in flat(kinds):
         assert isinstance(kind, Kind)
-        values = bad_inputs.texts(kind)
+        values = texts(kind)
         number = before[tuple(values)]
         before[tuple(values)] += 1
         for value in values[number % parts :: parts] if number else values:
@@ -131,15 +202,21 @@ def test_every_flag(command, folder, capsys, monkeypatch):
     problems = []
     for name, kind in parser.fields.items():
         others = [f"--{flag}={value}" for flag, value in needed.items() if flag != name]
-        for value in bad_inputs.texts(kind):
+        for value in texts(kind):
             argv = [*others, f"--{name}={value}"]
             if (problem := complaint(main, argv, capsys)) is not None:
                 problems.append(f"{name}={value!r:.60}: {problem}")
-    for flag in needed:
-        argv = [f"--{name}={value}" for name, value in needed.items() if name != flag]
-        assert main(argv) == 2
-        assert f"{flag} is missing: pass --{flag}=" in capsys.readouterr().err
     assert not problems, "\n".join(problems)
+    good = {name: f"--{name}={value}" for name, value in needed.items()}
+    for flag in needed:
+        argv = [given for name, given in good.items() if name != flag]
+        assert f"{flag} is missing: pass --{flag}=" in refused_command(main, argv, capsys)
+    error = refused_command(main, [*good.values(), "--nosuch=1"], capsys)
+    assert "--nosuch=1" in error
+    assert "--help" in error
+    if "/" not in command:
+        assert main(["--help"]) == 0
+        assert "--output" in capsys.readouterr().out or "output" not in parser.fields
 
 
 MODULES = [*COMMANDS, *(name for name in FLAGS if "/" not in name)]
@@ -197,3 +274,145 @@ def test_fields_are_those_of_the_config(command, capsys, tmp_path):
         assert error.count("\n") == 1
         if "seed" in kinds or "sede" not in change:
             assert said in error
+
+
+LINES = [
+    # a command's entry point, its arguments, what is said
+    (decode.main, "--config.temperture=1", "did you mean sampling.temperature?"),
+    (decode.main, "--config.sampling.topp=1", "did you mean sampling.top_p?"),
+    (decode.main, "--config.batchsize=1", "did you mean batch_size?"),
+    (decode.main, "--config.xyzzy=1", "use batch_size, chat"),
+    (decode.main, "--config.seed.x=1", "there is no such field"),
+    (decode.main, "--config.drafter=ngram", "a section; set one of drafter.acceptance"),
+    (decode.main, "--config.seed=x", "config.seed='x': use a whole number"),
+    (decode.main, "--config.limit=1.5", "config.limit='1.5': use a whole number"),
+    (decode.main, "--config.sampling.top_p=high", "use a number"),
+    (decode.main, "--config.compare=maybe", "use true or false"),
+    (decode.main, "--verbose", "'--verbose' is not understood"),
+    (decode.main, "stray", "'stray' is not understood"),
+    *(
+        (decode.main, f"--config={given}", f"config='{given}': no such file.*decode_smollm2, gen")
+        for given in ("missing.py", "nosuch", "configs/nosuch.py", "other/decode_smollm2.py")
+    ),
+    *(
+        (decode.main, f"--config={given}", "config=")
+        for given in (".", "/dev/null", "~nosuchuser/config.py")
+    ),
+    *(
+        (mtp.main, f"--config={config} {arguments}", said)
+        for config, arguments, said in (
+            ("train_mtp", "--config.mtp.loss_weight=0.3", "=0.3: weighs the MTP loss beside"),
+            ("train_mtp", "--config.mtp.late_loss_weight=0.0", "=0.0: weighs the MTP loss"),
+            (
+                "train_mtp",
+                "--config.mtp.trains=all --config.mtp.loss_weight=-0.3",
+                "mtp.loss_weight=-0.3: use a number",
+            ),
+            (
+                "train_mtp",
+                "--config.mtp.num_modules=0",
+                "a frozen target learns nothing; use mtp.trains=all",
+            ),
+            (
+                "train_mtp",
+                "--config.mtp.num_modules=2 --config.mtp.steps=1",
+                "mtp.steps=1: mtp.num_modules=2",
+            ),
+            (
+                "train_mtp",
+                "--config.mtp.trains=all --config.mtp.export=head",
+                "mtp.export='head': modules trained",
+            ),
+            (
+                "train_mtp_scratch",
+                "--config.mtp.num_modules=0",
+                "no module to decode eval.prompts=8 with",
+            ),
+            (
+                "train_mtp_scratch",
+                "--config.mtp.trains=modules",
+                "mtp.trains='modules': a new model has",
+            ),
+            (
+                "train_mtp_scratch",
+                "--config.mtp.labels=distributions",
+                "mtp.labels='distributions': a new",
+            ),
+            (
+                "train_mtp_scratch",
+                "--config.start_from=folder",
+                "start_from='folder': what was trained for a model is of no use",
+            ),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("main", "arguments", "said"), LINES)
+def test_lines_that_do_not_fit(main, arguments, said, folder, capsys):
+    assert re.search(said, refused_command(main, arguments.split(), capsys))
+
+
+def test_all_that_is_wrong_is_listed_at_once(folder, capsys):
+    wrong = "steps=0 batch_size=3 accumulate=2 data=nowhere,elsewhere workdir=file"
+    wrong += " start_from=nosuch loss.kl=0.0"
+    argv = ["--config=train_distill", *(f"--config.{given}" for given in wrong.split())]
+    said = refused_command(distill.main, argv, capsys)
+    for problem in (
+        "steps=0: use a whole number of at least 1",
+        "accumulate=2: batch_size=3 rows cannot be split",
+        "data='nowhere': no such folder",
+        "data='elsewhere': no such folder",
+        "workdir='file' is a file",
+        "start_from='nosuch': no such folder",
+        "loss.kl=0, loss.tv=0: one of them must be positive",
+    ):
+        assert problem in said
+
+
+MADE = """
+import ml_collections
+from ml_collections import config_dict
+def get_config():
+    config = ml_collections.ConfigDict({{"a": 1, "section": {{"b": 2}}}})
+    {}
+    return config
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ("import sys\nsys.exit()", "calls sys.exit(None)"),
+        ("def get_config():\n    raise SystemExit('over')", "calls sys.exit('over')"),
+        ("import nothing_of_the_kind", "fails (ModuleNotFoundError: No module named"),
+        ("def get_config(:", "fails (SyntaxError: invalid syntax"),
+        ("x = '\0'", "fails ("),
+        ("x = 1", "has no function get_config()"),
+        ("get_config = 3", "has no function get_config()"),
+        ("def get_config():\n    return {'a': 1}", "get_config() returns {'a': 1}, not a"),
+        ("def get_config():\n    return get_config()", "get_config() fails (RecursionError: "),
+        ("def get_config(size):\n    pass", "get_config() fails (TypeError: "),
+        ("def get_config():\n    return 1 / 0", "get_config() fails (ZeroDivisionError: "),
+        (
+            MADE.format("config.section = ml_collections.ConfigDict({5: 3})"),
+            "cannot be used (Type",
+        ),
+        (MADE.format("config.me = config"), "cannot be used (RecursionError"),
+        (
+            MADE.format("config.section.c = config_dict.required_placeholder(int)"),
+            "section.c fails (Required",
+        ),
+        (
+            MADE.format("config.c = 1 // config.get_ref('a'); config.a = 0"),
+            "c fails (ZeroDivisionError",
+        ),
+    ],
+)
+def test_config_files_that_fail_say_so(body, says, tmp_path, capsys):
+    path = tmp_path / "broken.py"
+    path.write_text(body)
+    error = refused_command(decode.main, [f"--config={path}"], capsys)
+    assert error.startswith(f"error: config={str(path)!r}")
+    assert says in error
+    assert "repair the config file" in error

@@ -2,17 +2,14 @@
 
 import dataclasses
 import json
-import os
 import signal
-import subprocess
-import sys
 import tracemalloc
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from commands import ROOT, files_limited_to, finish, free_port, start
+from commands import files_limited_to, finish, free_port, start
 from conftest import slow, tiny_config
 from jax.sharding import NamedSharding, PartitionSpec
 from tiny_models import with_modules
@@ -354,16 +351,6 @@ def test_two_processes_write_what_one_reads_and_the_reverse(saved, model, tmp_pa
     assert_same(loaded.params, model.params)
     assert_placed(loaded, mesh, 2)
     assert load_drafter(shared / "drafter")[1] == {"process": 0}
-
-
-def test_orbax_is_imported_by_those_alone_who_save_or_load():
-    code = (
-        "import sys, specjax.loading.load, specjax.loading.checkpoints\n"
-        "assert not [name for name in sys.modules if name.startswith('orbax')]\n"
-    )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True)
-    assert ran.returncode == 0, ran.stderr
 
 
 def test_the_host_holds_a_tensor_at_a_time_over_a_mesh(tmp_path):

@@ -12,11 +12,8 @@ import jax
 import numpy as np
 import pytest
 
-from specjax import export, signals
+from specjax import signals
 from specjax.cli import command
-from specjax.cli.config_file import read_config
-from specjax.errors import InputError
-from train import features, import_responses
 
 
 def kill(number=signal.SIGTERM):
@@ -157,56 +154,6 @@ def test_stdout_on_a_full_disk_is_an_error():
 def test_no_stdout_at_all():
     ran = printing("print", 1, ">&-")
     assert (ran.returncode, ran.stderr) == (0, "")
-
-
-@pytest.mark.parametrize("main", [export.main, features.main, import_responses.main])
-def test_flags_that_do_not_fit_are_one_line(main, capsys):
-    for argv, says in (
-        ([], "output is missing: pass --output=VALUE"),
-        (["--nosuch=1", "--input=a", "--output=b", "--head=c", "--format=specjax"], "unrecognized"),
-    ):
-        assert main(argv) == 2
-        message = capsys.readouterr().err
-        assert message.startswith("error: ")
-        assert says in message
-        assert message.endswith("; --help lists the flags\n")
-        assert message.count("\n") == 1
-    assert main(["--help"]) == 0
-    assert "--output" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("body", "says"),
-    [
-        ("import sys\nsys.exit()", "calls sys.exit(None)"),
-        ("def get_config():\n    raise SystemExit('over')", "calls sys.exit('over')"),
-        ("import nothing_of_the_kind", "fails (ModuleNotFoundError: No module named"),
-        ("def get_config(:", "fails (SyntaxError: invalid syntax"),
-        ("x = '\0'", "fails ("),
-        ("x = 1", "has no function get_config()"),
-        ("get_config = 3", "has no function get_config()"),
-        ("def get_config():\n    return {'a': 1}", "get_config() returns {'a': 1}, not a"),
-        ("def get_config():\n    return get_config()", "get_config() fails (RecursionError: "),
-        ("def get_config(size):\n    pass", "get_config() fails (TypeError: "),
-        ("def get_config():\n    return 1 / 0", "get_config() fails (ZeroDivisionError: "),
-    ],
-)
-def test_a_config_file_that_fails_says_so(body, says, tmp_path):
-    path = tmp_path / "broken.py"
-    path.write_text(body)
-    with pytest.raises(InputError) as raised:
-        read_config([f"--config={path}"], str(path))
-    message = str(raised.value)
-    assert message.startswith(f"config={str(path)!r}")
-    assert says in message
-    assert message.endswith("; repair the config file")
-    assert "\n" not in message
-
-
-def test_a_config_file_may_be_a_folder_or_a_device(tmp_path):
-    for path in (tmp_path, "/dev/null", "~nosuchuser/config.py"):
-        with pytest.raises(InputError, match="config="):
-            read_config([f"--config={path}"], str(path))
 
 
 JOINED = """

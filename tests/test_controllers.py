@@ -1,7 +1,5 @@
 """Length controllers: what they choose, on a simulated clock, and what they survive."""
 
-import subprocess
-import sys
 from dataclasses import replace
 
 import jaxtyping
@@ -127,11 +125,13 @@ def mean_regret(settings, rounds, seeds):
 @pytest.mark.parametrize(
     ("clock", "drafter"),
     [
-        *(("50 ms", drafter) for drafter in LOSSES["50 ms"]),
+        # A lookup and a head, a tree, and what never pays; the others are alike.
+        *(("50 ms", drafter) for drafter in ("ngram + eagle3", "token_recycling", "never pays")),
         (ACCELERATOR, "ngram + eagle3"),
         ("0.1 ms", "never pays"),
         ("0.1 ms", "ngram"),
         *slow(
+            *(("50 ms", drafter) for drafter in ("ngram", "eagle3", "dynamic tree", "medusa tree")),
             *((ACCELERATOR, drafter) for drafter in LOSSES[ACCELERATOR] if "+" not in drafter),
             *(("5 ms", drafter) for drafter in LOSSES["5 ms"]),
             *(("0.1 ms", drafter) for drafter in list(LOSSES["0.1 ms"])[1:-1]),
@@ -153,7 +153,7 @@ def test_regret_where_drafters_change(name, most):
     assert mean_regret(settings, 512, 4) <= most
 
 
-@pytest.mark.parametrize("drafter", ["eagle3", "token_recycling", "never pays"])
+@pytest.mark.parametrize("drafter", ["eagle3", *slow("token_recycling", "never pays")])
 def test_first_runs_that_take_longer_mislead_for_a_while(drafter):
     """A width's first run takes 1.7 times as long."""
     settings = [simulation(drafter, "50 ms", rows, first_run=0.7) for rows in (1, 4, 8)]
@@ -316,16 +316,6 @@ def test_passes_that_never_ran_follow_those_that_did():
     passes = np.cumsum(costs.seconds[1:4])
     assert abs(passes[1] / passes[0] - 0.86) < 0.02
     assert passes[2] > passes[1]
-
-
-def test_the_package_imports_nothing_else_of_specjax():
-    code = (
-        "import sys, specjax.controllers; "
-        "print([m for m in sys.modules if m.startswith('specjax.') "
-        "and not m.startswith('specjax.controllers')], 'jax' in sys.modules)"
-    )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert out.stdout.strip() == "[] False"
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ from decoding import PROMPTS, Scripted, decode, drafters, greedy, make_session, 
 from tiny_models import eagle_drafter, medusa_head, mtp_drafter
 
 import specjax
-from specjax.controllers import Limits
 from specjax.decoding import programs
 from specjax.decoding.engine import device_rows
 from specjax.decoding.engine import engine as engine_module
@@ -311,13 +310,6 @@ def test_one_program_serves_prompts_and_answers_of_any_length(tiny):
     assert sorted(len(output.token_ids) for output in outputs) == [1, 1, 50, 60]
     assert programs._compile.cache_info().misses == before
     assert engine.compile() is compiled
-    # Calls of unlike lengths share a program too.
-    options = dict(batch_size=2, drafter=Ngram())
-    specjax.generate(tiny, [[1], [2]], sampling=greedy(max_new_tokens=2), **options)
-    before = programs._compile.cache_info().misses
-    longer = greedy(max_new_tokens=80)
-    specjax.generate(tiny, [[1] * 90, [2], [3] * 150], sampling=longer, **options)
-    assert programs._compile.cache_info().misses == before
 
 
 def test_an_engine_without_requests_holds_nothing_on_the_devices(tiny):
@@ -871,36 +863,3 @@ def test_more_tokens_than_fit_are_not_waited_for(wanted, tiny, caplog):
             engine.add([1, 2], greedy(max_new_tokens=new))
         assert sum(len(delta.token_ids) for delta in engine) == 20 + 62
     assert len(caplog.records) <= 1
-
-
-@dataclasses.dataclass(frozen=True)
-class Chooses:
-    """A controller that returns what it is told to."""
-
-    choice: object
-
-    def init(self, sizes):
-        return 0
-
-    def choose(self, state, unfinished, most_rounds):
-        return self.choice
-
-    def update(self, state, record):
-        return state
-
-
-@pytest.mark.parametrize(
-    "choice",
-    [
-        None,
-        (Limits((1,), (0.0,)), 0, 0),
-        (Limits((1,), (0.0,)), 10**12, 0),
-        (Limits((1,), (0.0,)), 2.5, 0),
-        (Limits((1, 1), (0.0, 0.0)), 4, 0),
-        (Limits((-1,), (0.0,)), 4, 0),
-        (Limits((1,), ("a",)), 4, 0),
-    ],
-)
-def test_a_choice_that_is_none(choice, tiny):
-    with pytest.raises(InputError, match=r"^controller=.*choose returned .*; return \(Limits, rou"):
-        specjax.generate(tiny, [1, 2], drafter="ngram", controller=Chooses(choice))

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from bad_input import refused_command
 from commands import files_limited_to, finish, free_port, joined, start
 from rich.console import Console
 
@@ -216,14 +217,14 @@ def test_minutes_stop_and_damaged_answers_are_made_again(
 
 
 def test_another_run_in_the_same_folder(model_path, prompts, done, capsys, tmp_path):
-    assert generate.main(arguments(model_path, prompts, done, "--config.top_k=5")) == 2
-    assert "top_k=0 then, 5 now" in capsys.readouterr().err
+    assert "top_k=0 then, 5 now" in refused_command(
+        generate.main, arguments(model_path, prompts, done, "--config.top_k=5"), capsys
+    )
     other = tmp_path / "other.jsonl"
     other.write_text(prompts.read_text().replace("abc", "xyz"))
     command = [one.replace(str(prompts), str(other)) for one in arguments("m", prompts, done)]
     command[1] = f"--config.target={model_path}"
-    assert generate.main(command) == 2
-    error = capsys.readouterr().err
+    error = refused_command(generate.main, command, capsys)
     assert "prompts" in error
     assert "another run" in error
     assert contents(done)
@@ -262,8 +263,9 @@ def test_prompts_that_fail_are_left_out_and_said(chatty, prompts, tmp_path, done
     assert 9 not in {one[0] for one in ours}
     before = {one[0]: one for one in contents(done)}
     assert ours == [before[one[0]] for one in ours]
-    assert generate.main(arguments(bad["all"], prompts, tmp_path / "none")) == 2
-    assert "its logits are not numbers" in capsys.readouterr().err
+    assert "its logits are not numbers" in refused_command(
+        generate.main, arguments(bad["all"], prompts, tmp_path / "none"), capsys
+    )
     assert not saved(tmp_path / "none").read()
 
 
@@ -334,12 +336,10 @@ def test_a_tfds_directory_as_prompts(model_path, tmp_path, tiny, capsys):
         ("--config.tfds.prompt_field=text", "no such field; use one of category"),
         ("--config.tfds.prompt_field=tokens", "holds no text"),
     ):
-        assert generate.main([*command, wrong]) == 2
-        assert said in capsys.readouterr().err
+        assert said in refused_command(generate.main, [*command, wrong], capsys)
     (records,) = (tmp_path / "data").glob("*.array_record*")
     records.write_bytes(b"")
-    assert generate.main(command) == 2
-    assert "its records cannot be read" in capsys.readouterr().err
+    assert "its records cannot be read" in refused_command(generate.main, command, capsys)
 
 
 @pytest.mark.parametrize(
@@ -359,9 +359,9 @@ def test_a_tfds_directory_as_prompts(model_path, tmp_path, tiny, capsys):
     ],
 )
 def test_bad_input_before_anything_is_decoded(model_path, prompts, tmp_path, capsys, more, said):
-    assert generate.main(arguments(model_path, prompts, tmp_path / "run", *more)) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ")
+    error = refused_command(
+        generate.main, arguments(model_path, prompts, tmp_path / "run", *more), capsys
+    )
     assert said in error
     assert not saved(tmp_path / "run").file.exists()
 
@@ -372,8 +372,9 @@ def test_an_output_in_the_work_folder_is_refused_first(
 ):
     monkeypatch.setattr(generate, "load_model", None)
     more = f"--config.output={tmp_path / 'run' / inside}"
-    assert generate.main(arguments(model_path, prompts, tmp_path / "run", more)) == 2
-    error = capsys.readouterr().err
+    error = refused_command(
+        generate.main, arguments(model_path, prompts, tmp_path / "run", more), capsys
+    )
     assert f"/run/{inside}': in the work folder only 'responses' is free for it" in error
     assert not (tmp_path / "run").exists()
 
@@ -413,8 +414,7 @@ def test_the_home_folder_of_prompts(prompts, monkeypatch):
 def test_lines_of_no_use(model_path, tmp_path, capsys, line, said):
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "x"}\n' + line + "\n")
-    assert generate.main(arguments(model_path, path, tmp_path / "run")) == 2
-    error = capsys.readouterr().err
+    error = refused_command(generate.main, arguments(model_path, path, tmp_path / "run"), capsys)
     assert "line 2" in error
     assert said in error
 

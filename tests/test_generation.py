@@ -3,29 +3,21 @@
 import dataclasses
 
 import jax
-import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import pytest
 import tokenizers
-from conftest import slow, tiny_config
-from decoding import PROMPTS, Deciding, decode, drafters, greedy, make_session, mixed, replay
+from conftest import slow
+from decoding import PROMPTS, decode, drafters, greedy, make_session, mixed, replay
 from test_decoder import one_pass
 
 import specjax
-from specjax import sampling
-from specjax.controllers import Auto
-from specjax.decoding import programs
 from specjax.decoding.engine.engine import Engine
 from specjax.decoding.options import DecodeOptions
 from specjax.decoding.rows import session_row
 from specjax.decoding.sampling_params import SamplingParams
 from specjax.drafters.lookup.ngram import Ngram
-from specjax.errors import InputError
 from specjax.fields import INT32_MAX
-from specjax.loading.load import random_model
 from specjax.loading.tokenizers.tokenizer import Tokenizer
-from specjax.sampling import Decision
 
 PROMPT = [3, 1, 4, 1, 5]
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ012345678"
@@ -370,169 +362,6 @@ def test_real_text_with_a_stop_string(smollm2):
     assert stopped.finish_reasons == ["stop"]
 
 
-OTHER = tiny_config(vocab_size=50)
-
-REFUSED = {
-    "no_prompts": (dict(prompts=[]), "prompts is empty: give at least one"),
-    "empty_prompt": (dict(prompts=[[1], []]), r"prompts\[1\] is empty"),
-    "text_without_a_tokenizer": (dict(prompts=["hi"]), r"prompts\[0\].*no tokenizer; give token"),
-    "not_a_prompt": (dict(prompts=[[1.5]]), r"prompts\[0\]=\[1.5\]: use text, token ids, or mess"),
-    "unknown_token": (dict(prompts=[[61]]), r"prompts\[0\]: token id 61 is outside"),
-    "negative_token": (dict(prompts=[[-1]]), r"prompts\[0\]: token id -1 is outside"),
-    "too_long": (dict(prompts=[[1] * 600]), r"prompts\[0\] has 600 tokens.*shorten it"),
-    "beyond_max_length": (
-        dict(prompts=[[1] * 9], max_length=9),
-        r"prompts\[0\] has 9 tokens.*max_length=9.*shorten it or raise max_length",
-    ),
-    "max_length": (dict(max_length=601), "max_length=601 exceeds .*lower it"),
-    "batch_size": (dict(batch_size=0), "batch_size=0: use a whole number of at least 1"),
-    "length": (dict(num_speculative_tokens=-1), "num_speculative_tokens=-1: use a whole number"),
-    "length_type": (dict(num_speculative_tokens=1.5), "num_speculative_tokens=1.5: use a whole"),
-    "length_word": (dict(num_speculative_tokens="max"), "num_speculative_tokens='max': use a whol"),
-    "ladder": (
-        dict(num_speculative_tokens_per_batch_size=[(4, 2, 1)]),
-        r"per_batch_size\[0\]=\(4, 2, 1\): must be .*1 <= low <= high",
-    ),
-    "a_class": (dict(controller=Auto), r"controller=.*use a value of .*such as Auto\(\)"),
-    "longer_than_the_most": (
-        dict(num_speculative_tokens=2, num_speculative_tokens_per_batch_size=[(1, 2, 3)]),
-        "per_batch_size=.*a step drafts more than num_speculative_tokens=2; raise that",
-    ),
-    "rule": (dict(verify="typicl"), "verify='typicl' is unknown: use rejection, block, coupled"),
-    "drafter": (dict(drafter="ngramm"), "drafter='ngramm' is unknown: did you mean ngram"),
-    "own_drafter": (dict(drafter="nowhere.to:find"), "drafter='nowhere.to:find': .*importable"),
-    "own_function": (dict(drafter="os:getcwdd"), "drafter='os:getcwdd': .*importable"),
-    "own_exit": (dict(drafter="sys:exit"), r"drafter='sys:exit' calls sys.exit\(.{1,60}\); call"),
-    "missing_path": (dict(drafter="draft_model"), "drafter.path is missing"),
-    "missing_option": (dict(drafter="simulated"), "drafter.continuations is missing"),
-    "field": (dict(sampling={"temprature": 1.0}), "sampling.temprature=1.0 .*did you mean temper"),
-    "unsupported": (
-        dict(sampling={"presence_penalty": 0.5}),
-        "sampling.presence_penalty=0.5 is not supported",
-    ),
-    "temperature": (dict(sampling={"temperature": -1.0}), "sampling.temperature=-1.0: use 0"),
-    "nan": (dict(sampling={"temperature": float("nan")}), "sampling.temperature=nan: use 0"),
-    "top_k": (dict(sampling={"top_k": -1}), "sampling.top_k=-1: use 0 for off"),
-    "top_p": (dict(sampling={"top_p": 0.0}), "sampling.top_p=0.0: use 1 for off"),
-    "top_p_above": (dict(sampling={"top_p": 1.1}), "sampling.top_p=1.1: use 1 for off"),
-    "min_p": (dict(sampling={"min_p": 2}), "sampling.min_p=2: use 0 for off"),
-    "max_new_tokens": (dict(sampling={"max_new_tokens": 0}), "sampling.max_new_tokens=0: use a wh"),
-    "stop": (dict(sampling={"stop": [""]}), "sampling.stop=.*use strings that are not empty"),
-    "stop_ids": (
-        dict(sampling={"stop_token_ids": [-2]}),
-        "sampling.stop_token_ids=.*use token ids",
-    ),
-    "seed": (dict(sampling={"seed": 0.5}), "sampling.seed=0.5: use a whole number"),
-    "count": (dict(sampling=[{}, {}]), "sampling has 2 entries for 1 prompts"),
-    "stop_without_a_tokenizer": (dict(sampling={"stop": ["x"]}), "sampling.stop: .*stop_token_ids"),
-}
-
-
-@pytest.fixture
-def unchecked(monkeypatch):
-    """As for users: without a type checker in front of specjax's own messages."""
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
-
-
-@pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize("name", REFUSED)
-@pytest.mark.parametrize("way", [specjax.generate, specjax.stream])
-def test_bad_input_names_field_value_and_remedy(way, name, tiny):
-    arguments, message = REFUSED[name]
-    arguments = {"prompts": [[1, 2]], **arguments}
-    with pytest.raises(InputError, match=message) as caught:
-        way(tiny, arguments.pop("prompts"), **arguments)
-    assert "\n" not in str(caught.value)
-
-
-def returns(*parts):
-    """A rule that returns zeros of these shapes and types, whatever was drafted."""
-    return Deciding(
-        lambda tokens, *rest: Decision(*(jnp.zeros(shape, kind) for shape, kind in parts))
-    )
-
-
-def fails_at_three(tokens, *rest):
-    assert 1 // (3 - tokens.shape[1]) >= 0
-    return sampling.rejection(tokens, *rest)
-
-
-@dataclasses.dataclass
-class Unhashable(sampling.UniformRule):
-    """A rule that could change: programs could not be kept by it."""
-
-    def decide(self, *arguments):
-        return sampling.rejection(*arguments)
-
-
-@pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize(
-    ("rule", "said"),
-    [
-        (sampling.rejection, "a rule is a value; subclass specjax.sampling.UniformRule"),
-        (Deciding(lambda *arguments: 1), "decide returns 1; decide returns Decision"),
-        (Deciding(print), "decide returns None; decide returns Decision"),
-        (Deciding(lambda *arguments: "text"), "decide returns 'text'; decide returns Decision"),
-        (returns(((1,), float), ((1, 61), float)), "decide returns Decision"),
-        (returns(((1,), int), ((1, 60), float)), "decide returns Decision"),
-        (returns(((1,), int), ((1, 61), int)), "decide returns Decision"),
-        (Deciding(lambda tokens: tokens), "fails for drafts of 0 tokens .TypeError"),
-        (Deciding(fails_at_three), "fails for drafts of 3 tokens .ZeroDiv"),
-        (
-            Deciding(lambda tokens, *rest: bool(tokens.sum())),
-            "fails for drafts of 0 tokens .TracerBool",
-        ),
-        (sampling.Rule(), "fails for drafts of 0 tokens .NotImplementedError"),
-        (Unhashable(), "fails for drafts of 0 tokens .TypeError: unhashable"),
-    ],
-)
-def test_a_rule_of_ones_own_that_is_none(rule, said, tiny, monkeypatch):
-    """It is refused before anything is compiled, with its own error as the cause."""
-    monkeypatch.setattr(programs, "_compile", None)
-    drafter = specjax.make_drafter("ngram", tiny)
-    options = {"drafter": drafter, "num_speculative_tokens": 3}
-    with pytest.raises(InputError, match=f"^verify=.*: {said}") as caught:
-        specjax.generate(tiny, [[1, 2]], verify=rule, **options)
-    assert "\n" not in str(caught.value)
-    assert (caught.value.__cause__ is not None) == ("fails" in said)
-
-
-@pytest.mark.usefixtures("unchecked")
-def test_drafters_refuse_bad_options(tiny, speaking, letters):
-    make = specjax.make_drafter
-    for drafter, options, message in (
-        ("ngram", {"prompt_lookup_min": 0}, "prompt_lookup_min=0: use a whole number from 1 to 64"),
-        ("ngram", {"prompt_lookup_max": 1}, "prompt_lookup_max=1: must be at least"),
-        ("ngram", {"match": "best"}, "match='best' is unknown: use latest, earliest"),
-        ("ngram", {"size": 3}, "drafter.size=3: ngram does not take it; it takes prompt_lookup"),
-        ("none", {"size": 3}, "drafter.size=3: none does not take it; it takes no options"),
-        ("ngram", {"path": "x"}, "drafter.path='x': ngram does not take it"),
-        ("ngram", {"num_speculative_tokens": -2}, "num_speculative_tokens=-2: use a whole"),
-        ("early_exit", {"exit_layer": 4}, "exit_layer=4: .* 3 layers; use 1 to 3"),
-        ("early_exit", {"exit_layer": 0}, "exit_layer=0: use a whole number of at least 1"),
-        ("early_exit", {"draft_p_min": 1.0}, r"draft_p_min=1.0: use a number in \[0, 1\)"),
-        (
-            "early_exit",
-            {"draft_sample_method": "beam"},
-            "method='beam' is unknown: use prob",
-        ),
-        ("simulated", {"continuations": []}, r"continuations=\[\]: pass the token ids"),
-        (
-            "simulated",
-            {"continuations": [[1]], "acceptance": 2},
-            "acceptance=2: use a number from 0 to 1",
-        ),
-    ):
-        with pytest.raises(InputError, match=message):
-            make(drafter, tiny, **options)
-    with pytest.raises(InputError, match="tokenizers of .* differ .61 against 50 tokens"):
-        make("draft_model", tiny, random_model(OTHER, 0, dtype="float32"))
-    swapped = letters.backend.to_str().replace('"b":1', '"b":2').replace('"c":2', '"c":1')
-    other = Tokenizer(tokenizers.Tokenizer.from_str(swapped))
-    with pytest.raises(InputError, match="tokenizers of .* differ .*'b'.*'c'"):
-        make("draft_model", speaking, dataclasses.replace(tiny, tokenizer=other))
-
-
 @pytest.mark.parametrize("prompt", [[3, 4, 5], np.array([3, 4, 5]), np.array([[3, 4, 5]])])
 def test_one_prompt_may_be_given_alone(prompt, tiny):
     wanted = specjax.generate(tiny, [[3, 4, 5]], max_new_tokens=4)
@@ -554,19 +383,6 @@ def test_fields_of_sampling_are_arguments(tiny):
         result = specjax.generate(tiny, prompts, sampling=sampled, max_new_tokens=7)
         assert result.token_ids == wanted.token_ids
     assert specjax.generate(tiny, [3, 4], max_new_tokens=5, seed=3, temperature=1.0).new_tokens == 5
-
-
-@pytest.mark.parametrize(
-    ("call", "arguments", "message"),
-    [
-        (specjax.generate, {"temprature": 1.0}, "argument 'temprature'; did you mean temperature"),
-        (specjax.stream, {"progress": print}, "unexpected argument 'progress'"),
-        (lambda target, _, **given: Engine(target, **given), {"temperature": 1.0}, "'temperature'"),
-    ],
-)
-def test_unknown_arguments_are_refused(call, arguments, message, tiny):
-    with pytest.raises(TypeError, match=message):
-        call(tiny, [[1, 2]], **arguments)
 
 
 def test_seconds_of_compiling_are_told_once(tiny, caplog):

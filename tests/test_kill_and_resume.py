@@ -8,6 +8,7 @@ import types
 
 import numpy as np
 import pytest
+from bad_input import refused_command
 from commands import script_module
 from toy_training import SHAPE, conversations, toy_run, toy_target
 
@@ -170,7 +171,5 @@ def texts(folder):
     ],
 )
 def test_bad_flags_are_refused(flag, said, script, capsys):
-    assert script.main([flag]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ")
+    error = refused_command(script.main, [flag], capsys)
     assert said in error

@@ -1,7 +1,5 @@
 """Numbers of any size: refused by name, or without effect on time and memory."""
 
-import api_arguments
-import jaxtyping
 import numpy as np
 import pytest
 from decoding import PROMPTS, Shifting, decode, greedy
@@ -89,13 +87,3 @@ def test_all_that_is_wrong_is_listed_at_once():
     assert [one.partition("=")[0] for one in said[1:3]] == ["a", "b.c"]
     assert said[0].startswith("f=2 is not supported")
     assert said[3].startswith("e is missing")
-
-
-def test_every_argument_of_the_public_api(monkeypatch, tmp_path):
-    """As for users: without a type checker in front of specjax's own messages."""
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
-    monkeypatch.chdir(tmp_path)
-    assert api_arguments.accepted_or_raised() == []
-    assert api_arguments.numbers_refused() is None
-    assert api_arguments.uncovered() == []
-    assert list(tmp_path.iterdir()) == []

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from bad_input import refused_command
 
 from specjax import __main__ as commands
 
@@ -29,8 +30,9 @@ def test_every_command_is_listed(capsys):
 
 
 def test_an_unknown_command(capsys):
-    assert commands.main(["decod"]) == 2
-    assert "no command 'decod': did you mean decode? use decode, bench" in capsys.readouterr().err
+    assert "no command 'decod': did you mean decode? use decode, bench" in refused_command(
+        commands.main, ["decod"], capsys
+    )
 
 
 @pytest.mark.parametrize("command", ["report", "train.eagle"])

@@ -191,23 +191,6 @@ def test_by_name(tiny):
     assert shorter.drafter.num_nodes == 6
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "said"),
-    [
-        ("ngram|", {}, r"drafter='ngram\|': join different drafters, as ngram\|eagle3"),
-        ("ngram|ngram", {}, "join different drafters"),
-        ("ngram|none", {}, "none cannot be joined by name: it drafts nothing"),
-        ("ngram|test_drafters:make_own", {}, "use specjax.drafters.merge_drafters"),
-        ("ngram|early_exit+medusa", {}, r"join all of them by \+ or all by \|; for both use"),
-        ("ngram|early_exit", {"noise": 1}, "drafter.noise=1: none of ngram, early_exit takes"),
-        ("ngram", {"num_matches": 0}, "drafter.num_matches=0: use a whole number from 1 to 64"),
-    ],
-)
-def test_bad_input(name, options, said, tiny):
-    with pytest.raises(InputError, match=said):
-        specjax.make_drafter(name, tiny, **options)
-
-
 def test_merged_drafters_take_turns():
     """In each row the first tree with any node."""
     both = merge_drafters(Ngram(prompt_lookup_min=3), says(9, 3))

@@ -1,7 +1,5 @@
 import itertools
 import json
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -203,13 +201,3 @@ def test_predicted_speedup():
     assert metrics.predicted_speedup(1.0, 10.0, 0.0, np.array([-1]), seconds) is None
     with pytest.raises(ValueError, match="no entry for width 4"):
         metrics.predicted_speedup(2.0, 10.0, 1.0, widths, {1: 10.0})
-
-
-def test_metrics_loads_no_other_package():
-    code = (
-        "import sys, specjax.metrics\n"
-        "print(sorted(m for m in sys.modules if m.startswith('specjax.')), 'flax' in sys.modules)"
-    )
-    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert output.returncode == 0, output.stderr
-    assert output.stdout.strip() == "['specjax.metrics'] False"

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from bad_input import refused_command
 from tiny_models import eagle_head
 from toy_training import write_data
 
@@ -112,8 +113,9 @@ def test_what_is_no_file_is_refused_by_name(kind, name, what, folders, tiny, tmp
 
 def test_a_config_is_no_pipe(tmp_path, capsys):
     os.mkfifo(tmp_path / "config.py")
-    assert decode.main([f"--config={tmp_path / 'config.py'}"]) == 2
-    assert "config.py' is a pipe: name a file" in capsys.readouterr().err
+    assert "config.py' is a pipe: name a file" in refused_command(
+        decode.main, [f"--config={tmp_path / 'config.py'}"], capsys
+    )
     with pytest.raises(InputError, match=r"head='.*config.py' is a pipe: name a file"):
         InputFile().check("head", str(tmp_path / "config.py"))
 

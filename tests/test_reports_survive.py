@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import reports
+from bad_input import refused_command
 from conftest import xla_flags
 
 from specjax import bench, decode, report
@@ -55,8 +56,7 @@ def test_devices_and_pipes_stay_what_they_are(tmp_path, capsys):
     (tmp_path / "link").symlink_to(tmp_path / "pipe")
     for path in ("/dev/full", "/dev/null", tmp_path / "pipe", tmp_path / "link"):
         before = os.stat(path)
-        assert decode.main([f"--config.report={path}"]) == 2
-        output = capsys.readouterr().err
+        output = refused_command(decode.main, [f"--config.report={path}"], capsys)
         assert output.startswith("error: report='")
         assert "is a device: name a file" in output or "is no regular file: name another" in output
         assert os.stat(path).st_mode == before.st_mode

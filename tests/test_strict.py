@@ -26,7 +26,6 @@ import specjax
 from specjax import sampling
 from specjax.cache import KVCache, make_cache
 from specjax.decoding import loop
-from specjax.decoding.programs import compile_session
 from specjax.decoding.sampling_params import SamplingParams
 from specjax.drafters import make_drafter
 from specjax.drafters.early_exit import EarlyExit
@@ -167,12 +166,3 @@ def test_the_loop_exports_for_every_platform(name, models):
     exported = jax.export.export(program, platforms=platforms)(*loop_arguments(session))
     assert exported.platforms == platforms
     assert len(exported.mlir_module_serialized) > 0
-
-
-def test_programs_are_shared_by_sessions_that_agree(tiny):
-    drafter = Ngram()
-    options = dict(drafter=drafter, sampling=greedy(max_new_tokens=5))
-    one = make_session(tiny, [[1], [2, 3]], num_speculative_tokens=2, **options)
-    other = make_session(tiny, [[4] * 9, [5]], num_speculative_tokens=2, seed=3, **options)
-    assert compile_session(one) is compile_session(other)
-    assert make_session(tiny, [[4] * 9, [5]], num_speculative_tokens=3, **options).plan != one.plan

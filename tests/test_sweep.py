@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+from bad_input import refused_command
 from commands import SCRIPTS, script_module
 from reports import as_lines, content, read_one
 
@@ -68,8 +69,7 @@ def test_a_grid_is_decoded_resumed_and_reported(sweep, cells_run, tmp_path, caps
     first, second, *_ = sorted((tmp_path / "cells").glob("*.jsonl"))
     first.write_text(first.read_text()[:100])
     capsys.readouterr()
-    assert sweep.main(argv) == 2
-    assert f"{first.name}' is a file that is no report" in capsys.readouterr().err
+    assert f"{first.name}' is a file that is no report" in refused_command(sweep.main, argv, capsys)
     first.unlink()
     broken = read_one(second)
     broken["summary"]["interrupted"] = True
@@ -153,11 +153,11 @@ def test_bad_input_is_one_line_before_any_cell(argv, says, sweep, cells_run, tmp
 
 
 def test_out_is_needed_and_writable(sweep, cells_run, tmp_path, capsys):
-    assert sweep.main(["config.seed=1"]) == 2
-    assert "out is missing: pass --out=" in capsys.readouterr().err
+    assert "out is missing: pass --out=" in refused_command(sweep.main, ["config.seed=1"], capsys)
     (tmp_path / "file").write_text("")
-    assert sweep.main(["config.seed=1", f"--out={tmp_path / 'file'}"]) == 2
-    assert "is a file: name a folder" in capsys.readouterr().err
+    assert "is a file: name a folder" in refused_command(
+        sweep.main, ["config.seed=1", f"--out={tmp_path / 'file'}"], capsys
+    )
 
 
 def test_a_cell_is_a_process_of_its_own(tmp_path):

@@ -32,37 +32,6 @@ def test_senseless_fields_are_refused(changes, said):
         config_of(**changes)
 
 
-def test_all_that_is_wrong_is_listed_at_once(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "file").write_text("mine")
-    configs = Path(toy_training.__file__).parents[1] / "configs"
-    wrong = {
-        "steps": 0,
-        "batch_size": 3,
-        "accumulate": 2,
-        "data": "nowhere,elsewhere",
-        "workdir": "file",
-        "start_from": "nosuch",
-        "loss.kl": 0.0,
-    }
-    options = [f"--config.{name}={value}" for name, value in wrong.items()]
-    assert distill.main([f"--config={configs / 'train_distill.py'}", *options]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("error: ")
-    assert said.count("\n") == 1
-    for problem in (
-        "steps=0: use a whole number of at least 1",
-        "accumulate=2: batch_size=3 rows cannot be split",
-        "data='nowhere': no such folder",
-        "data='elsewhere': no such folder",
-        "workdir='file' is a file",
-        "start_from='nosuch': no such folder",
-        "loss.kl=0, loss.tv=0: one of them must be positive",
-    ):
-        assert problem in said
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
-
-
 def test_a_cross_check_waits_for_good_values():
     """It would fail on what is no number."""
     config = get_config().unlock()
@@ -97,11 +66,6 @@ def test_every_size_is_complete_without_flags(name, module, size, tmp_path, monk
     config = read_training_config(module.Config, config.to_dict())
     assert config.workdir == f"build/{name}{'_' if size else ''}{size}"
     assert config.data == "shipped"
-
-
-def test_a_size_that_is_unknown(capsys):
-    assert medusa.main([f"--config={Path('configs/train_medusa.py').absolute()}:fast"]) == 2
-    assert "size 'fast' is unknown: use debug, quick" in capsys.readouterr().err
 
 
 def test_factors_from_the_command_line():
@@ -144,36 +108,3 @@ def test_the_record_is_what_was_written():
     assert config.record == {**written, **filled}
     assert config.joint.warm_steps == written["joint"]["warm_steps"]
     assert of_file("train_medusa", medusa).joint is None
-
-
-@pytest.mark.parametrize(
-    ("name", "changes", "said"),
-    [
-        ("train_mtp", {"loss_weight": 0.3}, "mtp.loss_weight=0.3: weighs the MTP loss beside"),
-        ("train_mtp", {"late_loss_weight": 0.0}, "mtp.late_loss_weight=0.0: weighs the MTP loss"),
-        ("train_mtp", {"trains": "all", "loss_weight": -0.3}, "mtp.loss_weight=-0.3: use a number"),
-        ("train_mtp", {"num_modules": 0}, "a frozen target learns nothing; use mtp.trains=all"),
-        ("train_mtp_scratch", {"num_modules": 0}, "no module to decode eval.prompts=8 with"),
-        ("train_mtp_scratch", {"trains": "modules"}, "mtp.trains='modules': a new model has"),
-        ("train_mtp_scratch", {"labels": "distributions"}, "mtp.labels='distributions': a new"),
-        ("train_mtp", {"num_modules": 2, "steps": 1}, "mtp.steps=1: mtp.num_modules=2"),
-        ("train_mtp", {"trains": "all", "export": "head"}, "mtp.export='head': modules trained"),
-    ],
-)
-def test_mtp_fields_that_do_not_fit(name, changes, said, tmp_path, monkeypatch, capsys):
-    configs = Path(toy_training.__file__).parents[1] / "configs"
-    monkeypatch.chdir(tmp_path)
-    options = [f"--config.mtp.{field}={value}" for field, value in changes.items()]
-    assert mtp.main([f"--config={configs / name}.py", *options]) == 2
-    error = capsys.readouterr().err
-    assert said in error
-    assert error.count("\n") == 1
-
-
-def test_a_new_model_starts_from_nothing(tmp_path, monkeypatch, capsys):
-    configs = Path(toy_training.__file__).parents[1] / "configs"
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "head").mkdir()
-    config = f"--config={configs / 'train_mtp_scratch.py'}"
-    assert mtp.main([config, "--config.start_from=head"]) == 2
-    assert "start_from='head': what was trained for a model is of no use" in capsys.readouterr().err

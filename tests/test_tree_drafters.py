@@ -471,33 +471,6 @@ def test_options_name_a_tree(tiny):
     assert heads.num_speculative_tokens == heads.shape.depth == 3
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        (dict(topk=3), "tree.topk=3: a chain has no such option; use tree.kind=static or"),
-        (dict(kind="tree"), "tree.kind='tree' is unknown: use chain, static, dynamic"),
-        (dict(kind="static", nodes=3), "tree.nodes=3 is not supported: did you mean num_nodes?"),
-        (dict(kind="dynamic", topk=0), "tree.topk=0: use a whole number from 1 to 64"),
-        (dict(kind="static", choices=[[0], [0]]), "tree.choices: [0] is there twice"),
-        (dict(kind="static", choices=[[1]]), "tree.choices: [1] needs [0], which is missing"),
-        (dict(kind="static", choices=[[0, 0]]), "[0, 0] needs [0], which is missing"),
-        (dict(kind="static", choices=[[0], []]), "use paths of ranks, as ((0,), (1,), (0, 0))"),
-        (dict(kind="static", choices=[[0]], depth=1), "tree.depth=1: tree.choices says it already"),
-        (
-            dict(kind="dynamic", choices=[[0]]),
-            "tree.kind=dynamic chooses the tree; use tree.kind=static",
-        ),
-        (dict(kind="static", topk=2, depth=2, num_nodes=7), "there are at most 6; lower it, or r"),
-        (dict(kind="dynamic", topk=2, depth=2, num_nodes=7), "there are at most 6; lower it, or"),
-        (5, "tree=5: use TreeOptions, or a dict of them"),
-    ],
-)
-def test_what_is_no_tree(options, says, tiny):
-    with pytest.raises(InputError) as caught:
-        specjax.make_drafter("early_exit", tiny, tree=options)
-    assert says in str(caught.value)
-
-
 def test_a_static_tree_has_no_more_nodes_than_rates_are_known_of():
     rates = np.full((2, 10), 0.09)
     options = TreeOptions(kind="static", topk=64, depth=1, acceptance=rates)

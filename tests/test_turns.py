@@ -27,7 +27,6 @@ from specjax import trees
 from specjax.drafters import Drafter, LoadedDrafter, take_turns
 from specjax.drafters.lookup.ngram import Ngram
 from specjax.drafters.turns import PartState, joined
-from specjax.errors import InputError
 from specjax.testing import check_drafter
 
 VOCAB, ROWS = 5, 8_000
@@ -255,22 +254,3 @@ def test_by_name(tiny):
     shorter = specjax.make_drafter("ngram+early_exit", tiny, num_speculative_tokens=3)
     assert shorter.drafter.num_speculative_tokens == 3
     assert [part.num_speculative_tokens for part in shorter.drafter.parts] == [3, 3]
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "said"),
-    [
-        ("ngram+", {}, r"drafter='ngram\+': join different drafters"),
-        ("ngram+ngram", {}, "join different drafters"),
-        ("ngram+none", {}, "none cannot be joined by name: it drafts nothing"),
-        ("ngram+simulated", {}, "simulated cannot be joined by name"),
-        ("ngram+test_drafters:make_own", {}, "use specjax.drafters.take_turns"),
-        ("ngram+earlyexit", {}, "'earlyexit' is unknown: did you mean early_exit"),
-        ("ngram+early_exit", {"noise": 1}, "drafter.noise=1: none of ngram, early_exit takes"),
-        ("ngram+early_exit", {"path": "x"}, "drafter.path='x': of ngram, early_exit none could"),
-        ("medusa+eagle3", {"path": "x"}, "of medusa, eagle3 medusa, eagle3 could take it"),
-    ],
-)
-def test_bad_input(name, options, said, tiny):
-    with pytest.raises(InputError, match=said):
-        specjax.make_drafter(name, tiny, **options)

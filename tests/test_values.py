@@ -1,6 +1,5 @@
 """Equal calls compile once, and no compile cache keeps an array alive."""
 
-import dataclasses
 import gc
 import os
 import subprocess
@@ -8,68 +7,53 @@ import sys
 import weakref
 
 import jax
-import jaxtyping
 import pytest
 from conftest import slow, tiny_config
-from decoding import PROMPTS, changed, greedy, random_distribution
+from decoding import PROMPTS, changed, greedy, make_session, random_distribution
 from tiny_models import eagle_head, medusa_head, with_modules
 
 import specjax
 from specjax import sampling
 from specjax.decoding import programs
 from specjax.drafters import (
-    Drafter,
     LoadedDrafter,
-    TokenRecycling,
-    Turns,
     head_drafter,
     make_drafter,
 )
 from specjax.drafters.lookup.ngram import Ngram
-from specjax.errors import InputError
 from specjax.loading.load import random_model
-from specjax.testing import Tabular, check_drafter
-from specjax.trees import DynamicTopology, Topology, chain, chain_topology
+from specjax.trees import Topology, chain, chain_topology
 
 
 def makers():
     """Each kind of drafter, made anew for a target."""
     return {
         "none": lambda target: None,
-        "ngram": lambda target: "ngram",
+        "ngram": lambda target: make_drafter("ngram", target),
         "early_exit": lambda target: make_drafter("early_exit", target, exit_layer=2),
         "draft_model": lambda target: make_drafter("draft_model", target, target),
         "eagle3": lambda target: head_drafter(eagle_head(target), target),
         "mtp": lambda target: make_drafter("mtp", with_modules(target)),
         "medusa": lambda target: head_drafter(medusa_head(target), target),
         "simulated": lambda target: make_drafter("simulated", target, continuations=[[1, 2]]),
-        "ngram+early_exit": lambda target: "ngram+early_exit",
+        "ngram+early_exit": lambda target: make_drafter("ngram+early_exit", target),
     }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "eagle3",
-        *slow(
-            "none", "ngram", "draft_model", "early_exit", "medusa", "simulated", "ngram+early_exit"
-        ),
-    ],
-)
-def test_equal_calls_never_compile_again(name, tiny):
+@pytest.mark.parametrize("name", list(makers()))
+def test_equal_calls_share_their_programs(name, tiny):
+    """What programs are kept by: equal for drafters made anew, other prompts, tokens and seeds."""
     make = makers()[name]
 
-    def call(**changes):
-        options = dict(sampling=greedy(max_new_tokens=12), batch_size=2, num_speculative_tokens=1)
-        options |= changes
-        specjax.generate(tiny, PROMPTS[:2], drafter=make(tiny), **options)
-        return programs._compile.cache_info().misses
+    def key(prompts=((5,), (3, 4)), length=1, new_tokens=12, **options):
+        options |= dict(num_speculative_tokens=length, sampling=greedy(max_new_tokens=new_tokens))
+        return programs._key(make_session(tiny, prompts, drafter=make(tiny), **options))
 
-    first = call()
-    assert call() == first
-    assert call(seed=3, sampling=greedy(max_new_tokens=11)) == first
-    if name == "ngram":
-        assert call(num_speculative_tokens=2) > first
+    first = key()
+    for other in (key(), key(seed=3, new_tokens=11), key(prompts=((4,) * 9, (5,)))):
+        assert other == first
+        assert hash(other) == hash(first)
+    assert key(length=2) != first or name != "ngram"
 
 
 @pytest.mark.parametrize(
@@ -123,68 +107,6 @@ def test_a_drafter_that_holds_an_array_keeps_it_alive(tiny):
     del loaded, holder, propose, broken
     gc.collect()
     assert table() is not None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class WithATable(Ngram):
-    table: object = dataclasses.field(kw_only=False)
-
-
-class Forgetful(Drafter):
-    """Without `propose`."""
-
-
-class Undeclared(Ngram):
-    """With distributions, though it does not say that it draws."""
-
-    def propose(self, params, state, context, noise):
-        draft, state = super().propose(params, state, context, noise)
-        return draft.replace(logq=jax.numpy.zeros((*draft.tokens.shape, 61))), state
-
-
-def proposing(change):
-    """A lookup whose draft and state are changed by a function, before they are returned."""
-    return changed(Ngram(), propose=lambda real, *rest: change(*real(*rest)))
-
-
-def with_tokens(draft, dtype):
-    return draft.replace(tokens=draft.tokens.astype(dtype))
-
-
-@pytest.mark.parametrize(
-    ("drafter", "said"),
-    [
-        (lambda: WithATable(jax.numpy.ones(3)), "unhashable.*params of LoadedDrafter"),
-        (lambda: Forgetful(), "no Forgetful.propose; subclass"),
-        (lambda: changed(Ngram(), propose=lambda real, *rest: 1 / 0), "ZeroDivisionError"),
-        (lambda: proposing(lambda draft, state: draft), r"returned Draft; return \(Draft, state\)"),
-        (lambda: proposing(lambda draft, state: (state, draft)), r"returned \(tuple, Draft\)"),
-        (
-            lambda: proposing(lambda draft, state: (draft, jax.numpy.ones(2))),
-            r"propose returned the state .*float32\[2\]\) where init made \(\)",
-        ),
-        (
-            lambda: proposing(lambda draft, state: (with_tokens(draft, "float32"), state)),
-            r"returned tokens of float32\[1, 8\]; return int32\[B, N\], by jnp.argmax",
-        ),
-        (
-            lambda: proposing(lambda draft, state: (draft.replace(valid=draft.tokens), state)),
-            r"returned valid of int32\[1, 8\]; return bool",
-        ),
-        (lambda: Undeclared(), "returned logq.*but its `sampled` is False; override"),
-        (
-            lambda: changed(TokenRecycling(61), observe=lambda real, *rest: None),
-            "observe returned the state None where init made .*return one of the same arrays",
-        ),
-        (lambda: LoadedDrafter(Turns((Ngram(), Ngram())), ()), "has 2 drafters and 0 params"),
-    ],
-)
-def test_a_drafter_of_ones_own_that_is_none(drafter, said, tiny, monkeypatch):
-    # As for users: without a type checker in front of specjax's own messages.
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
-    with pytest.raises(InputError, match=f"^drafter.*{said}") as caught:
-        specjax.generate(tiny, [[1, 2]], drafter=drafter(), sampling={"max_new_tokens": 4})
-    assert "\n" not in str(caught.value)
 
 
 def test_a_token_out_of_range_spoils_nothing(tiny):
@@ -253,75 +175,3 @@ def test_programs_are_kept_for_calls_from_python(tmp_path):
         kept.append(sorted(path.name for path in tmp_path.rglob("*-cache")))
     assert kept[0]
     assert kept[0] == kept[1]
-
-
-def test_the_old_form_of_a_drafter_and_of_a_rule(tiny, monkeypatch):
-    """Closures are refused with the form of today."""
-    with pytest.raises(InputError, match=r"^Drafter\('mine', .*subclass specjax.Drafter as a froz"):
-        specjax.Drafter("mine", None, None, None, num_speculative_tokens=3)
-    old = type("Drafter", (), {"init": None, "propose": None, "observe": None})()
-    import jaxtyping
-
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
-    with pytest.raises(InputError, match=r"^drafter=.*subclass specjax.Drafter as a frozen datacl"):
-        specjax.generate(tiny, [[1]], drafter=old)
-    with pytest.raises(InputError, match=r"^verify=.*subclass specjax.sampling.UniformRule"):
-        specjax.generate(tiny, [[1]], verify=lambda *arguments: None)
-
-
-def test_checks_name_what_a_drafter_does_wrong():
-    small = Tabular(8), jax.numpy.zeros((8, 8))
-
-    def too_many(real, params, state, context, noise):
-        draft, state = real(params, state, context, noise)
-        return draft.replace(valid=jax.numpy.ones_like(draft.valid)), state
-
-    def with_a_hole(real, params, state, context, noise):
-        draft, state = real(params, state, context, noise)
-        step = jax.numpy.arange(draft.valid.shape[1])[None, :]
-        hole = (step > 0) & (step < context.limit[:, None])
-        return draft.replace(valid=hole), state
-
-    def too_large(real, params, state, context, noise):
-        draft, state = real(params, state, context, noise)
-        tokens = jax.numpy.pad(draft.tokens, ((0, 0), (0, 3)))
-        return chain(tokens, draft.valid.sum(axis=1)), state
-
-    def child_first(real, params, state, context, noise):
-        draft, state = real(params, state, context, noise)
-        parents = jax.numpy.zeros_like(draft.tokens).at[:, 0].set(2)
-        valid = jax.numpy.broadcast_to(context.limit[:, None] > 1, draft.valid.shape)
-        return draft.replace(valid=valid, topology=DynamicTopology(parents, 2)), state
-
-    class Rowless(Ngram):
-        def init(self, params, batch, capacity):
-            return jax.numpy.zeros(())
-
-    for drafter, said in (
-        (changed(Ngram(), propose=too_many), "proposes more than its limit"),
-        (changed(Ngram(), propose=with_a_hole), "not closed under ancestors"),
-        (Rowless(), "rows as its first axis"),
-        (changed(Ngram(), propose=too_large), "a tree of 5 nodes where its num_nodes is 2"),
-        (
-            changed(Ngram(), propose=child_first),
-            "node 0 of row 2 has the parent slot 2; use 0 to 0",
-        ),
-    ):
-        with pytest.raises(InputError, match=said):
-            check_drafter(drafter, small, rows=100)
-
-
-def test_a_draft_of_another_size_than_its_drafter_says_is_refused(tiny):
-    """Else nodes that the pass has no slots for would be dropped unseen."""
-
-    def resized(length):
-        def propose(real, params, state, context, noise):
-            tokens = jax.numpy.ones((len(context.length), length), jax.numpy.int32)
-            return chain(tokens, context.limit), state
-
-        return changed(Ngram(num_speculative_tokens=2), propose=propose)
-
-    for length in (1, 4):
-        says = f"^drafter 'changed': proposes a tree of {length} nodes where its num_nodes is 2; p"
-        with pytest.raises(InputError, match=says):
-            specjax.generate(tiny, [[1, 2]], drafter=resized(length))

@@ -297,14 +297,6 @@ def test_a_rule_of_ones_own():
     assert not verification.num_accepted.any()
 
 
-def test_bad_input_names_the_remedy():
-    keys, tokens, logq, logp = round_of()
-    with pytest.raises(ValueError, match="rule='blok' is unknown: use one of rejection, block, co"):
-        sampling.verify_chain(keys, tokens, logq, logp, rule="blok")
-    with pytest.raises(ValueError, match="needs positions"):
-        sampling.verify_chain(keys, tokens, logq, logp, rule="coupled")
-
-
 @pytest.mark.parametrize("rule", RULES)
 def test_the_program_holds_no_copy_of_all_warped_distributions(rule):
     rows, vocab = 2, 1000
