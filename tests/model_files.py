@@ -1,5 +1,6 @@
 """Files of models and heads as other tools write them, whole or changed by an accident."""
 
+import contextlib
 import json
 import re
 import shutil
@@ -189,3 +190,12 @@ def _add(writer, key, value):
             writer.add_string(key, value)
         case _:
             writer.add_array(key, value)
+
+
+def open_files(folder):
+    """The files in a folder that this process has open."""
+    opened = []
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            opened.append(descriptor.readlink())
+    return [path for path in opened if path.is_relative_to(folder)]

@@ -66,6 +66,7 @@ BAD = {
     "metadata": [None, [], {"a": float("nan")}, {"a": object()}],
     "field": [None, "", 5],
     "replicated": [2, "yes"],
+    "weights": ["nosuch", 3, None],
     "rule": ["nosuch", 3, None],
     "topology": ["tree", 3, None],
     "vocab": [1, 6, "a"],

@@ -1,10 +1,23 @@
-"""Bad directories of Hugging Face's layout: one line names the file, the field and what to do."""
+"""Bad models, in Hugging Face's layout and as GGUF: one line names file, field and remedy."""
 
 import json
+import struct
 
 import numpy as np
 import pytest
-from model_files import WEIGHTS, changed, edit_json, edit_tensors, refusal, without
+from model_files import (
+    GGUF_TOKENS,
+    WEIGHTS,
+    changed,
+    edit_json,
+    edit_tensors,
+    gguf_metadata,
+    gguf_tensors,
+    open_files,
+    refusal,
+    without,
+    write_gguf,
+)
 
 from specjax.errors import InputError
 from specjax.loading.load import load_model
@@ -294,6 +307,217 @@ def test_a_pickle_alone_is_refused(tmp_path):
 
 def test_a_model_whose_announced_modules_are_none(tmp_path):
     load_model(changed("grouped_tied", tmp_path, num_nextn_predict_layers=0))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"llama.expert_count": np.uint32(8)}, "expert_used_count=None: must be a whole number"),
+        ({"llama.attention.sliding_window": np.uint32(64)}, "sliding_window=64"),
+        ({"llama.rope.dimension_count": np.uint32(8)}, "rope.dimension_count=8"),
+        ({"llama.rope.scaling.type": "yarn"}, "yarn"),
+        ({"llama.surprise": np.uint32(1)}, "llama.surprise"),
+        ({"llama.block_count": np.uint32(60_000)}, "60000 layers"),
+        ({"llama.block_count": np.uint32(2**32 - 1)}, "num_layers=4294967295: must be"),
+        ({"llama.context_length": np.uint32(2**32 - 1)}, "max_positions=4294967295: must be"),
+        ({"llama.rope.freq_base": np.float32(1e30)}, "rope.freq_base=1e+30: must be"),
+        ({"tokenizer.chat_template": np.uint32(5)}, "tokenizer.chat_template=5: use a text"),
+        ({"tokenizer.chat_template": True}, "tokenizer.chat_template=True: use a text"),
+        ({"tokenizer.chat_template": ["x"]}, "tokenizer.chat_template=['x']: use a text"),
+        ({"llama.block_count": np.uint32(3)}, "missing: blk.2.attn_norm.weight"),
+        ({"llama.block_count": np.uint32(1)}, "unexpected: blk.1."),
+        ({"llama.block_count": "two"}, "llama.block_count"),
+        ({"llama.embedding_length": np.uint32(0)}, "hidden_size=0"),
+        ({"llama.embedding_length": np.uint32(128)}, "mis-shaped"),
+        ({"llama.attention.head_count": np.uint32(3)}, "num_heads=3"),
+        ({"llama.attention.head_count_kv": [2, 1]}, "head_count_kv"),
+        ({"llama.attention.layer_norm_rms_epsilon": np.float32("nan")}, "epsilon=nan: must be"),
+        ({"llama.context_length": None}, "llama.context_length=None: must be a whole number"),
+        ({"general.alignment": np.uint32(0)}, "general.alignment=0"),
+        ({"tokenizer.ggml.model": "bert"}, "tokenizer.ggml.model='bert'"),
+        ({"tokenizer.ggml.pre": "klingon"}, "tokenizer.ggml.pre='klingon'"),
+        ({"tokenizer.ggml.tokens": None}, "tokenizer.ggml.tokens=None: must be"),
+        ({"tokenizer.ggml.token_type": [1, 2]}, "tokenizer.ggml.token_type"),
+        ({"tokenizer.ggml.merges": ["x y"]}, "inconsistent"),
+        ({"tokenizer.ggml.merges": ["in"]}, "not two tokens"),
+        ({"tokenizer.ggml.eos_token_id": np.uint32(10**6)}, "eos_token_id=1000000"),
+        ({"tokenizer.ggml.tokens": ["a", *GGUF_TOKENS[1:]]}, "'a' appears twice"),
+    ],
+)
+def test_unsupported_and_contradictory_metadata_are_refused_by_name(tmp_path, change, words):
+    keys = gguf_metadata() | change
+    keys = {key: value for key, value in keys.items() if value is not None}
+    path = write_gguf(tmp_path / "a.gguf", keys, gguf_tensors())
+    assert words in refusal(path)
+
+
+def test_an_unknown_architecture_is_refused_by_name(tmp_path):
+    path = write_gguf(
+        tmp_path / "a.gguf",
+        gguf_metadata(),
+        gguf_tensors(),
+        architecture="mamba",
+    )
+    message = refusal(path)
+    assert "'mamba'" in message
+    assert "'llama'" in message
+
+
+def test_tensors_that_do_not_fit_are_listed_together(tmp_path):
+    arrays = gguf_tensors()
+    del arrays["blk.0.attn_q.weight"]
+    arrays["blk.0.surprise.weight"] = np.zeros(32, np.float32)
+    arrays["blk.1.ffn_norm.weight"] = np.zeros(63, np.float32)
+    message = refusal(write_gguf(tmp_path / "a.gguf", gguf_metadata(), arrays))
+    assert "missing: blk.0.attn_q.weight" in message
+    assert "unexpected: blk.0.surprise.weight" in message
+    assert "mis-shaped: blk.1.ffn_norm.weight [63], not [64]" in message
+
+
+def test_a_type_that_cannot_be_dequantised_is_refused_by_name(tmp_path):
+    arrays = gguf_tensors()
+    arrays["output_norm.weight"] = np.zeros(64, np.int32)
+    message = refusal(write_gguf(tmp_path / "a.gguf", gguf_metadata(), arrays))
+    assert "output_norm.weight has the ggml type I32" in message
+
+
+def gguf_header(version=3, tensors=0, keys=0, rest=b""):
+    return b"GGUF" + struct.pack("<IQQ", version, tensors, keys) + rest
+
+
+def gguf_text(value):
+    return struct.pack("<Q", len(value)) + value
+
+
+def gguf_array(kind, count):
+    return gguf_text(b"key") + struct.pack("<IIQ", 9, kind, count)
+
+
+def gguf_tensor(shape, kind=0, offset=0):
+    axes = struct.pack(f"<I{len(shape)}Q", len(shape), *shape)
+    return gguf_text(b"t") + axes + struct.pack("<IQ", kind, offset)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "empty"),
+        (b"GG", "no GGUF magic"),
+        (b"PK\x03\x04 a zip file", "no GGUF magic"),
+        (b"GGUF\x03\x00", "truncated"),
+        (gguf_header(version=1), "version 1"),
+        (gguf_header(version=99), "version 99"),
+        (b"GGUF" + struct.pack(">IQQ", 3, 1, 1), "big-endian"),
+        (gguf_header(tensors=2**63), "claims 9223372036854775808 tensors"),
+        (gguf_header(keys=2**40), "claims 1099511627776 keys"),
+        (gguf_header(keys=1, rest=struct.pack("<Q", 2**62) + b"x" * 20), "truncated"),
+        (gguf_header(keys=1, rest=gguf_array(4, 2**61)), "truncated"),
+        (gguf_header(keys=1, rest=gguf_array(8, 2**61)), "claims 2305843009213693952 strings"),
+        (
+            gguf_header(keys=1, rest=gguf_array(8, 1) + struct.pack("<Q", 99)),
+            "truncated: a string of the key",
+        ),
+        (gguf_header(keys=1, rest=gguf_array(9, 1) + b"x" * 40), "unknown value type 9"),
+        (
+            gguf_header(keys=1, rest=gguf_text(b"key") + struct.pack("<I", 77)),
+            "unknown value type 77",
+        ),
+        (gguf_header(keys=1, rest=gguf_text(b"\xff\xfe") + b"x" * 8), "not UTF-8"),
+        (
+            gguf_header(keys=2, rest=(gguf_text(b"k") + struct.pack("<IB", 0, 1)) * 2),
+            "appears twice",
+        ),
+        (gguf_header(tensors=1, rest=gguf_tensor((2**40, 2**40))), "truncated"),
+        (gguf_header(tensors=1, rest=gguf_tensor((2**63, 2**63, 2**63, 2**63))), "truncated"),
+        (gguf_header(tensors=1, rest=gguf_tensor((1,) * 5)), "has 5 axes"),
+        (gguf_header(tensors=1, rest=gguf_tensor((32,), kind=999)), "unknown ggml type 999"),
+        (gguf_header(tensors=1, rest=gguf_tensor((33,), kind=2)), "rows of 33 values"),
+        (gguf_header(tensors=1, rest=gguf_tensor((8,), offset=2**62)), "truncated"),
+        (gguf_header(tensors=1, rest=gguf_tensor((8,), offset=3) + b"x" * 99), "truncated"),
+        (gguf_header(tensors=2, rest=gguf_tensor((0,)) * 2 + b"x" * 99), "appears twice"),
+    ],
+)
+def test_a_damaged_header_is_an_error(tmp_path, content, words):
+    path = tmp_path / "a.gguf"
+    path.write_bytes(content)
+    assert words in refusal(path)
+
+
+def test_a_file_truncated_in_its_weights_says_where_it_ends(tmp_path):
+    path = write_gguf(tmp_path / "a.gguf", gguf_metadata(), gguf_tensors())
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-100])
+    message = refusal(path)
+    assert "truncated" in message
+    assert str(len(whole) - 100) in message
+
+
+def write_parts(folder, arrays=None, size=8):
+    """The paths of the parts of a small model, `size` tensors in each; three by default."""
+    folder.mkdir()
+    arrays = arrays or gguf_tensors()
+    write_gguf(folder / "a.gguf", gguf_metadata(), arrays, split_max_tensors=size)
+    return sorted(folder.iterdir())
+
+
+def remove(parts, folder):
+    parts[1].unlink()
+
+
+def swap(index, other_index, **options):
+    """A part in the place of one of another split of the model, or of the model in one file."""
+
+    def damage(parts, folder):
+        others = write_parts(folder / "other", **options)
+        parts[index].write_bytes(others[other_index].read_bytes())
+
+    return damage
+
+
+def put_a_whole_file(parts, folder):
+    write_gguf(parts[1], gguf_metadata(), gguf_tensors())
+
+
+def truncate(parts, folder):
+    parts[2].write_bytes(parts[2].read_bytes()[:-100])
+
+
+ARRAYS = gguf_tensors()
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (remove, "its part a-00002-of-00003.gguf is missing"),
+        (swap(1, 2), "a-00002-of-00003.gguf has split.no=2 and split.count=3, not 1 and 3"),
+        (swap(1, 1, size=4), "a-00002-of-00003.gguf has split.no=1 and split.count=5, not 1 and 3"),
+        (
+            swap(2, 2, arrays=dict(reversed(ARRAYS.items()))),
+            "is in a-00003-of-00003.gguf and in a part before it",
+        ),
+        (
+            swap(2, 2, arrays=dict(list(ARRAYS.items())[:-1])),
+            "hold 19 tensors, not split.tensors.count=20",
+        ),
+        (put_a_whole_file, "a-00002-of-00003.gguf: split.no=None: must be a whole number"),
+        (truncate, "a-00003-of-00003.gguf: GGUF truncated"),
+    ],
+)
+def test_parts_that_do_not_belong_together_are_refused(tmp_path, damage, words):
+    parts = write_parts(tmp_path / "model")
+    damage(parts, tmp_path)
+    assert words in refusal(parts[0])
+    assert not open_files(tmp_path)
+
+
+def test_another_part_than_the_first_names_the_first(tmp_path):
+    parts = write_parts(tmp_path / "model")
+    assert "split.no=1, so it is not the first part; load a-00001-of-" in refusal(parts[1])
+
+
+def test_a_part_of_another_name_is_refused(tmp_path):
+    renamed = write_parts(tmp_path / "model")[0].rename(tmp_path / "a.gguf")
+    assert "its name does not end in -00001-of-00003.gguf" in refusal(renamed)
 
 
 def test_messages_are_printable_and_bounded():
