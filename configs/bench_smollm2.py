@@ -1,6 +1,6 @@
 """The benchmark of the default model; `:debug` is a size that runs in seconds.
 
-What each field does is said in specjax/cli/bench_config.py.
+`--help` says what each field does.
 """
 
 from specjax.cli.bench_config import BenchConfig

@@ -1,7 +1,6 @@
 """Decode with the default model: `python -m specjax.decode --config=configs/decode_smollm2.py`.
 
-What each field does is said in specjax/cli/decode_config.py, `DecodeFields`; `--list` prints the
-drafters, their options, and the rules.
+`--help` says what each field does, and `--list` prints the drafters, their options, and the rules.
 """
 
 from specjax.cli.config_file import config_of
@@ -15,5 +14,4 @@ def get_config(size=""):
     config.target = "smollm2-135m-instruct"
     config.drafter.name = "ngram"
     config.num_speculative_tokens = "auto"
-    config.sampling.max_new_tokens = 96
     return config

@@ -36,7 +36,6 @@ from specjax.cli.decode_config import read_decode_config
 from specjax.cli.flags import Parser
 from specjax.errors import InputError, one_line
 from specjax.fields import Flag, OutputFolder, dotted
-from specjax.reporting import plots
 from specjax.reporting.records import Run, read_report
 from specjax.reporting.report_file import check_writable
 from specjax.reporting.statistics import OVERALL, figures_by_task
@@ -63,8 +62,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _sweep(argv: list[str]) -> int:
     options, fixed, grid = _options(argv)
-    if options.pictures:
-        plots.require_matplotlib()
     cells = make_cells(options.out, fixed, grid)
     return sweep(cells, options)
 

@@ -32,7 +32,7 @@ from specjax.reporting.report_file import ReportFile, check_writable
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
 
-    def run(config: BenchConfig) -> int:
+    def run(config: BenchConfig, *, verbose: bool) -> int:
         mesh = open_mesh(config.mesh, config.distributed, asdict(config))
         writes = processes.is_first()
 
@@ -43,12 +43,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         console = Console(width=None if sys.stdout.isatty() else 120, quiet=not writes)
         report = ReportFile(path)
         with sharding.use(mesh):
-            measure_all(config, console, mesh, report)
+            measure_all(config, console, mesh, report, verbose=verbose)
         report.finish({"record": "summary"})
         return 0
 
-    read = functools.partial(read_values, BenchConfig)
-    return command.run_config(run, argv, default="bench_smollm2", read=read, documentation=__doc__)
+    return command.run_config(
+        run,
+        argv,
+        default="bench_smollm2",
+        read=functools.partial(read_values, BenchConfig),
+        documentation=__doc__,
+        source=BenchConfig,
+        flags={"verbose": "also show what controllers drafted, prefill, and predictions"},
+    )
 
 
 if __name__ == "__main__":

@@ -1,17 +1,18 @@
 """Decode prompts with drafters, and show acceptance and speed-up.
 
-    python -m specjax.decode --config=configs/decode_smollm2.py --config.compare=true
+    python -m specjax.decode --config.prompt="Name three rivers."
     python -m specjax.decode --config.drafter.name=ngram,eagle3,ngram+eagle3
 
-Several drafters decode in turn beside one plain decoding, which each is compared with; an option of
-`drafter.*` goes to those that take it. The text shown is that of the first.
+Each prompt is also decoded plainly, for the speed-up, and to check that the tokens are the same.
+Several drafters decode in turn beside one plain decoding; an option of `drafter.*` goes to those
+that take it. The text shown is that of the first.
 
-`--list` prints drafters, rules, options and sampling fields. Exit codes: 0; 1 where the output
-differs from plain decoding's by more than rounding explains; 2 for bad input, for logits that are
-not numbers, and where the report cannot be written; 130 after Ctrl-C, SIGTERM or a closed terminal;
-141 where stdout is closed. Rows are added to the report, a file of JSON lines, as they finish; its
-last lines are summaries, which say "interrupted" where prompts are missing, and "refused" where a
-later turn has no room. Of several processes the first one prints, and writes the report.
+Exit codes: 0; 1 where the output differs from plain decoding's by more than rounding explains; 2
+for bad input, for logits that are not numbers, and where the report cannot be written; 130 after
+Ctrl-C, SIGTERM or a closed terminal; 141 where stdout is closed. Rows are added to the report, a
+file of JSON lines, as they finish; its last lines are summaries, which say "interrupted" where
+prompts are missing, and "refused" where a later turn has no room. Of several processes the first
+one prints, and writes the report.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from specjax.cli.console import Screen
 from specjax.cli.decode_config import (
     ConfigDrafter,
     DecodeConfig,
+    DecodeFields,
     DrafterConfig,
     make_config_drafter,
     read_decode_config,
@@ -69,11 +71,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(listing())
         return 0
     return command.run_config(
-        decode, argv, default=CONFIG, read=read_decode_config, documentation=__doc__
+        lambda config, *, verbose, **_: decode(config, verbose=verbose),
+        argv,
+        default=CONFIG,
+        read=read_decode_config,
+        documentation=__doc__,
+        source=DecodeFields,
+        flags={
+            "verbose": "show all numbers, such as acceptance by position and what auto chose",
+            "list": "print drafters with their options, rules and sampling fields",
+        },
     )
 
 
-def decode(config: DecodeConfig) -> int:
+def decode(config: DecodeConfig, *, verbose: bool = False) -> int:
     """Run a config; returns the exit code. Raises InputError."""
     mesh = open_mesh(config.mesh, config.distributed, config.written)
     writes = processes.is_first()
@@ -98,7 +109,8 @@ def decode(config: DecodeConfig) -> int:
         for one, made in zip(config.drafters, drafters, strict=True)
     ]
     screen.say(f"{model.num_params / 1e6:.1f}M parameters, {model.weights}, on {conditions.device}")
-    screen.say(_ends_and_beginning(model))
+    if verbose:
+        screen.say(_ends_and_beginning(model))
     screen.legend(config.drafters[0].name)
 
     file = ReportFile(path, screen.say)
@@ -125,7 +137,8 @@ def decode(config: DecodeConfig) -> int:
     finally:
         title = f"{config.target}, {model.weights}, {conditions.device}, "
         title += f"batch size {conditions.batch_size}{_lossy(config)}"
-        screen.table(runs, title, functools.partial(_compared, config) if config.compare else None)
+        compared = functools.partial(_compared, config) if config.compare else None
+        screen.results(runs, title, compared, verbose=verbose)
         for run in runs:
             screen.differences(run.rows, run.drafter if len(runs) > 1 else "")
     if written:
@@ -203,13 +216,14 @@ def _ends_and_beginning(model: Model) -> str:
 
 
 def _compared(config: DecodeConfig, figures: Figures) -> str:
-    """What the table says of a comparison with plain decoding."""
+    """What is said of the comparison with plain decoding."""
     if config.lossy:
         return f"not expected: {config.options.verify.name} is lossy"
     if not config.comparable:
         rule = config.options.verify.name
         return f"not expected: {rule} at a temperature has the same distribution only"
-    return f"{figures.identical_rows or 0} of {figures.compared_rows} rows"
+    same, rows = figures.identical_rows or 0, figures.compared_rows
+    return f"{'yes' if same == rows else 'NO'}, {same} of {rows} rows"
 
 
 def _lossy(config: DecodeConfig) -> str:

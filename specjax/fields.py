@@ -62,12 +62,19 @@ class Whole:
         value = _plain(value)
         whole = isinstance(value, int) and not isinstance(value, bool)
         if not whole or not self.least <= value <= self.most:
-            range_ = f"from {self.least} to {self.most}"
-            if self.most >= INT32_MAX and whole and value < self.least:
-                range_ = f"of at least {self.least}"
-            remedy = self.remedy or f"use a whole number {range_}"
-            raise InputError(f"{name}={shown(value)}: {remedy}")
+            small = whole and value < self.least
+            raise InputError(f"{name}={shown(value)}: {self.says if small else self._remedy()}")
         return value
+
+    @property
+    def says(self) -> str:
+        """Which values to use; the limit of 32 bits only where it was set."""
+        if self.most < INT32_MAX:
+            return self._remedy()
+        return self.remedy or f"use a whole number of at least {self.least}"
+
+    def _remedy(self) -> str:
+        return self.remedy or f"use a whole number from {self.least} to {self.most}"
 
 
 @dataclass(frozen=True)
@@ -88,7 +95,7 @@ class Number:
         value = _plain(value)
         real = isinstance(value, int | float)
         if not real or isinstance(value, bool) or not self._holds(value):
-            raise InputError(f"{name}={shown(value)}: {self.remedy or self._remedy()}")
+            raise InputError(f"{name}={shown(value)}: {self.says}")
         return float(value)
 
     def _holds(self, value: Any) -> bool:
@@ -96,7 +103,11 @@ class Number:
         inside = self.least < value if self.above else self.least <= value
         return bool((inside and value <= self.most) or (self.zero and value == 0))
 
-    def _remedy(self) -> str:
+    @property
+    def says(self) -> str:
+        """Which values to use."""
+        if self.remedy:
+            return self.remedy
         first = "0, or a number" if self.zero else "a number"
         if self.most >= 1e30:
             return f"use {first} {'above' if self.above else 'of at least'} {self.least:g}"
@@ -314,7 +325,7 @@ def kind_of(annotation: Any) -> Any:
         return next((one for one in inside[1:] if isinstance(one, Kind | Mapping)), None)
     if origin is Literal:
         return Choice(tuple(map(str, inside)))
-    if part := _dataclass_in(annotation):
+    if part := dataclass_in(annotation):
         fields = fields_of(part)
         return fields if part is annotation else OptionalSection(fields)
     if annotation is bool:
@@ -335,8 +346,8 @@ def fields_of(source: type) -> dict[str, Any]:
     """The kinds of a dataclass's annotated fields, by name; a dataclass inside is a section."""
     kinds: dict[str, Any] = {}
     for name, hint in _hints(source).items():
-        if _is_inline(hint):
-            kinds |= fields_of(_dataclass_in(hint))
+        if is_inline(hint):
+            kinds |= fields_of(dataclass_in(hint))
         elif (kind := kind_of(hint)) is not None:
             kinds[name] = kind
     return kinds
@@ -347,15 +358,16 @@ def _hints(source: type) -> dict[str, Any]:
     return {field.name: hints[field.name] for field in dataclasses.fields(source)}
 
 
-def _is_inline(hint: Any) -> bool:
+def is_inline(hint: Any) -> bool:
+    """Whether an annotation is `Annotated[D, Inline()]`."""
     return get_origin(hint) is Annotated and any(isinstance(one, Inline) for one in get_args(hint))
 
 
-def _dataclass_in(hint: Any) -> Any:
+def dataclass_in(hint: Any) -> Any:
     """The dataclass D of an annotation D, `D | None` or `Annotated[D, Inline()]`; else None."""
     if dataclasses.is_dataclass(hint):
         return hint
-    if _is_inline(hint):
+    if is_inline(hint):
         return get_args(hint)[0]
     if get_origin(hint) in (Union, types.UnionType):
         inside = [one for one in get_args(hint) if one is not types.NoneType]
@@ -388,8 +400,8 @@ def _made(source: type, checked: Mapping[str, Any], problems: Problems) -> Any:
     """The dataclass of checked values, or _ABSENT where one of them is; notes its own problems."""
     given: dict[str, Any] = {}
     for name, hint in _hints(source).items():
-        part = _dataclass_in(hint)
-        if _is_inline(hint):
+        part = dataclass_in(hint)
+        if is_inline(hint):
             given[name] = _made(part, checked, problems)
         elif part is not None and name in checked:
             given[name] = _made(part, checked[name], problems)
@@ -410,7 +422,7 @@ def check_instance(value: Any, prefix: str) -> None:
     """
     for name, hint in type_hints(type(value)).items():
         # A dataclass inside has checked itself.
-        kind = None if _dataclass_in(hint) else kind_of(hint)
+        kind = None if dataclass_in(hint) else kind_of(hint)
         if kind is not None:
             object.__setattr__(value, name, kind.check(prefix + name, getattr(value, name)))
 

@@ -241,7 +241,7 @@ class Summary:
             "passes of the target": str(self.num_rounds),
             "tokens per pass (tau)": number(self.acceptance_length),
             "acceptance rate": number(self.acceptance_rate),
-            "acceptance by position": by_position,
+            "cumulative acceptance": by_position,
             "passes by width": widths or "-",
         }
         return "\n".join(f"{name:<24}{value}" for name, value in lines.items())
@@ -289,20 +289,6 @@ def summarize(
         tokens_per_round_per_request=per_request_mean(tokens_per_round, emitted),
         mean_width=_mean(slots),
         rounds_by_width=dict(zip(widths.tolist(), rounds.tolist(), strict=True)),
-    )
-
-
-def console_line(summary: Summary) -> str:
-    """Return one line like those of vLLM and llama.cpp, with the same mean acceptance length.
-
-    That is `tau_drafted`: 1 + the sum of the positions shown beside it.
-    """
-    positions = ", ".join(_decimals(rate, 3) for rate in summary.acceptance_at_pos)
-    return (
-        f"draft acceptance = {_decimals(summary.acceptance_rate, 3)}"
-        f" ({summary.num_accepted_tokens} accepted / {summary.num_draft_tokens} drafted),"
-        f" mean acceptance length = {_decimals(summary.tau_drafted, 2)},"
-        f" per position = ({positions})"
     )
 
 
@@ -395,7 +381,3 @@ def _mean(values: np.ndarray) -> float | None:
 
 def _ratio(numerator: int, denominator: int) -> float | None:
     return numerator / denominator if denominator else None
-
-
-def _decimals(value: float | None, digits: int) -> str:
-    return "n/a" if value is None else f"{value:.{digits}f}"

@@ -1,27 +1,28 @@
 """Compare decode runs: tables by task in Spec-Bench's layout, CSV, Spec-Bench JSONL, pictures.
 
-    python -m specjax.report a.jsonl b.jsonl --out=DIR [--predict] [--nopictures]
+    python -m specjax.report a.jsonl b.jsonl --out=DIR [--predict] [--formats=png,svg]
 
 Reads what `python -m specjax.decode --config.report=FILE` wrote, runs of one target over the same
 prompts (several in a file of several drafters). Into DIR go report.md, report.csv, one JSONL file
-per run and the pictures. `--predict` loads the target and times the parts of each run's rounds, for
-the predicted speed-up.
-An earlier report in DIR is replaced, unless something else is there too or it was changed since.
-Interrupted runs are named.
+per run and the pictures, the fastest run first. `--predict` loads the target and times the parts of
+each run's rounds, for the predicted speed-up. An earlier report in DIR is replaced, unless
+something else is there too or it was changed since. Interrupted runs are named.
+
 Exit codes: 0; 2 for bad input; 130 after Ctrl-C or SIGTERM.
 """
 
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from specjax.cli import command
-from specjax.cli.flags import Parser
+from specjax.cli.flags import Listed, Parser
 from specjax.cli.predicted_speedup import predicted_speedups
-from specjax.errors import InputError
-from specjax.fields import Flag, OutputFolder
+from specjax.errors import InputError, printable
+from specjax.fields import Choice, Flag, OutputFolder
 from specjax.files import atomic_writes, folders
 from specjax.files.paths import output_folder
 from specjax.reporting import csv_jsonl, picture_files, plots, tables
@@ -36,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _report(argv: list[str]) -> int:
     for path in write(**parser().read(argv)):
-        print(f"wrote {path}")
+        print(f"wrote {printable(str(path))}")
     return 0
 
 
@@ -46,26 +47,33 @@ def check_out(out: str | Path) -> None:
 
 
 def write(
-    paths: Sequence[str | Path], out: str | Path, *, predict: bool = False, pictures: bool = True
+    paths: Sequence[str | Path],
+    out: str | Path,
+    *,
+    predict: bool = False,
+    pictures: bool = True,
+    formats: Sequence[str] = picture_files.FORMATS[:1],
 ) -> list[Path]:
     """Report the runs of some files into a folder, and print the leaderboard.
 
-    Returns the files written. Raises InputError for bad input, before anything is written.
+    Pictures are drawn in each of the `formats`, and left out where matplotlib is missing. Returns
+    the files written. Raises InputError for bad input, before anything is written.
     """
     if not paths:
         raise InputError("no reports: name the files that specjax.decode wrote")
-    if pictures:
-        plots.require_matplotlib()
+    if pictures and not plots.has_matplotlib():
+        print("no pictures: matplotlib is missing; pip install 'specjax[plots]'", file=sys.stderr)
+        pictures = False
     runs = [run for path in paths for run in read_reports(path)]
     check_together(runs)
     check_out(out)
     predicted = [None] * len(runs)
     if predict:
-        predicted = predicted_speedups(runs, lambda doing: print(f"{doing} ..."))
+        predicted = predicted_speedups(runs, lambda doing: print(f"{printable(doing)} ..."))
     entries = [Entry.of(*one) for one in zip(runs, labels(runs), predicted, strict=True)]
     folder = output_folder("out", out)
     with folders.replacing(folder, "report") as new:
-        names = _write_files(new, in_order(entries), pictures)
+        names = _write_files(new, in_order(entries), formats if pictures else ())
     for conditions, group in by_conditions(in_order(entries)).items():
         print(f"{conditions}\n\n{tables.leaderboard(group)}")
         if note := tables.incomplete(group):
@@ -73,9 +81,10 @@ def write(
     return [folder / name for name in names]
 
 
-def _write_files(folder: Path, entries: Sequence[Entry], pictures: bool) -> list[str]:
+def _write_files(folder: Path, entries: Sequence[Entry], formats: Sequence[str]) -> list[str]:
     """Write a report's files and return their names; raises OSError."""
-    drawn = picture_files.draw(folder, entries) if pictures else {}
+    drawn = picture_files.draw(folder, entries, formats) if formats else {}
+    pictures = sorted(file.name for file in folder.iterdir())
     texts = {
         "report.md": tables.markdown(entries, drawn),
         "report.csv": csv_jsonl.csv_text(entries),
@@ -86,7 +95,7 @@ def _write_files(folder: Path, entries: Sequence[Entry], pictures: bool) -> list
     }
     for name, text in texts.items():
         atomic_writes.write_text(folder / name, text)
-    return [*texts, *(name for pictures in drawn.values() for _, name in pictures)]
+    return [*texts, *pictures]
 
 
 def _file_names(names: Sequence[str]) -> list[str]:
@@ -104,8 +113,10 @@ def parser() -> Parser:
     flags = Parser("python -m specjax.report", __doc__)
     flags.add_argument("paths", nargs="*", metavar="FILE", help="reports to compare")
     flags.add_field("out", OutputFolder(), "the folder to write into")
-    flags.add_field("predict", Flag(), "time the parts of rounds", default=False)
+    flags.add_field("predict", Flag(), "time the parts of rounds on this machine", default=False)
     flags.add_field("pictures", Flag(), "draw pictures", default=True)
+    kinds = Listed(Choice(picture_files.FORMATS))
+    flags.add_field("formats", kinds, "of pictures: png,svg,pdf or some of them", default="png")
     return flags
 
 

@@ -88,7 +88,7 @@ TEXTS = {
     fields.PathOrName: _PATHS,
     fields.InputFile: [*_PATHS, "nosuch", "folder", "/dev/null"],
     fields.InputFolder: [*_PATHS, "nosuch", "file", "/dev/null"],
-    fields.OutputFile: [*_PATHS, "folder", "nosuch/x", "/dev/full", "/dev/stdout", "/proc/x"],
+    fields.OutputFile: [*_PATHS, "folder", "/dev/full", "/dev/stdout", "/proc/x"],
     fields.OutputFolder: [*_PATHS, "file", "file/x/y", "/dev/full"],
     options.Ladder: [
         *["5", "x", "(1,", "(1, 2)", "((1, 2),)", "((None,),)", "((4, 2, 1),)", "((0, 2, 1),)"],
@@ -288,8 +288,12 @@ LINES = [
     (decode.main, "--config.limit=1.5", "config.limit='1.5': use a whole number"),
     (decode.main, "--config.sampling.top_p=high", "use a number"),
     (decode.main, "--config.compare=maybe", "use true or false"),
-    (decode.main, "--verbose", "'--verbose' is not understood"),
-    (decode.main, "stray", "'stray' is not understood"),
+    (decode.main, "--quiet", "'--quiet' is not understood: use --config=FILE"),
+    (decode.main, "--prompt=a b", "did you mean --config.prompt='a b'?"),
+    (decode.main, "--drafter=eagle3", "did you mean --config.drafter.name=eagle3?"),
+    (decode.main, "--temperature", "did you mean --config.sampling.temperature=VALUE?"),
+    (decode.main, "--batch-size=2", "did you mean --config.batch_size=2?"),
+    (decode.main, "name two", "is not understood: did you mean --config.prompt='name two'?"),
     *(
         (decode.main, f"--config={given}", f"config='{given}': no such file.*decode_smollm2, gen")
         for given in ("missing.py", "nosuch", "configs/nosuch.py", "other/decode_smollm2.py")

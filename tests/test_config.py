@@ -1,16 +1,22 @@
 """The command line's config: defaults that fit the code, overrides, and errors on one line."""
 
 import dataclasses
+import re
 
 import pytest
 
+from specjax import bench, decode
 from specjax.cli import command
 from specjax.cli.config_file import packaged_configs, read_config
 from specjax.cli.decode_config import read_decode_config, turn_prompts
+from specjax.decoding.options import DecodeOptions
 from specjax.decoding.prompts import Question
 from specjax.decoding.sampling_params import SamplingParams
 from specjax.drafters import DRAFTERS, drafter_options, option_type
 from specjax.errors import InputError
+from specjax.fields import dotted
+from specjax.sampling import RULES
+from train import eagle
 
 DEFAULT = "configs/decode_smollm2.py"
 
@@ -51,6 +57,40 @@ def test_overrides_in_all_spellings():
     assert (config.seed, config.compare, config.sampling.logprobs) == (7, True, False)
     assert (config.num_speculative_tokens, config.drafter.exit_layer) == ("auto", 3)
     assert config.is_locked
+
+
+def help_of(main, *argv, capsys):
+    """The value and the meaning of each field that a command's --help lists."""
+    assert main([*argv, "--help"]) == 0
+    _, text = capsys.readouterr().out.split("Fields of the config")
+    fields = re.findall(r"^  ([a-z_.]+)(?: = (.*?))?(?:  (\[.*))?\n((?:      .*\n)*)", text, re.M)
+    return {name: (value, allowed + meaning) for name, value, allowed, meaning in fields}
+
+
+@pytest.mark.parametrize(
+    ("main", "config"), [(decode.main, DEFAULT), (bench.main, "bench_smollm2")]
+)
+def test_help_lists_all_fields_with_values_and_meanings(main, config, capsys):
+    listed = help_of(main, capsys=capsys)
+    values = dotted(read(f"--config={config}").to_dict())
+    assert {name: value for name, (value, _) in listed.items()} == {
+        name: "" if value is None else str(value) for name, value in values.items()
+    }
+    described = {name for name, (_, meaning) in listed.items() if meaning.strip()}
+    undescribed = {"drafter.name", "drafter.path", "distributed.coordinator_address"}
+    assert set(listed) - described <= undescribed
+
+
+def test_help_is_of_the_config_that_is_named(capsys):
+    listed = help_of(bench.main, "--config=bench_smollm2:debug", capsys=capsys)
+    assert listed["runs"][0] == "2"
+    assert decode.main(["--config=missing.py", "--help"]) == 2
+    assert "missing.py" in capsys.readouterr().err
+
+
+def test_help_of_a_command_whose_fields_no_class_documents(capsys):
+    listed = help_of(eagle.main, capsys=capsys)
+    assert listed["loss.steps"] == ("3", "")
 
 
 MADE = """
@@ -111,6 +151,15 @@ def test_one_line_and_exit_code(capsys):
         raise KeyboardInterrupt
 
     assert command.run_config(interrupted, [], default=DEFAULT, read=read_decode_config) == 130
+
+
+def test_defaults_are_those_of_python_but_for_those_that_help_explains():
+    config = read_decode_config(read().to_dict())
+    assert config.sampling == SamplingParams()
+    differing = {"num_speculative_tokens": "auto", "batch_size": 1, "verify": RULES["rejection"]}
+    assert config.options == dataclasses.replace(DecodeOptions(), **differing)
+    benched = read("--config=bench_smollm2")
+    assert (benched.target, benched.dtype) == (config.target, config.dtype)
 
 
 def test_auto_is_what_decode_begins_with_and_nothing_else():

@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import json
+import re
 
 import pytest
 import reports
@@ -73,6 +74,7 @@ def run(folder, tmp_path):
             f"--config.target={folder / 'model'}",
             f"--config.report={path}",
             "--config.dtype=float32",
+            "--config.compare=false",
             "--config.num_speculative_tokens=3",
             "--config.sampling.max_new_tokens=12",
             "--config.sampling.ignore_eos=true",
@@ -116,8 +118,9 @@ def test_greedy_equals_plain_decoding(name, run, folder, capsys):
         assert {tuple(row["emitted"]) for row in rows} == {(5, 5, 2)}
     shown = capsys.readouterr()
     assert shown.err == ""
-    assert "3 of 3 rows" in shown.out
-    assert shown.out.count("same tokens") == 3
+    assert "same tokens as plain  yes, 3 of 3 rows\n" in shown.out
+    assert re.search(r"^speed-up              \d+\.\d\dx \(", shown.out, re.MULTILINE)
+    assert shown.out.count(", same tokens\n") == 3
 
 
 @pytest.mark.parametrize("name", ["simulated", *slow("early_exit")])
@@ -286,11 +289,43 @@ def test_several_drafters_beside_one_plain_decoding(run, monkeypatch, tmp_path, 
         assert config["drafter"]["prompt_lookup_min"] == 1
         assert 0 < summary["speedup_with_prefill"] < summary["speedup"] + 1
     shown = capsys.readouterr().out
-    assert shown.count("same tokens") == 6
+    assert shown.count(", same tokens\n") == 6
     assert shown.count("    ngram: 12 tokens, ") == 3
     assert shown.count("    ngram+early_exit: ") == 3
-    for line in ("3 of 3 rows", "with prefill", "rounds by width"):
+    for line in ("yes, 3 of 3 rows", "with prefill", "tokens per pass"):
         assert line in shown
+    assert "passes by" not in shown
+
+
+def test_all_numbers_with_verbose(run, capsys):
+    lengths = ["--config.num_speculative_tokens=auto", "--config.compare=true"]
+    code, report = run(*lengths, "--verbose")
+    assert code == 0
+    shown = capsys.readouterr().out
+    limits = {}
+    for (longest,), _, rounds in report["summary"]["step_limits"]:
+        limits[longest] = limits.get(longest, 0) + rounds
+    assert " ".join(f"{longest}:{rounds}" for longest, rounds in limits.items()) in shown
+    for line in ("cumulative acceptance, from", "conditional", "passes by width", "compiling, s"):
+        assert line in shown
+    assert "ends at " in shown
+
+
+def test_a_run_too_short_to_tell_its_speedup_says_so(run, capsys):
+    code, report = run("--config.compare=true", "--config.limit=1")
+    assert code == 0
+    assert report["summary"]["speedup"] > 0
+    shown = capsys.readouterr().out
+    assert "speed-up              too short to tell\n" in shown
+    assert "12 new tokens are too few to tell a speed-up: it takes 32" in shown
+    assert "same tokens as plain  yes, 1 of 1 rows" in shown
+
+
+def test_the_folder_of_a_report_is_made(run, tmp_path):
+    path = tmp_path.parent / f"{tmp_path.name}-made" / "here" / "r.jsonl"
+    code, _ = run("--config.limit=1", f"--config.report={path}")
+    assert code == 0
+    assert reports.read_one(path)["summary"]["num_rows"] == 1
 
 
 def test_an_interrupted_batch_of_several_is_kept_for_none(run, monkeypatch):
@@ -471,8 +506,6 @@ def test_list_names_everything(capsys):
         "ignore_eos",
     ):
         assert name in shown
-    assert decode.main(["--help"]) == 0
-    assert "--config=" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("compare", [False, *slow(True)])

@@ -18,7 +18,7 @@ from specjax.reporting import csv_jsonl, picture_files, plots
 from specjax.reporting.plots import Curve
 from specjax.reporting.records import read_report, read_reports
 from specjax.reporting.report_file import ReportFile
-from specjax.reporting.runs import Entry, labels
+from specjax.reporting.runs import Entry, labels, without_length
 from specjax.reporting.statistics import OVERALL, batch_widths, figures_by_task
 
 pytest.importorskip("matplotlib")
@@ -76,6 +76,13 @@ def test_figures_by_hand(write):
     assert everything.speedup == pytest.approx(3.3 / 2.5)
     assert everything.speedup_per_request == pytest.approx((2 + 1 + 0.8) / 3)
     assert (everything.identical_rows, everything.compared_rows) == (3, 3)
+    # Without each batch in turn: 1.3 / 1.5, 2.8 / 2 and 2.5 / 1.5.
+    logs = [math.log(one) for one in (1.3 / 1.5, 2.8 / 2, 2.5 / 1.5)]
+    error = math.sqrt(2 / 3 * sum((one - sum(logs) / 3) ** 2 for one in logs))
+    low, high = (3.3 / 2.5 * math.exp(sign * 4.302653 * error) for sign in (-1, 1))
+    assert everything.speedup_interval == pytest.approx((low, high))
+    assert qa.speedup_interval is None
+    assert everything.few
 
 
 def test_a_batch_counts_its_seconds_once_and_tells_tasks_apart_only_where_it_holds_one(write):
@@ -99,7 +106,8 @@ def test_a_batch_counts_its_seconds_once_and_tells_tasks_apart_only_where_it_hol
     assert batch_widths(run.rows).tolist() == [3, 3, 1, 3, 3]
     assert report.main([path, f"--out={path}.d", "--nopictures"]) == 0
     text = (read_report(path).path.parent / "a.jsonl.d" / "report.md").read_text()
-    (line,) = table(text, "### Speed-up")[1:]
+    head, line = table(text, "### Speed-up")
+    assert head == ["Drafter", "MT (3)\u2020", "QA (1)\u2020", "Tokens per pass", "Speed-up"]
     assert line == ["ngram", "2.50x\\*", "n/a", "2.25", "1.80x"]
     assert "that hold only this task" in text
 
@@ -116,32 +124,39 @@ def test_files_in_spec_benchs_layout(write, tmp_path, capsys):
     text = (out / "report.md").read_text()
     assert "## cpu, float32, batch size 1, temperature 0, up to 5 new tokens" in text
     head, *lines = table(text, "### Speed-up")
-    assert head == ["Drafter", "MT", "QA", "tau", "Speed-up"]
-    # The best of a column is bold, all of them where several show the same.
+    assert head == ["Drafter", "MT (2)\u2020", "QA (1)\u2020", "Tokens per pass", "Speed-up"]
+    # The fastest first; the best of a column is bold, all of them where several show the same.
     assert lines == [
-        ["ngram K=2", "**1.67x**", "**0.80x**", "**2.00**", "**1.32x**"],
-        ["early_exit K=4 exit_layer=2", "0.83x", "0.40x", "**2.00**", "0.66x"],
+        ["ngram, 2 draft tokens", "**1.67x**", "**0.80x**", "**2.00**", "**1.32x**"],
         ["none", "**1.67x**", "**0.80x**", "**2.00**", "**1.32x**"],
+        ["early_exit, 4 draft tokens, exit layer 2", "0.83x", "0.40x", "**2.00**", "0.66x"],
     ]
-    assert "| ngram K=2 " in shown
-    assert table(text, "Mean over requests")[1] == ["ngram K=2", "**1.83**", "**2.50**", "**2.06**"]
-    assert table(text, "### Acceptance by position")[1:3] == [
-        ["ngram K=2", "all up to here", "0.80", "0.40"],
-        ["ngram K=2", "given those before", "0.80", "0.50"],
+    assert "| ngram, 2 draft tokens " in shown
+    ngram = "ngram, 2 draft tokens"
+    assert table(text, "Mean over requests")[1] == [ngram, "**1.83**", "**2.50**", "**2.06**"]
+    assert table(text, "### All tasks together")[1][:6] == [
+        *(ngram, "3\u2020", "4.4", "3.3", "1.32x", "0.35 to 4.95")
+    ]
+    assert table(text, "### Acceptance by position")[:3] == [
+        ["Drafter", "acceptance", "1", "2"],
+        [ngram, "cumulative", "0.80", "0.40"],
+        [ngram, "conditional", "0.80", "0.50\u2020"],
     ]
     rows = read_csv(out / "report.csv")
     assert [(one["label"], one["subset"]) for one in rows[:3]] == [
-        ("ngram K=2", "mt_bench"),
-        ("ngram K=2", "qa"),
-        ("ngram K=2", "overall"),
+        (ngram, "mt_bench"),
+        (ngram, "qa"),
+        (ngram, "overall"),
     ]
     assert float(rows[0]["acceptance_length"]) == 7 / 4
-    assert float(rows[0]["acceptance_at_pos_1"]) == pytest.approx(1 / 3)
-    assert rows[0]["predicted_speedup"] == ""
-    lines = (out / "ngram_K=2.jsonl").read_text().splitlines()
+    assert float(rows[0]["acceptance_at_pos_1"]) == pytest.approx(2 / 3)
+    assert float(rows[0]["acceptance_at_pos_2"]) == pytest.approx(1 / 3)
+    assert 0 < float(rows[0]["speedup_low"]) < 1.67 < float(rows[0]["speedup_high"])
+    assert rows[0]["predicted_speedup"] == rows[1]["speedup_low"] == ""
+    lines = (out / "ngram_2_draft_tokens.jsonl").read_text().splitlines()
     first = json.loads(lines[0])
     assert [first[name] for name in ("question_id", "category", "model_id", "drafter")] == [
-        *(0, "writing", "model", "ngram K=2")
+        *(0, "writing", "model", ngram)
     ]
     assert first["choices"] == [
         {
@@ -153,11 +168,21 @@ def test_files_in_spec_benchs_layout(write, tmp_path, capsys):
             "accept_lengths": [3, 1, 1],
         }
     ]
-    for name in ("tau_by_task.png", "acceptance_by_position.png"):
+    for name in ("speedup.png", "tokens_per_pass.png", "acceptance_by_position.png"):
         assert (out / name).read_bytes().startswith(b"\x89PNG")
         assert f"]({name})" in text
-    # No two of the runs differ in K alone.
-    assert not (out / "speedup_by_k.png").exists()
+    # No two of the runs differ in draft length alone.
+    assert not (out / "speedup_by_length.png").exists()
+
+
+def test_pictures_of_other_kinds(write, tmp_path):
+    out = tmp_path / "out"
+    assert report.main([*write(a=content()), f"--out={out}", "--formats=svg,pdf"]) == 0
+    for name in ("speedup", "tokens_per_pass", "acceptance_by_position"):
+        assert "<svg" in (out / f"{name}.svg").read_text()
+        assert (out / f"{name}.pdf").read_bytes().startswith(b"%PDF")
+    assert "](speedup.svg)" in (out / "report.md").read_text()
+    assert not list(out.glob("*.png"))
 
 
 def test_turns_of_a_question_are_one_line(write):
@@ -196,8 +221,8 @@ def test_runs_under_other_conditions_are_not_compared(write, tmp_path):
     assert [line[0] for line in table(cold, "### Speed-up")[1:]] == ["ngram (a)", "ngram (slow)"]
     (line,) = table(warm, "### Speed-up")[1:]
     assert line == ["ngram (hot)", "1.67x", "0.80x", "2.00", "1.32x"]
-    assert (out / "tau_by_task-1.png").exists()
-    assert "tau_by_task-2.png" in warm
+    assert (out / "tokens_per_pass-1.png").exists()
+    assert "tokens_per_pass-2.png" in warm
 
 
 def test_labels_name_what_differs(write):
@@ -208,14 +233,22 @@ def test_labels_name_what_differs(write):
             b=content(length="8", verify="coupled"),
             c=content("early_exit", "auto", drafter={"name": "early_exit", "exit_layer": 3}),
             d=content("none"),
+            e=content("eagle3", "1", tree={"kind": "dynamic", "num_nodes": 32, "depth": 5}),
+            f=content("eagle3", tree={"kind": "static", "choices": [[0], [1]], "topk": None}),
         )
     ]
     # The drafter's own K is that of its longest draft.
     assert labels(runs) == [
-        "ngram K=2",
-        "ngram K=8 verify=coupled",
-        "early_exit K=auto exit_layer=3",
+        "ngram, 2 draft tokens",
+        "ngram, 8 draft tokens, coupled verification",
+        "early_exit, auto, exit layer 3",
         "none",
+        "eagle3, 1 draft token, dynamic tree, 32 nodes, depth 5",
+        "eagle3, 2 draft tokens, static tree, choices [[0], [1]]",
+    ]
+    assert [without_length(label) for label in labels(runs)[1:3]] == [
+        "ngram, coupled verification",
+        "early_exit, exit layer 3",
     ]
     assert labels(runs[:1]) == ["ngram"]
 
@@ -249,7 +282,6 @@ def test_a_report_keeps_every_text_and_id(tmp_path):
 def test_the_prediction_adds_up_the_parts(write, tmp_path, monkeypatch):
     longer = content(length="4")
     longer["rows"][0]["decode_s"] = 0.5
-    # Sixteen comes after four, whatever the files are called.
     paths = write(a=content(length="16"), b=longer, c=content())
     out = tmp_path / "out"
     parts = predicted_speedup.RoundCosts(0.05, {1: 0.1, 3: 0.2})
@@ -269,12 +301,13 @@ def test_the_prediction_adds_up_the_parts(write, tmp_path, monkeypatch):
     expected = 11 / 6 * 0.1 / (0.05 + (5 * 0.2 + 0.1) / 6)
     rows = read_csv(out / "report.csv")
     total = [one for one in rows if one["subset"] == "overall"]
-    assert [one["num_speculative_tokens"] for one in total] == ["2", "4", "16"]
+    # The fastest, and then in the order given.
+    assert [one["num_speculative_tokens"] for one in total] == ["4", "16", "2"]
     for one in total:
         assert float(one["predicted_speedup"]) == pytest.approx(expected)
         measured = float(one["speedup"])
         assert float(one["efficiency"]) == pytest.approx(measured / expected)
-    (curve,) = drawn["speedup_by_k.png"][""]
+    (curve,) = drawn["speedup_by_length.png"][""]
     assert curve.label == "ngram"
     assert (curve.x, curve.theory_x) == ([2, 4, 16], [2, 4, 16])
     assert curve.measured == pytest.approx([1.32, 3.3 / 2.0, 1.32])
@@ -315,7 +348,7 @@ def test_runs_of_a_real_model(tmp_path, chatty, capsys):
     assert "timing" in capsys.readouterr().out
     rows = read_csv(out / "report.csv")
     assert all(float(one["efficiency"]) > 0 for one in rows if one["subset"] == "overall")
-    assert (out / "speedup_by_k.png").exists()
+    assert (out / "speedup_by_length.png").exists()
 
 
 def test_several_drafters_in_one_file(write, tmp_path, capsys):
@@ -335,7 +368,7 @@ def test_several_drafters_in_one_file(write, tmp_path, capsys):
     text = (tmp_path / "out" / "report.md").read_text()
     names = ["ngram", "ngram+eagle3", "none"]
     assert [line[0] for line in table(text, "### Speed-up")[1:]] == names
-    lines = table(text, "### What `auto` chose")[1:]
+    lines = table(text, "### What auto chose")[1:]
     assert lines == [[name, "1.67", "1: 1, 3: 5"] for name in names]
     rows = [one for one in read_csv(tmp_path / "out" / "report.csv") if one["subset"] == OVERALL]
     assert [one["label"] for one in rows] == names
@@ -447,6 +480,7 @@ def test_bad_arguments(write, tmp_path, capsys, monkeypatch):
         ([path], "out is missing"),
         ([out], "no reports"),
         ([path, out, "--nosuch"], "nosuch"),
+        ([path, out, "--formats=png,gif"], "formats='gif' is unknown: use png, svg, pdf"),
         ([str(tmp_path / "missing.jsonl"), out], "no such file"),
         ([path, f"--out={tmp_path / 'file'}"], "is a file: name a folder"),
         ([path, f"--out={tmp_path / 'file' / 'x'}"], "a part of it is a file"),
@@ -458,10 +492,52 @@ def test_bad_arguments(write, tmp_path, capsys, monkeypatch):
     assert report.main(["--help"]) == 0
     assert "--out=DIR" in capsys.readouterr().out
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert report.main([path, f"--out={tmp_path / 'new'}"]) == 2
-    assert "pip install 'specjax[plots]'" in capsys.readouterr().err
-    assert report.main([path, f"--out={tmp_path / 'new'}", "--nopictures"]) == 0
+    # Tables need no matplotlib.
+    assert report.main([path, f"--out={tmp_path / 'new'}"]) == 0
+    assert "no pictures: matplotlib is missing; pip install" in capsys.readouterr().err
+    assert "![" not in (tmp_path / "new" / "report.md").read_text()
     assert not list((tmp_path / "new").glob("*.png"))
+    with pytest.raises(InputError, match="matplotlib is not installed"):
+        plots.draw_intervals(tmp_path / "a.png", [], title="t", x_label="x")
+
+
+def test_speedups_are_drawn_with_intervals_and_counts(write, tmp_path, monkeypatch):
+    drawn = {}
+    monkeypatch.setattr(
+        picture_files, "draw_intervals", lambda path, rows, **rest: drawn.update({path.name: rows})
+    )
+    slow = content("eagle3")
+    for one in slow["rows"]:
+        one["decode_s"] *= 2
+    many = content(rows=[row(n, "qa", [(2, 1, 2)], 1.0, 1.0 + n / 10, batch=n) for n in range(5)])
+    for name, contents in (("two", [slow, content()]), ("many", [many])):
+        paths = write(**{f"{name}{index}": one for index, one in enumerate(contents)})
+        assert report.main([*paths, f"--out={tmp_path / name}"]) == 0
+        rows = drawn.pop("speedup.png")
+        if name == "two":
+            assert [one.label for one in rows] == ["ngram", "eagle3"]
+            assert [one.value for one in rows] == pytest.approx([1.32, 0.66])
+            assert {one.note for one in rows} == {"3 answers, 11 tokens"}
+            assert all(one.few and one.ends[0] < one.value < one.ends[1] for one in rows)
+        else:
+            assert not rows[0].few
+
+
+def test_labels_are_drawn_as_they_are(tmp_path, monkeypatch):
+    """Formulas, control characters, what the font lacks, and very long ones."""
+    figures, save = [], plots._save
+    monkeypatch.setattr(plots, "_save", lambda *args: (figures.append(args[0]), save(*args)))
+    names = ["$x^$ \x1b[2J", "_hidden", "\u4f60", "long " * 200, "\ud800"]
+    rows = [plots.Interval(name, 1.0, (0.5, 2.0), note="$") for name in names]
+    plots.draw_intervals(tmp_path / "a.svg", rows, title="$" * 400, x_label="x", level=1.0)
+    curves = [Curve(name, [1], [1.0]) for name in names]
+    plots.draw_curves(tmp_path / "b.png", {"$": curves}, title="t", x_label="x", y_label="y")
+    ticks = [text.get_text() for text in figures[0].axes[0].get_yticklabels()]
+    legend = [text.get_text() for text in figures[1].axes[0].get_legend().get_texts()]
+    assert ticks == [f"{name}\n\\$" for name in legend]
+    assert legend[:2] == ["\\$x^\\$ \\x1b[2J", " _hidden"]
+    assert len(legend) == len(names)
+    assert max(map(len, legend)) <= 60
 
 
 def test_pictures_show_all_that_they_are_given(tmp_path, monkeypatch):

@@ -23,20 +23,27 @@ class BenchConfig:
     """What to measure."""
 
     target: Annotated[str, PathOrName()] = DEFAULT_MODEL
+    """A built-in name, a .gguf file, a Hugging Face directory, or org/name on the hub."""
     dtype: Annotated[str, DTYPE] = "auto"
+    """Of activations, cache and float weights; auto: float32 on a CPU, bfloat16 elsewhere."""
     weights: Annotated[str, WEIGHTS] = "auto"
     """The target's, as in a decode config."""
 
     widths: Annotated[tuple[int, ...], _SIZES] = (1, 2, 4, 8, 16, 32)
-    """T(width) is measured at these window sizes, batch sizes and capacities, after `committed`."""
+    """Tokens of a pass that is timed, T(width)."""
     batch_sizes: Annotated[tuple[int, ...], _SIZES] = (1, 4, 8, 16)
+    """Rows of such a pass."""
     capacities: Annotated[tuple[int, ...], _SIZES] = (512, 8192)
+    """Sizes of its cache, in tokens."""
     committed: Annotated[int, Whole()] = 100
+    """Tokens that are in that cache."""
 
     prompts: Annotated[Path | None, optional(InputFile(pipe=True))] = None
-    """JSONL in Spec-Bench's schema; without one the built-in prompts."""
+    """A JSONL file in Spec-Bench's schema; without it a few built-in prompts."""
     num_prompts: Annotated[int, Whole(1)] = 12
+    """At most so many of them, spread over the tasks."""
     max_new_tokens: Annotated[int, Whole(1)] = 48
+    """All rows make so many: an end of sequence is ignored."""
     drafters: Annotated[tuple[str, ...], _DRAFTERS] = (
         "ngram",
         "draft_model",
@@ -45,12 +52,17 @@ class BenchConfig:
     )
     """Each is compared with plain decoding, with these draft lengths, batches and temperatures."""
     num_speculative_tokens: Annotated[tuple[int | str, ...], _LENGTHS] = (AUTO, 4)
+    """Draft lengths: auto, fixed or numbers."""
     decoded_batch_sizes: Annotated[tuple[int, ...], _SIZES] = (1, 8)
+    """Rows that decode together."""
     temperatures: Annotated[tuple[float, ...], _TEMPERATURES] = (0.0, 1.0)
+    """Of sampling; 0 is greedy."""
     runs: Annotated[int, Whole(1)] = 5
     """A mean whose 95 % interval is wider than 3 % to a side is called unresolved: take more."""
 
     report: Annotated[Path | None, optional(OutputFile())] = None
-    """A file of JSON lines."""
+    """A file of JSON lines; its folder is made."""
     mesh: MeshConfig = ONE_DEVICE
+    """data x model devices: rows are spread over data, weights and heads split over model."""
     distributed: DistributedConfig = ONE_PROCESS
+    """Several processes, as of specjax.decode."""

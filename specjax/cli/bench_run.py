@@ -29,7 +29,7 @@ _WIDEST = 1000
 """The most columns of a table that is not printed on a terminal."""
 _PASS_COLUMNS: Mapping[str, Callable[[Mapping[str, float]], str]] = {
     "capacity": lambda row: str(row["capacity"]),
-    "B": lambda row: str(row["batch"]),
+    "batch": lambda row: str(row["batch"]),
     "width": lambda row: str(row["width"]),
     "ms": lambda row: f"{row['ms']:.1f}",
     "/ T(1)": lambda row: f"{row['relative']:.2f}",
@@ -38,25 +38,36 @@ _PASS_COLUMNS: Mapping[str, Callable[[Mapping[str, float]], str]] = {
 }
 _SPEEDUP_COLUMNS: Mapping[str, Callable[[Speedup], str]] = {
     "drafter": lambda one: one.drafter,
-    "K": lambda one: str(one.num_speculative_tokens),
-    "B": lambda one: str(one.batch),
+    "draft tokens": lambda one: str(one.num_speculative_tokens),
+    "batch": lambda one: str(one.batch),
     "temperature": lambda one: f"{one.temperature:g}",
-    "tau": lambda one: f"{one.acceptance_length:.2f}",
-    "draft": lambda one: f"{one.mean_draft:.2f}",
     "tokens/s": lambda one: f"{one.tokens_per_second:.1f}",
     "plain": lambda one: f"{one.plain_tokens_per_second:.1f}",
     "speed-up": lambda one: str(one.speedup),
+    "tokens per pass": lambda one: f"{one.acceptance_length:.2f}",
+    "same tokens": lambda one: {None: "", True: "yes", False: "NO"}[one.identical],
+}
+_MORE_COLUMNS: Mapping[str, Callable[[Speedup], str]] = {
+    "drafted per pass": lambda one: f"{one.mean_draft:.2f}",
     "with prefill": lambda one: str(one.speedup_with_prefill),
     "predicted": lambda one: "" if one.predicted is None else f"{one.predicted:.2f}",
     "measured/predicted": lambda one: "" if one.efficiency is None else f"{one.efficiency:.2f}",
-    "same tokens": lambda one: {None: "", True: "yes", False: "NO"}[one.identical],
 }
+"""What is shown with --verbose, too."""
 
 
 def measure_all(
-    config: BenchConfig, console: Console, mesh: Mesh | None, report: ReportFile
+    config: BenchConfig,
+    console: Console,
+    mesh: Mesh | None,
+    report: ReportFile,
+    *,
+    verbose: bool = False,
 ) -> None:
-    """Measure and print every part; records are added to the report as they are measured."""
+    """Measure and print every part; records are added to the report as they are measured.
+
+    The table of speed-ups has `_MORE_COLUMNS` where it is `verbose`.
+    """
 
     def load() -> tuple[Model, Sequence[prompts.Question]]:
         model = load_model(
@@ -86,7 +97,8 @@ def measure_all(
         report.add({"record": "speedup", **asdict(one), "efficiency": one.efficiency})
         console.print(f"  {one.drafter}: {one.speedup}", highlight=False)
     title = "Speed-up over plain decoding: geometric means, 95 % intervals"
-    _print_table(console, title, _SPEEDUP_COLUMNS, speedups)
+    columns = {**_SPEEDUP_COLUMNS, **(_MORE_COLUMNS if verbose else {})}
+    _print_table(console, title, columns, speedups)
 
 
 def _passes(

@@ -3,38 +3,57 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, TypeVar
+from types import MappingProxyType
+from typing import Any
 
 import jax
 
 from specjax import signals
 from specjax.cli.config_file import read_config
+from specjax.cli.config_help import config_help
 from specjax.errors import NO_SPACE, InputError, one_line
 from specjax.files import compiled_programs
 from specjax.log import LOGGER
 
-T = TypeVar("T")
 BAD_INPUT, INTERRUPTED, NO_READER = 2, 130, 141
 """Exit codes for bad input, for Ctrl-C or SIGTERM, and for a closed stdout."""
+_HELP = frozenset({"-h", "--help"})
 
 
 def run_config(
-    main: Callable[[T], int],
+    main: Callable[..., int],
     argv: Sequence[str] | None = None,
     *,
     default: str,
-    read: Callable[[dict[str, Any]], T],
+    read: Callable[[dict[str, Any]], Any],
     documentation: str | None = None,
+    source: type | None = None,
+    flags: Mapping[str, str] = MappingProxyType({}),
 ) -> int:
     """Parse `--config=FILE[:size] --config.field=value ...`, call `main`, return the exit code.
 
     `default` is the config's name where none is given. `read` checks the config's values, by
-    section, and returns `main`'s argument; it raises InputError. Otherwise as `run`.
+    section, and returns `main`'s argument; it raises InputError. `flags` are flags beside the
+    config, with what they mean, which `main` gets by name, as `verbose=True` for --verbose.
+    `--help` lists them, and the fields, with what they mean where `source`, a dataclass, declares
+    it. Otherwise as `run`.
     """
-    return run(lambda argv: main(read(read_config(argv, default).to_dict())), argv, documentation)
+
+    def run_parsed(argv: list[str]) -> int:
+        if set(argv) & _HELP:
+            files = [argument for argument in argv if re.match("--?config=", argument)]
+            config = read_config(files, default)
+            print(config_help(documentation or "", config, source, flags))
+            return 0
+        given = {name: f"--{name}" in argv for name in flags}
+        argv = [argument for argument in argv if argument.removeprefix("--") not in flags]
+        return main(read(read_config(argv, default).to_dict()), **given)
+
+    return run(run_parsed, argv)
 
 
 def run(
@@ -56,7 +75,7 @@ def run(
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
-    if documentation and set(argv) & {"-h", "--help"}:
+    if documentation and set(argv) & _HELP:
         main = lambda argv: print(documentation.strip()) or 0  # noqa: E731
     try:
         with signals.raised():

@@ -11,7 +11,8 @@ import difflib
 import functools
 import re
 import runpy
-from collections.abc import Iterator, Mapping
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,10 +54,15 @@ def read_config(argv: list[str], default: str) -> ml_collections.ConfigDict:
     path = files[-1].partition("=")[2] if files else default
     config = _load(path, packaged_first=not files)
     for override in overrides:
+        if not re.match(_CONFIG_FLAG, override):
+            raise InputError(_not_understood(config, override))
         _check_override(config, override)
     config = _overridden(config, overrides)
     _check_values(path, config)  # some may be computed from what was overridden
     return config
+
+
+_CONFIG_FLAG = r"--?(no)?config([.=]|$)"
 
 
 def _joined(argv: list[str]) -> Iterator[str]:
@@ -70,11 +76,7 @@ def _joined(argv: list[str]) -> Iterator[str]:
         if waiting is not None:
             yield waiting
             waiting = None
-        if not re.match(r"--?(no)?config([.=]|$)", argument):
-            raise InputError(
-                f"{argument!r} is not understood: use --config=FILE --config.field=value"
-            )
-        if "=" in argument or argument.startswith("--no"):
+        if not re.match(_CONFIG_FLAG, argument) or "=" in argument or argument.startswith("--no"):
             yield argument
         else:
             waiting = argument
@@ -181,9 +183,9 @@ def _load(path: str, packaged_first: bool = False) -> ml_collections.ConfigDict:
 
 def _check_values(path: str, config: ml_collections.ConfigDict) -> None:
     """Raise InputError for a value that is required and not set, or computed and fails."""
-    for name in _names(config):
+    for name in field_names(config):
         try:
-            _value(config, name)
+            field_value(config, name)
         except Exception as error:  # it may be a function of the config file's own
             raise InputError(
                 f"config={path!r}: {name} fails ({type(error).__name__}: {one_line(error):.200}); "
@@ -210,27 +212,53 @@ def _overridden(config: ml_collections.ConfigDict, overrides: list[str]) -> Any:
 
 def _field_type(config: ml_collections.ConfigDict, name: str) -> type | None:
     section, _, field = name.rpartition(".")
-    return (_value(config, section) if section else config).get_type(field)
+    return (field_value(config, section) if section else config).get_type(field)
 
 
 def _check_override(config: ml_collections.ConfigDict, override: str) -> None:
     name, _, value = re.sub(r"^--?(no)?config\.?", "", override).partition("=")
-    fields = _names(config)
+    fields = field_names(config)
     inside = [field for field in fields if field.startswith(f"{name}.")]
     if inside:
+        hint = f"did you mean config.{name}.name? " if f"{name}.name" in inside else ""
         raise InputError(
-            f"config.{name}={value!r}: {name} is a section; set one of {', '.join(inside)}"
+            f"config.{name}={value!r}: {name} is a section; {hint}set one of {', '.join(inside)}"
         )
     if name not in fields:
-        near = difflib.get_close_matches(name, fields, n=1)
-        last = name.rpartition(".")[2]
-        short = {field.rpartition(".")[2]: field for field in reversed(fields)}
-        near = near or [short[one] for one in difflib.get_close_matches(last, short, n=1)]
-        hint = f"did you mean {near[0]}?" if near else f"use {', '.join(fields)}"
+        near = _nearest(name, fields)
+        hint = f"did you mean {near}?" if near else f"use {', '.join(fields)}"
         raise InputError(f"config.{name}={value!r}: there is no such field; {hint}")
 
 
-def _names(config: ml_collections.ConfigDict, prefix: str = "") -> list[str]:
+def _nearest(name: str, fields: Sequence[str]) -> str | None:
+    """The field whose dotted name, or else the last part of it, is nearest to a name."""
+    if near := difflib.get_close_matches(name, fields, n=1):
+        return near[0]
+    short = {field.rpartition(".")[2]: field for field in reversed(fields)}
+    near = difflib.get_close_matches(name.rpartition(".")[2], short, n=1)
+    return short[near[0]] if near else None
+
+
+def _not_understood(config: ml_collections.ConfigDict, argument: str) -> str:
+    """The message for an argument that is no field of a config, with the field that it may mean."""
+    fields = field_names(config)
+    name, _, value = argument.lstrip("-").partition("=")
+    if not argument.startswith("-"):
+        near, value = ("prompt" if "prompt" in fields else None), argument
+    elif f"{name}.name" in fields:
+        near = f"{name}.name"
+    else:
+        near = _nearest(name, fields)
+    hint = (
+        f"did you mean --config.{near}={shlex.quote(value) if value else 'VALUE'}? " if near else ""
+    )
+    return (
+        f"{argument!r} is not understood: {hint}use --config=FILE and --config.FIELD=VALUE; "
+        "--help lists the fields"
+    )
+
+
+def field_names(config: ml_collections.ConfigDict, prefix: str = "") -> list[str]:
     """The dotted names of all fields, a section's after those outside of it; computes no value."""
     values = dict(config.items(preserve_field_references=True))
     sections = {
@@ -240,9 +268,10 @@ def _names(config: ml_collections.ConfigDict, prefix: str = "") -> list[str]:
     }
     names = [prefix + name for name in values if name not in sections]
     for name, section in sections.items():
-        names += _names(section, f"{prefix}{name}.")
+        names += field_names(section, f"{prefix}{name}.")
     return names
 
 
-def _value(config: ml_collections.ConfigDict, name: str) -> Any:
+def field_value(config: ml_collections.ConfigDict, name: str) -> Any:
+    """The value of a field, by its dotted name."""
     return functools.reduce(lambda section, part: section[part], name.split("."), config)

@@ -1,4 +1,4 @@
-"""Output of `decode`: progress, text with accepted draft tokens marked, the final table.
+"""Output of `decode`: progress, text with accepted draft tokens marked, the results.
 
 On a terminal with colour and a status line; elsewhere plain lines.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from rich.console import Console
@@ -18,9 +18,16 @@ from rich.text import Text
 from specjax.decoding.engine.outputs import Delta
 from specjax.decoding.prompts import Question
 from specjax.loading.tokenizers.tokenizer import StreamDecoder, Tokenizer
-from specjax.reporting.decode_report import PLAIN, DrafterRun
+from specjax.reporting.decode_report import DrafterRun
+from specjax.reporting.decode_table import (
+    LEAST_TOKENS,
+    Compared,
+    result_lines,
+    result_table,
+    too_short,
+)
 from specjax.reporting.records import Row
-from specjax.reporting.statistics import Figures, figures
+from specjax.reporting.statistics import figures
 
 ACCEPTED = "green"
 _OPEN, _CLOSE = "\u27e6", "\u27e7"
@@ -172,38 +179,46 @@ class Screen:
         if parts:
             self.say("    " + f"{drafter}: " * bool(drafter) + ", ".join(parts), "dim")
 
-    def table(
+    def results(
         self,
         runs: Sequence[DrafterRun],
         title: str,
-        comparison: Callable[[Figures], str] | None,
+        compared: Compared | None,
+        *,
+        verbose: bool = False,
     ) -> None:
-        """Print the final table, a column per drafter.
+        """Print what came of the runs: three lines of one, a table of several, or of all numbers.
 
-        `comparison` is what the line on the comparison with plain decoding says, if there is one.
+        `compared` is what is said of the comparison with plain decoding, if there is one.
         """
-        columns: dict[str, dict[str, str]] = {}
-        for run in runs:
-            found = run.figures()
-            if found is None:
-                self.say("No batch was finished.")
-                return
-            if found.plain_tokens_per_second is not None:
-                columns.setdefault(PLAIN, _plain_column(found))
-            columns[run.drafter] = _column(run, found)
-            if comparison is not None:
-                columns[run.drafter]["identical to plain"] = comparison(found)
-        table = Table(title=title, title_justify="left")
-        table.add_column("", no_wrap=True)
-        for name in columns:
-            table.add_column(name, justify="right")
-        for line in _LINES:
-            if any(line in column for column in columns.values()):
-                table.add_row(line, *(column.get(line, "") for column in columns.values()))
         self.say("")
+        all_figures = [run.figures() for run in runs]
+        if None in all_figures:
+            self.say("No batch was finished.")
+            return
+        if len(runs) == 1 and not verbose:
+            lines = result_lines(runs[0], compared)
+            width = max(map(len, lines))
+            for name, text in lines.items():
+                self.say(f"{name:<{width}}  {text}", "bold")
+        else:
+            self._table(title, result_table(runs, compared, verbose=verbose))
+        if short := [one.counts.num_emitted_tokens for one in all_figures if too_short(one)]:
+            self.say(
+                f"{min(short)} new tokens are too few to tell a speed-up: it takes {LEAST_TOKENS}; "
+                "use longer answers (sampling.max_new_tokens) or more prompts"
+            )
+        elif all_figures[0].plain_tokens_per_second is not None:
+            self.say("speeds are without loading, compiling and prefill", "dim")
+
+    def _table(self, title: str, rows: Mapping[str, Mapping[str, str]]) -> None:
+        table = Table(title=Text(title), title_justify="left")
+        table.add_column("", no_wrap=True)
+        for name in next(iter(rows.values())):
+            table.add_column(Text(name), justify="right")
+        for name, cells in rows.items():
+            table.add_row(name, *map(Text, cells.values()))
         self._console.print(table)
-        if PLAIN in columns:
-            self.say("speeds are without loading and compiling", "dim")
 
     def differences(self, rows: Sequence[Row], drafter: str = "") -> None:
         """Print every row that differs from plain decoding, with the margins of its near-ties.
@@ -228,55 +243,6 @@ class Screen:
                 + f"{row.difference.first}; {', '.join(closeness)}",
                 "" if row.difference.excused else "bold red",
             )
-
-
-_LINES = (
-    *("tokens/s", "speed-up", "  with prefill", "acceptance length", "  where drafted"),
-    *("draft tokens accepted", "acceptance by position", "tree", "accepted of tested"),
-    *("  expected from p and q", "identical to plain", "prefill, s", "draft tokens per round"),
-    "rounds by width",
-)
-"""The lines of the final table, in their order."""
-
-
-def _plain_column(figures: Figures) -> dict[str, str]:
-    """What the final table says of plain decoding, by line."""
-    return {
-        "tokens/s": _number(figures.plain_tokens_per_second, 1),
-        "speed-up": "1.00x",
-        "  with prefill": "1.00x",
-        "acceptance length": "1.00",
-        "prefill, s": _number(figures.plain_prefill_s),
-    }
-
-
-def _column(run: DrafterRun, figures: Figures) -> dict[str, str]:
-    """What the final table says of a drafter, by line; what would say nothing is left out."""
-    counts, expected = figures.counts, run.expected_acceptance()
-    cells = {
-        "tokens/s": _number(figures.tokens_per_second, 1),
-        "acceptance length": _number(counts.acceptance_length),
-        "prefill, s": _number(figures.prefill_s),
-    }
-    if figures.plain_tokens_per_second is not None:
-        cells["speed-up"] = f"{_number(figures.speedup)}x"
-        cells["  with prefill"] = f"{_number(figures.speedup_with_prefill)}x"
-    if counts.num_draft_tokens:
-        cells["  where drafted"] = _number(counts.tau_drafted)
-        accepted = f"{counts.num_accepted_tokens} of {counts.num_draft_tokens}"
-        cells["draft tokens accepted"] = accepted
-        cells["acceptance by position"] = " ".join(map(_number, counts.acceptance_at_pos))
-    if run.trees:
-        cells["tree"] = "; ".join(map(str, run.trees.values()))
-    if expected is not None:
-        cells["accepted of tested"] = _number(figures.acceptance_of_tested, 3)
-        error = _number(expected.decision_error, 3)
-        cells["  expected from p and q"] = f"{_number(expected.mean, 3)} +- {error}"
-    if run.header.auto:
-        widths = counts.rounds_by_width.items()
-        cells["draft tokens per round"] = _number(counts.drafted_per_round)
-        cells["rounds by width"] = " ".join(f"{width}:{rounds}" for width, rounds in widths)
-    return cells
 
 
 def _harmless(text: str) -> str:

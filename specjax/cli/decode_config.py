@@ -72,6 +72,8 @@ _THRESHOLD = optional(Number(0.0, above=True, remedy="use a number above 0"))
 class DraftLengthText:
     """`num_speculative_tokens` of a command line: "auto", "fixed", or a whole number as a text."""
 
+    remedy = DRAFT_LENGTH.remedy
+
     def check(self, name: str, value: Any) -> int | str:
         """The number, "auto" or "fixed"."""
         number = re.fullmatch(r"[+-]?\d{1,9}", value) if isinstance(value, str) else None
@@ -102,6 +104,7 @@ class DecodeFields:
     target: Annotated[str, PathOrName()] = DEFAULT_MODEL
     """A built-in name, a .gguf file, a Hugging Face directory, or org/name on the hub."""
     dtype: Annotated[str, DTYPE] = "auto"
+    """Of activations, cache and float weights; auto: float32 on a CPU, bfloat16 elsewhere."""
     weights: Annotated[str, WEIGHTS] = "auto"
     """The target's: float; int8 or int4; file, as a GGUF has them; or auto, file if possible."""
 
@@ -112,38 +115,44 @@ class DecodeFields:
     turns: Literal["first", "all"] = "first"
     """With all, answers become the history of the next turn."""
     limit: Annotated[int | None, optional(Whole(1))] = None
-    """The first prompts only; `per_task` those of each task."""
+    """The first prompts only."""
     per_task: Annotated[int | None, optional(Whole(1))] = None
+    """The first prompts of each task only."""
     chat: Annotated[str, CHAT] = "auto"
-    """Whether prompts go through the chat template."""
+    """Whether prompts go through the chat template; auto: where there is one."""
 
     drafter: Annotated[Mapping[str, Any], _DRAFTER_FIELDS] = field(
         default_factory=lambda: {"name": "ngram", "replicated": False}
     )
     """`name` may be several, as ngram,eagle3,ngram+eagle3, each compared with plain decoding; an
-    option goes to those that take it. `path` is a trained drafter's. With `replicated` each device
-    holds a draft model whole."""
+    option goes to those that take it, as --list shows them with their defaults. `path` is a trained
+    drafter's. With `replicated` each device holds a draft model whole."""
     tree: Annotated[Mapping[str, Any], _TREE_FIELDS] = field(default_factory=dict)
     """Several tokens after each, instead of a chain: static ones are the same ranks in each round,
     dynamic ones are chosen anew; auto is the static one that is fastest here (`TreeOptions`). By
     default as the drafter has it: token_recycling a static tree, the others a chain."""
 
     num_speculative_tokens: Annotated[int | str, DraftLengthText()] = AUTO
-    """auto: as many as make decoding faster; fixed: as each drafter has it; or a number."""
+    """auto: as many as make decoding faster; fixed: as each drafter has it, which is what Python's
+    functions do by default; or a number."""
     num_speculative_tokens_per_batch_size: Annotated[tuple, Ladder()] = ()
     """((low, high, k), ...): with low..high unfinished rows at most k draft tokens."""
     verify: Annotated[str, RULE_NAME] = "rejection"
+    """The rule by which draft tokens are accepted; --list describes them."""
     typical: Annotated[Mapping[str, Any], _TYPICAL_FIELDS] = field(default_factory=dict)
     """The rule `typical` accepts p(x) > min(epsilon, delta exp(-H(p))); 0.09 and 0.3."""
     batch_size: Annotated[int, BATCH_SIZE] = 1
+    """Rows that decode together; texts are shown as they come, and prompts timed alone, with 1."""
     max_length: Annotated[int | None, optional(MAX_LENGTH)] = None
+    """The most tokens of a prompt and its output; by default the target's positions."""
     sampling: SamplingParams = SamplingParams()  # noqa: RUF009 - frozen
     seed: Annotated[int, SEED] = 0
+    """Of all draws."""
 
-    compare: bool = False
-    """Also decode plainly, and check that the output is the same."""
+    compare: bool = True
+    """Also decode plainly, for the speed-up, and check that the output is the same."""
     report: Annotated[Path | None, optional(OutputFile())] = None
-    """A file of JSON lines."""
+    """A file of JSON lines; its folder is made."""
 
     mesh: MeshConfig = ONE_DEVICE
     """data x model devices: rows are spread over data, weights and heads split over model."""

@@ -227,6 +227,8 @@ class _Decoding:
             for side, of_side in zip(sides, rows, strict=True):
                 name = side.name if len(sides) > 1 else ""
                 brief = side is not sides[0]
+                if self.num_rows == len(sides) == 1 and of_side[number].finish_reason != "error":
+                    continue  # the results say the same
                 self.screen.row_result(of_side[number], name, brief=brief, timed=len(index) == 1)
 
     def compare(

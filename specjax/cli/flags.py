@@ -42,8 +42,12 @@ class Parser(argparse.ArgumentParser):
         """Add --name=VALUE, required without a default; --name or --noname for a `Flag`."""
         self.fields[name] = kind
         if isinstance(kind, Flag):
-            self.add_argument(f"--{name}", action="store_true", default=default, help=help)
-            self.add_argument(f"--no{name}", action="store_false", dest=name)
+            # Help shows the one that changes something.
+            yes, no = (
+                (argparse.SUPPRESS, f"do not {help}") if default else (help, argparse.SUPPRESS)
+            )
+            self.add_argument(f"--{name}", action="store_true", default=default, help=yes)
+            self.add_argument(f"--no{name}", action="store_false", dest=name, help=no)
             return
         if default is ...:
             self.needed.append(name)

@@ -85,11 +85,6 @@ class Difference:
         """Whether rounding explains the whole row."""
         return all(one.excused for one in self.near_ties)
 
-    @property
-    def decisive(self) -> NearTie:
-        """The token that rounding does not explain; where it explains all, the first."""
-        return self.near_ties[0 if self.excused else -1]
-
 
 def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
     """The index of the first token that differs, the end of the shorter one included."""

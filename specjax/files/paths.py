@@ -78,7 +78,7 @@ def input_folder(field: str, value: str | os.PathLike[str]) -> Path:
 
 
 def output_file(field: str, value: str | os.PathLike[str]) -> Path:
-    """The path of a regular file, there or not, in a folder that is there and may be written to.
+    """The path of a regular file, there or not, in a folder that is there or can be made.
 
     Links are followed. Raises InputError for folders, devices, pipes, and whatever else must not
     be replaced by a file.
@@ -93,12 +93,10 @@ def output_file(field: str, value: str | os.PathLike[str]) -> Path:
         raise _refusal(field, value, " is a folder: name a file in it")
     if status is not None and not stat.S_ISREG(status.st_mode):
         raise _refusal(field, value, " is no regular file: name another")
-    link, path = path.is_symlink(), path.resolve()
-    if not path.parent.is_dir():
-        leads = f" leads to {shown(str(path), 200)}" if link else ""
-        raise _refusal(field, value, f"{leads}: its folder does not exist; make it first")
-    if not os.access(path.parent, os.W_OK | os.X_OK):
-        raise _refusal(field, value, ": its folder may not be written to; choose another one")
+    path = path.resolve()
+    there = next(one for one in path.parents if one.exists())
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise _refusal(field, value, f": {there} may not be written to; choose another folder")
     return path
 
 

@@ -13,7 +13,10 @@ from specjax.reporting.statistics import OVERALL, tasks_of
 
 
 def csv_text(entries: Sequence[Entry]) -> str:
-    """CSV with a line per run and task, and one for all of a run's tasks; undefined: empty."""
+    """CSV with a line per run and task, and one for all of a run's tasks; undefined: empty.
+
+    Positions in a draft are counted from 1.
+    """
     longest = max(len(entry.figures[OVERALL].counts.acceptance_at_pos) for entry in entries)
     lines = [
         _csv_row(entry, task, longest)
@@ -40,12 +43,13 @@ def _csv_row(entry: Entry, task: str, longest: int) -> dict[str, Any]:
         **vars(run.conditions),
         **{name: value for name, value in figures.items() if not isinstance(value, list | dict)},
     }
+    row["speedup_low"], row["speedup_high"] = figures["speedup_interval"] or (None, None)
     whole = task == OVERALL
     row["predicted_speedup"] = entry.predicted if whole else None
     row["efficiency"] = entry.efficiency if whole else None
     for name in ("acceptance_at_pos", "cond_acceptance_at_pos"):
         values = figures[name] + [None] * longest
-        row |= {f"{name}_{index}": values[index] for index in range(longest)}
+        row |= {f"{name}_{index + 1}": values[index] for index in range(longest)}
     return row
 
 

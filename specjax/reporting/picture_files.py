@@ -1,41 +1,78 @@
-"""The report's pictures: acceptance by position, tau by task, speed-up against K."""
+"""The report's pictures: speed-up, with intervals and by draft length, tokens per pass, acceptance.
+
+The title of a picture has the conditions on its second line.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
 
-from specjax.reporting.plots import Curve, draw_bars, draw_curves
+from specjax.reporting.plots import Curve, Interval, draw_bars, draw_curves, draw_intervals
 from specjax.reporting.records import Conditions
-from specjax.reporting.runs import Entry, by_conditions
-from specjax.reporting.statistics import OVERALL, heading, tasks_of
+from specjax.reporting.runs import Entry, by_conditions, without_length
+from specjax.reporting.statistics import FEW, OVERALL, heading, tasks_of
 
-_PICTURES = ("speedup_by_k", "tau_by_task", "acceptance_by_position")
+FORMATS = ("png", "svg", "pdf")
+"""The kinds of files that pictures can be."""
+_NAMES = ("speedup", "speedup_by_length", "tokens_per_pass", "acceptance_by_position")
 
 
 def _ends(num_groups: int) -> list[str]:
-    return [f"-{number}.png" for number in range(1, num_groups + 1)] if num_groups > 1 else [".png"]
+    return [f"-{number}" for number in range(1, num_groups + 1)] if num_groups > 1 else [""]
 
 
-def draw(folder: Path, entries: Sequence[Entry]) -> dict[Conditions, list[tuple[str, str]]]:
-    """Write the pictures of each set of conditions; returns their (title, file name)."""
+def draw(
+    folder: Path, entries: Sequence[Entry], formats: Sequence[str] = FORMATS[:1]
+) -> dict[Conditions, list[tuple[str, str]]]:
+    """Write the pictures of each set of conditions; returns their (title, file name).
+
+    Each is written in all `formats`; the file name is that of the first.
+    """
     groups = by_conditions(entries)
     written: dict[Conditions, list[tuple[str, str]]] = {}
     kinds = (
-        ("Speed-up against draft length", _draw_speedup),
-        ("Tau by task", _draw_tau),
+        ("Speed-up over plain decoding", _draw_speedup),
+        ("Speed-up against draft length", _draw_speedup_by_length),
+        ("Tokens per pass by task", _draw_tokens_per_pass),
         ("Acceptance by position", _draw_acceptance),
     )
     for end, (conditions, group) in zip(_ends(len(groups)), groups.items(), strict=False):
         written[conditions] = []
-        for name, (title, picture) in zip(_PICTURES, kinds, strict=True):
-            if picture(folder / (name + end), group, str(conditions)):
-                written[conditions].append((title, name + end))
+        for name, (title, picture) in zip(_NAMES, kinds, strict=True):
+            files = [f"{name}{end}.{kind}" for kind in formats]
+            drawn = [picture(folder / file, group, f"{title}\n{conditions}") for file in files]
+            if any(drawn):
+                written[conditions].append((title, files[0]))
     return written
 
 
-def _draw_acceptance(path: Path, group: Sequence[Entry], where: str) -> bool:
-    panels: dict[str, list[Curve]] = {"all up to here": [], "given those before": []}
+def _draw_speedup(path: Path, group: Sequence[Entry], title: str) -> bool:
+    rows = []
+    for entry in group:
+        figures = entry.figures[OVERALL]
+        if figures.speedup is not None:
+            counts = figures.counts
+            note = f"{counts.num_requests} answers, {counts.num_emitted_tokens} tokens"
+            ends = figures.speedup_interval
+            rows.append(
+                Interval(entry.label, figures.speedup, ends, note, figures.few, entry.family)
+            )
+    if not rows:
+        return False
+    hollow = f"; hollow: fewer than {FEW} answers" if any(row.few for row in rows) else ""
+    draw_intervals(
+        path,
+        rows,
+        title=title,
+        x_label=f"times as fast as plain decoding, with 95 % intervals{hollow}",
+        level=1.0,
+    )
+    return True
+
+
+def _draw_acceptance(path: Path, group: Sequence[Entry], title: str) -> bool:
+    panels: dict[str, list[Curve]] = {"cumulative": [], "conditional": []}
     for entry in group:
         counts = entry.figures[OVERALL].counts
         for curves, values in zip(
@@ -47,13 +84,13 @@ def _draw_acceptance(path: Path, group: Sequence[Entry], where: str) -> bool:
             if known:
                 x, y = map(list, zip(*known, strict=True))
                 curves.append(Curve(entry.label, x, y, family=entry.family))
-    if not panels["all up to here"]:
+    if not panels["cumulative"]:
         return False
     draw_curves(
         path,
         panels,
-        title=f"Draft tokens accepted\n{where}",
-        x_label="position in the draft",
+        title=title,
+        x_label="position in the draft, from 1",
         y_label="share accepted",
         top=1.03,
         log_x=False,
@@ -61,7 +98,7 @@ def _draw_acceptance(path: Path, group: Sequence[Entry], where: str) -> bool:
     return True
 
 
-def _draw_tau(path: Path, group: Sequence[Entry], where: str) -> bool:
+def _draw_tokens_per_pass(path: Path, group: Sequence[Entry], title: str) -> bool:
     tasks = [*tasks_of(entry.run for entry in group), OVERALL]
     bars = {
         entry.label: [entry.figures[task].counts.acceptance_length for task in tasks]
@@ -71,16 +108,16 @@ def _draw_tau(path: Path, group: Sequence[Entry], where: str) -> bool:
         path,
         [*map(heading, tasks[:-1]), "All"],
         bars,
-        title=f"Tau: tokens per round\n{where}",
-        y_label="tokens per round",
+        title=title,
+        y_label="tokens per pass",
         families=[entry.family for entry in group],
         level=1.0,
     )
     return True
 
 
-def _draw_speedup(path: Path, group: Sequence[Entry], where: str) -> bool:
-    """One line for each family of runs that differ only in K; False where there is none."""
+def _draw_speedup_by_length(path: Path, group: Sequence[Entry], title: str) -> bool:
+    """A line for each family of runs that differ only in draft length; False where none do."""
     families: dict[str, list[Entry]] = {}
     for entry in group:
         if entry.run.draft_length is not None and entry.figures[OVERALL].speedup is not None:
@@ -95,9 +132,9 @@ def _draw_speedup(path: Path, group: Sequence[Entry], where: str) -> bool:
     draw_curves(
         path,
         {"": curves},
-        title=f"Speed-up against draft length\n{where}",
-        x_label="K (draft tokens per round, at most)",
-        y_label="speed-up over plain decoding (times)",
+        title=title,
+        x_label="most draft tokens per pass",
+        y_label="times as fast as plain decoding",
         level=1.0,
         theory_label="predicted from its parts",
     )
@@ -107,13 +144,9 @@ def _draw_speedup(path: Path, group: Sequence[Entry], where: str) -> bool:
 def _curve(members: Sequence[Entry]) -> Curve:
     predicted = [entry for entry in members if entry.predicted is not None]
     return Curve(
-        _without_length(members[0].label),
+        without_length(members[0].label),
         [entry.run.draft_length for entry in members],
         [entry.figures[OVERALL].speedup for entry in members],
         [entry.run.draft_length for entry in predicted],
         [entry.predicted for entry in predicted],
     )
-
-
-def _without_length(label: str) -> str:
-    return " ".join(part for part in label.split(" ") if not part.startswith("K="))

@@ -1,13 +1,17 @@
-"""Line and bar charts of measured and predicted values (needs the extra `plots`)."""
+"""Charts of measured and predicted values (needs the extra `plots`).
+
+A picture's suffix says which kind of file it is, such as .png, .svg or .pdf.
+"""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specjax.errors import InputError
+from specjax.errors import InputError, printable
 
 # Okabe and Ito's colours, without the yellow, which is invisible on white.
 _MARKERS = "os^Dv"
@@ -17,6 +21,8 @@ _INSIDE = 5
 """At most this many lines or bars have their legend inside the plot, more beside it."""
 _MOST_TICKS = 12
 """At most so many points of a curve have a tick each."""
+_LONGEST_LABEL, _LONGEST_TITLE = 60, 160
+"""Characters of a label, and of a line of a title."""
 _OUTSIDE = {"loc": "outside right upper", "fontsize": "small"}
 
 
@@ -36,14 +42,35 @@ class Curve:
     family: str = ""
 
 
-def require_matplotlib() -> None:
-    """Raise InputError where matplotlib is missing."""
+@dataclass(frozen=True)
+class Interval:
+    """A value with the ends of its interval, if it has one; `few` draws it hollow.
+
+    `note` is a second line below the label. Those of one family share a colour.
+    """
+
+    label: str
+    value: float
+    ends: tuple[float, float] | None = None
+    note: str = ""
+    few: bool = False
+    family: str = ""
+
+
+def has_matplotlib() -> bool:
+    """Whether pictures can be drawn."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
+        return False
+    return True
+
+
+def _require_matplotlib() -> None:
+    if not has_matplotlib():
         raise InputError(
             "pictures: matplotlib is not installed; pip install 'specjax[plots]', or leave them out"
-        ) from None
+        )
 
 
 def draw_curves(
@@ -59,20 +86,20 @@ def draw_curves(
     log_y: bool = False,
     theory_label: str = "roofline",
 ) -> None:
-    """Write a PNG: panels side by side, measured lines solid with dots, theory dashed.
+    """Write a picture: panels side by side, measured lines solid with dots, theory dashed.
 
     With `log_x` the x axis doubles from tick to tick, and with `log_y` the y axis too; `level`
     draws a thin horizontal line, and `top` ends the y axis. Raises InputError where matplotlib is
     missing.
     """
-    require_matplotlib()
+    _require_matplotlib()
     from matplotlib.figure import Figure
     from matplotlib.ticker import NullLocator, ScalarFormatter
 
     many = max(map(len, panels.values()), default=0) > _INSIDE
     width = 1 + 4.5 * len(panels) + 2.2 * many
     figure = Figure(figsize=(width, 4.2), facecolor="white", layout="constrained")
-    figure.suptitle(_literal(title), fontsize="medium", wrap=True)
+    figure.suptitle(_literal(title, _LONGEST_TITLE), fontsize="medium", wrap=True)
     all_axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     for axes, (name, curves) in zip(all_axes, panels.items(), strict=True):
         if level is not None:
@@ -119,12 +146,12 @@ def draw_bars(
     families: Sequence[str] | None = None,
     level: float | None = None,
 ) -> None:
-    """Write a PNG: for each group one bar per label, its value above it; None leaves a gap.
+    """Write a picture: for each group one bar per label, its value above it; None leaves a gap.
 
     `families` has one family per label, as in `Curve`; `level` draws a thin horizontal line.
     Raises InputError where matplotlib is missing.
     """
-    require_matplotlib()
+    _require_matplotlib()
     from matplotlib.figure import Figure
 
     many = len(bars) > _INSIDE
@@ -134,7 +161,7 @@ def draw_bars(
     width = max(6.5, 1 + len(groups) * (0.35 + inches * len(bars))) + 2.2 * many
     figure = Figure(figsize=(width, 4.2), facecolor="white", layout="constrained")
     axes = figure.subplots()
-    figure.suptitle(_literal(title), fontsize="medium", wrap=True)
+    figure.suptitle(_literal(title, _LONGEST_TITLE), fontsize="medium", wrap=True)
     if level is not None:
         axes.axhline(level, color="0.6", linewidth=0.8)
     styles = _styles(families or [""] * len(bars))
@@ -161,6 +188,47 @@ def draw_bars(
     _save(figure, path)
 
 
+def draw_intervals(
+    path: Path,
+    rows: Sequence[Interval],
+    *,
+    title: str,
+    x_label: str,
+    level: float | None = None,
+) -> None:
+    """Write a picture: a row for each value, the first on top, with its interval and its number.
+
+    `level` draws a thin vertical line. Raises InputError where matplotlib is missing.
+    """
+    _require_matplotlib()
+    from matplotlib.figure import Figure
+
+    height = 1.4 + 0.5 * len(rows)
+    figure = Figure(figsize=(8.5, height), facecolor="white", layout="constrained")
+    axes = figure.subplots()
+    figure.suptitle(_literal(title, _LONGEST_TITLE), fontsize="medium", wrap=True)
+    if level is not None:
+        axes.axvline(level, color="0.6", linewidth=0.8)
+    styles = _styles([row.family for row in rows])
+    for index, (row, (colour, marker, _)) in enumerate(zip(rows, styles, strict=True)):
+        if row.ends is not None:
+            axes.plot(row.ends, (index, index), "|-", color=colour, markersize=9)
+        face = "white" if row.few else colour
+        axes.plot(row.value, index, marker, color=colour, markerfacecolor=face)
+        above = {"textcoords": "offset points", "xytext": (0, 6), "ha": "center"}
+        axes.annotate(f"{row.value:.2f}", (row.value, index), fontsize="x-small", **above)
+    names = [f"{_literal(row.label)}\n{_literal(row.note)}".strip() for row in rows]
+    axes.set_yticks(range(len(rows)), names, fontsize="small")
+    axes.set_ylim(len(rows) - 0.4, -0.7)
+    axes.set_xlim(left=0)
+    axes.margins(x=0.08)
+    axes.set_xlabel(x_label)
+    axes.grid(axis="x", color="0.9")
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    _save(figure, path)
+
+
 def _styles(families: Sequence[str]) -> list[tuple[Any, str, str]]:
     """Colour, marker and hatch of each; the last of a family has the full colour."""
     from matplotlib.colors import to_rgb
@@ -178,11 +246,26 @@ def _styles(families: Sequence[str]) -> list[tuple[Any, str, str]]:
     return styles
 
 
-def _literal(text: str) -> str:
-    """A text that matplotlib draws unchanged: formulas and unencodable characters escaped."""
-    return text.encode("utf-8", "backslashreplace").decode("utf-8").replace("$", r"\$")
+def _literal(text: str, longest: int = _LONGEST_LABEL) -> str:
+    """A text that matplotlib draws as it is, the middle of a very long one left out.
+
+    Formulas and unprintable characters are escaped; a label that begins with _ would be in no
+    legend.
+    """
+    lines = [printable(line) for line in text.split("\n")]
+    text = "\n".join(_shortened(line, longest) for line in lines)
+    text = text.replace("$", r"\$")
+    return f" {text}" if text.startswith("_") else text
+
+
+def _shortened(text: str, longest: int) -> str:
+    half = (longest - 3) // 2
+    return text if len(text) <= longest else f"{text[:half]}...{text[-half:]}"
 
 
 def _save(figure: Any, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    with warnings.catch_warnings():
+        # A character that the font lacks is drawn as a box.
+        warnings.filterwarnings("ignore", message="Glyph", category=UserWarning)
+        figure.savefig(path, dpi=150)

@@ -22,8 +22,8 @@ def check_writable(value: str | os.PathLike[str], field: str = "report") -> Path
     """The path of a report, checked to be writable before the long work.
 
     Raises InputError for anything but a regular file, an existing file that is neither empty nor a
-    report, a file name that specjax reserves, and where the folder or the disk takes no file. An
-    existing file is unchanged.
+    report, a file name that specjax reserves, and where the folder or the disk takes no file. The
+    folder is made; an existing file is unchanged.
     """
     path = output_file(field, value)
     named = f"{field}={os.fspath(value)!r}"
@@ -41,6 +41,7 @@ def check_writable(value: str | os.PathLike[str], field: str = "report") -> Path
             "another file"
         )
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path.parent) as file:
             file.write(bytes(1 << 16))
     except OSError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,10 +43,8 @@ class Entry:
 
 
 def in_order(entries: Sequence[Entry]) -> list[Entry]:
-    """The entries by family, in the order given, and by K within one."""
-    families = list(dict.fromkeys(entry.family for entry in entries))
-    order = {family: index for index, family in enumerate(families)}
-    return sorted(entries, key=lambda one: (order[one.family], one.run.draft_length or 0))
+    """The fastest first; those without a speed-up last, and equal ones in the order given."""
+    return sorted(entries, key=lambda one: -(one.figures[OVERALL].speedup or 0.0))
 
 
 def by_conditions(entries: Iterable[Entry]) -> dict[Conditions, list[Entry]]:
@@ -82,18 +81,15 @@ def check_together(runs: Sequence[Run]) -> None:
 
 
 def labels(runs: Sequence[Run]) -> list[str]:
-    """A name for each run: its drafter, and the fields in which the runs differ."""
+    """A name for each run in plain words: its drafter, and what the runs differ in."""
     fields = [_distinguishing_fields(run) for run in runs]
     names = dict.fromkeys(name for one in fields for name in one)
     differing = [name for name in names if len({str(one.get(name)) for one in fields}) > 1]
     found = []
     for run, one in zip(runs, fields, strict=True):
-        parts = [run.drafter, *(["(lossy)"] if run.lossy else [])]
-        for name in differing:
-            value = one.get(name)
-            if value is not None and name != "drafter.name":
-                parts.append(f"{name.rpartition('.')[2]}={value}")
-        found.append(" ".join(parts))
+        words = [_words(name, one[name]) for name in differing if one.get(name) is not None]
+        label = f"{run.drafter} (lossy)" if run.lossy else run.drafter
+        found.append(", ".join([label, *filter(None, words)]))
     # The least of a path that tells equal names apart: its stem, then folders above it.
     for above in range(max((len(run.path.parts) for run in runs), default=1)):
         named = [
@@ -108,6 +104,7 @@ def labels(runs: Sequence[Run]) -> list[str]:
     return [f"{label}, {number}" for number, label in enumerate(named, 1)]
 
 
+_LENGTH = "draft length"
 _SHOWN_ELSEWHERE = (
     *("report", "compare", "batch_size", "dtype"),
     *("sampling.temperature", "sampling.max_new_tokens"),
@@ -118,5 +115,48 @@ _SHOWN_ELSEWHERE = (
 
 def _distinguishing_fields(run: Run) -> dict[str, Any]:
     """The fields by which runs may differ: the config's, less those shown elsewhere."""
+    section = run.config.get("tree")
+    tree = _tree_words(section) if isinstance(section, Mapping) else None
     fields = {name: one for name, one in dotted(run.config).items() if name not in _SHOWN_ELSEWHERE}
-    return {"K": "auto" if run.auto else run.draft_length, **fields}
+    fields = {name: one for name, one in fields.items() if not name.startswith("tree.")}
+    return {_LENGTH: "auto" if run.auto else run.draft_length, "tree": tree, **fields}
+
+
+def _words(name: str, value: Any) -> str:
+    """A field and its value as part of a label; empty for what the label says already."""
+    last = name.rpartition(".")[2].replace("_", " ")
+    if name == "drafter.name":
+        return ""
+    if name == _LENGTH:
+        return "auto" if value == "auto" else _counted(value, "draft token")
+    if name == "verify":
+        return f"{value} verification"
+    if value is True or value is False:
+        return last if value else f"no {last}"
+    return str(value) if name == "tree" else f"{last} {value}"
+
+
+def _tree_words(tree: Mapping[str, Any]) -> str | None:
+    """A config's section `tree`, as "dynamic tree, 32 nodes, depth 5"; None where it is unset."""
+    options = {name: value for name, value in tree.items() if value is not None}
+    if not options:
+        return None
+    kind = options.pop("kind", "")
+    words = [kind if kind == "chain" else f"{kind} tree".strip()]
+    if (nodes := options.pop("num_nodes", None)) is not None:
+        words.append(_counted(nodes, "node"))
+    if (depth := options.pop("depth", None)) is not None:
+        words.append(f"depth {depth}")
+    if (children := options.pop("topk", None)) is not None:
+        words.append(f"{children} per node")
+    words += [f"{name.replace('_', ' ')} {value}" for name, value in options.items()]
+    return ", ".join(words)
+
+
+def _counted(number: Any, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def without_length(label: str) -> str:
+    """A label without its draft length."""
+    return re.sub(r", (?:\d+ draft tokens?|auto)(?=,|$| \()", "", label, count=1)

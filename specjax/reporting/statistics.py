@@ -13,11 +13,16 @@ from statistics import fmean
 from typing import Any
 
 import numpy as np
+from scipy.special import stdtrit
 
 from specjax import metrics
 from specjax.reporting.records import Row, Run
 
 OVERALL = "overall"
+FEW = 5
+"""Figures of fewer answers are marked."""
+_QUANTILE = 0.975
+"""Of Student's t, on either side of a 95 % interval."""
 TASKS = {
     "mt_bench": "MT",
     "translation": "Trans",
@@ -34,7 +39,8 @@ TASKS = {
 class Figures:
     """The figures of one task, or of all; None where undefined.
 
-    `speedup` is pooled, `speedup_with_prefill` counts the seconds of prefill on both sides, and
+    `speedup` is pooled, and `speedup_interval` its 95 % interval from how batches differ, None with
+    less than two of them. `speedup_with_prefill` counts the seconds of prefill on both sides, and
     `speedup_per_request` is the mean of each request's own, which only a batch size of 1 has.
     `timed_requests` are those that the speeds are over. `acceptance_of_tested` is accepted over
     tested draft tokens: the accepted ones and the first rejected.
@@ -44,6 +50,7 @@ class Figures:
     tokens_per_second: float | None
     plain_tokens_per_second: float | None
     speedup: float | None
+    speedup_interval: tuple[float, float] | None
     speedup_with_prefill: float | None
     speedup_per_request: float | None
     prefill_s: float
@@ -53,10 +60,16 @@ class Figures:
     identical_rows: int | None
     compared_rows: int
 
+    @property
+    def few(self) -> bool:
+        """Whether there are so few answers that the figures say little of others."""
+        return self.counts.num_requests < FEW
+
     def to_dict(self) -> dict[str, Any]:
         """All figures by name, JSON-ready."""
         others = {name: value for name, value in vars(self).items() if name != "counts"}
-        return {**self.counts.to_dict(), **others}
+        interval = self.speedup_interval and list(self.speedup_interval)
+        return {**self.counts.to_dict(), **others, "speedup_interval": interval}
 
 
 def figures(rows: Sequence[Row], timed: Sequence[Row] | None = None) -> Figures:
@@ -71,6 +84,7 @@ def figures(rows: Sequence[Row], timed: Sequence[Row] | None = None) -> Figures:
         tokens_per_second=_speed(_new_tokens(timed), _seconds(timed, "decode_s")),
         plain_tokens_per_second=_speed(_plain_tokens(both), _seconds(both, "plain_decode_s")),
         speedup=_speedup(both),
+        speedup_interval=_speedup_interval(both),
         speedup_with_prefill=_speedup(both, with_prefill=True),
         speedup_per_request=fmean(each) if alone and each else None,
         prefill_s=_seconds(timed, "prefill_s"),
@@ -156,6 +170,27 @@ def _speedup(rows: Sequence[Row], *, with_prefill: bool = False) -> float | None
         plain_s += _seconds(rows, "plain_prefill_s")
     ours, plain = _speed(_new_tokens(rows), ours_s), _speed(_plain_tokens(rows), plain_s)
     return ours / plain if ours is not None and plain else None
+
+
+def _speedup_interval(rows: Sequence[Row]) -> tuple[float, float] | None:
+    """The 95 % interval of `_speedup`: its logarithm's jackknife over batches (Student's t)."""
+    batches: dict[int, np.ndarray] = {}
+    for row in rows:
+        counts = batches.setdefault(row.batch, np.zeros(4))
+        counts[:2] += row.new_tokens, row.plain_new_tokens
+        counts[2:] = row.plain_decode_s, row.decode_s
+    if len(batches) < 2:
+        return None
+    each = np.array(list(batches.values()))
+    sums = each.sum(axis=0) - each
+    if not (sums > 0).all():
+        return None
+    without = np.log(sums) @ (1, -1, 1, -1)
+    count = len(each)
+    error = np.sqrt((count - 1) / count * ((without - without.mean()) ** 2).sum())
+    error *= stdtrit(count - 1, _QUANTILE)
+    speedup = _speedup(rows)
+    return float(speedup * np.exp(-error)), float(speedup * np.exp(error))
 
 
 def _acceptance_of_tested(rows: Sequence[Row]) -> float | None:

@@ -8,19 +8,22 @@ from typing import Any, TypeVar
 from specjax.errors import printable
 from specjax.reporting.records import Conditions, Run
 from specjax.reporting.runs import Entry, by_conditions
-from specjax.reporting.statistics import OVERALL, Figures, heading, tasks_of
+from specjax.reporting.statistics import FEW, OVERALL, Figures, heading, tasks_of
 
 _Value = TypeVar("_Value")
+_TOKENS_PER_PASS = "Tokens per pass"
+_FEW = "\u2020"
+"""The mark of figures of few samples."""
 
 
 def leaderboard(entries: Sequence[Entry]) -> str:
-    """Speed-up by task, overall tau and speed-up; one line per drafter, a column's best in bold."""
+    """Speed-up by task, and of all tasks together; one line per run, a column's best in bold."""
     return _by_task(
         entries,
         lambda figures: figures.speedup,
         _times,
         (
-            ("tau", lambda figures: figures.counts.acceptance_length, _number),
+            (_TOKENS_PER_PASS, lambda figures: figures.counts.acceptance_length, _number),
             ("Speed-up", lambda figures: figures.speedup, _times),
         ),
         mark_partial=True,
@@ -66,12 +69,12 @@ def _section(group: Sequence[Entry]) -> list[str]:
         "Tokens per second with the drafter over those of plain decoding, in the same loop and "
         "over the same prompts, pooled, without prefill and compiling."
         + (" \\* over the batches that hold only this task." if _any_partial(group) else "")
-        + "\n",
+        + f" In brackets: answers. {_FEW} fewer than {FEW} of them: a first look.\n",
     ]
     if note := incomplete(group):
         parts.append(note)
     parts += [
-        "### Tau: tokens per round\n",
+        "### Tokens per pass\n",
         _by_task(
             group,
             lambda figures: figures.counts.acceptance_length,
@@ -91,7 +94,7 @@ def _section(group: Sequence[Entry]) -> list[str]:
         _positions(group),
     ]
     if chosen := [entry for entry in group if entry.run.auto]:
-        parts += ["### What `auto` chose\n", _auto(chosen)]
+        parts += ["### What auto chose\n", _auto(chosen)]
     return parts
 
 
@@ -106,28 +109,30 @@ def _auto(group: Sequence[Entry]) -> str:
                 _by_width(counts.rounds_by_width, "d"),
             ]
         )
-    return _table(["Drafter", "draft tokens per round", "rounds by width"], rows)
+    return _table(["Drafter", "draft tokens per pass", "passes by width"], rows)
 
 
 def _by_width(values: Mapping[int, float], form: str) -> str:
     return ", ".join(f"{width}: {value:{form}}" for width, value in values.items())
 
 
-_DETAILS: tuple[tuple[str, Callable[[Figures], float | None], Callable[..., str]], ...] = (
+_DETAILS: tuple[tuple[str, Callable[[Figures], Any], Callable[..., str]], ...] = (
     ("tokens/s", lambda one: one.tokens_per_second, lambda value: f"{value:.1f}"),
     ("plain tokens/s", lambda one: one.plain_tokens_per_second, lambda value: f"{value:.1f}"),
     ("speed-up", lambda one: one.speedup, lambda value: _times(value)),
+    ("95 % interval", lambda one: one.speedup_interval, lambda ends: _interval(ends)),
     ("mean over requests", lambda one: one.speedup_per_request, lambda value: _times(value)),
     ("with prefill", lambda one: one.speedup_with_prefill, lambda value: _times(value)),
-    ("tau where drafted", lambda one: one.counts.tau_drafted, lambda value: _number(value)),
-    ("tokens per round", lambda one: one.counts.tokens_per_round, lambda value: _number(value)),
+    ("tokens per pass", lambda one: one.counts.acceptance_length, lambda value: _number(value)),
+    ("with a draft", lambda one: one.counts.tau_drafted, lambda value: _number(value)),
+    ("less truncated ones", lambda one: one.counts.tokens_per_round, lambda value: _number(value)),
     ("accepted / drafted", lambda one: one.counts.acceptance_rate, lambda value: f"{value:.3f}"),
 )
 
 
 def _details(group: Sequence[Entry]) -> str:
     predicted = any(entry.predicted is not None for entry in group)
-    head = ["Drafter", *(name for name, _, _ in _DETAILS), "same tokens"]
+    head = ["Drafter", "answers", *(name for name, _, _ in _DETAILS), "same tokens"]
     rows = []
     for entry in group:
         figures = entry.figures[OVERALL]
@@ -136,7 +141,8 @@ def _details(group: Sequence[Entry]) -> str:
         cells.append("n/a" if figures.identical_rows is None else compared)
         if predicted:
             cells += [_cell(entry.predicted, _times), _cell(entry.efficiency, _number)]
-        rows.append([_plain_text(entry.label), *cells])
+        answers = f"{figures.counts.num_requests}{_FEW * figures.few}"
+        rows.append([_plain_text(entry.label), answers, *cells])
     if predicted:
         head += ["predicted", "measured / predicted"]
     return _table(head, rows)
@@ -149,13 +155,23 @@ def _positions(group: Sequence[Entry]) -> str:
         return "Nothing was drafted.\n"
     rows = []
     for entry, counts in zip(group, all_counts, strict=True):
-        for name, values in (
-            ("all up to here", counts.acceptance_at_pos),
-            ("given those before", counts.cond_acceptance_at_pos),
+        # The drafts whose tokens before a position were all accepted.
+        reached = (counts.num_drafts, *counts.num_accepted_tokens_per_pos)
+        for name, values, samples in (
+            ("cumulative", counts.acceptance_at_pos, [counts.num_drafts] * most),
+            ("conditional", counts.cond_acceptance_at_pos, reached),
         ):
-            cells = [_cell(value, lambda one: f"{one:.2f}") for value in values]
+            cells = [
+                _cell(value, _number) + _FEW * (value is not None and count < FEW)
+                for value, count in zip(values, samples, strict=False)
+            ]
             rows.append([_plain_text(entry.label), name, *cells, *[""] * (most - len(cells))])
-    return _table(["Drafter", "accepted", *(str(1 + index) for index in range(most))], rows)
+    table = _table(["Drafter", "acceptance", *(str(1 + index) for index in range(most))], rows)
+    return (
+        f"{table}\nBy position in the draft, from 1. Cumulative: the share of drafts accepted "
+        "up to there; conditional: of those accepted up to the position before, and drafted this "
+        f"far. {_FEW} fewer than {FEW} drafts.\n"
+    )
 
 
 _Column = tuple[str, Callable[[Figures], float | None], Callable[[float], str]]
@@ -179,7 +195,9 @@ def _by_task(
                 cell + "\\*" * _partial(entry.figures[task])
                 for cell, entry in zip(cells, group, strict=True)
             ]
-        columns.append((_plain_text(heading(task)), cells))
+        few = group[0].figures[task].few
+        answers = group[0].figures[task].counts.num_requests
+        columns.append((f"{_plain_text(heading(task))} ({answers}){_FEW * few}", cells))
     for name, value_of, form_of in last:
         values = [value_of(entry.figures[OVERALL]) for entry in group]
         columns.append((name, _best_bold([_cell(one, form_of) for one in values], values)))
@@ -237,6 +255,10 @@ def _cell(value: _Value | None, form: Callable[[_Value], str]) -> str:
 
 def _times(value: float) -> str:
     return f"{value:.2f}x"
+
+
+def _interval(ends: tuple[float, float]) -> str:
+    return f"{ends[0]:.2f} to {ends[1]:.2f}"
 
 
 def _number(value: float) -> str:

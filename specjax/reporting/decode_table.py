@@ -1,0 +1,134 @@
+"""What `decode` shows at its end: three lines for one drafter, a table with a column for each."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+
+from specjax.reporting.decode_report import PLAIN, DrafterRun
+from specjax.reporting.statistics import Figures
+
+LEAST_TOKENS = 32
+"""With fewer new tokens a speed-up says nothing: controllers try lengths, and clocks are coarse."""
+SPEEDUP, TOKENS_PER_PASS, SAME_TOKENS = "speed-up", "tokens per pass", "same tokens as plain"
+_ROWS = (
+    *("tokens/s", SPEEDUP, "  with prefill", TOKENS_PER_PASS, "draft tokens accepted"),
+    *("accepted of tested", "  expected from p and q", SAME_TOKENS),
+)
+_VERBOSE_ROWS = (
+    *("tokens per pass with a draft", "cumulative acceptance, from position 1"),
+    *("conditional acceptance, from position 1", "tree", "draft tokens per pass"),
+    *("passes by width", "passes by limit", "prefill, s", "compiling, s"),
+)
+"""Those that a table has with --verbose, too."""
+_TOO_SHORT = "too short to tell"
+Compared = Callable[[Figures], str]
+"""What is said of the comparison with plain decoding."""
+
+
+def too_short(figures: Figures) -> bool:
+    """Whether a run that was compared is too short to tell its speed-up."""
+    compared = figures.plain_tokens_per_second is not None
+    return compared and figures.counts.num_emitted_tokens < LEAST_TOKENS
+
+
+def result_lines(run: DrafterRun, compared: Compared | None) -> dict[str, str]:
+    """What came of a run with one drafter: speed, tokens per pass, and whether tokens are equal.
+
+    Without a comparison, `compared` being None, there is no line on the tokens.
+    """
+    found = run.figures()
+    counts, speed = found.counts, f"{_number(found.tokens_per_second, 1)} tokens/s"
+    lines = {"speed": speed}
+    if too_short(found):
+        lines = {SPEEDUP: _TOO_SHORT}
+    elif found.plain_tokens_per_second is not None:
+        plain = _number(found.plain_tokens_per_second, 1)
+        lines = {SPEEDUP: f"{_number(found.speedup)}x ({speed}, plain decoding {plain})"}
+    lines[TOKENS_PER_PASS] = _number(counts.acceptance_length)
+    if counts.num_draft_tokens:
+        lines[TOKENS_PER_PASS] += f" ({_accepted(found)} draft tokens accepted)"
+    if compared is not None:
+        lines[SAME_TOKENS] = compared(found)
+    return lines
+
+
+def result_table(
+    runs: Sequence[DrafterRun], compared: Compared | None, *, verbose: bool
+) -> dict[str, dict[str, str]]:
+    """The cells of a table by row and column; what says nothing is left out."""
+    columns: dict[str, dict[str, str]] = {}
+    for run in runs:
+        found = run.figures()
+        if found.plain_tokens_per_second is not None:
+            columns.setdefault(PLAIN, _plain_column(found))
+        columns[run.drafter] = _column(run, found)
+        if compared is not None:
+            columns[run.drafter][SAME_TOKENS] = compared(found)
+    rows = (*_ROWS, *(_VERBOSE_ROWS if verbose else ()))
+    return {
+        row: {name: cells.get(row, "") for name, cells in columns.items()}
+        for row in rows
+        if any(row in cells for cells in columns.values())
+    }
+
+
+def _plain_column(figures: Figures) -> dict[str, str]:
+    return {
+        "tokens/s": _number(figures.plain_tokens_per_second, 1),
+        SPEEDUP: "1.00x",
+        "  with prefill": "1.00x",
+        TOKENS_PER_PASS: "1.00",
+        "prefill, s": _number(figures.plain_prefill_s),
+    }
+
+
+def _column(run: DrafterRun, figures: Figures) -> dict[str, str]:
+    counts, expected = figures.counts, run.expected_acceptance()
+    engines = run.engines.values()
+    cells = {
+        "tokens/s": _number(figures.tokens_per_second, 1),
+        TOKENS_PER_PASS: _number(counts.acceptance_length),
+        "passes by width": _by_name(counts.rounds_by_width),
+        "prefill, s": _number(figures.prefill_s),
+        "compiling, s": _number(sum(engine["compile_s"] for engine in engines), 1),
+    }
+    if too_short(figures):
+        cells[SPEEDUP] = _TOO_SHORT
+    elif figures.plain_tokens_per_second is not None:
+        cells[SPEEDUP] = f"{_number(figures.speedup)}x"
+        cells["  with prefill"] = f"{_number(figures.speedup_with_prefill)}x"
+    if counts.num_draft_tokens:
+        cells["draft tokens accepted"] = _accepted(figures)
+        cells["tokens per pass with a draft"] = _number(counts.tau_drafted)
+        for name, shares in (
+            ("cumulative", counts.acceptance_at_pos),
+            ("conditional", counts.cond_acceptance_at_pos),
+        ):
+            cells[f"{name} acceptance, from position 1"] = " ".join(map(_number, shares))
+    if run.trees:
+        cells["tree"] = "; ".join(map(str, run.trees.values()))
+    if expected is not None:
+        cells["accepted of tested"] = _number(figures.acceptance_of_tested, 3)
+        error = _number(expected.decision_error, 3)
+        cells["  expected from p and q"] = f"{_number(expected.mean, 3)} +- {error}"
+    if run.header.auto:
+        limits: Counter[str] = Counter()
+        for longest, _, rounds in run.step_limits:
+            limits["+".join(map(str, longest))] += rounds
+        cells["draft tokens per pass"] = _number(counts.drafted_per_round)
+        cells["passes by limit"] = _by_name(limits)
+    return cells
+
+
+def _accepted(figures: Figures) -> str:
+    counts = figures.counts
+    return f"{counts.num_accepted_tokens} of {counts.num_draft_tokens}"
+
+
+def _by_name(counts: Mapping[int | str, int]) -> str:
+    return " ".join(f"{name}:{count}" for name, count in counts.items())
+
+
+def _number(value: float | None, digits: int = 2) -> str:
+    return "n/a" if value is None else f"{value:.{digits}f}"
