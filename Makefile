@@ -1,5 +1,6 @@
 # What people do daily. The first use of a target builds a virtual environment; later ones are quick.
-#   make decode                     decode a few prompts with the default model, plain and with three drafters
+#   make decode                     decode a prompt with the default model, plainly and with a drafter
+#   make decode PROMPT="..."        one of your own
 #   make test                       the tests that fit in minutes;  make test-all  runs every one
 #   make test PYTHON=python3.12     likewise on the newest versions, in an environment of its own
 #   make wheel                      a wheel in dist/, with the configs and the shipped heads
@@ -9,6 +10,8 @@
 PYTHON ?= python3
 ACCELERATOR ?=
 MINUTES ?= 10
+# Its answer repeats much of it, which a drafter without a model of its own can draft.
+PROMPT ?= Repeat this text: The river begins in the mountains, flows through the valley, and ends in the sea. In spring the river is high, and the boats go up to the old mill. In summer it is low, and the children cross it on foot.
 
 comma := ,
 VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)
@@ -36,8 +39,7 @@ $(VENV)/ready: setup.cfg setup.py pyproject.toml $(PINS)
 	touch $@
 
 decode: setup
-	@mkdir -p build
-	$(RUN) -m specjax.decode --config=configs/decode_smollm2.py --config.drafter.name=ngram,eagle3,ngram+eagle3 --config.report=build/decode.jsonl
+	$(RUN) -m specjax.decode --config.prompt='$(subst ','\'',$(PROMPT))'
 
 test: setup
 	$(RUN) -m pytest -q -n 2 --dist loadfile --durations=10

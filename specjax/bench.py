@@ -40,7 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return check_writable(config.report) if config.report and writes else None
 
         path = processes.together(check)
-        console = Console(width=None if sys.stdout.isatty() else 120, quiet=not writes)
+        width = None if sys.stdout.isatty() else 120
+        console = Console(width=width, quiet=not writes, markup=False)
         report = ReportFile(path)
         with sharding.use(mesh):
             measure_all(config, console, mesh, report, verbose=verbose)

@@ -283,17 +283,17 @@ LINES = [
     (decode.main, "--config.batchsize=1", "did you mean batch_size?"),
     (decode.main, "--config.xyzzy=1", "use batch_size, chat"),
     (decode.main, "--config.seed.x=1", "there is no such field"),
-    (decode.main, "--config.drafter=ngram", "a section; set one of drafter.acceptance"),
+    (decode.main, "--config.drafter=ngram", "a section; did you mean config.drafter.name? set one of"),
     (decode.main, "--config.seed=x", "config.seed='x': use a whole number"),
     (decode.main, "--config.limit=1.5", "config.limit='1.5': use a whole number"),
     (decode.main, "--config.sampling.top_p=high", "use a number"),
     (decode.main, "--config.compare=maybe", "use true or false"),
     (decode.main, "--quiet", "'--quiet' is not understood: use --config=FILE"),
-    (decode.main, "--prompt=a b", "did you mean --config.prompt='a b'?"),
+    (decode.main, "--prompt=$a", "did you mean --config.prompt='.a'?"),
     (decode.main, "--drafter=eagle3", "did you mean --config.drafter.name=eagle3?"),
     (decode.main, "--temperature", "did you mean --config.sampling.temperature=VALUE?"),
     (decode.main, "--batch-size=2", "did you mean --config.batch_size=2?"),
-    (decode.main, "name two", "is not understood: did you mean --config.prompt='name two'?"),
+    (decode.main, "stray", "'stray' is not understood: did you mean --config.prompt=stray?"),
     *(
         (decode.main, f"--config={given}", f"config='{given}': no such file.*decode_smollm2, gen")
         for given in ("missing.py", "nosuch", "configs/nosuch.py", "other/decode_smollm2.py")

@@ -533,7 +533,7 @@ def test_labels_are_drawn_as_they_are(tmp_path, monkeypatch):
     curves = [Curve(name, [1], [1.0]) for name in names]
     plots.draw_curves(tmp_path / "b.png", {"$": curves}, title="t", x_label="x", y_label="y")
     ticks = [text.get_text() for text in figures[0].axes[0].get_yticklabels()]
-    legend = [text.get_text() for text in figures[1].axes[0].get_legend().get_texts()]
+    legend = [text.get_text() for text in figures[1].legends[0].get_texts()]
     assert ticks == [f"{name}\n\\$" for name in legend]
     assert legend[:2] == ["\\$x^\\$ \\x1b[2J", " _hidden"]
     assert len(legend) == len(names)

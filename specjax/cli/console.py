@@ -189,7 +189,8 @@ class Screen:
     ) -> None:
         """Print what came of the runs: three lines of one, a table of several, or of all numbers.
 
-        `compared` is what is said of the comparison with plain decoding, if there is one.
+        `title` is above them, and `compared` is what is said of the comparison with plain decoding,
+        if there is one.
         """
         self.say("")
         all_figures = [run.figures() for run in runs]
@@ -198,6 +199,7 @@ class Screen:
             return
         if len(runs) == 1 and not verbose:
             lines = result_lines(runs[0], compared)
+            self.say(title, "dim")
             width = max(map(len, lines))
             for name, text in lines.items():
                 self.say(f"{name:<{width}}  {text}", "bold")

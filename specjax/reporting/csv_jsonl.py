@@ -32,6 +32,7 @@ def csv_text(entries: Sequence[Entry]) -> str:
 
 def _csv_row(entry: Entry, task: str, longest: int) -> dict[str, Any]:
     figures, run = entry.figures[task].to_dict(), entry.run
+    low, high = figures.pop("speedup_interval") or (None, None)
     row = {
         "subset": task,
         "drafter": run.drafter,
@@ -42,8 +43,9 @@ def _csv_row(entry: Entry, task: str, longest: int) -> dict[str, Any]:
         "lossy": run.lossy,
         **vars(run.conditions),
         **{name: value for name, value in figures.items() if not isinstance(value, list | dict)},
+        "speedup_low": low,
+        "speedup_high": high,
     }
-    row["speedup_low"], row["speedup_high"] = figures["speedup_interval"] or (None, None)
     whole = task == OVERALL
     row["predicted_speedup"] = entry.predicted if whole else None
     row["efficiency"] = entry.efficiency if whole else None

@@ -17,13 +17,10 @@ from specjax.errors import InputError, printable
 _MARKERS = "os^Dv"
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
 
-_INSIDE = 5
-"""At most this many lines or bars have their legend inside the plot, more beside it."""
 _MOST_TICKS = 12
 """At most so many points of a curve have a tick each."""
 _LONGEST_LABEL, _LONGEST_TITLE = 60, 160
 """Characters of a label, and of a line of a title."""
-_OUTSIDE = {"loc": "outside right upper", "fontsize": "small"}
 
 
 @dataclass(frozen=True)
@@ -96,9 +93,7 @@ def draw_curves(
     from matplotlib.figure import Figure
     from matplotlib.ticker import NullLocator, ScalarFormatter
 
-    many = max(map(len, panels.values()), default=0) > _INSIDE
-    width = 1 + 4.5 * len(panels) + 2.2 * many
-    figure = Figure(figsize=(width, 4.2), facecolor="white", layout="constrained")
+    figure = Figure(figsize=(1 + 4.5 * len(panels), 4.2), facecolor="white", layout="constrained")
     figure.suptitle(_literal(title, _LONGEST_TITLE), fontsize="medium", wrap=True)
     all_axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     for axes, (name, curves) in zip(all_axes, panels.items(), strict=True):
@@ -125,10 +120,7 @@ def draw_curves(
         axes.set_title(_literal(name))
         axes.set_xlabel(x_label)
         axes.grid(color="0.9")
-        if not many:
-            axes.legend(fontsize="small")
-    if many:
-        figure.legend(*all_axes[0].get_legend_handles_labels(), **_OUTSIDE)
+    _add_legend(figure, list(all_axes))
     if not log_y:
         # The panels share the axis: set earlier, the limit would be too low for later panels.
         all_axes[0].set_ylim(bottom=0, top=top)
@@ -154,11 +146,10 @@ def draw_bars(
     _require_matplotlib()
     from matplotlib.figure import Figure
 
-    many = len(bars) > _INSIDE
     bar = 0.8 / len(bars)
     # Inches per bar: as wide as its value where that leaves the picture readable.
     inches = min(0.36, max(0.13, 12 / (len(groups) * len(bars))))
-    width = max(6.5, 1 + len(groups) * (0.35 + inches * len(bars))) + 2.2 * many
+    width = max(6.5, 1 + len(groups) * (0.35 + inches * len(bars)))
     figure = Figure(figsize=(width, 4.2), facecolor="white", layout="constrained")
     axes = figure.subplots()
     figure.suptitle(_literal(title, _LONGEST_TITLE), fontsize="medium", wrap=True)
@@ -179,12 +170,7 @@ def draw_bars(
     axes.grid(axis="y", color="0.9")
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-    if many:
-        figure.legend(**_OUTSIDE)
-    else:
-        # Above the bars, which may be high anywhere.
-        axes.set_ylim(top=axes.get_ylim()[1] * 1.15)
-        axes.legend(fontsize="small", ncols=len(bars), loc="upper center")
+    _add_legend(figure, [axes])
     _save(figure, path)
 
 
@@ -227,6 +213,29 @@ def draw_intervals(
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     _save(figure, path)
+
+
+def _add_legend(figure: Any, all_axes: Sequence[Any]) -> None:
+    """Put one legend below all axes, in as many columns as its labels leave room for."""
+    entries: dict[str, Any] = {}
+    for axes in all_axes:
+        handles, labels = axes.get_legend_handles_labels()
+        for label, handle in zip(labels, handles, strict=True):
+            entries.setdefault(label, handle)
+    if not entries:
+        return
+    inches = 0.5 + 0.085 * max(map(len, entries))  # of a label in small letters, and its handle
+    columns = min(len(entries), max(1, int(figure.get_figwidth() / inches)))
+    rows = -(-len(entries) // columns)
+    figure.set_figheight(figure.get_figheight() + 0.2 * rows)
+    figure.legend(
+        entries.values(),
+        entries.keys(),
+        loc="outside lower center",
+        ncols=columns,
+        fontsize="small",
+        frameon=False,
+    )
 
 
 def _styles(families: Sequence[str]) -> list[tuple[Any, str, str]]:
