@@ -11,7 +11,7 @@ PYTHON ?= python3
 ACCELERATOR ?=
 MINUTES ?= 10
 # Its answer repeats much of it, which a drafter without a model of its own can draft.
-PROMPT ?= Repeat this text: The river begins in the mountains, flows through the valley, and ends in the sea. In spring the river is high, and the boats go up to the old mill. In summer it is low, and the children cross it on foot.
+PROMPT ?= Correct this text: The harbor library opened in 1924. It holds 80,000 books and 3,000 sea charts. The reading room is open from Tuesday to Saturday, from nine to six. Tours start every Thursday at four.
 
 comma := ,
 VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)

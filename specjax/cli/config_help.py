@@ -137,7 +137,7 @@ def _allowed(kind: Any) -> str:
 
 
 def _wrapped(text: str, indent: int) -> list[str]:
-    """A text as lines, its paragraphs apart."""
+    """A text as indented lines."""
     space = " " * indent
     text = " ".join(text.split()).replace("`", "")
     return textwrap.wrap(text, _WIDTH, initial_indent=space, subsequent_indent=space)

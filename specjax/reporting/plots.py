@@ -203,7 +203,7 @@ def draw_intervals(
         axes.plot(row.value, index, marker, color=colour, markerfacecolor=face)
         above = {"textcoords": "offset points", "xytext": (0, 6), "ha": "center"}
         axes.annotate(f"{row.value:.2f}", (row.value, index), fontsize="x-small", **above)
-    names = [f"{_literal(row.label)}\n{_literal(row.note)}".strip() for row in rows]
+    names = [f"{_literal(row.label)}\n{_literal(row.note)}".rstrip() for row in rows]
     axes.set_yticks(range(len(rows)), names, fontsize="small")
     axes.set_ylim(len(rows) - 0.4, -0.7)
     axes.set_xlim(left=0)
