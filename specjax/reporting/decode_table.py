@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
+from specjax.metrics import ExpectedAcceptance
 from specjax.reporting.decode_report import PLAIN, DrafterRun
 from specjax.reporting.statistics import Figures
 
@@ -35,7 +36,8 @@ def too_short(figures: Figures) -> bool:
 def result_lines(run: DrafterRun, compared: Compared | None) -> dict[str, str]:
     """What came of a run with one drafter: speed, tokens per pass, and whether tokens are equal.
 
-    Without a comparison, `compared` being None, there is no line on the tokens.
+    Without a comparison, `compared` being None, there is no line on the tokens. Where the expected
+    acceptance was computed there is a line on that, too.
     """
     found = run.figures()
     counts, speed = found.counts, f"{_number(found.tokens_per_second, 1)} tokens/s"
@@ -48,6 +50,9 @@ def result_lines(run: DrafterRun, compared: Compared | None) -> dict[str, str]:
     lines[TOKENS_PER_PASS] = _number(counts.acceptance_length)
     if counts.num_draft_tokens:
         lines[TOKENS_PER_PASS] += f" ({_accepted(found)} draft tokens accepted)"
+    if (expected := run.expected_acceptance()) is not None:
+        accepted = _number(found.acceptance_of_tested, 3)
+        lines["accepted of tested"] = f"{accepted} (expected from p and q: {_mean(expected)})"
     if compared is not None:
         lines[SAME_TOKENS] = compared(found)
     return lines
@@ -110,15 +115,18 @@ def _column(run: DrafterRun, figures: Figures) -> dict[str, str]:
         cells["tree"] = "; ".join(map(str, run.trees.values()))
     if expected is not None:
         cells["accepted of tested"] = _number(figures.acceptance_of_tested, 3)
-        error = _number(expected.decision_error, 3)
-        cells["  expected from p and q"] = f"{_number(expected.mean, 3)} +- {error}"
-    if run.header.auto:
+        cells["  expected from p and q"] = _mean(expected)
+    if run.step_limits:
         limits: Counter[str] = Counter()
         for longest, _, rounds in run.step_limits:
             limits["+".join(map(str, longest))] += rounds
         cells["draft tokens per pass"] = _number(counts.drafted_per_round)
         cells["passes by limit"] = _by_name(limits)
     return cells
+
+
+def _mean(expected: ExpectedAcceptance) -> str:
+    return f"{_number(expected.mean, 3)} +- {_number(expected.decision_error, 3)}"
 
 
 def _accepted(figures: Figures) -> str:
