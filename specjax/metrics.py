@@ -43,7 +43,6 @@ __all__ = [
     "acceptance_length",
     "acceptance_rate",
     "cond_acceptance_at_pos",
-    "console_line",
     "expected_acceptance",
     "num_accepted_tokens",
     "num_accepted_tokens_per_pos",

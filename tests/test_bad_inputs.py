@@ -283,7 +283,11 @@ LINES = [
     (decode.main, "--config.batchsize=1", "did you mean batch_size?"),
     (decode.main, "--config.xyzzy=1", "use batch_size, chat"),
     (decode.main, "--config.seed.x=1", "there is no such field"),
-    (decode.main, "--config.drafter=ngram", "a section; did you mean config.drafter.name? set one of"),
+    (
+        decode.main,
+        "--config.drafter=ngram",
+        "a section; did you mean config.drafter.name? set one of",
+    ),
     (decode.main, "--config.seed=x", "config.seed='x': use a whole number"),
     (decode.main, "--config.limit=1.5", "config.limit='1.5': use a whole number"),
     (decode.main, "--config.sampling.top_p=high", "use a number"),

@@ -56,12 +56,12 @@ def test_a_grid_is_decoded_resumed_and_reported(sweep, cells_run, tmp_path, caps
     shown = capsys.readouterr().out
     assert "4 cells, 0 of them finished" in shown
     assert "[4/4] seed=1 num_speculative_tokens=3 ..., ETA " in shown
-    text = (tmp_path / "report.md").read_text()
+    text = (tmp_path / "report-1" / "report.md").read_text()
     for label in (
         f"ngram, {k}, seed {n}" for k in ("1 draft token", "3 draft tokens") for n in "01"
     ):
         assert f"| {label} " in text
-    assert (tmp_path / "speedup_by_length.png").exists()
+    assert (tmp_path / "report-1" / "speedup_by_length.png").exists()
     assert len(list((tmp_path / "cells").glob("*.jsonl"))) == 4
 
     # Nothing is left; then one cell is half written, which is said, and one was interrupted.
