@@ -586,6 +586,6 @@ def test_pictures_draw_any_text(tmp_path, capsys):
     run = tmp_path / "a.json"
     run.write_text(as_lines(content(rows=rows)))
     assert report.main([str(run), f"--out={tmp_path / 'out'}"]) == 0
-    assert (tmp_path / "out" / "tau_by_task.png").exists()
+    assert (tmp_path / "out" / "tokens_per_pass.png").exists()
     # Markdown shows one of the two backslashes.
     assert "a\\\\ud800b" in (tmp_path / "out" / "report.md").read_text().lower()
