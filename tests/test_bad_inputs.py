@@ -286,7 +286,7 @@ LINES = [
     (
         decode.main,
         "--config.drafter=ngram",
-        "a section; did you mean config.drafter.name? set one of",
+        "a section; did you mean config.drafter.name. set one of",
     ),
     (decode.main, "--config.seed=x", "config.seed='x': use a whole number"),
     (decode.main, "--config.limit=1.5", "config.limit='1.5': use a whole number"),
