@@ -21,12 +21,13 @@ from specjax.distributed.sharding import constrain_rows
 from specjax.drafters.autoregressive import ChainDrafter
 from specjax.drafters.base import Accepted, Context, LoadedDrafter, Noise
 from specjax.drafters.growth.level import Level
-from specjax.drafters.head_drafter import check_tokenizers, load_head
+from specjax.drafters.head_drafter import DraftWeights, check_tokenizers, load_head
 from specjax.files.paths import user_path
 from specjax.loading.find_head import kind_of_head
 from specjax.loading.heads.head import Head
 from specjax.loading.load import load_model, with_vocabulary
 from specjax.loading.model import Model
+from specjax.loading.weights import in_stacked_form, quantized_model
 from specjax.models.decoder import Decoder, Form
 from specjax.models.heads.draft_decoder import ReducedDecoder
 from specjax.models.heads.shared_parameters import share_anew
@@ -70,15 +71,26 @@ class DraftModel(ChainDrafter):
     model: LanguageModel = field(kw_only=False)
 
     @classmethod
-    def load(cls, name: str, target: Model, path: Any = None, **options: Any) -> LoadedDrafter:
+    def load(
+        cls,
+        name: str,
+        target: Model,
+        path: Any = None,
+        *,
+        weights: DraftWeights = "auto",
+        **options: Any,
+    ) -> LoadedDrafter:
         """Load a distilled head, or a model: `path` is anything `load_model` takes, or a `Model`.
 
-        Raises InputError as their readers do, and for a model with another tokenizer.
+        Its kernels are in `weights`; those of a `Model` stay as they are by default. Raises
+        InputError as their readers do, and for a model with another tokenizer.
         """
         if not isinstance(path, Model):
             if path is None or kind_of_head(user_path("drafter.path", path)) is not None:
-                return cls.of_head(*load_head(name, path, target), target, **options)
-            path = load_model(path, mesh=target.mesh, field="drafter.path")
+                return cls.of_head(*load_head(name, path, target, weights), target, **options)
+            path = load_model(path, mesh=target.mesh, weights=weights, field="drafter.path")
+        elif weights in ("int8", "int4"):
+            path = quantized_model(in_stacked_form(path), weights)
         check_tokenizers(target, path)
         path = with_vocabulary(path, target.config.vocab_size)
         return LoadedDrafter(cls(path.architecture, **options), path.params)

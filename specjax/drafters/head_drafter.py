@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from specjax.drafters.autoregressive import ChainDrafter
 from specjax.drafters.base import LoadedDrafter
@@ -12,6 +12,10 @@ from specjax.loading.find_head import open_head
 from specjax.loading.heads.complete_parameters import complete_parameters
 from specjax.loading.heads.head import Head
 from specjax.loading.model import Model
+from specjax.loading.weights import DRAFT_WEIGHTS
+
+DraftWeights = Annotated[str, DRAFT_WEIGHTS]
+"""How a trained drafter's kernels are stored."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,13 +25,21 @@ class HeadDrafter(ChainDrafter):
     trained: ClassVar[bool] = True
 
     @classmethod
-    def load(cls, name: str, target: Model, path: Any = None, **options: Any) -> LoadedDrafter:
+    def load(
+        cls,
+        name: str,
+        target: Model,
+        path: Any = None,
+        *,
+        weights: DraftWeights = "auto",
+        **options: Any,
+    ) -> LoadedDrafter:
         """Load the head at a path, or the one that is shipped with specjax for the target.
 
-        Raises InputError if there is none, for a head of another kind or target, and for bad
-        options.
+        Its kernels are in `weights`. Raises InputError if there is none, for a head of another kind
+        or target, and for bad options.
         """
-        return cls.of_head(*load_head(name, path, target), target, **options)
+        return cls.of_head(*load_head(name, path, target, weights), target, **options)
 
     @classmethod
     def of_head(cls, head: Head, params: Any, target: Model, **options: Any) -> LoadedDrafter:
@@ -35,13 +47,15 @@ class HeadDrafter(ChainDrafter):
         raise NotImplementedError
 
 
-def load_head(kind: str, path: Any, target: Model) -> tuple[Head, Any]:
+def load_head(kind: str, path: Any, target: Model, weights: str = "auto") -> tuple[Head, Any]:
     """Return a head of a kind and its complete parameters; without a path, the shipped one.
+
+    Its kernels are in `weights` (`DRAFT_WEIGHTS`).
 
     Raises InputError if there is none, and for a head of another kind or target.
     """
     head = open_head(kind, path, target)
-    return head, complete_parameters(head, target)
+    return head, complete_parameters(head, target, weights)
 
 
 def check_tokenizers(target: Model, draft: Model) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from specjax.drafters.base import LoadedDrafter
+from specjax.drafters.head_drafter import DraftWeights
 from specjax.drafters.pair_drafter import PairDrafter
 from specjax.errors import InputError
 from specjax.loading.find_head import shipped_head
@@ -28,16 +29,25 @@ class MtpDrafter(PairDrafter):
     usual_length: ClassVar[int] = 1
 
     @classmethod
-    def load(cls, name: str, target: Model, path: Any = None, **options: Any) -> LoadedDrafter:
+    def load(
+        cls,
+        name: str,
+        target: Model,
+        path: Any = None,
+        *,
+        weights: DraftWeights = "auto",
+        **options: Any,
+    ) -> LoadedDrafter:
         """Load the head at a path; without one, the target's own modules or the shipped head.
 
         Raises InputError if there is none.
         """
         if path is not None:
-            return super().load(name, target, path, **options)
+            return super().load(name, target, path, weights=weights, **options)
         if (head := own_modules(target) or shipped_head("mtp", target)) is None:
             raise InputError(
                 f"drafter.name=mtp: {target.name} has no MTP modules, and none come with specjax "
                 "for it; give trained ones as drafter.path=, or use another drafter"
             )
-        return cls.of_head(head, complete_parameters(head, target), target, **options)
+        params = complete_parameters(head, target, weights)
+        return cls.of_head(head, params, target, **options)

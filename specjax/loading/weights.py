@@ -25,7 +25,10 @@ WEIGHTS = Choice(("auto", "float", "file", "int8", "int4"))
 rounded in groups of 32, with the embedding and the head in 8 bits; `auto` as `file` where that is
 possible (on one CPU, if neither a dtype nor a form is asked for), and otherwise as `float`.
 """
+DRAFT_WEIGHTS = Choice(("auto", "float", "int8", "int4"))
+"""How a trained drafter's weights may be stored; `auto` is int8 beside a target in few bits."""
 _BITS = {"int8": 8, "int4": 4}
+_UNCHANGED = frozenset({"router", "experts", "mtp"})
 
 
 def is_quantized(leaf: Any) -> bool:
@@ -44,26 +47,57 @@ def quantized_model(model: Model, weights: str) -> Model:
         raise InputError(f"weights={weights!r}: not on a mesh yet; leave out the mesh")
     if model.form.layers == "apart":
         raise InputError(f"weights={weights!r}: the form has layers apart; use stacked layers")
+    return _with_arrays(model, quantized_params(_table(model), model.arrays, weights))
+
+
+def quantized_params(
+    table: dict[str, Any], params: dict[str, Any], weights: str, *, fitting: bool = False
+) -> dict[str, Any]:
+    """The parameters of a table with kernels in `weights`, int8 or int4; a head of logits in int8.
+
+    Routers, experts, and modules for multi-token prediction inside a model stay as they are. Raises
+    InputError for a kernel whose number of inputs is no multiple of 32; with `fitting` it stays as
+    it is, too.
+    """
 
     def converted(path: tuple[Any, ...], entry: Parameter, leaf: Any) -> Any:
         names = [step.key for step in path]
-        if names[-1] != "kernel" or "router" in names or "experts" in names or "mtp" in names:
+        if names[-1] != "kernel" or not _UNCHANGED.isdisjoint(names):
             return leaf
         bits = 8 if names[0] == "head" else _BITS[weights]
-        if is_quantized(leaf):
-            if leaf.bits <= bits:
-                return leaf
-            leaf = leaf.dequantized()
+        if is_quantized(leaf) and leaf.bits <= bits:
+            return leaf
         inputs, outputs = _matrix(names, entry)
         if inputs % GROUP:
+            if fitting:
+                return leaf
             raise InputError(
                 f"weights={weights!r}: {'.'.join(names)} has {inputs} inputs, no multiple of "
                 f"{GROUP}; use weights='float'"
             )
         lead = entry.shape[: 1 if entry.axes[0] == "layers" else 0]
-        return _quantize(leaf.reshape(*lead, inputs, outputs), bits)
+        return _quantize(float_kernel(leaf).reshape(*lead, inputs, outputs), bits)
 
-    return _with_arrays(model, _map(converted, _table(model), model.arrays))
+    return _map(converted, table, params)
+
+
+def quantized_head_params(
+    table: dict[str, Any], params: dict[str, Any], target: Model, weights: str
+) -> dict[str, Any]:
+    """The parameters of a head, with kernels in `weights`, one of `DRAFT_WEIGHTS`.
+
+    Raises InputError for int8 or int4 on a mesh, and for widths that are no multiple of 32.
+    """
+    is_auto = DRAFT_WEIGHTS.check("drafter.weights", weights) == "auto"
+    if weights == "float" or (is_auto and not any(map(is_quantized, _nodes(target.params)))):
+        return params
+    if target.mesh is not None:
+        raise InputError(f"drafter.weights={weights!r}: not on a mesh yet; leave out the mesh")
+    return quantized_params(table, params, "int8" if is_auto else weights, fitting=is_auto)
+
+
+def _nodes(params: dict[str, Any]) -> list[Any]:
+    return jax.tree.leaves(params, is_leaf=is_quantized)
 
 
 def float_model(model: Model) -> Model:

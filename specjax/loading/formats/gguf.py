@@ -197,12 +197,12 @@ def _fill_blocks(
     blocks = raw.reshape(count, -1, groups, block_bytes)[index, :rows]
     if location.entry.paired:
         blocks = tensor_layout.unpaired(blocks, location)
-    scales = blocks[..., :2].copy().view(np.float16)[..., 0]
+    scales = blocks[..., :2].copy().view(np.float16)[..., 0].astype(np.float32)
     target.scales[...] = scales
     if kind == "Q8_0":
         target.values[...] = blocks[..., 2:].view(np.int8).reshape(rows, -1)
     elif kind == "Q4_0":
-        target.minimums[...] = scales * np.float16(-8)
+        target.minimums[...] = -8 * scales
         target.values[...] = blocks[..., 2:].reshape(rows, -1)
     else:
         target.minimums[...] = blocks[..., 2:4].copy().view(np.float16)[..., 0]

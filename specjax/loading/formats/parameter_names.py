@@ -183,9 +183,9 @@ def empty_quantized(rows: Shape, bits: int) -> QuantizedKernel:
     *lead, width = rows
     groups = (*lead, width // GROUP)
     if bits == 8:
-        return QuantizedKernel(_empty(rows, np.int8), _empty(groups, np.float16), None)
+        return QuantizedKernel(_empty(rows, np.int8), _empty(groups, np.float32), None)
     values = _empty((*lead, width // 2), np.uint8)
-    return QuantizedKernel(values, _empty(groups, np.float16), _empty(groups, np.float16))
+    return QuantizedKernel(values, _empty(groups, np.float32), _empty(groups, np.float32))
 
 
 def _empty(shape: Shape, dtype: Any) -> np.ndarray:

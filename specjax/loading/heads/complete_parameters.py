@@ -6,19 +6,30 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from specjax.errors import InputError
 from specjax.loading.heads.head import Head, check_head, parameter_table
 from specjax.loading.model import Model
+from specjax.loading.weights import quantized_head_params
+from specjax.models.heads.medusa import MedusaConfig
 from specjax.models.heads.shared_parameters import share
 from specjax.models.parameters import cast
 
 
-def complete_parameters(head: Head, target: Model) -> dict[str, Any]:
+def complete_parameters(head: Head, target: Model, weights: str = "auto") -> dict[str, Any]:
     """The parameters in the target's dtype, with "shared" and, for a part of V, "draft_ids".
 
-    Shared arrays are the target's, not copies. Raises InputError for a head of another target.
+    Shared arrays are the target's, not copies. Kernels are in `weights` (`DRAFT_WEIGHTS`), but for
+    Medusa's, which stay in floating point. Raises InputError for a head of another target, and for
+    weights that it cannot have.
     """
     check_head(head, target)
-    params = cast(head.params, parameter_table(head.config), target.dtype)
+    table = parameter_table(head.config)
+    params = cast(head.params, table, target.dtype)
+    if isinstance(head.config, MedusaConfig):
+        if weights not in ("auto", "float"):
+            raise InputError(f"drafter.weights={weights!r}: medusa has float weights; leave it out")
+    else:
+        params = quantized_head_params(table, params, target, weights)
     ids = None if head.draft_ids is None else jnp.asarray(head.draft_ids, jnp.int32)
     params["shared"] = share(target.params, ids, head=head.config.shares_output)
     if ids is not None:

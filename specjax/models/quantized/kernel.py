@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax import lax
-from jaxtyping import Array, Float, Float16, Int, Int8, UInt8
+from jaxtyping import Array, Float, Float32, Int, Int8, UInt8
 
 from specjax.models.quantized import cpu_library
 
@@ -31,13 +31,14 @@ class QuantizedKernel:
     """A kernel [*L, D, F] as F rows of D integers; L are stacked layers.
 
     `values` are int8, or of four bits two to a byte: byte i of a group's sixteen holds integer i
-    in its low half, and i + 16 in the other. With `layer` it is that layer's kernel [D, F] of the
+    in its low half, and i + 16 in the other. Scales are in float32, from which products are faster
+    than from the half precision of files. With `layer` it is that layer's kernel [D, F] of the
     stack, which products read in place.
     """
 
     values: Int8[Array | np.ndarray, "*L F D"] | UInt8[Array | np.ndarray, "*L F D_over_2"]
-    scales: Float16[Array | np.ndarray, "*L F J"]
-    minimums: Float16[Array | np.ndarray, "*L F J"] | None
+    scales: Float32[Array | np.ndarray, "*L F J"]
+    minimums: Float32[Array | np.ndarray, "*L F J"] | None
     layer: Int[Array, ""] | None = None
 
     @property
@@ -102,33 +103,32 @@ def quantize(kernel: Float[Array, "*L D F"], bits: int) -> QuantizedKernel:
     rows = jnp.swapaxes(kernel, -1, -2).astype(jnp.float32)
     groups = rows.reshape(*rows.shape[:-1], -1, GROUP)
     if bits == 8:
-        scales = (jnp.max(jnp.abs(groups), axis=-1) / 127).astype(jnp.float16)
+        scales = jnp.max(jnp.abs(groups), axis=-1) / 127
         integers = jnp.clip(jnp.round(groups / _divisor(scales)), -127, 127).astype(jnp.int8)
         return QuantizedKernel(integers.reshape(rows.shape), scales, None)
-    minimums = jnp.min(groups, axis=-1).astype(jnp.float16)
-    above = groups - minimums[..., None].astype(jnp.float32)
-    scales = (jnp.max(above, axis=-1) / 15).astype(jnp.float16)
+    minimums = jnp.min(groups, axis=-1)
+    above = groups - minimums[..., None]
+    scales = jnp.max(above, axis=-1) / 15
     integers = jnp.clip(jnp.round(above / _divisor(scales)), 0, 15).astype(jnp.uint8)
     low, high = jnp.split(integers, 2, axis=-1)
     values = (low | (high << 4)).reshape(*rows.shape[:-1], -1)
     return QuantizedKernel(values, scales, minimums)
 
 
-def _divisor(scales: Float16[Array, "*L F J"]) -> Float[Array, "*L F J 1"]:
-    wide = scales.astype(jnp.float32)[..., None]
-    return jnp.where(wide == 0, 1, wide)
+def _divisor(scales: Float[Array, "*L F J"]) -> Float[Array, "*L F J 1"]:
+    return jnp.where(scales == 0, 1, scales)[..., None]
 
 
 def _weights(
-    values: jax.Array, scales: Float16[Array, "*L F J"], minimums: jax.Array | None
+    values: jax.Array, scales: Float[Array, "*L F J"], minimums: jax.Array | None
 ) -> Float[Array, "*L F D"]:
     """Return rows of weights in float32."""
     groups = values.reshape(*scales.shape, -1)
     if minimums is not None:
         groups = jnp.concatenate([groups & 15, groups >> 4], axis=-1)
-    weights = groups.astype(jnp.float32) * scales.astype(jnp.float32)[..., None]
+    weights = groups.astype(jnp.float32) * scales[..., None]
     if minimums is not None:
-        weights += minimums.astype(jnp.float32)[..., None]
+        weights += minimums[..., None]
     return weights.reshape(*scales.shape[:-1], -1)
 
 
