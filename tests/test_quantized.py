@@ -21,9 +21,9 @@ from specjax.drafters.quantized import Quantized
 from specjax.errors import InputError
 from specjax.loading.load import load_model, random_model
 from specjax.loading.weights import float_model, quantized_model
+from specjax.models.cpu import library as cpu_library
 from specjax.models.decoder import Form
-from specjax.models.quantized import cpu_library
-from specjax.models.quantized.kernel import quantize, quantized_products
+from specjax.models.layers.quantized import quantize, quantized_products
 from specjax.testing import check_drafter
 
 needs_library = pytest.mark.skipif(

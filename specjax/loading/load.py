@@ -48,9 +48,9 @@ from specjax.loading.weights import (
     stacked_form,
 )
 from specjax.models.config import DecoderConfig
+from specjax.models.cpu import library as cpu_library
 from specjax.models.decoder import Form
 from specjax.models.heads.mtp import MtpConfig
-from specjax.models.quantized import cpu_library
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 """The model that comes as a package: SmolLM2-135M-Instruct (Apache-2.0), Q4_1."""

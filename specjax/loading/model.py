@@ -14,8 +14,8 @@ from specjax.loading.tokenizers.tokenizer import Tokenizer
 from specjax.models.config import DecoderConfig
 from specjax.models.decoder import DEFAULT_FORM, Decoder, Form
 from specjax.models.heads.mtp import MtpConfig, MtpModules
+from specjax.models.layers.quantized import QuantizedKernel
 from specjax.models.parameter_table import parameter_table
-from specjax.models.quantized.kernel import QuantizedKernel
 
 _MTP = "mtp"
 """The name of the modules among a model's arrays."""

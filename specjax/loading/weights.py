@@ -14,9 +14,9 @@ from specjax.fields import Choice
 from specjax.loading.layer_layout import stack_layers
 from specjax.loading.model import Model, array_table, split_arrays
 from specjax.models.decoder import Form
+from specjax.models.layers.quantized import GROUP, QuantizedKernel, quantize
 from specjax.models.parameter_table import parameter_table
 from specjax.models.parameters import Parameter
-from specjax.models.quantized.kernel import GROUP, QuantizedKernel, quantize
 
 WEIGHTS = Choice(("auto", "float", "file", "int8", "int4"))
 """How a model's weights may be stored.

@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Key
 
 from specjax.errors import InputError
-from specjax.models.quantized.kernel import QuantizedKernel
+from specjax.models.layers.quantized import QuantizedKernel
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from specjax.distributed import sharding
 from specjax.errors import InputError
 from specjax.loading.formats import parameter_names
 from specjax.models.config import DecoderConfig
+from specjax.models.layers.quantized import QuantizedKernel
 from specjax.models.parameter_table import parameter_table
-from specjax.models.quantized.kernel import QuantizedKernel
 
 Fill = Callable[[parameter_names.Location, Any], None]
 """Writes one tensor's values into a host array of the tree's shape (`Location.shape`).

@@ -20,7 +20,7 @@ from specjax.loading.formats.gguf_fields import MTP_MODULES, GgufFields
 from specjax.loading.formats.gguf_file import GgufFile, Tensor, check_type
 from specjax.models.config import DecoderConfig
 from specjax.models.heads.mtp import MtpConfig
-from specjax.models.quantized.kernel import GROUP, QuantizedKernel
+from specjax.models.layers.quantized import GROUP, QuantizedKernel
 
 _OF_ONE_EXPERT = re.compile(r"blk\.\d+\.ffn_(gate|up|down)\.\d+\.weight")
 _BLOCK_BITS = {"Q4_0": 4, "Q4_1": 4, "Q8_0": 8}

@@ -18,8 +18,8 @@ import numpy as np
 from specjax.errors import InputError
 from specjax.loading.compare_arrays import differences, in_words
 from specjax.models.config import DecoderConfig
+from specjax.models.layers.quantized import GROUP, QuantizedKernel
 from specjax.models.parameter_table import parameter_table
-from specjax.models.quantized.kernel import GROUP, QuantizedKernel
 
 Path = tuple[str, ...]
 Shape = tuple[int, ...]

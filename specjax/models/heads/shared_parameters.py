@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from specjax.models.quantized.kernel import QuantizedKernel
+from specjax.models.layers.quantized import QuantizedKernel
 
 
 def share(

@@ -19,8 +19,8 @@ from specjax.models.layers import experts
 from specjax.models.layers.attention import Partial, group_queries, ungroup
 from specjax.models.layers.experts_on_mesh import mix_on_mesh
 from specjax.models.layers.matmul import ChosenKernel, product, products
+from specjax.models.layers.quantized import QuantizedKernel
 from specjax.models.layers.rope import frequencies
-from specjax.models.quantized.kernel import QuantizedKernel
 
 Rotation = tuple[Float[Array, "B T 1 R2"], Float[Array, "B T 1 R2"]]
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {

@@ -12,6 +12,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from specjax.cache import KVCache, Window
+from specjax.models.layers import cpu_attention
 from specjax.models.layers.attention import Partial, attend, attend_in_blocks
 from specjax.models.layers.decoder_layer import DecoderLayer, at_layer
 from specjax.models.layers.local_and_global_layers import LayerView
@@ -61,8 +62,6 @@ class LayerPass:
         copies = 1 if carry.window is None else carry.window.k.shape[2] // config.num_kv_heads
         query, key, value = layer.heads(h, weights["attention"], view.rotation, copies)
         mixed, window = self._attend(index, view, carry.window, query, key, value)
-        if self.attend_committed is not None:
-            mixed = self.attend_committed(query, self.cache, index, start=mixed, **view.limits)
         x = layer.add_attention(x, mixed, weights)
         x, chosen = layer.add_mlp(x, weights)
         experts = carry.experts
@@ -79,7 +78,7 @@ class LayerPass:
         key: Float[Array, "B T G C"],
         value: Float[Array, "B T G C"],
     ) -> tuple[Partial, Window | None]:
-        """Return the attention over the window, and the window with the new keys and values."""
+        """Return the attention, and the window with the new keys and values."""
         softcap = self.layer.config.attention.softcap
         if window is None:
             mixed = attend_in_blocks(
@@ -95,8 +94,16 @@ class LayerPass:
             k=write_window(window.k, key, index, self.start),
             v=write_window(window.v, value, index, self.start),
         )
+        if self.cache is not None and cpu_attention.attends(self.cache, key.shape[1]):
+            mixed = cpu_attention.attend_window_and_cache(
+                query, self.cache, window, index, view.seen, view.oldest, softcap
+            )
+            return mixed, window
         keys, values = at_layer(window.k, index), at_layer(window.v, index)
-        return attend(query, keys, values, view.seen, softcap), window
+        mixed = attend(query, keys, values, view.seen, softcap)
+        if self.attend_committed is not None:
+            mixed = self.attend_committed(query, self.cache, index, start=mixed, **view.limits)
+        return mixed, window
 
 
 def write_window(

@@ -12,7 +12,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from specjax.errors import InputError
-from specjax.models.quantized.kernel import QuantizedKernel, quantized_products
+from specjax.models.layers.quantized import QuantizedKernel, quantized_products
 
 
 class ChosenKernel(NamedTuple):

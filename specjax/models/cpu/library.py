@@ -23,11 +23,12 @@ from specjax.errors import InputError
 from specjax.files.paths import cache_folder
 from specjax.log import LOGGER
 
-_SOURCE = Path(__file__).with_name("cpu_product.cc")
+_SOURCES = sorted(Path(__file__).parent.glob("*.cc"))
+_HEADERS = sorted(Path(__file__).parent.glob("*.h"))
 _FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-w")
 _SECONDS = 180
-QUANTIZED_PRODUCT = "specjax_quantized_product"
-"""The name of the custom call, and of its function in the library."""
+QUANTIZED_PRODUCT, ATTENTION = "specjax_quantized_product", "specjax_attention"
+"""The names of the custom calls, and of their functions in the library."""
 
 
 @functools.cache
@@ -39,10 +40,11 @@ def available() -> bool:
     try:
         library = ctypes.CDLL(str(_built()))
     except (InputError, OSError, subprocess.SubprocessError) as error:
-        LOGGER.info("no CPU kernel for weights of 4 and 8 bits: %s", _reason(error))
+        LOGGER.info("no kernels in C++ on this machine, so decoding is slower: %s", _reason(error))
         return False
-    handler = jax.ffi.pycapsule(getattr(library, QUANTIZED_PRODUCT))
-    jax.ffi.register_ffi_target(QUANTIZED_PRODUCT, handler, platform="cpu")
+    for name in (QUANTIZED_PRODUCT, ATTENTION):
+        handler = jax.ffi.pycapsule(getattr(library, name))
+        jax.ffi.register_ffi_target(name, handler, platform="cpu")
     return True
 
 
@@ -55,11 +57,11 @@ def _built() -> Path:
     if path.exists():
         _check_owned(path)
         return path
-    LOGGER.info("building the CPU kernel for weights of 4 and 8 bits, once on this machine")
+    LOGGER.info("building kernels in C++, once on this machine")
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         built = Path(folder, path.name)
         subprocess.run(
-            [*command, f"-I{jax.ffi.include_dir()}", str(_SOURCE), "-o", str(built)],
+            [*command, f"-I{jax.ffi.include_dir()}", *map(str, _SOURCES), "-o", str(built)],
             check=True,
             capture_output=True,
             timeout=_SECONDS,
@@ -81,7 +83,8 @@ def _digest(command: list[str]) -> str:
     version = subprocess.run(
         [command[0], "--version"], check=True, capture_output=True, timeout=_SECONDS
     ).stdout
-    parts = (_SOURCE.read_bytes(), version, _processor(), jax.__version__, *command)
+    texts = [path.read_bytes() for path in (*_SOURCES, *_HEADERS)]
+    parts = (*texts, version, _processor(), jax.__version__, *command)
     encoded = (part if isinstance(part, bytes) else str(part).encode() for part in parts)
     return hashlib.sha256(b"\0".join(encoded)).hexdigest()[:20]
 

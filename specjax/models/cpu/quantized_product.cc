@@ -5,49 +5,24 @@
 // is summed in the same order whatever the number of tokens, so that its bits do not depend on it.
 
 #include <algorithm>
-#include <atomic>
 #include <cmath>
 #include <cstdint>
-#include <cstring>
 #include <memory>
-#include <thread>
 #include <vector>
 
-#if defined(__AVX2__) && defined(__FMA__)
-#include <immintrin.h>
-#define SPECJAX_AVX2 1
-#endif
-
-#include "xla/ffi/api/ffi.h"
-
-namespace ffi = xla::ffi;
+#include "common.h"
 
 namespace {
 
-constexpr int kLanes = 8;
+using specjax::kLanes;
+using specjax::load;
+using specjax::multiply_add;
+using specjax::store;
+using specjax::sum;
+using specjax::Vector;
+
 constexpr int kGroup = 32;
 constexpr int kParts = kGroup / kLanes;
-
-typedef float Vector __attribute__((vector_size(4 * kLanes)));
-typedef float UnalignedVector __attribute__((vector_size(4 * kLanes), aligned(4)));
-
-inline Vector load(const float* from) { return *reinterpret_cast<const UnalignedVector*>(from); }
-
-inline void store(float* to, Vector value) { *reinterpret_cast<UnalignedVector*>(to) = value; }
-
-// a * b + c, rounded once.
-inline Vector multiply_add(Vector a, Vector b, Vector c) {
-#ifdef SPECJAX_AVX2
-  return (Vector)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
-#else
-  for (int lane = 0; lane < kLanes; lane++) c[lane] = std::fma(a[lane], b[lane], c[lane]);
-  return c;
-#endif
-}
-
-inline float sum(Vector v) {
-  return ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7]));
-}
 
 // A kernel's arrays from its first row on.
 struct Kernel {
@@ -205,29 +180,6 @@ struct Piece {
   int64_t first, last, column;
 };
 
-// Runs work(0) ... work(count - 1) on the pool's threads and this one; returns when all are done.
-template <typename Work>
-void in_parallel(ffi::ThreadPool& pool, int64_t count, Work work) {
-  struct Progress {
-    std::atomic<int64_t> next{0}, done{0};
-  };
-  auto progress = std::make_shared<Progress>();
-  // A thread that starts late finds nothing left to do, and touches nothing but the progress.
-  const auto run = [progress, count, work]() {
-    for (int64_t index; (index = progress->next.fetch_add(1)) < count;) {
-      work(index);
-      progress->done.fetch_add(1, std::memory_order_release);
-    }
-  };
-  const int64_t threads = std::min<int64_t>(pool.num_threads(), count);
-  for (int64_t thread = 1; thread < threads; thread++) {
-    auto other = run;
-    pool.Schedule(std::move(other));
-  }
-  run();
-  while (progress->done.load(std::memory_order_acquire) < count) std::this_thread::yield();
-}
-
 ffi::Error product(ffi::ThreadPool pool, int32_t bits, ffi::Buffer<ffi::F32> x,
                    ffi::Buffer<ffi::S32> layer, ffi::RemainingArgs arrays,
                    ffi::ResultBuffer<ffi::F32> out) {
@@ -258,7 +210,7 @@ ffi::Error product(ffi::ThreadPool pool, int32_t bits, ffi::Buffer<ffi::F32> x,
   }
   const float* in = x.typed_data();
   float* result = out->typed_data();
-  in_parallel(pool, pieces->size(), [=](int64_t number) {
+  specjax::in_parallel(pool, pieces->size(), [=](int64_t number) {
     const Piece& piece = (*pieces)[number];
     const auto function = bits == 4 ? some_rows<4> : some_rows<8>;
     function(piece.kernel, in, tokens, width, piece.first, piece.last, result + piece.column,

@@ -20,7 +20,7 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int, Int8, UInt8
 
-from specjax.models.quantized import cpu_library
+from specjax.models.cpu import library
 
 GROUP = 32
 """The number of inputs that share a scale."""
@@ -137,10 +137,10 @@ def quantized_products(
 ) -> list[Float[Array, "N _"]]:
     """Return the products of activations with several kernels of one layer, in float32.
 
-    On a CPU by a kernel of our own that reads the integers in place (`cpu_library`), in one call
+    On a CPU by a kernel of our own that reads the integers in place (`models/cpu`), in one call
     for kernels of as many bits; elsewhere XLA multiplies by the weights of the layer.
     """
-    if jax.default_backend() != "cpu" or not cpu_library.available():
+    if jax.default_backend() != "cpu" or not library.available():
         product = functools.partial(jnp.matmul, precision=lax.Precision.HIGHEST)
         return [product(x, kernel.dequantized(x.dtype)).astype(jnp.float32) for kernel in kernels]
     results: list[Any] = [None] * len(kernels)
@@ -165,7 +165,9 @@ def _cpu_products(
     ]
     layer = kernels[0].layer
     call = jax.ffi.ffi_call(
-        cpu_library.QUANTIZED_PRODUCT, jax.ShapeDtypeStruct((x.shape[0], sum(sizes)), jnp.float32)
+        library.QUANTIZED_PRODUCT,
+        jax.ShapeDtypeStruct((x.shape[0], sum(sizes)), jnp.float32),
+        vmap_method="sequential",
     )
     index = jnp.zeros((1,), jnp.int32) if layer is None else layer[None]
     out = call(x, index, *arrays, bits=np.int32(kernels[0].bits))

@@ -1,0 +1,69 @@
+"""Attention over the cache and the window as one kernel in C++, for a CPU (`models/cpu`).
+
+It reads each row's committed keys in place, in one call for what takes XLA some twenty kernels.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from specjax.cache import KVCache, Window
+from specjax.models.cpu import library
+from specjax.models.layers.attention import Partial
+
+_MOST_TOKENS = 16
+"""XLA is faster for more tokens at a time: chunks of prompts."""
+_LANES = 8
+
+
+def attends(cache: KVCache, tokens: int) -> bool:
+    """Return whether the kernel is there, and is for a pass of T `tokens` over such a cache."""
+    return (
+        tokens <= _MOST_TOKENS
+        and cache.k.dtype == jnp.float32
+        and cache.k.shape[-1] % _LANES == 0
+        and jax.default_backend() == "cpu"
+        and jax.sharding.get_abstract_mesh().empty
+        and library.available()
+    )
+
+
+def attend_window_and_cache(
+    query: Float[Array, "B G X C"],
+    cache: KVCache,
+    window: Window,
+    layer: Int[Array, ""] | int,
+    seen: Bool[Array, "#B 1 X W"],
+    oldest: Int[Array, "B X"] | None = None,
+    softcap: float | None = None,
+) -> Partial:
+    """Return attention over the keys of the window that are `seen` and over the committed ones.
+
+    With `oldest` each query sees committed keys from that position on. The result is divided by its
+    denominator already.
+    """
+    batch, _, queries, _ = query.shape
+    call = jax.ffi.ffi_call(
+        library.ATTENTION,
+        jax.ShapeDtypeStruct(query.shape, jnp.float32),
+        vmap_method="sequential",
+    )
+    if oldest is None:
+        oldest = jnp.zeros((batch, queries), jnp.int32)
+    mixed = call(
+        query.astype(jnp.float32),
+        jnp.asarray(layer, jnp.int32)[None],
+        cache.k,
+        cache.v,
+        cache.length,
+        window.k,
+        window.v,
+        jnp.broadcast_to(seen[:, 0], (batch, queries, window.k.shape[3])),
+        oldest,
+        softcap=np.float32(0 if softcap is None else softcap),
+    )
+    ones = jnp.ones((*query.shape[:3], 1), jnp.float32)
+    return Partial(jnp.zeros_like(ones), ones, mixed)

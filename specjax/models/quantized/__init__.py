@@ -1,1 +1,0 @@
-"""Kernels in fewer bits, and their products."""
