@@ -24,8 +24,10 @@ from specjax.distributed.sharding import constrain
 from specjax.errors import InputError
 from specjax.models.config import DecoderConfig, LayerRun
 from specjax.models.interface import Extension
+from specjax.models.layers import cpu_attention
 from specjax.models.layers.attention import (
     Partial,
+    attend,
     attend_cache,
     attend_rows,
     attend_whole_cache,
@@ -33,6 +35,7 @@ from specjax.models.layers.attention import (
 )
 from specjax.models.layers.decoder_layer import (
     DecoderLayer,
+    at_layer,
     embed,
     layer_chooser,
     limited,
@@ -234,11 +237,9 @@ class Decoder:
             window_positions = lax.dynamic_update_slice(window.positions, positions, (0, start))
             window = window.replace(positions=window_positions)
         x = self._embed(params, tokens, positions)
-        attend_committed = None
+        attend_all = None
         if cache is not None:
-            attend_committed = cache_attention(
-                self.form, self.config, cache, tokens.shape[1], self.shards > 1
-            )
+            attend_all = attention(self.form, self.config, cache, tokens.shape[1], self.shards > 1)
         run_layer = LayerPass(
             layer=replace(self.arithmetic, differentiable=window is None),
             views=layer_views(
@@ -249,7 +250,7 @@ class Decoder:
                 self.config.num_heads // self._heads_of(window),
             ),
             cache=cache,
-            attend_committed=attend_committed,
+            attend_all=attend_all,
             start=start,
             tapped_layers=requested.tapped_layers,
         )
@@ -352,14 +353,40 @@ class Decoder:
         return lambda index: one_layer(stacked, index - run.first if run.first else index)
 
 
-def cache_attention(
+def attention(
     form: Form, config: DecoderConfig, cache: KVCache, tokens: int, split: bool
 ) -> Callable[..., Partial]:
-    """Return the form's `attend(query, cache, layer, start=...)` over the committed tokens.
+    """Return the form's `attend(query, cache, window, layer, seen, oldest)` over window and cache.
 
     It is for a pass over `tokens` tokens of layers that `config` describes; on a mesh the heads are
-    `split` over `model`, or whole on each device. With the kernel, `layer` must be an int.
+    `split` over `model`, or whole on each device. With the kernel for GPUs, `layer` must be an int.
+    Queries see the keys of the window that `seen` says, and the committed ones, from `oldest` on if
+    that is given.
     """
+    softcap = config.attention.softcap
+    if form.cache_attention == "rows" and cpu_attention.attends(cache, tokens):
+        return functools.partial(cpu_attention.attend_window_and_cache, softcap=softcap)
+    attend_committed = _cache_attention(form, config, cache, tokens, split)
+
+    def attend_both(
+        query: Float[Array, "B G X C"],
+        cache: KVCache,
+        window: Window,
+        layer: Int[Array, ""] | int,
+        seen: Bool[Array, "#B 1 X W"],
+        oldest: Int[Array, "B X"] | None = None,
+    ) -> Partial:
+        start = attend(query, at_layer(window.k, layer), at_layer(window.v, layer), seen, softcap)
+        limits = {} if oldest is None else {"oldest": oldest}
+        return attend_committed(query, cache, layer, start=start, **limits)
+
+    return attend_both
+
+
+def _cache_attention(
+    form: Form, config: DecoderConfig, cache: KVCache, tokens: int, split: bool
+) -> Callable[..., Partial]:
+    """Return `attend(query, cache, layer, start=...)` over the committed tokens."""
     kind, softcap = form.cache_attention, config.attention.softcap
     if kind == "kernel" and softcap is None and config.sliding_window is None:
         # Pallas takes half a second to import, and no other form needs it.

@@ -16,9 +16,8 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from specjax.cache import KVCache, Window
 from specjax.models.config import DecoderConfig
-from specjax.models.decoder import DEFAULT_FORM, Decoder, Form, cache_attention
-from specjax.models.layers import cpu_attention
-from specjax.models.layers.attention import Partial, attend
+from specjax.models.decoder import DEFAULT_FORM, Decoder, Form, attention
+from specjax.models.layers.attention import Partial
 from specjax.models.layers.decoder_layer import (
     DecoderLayer,
     merge_heads,
@@ -190,15 +189,10 @@ class PairHead:
             query, _, _ = self.heads(params, attended, positions)
         repeats = self.config.decoder.num_heads // self._decoder.cached_heads
         visible_to_queries = jnp.repeat(visible, repeats, axis=1)[:, None]
-        if cpu_attention.attends(cache, positions.shape[1]):
-            mixed = cpu_attention.attend_window_and_cache(
-                query, cache, window, 0, visible_to_queries
-            )
-        else:
-            mixed = attend(query, window.k[0], window.v[0], visible_to_queries)
-            decoder, split = self.config.decoder, self.shards > 1
-            attend_committed = cache_attention(self.form, decoder, cache, positions.shape[1], split)
-            mixed = attend_committed(query, cache, 0, start=mixed)
+        attend = attention(
+            self.form, self.config.decoder, cache, positions.shape[1], self.shards > 1
+        )
+        mixed = attend(query, cache, window, 0, visible_to_queries)
         output, _ = self.finish(params, residual, mixed)
         return output, window
 

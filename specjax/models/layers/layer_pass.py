@@ -12,7 +12,6 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from specjax.cache import KVCache, Window
-from specjax.models.layers import cpu_attention
 from specjax.models.layers.attention import Partial, attend, attend_in_blocks
 from specjax.models.layers.decoder_layer import DecoderLayer, at_layer
 from specjax.models.layers.local_and_global_layers import LayerView
@@ -36,15 +35,15 @@ class LayerCarry:
 class LayerPass:
     """The step of one layer: a function of its index, its weights, and the carry.
 
-    Without a window (training) tokens see only each other. `attend_committed` is the attention over
-    the cache, if there is one; new keys are written to the window's slots from `start` on.
-    `tapped_layers` are the layers whose inputs are kept, by name of the feature.
+    Without a window (training) tokens see only each other. `attend_all` is the attention over
+    window and cache, if there is a cache; new keys are written to the window's slots from `start`
+    on. `tapped_layers` are the layers whose inputs are kept, by name of the feature.
     """
 
     layer: DecoderLayer
     views: Callable[[Int[Array, ""] | int], LayerView]
     cache: KVCache | None
-    attend_committed: Callable[..., Partial] | None
+    attend_all: Callable[..., Partial] | None
     start: Int[Array, ""] | int
     tapped_layers: Mapping[str, int]
 
@@ -94,16 +93,11 @@ class LayerPass:
             k=write_window(window.k, key, index, self.start),
             v=write_window(window.v, value, index, self.start),
         )
-        if self.cache is not None and cpu_attention.attends(self.cache, key.shape[1]):
-            mixed = cpu_attention.attend_window_and_cache(
-                query, self.cache, window, index, view.seen, view.oldest, softcap
-            )
-            return mixed, window
+        if self.attend_all is not None:
+            limits = view.seen, view.oldest
+            return self.attend_all(query, self.cache, window, index, *limits), window
         keys, values = at_layer(window.k, index), at_layer(window.v, index)
-        mixed = attend(query, keys, values, view.seen, softcap)
-        if self.attend_committed is not None:
-            mixed = self.attend_committed(query, self.cache, index, start=mixed, **view.limits)
-        return mixed, window
+        return attend(query, keys, values, view.seen, softcap), window
 
 
 def write_window(

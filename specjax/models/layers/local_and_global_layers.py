@@ -25,11 +25,6 @@ class LayerView(NamedTuple):
     seen: Bool[Array, "#B 1 X W"]
     oldest: Int[Array, "B X"] | None = None
 
-    @property
-    def limits(self) -> dict[str, Int[Array, "B X"]]:
-        """Keyword arguments for the attention over the cache: none if there is no limit."""
-        return {} if self.oldest is None else {"oldest": self.oldest}
-
 
 def layer_views(
     config: DecoderConfig,

@@ -1,0 +1,85 @@
+"""Attention as a kernel in C++: XLA's results, and the same bits at any number of tokens."""
+
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specjax.cache import KVCache, Window
+from specjax.models.cpu import library
+from specjax.models.layers import cpu_attention
+from specjax.models.layers.attention import attend, attend_rows
+
+pytestmark = pytest.mark.skipif(
+    shutil.which("c++") is None and shutil.which("g++") is None, reason="no C++ compiler"
+)
+LAYERS, ROWS, HEADS, REPEATS, CAPACITY = 2, 3, 2, 3, 512
+LENGTHS = (300, 7, 0)
+
+
+def random_arrays(width, slots, seed=0):
+    """A cache with rows of different lengths, and a window."""
+    rng = np.random.default_rng(seed)
+
+    def array(*shape):
+        return jnp.asarray(rng.standard_normal(shape), jnp.float32)
+
+    shape = (LAYERS, ROWS, HEADS)
+    keys, values = (array(*shape, CAPACITY, width) for _ in range(2))
+    cache = KVCache(keys, values, jnp.asarray(LENGTHS, jnp.int32))
+    return cache, Window(array(*shape, slots, width), array(*shape, slots, width)), array
+
+
+def divided(partial):
+    return np.asarray(partial.weighted / partial.denominator)
+
+
+@pytest.mark.parametrize("width", [8, 64, 72])
+@pytest.mark.parametrize("slots", [1, 5, 70])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("sliding", [False, True])
+def test_the_result_is_that_of_xla(width, slots, softcap, sliding):
+    assert library.available()
+    cache, window, array = random_arrays(width, slots)
+    tokens = min(slots, 5)
+    queries = tokens * REPEATS
+    query = array(ROWS, HEADS, queries, width)
+    visible = np.tril(np.ones((tokens, slots), bool))
+    seen = jnp.asarray(np.repeat(visible, REPEATS, axis=0))[None, None]
+    limits = {}
+    if sliding:
+        oldest = np.random.default_rng(1).integers(-3, 290, (ROWS, queries))
+        limits = {"oldest": jnp.asarray(oldest, jnp.int32)}
+    for layer in range(LAYERS):
+        start = attend(query, window.k[layer], window.v[layer], seen, softcap)
+        wanted = attend_rows(
+            query, cache, layer, start=start, softcap=softcap, split=False, **limits
+        )
+        found = jax.jit(cpu_attention.attend_window_and_cache, static_argnames="softcap")(
+            query, cache, window, layer, seen, softcap=softcap, **limits
+        )
+        np.testing.assert_allclose(divided(found), divided(wanted), rtol=1e-4, atol=1e-5)
+
+
+def test_a_query_has_the_same_bits_whatever_the_number_of_tokens():
+    cache, window, array = random_arrays(64, 5)
+    query = array(ROWS, HEADS, 5, 64)
+    seen = jnp.asarray(np.tril(np.ones((5, 5), bool)))[None, None]
+    together = divided(cpu_attention.attend_window_and_cache(query, cache, window, 0, seen))
+    for token in range(5):
+        alone = cpu_attention.attend_window_and_cache(
+            query[:, :, token : token + 1], cache, window, 0, seen[:, :, token : token + 1]
+        )
+        np.testing.assert_array_equal(divided(alone)[:, :, 0], together[:, :, token])
+
+
+def test_what_it_is_not_for():
+    cache, _, _ = random_arrays(64, 1)
+    assert cpu_attention.attends(cache, 5)
+    assert not cpu_attention.attends(cache, 256)
+    narrow = cache.replace(k=cache.k.astype(jnp.bfloat16))
+    assert not cpu_attention.attends(narrow, 5)
+    odd, _, _ = random_arrays(12, 1)
+    assert not cpu_attention.attends(odd, 5)
