@@ -23,6 +23,7 @@ using specjax::Vector;
 
 constexpr int kGroup = 32;
 constexpr int kParts = kGroup / kLanes;
+constexpr int64_t kMostInRegisters = 24;  // tokens; of more, weights are unpacked into memory
 
 // A kernel's arrays from its first row on.
 struct Kernel {
@@ -163,8 +164,13 @@ void tile(const Kernel& kernel, const float* x, int64_t tokens, int64_t width, i
     SPECJAX_FEW(8, kOne)
 #undef SPECJAX_FEW
     default:
-      return many_tokens<kBits, kRows>(kernel, x, tokens, width, row, y, stride);
+      break;
   }
+  if (tokens > kMostInRegisters)
+    return many_tokens<kBits, kRows>(kernel, x, tokens, width, row, y, stride);
+  const int64_t half = tokens / 2;
+  tile<kBits, kRows>(kernel, x, half, width, row, y, stride);
+  tile<kBits, kRows>(kernel, x + half * width, tokens - half, width, row, y + half * stride, stride);
 }
 
 template <int kBits>
