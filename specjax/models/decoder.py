@@ -61,11 +61,11 @@ class Form:
     `layers` is `stacked`, one array for a parameter of all layers and a loop over it; `apart`,
     arrays of each layer's own and a loop whose products choose their layer's kernel, for models
     without experts; or `unrolled`, arrays and code of each layer's own. `cache_attention` is
-    `rows`, a loop over each row's own filled blocks of the cache, `blocks`, a loop over those of
-    the longest row, all rows at once, `whole`, one product over its capacity, or `kernel`, a GPU
-    kernel over the filled slots, which needs unrolled layers (prefill, and what the kernel does
-    not support, use `blocks`: some head widths, sliding windows, soft caps). Raises InputError for
-    other values.
+    `rows`, a loop over each row's own filled blocks of the cache (for few tokens a kernel in C++),
+    `blocks`, a loop over those of the longest row, all rows at once, `whole`, one product over its
+    capacity, or `kernel`, a GPU kernel over the filled slots, which needs unrolled layers (prefill,
+    and what the kernel does not support, use `blocks`: some head widths, sliding windows, soft
+    caps). Raises InputError for other values.
     """
 
     layers: str = "stacked"

@@ -245,7 +245,7 @@ def _in_place_of(name: str, old: Any, new: Any) -> Any:
     if _form(old) != _form(new):
         raise InputError(
             f"{name}: its tree, shapes or dtypes are not those of the parameters it replaces; give "
-            "the same model's"
+            "the same model's, loaded with the same form and weights"
         )
     return jax.tree.map(lambda mine, before: jax.device_put(mine, before.sharding), new, old)
 
