@@ -69,6 +69,7 @@ SCRIPTS = {
     "kill_and_resume": {},
     "reproduce_heads": {},
     "sweep": {},
+    "weights_cost": {},
 }
 for name, needed in SCRIPTS.items():
     with script_module(name.replace("/", ".")) as script:

@@ -1,0 +1,196 @@
+"""Measure what fewer bits cost: `python scripts/weights_cost.py --weights=int8,int4`.
+
+    python scripts/weights_cost.py [--target=MODEL] [--weights=int8,int4,file] [--text=FILE]
+
+Runs the model with each of `--weights` and with `weights=float` over the same tokens, and prints a
+table: the bytes of the weights; KL(float || weights) in nats per token; how often the likeliest
+token is that of float; the perplexity. FILE is a text, which is split into pieces of `--context`
+tokens that are scored each by itself, or conversations as JSON lines (.jsonl) with the keys that
+`train.import_responses` reads, of which answers are scored. Without it the float model answers the
+built-in prompts greedily: its perplexity of its own answers is low, and only comparable within the
+table. Exit codes: 0; 2 for bad input; 130 after Ctrl-C or SIGTERM.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+import specjax
+from specjax.cli import command
+from specjax.cli.built_in_prompts import BUILT_IN
+from specjax.cli.flags import Listed, Parser
+from specjax.decoding.prompts import encode_prompt
+from specjax.errors import InputError
+from specjax.fields import Choice, InputFile, PathOrName, Whole, optional
+from specjax.loading.load import DEFAULT_MODEL, load_model
+from specjax.loading.model import Model, count_bytes
+from specjax.models.decoder import Decoder
+from train.data.json_lines import read_rows
+from train.pretraining.documents import Documents
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    act = lambda arguments: run(SimpleNamespace(**parser().read(arguments)))  # noqa: E731
+    return command.run(act, argv)
+
+
+def parser() -> Parser:
+    """The flags."""
+    flags = Parser("python scripts/weights_cost.py", __doc__)
+    add = flags.add_field
+    add("target", PathOrName(), "the model", default=DEFAULT_MODEL)
+    add("weights", Listed(Choice(("int8", "int4", "file"))), "compared", default="int8,int4")
+    add("text", optional(InputFile()), "a text, or conversations (.jsonl)", default=None)
+    add("context", Whole(2), "most tokens that are run together", default=512)
+    add("limit", Whole(1), "pieces or conversations", default=32)
+    add("max_new_tokens", Whole(1), "of answers to the built-in prompts", default=128)
+    return flags
+
+
+class Piece(NamedTuple):
+    """Tokens that are run together, and which of them are scored."""
+
+    tokens: Int[np.ndarray, "T"]
+    is_scored: Bool[np.ndarray, "T"]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a model's weights cost, per scored token, compared with those in floating point."""
+
+    num_bytes: int
+    kl: float
+    """KL(float || weights), in nats."""
+    agreement: float
+    """The share of tokens whose likeliest successor is the same."""
+    perplexity: float
+
+
+def run(flags: SimpleNamespace) -> int:
+    """Print the table; returns the exit code."""
+    reference = load_model(flags.target, weights="float", field="target")
+    pieces = pieces_of(reference, flags)
+    count = sum(int(piece.is_scored[1:].sum()) for piece in pieces)
+    if not count:
+        raise InputError(
+            f"text={str(flags.text)!r}: none of its tokens is scored; give a longer text, or a "
+            "larger --context"
+        )
+    # Loaded before anything is compiled: a file may not have them.
+    others = {name: load_model(flags.target, weights=name) for name in flags.weights}
+    print(f"{reference.name}: {len(pieces)} pieces, {count} tokens scored")
+    print("| weights | MB | KL, nats per token | same greedy token | perplexity |")
+    print("|---|---|---|---|---|")
+    for name, model in {"float": reference, **others}.items():
+        cost = compare(reference, model, pieces)
+        print(
+            f"| `{name}`, {model.weights} | {cost.num_bytes / 1e6:.1f} | {cost.kl:.1e} "
+            f"| {100 * cost.agreement:.1f} % | {cost.perplexity:.3f} |",
+            flush=True,
+        )
+    return 0
+
+
+def pieces_of(model: Model, flags: SimpleNamespace) -> list[Piece]:
+    """What is scored; raises InputError for a file that is not of its format."""
+    if flags.text is None:
+        return _answers(model, flags)
+    pieces = []
+    for ids, scored in _read(model, flags.text):
+        for start in range(0, len(ids), flags.context):
+            if len(pieces) == flags.limit:
+                return pieces
+            end = start + flags.context
+            pieces.append(Piece(ids[start:end], scored[start:end]))
+    return pieces
+
+
+def _answers(model: Model, flags: SimpleNamespace) -> list[Piece]:
+    """The built-in prompts with the model's greedy answers."""
+    chats = [question.first_turn for question in BUILT_IN][: flags.limit]
+    prompts = [encode_prompt(model, chat) for chat in chats]
+    result = specjax.generate(
+        model, prompts, drafter="none", temperature=0.0, max_new_tokens=flags.max_new_tokens
+    )
+    return [
+        Piece(
+            np.array([*prompt, *answer], np.int32)[: flags.context],
+            (np.arange(len(prompt) + len(answer)) >= len(prompt))[: flags.context],
+        )
+        for prompt, answer in zip(prompts, result.token_ids, strict=True)
+    ]
+
+
+def _read(model: Model, path: Any) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """The token ids of a file, by document, and which are scored."""
+    if path.suffix == ".jsonl":
+        for example in read_rows(path):
+            ids = encode_prompt(model, example.tokens.tolist(), f"{path}: id={example.id}")
+            yield np.array(ids, np.int32), example.loss_mask
+        return
+    for text, _ in Documents((path,)):
+        ids = encode_prompt(model, text, f"text={str(path)!r}")
+        yield np.array(ids, np.int32), np.ones(len(ids), np.bool_)
+
+
+def compare(reference: Model, model: Model, pieces: Sequence[Piece]) -> Cost:
+    """The cost of a model's weights beside the reference's, over all scored tokens of pieces."""
+    # One width, so that each model is compiled once.
+    width = max(len(piece.tokens) for piece in pieces)
+    sums = np.zeros(4)
+    for piece in pieces:
+        padding = width - len(piece.tokens)
+        tokens = np.pad(piece.tokens, (0, padding))
+        is_scored = np.pad(piece.is_scored, (0, padding))
+        expected, found = (
+            _log_probabilities(one.architecture, one.params, tokens[None])
+            for one in (reference, model)
+        )
+        sums += np.asarray(_sums(expected, found, tokens, is_scored), np.float64)
+    count, kl, agreement, loss = sums
+    perplexity = float(np.exp(loss / count))
+    # Rounding can make a sum of zeros negative.
+    return Cost(count_bytes(model.params), max(0.0, kl / count), agreement / count, perplexity)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _log_probabilities(
+    decoder: Decoder, params: Any, tokens: Int[Array | np.ndarray, "1 T"]
+) -> Float[Array, "T V"]:
+    """The logarithm of each next token's probability."""
+    num_tokens = tokens.shape[1]
+    positions = jnp.arange(num_tokens)[None]
+    causal = jnp.tril(jnp.ones((1, num_tokens, num_tokens), bool))
+    result = decoder.extend(params, tokens, positions, None, None, 0, causal)
+    return jax.nn.log_softmax(result.logits[0].astype(jnp.float32))
+
+
+@jax.jit
+def _sums(
+    expected: Float[Array, "T V"],
+    found: Float[Array, "T V"],
+    tokens: Int[Array | np.ndarray, "T"],
+    is_scored: Bool[Array | np.ndarray, "T"],
+) -> Float[Array, "4"]:
+    """The number of scored tokens; over them, KL, equal choices, and the loss of what was found."""
+    expected, found, labels = expected[:-1], found[:-1], tokens[1:]
+    kl = jnp.sum(jnp.exp(expected) * (expected - found), axis=-1)
+    same = expected.argmax(axis=-1) == found.argmax(axis=-1)
+    loss = -jnp.take_along_axis(found, labels[:, None], axis=-1)[:, 0]
+    figures = jnp.stack([jnp.ones_like(kl), kl, same.astype(kl.dtype), loss])
+    return jnp.sum(jnp.where(is_scored[1:], figures, 0.0), axis=1)
+
+
+if __name__ == "__main__":
+    command.use_compilation_cache()
+    raise SystemExit(main())
