@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
 
 import specjax
 from specjax.cli import command
@@ -58,10 +57,10 @@ def parser() -> Parser:
 
 
 class Piece(NamedTuple):
-    """Tokens that are run together, and which of them are scored."""
+    """The ids of T tokens that are run together, and for each whether it is scored."""
 
-    tokens: Int[np.ndarray, "T"]
-    is_scored: Bool[np.ndarray, "T"]
+    tokens: np.ndarray
+    is_scored: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -164,10 +163,8 @@ def compare(reference: Model, model: Model, pieces: Sequence[Piece]) -> Cost:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _log_probabilities(
-    decoder: Decoder, params: Any, tokens: Int[Array | np.ndarray, "1 T"]
-) -> Float[Array, "T V"]:
-    """The logarithm of each next token's probability."""
+def _log_probabilities(decoder: Decoder, params: Any, tokens: jax.Array | np.ndarray) -> jax.Array:
+    """The logarithm of each next token's probability, [T, V], after tokens [1, T]."""
     num_tokens = tokens.shape[1]
     positions = jnp.arange(num_tokens)[None]
     causal = jnp.tril(jnp.ones((1, num_tokens, num_tokens), bool))
@@ -177,12 +174,15 @@ def _log_probabilities(
 
 @jax.jit
 def _sums(
-    expected: Float[Array, "T V"],
-    found: Float[Array, "T V"],
-    tokens: Int[Array | np.ndarray, "T"],
-    is_scored: Bool[Array | np.ndarray, "T"],
-) -> Float[Array, "4"]:
-    """The number of scored tokens; over them, KL, equal choices, and the loss of what was found."""
+    expected: jax.Array,
+    found: jax.Array,
+    tokens: jax.Array | np.ndarray,
+    is_scored: jax.Array | np.ndarray,
+) -> jax.Array:
+    """The number of scored tokens; over them, KL, equal choices, and the loss of `found`.
+
+    Both are `_log_probabilities` of the T tokens.
+    """
     expected, found, labels = expected[:-1], found[:-1], tokens[1:]
     kl = jnp.sum(jnp.exp(expected) * (expected - found), axis=-1)
     same = expected.argmax(axis=-1) == found.argmax(axis=-1)

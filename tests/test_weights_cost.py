@@ -106,9 +106,9 @@ def test_the_command_compares_answers_to_the_built_in_prompts(script, target, tm
     assert "| `float`, float32 |" in float_line
     assert "| 0.0e+00 | 100.0 % |" in float_line
     assert "| `int8`, 8-bit |" in int8_line
-    (tmp_path / "short.txt").write_text("a")
-    for flag, message in (
-        (f"--text={tmp_path / 'short.txt'}", "none of its tokens is scored; give a longer text"),
-        ("--weights=file", "weights='file'"),
+    one_token = conversations(tmp_path / "long.jsonl", [([5, 6, 7], [8])])
+    for flags_given, message in (
+        ([f"--text={one_token}", "--context=3"], "none of its tokens is scored; give a longer"),
+        (["--weights=file"], "weights='file'"),
     ):
-        assert message in refused_command(script.main, [flags[0], flag], capsys)
+        assert message in refused_command(script.main, [flags[0], *flags_given], capsys)
