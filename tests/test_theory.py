@@ -95,8 +95,16 @@ SCALES = {
         "weight_itemsize": (1, 2),
         "cache_itemsize": (2, 4),
         "logit_itemsize": (2, 4),
+        "weight_bits": (6.0, 16.0),
+        "draft_weight_bits": (4.5, 9.0),
     },
-    "pass_seconds": {"tokens": (1, 5), "batch": (1, 64), "context": (0, 999), "itemsize": (2, 4)},
+    "pass_seconds": {
+        "tokens": (1, 5),
+        "batch": (1, 64),
+        "context": (0, 999),
+        "itemsize": (2, 4),
+        "weight_bits": (6.0, 16.0),
+    },
     "roofline": {
         "batch": (1, 64),
         "context": (0, 999),
@@ -104,6 +112,14 @@ SCALES = {
         "alpha": (0.5, 1.0),
         "draft_cost": (0.0, 0.1),
         "itemsize": (2, 4),
+        "weight_bits": (6.0, 16.0),
+        "draft_weight_bits": (4.5, 9.0),
+    },
+    "stored_bits": {
+        "bits": (4, 8.0),
+        "group": (32, 4096),
+        "numbers": (1, 2),
+        "number_bits": (16, 32),
     },
 }
 """Two values of every number that a function takes."""
@@ -111,8 +127,14 @@ OTHERS = {
     "speedup": [{"convention": "per_step"}, {"convention": "per_draft"}],
     "optimal_k": [{"convention": "per_step"}, {"convention": "per_draft"}],
     "break_even_alpha": [{"convention": "per_step"}, {"convention": "per_draft"}],
-    "memory": [{"target": LLAMA_3_8B, "draft": LLAMA_3_1B}],
-    "pass_seconds": [{"shape": LLAMA_3_8B, "chip": "h200"}],
+    "memory": [
+        {"target": LLAMA_3_8B, "draft": LLAMA_3_1B},
+        {"target": LLAMA_3_8B, "draft": LLAMA_3_1B, "weight_bits": None, "draft_weight_bits": None},
+    ],
+    "pass_seconds": [
+        {"shape": LLAMA_3_8B, "chip": "h200"},
+        {"shape": LLAMA_3_8B, "chip": "h200", "weight_bits": None},
+    ],
     "roofline": [
         {"shape": LLAMA_3_8B, "chip": "h200"},
         {"shape": LLAMA_3_8B, "chip": "h200", "draft_cost": LLAMA_3_1B},
@@ -160,7 +182,10 @@ def test_results_of_scalars_are_pythons_numbers():
     assert type(theory.roofline(LLAMA_3_8B, "h200", 1, 8, 3, 0.5).fits) is bool
 
 
-@pytest.mark.parametrize("name", ["batch", "context", "candidates", "itemsize"])
+@pytest.mark.parametrize(
+    "name",
+    ["batch", "context", "candidates", "itemsize", "weight_bits", "draft_weight_bits"],
+)
 def test_one_tree_takes_no_arrays(name, monkeypatch):
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
     numbers = {"batch": 1, "context": 8, name: np.array([1, 2])}
@@ -392,3 +417,40 @@ def test_roofline_without_drafts_is_plain_decoding():
     assert result.speedup == 1.0
     assert result.draft_seconds == 0.0
     assert result.tokens_per_second == result.plain_tokens_per_second
+
+
+def test_bits_by_hand():
+    assert theory.stored_bits(4, group=32, numbers=2) == 6
+    assert theory.stored_bits(8, group=32) == 9
+    assert theory.stored_bits(8, group=32, number_bits=16) == 8.5
+    held = theory.memory(LLAMA_3_8B, batch=1, capacity=64, draft=LLAMA_3_8B, draft_weight_bits=6)
+    assert held.target_weights == 2 * LLAMA_3_8B.num_params()
+    assert held.draft_weights == 6 * LLAMA_3_8B.num_params() // 8
+    half = theory.memory(LLAMA_3_8B, batch=1, capacity=64, weight_bits=8.0)
+    assert half.target_weights == LLAMA_3_8B.num_params()
+    assert type(half.total) is int
+    chip = theory.Chip("round numbers", flops=1e15, bandwidth=1e9, memory=1e9)
+    where = dict(tokens=1, batch=1, context=0)
+    seconds = theory.pass_seconds(SMOLLM2_135M, chip, **where, weight_bits=4, itemsize=4)
+    assert seconds == pytest.approx((134_515_008 / 2 + 2 * 30 * 3 * 64 * 4) / 1e9)
+
+
+def test_fewer_bits_pay_until_arithmetic_limits_a_pass():
+    def seconds(bits, batch):
+        where = dict(tokens=1, batch=batch, context=0)
+        return theory.pass_seconds(LLAMA_3_8B, "h100-sxm", weight_bits=bits, **where)
+
+    assert seconds(16, 1) / seconds(6, 1) == pytest.approx(16 / 6, rel=1e-3)
+    assert seconds(16, 100) / seconds(6, 100) > 2
+    assert seconds(16, 400) == seconds(6, 400)
+
+
+def test_a_roofline_with_a_draft_in_fewer_bits():
+    """The target's own copy in 6 bits: as dear as 6 / 16 of a pass where bytes are the limit."""
+    where = dict(batch=1, context=0, k=4, alpha=0.95)
+    table = theory.roofline(LLAMA_3_8B, "h200", draft_cost=LLAMA_3_8B, draft_weight_bits=6, **where)
+    assert table.speedup == pytest.approx(theory.speedup(0.95, 4, 6 / 16), rel=1e-3)
+    assert table.break_even_alpha == pytest.approx(theory.break_even_alpha(4, 6 / 16), rel=1e-3)
+    same = theory.roofline(LLAMA_3_8B, "h200", draft_cost=LLAMA_3_8B, weight_bits=6, **where)
+    assert same.break_even_alpha == np.inf
+    assert same.speedup < 1

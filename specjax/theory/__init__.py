@@ -7,6 +7,7 @@
     acceptance_from_tv(tv)                 acceptance that a distance of p and q allows
     pass_seconds, memory, roofline         a `ModelShape` on a `Chip` (`CHIPS`), by data sheet
     roofline_tree                          the fastest token tree there
+    stored_bits(bits, group=32)            what a weight of so many bits takes with its scales
 
     speedup(0.8, np.arange(1, 9), 0.05)    # an array: one speed-up for each draft length
     roofline(shape, "h100-sxm", batch=8, context=1000, k=4, alpha=0.8).speedup
@@ -28,6 +29,7 @@ from specjax.theory.deployment import (
     memory,
     pass_seconds,
     roofline,
+    stored_bits,
 )
 from specjax.theory.rounds import (
     acceptance_from_tv,
@@ -54,4 +56,5 @@ __all__ = [
     "roofline",
     "roofline_tree",
     "speedup",
+    "stored_bits",
 ]

@@ -9,7 +9,20 @@ from jaxtyping import Bool
 
 from specjax.errors import InputError
 from specjax.theory.checks import Count, Real, Result, checked, checked_count, unwrap
-from specjax.theory.rounds import expected_tokens
+from specjax.theory.rounds import expected_tokens, least_alpha
+
+
+def stored_bits(bits: Real, *, group: Count, numbers: Count = 1, number_bits: Count = 32) -> Result:
+    """Return the bits that a weight takes with what its group has in common.
+
+    `bits` + `numbers` `number_bits` / `group`: `group` weights share `numbers` numbers (a scale; a
+    minimum too) of `number_bits` each. 4 bits in groups of 32 with both in float32 take 6; 8 bits
+    with a scale take 9, or next to 8 with one scale per output.
+    """
+    shared = np.asarray(checked_count("numbers", numbers, 0)) * checked_count(
+        "number_bits", number_bits, 1
+    )
+    return unwrap(checked("bits", bits, above=True) + shared / checked_count("group", group, 1))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,32 +199,52 @@ def memory(
     weight_itemsize: Count = 2,
     cache_itemsize: Count = 2,
     logit_itemsize: Count = 4,
+    weight_bits: Real | None = None,
+    draft_weight_bits: Real | None = None,
 ) -> Memory:
     """Return the bytes that speculative decoding needs during a round, without activations.
 
     Weights of target and `draft`; for each of them a cache of 2 L G C S B numbers (S = `capacity`,
     B = `batch`) and a window of W = `num_nodes` + 1 slots; logits [B, W, V] and the draft
     distributions [B, Q, V] (Q = `num_distributions`, 0 for deterministic drafts). Plain decoding
-    has no nodes, no draft and no distributions. Item sizes in bytes.
+    has no nodes, no draft and no distributions. Item sizes in bytes. `weight_bits`, the mean over
+    all weights (`stored_bits`), replaces `weight_itemsize`; `draft_weight_bits` is that of `draft`,
+    by default the same.
     """
     batch = checked_count("batch", batch, 1)
     capacity = checked_count("capacity", capacity, 1)
     num_nodes = checked_count("num_nodes", num_nodes, 0)
     num_distributions = checked_count("num_distributions", num_distributions, 0)
-    weight_itemsize = checked_count("weight_itemsize", weight_itemsize, 1)
+    bits = _weight_bits(weight_bits, checked_count("weight_itemsize", weight_itemsize, 1))
+    draft_bits = _draft_bits(draft_weight_bits, bits)
     cache_itemsize = checked_count("cache_itemsize", cache_itemsize, 1)
     logit_itemsize = checked_count("logit_itemsize", logit_itemsize, 1)
     target_slot = batch * target.kv_elements() * cache_itemsize
     draft_slot = batch * draft.kv_elements() * cache_itemsize if draft else 0
     window = num_nodes + 1
     return Memory(
-        target_weights=target.num_params() * weight_itemsize,
-        draft_weights=draft.num_params() * weight_itemsize if draft else 0,
+        target_weights=_whole_bytes(target.num_params(), bits),
+        draft_weights=_whole_bytes(draft.num_params(), draft_bits) if draft else 0,
         target_cache=capacity * target_slot,
         draft_cache=capacity * draft_slot,
         windows=window * (target_slot + draft_slot),
         logits=batch * (window + num_distributions) * target.vocab_size * logit_itemsize,
     )
+
+
+def _weight_bits(weight_bits: Real | None, itemsize: Count) -> Real:
+    return 8 * itemsize if weight_bits is None else checked("weight_bits", weight_bits, above=True)
+
+
+def _draft_bits(draft_weight_bits: Real | None, bits: Real) -> Real:
+    if draft_weight_bits is None:
+        return bits
+    return checked("draft_weight_bits", draft_weight_bits, above=True)
+
+
+def _whole_bytes(num_params: int, bits: Real) -> Count:
+    num_bytes = np.ceil(num_params * np.asarray(bits) / 8).astype(np.int64)
+    return num_bytes if num_bytes.ndim else int(num_bytes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -250,6 +283,7 @@ def pass_seconds(
     batch: Count,
     context: Count,
     itemsize: Count = 2,
+    weight_bits: Real | None = None,
 ) -> Result:
     """Return the least time of one pass over `tokens` new tokens per row, in seconds.
 
@@ -257,21 +291,24 @@ def pass_seconds(
     Bytes: all weights once, of experts those that are used; keys and values of `context` tokens per
     row read, or of those in the window of layers that have one; new ones written. FLOPs: 2 for each
     matmul weight and token, and 4 L H C for each token attended to, the new ones causally.
-    `itemsize` is that of weights and cache, in bytes.
+    `itemsize` is that of weights and cache, in bytes; `weight_bits`, the mean over all weights
+    (`stored_bits`), replaces it for weights. Products are computed in bf16 whatever the bits.
     """
     chip = _chip(chip)
     tokens = np.asarray(checked_count("tokens", tokens, 1))
     batch = np.asarray(checked_count("batch", batch, 1))
     context = np.asarray(checked_count("context", context, 0))
     itemsize = checked_count("itemsize", itemsize, 1)
+    weight_bytes = np.asarray(_weight_bits(weight_bits, itemsize)) / 8
     read = shape.num_read_params(batch * tokens)
     tokens, batch = tokens.astype(np.float64), batch.astype(np.float64)
     seen_tokens = np.asarray(shape.seen_tokens(context))
-    moved_elements = read + batch * shape.kv_elements() * (seen_tokens + tokens)
+    cache_bytes = batch * shape.kv_elements() * (seen_tokens + tokens) * itemsize
     pairs = tokens * (seen_tokens + (tokens + 1.0) / 2.0)
     per_pair = 4 * shape.num_layers * shape.num_heads * shape.head_dim
     flops = batch * (2.0 * tokens * shape.num_matmul_params() + pairs * per_pair)
-    return unwrap(np.maximum(moved_elements * itemsize / chip.bandwidth, flops / chip.flops))
+    moved_bytes = read * weight_bytes + cache_bytes
+    return unwrap(np.maximum(moved_bytes / chip.bandwidth, flops / chip.flops))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -280,6 +317,7 @@ class Roofline:
 
     Times in seconds: of a plain pass, of a round's draft, of its verify pass. `fits` says whether
     weights, caches and logits fit into the chip's memory; where not, ignore the other fields.
+    From `break_even_alpha` on a round is no slower than plain decoding; inf where none is.
     """
 
     plain_seconds: Result
@@ -289,6 +327,7 @@ class Roofline:
     plain_tokens_per_second: Result
     tokens_per_second: Result
     speedup: Result
+    break_even_alpha: Result
     fits: bool | Bool[np.ndarray, "..."]
 
 
@@ -302,26 +341,32 @@ def roofline(
     *,
     draft_cost: Real | ModelShape = 0.0,
     itemsize: Count = 2,
+    weight_bits: Real | None = None,
+    draft_weight_bits: Real | None = None,
 ) -> Roofline:
     """Return the speed-up of k drafts per round on a chip, by batch size and context.
 
     `context` is the number of committed tokens per row. `draft_cost` is one draft step in plain
     target passes, or the shape of a draft model: then k of its one-token passes are timed on the
-    same chip, batch and context. `batch`, `context`, `k` and
-    `alpha` broadcast: `roofline(shape, "h100-sxm", batch[:, None], context[None], 4, 0.8)` is a
-    table. tokens/s are of all rows together. For n chips multiply the figures of `Chip` by n.
+    same chip, batch and context. Bits are as in `memory`: a target that drafts in fewer of them has
+    `draft_cost=shape` and its `draft_weight_bits`. All numbers broadcast:
+    `roofline(shape, "h100-sxm", batch[:, None], context[None], 4, 0.8)` is a table. tokens/s are of
+    all rows together. For n chips multiply the figures of `Chip` by n.
     """
     chip = _chip(chip)
     k = checked_count("k", k, 0)
     context = checked_count("context", context, 0)
+    bits = _weight_bits(weight_bits, checked_count("itemsize", itemsize, 1))
+    draft_bits = _draft_bits(draft_weight_bits, bits)
     deployment = {"batch": batch, "context": context, "itemsize": itemsize}
-    plain = np.asarray(pass_seconds(shape, chip, tokens=1, **deployment))
-    verify = np.asarray(pass_seconds(shape, chip, tokens=k + 1, **deployment))
+    target = {**deployment, "weight_bits": bits}
+    plain = np.asarray(pass_seconds(shape, chip, tokens=1, **target))
+    verify = np.asarray(pass_seconds(shape, chip, tokens=k + 1, **target))
     draft = draft_cost if isinstance(draft_cost, ModelShape) else None
     if draft is None:
         step = checked("draft_cost", draft_cost) * plain
     else:
-        step = np.asarray(pass_seconds(draft, chip, tokens=1, **deployment))
+        step = np.asarray(pass_seconds(draft, chip, tokens=1, weight_bits=draft_bits, **deployment))
     round_seconds = k * step + verify
     tokens = np.asarray(expected_tokens(alpha, k))
     needed_memory = memory(
@@ -331,8 +376,9 @@ def roofline(
         num_nodes=k,
         draft=draft,
         num_distributions=k if draft else 0,
-        weight_itemsize=itemsize,
         cache_itemsize=itemsize,
+        weight_bits=bits,
+        draft_weight_bits=draft_bits,
     )
     fits = np.asarray(needed_memory.total <= chip.memory)
     return Roofline(
@@ -343,6 +389,7 @@ def roofline(
         plain_tokens_per_second=unwrap(batch / plain),
         tokens_per_second=unwrap(batch * tokens / round_seconds),
         speedup=unwrap(tokens * plain / round_seconds),
+        break_even_alpha=unwrap(least_alpha(round_seconds / plain, k)),
         fits=fits if fits.ndim else bool(fits),
     )
 

@@ -88,11 +88,20 @@ def break_even_alpha(
             f"k = {k[dear].flat[0]}, c = {c}: a round costs {cost[dear].flat[0]:.4g} plain passes "
             "and emits at most k + 1 tokens, so no alpha breaks even; give a cheaper draft"
         )
+    return unwrap(least_alpha(cost, k))
+
+
+def least_alpha(cost: Float[np.ndarray, "..."] | float, k: Count) -> Float[np.ndarray, "..."]:
+    """Return the least alpha at which k drafts emit `cost` tokens; inf where none does.
+
+    By bisection; 0 for a cost of at most 1.
+    """
+    cost, k = np.broadcast_arrays(np.asarray(cost, np.float64), k)
     low, high = np.zeros_like(cost), np.ones_like(cost)
     while ((low < (middle := (low + high) / 2)) & (middle < high)).any():
         pays = np.asarray(expected_tokens(middle, k)) >= cost
         low, high = np.where(pays, low, middle), np.where(pays, middle, high)
-    return unwrap(np.where(cost <= 1.0, 0.0, high))
+    return np.where(cost > k + 1, np.inf, np.where(cost <= 1.0, 0.0, high))
 
 
 def _round_cost(k: Count, c: Real, convention: str, verify_cost: Real) -> Float[np.ndarray, "..."]:

@@ -10,6 +10,8 @@ from specjax.theory.deployment import Chip, ModelShape, pass_seconds
 from specjax.trees.fastest import FastestTree, fastest_tree
 from specjax.trees.ranked import Rates
 
+_ONE = "{name} = {value}: give one number; call again for each tree"
+
 
 def roofline_tree(
     shape: ModelShape,
@@ -21,25 +23,34 @@ def roofline_tree(
     draft_cost: float | ModelShape = 0.0,
     candidates: int = 8,
     itemsize: int = 2,
+    weight_bits: float | None = None,
+    draft_weight_bits: float | None = None,
 ) -> FastestTree:
     """Return the tree with the most tokens per second if each pass takes its least time.
 
     `acceptance` is that of `specjax.trees.fastest_tree`. A level of the draft is `draft_cost`
     passes of the target over one token per row, or one pass of that model over `candidates` tokens
-    per row. `context` are the committed tokens per row; for n chips multiply the figures of `Chip`
-    by n. The numbers are scalars. Raises InputError for arrays and for numbers out of range.
+    per row. Bits are as in `memory`. `context` are the committed tokens per row; for n chips
+    multiply the figures of `Chip` by n. The numbers are scalars. Raises InputError for arrays and for numbers out of range.
     """
     deployment = {"batch": batch, "context": context, "itemsize": itemsize}
     for name, value in {**deployment, "candidates": candidates}.items():
         if np.ndim(checked_count(name, value, 0 if name == "context" else 1)):
-            raise InputError(f"{name} = {value}: give one number; call again for each tree")
+            raise InputError(_ONE.format(name=name, value=value))
+    bits = 8.0 * itemsize if weight_bits is None else weight_bits
+    draft_bits = bits if draft_weight_bits is None else draft_weight_bits
+    for name, value in {"weight_bits": bits, "draft_weight_bits": draft_bits}.items():
+        if checked(name, value, above=True).ndim:
+            raise InputError(_ONE.format(name=name, value=value))
+    target = {**deployment, "weight_bits": bits}
     if isinstance(draft_cost, ModelShape):
-        level_seconds = float(pass_seconds(draft_cost, chip, tokens=candidates, **deployment))
+        draft = {**deployment, "weight_bits": draft_bits}
+        level_seconds = float(pass_seconds(draft_cost, chip, tokens=candidates, **draft))
     else:
-        plain_seconds = float(pass_seconds(shape, chip, tokens=1, **deployment))
+        plain_seconds = float(pass_seconds(shape, chip, tokens=1, **target))
         level_seconds = float(checked("draft_cost", draft_cost)) * plain_seconds
     return fastest_tree(
         acceptance,
-        lambda width: float(pass_seconds(shape, chip, tokens=width, **deployment)),
+        lambda width: float(pass_seconds(shape, chip, tokens=width, **target)),
         lambda depth: depth * level_seconds,
     )
