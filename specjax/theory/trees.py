@@ -31,7 +31,8 @@ def roofline_tree(
     `acceptance` is that of `specjax.trees.fastest_tree`. A level of the draft is `draft_cost`
     passes of the target over one token per row, or one pass of that model over `candidates` tokens
     per row. Bits are as in `memory`. `context` are the committed tokens per row; for n chips
-    multiply the figures of `Chip` by n. The numbers are scalars. Raises InputError for arrays and for numbers out of range.
+    multiply the figures of `Chip` by n. The numbers are scalars. Raises InputError for arrays and
+    for numbers out of range.
     """
     deployment = {"batch": batch, "context": context, "itemsize": itemsize}
     for name, value in {**deployment, "candidates": candidates}.items():
