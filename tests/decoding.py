@@ -33,6 +33,7 @@ from specjax.drafters import (
 from specjax.drafters.draft_model import DraftModel
 from specjax.drafters.early_exit import EarlyExit
 from specjax.drafters.lookup.ngram import Ngram
+from specjax.drafters.lookup.suffix import Suffix
 from specjax.sampling import UniformRule
 
 PROMPTS = [
@@ -347,6 +348,7 @@ def drafters(tiny, unrelated, similar):
     layers = tiny.config.num_layers
     return {
         "ngram": Ngram(prompt_lookup_min=1),
+        "suffix": Suffix(),
         "ngram_tree": Ngram(prompt_lookup_min=1, num_matches=3),
         "unrelated": draft_model(unrelated),
         "similar": draft_model(similar),

@@ -41,6 +41,7 @@ from specjax.drafters import TreeOptions, head_drafter, merge_drafters, take_tur
 from specjax.drafters import draft_model as draft_models
 from specjax.drafters.early_exit import EarlyExit
 from specjax.drafters.lookup.ngram import Ngram
+from specjax.drafters.lookup.suffix import Suffix
 from specjax.drafters.lookup.token_recycling import TokenRecycling
 
 NEW = 48
@@ -69,6 +70,7 @@ def made(name, tiny, similar):
             return head_drafter(heads[kind](tiny, spread=0.3), tiny, **options)
         return {
             "ngram": lambda: Ngram(prompt_lookup_min=1, **options),
+            "suffix": lambda: Suffix(**options),
             "draft_model": lambda: draft_model(similar, **options),
             "early_exit": lambda: EarlyExit(3, exit_layer=2, **options),
             "token_recycling": lambda: TokenRecycling(61, **options),
@@ -78,12 +80,12 @@ def made(name, tiny, similar):
     return take_turns(*map(part, name.split("+")))
 
 
-FEW = "ngram+eagle3/static"
+FEW = "suffix+eagle3/static"
 """A chain that is found and a static tree that is drawn, with caches and features."""
 CHAINS = "ngram+draft_model+medusa+eagle3+mtp"
 TREES = "ngram+token_recycling/static+medusa/static+eagle3/dynamic"
 ALONE = "ngram draft_model early_exit medusa eagle3 mtp token_recycling/static merged+draft_model"
-ALONE += " medusa/static eagle3/static eagle3/dynamic early_exit/static merged"
+ALONE += " medusa/static eagle3/static eagle3/dynamic early_exit/static merged suffix"
 
 
 def scripted(drafter):

@@ -10,6 +10,7 @@ from specjax.drafters.draft_model import DraftModel
 from specjax.drafters.eagle import EagleDrafter
 from specjax.drafters.early_exit import EarlyExit
 from specjax.drafters.lookup.ngram import Ngram
+from specjax.drafters.lookup.suffix import Suffix
 from specjax.drafters.lookup.token_recycling import TokenRecycling
 from specjax.drafters.medusa import MedusaDrafter
 from specjax.drafters.merged import Merged, merge_drafters
@@ -23,6 +24,7 @@ from specjax.errors import InputError, shown
 DRAFTERS: dict[str, type[Drafter]] = {
     "none": NoDrafter,
     "ngram": Ngram,
+    "suffix": Suffix,
     "draft_model": DraftModel,
     "early_exit": EarlyExit,
     "quantized": Quantized,

@@ -66,20 +66,24 @@ class Ngram(Drafter):
             self.match == "latest",
             self.num_matches,
         )
+        tokens = copied_tokens(context, ends, self.num_speculative_tokens)
+        count = jnp.where(matched > 0, context.limit[:, None], 0)
         branches = [
-            self._copy(context, ends[:, number], matched[:, number])
-            for number in range(self.num_matches)
+            trees.chain(tokens[:, number], count[:, number]) for number in range(self.num_matches)
         ]
         return (branches[0] if self.num_matches == 1 else trees.merge(*branches)), state
 
-    def _copy(self, context: Context, end: Int[Array, "B"], matched: Int[Array, "B"]) -> Draft:
-        """Return the tokens after a match that ends at position `end`, in rows where it exists."""
-        # After the last committed token the copy continues with the tokens that it has copied.
-        period = jnp.maximum(context.length - 1 - end, 1)
-        step = jnp.arange(self.num_speculative_tokens)[None, :] % period[:, None]
-        tokens = jnp.take_along_axis(context.tokens, end[:, None] + 1 + step, axis=1)
-        count = jnp.where(matched > 0, context.limit, 0)
-        return trees.chain(tokens, count)
+
+def copied_tokens(context: Context, ends: Int[Array, "B m"], count: int) -> Int[Array, "B m K"]:
+    """Return the `count` tokens after each of the given positions, all before the last token.
+
+    After the last committed token a copy continues with the tokens that it has copied.
+    """
+    period = jnp.maximum(context.length[:, None] - 1 - ends, 1)
+    step = jnp.arange(count)[None, None, :] % period[:, :, None]
+    positions = (ends[:, :, None] + 1 + step).reshape(len(ends), -1)
+    tokens = jnp.take_along_axis(context.tokens, positions, axis=1)
+    return tokens.reshape(*ends.shape, count)
 
 
 def find_matches(

@@ -1,0 +1,266 @@
+"""Suffix decoding: matches of any length, counted continuations, and a state that follows."""
+
+import functools
+import types
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import row_count, slow
+from decoding import PROMPTS, changed, coupled, decode, greedy, observed, tampered
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_drafters import context_of, silence
+from tiny_models import bigrams
+
+import specjax
+from specjax.decoding.sampling_params import SamplingParams
+from specjax.drafters import take_turns
+from specjax.drafters.base import Accepted
+from specjax.drafters.lookup.suffix import Suffix
+from specjax.errors import InputError
+from specjax.sampling import Coupled
+from specjax.testing import check_drafter
+from specjax.testing.drafters import decode as decode_rows
+from specjax.testing.drafters import make_plan
+
+LONGEST_ROW = 48
+LOOSE = dict(suffix_decoding_max_spec_factor=2.0, suffix_decoding_max_spec_offset=1.0)
+
+
+def matched_by_hand(ids):
+    """The text that ends at each position and at the end of the row, by its length."""
+    lengths = np.zeros(len(ids), int)
+    for end in range(len(ids) - 1):
+        while lengths[end] <= end and ids[end - lengths[end]] == ids[-1 - lengths[end]]:
+            lengths[end] += 1
+    return lengths
+
+
+def drafted_by_hand(ids, drafter, limit):
+    """The most frequent continuation of the longest matches, position by position."""
+    lengths = matched_by_hand(ids)
+    longest = lengths.max()
+    if longest == 0:
+        return []
+    depth = drafter.suffix_decoding_max_tree_depth
+    factor, offset = (
+        drafter.suffix_decoding_max_spec_factor,
+        drafter.suffix_decoding_max_spec_offset,
+    )
+    allowed = max(
+        min(int(factor * size + offset), depth - size)
+        for size in range(1, min(longest, depth - 1) + 1)
+    )
+    copies = [(ids[end + 1 :] * limit)[:limit] for end in np.flatnonzero(lengths == longest)]
+    copies, draft, probability = copies[::-1][:32], [], 1.0
+    for step in range(min(limit, allowed)):
+        # Of equal counts the first token, and so the latest match, comes first.
+        token, count = Counter(copy[step] for copy in copies).most_common(1)[0]
+        probability *= count / len(copies)
+        if probability < drafter.suffix_decoding_min_token_prob:
+            break
+        draft.append(token)
+        copies = [copy for copy in copies if copy[step] == token]
+    return draft
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def propose(drafter, state, context):
+    return drafter.propose((), state, context, silence)[0]
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def observed_in_chunks(context, size):
+    """The state of rows whose tokens but the first were observed `size` at a time."""
+    drafter, lengths = Suffix(), context.length
+
+    def observe(number, state):
+        first = 1 + number * size
+        known = context.replace(length=jnp.minimum(lengths, first + size))
+        count = jnp.clip(lengths - first, 0, size)
+        tokens = known.tokens_from(known.length - count, size)
+        return drafter.observe((), state, known, Accepted(tokens, count, {}))
+
+    empty = drafter.init((), *context.tokens.shape)
+    return jax.lax.fori_loop(0, -(-LONGEST_ROW // size), observe, empty)
+
+
+def context_of_rows(rows):
+    """A context of one width, whatever the rows; the last row is of no interest."""
+    return context_of([*rows, [0] * LONGEST_ROW], [8] * (len(rows) + 1))
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    rows=st.lists(
+        st.lists(st.integers(0, 2), min_size=1, max_size=LONGEST_ROW), min_size=3, max_size=3
+    ),
+    options=st.sampled_from(
+        [
+            {},
+            LOOSE,
+            LOOSE | dict(suffix_decoding_min_token_prob=0.4001),
+            LOOSE | dict(suffix_decoding_max_tree_depth=5, suffix_decoding_min_token_prob=0.0),
+            dict(suffix_decoding_max_spec_offset=-2.0),
+        ]
+    ),
+    size=st.sampled_from([1, 4, 64]),
+)
+def test_matches_and_drafts_as_by_hand(rows, options, size):
+    drafter = Suffix(**options)
+    context = context_of_rows(rows)
+    state = observed_in_chunks(context, size)
+    draft = propose(drafter, state, context)
+    for row, ids in enumerate(rows):
+        matched = np.asarray(state[row])
+        assert matched[: len(ids)].tolist() == matched_by_hand(ids).tolist()
+        assert not matched[len(ids) :].any()
+        count = int(draft.valid[row].sum())
+        assert draft.tokens[row, :count].tolist() == drafted_by_hand(ids, drafter, 8)
+    assert draft.logq is None
+    assert (draft.logq_row == -1).all()
+
+
+def test_drafts_follow_the_longest_match_and_the_counts():
+    drafter = Suffix(**LOOSE, suffix_decoding_min_token_prob=0.5)
+    rows = [
+        [7, 1, 2, 3, 4, 5, 9, 2, 3, 6, 7, 1, 2, 3],  # not the later, shorter match
+        [1, 2, 1, 3, 1, 2, 4, 1],  # 2 followed twice; then 1 and 4, the latter the later
+        [5, 5],  # goes on in the copy
+        [5, 6, 8],
+    ]
+    context = context_of_rows(rows).replace(limit=jnp.array([8, 8, 2, 8, 0]))
+    draft = propose(drafter, observed_in_chunks(context, 64), context)
+    count = draft.valid.sum(axis=1).tolist()
+    assert count == [8, 1, 2, 0, 0]
+    assert draft.tokens[0].tolist() == [4, 5, 9, 2, 3, 6, 7, 1]
+    assert draft.tokens[1, :1].tolist() == [2]
+    assert draft.tokens[2, :2].tolist() == [5, 5]
+
+
+def test_lengths_by_match():
+    assert Suffix(suffix_decoding_max_tree_depth=8).lengths == (0, 1, 2, 3, 4, 4, 4, 4)
+    assert Suffix(num_speculative_tokens=3).lengths == (0, 1, 2, *[3] * 21)
+    ten_of_seven = dict(suffix_decoding_max_spec_factor=0.7, suffix_decoding_max_tree_depth=64)
+    assert Suffix(**ten_of_seven).lengths[10] == 7
+    assert Suffix(suffix_decoding_max_spec_offset=-3.0).lengths[:6] == (0, 0, 0, 0, 1, 2)
+
+
+@pytest.fixture(scope="module")
+def target():
+    return bigrams(5)
+
+
+def assert_state_is_fresh(loaded, target):
+    """After rounds of the real loop, the matches are those of each row's text."""
+    model, logits = target
+    request = SamplingParams(temperature=1.0)
+    drafter, params = take_turns(loaded)
+    plan = make_plan(model, drafter, 4, verify=Coupled(), request=request, capacity=40)
+    params = (logits, params)
+    state, rounds = decode_rows(plan, params, [3, 1, 3], request, np.arange(8), 0, 7)
+    (matched,) = observed(types.SimpleNamespace(plan=plan, params=params), state)
+    for row, length in enumerate(state.length.tolist()):
+        ids = np.asarray(state.tokens[row, :length]).tolist()
+        assert matched[row, :length].tolist() == matched_by_hand(ids).tolist()
+    assert np.asarray(rounds.accepted).max() > 1
+
+
+def test_the_state_equals_a_fresh_one(target):
+    assert_state_is_fresh(Suffix(**LOOSE), target)
+
+
+def matches_itself(real, params, state, context, accepted):
+    """A match may end at the very token whose successor is drafted."""
+    return real(params, state, context.replace(length=context.length + 1), accepted)
+
+
+def misses_a_token(real, params, state, context, accepted):
+    shorter = accepted.replace(count=jnp.maximum(accepted.count - 1, 0))
+    missed = accepted.count - shorter.count
+    return real(params, state, context.replace(length=context.length - missed), shorter)
+
+
+def forgets(real, params, state, context, accepted):
+    return real(params, jnp.zeros_like(state), context, accepted)
+
+
+@pytest.mark.parametrize("broken", [matches_itself, *slow(misses_a_token, forgets)])
+def test_broken_states_are_found(broken, target):
+    with pytest.raises(AssertionError, match="At index"):
+        assert_state_is_fresh(changed(Suffix(**LOOSE), observe=broken), target)
+
+
+@pytest.fixture(scope="module")
+def together(tiny):
+    """Eight rows of one batch."""
+    return coupled(tiny, Suffix(**LOOSE))
+
+
+def test_output_is_that_of_plain_decoding(tiny, together):
+    assert together.token_ids == coupled(tiny, batch_size=1).token_ids
+    assert together.accepted.max() > 1
+
+
+def test_rows_draft_as_they_do_alone(tiny, together):
+    alone = coupled(tiny, Suffix(**LOOSE), batch_size=1)
+    assert alone.token_ids == together.token_ids
+    for name in ("drafted", "accepted", "emitted"):
+        np.testing.assert_array_equal(getattr(together, name), getattr(alone, name))
+
+
+PROMPT = [0, 1, 2, 0, 1, 3, 0, 1]
+
+
+@pytest.mark.parametrize("rule", ["rejection", *slow("block", "coupled")])
+def test_the_distribution_is_the_targets(rule, target):
+    check = check_drafter(Suffix(**LOOSE), target, row_count(8_000), prompt=PROMPT, verify=rule)
+    assert check.passed, check
+    assert check.acceptance_length > 1.1
+
+
+def test_a_claimed_distribution_is_found(target):
+    """Chosen tokens, of which the rule is told that they were drawn from a uniform distribution."""
+
+    def claim(draft, context):
+        step = jnp.broadcast_to(jnp.arange(draft.tokens.shape[1]), draft.tokens.shape)
+        logq = jnp.full((*step.shape, 5), -jnp.log(5.0))
+        return draft.replace(logq=logq, logq_row=step)
+
+    drafter = tampered(Suffix(**LOOSE), claim)
+    assert not check_drafter(drafter, target, row_count(8_000), prompt=PROMPT).passed
+
+
+@pytest.mark.parametrize("name", ["suffix|token_recycling", *slow("suffix", "suffix+early_exit")])
+def test_by_name(name, tiny):
+    options = {"exit_layer": 2} if "early_exit" in name else {}
+    made = specjax.make_drafter(name, tiny, num_speculative_tokens=3, **options)
+    options = dict(sampling=greedy(max_new_tokens=12), batch_size=8)
+    got = decode(tiny, PROMPTS, drafter=made, **options)
+    assert got.token_ids == decode(tiny, PROMPTS, **options).token_ids
+    assert got.accepted.max() > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            {"suffix_decoding_max_tree_depth": 1},
+            "drafter.suffix_decoding_max_tree_depth=1: use a whole number from 2 to 2048",
+        ),
+        (
+            {"suffix_decoding_max_spec_factor": -1.0},
+            "drafter.suffix_decoding_max_spec_factor=-1.0: use a number from 0 to 1024",
+        ),
+        (
+            {"suffix_decoding_min_token_prob": 1.5},
+            "drafter.suffix_decoding_min_token_prob=1.5: use a number from 0 to 1",
+        ),
+    ],
+)
+def test_bad_input(options, said):
+    with pytest.raises(InputError, match=said):
+        Suffix(**options)
