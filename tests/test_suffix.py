@@ -217,7 +217,8 @@ PROMPT = [0, 1, 2, 0, 1, 3, 0, 1]
 
 @pytest.mark.parametrize("rule", ["rejection", *slow("block", "coupled")])
 def test_the_distribution_is_the_targets(rule, target):
-    check = check_drafter(Suffix(**LOOSE), target, row_count(8_000), prompt=PROMPT, verify=rule)
+    drafter = Suffix(**LOOSE, num_speculative_tokens=3)
+    check = check_drafter(drafter, target, row_count(8_000), prompt=PROMPT, verify=rule)
     assert check.passed, check
     assert check.acceptance_length > 1.1
 
@@ -230,7 +231,7 @@ def test_a_claimed_distribution_is_found(target):
         logq = jnp.full((*step.shape, 5), -jnp.log(5.0))
         return draft.replace(logq=logq, logq_row=step)
 
-    drafter = tampered(Suffix(**LOOSE), claim)
+    drafter = tampered(Suffix(**LOOSE, num_speculative_tokens=3), claim)
     assert not check_drafter(drafter, target, row_count(8_000), prompt=PROMPT).passed
 
 
