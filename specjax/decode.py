@@ -118,7 +118,10 @@ def decode(config: DecodeConfig, *, verbose: bool = False) -> int:
     refused: NoRoomError | None = None
     try:
         loaded = [made.loaded for made in drafters]
-        for _ in decode_batches(config, model, loaded, runs, screen, clock):
+        batches = decode_batches(
+            config, model, loaded, runs, screen, clock, with_expectation=verbose
+        )
+        for _ in batches:
             file.add(*(record for run in runs for record in run.new_records()))
     except KeyboardInterrupt:
         interrupted = True

@@ -280,6 +280,7 @@ def test_fields_are_those_of_the_config(command, capsys, tmp_path):
 LINES = [
     # a command's entry point, its arguments, what is said
     (decode.main, "--config.temperture=1", "did you mean sampling.temperature?"),
+    (decode.main, "--config.tempature=0.8", "did you mean sampling.temperature?"),
     (decode.main, "--config.sampling.topp=1", "did you mean sampling.top_p?"),
     (decode.main, "--config.batchsize=1", "did you mean batch_size?"),
     (decode.main, "--config.xyzzy=1", "use batch_size, chat"),

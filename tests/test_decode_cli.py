@@ -163,6 +163,7 @@ def test_comparing_means_nothing_under_a_random_rule(run, folder, capsys):
         "--config.compare=true",
         "--config.sampling.temperature=0.8",
         "--config.num_speculative_tokens=1",
+        "--verbose",
     )
     assert code == 0
     assert {row["identical"] for row in report["rows"]} == {None}

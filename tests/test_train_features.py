@@ -29,8 +29,8 @@ def target():
 def store(target, tmp_path, monkeypatch):
     """Writes seven conversations, and runs the command with further arguments."""
 
-    def load(name, *, field, form):
-        assert form == Form.for_training("cpu")
+    def load(name, *, field, form, weights):
+        assert (form, weights) == (Form.for_training("cpu"), "float")
         return target
 
     monkeypatch.setattr(features, "load_model", load)

@@ -230,13 +230,19 @@ def _check_override(config: ml_collections.ConfigDict, override: str) -> None:
         raise InputError(f"config.{name}={value!r}: there is no such field; {hint}")
 
 
+_LEAST_LIKENESS = 0.6
+"""The share of equal letters from which a name is suggested, as `difflib` has it."""
+
+
 def _nearest(name: str, fields: Sequence[str]) -> str | None:
-    """The field whose dotted name, or else the last part of it, is nearest to a name."""
-    if near := difflib.get_close_matches(name, fields, n=1):
-        return near[0]
-    short = {field.rpartition(".")[2]: field for field in reversed(fields)}
-    near = difflib.get_close_matches(name.rpartition(".")[2], short, n=1)
-    return short[near[0]] if near else None
+    """The field whose dotted name, or the last part of it, is nearest to a name; None if none is."""
+
+    def likeness(field: str) -> float:
+        pairs = ((name, field), (name.rpartition(".")[2], field.rpartition(".")[2]))
+        return max(difflib.SequenceMatcher(None, *pair).ratio() for pair in pairs)
+
+    near = max(fields, key=likeness)
+    return near if likeness(near) >= _LEAST_LIKENESS else None
 
 
 def _not_understood(config: ml_collections.ConfigDict, argument: str) -> str:

@@ -68,10 +68,13 @@ def decode_batches(
     runs: Sequence[DrafterRun],
     screen: Screen,
     clock: Clock,
+    *,
+    with_expectation: bool = False,
 ) -> Iterator[None]:
     """Decode a config's prompts with each of its drafters, and show the texts of the first.
 
-    Yields whenever all drafters have finished a group, whose rows are in their `runs`. Raises
+    Yields whenever all drafters have finished a group, whose rows are in their `runs`. The expected
+    acceptance, which takes as long as decoding, is computed `with_expectation`. Raises
     InputError, and KeyboardInterrupt after the last group that was finished.
     """
     decoding = _Decoding(config, model, screen, clock)
@@ -79,7 +82,7 @@ def decode_batches(
         sides, plain = decoding.open_sides(turn, drafters, runs)
         yield from decoding.decode_turn(turn, sides, plain)
         for side in sides:
-            if config.has_expectation and side.name != "none":
+            if with_expectation and config.has_expectation and side.name != "none":
                 with screen.working(
                     f"expected acceptance: the distributions of {side.name}'s run once more"
                 ):

@@ -46,7 +46,7 @@ def result_lines(run: DrafterRun, compared: Compared | None) -> dict[str, str]:
         lines = {SPEEDUP: _TOO_SHORT}
     elif found.plain_tokens_per_second is not None:
         plain = _number(found.plain_tokens_per_second, 1)
-        lines = {SPEEDUP: f"{_number(found.speedup)}x ({speed}, plain decoding {plain})"}
+        lines = {SPEEDUP: f"{_speedup(found)} ({speed}, plain decoding {plain})"}
     lines[TOKENS_PER_PASS] = _number(counts.acceptance_length)
     if counts.num_draft_tokens:
         lines[TOKENS_PER_PASS] += f" ({_accepted(found)} draft tokens accepted)"
@@ -101,7 +101,7 @@ def _column(run: DrafterRun, figures: Figures) -> dict[str, str]:
     if too_short(figures):
         cells[SPEEDUP] = _TOO_SHORT
     elif figures.plain_tokens_per_second is not None:
-        cells[SPEEDUP] = f"{_number(figures.speedup)}x"
+        cells[SPEEDUP] = _speedup(figures)
         cells["  with prefill"] = f"{_number(figures.speedup_with_prefill)}x"
     if counts.num_draft_tokens:
         cells["draft tokens accepted"] = _accepted(figures)
@@ -123,6 +123,13 @@ def _column(run: DrafterRun, figures: Figures) -> dict[str, str]:
         cells["draft tokens per pass"] = _number(counts.drafted_per_round)
         cells["passes by limit"] = _by_name(limits)
     return cells
+
+
+def _speedup(figures: Figures) -> str:
+    """The speed-up, and that it is noise where it exceeds what drafting can give."""
+    possible = figures.counts.acceptance_length
+    noise = figures.speedup is not None and possible is not None and figures.speedup > possible
+    return f"{_number(figures.speedup)}x" + (", noise" if noise else "")
 
 
 def _mean(expected: ExpectedAcceptance) -> str:
