@@ -141,15 +141,16 @@ class Choice:
 
 @dataclass(frozen=True)
 class Text:
-    """A text that UTF-8 can encode; empty only where `empty` is set."""
+    """A text that UTF-8 can encode; empty only with `empty`, and all spaces only with `blank`."""
 
     empty: bool = False
+    blank: bool = False
 
     def check(self, name: str, value: Any) -> str:
         """The text."""
         if not isinstance(value, str):
             raise InputError(f"{name}={shown(value)}: use a text")
-        if not self.empty and not value.strip():
+        if not self.empty and not (value if self.blank else value.strip()):
             raise InputError(f"{name}={value!r} is empty: give a text")
         try:
             value.encode()
@@ -256,10 +257,10 @@ class Items:
             raise InputError(f"{name}={shown(value)}: {self.remedy or default}")
         try:
             return tuple(self.kind.check(f"{name}[{at}]", one) for at, one in enumerate(value))
-        except InputError as error:
+        except InputError:
             if not self.remedy:
                 raise
-            raise InputError(f"{name}={shown(value)}: {self.remedy}") from error
+            raise InputError(f"{name}={shown(value)}: {self.remedy}") from None
 
 
 @dataclass(frozen=True)

@@ -237,8 +237,8 @@ def test_only_a_turn_without_room_is_refused(run, monkeypatch, capsys):
     """Any other error ends the run where it is."""
     decode_batches = decode.decode_batches
 
-    def fails_later(*arguments):
-        yield next(decode_batches(*arguments))
+    def fails_later(*arguments, **options):
+        yield next(decode_batches(*arguments, **options))
         raise InputError("the clock stands still")
 
     monkeypatch.setattr(decode, "decode_batches", fails_later)

@@ -317,3 +317,15 @@ def test_the_program_holds_no_copy_of_all_warped_distributions(rule):
     assert f"f32[{rows},{vocab}] = exp" in text
     assert f"f32[{rows},{LENGTH + 1},{vocab}] = " not in text
     assert f"f32[{rows},{LENGTH},{vocab}] = " not in text
+
+
+def test_lengths_and_trees_that_a_rule_does_not_take_are_refused():
+    tokens, logp = jnp.zeros((2, 3), jnp.int32), jnp.full((2, 4, 5), -jnp.log(5.0))
+    with pytest.raises(ValueError, match=r"num_valid=\[3, 7\]: use 0 to 3"):
+        sampling.verify_chain(0, tokens, None, logp, num_valid=jnp.asarray([3, 7]))
+    tree = sampling.Drafted(
+        tokens, jnp.ones((2, 3), bool), (0, 0, 1), 2, jnp.full((2, 3), -1), None
+    )
+    target = sampling.Target(sampling.by_slot(logp), jnp.zeros(2, jnp.int32), 5, logp.dtype)
+    with pytest.raises(ValueError, match=r"rule 'block' verifies chains, and parents=\(0, 0, 1\)"):
+        sampling.Block().verify(jax.random.split(jax.random.key(0), 2), tree, target)

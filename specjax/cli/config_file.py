@@ -235,7 +235,7 @@ _LEAST_LIKENESS = 0.6
 
 
 def _nearest(name: str, fields: Sequence[str]) -> str | None:
-    """The field whose dotted name, or the last part of it, is nearest to a name; None if none is."""
+    """The field whose dotted name, or the last part of it, is nearest to a name, if one is near."""
 
     def likeness(field: str) -> float:
         pairs = ((name, field), (name.rpartition(".")[2], field.rpartition(".")[2]))

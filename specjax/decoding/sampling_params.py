@@ -18,7 +18,7 @@ TEMPERATURE = Number(
 TOP_K = Whole(remedy="use 0 for off, or k >= 1 that fits 32 bits")
 TOP_P = Number(1e-30, 1.0, remedy="use 1 for off, or a number in (0, 1]")
 MIN_P = Number(0.0, 1.0, remedy="use 0 for off, or a number in [0, 1]")
-_STOP = Items(Text(), remedy="use strings that are not empty")
+_STOP = Items(Text(blank=True), remedy="use strings that are not empty")
 _STOP_TOKEN_IDS = Items(Whole(), remedy="use token ids, whole numbers of at least 0")
 
 

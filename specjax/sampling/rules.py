@@ -91,7 +91,15 @@ class UniformRule(Rule):
         raise NotImplementedError
 
     def verify(self, keys: Key[Array, "B"], drafted: Drafted, target: Target) -> Verification:
-        """Call `decide` with uniforms, and draw the next token; each has a key of its own."""
+        """Call `decide` with uniforms, and draw the next token; each has a key of its own.
+
+        Raises ValueError for a tree.
+        """
+        if isinstance(drafted.parents, tuple) and not drafted.is_chain:
+            raise ValueError(
+                f"rule {self.name!r} verifies chains, and parents={drafted.parents} is a tree; use "
+                "rejection, coupled or typical"
+            )
         _, accept, final = split_keys(keys)
         tokens, num_valid = drafted.tokens, drafted.num_valid
         length, vocab, dtype = tokens.shape[1], target.vocab, target.dtype

@@ -35,12 +35,12 @@ Choose = Callable[[Int[Array, "B"], Int[Array, "B"]], Int[Array, "B"]]
 class Drafted(NamedTuple):
     """A drafted tree, as rules see it.
 
-    Node i, of `tokens[:, i]`, is the child of window slot `parents[i]` (one shape for all rows), or
-    `parents[b, i]`; it was proposed where it is `valid`, and then all its ancestors are. It was
-    drawn from row `logq_row[:, i]` of `logq` where that is not -1, and else it is deterministic, as
-    all are where `logq` is None. Siblings of one row were drawn from it one after another, each
-    without those before it, and are numbered in that order; where one is valid, so are those before
-    it. No path has more than `depth` nodes (P).
+    Slot 0 of the window is the root, and slot i + 1 is node i, of `tokens[:, i]`. Node i is the
+    child of slot `parents[i]` (one shape for all rows), or `parents[b, i]`; it was proposed where
+    it is `valid`, and then all its ancestors are. It was drawn from row `logq_row[:, i]` of `logq`
+    where that is not -1, and else it is deterministic, as all are where `logq` is None. Siblings of
+    one row were drawn from it one after another, each without those before it, and are numbered in
+    that order; where one is valid, so are those before it. No path has more than `depth` nodes (P).
     """
 
     tokens: Int[Array, "B N"]

@@ -151,9 +151,15 @@ def _one_per_chain(name: str, values: Any, batch: int) -> Int[Array, "B"]:
 
 
 def _check_tokens(tokens: Int[Array, "B K"], num_valid: Int[Array, "B"], vocab: int) -> None:
-    """Raise ValueError for a drafted token without a probability, unless it is being traced."""
+    """Raise ValueError for a drafted token without a probability, and for more tokens than K.
+
+    What is being traced is not checked.
+    """
     if isinstance(tokens, jax.core.Tracer) or isinstance(num_valid, jax.core.Tracer):
         return
+    lengths = np.asarray(num_valid)
+    if np.any((lengths < 0) | (lengths > tokens.shape[1])):
+        raise ValueError(f"num_valid={lengths.tolist()}: use 0 to {tokens.shape[1]}, the length K")
     tokens = np.asarray(tokens)
     drafted = np.arange(tokens.shape[1])[None, :] < np.asarray(num_valid)[:, None]
     unknown = drafted & ((tokens < 0) | (tokens >= vocab))

@@ -14,7 +14,7 @@ from specjax.decoding.plan import Plan
 from specjax.decoding.programs import start
 from specjax.decoding.round import draft_noise, make_context, round_keys
 from specjax.decoding.state import State, knows_its_rows
-from specjax.drafters.turns import check_size
+from specjax.drafters.turns import check_proposal, check_size
 from specjax.errors import InputError
 from specjax.trees import Draft
 
@@ -53,7 +53,8 @@ def _propose(
     context = context.replace(limit=jnp.minimum(limit, context.limit))
     noise = draft_noise(plan, state, round_keys(plan, state))
     own = state.drafter[number].drafter
-    return part.propose(params[1][number], own, context, noise)[0], context.limit
+    proposal = part.propose(params[1][number], own, context, noise)
+    return check_proposal(part, proposal, own)[0], context.limit
 
 
 def _check_draft(plan: Plan, params: tuple[Any, Any], arguments: tuple, number: int) -> None:
