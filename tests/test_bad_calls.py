@@ -636,3 +636,10 @@ class Chooses:
 def test_a_choice_that_is_none(choice, tiny):
     with pytest.raises(InputError, match=r"^controller=.*choose returned .*; return \(Limits, rou"):
         specjax.generate(tiny, [1, 2], drafter="ngram", controller=Chooses(choice))
+
+
+def test_a_checked_drafter_without_a_state_is_told_so():
+    target = random_model(tiny_config(vocab_size=8, num_layers=1), 0, dtype="float32")
+    drafter = proposing(lambda draft, state: draft)
+    with pytest.raises(InputError, match=r"propose returned Draft; return \(Draft, state\)"):
+        check_drafter(drafter, target, rows=100)

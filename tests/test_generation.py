@@ -108,6 +108,11 @@ def test_max_new_tokens_is_never_overshot(tiny, plain, right):
     ]
 
 
+@pytest.mark.parametrize("stop", ["\n", "\n\n", " "])
+def test_a_stop_string_may_be_spaces(stop):
+    assert SamplingParams(stop=stop).stop == (stop,)
+
+
 def test_a_stop_token_as_the_last_one_allowed(tiny, plain):
     (tokens,) = plain.token_ids
     index = next(i for i in range(3, LENGTH) if tokens[i] not in tokens[:i])
