@@ -22,7 +22,7 @@ WEIGHTS = Choice(("auto", "float", "file", "int8", "int4"))
 """How a model's weights may be stored.
 
 `float` in the model's dtype; `file` as the blocks of 4 or 8 bits that a GGUF has; `int8` and `int4`
-rounded in groups of 32, with the embedding and the head in 8 bits; `auto` as `file` where that is
+rounded in groups of 32, with the head in 8 bits; `auto` as `file` where that is
 possible (on one CPU, if neither a dtype nor a form is asked for), and otherwise as `float`.
 """
 DRAFT_WEIGHTS = Choice(("auto", "float", "int8", "int4"))
