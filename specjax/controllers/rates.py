@@ -106,10 +106,11 @@ def expected_rates(
 def deviations(
     estimates: Estimates, rates: Rates, base: int
 ) -> tuple[Float[np.ndarray, "A"], Float[np.ndarray, "A"]]:
-    """How uncertain it is by what factor each rate differs from that of `base`, relative.
+    """Return how uncertain each arm's rate is beside that of arm number `base`: two arrays [A].
 
-    Nodes that are drafted under both limits count for nothing, nor does the machine's speed. The
-    second is the part of it that a step under those limits would tell.
+    The first is the relative standard deviation of the quotient of the two rates. The second is the
+    part of it that one measured step under that arm's limits would resolve. Nodes that both arms
+    draft, and the machine's overall speed, cancel.
     """
     _, costs, outlook = estimates
     work = rates.work / rates.seconds[:, None]

@@ -42,10 +42,11 @@ def read_prompts(
     begin: Int[Array, ""] | int = 0,
     end: Int[Array, ""] | int | None = None,
 ) -> State:
-    """The state after target and drafter have read the prompts' positions from `begin` to `end`.
+    """Run target and drafter over positions `begin` to `end` (exclusive) of each row's prompt.
 
-    Those before `begin` were read earlier. `end` is rounded up to whole chunks of the smallest
-    size; without it, the prompts are read but for their last token.
+    Returns the state with the cache and the drafter's state advanced. `params` are the target's and
+    the drafter's; positions before `begin` were read earlier. `end` is rounded up to whole chunks
+    of the smallest size; without it, each prompt is read up to its last token, which is left out.
     """
     target_params, draft_params = params
     drafter, length = plan.drafter, state.length

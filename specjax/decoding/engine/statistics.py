@@ -48,17 +48,17 @@ class Percentiles(NamedTuple):
 
 @dataclass(frozen=True)
 class EngineSummary:
-    """An engine's totals; `occupancy` is the share of slots that decoded, of all slots by rounds.
+    """An engine's totals. Shares and percentiles are of its newest 100,000 steps or requests.
 
-    `tokens_per_second` is over the seconds of prefill and decoding together; those of compiling are
-    in `compile_s` alone. Shares and percentiles are of the newest 100,000 steps, requests or
-    tokens. `occupancy_waiting` is the same over steps that began while requests waited, None
-    without any. While prompts are read no slot decodes: those seconds are `prefill_s`, and in
-    neither share. Seconds of prefill and decoding pass also while the caller does something between
-    two steps. `between_tokens` are the seconds between two reads of a request's tokens, shared
-    among the tokens that came together. `requests` counts the samples that have ended, `aborted`
-    those of them that were aborted, which are not in `total`, nor in `waiting` if they never got a
-    slot.
+    `requests` counts the samples that have ended, and `aborted` those of them that were aborted.
+    `tokens` are those of all outputs, in `rounds` of the compiled loop. `prefill_s`, `decode_s` and
+    `compile_s` are seconds apart from each other; `tokens_per_second` is over the first two, which
+    pass also while the caller does something between two steps. `occupancy` is the share of slots
+    that decoded, over all slots and rounds; `occupancy_waiting` is that share over the steps that
+    began while requests waited, None without such a step. Percentiles of seconds since a request
+    was added: `waiting`, until its prompt began to be read; `first_token`; `total`, until its end,
+    without aborted ones. `between_tokens` are the seconds between two reads of a request's tokens,
+    divided by the tokens that came together.
     """
 
     requests: int

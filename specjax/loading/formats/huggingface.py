@@ -47,10 +47,10 @@ _READ_IF_THERE = (
 
 
 def read_headers(directory: Path, family: Family) -> dict[str, StoredTensor]:
-    """The tensors of model.safetensors or its shards by the names of the family's table.
+    """Return a directory's tensors by their names in `family.tensors`, without their values.
 
-    Their numbers are not read yet. Tools put names in front of the family's, or leave its first
-    part out: both are undone. Raises InputError for missing shards, damaged files, pickles, and a
+    They are those of model.safetensors or of its shards. Prefixes that other tools add or leave out
+    ("model.", "module.") are normalised. Raises InputError for missing shards, damaged files, pickles, and a
     directory that is not what `save` wrote there.
     """
     shards = safetensors_files.find_shards(directory)

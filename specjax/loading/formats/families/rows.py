@@ -110,7 +110,10 @@ def written(fields: Mapping[str, Any]) -> Part:
 
 
 def constant(name: str, value: Any) -> Part:
-    """A field of config.json that has one value, or is missing; others are refused."""
+    """Return a part that accepts only `value`, or no value, for a field of config.json.
+
+    Reading it gives no field of the decoder's config; writing gives `value`.
+    """
 
     def read(fields: Fields, known: Values) -> Values:
         fields.only(name, value)
