@@ -50,8 +50,8 @@ def read_headers(directory: Path, family: Family) -> dict[str, StoredTensor]:
     """Return a directory's tensors by their names in `family.tensors`, without their values.
 
     They are those of model.safetensors or of its shards. Prefixes that other tools add or leave out
-    ("model.", "module.") are normalised. Raises InputError for missing shards, damaged files, pickles, and a
-    directory that is not what `save` wrote there.
+    ("model.", "module.") are normalised. Raises InputError for missing shards, damaged files,
+    pickles, and a directory that is not what `save` wrote there.
     """
     shards = safetensors_files.find_shards(directory)
     read = [*(path.name for path in shards), "config.json"]
