@@ -23,13 +23,14 @@ from specjax.loading.load import load_model, random_model
 from specjax.loading.weights import float_model, quantized_model
 from specjax.models.cpu import library as cpu_library
 from specjax.models.decoder import Form
-from specjax.models.layers.quantized import quantize, quantized_products
+from specjax.models.layers.quantized import quantize, quantized_products, round_activations
 from specjax.testing import check_drafter
 
 needs_library = pytest.mark.skipif(
     shutil.which("c++") is None and shutil.which("g++") is None, reason="no C++ compiler"
 )
 CONFIG = tiny_config(hidden_size=64, intermediate_size=96, head_dim=16, tie_word_embeddings=True)
+PROMPTS = [[5], [3, 4, 5, 3, 4, 5, 3], [9, 8, 9, 8, 9]]
 KINDS = ("Q4_0", "Q4_1", "Q8_0")
 
 
@@ -138,12 +139,11 @@ def test_tokens_are_those_of_plain_decoding_with_the_same_weights(
     quantized, weights, verify, temperature
 ):
     model = quantized[weights]
-    prompts = [[5], [3, 4, 5, 3, 4, 5, 3], [9, 8, 9, 8, 9]]
     sampling = {"temperature": temperature, "max_new_tokens": 24, "seed": 3}
-    plain = specjax.generate(model, prompts, verify=verify, **sampling)
+    plain = specjax.generate(model, PROMPTS, verify=verify, **sampling)
     for drafter in ("ngram", make_drafter("early_exit", model, exit_layer=2)):
         result = specjax.generate(
-            model, prompts, drafter=drafter, verify=verify, num_speculative_tokens=3, **sampling
+            model, PROMPTS, drafter=drafter, verify=verify, num_speculative_tokens=3, **sampling
         )
         assert result.token_ids == plain.token_ids
     assert result.summary().acceptance_length > 1.1
@@ -157,11 +157,10 @@ def test_tokens_are_those_of_plain_decoding_with_the_same_weights(
     ids=lambda tree: tree and tree.kind,
 )
 def test_the_target_in_fewer_bits_drafts_what_the_target_says(target, tree, verify, temperature):
-    prompts = [[5], [3, 4, 5, 3, 4, 5, 3], [9, 8, 9, 8, 9]]
     request = {"max_new_tokens": 24, "temperature": temperature, "verify": verify}
-    plain = specjax.generate(target, prompts, **request)
+    plain = specjax.generate(target, PROMPTS, **request)
     drafter = make_drafter("quantized", target, weights="int8", tree=tree)
-    result = specjax.generate(target, prompts, drafter=drafter, **request)
+    result = specjax.generate(target, PROMPTS, drafter=drafter, **request)
     assert result.token_ids == plain.token_ids
     assert result.summary().acceptance_length > 2.5
 
@@ -169,6 +168,43 @@ def test_the_target_in_fewer_bits_drafts_what_the_target_says(target, tree, veri
 def test_a_drafter_has_fewer_bits_than_its_target(target, quantized):
     assert make_drafter("quantized", target).drafter.weights == "int8"
     assert make_drafter("quantized", quantized["int8"]).drafter.weights == "int4"
+
+
+def test_activations_are_rounded_to_the_nearest_integer_of_their_group():
+    x = random_kernel(3, 64)
+    for bits, largest in ((8, 127), (4, 7)):
+        rounded = np.asarray(round_activations(x, bits)).reshape(3, 2, 32)
+        groups = np.asarray(x).reshape(3, 2, 32)
+        scales = np.abs(groups).max(-1, keepdims=True) / largest
+        assert np.all(np.abs(rounded - groups) <= 0.501 * scales)
+        np.testing.assert_allclose(rounded / scales, np.round(rounded / scales), atol=1e-4)
+    np.testing.assert_array_equal(round_activations(jnp.zeros((2, 32)), 4), 0)
+
+
+@pytest.mark.parametrize(("verify", "temperature"), [("rejection", 0.0), ("coupled", 0.8)])
+@pytest.mark.parametrize("weights", ["int4", *slow("float")])
+def test_drafts_with_rounded_activations_are_the_targets(
+    target, quantized, weights, verify, temperature
+):
+    model = quantized.get(weights, target)
+    request = {"max_new_tokens": 24, "temperature": temperature, "verify": verify}
+    plain = specjax.generate(model, PROMPTS, **request)
+    lengths = {}
+    for activations in ("int8", "int4"):
+        drafter = make_drafter("quantized", model, activations=activations)
+        result = specjax.generate(model, PROMPTS, drafter=drafter, **request)
+        assert result.token_ids == plain.token_ids
+        lengths[activations] = result.summary().acceptance_length
+    assert lengths["int8"] > max(2.0, lengths["int4"])
+
+
+def test_rounded_activations_share_the_kernels_of_a_quantised_target(quantized):
+    model = quantized["int4"]
+    drafter = make_drafter("quantized", model, activations="int4")
+    kernel = drafter.params["layers"]["mlp"]["down"]["kernel"]
+    assert kernel.values is model.params["layers"]["mlp"]["down"]["kernel"].values
+    assert kernel.activation_bits == 4
+    assert drafter.params["head"]["kernel"].activation_bits is None
 
 
 @pytest.mark.parametrize("verify", ["rejection", *slow("block")])
@@ -227,6 +263,10 @@ BAD = {
         "drafter.weights=int4: the target's weights are 4-bit and 8-bit already",
     ),
     "option": (lambda model, path: make_drafter("quantized", model, weights="int2"), "int2"),
+    "activations": (
+        lambda model, path: make_drafter("quantized", model, activations="int2"),
+        "drafter.activations='int2' is unknown: use float, int8, int4",
+    ),
 }
 
 

@@ -1,4 +1,4 @@
-"""A drafter that is the target with its weights in fewer bits.
+"""A drafter that is the target in fewer bits: its weights, its activations, or both.
 
 It reads the target's cache, so what it drafts from are the target's own keys and values; the
 verification writes those of accepted tokens. (QuantSpec: Tiwari et al. 2502.10424; QSpec: Zhao et
@@ -7,7 +7,7 @@ al. 2410.11305.)
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from specjax.drafters.autoregressive import SelfDrafter
@@ -15,7 +15,13 @@ from specjax.drafters.base import Context, LoadedDrafter
 from specjax.errors import InputError
 from specjax.fields import Instance
 from specjax.loading.model import Model, count_bytes
-from specjax.loading.weights import in_stacked_form, quantized_model
+from specjax.loading.weights import (
+    ACTIVATION_BITS,
+    has_quantized,
+    in_stacked_form,
+    quantized_model,
+    with_activation_bits,
+)
 from specjax.models.decoder import Decoder
 from specjax.models.interface import LanguageModel
 
@@ -26,32 +32,42 @@ _DECODER = Instance(Decoder, "use the architecture of a target")
 class Quantized(SelfDrafter):
     """A drafter with the target's layers in fewer bits.
 
-    `model` are the layers as functions of the quantised parameters, whose kernels are in `weights`:
-    int8, or int4. Raises InputError for bad options.
+    `model` are the layers as functions of the quantised parameters. Their kernels are in `weights`,
+    int8 or int4; with `activations`, what the kernels multiply is rounded to as many bits too,
+    which is emulated: acceptance is that of such products, the time that of floats. The logits'
+    kernel multiplies floats. Raises InputError for bad options.
     """
 
     name: ClassVar[str] = "quantized"
     model: Annotated[Decoder, _DECODER] = field(kw_only=False)
     weights: Literal["int8", "int4"] | None = None
+    activations: Literal["float", "int8", "int4"] = "float"
 
     @classmethod
     def load(cls, name: str, target: Model, path: Any = None, **options: Any) -> LoadedDrafter:
         """Return the drafter of a target, with parameters of its own.
 
-        Without `weights` these are in 8 bits, or in 4 where the target's are in 8. Raises
-        InputError for a target on a mesh, or whose weights have no more bits.
+        Without `weights` these are in 8 bits, or in 4 where the target's are in 8; a drafter with
+        rounded `activations` shares the kernels of a quantised target. Raises InputError for a
+        target on a mesh, or one in as few bits.
         """
         del name, path
-        weights = cls(target.architecture, **options).weights
-        choices = ("int8", "int4") if weights is None else (weights,)
+        drafter = cls(target.architecture, **options)
+        bits = ACTIVATION_BITS[drafter.activations]
+        if bits is not None and drafter.weights is None and has_quantized(target.params):
+            return LoadedDrafter(drafter, with_activation_bits(target.params, bits))
+        choices = ("int8", "int4") if drafter.weights is None else (drafter.weights,)
         for choice in choices:
             copy = quantized_model(in_stacked_form(target), choice)
-            if count_bytes(copy.params) < count_bytes(target.params):
-                drafter = cls(copy.architecture, **{**options, "weights": choice})
-                return LoadedDrafter(drafter, copy.params)
+            if bits is not None or count_bytes(copy.params) < count_bytes(target.params):
+                params = with_activation_bits(copy.params, bits)
+                return LoadedDrafter(
+                    replace(drafter, model=copy.architecture, weights=choice), params
+                )
         raise InputError(
             f"drafter.weights={choices[-1]}: the target's weights are {target.weights} already; "
-            "load the target with weights='float' or 'int8', or use another drafter"
+            "load the target with weights='float' or 'int8', set drafter.activations, or use "
+            "another drafter"
         )
 
     def layers(self, params: Any, context: Context) -> tuple[LanguageModel, Any, int | None]:

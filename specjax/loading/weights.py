@@ -28,12 +28,19 @@ possible (on one CPU, if neither a dtype nor a form is asked for), and otherwise
 DRAFT_WEIGHTS = Choice(("auto", "float", "int8", "int4"))
 """How a trained drafter's weights may be stored; `auto` is int8 beside a target in few bits."""
 _BITS = {"int8": 8, "int4": 4}
+ACTIVATION_BITS = {"float": None, **_BITS}
+"""The bits to which a quantised drafter's activations are rounded, by name; None for not at all."""
 _UNCHANGED = frozenset({"router", "experts", "mtp"})
 
 
 def is_quantized(leaf: Any) -> bool:
     """Whether a node of a parameter tree is a kernel in fewer bits."""
     return isinstance(leaf, QuantizedKernel)
+
+
+def has_quantized(params: dict[str, Any]) -> bool:
+    """Return whether any of the parameters is a kernel in fewer bits."""
+    return any(map(is_quantized, jax.tree.leaves(params, is_leaf=is_quantized)))
 
 
 def quantized_model(model: Model, weights: str) -> Model:
@@ -89,20 +96,16 @@ def quantized_head_params(
     Raises InputError for int8 or int4 on a mesh, and for widths that are no multiple of 32.
     """
     is_auto = DRAFT_WEIGHTS.check("drafter.weights", weights) == "auto"
-    if weights == "float" or (is_auto and not any(map(is_quantized, _nodes(target.params)))):
+    if weights == "float" or (is_auto and not has_quantized(target.params)):
         return params
     if target.mesh is not None:
         raise InputError(f"drafter.weights={weights!r}: not on a mesh yet; leave out the mesh")
     return quantized_params(table, params, "int8" if is_auto else weights, fitting=is_auto)
 
 
-def _nodes(params: dict[str, Any]) -> list[Any]:
-    return jax.tree.leaves(params, is_leaf=is_quantized)
-
-
 def float_model(model: Model) -> Model:
     """The model with all weights as arrays in its dtype, of the parameter table's shapes."""
-    if not any(map(is_quantized, jax.tree.leaves(model.arrays, is_leaf=is_quantized))):
+    if not has_quantized(model.arrays):
         return model
 
     def converted(path: tuple[Any, ...], entry: Parameter, leaf: Any) -> Any:
@@ -112,6 +115,18 @@ def float_model(model: Model) -> Model:
         return _dequantize(leaf).astype(entry.dtype(model.dtype)).reshape(entry.shape)
 
     return _with_arrays(model, _map(converted, _table(model), model.arrays))
+
+
+def with_activation_bits(params: dict[str, Any], bits: int | None) -> dict[str, Any]:
+    """Return parameters whose quantised kernels round activations to so many bits.
+
+    The kernel of the logits multiplies them as they are. The arrays are the same ones.
+    """
+
+    def rounding(node: Any) -> Any:
+        return node.replace(activation_bits=bits) if is_quantized(node) else node
+
+    return {**jax.tree.map(rounding, params, is_leaf=is_quantized), "head": params["head"]}
 
 
 def float_kernel(kernel: Any) -> jax.Array:

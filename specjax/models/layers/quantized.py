@@ -33,13 +33,15 @@ class QuantizedKernel:
     `values` are int8, or of four bits two to a byte: byte i of a group's sixteen holds integer i
     in its low half, and i + 16 in the other. Scales are in float32, from which products are faster
     than from the half precision of files. With `layer` it is that layer's kernel [D, F] of the
-    stack, which products read in place.
+    stack, which products read in place. Products round activations to `activation_bits`, if that is
+    not None.
     """
 
     values: Int8[Array | np.ndarray, "*L F D"] | UInt8[Array | np.ndarray, "*L F D_over_2"]
     scales: Float32[Array | np.ndarray, "*L F J"]
     minimums: Float32[Array | np.ndarray, "*L F J"] | None
     layer: Int[Array, ""] | None = None
+    activation_bits: int | None = struct.field(pytree_node=False, default=None)
 
     @property
     def bits(self) -> int:
@@ -115,6 +117,19 @@ def quantize(kernel: Float[Array, "*L D F"], bits: int) -> QuantizedKernel:
     return QuantizedKernel(values, scales, minimums)
 
 
+def round_activations(x: Float[Array, "*N D"], bits: int) -> Float[Array, "*N D"]:
+    """Return activations rounded to integers of so many bits, in groups of 32 with a scale each.
+
+    The integers are symmetric, of 8 bits -127 to 127 and of 4 bits -7 to 7; the result is in
+    floating point. Products of them are emulated: they cost what those of floats do.
+    """
+    largest = 2 ** (bits - 1) - 1
+    groups = x.reshape(*x.shape[:-1], -1, GROUP).astype(jnp.float32)
+    scales = jnp.max(jnp.abs(groups), axis=-1) / largest
+    integers = jnp.round(groups / _divisor(scales))
+    return (integers * scales[..., None]).reshape(x.shape).astype(x.dtype)
+
+
 def _divisor(scales: Float[Array, "*L F J"]) -> Float[Array, "*L F J 1"]:
     return jnp.where(scales == 0, 1, scales)[..., None]
 
@@ -138,8 +153,11 @@ def quantized_products(
     """Return the products of activations with several kernels of one layer, in float32.
 
     On a CPU by a kernel of our own that reads the integers in place (`models/cpu`), in one call
-    for kernels of as many bits; elsewhere XLA multiplies by the weights of the layer.
+    for kernels of as many bits; elsewhere XLA multiplies by the weights of the layer. The kernels
+    round activations alike.
     """
+    if (bits := kernels[0].activation_bits) is not None:
+        x = round_activations(x, bits)
     if jax.default_backend() != "cpu" or not library.available():
         product = functools.partial(jnp.matmul, precision=lax.Precision.HIGHEST)
         return [product(x, kernel.dequantized(x.dtype)).astype(jnp.float32) for kernel in kernels]
