@@ -25,9 +25,11 @@ from specjax.sampling import Coupled
 from specjax.testing import check_drafter
 from specjax.testing.drafters import decode as decode_rows
 from specjax.testing.drafters import make_plan
+from specjax.trees import DynamicTree, RankedTree
 
 LONGEST_ROW = 48
 LOOSE = dict(suffix_decoding_max_spec_factor=2.0, suffix_decoding_max_spec_offset=1.0)
+TREE = dict(tree=DynamicTree(4, 3, 8), suffix_decoding_max_spec_factor=4.0)
 
 
 def matched_by_hand(ids):
@@ -65,6 +67,30 @@ def drafted_by_hand(ids, drafter, limit):
         draft.append(token)
         copies = [copy for copy in copies if copy[step] == token]
     return draft
+
+
+def tree_by_hand(ids, drafter, limit):
+    """The paths by count, of equal counts the shorter, then that of the latest match."""
+    lengths = matched_by_hand(ids)
+    longest = lengths.max()
+    if longest == 0:
+        return {}
+    copies = [(ids[end + 1 :] * limit)[:limit] for end in np.flatnonzero(lengths == longest)]
+    copies = copies[::-1][:32]
+    counts = Counter()
+    for depth in range(1, limit + 1):
+        counts.update(tuple(copy[:depth]) for copy in copies)
+    latest = [copies.index(next(c for c in copies if (*c[: len(p)],) == p)) for p in counts]
+    order = sorted(zip(counts, latest, strict=True), key=lambda e: (-counts[e[0]], len(e[0]), e[1]))
+    kept, children = {}, Counter()
+    for path, _ in order:
+        is_reached = len(path) == 1 or path[:-1] in kept
+        likely = counts[path] / len(copies) >= drafter.suffix_decoding_min_token_prob
+        if is_reached and likely and children[path[:-1]] < drafter.tree.topk:
+            children[path[:-1]] += 1
+            kept[path] = counts[path]
+    allowed = drafter.lengths[min(longest, len(drafter.lengths) - 1)]
+    return dict(list(kept.items())[:allowed])
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -121,6 +147,32 @@ def test_matches_and_drafts_as_by_hand(rows, options, size):
         count = int(draft.valid[row].sum())
         assert draft.tokens[row, :count].tolist() == drafted_by_hand(ids, drafter, 8)
     assert draft.logq is None
+    assert (draft.logq_row == -1).all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.lists(
+        st.lists(st.integers(0, 2), min_size=1, max_size=LONGEST_ROW), min_size=3, max_size=3
+    ),
+    options=st.sampled_from(
+        [
+            LOOSE | dict(tree=DynamicTree(8, 4, 12)),
+            LOOSE | dict(tree=DynamicTree(2, 4, 12), suffix_decoding_min_token_prob=0.0),
+            dict(tree=DynamicTree(8, 4, 5), suffix_decoding_max_spec_factor=9.0),
+        ]
+    ),
+)
+def test_trees_as_by_hand(rows, options):
+    drafter = Suffix(**options)
+    context = context_of_rows(rows)
+    draft = propose(drafter, observed_in_chunks(context, 64), context)
+    parents = np.asarray(draft.topology.row_parents)
+    for row, ids in enumerate(rows):
+        paths = [()]
+        for node in np.flatnonzero(draft.valid[row]):
+            paths.append((*paths[parents[row, node]], int(draft.tokens[row, node])))
+        assert paths[1:] == list(tree_by_hand(ids, drafter, 4))
     assert (draft.logq_row == -1).all()
 
 
@@ -194,10 +246,15 @@ def test_broken_states_are_found(broken, target):
         assert_state_is_fresh(changed(Suffix(**LOOSE), observe=broken), target)
 
 
+@pytest.fixture(scope="module", params=["chain", "tree"])
+def options(request):
+    return LOOSE if request.param == "chain" else TREE
+
+
 @pytest.fixture(scope="module")
-def together(tiny):
+def together(tiny, options):
     """Eight rows of one batch."""
-    return coupled(tiny, Suffix(**LOOSE))
+    return coupled(tiny, Suffix(**options))
 
 
 def test_output_is_that_of_plain_decoding(tiny, together):
@@ -205,8 +262,8 @@ def test_output_is_that_of_plain_decoding(tiny, together):
     assert together.accepted.max() > 1
 
 
-def test_rows_draft_as_they_do_alone(tiny, together):
-    alone = coupled(tiny, Suffix(**LOOSE), batch_size=1)
+def test_rows_draft_as_they_do_alone(tiny, together, options):
+    alone = coupled(tiny, Suffix(**options), batch_size=1)
     assert alone.token_ids == together.token_ids
     for name in ("drafted", "accepted", "emitted"):
         np.testing.assert_array_equal(getattr(together, name), getattr(alone, name))
@@ -215,9 +272,13 @@ def test_rows_draft_as_they_do_alone(tiny, together):
 PROMPT = [0, 1, 2, 0, 1, 3, 0, 1]
 
 
-@pytest.mark.parametrize("rule", ["rejection", *slow("block", "coupled")])
-def test_the_distribution_is_the_targets(rule, target):
-    drafter = Suffix(**LOOSE, num_speculative_tokens=3)
+@pytest.mark.parametrize(
+    ("rule", "options"),
+    [("rejection", LOOSE), ("rejection", TREE), *slow(("block", LOOSE), ("coupled", LOOSE))],
+    ids=["rejection", "tree-rejection", "block", "coupled"],
+)
+def test_the_distribution_is_the_targets(rule, options, target):
+    drafter = Suffix(**options, num_speculative_tokens=3)
     check = check_drafter(drafter, target, row_count(8_000), prompt=PROMPT, verify=rule)
     assert check.passed, check
     assert check.acceptance_length > 1.1
@@ -260,6 +321,12 @@ def test_by_name(name, tiny):
             {"suffix_decoding_min_token_prob": 1.5},
             "drafter.suffix_decoding_min_token_prob=1.5: use a number from 0 to 1",
         ),
+        ({"tree": RankedTree(((0,), (1,)))}, "tree.kind=static: suffix counts its trees anew; use"),
+        (
+            {"tree": DynamicTree(4, 3, 8), "num_speculative_tokens": 4},
+            "num_speculative_tokens=4: the tree has 3 levels",
+        ),
+        ({"tree": DynamicTree(64, 1, 64)}, "tree.num_nodes=64: 32 matches of 1 tokens have at"),
     ],
 )
 def test_bad_input(options, said):

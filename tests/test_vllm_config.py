@@ -9,12 +9,14 @@ from tiny_models import eagle_head, mtp_head, with_modules
 
 import specjax
 from specjax.drafters.by_name.vllm_config import from_vllm_speculative_config
+from specjax.drafters.lookup.suffix import Suffix
 from specjax.errors import InputError
 from specjax.loading.head_formats import write_foreign
 from specjax.loading.heads.head import save_head
 from specjax.loading.load import save_model
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 5}
+SUFFIX = {"method": "suffix"}
 
 
 def decode(target, **options):
@@ -46,6 +48,19 @@ def test_ngram_with_vllms_defaults(tiny, plain, monkeypatch):
         from_vllm_speculative_config(NGRAM | given, tiny)
         wanted = {"prompt_lookup_min": low, "prompt_lookup_max": high, "match": "earliest"}
         assert seen.pop() == wanted
+
+
+def test_suffix_with_vllms_options(tiny, plain):
+    asked = from_vllm_speculative_config(SUFFIX, tiny)
+    assert (asked.drafter.name, asked.num_speculative_tokens) == ("suffix", 24)
+    assert asked.drafter.drafter == Suffix(num_speculative_tokens=24)
+    options = dict(suffix_decoding_max_tree_depth=16, suffix_decoding_max_spec_factor=2.0)
+    config = SUFFIX | options | {"suffix_decoding_max_cached_requests": 0}
+    asked = from_vllm_speculative_config(config, tiny)
+    assert asked.drafter.drafter == Suffix(num_speculative_tokens=16, **options)
+    asked = from_vllm_speculative_config(config | {"num_speculative_tokens": 3}, tiny)
+    assert asked.drafter.drafter == Suffix(num_speculative_tokens=3, **options)
+    assert decode(tiny, **asked.options).token_ids == plain
 
 
 def test_json_and_keys_that_ask_for_nothing(tiny):
@@ -158,7 +173,15 @@ def test_earlier_names_of_rules(rule, drawn, tiny, heads):
         ({"quantization": "fp8"}, "quantization='fp8': is not supported; leave it out"),
         ({"enforce_eager": True}, "enforce_eager=True: is not supported"),
         ({"parallel_drafting": True}, "parallel_drafting=True"),
-        ({"method": "suffix"}, "method='suffix': is not supported; use ngram, draft_model"),
+        ({"method": "medusa2"}, "method='medusa2': is not supported; use ngram, suffix, draft_m"),
+        (SUFFIX | {"suffix_decoding_min_token_prob": 2.0}, "min_token_prob=2.0: use a number from"),
+        (
+            SUFFIX | {"suffix_decoding_max_cached_requests": 5},
+            "requests=5: is not supported; leave",
+        ),
+        (SUFFIX | {"model": "some/model"}, "model='some/model': suffix takes no model"),
+        (SUFFIX | {"prompt_lookup_max": 3}, "prompt_lookup_max=3: suffix does not take it"),
+        ({"suffix_decoding_max_tree_depth": 9}, "tree_depth=9: ngram does not take it; leave it"),
         ({"method": "mtp"}, "drafter.name=mtp: random-0 has no MTP modules"),
         ({"method": "eagle4"}, "method='eagle4': is not supported; use"),
         ({"method": None}, "method=None: is needed; use"),

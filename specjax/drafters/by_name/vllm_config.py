@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from specjax.drafters import LoadedDrafter, head_drafter, make_drafter
+from specjax.drafters.lookup.suffix import Suffix
 from specjax.errors import InputError, shown
 from specjax.fields import Whole, optional
 from specjax.files.json_files import parse_json
@@ -20,7 +22,7 @@ from specjax.files.paths import user_path
 from specjax.loading.find_head import kind_of_head, read_any_head
 from specjax.loading.model import Model
 
-METHODS = ("ngram", "draft_model", "medusa", "eagle", "eagle3", "mtp")
+METHODS = ("ngram", "suffix", "draft_model", "medusa", "eagle", "eagle3", "mtp")
 _NGRAM = ("ngram", "[ngram]", "ngram_gpu", "prompt_lookup")
 """vLLM's names of prompt lookup, as a method or in place of a model."""
 _MTP_OF_A_MODEL = "_mtp"
@@ -32,16 +34,24 @@ _RULES = {
     "strict": "rejection",
     "probabilistic": "rejection",
 }
+_KEYS_OF = {
+    "ngram": ("prompt_lookup_max", "prompt_lookup_min"),
+    "suffix": (
+        "suffix_decoding_max_spec_factor",
+        "suffix_decoding_max_tree_depth",
+        "suffix_decoding_min_token_prob",
+    ),
+}
+"""The keys that one method alone takes."""
 _SAMPLE_METHODS = ("greedy", "probabilistic")
 _KEYS = (
     "method",
     "model",
     "num_speculative_tokens",
     "num_speculative_tokens_per_batch_size",
-    "prompt_lookup_max",
-    "prompt_lookup_min",
     "rejection_sample_method",
     "draft_sample_method",
+    *itertools.chain.from_iterable(_KEYS_OF.values()),
 )
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "acceptance_method": ("rejection_sampler",),
@@ -65,10 +75,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "quantization": (),
     "revision": (),
     "speculative_token_tree": (),
-    "suffix_decoding_max_cached_requests": (10000,),
-    "suffix_decoding_max_spec_factor": (1.0,),
-    "suffix_decoding_max_tree_depth": (24,),
-    "suffix_decoding_min_token_prob": (0.1,),
+    "suffix_decoding_max_cached_requests": (0, 10000),
     "synthetic_acceptance_length": (),
     "synthetic_acceptance_rates": (),
     "tensor_parallel_size": (1,),
@@ -101,15 +108,19 @@ def from_vllm_speculative_config(config: Mapping[str, Any] | str, target: Model)
     `model` is a directory that specjax wrote or one in a layout of `loading.head_formats`, and for
     draft_model anything `load_model` takes; for mtp it may be left out, or name the target, whose
     own modules then draft. As in vLLM the method may be left out if it follows from the model, mtp
-    drafts as many tokens as there are modules, and drafts are greedy unless `draft_sample_method`
-    says otherwise. Raises InputError, by name, for keys and values that are unknown, unsupported or
-    do not fit the method.
+    drafts as many tokens as there are modules, suffix as its tree depth allows, and drafts are
+    greedy unless `draft_sample_method` says otherwise. suffix looks at the row's own text alone,
+    not at earlier answers. Raises InputError, by name, for keys and values that are unknown,
+    unsupported or do not fit the method.
     """
     settings = _parse(config)
     method = _method(settings, target)
     length = _whole(settings, "num_speculative_tokens")
     if length is None and method == "mtp" and target.mtp is not None:
         length = target.mtp.config.num_modules
+    if length is None and method == "suffix":
+        length = _whole(settings, "suffix_decoding_max_tree_depth")
+        length = Suffix.suffix_decoding_max_tree_depth if length is None else length
     if length is None:
         raise _fail(settings, "num_speculative_tokens", "is needed")
     schedule = _schedule(settings)
@@ -122,8 +133,14 @@ def from_vllm_speculative_config(config: Mapping[str, Any] | str, target: Model)
     sample = settings.get("draft_sample_method") or drawn
     if sample not in _SAMPLE_METHODS:
         raise _fail(settings, "draft_sample_method", f"use {' or '.join(_SAMPLE_METHODS)}")
+    for taker, keys in _KEYS_OF.items():
+        for key in keys:
+            if key in settings and method != taker:
+                raise _fail(settings, key, f"{method} does not take it; leave it out")
     if method == "ngram":
         drafter = _ngram(settings, target)
+    elif method == "suffix":
+        drafter = _suffix(settings, target)
     else:
         drafter = _with_model(settings, method, sample, target)
     value = dataclasses.replace(drafter.drafter, num_speculative_tokens=length)
@@ -195,14 +212,21 @@ def _schedule(settings: dict[str, Any]) -> tuple[tuple[int, int, int], ...]:
     return tuple(tuple(entry) for entry in entries)
 
 
-def _ngram(settings: dict[str, Any], target: Model) -> LoadedDrafter:
-    """Return prompt lookup as in vLLM: the earliest longest match, and bounds of 5 by default."""
-    if settings.get("model", "ngram") not in _NGRAM:
-        raise _fail(settings, "model", "ngram takes no model; leave it out")
+def _without_model(settings: dict[str, Any], method: str, *names: str) -> None:
+    """Raise InputError for a model or a way of drawing, which a method that copies has not."""
+    if settings.get("model", method) not in names:
+        raise _fail(settings, "model", f"{method} takes no model; leave it out")
     if settings.get("draft_sample_method", "greedy") != "greedy":
         raise _fail(
-            settings, "draft_sample_method", "ngram has no distribution to draw from; leave it out"
+            settings,
+            "draft_sample_method",
+            f"{method} has no distribution to draw from; leave it out",
         )
+
+
+def _ngram(settings: dict[str, Any], target: Model) -> LoadedDrafter:
+    """Return prompt lookup as in vLLM: the earliest longest match, and bounds of 5 by default."""
+    _without_model(settings, "ngram", *_NGRAM)
     high, low = _whole(settings, "prompt_lookup_max"), _whole(settings, "prompt_lookup_min")
     return make_drafter(
         "ngram",
@@ -213,10 +237,15 @@ def _ngram(settings: dict[str, Any], target: Model) -> LoadedDrafter:
     )
 
 
+def _suffix(settings: dict[str, Any], target: Model) -> LoadedDrafter:
+    """Return suffix decoding of the row's own text, as a chain, with vLLM's defaults."""
+    _without_model(settings, "suffix", "suffix")
+    return make_drafter(
+        "suffix", target, **{key: settings[key] for key in _KEYS_OF["suffix"] if key in settings}
+    )
+
+
 def _with_model(settings: dict[str, Any], method: str, sample: str, target: Model) -> LoadedDrafter:
-    for key in ("prompt_lookup_max", "prompt_lookup_min"):
-        if key in settings:
-            raise _fail(settings, key, f"{method} does not take it; leave it out")
     model = settings.get("model")
     if method == "mtp" and model in (None, target.name):
         return make_drafter(method, target, draft_sample_method=sample)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -16,10 +17,11 @@ from specjax.drafters.growth.level import Level, Step, likeliest_probability, to
 from specjax.trees import Draft, DynamicTopology, DynamicTree
 
 
-class _Candidates(NamedTuple):
+class Candidates(NamedTuple):
     """Candidates of one level: their values, tokens and parents.
 
-    `parents` are indices among the candidates of all levels, or -1 for the root.
+    A value of -inf says that there is none, and no value is above the parent's. `parents` are
+    indices among the candidates of all levels, or -1 for the root.
     """
 
     value: Float[Array, "B candidates"]
@@ -55,7 +57,7 @@ def draft_dynamic_tree(
         _likeliest_after, topk=topk, p_min=p_min, draft_ids=draft_ids
     )
     logp, tokens = likeliest_after(logits)
-    levels = [_Candidates(logp[:, 0], tokens[:, 0], jnp.full((batch, topk), -1))]
+    levels = [Candidates(logp[:, 0], tokens[:, 0], jnp.full((batch, topk), -1))]
     # `best` are the candidates of the latest level that are run, and `parents` theirs among the
     # `best` of the level before.
     best = jnp.broadcast_to(jnp.arange(topk), (batch, topk))
@@ -73,7 +75,7 @@ def draft_dynamic_tree(
         # The index of the latest level's first candidate among all.
         first = sum(level.value.shape[1] for level in levels[:-1])
         levels.append(
-            _Candidates(
+            Candidates(
                 (parent_value[:, :, None] + logp).reshape(batch, -1),
                 jnp.broadcast_to(tokens, (batch, topk, topk)).reshape(batch, -1),
                 jnp.repeat(first + best, topk, axis=1),
@@ -81,7 +83,7 @@ def draft_dynamic_tree(
         )
         _, best = lax.top_k(levels[-1].value, topk)
         parents = best // topk
-    return _best_nodes(tree, levels, context), carry
+    return best_nodes(tree, levels, context), carry
 
 
 def _likeliest_after(
@@ -96,8 +98,11 @@ def _likeliest_after(
     return logp, ids if draft_ids is None else draft_ids[ids]
 
 
-def _best_nodes(tree: DynamicTree, levels: list[_Candidates], context: Context) -> Draft:
-    """Return the `num_nodes` best of all candidates within each row's limit, as a draft."""
+def best_nodes(tree: DynamicTree, levels: Sequence[Candidates], context: Context) -> Draft:
+    """Return the `num_nodes` best of all candidates within each row's limit, as a draft.
+
+    Nodes are sorted by value; of equal ones the shallower comes first, then the earlier candidate.
+    """
     depths = np.repeat(np.arange(len(levels)) + 1, [level.value.shape[1] for level in levels])
     value, tokens, parents = (
         jnp.concatenate(of_levels, axis=1) for of_levels in zip(*levels, strict=True)

@@ -1,9 +1,10 @@
 """Suffix decoding: copying what most often followed the longest match of a row's last tokens.
 
-Rule and options are ArcticInference's (Oliaro et al. 2411.04975), applied to the row's own text. An
-automaton or a tree of the text would be extended by pointer steps that depend on one another; here
-each position has the length of the text that it has in common with the row's end, which one pass
-over the row updates per committed token: the matches of any length, and all of them.
+Rule and options are ArcticInference's (Oliaro et al. 2411.04975), applied to the row's own text: a
+chain of the most frequent tokens, or a tree. An automaton or a tree of the text would be extended
+by pointer steps that depend on one another; here each position has the length of the text that it
+has in common with the row's end, which one pass over the row updates per committed token: the
+matches of any length, and all of them.
 """
 
 from __future__ import annotations
@@ -14,19 +15,24 @@ from typing import Annotated, Any
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
 
 from specjax import trees
 from specjax.distributed.sharding import constrain_rows
 from specjax.drafters.base import DRAFT_TOKENS, Accepted, Context, Drafter, Noise
+from specjax.drafters.growth.dynamic_tree import Candidates, best_nodes
+from specjax.drafters.growth.options import TREE, TreeOptions
 from specjax.drafters.lookup.ngram import copied_tokens
-from specjax.fields import Number, Whole, check_instance
-from specjax.trees import Draft
+from specjax.errors import InputError
+from specjax.fields import Number, Whole, check_instance, optional
+from specjax.trees import Draft, DynamicTree, RankedTree
 
 _COUNTED = 32
 """The most matches whose continuations are counted, the latest ones."""
 _ROUNDING = 1e-6
 """Added to the length that a match allows, so that 0.7 * 10 tokens are 7."""
+_USUAL_LENGTH = 8
+"""The longest draft where neither it nor a tree is specified."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,15 +40,19 @@ class Suffix(Drafter):
     """A drafter that copies what followed the longest earlier occurrences of a row's last tokens.
 
     After each token comes the one that followed most of the occurrences which have the draft so
-    far, of equally many the latest. The share of them is its estimated probability; a draft ends
-    where the product falls below `suffix_decoding_min_token_prob`. A match of l tokens allows
-    `suffix_decoding_max_spec_factor` * l + `suffix_decoding_max_spec_offset` tokens, and match and
-    draft together at most `suffix_decoding_max_tree_depth`, for which only the end of a longer
-    match is counted. The state has 4 bytes per token of a row's capacity. Raises InputError for
-    options out of range.
+    far, of equally many the latest. The share of all occurrences that have it is the estimated
+    probability of a draft, which ends before that is below `suffix_decoding_min_token_prob`. A
+    match of l tokens allows `suffix_decoding_max_spec_factor` * l +
+    `suffix_decoding_max_spec_offset` tokens, and match and draft together at most
+    `suffix_decoding_max_tree_depth`, for which only the end of a longer match is counted. A `tree`
+    (a `DynamicTree`, or a `TreeOptions` that becomes one) has the nodes of highest probability, as
+    many as the match allows, and at most `topk` after each. The state has 4 bytes per token of a
+    row's capacity. Raises InputError for options out of range, and for a static tree, one with
+    fewer levels than tokens are asked for, and one with more nodes than are counted.
     """
 
-    num_speculative_tokens: Annotated[int, DRAFT_TOKENS] = 8
+    num_speculative_tokens: Annotated[int, optional(DRAFT_TOKENS)] = None  # as __post_init__ says
+    tree: Annotated[DynamicTree | RankedTree | TreeOptions | None, TREE] = None
     suffix_decoding_max_tree_depth: Annotated[int, Whole(2, 2048)] = 24
     suffix_decoding_max_spec_factor: Annotated[float, Number(0.0, 1024.0)] = 1.0
     suffix_decoding_max_spec_offset: Annotated[float, Number(-1024.0, 1024.0)] = 0.0
@@ -50,17 +60,51 @@ class Suffix(Drafter):
 
     def __post_init__(self) -> None:
         check_instance(self, "drafter.")
+        tree, length = self.tree, self.num_speculative_tokens
+        if isinstance(tree, TreeOptions):
+            tree = tree.shape(length)
+            object.__setattr__(self, "tree", tree)
+        if isinstance(tree, RankedTree):
+            raise InputError("tree.kind=static: suffix counts its trees anew; use dynamic")
+        if length is None:
+            length = _USUAL_LENGTH if tree is None else tree.depth
+            object.__setattr__(self, "num_speculative_tokens", length)
+        if tree is not None and length > tree.depth:
+            raise InputError(
+                f"num_speculative_tokens={length}: the tree has {tree.depth} levels; leave it out, "
+                "or use a deeper tree"
+            )
+        if self.num_nodes > (most := _COUNTED * length):
+            raise InputError(
+                f"tree.num_nodes={self.num_nodes}: {_COUNTED} matches of {length} tokens have at "
+                f"most {most}; lower it"
+            )
+
+    @property
+    def shape(self) -> DynamicTree | None:
+        """The sizes of the tree, no deeper than `num_speculative_tokens`; None for a chain."""
+        return None if self.tree is None else self.tree.limited(self.num_speculative_tokens)
+
+    @property
+    def num_nodes(self) -> int:
+        """The most nodes of its tree, or tokens of its chain."""
+        return self.num_speculative_tokens if self.tree is None else self.shape.num_nodes
+
+    @property
+    def branches(self) -> bool:
+        """Whether it drafts a tree."""
+        return self.tree is not None
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """The longest draft after a match of 0, 1, ... tokens; the last one for all longer ones."""
+        """The most nodes after a match of 0, 1, ... tokens; the last number for all longer ones."""
         depth = self.suffix_decoding_max_tree_depth
         match = np.arange(1, depth)
         allowed = (
             self.suffix_decoding_max_spec_factor * match + self.suffix_decoding_max_spec_offset
         )
         allowed = np.minimum(np.floor(allowed + _ROUNDING).astype(int), depth - match)
-        allowed = np.clip(np.maximum.accumulate(allowed), 0, self.num_speculative_tokens)
+        allowed = np.clip(np.maximum.accumulate(allowed), 0, self.num_nodes)
         return (0, *allowed.tolist())
 
     def init(self, params: Any, batch: int, capacity: int) -> Int[Array, "B S"]:
@@ -71,19 +115,29 @@ class Suffix(Drafter):
     def propose(
         self, params: Any, state: Int[Array, "B S"], context: Context, noise: Noise
     ) -> tuple[Draft, Int[Array, "B S"]]:
-        """Propose the likeliest continuation of the longest match, in rows that have one."""
+        """Propose the likeliest continuations of the longest match, in rows that have one."""
         del params, noise
         longest = state.max(axis=1)
         is_longest = (state == longest[:, None]) & (state > 0)
         positions = jnp.where(is_longest, jnp.arange(state.shape[1])[None, :], -1)
-        ends, _ = lax.top_k(positions, min(_COUNTED, state.shape[1]))
+        positions = jnp.pad(positions, ((0, 0), (0, _COUNTED)), constant_values=-1)
+        ends, _ = lax.top_k(positions, _COUNTED)
         continuations = copied_tokens(context, jnp.maximum(ends, 0), self.num_speculative_tokens)
-        tokens, probabilities = most_frequent(continuations, ends >= 0)
-        count = (probabilities >= self.suffix_decoding_min_token_prob).sum(axis=1)
+        topk = 1 if self.tree is None else self.tree.topk
+        levels = counted(continuations, ends >= 0, topk, self.suffix_decoding_min_token_prob)
         allowed = jnp.array(self.lengths, jnp.int32)
         allowed = allowed[jnp.minimum(longest, len(self.lengths) - 1)]
-        count = jnp.minimum(jnp.minimum(count, allowed), context.limit)
-        return trees.chain(tokens, count), state
+        if self.tree is None:
+            best = jnp.argmax(levels.value, axis=2)[:, :, None]
+            tokens = jnp.take_along_axis(levels.tokens, best, axis=2)[:, :, 0].T
+            count = jnp.isfinite(levels.value).any(axis=2).sum(axis=0)
+            return trees.chain(
+                tokens, jnp.minimum(jnp.minimum(count, allowed), context.limit)
+            ), state
+        each = [Candidates(*(part[depth] for part in levels)) for depth in range(len(levels.value))]
+        draft = best_nodes(self.shape, each, context)
+        is_allowed = jnp.arange(self.num_nodes)[None, :] < allowed[:, None]
+        return draft.replace(valid=draft.valid & is_allowed), state
 
     def observe(
         self, params: Any, state: Int[Array, "B S"], context: Context, accepted: Accepted
@@ -104,27 +158,36 @@ class Suffix(Drafter):
         return lax.fori_loop(0, accepted.count.max(), append, state)
 
 
-def most_frequent(
-    continuations: Int[Array, "B m K"], known: Bool[Array, "B m"]
-) -> tuple[Int[Array, "B K"], Float[Array, "B K"]]:
-    """Return the path of most frequent tokens and, per token, the path's estimated probability.
+def counted(
+    continuations: Int[Array, "B m K"], known: Bool[Array, "B m"], topk: int, least: float
+) -> Candidates:
+    """Return what follows each token in the m continuations of a row that are `known`.
 
-    Of the m continuations of a row those that are `known` count; of equally frequent tokens the
-    one of the first continuation is taken. Without any, probabilities are 0.
+    The arrays are [K, B, m]: the candidates of each depth. A value is the share of the known
+    continuations that have the path; of those that are alike the first has the candidate. None is
+    below `least`, and after each token there are the `topk` most frequent ones, of equally frequent
+    ones the first.
     """
+    index = jnp.arange(known.shape[1])
+    is_earlier = jnp.tril(jnp.ones((1, len(index), len(index)), bool), -1)
+    total = jnp.maximum(known.sum(axis=1), 1)[:, None]
 
-    def extend(
-        path: tuple[Bool[Array, "B m"], Float[Array, "B"]], following: Int[Array, "B m"]
-    ) -> tuple[Any, Any]:
-        agreeing, probability = path
-        same = (following[:, :, None] == following[:, None, :]) & agreeing[:, None, :]
-        frequency = jnp.where(agreeing, same.sum(axis=2), 0)
-        best = jnp.argmax(frequency, axis=1)[:, None]
-        token = jnp.take_along_axis(following, best, axis=1)
-        share = frequency.max(axis=1) / jnp.maximum(agreeing.sum(axis=1), 1)
-        path = agreeing & (following == token), probability * share
-        return path, (token[:, 0], path[1])
+    def extend(siblings: Bool[Array, "B m m"], following: tuple[Any, Any]) -> tuple[Any, Any]:
+        number, tokens = following
+        alike = siblings & (tokens[:, :, None] == tokens[:, None, :])
+        first, count = jnp.argmax(alike, axis=2), alike.sum(axis=2)
+        value = jnp.where(first == index[None, :], count / total, 0.0)
+        better = value[:, None, :] > value[:, :, None]
+        better |= (value[:, None, :] == value[:, :, None]) & is_earlier
+        kept = (value > 0) & (value >= least) & ((siblings & better).sum(axis=2) < topk)
+        parent = jnp.argmax(siblings, axis=2)
+        candidates = Candidates(
+            jnp.where(kept, value, -jnp.inf),
+            tokens,
+            jnp.where(number > 0, len(index) * (number - 1) + parent, -1),
+        )
+        return alike & jnp.take_along_axis(kept, first, axis=1)[:, :, None], candidates
 
-    start = known, jnp.ones(len(known), jnp.float32)
-    _, (tokens, probabilities) = lax.scan(extend, start, jnp.moveaxis(continuations, 2, 0))
-    return tokens.T, probabilities.T
+    alike = known[:, :, None] & known[:, None, :]
+    by_depth = jnp.arange(continuations.shape[2]), jnp.moveaxis(continuations, 2, 0)
+    return lax.scan(extend, alike, by_depth)[1]
