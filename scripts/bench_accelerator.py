@@ -37,7 +37,7 @@ from accelerator.synthetic import random_model
 from specjax.cli import command
 from specjax.errors import InputError
 from specjax.models.decoder import Form
-from specjax.tuning import costs
+from specjax.tuning import measure_costs
 
 _OUT = flags.DEFINE_string("out", "accelerator.jsonl", "File of the rows, appended as measured.")
 _SIZE = flags.DEFINE_enum("size", "8b", list(SIZES), "What is measured.")
@@ -110,8 +110,8 @@ def run(_: list[str]) -> int:
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
     }
     rows = Rows(Path(_OUT.value), settings)
-    bandwidth = costs.copy_bandwidth(size.copy_bytes)
-    flops = costs.matmul_flops(size.matmul_size, size.dtype)
+    bandwidth = measure_costs.copy_bandwidth(size.copy_bytes)
+    flops = measure_costs.matmul_flops(size.matmul_size, size.dtype)
     print(f"{device.device_kind}: copies {bandwidth:.4g} bytes/s, multiplies {flops:.4g} FLOP/s")
     left = measure(size, rows, bandwidth, deadline)
     print_tables(rows, Console(width=None if os.isatty(1) else 140))

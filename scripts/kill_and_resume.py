@@ -42,7 +42,7 @@ from lib.trainers import METHODS
 from specjax.cli import command
 from specjax.cli.flags import Listed, Parser
 from specjax.fields import Choice, Whole, dotted
-from specjax.files.folder_marker import LOCK
+from specjax.files.folder_checksums import LOCK
 from specjax.loading.storage import orbax_checkpoint
 from specjax.loading.storage.checkpoint_directory import ARRAYS, is_checkpoint, read_marker
 from train.data.examples import METADATA

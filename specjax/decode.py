@@ -46,10 +46,10 @@ from specjax.decoding.sampling_params import SamplingParams
 from specjax.decoding.session import NoRoomError
 from specjax.distributed import processes
 from specjax.drafters import DRAFTERS, TRAINED, drafter_options, option_type
-from specjax.drafters.growth.options import TreeKind, TreeOptions
+from specjax.drafters.growth.tree_options import TreeKind, TreeOptions
 from specjax.errors import InputError, one_line
 from specjax.fields import fields_of
-from specjax.files.environment import versions
+from specjax.files.package_versions import versions
 from specjax.loading.find_head import shipped_heads
 from specjax.loading.load import load_model
 from specjax.loading.model import Model

@@ -18,11 +18,11 @@ from specjax.cli.flags import Parser
 from specjax.errors import InputError
 from specjax.fields import Choice, Flag, PathOrName, optional
 from specjax.files import folders
-from specjax.files.paths import output_folder, user_path
+from specjax.files.path_checks import output_folder, user_path
 from specjax.loading import head_formats
 from specjax.loading.find_head import open_head
+from specjax.loading.head_formats.eagle3_layer_ids import CONVENTIONS
 from specjax.loading.head_formats.read_write import check_format, whole_vocabulary
-from specjax.loading.head_formats.taps import CONVENTIONS
 from specjax.loading.heads.head import KINDS, Head, check_same, read_head, save_head
 from specjax.loading.load import DEFAULT_MODEL, DTYPE, load_model
 from specjax.loading.model import Model

@@ -29,7 +29,7 @@ from typing import (
 )
 
 from specjax.errors import InputError, Problems, shown
-from specjax.files import paths
+from specjax.files import path_checks
 
 T = TypeVar("T")
 _ABSENT = object()
@@ -197,7 +197,7 @@ class InputFile:
 
     def check(self, name: str, value: Any) -> Path:
         """The absolute path."""
-        return paths.input_file(name, value, pipe=self.pipe)
+        return path_checks.input_file(name, value, pipe=self.pipe)
 
 
 @dataclass(frozen=True)
@@ -206,7 +206,7 @@ class InputFolder:
 
     def check(self, name: str, value: Any) -> Path:
         """The absolute path."""
-        return paths.input_folder(name, value)
+        return path_checks.input_folder(name, value)
 
 
 @dataclass(frozen=True)
@@ -215,7 +215,7 @@ class OutputFile:
 
     def check(self, name: str, value: Any) -> Path:
         """The absolute path."""
-        return paths.output_file(name, value)
+        return path_checks.output_file(name, value)
 
 
 @dataclass(frozen=True)
@@ -224,7 +224,7 @@ class OutputFolder:
 
     def check(self, name: str, value: Any) -> Path:
         """The absolute path."""
-        return paths.output_folder(name, value)
+        return path_checks.output_folder(name, value)
 
 
 @dataclass(frozen=True)
@@ -233,7 +233,7 @@ class PathOrName:
 
     def check(self, name: str, value: Any) -> str:
         """The text; raises InputError unless it can be a path."""
-        paths.user_path(name, value)
+        path_checks.user_path(name, value)
         return str(value)
 
 

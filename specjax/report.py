@@ -24,7 +24,7 @@ from specjax.cli.predicted_speedup import predicted_speedups
 from specjax.errors import InputError, printable
 from specjax.fields import Choice, Flag, OutputFolder
 from specjax.files import atomic_writes, folders
-from specjax.files.paths import output_folder
+from specjax.files.path_checks import output_folder
 from specjax.reporting import csv_jsonl, picture_files, plots, tables
 from specjax.reporting.records import read_reports
 from specjax.reporting.runs import Entry, by_conditions, check_together, in_order, labels

@@ -10,7 +10,7 @@ import numpy as np
 
 from specjax import trees
 from specjax.controllers import Fixed, Limits
-from specjax.decoding import start as starting
+from specjax.decoding import initial_state
 from specjax.decoding.generate import decode_session
 from specjax.decoding.options import DecodeOptions
 from specjax.decoding.programs import compile_session, run, start
@@ -167,7 +167,7 @@ def empty_state(session):
 def loop_arguments(session):
     """The arguments of `loop.run` after the plan, for the first batch; the state as shapes."""
     arguments = batch_arguments(session, range(session.batch_size))
-    start = functools.partial(starting.start, session.plan)
+    start = functools.partial(initial_state.start, session.plan)
     return session.params, jax.eval_shape(start, session.params, *arguments), jnp.int32(1)
 
 

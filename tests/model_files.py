@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 from tokenizers.pre_tokenizers import ByteLevel
 
 from specjax.errors import InputError
-from specjax.files.folder_marker import MARKER
+from specjax.files.folder_checksums import MARKER
 from specjax.loading.formats import parameter_names, tensor_layout
 from specjax.loading.formats.families.llama import LLAMA
 from specjax.loading.head_formats import write_foreign

@@ -15,7 +15,7 @@ from test_checkpoints import CONFIG, assert_same, mesh_of
 from tiny_models import with_modules
 
 from specjax.errors import InputError
-from specjax.files import folder_marker
+from specjax.files import folder_checksums
 from specjax.loading.checkpoints import load_drafter, save_checkpoint, save_drafter
 from specjax.loading.load import load_model, random_model, save_model
 from specjax.loading.storage import orbax_checkpoint
@@ -132,7 +132,7 @@ def test_a_tokenizer_of_another_model_is_refused(saved, models, tmp_path):
     save_checkpoint(models["tokenizer"], tmp_path / "other")
     shutil.copytree(tmp_path / "other" / "tokenizer", saved / "tokenizer")
     refused(lambda: load_model(saved), "tokenizer/.* is not listed in specjax_folder.json")
-    folder_marker.seal(saved, "model")
+    folder_checksums.seal(saved, "model")
     refused(lambda: load_model(saved), "vocab_size=64, but the tokenizer has 80 tokens")
 
 
@@ -162,7 +162,7 @@ def test_a_mesh_that_does_not_fit_is_refused_before_reading(saved, monkeypatch):
 def test_unknown_content_is_refused(key, value, said, saved):
     file = saved / "specjax_checkpoint.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), key: value}))
-    folder_marker.seal(file.parent, "model")
+    folder_checksums.seal(file.parent, "model")
     refused(lambda: load_model(saved), said)
 
 
@@ -181,7 +181,7 @@ def test_directories_that_are_no_checkpoint_say_so(tmp_path, model, saved):
         ("unlike", load_drafter, "unlike: holds no checkpoint"),
     ):
         refused(lambda load=load, name=name: load(tmp_path / name), said)
-    folder_marker.seal(foreign, "model")
+    folder_checksums.seal(foreign, "model")
     refused(lambda: load_model(foreign), "is not listed in specjax_folder")
 
 
@@ -229,7 +229,7 @@ def test_damage_is_an_error_of_one_line(sealed, saved, model, tmp_path, capfd, c
             target = copy / file.relative_to(saved)
             target.unlink() if size is None else os.truncate(target, size)
             if not sealed:
-                folder_marker.seal(copy, "model")
+                folder_checksums.seal(copy, "model")
             said = None
             try:
                 loaded = load_model(copy, dtype="float32")
@@ -257,6 +257,6 @@ def test_files_that_are_too_small_are_found_before_reading(saved, monkeypatch):
     monkeypatch.setattr(orbax_checkpoint, "restore", None)
     largest = max(saved.rglob("*"), key=lambda path: path.stat().st_size)
     os.truncate(largest, largest.stat().st_size // 2)
-    folder_marker.seal(saved, "model")
+    folder_checksums.seal(saved, "model")
     with pytest.raises(InputError, match=r"truncated \(\d+ bytes are there, its arrays take \d+\)"):
         load_model(saved)

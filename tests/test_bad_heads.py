@@ -10,7 +10,7 @@ from safetensors.numpy import save_file
 from tiny_models import VOCABULARY, eagle_head, noisy_medusa_head
 
 from specjax.errors import InputError
-from specjax.files import folder_marker
+from specjax.files import folder_checksums
 from specjax.loading.find_head import open_head
 from specjax.loading.head_formats import eagle, read_foreign, write_foreign
 from specjax.loading.load import random_model
@@ -126,7 +126,7 @@ def test_notes_in_a_header_may_be_anything(notes, tiny, tmp_path):
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         header = file.metadata() | {"specjax": notes}
     save_file(tensors, folder / "model.safetensors", metadata=header)
-    folder_marker.seal(folder, "head")
+    folder_checksums.seal(folder, "head")
     with pytest.raises(InputError, match=r"head: its notes cannot be read \(") as raised:
         read_foreign(folder, tiny)
     assert "\n" not in str(raised.value)

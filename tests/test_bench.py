@@ -17,7 +17,7 @@ from specjax.cli.predicted_speedup import measure_round_costs
 from specjax.decoding.generate import Generation
 from specjax.drafters.lookup.ngram import Ngram
 from specjax.loading.load import save_model
-from specjax.tuning import costs
+from specjax.tuning import measure_costs
 
 
 def short(target):
@@ -104,8 +104,8 @@ def test_the_parts_of_a_prediction_are_of_full_batches(tiny, monkeypatch):
         asked.append((batch, committed))
         return {width: batch + width for width in widths}
 
-    monkeypatch.setattr(costs, "widths_seconds", widths_seconds)
-    monkeypatch.setattr(costs, "propose_seconds", lambda session: 0.5)
+    monkeypatch.setattr(measure_costs, "widths_seconds", widths_seconds)
+    monkeypatch.setattr(measure_costs, "propose_seconds", lambda session: 0.5)
     parts = measure_round_costs(session, 8)
     assert asked == [(4, 6)]
     # Passes of 7, 7 and 5 s with drafts of half a second, for two tokens per round.
@@ -162,7 +162,7 @@ def test_an_interval_of_more_than_three_per_cent_is_unresolved():
 
 
 def test_reading_the_weights_takes_time(tiny):
-    assert costs.read_seconds(tiny.params) > 0
+    assert measure_costs.read_seconds(tiny.params) > 0
 
 
 def test_a_slow_while_is_slow_for_every_width(tiny, monkeypatch):
@@ -175,9 +175,9 @@ def test_a_slow_while_is_slow_for_every_width(tiny, monkeypatch):
         now += step
         return now
 
-    monkeypatch.setattr(costs.time, "perf_counter", slowing)
+    monkeypatch.setattr(measure_costs.time, "perf_counter", slowing)
     sizes = dict(batch=1, committed=4, capacity=128)
-    seconds = costs.widths_seconds(tiny.architecture, tiny.params, (1, 2, 3), **sizes)
+    seconds = measure_costs.widths_seconds(tiny.architecture, tiny.params, (1, 2, 3), **sizes)
     assert list(seconds) == [1, 2, 3]
     # One width after the other: the last would seem to take four times as long as the first.
     assert max(seconds.values()) < 1.5 * min(seconds.values())

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from specjax.files import compiled_programs
+from specjax.files import program_cache
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def keep(tmp_path, monkeypatch):
         compilation_cache.reset_cache()
         monkeypatch.setenv("XDG_CACHE_HOME", str(home))
         messages = []
-        compiled_programs.keep(messages.append)
+        program_cache.keep(messages.append)
         return messages
 
     with warnings.catch_warnings():

@@ -17,8 +17,8 @@ from specjax.controllers import (
     StepRecord,
     StepSizes,
 )
-from specjax.controllers.costs import count_work, initial_costs, learn_costs
-from specjax.testing.simulated_steps import (
+from specjax.controllers.cost_estimates import count_work, initial_costs, learn_costs
+from specjax.testing.controller_simulation import (
     changes,
     plain_seconds,
     regret,

@@ -7,10 +7,10 @@ import pytest
 
 from specjax.errors import InputError
 from train.data import vocabulary
+from train.data.combined_datasets import open_sources
 from train.data.examples import Example, target_metadata
-from train.data.sources import open_sources
 from train.data.vocabulary import COUNTS, count_labels, draft_vocabulary
-from train.data.writing import write_responses
+from train.data.write_responses import write_responses
 
 V = 61
 

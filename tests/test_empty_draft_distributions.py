@@ -8,8 +8,8 @@ from decoding import PROMPTS, RandomDistribution, decode, mixed
 
 from specjax import sampling
 from specjax.drafters import LoadedDrafter
-from specjax.sampling import tree
-from specjax.testing import DistributionPair, check_rule, rules
+from specjax.sampling import tree_verification
+from specjax.testing import DistributionPair, check_rule, rule_check
 from specjax.trees import Topology
 
 CHAIN, SIBLINGS, FORK = (0, 1), (0, 0), (0, 0, 1)
@@ -31,13 +31,13 @@ def empty_somewhere():
 
 def check(monkeypatch, rule, parents):
     """`check_rule` of drafts that have a node also where nothing is left to draw it from."""
-    weights = rules._weights
+    weights = rule_check._weights
 
     def every_node(*arguments):
         weight, possible = weights(*arguments)
         return weight, np.ones_like(possible)
 
-    monkeypatch.setattr(rules, "_weights", every_node)
+    monkeypatch.setattr(rule_check, "_weights", every_node)
     topology = Topology(parents)
     pairs = empty_somewhere()
     if topology.depth == 1:
@@ -67,8 +67,8 @@ def test_accepting_such_a_token_for_certain_fails(rule, parents, monkeypatch):
         return jnp.minimum(ratio(logp, logq), 1e30)
 
     ratio = sampling.log_ratio
-    monkeypatch.setattr(sampling.chain, "log_ratio", log_ratio)
-    monkeypatch.setattr(tree, "log_ratio", log_ratio)
+    monkeypatch.setattr(sampling.chain_verification, "log_ratio", log_ratio)
+    monkeypatch.setattr(tree_verification, "log_ratio", log_ratio)
     found = check(monkeypatch, rule, parents)
     assert not found.passed
     assert found.max_error > 1e-3

@@ -23,7 +23,7 @@ from specjax.decoding.session import plan_session
 from specjax.distributed import sharding
 from specjax.drafters import head_drafter
 from specjax.errors import InputError
-from specjax.loading.formats.families import registry, rows
+from specjax.loading.formats.families import registry, schema
 from specjax.loading.formats.huggingface_config import read_config
 from specjax.loading.load import load_model, place_model, random_model, save_model
 from specjax.models.config import DecoderConfig, SlidingWindow
@@ -423,7 +423,7 @@ def test_the_layout_of_the_first_gpt2_is_read(tmp_path):
     ],
 )
 def test_the_shortest_period(flags, period):
-    assert rows.shortest_period([flag == "1" for flag in flags]) == tuple(
+    assert schema.shortest_period([flag == "1" for flag in flags]) == tuple(
         flag == "1" for flag in period
     )
 

@@ -20,15 +20,15 @@ from toy_training import get_config, read, toy_run
 
 from specjax.distributed import folder_lock
 from specjax.errors import InputError
-from specjax.files import folder_marker, folders
-from specjax.files.folder_marker import LOCK, MARKER
+from specjax.files import folder_checksums, folders
+from specjax.files.folder_checksums import LOCK, MARKER
 from specjax.loading.checkpoints import save_checkpoint, save_drafter
 from specjax.loading.head_formats import read_foreign, write_foreign
 from specjax.loading.heads.head import read_head, save_head
 from specjax.loading.load import load_model, save_model
 from train import features, generate
 from train.data.examples import Example, target_metadata
-from train.data.writing import write_responses
+from train.data.write_responses import write_responses
 from train.run import run
 
 
@@ -170,20 +170,20 @@ def test_each_file_is_read_by_one_of_the_shares(tmp_path):
     for name, size in (("a", 5), ("b", 0), ("c/d", 90), ("c/e", 7), ("f", 40)):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(b"x" * size)
-    folder_marker.seal(tmp_path, "model")
-    marker = folder_marker.read_marker(tmp_path)
+    folder_checksums.seal(tmp_path, "model")
+    marker = folder_checksums.read_marker(tmp_path)
     assert sorted(marker.files) == ["a", "b", "c/d", "c/e", "f"]
     for name in ("a", "c/d", "c/e", "f"):
         kept = (tmp_path / name).read_bytes()
         (tmp_path / name).write_bytes(b"y" * len(kept))
-        assert folder_marker.find_damage(tmp_path, marker, share=None) is None
-        found = [folder_marker.find_damage(tmp_path, marker, (part, 3)) for part in range(3)]
+        assert folder_checksums.find_damage(tmp_path, marker, share=None) is None
+        found = [folder_checksums.find_damage(tmp_path, marker, (part, 3)) for part in range(3)]
         assert sorted(filter(None, found)) == [
             f"{name} is not as it was written: its SHA-256 differs"
         ]
         (tmp_path / name).write_bytes(kept)
     (tmp_path / "f").unlink()
-    assert folder_marker.find_damage(tmp_path, marker) == "f: no such file or directory"
+    assert folder_checksums.find_damage(tmp_path, marker) == "f: no such file or directory"
 
 
 def beside(where):
@@ -301,15 +301,15 @@ def test_saves_of_one_folder_at_once_all_succeed(tmp_path):
         list(pool.map(lambda number: write_folder(tmp_path / "thr", str(number)), range(6)))
     assert (tmp_path / "thr" / "file").read_text() in map(str, range(6))
     assert [path.name for path in tmp_path.iterdir()] == ["thr"]
-    marker = folder_marker.read_marker(tmp_path / "thr")
-    assert folder_marker.find_damage(tmp_path / "thr", marker) is None
+    marker = folder_checksums.read_marker(tmp_path / "thr")
+    assert folder_checksums.find_damage(tmp_path / "thr", marker) is None
 
 
 def test_names_of_any_length_that_a_disk_takes(tmp_path):
     for name in ("n" * 240, "n" * 255):
         write_folder(tmp_path / name, "x")
         write_folder(tmp_path / name, "x")
-        assert folder_marker.read_marker(tmp_path / name).kind == "model"
+        assert folder_checksums.read_marker(tmp_path / name).kind == "model"
     with pytest.raises(InputError, match=r"nn: cannot be written \(File name too long\)"):
         write_folder(tmp_path / ("n" * 256), "x")
     assert sorted(len(path.name) for path in tmp_path.iterdir()) == [240, 255]
@@ -377,7 +377,7 @@ def test_a_killed_claim_does_not_make_a_folder_foreign(tmp_path):
     (tmp_path / ".specjax-abcd_123.tmp").write_text("{")
     (tmp_path / LOCK).touch()
     folders.claim(tmp_path, "training run", "workdir='w'")
-    assert folder_marker.read_marker(tmp_path) == folder_marker.Marker("training run", None)
+    assert folder_checksums.read_marker(tmp_path) == folder_checksums.Marker("training run", None)
     with pytest.raises(
         InputError, match="^workdir='w': is a folder of specjax for: training run, not answers"
     ):

@@ -25,7 +25,7 @@ from specjax.loading.load import load_model, save_model
 from train import generate
 from train.data.examples import Example, target_metadata
 from train.data.responses import open_responses
-from train.data.writing import write_responses
+from train.data.write_responses import write_responses
 from train.generation import answers
 from train.generation.prompts import read_requests
 from train.generation.saved_answers import SavedAnswers

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 from tiny_models import SOME, VOCABULARY, draft_logits, eagle_head, medusa_head, noisy_medusa_head
 
 from specjax.errors import InputError
-from specjax.files.folder_marker import MARKER
+from specjax.files.folder_checksums import MARKER
 from specjax.loading.head_formats import read_foreign, shared_with_target, write_foreign
 from specjax.loading.head_formats.read_write import whole_vocabulary
 from specjax.loading.heads.head import check_same

@@ -15,7 +15,7 @@ from toy_training import SHAPE, conversations, toy_run, toy_target
 from specjax.files import folders
 from specjax.loading.heads.head import read_head, save_head
 from train.data.examples import target_metadata
-from train.data.writing import write_responses
+from train.data.write_responses import write_responses
 from train.generation.saved_answers import open_answers
 
 

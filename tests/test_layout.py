@@ -83,7 +83,8 @@ def test_imports_go_down():
 
 # A step is given its limits, and what chooses them knows nothing of a step.
 TRACED = {
-    f"specjax.decoding.{name}" for name in ("loop", "round", "start", "state", "plan", "verify")
+    f"specjax.decoding.{name}"
+    for name in ("loop", "round", "initial_state", "state", "plan", "verify")
 }
 
 
@@ -119,7 +120,7 @@ OWN_JSON = {
     ("words", "home", "exceptions"),
     [
         (("json.loads(", "json.load("), "specjax/files/json_files.py", OWN_JSON),
-        (("expanduser",), "specjax/files/paths.py", set()),
+        (("expanduser",), "specjax/files/path_checks.py", set()),
     ],
 )
 def test_one_reader_of_json_and_one_of_paths(words, home, exceptions):

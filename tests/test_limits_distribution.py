@@ -16,7 +16,7 @@ import scipy.stats
 from conftest import slow
 from decoding import draft_model, tampered
 
-from specjax.decoding import start as starting
+from specjax.decoding import initial_state
 from specjax.decoding.round import one_round
 from specjax.decoding.sampling_params import SamplingParams
 from specjax.drafters import TreeOptions, merge_drafters, take_turns
@@ -24,7 +24,7 @@ from specjax.drafters.base import Limits
 from specjax.drafters.lookup.ngram import Ngram
 from specjax.sampling import RULES
 from specjax.testing import Tabular
-from specjax.testing.drafters import chi_square, first_rows, make_plan, output_distribution
+from specjax.testing.drafter_check import chi_square, first_rows, make_plan, output_distribution
 
 VOCAB, LENGTH, ROWS = 4, 3, 2
 GROUPS = 15_000
@@ -189,7 +189,7 @@ def groups_of(plan, variants, params, groups):
             ),
         )
         index = ROWS * group + jnp.arange(ROWS)
-        state = starting.start(plan, own, *first_rows(plan, PROMPT, AS_IS, index, 0))
+        state = initial_state.start(plan, own, *first_rows(plan, PROMPT, AS_IS, index, 0))
 
         def step(state, _):
             each = [choose(plan, own, state, group // len(variants)) for choose in choices]

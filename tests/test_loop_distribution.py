@@ -11,8 +11,8 @@ from decoding import Deciding, changed, device_limits, draft_model
 from tiny_models import bigrams, small_model
 
 from specjax import sampling
+from specjax.decoding import initial_state
 from specjax.decoding import round as one_round
-from specjax.decoding import start as starting
 from specjax.decoding.sampling_params import SamplingParams
 from specjax.drafters import LoadedDrafter, take_turns
 from specjax.drafters.base import Limits
@@ -22,7 +22,7 @@ from specjax.drafters.none import NoDrafter
 from specjax.errors import InputError
 from specjax.sampling import Decision, Rejection, RoundKeys, rules
 from specjax.testing import check_drafter
-from specjax.testing.drafters import (
+from specjax.testing.drafter_check import (
     chi_square,
     conditional_distributions,
     decode,
@@ -174,7 +174,7 @@ def test_a_length_that_follows_the_neighbours_is_exact(tables):
         # The first row continues; the others end where they emit an even token.
         stops = jnp.where(jnp.arange(batch)[:, None] == 0, -1, 2 * jnp.arange(VOCAB // 2)[None, :])
         rows = rows.replace(stop_ids=stops.astype(jnp.int32))
-        state = starting.start(plan, (params, drafter_params), tokens, rows, size, status)
+        state = initial_state.start(plan, (params, drafter_params), tokens, rows, size, status)
 
         def advance(state, _):
             limits = Limits(batch - state.active.sum(keepdims=True), jnp.zeros(1))
@@ -234,10 +234,10 @@ def with_keys(change):
 
 
 def same_noise_every_round(monkeypatch):
-    real = one_round.round_keys
+    real = one_round.noise_keys
     monkeypatch.setattr(
         one_round,
-        "round_keys",
+        "noise_keys",
         lambda plan, state: real(plan, state.replace(round=0 * state.round)),
     )
 

@@ -16,8 +16,8 @@ from specjax.drafters import take_turns
 from specjax.drafters.lookup.ngram import Ngram
 from specjax.sampling import RULES
 from specjax.testing import Tabular
-from specjax.testing.drafters import decode as decode_rows
-from specjax.testing.drafters import make_plan
+from specjax.testing.drafter_check import decode as decode_rows
+from specjax.testing.drafter_check import make_plan
 
 VOCAB, LENGTH, ROWS, ROUNDS = 8, 3, 4000, 6
 AS_IS = SamplingParams(temperature=1.0)

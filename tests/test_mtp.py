@@ -13,7 +13,7 @@ from decoding import first_state, greedy, make_session
 from test_decoder import one_pass
 from tiny_models import mtp_config, mtp_drafter, mtp_head
 
-from specjax.decoding.round import draft_noise, make_context, round_keys
+from specjax.decoding.round import make_context, noise_keys, proposal_noise
 from specjax.errors import InputError
 from specjax.loading.heads.complete_parameters import complete_parameters
 from specjax.models.heads.mtp import Mtp
@@ -228,7 +228,7 @@ def proposed(target, loaded, **options):
     def propose(params, state):
         context = make_context(session.plan, params[0], state)
         part, own = session.plan.drafter.parts[0], state.drafter[0].drafter
-        noise = draft_noise(session.plan, state, round_keys(session.plan, state))
+        noise = proposal_noise(session.plan, state, noise_keys(session.plan, state))
         return part.propose(params[1][0], own, context, noise)[0]
 
     return propose(session.params, first_state(session))

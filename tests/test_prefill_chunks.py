@@ -10,8 +10,7 @@ from conftest import slow
 from decoding import draft_model, drafters, make_session
 from tiny_models import eagle_drafter, medusa_head, mtp_drafter
 
-from specjax.decoding import rows
-from specjax.decoding import start as starting
+from specjax.decoding import initial_state, rows
 from specjax.drafters import head_drafter, take_turns
 from specjax.drafters.lookup.token_recycling import TokenRecycling
 
@@ -47,13 +46,13 @@ def test_states_are_those_of_chunks_of_one_size(name, tiny, unrelated, similar):
     assert session.plan.chunks == (256, 64)
     one_size = dataclasses.replace(session.plan, chunks=(64,))
     read = {
-        plan: jax.jit(functools.partial(starting.read_prompts, plan))
+        plan: jax.jit(functools.partial(initial_state.read_prompts, plan))
         for plan in (session.plan, one_size)
     }
     for prompt, length in enumerate(LENGTHS):
         row = rows.session_row(session, prompt)
         arguments = rows.row_arguments(session, [row], 1)
-        empty = starting.empty_state(session.plan, session.params, *arguments)
+        empty = initial_state.empty_state(session.plan, session.params, *arguments)
         wanted = read[one_size](session.params, empty, 0, length)
         whole = read[session.plan](session.params, empty, 0, length)
         parts = empty

@@ -18,13 +18,13 @@ from specjax.cli.config_file import read_config
 from specjax.distributed.sharding import make_mesh
 from specjax.errors import InputError
 from specjax.fields import PathOrName, check_values, fields_of, optional
-from specjax.files.folder_marker import MARKER
+from specjax.files.folder_checksums import MARKER
 from specjax.loading.checkpoints import save_checkpoint
 from specjax.loading.load import load_model, save_model
 from train import corpus, eagle
+from train.data.combined_datasets import open_sources
 from train.data.examples import import_tfds, target_metadata, text_metadata
 from train.data.responses import open_responses
-from train.data.sources import open_sources
 from train.data.tfds_files import write_records
 from train.pretraining.documents import Documents, document_files
 from train.pretraining.new_model import ExpertSizes, ModelSizes, new_model

@@ -20,7 +20,7 @@ from specjax.drafters import LoadedDrafter, TreeOptions, make_drafter
 from specjax.drafters.quantized import Quantized
 from specjax.errors import InputError
 from specjax.loading.load import load_model, random_model
-from specjax.loading.weights import float_model, quantized_model
+from specjax.loading.quantize import float_model, quantized_model
 from specjax.models.cpu import library as cpu_library
 from specjax.models.decoder import Form
 from specjax.models.layers.quantized import quantize, quantized_products, round_activations

@@ -20,7 +20,7 @@ from specjax import bench, decode, report
 from specjax.cli import bench_run, decode_run
 from specjax.cli.measure_speedups import Ratio, Speedup
 from specjax.errors import InputError
-from specjax.files.paths import output_file
+from specjax.files.path_checks import output_file
 from specjax.loading.load import save_model
 from specjax.reporting.records import read_report
 from specjax.reporting.report_file import ReportFile, check_writable

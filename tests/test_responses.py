@@ -13,13 +13,13 @@ from bad_input import refused_command
 from conftest import tiny_config
 
 from specjax.errors import InputError
-from specjax.files import folder_marker
+from specjax.files import folder_checksums
 from specjax.loading.load import random_model
 from train import import_responses
+from train.data.combined_datasets import open_sources
 from train.data.examples import Example, target_metadata
 from train.data.responses import open_responses
-from train.data.sources import open_sources
-from train.data.writing import write_responses
+from train.data.write_responses import write_responses
 
 WIDTH, V = 24, 61
 NAMES = ("layer_input:2", "final_norm")
@@ -183,7 +183,7 @@ def test_damage_is_found(damage, tmp_path, metadata):
     change, sealed, said = DAMAGES[damage]
     change(path)
     if sealed:
-        folder_marker.seal(path, "dataset")
+        folder_checksums.seal(path, "dataset")
     with pytest.raises(InputError, match=said) as caught:
         open_responses(path)[0]
     assert "\n" not in str(caught.value)
@@ -201,7 +201,7 @@ def test_what_is_no_dataset(tmp_path, metadata):
         open_responses(tmp_path)
     write_responses(tmp_path / "d", [masked, example(1)], metadata)
     (tmp_path / "d" / "specjax.json").write_text("{}")
-    folder_marker.seal(tmp_path / "d", "dataset")
+    folder_checksums.seal(tmp_path / "d", "dataset")
     with pytest.raises(InputError, match="not of a format"):
         open_responses(tmp_path / "d")
 

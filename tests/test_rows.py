@@ -11,8 +11,7 @@ from decoding import PROMPTS, decode, drafters, make_session, mixed, replay
 from tiny_models import eagle_drafter, medusa_head, mtp_drafter
 
 from specjax.cache import KVCache, Window
-from specjax.decoding import loop
-from specjax.decoding import start as starting
+from specjax.decoding import initial_state, loop
 from specjax.decoding.rows import batch_arguments
 from specjax.decoding.state import RUNNING, STOPPED, admit, release
 from specjax.drafters import head_drafter, take_turns
@@ -98,7 +97,7 @@ def test_a_row_admitted_in_a_later_round_decodes_as_alone(
     name, rule, prompt, tiny, unrelated, similar
 ):
     session = session_for(tiny, drafter_of(name, tiny, unrelated, similar), rule)
-    start = jax.jit(functools.partial(starting.start, session.plan))
+    start = jax.jit(functools.partial(initial_state.start, session.plan))
     run = jax.jit(functools.partial(loop.run, session.plan))
     params = session.params
     strangers = start(params, *batch_arguments(session, [0, 1, 2, 3]))
@@ -123,7 +122,7 @@ def test_a_row_admitted_in_a_later_round_decodes_as_alone(
 def test_every_leaf_has_rows_first_or_belongs_to_a_cache(tiny, unrelated, similar):
     session = session_for(tiny, drafter_of("turns_model", tiny, unrelated, similar), "rejection")
     state = jax.eval_shape(
-        functools.partial(starting.start, session.plan),
+        functools.partial(initial_state.start, session.plan),
         session.params,
         *batch_arguments(session, [0]),
     )
@@ -135,7 +134,9 @@ def test_every_leaf_has_rows_first_or_belongs_to_a_cache(tiny, unrelated, simila
 
 def test_a_released_slot_holds_nothing(tiny, similar, unrelated):
     session = session_for(tiny, drafter_of("similar", tiny, unrelated, similar), "rejection")
-    state = starting.start(session.plan, session.params, *batch_arguments(session, [0, 1, 2, 3]))
+    state = initial_state.start(
+        session.plan, session.params, *batch_arguments(session, [0, 1, 2, 3])
+    )
     state = release(state, jnp.array([2]))
     assert state.cache.length.tolist()[2] == 0
     assert state.drafter[0].drafter.cache.length.tolist()[2] == 0

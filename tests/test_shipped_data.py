@@ -10,7 +10,7 @@ import pytest
 from specjax.errors import InputError
 from specjax.loading.load import DEFAULT_MODEL
 from train.data import shipped
-from train.data.sources import DataFolders, open_sources
+from train.data.combined_datasets import DataFolders, open_sources
 
 
 @pytest.fixture(scope="module")

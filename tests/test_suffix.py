@@ -23,8 +23,8 @@ from specjax.drafters.lookup.suffix import Suffix
 from specjax.errors import InputError
 from specjax.sampling import Coupled
 from specjax.testing import check_drafter
-from specjax.testing.drafters import decode as decode_rows
-from specjax.testing.drafters import make_plan
+from specjax.testing.drafter_check import decode as decode_rows
+from specjax.testing.drafter_check import make_plan
 from specjax.trees import DynamicTree, RankedTree
 
 LONGEST_ROW = 48

@@ -20,8 +20,8 @@ from specjax.drafters.base import TargetPass
 from specjax.errors import InputError
 from specjax.sampling import Coupled
 from specjax.testing import check_drafter
-from specjax.testing.drafters import decode as decode_rows
-from specjax.testing.drafters import make_plan
+from specjax.testing.drafter_check import decode as decode_rows
+from specjax.testing.drafter_check import make_plan
 
 TREE = trees.tree_of_choices([[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]])
 

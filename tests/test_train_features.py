@@ -9,13 +9,13 @@ from test_decoder import one_pass
 from test_responses import example
 
 from specjax.distributed import folder_lock
-from specjax.files.folder_marker import LOCK, MARKER
+from specjax.files.folder_checksums import LOCK, MARKER
 from specjax.loading.load import random_model
 from specjax.models.decoder import Form
 from train import features
+from train.data.combined_datasets import open_sources
 from train.data.examples import target_metadata
-from train.data.sources import open_sources
-from train.data.writing import write_responses
+from train.data.write_responses import write_responses
 
 NAMES = ("layer_input:1", "final_norm")
 

@@ -13,7 +13,7 @@ from specjax.loading.heads.head import read_head
 from specjax.loading.load import load_model, save_model
 from train import corpus, distill, eagle, medusa, mtp
 from train.data.examples import Example, target_metadata
-from train.data.writing import write_responses
+from train.data.write_responses import write_responses
 from train.run import run
 
 RUNS = {

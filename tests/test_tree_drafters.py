@@ -38,7 +38,7 @@ from specjax.drafters import TokenRecycling, TreeOptions, head_drafter, take_tur
 from specjax.drafters.base import Sampling
 from specjax.drafters.early_exit import EarlyExit
 from specjax.drafters.growth import dynamic_tree, static_tree
-from specjax.drafters.growth.options import USUAL_DEPTH, USUAL_NODES
+from specjax.drafters.growth.tree_options import USUAL_DEPTH, USUAL_NODES
 from specjax.drafters.lookup.ngram import Ngram
 from specjax.errors import InputError
 from specjax.testing import Tabular, check_drafter

@@ -9,8 +9,8 @@ from conftest import slow
 
 from specjax import sampling
 from specjax.errors import InputError
-from specjax.sampling import Drafted, pick, tree
-from specjax.testing import check_rule, rules
+from specjax.sampling import Drafted, pick, tree_verification
+from specjax.testing import check_rule, rule_check
 from specjax.trees import DynamicTopology, Topology
 
 TWO, THREE, FORK, PAIRS = (0, 0), (0, 0, 0), (0, 0, 1), (0, 0, 1, 1)
@@ -73,7 +73,7 @@ def softmax_for_certain(drafted, node, vocab, dtype=jnp.float32):
     return jnp.where(certain, jnp.where(logq == 0, jnp.log(0.7), jnp.log(0.3 / 2)), logq)
 
 
-tree_distribution = tree.node_distribution
+tree_distribution = tree_verification.node_distribution
 tree_recursion = sampling.recursion
 
 
@@ -86,7 +86,7 @@ def only(monkeypatch):
     """Nodes are drawn by the drafters that are given, in place of every way: one is enough."""
 
     def choose(drafter):
-        monkeypatch.setattr(rules, "_mixtures", lambda topology: [np.array(drafter)])
+        monkeypatch.setattr(rule_check, "_mixtures", lambda topology: [np.array(drafter)])
 
     return choose
 
@@ -97,7 +97,7 @@ def only(monkeypatch):
 )
 def test_a_wrong_distribution_of_siblings_fails(mistake, drawn, monkeypatch, only):
     only(drawn)
-    monkeypatch.setattr(tree, "node_distribution", mistake)
+    monkeypatch.setattr(tree_verification, "node_distribution", mistake)
     check = check_rule("rejection", Topology(TWO), vocab=3)
     assert_wrong(check)
 

@@ -27,7 +27,7 @@ from specjax.decoding.generate import generate
 from specjax.decoding.sampling_params import SamplingParams
 from specjax.drafters.by_name.make import make_drafter
 from specjax.errors import InputError
-from specjax.files.folder_marker import MARKER
+from specjax.files.folder_checksums import MARKER
 from specjax.loading.checkpoints import save_checkpoint
 from specjax.loading.heads.head import TargetMetadata
 from specjax.loading.load import load_model, save_model, with_vocabulary

@@ -12,7 +12,7 @@ from conftest import tiny_config
 from scipy.special import log_softmax
 
 from specjax.loading.load import random_model, save_model
-from specjax.loading.weights import quantized_model
+from specjax.loading.quantize import quantized_model
 from specjax.models.decoder import Form
 
 

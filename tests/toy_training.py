@@ -23,7 +23,7 @@ from specjax.models.config import DecoderConfig
 from specjax.models.heads.medusa import MedusaConfig
 from train.data.batches import Batch
 from train.data.examples import Example, target_metadata
-from train.data.writing import write_responses
+from train.data.write_responses import write_responses
 from train.methods.method import Method, measure
 from train.methods.packed_rows import at_rows, fill_features
 from train.run import run, setup

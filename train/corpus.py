@@ -26,13 +26,13 @@ from specjax.cli import command
 from specjax.cli.console import Screen
 from specjax.distributed import folder_lock
 from specjax.errors import InputError
-from specjax.files import folder_marker, folders
+from specjax.files import folder_checksums, folders
 from specjax.loading.tokenizers.tokenizer import Tokenizer
+from train.data.combined_datasets import open_sources
 from train.data.examples import METADATA, Example, text_metadata
 from train.data.responses import open_responses
-from train.data.sources import open_sources
 from train.data.tfds_files import Texts
-from train.data.writing import write_responses
+from train.data.write_responses import write_responses
 from train.pretraining.documents import Documents
 from train.pretraining.tokenizers import TRAIN, open_tokenizer, train_tokenizer
 from train.pretraining.tokens import (
@@ -100,7 +100,7 @@ def _digest(files: Sequence[Path]) -> str:
     """A hash of the contents of files, in their order."""
     digest = hashlib.sha256()
     for file in files:
-        digest.update(folder_marker.record_of(file).sha256.encode())
+        digest.update(folder_checksums.record_of(file).sha256.encode())
     return digest.hexdigest()
 
 

@@ -29,13 +29,13 @@ from specjax.distributed import folder_lock
 from specjax.errors import InputError
 from specjax.fields import InputFolder, PathOrName, Text, Whole, optional
 from specjax.files import folders
-from specjax.files.paths import output_folder
+from specjax.files.path_checks import output_folder
 from specjax.loading.load import DEFAULT_MODEL, load_model
 from specjax.models.decoder import Decoder, Form, check_features
 from specjax.models.heads.eagle import default_taps
 from train.data.examples import METADATA, Example, target_metadata
 from train.data.responses import Responses, open_responses
-from train.data.writing import write_responses
+from train.data.write_responses import write_responses
 from train.run.precision import MULTIPLY, as_multiplied, multiply_dtype
 
 _KIND = "features"

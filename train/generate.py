@@ -30,7 +30,7 @@ from specjax.loading.model import Model
 from specjax.reporting import decode_report
 from train.data.examples import METADATA, target_metadata
 from train.data.responses import open_responses
-from train.data.writing import write_responses
+from train.data.write_responses import write_responses
 from train.generation import answers
 from train.generation.answers import AnswersConfig, Job
 from train.generation.saved_answers import SavedAnswers, open_answers

@@ -21,7 +21,7 @@ from specjax.files.json_files import read_json_file
 from specjax.loading.load import DEFAULT_MODEL, load_model
 from train.data.examples import METADATA, target_metadata
 from train.data.json_lines import read_rows
-from train.data.writing import write_responses
+from train.data.write_responses import write_responses
 
 
 def main(argv: Sequence[str] | None = None) -> int:

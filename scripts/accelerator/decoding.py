@@ -16,17 +16,17 @@ from accelerator.synthetic import random_cache
 from specjax import metrics
 from specjax.cache import KVCache
 from specjax.decoding import loop
+from specjax.decoding.initial_state import empty_state
 from specjax.decoding.options import DecodeOptions
 from specjax.decoding.rows import batch_arguments
 from specjax.decoding.sampling_params import SamplingParams
 from specjax.decoding.session import plan_session
-from specjax.decoding.start import empty_state
 from specjax.decoding.state import Rounds, State
 from specjax.drafters import LoadedDrafter, take_turns
 from specjax.drafters.none import NoDrafter
 from specjax.drafters.simulated import Simulated
 from specjax.loading.model import Model
-from specjax.tuning import costs
+from specjax.tuning import measure_costs
 
 
 class Loop:
@@ -103,7 +103,7 @@ def measure(size: Size, model: Model, batch: int, context: int) -> dict[str, Any
     ratio of the two rounds' median times.
     """
     # At the mean committed length of a timed run.
-    passes = costs.widths_seconds(
+    passes = measure_costs.widths_seconds(
         model.architecture,
         model.params,
         size.widths_of(batch),
@@ -125,7 +125,7 @@ def measure(size: Size, model: Model, batch: int, context: int) -> dict[str, Any
     fast = Loop(model, replay(1.0, 0), size, batch, context)
     _, state, _ = fast.run(state.cache, 1)
     first = fast.state(state.cache)
-    draft_s = costs.draft_seconds(fast.plan, (model.params, fast.drafter.params), first)
+    draft_s = measure_costs.draft_seconds(fast.plan, (model.params, fast.drafter.params), first)
     cache, all_plain, speedups = first.cache, [], []
     for acceptance in size.acceptances:
         plain_seconds, seconds, counts, same_rows = [], [], [], 0

@@ -14,7 +14,7 @@ import numpy as np
 from absl import app, flags
 
 from specjax.controllers import Auto
-from specjax.testing.simulated_steps import (
+from specjax.testing.controller_simulation import (
     CLOCKS,
     DRAFTERS,
     Simulation,

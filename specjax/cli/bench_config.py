@@ -10,7 +10,7 @@ from specjax.cli.mesh_config import ONE_DEVICE, ONE_PROCESS, DistributedConfig, 
 from specjax.decoding.options import AUTO, DRAFT_LENGTH
 from specjax.fields import InputFile, Items, Number, OutputFile, PathOrName, Text, Whole, optional
 from specjax.loading.load import DEFAULT_MODEL, DTYPE
-from specjax.loading.weights import WEIGHTS
+from specjax.loading.quantize import WEIGHTS
 
 _SIZES = Items(Whole(1), least=1, remedy="use whole numbers of at least 1, such as (1, 4)")
 _DRAFTERS = Items(Text(), remedy="use names of drafters, such as ('ngram', 'ngram+eagle3')")

@@ -23,7 +23,7 @@ from specjax.loading.load import load_model
 from specjax.loading.model import Model
 from specjax.reporting.decode_report import device_name
 from specjax.reporting.report_file import ReportFile
-from specjax.tuning import costs
+from specjax.tuning import measure_costs
 
 _WIDEST = 1000
 """The most columns of a table that is not printed on a terminal."""
@@ -81,7 +81,7 @@ def measure_all(
     processes.agree({"prompts": hashlib.sha256(repr(questions).encode()).hexdigest()[:16]})
     where = device_name(mesh)
     console.print(f"{model.name}, {model.weights}, {where}")
-    floor = costs.read_seconds(model.params)
+    floor = measure_costs.read_seconds(model.params)
     console.print(f"floor (read {model.num_params:,} weights once): {1e3 * floor:.1f} ms")
     header = {"target": model.name, "dtype": model.weights, "device": where}
     report.add({"record": "bench", **header, "floor_ms": 1e3 * floor})
@@ -107,7 +107,7 @@ def _passes(
     """T(width), and its ratios to T(1) and to the time to read the weights, `floor`."""
     for capacity, batch in itertools.product(config.capacities, config.batch_sizes):
         console.print(f"measuring passes at capacity {capacity}, batch {batch} ...")
-        seconds = costs.widths_seconds(
+        seconds = measure_costs.widths_seconds(
             model.architecture,
             model.params,
             config.widths,

@@ -16,7 +16,7 @@ from specjax import signals
 from specjax.cli.config_file import read_config
 from specjax.cli.config_help import config_help
 from specjax.errors import NO_SPACE, InputError, one_line
-from specjax.files import compiled_programs
+from specjax.files import program_cache
 from specjax.log import LOGGER
 
 BAD_INPUT, INTERRUPTED, NO_READER = 2, 130, 141
@@ -133,4 +133,4 @@ def _discard_stdout() -> None:
 
 def use_compilation_cache() -> None:
     """Keep compiled programs on disk, under JAX_COMPILATION_CACHE_DIR or ~/.cache/specjax/xla."""
-    compiled_programs.keep(_tell)
+    program_cache.keep(_tell)

@@ -32,7 +32,7 @@ from specjax.fields import (
     Whole,
     fields_of,
 )
-from specjax.files import paths
+from specjax.files import path_checks
 
 _TYPES = {
     bool: "true or false",
@@ -134,8 +134,8 @@ def _find(name: str, packaged_first: bool) -> Path:
     packaged = packaged_files.get(match[1]) if match else None
     if packaged and packaged_first:
         return packaged
-    if paths.user_path("config", name).exists():
-        return paths.input_file("config", name)
+    if path_checks.user_path("config", name).exists():
+        return path_checks.input_file("config", name)
     if packaged:
         return packaged
     raise InputError(

@@ -52,11 +52,11 @@ from specjax.fields import (
     optional,
     read_values,
 )
-from specjax.files.paths import user_path
+from specjax.files.path_checks import user_path
 from specjax.loading.find_head import kind_of_head
 from specjax.loading.load import DEFAULT_MODEL, DTYPE, load_model
 from specjax.loading.model import Model
-from specjax.loading.weights import WEIGHTS
+from specjax.loading.quantize import WEIGHTS
 from specjax.sampling import RULES, Rule, Typical, derived_seed
 from specjax.trees import FastestTree, RankedTree
 from specjax.tuning import with_fastest_trees

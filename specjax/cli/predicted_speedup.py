@@ -30,7 +30,7 @@ from specjax.loading.model import Model
 from specjax.reporting.decode_report import device_name
 from specjax.reporting.records import Run
 from specjax.reporting.statistics import batch_widths, summarize
-from specjax.tuning import costs
+from specjax.tuning import measure_costs
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def measure_round_costs(session: Session, new_tokens: float) -> RoundCosts:
     """Time a draft, and passes after the mean prompt and half of so many new tokens."""
     plan, prompts = session.plan, np.mean([len(ids) for ids in session.prompts])
     room = plan.capacity - max(plan.widths)
-    width_s = costs.widths_seconds(
+    width_s = measure_costs.widths_seconds(
         plan.target,
         session.params[0],
         sorted({1, *plan.widths}),
@@ -59,7 +59,7 @@ def measure_round_costs(session: Session, new_tokens: float) -> RoundCosts:
         committed=max(0, min(int(prompts + new_tokens / 2), room)),
         capacity=plan.capacity,
     )
-    return RoundCosts(costs.propose_seconds(session), width_s)
+    return RoundCosts(measure_costs.propose_seconds(session), width_s)
 
 
 def predicted_speedups(runs: Sequence[Run], say: Callable[[str], None]) -> list[float | None]:

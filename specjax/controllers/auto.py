@@ -1,9 +1,9 @@
 """The controller that learns: limits by expected tokens per second.
 
-It keeps two estimates from ordinary steps: what things cost (`costs.py`) and what drafts bring
-(`acceptance.py`). Each step takes the limits with most expected tokens per second (`rates.py`),
-unless others might be better, for all that is known, and trying them costs no more than may be
-spent on it.
+From ordinary steps it estimates the seconds of passes and drafts (`cost_estimates.py`) and how
+often drafts are accepted (`acceptance_estimates.py`). Each step uses the limits with the highest
+expected throughput (`throughput.py`), or tries others that may be better if that fits the budget
+for exploration.
 """
 
 from __future__ import annotations
@@ -14,10 +14,15 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from specjax.controllers.acceptance import Acceptance, forecast, learn_acceptance, no_counts
+from specjax.controllers.acceptance_estimates import (
+    Acceptance,
+    forecast,
+    learn_acceptance,
+    no_counts,
+)
 from specjax.controllers.base import Limits, StepRecord, StepSizes
-from specjax.controllers.costs import initial_costs, learn_costs
-from specjax.controllers.rates import Estimates, Rates, arms_of, deviations, expected_rates
+from specjax.controllers.cost_estimates import initial_costs, learn_costs
+from specjax.controllers.throughput import Estimates, Rates, arms_of, deviations, expected_rates
 
 _SHORT_TRIAL = 2
 """Tokens of the first draft of a drafter whose every token costs a pass."""

@@ -13,8 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Array, Int
 
-from specjax.decoding import loop
-from specjax.decoding import start as starting
+from specjax.decoding import initial_state, loop
 from specjax.decoding.plan import Plan
 from specjax.decoding.round import one_round
 from specjax.decoding.rows import row_arguments
@@ -24,11 +23,11 @@ from specjax.distributed import device_memory
 from specjax.distributed.sharding import use
 from specjax.drafters.by_name.registry import all_registered
 from specjax.errors import InputError, one_line
-from specjax.files import compiled_programs
+from specjax.files import program_cache
 from specjax.log import LOGGER
 
-start = jax.jit(starting.start, static_argnums=0)
-"""`starting.start`, compiled: for what follows the state of a batch itself."""
+start = jax.jit(initial_state.start, static_argnums=0)
+"""`initial_state.start`, compiled: for what follows the state of a batch itself."""
 run = jax.jit(loop.run, static_argnums=0, donate_argnums=2)
 """`loop.run`, compiled."""
 put_rows = jax.jit(admit, donate_argnums=0)
@@ -41,7 +40,7 @@ class Programs(NamedTuple):
     """The compiled functions of a plan, and what compiling them took.
 
     `empty(params, *arguments)` and `new(params, *arguments)` make the state of all slots, and of
-    rows that are to be admitted, from `starting.start`'s arrays; nothing is read yet.
+    rows that are to be admitted, from `initial_state.start`'s arrays; nothing is read yet.
     `renew(params, state, *arguments)` is the same as `new` in the memory of earlier rows.
     `read(params, state, begin, end)` reads new rows' prompts, and `admit(state, slots, new)` puts
     them in; both also return an array that is there when they are done.
@@ -103,7 +102,7 @@ class _Leaf(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def _compile(plan: Plan, mesh: Mesh | None, tree: Any, leaves: tuple[_Leaf, ...]) -> Programs:
-    compiled_programs.keep_in_library()
+    program_cache.keep_in_library()
     begin = time.perf_counter()
     shapes = [
         jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding) for leaf in leaves
@@ -158,7 +157,7 @@ def take_rows(state: State, rows: Int[Array, "A"], spare: Int[Array, "A"]) -> St
 
 
 def _renew(plan: Plan, params: Any, old: State, *arguments: Any) -> State:
-    """`starting.empty_state`, in the memory of an old state: new memory costs more than its zeros.
+    """Return `initial_state.empty_state` in the memory of an old state, faster than new zeros.
 
     The caches are cleared: where a row had keys that are not numbers, masking them is not enough.
     """
@@ -167,13 +166,13 @@ def _renew(plan: Plan, params: Any, old: State, *arguments: Any) -> State:
 
 
 def _empty() -> Any:
-    """`starting.empty_state`, of which one trace serves all programs of the same rows."""
-    return jax.jit(starting.empty_state, static_argnums=0, inline=True)
+    """`initial_state.empty_state`, of which one trace serves all programs of the same rows."""
+    return jax.jit(initial_state.empty_state, static_argnums=0, inline=True)
 
 
 def _read(plan: Plan, params: Any, state: State, begin: Any, end: Any) -> tuple[State, Any]:
-    """`starting.read_prompts`, and a number that is there when it is done."""
-    return starting.read_prompts(plan, params, state, begin, end), end + 0
+    """`initial_state.read_prompts`, and a number that is there when it is done."""
+    return initial_state.read_prompts(plan, params, state, begin, end), end + 0
 
 
 def _admit(state: State, slots: Int[Array, "A"], new: State) -> tuple[State, Int[Array, "A"]]:
@@ -199,7 +198,7 @@ def _check_drafters(plan: Plan, params: Any, arguments: Sequence[Any]) -> None:
         return
 
     try:
-        started = jax.eval_shape(functools.partial(starting.start, plan), params, *arguments)
+        started = jax.eval_shape(functools.partial(initial_state.start, plan), params, *arguments)
         jax.eval_shape(functools.partial(one_round, plan), params, started)
     except InputError:
         raise

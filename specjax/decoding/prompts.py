@@ -12,7 +12,7 @@ import numpy as np
 from specjax.errors import InputError, shown
 from specjax.fields import INT32_MAX, Choice, Items, Text, Whole
 from specjax.files.json_files import read_json_lines
-from specjax.files.paths import input_file
+from specjax.files.path_checks import input_file
 from specjax.loading.model import Model
 
 CHAT = Choice(("auto", "true", "false"))

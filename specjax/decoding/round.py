@@ -41,7 +41,7 @@ def one_round(
     slots = jnp.arange(1, draft.topology.width)[None, :]
     last = jnp.where(draft.valid, slots, 0).max(initial=0)
     branch = jnp.searchsorted(np.asarray(plan.widths), 1 + last)
-    arguments = plan, target_params, state, draft, round_keys(plan, state)
+    arguments = plan, target_params, state, draft, noise_keys(plan, state)
     branches = [functools.partial(verify_draft, *arguments, width) for width in plan.widths]
     verified = lax.switch(branch, branches)
 
@@ -76,7 +76,7 @@ def propose(plan: Plan, params: Any, state: State, limits: Limits) -> Proposal:
     """
     target_params, draft_params = params
     context = make_context(plan, target_params, state)
-    noise = draft_noise(plan, state, round_keys(plan, state))
+    noise = proposal_noise(plan, state, noise_keys(plan, state))
     proposal = plan.drafter.propose(draft_params, state.drafter, context, noise, limits)
     draft = proposal.draft
     if not (draft.topology.is_chain or plan.rule.takes_trees):
@@ -199,15 +199,15 @@ def make_context(plan: Plan, params: Any, state: State) -> Context:
     )
 
 
-def round_keys(plan: Plan, state: State) -> Key[Array, "B"]:
+def noise_keys(plan: Plan, state: State) -> Key[Array, "B"]:
     """Each row's key for its own next round; with noise by position, the key of the whole row."""
     if plan.rule.position_noise:
         return state.rows.key
     return sampling.fold_round(state.rows.key, state.round)
 
 
-def draft_noise(plan: Plan, state: State, keys: Key[Array, "B"]) -> Noise:
-    """The noise that drafts of a round are drawn with; `keys` are `round_keys`."""
+def proposal_noise(plan: Plan, state: State, keys: Key[Array, "B"]) -> Noise:
+    """The noise that drafts of a round are drawn with; `keys` are `noise_keys`."""
     vocab = plan.target.vocab_size
     if plan.rule.position_noise:
         return sampling.coupled_noise(keys, state.length, vocab)

@@ -15,8 +15,8 @@ from filelock import FileLock, Timeout
 
 from specjax.distributed import processes
 from specjax.errors import InputError
-from specjax.files import folder_marker, folders
-from specjax.files.folder_marker import LOCK, Kind
+from specjax.files import folder_checksums, folders
+from specjax.files.folder_checksums import LOCK, Kind
 
 _LONGEST_COMMAND = 200
 
@@ -40,7 +40,7 @@ def lock(folder: Path, kind: Kind, where: str) -> Iterator[None]:
     """As `hold`, for a run that is one process: no device is touched."""
     folders.check_claimable(folder, kind, where)
     file = folder / LOCK
-    if os.path.lexists(file) and not folder_marker.is_lock(file):
+    if os.path.lexists(file) and not folder_checksums.is_lock(file):
         raise InputError(
             f"{where}: holds a {LOCK} that is no lock of specjax; move it away, or use another "
             "folder"

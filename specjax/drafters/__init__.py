@@ -24,7 +24,7 @@ from specjax.drafters.by_name.options import (
     option_type,
 )
 from specjax.drafters.by_name.registry import DRAFTERS, TRAINED
-from specjax.drafters.growth.options import TreeOptions
+from specjax.drafters.growth.tree_options import TreeOptions
 from specjax.drafters.lookup.token_recycling import TokenRecycling
 from specjax.drafters.merged import Merged, merge_drafters
 from specjax.drafters.turns import Turns, take_turns

@@ -11,7 +11,7 @@ from specjax.cache import Window
 from specjax.drafters.base import DRAFT_TOKENS, Context, Drafter, Noise
 from specjax.drafters.growth import chain, dynamic_tree, static_tree
 from specjax.drafters.growth.level import Level, Step, root_level
-from specjax.drafters.growth.options import TREE, TreeOptions
+from specjax.drafters.growth.tree_options import TREE, TreeOptions
 from specjax.errors import InputError
 from specjax.fields import Number, check_instance, optional
 from specjax.models.interface import LanguageModel

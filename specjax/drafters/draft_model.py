@@ -22,12 +22,12 @@ from specjax.drafters.autoregressive import ChainDrafter
 from specjax.drafters.base import Accepted, Context, LoadedDrafter, Noise
 from specjax.drafters.growth.level import Level
 from specjax.drafters.head_drafter import DraftWeights, check_tokenizers, load_head
-from specjax.files.paths import user_path
+from specjax.files.path_checks import user_path
 from specjax.loading.find_head import kind_of_head
 from specjax.loading.heads.head import Head
 from specjax.loading.load import load_model, with_vocabulary
 from specjax.loading.model import Model
-from specjax.loading.weights import in_stacked_form, quantized_model
+from specjax.loading.quantize import in_stacked_form, quantized_model
 from specjax.models.decoder import Decoder, Form
 from specjax.models.heads.draft_decoder import ReducedDecoder
 from specjax.models.heads.shared_parameters import share_anew

@@ -12,7 +12,7 @@ from specjax.loading.find_head import open_head
 from specjax.loading.heads.complete_parameters import complete_parameters
 from specjax.loading.heads.head import Head
 from specjax.loading.model import Model
-from specjax.loading.weights import DRAFT_WEIGHTS
+from specjax.loading.quantize import DRAFT_WEIGHTS
 
 DraftWeights = Annotated[str, DRAFT_WEIGHTS]
 """How a trained drafter's kernels are stored."""

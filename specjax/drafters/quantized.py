@@ -15,7 +15,7 @@ from specjax.drafters.base import Context, LoadedDrafter
 from specjax.errors import InputError
 from specjax.fields import Instance
 from specjax.loading.model import Model, count_bytes
-from specjax.loading.weights import (
+from specjax.loading.quantize import (
     ACTIVATION_BITS,
     has_quantized,
     in_stacked_form,

@@ -1,6 +1,6 @@
 """Folders that specjax makes: claimed for a run, or written whole and replaced.
 
-A folder with a file that its marker (`folder_marker`) does not list is never replaced.
+A folder with a file that its marker (`folder_checksums`) does not list is never replaced.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from specjax.errors import InputError, one_line
 from specjax.files import atomic_writes
-from specjax.files.folder_marker import (
+from specjax.files.folder_checksums import (
     LOCK,
     Kind,
     Marker,

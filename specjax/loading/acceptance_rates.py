@@ -11,7 +11,7 @@ from typing import Any
 from specjax.errors import InputError, shown
 from specjax.files.atomic_writes import write_text
 from specjax.files.json_files import read_json_file
-from specjax.files.paths import user_path
+from specjax.files.path_checks import user_path
 from specjax.loading.find_head import SHIPPED
 from specjax.loading.model import Model
 

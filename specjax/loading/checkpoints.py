@@ -16,17 +16,17 @@ from specjax.distributed import processes
 from specjax.distributed.sharding import MESH_KIND
 from specjax.errors import InputError
 from specjax.fields import Flag, Instance
-from specjax.files.paths import output_folder, user_path
+from specjax.files.path_checks import output_folder, user_path
 from specjax.loading import dataclass_json
 from specjax.loading.compare_arrays import compare_arrays
 from specjax.loading.formats import build_parameters
 from specjax.loading.layer_layout import split_layers, stack_layers
 from specjax.loading.model import MODEL_KIND, Model, array_table, split_arrays
+from specjax.loading.quantize import float_model
 from specjax.loading.storage import orbax_checkpoint
 from specjax.loading.storage.checkpoint_directory import TOKENIZER
 from specjax.loading.tokenizers.huggingface_tokenizer import read_tokenizer, write_tokenizer
 from specjax.loading.tokenizers.tokenizer import Tokenizer
-from specjax.loading.weights import float_model
 from specjax.models.config import DecoderConfig
 from specjax.models.heads.mtp import MtpConfig, MtpModules
 

@@ -6,9 +6,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from specjax.errors import InputError
-from specjax.files.paths import user_path
+from specjax.files.path_checks import user_path
 from specjax.loading import head_formats
-from specjax.loading.head_formats.taps import Convention
+from specjax.loading.head_formats.eagle3_layer_ids import Convention
 from specjax.loading.heads.head import KINDS, Head, TargetMetadata, own_modules, read_head
 from specjax.loading.load import load_model
 from specjax.loading.model import Model

@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 from specjax.distributed import device_memory, sharding
 from specjax.errors import InputError, one_line, shown
 from specjax.fields import Choice, Flag, Instance, Text, optional
-from specjax.files.paths import input_file, output_folder, user_path
+from specjax.files.path_checks import input_file, output_folder, user_path
 from specjax.loading import checkpoints
 from specjax.loading.formats import (
     build_parameters,
@@ -36,17 +36,17 @@ from specjax.loading.formats.safetensors_files import HALVES, PICKLES, refuse_pi
 from specjax.loading.layer_layout import stack_layers
 from specjax.loading.model import MODEL_KIND, Model, array_table, split_arrays
 from specjax.loading.notes import note
-from specjax.loading.storage.checkpoint_directory import is_checkpoint
-from specjax.loading.tokenizers import huggingface_tokenizer as files
-from specjax.loading.tokenizers.gguf_tokenizer import read_tokenizer
-from specjax.loading.tokenizers.tokenizer import Tokenizer
-from specjax.loading.weights import (
+from specjax.loading.quantize import (
     WEIGHTS,
     float_model,
     is_quantized,
     quantized_model,
     stacked_form,
 )
+from specjax.loading.storage.checkpoint_directory import is_checkpoint
+from specjax.loading.tokenizers import huggingface_tokenizer as files
+from specjax.loading.tokenizers.gguf_tokenizer import read_tokenizer
+from specjax.loading.tokenizers.tokenizer import Tokenizer
 from specjax.models.config import DecoderConfig
 from specjax.models.cpu import library as cpu_library
 from specjax.models.decoder import Form

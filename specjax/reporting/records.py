@@ -27,7 +27,7 @@ from specjax.fields import (
     read_values,
 )
 from specjax.files.json_files import parse_json, read_json_lines
-from specjax.files.paths import input_file
+from specjax.files.path_checks import input_file
 
 _MOST_COUNTS, _MOST_LEVELS = 1 << 26, 20
 """Counts of a table of all rows, and levels of a config, whose names are joined recursively."""

@@ -13,8 +13,8 @@ from typing import Any
 
 from specjax import signals
 from specjax.errors import NO_SPACE, InputError, one_line
-from specjax.files import folder_marker
-from specjax.files.paths import output_file
+from specjax.files import folder_checksums
+from specjax.files.path_checks import output_file
 from specjax.reporting.records import is_report
 
 
@@ -27,7 +27,7 @@ def check_writable(value: str | os.PathLike[str], field: str = "report") -> Path
     """
     path = output_file(field, value)
     named = f"{field}={os.fspath(value)!r}"
-    if folder_marker.is_kept(path):
+    if folder_checksums.is_kept(path):
         raise InputError(f"{named} is a file that specjax reserves; name another file")
     try:
         replaceable = not path.exists() or not path.stat().st_size or is_report(path)

@@ -19,7 +19,7 @@ here knows a model, a cache or a loop, and importing it loads no other part of s
 an example of each rule: docs/sampling.md.
 """
 
-from specjax.sampling.chain import (
+from specjax.sampling.chain_verification import (
     Decision,
     Distributions,
     Verification,
@@ -62,7 +62,7 @@ from specjax.sampling.rules import (
     Typical,
     UniformRule,
 )
-from specjax.sampling.tree import (
+from specjax.sampling.tree_verification import (
     Drafted,
     Recursion,
     chain_drafted,
@@ -72,7 +72,7 @@ from specjax.sampling.tree import (
     walk,
     walk_greedy,
 )
-from specjax.sampling.verify import verify_chain
+from specjax.sampling.verify_arrays import verify_chain
 from specjax.sampling.warp import WarpFlags, argmax, top_k, warp
 
 __all__ = [

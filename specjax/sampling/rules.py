@@ -13,10 +13,10 @@ from typing import Any, ClassVar, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
-from specjax.sampling import chain, tree
-from specjax.sampling.chain import Decision, Distributions, Verification
+from specjax.sampling import chain_verification, tree_verification
+from specjax.sampling.chain_verification import Decision, Distributions, Verification
 from specjax.sampling.keys import coupled_noise, position_gumbel, split_keys, uniforms
-from specjax.sampling.tree import Drafted
+from specjax.sampling.tree_verification import Drafted
 from specjax.sampling.warp import argmax
 
 
@@ -108,12 +108,12 @@ class UniformRule(Rule):
             tokens, num_valid, target.distributions, draft, uniforms(accept, length, dtype)
         )
         gumbel = position_gumbel(final, jnp.zeros_like(num_valid), vocab, dtype)
-        return chain.conclude(decision, gumbel, length)
+        return chain_verification.conclude(decision, gumbel, length)
 
 
 @dataclass(frozen=True)
 class Rejection(UniformRule):
-    """Token-wise rejection sampling: `chain.rejection`."""
+    """Token-wise rejection sampling: `chain_verification.rejection`."""
 
     name: ClassVar[str] = "rejection"
     description: ClassVar[str] = (
@@ -121,12 +121,12 @@ class Rejection(UniformRule):
     )
     greedy_walk: ClassVar[bool] = True
     takes_trees: ClassVar[bool] = True
-    decide = staticmethod(chain.rejection)
+    decide = staticmethod(chain_verification.rejection)
 
     def verify(self, keys: Key[Array, "B"], drafted: Drafted, target: Target) -> Verification:
-        """Verify a chain by `decide` and a tree by `tree.recursion`.
+        """Verify a chain by `decide` and a tree by `tree_verification.recursion`.
 
-        Deterministic drafts are compared with the target's own draws instead (`tree.walk`).
+        Deterministic drafts are compared with the target's draws (`tree_verification.walk`).
         """
         _, accept, final = split_keys(keys)
         if drafted.logq is None:
@@ -135,11 +135,11 @@ class Rejection(UniformRule):
                 noise = position_gumbel(final, depth, target.vocab, target.dtype)
                 return argmax(target.distributions(slots) + noise)
 
-            return tree.walk(drafted, choose)
+            return tree_verification.walk(drafted, choose)
         if drafted.is_chain:
             return super().verify(keys, drafted, target)
         draws = uniforms(accept, drafted.tokens.shape[1], target.dtype)
-        decision = tree.recursion(drafted, target.distributions, draws)
+        decision = tree_verification.recursion(drafted, target.distributions, draws)
         zero_depth = jnp.zeros_like(decision.num_accepted)
         noise = position_gumbel(final, zero_depth, target.vocab, target.dtype)
         next_token = argmax(decision.next_logp + noise).astype(jnp.int32)
@@ -148,12 +148,12 @@ class Rejection(UniformRule):
 
 @dataclass(frozen=True)
 class Block(UniformRule):
-    """Block verification: `chain.block`."""
+    """Block verification: `chain_verification.block`."""
 
     name: ClassVar[str] = "block"
     description: ClassVar[str] = "verify the draft as a whole; accepts no less than rejection"
     greedy_walk: ClassVar[bool] = True
-    decide = staticmethod(chain.block)
+    decide = staticmethod(chain_verification.block)
 
 
 @dataclass(frozen=True)
@@ -174,14 +174,14 @@ class Coupled(Rule):
     def verify(self, keys: Key[Array, "B"], drafted: Drafted, target: Target) -> Verification:
         """Walk along the draft with the noise of each position."""
         noise = coupled_noise(keys, target.positions, target.vocab, target.dtype)
-        return tree.walk(
+        return tree_verification.walk(
             drafted, lambda slots, depth: argmax(target.distributions(slots) + noise(depth))
         )
 
 
 @dataclass(frozen=True)
 class Typical(Rule):
-    """Medusa's typical acceptance, `tree.typical`, which changes the output's distribution.
+    """Medusa's typical acceptance (`tree_verification.typical`); it changes the distribution.
 
     A drafted token is accepted where p(x) > min(epsilon, delta exp(-H(p))), H in nats. Greedy rows
     keep their tokens.
@@ -205,7 +205,9 @@ class Typical(Rule):
     def verify(self, keys: Key[Array, "B"], drafted: Drafted, target: Target) -> Verification:
         """Accept the longest path of likely tokens, and draw the next token from the target."""
         final = split_keys(keys).final
-        path, accepted, last = tree.typical(drafted, target.distributions, self.epsilon, self.delta)
+        path, accepted, last = tree_verification.typical(
+            drafted, target.distributions, self.epsilon, self.delta
+        )
         noise = position_gumbel(final, jnp.zeros_like(accepted), target.vocab, target.dtype)
         next_token = argmax(target.distributions(last) + noise)
         return Verification(path, accepted, next_token.astype(jnp.int32))

@@ -12,8 +12,8 @@ A `Tabular` is a language model that is a table of logits, so that tests take se
 `DistributionPair` is one pair of p and q for `check_rule`. More: docs/extending.md.
 """
 
-from specjax.testing.drafters import DrafterCheck, check_drafter
-from specjax.testing.rules import Check, DistributionPair, check_rule
+from specjax.testing.drafter_check import DrafterCheck, check_drafter
+from specjax.testing.rule_check import Check, DistributionPair, check_rule
 from specjax.testing.tabular import Tabular
 
 __all__ = ["Check", "DistributionPair", "DrafterCheck", "Tabular", "check_drafter", "check_rule"]

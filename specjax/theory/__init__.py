@@ -19,7 +19,7 @@ those of `roofline_tree`; results are floats where all of them were scalars. Bad
 `specjax.errors.InputError`. Published tables, and figures that are wrong: docs/theory.md.
 """
 
-from specjax.theory.deployment import (
+from specjax.theory.chip_roofline import (
     CHIPS,
     Chip,
     ExpertShape,
@@ -31,7 +31,7 @@ from specjax.theory.deployment import (
     roofline,
     stored_bits,
 )
-from specjax.theory.rounds import (
+from specjax.theory.expected_speedup import (
     acceptance_from_tv,
     break_even_alpha,
     expected_tokens,

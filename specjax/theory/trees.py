@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from specjax.errors import InputError
-from specjax.theory.checks import checked, checked_count
-from specjax.theory.deployment import Chip, ModelShape, pass_seconds
+from specjax.theory.argument_checks import checked, checked_count
+from specjax.theory.chip_roofline import Chip, ModelShape, pass_seconds
 from specjax.trees.fastest import FastestTree, fastest_tree
-from specjax.trees.ranked import Rates
+from specjax.trees.static_trees import Rates
 
 _ONE = "{name} = {value}: give one number; call again for each tree"
 

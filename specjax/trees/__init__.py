@@ -19,12 +19,12 @@ that are chosen anew in each round. More: docs/trees.md.
 """
 
 from specjax.trees.draft import Draft, chain
-from specjax.trees.draw import draw
+from specjax.trees.draw_svg import svg
+from specjax.trees.draw_text import draw
 from specjax.trees.dynamic_sizes import DynamicTree
 from specjax.trees.fastest import FastestTree, fastest_tree
 from specjax.trees.merge import merge, merge_duplicates, side_by_side
-from specjax.trees.picture import svg
-from specjax.trees.ranked import (
+from specjax.trees.static_trees import (
     RankedTree,
     Rates,
     best_tree,

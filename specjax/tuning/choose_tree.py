@@ -27,7 +27,7 @@ from specjax.errors import InputError, shown
 from specjax.loading.acceptance_rates import known_acceptance
 from specjax.loading.model import Model
 from specjax.trees import FastestTree, RankedTree, Rates, best_tree, fastest_tree
-from specjax.tuning import costs, round_seconds
+from specjax.tuning import measure_costs, round_seconds
 
 _WIDTHS = (1, 2, 3, 5, 9, 17, 33)
 """Slots of the passes that are timed; those between take what the next wider one does."""
@@ -229,7 +229,7 @@ def _measure(
     trees = best_tree([[0.5]], 1), _likely_tree(deepest)
     prompts = [[1] * context] * batch_size
     drafts = [
-        costs.propose_seconds(
+        measure_costs.propose_seconds(
             plan_session(
                 target,
                 prompts,

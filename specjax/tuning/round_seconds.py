@@ -11,19 +11,19 @@ import jax
 import jax.numpy as jnp
 
 from specjax.cache import KVCache
+from specjax.decoding.initial_state import empty_state
 from specjax.decoding.loop import run as run_rounds
 from specjax.decoding.options import DecodeOptions
 from specjax.decoding.plan import Plan
 from specjax.decoding.rows import batch_arguments
 from specjax.decoding.sampling_params import SamplingParams
 from specjax.decoding.session import plan_session
-from specjax.decoding.start import empty_state
 from specjax.decoding.state import Rounds
 from specjax.drafters import Drafter
 from specjax.drafters.base import Context, Noise
 from specjax.loading.model import Model
 from specjax.trees import Draft, Topology
-from specjax.tuning import costs
+from specjax.tuning import measure_costs
 
 _ROUNDS = 4
 """Rounds that are timed together."""
@@ -91,7 +91,7 @@ def rounds_seconds(
 
         return run
 
-    seconds = costs.median_seconds(*map(call, widths))
+    seconds = measure_costs.median_seconds(*map(call, widths))
     return {width: spent / _ROUNDS for width, spent in zip(widths, seconds, strict=True)}
 
 

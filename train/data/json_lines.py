@@ -16,7 +16,7 @@ import numpy as np
 from specjax.errors import InputError, shown
 from specjax.fields import Number, Text, Whole
 from specjax.files.json_files import read_json_lines
-from specjax.files.paths import input_file
+from specjax.files.path_checks import input_file
 from train.data.examples import Example
 
 _ABOVE_TOKEN_IDS = 2**31

@@ -12,10 +12,10 @@ import numpy as np
 from jaxtyping import Bool, Int32, Int64
 
 from specjax.errors import InputError, one_line
-from specjax.files import folder_marker
+from specjax.files import folder_checksums
 from specjax.files.json_files import read_json_file
 from specjax.files.open_files import regular_files
-from specjax.files.paths import user_path
+from specjax.files.path_checks import user_path
 from specjax.loading.tokenizers.huggingface_tokenizer import read_tokenizer
 from specjax.loading.tokenizers.tokenizer import Tokenizer
 from train.data.examples import (
@@ -168,9 +168,9 @@ def _read_metadata(path: Path) -> dict[str, Any]:
             f"{path}: not a dataset of responses ({METADATA} is missing); "
             "give a directory that train.generate wrote"
         )
-    marker = folder_marker.read_marker(path)
+    marker = folder_checksums.read_marker(path)
     needed = (METADATA, RECORDS)
-    if marker is not None and (damage := folder_marker.find_damage(path, marker, None, needed)):
+    if marker is not None and (damage := folder_checksums.find_damage(path, marker, None, needed)):
         raise _damaged(path, damage)
     metadata = read_json_file(path / METADATA, "a damaged dataset: write it again")
     if not isinstance(metadata, dict) or metadata.get("specjax_responses") != FORMAT:

@@ -15,11 +15,11 @@ from typing import Any
 from filelock import FileLock
 
 from specjax.errors import InputError
-from specjax.files import folder_marker
+from specjax.files import folder_checksums
 from specjax.files.json_files import read_json_file
-from specjax.files.paths import cache_folder
+from specjax.files.path_checks import cache_folder
 from train.data.json_lines import read_rows
-from train.data.writing import write_responses
+from train.data.write_responses import write_responses
 
 NAME = "shipped"
 """What stands for these conversations where directories of datasets are expected."""
@@ -57,7 +57,7 @@ def shipped_dataset(tell: Callable[[str], Any] = print) -> Path:
 
 def _is_whole(directory: Path) -> bool:
     try:
-        marker = folder_marker.read_marker(directory)
+        marker = folder_checksums.read_marker(directory)
     except InputError:  # the marker itself is damaged
         return False
-    return bool(marker and marker.files) and folder_marker.find_damage(directory, marker) is None
+    return bool(marker and marker.files) and folder_checksums.find_damage(directory, marker) is None

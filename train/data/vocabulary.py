@@ -13,8 +13,8 @@ from jaxtyping import Int32, Int64
 from specjax.distributed import processes
 from specjax.errors import InputError
 from specjax.models.heads.draft_vocabulary import most_frequent
+from train.data.combined_datasets import Sources
 from train.data.responses import Responses
-from train.data.sources import Sources
 
 COUNTS = "token_counts.npy"
 """Beside a dataset's records, once they have been counted: reading them with features is slow."""

@@ -33,7 +33,7 @@ from specjax.fields import (
     optional,
     read_values,
 )
-from specjax.files.paths import user_path
+from specjax.files.path_checks import user_path
 from specjax.loading.load import DTYPE
 from specjax.loading.model import Model
 from specjax.sampling import derived_seed

@@ -11,7 +11,7 @@ from specjax.decoding.prompts import encode_prompt
 from specjax.errors import InputError, shown
 from specjax.fields import Text
 from specjax.files.json_files import read_json_lines
-from specjax.files.paths import input_file
+from specjax.files.path_checks import input_file
 from specjax.loading.model import Model
 from specjax.loading.tokenizers.chat_templates import check_messages, texts_of
 from train.data.tfds_files import FieldNames, open_texts

@@ -16,7 +16,7 @@ from specjax.errors import InputError, Problems, shown
 from specjax.fields import Text
 from specjax.files.json_files import read_json_lines
 from specjax.files.open_files import open_regular
-from specjax.files.paths import user_path
+from specjax.files.path_checks import user_path
 
 _JSON_LINES = (".jsonl", ".jsonl.gz")
 _LARGEST_FILE = 1 << 30

@@ -8,7 +8,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from specjax.errors import InputError
-from specjax.files.paths import user_path
+from specjax.files.path_checks import user_path
 from specjax.loading.load import load_model
 from specjax.loading.tokenizers.huggingface_tokenizer import read_tokenizer
 from specjax.loading.tokenizers.tokenizer import Tokenizer

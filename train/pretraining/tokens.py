@@ -18,7 +18,7 @@ from specjax.fields import (
     optional,
     read_values,
 )
-from specjax.files.paths import user_path
+from specjax.files.path_checks import user_path
 from specjax.loading.tokenizers.tokenizer import Tokenizer
 from train.data.examples import Example
 from train.data.responses import VALIDATION_EVERY

@@ -29,7 +29,7 @@ from specjax.fields import (
 )
 from specjax.loading.load import DEFAULT_MODEL
 from train.data import shipped
-from train.data.sources import DataFolders
+from train.data.combined_datasets import DataFolders
 from train.pretraining.new_model import ModelSizes
 from train.run.optimizer import Optimization
 from train.run.precision import MULTIPLY

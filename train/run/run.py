@@ -19,13 +19,13 @@ from rich.text import Text
 from specjax.cli import command
 from specjax.distributed import folder_lock, processes
 from specjax.files import folders
-from specjax.files.paths import output_folder
+from specjax.files.path_checks import output_folder
 from specjax.loading.checkpoints import save_checkpoint
 from specjax.loading.heads.head import save_head
 from specjax.loading.load import DEFAULT_MODEL
 from specjax.reporting import decode_report
 from train.data import shipped
-from train.data.sources import split_names
+from train.data.combined_datasets import split_names
 from train.methods.method import Method
 from train.run import checkpoints, loop
 from train.run import workdir as files

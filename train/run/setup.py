@@ -21,9 +21,9 @@ from specjax.errors import InputError, Problems
 from specjax.loading.load import load_model
 from specjax.loading.model import Model
 from specjax.models.decoder import Decoder, Form
+from train.data.combined_datasets import Sources, open_sources, split_names
 from train.data.examples import check_target, target_metadata
 from train.data.packing import Packing, Shape
-from train.data.sources import Sources, open_sources, split_names
 from train.data.vocabulary import Vocabulary, draft_vocabulary
 from train.methods.method import Method
 from train.pretraining.new_model import new_model

@@ -12,7 +12,7 @@ from jaxtyping import Array, Int32, Key
 
 from specjax.errors import InputError
 from specjax.fields import first_difference
-from specjax.files.paths import input_folder
+from specjax.files.path_checks import input_folder
 from specjax.loading.find_head import read_any_head, shipped_head
 from specjax.loading.heads.head import KINDS, Head, check_head
 from specjax.loading.model import Model

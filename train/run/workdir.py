@@ -18,10 +18,10 @@ from specjax.distributed import processes
 from specjax.errors import InputError, shown
 from specjax.fields import dotted
 from specjax.files import atomic_writes, folders
-from specjax.files.folder_marker import Kind
+from specjax.files.folder_checksums import Kind
 from specjax.files.json_files import parse_json, read_json_file
 from specjax.files.open_files import open_regular
-from specjax.files.paths import output_folder
+from specjax.files.path_checks import output_folder
 from specjax.loading.storage.orbax_saver import Numbered
 
 MAY_DIFFER = (

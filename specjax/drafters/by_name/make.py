@@ -10,7 +10,7 @@ from typing import Any
 from specjax.drafters.base import DRAFT_TOKENS, Drafter, LoadedDrafter
 from specjax.drafters.by_name.options import check_options, constructor, divide_joined
 from specjax.drafters.by_name.registry import DRAFTERS, JOINTS, joint_of
-from specjax.drafters.growth.options import TreeOptions
+from specjax.drafters.growth.tree_options import TreeOptions
 from specjax.drafters.turns import Turns
 from specjax.errors import InputError, one_line, shown
 from specjax.fields import optional

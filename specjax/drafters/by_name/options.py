@@ -16,10 +16,10 @@ from specjax.drafters.by_name.registry import (
     parts_of,
     registered,
 )
-from specjax.drafters.growth.options import TreeOptions
+from specjax.drafters.growth.tree_options import TreeOptions
 from specjax.errors import InputError, one_line, shown
 from specjax.fields import kind_of, type_hints
-from specjax.files.paths import user_path
+from specjax.files.path_checks import user_path
 from specjax.loading.model import Model
 
 

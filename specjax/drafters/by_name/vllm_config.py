@@ -18,7 +18,7 @@ from specjax.drafters.lookup.suffix import Suffix
 from specjax.errors import InputError, shown
 from specjax.fields import Whole, optional
 from specjax.files.json_files import parse_json
-from specjax.files.paths import user_path
+from specjax.files.path_checks import user_path
 from specjax.loading.find_head import kind_of_head, read_any_head
 from specjax.loading.model import Model
 

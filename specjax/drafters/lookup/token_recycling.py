@@ -26,7 +26,7 @@ from specjax.drafters.base import (
     Noise,
     TargetPass,
 )
-from specjax.drafters.growth.options import TREE, USUAL_DEPTH, TreeOptions
+from specjax.drafters.growth.tree_options import TREE, USUAL_DEPTH, TreeOptions
 from specjax.errors import InputError
 from specjax.fields import Whole, check_instance, optional
 from specjax.loading.model import Model

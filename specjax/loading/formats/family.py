@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from specjax.loading.formats.families.rows import Part
+from specjax.loading.formats.families.schema import Part
 from specjax.loading.formats.gguf_fields import GgufFields
 from specjax.loading.formats.parameter_names import TensorEntry
 from specjax.loading.typed_fields import Fields

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from specjax.errors import InputError
-from specjax.files import folder_marker, folders
+from specjax.files import folder_checksums, folders
 from specjax.loading.formats import (
     build_parameters,
     mtp_layers,
@@ -57,7 +57,7 @@ def read_headers(directory: Path, family: Family) -> dict[str, StoredTensor]:
     read = [*(path.name for path in shards), "config.json"]
     read += [name for name in _READ_IF_THERE if (directory / name).exists()]
     ours = any(is_ours(read_notes(path)) for path in shards)
-    folder_marker.verify(directory, ("model",), ours, read)
+    folder_checksums.verify(directory, ("model",), ours, read)
     found = safetensors_files.read_headers(shards, FLOATS)
     names = parameter_names.canonical(family.tensors, [tensor.name for tensor in found])
     tensors: dict[str, StoredTensor] = {}

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from specjax.errors import shown
-from specjax.loading.formats.families.rows import layer_types
+from specjax.loading.formats.families.schema import layer_types
 from specjax.loading.typed_fields import Fields, is_empty
 from specjax.models.config import DecoderConfig, Experts
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from specjax.errors import InputError
-from specjax.files import folder_marker
+from specjax.files import folder_checksums
 from specjax.loading.compare_arrays import differences, in_words
 from specjax.loading.formats.safetensors_files import (
     FLOATS,
@@ -65,7 +65,7 @@ def read_checkpoint(directory: Path) -> Checkpoint:
     notes = {key: text for path in files for key, text in read_notes(path).items()}
     found = Checkpoint(directory, _with_layers_fields(config), tensors, notes)
     read = [CONFIG, *(path.name for path in files)]
-    folder_marker.verify(directory, ("head",), found.is_ours, read)
+    folder_checksums.verify(directory, ("head",), found.is_ours, read)
     for name, tensor in tensors.items():
         if tensor.dtype.kind not in "iub" and not np.isfinite(tensor.astype(np.float32)).all():
             raise InputError(

@@ -17,7 +17,7 @@ import numpy as np
 from specjax.errors import InputError
 from specjax.loading.formats import parameter_names, tensor_layout
 from specjax.loading.formats.unread_fields import check_unread
-from specjax.loading.head_formats import draft_vocabulary, shared_with_target, taps
+from specjax.loading.head_formats import draft_vocabulary, eagle3_layer_ids, shared_with_target
 from specjax.loading.head_formats.checkpoint import Checkpoint, match
 from specjax.loading.head_formats.config_fields import decoder_fields, read_decoder
 from specjax.loading.heads.head import Head, TargetMetadata, parameter_table
@@ -41,7 +41,7 @@ _EAGLE3_FIELDS = (
     # Of a stored head of no effect: whose the numbers were when training began.
     "reuse_target_lm_head",
     "target_model_type",
-    *taps.KEYS,
+    *eagle3_layer_ids.KEYS,
 )
 _SUPPORTED = {
     "use_aux_hidden_state": (True,),
@@ -58,7 +58,7 @@ _SPECULATORS_FIELDS = (
     "speculators_config",
     "tie_word_embeddings",
     "mask_token_id",
-    *taps.KEYS,
+    *eagle3_layer_ids.KEYS,
 )
 _SPECULATIVE_TOKENS = 4
 
@@ -125,7 +125,7 @@ def read_eagle3(
     target: Model,
     metadata: TargetMetadata,
     training: dict[str, Any],
-    layer_ids: taps.Convention | None,
+    layer_ids: eagle3_layer_ids.Convention | None,
 ) -> Head:
     """An EAGLE-3 head in either layout; a stored embedding other than the target's is its own.
 
@@ -139,16 +139,16 @@ def read_eagle3(
     if speculators:
         _check_speculators(fields)
     else:
-        for name in ("norm_before_fc", *taps.KEYS):
+        for name in ("norm_before_fc", *eagle3_layer_ids.KEYS):
             inner.get(name)
         check_unread(inner, _SUPPORTED, "an EAGLE-3 head")
-    extra = taps.KEYS[1:] if speculators else _EAGLE3_FIELDS
+    extra = eagle3_layer_ids.KEYS[1:] if speculators else _EAGLE3_FIELDS
     decoder = read_decoder(layer_fields, target, checkpoint.tensors, extra)
     norms = {flag: fields.flag(flag) for flag in _FLAGS}
     stated = layer_fields.count("vocab_size")
     size = fields.count("draft_vocab_size", None if speculators else stated)
     target_hidden_size = fields.count("target_hidden_size", decoder.hidden_size)
-    read_taps = taps.read([fields, inner], target, layer_ids)
+    read_taps = eagle3_layer_ids.read([fields, inner], target, layer_ids)
     if speculators:
         check_unread(fields, {}, "a head of speculators")
     else:
@@ -218,7 +218,7 @@ def _read_vocabulary(
 
 
 def write_eagle3(
-    head: Head, layer_ids: taps.Convention, *, speculators: bool = False
+    head: Head, layer_ids: eagle3_layer_ids.Convention, *, speculators: bool = False
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """The config and the tensors of an EAGLE-3 head, in SafeAILab's layout or in speculators'.
 
@@ -232,7 +232,7 @@ def write_eagle3(
     _check_norms(f"format={form!r}", config)
     tensors = _named_tensors(head, "layers.0" if speculators else "midlayer")
     layer = decoder_fields(config.decoder, tensors["fc.weight"].dtype)
-    ids = taps.write(config.taps, head.target.num_layers, layer_ids)
+    ids = eagle3_layer_ids.write(config.taps, head.target.num_layers, layer_ids)
     shared = {
         "draft_vocab_size": config.draft_vocab_size,
         "target_hidden_size": config.target_hidden_size,

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from specjax.errors import InputError, shown
-from specjax.files import folder_marker, folders
+from specjax.files import folder_checksums, folders
 from specjax.files.json_files import parse_json
-from specjax.files.paths import output_folder, user_path
+from specjax.files.path_checks import output_folder, user_path
 from specjax.loading.dataclass_json import read_dataclass
 from specjax.loading.formats.safetensors_files import WEIGHTS, write_tensors
-from specjax.loading.head_formats import eagle, medusa, taps
+from specjax.loading.head_formats import eagle, eagle3_layer_ids, medusa
 from specjax.loading.head_formats.checkpoint import (
     CONFIG,
     MEDUSA_WEIGHTS,
@@ -40,20 +40,20 @@ class _Notes:
 
     target: TargetMetadata
     training: dict
-    layer_ids: taps.Convention
+    layer_ids: eagle3_layer_ids.Convention
 
 
 def read_foreign(
-    directory: str | Path, target: Model, *, layer_ids: taps.Convention | None = None
+    directory: str | Path, target: Model, *, layer_ids: eagle3_layer_ids.Convention | None = None
 ) -> Head:
     """The head of a directory in any of `FORMATS`, recognised by its config and tensor names.
 
     `layer_ids` says whether the config's layer ids count inputs or outputs of layers
-    (`head_formats.taps`). Parameters keep the dtype they are stored in. For a head that specjax
-    wrote, the notes are read and the tokenizer is compared. Raises InputError for whatever is
-    missing, unexpected, out of range or made for another target.
+    (`head_formats.eagle3_layer_ids`). Parameters keep the dtype they are stored in. For a head that
+    specjax wrote, the notes are read and the tokenizer is compared. Raises InputError for whatever
+    is missing, unexpected, out of range or made for another target.
     """
-    taps.check_convention(layer_ids)
+    eagle3_layer_ids.check_convention(layer_ids)
     checkpoint = read_checkpoint(user_path("directory", directory))
     form = detect(checkpoint)
     metadata, training, written = _notes(checkpoint, target, form)
@@ -85,7 +85,7 @@ def write_foreign(
     format: Format,
     target: Model,
     *,
-    layer_ids: taps.Convention = "input",
+    layer_ids: eagle3_layer_ids.Convention = "input",
 ) -> None:
     """Write a head in another tool's layout, whole or not at all; an earlier export is replaced.
 
@@ -97,7 +97,7 @@ def write_foreign(
     """
     path = output_folder("directory", directory)
     check_format(head, format)
-    taps.check_convention(layer_ids)
+    eagle3_layer_ids.check_convention(layer_ids)
     check_head(head, target, "head")
     if format == "medusa":
         head = medusa.with_own_heads(head, target)
@@ -112,7 +112,7 @@ def write_foreign(
     with folders.replacing(path, "head") as new:
         write_json(new / CONFIG, config)
         write_tensors(tensors, new / weights, notes)
-        folder_marker.seal(new, "head")
+        folder_checksums.seal(new, "head")
         check_same(head, read_foreign(new, target, layer_ids=layer_ids), str(path))
 
 
@@ -180,7 +180,7 @@ def _format(config: Mapping[str, Any], names: Collection[str]) -> Format | None:
 
 def _notes(
     checkpoint: Checkpoint, target: Model, form: str
-) -> tuple[TargetMetadata, dict[str, Any], taps.Convention | None]:
+) -> tuple[TargetMetadata, dict[str, Any], eagle3_layer_ids.Convention | None]:
     """Target, training and what layer ids count, from the header of a file that specjax wrote.
 
     For other files, the given target.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from specjax.loading.model import Model
-from specjax.loading.weights import float_kernel
+from specjax.loading.quantize import float_kernel
 
 
 def target_embedding(target: Model) -> np.ndarray:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from specjax.errors import InputError
 from specjax.loading.heads.head import Head, check_head, parameter_table
 from specjax.loading.model import Model
-from specjax.loading.weights import quantized_head_params
+from specjax.loading.quantize import quantized_head_params
 from specjax.models.heads.medusa import MedusaConfig
 from specjax.models.heads.shared_parameters import share
 from specjax.models.parameters import cast

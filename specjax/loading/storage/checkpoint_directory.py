@@ -1,6 +1,6 @@
 """The folder of a checkpoint: what is written in it beside the arrays, and checked before them.
 
-Its metadata are a JSON file, and a marker (`files.folder_marker`), written last, lists its files.
+The metadata are a JSON file. A marker (`files.folder_checksums`), written last, lists the files.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.errors import InputError, one_line
-from specjax.files import folder_marker
+from specjax.files import folder_checksums
 from specjax.files.json_files import parse_json
 
 Kind = Literal["model", "drafter"]
@@ -36,20 +36,20 @@ def is_checkpoint(directory: Path) -> bool:
     return any((directory / name).is_file() for name in (CONTENT, INDEX[0]))
 
 
-def read_marker(directory: Path, kind: Kind | None = None) -> folder_marker.Marker:
+def read_marker(directory: Path, kind: Kind | None = None) -> folder_checksums.Marker:
     """The marker of a checkpoint, of that kind; raises InputError for a directory without one."""
     if not directory.is_dir():
         raise InputError(f"{directory}: no such directory; give one that specjax saved")
     if not is_checkpoint(directory):
         raise InputError(f"{directory}: holds no checkpoint; give a directory that specjax saved")
     try:
-        marker = folder_marker.read_marker(directory)
+        marker = folder_checksums.read_marker(directory)
     except InputError as error:
         raise damaged(directory, str(error)) from None
     if marker is None or marker.files is None:
         raise InputError(
-            f"{directory}: lacks {folder_marker.MARKER}, which specjax writes last: not saved by "
-            "specjax, or damaged; copy it again, whole, or save elsewhere"
+            f"{directory}: lacks {folder_checksums.MARKER}, which specjax writes last: not saved "
+            "by specjax, or damaged; copy it again, whole, or save elsewhere"
         )
     if kind not in (None, marker.kind):
         reader = _READERS.get(marker.kind)

@@ -1,7 +1,7 @@
 """Arrays and metadata in an Orbax checkpoint: saved whole or not at all, restored onto any mesh.
 
-Orbax writes and reads the arrays; the metadata, the list of checksums (`files.folder_marker`) and
-the replacing of an earlier checkpoint are added here. Every process makes these calls, on a file
+Orbax writes and reads the arrays; the metadata, the checksums (`files.folder_checksums`) and the
+replacing of an earlier checkpoint are added here. Every process makes these calls, on a file
 system that all of them share; `checkpoint_directory` says what a folder holds beside its arrays.
 """
 
@@ -22,8 +22,8 @@ import numpy as np
 
 from specjax.distributed import processes
 from specjax.errors import InputError, one_line
-from specjax.files import folder_marker, folders
-from specjax.files.folder_marker import ORBAX_SUCCESS
+from specjax.files import folder_checksums, folders
+from specjax.files.folder_checksums import ORBAX_SUCCESS
 from specjax.files.json_files import read_json_file
 from specjax.files.open_files import regular_files
 from specjax.loading.storage.checkpoint_directory import (
@@ -155,7 +155,7 @@ def look(directory: Path, kind: Kind) -> Found:
     regular_files(directory, remedy)
     needed = [CONTENT, *INDEX]
     needed += [f"{TOKENIZER}/{path.name}" for path in sorted((directory / TOKENIZER).glob("*"))]
-    if damage := folder_marker.find_damage(directory, marker, share=None, needed=needed):
+    if damage := folder_checksums.find_damage(directory, marker, share=None, needed=needed):
         raise damaged(directory, damage)
 
     def read(ocp: Any) -> Any:
@@ -188,7 +188,7 @@ def verify(found: Found) -> None:
     def check() -> None:
         share = processes.number(), processes.count()
         marker = read_marker(found.directory)
-        if damage := folder_marker.find_damage(found.directory, marker, share):
+        if damage := folder_checksums.find_damage(found.directory, marker, share):
             raise damaged(found.directory, damage)
 
     processes.together(check)

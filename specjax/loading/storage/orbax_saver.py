@@ -1,7 +1,7 @@
 """Numbered checkpoints of a run, written in the background, of which the newest are kept.
 
 Orbax's manager of checkpoints writes, commits and deletes them; added here is the list of checksums
-(`files.folder_marker`), written just before it commits, and that no folder with a user's file is
+(`files.folder_checksums`), written just before it commits, and that no folder with a user's file is
 deleted.
 """
 
@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from specjax.distributed import processes
 from specjax.errors import InputError
-from specjax.files import folder_marker
+from specjax.files import folder_checksums
 from specjax.loading.storage.checkpoint_directory import ARRAYS, CONTENT, Kind, content_text
 from specjax.loading.storage.orbax_checkpoint import (
     attempt,
@@ -160,7 +160,7 @@ class Saver:
         """Called by Orbax, on the first process, when everything but the commit is done."""
         writing = self._names.unfinished(self._directory, self._number)
         write_content(writing, self._content)
-        folder_marker.seal(writing, self._kind)
+        folder_checksums.seal(writing, self._kind)
 
     def _attempt(self, work: Callable[[Any], Result]) -> Result:
         """As `written`; what a failure left of the latest checkpoint is deleted."""
@@ -195,8 +195,8 @@ def _holds_more(path: Path) -> bool:
     are known.
     """
     try:
-        marker = folder_marker.read_marker(path)
-        names = [name for name in folder_marker.contents(path) if name[-1] != "/"]
+        marker = folder_checksums.read_marker(path)
+        names = [name for name in folder_checksums.contents(path) if name[-1] != "/"]
     except (InputError, OSError):
         return True
     if marker is None:

@@ -12,7 +12,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from specjax.errors import shown
 from specjax.loading.tokenizers import chat_templates
-from specjax.loading.tokenizers.ends import named_ends
+from specjax.loading.tokenizers.end_tokens import named_ends
 from specjax.loading.tokenizers.tokenizer import Tokenizer, frame, is_filler, refused
 from specjax.loading.typed_fields import Fields
 

@@ -13,7 +13,7 @@ from specjax.errors import InputError, one_line, shown
 from specjax.files import json_files
 from specjax.files.open_files import open_regular, regular_file
 from specjax.loading.tokenizers import chat_templates
-from specjax.loading.tokenizers.ends import named_ends
+from specjax.loading.tokenizers.end_tokens import named_ends
 from specjax.loading.tokenizers.tokenizer import Tokenizer, refused
 
 _NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")

@@ -20,7 +20,7 @@ from pathlib import Path
 import jax
 
 from specjax.errors import InputError
-from specjax.files.paths import cache_folder
+from specjax.files.path_checks import cache_folder
 from specjax.log import LOGGER
 
 _SOURCES = sorted(Path(__file__).parent.glob("*.cc"))

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from specjax.loading.formats.families import rows
-from specjax.loading.formats.families.rows import FULL, SLIDING, Part, Values
+from specjax.loading.formats.families import schema
+from specjax.loading.formats.families.schema import FULL, SLIDING, Part, Values
 from specjax.loading.formats.families.tensor_names import table
 from specjax.loading.formats.family import Family, GgufLayout
 from specjax.loading.formats.gguf_fields import GgufFields
@@ -62,13 +62,13 @@ def _ignore_activation(fields: Fields, known: Values) -> Values:
 def _shared(max_positions: int, layers_of_27b: int) -> tuple[Part, ...]:
     """What Gemma 2 and 3 have in common, but for rotary bases and windows."""
     return (
-        *rows.sizes(head_dim=256, max_positions=max_positions, tied=True),
-        rows.fixed({"norm.offset": 1, "norm.after": True, "mlp.activation": "gelu_tanh"}),
-        rows.computed("embedding.scale", lambda known: known["hidden_size"] ** 0.5),
-        rows.flag("attention_bias", "attention_bias"),
+        *schema.sizes(head_dim=256, max_positions=max_positions, tied=True),
+        schema.fixed({"norm.offset": 1, "norm.after": True, "mlp.activation": "gelu_tanh"}),
+        schema.computed("embedding.scale", lambda known: known["hidden_size"] ** 0.5),
+        schema.flag("attention_bias", "attention_bias"),
         _query_scale(layers_of_27b),
         Part(_ignore_activation),
-        rows.written({"hidden_activation": "gelu_pytorch_tanh"}),
+        schema.written({"hidden_activation": "gelu_pytorch_tanh"}),
     )
 
 
@@ -80,14 +80,14 @@ _NAMES = {
 
 
 def _softcap(path: str, name: str, default: float | None) -> Part:
-    return rows.optional_number(path, name, name, default, default)
+    return schema.optional_number(path, name, name, default, default)
 
 
 def _read_window2(fields: Fields, known: Values) -> Values:
     num_layers = known["num_layers"]
     size = fields.integer("sliding_window", 4096)
-    alternating = [layer % 2 == 0 for layer in rows.layers(num_layers)]
-    return {"sliding_window": rows.read_window(fields, size, num_layers, alternating)}
+    alternating = [layer % 2 == 0 for layer in schema.layers(num_layers)]
+    return {"sliding_window": schema.read_window(fields, size, num_layers, alternating)}
 
 
 def _read_gguf_window2(fields: GgufFields, known: Values) -> Values:
@@ -100,10 +100,10 @@ GEMMA2 = Family(
     architecture="Gemma2ForCausalLM",
     parts=(
         *_shared(8192, layers_of_27b=46),
-        rows.rope(),
+        schema.rope(),
         _softcap("attention.softcap", "attn_logit_softcapping", 50.0),
         _softcap("logit_softcap", "final_logit_softcapping", 30.0),
-        Part(_read_window2, rows.write_window, _read_gguf_window2),
+        Part(_read_window2, schema.write_window, _read_gguf_window2),
     ),
     tensors=table("huggingface", _NAMES),
     gguf=GgufLayout("gemma2", table("gguf", norms_added=1)),
@@ -134,8 +134,8 @@ def _read_layers3(fields: Fields, known: Values) -> Values:
     size, period = fields.integer("sliding_window", 4096), _PERIOD
     for name in ("_sliding_window_pattern", "sliding_window_pattern"):
         period = fields.count(name, period)
-    windowed = [(layer + 1) % period != 0 for layer in rows.layers(num_layers)]
-    window = rows.read_window(fields, size, num_layers, windowed)
+    windowed = [(layer + 1) % period != 0 for layer in schema.layers(num_layers)]
+    window = schema.read_window(fields, size, num_layers, windowed)
     rope, local = _read_ropes(fields, known["max_positions"])
     return {
         "rope_theta": rope.theta,
@@ -148,7 +148,7 @@ def _write_layers3(config: DecoderConfig) -> dict[str, Any]:
     window, scaling = config.sliding_window, write_scaling(config)
     local = _LOCAL if window is None or window.rope_theta is None else window.rope_theta
     return {
-        **rows.write_window(config),
+        **schema.write_window(config),
         # Where no layer has a window, its size says nothing, but must be a number.
         "sliding_window": 4096 if window is None else window.size,
         **write_rope(config),
@@ -166,12 +166,12 @@ def _read_gguf_layers3(fields: GgufFields, known: Values) -> Values:
     period = fields.integer("attention.sliding_window_pattern", _PERIOD)
     if size and not period:
         fields.only("attention.sliding_window_pattern", _PERIOD)
-    windowed = [(layer + 1) % max(period, 1) != 0 for layer in rows.layers(known["num_layers"])]
+    windowed = [(layer + 1) % max(period, 1) != 0 for layer in schema.layers(known["num_layers"])]
     window = None
     if size and any(windowed):
         local = fields.number("rope.freq_base_swa", _LOCAL)
-        window = SlidingWindow(size, rows.shortest_period(windowed), local)
-    return {**rows.rope(gguf_theta=_GLOBAL).read_gguf(fields, known), "sliding_window": window}
+        window = SlidingWindow(size, schema.shortest_period(windowed), local)
+    return {**schema.rope(gguf_theta=_GLOBAL).read_gguf(fields, known), "sliding_window": window}
 
 
 GEMMA3 = Family(
@@ -179,7 +179,7 @@ GEMMA3 = Family(
     architecture="Gemma3ForCausalLM",
     parts=(
         *_shared(131072, layers_of_27b=62),
-        rows.fixed({"attention.qk_norm": True}),
+        schema.fixed({"attention.qk_norm": True}),
         _softcap("logit_softcap", "final_logit_softcapping", None),
         Part(_read_layers3, _write_layers3, _read_gguf_layers3),
     ),

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from specjax.loading.formats.families import rows
-from specjax.loading.formats.families.rows import Part, Values
+from specjax.loading.formats.families import schema
+from specjax.loading.formats.families.schema import Part, Values
 from specjax.loading.formats.families.tensor_names import table
 from specjax.loading.formats.family import Family, GgufLayout, MtpLayout
 from specjax.loading.formats.gguf_fields import MTP_MODULES, GgufFields
@@ -22,11 +22,13 @@ GLM4 = Family(
     model_type="glm4",
     architecture="Glm4ForCausalLM",
     parts=(
-        *rows.sizes(max_positions=131072, epsilon=1.5625e-7),
-        rows.rope(partial=0.5),
-        rows.flag("attention_bias", "attention_bias", rows.has_tensor("blk.0.attn_q.bias"), True),
-        rows.fixed({"attention.output_bias": False, "norm.after": True}),
-        rows.SILU,
+        *schema.sizes(max_positions=131072, epsilon=1.5625e-7),
+        schema.rope(partial=0.5),
+        schema.flag(
+            "attention_bias", "attention_bias", schema.has_tensor("blk.0.attn_q.bias"), True
+        ),
+        schema.fixed({"attention.output_bias": False, "norm.after": True}),
+        schema.SILU,
     ),
     tensors=table(
         "huggingface",
@@ -70,29 +72,31 @@ GLM4_MOE = Family(
     model_type="glm4_moe",
     architecture="Glm4MoeForCausalLM",
     parts=(
-        *rows.sizes(max_positions=131072, epsilon=1e-5),
-        rows.rope(partial=0.5),
-        rows.ATTENTION_BIAS,
-        rows.flag("attention.qk_norm", "use_qk_norm", rows.has_tensor("blk.0.attn_q_norm.weight")),
-        rows.fixed(
+        *schema.sizes(max_positions=131072, epsilon=1e-5),
+        schema.rope(partial=0.5),
+        schema.ATTENTION_BIAS,
+        schema.flag(
+            "attention.qk_norm", "use_qk_norm", schema.has_tensor("blk.0.attn_q_norm.weight")
+        ),
+        schema.fixed(
             {
                 "attention.output_bias": False,
                 "experts.router": "sigmoid",
                 "experts.selection_bias": True,
             }
         ),
-        *rows.experts("n_routed_experts", intermediate_size=1408),
+        *schema.experts("n_routed_experts", intermediate_size=1408),
         # What is not stated in a GGUF means what it does for llama.cpp.
-        rows.flag("experts.normalize", "norm_topk_prob", "expert_weights_norm", True, False),
-        rows.number("experts.scale", "routed_scaling_factor", "expert_weights_scale", 1.0, 0.0),
-        rows.integer("experts.groups", "n_group", "expert_group_count", 1, 1),
-        rows.integer("experts.groups_per_token", "topk_group", "expert_group_used_count", 1, 1),
-        rows.integer(
+        schema.flag("experts.normalize", "norm_topk_prob", "expert_weights_norm", True, False),
+        schema.number("experts.scale", "routed_scaling_factor", "expert_weights_scale", 1.0, 0.0),
+        schema.integer("experts.groups", "n_group", "expert_group_count", 1, 1),
+        schema.integer("experts.groups_per_token", "topk_group", "expert_group_used_count", 1, 1),
+        schema.integer(
             "experts.num_dense", "first_k_dense_replace", "leading_dense_block_count", 1, 0
         ),
         Part(_read_shared, _write_shared, _read_gguf_rest),
-        rows.SILU,
-        rows.written({"num_nextn_predict_layers": 0}),
+        schema.SILU,
+        schema.written({"num_nextn_predict_layers": 0}),
     ),
     tensors=table("huggingface"),
     gguf=GgufLayout(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from specjax.loading.formats.families import rows
-from specjax.loading.formats.families.rows import Part, Values
+from specjax.loading.formats.families import schema
+from specjax.loading.formats.families.schema import Part, Values
 from specjax.loading.formats.families.tensor_names import table
 from specjax.loading.formats.family import Family, GgufLayout
 from specjax.loading.formats.gguf_fields import GgufFields
@@ -26,7 +26,7 @@ def _read_rest(fields: Fields, known: Values) -> Values:
     fields.only(_ACTIVATION, *_ACTIVATIONS)
     return {
         "num_kv_heads": known["num_heads"],
-        "head_dim": rows.width_of_head(known),
+        "head_dim": schema.width_of_head(known),
         "mlp.activation": _ACTIVATIONS[name],
     }
 
@@ -39,7 +39,7 @@ def _write_rest(config: DecoderConfig) -> dict[str, Any]:
 def _read_gguf_rest(fields: GgufFields, known: Values) -> Values:
     return {
         "num_kv_heads": fields.integer("attention.head_count_kv", known["num_heads"]),
-        "head_dim": fields.integer("attention.key_length", rows.width_of_head(known)),
+        "head_dim": fields.integer("attention.key_length", schema.width_of_head(known)),
         "mlp.activation": "gelu_tanh",
     }
 
@@ -52,15 +52,15 @@ GPT2 = Family(
     model_type="gpt2",
     architecture="GPT2LMHeadModel",
     parts=(
-        rows.integer("hidden_size", "n_embd", "embedding_length"),
-        rows.integer("intermediate_size", "n_inner", "feed_forward_length", _four_widths),
-        rows.integer("num_layers", "n_layer", "block_count"),
-        rows.integer("num_heads", "n_head", "attention.head_count"),
-        rows.integer("max_positions", "n_positions", "context_length", 1024),
-        rows.number("rms_norm_eps", "layer_norm_epsilon", "attention.layer_norm_epsilon", 1e-5),
-        rows.tied_head(True),
+        schema.integer("hidden_size", "n_embd", "embedding_length"),
+        schema.integer("intermediate_size", "n_inner", "feed_forward_length", _four_widths),
+        schema.integer("num_layers", "n_layer", "block_count"),
+        schema.integer("num_heads", "n_head", "attention.head_count"),
+        schema.integer("max_positions", "n_positions", "context_length", 1024),
+        schema.number("rms_norm_eps", "layer_norm_epsilon", "attention.layer_norm_epsilon", 1e-5),
+        schema.tied_head(True),
         Part(_read_rest, _write_rest, _read_gguf_rest),
-        rows.fixed(
+        schema.fixed(
             {
                 "norm.kind": "layer",
                 "attention.rotary_width": 0,

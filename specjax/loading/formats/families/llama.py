@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from specjax.loading.formats.families import rows
-from specjax.loading.formats.families.rows import Part, Values
+from specjax.loading.formats.families import schema
+from specjax.loading.formats.families.schema import Part, Values
 from specjax.loading.formats.families.tensor_names import table
 from specjax.loading.formats.family import Family, GgufLayout
 from specjax.loading.typed_fields import Fields
@@ -19,11 +19,11 @@ LLAMA = Family(
     model_type="llama",
     architecture="LlamaForCausalLM",
     parts=(
-        *rows.sizes(),
-        rows.rope(),
-        rows.ATTENTION_BIAS,
-        rows.flag("mlp_bias", "mlp_bias", rows.has_tensor("blk.0.ffn_gate.bias")),
-        rows.SILU,
+        *schema.sizes(),
+        schema.rope(),
+        schema.ATTENTION_BIAS,
+        schema.flag("mlp_bias", "mlp_bias", schema.has_tensor("blk.0.ffn_gate.bias")),
+        schema.SILU,
     ),
     tensors=table("huggingface"),
     gguf=GgufLayout("llama", table("gguf", paired=True)),
@@ -31,7 +31,7 @@ LLAMA = Family(
 
 
 def _read_window(fields: Fields, known: Values) -> Values:
-    size = rows.window_size(fields)
+    size = schema.window_size(fields)
     return {"sliding_window": None if size is None else SlidingWindow(size)}
 
 
@@ -44,10 +44,10 @@ MISTRAL = Family(
     model_type="mistral",
     architecture="MistralForCausalLM",
     parts=(
-        *rows.sizes(max_positions=131072),
-        rows.rope(),
+        *schema.sizes(max_positions=131072),
+        schema.rope(),
         Part(_read_window, _write_window),
-        rows.SILU,
+        schema.SILU,
     ),
     tensors=table("huggingface"),
 )
@@ -58,13 +58,13 @@ MIXTRAL = Family(
     model_type="mixtral",
     architecture="MixtralForCausalLM",
     parts=(
-        *rows.sizes(max_positions=131072, epsilon=1e-5),
-        rows.rope(theta=1e6),
-        rows.integer("experts.num_experts", "num_local_experts", "expert_count", 8),
-        rows.integer("experts.per_token", "num_experts_per_tok", "expert_used_count", 2),
-        rows.computed("experts.intermediate_size", lambda known: known["intermediate_size"]),
-        rows.SILU,
-        rows.written({"sliding_window": None}),
+        *schema.sizes(max_positions=131072, epsilon=1e-5),
+        schema.rope(theta=1e6),
+        schema.integer("experts.num_experts", "num_local_experts", "expert_count", 8),
+        schema.integer("experts.per_token", "num_experts_per_tok", "expert_used_count", 2),
+        schema.computed("experts.intermediate_size", lambda known: known["intermediate_size"]),
+        schema.SILU,
+        schema.written({"sliding_window": None}),
     ),
     tensors=table(
         "huggingface",

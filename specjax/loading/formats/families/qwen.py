@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from specjax.loading.formats.families import rows
-from specjax.loading.formats.families.rows import Part, Values
+from specjax.loading.formats.families import schema
+from specjax.loading.formats.families.schema import Part, Values
 from specjax.loading.formats.families.tensor_names import table
 from specjax.loading.formats.family import Family, GgufLayout, MtpLayout
 from specjax.loading.typed_fields import Fields
@@ -20,16 +20,16 @@ from specjax.models.config import DecoderConfig
 def _read_window(fields: Fields, known: Values) -> Values:
     """The window of the layers from `max_window_layers` on, where `use_sliding_window` is set."""
     used, first = fields.flag("use_sliding_window"), fields.integer("max_window_layers", 28)
-    size, num_layers = rows.window_size(fields), known["num_layers"]
-    windowed = [used and size is not None and layer >= first for layer in rows.layers(num_layers)]
-    window = rows.read_window(fields, size if used else None, num_layers, windowed)
+    size, num_layers = schema.window_size(fields), known["num_layers"]
+    windowed = [used and size is not None and layer >= first for layer in schema.layers(num_layers)]
+    window = schema.read_window(fields, size if used else None, num_layers, windowed)
     return {"sliding_window": window}
 
 
 def _write_window(config: DecoderConfig) -> dict[str, Any]:
     used = config.sliding_window is not None
     fields = {"use_sliding_window": used, "max_window_layers": config.num_layers}
-    return {**fields, **rows.write_window(config)}
+    return {**fields, **schema.write_window(config)}
 
 
 _WINDOW = Part(_read_window, _write_window)
@@ -38,11 +38,11 @@ QWEN2 = Family(
     model_type="qwen2",
     architecture="Qwen2ForCausalLM",
     parts=(
-        *rows.sizes(max_positions=32768),
-        rows.rope(),
-        rows.fixed({"attention_bias": True, "attention.output_bias": False}),
+        *schema.sizes(max_positions=32768),
+        schema.rope(),
+        schema.fixed({"attention_bias": True, "attention.output_bias": False}),
         _WINDOW,
-        rows.SILU,
+        schema.SILU,
     ),
     tensors=table("huggingface"),
     gguf=GgufLayout("qwen2", table("gguf")),
@@ -52,12 +52,12 @@ QWEN3 = Family(
     model_type="qwen3",
     architecture="Qwen3ForCausalLM",
     parts=(
-        *rows.sizes(head_dim=128, max_positions=32768),
-        rows.rope(),
-        rows.fixed({"attention.qk_norm": True}),
-        rows.ATTENTION_BIAS,
+        *schema.sizes(head_dim=128, max_positions=32768),
+        schema.rope(),
+        schema.fixed({"attention.qk_norm": True}),
+        schema.ATTENTION_BIAS,
         _WINDOW,
-        rows.SILU,
+        schema.SILU,
     ),
     tensors=table("huggingface"),
     gguf=GgufLayout("qwen3", table("gguf")),
@@ -73,17 +73,17 @@ QWEN3_MOE = Family(
     model_type="qwen3_moe",
     architecture="Qwen3MoeForCausalLM",
     parts=(
-        *rows.sizes(max_positions=32768),
-        rows.rope(),
-        rows.fixed({"attention.qk_norm": True}),
-        rows.ATTENTION_BIAS,
-        rows.constant("use_sliding_window", False),
+        *schema.sizes(max_positions=32768),
+        schema.rope(),
+        schema.fixed({"attention.qk_norm": True}),
+        schema.ATTENTION_BIAS,
+        schema.constant("use_sliding_window", False),
         Part(_ignore_window, lambda _: {"sliding_window": None}),
-        *rows.experts("num_experts", intermediate_size=768),
+        *schema.experts("num_experts", intermediate_size=768),
         # A GGUF does not say whether scores are divided by their sum; llama.cpp always does it.
-        rows.flag("experts.normalize", "norm_topk_prob"),
-        rows.SILU,
-        rows.written({"decoder_sparse_step": 1, "mlp_only_layers": []}),
+        schema.flag("experts.normalize", "norm_topk_prob"),
+        schema.SILU,
+        schema.written({"decoder_sparse_step": 1, "mlp_only_layers": []}),
     ),
     tensors=table("huggingface"),
     gguf=GgufLayout("qwen3moe", table("gguf"), experts=True),

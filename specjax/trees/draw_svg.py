@@ -6,7 +6,7 @@ import html
 from collections.abc import Sequence
 
 from specjax.errors import InputError
-from specjax.trees.ranked import RankedTree
+from specjax.trees.static_trees import RankedTree
 from specjax.trees.topology import Topology
 
 _LINE, _LETTER, _GAP = 22, 7.3, 34

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from specjax.errors import InputError
-from specjax.trees.ranked import RankedTree
+from specjax.trees.static_trees import RankedTree
 from specjax.trees.topology import Topology
 
 

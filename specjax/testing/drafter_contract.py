@@ -12,7 +12,7 @@ from jaxtyping import Array, Int
 
 from specjax.decoding.plan import Plan
 from specjax.decoding.programs import start
-from specjax.decoding.round import draft_noise, make_context, round_keys
+from specjax.decoding.round import make_context, noise_keys, proposal_noise
 from specjax.decoding.state import State, knows_its_rows
 from specjax.drafters.turns import check_proposal, check_size
 from specjax.errors import InputError
@@ -51,7 +51,7 @@ def _propose(
     context = make_context(plan, params[0], state)
     limit = jnp.arange(len(context.limit)) % (1 + part.num_speculative_tokens)
     context = context.replace(limit=jnp.minimum(limit, context.limit))
-    noise = draft_noise(plan, state, round_keys(plan, state))
+    noise = proposal_noise(plan, state, noise_keys(plan, state))
     own = state.drafter[number].drafter
     proposal = part.propose(params[1][number], own, context, noise)
     return check_proposal(part, proposal, own)[0], context.limit

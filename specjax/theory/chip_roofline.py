@@ -8,8 +8,8 @@ import numpy as np
 from jaxtyping import Bool
 
 from specjax.errors import InputError
-from specjax.theory.checks import Count, Real, Result, checked, checked_count, unwrap
-from specjax.theory.rounds import expected_tokens, least_alpha
+from specjax.theory.argument_checks import Count, Real, Result, checked, checked_count, unwrap
+from specjax.theory.expected_speedup import expected_tokens, least_alpha
 
 
 def stored_bits(bits: Real, *, group: Count, numbers: Count = 1, number_bits: Count = 32) -> Result:

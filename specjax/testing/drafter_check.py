@@ -27,7 +27,7 @@ from specjax.errors import InputError
 from specjax.fields import Instance, Items, Whole, optional
 from specjax.loading.model import Model
 from specjax.models.interface import LanguageModel
-from specjax.testing.contracts import check_contract
+from specjax.testing.drafter_contract import check_contract
 
 QUANTILE = 1e-6
 """How often an exact drafter fails by chance."""
@@ -103,14 +103,14 @@ def check_drafter(
 
     A chi-square test of three successive tokens jointly, the K-th to the (K+2)-th after the prompt,
     where K = `num_speculative_tokens`. A round gives at most K + 1 tokens, so the last of the three
-    never comes from the first round; the three come from one round (if K > 1), two or three,
-    as drafts are accepted. The distribution is enumerated, so the target must be small: a
+    never comes from the first round; the three come from one round (if K > 1), two or three, as
+    drafts are accepted. The distribution is enumerated, so the target must be small: a
     `specjax.loading.load.random_model` or a `Tabular` with its logits, of at most 16 tokens.
     `limits` are those of each round, and `request` says how rows are warped. Give the drafter a
     distribution that differs from the target's by a total variation of 0.2 to 0.6, so that
     accepting and refusing both count. An exact drafter fails once in a million seeds. Raises
-    InputError for a drafter that breaks its contract (`contracts.check_contract`), for a target
-    that is too large, or bad sizes.
+    InputError for a drafter that breaks its contract (`drafter_contract.check_contract`), for a
+    target that is too large, or bad sizes.
     """
     loaded = DRAFTER_KIND.check("drafter", drafter)
     if isinstance(target, Model):

@@ -1,6 +1,6 @@
 """Verification of a drafted token tree: which of its paths is accepted, and the next token.
 
-A chain is a tree without branches. As in `specjax.sampling.chain`, the functions take explicit
+A chain is a tree without branches. As in `chain_verification`, the functions take explicit
 uniforms and noise, and see the target's distributions through a function of slots: slot 0 is the
 last committed token and slot i + 1 is node i. A path is walked from the root; only the slots on it
 are visited, each once, so that every choice belongs to a node and not to one of the paths through
@@ -19,7 +19,7 @@ from jax import lax
 from jax.scipy.special import logsumexp
 from jaxtyping import Array, Bool, Float, Int
 
-from specjax.sampling.chain import (
+from specjax.sampling.chain_verification import (
     Distributions,
     Verification,
     draft_distributions,
@@ -156,9 +156,9 @@ def recursion(drafted: Drafted, target: Distributions, uniforms: Float[Array, "B
     At a slot with p, its child x with q is accepted where u q(x) < p(x), and the walk continues
     there. Else p becomes norm(max(0, p - q)), q loses x and is normalised again, and the next child
     is tested; where none is left, the next token is drawn from what p has become. A deterministic
-    child has one-hot q. Without branches that is `chain.rejection`. (SpecInfer, 2305.09781, section
-    4.3, with children drawn without replacement as in Sequoia, 2402.12374, section 3.2.) The loop
-    ends with the row that tests the most children.
+    child has one-hot q. Without branches that is `chain_verification.rejection`. (SpecInfer,
+    2305.09781, section 4.3, with children drawn without replacement as in Sequoia, 2402.12374,
+    section 3.2.) The loop ends with the row that tests the most children.
     """
     batch = drafted.tokens.shape[0]
     nodes = jnp.arange(1, drafted.tokens.shape[1] + 1)[None, :]

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 
 from specjax.errors import InputError
-from specjax.files import paths
+from specjax.files import path_checks
 
 _FOLDER = "JAX_COMPILATION_CACHE_DIR"
 _WARNING = r"Error (reading|writing) persistent compilation cache entry for '"
@@ -37,7 +37,9 @@ def keep(tell: Callable[[str], Any]) -> None:
         jax.config.update("jax_compilation_cache_dir", named)
         return
     try:
-        folder = paths.output_folder(_FOLDER, named) if named else paths.cache_folder("xla")
+        folder = (
+            path_checks.output_folder(_FOLDER, named) if named else path_checks.cache_folder("xla")
+        )
         folder.mkdir(parents=True, exist_ok=True)
     except (InputError, OSError) as error:
         reason = str(error) if isinstance(error, InputError) else f"{folder}: {error.strerror}"

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Key, UInt
 
-from specjax.sampling.chain import Verification, by_slot
+from specjax.sampling.chain_verification import Verification, by_slot
 from specjax.sampling.rules import RULES, Rule, Target
-from specjax.sampling.tree import chain_drafted
+from specjax.sampling.tree_verification import chain_drafted
 
 Keys = Key[Array, "..."] | UInt[Array, "..."] | np.integer | int
 _NORMALISED = 1e-2

@@ -9,9 +9,9 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float, Int
 
-from specjax.controllers.acceptance import Forecast
+from specjax.controllers.acceptance_estimates import Forecast
 from specjax.controllers.base import StepSizes
-from specjax.controllers.costs import NOISE, Costs, count_work
+from specjax.controllers.cost_estimates import NOISE, Costs, count_work
 
 _MOST_ARMS = 256
 """Limits that are compared: where all lengths of all drafters are more, some of them."""

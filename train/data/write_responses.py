@@ -11,7 +11,7 @@ import numpy as np
 
 from specjax.errors import InputError
 from specjax.files import folders
-from specjax.files.paths import output_folder
+from specjax.files.path_checks import output_folder
 from specjax.loading.tokenizers.huggingface_tokenizer import write_tokenizer
 from specjax.loading.tokenizers.tokenizer import Tokenizer
 from train.data.examples import (

@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from specjax.errors import InputError
-from specjax.theory.checks import Count, Real, Result, checked, checked_count, unwrap
+from specjax.theory.argument_checks import Count, Real, Result, checked, checked_count, unwrap
 
 
 def expected_tokens(alpha: Real, k: Count) -> Result:

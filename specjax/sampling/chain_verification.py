@@ -1,10 +1,9 @@
 """Verification of a drafted chain: how many of its tokens are accepted, and the next token.
 
-The functions here take explicit uniforms and noise; `specjax.sampling.verify` draws them from
-keys. Slot 0 is the last committed token and slot i the i-th drafted one. A rule sees distributions
-through two functions of slots: `target(slots)` is p and `draft(slots)` is q of the token that
-follows slot `slots[b]` in row b. So a decoding loop warps the slots it visits and never all of [B,
-W, V].
+The functions here take explicit uniforms and noise; `verify_arrays` draws them from keys. Slot 0 is
+the last committed token and slot i the i-th drafted one. A rule sees distributions through two
+functions of slots: `target(slots)` is p and `draft(slots)` is q of the token that follows slot
+`slots[b]` in row b. So a decoding loop warps the slots it visits and never all of [B, W, V].
 """
 
 from __future__ import annotations

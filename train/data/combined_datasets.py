@@ -13,7 +13,7 @@ from jaxtyping import Bool, Int32
 
 from specjax.errors import InputError, Problems
 from specjax.fields import Text
-from specjax.files.paths import input_folder, user_path
+from specjax.files.path_checks import input_folder, user_path
 from specjax.loading.tokenizers.tokenizer import Tokenizer
 from train.data import shipped
 from train.data.examples import METADATA, Example
