@@ -29,7 +29,7 @@ from specjax.reporting.decode_report import tree_record
 from specjax.trees import FastestTree, best_tree, tree_of_choices
 from specjax.tuning import (
     choose_tree,
-    costs,
+    measure_costs,
     measure_ranks,
     measure_tree_costs,
     round_seconds,
@@ -108,7 +108,7 @@ def timed(monkeypatch):
             return draft * session.plan.drafter.num_speculative_tokens
 
         monkeypatch.setattr(round_seconds, "rounds_seconds", rounds)
-        monkeypatch.setattr(costs, "propose_seconds", propose)
+        monkeypatch.setattr(measure_costs, "propose_seconds", propose)
 
     return measured, calls
 
@@ -158,7 +158,7 @@ def test_timed_rounds_are_of_the_widths_and_lengths_that_are_asked(tiny, monkeyp
         ran.extend(call() for call in calls)
         return [0.4 * (1 + number) for number in range(len(calls))]
 
-    monkeypatch.setattr(costs, "median_seconds", run)
+    monkeypatch.setattr(measure_costs, "median_seconds", run)
     topology = best_tree(RATES, 6).topology
     sizes = {"batch_size": 2, "context": 20}
     drafter = head_drafter(eagle_head(tiny), tiny).drafter
