@@ -21,7 +21,7 @@ from specjax import trees
 from specjax.distributed.sharding import constrain_rows
 from specjax.drafters.base import DRAFT_TOKENS, Accepted, Context, Drafter, Noise
 from specjax.drafters.growth.dynamic_tree import Candidates, best_nodes
-from specjax.drafters.growth.options import TREE, TreeOptions
+from specjax.drafters.growth.tree_options import TREE, TreeOptions
 from specjax.drafters.lookup.ngram import copied_tokens
 from specjax.errors import InputError
 from specjax.fields import Number, Whole, check_instance, optional
