@@ -8,6 +8,8 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, Float, Int, Shaped
 
+from specjax.cached_entries import Entries, decode, empty_entries, encode
+
 
 @struct.dataclass
 class Window:
@@ -49,11 +51,12 @@ class Window:
 class KVCache:
     """Keys and values of each row's first `length` committed tokens, and of nothing else.
 
-    The slots from `length` on are unspecified and must be masked by the reader.
+    `k` and `v` [L, B, G, S, C] are arrays, or integers with exponents (`Int8Entries`). The slots
+    from `length` on are unspecified and must be masked by the reader.
     """
 
-    k: Float[Array, "L B G S C"]
-    v: Float[Array, "L B G S C"]
+    k: Entries
+    v: Entries
     length: Int[Array, "B"]
 
     @property
@@ -61,17 +64,27 @@ class KVCache:
         """Number of tokens a row can hold (S)."""
         return self.k.shape[3]
 
+    def rounded(self, entries: Float[Array, "*N C"]) -> Float[Array, "*N C"]:
+        """Return keys or values as numbers that the cache stores without rounding them.
+
+        Those of a window are rounded before they are read, so that a token's are the same before
+        and after they are committed.
+        """
+        return decode(encode(entries, self.k.dtype), entries.dtype)
+
     def take(self, rows: Int[Array, "A"]) -> KVCache:
         """Return the cache of the given rows."""
-        return KVCache(self.k[:, rows], self.v[:, rows], self.length[rows])
+        k, v = jax.tree.map(lambda array: array[:, rows], (self.k, self.v))
+        return KVCache(k, v, self.length[rows])
 
     def admit(self, rows: Int[Array, "A"], new: KVCache) -> KVCache:
         """Return the cache with `new` in place of `rows`; rows out of range are dropped."""
-        return KVCache(
-            self.k.at[:, rows].set(new.k, mode="drop"),
-            self.v.at[:, rows].set(new.v, mode="drop"),
-            self.length.at[rows].set(new.length, mode="drop"),
-        )
+
+        def put_rows(into: jax.Array, new: jax.Array) -> jax.Array:
+            return into.at[:, rows].set(new, mode="drop")
+
+        k, v = jax.tree.map(put_rows, (self.k, self.v), (new.k, new.v))
+        return KVCache(k, v, self.length.at[rows].set(new.length, mode="drop"))
 
     def release(self, rows: Int[Array, "A"]) -> KVCache:
         """Return the cache with `rows` empty."""
@@ -83,7 +96,8 @@ def make_cache(
 ) -> KVCache:
     """Return an empty cache: zeros of shape [L, B, G, S, C], every length 0."""
     shape = (num_layers, batch, kv_heads, capacity, head_dim)
-    return KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros(batch, jnp.int32))
+    k, v = (empty_entries(shape, jnp.dtype(dtype)) for _ in range(2))
+    return KVCache(k, v, jnp.zeros(batch, jnp.int32))
 
 
 def commit(
@@ -110,7 +124,10 @@ def commit(
             mode=lax.GatherScatterMode.FILL_OR_DROP,
         )
 
-    return KVCache(append(cache.k, window.k), append(cache.v, window.v), cache.length + count)
+    dtype = cache.k.dtype
+    new = encode(window.k, dtype), encode(window.v, dtype)
+    k, v = jax.tree.map(append, (cache.k, cache.v), new)
+    return KVCache(k, v, cache.length + count)
 
 
 def _pad(array: jax.Array, axis: int, slots: int) -> jax.Array:

@@ -167,7 +167,12 @@ def _load(
 
     def load() -> tuple[Model, list[ConfigDrafter]]:
         model = load_model(
-            config.target, dtype=config.dtype, weights=config.weights, mesh=mesh, field="target"
+            config.target,
+            dtype=config.dtype,
+            weights=config.weights,
+            kv_cache_dtype=config.kv_cache_dtype,
+            mesh=mesh,
+            field="target",
         )
         return model, [
             make_config_drafter(config, one, model, tell=screen.say) for one in config.drafters

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from specjax.cache import KVCache, Window
+from specjax.cached_entries import decode, encode
 from specjax.models.cpu import library
 from specjax.models.layers import cpu_attention
 from specjax.models.layers.attention import attend, attend_rows
@@ -19,7 +20,7 @@ LAYERS, ROWS, HEADS, REPEATS, CAPACITY = 2, 3, 2, 3, 512
 LENGTHS = (300, 7, 0)
 
 
-def random_arrays(width, slots, seed=0):
+def random_arrays(width, slots, seed=0, dtype="float32"):
     """A cache with rows of different lengths, and a window."""
     rng = np.random.default_rng(seed)
 
@@ -27,7 +28,7 @@ def random_arrays(width, slots, seed=0):
         return jnp.asarray(rng.standard_normal(shape), jnp.float32)
 
     shape = (LAYERS, ROWS, HEADS)
-    keys, values = (array(*shape, CAPACITY, width) for _ in range(2))
+    keys, values = (encode(array(*shape, CAPACITY, width), jnp.dtype(dtype)) for _ in range(2))
     cache = KVCache(keys, values, jnp.asarray(LENGTHS, jnp.int32))
     return cache, Window(array(*shape, slots, width), array(*shape, slots, width)), array
 
@@ -40,9 +41,10 @@ def divided(partial):
 @pytest.mark.parametrize("slots", [1, 5, 70])
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("sliding", [False, True])
-def test_the_result_is_that_of_xla(width, slots, softcap, sliding):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+def test_the_result_is_that_of_xla(width, slots, softcap, sliding, dtype):
     assert library.available()
-    cache, window, array = random_arrays(width, slots)
+    cache, window, array = random_arrays(width, slots, dtype=dtype)
     tokens = min(slots, 5)
     queries = tokens * REPEATS
     query = array(ROWS, HEADS, queries, width)
@@ -63,8 +65,9 @@ def test_the_result_is_that_of_xla(width, slots, softcap, sliding):
         np.testing.assert_allclose(divided(found), divided(wanted), rtol=1e-4, atol=1e-5)
 
 
-def test_a_query_has_the_same_bits_whatever_the_number_of_tokens():
-    cache, window, array = random_arrays(64, 5)
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_a_query_has_the_same_bits_whatever_the_number_of_tokens(dtype):
+    cache, window, array = random_arrays(64, 5, dtype=dtype)
     query = array(ROWS, HEADS, 5, 64)
     seen = jnp.asarray(np.tril(np.ones((5, 5), bool)))[None, None]
     together = divided(cpu_attention.attend_window_and_cache(query, cache, window, 0, seen))
@@ -79,7 +82,21 @@ def test_what_it_is_not_for():
     cache, _, _ = random_arrays(64, 1)
     assert cpu_attention.attends(cache, 5)
     assert not cpu_attention.attends(cache, 256)
-    narrow = cache.replace(k=cache.k.astype(jnp.bfloat16))
+    narrow = cache.replace(k=cache.k.astype(jnp.float16))
     assert not cpu_attention.attends(narrow, 5)
     odd, _, _ = random_arrays(12, 1)
     assert not cpu_attention.attends(odd, 5)
+
+
+def test_a_token_has_the_same_bits_in_the_window_and_in_an_8_bit_cache():
+    cache, window, array = random_arrays(64, 1, dtype="int8")
+    query, length = array(ROWS, HEADS, 2, 64), jnp.full(ROWS, 9, jnp.int32)
+    last = 8
+    part = jax.tree.map(lambda entries: entries[:, :, :, last : last + 1], (cache.k, cache.v))
+    window = Window(*(decode(entries, jnp.dtype("float32")) for entries in part))
+    nothing = jnp.zeros((1, 1, 2, 1), bool)
+    committed, pending = (
+        cpu_attention.attend_window_and_cache(query, cache.replace(length=count), window, 1, seen)
+        for count, seen in ((length, nothing), (length - 1, ~nothing))
+    )
+    np.testing.assert_allclose(divided(committed), divided(pending), rtol=2e-6)

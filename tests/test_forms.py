@@ -14,6 +14,7 @@ from test_decoder import causal, extend
 from tiny_models import eagle_drafter, medusa_head
 
 from specjax.cache import KVCache
+from specjax.cached_entries import encode
 from specjax.decoding import loop
 from specjax.decoding.programs import compile_session
 from specjax.distributed import sharding
@@ -320,8 +321,9 @@ def test_products_in_bfloat16_on_a_cpu_are_those_of_its_hardware(name, layers, t
     assert ("bf16", "bf16", "bf16") in found
 
 
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
 @pytest.mark.parametrize("queries", [3, 40, 150])
-def test_all_ways_agree_with_the_loop_over_blocks(queries):
+def test_all_ways_agree_with_the_loop_over_blocks(queries, dtype):
     """With rows of every filling, and more queries than one program holds."""
     rng = np.random.default_rng(1)
 
@@ -330,7 +332,8 @@ def test_all_ways_agree_with_the_loop_over_blocks(queries):
 
     layers, batch, heads, capacity, width = 2, 4, 2, 512, 16
     size = (layers, batch, heads, capacity, width)
-    cache = KVCache(normal(*size), normal(*size), jnp.array([0, 1, 300, 512]))
+    keys, values = (encode(normal(*size), jnp.dtype(dtype)) for _ in range(2))
+    cache = KVCache(keys, values, jnp.array([0, 1, 300, 512]))
     query, window = normal(batch, heads, queries, width), normal(batch, heads, 3, width)
     start = attend(query, window, window, jnp.ones((1, 1, 1, 3), bool))
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+from specjax.cached_entries import CACHE_DTYPE
 from specjax.cli.mesh_config import ONE_DEVICE, ONE_PROCESS, DistributedConfig, MeshConfig
 from specjax.decoding.options import AUTO, DRAFT_LENGTH
 from specjax.fields import InputFile, Items, Number, OutputFile, PathOrName, Text, Whole, optional
@@ -25,9 +26,11 @@ class BenchConfig:
     target: Annotated[str, PathOrName()] = DEFAULT_MODEL
     """A built-in name, a .gguf file, a Hugging Face directory, or org/name on the hub."""
     dtype: Annotated[str, DTYPE] = "auto"
-    """Of activations, cache and float weights; auto: float32 on a CPU, bfloat16 elsewhere."""
+    """Of activations and float weights; auto: float32 on a CPU, bfloat16 elsewhere."""
     weights: Annotated[str, WEIGHTS] = "auto"
     """The target's, as in a decode config."""
+    kv_cache_dtype: Annotated[str, CACHE_DTYPE] = "auto"
+    """How caches store keys and values; auto: as activations."""
 
     widths: Annotated[tuple[int, ...], _SIZES] = (1, 2, 4, 8, 16, 32)
     """Tokens of a pass that is timed, T(width)."""

@@ -71,7 +71,12 @@ def measure_all(
 
     def load() -> tuple[Model, Sequence[prompts.Question]]:
         model = load_model(
-            config.target, dtype=config.dtype, weights=config.weights, mesh=mesh, field="target"
+            config.target,
+            dtype=config.dtype,
+            weights=config.weights,
+            kv_cache_dtype=config.kv_cache_dtype,
+            mesh=mesh,
+            field="target",
         )
         for name in config.drafters:
             make_drafter(name, model)  # refused before the long work

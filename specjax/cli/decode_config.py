@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
+from specjax.cached_entries import CACHE_DTYPE
 from specjax.cli.built_in_prompts import questions_of
 from specjax.cli.mesh_config import ONE_DEVICE, ONE_PROCESS, DistributedConfig, MeshConfig
 from specjax.decoding.options import (
@@ -104,9 +105,11 @@ class DecodeFields:
     target: Annotated[str, PathOrName()] = DEFAULT_MODEL
     """A built-in name, a .gguf file, a Hugging Face directory, or org/name on the hub."""
     dtype: Annotated[str, DTYPE] = "auto"
-    """Of activations, cache and float weights; auto: float32 on a CPU, bfloat16 elsewhere."""
+    """Of activations and float weights; auto: float32 on a CPU, bfloat16 elsewhere."""
     weights: Annotated[str, WEIGHTS] = "auto"
     """The target's: float; int8 or int4; file, as a GGUF has them; or auto, file if possible."""
+    kv_cache_dtype: Annotated[str, CACHE_DTYPE] = "auto"
+    """How caches store keys and values; auto: as activations."""
 
     prompt: Annotated[str | None, optional(Text())] = None
     """One text."""

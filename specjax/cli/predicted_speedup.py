@@ -75,13 +75,17 @@ def predicted_speedups(runs: Sequence[Run], say: Callable[[str], None]) -> list[
             predicted.append(None)
             continue
         mesh = open_mesh(config.mesh, config.distributed, config.written)
-        key = repr((config.target, config.dtype, config.weights, mesh))
+        key = repr((config.target, config.dtype, config.weights, config.kv_cache_dtype, mesh))
         if key not in models:
             # One at a time: there may be no memory for two.
             models.clear()
             say(f"loading {config.target}")
             models[key] = load_model(
-                config.target, dtype=config.dtype, weights=config.weights, mesh=mesh
+                config.target,
+                dtype=config.dtype,
+                weights=config.weights,
+                kv_cache_dtype=config.kv_cache_dtype,
+                mesh=mesh,
             )
         say(f"timing a draft and passes of {run.path.name}")
         with sharding.use(mesh):

@@ -21,6 +21,7 @@ from jaxtyping import Array, Float, Int
 
 from specjax import sampling
 from specjax.cache import KVCache, commit
+from specjax.cached_entries import relative_step
 from specjax.decoding.rows import session_row
 from specjax.decoding.sampling_params import SamplingParams
 from specjax.decoding.session import Session
@@ -132,11 +133,14 @@ def _near_tie(
     """
     request, noise = session.requests[prompt], np.zeros(passes.shape[1])
     largest = max(np.abs(passes.max(axis=1)).max(), np.abs(passes[:, list(tokens)]).max())
-    step = float(jnp.finfo(session.model.dtype).eps) * largest
+    own_step, cache_step = (
+        relative_step(dtype) * largest for dtype in (session.model.dtype, session.model.cache_dtype)
+    )
     # Passes may happen to agree where others do not.
     deviation = max(deviations[-1], float(np.sqrt(np.mean(np.square(deviations)))))
     resolution = _DEVIATIONS * math.sqrt(2) * deviation
-    resolution = float(np.clip(resolution, _LEAST_STEPS * step, _MOST_STEPS * step))
+    most = _MOST_STEPS * max(own_step, cache_step)
+    resolution = float(np.clip(resolution, _LEAST_STEPS * own_step, most))
     if request.temperature > 0:
         passes, resolution = passes / request.temperature, resolution / request.temperature
         key = session_row(session, prompt).key(session.seed)[None]
@@ -145,7 +149,8 @@ def _near_tie(
     else:
         request = SamplingParams()
     if session.model.dtype == jnp.float32:
-        resolution = EXCUSED_MARGIN
+        is_wide = session.model.cache_dtype == jnp.float32
+        resolution = EXCUSED_MARGIN if is_wide else max(EXCUSED_MARGIN, resolution)
     margins = [least_change(scores, noise, request, token) for scores in passes for token in tokens]
     return NearTie(index, max(margins), resolution)
 

@@ -8,7 +8,7 @@ tokens moves into the cache, and what another drafter drafted, or a prompt broug
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
@@ -92,7 +92,9 @@ class DraftModel(ChainDrafter):
         elif weights in ("int8", "int4"):
             path = quantized_model(in_stacked_form(path), weights)
         check_tokenizers(target, path)
-        path = with_vocabulary(path, target.config.vocab_size)
+        path = replace(
+            with_vocabulary(path, target.config.vocab_size), kv_cache_dtype=target.kv_cache_dtype
+        )
         return LoadedDrafter(cls(path.architecture, **options), path.params)
 
     @classmethod
@@ -101,7 +103,11 @@ class DraftModel(ChainDrafter):
         kind = target.form.cache_attention
         form = Form("stacked", "blocks" if kind == "kernel" else kind)
         decoder = Decoder(
-            head.config.decoder, target.activation_dtype, form=form, multiply=target.multiply
+            head.config.decoder,
+            target.activation_dtype,
+            form=form,
+            multiply=target.multiply,
+            cache_dtype=target.cache_dtype,
         )
         return LoadedDrafter(cls(ReducedDecoder(decoder), **options), params)
 

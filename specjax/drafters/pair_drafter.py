@@ -81,6 +81,7 @@ class PairDrafter(HeadDrafter):
             target.multiply,
             shards=shards,
             form=target.form,
+            cache_dtype=target.cache_dtype,
         )
         return LoadedDrafter(cls(functions, **options), params)
 

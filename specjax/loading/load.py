@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from specjax.cached_entries import CACHE_DTYPE
 from specjax.distributed import device_memory, sharding
 from specjax.errors import InputError, one_line, shown
 from specjax.fields import Choice, Flag, Instance, Text, optional
@@ -68,6 +69,7 @@ def load_model(
     replicated: bool = False,
     form: Form | None = None,
     weights: str = "auto",
+    kv_cache_dtype: str = "auto",
     field: str = "name_or_path",
 ) -> Model:
     """A model by built-in name, .gguf file, directory, or the hub's org/name.
@@ -79,6 +81,7 @@ def load_model(
     (`sharding.make_mesh`) each tensor goes straight into its part of each device, split over
     `model`, or whole with `replicated`. `form` is by default the backend's (`Form.of`). `weights`
     is how kernels are stored (`weights.WEIGHTS`): float, int8, int4, as the file has them, or auto.
+    `kv_cache_dtype` is how caches store keys and values: auto, as activations are; bfloat16; int8.
     `field` is the name of the first argument in errors. Raises InputError for anything that is not
     an intact model of a known family, for a mesh that its heads cannot be split over, and for
     weights that the file, the mesh or the machine does not have.
@@ -91,10 +94,9 @@ def load_model(
     target = _Target(
         resolve_dtype(dtype), mesh, _shards(mesh, replicated), form, dtype == "auto", weights
     )
-    if weights in ("int8", "int4"):
-        loaded = _load(field, name_or_path, target)
-        return quantized_model(loaded, weights)
-    return _load(field, name_or_path, target)
+    CACHE_DTYPE.check("kv_cache_dtype", kv_cache_dtype)
+    loaded = replace(_load(field, name_or_path, target), kv_cache_dtype=kv_cache_dtype)
+    return quantized_model(loaded, weights) if weights in ("int8", "int4") else loaded
 
 
 def _load(field: str, name_or_path: str | Path, target: _Target) -> Model:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from specjax.cached_entries import CACHE_DTYPE
 from specjax.fields import Instance
 from specjax.loading.tokenizers.tokenizer import Tokenizer
 from specjax.models.config import DecoderConfig
@@ -28,8 +29,9 @@ class Model:
     `params` is a plain nested dict of arrays. On a `mesh` they are split over `shards` devices, or
     whole on each of them (1). `form` says how its layers are laid out for the backend. `mtp` are
     its own modules for multi-token prediction, if it has any. `stated_ends` are ids that end a
-    sequence by its config, of a model without a tokenizer. Raises InputError for modules of
-    another model.
+    sequence by its config, of a model without a tokenizer. `kv_cache_dtype`
+    (`cached_entries.CACHE_DTYPE`) is how caches store its keys and values, and those of drafters
+    beside it. Raises InputError for another such dtype, and for modules of another model.
     """
 
     name: str
@@ -42,6 +44,7 @@ class Model:
     form: Form = DEFAULT_FORM
     mtp: MtpModules | None = None
     stated_ends: tuple[int, ...] = ()
+    kv_cache_dtype: str = "auto"
 
     def __repr__(self) -> str:
         """The name, the size, and where it is placed, in a line."""
@@ -51,6 +54,7 @@ class Model:
         return f"Model({self.name}, {size / 1e6:.1f}M parameters, {shape}, {self.weights}{mesh})"
 
     def __post_init__(self) -> None:
+        CACHE_DTYPE.check("kv_cache_dtype", self.kv_cache_dtype)
         if self.mtp is not None:
             self.mtp.config.check_target(self.config)
 
@@ -74,10 +78,21 @@ class Model:
         return None if self.activation_dtype == self.dtype else self.dtype
 
     @property
+    def cache_dtype(self) -> jnp.dtype:
+        """The dtype of keys and values in caches."""
+        is_auto = self.kv_cache_dtype == "auto"
+        return self.activation_dtype if is_auto else jnp.dtype(self.kv_cache_dtype)
+
+    @property
     def architecture(self) -> Decoder:
         """The model as pure functions of its parameters; hashable."""
         return Decoder(
-            self.config, self.activation_dtype, self.shards, self.form, multiply=self.multiply
+            self.config,
+            self.activation_dtype,
+            self.shards,
+            self.form,
+            multiply=self.multiply,
+            cache_dtype=self.cache_dtype,
         )
 
     @property

@@ -20,6 +20,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from specjax.cache import KVCache, Window, make_cache
+from specjax.cached_entries import Entries
 from specjax.distributed.sharding import constrain
 from specjax.errors import InputError
 from specjax.models.config import DecoderConfig, LayerRun
@@ -149,7 +150,8 @@ class Decoder:
     each device holds them whole. With more shards than key/value heads, heads are repeated in the
     cache so that each shard has a copy. `multiply` is the dtype to which products round their
     operands, where that is not `dtype` (training, and bfloat16 on a CPU: `matmul.product`);
-    attention's may then be rounded as a device does by default.
+    attention's may then be rounded as a device does by default. `cache_dtype` is how its caches
+    store keys and values, by default `dtype` (`cached_entries`).
     """
 
     config: DecoderConfig
@@ -157,6 +159,7 @@ class Decoder:
     shards: int = 1
     form: Form = DEFAULT_FORM
     multiply: jnp.dtype | None = None
+    cache_dtype: jnp.dtype | None = None
 
     def __post_init__(self) -> None:
         self.form.check(self.config)
@@ -185,7 +188,12 @@ class Decoder:
         """Return an empty cache [L, B, G, S, C]."""
         config = self.config
         cache = make_cache(
-            config.num_layers, batch, self.cached_heads, capacity, config.head_dim, self.dtype
+            config.num_layers,
+            batch,
+            self.cached_heads,
+            capacity,
+            config.head_dim,
+            self.cache_dtype or self.dtype,
         )
         return cache.replace(
             k=self.constrain_heads(cache.k),
@@ -203,9 +211,10 @@ class Decoder:
             positions = constrain(jnp.zeros((batch, slots), jnp.int32), "batch", None)
         return Window(empty, empty, positions)
 
-    def constrain_heads(self, keys: Float[Array, "L B G S C"]) -> Float[Array, "L B G S C"]:
-        """Return keys or values with their sharding constraint on a mesh."""
-        return constrain(keys, None, "batch", "kv_heads" if self.shards > 1 else None, None, None)
+    def constrain_heads(self, entries: Entries) -> Entries:
+        """Return keys or values [L, B, G, S, C] with their sharding constraint on a mesh."""
+        axes = (None, "batch", "kv_heads" if self.shards > 1 else None, None, None)
+        return jax.tree.map(lambda array: constrain(array, *axes), entries)
 
     def init(self, key: Key[Array, ""]) -> dict[str, Any]:
         """Return random parameters, each boxed with the logical names of its axes."""

@@ -1,13 +1,16 @@
 // Attention of a few tokens over the committed cache and the round's window, for CPUs: a custom
-// call of XLA, in float32.
+// call of XLA, in float32. A cache may store its entries in bfloat16, or as 8-bit integers times a
+// power of two for each token of a head.
 //
 // Keys and values are read in place. The softmax is accumulated over blocks of keys (Milakov and
-// Gimelshein 2018, arXiv:1805.02867), for each query by itself, so that the bits of its result do
-// not depend on how many tokens there are.
+// Gimelshein 2018, arXiv:1805.02867), for each query by itself: those that it sees in the window
+// follow the committed ones, in the same blocks. So the bits of its result depend neither on how
+// many tokens there are, nor on which of its keys are committed yet.
 
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <limits>
 #include <vector>
 
@@ -45,10 +48,51 @@ inline Vector exponential(Vector x) {
   return x < -87.0f ? Vector{} : series * (Vector)exponent;
 }
 
-inline float dot(const float* a, const float* b, int64_t width) {
+typedef int8_t Bytes __attribute__((vector_size(kLanes)));
+typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
+
+// Keys or values of one head: a row of entries for each token, times its power of two if those are
+// integers.
+template <typename Entry>
+struct Rows {
+  const Entry* entries;
+  const int8_t* exponents;
+  int64_t width;
+
+  Rows from(int64_t row) const {
+    return {entries + row * width, exponents ? exponents + row : nullptr, width};
+  }
+
+  Vector load(int64_t row, int64_t i) const {
+    const Entry* at = entries + row * width + i;
+    if constexpr (sizeof(Entry) == 4) {
+      return specjax::load(reinterpret_cast<const float*>(at));
+    } else if constexpr (sizeof(Entry) == 2) {
+      Halves halves;
+      std::memcpy(&halves, at, sizeof(halves));
+      return (Vector)(__builtin_convertvector(halves, Integers) << 16);
+    } else {
+      Bytes bytes;
+      std::memcpy(&bytes, at, sizeof(bytes));
+      return __builtin_convertvector(bytes, Vector);
+    }
+  }
+
+  float power(int64_t row) const {
+    if constexpr (sizeof(Entry) > 1) return 1;
+    const int32_t bits = (exponents[row] + 127) << 23;
+    float result;
+    std::memcpy(&result, &bits, sizeof(result));
+    return result;
+  }
+};
+
+template <typename Entry>
+inline float dot(const float* query, const Rows<Entry>& keys, int64_t row) {
   Vector total = {};
-  for (int64_t i = 0; i < width; i += kLanes) total = multiply_add(load(a + i), load(b + i), total);
-  return sum(total);
+  for (int64_t i = 0; i < keys.width; i += kLanes)
+    total = multiply_add(load(query + i), keys.load(row, i), total);
+  return sum(total) * keys.power(row);
 }
 
 // One query's softmax so far.
@@ -56,26 +100,33 @@ struct Softmax {
   float peak = kNothing, denominator = 0;
 };
 
-// Adds weights[0..count) times the rows of values to `total`.
-template <int kVectors>
-inline void add_weighted(const float* weights, const float* values, int64_t count, int64_t width,
-                         float* total) {
+// Adds weights[0..count) times the rows of values to `total`, from column `column` on.
+template <int kVectors, typename Entry>
+inline void add_weighted(const float* weights, const Rows<Entry>& values, int64_t count,
+                         int64_t column, float* total) {
   Vector sums[kVectors];
   for (int v = 0; v < kVectors; v++) sums[v] = load(total + v * kLanes);
-  for (int64_t key = 0; key < count; key++) {
-    const Vector weight = Vector{} + weights[key];
+  for (int64_t row = 0; row < count; row++) {
+    const Vector weight = Vector{} + weights[row] * values.power(row);
     for (int v = 0; v < kVectors; v++)
-      sums[v] = multiply_add(weight, load(values + key * width + v * kLanes), sums[v]);
+      sums[v] = multiply_add(weight, values.load(row, column + v * kLanes), sums[v]);
   }
   for (int v = 0; v < kVectors; v++) store(total + v * kLanes, sums[v]);
 }
 
-// Adds keys [first, last) of a block to a query's softmax; `scores` has room for a block, and -inf
-// outside of them.
-inline void add_block(float* scores, const float* values, int64_t first, int64_t last,
-                      int64_t width, Softmax& softmax, float* total) {
-  const float largest = *std::max_element(scores + first, scores + last);
-  if (largest == kNothing) return;
+// Adds weights[0..count) times the rows of values to all columns of `total`.
+template <typename Entry>
+inline void add_rows(const float* weights, const Rows<Entry>& values, int64_t count, float* total) {
+  int64_t i = 0;
+  for (; i + 8 * kLanes <= values.width; i += 8 * kLanes)
+    add_weighted<8>(weights, values, count, i, total + i);
+  for (; i < values.width; i += kLanes) add_weighted<1>(weights, values, count, i, total + i);
+}
+
+// Turns a block of scores into weights, and adds them to a query's softmax; false if there are none.
+inline bool add_scores(float* scores, int64_t width, Softmax& softmax, float* total) {
+  const float largest = *std::max_element(scores, scores + kBlock);
+  if (largest == kNothing) return false;
   const float peak = std::max(softmax.peak, largest);
   const float scale = std::exp(softmax.peak - peak);
   for (int64_t i = 0; i < width; i += kLanes) store(total + i, load(total + i) * scale);
@@ -86,16 +137,14 @@ inline void add_block(float* scores, const float* values, int64_t first, int64_t
     weights += weight;
   }
   softmax = {peak, softmax.denominator * scale + sum(weights)};
-  const float* own = values + first * width;
-  int64_t i = 0;
-  for (; i + 8 * kLanes <= width; i += 8 * kLanes)
-    add_weighted<8>(scores + first, own + i, last - first, width, total + i);
-  for (; i < width; i += kLanes)
-    add_weighted<1>(scores + first, own + i, last - first, width, total + i);
+  return true;
 }
 
+template <typename Entry>
 struct Operands {
-  const float *queries, *keys, *values, *window_keys, *window_values;
+  const float* queries;
+  Rows<Entry> keys, values;
+  Rows<float> window_keys, window_values;
   const int32_t *lengths, *oldest;
   const bool* seen;
   float* out;
@@ -104,81 +153,111 @@ struct Operands {
 };
 
 // The queries of one row `row` that share one key head `head` (an index over rows and heads).
-void attend_head(const Operands& all, int64_t row, int64_t head) {
+template <typename Entry>
+void attend_head(const Operands<Entry>& all, int64_t row, int64_t head) {
   const int64_t width = all.width;
-  const float* keys = all.keys + head * all.capacity * width;
-  const float* values = all.values + head * all.capacity * width;
-  const float* window_keys = all.window_keys + head * all.slots * width;
-  const float* window_values = all.window_values + head * all.slots * width;
+  const Rows<Entry> keys = all.keys.from(head * all.capacity);
+  const Rows<Entry> values = all.values.from(head * all.capacity);
+  const Rows<float> window_keys = all.window_keys.from(head * all.slots);
+  const Rows<float> window_values = all.window_values.from(head * all.slots);
   for (int64_t query = 0; query < all.num_queries; query++) {
     const float* q = all.queries + (head * all.num_queries + query) * width;
     float* total = all.out + (head * all.num_queries + query) * width;
     std::fill(total, total + width, 0.0f);
     Softmax softmax;
     alignas(32) float scores[kBlock];
-    const auto score = [&](const float* key) {
-      const float value = dot(q, key, width);
+    const auto limited = [&](float value) {
       return all.softcap > 0 ? all.softcap * std::tanh(value / all.softcap) : value;
     };
     const int64_t committed = all.lengths[row];
     const int64_t oldest = std::max<int32_t>(0, all.oldest[row * all.num_queries + query]);
-    for (int64_t block = oldest / kBlock * kBlock; block < committed; block += kBlock) {
-      const int64_t first = std::max<int64_t>(0, oldest - block);
-      const int64_t last = std::min(kBlock, committed - block);
-      if (first >= last) continue;
+    std::fill(scores, scores + kBlock, kNothing);
+    int64_t block = oldest / kBlock * kBlock, first = 0, last = 0;  // committed keys of the block
+    int64_t slots[kBlock], count = 0;  // of the window, after these
+    const auto finish_block = [&] {
+      if (add_scores(scores, width, softmax, total)) {
+        add_rows(scores + first, values.from(block + first), last - first, total);
+        for (int64_t i = 0; i < count; i++)
+          add_rows(scores + last + i, window_values.from(slots[i]), 1, total);
+      }
       std::fill(scores, scores + kBlock, kNothing);
-      for (int64_t key = first; key < last; key++) scores[key] = score(keys + (block + key) * width);
-      add_block(scores, values + block * width, first, last, width, softmax, total);
+      block += kBlock;
+      first = last = count = 0;
+    };
+    while (block < committed) {
+      first = std::max<int64_t>(0, oldest - block);
+      last = std::max(first, std::min(kBlock, committed - block));
+      for (int64_t key = first; key < last; key++)
+        scores[key] = limited(dot(q, keys, block + key));
+      if (last < kBlock) break;
+      finish_block();
     }
     const bool* seen = all.seen + (row * all.num_queries + query) * all.slots;
-    for (int64_t block = 0; block < all.slots; block += kBlock) {
-      const int64_t last = std::min(kBlock, all.slots - block);
-      std::fill(scores, scores + kBlock, kNothing);
-      for (int64_t key = 0; key < last; key++)
-        if (seen[block + key]) scores[key] = score(window_keys + (block + key) * width);
-      add_block(scores, window_values + block * width, 0, last, width, softmax, total);
+    for (int64_t slot = 0; slot < all.slots; slot++) {
+      if (!seen[slot]) continue;
+      scores[last + count] = limited(dot(q, window_keys, slot));
+      slots[count++] = slot;
+      if (last + count == kBlock) finish_block();
     }
+    finish_block();
     const Vector denominator = Vector{} + softmax.denominator;
     for (int64_t i = 0; i < width; i += kLanes) store(total + i, load(total + i) / denominator);
   }
 }
 
-ffi::Error attention(ffi::ThreadPool pool, float softcap, ffi::Buffer<ffi::F32> queries,
-                     ffi::Buffer<ffi::S32> layer, ffi::Buffer<ffi::F32> keys,
-                     ffi::Buffer<ffi::F32> values, ffi::Buffer<ffi::S32> lengths,
-                     ffi::Buffer<ffi::F32> window_keys, ffi::Buffer<ffi::F32> window_values,
-                     ffi::Buffer<ffi::PRED> seen, ffi::Buffer<ffi::S32> oldest,
-                     ffi::ResultBuffer<ffi::F32> out) {
-  const auto shape = queries.dimensions();  // [B, G, X, C]
-  const int64_t rows = shape[0], heads = shape[1], width = shape[3];
-  const int64_t capacity = keys.dimensions()[3], slots = window_keys.dimensions()[3];
-  const int64_t index = layer.typed_data()[0];
-  const int64_t cached = index * rows * heads * capacity * width;
-  const int64_t windowed = index * rows * heads * slots * width;
-  const Operands all{queries.typed_data(),
-                     keys.typed_data() + cached,
-                     values.typed_data() + cached,
-                     window_keys.typed_data() + windowed,
-                     window_values.typed_data() + windowed,
-                     lengths.typed_data(),
-                     oldest.typed_data(),
-                     seen.typed_data(),
-                     out->typed_data(),
-                     shape[2],
-                     width,
-                     capacity,
-                     slots,
-                     softcap};
+template <typename Entry>
+void attend(ffi::ThreadPool& pool, const Operands<Entry>& all, int64_t rows, int64_t heads) {
   int64_t work = 0;
   for (int64_t row = 0; row < rows; row++)
-    work += heads * shape[2] * width * (lengths.typed_data()[row] + slots);
+    work += heads * all.num_queries * all.width * (all.lengths[row] + all.slots);
   const auto one_head = [all, heads](int64_t head) { attend_head(all, head / heads, head); };
   if (work < kLargeWork) {
     for (int64_t head = 0; head < rows * heads; head++) one_head(head);
   } else {
     specjax::in_parallel(pool, rows * heads, one_head);
   }
-  return ffi::Error::Success();
+}
+
+// `exponents` are those of keys and of values, if these are integers.
+ffi::Error attention(ffi::ThreadPool pool, float softcap, ffi::Buffer<ffi::F32> queries,
+                     ffi::Buffer<ffi::S32> layer, ffi::AnyBuffer keys, ffi::AnyBuffer values,
+                     ffi::Buffer<ffi::S32> lengths, ffi::Buffer<ffi::F32> window_keys,
+                     ffi::Buffer<ffi::F32> window_values, ffi::Buffer<ffi::PRED> seen,
+                     ffi::Buffer<ffi::S32> oldest, ffi::RemainingArgs exponents,
+                     ffi::ResultBuffer<ffi::F32> out) {
+  const auto shape = queries.dimensions();  // [B, G, X, C]
+  const int64_t rows = shape[0], heads = shape[1], width = shape[3];
+  const int64_t capacity = keys.dimensions()[3], slots = window_keys.dimensions()[3];
+  const int64_t index = layer.typed_data()[0], row_heads = index * rows * heads;
+  const auto run = [&](auto entry) {
+    using Entry = decltype(entry);
+    const auto stored = [&](const ffi::AnyBuffer& entries, size_t number) {
+      const auto powers = exponents.get<ffi::Buffer<ffi::S8>>(number);
+      const int8_t* first = powers ? powers->typed_data() : nullptr;
+      const Rows<Entry> all{static_cast<const Entry*>(entries.untyped_data()), first, width};
+      return all.from(row_heads * capacity);
+    };
+    const auto windowed = [&](const float* entries) {
+      return Rows<float>{entries, nullptr, width}.from(row_heads * slots);
+    };
+    attend(pool,
+           Operands<Entry>{queries.typed_data(), stored(keys, 0), stored(values, 1),
+                           windowed(window_keys.typed_data()), windowed(window_values.typed_data()),
+                           lengths.typed_data(), oldest.typed_data(), seen.typed_data(),
+                           out->typed_data(), shape[2], width, capacity, slots, softcap},
+           rows, heads);
+    return ffi::Error::Success();
+  };
+  switch (keys.element_type()) {
+    case ffi::F32:
+      return run(float{});
+    case ffi::BF16:
+      return run(uint16_t{});
+    case ffi::S8:
+      return run(int8_t{});
+    default:
+      return ffi::Error::InvalidArgument("keys are in another dtype");
+  }
 }
 
 }  // namespace
@@ -189,11 +268,12 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(specjax_attention, attention,
                                   .Attr<float>("softcap")
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::PRED>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
+                                  .RemainingArgs()
                                   .Ret<ffi::Buffer<ffi::F32>>());

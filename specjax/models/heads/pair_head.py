@@ -64,7 +64,7 @@ class PairHead:
     from `inputs` to `extend` take those of one module (`module`). `shards` is the number of devices
     that keys and values are split over, and `multiply` the dtype to which products round their
     operands, as in `Decoder`. With `differentiable` gradients of experts can be taken. `form`
-    chooses the attention over its caches.
+    chooses the attention over its caches, which store entries in `cache_dtype` (`Decoder`).
     """
 
     config: PairConfig
@@ -73,6 +73,7 @@ class PairHead:
     shards: int = 1
     differentiable: bool = False
     form: Form = DEFAULT_FORM
+    cache_dtype: jnp.dtype | None = None
 
     @property
     def arithmetic(self) -> DecoderLayer:
@@ -177,6 +178,7 @@ class PairHead:
         """
         residual, attended = self.inputs(params, tokens, hidden, positions)
         query, key, value = self.heads(params, attended, positions)
+        key, value = cache.rounded(key), cache.rounded(value)
         window = Window(
             write_window(window.k, key, 0, start), write_window(window.v, value, 0, start)
         )
@@ -199,7 +201,7 @@ class PairHead:
     @property
     def _decoder(self) -> Decoder:
         """A decoder of the one layer, which lays out keys and values."""
-        return Decoder(self.config.decoder, self.dtype, self.shards)
+        return Decoder(self.config.decoder, self.dtype, self.shards, cache_dtype=self.cache_dtype)
 
     def _layer(self, params: dict[str, Any]) -> dict[str, Any]:
         return with_experts(merge_heads(params["layer"], self.config.decoder))

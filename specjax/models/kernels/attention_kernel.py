@@ -19,6 +19,7 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
 from specjax.cache import KVCache
+from specjax.cached_entries import Entries, Int8Entries, powers_of_two
 from specjax.models.layers.attention import Partial, merge, on_each_device
 
 _STEP = 64
@@ -54,8 +55,8 @@ def attend_cache_kernel(
 
 def _attend(
     query: Float[Array, "B G X C"],
-    keys: Float[Array, "L B G S C"],
-    values: Float[Array, "L B G S C"],
+    keys: Entries,
+    values: Entries,
     length: Int[Array, "B"],
     *,
     layer: int,
@@ -75,9 +76,13 @@ def _attend(
             lambda b, h, s: (b, h // query_tiles, s, h % query_tiles, 0),
         )
 
-    cached = pl.BlockSpec(
-        (None, None, None, range_size, width), lambda b, h, s: (layer, b, h // query_tiles, s, 0)
-    )
+    def cached(array: jax.Array) -> pl.BlockSpec:
+        return pl.BlockSpec(
+            (None, None, None, range_size, array.shape[-1]),
+            lambda b, h, s: (layer, b, h // query_tiles, s, 0),
+        )
+
+    stored = jax.tree.map(cached, (keys, values))
     shape = (batch, kv_heads, num_ranges, query_tiles * tile_rows)
     output_shapes = [jax.ShapeDtypeStruct((*shape, size), jnp.float32) for size in (1, 1, width)]
 
@@ -91,8 +96,7 @@ def _attend(
                     (None, None, tile_rows, width),
                     lambda b, h, s: (b, h // query_tiles, h % query_tiles, 0),
                 ),
-                cached,
-                cached,
+                *stored,
             ],
             out_specs=[result(1), result(1), result(width)],
             out_shape=output_shapes,
@@ -135,16 +139,18 @@ def _program(
     def add(step_index: jax.Array, total: tuple) -> tuple:
         peak, denominator, weighted = total
         slots = pl.ds(step_index * step, step)
-        scores = plgpu.dot(query, key_ref[slots, :], trans_b=True, allow_tf32=False)
-        scores = scores.astype(jnp.float32)
+        key, key_powers = _load(key_ref, slots, query.dtype)
+        scores = plgpu.dot(query, key, trans_b=True, allow_tf32=False)
+        scores = scores.astype(jnp.float32) * key_powers
         visible = step_index * step + lax.broadcasted_iota(jnp.int32, (rows, step), 1) < filled
         scores = jnp.where(visible, scores, -jnp.inf)
         # Every step has a visible key, so that the peak is finite from the first one on.
         higher = jnp.maximum(peak, scores.max(axis=1))
         weights = jnp.exp(scores - higher[:, None])
         scale = jnp.exp(peak - higher)
-        value = value_ref[slots, :]
-        mixed = plgpu.dot(weights.astype(value.dtype), value, allow_tf32=False)
+        value, value_powers = _load(value_ref, slots, query.dtype)
+        weighted_rows = (weights * value_powers).astype(value.dtype)
+        mixed = plgpu.dot(weighted_rows, value, allow_tf32=False)
         return (
             higher,
             denominator * scale + weights.sum(axis=1),
@@ -160,3 +166,10 @@ def _program(
     peak_ref[...] = peak[:, None]
     denominator_ref[...] = denominator[:, None]
     weighted_ref[...] = weighted
+
+
+def _load(ref: Any, slots: Any, dtype: jnp.dtype) -> tuple[Any, Any]:
+    """Return some slots' keys or values, and the numbers [1, Y] that they are times."""
+    if not isinstance(ref, Int8Entries):
+        return ref[slots, :].astype(dtype), 1.0
+    return ref.integers[slots, :].astype(dtype), powers_of_two(ref.exponents[slots, 0])[None]

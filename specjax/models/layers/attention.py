@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from specjax.cache import KVCache
+from specjax.cached_entries import Entries, decode
 from specjax.distributed.sharding import DATA, partition
 from specjax.models.layers.matmul import full_precision
 
@@ -27,8 +28,6 @@ _ROW_BLOCK = 128
 """Committed tokens read at a time of one row."""
 _MOST_SCORES = {"cpu": 1 << 21, "accelerator": 1 << 27}
 """Scores held at a time in training, on each device."""
-# Indices are never negative; without this, XLA code to wrap negative ones is generated.
-_slice = functools.partial(lax.dynamic_slice, allow_negative_indices=False)
 
 
 class Partial(NamedTuple):
@@ -187,6 +186,19 @@ def merge(a: Partial, b: Partial) -> Partial:
     )
 
 
+def _read(
+    entries: Entries, where: tuple, size: tuple[int, ...], dtype: jnp.dtype
+) -> Float[Array, "B G Y C"]:
+    """Return a part of one layer's cached keys or values, in floating point."""
+
+    def part(array: jax.Array) -> jax.Array:
+        # Indices are never negative; without this, XLA code to wrap negative ones is generated.
+        full_size = (*size, array.shape[-1])
+        return lax.dynamic_slice(array, (*where, 0), full_size, allow_negative_indices=False)[0]
+
+    return decode(jax.tree.map(part, entries), dtype)
+
+
 def cached_blocks(cache: KVCache) -> Int[Array, ""]:
     """Return how many blocks hold the longest row; attention's cost is proportional to it."""
     step = min(CACHE_BLOCK, cache.capacity)
@@ -207,16 +219,16 @@ def attend_cache(
     With `oldest` each query sees the keys from that position on, and blocks before the oldest of
     all queries are not read.
     """
-    _, batch, kv_heads, _, width = cache.k.shape
+    _, batch, kv_heads, _, _ = cache.k.shape
     step = min(CACHE_BLOCK, cache.capacity)
     offsets = jnp.arange(step)
     first_block = 0 if oldest is None else jnp.maximum(oldest.min(), 0) // step
 
     def block(index: Int[Array, ""], total: Partial) -> Partial:
         first = index * step
-        where = (layer, 0, 0, first, 0)
-        size = (1, batch, kv_heads, step, width)
-        key, value = (_slice(array, where, size)[0] for array in (cache.k, cache.v))
+        where = (layer, 0, 0, first)
+        size = (1, batch, kv_heads, step)
+        key, value = (_read(entries, where, size, query.dtype) for entries in (cache.k, cache.v))
         visible = _committed(cache.length, first + offsets, oldest)
         return merge(total, attend(query, key, value, visible, softcap))
 
@@ -243,8 +255,8 @@ def attend_rows(
 
 def _attend_rows(
     query: Float[Array, "B G X C"],
-    keys: Float[Array, "L B G S C"],
-    values: Float[Array, "L B G S C"],
+    keys: Entries,
+    values: Entries,
     length: Int[Array, "B"],
     layer: Int[Array, ""] | int,
     start: Partial,
@@ -252,11 +264,11 @@ def _attend_rows(
     *,
     softcap: float | None,
 ) -> Partial:
-    batch, kv_heads, _, width = query.shape
+    batch, kv_heads, _, _ = query.shape
     capacity = keys.shape[3]
     step = capacity if capacity % _ROW_BLOCK else _ROW_BLOCK
     offsets = jnp.arange(step)
-    size = (1, 1, kv_heads, step, width)
+    size = (1, 1, kv_heads, step)
 
     def attend_row(row: tuple) -> Partial:
         index, *rest = row
@@ -264,8 +276,8 @@ def _attend_rows(
 
         def block(number: Int[Array, ""], total: Partial) -> Partial:
             first = number * step
-            where = (layer, index, 0, first, 0)
-            key, value = (_slice(array, where, size)[0] for array in (keys, values))
+            where = (layer, index, 0, first)
+            key, value = (_read(entries, where, size, query.dtype) for entries in (keys, values))
             visible = _committed(length, first + offsets, oldest)
             return merge(total, attend(query, key, value, visible, softcap))
 
@@ -314,9 +326,9 @@ def attend_whole_cache(
 
     Slots that are not committed are masked.
     """
+    size = (1, *cache.k.shape[1:4])
     key, value = (
-        lax.dynamic_index_in_dim(array, layer, keepdims=False, allow_negative_indices=False)
-        for array in (cache.k, cache.v)
+        _read(entries, (layer, 0, 0, 0), size, query.dtype) for entries in (cache.k, cache.v)
     )
     visible = _committed(cache.length, jnp.arange(cache.capacity), oldest)
     # Otherwise XLA merges this product with the window's, and concatenates a copy of the cache.

@@ -23,7 +23,7 @@ def attends(cache: KVCache, tokens: int) -> bool:
     """Return whether the kernel is there, and is for a pass of T `tokens` over such a cache."""
     return (
         tokens <= _MOST_TOKENS
-        and cache.k.dtype == jnp.float32
+        and cache.k.dtype in (jnp.float32, jnp.bfloat16, jnp.int8)
         and cache.k.shape[-1] % _LANES == 0
         and jax.default_backend() == "cpu"
         and jax.sharding.get_abstract_mesh().empty
@@ -53,16 +53,19 @@ def attend_window_and_cache(
     )
     if oldest is None:
         oldest = jnp.zeros((batch, queries), jnp.int32)
+    (keys, *key_exponents), (values, *value_exponents) = map(jax.tree.leaves, (cache.k, cache.v))
     mixed = call(
         query.astype(jnp.float32),
         jnp.asarray(layer, jnp.int32)[None],
-        cache.k,
-        cache.v,
+        keys,
+        values,
         cache.length,
         window.k,
         window.v,
         jnp.broadcast_to(seen[:, 0], (batch, queries, window.k.shape[3])),
         oldest,
+        *key_exponents,
+        *value_exponents,
         softcap=np.float32(0 if softcap is None else softcap),
     )
     ones = jnp.ones((*query.shape[:3], 1), jnp.float32)

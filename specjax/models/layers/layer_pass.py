@@ -89,6 +89,8 @@ class LayerPass:
                 rounded=self.layer.multiply is not None,
             )
             return mixed, None
+        if self.cache is not None:
+            key, value = self.cache.rounded(key), self.cache.rounded(value)
         window = window.replace(
             k=write_window(window.k, key, index, self.start),
             v=write_window(window.v, value, index, self.start),

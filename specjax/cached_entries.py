@@ -1,0 +1,79 @@
+"""Keys and values as a cache stores them: in the model's dtype, in bfloat16, or in 8 bits."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Float, Int, Int8, Shaped
+
+from specjax.fields import Choice
+
+CACHE_DTYPE = Choice(("auto", "bfloat16", "int8"))
+"""How a cache stores keys and values; `auto` is the dtype of the model's activations."""
+_LARGEST = 127
+_SMALLEST_EXPONENT = -126
+
+
+@struct.dataclass
+class Int8Entries:
+    """Keys or values [L, B, G, S, C] as integers times a power of two for each token and head.
+
+    With powers of two the numbers are exact in every floating-point dtype, and rounding them again
+    changes nothing: a token has the same keys in the round's window and in the cache.
+    """
+
+    integers: Int8[Array, "*N C"]
+    exponents: Int8[Array, "*N 1"]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the keys or values."""
+        return self.integers.shape
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """The dtype of the integers."""
+        return self.integers.dtype
+
+
+Entries = Shaped[Array, "*N C"] | Int8Entries
+"""An array of keys or values, or their integers."""
+
+
+def relative_step(dtype: jnp.dtype) -> float:
+    """Return the distance of 1 to the next number of a dtype; for int8 of the largest integer."""
+    return 2.0**-7 if dtype == jnp.int8 else float(jnp.finfo(dtype).eps)
+
+
+def empty_entries(shape: tuple[int, ...], dtype: jnp.dtype) -> Entries:
+    """Return stored keys or values that are all zero."""
+    zeros = jnp.zeros(shape, dtype)
+    return Int8Entries(zeros, zeros[..., :1]) if dtype == jnp.int8 else zeros
+
+
+def encode(entries: Float[Array, "*N C"], dtype: jnp.dtype) -> Entries:
+    """Return keys or values as a cache of `dtype` stores them; int8 as `Int8Entries`."""
+    if dtype != jnp.int8:
+        return entries.astype(dtype)
+    entries = entries.astype(jnp.float32)
+    fraction, exponents = jnp.frexp(jnp.abs(entries).max(axis=-1, keepdims=True))
+    # The least power of two whose 127-fold is no smaller than the largest magnitude.
+    exponents += jnp.where(fraction > _LARGEST / 128, -6, -7)
+    exponents = jnp.clip(exponents, _SMALLEST_EXPONENT, _LARGEST)
+    integers = jnp.round(entries / powers_of_two(exponents)).astype(jnp.int8)
+    return Int8Entries(integers, exponents.astype(jnp.int8))
+
+
+def decode(entries: Entries, dtype: jnp.dtype) -> Float[Array, "*N C"]:
+    """Return stored keys or values as an array of floating-point numbers."""
+    if not isinstance(entries, Int8Entries):
+        return entries.astype(dtype)
+    numbers = entries.integers.astype(jnp.float32) * powers_of_two(entries.exponents)
+    return numbers.astype(dtype)
+
+
+def powers_of_two(exponents: Int[Array, "*N"]) -> Float[Array, "*N"]:
+    """Return 2 to the power of exponents from -126 to 127, exactly."""
+    bits = (exponents.astype(jnp.int32) + 127) << 23
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)

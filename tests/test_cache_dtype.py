@@ -1,0 +1,166 @@
+"""Caches in bfloat16 and in 8 bits: the same tokens as plain decoding over the same cache."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import slow, tiny_config
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_loop_cache import fresh
+
+import specjax
+from specjax.cache import KVCache, commit
+from specjax.cached_entries import Int8Entries, decode, empty_entries, encode
+from specjax.distributed.sharding import make_mesh
+from specjax.drafters import make_drafter
+from specjax.errors import InputError
+from specjax.loading.load import load_model, place_model, random_model
+from specjax.models.decoder import Form
+from specjax.models.masks import causal
+
+FLOAT, INT8 = jnp.dtype("float32"), jnp.dtype("int8")
+CONFIG = tiny_config(num_layers=3, head_dim=16)
+PROMPTS = [[5], [3, 4, 5, 3, 4, 5, 3], [9, 8, 9, 8, 9]]
+
+
+def model_with(kv_cache_dtype, form=None, **sizes):
+    config = dataclasses.replace(CONFIG, **sizes)
+    model = random_model(config, 0, dtype="float32", form=form or Form())
+    return dataclasses.replace(model, kv_cache_dtype=kv_cache_dtype)
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(-120, 120))
+@settings(max_examples=100, deadline=None)
+def test_8_bits_are_the_nearest_integers_and_rounding_again_changes_nothing(seed, exponent):
+    entries = np.random.default_rng(seed).standard_normal((4, 3, 16)) * 2.0**exponent
+    stored = encode(jnp.asarray(entries, jnp.float32), INT8)
+    back = np.asarray(decode(stored, FLOAT))
+    largest = np.abs(entries).max(axis=-1, keepdims=True)
+    assert np.all(np.abs(back - entries) <= largest / 127 * 1.0001)
+    again = encode(jnp.asarray(back), INT8)
+    jax.tree.map(np.testing.assert_array_equal, stored, again)
+    in_bfloat16 = np.asarray(decode(stored, jnp.dtype("bfloat16")).astype(jnp.float32))
+    np.testing.assert_array_equal(in_bfloat16, back)
+
+
+def test_zeros_stay_zeros():
+    zeros = empty_entries((2, 3, 8), INT8)
+    assert zeros.shape == (2, 3, 8)
+    np.testing.assert_array_equal(decode(zeros, FLOAT), 0)
+    np.testing.assert_array_equal(decode(encode(jnp.zeros((2, 8)), INT8), FLOAT), 0)
+
+
+def at_once_and_one_by_one(model):
+    """The logits of five tokens in one pass, and in passes of one, each committed."""
+    functions, params = model.architecture, model.params
+    tokens = jnp.asarray([[5, 3, 8, 5, 9]])
+    positions = jnp.arange(5)[None]
+    cache, window = functions.make_cache(1, 64), functions.make_window(1, 5)
+    together = functions.extend(
+        params, tokens, positions, cache, window, 0, causal(jnp.arange(5), 5)
+    ).logits
+    alone = []
+    for index in range(5):
+        part = slice(index, index + 1)
+        window = functions.make_window(1, 1)
+        result = functions.extend(
+            params,
+            tokens[:, part],
+            positions[:, part],
+            cache,
+            window,
+            0,
+            causal(jnp.arange(1), 1),
+        )
+        alone.append(result.logits)
+        cache = commit(cache, result.window, jnp.zeros((1, 1), jnp.int32), jnp.ones(1, jnp.int32))
+    return np.asarray(together), np.concatenate(alone, axis=1)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+@pytest.mark.parametrize("form", [Form(), Form("stacked", "blocks"), Form("unrolled", "kernel")])
+def test_a_token_is_read_alike_from_window_and_cache(dtype, form, monkeypatch):
+    together, alone = at_once_and_one_by_one(model_with(dtype, form))
+    np.testing.assert_allclose(together, alone, atol=1e-4)
+    # Broken: the window holds numbers that the cache will round.
+    monkeypatch.setattr(KVCache, "rounded", lambda self, entries: entries)
+    together, alone = at_once_and_one_by_one(model_with(dtype, form))
+    assert np.abs(together - alone).max() > 1e-3
+
+
+@pytest.mark.parametrize("dtype", ["int8", *slow("bfloat16")])
+@pytest.mark.parametrize(("verify", "temperature"), [("rejection", 0.0), ("coupled", 0.8)])
+def test_tokens_are_those_of_plain_decoding_over_the_same_cache(dtype, verify, temperature):
+    model = model_with(dtype)
+    request = {"max_new_tokens": 24, "temperature": temperature, "verify": verify, "seed": 3}
+    plain = specjax.generate(model, PROMPTS, **request)
+    draft = random_model(tiny_config(num_layers=1), 0, dtype="float32")
+    for drafter in (
+        "ngram",
+        make_drafter("early_exit", model, exit_layer=2),
+        make_drafter("draft_model", model, path=draft),
+    ):
+        together = specjax.generate(model, PROMPTS, drafter=drafter, **request)
+        assert together.token_ids == plain.token_ids
+        alone = [specjax.generate(model, [row], drafter=drafter, **request) for row in PROMPTS]
+        if temperature == 0:
+            assert [result.token_ids[0] for result in alone] == plain.token_ids
+
+
+def test_a_cache_in_8_bits_after_rounds_is_that_of_a_prefill():
+    model = model_with("int8")
+    functions = model.architecture
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 61, (2, 40)), jnp.int32)
+    lengths = jnp.asarray([40, 33], jnp.int32)
+    whole = fresh(functions, model.params, tokens, lengths, 64)
+    cache = fresh(functions, model.params, tokens, jnp.asarray([30, 23], jnp.int32), 64)
+    positions = cache.length[:, None] + jnp.arange(10)[None]
+    window = functions.make_window(2, 10)
+    new = jnp.take_along_axis(tokens, positions, axis=1)
+    result = functions.extend(
+        model.params, new, positions, cache, window, 0, causal(jnp.arange(10), 10)
+    )
+    slots = jnp.broadcast_to(jnp.arange(10), (2, 10))
+    cache = commit(cache, result.window, slots, jnp.full(2, 10))
+    assert isinstance(cache.k, Int8Entries)
+    for found, wanted in ((cache.k, whole.k), (cache.v, whole.v)):
+        for row, length in enumerate(lengths):
+            found_row, wanted_row = (
+                np.asarray(decode(entries, FLOAT))[:, row, :, :length]
+                for entries in (found, wanted)
+            )
+            # Sums in another order may move a number across the middle of two integers.
+            step = np.abs(wanted_row).max(axis=-1, keepdims=True) / 64
+            assert np.all(np.abs(found_row - wanted_row) <= step)
+            assert np.mean(found_row == wanted_row) > 0.99
+
+
+def test_a_cache_in_8_bits_takes_a_quarter_of_the_memory():
+    sizes = {}
+    for dtype in ("auto", "int8", "bfloat16"):
+        cache = model_with(dtype).architecture.make_cache(2, 64)
+        sizes[dtype] = sum(leaf.nbytes for leaf in jax.tree.leaves((cache.k, cache.v)))
+    assert sizes["bfloat16"] * 2 == sizes["auto"]
+    assert sizes["int8"] * 4 == sizes["auto"] * (1 + 1 / CONFIG.head_dim)
+
+
+def test_heads_of_a_cache_in_8_bits_are_split_over_devices():
+    model = model_with("int8")
+    request = {"max_new_tokens": 16, "drafter": "ngram"}
+    on_one = specjax.generate(model, PROMPTS[:2], **request)
+    mesh = make_mesh(1, 2, jax.devices()[:2])
+    placed = place_model(model, mesh)
+    assert placed.kv_cache_dtype == "int8"
+    assert specjax.generate(placed, PROMPTS[:2], **request).token_ids == on_one.token_ids
+
+
+def test_another_dtype_is_refused():
+    for call in (
+        lambda: load_model("smollm2-135m-instruct", kv_cache_dtype="int4"),
+        lambda: model_with("int4"),
+    ):
+        with pytest.raises(InputError, match="kv_cache_dtype='int4' is unknown: use auto, bfloat1"):
+            call()
