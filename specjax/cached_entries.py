@@ -7,10 +7,6 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int, Int8, Shaped
 
-from specjax.fields import Choice
-
-CACHE_DTYPE = Choice(("auto", "bfloat16", "int8"))
-"""How a cache stores keys and values; `auto` is the dtype of the model's activations."""
 _LARGEST = 127
 _SMALLEST_EXPONENT = -126
 

@@ -32,7 +32,7 @@ ORDER = [
     "specjax.fields",
     "specjax.files specjax.theory",
     "specjax.sampling specjax.controllers specjax.cache specjax.trees specjax.metrics "
-    "specjax.signals specjax.errors specjax.log",
+    "specjax.cached_entries specjax.signals specjax.errors specjax.log",
 ]
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names.split()}
 MOST_MODULES = 14

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from specjax.cached_entries import CACHE_DTYPE
 from specjax.cli.mesh_config import ONE_DEVICE, ONE_PROCESS, DistributedConfig, MeshConfig
 from specjax.decoding.options import AUTO, DRAFT_LENGTH
 from specjax.fields import InputFile, Items, Number, OutputFile, PathOrName, Text, Whole, optional
 from specjax.loading.load import DEFAULT_MODEL, DTYPE
+from specjax.loading.model import CACHE_DTYPE
 from specjax.loading.quantize import WEIGHTS
 
 _SIZES = Items(Whole(1), least=1, remedy="use whole numbers of at least 1, such as (1, 4)")

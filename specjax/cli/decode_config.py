@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
-from specjax.cached_entries import CACHE_DTYPE
 from specjax.cli.built_in_prompts import questions_of
 from specjax.cli.mesh_config import ONE_DEVICE, ONE_PROCESS, DistributedConfig, MeshConfig
 from specjax.decoding.options import (
@@ -56,7 +55,7 @@ from specjax.fields import (
 from specjax.files.path_checks import user_path
 from specjax.loading.find_head import kind_of_head
 from specjax.loading.load import DEFAULT_MODEL, DTYPE, load_model
-from specjax.loading.model import Model
+from specjax.loading.model import CACHE_DTYPE, Model
 from specjax.loading.quantize import WEIGHTS
 from specjax.sampling import RULES, Rule, Typical, derived_seed
 from specjax.trees import FastestTree, RankedTree

@@ -17,7 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from specjax.cached_entries import CACHE_DTYPE
 from specjax.distributed import device_memory, sharding
 from specjax.errors import InputError, one_line, shown
 from specjax.fields import Choice, Flag, Instance, Text, optional
@@ -35,7 +34,7 @@ from specjax.loading.formats.families import registry
 from specjax.loading.formats.gguf_parts import open_parts
 from specjax.loading.formats.safetensors_files import HALVES, PICKLES, refuse_pickle
 from specjax.loading.layer_layout import stack_layers
-from specjax.loading.model import MODEL_KIND, Model, array_table, split_arrays
+from specjax.loading.model import CACHE_DTYPE, MODEL_KIND, Model, array_table, split_arrays
 from specjax.loading.notes import note
 from specjax.loading.quantize import (
     WEIGHTS,

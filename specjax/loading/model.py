@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from specjax.cached_entries import CACHE_DTYPE
-from specjax.fields import Instance
+from specjax.fields import Choice, Instance
 from specjax.loading.tokenizers.tokenizer import Tokenizer
 from specjax.models.config import DecoderConfig
 from specjax.models.decoder import DEFAULT_FORM, Decoder, Form
@@ -18,6 +17,8 @@ from specjax.models.heads.mtp import MtpConfig, MtpModules
 from specjax.models.layers.quantized import QuantizedKernel
 from specjax.models.parameter_table import parameter_table
 
+CACHE_DTYPE = Choice(("auto", "bfloat16", "int8"))
+"""How a cache stores keys and values; `auto` is the dtype of the model's activations."""
 _MTP = "mtp"
 """The name of the modules among a model's arrays."""
 
@@ -30,7 +31,7 @@ class Model:
     whole on each of them (1). `form` says how its layers are laid out for the backend. `mtp` are
     its own modules for multi-token prediction, if it has any. `stated_ends` are ids that end a
     sequence by its config, of a model without a tokenizer. `kv_cache_dtype`
-    (`cached_entries.CACHE_DTYPE`) is how caches store its keys and values, and those of drafters
+    (`CACHE_DTYPE`) is how caches store its keys and values, and those of drafters
     beside it. Raises InputError for another such dtype, and for modules of another model.
     """
 
