@@ -29,19 +29,19 @@ COMMANDS = (
 
 
 def module_of(command: str) -> str:
-    """The module that `python -m` runs for a command."""
+    """Return the module that `python -m` runs for a command."""
     return command if command.startswith("train.") else f"specjax.{command}"
 
 
 def hiding_file() -> str | None:
-    """The user's file that Python finds in place of specjax's package `train`; None for none."""
+    """Return the user's file that shadows specjax's package `train`, or None."""
     found = importlib.util.find_spec("train")
     ours = Path(__file__).parents[1] / "train" / "__init__.py"
     return None if found is None or found.origin == str(ours) else found.origin
 
 
 def summary(command: str) -> str:
-    """The first line of a command's documentation; nothing is imported for it."""
+    """Return the first line of a command's docstring, without importing the command."""
     if command.startswith("train.") and (file := hiding_file()):
         return f"Hidden by {file}."
     found = importlib.util.find_spec(module_of(command))
@@ -51,7 +51,7 @@ def summary(command: str) -> str:
 
 
 def usage() -> str:
-    """The list of commands, each with its first line."""
+    """Return the list of commands, each with the first line of its docstring."""
     width = max(map(len, COMMANDS))
     lines = [f"  {command:<{width}}  {summary(command)}" for command in COMMANDS]
     return "\n".join(

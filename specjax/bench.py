@@ -1,13 +1,14 @@
-"""Measure the parts of a round, and the speed-up over plain decoding next to its prediction.
+"""Measure the parts of a round, and compare measured with predicted speed-up.
 
     python -m specjax.bench --config=configs/bench_smollm2.py
 
-Times of passes are medians of several warm runs, without compiling. Speed-ups are over plain
-decoding in the same loop, with alternating runs: geometric means with their 95 % intervals. Figures
-are added to the report, a file of JSON lines, as they are measured, those of all drafters with a
-draft length, batch size and temperature at once; its last line is a summary once all are there.
-Exit codes: 0; 2 for bad input, and where the report cannot be written; 130 after Ctrl-C, SIGTERM or
-a closed terminal; 141 where stdout is closed.
+Pass times are medians of several warm runs, without compilation. Speed-ups compare with plain
+decoding in the same loop, in alternating runs, and are given as geometric means with 95 %
+confidence intervals. The report, a file of JSON lines, grows as results are measured: one entry for
+all drafters at each draft length, batch size and temperature, then a final summary.
+
+Exit codes: 0; 2 for bad input or a report that cannot be written; 130 after Ctrl-C, SIGTERM or a
+closed terminal; 141 if stdout is closed.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from specjax.reporting.report_file import ReportFile, check_writable
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
+    """Run the command; return its exit code."""
 
     def run(config: BenchConfig, *, verbose: bool) -> int:
         mesh = open_mesh(config.mesh, config.distributed, asdict(config))

@@ -1,4 +1,4 @@
-"""The cache of committed tokens' keys and values, and the window of a round's new tokens."""
+"""The cache of committed keys and values, and the window of a round's new tokens."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from specjax.cached_entries import Entries, decode, empty_entries, encode
 
 @struct.dataclass
 class Window:
-    """Keys and values of one round's speculative tokens; never part of a cache.
+    """Keys and values of one round's speculative tokens, which are never part of a cache.
 
-    A slot that was never written holds zeros, so that a masked score stays finite. `positions` are
-    those of the slots' tokens, for models whose attention depends on them (sliding windows).
+    Slots not yet written hold zeros, so that masked scores stay finite. `positions` are the tokens'
+    positions, stored only for models whose attention depends on them (sliding windows).
     """
 
     k: Float[Array, "L B G W C"]
@@ -24,7 +24,7 @@ class Window:
     positions: Int[Array, "B W"] | None = None
 
     def padded(self, slots: int) -> Window:
-        """Return the window with `slots` more slots, which hold zeros."""
+        """Return the window with `slots` zero-filled slots appended."""
         return Window(
             *(_pad(keys_or_values, 3, slots) for keys_or_values in (self.k, self.v)),
             self.positions if self.positions is None else _pad(self.positions, 1, slots),
@@ -36,7 +36,7 @@ class Window:
         return Window(self.k[:, rows], self.v[:, rows], positions)
 
     def admit(self, rows: Int[Array, "A"], new: Window) -> Window:
-        """Return the window with `new` in place of `rows`; rows out of range are dropped."""
+        """Return the window with `new` written at `rows`; rows out of range are dropped."""
         positions = self.positions
         if positions is not None:
             positions = positions.at[rows].set(new.positions, mode="drop")
@@ -61,7 +61,7 @@ class KVCache:
 
     @property
     def capacity(self) -> int:
-        """Number of tokens a row can hold (S)."""
+        """The number of tokens that a row can hold (S)."""
         return self.k.shape[3]
 
     def rounded(self, entries: Float[Array, "*N C"]) -> Float[Array, "*N C"]:
@@ -78,7 +78,7 @@ class KVCache:
         return KVCache(k, v, self.length[rows])
 
     def admit(self, rows: Int[Array, "A"], new: KVCache) -> KVCache:
-        """Return the cache with `new` in place of `rows`; rows out of range are dropped."""
+        """Return the cache with `new` written at `rows`; rows out of range are dropped."""
 
         def put_rows(into: jax.Array, new: jax.Array) -> jax.Array:
             return into.at[:, rows].set(new, mode="drop")
@@ -87,14 +87,14 @@ class KVCache:
         return KVCache(k, v, self.length.at[rows].set(new.length, mode="drop"))
 
     def release(self, rows: Int[Array, "A"]) -> KVCache:
-        """Return the cache with `rows` empty."""
+        """Return the cache with `rows` emptied."""
         return self.replace(length=self.length.at[rows].set(0, mode="drop"))
 
 
 def make_cache(
     num_layers: int, batch: int, kv_heads: int, capacity: int, head_dim: int, dtype: jnp.dtype
 ) -> KVCache:
-    """Return an empty cache: zeros of shape [L, B, G, S, C], every length 0."""
+    """Return an empty cache: zeros of shape [L, B, G, S, C] and lengths of 0."""
     shape = (num_layers, batch, kv_heads, capacity, head_dim)
     k, v = (empty_entries(shape, jnp.dtype(dtype)) for _ in range(2))
     return KVCache(k, v, jnp.zeros(batch, jnp.int32))
@@ -103,10 +103,10 @@ def make_cache(
 def commit(
     cache: KVCache, window: Window, slots: Int[Array, "B T"], count: Int[Array, "B"]
 ) -> KVCache:
-    """Return the cache with the first `count` of each row's `slots` appended, in that order.
+    """Return the cache with the first `count` of each row's `slots` appended in order.
 
-    Further slots get an index out of range, which the scatter drops, so that rows of different
-    counts need no loop and the donated cache is updated in place.
+    Slots beyond `count` get an out-of-range index, which the scatter drops, so that rows with
+    different counts need no loop and a donated cache is updated in place.
     """
     step = jnp.arange(slots.shape[1])[None, :]
     keep = step < count[:, None]
@@ -152,7 +152,7 @@ def put(
     slots: Int[Array, "#B T"],
     new: Shaped[Array, "B T *rest"],
 ) -> Shaped[Array, "B S *rest"]:
-    """Return `into` with `new` written at each row's own slots; slots out of range are dropped."""
+    """Return `into` with `new` written at each row's `slots`; slots out of range are dropped."""
     slots = jnp.broadcast_to(slots, new.shape[:2])
     put_row = jax.vmap(lambda row, slots, values: row.at[slots].set(values, mode="drop"))
     return put_row(into, slots, new)

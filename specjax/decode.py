@@ -3,16 +3,17 @@
     python -m specjax.decode --config.prompt="Name three rivers."
     python -m specjax.decode --config.drafter.name=ngram,eagle3,ngram+eagle3
 
-Each prompt is also decoded plainly, for the speed-up, and to check that the tokens are the same.
-Several drafters decode in turn beside one plain decoding; an option of `drafter.*` goes to those
-that take it. The text shown is that of the first.
+Each prompt is also decoded plainly, to measure the speed-up and to check that the tokens agree.
+Several drafters share one plain baseline; an option `drafter.*` applies to the drafters that accept
+it. The text shown is that of the first drafter.
 
-Exit codes: 0; 1 where the output differs from plain decoding's by more than rounding explains; 2
-for bad input, for logits that are not numbers, and where the report cannot be written; 130 after
-Ctrl-C, SIGTERM or a closed terminal; 141 where stdout is closed. Rows are added to the report, a
-file of JSON lines, as they finish; its last lines are summaries, which say "interrupted" where
-prompts are missing, and "refused" where a later turn has no room. Of several processes the first
-one prints, and writes the report.
+Rows are added to the report, a file of JSON lines, as they finish. Its last lines are summaries,
+marked "interrupted" if prompts are missing and "refused" if a later turn did not fit. With several
+processes, only the first prints and writes the report.
+
+Exit codes: 0; 1 if the output differs from plain decoding by more than rounding explains; 2 for bad
+input, non-finite logits or a report that cannot be written; 130 after Ctrl-C, SIGTERM or a closed
+terminal; 141 if stdout is closed.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ DIFFERENT = 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
+    """Run the command; return its exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
     if "--list" in argv:
         print(listing())
@@ -85,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def decode(config: DecodeConfig, *, verbose: bool = False) -> int:
-    """Run a config; returns the exit code. Raises InputError."""
+    """Run a config; return the exit code. Raises InputError."""
     mesh = open_mesh(config.mesh, config.distributed, config.written)
     writes = processes.is_first()
 
@@ -249,7 +250,7 @@ def _path_note(name: str) -> str:
 
 
 def listing() -> str:
-    """Drafters with their options, rules and sampling fields, each with its default."""
+    """Return a text that lists drafters with their options, rules and sampling fields."""
     lines = ["drafters (--config.drafter.name=NAME, then --config.drafter.OPTION=VALUE):"]
     for name, constructor in DRAFTERS.items():
         lines.append(f"  {name}: {(constructor.__doc__ or '').splitlines()[0]}")

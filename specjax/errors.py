@@ -1,4 +1,4 @@
-"""The error that bad input raises, and the form in which values appear in it."""
+"""The error raised for bad input, and the formatting of values in its message."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _SHORT.maxlevel = 3
 class InputError(ValueError):
     """Bad input; the message names the field, the value and the remedy on one line.
 
-    Command lines print it without a traceback and exit with code 2. Parts of it may come from a
-    file: line ends become spaces, other unprintable characters (a terminal's commands, halves of
-    surrogate pairs) are escaped, and the middle of a very long message is left out.
+    Commands print it without a traceback and exit with code 2. Since the message may quote a file,
+    line breaks become spaces, unprintable characters (terminal escapes, lone surrogates) are
+    escaped, and the middle of a very long message is omitted.
     """
 
     def __init__(self, message: str) -> None:
@@ -35,21 +35,21 @@ class InputError(ValueError):
 
 
 class Problems:
-    """Collects InputErrors of checks that do not depend on each other, to raise them as one."""
+    """A collection of InputErrors from independent checks, raised as one."""
 
     def __init__(self) -> None:
         self._messages: list[str] = []
 
     @contextmanager
     def collect(self) -> Iterator[None]:
-        """Collect an InputError that is raised inside the block, and continue after it."""
+        """Collect an InputError raised inside the `with` block instead of propagating it."""
         try:
             yield
         except InputError as error:
             self.add(str(error))
 
     def add(self, message: str) -> None:
-        """Collect a message."""
+        """Add a message to the collection."""
         self._messages.append(message)
 
     def check(self) -> None:
@@ -59,7 +59,7 @@ class Problems:
 
 
 def printable(text: str) -> str:
-    """Return a text for a terminal: its line ends as spaces, unprintable characters escaped."""
+    """Return `text` safe for a terminal: line breaks as spaces, other controls escaped."""
     return text if text.isprintable() else "".join(map(_printable, text))
 
 
@@ -70,12 +70,12 @@ def _printable(char: str) -> str:
 
 
 def one_line(error: Exception) -> str:
-    """Return another library's message on one line; the name of its class if it has none."""
+    """Return an exception's message on one line, or its class name if it has no message."""
     return " ".join(str(error).split()) or type(error).__name__
 
 
 def shown(value: Any, limit: int = 60) -> str:
-    """Return a value's repr for an error message: on one line, at most about `limit` characters."""
+    """Return the repr of `value` for an error message, on one line of about `limit` characters."""
     try:
         text = " ".join(_SHORT.repr(value).split())
     except Exception:  # a repr is the value's own code; Python prints no number of 5,000 digits

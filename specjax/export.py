@@ -2,10 +2,9 @@
 
     python -m specjax.export --head=PATH --format=eagle3 --output=DIR
 
-PATH is a head that specjax saved, a directory in one of the layouts, or the kind of a head that
-comes with specjax, such as eagle3. Formats are medusa, eagle, eagle3, speculators, and specjax.
-The written head is read again and compared, bit by bit. Exit codes: 0; 2 for
-bad input; 130 after Ctrl-C or SIGTERM.
+PATH is a head saved by specjax, a directory in one of the layouts, or the kind of a bundled head,
+such as eagle3. Formats are medusa, eagle, eagle3, speculators and specjax. The written head is read
+back and compared bit by bit. Exit codes: 0; 2 for bad input; 130 after Ctrl-C or SIGTERM.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ FORMATS = (*head_formats.FORMATS, OWN)
 
 
 def parser() -> Parser:
-    """The flags."""
+    """Return the parser of the command's flags."""
     flags = Parser("python -m specjax.export", __doc__)
     flags.add_field("head", PathOrName(), "the head to write")
     flags.add_field("format", Choice(FORMATS), "the layout to write")
@@ -63,7 +62,7 @@ def parser() -> Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
+    """Run the command; return its exit code."""
 
     def act(arguments: list[str]) -> int:
         return export(SimpleNamespace(**parser().read(arguments)))
@@ -72,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def export(options: SimpleNamespace) -> int:
-    """Run parsed flags; returns the exit code. Raises InputError."""
+    """Export a head as the parsed flags say; return the exit code. Raises InputError."""
     source, output = user_path("head", options.head), output_folder("output", options.output)
     where = f"output={options.output!r}"
     shipped = options.head in KINDS

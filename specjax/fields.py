@@ -1,9 +1,9 @@
-"""Kinds of values that users give, and their checks, for command lines and the Python API.
+"""Kinds of user-supplied values and their checks, shared by command lines and the Python API.
 
-A field of a config, an option of a drafter or an argument of a function declares its kind: in a
-table of fields by name, or in the annotation, as `top_k: Annotated[int, Whole()]`. Every kind's
-`check(name, value)` returns the value in its plain Python type, or raises InputError naming the
-field, the value and the remedy.
+A config field, a drafter option or a function argument declares its kind in a table of fields by
+name or in its annotation, as in `top_k: Annotated[int, Whole()]`. The method `check(name, value)`
+of every kind returns the value as a plain Python type, or raises InputError naming the field, the
+value and the remedy.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ INT32_MAX = 2**31 - 1
 
 @runtime_checkable
 class Kind(Protocol):
-    """The values that a field may have."""
+    """The set of values that a field may have."""
 
     def check(self, name: str, value: Any) -> Any:
-        """The value; raises InputError unless it is of this kind."""
+        """Return the value; raise InputError unless it is of this kind."""
 
 
 Fields = Mapping[str, "Kind | Fields | OptionalSection"]
@@ -51,14 +51,14 @@ Fields = Mapping[str, "Kind | Fields | OptionalSection"]
 
 @dataclass(frozen=True)
 class Whole:
-    """A whole number from `least` to `most`; NumPy's and JAX's integers are whole numbers too."""
+    """A whole number from `least` to `most`; NumPy and JAX integers count as whole numbers."""
 
     least: int = 0
     most: int = INT32_MAX
     remedy: str = ""
 
     def check(self, name: str, value: Any) -> int:
-        """The number as an int."""
+        """Return the number as an int."""
         value = _plain(value)
         whole = isinstance(value, int) and not isinstance(value, bool)
         if not whole or not self.least <= value <= self.most:
@@ -68,7 +68,7 @@ class Whole:
 
     @property
     def says(self) -> str:
-        """Which values to use; the limit of 32 bits only where it was set."""
+        """Return which values are allowed, omitting the default 32-bit limit."""
         if self.most < INT32_MAX:
             return self._remedy()
         return self.remedy or f"use a whole number of at least {self.least}"
@@ -79,9 +79,9 @@ class Whole:
 
 @dataclass(frozen=True)
 class Number:
-    """A finite number from `least` to `most`; `above` leaves `least` itself out.
+    """A finite number from `least` to `most`, or, with `above`, greater than `least`.
 
-    Where `zero` is set, 0 is allowed beside that range.
+    With `zero`, 0 is allowed as well.
     """
 
     least: float = 0.0
@@ -91,7 +91,7 @@ class Number:
     remedy: str = ""
 
     def check(self, name: str, value: Any) -> float:
-        """The number as a float."""
+        """Return the number as a float."""
         value = _plain(value)
         real = isinstance(value, int | float)
         if not real or isinstance(value, bool) or not self._holds(value):
@@ -105,7 +105,7 @@ class Number:
 
     @property
     def says(self) -> str:
-        """Which values to use."""
+        """Return which values are allowed."""
         if self.remedy:
             return self.remedy
         first = "0, or a number" if self.zero else "a number"
@@ -116,10 +116,10 @@ class Number:
 
 @dataclass(frozen=True)
 class Flag:
-    """True or false."""
+    """A boolean."""
 
     def check(self, name: str, value: Any) -> bool:
-        """The value as a bool."""
+        """Return the value as a bool."""
         value = _plain(value)
         if not isinstance(value, bool):
             raise InputError(f"{name}={shown(value)}: use true or false")
@@ -128,12 +128,12 @@ class Flag:
 
 @dataclass(frozen=True)
 class Choice:
-    """One of a few names."""
+    """One of a fixed set of names."""
 
     names: tuple[str, ...]
 
     def check(self, name: str, value: Any) -> str:
-        """The name."""
+        """Return the name."""
         if not isinstance(value, str) or value not in self.names:
             raise InputError(f"{name}={shown(value)} is unknown: use {', '.join(self.names)}")
         return value
@@ -141,13 +141,13 @@ class Choice:
 
 @dataclass(frozen=True)
 class Text:
-    """A text that UTF-8 can encode; empty only with `empty`, and all spaces only with `blank`."""
+    """A string that UTF-8 can encode; `empty` and `blank` allow empty and all-space strings."""
 
     empty: bool = False
     blank: bool = False
 
     def check(self, name: str, value: Any) -> str:
-        """The text."""
+        """Return the string."""
         if not isinstance(value, str):
             raise InputError(f"{name}={shown(value)}: use a text")
         if not self.empty and not (value if self.blank else value.strip()):
@@ -164,13 +164,13 @@ class Text:
 
 @dataclass(frozen=True)
 class Instance:
-    """An object of a class; only for the Python API."""
+    """An instance of a class; for the Python API only."""
 
     type: type
     remedy: str
 
     def check(self, name: str, value: Any) -> Any:
-        """The object."""
+        """Return the instance."""
         if not isinstance(value, self.type):
             raise InputError(f"{name}={shown(value)}: {self.remedy}")
         return value
@@ -178,12 +178,12 @@ class Instance:
 
 @dataclass(frozen=True)
 class Function:
-    """Something that can be called."""
+    """A callable."""
 
     remedy: str = "use a function"
 
     def check(self, name: str, value: Any) -> Any:
-        """The function."""
+        """Return the callable."""
         if not callable(value):
             raise InputError(f"{name}={shown(value)}: {self.remedy}")
         return value
@@ -191,12 +191,12 @@ class Function:
 
 @dataclass(frozen=True)
 class InputFile:
-    """The path of a file to read; of a pipe too where `pipe` is set."""
+    """The path of a file to read, or, with `pipe`, of a pipe."""
 
     pipe: bool = False
 
     def check(self, name: str, value: Any) -> Path:
-        """The absolute path."""
+        """Return the absolute path."""
         return path_checks.input_file(name, value, pipe=self.pipe)
 
 
@@ -205,7 +205,7 @@ class InputFolder:
     """The path of a folder to read."""
 
     def check(self, name: str, value: Any) -> Path:
-        """The absolute path."""
+        """Return the absolute path."""
         return path_checks.input_folder(name, value)
 
 
@@ -214,7 +214,7 @@ class OutputFile:
     """The path of a file to write."""
 
     def check(self, name: str, value: Any) -> Path:
-        """The absolute path."""
+        """Return the absolute path."""
         return path_checks.output_file(name, value)
 
 
@@ -223,23 +223,23 @@ class OutputFolder:
     """The path of a folder to write into."""
 
     def check(self, name: str, value: Any) -> Path:
-        """The absolute path."""
+        """Return the absolute path."""
         return path_checks.output_folder(name, value)
 
 
 @dataclass(frozen=True)
 class PathOrName:
-    """A path, or a name that is looked up; whether it exists is not checked."""
+    """A path or a name to look up; it need not exist."""
 
     def check(self, name: str, value: Any) -> str:
-        """The text; raises InputError unless it can be a path."""
+        """Return the string; raise InputError unless it can be a path."""
         path_checks.user_path(name, value)
         return str(value)
 
 
 @dataclass(frozen=True)
 class Items:
-    """A list, tuple or array of one axis, of values of one kind; `length` is how many, if fixed."""
+    """A list, tuple or 1-D array of values of one kind; `length` fixes the number of values."""
 
     kind: Kind
     length: int | None = None
@@ -247,7 +247,7 @@ class Items:
     remedy: str = ""
 
     def check(self, name: str, value: Any) -> tuple:
-        """The values as a tuple."""
+        """Return the values as a tuple."""
         if getattr(value, "ndim", None) == 1:
             value = value.tolist()
         listed = isinstance(value, Sequence) and not isinstance(value, str | bytes)
@@ -272,7 +272,7 @@ class Either:
     remedy: str = ""
 
     def check(self, name: str, value: Any) -> Any:
-        """The value as the first kind that takes it gives it."""
+        """Return the value as converted by the first kind that accepts it."""
         if value is None and self.none:
             return None
         for kind in self.kinds:
@@ -287,16 +287,16 @@ class Either:
 
 @dataclass(frozen=True)
 class OptionalSection:
-    """A section that a config may leave out; `D | None` in a dataclass, for the section D."""
+    """An optional section of a config: `D | None` in a dataclass, for the section D."""
 
     fields: Fields
 
 
 @dataclass(frozen=True)
 class Inline:
-    """Marks a dataclass inside another whose fields are no section, but stand beside the other's.
+    """Mark a nested dataclass whose fields appear beside the outer fields instead of in a section.
 
-    Such as `batches: Annotated[BatchConfig, Inline()]`.
+    For example `batches: Annotated[BatchConfig, Inline()]`.
     """
 
 
@@ -306,20 +306,20 @@ def _plain(value: Any) -> Any:
 
 
 def optional(*kinds: Kind) -> Either:
-    """One of these kinds, or None."""
+    """Return a kind that accepts the given kinds and None."""
     return Either(kinds, none=True)
 
 
 @functools.cache
 def type_hints(annotated: Callable[..., Any]) -> Mapping[str, Any]:
-    """The annotations of a function, or of a class with those that it inherits, by name."""
+    """Return the annotations of a function or class by name, inherited ones included."""
     return get_type_hints(annotated, include_extras=True)
 
 
 def kind_of(annotation: Any) -> Any:
-    """The kind that an annotation declares, or its section (`Fields`); None where it declares none.
+    """Return the kind or the section (`Fields`) that an annotation declares, or None.
 
-    Raises TypeError for a number or a text without a kind, which could not be checked.
+    Raises TypeError for a number or string without a kind, which could not be checked.
     """
     origin, inside = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
@@ -344,7 +344,7 @@ def kind_of(annotation: Any) -> Any:
 
 
 def fields_of(source: type) -> dict[str, Any]:
-    """The kinds of a dataclass's annotated fields, by name; a dataclass inside is a section."""
+    """Return the kinds of a dataclass's annotated fields by name; dataclasses are sections."""
     kinds: dict[str, Any] = {}
     for name, hint in _hints(source).items():
         if is_inline(hint):
@@ -360,12 +360,12 @@ def _hints(source: type) -> dict[str, Any]:
 
 
 def is_inline(hint: Any) -> bool:
-    """Whether an annotation is `Annotated[D, Inline()]`."""
+    """Return whether an annotation is `Annotated[D, Inline()]`."""
     return get_origin(hint) is Annotated and any(isinstance(one, Inline) for one in get_args(hint))
 
 
 def dataclass_in(hint: Any) -> Any:
-    """The dataclass D of an annotation D, `D | None` or `Annotated[D, Inline()]`; else None."""
+    """Return the D of an annotation D, `D | None` or `Annotated[D, Inline()]`, or None."""
     if dataclasses.is_dataclass(hint):
         return hint
     if is_inline(hint):
@@ -379,11 +379,11 @@ def dataclass_in(hint: Any) -> Any:
 def read_values(
     source: type[T], values: Mapping[str, Any], cross_checks: Sequence[CrossCheck] = ()
 ) -> T:
-    """A dataclass from the values of its annotated fields, by section; others have their defaults.
+    """Return a dataclass built from the values of its annotated fields, by section.
 
-    Each of `cross_checks` is made where all values that it takes are there and right in themselves,
-    as are the checks that a dataclass makes in its `__post_init__`. Raises one InputError that
-    lists all that is wrong, as `check_values` does, and what does not fit each other.
+    Missing fields have their defaults. Each of `cross_checks` runs if all values that it takes are
+    present and valid, and so do the checks in the `__post_init__` of a dataclass. Raises one
+    InputError that lists every invalid value, as `check_values` does, and every inconsistency.
     """
     problems = Problems()
     checked = _checked(fields_of(source), values, "", problems)
@@ -417,9 +417,9 @@ def _made(source: type, checked: Mapping[str, Any], problems: Problems) -> Any:
 
 
 def check_instance(value: Any, prefix: str) -> None:
-    """Check the annotated fields of a frozen dataclass in its __post_init__, and keep the results.
+    """Check a frozen dataclass's annotated fields in its `__post_init__`; store the results.
 
-    `prefix` is put before a field's name in errors, such as "sampling.".
+    `prefix`, such as "sampling.", precedes the field's name in errors.
     """
     for name, hint in type_hints(type(value)).items():
         # A dataclass inside has checked itself.
@@ -430,10 +430,10 @@ def check_instance(value: Any, prefix: str) -> None:
 
 @dataclass(frozen=True)
 class CrossCheck:
-    """A check of several fields together.
+    """A check that involves several fields.
 
-    `check` takes the values of the fields `names`, which are dotted, in their order, and raises
-    InputError where they do not fit each other.
+    `check` receives the values of the fields `names` (dotted names) in order, and raises InputError
+    if they are inconsistent.
     """
 
     names: tuple[str, ...]
@@ -441,10 +441,9 @@ class CrossCheck:
 
 
 def check_values(fields: Fields, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of all fields and sections, checked.
+    """Return the checked values of all fields and sections.
 
-    Raises one InputError that lists all that is wrong: values, names that are unknown, and names
-    that are missing.
+    Raises one InputError that lists all invalid values, unknown names and missing names.
     """
     problems = Problems()
     checked = _checked(fields, values, "", problems)
@@ -478,14 +477,14 @@ def _checked(
 
 
 def unknown_name(prefix: str, name: Any, value: Any, known: Mapping[str, Any]) -> str:
-    """The message for an unknown field, with the nearest known name."""
+    """Return the error message for an unknown field, with the closest known name."""
     near = difflib.get_close_matches(str(name), map(str, known), n=1)
     hint = f"did you mean {near[0]}? " if near else ""
     return f"{prefix}{name!s:.60}={shown(value)} is not supported: {hint}use {', '.join(known)}"
 
 
 def dotted(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A nested dict's values by their dotted names, as a config's overrides write them."""
+    """Return the values of a nested dict by dotted name, the syntax of config overrides."""
     found: dict[str, Any] = {}
     for name, value in tree.items():
         inside = isinstance(value, Mapping)
@@ -494,7 +493,7 @@ def dotted(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def first_difference(one: Any, other: Any) -> tuple[str, Any, Any] | None:
-    """The first field, dotted, in which two values of a dataclass differ, with both its values."""
+    """Return the dotted name and both values of the first differing field, or None."""
     mine, theirs = (dotted(dataclasses.asdict(value)) for value in (one, other))
     for name in {**mine, **theirs}:
         if mine.get(name) != theirs.get(name):

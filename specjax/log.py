@@ -1,6 +1,7 @@
-"""The logger `specjax`: what takes long is said on stderr, unless a user's own logging says it.
+"""The logger `specjax`, which announces long operations on stderr.
 
-`logging.getLogger("specjax").setLevel("WARNING")` turns it off.
+It stays silent if the application configures logging itself, or after
+`logging.getLogger("specjax").setLevel("WARNING")`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class _Stderr(logging.StreamHandler):
         return sys.stderr
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a record, unless the root logger has handlers, which get it too."""
+        """Write a record, unless the root logger has handlers and so writes it too."""
         if not logging.getLogger().handlers:
             super().emit(record)
 

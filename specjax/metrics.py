@@ -63,24 +63,24 @@ Widths = Int[np.ndarray, "B R"] | Int[np.ndarray, "R"]
 
 
 def num_drafts(drafted: Counts) -> int:
-    """Return how many passes verified at least one draft token (vLLM's counter of that name)."""
+    """Return the number of passes with at least one draft token (vLLM's `num_drafts`)."""
     return int((drafted > 0).sum())
 
 
 def num_draft_tokens(drafted: Counts) -> int:
-    """Return how many draft tokens were verified (vLLM's counter; llama.cpp's `draft_n`)."""
+    """Return the number of verified draft tokens (vLLM's name; llama.cpp's `draft_n`)."""
     return int(drafted[drafted > 0].sum())
 
 
 def num_accepted_tokens(accepted: Counts) -> int:
-    """Return how many draft tokens were accepted (vLLM's; llama.cpp's `draft_n_accepted`)."""
+    """Return the number of accepted tokens (vLLM's; llama.cpp's `draft_n_accepted`)."""
     return int(accepted[accepted > 0].sum())
 
 
 def num_accepted_tokens_per_pos(
     drafted: Counts, accepted: Counts, positions: int | None = None
 ) -> tuple[int, ...]:
-    """Return how many passes accepted their first i+1 draft tokens, by i (vLLM's counter).
+    """Return how many passes accepted at least i + 1 draft tokens, by i (vLLM's counter).
 
     `positions` is the number of entries, the drafter's longest path; without it, the longest draft
     in the counts, which suits chains and is too long for trees.
@@ -90,16 +90,16 @@ def num_accepted_tokens_per_pos(
 
 
 def acceptance_length(accepted: Counts) -> float | None:
-    """Return tau: the mean tokens per verify pass, bonus token included, empty drafts counted.
+    """Return tau: mean tokens per verify pass, counting the bonus token and empty drafts.
 
-    The mean of accepted + 1, which is 1 for plain decoding. Spec-Bench's "#Mean accepted tokens",
-    EAGLE's tau, SGLang's and SpecForge's accept length.
+    This is the mean of `accepted` + 1, and 1 for plain decoding. Spec-Bench calls it "#Mean
+    accepted tokens", EAGLE tau, SGLang and SpecForge accept length.
     """
     return _mean(accepted[accepted >= 0] + 1)
 
 
 def tau_drafted(drafted: Counts, accepted: Counts) -> float | None:
-    """Return the `acceptance_length` of the passes with a draft only.
+    """Return `acceptance_length` over the passes with a nonempty draft.
 
     1 + num_accepted_tokens / num_drafts: vLLM's "Mean acceptance length", llama.cpp's "mean len".
     """
@@ -107,10 +107,11 @@ def tau_drafted(drafted: Counts, accepted: Counts) -> float | None:
 
 
 def acceptance_rate(drafted: Counts, accepted: Counts) -> float | None:
-    """Return accepted draft tokens / verified draft tokens, for chains.
+    """Return accepted / verified draft tokens; meaningful for chains.
 
-    vLLM's "Avg Draft acceptance rate", SGLang's `spec_accept_rate`, llama.cpp's ratio. In a tree at
-    most one path can be accepted, so there it measures the tree's width and not the drafter.
+    This is vLLM's "Avg Draft acceptance rate", SGLang's `spec_accept_rate` and llama.cpp's ratio.
+    In a tree at most one path is accepted, so the ratio says more about the tree's width than the
+    drafter.
     """
     return _ratio(num_accepted_tokens(accepted), num_draft_tokens(drafted))
 
@@ -118,11 +119,11 @@ def acceptance_rate(drafted: Counts, accepted: Counts) -> float | None:
 def acceptance_at_pos(
     drafted: Counts, accepted: Counts, positions: int | None = None
 ) -> tuple[float | None, ...]:
-    """Return P(the first i+1 draft tokens are accepted) over all passes with a draft, by i.
+    """Return the fraction of nonempty drafts whose first i + 1 tokens were accepted, for each i.
 
-    Never increases with i, and 1 + its sum is `tau_drafted`. A draft too short to reach a position
-    counts as not accepted there. vLLM's "Per-position acceptance rate", speculators'
-    `acceptance_at_pos_i`. `positions` as in `num_accepted_tokens_per_pos`.
+    The values never increase with i, and their sum plus 1 is `tau_drafted`. A draft that is too
+    short counts as not accepted at the missing positions. vLLM calls this "Per-position acceptance
+    rate", speculators `acceptance_at_pos_i`. `positions` is as in `num_accepted_tokens_per_pos`.
     """
     drafts = num_drafts(drafted)
     counts = num_accepted_tokens_per_pos(drafted, accepted, positions)
@@ -132,7 +133,7 @@ def acceptance_at_pos(
 def cond_acceptance_at_pos(
     drafted: Counts, accepted: Counts, positions: int | None = None
 ) -> tuple[float | None, ...]:
-    """Return P(draft token i+1 is accepted | the first i were, and it was drafted), by i.
+    """Return P(token i + 1 is accepted | it was drafted and the first i were accepted), by i.
 
     Where all drafts have one length this is per_pos[i] / per_pos[i-1], EAGLE's n-alpha and
     speculators' `cond_acc_i`; shorter drafts leave the denominator where they end. A tree's path
@@ -146,21 +147,21 @@ def cond_acceptance_at_pos(
 def tokens_per_round(emitted: Counts) -> float | None:
     """Return the mean number of tokens per verify pass that reached the output.
 
-    At most `acceptance_length`; lower where the end of a sequence, max_new_tokens or a stop string
-    truncates a pass. Decoding speed is this number over the time of a pass.
+    It is at most `acceptance_length`, and lower if the end of a sequence, `max_new_tokens` or a
+    stop string truncated a pass. Divided by the time of a round it gives the decoding speed.
     """
     return _mean(emitted[emitted >= 0])
 
 
 def accept_lengths(emitted: Counts) -> list[list[int]]:
-    """Return the tokens emitted in each pass of each request (Spec-Bench's `accept_lengths`)."""
+    """Return the tokens emitted by each pass of each request (Spec-Bench's name)."""
     return [row[row >= 0].tolist() for row in emitted]
 
 
 def per_request_mean(metric: Callable[..., float | None], *counts: Counts) -> float | None:
-    """Return the mean of a pooled metric over the requests for which it is defined.
+    """Return the mean over requests of a metric, skipping requests for which it is undefined.
 
-    `counts` are the metric's own arguments: `per_request_mean(tau_drafted, drafted, accepted)`.
+    `counts` are the arguments of the metric: `per_request_mean(tau_drafted, drafted, accepted)`.
     """
     rows = range(counts[0].shape[0])
     values = [metric(*(array[row : row + 1] for array in counts)) for row in rows]
@@ -174,12 +175,13 @@ def truncate_rounds(
     width: Widths,
     kept_tokens: Int[np.ndarray, "B"],
 ) -> tuple[Counts, Counts, Counts, Counts]:
-    """Return the counts after truncating each row's output to `kept_tokens`, as by a stop string.
+    """Return the counts after truncating each row's output to `kept_tokens`, as a stop string does.
 
     Passes without a kept token become -1. The pass in which a row is truncated keeps `drafted` and
-    `width`, since it was computed, and loses the dropped tokens from `emitted` and `accepted`; the
-    tokens it keeps are all draft tokens, since its own token comes last. Returns (drafted,
-    accepted, emitted, width), each [B, R]. Raises ValueError if the counts do not fit together.
+    `width`, since they were computed, and drops the removed tokens from `emitted` and `accepted`;
+    the tokens it keeps are all draft tokens, because the target's token comes last. Returns
+    (drafted, accepted, emitted, width), each [B, R]. Raises ValueError if the counts are
+    inconsistent.
     """
     width = _checked_width(drafted, accepted, emitted, width)
     pass_sizes = np.maximum(emitted, 0)
@@ -195,10 +197,11 @@ def truncate_rounds(
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """All metrics of a run; fields have the names of this module's functions.
+    """All metrics of a run, in fields named after this module's functions.
 
-    `*_per_request` are means over requests, all else is pooled. `rounds_by_width` counts the passes
-    of all rows by the width they ran at, and `mean_width` is its mean.
+    Fields ending in `_per_request` are means over requests; all others are pooled.
+    `rounds_by_width` counts passes by their width over all rows, and `mean_width` is the mean
+    width.
     """
 
     num_requests: int
@@ -223,7 +226,7 @@ class Summary:
 
     @property
     def drafted_per_round(self) -> float | None:
-        """Mean draft length, empty drafts counted; None without rounds."""
+        """The mean draft length, counting empty drafts; None without rounds."""
         return self.num_draft_tokens / self.num_rounds if self.num_rounds else None
 
     def __str__(self) -> str:
@@ -246,7 +249,7 @@ class Summary:
         return "\n".join(f"{name:<24}{value}" for name, value in lines.items())
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields for JSON: lists for tuples, strings for keys, None for undefined."""
+        """Return the fields as JSON types: lists for tuples, string keys, None if undefined."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         fields = {k: list(v) if isinstance(v, tuple) else v for k, v in fields.items()}
         fields["rounds_by_width"] = {str(k): v for k, v in self.rounds_by_width.items()}
@@ -260,10 +263,10 @@ def summarize(
     width: Widths,
     positions: int | None = None,
 ) -> Summary:
-    """Return all metrics of a run, from its counts [B, R] (`width` [B, R] or [R]).
+    """Return all metrics of a run, given its counts [B, R] (`width` may be [R]).
 
-    `positions`: entries of the per-position numbers, the drafter's longest path; without it, the
-    longest draft in the counts. Raises ValueError where the counts do not fit together.
+    `positions` is the number of per-position entries: the drafter's longest path, by default the
+    longest draft in the counts. Raises ValueError if the counts are inconsistent.
     """
     width = _checked_width(drafted, accepted, emitted, width)
     slots = width[drafted >= 0]
@@ -293,11 +296,11 @@ def summarize(
 
 @dataclasses.dataclass(frozen=True)
 class ExpectedAcceptance:
-    """Acceptance computed from the distributions of a run, without its sampled decisions.
+    """Acceptance computed from a run's distributions instead of its sampled decisions.
 
-    `standard_error` is that of `mean` as an estimate for other requests of the same kind; None for
-    a single request. `decision_error` is the standard deviation, about `mean`, of the acceptance
-    rate of the accept decisions at these nodes.
+    `standard_error` is that of `mean` as an estimate for other requests of the same kind, None for
+    a single request. `decision_error` is the standard deviation around `mean` of the acceptance
+    rate that sampled decisions at these nodes would have.
     """
 
     mean: float | None
@@ -310,10 +313,10 @@ def expected_acceptance(overlaps: Float[np.ndarray, "B *nodes"]) -> ExpectedAcce
     """Return the pooled mean of the overlaps sum_x min(p(x), q(x)) of drafted nodes, with errors.
 
     The first axis is the request; NaN and negative entries are padding. To compare the result with
-    accepted / tested, keep only the nodes at which a decision was made, none after a rejection.
-    Nodes of one request resemble each other, so `standard_error` is that of a ratio of sums over
+    accepted / tested, include only nodes at which a decision was made, none after a rejection.
+    Nodes of one request are correlated, so `standard_error` is that of a ratio of sums over
     independent requests (Cochran, Sampling Techniques, section 6.4), which equals the usual one if
-    each request has one node. Source of the overlap: Leviathan et al. 2023, section 3.2.
+    each request has one node. The overlap is from Leviathan et al. 2023, section 3.2.
     """
     flat = overlaps.reshape(overlaps.shape[0], -1).astype(np.float64)
     is_node = flat >= 0
@@ -341,10 +344,10 @@ def predicted_speedup(
 ) -> float | None:
     """Return the speed-up over plain decoding, predicted from the measured parts of a round.
 
-    tokens_per_round * T(1) / (draft_seconds + the mean over rounds of T(width)), in seconds, with
-    T timed on isolated passes. `widths` are those of the rounds, negative entries being padding;
-    None where there is no round. Measured / predicted is the loop's efficiency. Raises ValueError
-    for a width without a time.
+    It is tokens_per_round * T(1) / (draft_seconds + mean over rounds of T(width)), where T is the
+    time in seconds of an isolated pass. `widths` are the rounds' widths, with negative entries as
+    padding. Returns None if there is no round. Measured / predicted speed-up is the loop's
+    efficiency. Raises ValueError for a width without a time.
     """
     used, rounds = np.unique(widths[widths >= 0], return_counts=True)
     missing = sorted(set(used.tolist()) - set(seconds_of_width))

@@ -1,4 +1,4 @@
-"""Handling of Ctrl-C, SIGTERM and SIGHUP, all of which are requests to end a command."""
+"""Handlers for Ctrl-C, SIGTERM and SIGHUP, all treated as requests to stop a command."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _APART_S = 1.0
 
 @contextmanager
 def received_by(receive: Callable[[int], None]) -> Iterator[None]:
-    """Call `receive` with the signal's number at each request to end; restore handlers afterwards.
+    """Call `receive` with the signal number at each request to stop; restore the handlers on exit.
 
-    Signals that the process ignored before (`nohup`, a shell's background job) stay ignored, but by
-    a handler, which child processes do not inherit. Outside the main thread, which alone receives
-    signals, nothing is changed.
+    Signals that the process ignored before (`nohup`, background jobs) stay ignored, but by a
+    handler, which child processes do not inherit. Does nothing outside the main thread, the only
+    one that receives signals.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -62,7 +62,7 @@ def _ignores(handler: Any, number: int) -> bool:
 
 @contextmanager
 def raised() -> Iterator[None]:
-    """Raise KeyboardInterrupt in the main thread at each request to end."""
+    """Raise KeyboardInterrupt in the main thread at each request to stop."""
 
     def interrupt(number: int) -> None:
         raise KeyboardInterrupt
@@ -73,13 +73,13 @@ def raised() -> Iterator[None]:
 
 @contextmanager
 def held_off() -> Iterator[None]:
-    """Ignore requests to end during quick work that must be completed, such as a last report."""
+    """Ignore requests to stop during short work that must complete, such as a final report."""
     with received_by(lambda number: None):
         yield
 
 
 def installed_again() -> None:
-    """Install Python's handlers again, which a library may have replaced."""
+    """Reinstall Python's signal handlers, which a library may have replaced."""
     if threading.current_thread() is threading.main_thread():
         for number in _NUMBERS:
             handler = signal.getsignal(number)

@@ -1,22 +1,22 @@
-"""Sampling and verification: pure functions on log-probabilities; -inf never makes NaN.
+"""Sampling and verification: pure functions on log-probabilities; -inf never produces NaN.
 
-    warp(logits, temperature, top_k, top_p, min_p)    log-probabilities of what is sampled from
+    warp(logits, temperature, top_k, top_p, min_p)    log-probabilities to sample from
     verify_chain(key, tokens, logq, logp, rule=...)   accept drafted tokens and draw the next one
     acceptance_probability, overlap, residual         the parts of rejection sampling, for p and q
 
     logp = warp(target_logits, temperature=0.8)       # [K+1, V]; or [B, K+1, V]
     logq = warp(draft_logits, temperature=0.8)        # [K, V]
     tokens = jax.random.categorical(key, logq)        # [K]
-    verify_chain(other_key, tokens, logq, logp).tokens(tokens)   # what to emit, then -1
+    verify_chain(other_key, tokens, logq, logp).tokens(tokens)   # tokens to emit, padded with -1
 
     # One token by hand: keep it with probability min(1, p/q), else draw from max(0, p - q).
     keep = jax.random.uniform(key_1) < acceptance_probability(logp[0], logq[0])[token]
     jnp.where(keep, token, jax.random.categorical(key_2, residual(logp[0], logq[0])))
 
-Rules are values (`RULES`, `Rejection`, `Block`, `Coupled`, `Typical`; subclass `UniformRule` for
-your own). What begins with `walk`, `recursion` or `draft` serves trees and decoding loops. Nothing
-here knows a model, a cache or a loop, and importing it loads no other part of specjax. A page with
-an example of each rule: docs/sampling.md.
+Rules are values (`RULES`, `Rejection`, `Block`, `Coupled`, `Typical`); subclass `UniformRule` to
+write one. Names that begin with `walk`, `recursion` or `draft` serve trees and decoding loops. The
+package knows no model, cache or loop, and importing it loads no other part of specjax.
+docs/sampling.md has an example of each rule.
 """
 
 from specjax.sampling.chain_verification import (

@@ -1,4 +1,4 @@
-"""Verification of a drafted chain: how many of its tokens are accepted, and the next token.
+"""Verification of a drafted chain: the number of accepted tokens, and the next token.
 
 The functions here take explicit uniforms and noise; `verify_arrays` draws them from keys. Slot 0 is
 the last committed token and slot i the i-th drafted one. A rule sees distributions through two
@@ -36,9 +36,9 @@ class Verification(NamedTuple):
     next_token: Int[Array, "*B"]
 
     def tokens(self, drafted: Int[Array, "*B N"]) -> Int[Array, "*B _"]:
-        """Return what is emitted: the accepted ones of the `drafted` tokens, and the next token.
+        """Return the tokens to emit, padded with -1.
 
-        Entries after them are -1.
+        These are the accepted ones of the `drafted` tokens, followed by the next token.
         """
         path_slots = jnp.concatenate(
             [self.path_slots, jnp.full_like(self.next_token[..., None], -1)], axis=-1
@@ -54,7 +54,7 @@ class Verification(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """A rule's decision: the number of accepted tokens, and log-probabilities of the next one."""
+    """The number of accepted tokens, and the log-probabilities of the next token."""
 
     num_accepted: Int[Array, "B"]
     next_logp: Float[Array, "B V"]
@@ -67,12 +67,12 @@ def rejection(
     draft: Distributions,
     uniforms: Float[Array, "B K"],
 ) -> Decision:
-    """Token-wise rejection sampling (Leviathan et al. 2211.17192; Chen et al. 2302.01318).
+    """Apply token-wise rejection sampling (Leviathan et al. 2211.17192; Chen et al. 2302.01318).
 
-    Row b drafted `num_valid[b]` tokens, each from `draft` of the slot before it. They are accepted
-    up to the first with u q >= p, or with q = 0, where the distribution of the next token is
-    norm(max(0, p - q)); where all are accepted it is p. The loop visits one slot more than the row
-    with the most accepted tokens accepts.
+    Row b drafted `num_valid[b]` tokens, each from `draft` at the slot before it. They are accepted
+    up to the first with u q >= p or q = 0, after which the next token is distributed as norm(max(0,
+    p - q)); if all are accepted, as p. The number of slots visited is one more than the largest
+    number of accepted tokens in a row.
     """
 
     def visit(state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
@@ -101,13 +101,13 @@ def block(
     draft: Distributions,
     uniforms: Float[Array, "B K"],
 ) -> Decision:
-    """Block verification: accepts no fewer than `rejection` on average (Sun et al. 2403.10444).
+    """Apply block verification, which accepts no fewer tokens than `rejection` on average.
 
-    With w_0 = 1 and w_i = min(1, w_{i-1} p(x_i) / q(x_i)), the accepted length is the largest i
-    with u_i < h_i. There h_i = r / (r + 1 - w_i), r the sum of max(0, w_i p - q) over the
-    distributions after x_i, and h_i = w_i at the row's own last token. The distribution of the
-    next token is norm(max(0, w_i p - q)), or p after the last. It visits the slots of the longest
-    valid draft while some row's w is above 0.
+    Let w_0 = 1 and w_i = min(1, w_{i-1} p(x_i) / q(x_i)). The accepted length is the largest i with
+    u_i < h_i, where h_i = r / (r + 1 - w_i) and r is the sum of max(0, w_i p - q) over the
+    vocabulary after x_i; at the row's last drafted token h_i = w_i. The next token is distributed
+    as norm(max(0, w_i p - q)), or as p after the last drafted token. The loop visits the slots of
+    the longest valid draft while w > 0 in some row. (Sun et al. 2403.10444.)
     """
 
     def visit(state: tuple[Array, ...]) -> tuple[Array, ...]:
@@ -160,13 +160,13 @@ def _next_block_weight(logw: Float[Array, "B"], odds: Float[Array, "B"]) -> Floa
 
 
 def conclude(decision: Decision, gumbel: Float[Array, "B V"], longest: int) -> Verification:
-    """Draw a decision's next token with Gumbel noise; `longest` is the length P of `path_slots`."""
+    """Draw the next token of a decision with Gumbel noise; `longest` is the length P of paths."""
     next_token = argmax(decision.next_logp + gumbel)
     return _verification(decision.num_accepted, next_token, longest)
 
 
 def pick(rows: Shaped[Array, "B N *rest"], index: Int[Array, "B"]) -> Shaped[Array, "B *rest"]:
-    """Return `rows[b, index[b]]` of each row b; an index out of range gives an arbitrary entry."""
+    """Return `rows[b, index[b]]` for each row b; an index out of range gives an arbitrary entry."""
     batch, count, *rest = rows.shape
     if not count:
         return jnp.zeros((batch, *rest), rows.dtype)
@@ -175,16 +175,16 @@ def pick(rows: Shaped[Array, "B N *rest"], index: Int[Array, "B"]) -> Shaped[Arr
 
 
 def by_slot(rows: Float[Array, "B N V"]) -> Distributions:
-    """Return the distributions by slot that an array holds."""
+    """Return a function that looks up the distributions of `rows` [B, N, V] by slot."""
     return lambda slots: pick(rows, slots)
 
 
 def draft_distributions(
     tokens: Int[Array, "B K"], logq_row: Int[Array, "B K"], logq: Float[Array, "B Q V"]
 ) -> Distributions:
-    """Return a chain's distributions by slot.
+    """Return a function that gives the draft distributions of a chain by slot.
 
-    Node i was drawn from row `logq_row[:, i]` of `logq`; -1 stands for the one-hot distribution.
+    Node i was drawn from row `logq_row[:, i]` of `logq`; for -1 the distribution is one-hot.
     """
 
     def distributions(slots: Int[Array, "B"]) -> Float[Array, "B V"]:
@@ -198,7 +198,7 @@ def draft_distributions(
 def one_hot_distributions(
     tokens: Int[Array, "B K"], vocab: int, dtype: jnp.dtype | type
 ) -> Distributions:
-    """Return the distributions by slot of deterministic drafts: each token has probability 1."""
+    """Return the draft distributions of deterministic tokens by slot: one-hot at each token."""
     return lambda slots: _one_hot(pick(tokens, slots), vocab, jnp.dtype(dtype))
 
 

@@ -1,4 +1,4 @@
-"""Overlap, ratio and residual of two distributions of a token: the target's p, the draft's q."""
+"""Overlap, ratio and residual of the target's distribution p and the draft's q of a token."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 def acceptance_probability(
     logp: Float[Array, "*rows V"], logq: Float[Array, "*rows V"]
 ) -> Float[Array, "*rows V"]:
-    """Return min(1, p/q) of each token: how often a draft of it is accepted.
+    """Return min(1, p/q) of each token: the probability of accepting it once drafted.
 
     It is 0 where p = 0, and otherwise 1 where q = 0. (Leviathan et al. 2211.17192.)
     """
@@ -18,7 +18,7 @@ def acceptance_probability(
 
 
 def overlap(logp: Float[Array, "*rows V"], logq: Float[Array, "*rows V"]) -> Float[Array, "*rows"]:
-    """Return the sum of min(p, q) = 1 - TV(p, q): how often a token drawn from q is accepted."""
+    """Return sum of min(p, q) = 1 - TV(p, q), the probability that a draft is accepted."""
     return jnp.sum(jnp.exp(jnp.minimum(logp, logq)), axis=-1)
 
 
@@ -27,7 +27,7 @@ def residual(
 ) -> Float[Array, "*rows V"]:
     """Return the log-probabilities norm(max(0, p - q)) of the token after a rejected draft.
 
-    Where p = q, p itself is returned.
+    If p = q, returns p.
     """
     excess_logp = excess(logp, logq)
     log_mass = logsumexp(excess_logp, axis=-1, keepdims=True)
@@ -43,7 +43,7 @@ def log_ratio(logp: Float[Array, "*rows"], logq: Float[Array, "*rows"]) -> Float
 
 
 def excess(logp: Float[Array, "*rows V"], logq: Float[Array, "*rows V"]) -> Float[Array, "*rows V"]:
-    """Return the logarithm of max(0, p - q); neither p nor q has to be normalised."""
+    """Return log(max(0, p - q)); neither p nor q need be normalized."""
     above = logp > logq
     gap = jnp.where(above, logq - jnp.where(above, logp, 0), -1)
     return jnp.where(above, logp + jnp.log(-jnp.expm1(gap)), -jnp.inf)

@@ -1,4 +1,4 @@
-"""Random keys and noise: the whole derivation, from a seed to the noise of one draw.
+"""Random keys and noise: the full derivation, from a seed to the noise of one draw.
 
     row key       key(the request's own seed), else fold_in(key(seed), the prompt's index in the
                   whole input); never the slot of a batch. Of a request's further samples: the
@@ -35,7 +35,7 @@ NoiseAt = Callable[[Any], Float[Array, "B V"]]
 class RoundKeys(NamedTuple):
     """One key per row for each kind of draw in a round of `rejection` or `block`.
 
-    Drawing drafts and the final token from one key is a bias that real projects have shipped.
+    Drawing drafts and the final token with the same key would bias the output.
     """
 
     draft: Key[Array, "B"]
@@ -44,19 +44,19 @@ class RoundKeys(NamedTuple):
 
 
 def derived_seed(seed: int, number: int) -> int:
-    """Return the seed of turn or prompt `number` of a conversation or list that has a seed."""
+    """Return the seed of turn or prompt `number` derived from the seed of the whole list."""
     return int(np.random.SeedSequence((seed, number)).generate_state(1)[0])
 
 
 def row_key(seed: int, index: Int[Array, ""] | int, own: int | None = None) -> Key[Array, ""]:
-    """Return the key from which all draws of a row are derived; `own` is the request's own seed."""
+    """Return the key that a row's draws derive from; `own` is the seed of the request, if set."""
     if own is not None:
         return jax.random.key(own)
     return jax.random.fold_in(jax.random.key(seed), index)
 
 
 def sample_key(row_key: Key[Array, ""], sample: int) -> Key[Array, ""]:
-    """Return the row key of a request's sample 0, 1, ...; sample 0 uses the request's own key."""
+    """Return the row key of sample 0, 1, ... of a request; sample 0 uses `row_key` itself."""
     if not sample:
         return row_key
     # No round and no position has this number, so that nothing else is drawn from these keys.
@@ -66,18 +66,18 @@ def sample_key(row_key: Key[Array, ""], sample: int) -> Key[Array, ""]:
 def fold_round(
     row_keys: Key[Array, "B"], number: Int[Array, ""] | Int[Array, "B"]
 ) -> Key[Array, "B"]:
-    """Return each row's key for round `number` (0, 1, ...; one for all rows, or one per row)."""
+    """Return each row's key for round `number` (0, 1, ...), which may be one per row."""
     return jax.vmap(jax.random.fold_in)(row_keys, jnp.broadcast_to(number, row_keys.shape))
 
 
 def split_keys(keys: Key[Array, "B"]) -> RoundKeys:
-    """Return the three keys of a round, split from keys that are used for nothing else."""
+    """Return the draft, accept and final keys of a round; `keys` must have no other use."""
     three_keys = jax.vmap(lambda key: jax.random.split(key, 3))(keys)
     return RoundKeys(three_keys[:, 0], three_keys[:, 1], three_keys[:, 2])
 
 
 def round_keys(row_keys: Key[Array, "B"], number: Int[Array, ""] | Int[Array, "B"]) -> RoundKeys:
-    """Return the three keys of round `number`, derived from the row keys."""
+    """Return the draft, accept and final keys of round `number`, derived from the row keys."""
     return split_keys(fold_round(row_keys, number))
 
 
@@ -87,7 +87,7 @@ def position_gumbel(
     vocab: int,
     dtype: jnp.dtype | type = jnp.float32,
 ) -> Float[Array, "B V"]:
-    """Return each row's standard Gumbel noise at a position: argmax(logp + noise) is drawn from p.
+    """Return Gumbel noise of each row at a position; argmax(logp + noise) is a draw from p.
 
     With a row's own key and absolute positions it is the noise that `coupled` decoding shares with
     plain decoding; with a round's keys and depths it serves the other draws of that round.
@@ -106,21 +106,24 @@ def coupled_noise(
     vocab: int,
     dtype: jnp.dtype | type = jnp.float32,
 ) -> NoiseAt:
-    """Return the noise of `coupled`, as a function of the number of tokens after `first`.
+    """Return the noise of `coupled` by offset from position `first`.
 
-    Drafts and target share it.
+    Draft and target share it.
     """
     return lambda offset: position_gumbel(row_keys, first + offset, vocab, dtype)
 
 
 def draft_noise(keys: Key[Array, "B"], vocab: int) -> NoiseAt:
-    """Return the noise of a draft by depth, under the other rules; `keys` are from `fold_round`."""
+    """Return a draft's noise by depth, for the rules other than `coupled`.
+
+    `keys` are the round's keys from `fold_round`.
+    """
     draft = split_keys(keys).draft
     return lambda depth: position_gumbel(draft, jnp.broadcast_to(depth, draft.shape), vocab)
 
 
 def drafter_noise(noise: NoiseAt, number: int, count: int) -> NoiseAt:
-    """Return the noise by depth for drafter `number` (0, 1, ...) of `count` that share a draft."""
+    """Return the noise by depth of drafter `number` (0, 1, ...) of `count` that share a draft."""
     return lambda depth: noise(count * depth + number)
 
 

@@ -1,7 +1,7 @@
-"""Verification rules as values: what a rule needs, and how it verifies a draft.
+"""Verification rules as values: what each rule requires, and how it verifies a draft.
 
-A rule is a frozen dataclass without arrays, so that equal rules share one compiled program. `RULES`
-names those that come with specjax.
+A rule is a frozen dataclass without arrays, so that equal rules share a compiled program. `RULES`
+maps names to the rules that come with specjax.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from specjax.sampling.warp import argmax
 
 
 class Target(NamedTuple):
-    """The target's p by slot, over `vocab` tokens, with log-probabilities in `dtype`.
+    """The target's distributions p by slot, over `vocab` tokens, as log-probabilities in `dtype`.
 
     `positions` are the absolute positions of the tokens that follow the roots.
     """
@@ -33,7 +33,7 @@ class Target(NamedTuple):
 
 
 class Rule:
-    """Verifies a draft; subclass it as a frozen dataclass, or subclass `UniformRule`."""
+    """The base class of rules; subclass it or `UniformRule` as a frozen dataclass."""
 
     name: ClassVar[str] = "own"
     """Its name in messages and on the command line."""
@@ -57,16 +57,16 @@ class Rule:
     def verify(self, keys: Key[Array, "B"], drafted: Drafted, target: Target) -> Verification:
         """Accept a path of each row's tree, and draw the token that follows it.
 
-        `keys` are the rows' own if `position_noise` is set, and otherwise one key per row that is
-        used for this call only.
+        `keys` are the row keys if `position_noise` is set, and otherwise one key per row for this
+        call only.
         """
         raise NotImplementedError
 
 
 class UniformRule(Rule):
-    """A rule on chains that decides by one uniform per drafted token: implement `decide`.
+    """A rule on chains that uses one uniform per drafted token; implement `decide`.
 
-    Its draws differ from round to round: `position_noise` stays False.
+    Its draws differ from round to round, so `position_noise` stays False.
     """
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -87,11 +87,11 @@ class UniformRule(Rule):
         draft: Distributions,
         uniforms: Float[Array, "B K"],
     ) -> Decision:
-        """Return how many tokens of each row are accepted, and the next one's log-probabilities."""
+        """Return each row's number of accepted tokens, and log-probabilities of the next token."""
         raise NotImplementedError
 
     def verify(self, keys: Key[Array, "B"], drafted: Drafted, target: Target) -> Verification:
-        """Call `decide` with uniforms, and draw the next token; each has a key of its own.
+        """Call `decide` with uniforms, and draw the next token with a key of its own.
 
         Raises ValueError for a tree.
         """
@@ -113,7 +113,7 @@ class UniformRule(Rule):
 
 @dataclass(frozen=True)
 class Rejection(UniformRule):
-    """Token-wise rejection sampling: `chain_verification.rejection`."""
+    """Token-wise rejection sampling; see `chain_verification.rejection`."""
 
     name: ClassVar[str] = "rejection"
     description: ClassVar[str] = (
@@ -148,7 +148,7 @@ class Rejection(UniformRule):
 
 @dataclass(frozen=True)
 class Block(UniformRule):
-    """Block verification: `chain_verification.block`."""
+    """Block verification; see `chain_verification.block`."""
 
     name: ClassVar[str] = "block"
     description: ClassVar[str] = "verify the draft as a whole; accepts no less than rejection"
@@ -158,10 +158,10 @@ class Block(UniformRule):
 
 @dataclass(frozen=True)
 class Coupled(Rule):
-    """The target's own draw at each position, accepted where the draft says the same.
+    """Accept a draft token if it equals the target's own draw at its position.
 
-    Its noise is keyed by row and position (Daliri et al. 2408.07978), so that the output is that of
-    plain decoding with the same keys, whatever was drafted.
+    The noise of that draw depends on row and position only (Daliri et al. 2408.07978), so the
+    output equals that of plain decoding with the same keys, whatever was drafted.
     """
 
     name: ClassVar[str] = "coupled"
@@ -181,10 +181,10 @@ class Coupled(Rule):
 
 @dataclass(frozen=True)
 class Typical(Rule):
-    """Medusa's typical acceptance (`tree_verification.typical`); it changes the distribution.
+    """Medusa's typical acceptance, which changes the output distribution.
 
-    A drafted token is accepted where p(x) > min(epsilon, delta exp(-H(p))), H in nats. Greedy rows
-    keep their tokens.
+    A drafted token is accepted if p(x) > min(epsilon, delta exp(-H(p))), with H in nats. Greedy
+    rows keep their tokens. See `tree_verification.typical`.
     """
 
     epsilon: float = 0.09
@@ -203,7 +203,7 @@ class Typical(Rule):
                 raise ValueError(f"Typical.{name}={getattr(self, name)!r}: must be above 0")
 
     def verify(self, keys: Key[Array, "B"], drafted: Drafted, target: Target) -> Verification:
-        """Accept the longest path of likely tokens, and draw the next token from the target."""
+        """Accept the longest path of sufficiently likely tokens, and draw the next token."""
         final = split_keys(keys).final
         path, accepted, last = tree_verification.typical(
             drafted, target.distributions, self.epsilon, self.delta

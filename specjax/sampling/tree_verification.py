@@ -1,10 +1,9 @@
-"""Verification of a drafted token tree: which of its paths is accepted, and the next token.
+"""Verification of a drafted token tree: the accepted path, and the next token.
 
-A chain is a tree without branches. As in `chain_verification`, the functions take explicit
-uniforms and noise, and see the target's distributions through a function of slots: slot 0 is the
-last committed token and slot i + 1 is node i. A path is walked from the root; only the slots on it
-are visited, each once, so that every choice belongs to a node and not to one of the paths through
-it.
+A chain is a tree without branches. As in `chain_verification`, the functions take explicit uniforms
+and noise, and read the target's distributions through a function of slots: slot 0 is the last
+committed token and slot i + 1 is node i. The path is walked from the root and each of its slots is
+visited once, so that every choice belongs to a node, not to one of the paths through it.
 """
 
 from __future__ import annotations
@@ -33,14 +32,14 @@ Choose = Callable[[Int[Array, "B"], Int[Array, "B"]], Int[Array, "B"]]
 
 
 class Drafted(NamedTuple):
-    """A drafted tree, as rules see it.
+    """A drafted tree in the form that rules read.
 
-    Slot 0 of the window is the root, and slot i + 1 is node i, of `tokens[:, i]`. Node i is the
-    child of slot `parents[i]` (one shape for all rows), or `parents[b, i]`; it was proposed where
-    it is `valid`, and then all its ancestors are. It was drawn from row `logq_row[:, i]` of `logq`
-    where that is not -1, and else it is deterministic, as all are where `logq` is None. Siblings of
-    one row were drawn from it one after another, each without those before it, and are numbered in
-    that order; where one is valid, so are those before it. No path has more than `depth` nodes (P).
+    Slot 0 of the window is the root, and slot i + 1 is node i with token `tokens[:, i]`. The parent
+    of node i is slot `parents[i]` (one shape for all rows) or `parents[b, i]`. A node was proposed
+    if it is `valid`, which implies that its ancestors are. It was drawn from row `logq_row[:, i]`
+    of `logq`, or is deterministic if that index is -1 or `logq` is None. Siblings from the same row
+    of `logq` were drawn without replacement and are numbered in the order drawn; if one is valid,
+    so are the earlier ones. No path has more than `depth` nodes (P).
     """
 
     tokens: Int[Array, "B N"]
@@ -52,12 +51,12 @@ class Drafted(NamedTuple):
 
     @property
     def num_valid(self) -> Int[Array, "B"]:
-        """The number of proposed nodes per row; in a chain these are the first ones."""
+        """The number of proposed nodes per row; in a chain these come first."""
         return self.valid.sum(axis=1, dtype=jnp.int32)
 
     @property
     def is_chain(self) -> bool:
-        """Whether the shape is static, and a chain."""
+        """Whether the shape is a static chain."""
         return isinstance(self.parents, tuple) and self.parents == tuple(range(len(self.parents)))
 
     @property
@@ -67,7 +66,7 @@ class Drafted(NamedTuple):
         return jnp.broadcast_to(jnp.atleast_2d(parents), self.tokens.shape)
 
     def distributions(self, vocab: int, dtype: jnp.dtype | type = jnp.float32) -> Distributions:
-        """The distribution q of the token that follows each slot of a chain."""
+        """Return the draft distributions q of a chain, by the slot before each token."""
         if self.logq is None:
             return one_hot_distributions(self.tokens, vocab, dtype)
         return draft_distributions(self.tokens, self.logq_row, self.logq)
@@ -78,7 +77,7 @@ def chain_drafted(
 ) -> Drafted:
     """Return a chain of which row b proposes its first `num_valid[b]` tokens.
 
-    With `logq`, node i was drawn from `logq[:, i]`; without it every node is deterministic.
+    With `logq`, node i was drawn from `logq[:, i]`; without it, every node is deterministic.
     """
     batch, length = tokens.shape
     step = jnp.broadcast_to(jnp.arange(length), (batch, length))
@@ -87,12 +86,12 @@ def chain_drafted(
 
 
 def walk(drafted: Drafted, choose: Choose) -> Verification:
-    """Draw the target's own token at each slot, and step to the child with that token.
+    """Draw the target's token at each slot, and step to the child with that token.
 
-    Exact for any tree whose tokens do not depend on the noise of those draws, and also where they
-    share it (`coupled`, Daliri et al. 2408.07978): there the noise belongs to the position, so the
-    output is that of plain decoding with the same noise, whatever was drafted. The loop visits one
-    slot more than the row with the most accepted tokens accepts.
+    This is exact for any tree whose tokens do not depend on the noise of those draws, and also if
+    they share the noise by position (`coupled`, Daliri et al. 2408.07978): then the output is that
+    of plain decoding with the same noise, whatever was drafted. The number of slots visited is one
+    more than the largest number of accepted tokens in a row.
     """
 
     def visit(state: tuple[Array, ...]) -> tuple[Array, ...]:
@@ -112,9 +111,9 @@ def walk(drafted: Drafted, choose: Choose) -> Verification:
 
 
 def walk_greedy(drafted: Drafted, choices: Int[Array, "B W"]) -> Verification:
-    """`walk` for greedy rows only; `choices` are the target's likeliest tokens by slot.
+    """Walk greedy rows, given the target's most likely token at each slot, `choices`.
 
-    All slots are compared at once, instead of in a loop that ends with the accepted path.
+    Equivalent to `walk`, but compares all slots at once instead of looping along the path.
     """
     batch, slots = choices.shape
     parents = drafted.parent_slots
@@ -141,8 +140,8 @@ def walk_greedy(drafted: Drafted, choices: Int[Array, "B W"]) -> Verification:
 class Recursion(NamedTuple):
     """The result of `recursion`.
 
-    `path_slots` are the accepted nodes in order, -1 after them; `next_logp` are log-probabilities
-    of the token after the path.
+    `path_slots` are the slots of the accepted nodes in order, padded with -1; `next_logp` are the
+    log-probabilities of the token after the path.
     """
 
     path_slots: Int[Array, "B P"]
@@ -151,14 +150,15 @@ class Recursion(NamedTuple):
 
 
 def recursion(drafted: Drafted, target: Distributions, uniforms: Float[Array, "B N"]) -> Recursion:
-    """Rejection sampling on a tree: children are tested one after another, in the order drawn.
+    """Apply rejection sampling to a tree, testing children one at a time in the order drawn.
 
-    At a slot with p, its child x with q is accepted where u q(x) < p(x), and the walk continues
-    there. Else p becomes norm(max(0, p - q)), q loses x and is normalised again, and the next child
-    is tested; where none is left, the next token is drawn from what p has become. A deterministic
-    child has one-hot q. Without branches that is `chain_verification.rejection`. (SpecInfer,
-    2305.09781, section 4.3, with children drawn without replacement as in Sequoia, 2402.12374,
-    section 3.2.) The loop ends with the row that tests the most children.
+    At a slot with distribution p, a child x drawn from q is accepted if u q(x) < p(x), and the walk
+    continues from it. Otherwise p becomes norm(max(0, p - q)), x is removed from q, which is
+    renormalized, and the next child is tested. If no child is accepted, the next token is drawn
+    from the remaining p. A deterministic child has one-hot q. On a chain this equals
+    `chain_verification.rejection`. The loop runs as long as the row that tests the most children.
+    (SpecInfer, 2305.09781, section 4.3, with children drawn without replacement as in Sequoia,
+    2402.12374, section 3.2.)
     """
     batch = drafted.tokens.shape[0]
     nodes = jnp.arange(1, drafted.tokens.shape[1] + 1)[None, :]
@@ -206,9 +206,9 @@ def recursion(drafted: Drafted, target: Distributions, uniforms: Float[Array, "B
 def node_distribution(
     drafted: Drafted, node: Int[Array, "B"], vocab: int, dtype: jnp.dtype | type = jnp.float32
 ) -> Float[Array, "B V"]:
-    """Return the log-probabilities that a node of each row was drawn from.
+    """Return the log-probabilities that node `node[b]` of each row was drawn from.
 
-    That is its row of `logq`, without the siblings drawn before it and normalised again.
+    This is the node's row of `logq` without the siblings drawn before it, renormalized.
     """
     certain = one_hot_distributions(drafted.tokens, vocab, dtype)(node)
     if drafted.logq is None:
@@ -232,11 +232,11 @@ def node_distribution(
 def typical(
     drafted: Drafted, target: Distributions, epsilon: float, delta: float
 ) -> tuple[Int[Array, "B P"], Int[Array, "B"], Int[Array, "B"]]:
-    """Typical acceptance: the longest path of nodes that are likely enough. It is not exact.
+    """Return the longest path of sufficiently likely nodes (typical acceptance; not exact).
 
-    A node x after p is accepted where p(x) > min(epsilon, delta exp(-H(p))), H the entropy in nats
-    (Medusa, 2401.10774, section 2.3.1). Among the longest paths the likeliest is taken. p is
-    computed for every slot. Returns the slots of the path, its length, and its last slot.
+    A node x is accepted if p(x) > min(epsilon, delta exp(-H(p))), where p follows its parent and H
+    is the entropy in nats (Medusa, 2401.10774, section 2.3.1). The likeliest of the longest paths
+    is chosen. p is computed for every slot. Returns the path's slots, its length and its last slot.
     """
     batch, count = drafted.tokens.shape
     parents, root = drafted.parent_slots, jnp.zeros(batch, jnp.int32)

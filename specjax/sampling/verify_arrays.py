@@ -1,4 +1,4 @@
-"""Verification of a drafted chain, given its distributions and the target's as arrays."""
+"""Verification of a drafted chain whose distributions are given as arrays."""
 
 from __future__ import annotations
 
@@ -31,23 +31,22 @@ def verify_chain(
 ) -> Verification:
     """Accept a prefix of a drafted chain and draw the token after it, exactly from p.
 
-    Arrays are of one chain, or have B of them as their first axis: one call verifies [K] tokens or
-    [B, K]. `logq[..., i, :]` is the log-probabilities that `tokens[..., i]` was drawn from, after
-    all warping; None says the tokens are deterministic. `logp[..., i, :]` is the target's warped
-    log-probabilities of the token at the position of `tokens[..., i]`, and `logp[..., K, :]` of the
-    one after it. `num_valid` (K by default) of a chain's tokens were really drafted.
+    Arrays describe one chain, or B chains along a leading axis: one call verifies [K] tokens or [B,
+    K]. `logq[..., i, :]` is the log-probabilities that `tokens[..., i]` was drawn from, after all
+    warping; None means that the tokens are deterministic. `logp[..., i, :]` is the target's warped
+    log-probabilities at the position of `tokens[..., i]`, and `logp[..., K, :]` at the next
+    position. Only the first `num_valid` tokens (by default K) were drafted.
 
-    `keys` are one per chain, used for this call alone by every rule but `coupled`; a single key is
-    split. A key is what `jax.random.key` makes, an old one of two words, or a whole number.
+    `keys` has one key per chain, used for nothing else unless the rule is `coupled`; a single key
+    is split. A key is a result of `jax.random.key`, a legacy key of two words, or an integer.
 
-    `rule` is a `Rule` or the name of one in `RULES`. `coupled` needs `positions`, the absolute
-    position of each chain's first drafted token: its noise there is `position_gumbel(keys,
-    position, V)`, so plain decoding with those keys gives the same tokens.
+    `rule` is a `Rule` or a name in `RULES`. `coupled` requires `positions`, the absolute position
+    of each chain's first drafted token: its noise there is `position_gumbel(keys, position, V)`, so
+    that plain decoding with the same keys gives the same tokens.
 
-    Return `num_accepted`, `next_token` and `path_slots`; `Verification.tokens(tokens)` are the
-    tokens to emit. Raises ValueError for an unknown rule, missing positions, shapes that do not
-    fit, keys that are none, and, unless it is being traced, for distributions that are not
-    log-probabilities.
+    Returns `num_accepted`, `next_token` and `path_slots`; `Verification.tokens(tokens)` are the
+    tokens to emit. Raises ValueError for an unknown rule, missing positions, inconsistent shapes,
+    invalid keys and, unless traced, for distributions that are not log-probabilities.
     """
     tokens, logp = jnp.asarray(tokens), jnp.asarray(logp)
     logq = None if logq is None else jnp.asarray(logq)

@@ -1,4 +1,4 @@
-"""From logits to the distribution that is sampled: temperature, top-k, top-p, min-p."""
+"""From logits to the distribution to sample: temperature, top-k, top-p, min-p."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _BLOCK = 128
 
 @dataclass(frozen=True)
 class WarpFlags:
-    """Which sampling parameters at least one row uses; code for the others is not compiled.
+    """Which sampling parameters some row uses; code for the others is not compiled.
 
-    `greedy` says that some row has temperature 0, `sampled` that some row has not. A flag that is
-    True without need costs time; one that is False although a row uses the parameter gives wrong
-    distributions, so let `of` derive them.
+    `greedy` means that some row has temperature 0, `sampled` that some row does not. A flag that is
+    needlessly True costs time; one that is wrongly False gives wrong distributions, so derive flags
+    with `of`.
     """
 
     greedy: bool = True
@@ -42,7 +42,7 @@ class WarpFlags:
         top_p: Parameter = 1.0,
         min_p: Parameter = 0.0,
     ) -> WarpFlags:
-        """Return the flags for parameters on the host; for a JAX array every flag is set."""
+        """Return the flags for parameters on the host; for JAX arrays every flag is set."""
 
         def any_row(value: Any, needs: Callable[[Any], Any]) -> bool:
             # Reading a device array here would make the host wait for it.
@@ -57,7 +57,7 @@ class WarpFlags:
         )
 
     def union(self, other: WarpFlags) -> WarpFlags:
-        """Return the flags for the rows of both."""
+        """Return flags that serve the rows of both."""
         pairs = zip(astuple(self), astuple(other), strict=True)
         return WarpFlags(*(flag or other_flag for flag, other_flag in pairs))
 
@@ -73,17 +73,16 @@ def warp(
 ) -> Float[Array, "*rows V"]:
     """Return the log-probabilities of `logits` under the sampling parameters.
 
-    They are applied in this order, each to what the one before has kept: temperature, top-k, top-p,
-    min-p.
-    Each parameter is one number or an array with one entry per row. `temperature` 0 is greedy: 0.0
-    at the first argmax and -inf elsewhere, and the other parameters do not matter. `top_k` 0,
-    `top_p` 1 and `min_p` 0 mean off. top-k keeps the k largest, top-p the smallest set of likeliest
-    tokens whose mass reaches `top_p`, min-p all of at least `min_p` times the largest probability;
-    tokens that tie at a threshold are all kept.
+    The parameters apply in the order temperature, top-k, top-p, min-p, each to the tokens kept by
+    the previous one, and each is a number or an array with one entry per row. With `temperature` 0
+    (greedy) the result is 0.0 at the first argmax and -inf elsewhere, whatever the other
+    parameters. `top_k` 0, `top_p` 1 and `min_p` 0 mean off. top-k keeps the k largest values, top-p
+    the smallest set of most likely tokens whose mass reaches `top_p`, min-p the tokens with at
+    least `min_p` times the largest probability. Tokens tied at a threshold are all kept.
 
-    Half precision is computed in float32. A row without a finite logit has no distribution and
-    stays -inf. `flags` leaves out of the program what no row asks for; they are derived where None.
-    Raises ValueError for numbers out of range and for arrays that do not match the rows.
+    Half precision is computed in float32. A row without a finite logit stays -inf. `flags` omit
+    parameters that no row uses from the program, and are derived if None. Raises ValueError for
+    values out of range and for arrays that do not match the rows.
     """
     _check_numbers(temperature, top_k, top_p, min_p)
     if flags is None:
@@ -131,7 +130,7 @@ def argmax(
 ) -> Int[Array, "*rows"]:
     """Return the first index of the largest value, as int32; on CPU twice as fast as `jnp.argmax`.
 
-    `largest` are the largest values, if they are known already.
+    `largest` are the largest values, if already known.
     """
     return _first(values, jnp.max(values, axis=-1, keepdims=True) if largest is None else largest)
 
@@ -139,11 +138,11 @@ def argmax(
 def top_k(
     values: Float[Array, "*rows V"], count: int
 ) -> tuple[Float[Array, "*rows k"], Int[Array, "*rows k"]]:
-    """Return the `count` largest values and their indices, lower indices first among equal values.
+    """Return the `count` largest values and their indices, as `lax.top_k` does.
 
-    The result is that of `lax.top_k`. The largest are in the blocks with the largest maxima, so
-    only the maxima of all blocks, and `count` blocks, are sorted. (TPUs sort copies of everything
-    for `lax.top_k`.)
+    Equal values come in the order of their indices. Since the largest values are in the blocks with
+    the largest maxima, only the block maxima and `count` blocks are sorted. (On TPU, `lax.top_k`
+    sorts a copy of everything.)
     """
     *rows, vocab = values.shape
     blocks = -(-vocab // _BLOCK)

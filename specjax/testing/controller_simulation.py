@@ -1,9 +1,9 @@
-"""A decoding loop of numbers only: how well a controller does on a simulated clock.
+"""A simulated decoding loop, without models, that measures how well a controller chooses limits.
 
-Drafters have given chances, machines given costs. What a controller loses is its regret: the time
-of its steps against the time of as many tokens under the fixed limits that are best in hindsight.
-Both are taken with the expected tokens and seconds of a round under the limits, so that neither
-luck nor the clock's noise is part of it.
+Drafters have given acceptance probabilities and machines given costs. The regret of a controller
+compares the time of its steps with the time of as many tokens under the fixed limits that are best
+in hindsight. Both use expected tokens and seconds per round, so that neither sampling nor timing
+noise contributes.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ _SAMPLE = 8_000
 
 @dataclass(frozen=True)
 class SimulatedDrafter:
-    """A drafter whose nodes are accepted with given chances; costs are in plain passes.
+    """A drafter whose nodes are accepted with given probabilities; costs are in plain passes.
 
-    It has a draft in the share `drafts` of its turns. Of a `chain`, `chances[n]` is the mean chance
-    of token n if those before it were accepted, and each token's own chance, which is also its
-    confidence, varies about it by a Beta distribution that counts as `certainty` observations; of a
-    tree it is the chance of node n. Each token after the first costs `further` if it `stops`.
+    It has a draft in a fraction `drafts` of its turns. In a `chain`, `chances[n]` is the mean
+    probability of accepting token n after the tokens before it; the probability of each single
+    token, which is also its confidence, follows a Beta distribution around that mean with the
+    weight of `certainty` observations. In a tree, `chances[n]` is the probability of accepting node
+    n. With `stops`, each token after the first costs `further`.
     """
 
     chances: tuple[float, ...]
@@ -42,18 +43,18 @@ class SimulatedDrafter:
 
     @property
     def sizes(self) -> DrafterSizes:
-        """What a controller may know of it."""
+        """Return the sizes of this drafter that a controller is given."""
         return DrafterSizes(len(self.chances), self.stops)
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What things cost: a plain pass in seconds, all else in plain passes.
+    """The costs of a machine: a plain pass in seconds, everything else in plain passes.
 
-    `noise` is a standard deviation, relative; the share `outliers` of steps take `outlier` times as
-    long. From half of the rounds on everything costs `later` times as much, and drafters `drafting`
-    times as much. `first_run` is how much longer, relative, a width or a drafter takes when it runs
-    for the first time: the clock says so, but no controller could save it, and regret is without.
+    `noise` is a relative standard deviation; a fraction `outliers` of steps takes `outlier` times
+    as long. From the middle of the run, all costs are multiplied by `later` and drafting costs also
+    by `drafting`. `first_run` is the relative extra time of the first run of a width or a drafter;
+    the clock includes it, but regret does not, since no controller could avoid it.
     """
 
     widths: tuple[int, ...]
@@ -73,7 +74,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Simulation:
-    """Drafters on a machine, for so many rounds; `later` are the drafters from the half on."""
+    """Drafters on a machine for a number of rounds; `later` replaces the drafters halfway."""
 
     machine: Machine
     drafters: tuple[SimulatedDrafter, ...]
@@ -83,7 +84,7 @@ class Simulation:
 
     @property
     def sizes(self) -> StepSizes:
-        """What a controller may know of it."""
+        """Return the sizes of the simulated loop that a controller is given."""
         parts = tuple(drafter.sizes for drafter in self.drafters)
         machine = self.machine
         return StepSizes(
@@ -91,12 +92,12 @@ class Simulation:
         )
 
     def over(self, rounds: int) -> Simulation:
-        """The same over another number of rounds."""
+        """Return the same simulation over another number of rounds."""
         return replace(self, rounds=rounds)
 
     @property
     def halves(self) -> tuple[tuple[tuple[SimulatedDrafter, ...], float], ...]:
-        """The drafters and what everything costs, in the first and in the second half."""
+        """Return the drafters and the cost multiplier of the first and the second half."""
         later = self.drafters if self.later is None else self.later
         dearer = tuple(
             replace(
@@ -111,7 +112,7 @@ class Simulation:
 
 @dataclass(frozen=True)
 class Step:
-    """A step that was simulated: expected tokens of its rows, true seconds, and its half."""
+    """A simulated step: expected tokens of all rows, true seconds, and the half (0 or 1)."""
 
     limits: Limits
     rounds: int
@@ -123,7 +124,10 @@ class Step:
 def simulate(
     controller: Controller, simulation: Simulation, seed: int, ahead: int = 0
 ) -> list[Step]:
-    """Steps under a controller; `ahead` more are chosen before a step's record is known."""
+    """Return the simulated steps under a controller.
+
+    Limits are chosen `ahead` steps before the record of the latest step is known.
+    """
     rng = np.random.default_rng(seed)
     state, done, steps, records = controller.init(simulation.sizes), 0, [], []
     new = np.ones(len(simulation.machine.widths)), np.ones(len(simulation.drafters))
@@ -151,20 +155,20 @@ def simulate(
 
 
 def regret(simulation: Simulation, steps: list[Step]) -> float:
-    """How much longer the steps took than their tokens under the best fixed limits, relative."""
+    """Return the relative extra time of the steps over the best fixed limits for their tokens."""
     tokens = [sum(step.tokens for step in steps if step.half == half) for half in (0, 1)]
     return sum(step.seconds for step in steps) / best_fixed(simulation, tuple(tokens))[1] - 1
 
 
 def plain_seconds(simulation: Simulation, steps: list[Step]) -> float:
-    """The seconds that the tokens of the steps take without drafts."""
+    """Return the seconds that plain decoding takes for the tokens of the steps."""
     none = Limits((0,) * len(simulation.drafters), (0.0,) * len(simulation.drafters))
     tokens = [sum(step.tokens for step in steps if step.half == half) for half in (0, 1)]
     return _seconds_of_tokens(simulation, none, tuple(tokens))
 
 
 def best_fixed(simulation: Simulation, tokens: tuple[float, float]) -> tuple[Limits, float]:
-    """The fixed limits with which so many tokens of each half take least time, and that time."""
+    """Return the fastest fixed limits for the given tokens of each half, and their seconds."""
     grids = [_grid(drafter.sizes.num_nodes, simulation) for drafter in simulation.drafters]
     confidence = (0.0,) * len(grids)
     limits = [Limits(longest, confidence) for longest in itertools.product(*grids)]
@@ -195,7 +199,10 @@ def _seconds_of_tokens(
 def expected_round(
     drafters: tuple[SimulatedDrafter, ...], machine: Machine, limits: Limits
 ) -> tuple[float, float]:
-    """Mean tokens (of all rows) and mean cost in plain passes of a round under limits."""
+    """Return the mean tokens (of all rows) and the mean cost of a round under limits.
+
+    The cost is in plain passes.
+    """
     rounds = _SAMPLE // machine.rows
     record = _draw_step(drafters, machine, limits, rounds, np.random.default_rng(0))
     seconds = _seconds(drafters, replace(machine, constant=0.0), record) / machine.plain_s
@@ -331,7 +338,7 @@ _SLOT = {1: 0.1, 4: 0.2, 8: 0.35}
 
 
 def machine(clock: str, rows: int, most: int, **more: Any) -> Machine:
-    """A machine for drafts of up to so many nodes."""
+    """Return a machine for drafts of up to `most` nodes."""
     plain_s, host_s = CLOCKS[clock]
     accelerator = clock == "2 ms on an accelerator"
     widths = (1, 1 + most) if accelerator else (1, 1 + -(-most // 2), 1 + most)
@@ -350,14 +357,14 @@ def machine(clock: str, rows: int, most: int, **more: Any) -> Machine:
 
 
 def simulation(drafter: str, clock: str, rows: int, **more: Any) -> Simulation:
-    """A drafter by name on a machine; `more` are the machine's other fields."""
+    """Return a drafter by name on a machine; `more` are further fields of the machine."""
     drafters = DRAFTERS[drafter]
     most = max(len(each.chances) for each in drafters)
     return Simulation(machine(clock, rows, most, **more), drafters)
 
 
 def changes() -> dict[str, Simulation]:
-    """Drafters, or what they cost, that change half-way."""
+    """Return simulations by name in which the drafters or their costs change halfway."""
     better, worse = (_chain(chance, 4, 0.12, 0.07, stops=True) for chance in (0.75, 0.1))
     steady = machine("50 ms", 4, 4)
     return {

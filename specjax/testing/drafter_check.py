@@ -1,4 +1,4 @@
-"""Whether decoding with a drafter keeps the target's distribution: a test by counting outputs."""
+"""A chi-square test of whether decoding with a drafter keeps the target's distribution."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _MOST_VOCAB, _MOST_OUTPUTS = 16, 1 << 20
 
 @dataclass(frozen=True, repr=False)
 class Outcome:
-    """Three successive tokens, their probability under the target, and their share of the rows."""
+    """Three consecutive tokens, their probability under the target, and their observed share."""
 
     tokens: tuple[int, int, int]
     probability: float
@@ -51,10 +51,11 @@ class Outcome:
 
 @dataclass(frozen=True, repr=False)
 class DrafterCheck:
-    """The answer of `check_drafter`: exact if `chi2` (of `degrees` freedom) is below `threshold`.
+    """The result of `check_drafter`, which passes if `chi2` is below `threshold`.
 
-    `acceptance_length` is the mean number of tokens of a round; 1 says that nothing drafted was
-    accepted, and the check then says little. `worst` adds most to `chi2`.
+    `degrees` are the degrees of freedom. `acceptance_length` is the mean number of tokens per
+    round; at 1 nothing drafted was accepted, and the test has little power. `worst` is the outcome
+    that contributes most to `chi2`.
     """
 
     passed: bool
@@ -75,7 +76,7 @@ class DrafterCheck:
 
 
 class ChiSquare(NamedTuple):
-    """Distance of counts from their distribution, and the threshold exceeded once in a million."""
+    """A chi-square statistic, and the threshold that it exceeds once in a million by chance."""
 
     statistic: float
     threshold: float
@@ -99,18 +100,19 @@ def check_drafter(
     request: SamplingParams = SamplingParams(temperature=1.0),  # noqa: B008 - frozen
     seed: int = 0,
 ) -> DrafterCheck:
-    """Whether `rows` outputs of the real loop with a drafter have the target's distribution.
+    """Test whether `rows` outputs of the real loop with a drafter have the target's distribution.
 
-    A chi-square test of three successive tokens jointly, the K-th to the (K+2)-th after the prompt,
-    where K = `num_speculative_tokens`. A round gives at most K + 1 tokens, so the last of the three
-    never comes from the first round; the three come from one round (if K > 1), two or three, as
-    drafts are accepted. The distribution is enumerated, so the target must be small: a
-    `specjax.loading.load.random_model` or a `Tabular` with its logits, of at most 16 tokens.
-    `limits` are those of each round, and `request` says how rows are warped. Give the drafter a
-    distribution that differs from the target's by a total variation of 0.2 to 0.6, so that
-    accepting and refusing both count. An exact drafter fails once in a million seeds. Raises
-    InputError for a drafter that breaks its contract (`drafter_contract.check_contract`), for a
-    target that is too large, or bad sizes.
+    This is a chi-square test of three consecutive tokens jointly, the K-th to the (K+2)-th after
+    the prompt, where K = `num_speculative_tokens`. A round emits at most K + 1 tokens, so the last
+    of the three is never from the first round. The target's distribution is enumerated, so the
+    target must be small: a `specjax.loading.load.random_model` or a `Tabular` with its logits, of
+    at most 16 tokens.
+
+    `limits` apply to each round, and `request` sets the sampling parameters. Give the drafter a
+    distribution at a total variation distance of 0.2 to 0.6 from the target's, so that acceptance
+    and rejection both matter. An exact drafter fails for one seed in a million. Raises InputError
+    for a drafter that breaks its contract (`drafter_contract.check_contract`), a target that is too
+    large, or invalid sizes.
     """
     loaded = DRAFTER_KIND.check("drafter", drafter)
     if isinstance(target, Model):
@@ -185,7 +187,7 @@ def make_plan(
     request: SamplingParams,
     capacity: int,
 ) -> Plan:
-    """The plan of a loop over short rows that all make the same request."""
+    """Return the plan of a loop over short rows with identical requests."""
     drafter = drafter.limited(num_speculative_tokens)
     return Plan(
         target=model,
@@ -209,9 +211,9 @@ def decode(
     rounds: int,
     limits: Limits | None = None,
 ) -> tuple[State, Rounds]:
-    """The state after some rounds of rows with one prompt, within `limits`, and their counts.
+    """Decode `rounds` rounds of rows with the same prompt; return the state and the counts.
 
-    `index` tells the rows apart.
+    `index` distinguishes the rows' keys; `limits` bound every draft.
     """
     state = start(plan, params, *first_rows(plan, prompt, request, index, seed))
     return run(plan, params, state, jnp.int32(rounds), limits=limits)[:2]
@@ -224,7 +226,7 @@ def first_rows(
     index: Int[Array | np.ndarray, "B"],
     seed: int,
 ) -> tuple[Int[Array, "B S"], Rows, Int[Array, "B"], Int[Array, "B"]]:
-    """`start.start`'s arrays for rows with one prompt, a key of its own for each."""
+    """Return the arguments of `initial_state.start` for rows that share a prompt but no key."""
     batch = len(index)
 
     def every(value: float, dtype: type) -> Array:
@@ -265,7 +267,7 @@ def output_distribution(
     length: int,
     num_layers: int | None = None,
 ) -> Float[np.ndarray, "outputs"]:
-    """P(next `length` tokens) of plain decoding, the first token slowest."""
+    """Return P(next `length` tokens) of plain decoding, flattened with the first token slowest."""
     distributions = conditional_distributions(model, params, prompt, request, length, num_layers)
     done = np.ones(1)
     for distribution in distributions:
@@ -281,9 +283,9 @@ def conditional_distributions(
     length: int,
     num_layers: int | None = None,
 ) -> list[Float[np.ndarray, "_ V"]]:
-    """The warped distribution of each of `length` tokens; entry d has V**d rows, one per d tokens.
+    """Return the warped distributions of each of `length` tokens; entry d is [V**d, V].
 
-    With `num_layers` it is the distribution of an early exit.
+    Each row is conditioned on d tokens. With `num_layers` they are those of an early exit.
     """
     vocab = model.vocab_size
     tails = np.indices((vocab,) * (length - 1)).reshape(length - 1, -1).T
@@ -322,9 +324,9 @@ def _every_distribution(
 def chi_square(
     counted: Int[np.ndarray, "outputs"], distribution: Float[np.ndarray, "outputs"]
 ) -> ChiSquare:
-    """Pearson's statistic of counts under a distribution; thin outputs are counted together.
+    """Return Pearson's statistic of counts under a distribution, pooling rare outputs.
 
-    It is infinite where an output was seen that the distribution rules out.
+    It is infinite if an output of probability 0 was observed.
     """
     impossible = bool(counted[distribution == 0].any())
     expected = distribution * counted.sum()

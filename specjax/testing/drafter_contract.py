@@ -1,4 +1,4 @@
-"""What a drafter has to keep to, whatever it drafts; `check_drafter` begins with it."""
+"""The contract of every drafter; `check_drafter` tests it first."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from specjax.trees import Draft
 
 
 def check_contract(plan: Plan, params: tuple[Any, Any], arguments: tuple) -> None:
-    """Raise InputError, with the drafter's name, where one of a plan's drafters breaks a rule.
+    """Raise InputError, naming the drafter, if one of a plan's drafters breaks its contract.
 
-    Every leaf of its state has rows as its first axis or belongs to a cache or a window; a draft
-    has `num_nodes` nodes; in no row does it propose a path longer than `context.limit`; valid nodes
-    come after their parents, and have valid ancestors.
-    `arguments` are those of `start.start`, of which each row gets another limit.
+    Every leaf of the drafter's state must have rows as its first axis or belong to a cache or a
+    window; a draft must have `num_nodes` nodes; no row may propose a path longer than
+    `context.limit`; valid nodes must come after their parents and have valid ancestors. `arguments`
+    are those of `initial_state.start`; each row gets a different limit.
     """
     for part, own in zip(plan.drafter.parts, params[1], strict=True):
         for rows in (3, 5):

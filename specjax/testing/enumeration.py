@@ -1,9 +1,9 @@
-"""The distribution of what a rule emits for a drafted tree, exactly: no sampling, float64.
+"""The exact distribution of a rule's output for a drafted tree, by enumeration in float64.
 
-A chain is a tree without branches. A rule is a function of uniforms, and for given drafted tokens a
-step function of each. Bisection finds the steps, every cell between them is visited once and weighs
-its volume. The tokens are weighted by the draft's distribution, the final token by the distribution
-that the rule gives it.
+A chain is a tree without branches. For given drafted tokens, a rule's decision is a step function
+of each uniform. Bisection finds the steps; every cell between them is visited once and weighted by
+its volume. Drafted tokens are weighted by the draft's distribution, and the final token by the
+distribution that the rule returns for it.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ Decide = Callable[
 
 
 class Drafts(NamedTuple):
-    """Drafted trees of one shape, their distributions, their groups and their weights.
+    """Drafted trees of one shape, with their distributions, groups and weights.
 
-    `logp` and `logq` are the target's and the drafters' by slot, `logq` W rows of each drafter;
-    `drafter` says which drafter's row of its parent each node was drawn from, -1 where it was not
-    drawn. A group is what one distribution of outputs is computed for: all drafts of a sampled
-    distribution together, or one deterministic draft alone.
+    `logp` and `logq` are the target's and the drafters' log-probabilities by slot; `logq` has W
+    rows for each drafter. `drafter` is the drafter that each node was drawn from, or -1 if it was
+    not drawn. A group is a set of drafts for which one output distribution is computed: all drafts
+    of a sampled distribution, or a single deterministic draft.
     """
 
     topology: Topology
@@ -57,9 +57,10 @@ class Drafts(NamedTuple):
 
 
 class Outcomes(NamedTuple):
-    """What a rule does in its cells: the draft, the cell's volume, and the decision in it.
+    """A rule's decisions by cell: the draft's index, the cell's volume, and the decision in it.
 
-    `slot` is the last accepted one, 0 where nothing was.
+    `slot` is the last accepted slot, 0 if nothing was accepted; `distribution` is that of the next
+    token.
     """
 
     item: Int[np.ndarray, "cells"]
@@ -69,18 +70,18 @@ class Outcomes(NamedTuple):
 
 
 class NotAStepFunction(ValueError):
-    """A rule's decision changes more than once in one of its uniforms."""
+    """Raised if a rule's decision changes more than once along one of its uniforms."""
 
 
 def all_tokens(vocab: int, length: int) -> Int[np.ndarray, "I K"]:
-    """Every sequence of `length` tokens, the first token slowest."""
+    """Return every sequence of `length` tokens, with the first token slowest."""
     return np.array(list(itertools.product(range(vocab), repeat=length)), np.int32).reshape(
         vocab**length, length
     )
 
 
 def contexts(tokens: Int[np.ndarray, "I K"], vocab: int, depth: int) -> Int[np.ndarray, "I"]:
-    """The row of a table's entry `depth` that the first `depth` tokens of each sequence name."""
+    """Return the row of a table's entry `depth` for the first `depth` tokens of each sequence."""
     row = np.zeros(len(tokens), int)
     for column in tokens.T[:depth]:
         row = row * vocab + column
@@ -90,7 +91,7 @@ def contexts(tokens: Int[np.ndarray, "I K"], vocab: int, depth: int) -> Int[np.n
 def slot_contexts(
     topology: Topology, tokens: Int[np.ndarray, "I N"], vocab: int
 ) -> Int[np.ndarray, "I W"]:
-    """The row of a table's entry (of a slot's depth) that the tokens up to each slot name."""
+    """Return, for each slot, the row of its table entry that the tokens up to the slot select."""
     row = np.zeros((len(tokens), topology.width), int)
     for node, parent in enumerate(topology.parents):
         row[:, node + 1] = row[:, parent] * vocab + tokens[:, node]
@@ -100,7 +101,7 @@ def slot_contexts(
 def distributions_by_slot(
     table: Table, topology: Topology, tokens: Int[np.ndarray, "I N"]
 ) -> Float[np.ndarray, "I W V"]:
-    """The distribution that follows each slot; uniform where the table has none so deep."""
+    """Return the distribution after each slot, uniform where the table is not deep enough."""
     vocab = table[0].shape[-1]
     row = slot_contexts(topology, tokens, vocab)
     found = np.full((*row.shape, vocab), 1 / vocab)
@@ -111,7 +112,7 @@ def distributions_by_slot(
 
 
 def decisions(rule: Decide, drafts: Drafts) -> Outcomes:
-    """Every cell of the uniforms on which the rule decides alike, for every draft."""
+    """Return every cell of the uniforms with a constant decision, for every draft."""
     run = _Run.of(rule, drafts)
     item, low, high = _cells(run, drafts.tokens.shape[1], len(drafts.tokens))
     slot, distribution = run(item, (low + high) / 2)
@@ -122,7 +123,7 @@ def decisions(rule: Decide, drafts: Drafts) -> Outcomes:
 
 
 def walks(drafts: Drafts) -> Outcomes:
-    """Every outcome of `sampling.walk`: noise that makes a token win, as often as p draws it."""
+    """Return every outcome of `sampling.walk`, weighted by the target's probabilities."""
     depth, vocab = drafts.topology.depth, drafts.logp.shape[-1]
     winners = all_tokens(vocab, depth + 1)
     nothing_sampled = drafts._replace(drafter=np.full_like(drafts.drafter, -1))
@@ -155,9 +156,9 @@ def walks(drafts: Drafts) -> Outcomes:
 def output_distributions(
     drafts: Drafts, outcomes: Outcomes, tables: list[Table]
 ) -> Float[np.ndarray, "G outputs"]:
-    """P(first P+1 tokens that come out) of each group, shorter outputs completed with p.
+    """Return P(first P+1 output tokens) of each group, completing shorter outputs with p.
 
-    `tables[g]` is group g's target distribution.
+    `tables[g]` is the target distribution of group g.
     """
     topology, vocab = drafts.topology, outcomes.distribution.shape[-1]
     weight = outcomes.volume * drafts.weight[outcomes.item]
@@ -176,7 +177,7 @@ def output_distributions(
 
 
 def target_distributions(tables: list[Table]) -> Float[np.ndarray, "G outputs"]:
-    """P(first P+1 tokens) of plain decoding, group by group."""
+    """Return P(first P+1 tokens) of plain decoding for each group."""
     want = np.ones((len(tables), 1))
     for depth in range(len(tables[0])):
         target = np.stack([table[depth] for table in tables])

@@ -1,4 +1,4 @@
-"""Is a verification rule exact? Answered by enumeration, without sampling."""
+"""A test of whether a verification rule is exact, by enumeration instead of sampling."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Valid = Callable[[Int[np.ndarray, "I K"], Float[np.ndarray, "I K V"]], Int[np.nd
 
 @dataclass(frozen=True)
 class Check:
-    """The answer of `check_rule`: `max_error` is the largest error of an output's probability."""
+    """The result of `check_rule`; `max_error` is the largest error of an output's probability."""
 
     passed: bool
     max_error: float
@@ -50,8 +50,8 @@ class Check:
 class DistributionPair:
     """A target distribution p and a draft distribution q of a chain, by context.
 
-    Entry d is [V**d, V], one row for each d tokens before, the first token slowest; p has one entry
-    more than q, for the token after the draft.
+    Entry d has shape [V**d, V], one row for each context of d tokens, with the first token slowest.
+    p has one entry more than q, for the token after the draft.
     """
 
     name: str
@@ -62,7 +62,7 @@ class DistributionPair:
     def constant(
         cls, name: str, p: Float[np.ndarray, "V"], q: Float[np.ndarray, "V"], length: int
     ) -> DistributionPair:
-        """The same p and q whatever came before."""
+        """Return a pair with the same p and q in every context."""
         rows = [len(p) ** depth for depth in range(length + 1)]
         return cls(
             name,
@@ -89,31 +89,29 @@ def check_rule(
     distributions: list[DistributionPair] | None = None,
     valid: Valid | None = None,
 ) -> Check:
-    """Whether a rule keeps the target's distribution: P(output prefix) = product of p, to 1e-10.
+    """Test whether a rule keeps the target's distribution: P(output) = product of p, to 1e-10.
 
-    `rule` is a `sampling.UniformRule`, whose `decide(tokens [B,K], num_valid [B], target, draft,
-    uniforms [B,K]) -> Decision(num_accepted [B], next_logp [B,V])` is checked, or the name of a
-    rule:
+    `rule` is the name of a rule, or a `sampling.UniformRule` whose `decide(tokens [B,K], num_valid
+    [B], target, draft, uniforms [B,K]) -> Decision(num_accepted [B], next_logp [B,V])` is tested:
 
-    - row b drafted `tokens[b, :num_valid[b]]`; what stands after them was never drafted;
+    - row b drafted `tokens[b, :num_valid[b]]`; later entries were never drafted;
     - `target(slots [B])` and `draft(slots [B])` are log-probabilities [B,V], p and q of the token
-      that follows slot `slots[b]`: slot 0 is the last committed token, slot i is `tokens[:, i -
+      after slot `slots[b]`, where slot 0 is the last committed token and slot i is `tokens[:, i -
       1]`; a deterministic draft has one-hot q;
-    - `uniforms` in [0, 1) are independent of each other and of all else, and the decision is a
-      step function of each, with one step at most while the others stay;
-    - the first `num_accepted` tokens come out, then one more, drawn from `next_logp`
-      (log-probabilities).
+    - `uniforms` in [0, 1) are independent of each other and of everything else, and the decision
+      must be a step function of each with at most one step while the others are fixed;
+    - the output is the first `num_accepted` tokens, then one token drawn from `next_logp`.
 
-    With a `topology` of branches, which `rejection`, `coupled` and `typical` take, its nodes are
-    drawn without replacement from q, or are any tokens, or the first of siblings is drawn and the
-    others are any, or are drawn from another drafter's q, so that they may have the same tokens.
+    With a branching `topology`, which `rejection`, `coupled` and `typical` accept, the nodes are
+    drawn without replacement from q, or are arbitrary, or only the first of siblings is drawn and
+    the others are arbitrary or from another drafter's q, so that siblings may be equal.
 
-    All drafts of up to `length` tokens are tried on many distributions (p = q, disjoint supports,
-    zeros, one-hot, reduced draft vocabularies, random ones by context), sampled and deterministic,
-    with every number of valid tokens; or on your own `distributions`, whose sizes then count. A
-    drafter that stops early is checked by `valid(tokens [I,K], logq [I,K,V]) -> [I]`, the number of
-    tokens that it keeps of each draft. Raises InputError for an unknown rule or topology and for
-    sizes that are out of range.
+    All drafts of up to `length` tokens are tested on many distributions (p = q, disjoint supports,
+    zeros, one-hot, reduced draft vocabularies, random by context), sampled and deterministic, with
+    every number of valid tokens; or on your own `distributions`, which then set the sizes. To test
+    a drafter that stops early, `valid(tokens [I,K], logq [I,K,V]) -> [I]` returns how many tokens
+    of each draft it keeps. Raises InputError for an unknown rule or topology and for sizes out of
+    range.
     """
     rule, topology = _check_input(rule, topology, vocab, length, distributions, valid)
     length = topology.depth
@@ -177,7 +175,7 @@ def _decide(rule: sampling.Rule, topology: Topology) -> Decide:
 
 
 def example_distributions(vocab: int, length: int) -> list[DistributionPair]:
-    """Pairs of distributions that between them reach every corner of a rule."""
+    """Return pairs of distributions that together cover every branch of a rule."""
     rng = np.random.default_rng(0)
 
     def table(spread: float, depths: int, keep: float = 1.0) -> Table:

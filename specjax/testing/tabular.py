@@ -1,4 +1,4 @@
-"""A language model that is a table of logits: its distributions are known in closed form."""
+"""A language model made of a table of logits, with distributions in closed form."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from specjax.models.top_tokens import top_tokens, wanted_counts
 
 @dataclass(frozen=True)
 class Tabular:
-    """A `LanguageModel` whose parameters are its logits, without layers and so without a cache.
+    """A `LanguageModel` whose parameters are its logits; it has no layers and an empty cache.
 
-    Parameters of shape [V] are a context-free model: one distribution, whatever came before. With
-    [V, V] row i is the distribution after token i (a bigram model).
+    Parameters of shape [V] give the same distribution after every context. With shape [V, V], row i
+    gives the distribution after token i (a bigram model).
     """
 
     vocab_size: int
     max_positions: int = 1 << 20
 
     def make_cache(self, batch: int, capacity: int) -> KVCache:
-        """A cache that only counts: [0, B, 1, S, 1]."""
+        """Return a cache of shape [0, B, 1, S, 1], which only counts tokens."""
         return make_cache(0, batch, 1, capacity, 1, jnp.dtype(jnp.float32))
 
     def make_window(self, batch: int, slots: int) -> Window:
-        """A window that holds nothing: [0, B, 1, W, 1]."""
+        """Return an empty window of shape [0, B, 1, W, 1]."""
         return Window(*(jnp.zeros((0, batch, 1, slots, 1)) for _ in range(2)))
 
     def extend(
@@ -45,9 +45,9 @@ class Tabular:
         logits: bool = True,
         num_layers: int | None = None,
     ) -> Extension:
-        """`LanguageModel.extend`; of features there is only `top_tokens:k`.
+        """Implement `LanguageModel.extend`, of whose features only `top_tokens:k` exists.
 
-        An early exit changes nothing.
+        `num_layers` (early exit) has no effect.
         """
         del positions, cache, start, visible, num_layers
         counts = wanted_counts(features, self.vocab_size)

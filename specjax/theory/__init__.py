@@ -1,4 +1,4 @@
-"""What speculative decoding can gain: expected tokens, speed-up, memory, in closed form.
+"""What speculative decoding can gain in theory: expected tokens, speed-up, memory.
 
     expected_tokens(alpha, k)              tokens that a round with k draft tokens emits
     speedup(alpha, k, c)                   over plain decoding; c is the cost of a draft step
@@ -6,17 +6,17 @@
     break_even_alpha(k, c)                 the acceptance at which drafting begins to pay
     acceptance_from_tv(tv)                 acceptance that a distance of p and q allows
     pass_seconds, memory, roofline         a `ModelShape` on a `Chip` (`CHIPS`), by data sheet
-    roofline_tree                          the fastest token tree there
-    stored_bits(bits, group=32)            what a weight of so many bits takes with its scales
+    roofline_tree                          the fastest token tree on a chip
+    stored_bits(bits, group=32)            bits per weight, its share of the scales included
 
     speedup(0.8, np.arange(1, 9), 0.05)    # an array: one speed-up for each draft length
     roofline(shape, "h100-sxm", batch=8, context=1000, k=4, alpha=0.8).speedup
 
-`alpha`, the probability that a draft token is accepted, is assumed to be equal at all positions and
-independent of the others (Leviathan et al. 2023, "Fast Inference from Transformers via Speculative
-Decoding", section 3). All numbers may be scalars or numpy arrays, which broadcast together, but for
-those of `roofline_tree`; results are floats where all of them were scalars. Bad input raises
-`specjax.errors.InputError`. Published tables, and figures that are wrong: docs/theory.md.
+`alpha` is the probability that a draft token is accepted, assumed to be the same at all positions
+and independent (Leviathan et al. 2023, "Fast Inference from Transformers via Speculative Decoding",
+section 3). Numbers may be scalars or NumPy arrays, which broadcast (except in `roofline_tree`);
+results are floats if all arguments are scalars. Bad input raises `specjax.errors.InputError`.
+Published tables, and published figures that are wrong: docs/theory.md.
 """
 
 from specjax.theory.chip_roofline import (

@@ -1,4 +1,4 @@
-"""Checks of theory's arguments, which are scalars or numpy arrays."""
+"""Checks of the arguments of `specjax.theory`: scalars or NumPy arrays."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ Result = float | Float[np.ndarray, "..."]
 def checked(
     name: str, value: Real, low: float = 0.0, high: float = math.inf, *, above: bool = False
 ) -> Float[np.ndarray, "..."]:
-    """Return `value` in float64. Raises InputError unless it is finite and in [low, high].
+    """Return `value` in float64; raise InputError unless it is finite and in [low, high].
 
-    With `above` it has to be in (low, high].
+    With `above`, the range is (low, high].
     """
     array = np.asarray(value, np.float64)
     is_valid = np.isfinite(array) & (array <= high) & ((array > low) if above else (array >= low))
@@ -31,7 +31,7 @@ def checked(
 
 
 def checked_count(name: str, value: Count, least: int) -> int | Int[np.ndarray, "..."]:
-    """Return `value` as int or int64 array. Raises InputError unless whole and at least `least`."""
+    """Return `value` as int or int64; raise InputError unless whole and at least `least`."""
     array = np.asarray(value)
     if not np.issubdtype(array.dtype, np.integer):
         raise InputError(f"{name} = {value}: give a whole number of at least {least}")
@@ -41,5 +41,5 @@ def checked_count(name: str, value: Count, least: int) -> int | Int[np.ndarray, 
 
 
 def unwrap(array: np.ndarray | float) -> Result:
-    """Return a float for a single number, and an array otherwise."""
+    """Return a float for a 0-d array, and any other array unchanged."""
     return array if np.ndim(array) else float(array)

@@ -1,4 +1,4 @@
-"""Memory and least seconds of a model on a chip, and the speed-up that these allow (roofline)."""
+"""Memory and minimum pass times of a model on a chip, and the resulting speed-up (roofline)."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from specjax.theory.expected_speedup import expected_tokens, least_alpha
 
 
 def stored_bits(bits: Real, *, group: Count, numbers: Count = 1, number_bits: Count = 32) -> Result:
-    """Return the bits that a weight takes with what its group has in common.
+    """Return the stored bits per weight, including its share of the scales of its group.
 
-    `bits` + `numbers` `number_bits` / `group`: `group` weights share `numbers` numbers (a scale; a
-    minimum too) of `number_bits` each. 4 bits in groups of 32 with both in float32 take 6; 8 bits
-    with a scale take 9, or next to 8 with one scale per output.
+    The result is `bits` + `numbers` * `number_bits` / `group`: each `group` of weights shares
+    `numbers` numbers (a scale and, possibly, a minimum) of `number_bits` bits. For example, 4 bits
+    in groups of 32 with both in float32 take 6; 8 bits with a scale take 9, or little more than 8
+    with one scale per output.
     """
     shared = np.asarray(checked_count("numbers", numbers, 0)) * checked_count(
         "number_bits", number_bits, 1
@@ -27,10 +28,10 @@ def stored_bits(bits: Real, *, group: Count, numbers: Count = 1, number_bits: Co
 
 @dataclasses.dataclass(frozen=True)
 class ExpertShape:
-    """The sizes of a mixture of experts, in place of the MLP after the first `num_dense` layers.
+    """The sizes of a mixture of experts, which replaces the MLP after the first `num_dense` layers.
 
-    Each token is multiplied with `per_token` of the `num_experts` (E) gated MLPs of width
-    `intermediate_size`, and with one of width `shared_size`, if that is not 0.
+    Each token uses `per_token` of `num_experts` (E) gated MLPs of width `intermediate_size`, and a
+    shared one of width `shared_size` if that is not 0.
     """
 
     num_experts: int
@@ -49,9 +50,9 @@ class ExpertShape:
             )
 
     def distinct(self, tokens: Count) -> Result:
-        """Return how many experts of a layer `tokens` tokens use, if they choose independently.
+        """Return the expected number of experts per layer that `tokens` independent tokens use.
 
-        E (1 - (1 - per_token / E)^tokens). Successive tokens of a text use fewer.
+        This is E (1 - (1 - per_token / E)^tokens). Consecutive tokens of a text use fewer.
         """
         tokens = np.asarray(checked_count("tokens", tokens, 0), np.float64)
         missed = (1.0 - self.per_token / self.num_experts) ** tokens
@@ -60,11 +61,11 @@ class ExpertShape:
 
 @dataclasses.dataclass(frozen=True)
 class ModelShape:
-    """The sizes of a decoder with gated MLPs or experts; norms are RMS norms, biases left out.
+    """The sizes of a decoder with gated MLPs or experts, RMS norms, and no biases.
 
-    `window` is the number of tokens that `num_windowed` of the layers see. `mtp_module` is the
-    shape of a module for multi-token prediction, which projects two vectors to one, and whose
-    embedding and head are another model's.
+    `num_windowed` layers attend to the last `window` tokens only. `mtp_module` marks the shape of a
+    multi-token prediction module, which projects two vectors to one and shares the embedding and
+    head of another model.
     """
 
     num_layers: int
@@ -100,32 +101,35 @@ class ModelShape:
             checked_count("window", self.window, 1)
 
     def mtp(self) -> ModelShape:
-        """Return the shape of a multi-token prediction module whose layer is like the last one."""
+        """Return the shape of a multi-token prediction module with a layer like the last one."""
         experts = self.experts and dataclasses.replace(self.experts, num_dense=0)
         return dataclasses.replace(
             self, num_layers=1, experts=experts, window=None, num_windowed=0, mtp_module=True
         )
 
     def num_params(self) -> int:
-        """Return the number of parameters, a tied embedding once; for a module only its own."""
+        """Return the number of parameters, counting a tied embedding once.
+
+        A multi-token prediction module counts only its own.
+        """
         head = self.vocab_size * self.hidden_size
         tables = 0 if self.mtp_module else head * (1 if self.tie_word_embeddings else 2)
         every = self.experts.num_experts if self.experts else 0
         return int(self._weights(every)) + self._norms() + tables
 
     def num_read_params(self, tokens: Count = 1) -> Result:
-        """Return how many parameters a pass over `tokens` tokens of all rows together reads.
+        """Return the number of parameters read by a pass over `tokens` tokens of all rows together.
 
-        These are all but an untied input table, which is indexed; of the experts, those that are
-        used (`ExpertShape.distinct`).
+        These are all parameters except an untied input embedding, which is indexed, and unused
+        experts (`ExpertShape.distinct`).
         """
         used = self.experts.distinct(tokens) if self.experts else 0
         return self._weights(used) + self._norms() + self.vocab_size * self.hidden_size
 
     def num_matmul_params(self) -> int:
-        """Return how many parameters each token is multiplied with.
+        """Return the number of parameters that each token is multiplied by.
 
-        These are the projections, MLP or experts used, and the head.
+        These are projections, MLP or active experts, and head.
         """
         used = self.experts.per_token if self.experts else 0
         return int(self._weights(used)) + self.vocab_size * self.hidden_size
@@ -135,7 +139,7 @@ class ModelShape:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim
 
     def seen_tokens(self, context: Real) -> Result:
-        """Return how many of `context` committed tokens a layer sees, averaged over the layers."""
+        """Return how many of `context` tokens a layer attends to, averaged over layers."""
         context = np.asarray(context, np.float64)
         if self.window is None:
             return unwrap(context)
@@ -173,7 +177,7 @@ _SIZES = (
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Bytes that a deployment needs on the device, by purpose."""
+    """The memory of a deployment on the device by purpose, in bytes."""
 
     target_weights: Count
     draft_weights: Count
@@ -204,12 +208,12 @@ def memory(
 ) -> Memory:
     """Return the bytes that speculative decoding needs during a round, without activations.
 
-    Weights of target and `draft`; for each of them a cache of 2 L G C S B numbers (S = `capacity`,
-    B = `batch`) and a window of W = `num_nodes` + 1 slots; logits [B, W, V] and the draft
-    distributions [B, Q, V] (Q = `num_distributions`, 0 for deterministic drafts). Plain decoding
-    has no nodes, no draft and no distributions. Item sizes in bytes. `weight_bits`, the mean over
-    all weights (`stored_bits`), replaces `weight_itemsize`; `draft_weight_bits` is that of `draft`,
-    by default the same.
+    They are the weights of the target and `draft`; for each of them a cache of 2 L G C S B numbers
+    (S = `capacity`, B = `batch`) and a window of W = `num_nodes` + 1 slots; logits [B, W, V] and
+    draft distributions [B, Q, V] (Q = `num_distributions`, 0 for deterministic drafts). For plain
+    decoding omit nodes, draft and distributions. Item sizes are in bytes. `weight_bits`, the mean
+    bits per weight (`stored_bits`), overrides `weight_itemsize`; `draft_weight_bits` is that of
+    `draft`, by default the same.
     """
     batch = checked_count("batch", batch, 1)
     capacity = checked_count("capacity", capacity, 1)
@@ -285,14 +289,14 @@ def pass_seconds(
     itemsize: Count = 2,
     weight_bits: Real | None = None,
 ) -> Result:
-    """Return the least time of one pass over `tokens` new tokens per row, in seconds.
+    """Return the minimum time in seconds of one pass over `tokens` new tokens per row.
 
-    max(bytes / bandwidth, FLOPs / peak), with perfect overlap (Williams et al. 2009, "Roofline").
-    Bytes: all weights once, of experts those that are used; keys and values of `context` tokens per
-    row read, or of those in the window of layers that have one; new ones written. FLOPs: 2 for each
-    matmul weight and token, and 4 L H C for each token attended to, the new ones causally.
-    `itemsize` is that of weights and cache, in bytes; `weight_bits`, the mean over all weights
-    (`stored_bits`), replaces it for weights. Products are computed in bf16 whatever the bits.
+    It is max(bytes / bandwidth, FLOPs / peak), assuming perfect overlap (Williams et al. 2009,
+    "Roofline"). Bytes: all weights once, but only the experts used; keys and values of `context`
+    tokens per row, or of the window in windowed layers; new keys and values. FLOPs: 2 per matmul
+    weight and token, and 4 L H C per attended token, with causal attention among new tokens.
+    `itemsize` is that of weights and cache, in bytes; `weight_bits`, the mean bits per weight
+    (`stored_bits`), overrides it for weights. Products are computed in bf16 whatever the bits.
     """
     chip = _chip(chip)
     tokens = np.asarray(checked_count("tokens", tokens, 1))
@@ -313,11 +317,12 @@ def pass_seconds(
 
 @dataclasses.dataclass(frozen=True)
 class Roofline:
-    """Speculative compared with plain decoding at the chip's limits; fields are floats or arrays.
+    """Speculative and plain decoding at the chip's limits; fields are floats or arrays.
 
-    Times in seconds: of a plain pass, of a round's draft, of its verify pass. `fits` says whether
-    weights, caches and logits fit into the chip's memory; where not, ignore the other fields.
-    From `break_even_alpha` on a round is no slower than plain decoding; inf where none is.
+    Times are in seconds: of a plain pass, of a round's draft, of its verify pass. `fits` says
+    whether weights, caches and logits fit into memory; otherwise ignore the other fields.
+    `break_even_alpha` is the least alpha at which a round is no slower than plain decoding, inf if
+    there is none.
     """
 
     plain_seconds: Result
@@ -344,14 +349,14 @@ def roofline(
     weight_bits: Real | None = None,
     draft_weight_bits: Real | None = None,
 ) -> Roofline:
-    """Return the speed-up of k drafts per round on a chip, by batch size and context.
+    """Return the speed-up of k draft tokens per round on a chip, by batch size and context.
 
-    `context` is the number of committed tokens per row. `draft_cost` is one draft step in plain
-    target passes, or the shape of a draft model: then k of its one-token passes are timed on the
-    same chip, batch and context. Bits are as in `memory`: a target that drafts in fewer of them has
-    `draft_cost=shape` and its `draft_weight_bits`. All numbers broadcast:
-    `roofline(shape, "h100-sxm", batch[:, None], context[None], 4, 0.8)` is a table. tokens/s are of
-    all rows together. For n chips multiply the figures of `Chip` by n.
+    `context` is the number of committed tokens per row. `draft_cost` is the cost of a draft step in
+    plain target passes, or the shape of a draft model, whose k one-token passes are timed on the
+    same chip. Bits are as in `memory`; for a target that drafts in fewer bits, give
+    `draft_cost=shape` and its `draft_weight_bits`. All numbers broadcast: `roofline(shape,
+    "h100-sxm", batch[:, None], context[None], 4, 0.8)` is a table. tokens/s are totals over rows.
+    For n chips, multiply the figures of `Chip` by n.
     """
     chip = _chip(chip)
     k = checked_count("k", k, 0)

@@ -1,4 +1,4 @@
-"""Closed forms of one round: expected tokens, speed-up, best draft length, break-even."""
+"""Closed forms for one round: expected tokens, speed-up, best draft length, break-even."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from specjax.theory.argument_checks import Count, Real, Result, checked, checked
 
 
 def expected_tokens(alpha: Real, k: Count) -> Result:
-    """Return the mean tokens that a round with k drafts emits, the target's own token included.
+    """Return the mean number of tokens that a round with k draft tokens emits, bonus included.
 
-    (1 - alpha^(k+1)) / (1 - alpha), or k + 1 at alpha = 1 (Leviathan et al. 2023, equation 1). It
-    already counts the bonus token: do not add one.
+    This is (1 - alpha^(k+1)) / (1 - alpha), or k + 1 at alpha = 1 (Leviathan et al. 2023, equation
+    1), and already counts the bonus token: do not add one.
     """
     alpha, k = np.broadcast_arrays(checked("alpha", alpha, high=1.0), checked_count("k", k, 0))
     # Horner's rule on 1 + alpha + ... + alpha^k stays exact where the quotient cancels.
@@ -26,10 +26,10 @@ def expected_tokens(alpha: Real, k: Count) -> Result:
 
 
 def acceptance_from_tv(tv: Real) -> Result:
-    """Return how often a token drafted from q is accepted, if the target's distribution is p.
+    """Return the probability that a token drafted from q is accepted, given TV(p, q).
 
-    1 - TV(p, q) = sum_x min(p(x), q(x)) (Leviathan et al. 2023, section 3.2): the most that any
-    rule that keeps the target's distribution can accept of one draft.
+    This is 1 - TV(p, q) = sum_x min(p(x), q(x)) (Leviathan et al. 2023, section 3.2), the maximum
+    for any rule that keeps the target's distribution and drafts one token.
     """
     return unwrap(1.0 - checked("tv", tv, high=1.0))
 
@@ -37,12 +37,12 @@ def acceptance_from_tv(tv: Real) -> Result:
 def speedup(
     alpha: Real, k: Count, c: Real, *, convention: str = "per_step", verify_cost: Real = 1.0
 ) -> Result:
-    """Return the speed-up of k drafts per round over plain decoding.
+    """Return the speed-up of k draft tokens per round over plain decoding.
 
-    Costs are in plain target passes. `c` is the cost of drafting: with `per_step` that of one of
-    the round's k draft steps (divide by k c + 1; Leviathan et al. 2023, theorem 3.8), with
-    `per_draft` that of the round's whole draft (divide by c + 1; no draft and no cost at k = 0).
-    `verify_cost` is T(k+1) / T(1), the cost of a target pass over k + 1 tokens, and replaces the 1.
+    Costs are in plain target passes. `c` is the cost of drafting: with `per_step`, of each of the k
+    draft steps (divide by k c + 1; Leviathan et al. 2023, theorem 3.8); with `per_draft`, of the
+    whole draft (divide by c + 1; no cost at k = 0). `verify_cost` is T(k+1) / T(1), the cost of a
+    target pass over k + 1 tokens, and replaces the 1.
     """
     cost = _round_cost(k, c, convention, verify_cost)
     return unwrap(np.asarray(expected_tokens(alpha, k)) / cost)
@@ -59,8 +59,9 @@ def optimal_k(
     """Return the least k in 0..max_k with the greatest `speedup`; 0 if plain decoding is fastest.
 
     `verify_cost` may be a function of k, such as measured T(k+1) / T(1). A constant other than 1 is
-    the cost of each k > 0, as k = 0 is plain decoding. With `per_draft` and a constant cost further
-    drafts cost nothing, so the result is 0 or the largest k that still adds to the speed-up.
+    the cost for each k > 0, since k = 0 is plain decoding. With `per_draft` and a constant cost,
+    more draft tokens cost nothing, so the result is 0 or the largest k that still adds to the
+    speed-up.
     """
     max_k = np.asarray(checked_count("max_k", max_k, 0))
     cost_of = verify_cost if callable(verify_cost) else (lambda k: verify_cost if k else 1.0)
@@ -75,11 +76,11 @@ def optimal_k(
 def break_even_alpha(
     k: Count, c: Real, *, convention: str = "per_step", verify_cost: Real = 1.0
 ) -> Result:
-    """Return the least acceptance probability at which k drafts per round are no slower than none.
+    """Return the least acceptance probability at which k draft tokens do not slow decoding down.
 
-    It is the alpha in [0, 1] with `speedup` = 1, found by bisection; 0 if a round costs no more
+    This is the alpha in [0, 1] with `speedup` = 1, found by bisection; 0 if a round costs no more
     than a plain pass. For k = 1 it is c (Leviathan et al. 2023, corollary 3.9). Raises InputError
-    if a round costs more than the k + 1 plain passes that it can replace at best.
+    if a round costs more than the k + 1 plain passes that it can at best replace.
     """
     cost, k = np.broadcast_arrays(_round_cost(k, c, convention, verify_cost), k)
     if (dear := cost > k + 1).any():
@@ -92,9 +93,9 @@ def break_even_alpha(
 
 
 def least_alpha(cost: Float[np.ndarray, "..."] | float, k: Count) -> Float[np.ndarray, "..."]:
-    """Return the least alpha at which k drafts emit `cost` tokens; inf where none does.
+    """Return the least alpha at which k draft tokens emit `cost` tokens per round, by bisection.
 
-    By bisection; 0 for a cost of at most 1.
+    It is 0 for a cost of at most 1, and inf if no alpha suffices.
     """
     cost, k = np.broadcast_arrays(np.asarray(cost, np.float64), k)
     low, high = np.zeros_like(cost), np.ones_like(cost)

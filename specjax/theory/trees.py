@@ -1,4 +1,4 @@
-"""The fastest token tree on a chip if each pass takes its least time."""
+"""The fastest token tree on a chip whose passes take their minimum time."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def roofline_tree(
     weight_bits: float | None = None,
     draft_weight_bits: float | None = None,
 ) -> FastestTree:
-    """Return the tree with the most tokens per second if each pass takes its least time.
+    """Return the tree with the most tokens per second if each pass takes its minimum time.
 
-    `acceptance` is that of `specjax.trees.fastest_tree`. A level of the draft is `draft_cost`
-    passes of the target over one token per row, or one pass of that model over `candidates` tokens
-    per row. Bits are as in `memory`. `context` are the committed tokens per row; for n chips
-    multiply the figures of `Chip` by n. The numbers are scalars. Raises InputError for arrays and
-    for numbers out of range.
+    `acceptance` is as in `specjax.trees.fastest_tree`. Each level of the draft costs `draft_cost`
+    target passes over one token per row, or, given a model shape, one pass of that model over
+    `candidates` tokens per row. Bits are as in `memory`. `context` is the number of committed
+    tokens per row. For n chips, multiply the figures of `Chip` by n. Raises InputError for arrays
+    and for numbers out of range.
     """
     deployment = {"batch": batch, "context": context, "itemsize": itemsize}
     for name, value in {**deployment, "candidates": candidates}.items():

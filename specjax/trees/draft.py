@@ -1,4 +1,4 @@
-"""What a drafter proposes in one round: a token tree in buffers of fixed shape."""
+"""A drafter's proposal for one round: a token tree in buffers of fixed shape."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from specjax.trees.topology import AnyTopology, chain_topology
 class Draft:
     """Up to N nodes of a token tree under the root (the last committed token).
 
-    A node that is not `valid` in a row was not proposed; the loop makes `valid` closed under
-    ancestors. `logq_row` is the row of `logq` that a node was drawn from, before any sibling was
-    removed; -1 means the node is deterministic (q is one-hot). `steps` counts the drafter's runs
-    after its first token, if that is not the number of further tokens in the longest row: a run may
-    have been followed by no token.
+    A node is proposed if it is `valid`; the loop makes `valid` closed under ancestors. `logq_row`
+    is the row of `logq` that a node was drawn from, before any sibling was removed; -1 means that
+    the node is deterministic (q is one-hot). `steps` is the number of times that the drafter ran
+    after its first token. None means as many as there are further tokens in the longest row; a run
+    may produce none.
     """
 
     tokens: Int[Array, "B N"]
@@ -33,9 +33,9 @@ def chain(
     num_valid: Int[Array, "B"],
     logq: Float[Array, "B K V"] | None = None,
 ) -> Draft:
-    """Return a draft without branches, of which row b proposes its first `num_valid[b]` tokens.
+    """Return a draft without branches of which row b proposes its first `num_valid[b]` tokens.
 
-    With `logq`, node i was drawn from `logq[:, i]`; without it every node is deterministic.
+    With `logq`, node i was drawn from `logq[:, i]`; without it, every node is deterministic.
     """
     batch, length = tokens.shape
     step = jnp.broadcast_to(jnp.arange(length), (batch, length))

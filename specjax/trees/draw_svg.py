@@ -1,4 +1,4 @@
-"""Token trees as SVG pictures."""
+"""Drawing of token trees as SVG pictures."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def svg(
 ) -> str:
     """Return an SVG picture of a tree from left to right, with one column per depth.
 
-    `labels` are the texts of the nodes, such as their tokens, and `colours` (CSS) the backgrounds,
-    grey by default. Raises InputError unless there is one of each per node.
+    `labels` are the texts of the nodes, such as their tokens, and `colours` their CSS backgrounds,
+    grey by default. Raises InputError unless both have one entry per node.
     """
     topology = tree.topology if isinstance(tree, RankedTree) else tree
     colours = [_PLAIN] * topology.num_nodes if colours is None else colours

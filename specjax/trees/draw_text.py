@@ -1,4 +1,4 @@
-"""Token trees as text."""
+"""Drawing of token trees as text."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from specjax.trees.topology import Topology
 def draw(
     tree: Topology | RankedTree, labels: Sequence[str] | None = None, root: str = "root"
 ) -> str:
-    """Return a tree as text: one node per line, each under its parent.
+    """Return a tree as text, with one node per line under its parent.
 
     `labels` are the texts of the nodes, such as their tokens; by default the ranks of a
-    `RankedTree` and the slots of a `Topology`. Raises InputError unless there is one per node.
+    `RankedTree` or the slots of a `Topology`. Raises InputError unless there is one label per node.
     """
     topology = tree.topology if isinstance(tree, RankedTree) else tree
     if labels is None:

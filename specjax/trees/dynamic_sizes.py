@@ -1,4 +1,4 @@
-"""The sizes of trees that are chosen anew in each round (EAGLE-2, Li et al. 2406.16858)."""
+"""Sizes of trees that are chosen anew in each round (EAGLE-2, Li et al. 2406.16858)."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from specjax.errors import InputError
 
 @dataclass(frozen=True)
 class DynamicTree:
-    """A tree that is chosen anew in each round and row, on the device.
+    """The sizes of a tree that is chosen anew for each round and row, on the device.
 
-    The `topk` likeliest tokens after the root are candidates, and after the `topk` best candidates
-    of each level as many again, down to `depth` levels (P); the best `num_nodes` (N) of all are
-    the tree. Raises InputError for negative numbers, for no candidates after a token, and for more
-    nodes than there are candidates.
+    The candidates are the `topk` most likely tokens after the root and, on each further level,
+    after each of the `topk` best candidates of the level before, down to `depth` levels (P). The
+    best `num_nodes` (N) of all candidates form the tree. Raises InputError for negative numbers,
+    `topk` 0, or more nodes than candidates.
     """
 
     topk: int
@@ -37,6 +37,6 @@ class DynamicTree:
         return self.topk + (self.depth - 1) * self.topk**2 if self.depth else 0
 
     def limited(self, depth: int) -> DynamicTree:
-        """Return the tree without levels below a depth."""
+        """Return the tree limited to a depth."""
         shallow = replace(self, depth=min(self.depth, depth), num_nodes=0)
         return replace(shallow, num_nodes=min(self.num_nodes, shallow.num_candidates))

@@ -1,4 +1,4 @@
-"""The tree that decodes fastest here: the most tokens per second, not the most tokens per round."""
+"""The tree with the most tokens per second, rather than the most tokens per round."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _WIDTHS += tuple(range(257, 514, 32))
 class FastestTree(NamedTuple):
     """A tree and its predicted speed; it has no nodes if plain decoding is fastest.
 
-    `tokens_per_round` counts those of one row, the target's own included; `round_seconds` is the
-    time of the draft plus `pass_seconds` of the tree's width.
+    `tokens_per_round` is per row and includes the bonus token; `round_seconds` is the time of the
+    draft plus `pass_seconds` at the tree's width.
     """
 
     tree: RankedTree
@@ -26,7 +26,7 @@ class FastestTree(NamedTuple):
 
     @property
     def row_tokens_per_second(self) -> float:
-        """Predicted tokens per second of each row."""
+        """The predicted tokens per second of each row."""
         return self.tokens_per_round / self.round_seconds
 
     def __str__(self) -> str:
@@ -47,12 +47,12 @@ def fastest_tree(
 ) -> FastestTree:
     """Return the tree with the most tokens per second (Sequoia, 2402.12374, section 3.3).
 
-    `acceptance[d][r]` is the chance that the candidate of rank r at depth d (from 0) is the
-    target's, given that its parent is. `pass_seconds(w)` is the time of a round without its draft
-    whose pass is over w slots, the root's included, and `draft_seconds(d)` the time of drafting a
-    tree of depth d. For each of `widths` and each depth up to `max_depth` (that of `acceptance` if
-    unset) the best tree by Medusa's rule is tried, and plain decoding. Raises InputError for widths
-    below 1, numbers that are no rates, and a plain pass that takes no time.
+    `acceptance[d][r]` is the probability that the candidate of rank r at depth d (from 0) is the
+    target's token, given that its parent is. `pass_seconds(w)` is the time of a round without
+    drafting at a pass width of w slots, root included; `draft_seconds(d)` is the time to draft a
+    tree of depth d. Plain decoding and the best tree by Medusa's rule for each of `widths` and each
+    depth up to `max_depth` (by default that of `acceptance`) are compared. Raises InputError for
+    widths below 1, rates outside [0, 1], or a plain pass of zero time.
     """
     if not widths or min(widths) < 1:
         raise InputError(f"widths={tuple(widths)}: give slots of passes, from 1 on")

@@ -1,9 +1,9 @@
-"""Drafts under one root, merged into one tree on the device.
+"""Merging of drafts with a common root into one tree, on the device.
 
-Several drafters propose for one round (SpecInfer, 2305.09781, section 3), or one proposes several
-continuations. What two of them have in common is verified once, as far as the output's distribution
-allows: a node that was drawn is tested also where a sibling has the same token, while a
-deterministic node adds nothing to an earlier sibling with the same token.
+The drafts are those of several drafters (SpecInfer, 2305.09781, section 3), or several
+continuations by one drafter. Common nodes are verified once as far as exactness allows: a sampled
+node is tested even if a sibling has the same token, while a deterministic node adds nothing to an
+earlier sibling with the same token.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def merge(*drafts: Draft) -> Draft:
 
 
 def side_by_side(*drafts: Draft) -> Draft:
-    """Return the drafts as one tree under their common root, the nodes one draft after another."""
+    """Return the drafts as one tree under their common root, concatenating their nodes."""
     if len(drafts) == 1:
         return drafts[0]
     logq_rows, distributions, offset = [], [], 0
@@ -47,17 +47,17 @@ def side_by_side(*drafts: Draft) -> Draft:
 
 
 def merge_duplicates(draft: Draft) -> Draft:
-    """Return the draft without deterministic nodes whose token an earlier sibling has.
+    """Return the draft without deterministic nodes that repeat the token of an earlier sibling.
 
-    Siblings are tested in the order of their nodes, which becomes: those that were drawn, in the
-    order drawn, then the deterministic ones. A drawn node is always kept. A deterministic one is
-    removed if an earlier sibling has its token, and its children become that sibling's, where they
-    may be duplicates in turn. The nodes that are kept come first, sorted by depth, so that a row
-    with few of them runs at a narrow width; the others are not valid. Within a depth the drawn ones
-    come first: whether one is among the first n nodes then depends on tokens above its depth only,
-    and truncating a tree to n nodes adds no bias.
+    Siblings are tested in node order. The new order is: sampled nodes in the order drawn, then
+    deterministic nodes. A sampled node is always kept. A deterministic node is removed if an
+    earlier sibling has its token; its children move to that sibling, where they may be duplicates
+    in turn. Kept nodes come first, sorted by depth, so that a row with few of them fits a narrow
+    width; the others become invalid. Within a depth sampled nodes come first: whether a node is
+    among the first n then depends only on tokens above its depth, and truncating a tree to n nodes
+    adds no bias.
 
-    Drawn nodes whose parents are deterministic duplicates must not share a row of `logq`.
+    Sampled nodes whose parents are deterministic duplicates must not share a row of `logq`.
     """
     parents = jnp.broadcast_to(draft.topology.row_parents, draft.tokens.shape)
     depths = jnp.broadcast_to(draft.topology.row_depths[:, 1:], draft.tokens.shape)

@@ -1,4 +1,4 @@
-"""Static trees whose nodes are the likeliest candidates after their parents.
+"""Static trees whose nodes are the most likely candidates after their parents.
 
 Medusa ([2401.10774](https://arxiv.org/abs/2401.10774), section 2.1.2 and appendix C), Sequoia
 ([2402.12374](https://arxiv.org/abs/2402.12374), section 3.1).
@@ -28,11 +28,11 @@ its parent is."""
 
 @dataclass(frozen=True)
 class RankedTree:
-    """A topology, and which candidate after its parent each node is: rank 0 is the likeliest.
+    """A topology with the rank of each node among its parent's candidates; rank 0 is the likeliest.
 
-    A node comes after its parent and after its siblings of lower rank, so that the first nodes are
-    a tree too. Hashable. Raises InputError for another order, and unless siblings have the ranks
-    0, 1, 2, ...
+    Nodes come after their parents and after their siblings of lower rank, so that any first nodes
+    form a tree. Hashable. Raises InputError for another order, or unless siblings have ranks 0, 1,
+    2, ...
     """
 
     choices: tuple[Path, ...]
@@ -67,48 +67,49 @@ class RankedTree:
 
     @cached_property
     def topology(self) -> Topology:
-        """The tree's shape."""
+        """The shape of the tree."""
         slots = {(): 0} | {path: slot for slot, path in enumerate(self.choices, start=1)}
         return Topology(tuple(slots[path[:-1]] for path in self.choices))
 
     @property
     def num_nodes(self) -> int:
-        """N."""
+        """The number of nodes (N)."""
         return len(self.choices)
 
     @property
     def depth(self) -> int:
-        """The number of nodes on its longest path (P)."""
+        """The number of nodes on the longest path (P)."""
         return max(map(len, self.choices), default=0)
 
     def limited(self, depth: int) -> RankedTree:
-        """Return the tree without its nodes below a depth."""
+        """Return the tree limited to a depth."""
         return RankedTree(tuple(path for path in self.choices if len(path) <= depth))
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Each node's rank among the candidates after its parent."""
+        """The rank of each node among the candidates after its parent."""
         return tuple(path[-1] for path in self.choices)
 
     @property
     def most_candidates(self) -> int:
-        """How many candidates after a token a drafter has to propose."""
+        """The largest number of candidates that a drafter must propose after a token."""
         return max(self.ranks, default=-1) + 1
 
     def expected_tokens(self, acceptance: Rates) -> float:
-        """Return the expected tokens per round, the target's own included.
+        """Return the expected tokens per round, bonus token included.
 
-        `acceptance[d][r]` is the chance that the candidate of rank r at depth d (from 0) is the
-        target's, given that its parent is. Raises InputError where a node has none.
+        `acceptance[d][r]` is the probability that the candidate of rank r at depth d (from 0) is
+        the target's token, given that its parent is. Raises InputError if it lacks an entry for a
+        node.
         """
         rates = _rates(acceptance)
         return 1.0 + sum(_chance(path, rates) for path in self.choices)
 
 
 def tree_of_choices(choices: Iterable[Sequence[int]]) -> RankedTree:
-    """Return the tree of a list of paths in any order, such as `medusa_choices`; nodes by depth.
+    """Return the tree with the given paths of ranks, such as `medusa_choices`, sorted by depth.
 
-    Raises InputError for paths that are no tree: where one is given twice, skips a rank, or lacks
+    The paths may be in any order. Raises InputError for a path that repeats, skips a rank or lacks
     its parent.
     """
     paths = (tuple(path) for path in choices)
@@ -116,9 +117,9 @@ def tree_of_choices(choices: Iterable[Sequence[int]]) -> RankedTree:
 
 
 def expansion_tree(expansion: Sequence[int]) -> RankedTree:
-    """Return the tree whose nodes of depth d (from 0, the root) have `expansion[d]` children each.
+    """Return the tree whose nodes of depth d (0 is the root) have `expansion[d]` children each.
 
-    SpecInfer's expansion (2305.09781, section 3): (1, 1, 3, 1) is a chain of two tokens, three
+    SpecInfer's expansion (2305.09781, section 3) (1, 1, 3, 1) is a chain of two tokens, three
     candidates after it, and one more after each. Raises InputError for a level without nodes.
     """
     if any(count < 1 for count in expansion):
@@ -132,10 +133,10 @@ def expansion_tree(expansion: Sequence[int]) -> RankedTree:
 def best_tree(acceptance: Rates, num_nodes: int, max_depth: int | None = None) -> RankedTree:
     """Return the tree of `num_nodes` nodes with the most expected accepted tokens (Medusa's rule).
 
-    It repeatedly adds the node with the largest chance, the product of `acceptance[d][r]` along its
-    path; among equal ones the shallower. That is optimal if acceptance falls with the rank, as
-    measured rates do. The tree is smaller if there are no more candidates. Raises InputError for
-    numbers that are no rates.
+    It repeatedly adds the node with the largest probability, the product of `acceptance[d][r]`
+    along its path, and prefers shallow nodes at equal probability. This is optimal if acceptance
+    decreases with rank, as measured rates do. With too few candidates the tree is smaller. Raises
+    InputError for rates outside [0, 1].
     """
     _check_size(num_nodes)
     rates = _rates(acceptance)
@@ -157,11 +158,11 @@ def best_tree(acceptance: Rates, num_nodes: int, max_depth: int | None = None) -
 
 
 def sequoia_tree(acceptance: Sequence[float], num_nodes: int, max_depth: int) -> RankedTree:
-    """Return the tree with the most expected accepted tokens, by Sequoia's dynamic programme.
+    """Return the tree with the most expected accepted tokens, by Sequoia's dynamic programming.
 
-    `acceptance[r]` is the chance that the r-th of siblings is accepted, at any depth; the rates may
-    be in any order. The tree has at most `num_nodes` nodes and `max_depth` levels. Raises
-    InputError for numbers that are no rates, and for a depth below 1.
+    `acceptance[r]` is the probability that the r-th sibling is accepted, at any depth; the rates
+    may be in any order. The tree has at most `num_nodes` nodes and `max_depth` levels. Raises
+    InputError for rates outside [0, 1] or a depth below 1.
     """
     _check_size(num_nodes)
     if max_depth < 1:

@@ -1,7 +1,7 @@
-"""The shape of a token tree: known when programs are compiled, or chosen on the device.
+"""The shape of a token tree, static at compile time or chosen on the device.
 
-Both kinds of topology have the same properties. Those named `row_...` have rows as their first
-axis, of length 1 where all rows have one shape.
+Both kinds of topology have the same properties. Those named `row_...` have a leading axis of rows,
+of length 1 if all rows have the same shape.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Topology:
 
     The root (the last committed token) is slot 0 and node i is slot i + 1. Parents come before
     children, so a chain has the parents 0, 1, 2, ... Hashable: equal shapes compile once. Raises
-    ValueError where a parent does not come before its child.
+    ValueError if a parent does not come before its child.
     """
 
     parents: tuple[int, ...]
@@ -38,27 +38,27 @@ class Topology:
 
     @property
     def num_nodes(self) -> int:
-        """N."""
+        """The number of nodes (N)."""
         return len(self.parents)
 
     @property
     def width(self) -> int:
-        """Slots of the window that hold the tree, the root's included: W = N + 1."""
+        """The number of window slots, root included: W = N + 1."""
         return len(self.parents) + 1
 
     @property
     def depth(self) -> int:
-        """Nodes on the longest path from the root: P."""
+        """The number of nodes on the longest path from the root (P)."""
         return int(self.depths.max())
 
     @property
     def is_chain(self) -> bool:
-        """Whether no slot has two children, so that nodes and depths are the same."""
+        """Whether no slot has two children, so that the number of nodes equals the depth."""
         return self.parents == tuple(range(len(self.parents)))
 
     @cached_property
     def ancestors(self) -> Bool[np.ndarray, "W W"]:
-        """Whether slot j is slot i or one of its ancestors, the root included: the slots i sees."""
+        """Whether slot j is slot i or one of its ancestors, so that node i attends to it."""
         seen = np.eye(self.width, dtype=bool)
         for node, parent in enumerate(self.parents, start=1):
             seen[node] |= seen[parent]
@@ -66,22 +66,22 @@ class Topology:
 
     @cached_property
     def depths(self) -> Int[np.ndarray, "W"]:
-        """Each slot's distance from the root, in tokens."""
+        """The distance of each slot from the root, in tokens."""
         return (self.ancestors.sum(axis=1) - 1).astype(np.int32)
 
     @property
     def row_parents(self) -> Int[np.ndarray, "1 N"]:
-        """`parents`, as an array."""
+        """`parents` as an array with a row axis."""
         return np.array(self.parents, np.int32)[None]
 
     @property
     def row_ancestors(self) -> Bool[np.ndarray, "1 W W"]:
-        """`ancestors`."""
+        """`ancestors` with a row axis."""
         return self.ancestors[None]
 
     @property
     def row_depths(self) -> Int[np.ndarray, "1 W"]:
-        """`depths`."""
+        """`depths` with a row axis."""
         return self.depths[None]
 
     def first(self, num_nodes: int) -> Topology:
@@ -95,7 +95,7 @@ class Topology:
         return _closed(valid, self.row_ancestors)
 
     def along_paths(self, each: Float[Array, "B N"]) -> Float[Array, "B N"]:
-        """Return the product of the numbers, from 0 to 1, of each node and its ancestors."""
+        """Return for each node the product of `each` (in [0, 1]) over it and its ancestors."""
         if self.is_chain:
             return jnp.cumprod(each, axis=1)
         return _along_paths(each, self.row_ancestors)
@@ -103,10 +103,10 @@ class Topology:
 
 @struct.dataclass
 class DynamicTopology:
-    """A shape of its own for each row: `row_parents[b, i]` is the slot of node i's parent in row b.
+    """A separate tree shape per row: `row_parents[b, i]` is the slot of node i's parent in row b.
 
-    Slots are those of `Topology`, and parents come before children here, too. `depth` (P) bounds
-    the nodes on a path. The entries of nodes that are not valid are arbitrary.
+    Slots are those of `Topology`, and parents come before children. `depth` (P) bounds the number
+    of nodes on a path. Entries of invalid nodes are arbitrary.
     """
 
     row_parents: Int[Array, "B N"]
@@ -114,22 +114,22 @@ class DynamicTopology:
 
     @property
     def num_nodes(self) -> int:
-        """N."""
+        """The number of nodes (N)."""
         return self.row_parents.shape[1]
 
     @property
     def width(self) -> int:
-        """W = N + 1."""
+        """The number of window slots: W = N + 1."""
         return self.num_nodes + 1
 
     @property
     def is_chain(self) -> bool:
-        """False: the shape is not known when programs are compiled."""
+        """False, since the shape is not known at compile time."""
         return False
 
     @property
     def row_ancestors(self) -> Bool[Array, "B W W"]:
-        """Whether slot j of a row is slot i or one of its ancestors, the root included."""
+        """Whether slot j of a row is slot i or one of its ancestors, root included."""
         slots = jnp.arange(self.width)
         ancestors_by_step, seen = self._ancestors_by_step(), jnp.zeros((1, 1, 1), bool)
         for slot in ancestors_by_step:
@@ -138,7 +138,7 @@ class DynamicTopology:
 
     @property
     def row_depths(self) -> Int[Array, "B W"]:
-        """Each slot's distance from the root, in tokens."""
+        """The distance of each slot from the root, in tokens."""
         return sum((slot > 0).astype(jnp.int32) for slot in self._ancestors_by_step())
 
     def _ancestors_by_step(self) -> list[Int[Array, "B W"]]:
@@ -158,7 +158,7 @@ class DynamicTopology:
         return _closed(valid, self.row_ancestors)
 
     def along_paths(self, each: Float[Array, "B N"]) -> Float[Array, "B N"]:
-        """Return the product of the numbers, from 0 to 1, of each node and its ancestors."""
+        """Return for each node the product of `each` (in [0, 1]) over it and its ancestors."""
         return _along_paths(each, self.row_ancestors)
 
 
