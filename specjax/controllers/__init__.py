@@ -1,13 +1,13 @@
-"""Length controllers: how much each drafter may draft, chosen on the host between two steps.
+"""Length controllers: how much each drafter may draft, chosen on the host between steps.
 
     Fixed(5)                   the same length in every step
     ByBatch(((1, 4, 8), ...))  a length for each number of unfinished rows
-    Auto()                     as much as makes decoding faster on this machine
+    Auto()                     the length that is fastest on this machine
     Recorded(step_limits)      the lengths of an earlier run
 
     specjax.generate(model, prompts, drafter=drafter, controller=Auto())
 
-One of your own has the three methods of `Controller`. More: docs/draft_length.md.
+A custom controller implements the three methods of `Controller`. More: docs/draft_length.md.
 """
 
 from specjax.controllers.auto import Auto

@@ -1,4 +1,4 @@
-"""What drafts bring: how often drafters draft, how far, and how often each node is accepted."""
+"""Estimates of how often drafters draft, how far, and how often each node is accepted."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _WEIGHT = 4.0
 
 
 class Acceptance(NamedTuple):
-    """Counts with forgetting, by drafter and node.
+    """Exponentially decayed counts by drafter and node.
 
-    `asked` are the row rounds in which no earlier drafter drafted, `turns` those in which it did.
-    Of each node: `open_turns` are the turns whose limit let it be drafted, `accepted` those in
-    which it was accepted, `open_rounds` the rounds in which the drafter ran with such a limit,
-    `drafted` those in which some row drafted it.
+    `asked` counts the row rounds in which no earlier drafter drafted, `turns` those in which this
+    drafter did. For each node, `open_turns` counts the turns whose limit allowed the node,
+    `accepted` those in which it was accepted, `open_rounds` the rounds in which the drafter ran
+    with such a limit, and `drafted` those in which some row drafted the node.
     """
 
     asked: Float[np.ndarray, "drafters"]
@@ -38,11 +38,12 @@ class Acceptance(NamedTuple):
 
 
 class Forecast(NamedTuple):
-    """What to expect of drafters that run: means and standard deviations.
+    """Expected behavior of each drafter when it runs, with standard deviations.
 
-    `drafts` is the chance that a drafter drafts when it has its turn, and `tokens[:, k]` what it
-    then adds under limit k. `reaches[:, n]` is the chance that node n is drafted in some row (0 for
-    n = N), and `passes[:, k]` the further passes of a drafter that `stops` under limit k.
+    `drafts` is the probability that a drafter drafts when it is its turn. `tokens[:, k]` is the
+    expected number of tokens that it adds under limit k. `reaches[:, n]` is the probability that
+    some row drafts node n (0 for n = N), and `passes[:, k]` the expected number of passes after the
+    first under limit k, for drafters that draft token by token.
     """
 
     drafts: Float[np.ndarray, "drafters"]
@@ -54,7 +55,7 @@ class Forecast(NamedTuple):
 
 
 def no_counts(sizes: StepSizes) -> Acceptance:
-    """The counts before the first step."""
+    """Return the counts before the first step."""
     count = len(sizes.drafters)
     by_drafter = np.zeros(count)
     by_node = np.zeros((count, max((one.num_nodes for one in sizes.drafters), default=0)))
@@ -62,7 +63,7 @@ def no_counts(sizes: StepSizes) -> Acceptance:
 
 
 def learn_acceptance(counts: Acceptance, record: StepRecord) -> Acceptance:
-    """The counts after a step."""
+    """Return the counts updated with a step's record."""
     longest = np.array(record.limits.longest, int)
     opened = np.arange(counts.accepted.shape[1])[None, :] < longest[:, None]
     earlier = np.cumsum(record.turns) - record.turns
@@ -79,7 +80,7 @@ def learn_acceptance(counts: Acceptance, record: StepRecord) -> Acceptance:
 
 
 def forecast(counts: Acceptance) -> Forecast:
-    """What the counts say, and what is taken to be so where they say little."""
+    """Return the forecast from the counts, with a prior where counts are few."""
     drafts = (counts.turns + _WEIGHT * _DRAFTS) / (counts.asked + _WEIGHT)
     drafts_deviation = np.sqrt(drafts * (1 - drafts) / (counts.asked + _WEIGHT))
     weights = 1 / np.arange(1, counts.accepted.shape[1] + 1)

@@ -1,4 +1,4 @@
-"""The controller that learns: limits by expected tokens per second.
+"""A controller that learns the limits with the highest expected tokens per second.
 
 From ordinary steps it estimates the seconds of passes and drafts (`cost_estimates.py`) and how
 often drafts are accepted (`acceptance_estimates.py`). Each step uses the limits with the highest
@@ -50,9 +50,10 @@ _CONFIDENCES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5)
 
 
 class Planned(NamedTuple):
-    """A step that was chosen: its limits, and how many rounds it could have had.
+    """A chosen step: its limits, and the largest number of rounds it could have had.
 
-    `instead_of` are the limits that a trial's are compared with; None of the best limits' steps.
+    `instead_of` are the limits that a trial is compared with, or None if the step uses the best
+    limits.
     """
 
     longest: tuple[int, ...]
@@ -61,9 +62,9 @@ class Planned(NamedTuple):
 
 
 class AutoState(NamedTuple):
-    """What `Auto` has learned, and the steps that are under way.
+    """The estimates of `Auto`, and the steps in progress.
 
-    `credit` are the plain rounds that trials may cost, `chosen` the steps that were chosen.
+    `credit` is the budget for trials in plain rounds, `chosen` the number of steps chosen so far.
     """
 
     estimates: Estimates
@@ -74,15 +75,16 @@ class AutoState(NamedTuple):
 
     @property
     def tries(self) -> bool:
-        """Whether a trial is under way, as one of the first two steps is."""
+        """Whether a trial is in progress, or one of the first two steps."""
         return any(step.instead_of for step in self.under_way) or self.chosen == 2
 
 
 class Compared(NamedTuple):
     """Limits compared with the `best` of those whose drafters were all `timed`.
 
-    `ratio` is that of tokens per second, `deviation` its relative standard deviation, and `told`
-    what a step would tell of it; `least` are the rounds that a step has at least.
+    `ratio` is the quotient of tokens per second, `deviation` its relative standard deviation, and
+    `told` the part of it that one step would resolve; `least` is the minimum number of rounds of a
+    step.
     """
 
     rates: Rates
@@ -97,11 +99,11 @@ class Compared(NamedTuple):
 
 @dataclass(frozen=True)
 class Auto:
-    """Limits that are expected to emit most tokens per second.
+    """A controller that chooses the limits expected to emit the most tokens per second.
 
-    Trials of other limits cost at most `first_credit` plain rounds and the share `trial_share` of
-    the time; they are made where those would be better if the estimates were off by `optimism`
-    standard deviations. Where other limits may be better than the best, steps are short.
+    Trials of other limits cost at most `first_credit` plain rounds plus a fraction `trial_share` of
+    the time. Limits are tried if they would be better than the best with estimates off by
+    `optimism` standard deviations. Steps are short while other limits may be better than the best.
     """
 
     trial_share: float = 0.01
@@ -115,7 +117,7 @@ class Auto:
                 raise ValueError(f"Auto.{name}={value!r}: use a number of at least 0")
 
     def init(self, sizes: StepSizes) -> AutoState:
-        """Nothing is known but the sizes."""
+        """Return the initial state, which knows the sizes only."""
         counts = no_counts(sizes)
         estimates = Estimates(sizes, initial_costs(sizes), forecast(counts))
         return AutoState(estimates, counts, self.first_credit)
@@ -123,7 +125,7 @@ class Auto:
     def choose(
         self, state: AutoState, unfinished: int, most_rounds: int
     ) -> tuple[Limits, int, AutoState]:
-        """The next step's limits and rounds."""
+        """Return the limits and rounds of the next step, and the new state."""
         sizes, rows = state.estimates.sizes, max(unfinished, 1)
         if not any(drafter.num_nodes for drafter in sizes.drafters):
             none = (0,) * len(sizes.drafters)
@@ -140,7 +142,7 @@ class Auto:
         return limits, rounds, state._replace(under_way=under_way, chosen=state.chosen + 1)
 
     def update(self, state: AutoState, record: StepRecord) -> AutoState:
-        """The state after a step, whose cost is charged if it was a trial."""
+        """Return the state after a step, charging its cost to the budget if it was a trial."""
         longest, rounds = record.limits.longest, record.rounds
         under_way = list(state.under_way)
         planned = Planned(longest, max(rounds, 1))

@@ -1,9 +1,9 @@
-"""What a length controller is: a value with three pure functions, and a state beside it.
+"""The interface of length controllers: values with three pure functions and a separate state.
 
 A controller is to a drafter what an optimizer is to a model. Before each step of the decoding loop
-it names the step's limits; after the step it learns from the step's counts and its seconds. The
-limits of a step are fixed before the step begins, so no choice depends on a token that the step
-draws, and the output keeps the target's distribution.
+it sets the step's limits, and after the step it learns from the counts and the time. Limits are
+fixed before the step begins, so they depend on no token that the step draws, and the output keeps
+the target's distribution.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from jaxtyping import Int
 
 
 class Limits(NamedTuple):
-    """What each drafter may draft in the rounds of a step.
+    """How much each drafter may draft in the rounds of a step.
 
-    `longest` is the longest draft of each drafter: tokens of a chain, or how many of a tree's first
-    nodes are kept; 0 and the drafter does not run. `confidence` is the least probability of the
-    likeliest next token at which a drafter that draws token after token continues.
+    `longest` is each drafter's maximum number of tokens of a chain, or of a tree's first nodes;
+    with 0 the drafter does not run. A drafter that drafts token by token stops if the most likely
+    next token has a probability below `confidence`.
     """
 
     longest: tuple[int, ...]
@@ -29,10 +29,10 @@ class Limits(NamedTuple):
 
 @dataclass(frozen=True)
 class DrafterSizes:
-    """What a controller knows of a drafter: the nodes N of its drafts, and whether it `stops`.
+    """The number of nodes N of a drafter's drafts, and whether it `stops`.
 
-    A drafter that `stops` draws token after token and ends where its confidence is below the limit:
-    each further token costs a pass of its own. Others make their whole draft at once.
+    A drafter that `stops` drafts token by token, with a pass for each, and ends once its confidence
+    is below the limit. Other drafters produce their whole draft at once.
     """
 
     num_nodes: int
@@ -41,10 +41,10 @@ class DrafterSizes:
 
 @dataclass(frozen=True)
 class StepSizes:
-    """What a step program was compiled for: its drafters, window widths (ascending) and rows.
+    """The sizes that a step program was compiled for: drafters, window widths (ascending), rows.
 
-    `dispatch_s` is about how many seconds a step takes beside its rounds on such a device, and
-    `wide_is_cheap` says that a pass over several tokens takes about as long there as over one.
+    `dispatch_s` is the approximate overhead of a step on the device in seconds. `wide_is_cheap`
+    means that a pass over several tokens takes about as long as a pass over one.
     """
 
     drafters: tuple[DrafterSizes, ...]
@@ -56,13 +56,13 @@ class StepSizes:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """What a step did; counts are over its rounds and rows.
+    """What a step did, as counts over its rounds and rows.
 
-    `seconds` are None where they say nothing (a step that waited for something else). `passes` are
-    the rounds at each compiled width, `ran` the rounds in which each drafter ran, `further` the
-    passes of each drafter after its first of a round. `drafted[i, n]` counts the rounds in which
-    drafter i drafted node n in some row, and `accepted[i, n]` the rows' rounds in which it was
-    accepted. `row_rounds` are the rounds of all rows together, `turns[i]` those of them that
+    `seconds` is None if the time is meaningless (the step waited for something else). `passes`
+    counts the rounds at each compiled width, `ran` the rounds in which each drafter ran, and
+    `further` each drafter's passes after the first of a round. `drafted[i, n]` counts the rounds in
+    which drafter i drafted node n in some row, and `accepted[i, n]` the row rounds in which it was
+    accepted. `row_rounds` is the number of rounds summed over rows, and `turns[i]` how many of them
     drafter i drafted in.
     """
 
@@ -78,23 +78,24 @@ class StepRecord:
 
     @property
     def rounds(self) -> int:
-        """The rounds of the step."""
+        """The number of rounds of the step."""
         return int(self.passes.sum())
 
 
 @runtime_checkable
 class Controller(Protocol):
-    """A frozen value whose functions are pure; what it learns is in the state that they pass on."""
+    """A frozen value with pure functions that keep what they learn in a state."""
 
     def init(self, sizes: StepSizes) -> Any:
-        """The state before the first step."""
+        """Return the state before the first step."""
 
     def choose(self, state: Any, unfinished: int, most_rounds: int) -> tuple[Limits, int, Any]:
-        """The next step's limits with so many unfinished rows, its rounds, and the state.
+        """Return the limits and the number of rounds of the next step, and the new state.
 
-        The rounds are at most `most_rounds`. Steps may be chosen while earlier ones are under way:
-        `choose` is called once for each step, `update` once for each that has finished, in order.
+        `unfinished` is the number of unfinished rows; the number of rounds is at most
+        `most_rounds`. Steps may be chosen while earlier ones are in progress: `choose` is called
+        once per step, and `update` once per finished step, in order.
         """
 
     def update(self, state: Any, record: StepRecord) -> Any:
-        """The state after a step."""
+        """Return the state updated with the record of a finished step."""

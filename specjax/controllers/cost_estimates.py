@@ -1,7 +1,7 @@
-"""What steps cost: seconds explained by counts, by recursive least squares with forgetting.
+"""Estimated costs of steps, from seconds and counts, by recursive least squares with forgetting.
 
-A step's seconds are a sum over what it did: a constant (its dispatch), its passes by compiled
-width, and each drafter's first and further passes. The unknowns are estimated from ordinary steps.
+The seconds of a step are modeled as a sum: a constant (dispatch), passes by compiled width, and
+each drafter's first and further passes. These unknowns are estimated from ordinary steps.
 """
 
 from __future__ import annotations
@@ -42,10 +42,11 @@ _LEAST, _MOST = 1e-7, 1e6
 class Costs(NamedTuple):
     """Estimates of the unknowns, in the order of `count_work`, and their covariance.
 
-    A compiled width's unknown is what its pass costs beyond the next narrower one: so widths that
-    never ran follow those that did. `seconds` are the estimates within what can be. `rounds` are
-    those in which each drafter was timed. `known` is False before the first step, when all are in
-    plain passes; `surprise` is the sign of the last step's deviation if it was an outlier, else 0.
+    The unknown of a compiled width is the extra cost of its pass over the next narrower one, so
+    that widths that never ran follow those that did. `seconds` are the estimates clipped to
+    plausible values. `rounds` counts the rounds in which each drafter was timed. `known` is False
+    before the first step, when all values are in plain passes. `surprise` is the sign of the last
+    step's deviation if it was an outlier, else 0.
     """
 
     estimates: Float[np.ndarray, "unknowns"]
@@ -57,7 +58,7 @@ class Costs(NamedTuple):
 
 
 def initial_costs(sizes: StepSizes) -> Costs:
-    """What is taken to be so before the first step, in plain passes."""
+    """Return the costs assumed before the first step, in plain passes."""
     gaps, count = np.diff(sizes.widths), len(sizes.drafters)
     slot = np.array(_SLOT) / (5 if sizes.wide_is_cheap else 1)
     kinds = zip(_CONSTANT, _PASS, slot, _FIRST, _FURTHER, strict=True)
@@ -74,13 +75,13 @@ def count_work(
     ran: Real[np.ndarray, "*A drafters"],
     further: Real[np.ndarray, "*A drafters"],
 ) -> Real[np.ndarray, "*A unknowns"]:
-    """How often each unknown occurs: the constant, passes at least so wide, drafters' passes."""
+    """Return how often each unknown occurs: the constant, passes at least so wide, draft passes."""
     at_least = np.cumsum(passes[..., ::-1], axis=-1)[..., ::-1]
     return np.concatenate([steps[..., None], at_least, ran, further], axis=-1)
 
 
 def learn_costs(costs: Costs, sizes: StepSizes, record: StepRecord) -> Costs:
-    """The costs after a step; as they were where its seconds say nothing."""
+    """Return the costs updated with a step's record, or unchanged if it has no seconds."""
     seconds = record.seconds
     if seconds is None or not _LEAST < seconds < _MOST or not record.rounds:
         return costs

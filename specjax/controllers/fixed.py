@@ -1,4 +1,4 @@
-"""Controllers that do not learn: a fixed length, one by the number of rows, recorded limits."""
+"""Controllers that do not learn: a fixed length, a length by batch size, recorded limits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _ROUNDS = 4
 
 @dataclass(frozen=True)
 class Fixed:
-    """Each drafter drafts up to `longest` nodes, or as many as it has."""
+    """A controller that limits each drafter to `longest` nodes, by default all of its nodes."""
 
     longest: int | None = None
 
@@ -22,27 +22,28 @@ class Fixed:
             _check_length("Fixed.longest", self.longest)
 
     def init(self, sizes: StepSizes) -> StepSizes:
-        """Nothing is learned: the state is the sizes."""
+        """Return the sizes, which are the whole state."""
         return sizes
 
     def choose(
         self, state: StepSizes, unfinished: int, most_rounds: int
     ) -> tuple[Limits, int, StepSizes]:
-        """The same limits for each step."""
+        """Return the same limits for each step."""
         del unfinished
         return up_to(state, self.longest), most_rounds, state
 
     def update(self, state: StepSizes, record: StepRecord) -> StepSizes:
-        """The state as it is."""
+        """Return the state unchanged."""
         del record
         return state
 
 
 @dataclass(frozen=True)
 class ByBatch:
-    """With low to high unfinished rows at the start of a step, `table` has (low, high, longest).
+    """A controller that sets the draft length by the number of unfinished rows.
 
-    With other numbers of rows each drafter drafts up to `longest` nodes, or as many as it has.
+    Each entry (low, high, longest) of `table` applies to low to high unfinished rows at the start
+    of a step. For other numbers of rows the length is `longest`, by default all nodes.
     """
 
     table: tuple[tuple[int, int, int], ...]
@@ -58,27 +59,27 @@ class ByBatch:
                 _check_length("ByBatch.table", number)
 
     def init(self, sizes: StepSizes) -> StepSizes:
-        """Nothing is learned: the state is the sizes."""
+        """Return the sizes, which are the whole state."""
         return sizes
 
     def choose(
         self, state: StepSizes, unfinished: int, most_rounds: int
     ) -> tuple[Limits, int, StepSizes]:
-        """The limits for so many rows, for a few rounds: rows may end in each."""
+        """Return the limits for `unfinished` rows, for only a few rounds, since rows may finish."""
         steps = (longest for low, high, longest in self.table if low <= unfinished <= high)
         return up_to(state, next(steps, self.longest)), min(most_rounds, _ROUNDS), state
 
     def update(self, state: StepSizes, record: StepRecord) -> StepSizes:
-        """The state as it is."""
+        """Return the state unchanged."""
         del record
         return state
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """The limits and rounds of an earlier run's steps, in order: the same run again.
+    """A controller that replays the limits and rounds of an earlier run's steps in order.
 
-    After the last of them nothing is drafted.
+    After the last step nothing is drafted.
     """
 
     steps: tuple[tuple[Limits, int], ...]
@@ -93,13 +94,13 @@ class Recorded:
                 )
 
     def init(self, sizes: StepSizes) -> tuple[StepSizes, int]:
-        """The sizes, and how many steps were chosen."""
+        """Return the sizes, and the number of steps chosen so far."""
         return sizes, 0
 
     def choose(
         self, state: tuple[StepSizes, int], unfinished: int, most_rounds: int
     ) -> tuple[Limits, int, tuple[StepSizes, int]]:
-        """What was recorded of this step."""
+        """Return the recorded limits and rounds of the next step."""
         del unfinished
         sizes, chosen = state
         if chosen >= len(self.steps):
@@ -108,7 +109,7 @@ class Recorded:
         return limits, min(rounds, most_rounds), (sizes, chosen + 1)
 
     def update(self, state: tuple[StepSizes, int], record: StepRecord) -> tuple[StepSizes, int]:
-        """The state as it is: `choose` counts the steps."""
+        """Return the state unchanged, since `choose` counts the steps."""
         del record
         return state
 
@@ -120,7 +121,7 @@ def _check_length(name: str, value: int) -> None:
 
 
 def up_to(sizes: StepSizes, longest: int | None) -> Limits:
-    """Limits of up to so many nodes for each drafter, whatever its confidence."""
+    """Return limits of `longest` nodes for each drafter, whatever its confidence."""
     counts = [one.num_nodes for one in sizes.drafters]
     most = counts if longest is None else [min(count, longest) for count in counts]
     return Limits(tuple(most), (0.0,) * len(counts))

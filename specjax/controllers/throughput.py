@@ -1,4 +1,4 @@
-"""Tokens per second of rounds under given limits, and how uncertain they are."""
+"""Expected tokens per second under given limits, and their uncertainty."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ALL_LENGTHS = 8
 
 
 class Estimates(NamedTuple):
-    """All that is known of costs and drafters."""
+    """The current estimates of costs and acceptance."""
 
     sizes: StepSizes
     costs: Costs
@@ -28,15 +28,16 @@ class Estimates(NamedTuple):
 
     @property
     def plain_s(self) -> float:
-        """Seconds of a plain pass."""
+        """The seconds of a plain pass."""
         return float(self.costs.seconds[1])
 
 
 class Rates(NamedTuple):
-    """What a round is expected to emit and cost under several limits, the `arms`.
+    """The expected tokens and cost of a round under each of several limits (`arms`).
 
-    `seconds` are with the round's share of the step's own cost, `round_s` without. `work` says how
-    often each unknown of the costs occurs in a round, `turns` in how many rows each drafter drafts.
+    `seconds` include the round's share of the step's overhead, `round_s` do not. `work` counts how
+    often each unknown of the costs occurs in a round, and `turns` in how many rows each drafter
+    drafts.
     """
 
     arms: Int[np.ndarray, "A drafters"]
@@ -50,7 +51,7 @@ class Rates(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def arms_of(sizes: StepSizes) -> Int[np.ndarray, "A drafters"]:
-    """The limits that are compared; the first are those of plain decoding."""
+    """Return the limits to compare; the first are those of plain decoding."""
     grids = [_lengths(sizes, drafter.num_nodes) for drafter in sizes.drafters]
     while np.prod([len(grid) for grid in grids]) > _MOST_ARMS and max(map(len, grids)) > 2:
         # Of the most lengths every second is left out, the longest and none stay.
@@ -73,9 +74,10 @@ def _lengths(sizes: StepSizes, most: int) -> list[int]:
 def expected_rates(
     estimates: Estimates, arms: Int[np.ndarray, "A drafters"], rows: float, rounds: int
 ) -> Rates:
-    """What a round of steps of so many rounds is expected to emit and cost under each limits.
+    """Return the expected tokens and cost of a round under each limit.
 
-    Drafters take turns: each drafts in the rows in which no earlier one did.
+    A step has `rounds` rounds of `rows` rows. Drafters take turns: each drafts in the rows in which
+    no earlier one did.
     """
     sizes, costs, outlook = estimates
     widths = np.array(sizes.widths)
@@ -106,11 +108,11 @@ def expected_rates(
 def deviations(
     estimates: Estimates, rates: Rates, base: int
 ) -> tuple[Float[np.ndarray, "A"], Float[np.ndarray, "A"]]:
-    """Return how uncertain each arm's rate is beside that of arm number `base`: two arrays [A].
+    """Return the uncertainty of each arm's rate relative to arm number `base`, as two arrays [A].
 
     The first is the relative standard deviation of the quotient of the two rates. The second is the
-    part of it that one measured step under that arm's limits would resolve. Nodes that both arms
-    draft, and the machine's overall speed, cancel.
+    part of it that one measured step under the arm's limits would resolve. Nodes that both arms
+    draft, and the overall speed of the machine, cancel.
     """
     _, costs, outlook = estimates
     work = rates.work / rates.seconds[:, None]

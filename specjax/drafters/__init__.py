@@ -1,17 +1,17 @@
-"""Drafters, which propose the tokens that the target verifies; each is found by its name.
+"""Drafters, which propose the tokens that the target verifies, by name or as values.
 
     make_drafter("eagle3", model)            by name, with options; "a+b" takes turns, "a|b" merges
     drafter_options("ngram")                 the options of a drafter and their defaults
-    head_drafter(head, model)                of a head that was read or trained
-    take_turns, merge_drafters               join drafters that were made
-    Drafter                                  subclass it: `propose`, perhaps `init` and `observe`
+    head_drafter(head, model)                for a head that was loaded or trained
+    take_turns, merge_drafters               combine existing drafters
+    Drafter                                  subclass it: `propose`, optionally `init`, `observe`
 
     specjax.generate(model, prompts, drafter=make_drafter("ngram", model, prompt_lookup_max=3))
 
-`DRAFTERS` has the class of each name, `TRAINED` the names of those that need weights. A `Drafter`
-is a frozen dataclass whose methods are pure functions; a `LoadedDrafter` is one with its arrays.
-`Context` is what it may read, `Accepted` what it observes. `python -m specjax.decode --list` shows
-all names and options; docs/extending.md writes a drafter.
+`DRAFTERS` maps names to classes, and `TRAINED` lists the names that need weights. A `Drafter` is a
+frozen dataclass with pure methods; a `LoadedDrafter` adds its arrays. `Context` is what a drafter
+may read, and `Accepted` what it observes. `python -m specjax.decode --list` shows all names and
+options; docs/extending.md shows how to write a drafter.
 """
 
 from specjax.drafters.base import DRAFT_TOKENS, Accepted, Context, Drafter, LoadedDrafter, Noise

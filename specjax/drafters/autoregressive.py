@@ -1,4 +1,4 @@
-"""The base classes of drafters that draft one token after another, or a tree level by level."""
+"""Base classes of drafters that draft token by token, or a tree level by level."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ LeastProbability = Annotated[float, Number(0.0, 0.999999, remedy="use a number i
 
 @dataclass(frozen=True, kw_only=True)
 class ChainDrafter(Drafter):
-    """A drafter that drafts one token after another, drawn or the likeliest, or several of each.
+    """A drafter of chains, sampled or greedy, or of trees, level by level.
 
-    With a `tree` (a shape, or a `TreeOptions` that becomes one) several tokens are drafted after
-    each; its depth is then the longest path, and a smaller `num_speculative_tokens` leaves out what
-    is deeper. `draft_sample_method` "probabilistic" draws each token under the row's own warp, from
-    a distribution that the rules then know; "greedy" takes the likeliest. Without one, tokens are
-    drawn, except those of a dynamic tree, which cannot be. A row stops drafting where the likeliest
-    token has a probability below `draft_p_min`. Raises InputError for bad options.
+    With a `tree` (a shape, or a `TreeOptions`, which is converted to one) several tokens are
+    drafted after each token. The longest path is then the depth of the tree; a smaller
+    `num_speculative_tokens` removes deeper nodes. `draft_sample_method` "probabilistic" draws each
+    token under the row's own sampling parameters and gives the rules its distribution; "greedy"
+    takes the most likely token. By default tokens are drawn, except in a dynamic tree, which cannot
+    be sampled. A row stops drafting if the most likely token has a probability below `draft_p_min`.
+    Raises InputError for bad options.
     """
 
     num_speculative_tokens: Annotated[int, optional(DRAFT_TOKENS)] = None  # as __post_init__ says
@@ -74,12 +75,12 @@ class ChainDrafter(Drafter):
 
     @property
     def longest_path(self) -> int | None:
-        """The most tokens that it can draft in a row, if there is a limit."""
+        """The largest number of consecutive tokens that it can draft, or None if unlimited."""
         return None
 
     @property
     def shape(self) -> RankedTree | DynamicTree | None:
-        """The tree without nodes deeper than the longest path; None for a chain."""
+        """The tree limited to the longest path, or None for a chain."""
         return None if self.tree is None else self.tree.limited(self.num_speculative_tokens)
 
     @property
@@ -95,12 +96,12 @@ class ChainDrafter(Drafter):
 
     @property
     def stops(self) -> bool:
-        """Whether it drafts token after token: chains, and not trees."""
+        """Whether it drafts token by token (chains only)."""
         return self.tree is None
 
     @property
     def sampled(self) -> bool:
-        """Whether tokens are drawn, as `draft_sample_method` says."""
+        """Whether tokens are drawn, as set by `draft_sample_method`."""
         method = self.draft_sample_method
         if method is None:
             return not isinstance(self.tree, DynamicTree)
@@ -108,7 +109,7 @@ class ChainDrafter(Drafter):
 
     @property
     def level_sizes(self) -> tuple[int, ...]:
-        """The number of tokens that are run at each depth, from the root (0) on."""
+        """The number of tokens processed at each depth, from the root (0) on."""
         shape = self.shape
         if shape is None:
             return chain.level_sizes(self.num_speculative_tokens)
@@ -118,7 +119,7 @@ class ChainDrafter(Drafter):
 
     @property
     def window_slots(self) -> int:
-        """The number of slots for the root and all tokens that are run in a round."""
+        """The number of slots for the root and all tokens processed in a round."""
         return sum(self.level_sizes)
 
     def draft(
@@ -130,11 +131,11 @@ class ChainDrafter(Drafter):
         noise: Noise,
         draft_ids: Int[Array, "Vd"] | None = None,
     ) -> tuple[Draft, Any]:
-        """Draft a chain or a tree with this drafter's options; return the carry too.
+        """Draft a chain or a tree with this drafter's options; return it and the carry.
 
-        `logits` are those after the root, and `step` gives those after the tokens of further
-        levels, for a window of `window_slots` whose slot 0 is the root's. If the logits are of a
-        part of the vocabulary, `draft_ids` are its token ids.
+        `logits` follow the root; `step` returns the logits after the tokens of each further level,
+        for a window of `window_slots` slots with the root in slot 0. If the logits cover only part
+        of the vocabulary, `draft_ids` are its token ids.
         """
         shape, start = self.shape, (logits, step, carry, context)
         options = {"p_min": self.draft_p_min, "draft_ids": draft_ids}
@@ -150,8 +151,8 @@ class ChainDrafter(Drafter):
 class SelfDrafter(ChainDrafter):
     """A drafter that runs the target's layers, or a copy of them, over the target's cache.
 
-    The cache holds exactly the keys and values of committed tokens that they read; only the round's
-    window is their own.
+    The cache already holds the keys and values of all committed tokens; the drafter has only the
+    round's window of its own.
     """
 
     def layers(self, params: Any, context: Context) -> tuple[LanguageModel, Any, int | None]:
@@ -162,7 +163,7 @@ class SelfDrafter(ChainDrafter):
         raise NotImplementedError
 
     def propose(self, params: Any, state: Any, context: Context, noise: Noise) -> tuple[Draft, Any]:
-        """Draft a chain or a tree with the model, which reads the target's cache."""
+        """Draft a chain or a tree with the model, reading the target's cache."""
         model, model_params, num_layers = self.layers(params, context)
 
         def step(level: Level, window: Window) -> tuple[Float[Array, "B T V"], Window]:

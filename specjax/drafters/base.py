@@ -1,4 +1,4 @@
-"""The base class of drafters: a frozen value with three pure functions, and arrays beside it."""
+"""The base class of drafters: a frozen value with three pure functions and separate arrays."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ class Sampling:
 
 @struct.dataclass
 class Limits:
-    """How much each drafter may draft in the rounds of a step; fixed before the step begins.
+    """How much each drafter may draft in the rounds of a step; set before the step begins.
 
     `longest` is the number of tokens of a chain, or of a tree's first nodes; a drafter with 0 does
-    not run. A drafter that draws token after token stops if the likeliest next token is less
-    probable than `confidence`.
+    not run. A drafter that drafts token by token stops if the most likely next token has a
+    probability below `confidence`.
     """
 
     longest: Int[Array | np.ndarray, "drafters"]
@@ -59,13 +59,13 @@ class Limits:
 class Context:
     """What a drafter may read: committed tokens, and the state of the target.
 
-    `tokens[b, :length[b]]` are row b's committed tokens (n of them), of which the first
-    `prompt_length[b]` are the prompt; `cache` holds the keys and values of the first n - 1. `limit`
-    is the longest path each row may draft in this round: at most the drafter's
-    `num_speculative_tokens`, and 0 in rows that are finished. `index` is the index of a row's
-    prompt in the whole input. `features[name][b, t % M]` is the target's feature at position t, for
-    the last M positions before n - 1 at most: read it by `feature_from`. A drafter that draws token
-    after token stops where the likeliest next one is less probable than `least_confidence`.
+    `tokens[b, :length[b]]` are the n committed tokens of row b, the first `prompt_length[b]` of
+    them the prompt; `cache` holds the keys and values of the first n - 1. `limit` is the longest
+    path that each row may draft in this round: at most the drafter's `num_speculative_tokens`, and
+    0 in finished rows. `index` is the index of a row's prompt in the whole input.
+    `features[name][b, t % M]` is the target's feature at position t, for at most the last M
+    positions before n - 1; read it with `feature_from`. A drafter that drafts token by token stops
+    if the most likely next token has a probability below `least_confidence`.
     """
 
     tokens: Int[Array, "B S"]
@@ -86,24 +86,30 @@ class Context:
     least_confidence: Float[Array, ""] | float = 0.0
 
     def token_at(self, position: Int[Array, "B"]) -> Int[Array, "B"]:
-        """Return each row's committed token at a position; below 0, the first token."""
+        """Return each row's committed token at a position; the first token for negative ones."""
         position = jnp.maximum(position, 0)[:, None]
         return jnp.take_along_axis(self.tokens, position, axis=1)[:, 0]
 
     def tokens_from(self, first: Int[Array, "B"], count: int) -> Int[Array, "B T"]:
-        """Return `count` tokens of each row from position `first` on; 0 outside its tokens."""
+        """Return `count` tokens of each row from position `first`; 0 outside its tokens."""
         positions = first[:, None] + jnp.arange(count)[None, :]
         tokens = jnp.take_along_axis(self.tokens, positions, axis=1, mode="fill", fill_value=0)
         return jnp.where((positions >= 0) & (positions < self.length[:, None]), tokens, 0)
 
     def feature_from(self, name: str, first: Int[Array, "B"], count: int) -> Float[Array, "B T D"]:
-        """Return a feature at `count` positions of each row from `first` on, which must be kept."""
+        """Return a feature at `count` positions of each row from `first`.
+
+        The loop must still hold the feature at these positions.
+        """
         kept = self.features[name]
         slots = (first[:, None] + jnp.arange(count)[None, :]) % kept.shape[1]
         return jnp.take_along_axis(kept, slots[:, :, None], axis=1)
 
     def warp(self, logits: Float[Array, "B *slots V"]) -> Float[Array, "B *slots V"]:
-        """Return log-probabilities under each row's sampling parameters, not split by token."""
+        """Return log-probabilities under each row's sampling parameters.
+
+        The result is replicated, not sharded over the vocabulary.
+        """
         logits = constrain(logits, "batch", *[None] * (logits.ndim - 1))
         return warp_rows(logits, self.sampling, self.flags)
 
@@ -112,7 +118,7 @@ class Context:
     ) -> tuple[Int[Array, "B"], Float[Array, "B V"]]:
         """Draw one token per row; return it and the log-probabilities it was drawn from.
 
-        If no row is sampled, the likeliest token and the logits are returned.
+        If no row is sampled, returns the most likely token and the logits.
         """
         if not self.flags.sampled:
             return argmax(logits), logits
@@ -123,7 +129,7 @@ class Context:
 def warp_rows(
     logits: Float[Array, "B *slots V"], sampling: Sampling, flags: WarpFlags
 ) -> Float[Array, "B *slots V"]:
-    """Return `sampling.warp` of the logits with the parameters of each row."""
+    """Return `sampling.warp` of the logits with each row's parameters."""
     slots = logits.shape[1:-1]
 
     def every(parameter: Array) -> Array:
@@ -141,10 +147,10 @@ def warp_rows(
 
 @struct.dataclass
 class Accepted:
-    """Committed tokens of a prompt or of rounds: the last `count[b]` of row b.
+    """Committed tokens of a prompt or of rounds: the last `count[b]` tokens of row b.
 
-    `features[b, i]` is that of the position before `tokens[b, i]`: a drafter that reads pairs
-    (x_{t+1}, f_t) reads both at the same index.
+    `features[b, i]` is the feature of the position before `tokens[b, i]`, so that a drafter that
+    reads pairs (x_{t+1}, f_t) finds both at the same index.
     """
 
     tokens: Int[Array, "B T"]
@@ -157,7 +163,7 @@ class TargetPass:
     """One pass of the target: a chunk of a prompt, or a round's root and draft.
 
     Entries that are not `computed` (slots without a node, finished rows, positions after a prompt)
-    are arbitrary. Drafted tokens are included whether they were accepted or not.
+    are arbitrary. Drafted tokens are included whether accepted or not.
     """
 
     tokens: Int[Array, "B T"]
@@ -167,12 +173,12 @@ class TargetPass:
 
 @dataclass(frozen=True, kw_only=True)
 class Drafter:
-    """A drafter: subclass it as a frozen dataclass whose fields are its static configuration.
+    """The base class of drafters; subclass it as a frozen dataclass with static configuration.
 
-    Its arrays travel beside it: `params` as in `LoadedDrafter`, and a state whose every leaf has
-    rows as its first axis or belongs to a `KVCache` or a `Window`. The three functions, and
-    `observe_pass` where a drafter has it, are traced and derive no keys. Equal drafters share one
-    compiled program.
+    Arrays are separate: `params`, as in `LoadedDrafter`, and a state each leaf of which has rows as
+    its first axis or belongs to a `KVCache` or a `Window`. `init`, `propose`, `observe` and, if
+    implemented, `observe_pass` are traced and derive no keys. Equal drafters share one compiled
+    program.
     """
 
     trained: ClassVar[bool] = False
@@ -191,12 +197,12 @@ class Drafter:
 
     @property
     def name(self) -> str:
-        """Its name in messages and reports; a class may have one as an attribute instead."""
+        """The name in messages and reports; a class may define it as an attribute instead."""
         return type(self).__name__.lower()
 
     @property
     def num_nodes(self) -> int:
-        """N: the number of nodes of every draft; more than its longest path if it branches."""
+        """The number of nodes (N) of every draft; exceeds the longest path if it branches."""
         return self.num_speculative_tokens
 
     @property
@@ -206,12 +212,12 @@ class Drafter:
 
     @property
     def features(self) -> tuple[str, ...]:
-        """The target's features that `observe` reads, by name."""
+        """The names of the target's features that `observe` reads."""
         return ()
 
     @property
     def pass_features(self) -> tuple[str, ...]:
-        """The target's features that `observe_pass` reads, by name."""
+        """The names of the target's features that `observe_pass` reads."""
         return ()
 
     @property
@@ -221,49 +227,49 @@ class Drafter:
 
     @property
     def stops(self) -> bool:
-        """Whether `propose` draws token after token, and applies `context.least_confidence`."""
+        """Whether `propose` drafts token by token and applies `context.least_confidence`."""
         return False
 
     @property
     def observes(self) -> bool:
-        """Whether `observe` is implemented: whether there is a state that follows the tokens."""
+        """Whether `observe` is implemented, so that a state follows the committed tokens."""
         return type(self).observe is not Drafter.observe
 
     @classmethod
     def load(cls, name: str, target: Model, path: Any = None, **options: Any) -> LoadedDrafter:
-        """Return the drafter registered as `name` for a target; `path` is that of its weights.
+        """Return the drafter registered as `name` for a target; `path` is the path of its weights.
 
-        `options` are the keyword-only fields. Raises InputError for bad ones.
+        `options` are the keyword-only fields. Raises InputError for bad options.
         """
         del name, target, path
         return LoadedDrafter(cls(**options))
 
     def for_target(self, params: Any, target_params: Any) -> Any:
-        """Return its parameters with the shared ones taken from new parameters of the target."""
+        """Return `params` with the shared parameters taken from `target_params`."""
         del target_params
         return params
 
     def init(self, params: Any, batch: int, capacity: int) -> Any:
-        """Return the state of `batch` empty rows of up to `capacity` tokens."""
+        """Return the state of `batch` empty rows with a capacity of `capacity` tokens."""
         del params, batch, capacity
         return ()
 
     def propose(self, params: Any, state: Any, context: Context, noise: Noise) -> tuple[Draft, Any]:
-        """Return a draft after each row's last token, and the state.
+        """Return a draft after each row's last token, and the new state.
 
-        No path is longer than `context.limit`. Whether a node is proposed may depend on committed
-        tokens, on its ancestors and on the distribution it will be drawn from, but never on its own
-        token, unless it is deterministic.
+        No path may be longer than `context.limit`. Whether a node is proposed may depend on
+        committed tokens, its ancestors, and the distribution that it will be drawn from, but never
+        on its own token, unless the node is deterministic.
         """
         raise NotImplementedError
 
     def observe(self, params: Any, state: Any, context: Context, accepted: Accepted) -> Any:
         """Return the state after further committed tokens; `context` is the one after them.
 
-        A prompt is observed chunk by chunk, from its second token on (the first one is in
-        `context.tokens`); later calls have the tokens that one or several rounds committed,
-        whichever drafter drafted. The state of a prompt may depend on its tokens and features only:
-        requests with the same prompt share it.
+        A prompt is observed in chunks, starting with its second token (the first is in
+        `context.tokens`). Later calls have the tokens committed by one or several rounds, whichever
+        drafter drafted them. The state of a prompt may depend on its tokens and features only,
+        since requests with the same prompt share it.
         """
         del params, context, accepted
         return state
@@ -271,7 +277,7 @@ class Drafter:
     def observe_pass(self, params: Any, state: Any, target_pass: TargetPass) -> Any:
         """Return the state after a pass of the target, for drafters with `pass_features`.
 
-        It is called after each chunk of a prompt and in each round, whichever drafter drafted, and
+        It is called after each chunk of a prompt and in each round, whichever drafter drafted,
         before `observe` is called with the committed tokens.
         """
         del params, target_pass
@@ -279,14 +285,14 @@ class Drafter:
 
 
 class LoadedDrafter(NamedTuple):
-    """A drafter and its parameters, as `make_drafter` returns them."""
+    """A drafter and its parameters, as returned by `make_drafter`."""
 
     drafter: Drafter
     params: Any = ()
 
     @property
     def name(self) -> str:
-        """The drafter's name."""
+        """The name of the drafter."""
         return self.drafter.name
 
     def __repr__(self) -> str:

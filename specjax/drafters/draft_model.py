@@ -1,9 +1,9 @@
-"""A separate, smaller language model drafts (Leviathan et al. 2211.17192; Chen et al. 2302.01318).
+"""A drafter with a smaller language model (Leviathan et al. 2211.17192; Chen et al. 2302.01318).
 
-Its cache always holds x_0 .. x_{n-3}, and a round's first window is [x_{n-2}, x_{n-1}]: full
-acceptance, where the last draft token was never fed, leaves no hole, and no row is ragged. The
-window remembers the tokens it was fed and what each of them saw: the path that equals the committed
-tokens moves into the cache, and what another drafter drafted, or a prompt brought, is read.
+Its cache always holds x_0 .. x_{n-3}, and a round's first window is [x_{n-2}, x_{n-1}]. So full
+acceptance, in which the last draft token was never fed, leaves no gap, and all rows stay aligned.
+The window keeps the tokens that the model was fed with their visibility. The path that equals the
+committed tokens moves into the cache; tokens of a prompt or another drafter are read.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ _NOTHING = -1
 
 @struct.dataclass
 class State:
-    """The cache of committed keys, and the latest round's window with the tokens it was fed.
+    """The cache of committed keys, and the window of the latest round with the tokens it was fed.
 
-    `seen` marks each slot's path in the window: its token's ancestors, and the slot itself; a path
-    begins right after the cache. Slot 0 holds x_{n-2}; in a row of one token, which has no x_{n-2},
-    it is on no path. A slot that was not fed holds -1 and has no path.
+    `seen` marks each slot's path in the window: its ancestors and itself. Paths begin right after
+    the cache. Slot 0 holds x_{n-2}; in a row of a single token it is on no path. A slot that was
+    not fed holds -1 and has no path.
     """
 
     cache: KVCache
@@ -56,14 +56,11 @@ class State:
 
 @dataclass(frozen=True, kw_only=True)
 class DraftModel(ChainDrafter):
-    """A drafter that decodes with a model of its own, whose tokens must be the target's.
+    """A drafter that decodes with a separate model that shares the target's tokenizer.
 
-    One vocabulary may have more tokens at its end than the other: these are not drafted.
-
-    `probabilistic` draws each token from the model's distribution under the row's own warp, which
-    the rules then know exactly; `greedy` takes the likeliest. Where the model gives logits of a
-    part of the vocabulary, "draft_ids" among its parameters say which. A row stops drafting where
-    the likeliest token has a probability below `draft_p_min`. Raises InputError for bad options.
+    Either vocabulary may have extra tokens at its end, which are not drafted. If the model's logits
+    cover only part of the vocabulary, "draft_ids" among its parameters are the token ids. Options
+    are those of `ChainDrafter`. Raises InputError for bad options.
     """
 
     name: ClassVar[str] = "draft_model"
@@ -80,10 +77,11 @@ class DraftModel(ChainDrafter):
         weights: DraftWeights = "auto",
         **options: Any,
     ) -> LoadedDrafter:
-        """Load a distilled head, or a model: `path` is anything `load_model` takes, or a `Model`.
+        """Load a distilled head or a model from `path`, anything that `load_model` accepts.
 
-        Its kernels are in `weights`; those of a `Model` stay as they are by default. Raises
-        InputError as their readers do, and for a model with another tokenizer.
+        `path` may also be a `Model`, whose kernels by default keep their bits; otherwise `weights`
+        are the bits of the kernels. Raises InputError if loading fails, and for a model with a
+        different tokenizer.
         """
         if not isinstance(path, Model):
             if path is None or kind_of_head(user_path("drafter.path", path)) is not None:
@@ -117,7 +115,7 @@ class DraftModel(ChainDrafter):
         return 1 + self.window_slots
 
     def for_target(self, params: Any, target_params: Any) -> Any:
-        """Return its parameters, with those that a distilled model shares taken from the target."""
+        """Return `params` with those that a distilled model shares taken from the target."""
         if isinstance(self.model, ReducedDecoder):
             return share_anew(params, target_params)
         return params
@@ -133,7 +131,7 @@ class DraftModel(ChainDrafter):
     def propose(
         self, params: Any, state: State, context: Context, noise: Noise
     ) -> tuple[Draft, State]:
-        """Draft a chain or a tree with the model, and keep the window and the tokens it was fed."""
+        """Draft a chain or a tree with the model; keep the window and the tokens it was fed."""
         batch, slots, last = context.length.shape[0], self._slots, context.length - 1
         # A row of one token has no x_{n-2}: nothing sees its slot 0.
         holds_token = (jnp.arange(slots) > 0)[None, None, :] | (last > 0)[:, None, None]
@@ -182,8 +180,8 @@ class DraftModel(ChainDrafter):
     def observe(self, params: Any, state: State, context: Context, accepted: Accepted) -> State:
         """Commit the tokens up to x_{n-3}, so that the cache holds their keys and values.
 
-        The longest path of the window that equals the committed tokens is moved into the cache; the
-        model is run over the rest.
+        The longest path in the window that equals the committed tokens moves into the cache; the
+        model processes the rest.
         """
         wanted_length = jnp.maximum(context.length - 2, 0)
         longest = max(self.num_speculative_tokens, 1) + 1

@@ -1,4 +1,4 @@
-"""A drafter of the target's own first layers, with its final norm and head.
+"""A drafter that runs the target's first layers, then its final norm and head.
 
 (LayerSkip: Elhoushi et al. 2404.16710.)
 """
@@ -18,9 +18,9 @@ from specjax.models.interface import LanguageModel
 
 @dataclass(frozen=True, kw_only=True)
 class EarlyExit(SelfDrafter):
-    """A drafter that runs the first `exit_layer` of the target's `num_layers` (half by default).
+    """A drafter that runs the first `exit_layer` of the target's layers, by default half of them.
 
-    Raises InputError for a layer out of range or bad options.
+    Raises InputError for a layer out of range and for bad options.
     """
 
     name: ClassVar[str] = "early_exit"
@@ -37,11 +37,11 @@ class EarlyExit(SelfDrafter):
 
     @classmethod
     def load(cls, name: str, target: Model, path: Any = None, **options: Any) -> LoadedDrafter:
-        """Return the drafter of a target's own layers."""
+        """Return the drafter that runs the first layers of `target`."""
         del name, path
         return LoadedDrafter(cls(target.config.num_layers, **options))
 
     def layers(self, params: Any, context: Context) -> tuple[LanguageModel, Any, int | None]:
-        """Return the target and the number of its first layers."""
+        """Return the target, its parameters and the number of layers to run."""
         del params
         return context.target, context.params, self.exit_layer or max(1, self.num_layers // 2)

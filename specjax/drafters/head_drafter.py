@@ -1,4 +1,4 @@
-"""The base class of drafters that are trained heads; loading heads, and comparing tokenizers."""
+"""The base class of drafters with trained heads; loading heads and comparing tokenizers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DraftWeights = Annotated[str, DRAFT_WEIGHTS]
 
 @dataclass(frozen=True, kw_only=True)
 class HeadDrafter(ChainDrafter):
-    """A drafter that is a trained head for one target."""
+    """A drafter with a head that was trained for one target."""
 
     trained: ClassVar[bool] = True
 
@@ -34,10 +34,10 @@ class HeadDrafter(ChainDrafter):
         weights: DraftWeights = "auto",
         **options: Any,
     ) -> LoadedDrafter:
-        """Load the head at a path, or the one that is shipped with specjax for the target.
+        """Load the head at a path, by default the head bundled for the target.
 
-        Its kernels are in `weights`. Raises InputError if there is none, for a head of another kind
-        or target, and for bad options.
+        `weights` are the bits of its kernels. Raises InputError if there is none, for a head of
+        another kind or target, and for bad options.
         """
         return cls.of_head(*load_head(name, path, target, weights), target, **options)
 
@@ -48,21 +48,20 @@ class HeadDrafter(ChainDrafter):
 
 
 def load_head(kind: str, path: Any, target: Model, weights: str = "auto") -> tuple[Head, Any]:
-    """Return a head of a kind and its complete parameters; without a path, the shipped one.
+    """Return a head of a kind and its complete parameters, by default the bundled head.
 
-    Its kernels are in `weights` (`DRAFT_WEIGHTS`).
-
-    Raises InputError if there is none, and for a head of another kind or target.
+    `weights` are the bits of its kernels (`DRAFT_WEIGHTS`). Raises InputError if there is none, and
+    for a head of another kind or target.
     """
     head = open_head(kind, path, target)
     return head, complete_parameters(head, target, weights)
 
 
 def check_tokenizers(target: Model, draft: Model) -> None:
-    """Raise InputError, with the first tokens that differ, unless both models share one tokenizer.
+    """Raise InputError, with the first differing tokens, unless both models share one tokenizer.
 
-    Tokens of one alone are allowed: models of a family are published with different ones at the
-    end. Without a tokenizer only the number of tokens can be compared.
+    Extra tokens at the end of one vocabulary are allowed, since models of a family are published
+    with them. Without a tokenizer only the vocabulary sizes are compared.
     """
     if target.tokenizer is None or draft.tokenizer is None:
         sizes = (target.config.vocab_size, draft.config.vocab_size)

@@ -1,7 +1,7 @@
-"""Medusa heads draft from the target's last feature, all at once (Cai et al. 2401.10774).
+"""Drafters of Medusa heads, which predict all tokens from one feature (Cai et al. 2401.10774).
 
-Head i predicts the token i + 2 positions after the feature it reads, f_{n-2}; its distribution does
-not depend on what the heads before it drew. A path of a draft has one token per head.
+Head i predicts the token i + 2 positions after the feature f_{n-2}; its distribution does not
+depend on the tokens drawn by earlier heads. A path of a draft has one token per head.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class State:
 
 @dataclass(frozen=True, kw_only=True)
 class MedusaDrafter(HeadDrafter):
-    """Medusa heads as a drafter; their parameters hold "shared" and, for a part of V, "draft_ids".
+    """A drafter with Medusa heads; its parameters hold "shared" and, for part of V, "draft_ids".
 
-    Options are those of a draft model. At most one token per head is drafted, and none in the first
-    round of a row of one token, which has no feature. Raises InputError for bad options, and for a
-    tree with more levels than there are heads.
+    Options are those of `ChainDrafter`. It drafts at most one token per head, and none in the first
+    round of a row of one token, which has no feature. Raises InputError for bad options and for a
+    tree with more levels than heads.
     """
 
     name: ClassVar[str] = "medusa"
@@ -46,7 +46,7 @@ class MedusaDrafter(HeadDrafter):
 
     @classmethod
     def of_head(cls, head: Head, params: Any, target: Model, **options: Any) -> LoadedDrafter:
-        """Return the drafter of trained heads and their complete parameters; K is their number."""
+        """Return the drafter of trained heads and their complete parameters."""
         if options.get("tree") is None:
             options = {"num_speculative_tokens": head.config.num_heads, **options}
         functions = Medusa(head.config, target.activation_dtype, target.multiply)
@@ -54,16 +54,16 @@ class MedusaDrafter(HeadDrafter):
 
     @property
     def longest_path(self) -> int:
-        """The number of heads: a path has one token per head."""
+        """The number of heads, since a path has one token per head."""
         return self.head.config.num_heads
 
     @property
     def features(self) -> tuple[str, ...]:
-        """The target's features that the heads read."""
+        """The names of the target's features that the heads read."""
         return ("final_norm",)
 
     def for_target(self, params: Any, target_params: Any) -> Any:
-        """Return its parameters beside the target's new embedding and output projection."""
+        """Return `params` with the embedding and output head of `target_params`."""
         return share_anew(params, target_params)
 
     def init(self, params: Any, batch: int, capacity: int) -> State:
@@ -94,7 +94,7 @@ class MedusaDrafter(HeadDrafter):
         return draft, state
 
     def observe(self, params: Any, state: State, context: Context, accepted: Accepted) -> State:
-        """Keep the feature of the position before the latest token, whose own is not known yet."""
+        """Keep the feature at the position before the latest token."""
         del params, context
         features = accepted.features["final_norm"]
         last = jnp.maximum(accepted.count - 1, 0)[:, None, None]

@@ -1,8 +1,8 @@
 """Drafters that draft together: in each round their drafts are merged into one tree.
 
-SpecInfer ([2305.09781](https://arxiv.org/abs/2305.09781), section 3). `Merged` is a drafter made of
-drafters, and not another kind of `Turns`: its parts draft in the same rounds, observe together and
-share one limit, so that the loop treats them as one drafter.
+SpecInfer ([2305.09781](https://arxiv.org/abs/2305.09781), section 3). Unlike the drafters in
+`Turns`, the parts of a `Merged` draft in the same rounds, observe together and share one limit, so
+that the loop treats them as a single drafter.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ from specjax.trees import Draft
 
 @dataclass(frozen=True, kw_only=True)
 class Merged(Drafter):
-    """Drafters whose drafts make one tree; parameters and states are tuples like `parts`.
+    """A drafter whose drafts merge those of its `parts`; parameters and states are tuples.
 
-    `num_speculative_tokens` bounds each part's own, and is the largest of them. Exact if each part
-    is: each draws from noise of its own, so that the proposals of one are independent of the draws
-    of another, and a node that was drawn is never dropped (`trees.merge_duplicates`).
+    `num_speculative_tokens` bounds that of each part, and defaults to the largest of them. It is
+    exact if each part is: the parts draw with separate noise, so that the proposals of one are
+    independent of the draws of another, and a sampled node is never dropped
+    (`trees.merge_duplicates`).
     """
 
     parts: tuple[Drafter, ...]
@@ -53,37 +54,37 @@ class Merged(Drafter):
 
     @property
     def name(self) -> str:
-        """The drafters' names, joined by |."""
+        """The names of the drafters, joined by |."""
         return "|".join(drafter.name for drafter in self.parts)
 
     @property
     def num_nodes(self) -> int:
-        """The nodes of all parts (N)."""
+        """The total number of nodes of all parts (N)."""
         return sum(drafter.num_nodes for drafter in self.parts)
 
     @property
     def features(self) -> tuple[str, ...]:
-        """The target's features that any of them reads."""
+        """The names of the target's features that any part reads."""
         return tuple(dict.fromkeys(name for drafter in self.parts for name in drafter.features))
 
     @property
     def pass_features(self) -> tuple[str, ...]:
-        """The features that any of them reads after each pass of the target."""
+        """The names of the features that any part reads after each pass of the target."""
         names = (name for drafter in self.parts for name in drafter.pass_features)
         return tuple(dict.fromkeys(names))
 
     @property
     def sampled(self) -> bool:
-        """Whether any of them draws its drafts."""
+        """Whether any part draws its drafts."""
         return any(drafter.sampled for drafter in self.parts)
 
     @property
     def observes(self) -> bool:
-        """Whether any of them observes."""
+        """Whether any part observes."""
         return any(drafter.observes for drafter in self.parts)
 
     def for_target(self, params: tuple, target_params: dict) -> tuple:
-        """Return each part's parameters beside new ones of the target."""
+        """Return each part's parameters with the shared ones from `target_params`."""
         return tuple(drafter.for_target(own, target_params) for drafter, own in self._each(params))
 
     def init(self, params: tuple, batch: int, capacity: int) -> tuple:
@@ -93,7 +94,7 @@ class Merged(Drafter):
     def propose(
         self, params: tuple, state: tuple, context: Context, noise: Noise
     ) -> tuple[Draft, tuple]:
-        """Return the parts' drafts merged into one, and their states."""
+        """Return the merged drafts of all parts, and their states."""
         drafts, states = [], []
         for number, drafter in enumerate(self.parts):
             drafter_state = state[number]
@@ -128,7 +129,7 @@ class Merged(Drafter):
 
 
 def merge_drafters(*drafters: LoadedDrafter | Drafter) -> LoadedDrafter:
-    """Return one drafter of several, with all of their drafts in one tree.
+    """Return a drafter that merges the drafts of several drafters into one tree.
 
     Raises InputError for drafters that take turns.
     """

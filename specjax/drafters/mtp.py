@@ -1,4 +1,4 @@
-"""Multi-token prediction modules as drafters (DeepSeek-V3, 2412.19437); see `pair_drafter`."""
+"""Drafters of multi-token prediction modules (DeepSeek-V3, 2412.19437); see `pair_drafter`."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from specjax.models.heads.mtp import Mtp
 
 @dataclass(frozen=True, kw_only=True)
 class MtpDrafter(PairDrafter):
-    """MTP modules as a drafter: the target's own, or those trained for it as a head.
+    """A drafter with MTP modules: the target's own, or a head trained for it.
 
-    By default one token is drafted, as the makers of GLM-4.7 recommend for its one module.
+    It drafts one token by default, as the authors of GLM-4.7 recommend for its single module.
     """
 
     name: ClassVar[str] = "mtp"
@@ -38,7 +38,7 @@ class MtpDrafter(PairDrafter):
         weights: DraftWeights = "auto",
         **options: Any,
     ) -> LoadedDrafter:
-        """Load the head at a path; without one, the target's own modules or the shipped head.
+        """Load the head at a path, by default the target's own modules or the bundled head.
 
         Raises InputError if there is none.
         """

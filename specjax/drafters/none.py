@@ -1,4 +1,4 @@
-"""No drafts: plain decoding in the same loop, the baseline of every speed-up."""
+"""The empty drafter: plain decoding in the same loop, the baseline of every speed-up."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from specjax.trees import Draft
 
 @dataclass(frozen=True, kw_only=True)
 class NoDrafter(Drafter):
-    """The drafter that proposes nothing; every round emits one token."""
+    """A drafter that proposes nothing; every round emits one token."""
 
     name: ClassVar[str] = "none"
     alone: ClassVar[str] = "it drafts nothing"
@@ -27,5 +27,5 @@ class NoDrafter(Drafter):
 
 
 def empty_draft(batch: int, length: int) -> Draft:
-    """Return a chain of `length` nodes of which no row proposes any."""
+    """Return a chain of `length` nodes, none of them proposed."""
     return trees.chain(jnp.zeros((batch, length), jnp.int32), jnp.zeros(batch, jnp.int32))

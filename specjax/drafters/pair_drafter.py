@@ -1,10 +1,11 @@
 """Drafters whose heads read pairs of a token and a hidden state, starting from target features.
 
-EAGLE (Li et al. 2401.15077 and 2503.01840) and multi-token prediction (DeepSeek-V3, 2412.19437).
-Module k has a cache of its own with the committed pairs at 0 .. n-2-k, all made of committed tokens
-and the target's true features: `observe` runs each module once over what was committed. The last
-output of module 0, at n-2, is the distribution of the first draft token. Draft token i < D comes
-from module i at the same position; module D-1 continues on its own outputs.
+These are EAGLE (Li et al. 2401.15077 and 2503.01840) and multi-token prediction (DeepSeek-V3,
+2412.19437). Module k has its own cache with the committed pairs at 0 .. n-2-k, all made of
+committed tokens and true features of the target: `observe` runs each module once over newly
+committed tokens. The last output of module 0, at n-2, gives the distribution of the first draft
+token. Draft token i < D comes from module i at the same position; module D-1 continues from its own
+outputs.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from specjax.trees import Draft
 
 @struct.dataclass
 class State:
-    """Each module's committed keys, and its output at each row's last pair; zeros before one."""
+    """Each module's committed keys, and its output at each row's last pair (zeros if none)."""
 
     caches: tuple[KVCache, ...]
     outputs: Float[Array, "B M D"]
@@ -44,11 +45,11 @@ class State:
 
 @struct.dataclass
 class Carry:
-    """The state carried from one draft step to the next, for each of the T tokens of its level.
+    """The state carried between draft steps, for each of the T tokens of a level.
 
-    `tokens` are the first tokens on the path from the root to each, which modules after the first
-    read; `outputs` are those of the latest module on the path, the latest position last, or those
-    of the last module at the tokens themselves. `window` is the last module's.
+    `tokens` are the first tokens on each path from the root, which modules after the first read.
+    `outputs` are those of the latest module on the path, with the latest position last, or those of
+    the last module at the tokens themselves. `window` belongs to the last module.
     """
 
     tokens: Int[Array, "B T M"]
@@ -58,10 +59,10 @@ class Carry:
 
 @dataclass(frozen=True, kw_only=True)
 class PairDrafter(HeadDrafter):
-    """A head of pairs as a drafter; its parameters hold "shared" and, for a part of V, "draft_ids".
+    """A drafter with a head of pairs; its parameters hold "shared" and, for part of V, "draft_ids".
 
-    Its options are those of a draft model. A row of one token has no pair, and drafts nothing in
-    its first round. Raises InputError for bad options.
+    Options are those of `ChainDrafter`. A row of one token has no pair and drafts nothing in its
+    first round. Raises InputError for bad options.
     """
 
     head: PairHead = field(kw_only=False)
@@ -71,8 +72,8 @@ class PairDrafter(HeadDrafter):
     def of_head(cls, head: Head, params: Any, target: Model, **options: Any) -> LoadedDrafter:
         """Return the drafter of a trained head and its complete parameters.
 
-        Its caches are split over devices as the target's if the number of its heads allows that,
-        and are read as the target's form says.
+        Its caches are sharded like the target's if its number of heads allows, and are read in the
+        form that the target uses.
         """
         shards = target.shards if can_split(head.config.decoder, target.shards) else 1
         functions = cls.head_class(
@@ -87,11 +88,11 @@ class PairDrafter(HeadDrafter):
 
     @property
     def features(self) -> tuple[str, ...]:
-        """The target's features that the first module reads."""
+        """The names of the target's features that the first module reads."""
         return self.head.config.taps
 
     def for_target(self, params: Any, target_params: Any) -> Any:
-        """Return its parameters beside the target's new embedding and output projection."""
+        """Return `params` with the embedding and output head of `target_params`."""
         return share_anew(params, target_params)
 
     def init(self, params: Any, batch: int, capacity: int) -> State:
@@ -105,7 +106,7 @@ class PairDrafter(HeadDrafter):
     def propose(
         self, params: Any, state: State, context: Context, noise: Noise
     ) -> tuple[Draft, State]:
-        """Draft a chain or a tree: a level by each module, and further ones by the last module."""
+        """Draft a chain or a tree: one level per module, then further levels by the last module."""
         modules = [self.head.module(params, index) for index in range(self.head.config.num_modules)]
         steps = _DraftSteps(self, modules, state, context)
         # A row of one token has no pair to draft from.
@@ -121,10 +122,10 @@ class PairDrafter(HeadDrafter):
         return draft, state
 
     def observe(self, params: Any, state: State, context: Context, accepted: Accepted) -> State:
-        """Run each module over each row's `count` further pairs, and commit their keys.
+        """Run each module over each row's `count` new pairs, and commit their keys.
 
-        All modules read the same tokens; module k is k positions behind, and reads the outputs of
-        module k-1, the first of them from the state. Its pairs before position 0 do not exist. Only
+        All modules read the same tokens; module k is k positions behind and reads the outputs of
+        module k-1, the first of which are in the state. Pairs before position 0 do not exist. Only
         the newest output of the last module is computed.
         """
         del context
@@ -175,11 +176,11 @@ class PairDrafter(HeadDrafter):
         exists: Bool[Array, "B W"] | None,
         only: Int[Array, "B"] | None = None,
     ) -> tuple[Float[Array, "B Q D"], Window]:
-        """Run a module over T pairs in slots start..start+T, which see those that are visible.
+        """Run a module over T pairs in slots start..start+T, which attend to the visible slots.
 
-        No pair sees one that does not `exist`: pairs before position 0, of modules after the first.
-        Each sees itself, since the output of a pair that sees nothing would be NaN. With `only`,
-        each row has one output, that of the pair with this index.
+        No pair attends to pairs that do not `exist` (those before position 0, in modules after the
+        first), but each attends to itself, since an empty attention would give NaN. With `only`,
+        each row returns the output of the pair at that index only.
         """
         if exists is not None:
             slots = jnp.arange(visible.shape[2])
@@ -212,17 +213,17 @@ class _DraftSteps:
 
     @property
     def path_slots(self) -> int:
-        """Slots of the last module's window for the paths to its first level's tokens."""
+        """The number of slots in the last module's window for the paths to its first level."""
         return self.last * self._level_sizes[self.last]
 
     @property
     def slots_before(self) -> int:
-        """Slots of the draft's window for the levels up to the last module's first one."""
+        """The number of window slots of the draft before the last module's first level."""
         return sum(self._level_sizes[: self.last + 1])
 
     @property
     def slots(self) -> int:
-        """Slots of the last module's window (W)."""
+        """The number of window slots of the last module (W)."""
         return max(self.path_slots + sum(self._level_sizes[self.last + 1 :]), 1)
 
     @property
@@ -239,7 +240,7 @@ class _DraftSteps:
         )
 
     def next_level(self, level: Level, carry: Carry) -> tuple[Float[Array, "B T Vd"], Carry]:
-        """Return the logits after a level's tokens: the `step` of `HeadDrafter.draft`."""
+        """Return the logits after the tokens of a level: the `step` of `HeadDrafter.draft`."""
         parents = level.parents[:, :, None]
         carry = carry.replace(
             tokens=jnp.take_along_axis(carry.tokens, parents, axis=1),
@@ -263,7 +264,7 @@ class _DraftSteps:
         return lax.switch(jnp.minimum(level.depth, len(steps)) - 1, steps, carry)
 
     def run_module(self, index: int, carry: Carry) -> tuple[Float[Array, "B T Vd"], Carry]:
-        """Run module `index` over the paths to a level's tokens."""
+        """Run module `index` over the paths to the tokens of a level."""
         head, is_last = self.drafter.head, index == self.last
         batch, count, _ = carry.tokens.shape
         width = self.state.outputs.shape[2]
@@ -295,7 +296,7 @@ class _DraftSteps:
     def repeat_last_module(
         self, level: Level, carry: Carry
     ) -> tuple[Float[Array, "B T Vd"], Carry]:
-        """Run the last module over further tokens, with its own outputs at their parents."""
+        """Run the last module over further tokens, on its own outputs at their parents."""
         head, last, module = self.drafter.head, self.last, self.modules[self.last]
         first_level_size = self._level_sizes[last]
         latest = max(last - 1, 0)

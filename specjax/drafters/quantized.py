@@ -1,8 +1,7 @@
 """A drafter that is the target in fewer bits: its weights, its activations, or both.
 
-It reads the target's cache, so what it drafts from are the target's own keys and values; the
-verification writes those of accepted tokens. (QuantSpec: Tiwari et al. 2502.10424; QSpec: Zhao et
-al. 2410.11305.)
+It drafts from the target's own cache; verification writes the keys and values of accepted tokens.
+(QuantSpec: Tiwari et al. 2502.10424; QSpec: Zhao et al. 2410.11305.)
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ _DECODER = Instance(Decoder, "use the architecture of a target")
 class Quantized(SelfDrafter):
     """A drafter with the target's layers in fewer bits.
 
-    `model` are the layers as functions of the quantised parameters. Their kernels are in `weights`,
-    int8 or int4; with `activations`, what the kernels multiply is rounded to as many bits too,
-    which is emulated: acceptance is that of such products, the time that of floats. The logits'
-    kernel multiplies floats. Raises InputError for bad options.
+    `model` holds the layers as functions of quantized parameters, with kernels in `weights` (int8
+    or int4). With `activations`, the inputs of the kernels are rounded to that many bits too. The
+    rounding is emulated: acceptance is that of low-bit products, but the time is that of floats.
+    The output head always multiplies floats. Raises InputError for bad options.
     """
 
     name: ClassVar[str] = "quantized"
@@ -47,9 +46,9 @@ class Quantized(SelfDrafter):
     def load(cls, name: str, target: Model, path: Any = None, **options: Any) -> LoadedDrafter:
         """Return the drafter of a target, with parameters of its own.
 
-        Without `weights` these are in 8 bits, or in 4 where the target's are in 8; a drafter with
-        rounded `activations` shares the kernels of a quantised target. Raises InputError for a
-        target on a mesh, or one in as few bits.
+        `weights` defaults to 8 bits, or 4 if the target has 8; a drafter with rounded `activations`
+        shares the kernels of a quantized target. Raises InputError for a target on a mesh, or one
+        that has as few bits already.
         """
         del name, path
         drafter = cls(target.architecture, **options)
@@ -71,6 +70,6 @@ class Quantized(SelfDrafter):
         )
 
     def layers(self, params: Any, context: Context) -> tuple[LanguageModel, Any, int | None]:
-        """Return all of the layers, in fewer bits."""
+        """Return the model of all layers in fewer bits, and its parameters."""
         del context
         return self.model, params, None

@@ -1,6 +1,6 @@
-"""A drafter of known quality: it replays the tokens of plain decoding, with mistakes at a rate.
+"""A drafter of known quality that replays the tokens of plain decoding with random mistakes.
 
-With it the speed-up at an acceptance of, say, 0.8 can be measured on any weights, and compared with
+It measures the speed-up at a given acceptance, such as 0.8, for any weights, to compare it with
 `specjax.theory`.
 """
 
@@ -27,12 +27,12 @@ CONTINUATIONS = Items(
 
 @dataclass(frozen=True, kw_only=True)
 class Simulated(Drafter):
-    """A drafter that proposes the tokens of a plain run, each right at the rate `acceptance`.
+    """A drafter that replays a plain run, with each token correct at the rate `acceptance`.
 
-    `load` makes its parameters of `continuations[i]` for prompt i: the token ids of plain decoding,
-    greedy or `coupled` at the same seed, in the order of the prompts. Which tokens are wrong
-    depends only on `mistake_seed`, the prompt and the position. Raises InputError for a rate
-    outside [0, 1] or no continuations.
+    Its parameters are made by `load` from `continuations[i]` for prompt i: the token ids of plain
+    decoding (greedy, or `coupled` with the same seed), in the order of the prompts. The wrong
+    tokens depend only on `mistake_seed`, the prompt and the position. Raises InputError for a rate
+    outside [0, 1] or missing continuations.
     """
 
     alone: ClassVar[str] = "it is recorded for one run"
@@ -53,7 +53,7 @@ class Simulated(Drafter):
         continuations: Annotated[Sequence[Sequence[int]], CONTINUATIONS],
         **options: Any,
     ) -> LoadedDrafter:
-        """Return the drafter that replays these token ids. Raises InputError for bad ones."""
+        """Return the drafter that replays `continuations`. Raises InputError for bad ones."""
         del name, path
         CONTINUATIONS.check("drafter.continuations", continuations)
         drafter = cls(**options)
@@ -62,7 +62,7 @@ class Simulated(Drafter):
     def replay(
         self, continuations: Sequence[Sequence[int]], vocab_size: int
     ) -> Int[Array, "prompts longest"]:
-        """Return the tokens to propose, mistakes included; -1 after the end of a continuation."""
+        """Return the tokens to propose, mistakes included, padded with -1."""
         longest = max(1, *(len(tokens) for tokens in continuations))
         replay = np.full((len(continuations), longest), -1, np.int32)
         for row, tokens in enumerate(continuations):

@@ -1,7 +1,7 @@
-"""Drafters that take turns, and that do not run while they do not draft.
+"""Drafters that take turns; a drafter that does not draft does not run.
 
 In each row the first drafter with a draft is used. A drafter runs only in rounds in which some row
-may draft with it: tokens committed meanwhile are observed before it proposes again, or when no more
+may draft with it. Tokens committed meanwhile are observed before it proposes again, or once no more
 of the target's features can be kept. A single drafter is a tuple of one.
 """
 
@@ -42,7 +42,7 @@ _KEPT_ROUNDS = 8
 
 @struct.dataclass
 class PartState:
-    """A drafter's state, and how many of each row's latest tokens it has not observed."""
+    """A drafter's state, and how many of each row's latest tokens it has yet to observe."""
 
     drafter: Any
     unobserved: Int[Array, "B"]
@@ -51,8 +51,8 @@ class PartState:
 class Proposal(NamedTuple):
     """The proposal of drafters that take turns.
 
-    `drafter` is the number of the drafter that each row's draft is from, or `NO_DRAFTER`. `ran`
-    says which drafters ran, and `further` how often each ran after its first token.
+    `drafter` is the index of the drafter that each row's draft is from, or `NO_DRAFTER`. `ran` says
+    which drafters ran, and `further` how many times each ran after its first token.
     """
 
     draft: Draft
@@ -64,44 +64,45 @@ class Proposal(NamedTuple):
 
 @dataclass(frozen=True)
 class Turns:
-    """Drafters in the order in which they may draft; parameters and states are tuples like `parts`.
+    """Drafters in order of priority; parameters and states are tuples like `parts`.
 
-    Exact if each drafter is: whether one drafts depends on tokens that it does not draw, on
-    distributions and on its own noise, which are independent of the draws of the next one.
+    The result is exact if each drafter is: whether a drafter drafts depends on tokens that it does
+    not draw, on distributions and on its own noise, which are independent of the draws of the next
+    drafter.
     """
 
     parts: tuple[Drafter, ...]
 
     @property
     def name(self) -> str:
-        """The drafters' names, joined by +."""
+        """The names of the drafters, joined by +."""
         return "+".join(drafter.name for drafter in self.parts)
 
     @property
     def num_speculative_tokens(self) -> int:
-        """The longest path that any of them drafts (P)."""
+        """The longest path that any drafter drafts (P)."""
         return max(drafter.num_speculative_tokens for drafter in self.parts)
 
     @property
     def num_nodes(self) -> int:
-        """The nodes of every draft (N)."""
+        """The number of nodes of every draft (N)."""
         return max(drafter.num_nodes for drafter in self.parts)
 
     @property
     def features(self) -> tuple[str, ...]:
-        """The target's features that any of them reads."""
+        """The names of the target's features that any drafter reads."""
         drafting = [drafter for drafter in self.parts if drafter.num_speculative_tokens]
         return tuple(dict.fromkeys(name for drafter in drafting for name in drafter.features))
 
     @property
     def pass_features(self) -> tuple[str, ...]:
-        """The features that any of them reads after each pass of the target."""
+        """The names of the features that any drafter reads after each pass of the target."""
         drafting = [drafter for drafter in self.parts if drafter.num_speculative_tokens]
         return tuple(dict.fromkeys(name for drafter in drafting for name in drafter.pass_features))
 
     @property
     def sampled(self) -> bool:
-        """Whether any of them draws its drafts."""
+        """Whether any drafter draws its drafts."""
         return any(drafter.sampled for drafter in self.parts)
 
     @property
@@ -111,7 +112,7 @@ class Turns:
         return _KEPT_ROUNDS * (longest + 1) if self.features else 0
 
     def limited(self, length: int) -> Turns:
-        """Return the drafters with drafts of at most `length`; a single one with exactly that."""
+        """Return the drafters limited to drafts of `length`, exactly that for a single drafter."""
         if len(self.parts) == 1:
             return Turns((replace(self.parts[0], num_speculative_tokens=length),))
         return Turns(
@@ -122,7 +123,7 @@ class Turns:
         )
 
     def init(self, params: tuple, batch: int, capacity: int) -> tuple[PartState, ...]:
-        """Return the states of empty rows."""
+        """Return the drafters' states of empty rows."""
         return tuple(
             PartState(
                 drafter.init(drafter_params, batch, capacity),
@@ -134,7 +135,7 @@ class Turns:
     def observe_prompt(
         self, params: tuple, state: tuple[PartState, ...], context: Context, accepted: Accepted
     ) -> tuple[PartState, ...]:
-        """Return each drafter's state after a chunk of the prompts."""
+        """Return the drafters' states after a chunk of the prompts."""
         return tuple(
             drafter_state.replace(
                 drafter=_observed(drafter, drafter_params, drafter_state.drafter, context, accepted)
@@ -149,7 +150,7 @@ class Turns:
     def observe_pass(
         self, params: tuple, state: tuple[PartState, ...], target_pass: TargetPass
     ) -> tuple[PartState, ...]:
-        """Return the states after a pass of the target."""
+        """Return the drafters' states after a pass of the target."""
         return tuple(
             drafter_state.replace(
                 drafter=drafter.observe_pass(drafter_params, drafter_state.drafter, target_pass)
@@ -162,7 +163,7 @@ class Turns:
         )
 
     def commit(self, state: tuple[PartState, ...], count: Int[Array, "B"]) -> tuple[PartState, ...]:
-        """Return the states after a round that committed `count` tokens, not observed yet."""
+        """Return the states after a round that committed `count` tokens, yet to be observed."""
         return tuple(
             drafter_state.replace(unobserved=constrain(drafter_state.unobserved + count, "batch"))
             if drafter.observes and drafter.num_speculative_tokens
@@ -171,7 +172,7 @@ class Turns:
         )
 
     def full_limits(self) -> Limits:
-        """Return limits with which each drafter drafts as much as it can."""
+        """Return limits that let each drafter draft as much as it can."""
         longest = np.array([drafter.num_nodes for drafter in self.parts], np.int32)
         return Limits(longest, np.zeros(len(self.parts), np.float32))
 
@@ -185,7 +186,7 @@ class Turns:
     ) -> Proposal:
         """Return each row's draft, from the first drafter that has one, and the states.
 
-        Each drafter gets noise of its own, at depths that no other one uses; if the rule reads no
+        Each drafter has its own noise at depths that no other uses; if the rule reads no
         distributions, all share the target's noise.
         """
         limits = jax.tree.map(jnp.asarray, limits)
@@ -212,7 +213,7 @@ class Turns:
 
 
 def take_turns(*drafters: LoadedDrafter | Drafter) -> LoadedDrafter:
-    """Return one drafter of several: in each row the first one with a draft is used."""
+    """Return a drafter that uses, in each row, the first of `drafters` with a draft."""
     parts, params = flattened(drafters, Turns)
     return LoadedDrafter(Turns(parts), params)
 
@@ -220,7 +221,7 @@ def take_turns(*drafters: LoadedDrafter | Drafter) -> LoadedDrafter:
 def flattened(
     drafters: Sequence[LoadedDrafter | Drafter], joint: type
 ) -> tuple[tuple[Drafter | Turns, ...], tuple]:
-    """Return drafters and their parameters, with those of type `joint` replaced by their parts."""
+    """Return drafters and parameters, with those of type `joint` replaced by their parts."""
     parts: tuple[Drafter | Turns, ...] = ()
     params: tuple = ()
     for drafter in drafters:
@@ -333,9 +334,9 @@ def _observe(
 
 
 def check_proposal(drafter: Drafter, proposal: Any, before: Any) -> tuple[Draft, Any]:
-    """What `propose` returned, while it is traced; `before` is the state that it was given.
+    """Return the output of `propose`, checked while tracing; `before` is the state it was given.
 
-    Raises InputError where that is no draft and state, or a draft of other types or shapes.
+    Raises InputError unless it is a draft and a state, with the expected types and shapes.
     """
     name = f"drafter {drafter.name!r}: propose returned"
     is_pair = isinstance(proposal, tuple) and len(proposal) == 2
@@ -364,7 +365,7 @@ def check_proposal(drafter: Drafter, proposal: Any, before: Any) -> tuple[Draft,
 
 
 def check_state(drafter: Drafter, function: str, state: Any, before: Any) -> None:
-    """Raise InputError, while it is traced, for a state that is not like the one `before`."""
+    """Raise InputError, while tracing, for a state with another structure than `before`."""
     given, wanted = (
         jax.tree.map(lambda leaf: (jnp.shape(leaf), jnp.result_type(leaf)), tree)
         for tree in (state, before)
@@ -396,7 +397,7 @@ def _observed(
 
 
 def check_size(drafter: Drafter, draft: Draft) -> None:
-    """Raise InputError for a draft of another size than its drafter says, which sizes the pass."""
+    """Raise InputError for a draft of another size than its drafter declares."""
     count = draft.topology.num_nodes
     if count != drafter.num_nodes:
         raise InputError(
@@ -406,7 +407,7 @@ def check_size(drafter: Drafter, draft: Draft) -> None:
 
 
 def joined(first: Draft, second: Draft, length: int) -> Draft:
-    """Return a draft of `length` nodes: each row's from the first draft that proposes any."""
+    """Return a draft of `length` nodes with each row's from the first draft that proposes any."""
     distributions = [draft.logq for draft in (first, second) if draft.logq is not None]
     offset = 0 if first.logq is None else first.logq.shape[1]
     second = second.replace(logq_row=jnp.where(second.logq_row < 0, -1, second.logq_row + offset))

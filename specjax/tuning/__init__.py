@@ -1,8 +1,10 @@
-"""Which token tree decodes fastest on this machine, by measured costs and acceptance.
+"""The fastest token tree on this machine, from measured costs and acceptance.
 
-with_fastest_trees(model, drafter, ...)   the drafter with the tree that is fastest here
-measure_ranks(...)                        how often the candidate of each rank is accepted
-measure_tree_costs(...), choose_tree(...) the two steps of `with_fastest_trees`
+    with_fastest_trees(model, drafter, ...)     a drafter with the tree that is fastest here
+    measure_ranks(...)                          how often the candidate of each rank is accepted
+    measure_tree_costs(...), choose_tree(...)   the two steps of `with_fastest_trees`
+
+`scripts/calibrate_trees.py` measures ranks for a drafter.
 """
 
 from specjax.tuning.choose_tree import (

@@ -1,4 +1,4 @@
-"""The token tree that is fastest on this machine, by measured costs and acceptance."""
+"""The fastest token tree on this machine, from measured costs and acceptance."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ _JOINED = {Turns: take_turns, Merged: merge_drafters}
 
 @dataclass(frozen=True)
 class TreeCosts:
-    """Seconds here: of a draft's first level and each further one, and of rounds but for drafts.
+    """Measured seconds of a draft's first level, of each further level, and of rounds by width.
 
-    `passes` are those of rounds, by the slots of their pass: the pass, verifying and committing. No
-    wider one takes less.
+    `passes` are the seconds of rounds without drafting (pass, verification and commit) for each of
+    `widths`, made non-decreasing.
     """
 
     widths: tuple[int, ...]
@@ -49,9 +49,9 @@ class TreeCosts:
     further_level: float
 
     def pass_seconds(self, width: int) -> float:
-        """Of a round but for its draft, by its slots: that of the next wider one that was timed.
+        """Return the seconds of a round without drafting, at the next wider timed width.
 
-        Raises InputError for a pass that is wider than all of them.
+        Raises InputError for a pass wider than all timed widths.
         """
         if width > self.widths[-1]:
             raise InputError(
@@ -61,7 +61,7 @@ class TreeCosts:
         return self.passes[bisect.bisect_left(self.widths, width)]
 
     def draft_seconds(self, depth: int) -> float:
-        """Of a draft of so many levels."""
+        """Return the seconds of a draft with `depth` levels."""
         return self.first_level + self.further_level * (depth - 1)
 
 
@@ -74,10 +74,10 @@ def measure_tree_costs(
     context: int = _CONTEXT,
     tell: Callable[[str], Any] = lambda line: None,
 ) -> TreeCosts:
-    """What rounds take, and drafts of one level and of `depth`, with rows of `context` tokens.
+    """Measure rounds, and drafts of 1 and of `depth` levels, with rows of `context` tokens.
 
-    `tell` is called with a line before anything is timed. Raises InputError for a drafter without
-    trees, and where the target has no room for one.
+    `tell` is called with a progress line before timing starts. Raises InputError for a drafter
+    without trees, and if the target has no room for one.
     """
     if not hasattr(drafter.drafter, "tree"):
         raise InputError(
@@ -114,13 +114,13 @@ def choose_tree(
     max_nodes: int | None = None,
     **options: Any,
 ) -> FastestTree:
-    """The static tree with the most tokens per second, and what it is predicted to do.
+    """Return the static tree with the most tokens per second, and its predicted speed.
 
-    `drafter` is one with a `tree` field, and `acceptance` its chances by depth and rank
-    (`measure_ranks`, `known_acceptance`). No path is longer than `max_depth`, or than the
-    drafter's own limit, and no tree has more than `max_nodes` nodes; `options` are those of
-    `measure_tree_costs`: `batch_size`, `context` and `tell`. A tree without nodes says that
-    no draft pays. Raises InputError where `measure_tree_costs` does.
+    `drafter` has a `tree` field, and `acceptance` holds its rates by depth and rank
+    (`measure_ranks`, `known_acceptance`). Paths are no longer than `max_depth` or the drafter's own
+    limit, and trees have at most `max_nodes` nodes; `options` are those of `measure_tree_costs`:
+    `batch_size`, `context` and `tell`. A tree without nodes means that no draft pays off. Raises
+    InputError as `measure_tree_costs` does.
     """
     longest = [len(acceptance), max_depth, getattr(drafter.drafter, "longest_path", None)]
     deepest = min(length for length in longest if length is not None)
@@ -143,13 +143,13 @@ def with_fastest_trees(
     acceptance: Mapping[str, Rates] | None = None,
     **options: Any,
 ) -> tuple[LoadedDrafter, dict[str, FastestTree]]:
-    """The drafter, each part that drafts candidates with its fastest tree; and what was found.
+    """Return the drafter with the fastest tree of each part that can draft one, and those trees.
 
-    Each one's tree is the fastest for it alone, also where parts draft together. `tree` limits
-    their numbers, and `path` is what `make_drafter` was given. `acceptance` are rates by the parts'
-    names, by default those in NAME.ranks.json beside what `path` names, or without one those that
-    come with specjax, or the drafter's `usual_acceptance`; `options` are those of `choose_tree`.
-    Raises InputError as it does, where no part drafts trees, and where rates are unknown.
+    Each tree is the fastest for its part alone, even if parts draft together. `tree` limits the
+    sizes, and `path` is the argument of `make_drafter`. `acceptance` maps the parts' names to
+    rates, by default those in NAME.ranks.json at `path`, or of the bundled head, or the drafter's
+    `usual_acceptance`; `options` are those of `choose_tree`. Raises InputError as `choose_tree`
+    does, if no part drafts trees, and if rates are unknown.
     """
     found: dict[str, FastestTree] = {}
     tell = options.get("tell", lambda line: None)
@@ -200,7 +200,7 @@ def with_fastest_trees(
 
 
 def with_tree(drafter: LoadedDrafter, tree: RankedTree) -> LoadedDrafter:
-    """The drafter with a static tree, its longest path that of the tree; a chain stays a chain."""
+    """Return the drafter with a static tree and the tree's longest path; a chain stays a chain."""
     shape = tree.topology
     fields = {"tree": None if shape.is_chain else tree, "num_speculative_tokens": shape.depth}
     return drafter._replace(drafter=replace(drafter.drafter, **fields))

@@ -1,7 +1,7 @@
-"""Measured seconds of a pass, of a draft and of reading the weights, on this machine.
+"""Measurement of the seconds of a pass, of a draft and of reading the weights on this machine.
 
-Each figure is the median of several runs of a compiled loop, compile excluded, so that dispatch is
-paid once for many repetitions.
+Each value is the median of several runs of a compiled loop, without compilation, so that many
+repetitions share one dispatch.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ def widths_seconds(
     committed: int,
     capacity: int,
 ) -> dict[int, float]:
-    """T(width) of each width, in median seconds.
+    """Return the median seconds T(width) of a pass at each width.
 
-    All are timed in turn, so that a machine that is slow for a while is slow for each of them.
+    Widths are timed alternately, so that a slow phase of the machine affects all of them.
     """
     cache = model.make_cache(batch, capacity)
     cache = cache.replace(length=cache.length + committed)
@@ -64,16 +64,16 @@ def widths_seconds(
 
 
 def propose_seconds(session: Session) -> float:
-    """`draft_seconds` on the session's first batch after its prompts."""
+    """Return `draft_seconds` of a session's first batch after its prompts."""
     index = range(min(session.batch_size, len(session.prompts)))
     state = start(session.plan, session.params, *batch_arguments(session, index))
     return draft_seconds(session.plan, session.params, state)
 
 
 def draft_seconds(plan: Plan, params: Any, state: State) -> float:
-    """The median seconds of observing a token per row and drafting in full in a state.
+    """Return the median seconds of observing one token per row and drafting in full.
 
-    `params` are (target's, drafter's).
+    `params` are those of the target and the drafter.
     """
     limits = plan.drafter.full_limits()
 
@@ -89,7 +89,7 @@ def draft_seconds(plan: Plan, params: Any, state: State) -> float:
 
 
 def read_seconds(params: Any) -> float:
-    """The floor of a round: the median seconds of reading every weight once."""
+    """Return the median seconds of reading every weight once: the minimum time of a round."""
     read = jax.jit(
         lambda tree: [jnp.sum(leaf, dtype=jnp.float32) for leaf in jax.tree.leaves(tree)]
     )
@@ -98,7 +98,7 @@ def read_seconds(params: Any) -> float:
 
 
 def copy_bandwidth(num_bytes: int) -> float:
-    """Bytes per second of copying an array of that size on the device, reads and writes counted."""
+    """Return the bytes per second of copying `num_bytes` on the device, reads plus writes."""
     # Into memory that is there already: on a CPU, new pages cost more than the copy.
     copy = jax.jit(lambda source, into: jnp.copy(source), donate_argnums=1, keep_unused=True)
     source, into = jnp.ones(num_bytes, jnp.int8), jnp.zeros(num_bytes, jnp.int8)
@@ -115,7 +115,7 @@ def copy_bandwidth(num_bytes: int) -> float:
 
 
 def matmul_flops(size: int, dtype: Any) -> float:
-    """FLOP/s of products of two [size, size] matrices of random numbers, in full precision."""
+    """Return the FLOP/s of random [size, size] matrix products in full precision."""
     left, right = (
         jax.random.normal(jax.random.key(seed), (size, size), dtype) for seed in range(2)
     )
@@ -127,7 +127,7 @@ def matmul_flops(size: int, dtype: Any) -> float:
 def loop_seconds(
     once: Callable[..., Any], carry: Any, *arguments: Any, repeats: int = _REPEATS
 ) -> float:
-    """The median time of one `once(turn, carry, *arguments) -> carry` in a compiled loop."""
+    """Return the median seconds of `once(turn, carry, *arguments) -> carry` in a compiled loop."""
     (seconds,) = median_seconds(_loop(once, carry, *arguments, repeats=repeats))
     return seconds / repeats
 
@@ -143,7 +143,7 @@ def _loop(once: Callable[..., Any], carry: Any, *arguments: Any, repeats: int) -
 
 
 def median_seconds(*calls: Callable[[], Any]) -> list[float]:
-    """The median time of each call, made in turn; the first ones, which compile, apart."""
+    """Return the median seconds of each call, run alternately after one warm-up (compile) call."""
     for call in calls:
         jax.block_until_ready(call())
     seconds: list[list[float]] = [[] for _ in calls]

@@ -1,4 +1,4 @@
-"""How often the target's token is a drafter's likeliest candidate, its second, its third, ..."""
+"""Measurement of the rank of the target's token among a drafter's candidates."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ _CERTAIN = 1e9
 
 @dataclass(frozen=True)
 class RankCounts:
-    """How often the target's greedy token had each rank at each depth of a draft.
+    """Counts of the rank of the target's greedy token at each depth of a draft.
 
     `tested[d]` counts drafts whose tokens before depth d (from 0) were the target's, and `hits[d,
-    r]` those in which the target's token at depth d was the candidate of rank r.
+    r]` those of them in which the target's token at depth d was the candidate of rank r.
     """
 
     tested: Int[np.ndarray, "K"]
@@ -46,7 +46,7 @@ class RankCounts:
 
     @property
     def acceptance(self) -> Float[np.ndarray, "K R"]:
-        """The chance of each rank at each depth, as trees are built from."""
+        """Return the acceptance rate of each rank at each depth, as used to build trees."""
         return self.hits / np.maximum(self.tested, 1)[:, None]
 
 
@@ -60,12 +60,12 @@ def measure_ranks(
     batch_size: int = 8,
     tell: Callable[[int, int], Any] = lambda done, total: None,
 ) -> RankCounts:
-    """The ranks of plain greedy decoding's tokens among a drafter's candidates, by depth.
+    """Return the ranks of plain greedy tokens among a drafter's candidates, by depth.
 
-    Decodes the prompts greedily, and again with chains of the drafter; before each round it drafts
-    the target's own next tokens, and where they rank in the distributions they would be drawn from
-    is counted. So the rank at a depth is that after the right path. `tell` takes the prompts that
-    are done, and all. Raises InputError for a drafter that does not draw its tokens one by one.
+    The prompts are decoded greedily, then again with chains of the drafter. Before each round it
+    drafts the target's own next tokens, and counts their ranks in its distributions; the rank at a
+    depth thus follows a correct path. `tell` receives the number of finished prompts and the total.
+    Raises InputError for a drafter that does not draft token by token.
     """
     together = drafter.drafter
     parts = together.parts if isinstance(together, Turns) else (together,)

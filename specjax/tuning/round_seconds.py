@@ -1,4 +1,4 @@
-"""What rounds take by the width of their pass, where drafting costs nothing."""
+"""Measurement of the seconds of a round by pass width, without drafting."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _STRIDE = 7919
 
 
 def new_tokens(depth: int) -> int:
-    """Room that a row needs for the rounds, with paths of that many tokens."""
+    """Return the number of tokens a row needs for the timed rounds, with paths of `depth`."""
     return _ROUNDS * (depth + 1) + 1
 
 
@@ -45,13 +45,12 @@ def rounds_seconds(
     batch_size: int,
     context: int,
 ) -> dict[int, float]:
-    """Median seconds of a greedy round by the slots of its pass, all but what its draft takes.
+    """Return the median seconds of a greedy round at each width, without its drafting time.
 
-    Drafts are the first nodes of `topology`, each number of nodes in a program of its own; width 1
-    is a round of plain decoding. All are timed in turn. `drafter` says which of the target's
-    features are kept (what its `observe_pass` does with them is not timed). Rows have `context`
-    tokens, and the target room for `new_tokens` more. Raises ValueError for a width that the
-    topology has no nodes for.
+    Drafts are the first nodes of `topology`, with one program per number of nodes; width 1 is plain
+    decoding. Widths are timed alternately. `drafter` determines which features of the target are
+    kept (its `observe_pass` is not timed). Rows have `context` tokens, and the target must have
+    room for `new_tokens` more. Raises ValueError for a width beyond the nodes of the topology.
     """
     if max(widths) > topology.width:
         raise ValueError(
@@ -106,10 +105,9 @@ def _run(plan: Plan, params: Any, cache: KVCache, *rows: Any) -> tuple[KVCache, 
 
 @dataclass(frozen=True, kw_only=True)
 class FreeTree(Drafter):
-    """A tree of tokens that are the same in each round: it costs what the loop does with a draft.
+    """A drafter whose tree has the same tokens in each round, so that drafting costs nothing.
 
-    Of the target's passes it takes the features `accepted` and `computed`, of accepted tokens and
-    of all.
+    It requests the features `accepted` of accepted tokens, and `computed` of whole passes.
     """
 
     topology: Topology
@@ -121,21 +119,21 @@ class FreeTree(Drafter):
 
     @property
     def num_nodes(self) -> int:
-        """N."""
+        """The number of nodes (N)."""
         return self.topology.num_nodes
 
     @property
     def features(self) -> tuple[str, ...]:
-        """Those of accepted tokens."""
+        """The names of the features of accepted tokens."""
         return self.accepted
 
     @property
     def pass_features(self) -> tuple[str, ...]:
-        """Those of whole passes."""
+        """The names of the features of whole passes."""
         return self.computed
 
     def propose(self, params: Any, state: Any, context: Context, noise: Noise) -> tuple[Draft, Any]:
-        """All nodes within each row's limit; siblings, and nodes of different rows, differ."""
+        """Return all nodes within each row's limit; siblings and rows have distinct tokens."""
         del params, noise
         shape = (len(context.length), self.num_nodes)
         tokens = 1 + jnp.arange(shape[0] * shape[1], dtype=jnp.int32).reshape(shape)

@@ -1,1 +1,1 @@
-"""Drafters by name: the registry, their options, what makes one, and vLLM's config."""
+"""Drafters by name: their registry, options and construction, and vLLM's config."""

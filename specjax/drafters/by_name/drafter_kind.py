@@ -1,4 +1,4 @@
-"""The check of a drafter that is given as a value, not by name."""
+"""The check of a drafter that is passed as a value rather than by name."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from specjax.errors import InputError, one_line, shown
 
 @dataclass(frozen=True)
 class DrafterKind:
-    """The kind of drafters: a value, or a value with its parameters."""
+    """The kind of drafters: a `Drafter`, or a `LoadedDrafter` with its parameters."""
 
     def check(self, name: str, value: Any) -> LoadedDrafter:
-        """Return the value as drafters that take turns (often a single one), with parameters."""
+        """Return the value as drafters that take turns (often just one), with parameters."""
         loaded = LoadedDrafter(value) if isinstance(value, Drafter | Turns) else value
         pair = isinstance(loaded, tuple) and len(loaded) == 2
         if not pair or not isinstance(loaded[0], Drafter | Turns):

@@ -1,4 +1,4 @@
-"""Making drafters by name, from a head, or by a function of the caller's own."""
+"""Construction of drafters by name, from a head, or by a user-defined function."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ def make_drafter(
     num_speculative_tokens: int | None = None,
     **options: Any,
 ) -> LoadedDrafter:
-    """Return the drafter of a name for a target; a name may be a "package.module:function".
+    """Return a drafter for a target by name, or by a function "package.module:function".
 
-    `path` names what was trained: a head that training exported or a published layout
-    (`specjax.loading.head_formats`), by default the one that comes with specjax for the target; for
-    `draft_model` also anything `load_model` takes, or a loaded model. A function of one's own is
-    called as function(target, **options), with path=path if one is given, and returns a Drafter or
-    a LoadedDrafter. Drafters with a model take a `tree`, such as {"kind": "dynamic"}
-    (`TreeOptions`). Drafters whose names are joined by + ("ngram+eagle3") take turns
-    (`turns.take_turns`), those joined by | draft together (`merged.merge_drafters`): an option goes
-    to those that take it, `num_speculative_tokens` to all. Raises InputError for an unknown drafter
-    or option, and for a head or a draft model of another target.
+    `path` is a trained head, exported by training or in a published layout
+    (`specjax.loading.head_formats`), by default the head bundled for the target. For `draft_model`
+    it may also be anything that `load_model` accepts, or a loaded model. A function is called as
+    function(target, **options), with path=path if given, and returns a Drafter or a LoadedDrafter.
+    Drafters that run a model accept a `tree`, such as {"kind": "dynamic"} (`TreeOptions`). Names
+    joined by + ("ngram+eagle3") take turns (`turns.take_turns`); names joined by | draft together
+    (`merged.merge_drafters`). Each option goes to the drafters that accept it,
+    `num_speculative_tokens` to all. Raises InputError for an unknown drafter or option, and for a
+    head or draft model of another target.
     """
     MODEL_KIND.check("target", target)
     length = optional(DRAFT_TOKENS).check("num_speculative_tokens", num_speculative_tokens)
@@ -66,10 +66,10 @@ def make_drafter(
 
 
 def head_drafter(head: Head, target: Model, **options: Any) -> LoadedDrafter:
-    """Return the drafter of a head for its target, whose arrays it shares.
+    """Return the drafter of a head for its target, sharing the target's arrays.
 
-    Options are those of the drafter's kind. Raises InputError for a head of another target and for
-    bad options.
+    `options` are those of the drafter for this kind of head. Raises InputError for a head of
+    another target and for bad options.
     """
     params = complete_parameters(head, target)
     return DRAFTERS[head.kind].of_head(head, params, target, **options)

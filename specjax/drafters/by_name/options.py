@@ -1,4 +1,4 @@
-"""The options of drafters that are made by name, and the checks of their values."""
+"""The options of drafters made by name, and the checks of their values."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from specjax.loading.model import Model
 
 
 def drafter_options(name: str) -> dict[str, inspect.Parameter]:
-    """Return a drafter's options by name: keyword-only fields and arguments, with their types."""
+    """Return a drafter's options by name: its keyword-only fields and arguments, with types."""
     kind = registered(name)
     options: dict[str, inspect.Parameter] = {}
     for function in (kind, kind.load):
@@ -37,7 +37,7 @@ def drafter_options(name: str) -> dict[str, inspect.Parameter]:
 
 
 def option_type(parameter: inspect.Parameter) -> type | None:
-    """Return the type of an option on a command line; None if only code can give it."""
+    """Return the type of an option on a command line, or None if only code can give it."""
     for candidate in (parameter.annotation, *get_args(parameter.annotation)):
         candidate = get_args(candidate)[0] if get_origin(candidate) is Annotated else candidate
         candidate = type(get_args(candidate)[0]) if get_origin(candidate) is Literal else candidate
@@ -49,11 +49,11 @@ def option_type(parameter: inspect.Parameter) -> type | None:
 def check_options(
     name: str, path: Any, options: Mapping[str, Any], supplied: tuple[str, ...] = ()
 ) -> dict[str, Any]:
-    """Check the options of a drafter and return them; those in `supplied` may be missing.
+    """Return the checked options of a drafter; those in `supplied` may be missing.
 
-    Raises InputError for an unknown drafter, for an option that it does not take or a value of
-    another kind, and for a path that is invalid or that it does not take. The options of a function
-    of the caller's own ("package.module:function") are checked only as far as it declares kinds.
+    Raises InputError for an unknown drafter, an option that it does not accept, a value of the
+    wrong kind, and a path that is invalid or not accepted. Options of a user-defined function
+    ("package.module:function") are checked only if the function declares kinds.
     """
     if not isinstance(name, str):
         raise InputError(f"drafter={shown(name)}: use a name: {', '.join(DRAFTERS)}")
@@ -101,7 +101,7 @@ def check_options(
 def divide_joined(
     name: str, path: Any, options: Mapping[str, Any]
 ) -> list[tuple[str, Any, dict[str, Any]]]:
-    """Return the `divide_options` of a name joined by + or |.
+    """Return the result of `divide_options` for a name joined by + or |.
 
     Also raises InputError for drafters that cannot be joined by name.
     """
@@ -124,10 +124,10 @@ def divide_joined(
 def divide_options(
     names: Sequence[str], path: Any, options: Mapping[str, Any]
 ) -> list[tuple[str, Any, dict[str, Any]]]:
-    """Return each of several drafters by name, with its path and the options that it takes.
+    """Return the name, the path and the accepted options of each of several drafters.
 
-    Raises InputError for an unknown drafter, for an option that none takes, and for a path unless
-    exactly one kind of drafter among them takes one.
+    Raises InputError for an unknown drafter, an option that none accepts, and a path unless exactly
+    one kind of drafter among them accepts one.
     """
     listed = ", ".join(names)
     options_by_name = {name: _taken(name) for name in names}
@@ -153,7 +153,7 @@ def divide_options(
 
 
 def constructor(name: str) -> Callable[..., Any]:
-    """Return a drafter's class by name, or the function of a "package.module:function".
+    """Return the class of a drafter by name, or the function "package.module:function".
 
     Raises InputError if there is none.
     """

@@ -1,4 +1,4 @@
-"""The drafters by name, and how names are joined."""
+"""The registry of drafters by name, and the signs that join names."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ TRAINED = tuple(name for name, kind in DRAFTERS.items() if kind.trained)
 
 
 def all_registered(drafters: Iterable[Drafter]) -> bool:
-    """Return whether all drafters are specjax's own, and none a user's."""
+    """Return whether all drafters are specjax's own rather than user-defined."""
     return all(
         all_registered(drafter.parts)
         if isinstance(drafter, Merged)
@@ -53,7 +53,7 @@ def all_registered(drafters: Iterable[Drafter]) -> bool:
 
 
 def registered(name: str) -> type[Drafter]:
-    """Return the class of a drafter by name. Raises InputError for an unknown one."""
+    """Return the class of a drafter by name. Raises InputError for an unknown name."""
     if name not in DRAFTERS:
         near = difflib.get_close_matches(name, DRAFTERS, n=1)
         hint = f"did you mean {near[0]}? " if near else ""
@@ -65,7 +65,7 @@ def registered(name: str) -> type[Drafter]:
 
 
 def joint_of(name: str) -> str:
-    """Return the sign that joins the drafters in a name, "" for a single drafter.
+    """Return the sign (+ or |) that joins the drafters in a name, or "" for a single drafter.
 
     Raises InputError if both signs are used.
     """
@@ -79,6 +79,6 @@ def joint_of(name: str) -> str:
 
 
 def parts_of(name: str) -> list[str]:
-    """Return the names of the drafters in a name."""
+    """Return the names of the single drafters in a joined name."""
     joint = joint_of(name)
     return name.split(joint) if joint else [name]

@@ -1,7 +1,7 @@
-"""vLLM's `--speculative-config` as a drafter and options of `generate`.
+"""Conversion of vLLM's `--speculative-config` to a drafter and options of `generate`.
 
-Names and defaults are those of vLLM 0.32 (`vllm/config/speculative.py`), also where specjax's
-drafters have others.
+Names and defaults follow vLLM 0.32 (`vllm/config/speculative.py`), even if specjax's own defaults
+differ.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class Speculation:
-    """A drafter and options of `generate`: `generate(target, prompts, **speculation.options)`."""
+    """A drafter and options of `generate`: call `generate(target, prompts, **options)`."""
 
     drafter: LoadedDrafter
     num_speculative_tokens: int
@@ -96,7 +96,7 @@ class Speculation:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The keyword arguments of `generate` and `stream`."""
+        """The keyword arguments for `generate` and `stream`."""
         names = [entry.name for entry in dataclasses.fields(self)]
         return {name: getattr(self, name) for name in names}
 
@@ -104,14 +104,14 @@ class Speculation:
 def from_vllm_speculative_config(config: Mapping[str, Any] | str, target: Model) -> Speculation:
     """Return the drafter and options of `generate` for a vLLM speculative config.
 
-    `config` is a dict or its JSON. Methods are `METHODS`, also under vLLM's other names of them;
-    `model` is a directory that specjax wrote or one in a layout of `loading.head_formats`, and for
-    draft_model anything `load_model` takes; for mtp it may be left out, or name the target, whose
-    own modules then draft. As in vLLM the method may be left out if it follows from the model, mtp
-    drafts as many tokens as there are modules, suffix as its tree depth allows, and drafts are
-    greedy unless `draft_sample_method` says otherwise. suffix looks at the row's own text alone,
-    not at earlier answers. Raises InputError, by name, for keys and values that are unknown,
-    unsupported or do not fit the method.
+    `config` is a dict or its JSON. Methods are `METHODS` or vLLM's aliases of them. `model` is a
+    directory written by specjax or in a layout of `loading.head_formats`; for draft_model it may be
+    anything that `load_model` accepts; for mtp it may be omitted or name the target, whose own
+    modules then draft. As in vLLM, the method may be omitted if the model implies it, mtp drafts as
+    many tokens as there are modules, suffix as many as its tree depth allows, and drafts are greedy
+    unless `draft_sample_method` says otherwise. Unlike vLLM's, suffix uses only the row's own text,
+    not earlier answers. Raises InputError naming keys and values that are unknown, unsupported or
+    do not fit the method.
     """
     settings = _parse(config)
     method = _method(settings, target)

@@ -1,1 +1,1 @@
-"""How drafts grow: chains, and token trees level by level, of what a drafter says of its tokens."""
+"""Growing drafts from a drafter's logits: chains, and token trees level by level."""

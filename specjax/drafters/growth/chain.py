@@ -1,4 +1,4 @@
-"""Drafting chains: one token after another, while the drafter is confident."""
+"""Drafting of chains: token by token, while the drafter is confident."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from specjax.trees import Draft
 
 
 def level_sizes(length: int) -> tuple[int, ...]:
-    """Return how many tokens are run at each depth: one from the root on, but not the last."""
+    """Return the number of tokens processed at each depth: one, but none at the last depth."""
     return (1,) * max(length, 1)
 
 
@@ -35,13 +35,13 @@ def draft_chain(
     p_min: float = 0.0,
     draft_ids: Int[Array, "Vd"] | None = None,
 ) -> tuple[Draft, Any]:
-    """Draft a chain of up to `longest` tokens per row, drawn or the likeliest; return the carry.
+    """Draft a chain of up to `longest` tokens per row, sampled or greedy; return it and the carry.
 
-    `logits` are those after the root, and `step` gives those after the token of each further level.
-    A row stops at its limit, or if the likeliest next token has a probability below `p_min` or
-    `context.least_confidence` (before any warp, and before the token is drawn: the draft stays
-    exact). The loop ends with its longest row. If the logits are of a part of the vocabulary,
-    `draft_ids` are its token ids.
+    `logits` follow the root, and `step` returns the logits after the token of each further level. A
+    row stops at its limit, or if the most likely next token has a probability below `p_min` or
+    `context.least_confidence`. This is tested before sampling parameters apply and before the token
+    is drawn, so that the draft stays exact. The loop ends with its longest row. If the logits cover
+    only part of the vocabulary, `draft_ids` are its token ids.
     """
     keeps_logq = sampled and context.needs_logq and longest > 0
     least = jnp.maximum(p_min, context.least_confidence)

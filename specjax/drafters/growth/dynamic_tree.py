@@ -1,4 +1,4 @@
-"""Drafting the best tree of each round by the draft's probabilities (EAGLE-2, 2406.16858)."""
+"""Drafting of the best tree per round by draft probabilities (EAGLE-2, 2406.16858)."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from specjax.trees import Draft, DynamicTopology, DynamicTree
 
 
 class Candidates(NamedTuple):
-    """Candidates of one level: their values, tokens and parents.
+    """The candidates of one level: their values, tokens and parents.
 
-    A value of -inf says that there is none, and no value is above the parent's. `parents` are
-    indices among the candidates of all levels, or -1 for the root.
+    A value of -inf means that there is no candidate; no value exceeds that of the parent. `parents`
+    are indices among the candidates of all levels, or -1 for the root.
     """
 
     value: Float[Array, "B candidates"]
@@ -30,7 +30,7 @@ class Candidates(NamedTuple):
 
 
 def level_sizes(tree: DynamicTree) -> tuple[int, ...]:
-    """Return how many tokens are run at each depth, from the root on; the deepest are not run."""
+    """Return the number of tokens processed at each depth; the deepest are not processed."""
     return (1, *[tree.topk] * (tree.depth - 1))
 
 
@@ -44,13 +44,13 @@ def draft_dynamic_tree(
     p_min: float = 0.0,
     draft_ids: Int[Array, "Vd"] | None = None,
 ) -> tuple[Draft, Any]:
-    """Draft the tree of the likeliest candidates, which are never drawn; return the carry too.
+    """Draft the tree of the most likely candidates (deterministic); return it and the carry.
 
-    The value of a candidate is the log-probability of the path to it, by the draft's logits without
-    a temperature; `logits` are those after the root. Nodes are sorted by value, the shallower first
-    among equal ones, so that parents precede children and the first n nodes are the best tree of n
-    nodes. Candidates deeper than a row's limit are left out, as are those after a token whose
-    likeliest successor has a probability below `p_min`.
+    The value of a candidate is the log-probability of its path under the draft's logits without a
+    temperature; `logits` follow the root. Nodes are sorted by value, shallower first at equal
+    values, so that parents precede children and the first n nodes are the best tree of n nodes.
+    Candidates beyond a row's limit are omitted, as are those after a token whose most likely
+    successor has a probability below `p_min`.
     """
     batch, topk, slots = context.length.shape[0], tree.topk, sum(level_sizes(tree))
     likeliest_after = functools.partial(
@@ -101,7 +101,8 @@ def _likeliest_after(
 def best_nodes(tree: DynamicTree, levels: Sequence[Candidates], context: Context) -> Draft:
     """Return the `num_nodes` best of all candidates within each row's limit, as a draft.
 
-    Nodes are sorted by value; of equal ones the shallower comes first, then the earlier candidate.
+    Nodes are sorted by value; at equal values the shallower comes first, then the earlier
+    candidate.
     """
     depths = np.repeat(np.arange(len(levels)) + 1, [level.value.shape[1] for level in levels])
     value, tokens, parents = (

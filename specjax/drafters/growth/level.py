@@ -1,4 +1,4 @@
-"""A level of a draft while it grows: what a drafter is given, and the choice of what follows."""
+"""One level of a growing draft: the drafter's input, and the selection of its children."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from specjax.models.top_tokens import likeliest
 
 @struct.dataclass
 class Level:
-    """Tokens of one depth, which a drafter runs together; a chain has one per depth.
+    """The tokens of one depth, which a drafter processes together; a chain has one per depth.
 
-    `depth` counts from the root, which is 0. `parents` are the indices of their parents among the
-    tokens of the level before. The tokens go into slots start..start+T of a window whose slot 0 is
-    the root's, and see the slots in `visible`: their ancestors' and their own.
+    `depth` is 0 at the root. `parents` are indices among the tokens of the previous level. The
+    tokens occupy slots start..start+T of a window with the root in slot 0, and attend to the slots
+    in `visible`: their ancestors and themselves.
     """
 
     depth: Int[Array, ""] | int
@@ -31,7 +31,7 @@ class Level:
     visible: Bool[Array, "#B T W"]
 
     def positions(self, context: Context) -> Int[Array, "B T"]:
-        """Return the tokens' absolute positions."""
+        """Return the absolute positions of the tokens."""
         return jnp.broadcast_to((context.length - 1 + self.depth)[:, None], self.tokens.shape)
 
 
@@ -43,8 +43,8 @@ entry if they are the same after all tokens."""
 class Children(NamedTuple):
     """The `count` best candidates after each token of a level, in order.
 
-    `exists` is False where there are fewer candidates. `sampled` says in which rows they were
-    drawn, and `logq` holds the distributions they were drawn from, if the rule needs them.
+    `exists` is False beyond the last candidate. `sampled` marks rows whose candidates were drawn,
+    and `logq` holds the distributions that they were drawn from, if the rule needs them.
     """
 
     tokens: Int[Array, "B #T k"]
@@ -70,11 +70,11 @@ def draw_children(
     sampled: bool,
     draft_ids: Int[Array, "Vd"] | None,
 ) -> Children:
-    """Return the candidates after the tokens of a depth: drawn without replacement, or likeliest.
+    """Return the candidates after the tokens of a level: drawn without replacement, or most likely.
 
-    Candidates are drawn by taking the largest sums of log-probability and noise (Gumbel top-k: Kool
-    et al. 1903.06059). All tokens of a depth share the noise: only one of them is on the path that
-    is verified. Rows with temperature 0 take the likeliest.
+    Candidates are drawn by the largest sums of log-probability and noise (Gumbel top-k: Kool et al.
+    1903.06059). All tokens of a depth share the noise, since only one of them is on the verified
+    path. Rows with temperature 0 take the most likely candidates.
     """
     greedy = context.sampling.temperature <= 0
     if not (sampled and context.flags.sampled):
@@ -91,7 +91,7 @@ def draw_children(
 
 
 def top(scores: Float[Array, "B T V"], count: int) -> tuple[Array, Array]:
-    """Return the `count` largest scores of each token, and their indices; -inf beyond the last."""
+    """Return the `count` largest scores of each token and their indices; -inf beyond the last."""
     available = min(count, scores.shape[2])
     best_scores, index = likeliest(scores, available)
     # NaN is never a candidate.
@@ -101,5 +101,5 @@ def top(scores: Float[Array, "B T V"], count: int) -> tuple[Array, Array]:
 
 
 def likeliest_probability(logits: Float[Array, "*rows Vd"]) -> Float[Array, "*rows"]:
-    """Return the probability of the likeliest token, before any warp."""
+    """Return the probability of the most likely token, before sampling parameters apply."""
     return jnp.exp(logits.max(axis=-1) - logsumexp(logits, axis=-1)).astype(jnp.float32)

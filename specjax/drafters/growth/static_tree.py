@@ -1,4 +1,4 @@
-"""Drafting trees of a given shape level by level, as EAGLE-1 (Li et al. 2401.15077) and Medusa."""
+"""Drafting of fixed trees level by level, as in EAGLE-1 (Li et al. 2401.15077) and Medusa."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class _LevelShape(NamedTuple):
 
 
 def level_sizes(tree: RankedTree) -> tuple[int, ...]:
-    """Return how many tokens are run at each depth: the root, and the nodes with children."""
+    """Return the number of tokens processed at each depth: the root, and nodes with children."""
     inner = sorted({0, *tree.topology.parents})
     return tuple(np.bincount(tree.topology.depths[inner]).tolist())
 
@@ -58,10 +58,10 @@ def draft_static_tree(
     p_min: float = 0.0,
     draft_ids: Int[Array, "Vd"] | None = None,
 ) -> tuple[Draft, Any]:
-    """Draft the tokens of a tree, drawn without replacement or the likeliest; return the carry too.
+    """Draft the tokens of a tree, sampled without replacement or greedy; return it and the carry.
 
-    `logits` are those after the root. Nodes deeper than a row's limit are not valid, nor are those
-    after a token whose likeliest successor has a probability below `p_min`.
+    `logits` follow the root. Nodes beyond a row's limit are invalid, as are those after a token
+    whose most likely successor has a probability below `p_min`.
     """
     batch = context.length.shape[0]
     tokens: list[Int[Array, "B nodes"]] = [context.token_at(context.length - 1)[:, None]]

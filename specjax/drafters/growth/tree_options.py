@@ -1,4 +1,4 @@
-"""The options of a token tree, on a command line or in Python, and the shape they describe."""
+"""The options of a token tree, for command lines and Python, and the shape they describe."""
 
 from __future__ import annotations
 
@@ -24,16 +24,19 @@ USUAL_DEPTH, USUAL_TOPK, USUAL_NODES = 5, 8, 32
 
 @dataclass(frozen=True, kw_only=True)
 class TreeOptions:
-    """Which tree a drafter drafts.
+    """The kind and size of the tree that a drafter drafts.
 
-    A `chain` is none. A `static` tree has the paths `choices`, each the ranks of its tokens after
-    those before, such as Medusa's; or `num_nodes` nodes, `depth` levels and at most `topk` children
-    per node, with the most expected accepted tokens. A `dynamic` tree is a
-    `DynamicTree` of these numbers, chosen anew in each round. `auto` is the static tree within
-    these numbers that is fastest on this machine: `specjax.tuning` finds it, as the decode command
-    does. `acceptance[d][r]` is the measured rate at which the candidate of rank r at depth d (from
-    0) is accepted if its parent is; drafters that come with specjax have their own rates. Raises
-    InputError for numbers out of range, and for options that do not go together.
+    - `chain` is no tree.
+    - `static` has the paths `choices`, each a sequence of ranks, such as Medusa's; or the tree with
+      the most expected accepted tokens of `num_nodes` nodes, `depth` levels and at most `topk`
+      children per node.
+    - `dynamic` is a `DynamicTree` of these sizes, chosen anew in each round.
+    - `auto` is the static tree within these sizes that is fastest on this machine, which
+      `specjax.tuning` and the decode command determine.
+
+    `acceptance[d][r]` is the measured rate at which the candidate of rank r at depth d (from 0) is
+    accepted if its parent is; bundled drafters have their own rates. Raises InputError for numbers
+    out of range and for incompatible options.
     """
 
     kind: TreeKind = "chain"
@@ -73,10 +76,10 @@ class TreeOptions:
     def shape(
         self, length: int | None = None, longest: int | None = None
     ) -> RankedTree | DynamicTree | None:
-        """Return the tree; None for a chain.
+        """Return the tree, or None for a chain.
 
-        `length` is the requested length of paths, if any, and `longest` the drafter's longest path.
-        Raises InputError for a tree of another length, or with more nodes than its other numbers
+        `length` is the requested path length, if any, and `longest` the drafter's longest path.
+        Raises InputError for a tree of another depth, or with more nodes than its other sizes
         allow.
         """
         if self.kind == "chain":
@@ -130,19 +133,22 @@ class TreeOptions:
 
 
 def usual_rates(topk: int) -> tuple[tuple[float, ...], ...]:
-    """Return the assumed acceptance rate of each rank, at any depth, if none was measured.
+    """Return the acceptance rate assumed for each rank, at any depth, without measurements.
 
-    Half as often as the rank before it: 0.5, 0.25, ...
+    The rates are 0.5, 0.25, ...: each rank half as often as the one before.
     """
     return (tuple(0.5 ** (rank + 1) for rank in range(topk)),)
 
 
 @dataclass(frozen=True)
 class TreeKindOfValue:
-    """A tree: its shape, `TreeOptions` or a mapping of them, or None for a chain."""
+    """The kind of trees: a shape, `TreeOptions` or a mapping of them, or None for a chain."""
 
     def check(self, name: str, value: Any) -> TreeOptions | RankedTree | DynamicTree | None:
-        """Return the value; a mapping as `TreeOptions`, a chain as None. Raises InputError."""
+        """Return the value, with a mapping as `TreeOptions` and a chain as None.
+
+        Raises InputError.
+        """
         if isinstance(value, TreeOptions) and value.kind == "chain":
             return None
         if value is None or isinstance(value, TreeOptions | RankedTree | DynamicTree):

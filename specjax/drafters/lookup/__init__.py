@@ -1,1 +1,1 @@
-"""Drafters that copy: from the tokens of a row, or from what the target said of them before."""
+"""Drafters that copy tokens from the row's text or from the target's earlier predictions."""

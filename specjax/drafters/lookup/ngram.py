@@ -1,7 +1,7 @@
-"""Prompt lookup: copying what followed an earlier occurrence of the last tokens (Saxena 2023).
+"""Prompt lookup: copying the tokens after an earlier occurrence of the last tokens (Saxena 2023).
 
-It is vectorised over all positions and runs inside the decoding loop, so that no token ids leave
-the device. A row without a match drafts nothing, and a round without a draft is a plain round.
+The search is vectorized over all positions and runs inside the decoding loop, so that no token ids
+leave the device. A row without a match drafts nothing.
 """
 
 from __future__ import annotations
@@ -29,11 +29,10 @@ _MATCHES = Whole(1, 64)
 class Ngram(Drafter):
     """A drafter that copies from the row's own tokens, prompt included.
 
-    The longest match of `prompt_lookup_min`..`prompt_lookup_max` last tokens counts; among matches
-    of one length `match` takes the latest or the earliest. With `num_matches` above 1 it takes as
-    many of that length, and what followed them makes a tree: a branch of up to
-    `num_speculative_tokens` tokens each, as one as long as they agree. Raises InputError for bad
-    bounds.
+    It uses the longest match of the last `prompt_lookup_min`..`prompt_lookup_max` tokens; among
+    matches of equal length `match` selects the latest or the earliest. With `num_matches` > 1 that
+    many matches of this length form a tree with a branch of up to `num_speculative_tokens` tokens
+    each, joined as long as they agree. Raises InputError for bad bounds.
     """
 
     num_speculative_tokens: Annotated[int, DRAFT_TOKENS] = 8
@@ -52,11 +51,11 @@ class Ngram(Drafter):
 
     @property
     def num_nodes(self) -> int:
-        """N: a chain of K tokens for each match."""
+        """The number of nodes (N): a chain of K tokens for each match."""
         return self.num_matches * self.num_speculative_tokens
 
     def propose(self, params: Any, state: Any, context: Context, noise: Noise) -> tuple[Draft, Any]:
-        """Propose what followed the latest or earliest matches, in rows that have one."""
+        """Propose the tokens after the latest or earliest matches, in rows that have one."""
         del params, noise
         ends, matched = find_matches(
             context.tokens,
@@ -77,7 +76,7 @@ class Ngram(Drafter):
 def copied_tokens(context: Context, ends: Int[Array, "B m"], count: int) -> Int[Array, "B m K"]:
     """Return the `count` tokens after each of the given positions, all before the last token.
 
-    After the last committed token a copy continues with the tokens that it has copied.
+    Past the last committed token, a copy continues with its own tokens.
     """
     period = jnp.maximum(context.length[:, None] - 1 - ends, 1)
     step = jnp.arange(count)[None, None, :] % period[:, :, None]
@@ -96,8 +95,8 @@ def find_matches(
 ) -> tuple[Int[Array, "B m"], Int[Array, "B m"]]:
     """Return the last positions and the lengths of earlier occurrences of each row's last tokens.
 
-    Up to `most` (m) matches of the greatest length are returned, the latest or the earliest first;
-    lengths are 0 if there are no more, or if none has at least `shortest` tokens.
+    Up to `most` (m) matches of the greatest length are returned, the latest or the earliest first.
+    Lengths are 0 if there are no more matches or if none has at least `shortest` tokens.
     """
     count = tokens.shape[1]
     position = jnp.arange(count)[None, :]

@@ -1,10 +1,9 @@
-"""Token recycling: looking up the target's candidates of earlier passes (Luo et al. 2408.08696).
+"""Token recycling: looking up the target's candidates from earlier passes (Luo et al. 2408.08696).
 
-A row has a table of the target's k likeliest next tokens after each token of the vocabulary, as
-they were when the target last read that token in this row: in the prompt, in the output, or in a
-draft that was refused. A tree is drafted by looking up the tokens after the root, after those, and
-so on. Nothing is trained, and the only extra work is to compute the logits of each position of a
-prompt.
+Each row has a table of the target's k most likely next tokens after each token of the vocabulary,
+as of the last time that the target read the token in this row: in the prompt, the output or a
+rejected draft. A tree is drafted by looking up the tokens after the root, then after those, and so
+on. Nothing is trained; the only extra work is computing logits at each position of a prompt.
 """
 
 from __future__ import annotations
@@ -47,15 +46,14 @@ _UNKNOWN = -1
 
 @dataclass(frozen=True, kw_only=True)
 class TokenRecycling(Drafter):
-    """A drafter that looks up tokens in a table of each row.
+    """A drafter that looks up tokens in a table per row.
 
-    The node of rank r after a token is its r-th likeliest successor. The `tree` (a shape, or a
-    `TreeOptions` that becomes one) is static, by default of the usual size; None is a chain of the
-    likeliest successors. Of a tree a smaller `num_speculative_tokens` leaves out what is deeper.
-    The table has as many candidates (k) as the tree has ranks and takes V * k * 4 bytes per row,
-    1.6 MB for 49,152 tokens and k = 8. Nodes are deterministic. Raises InputError for a dynamic
-    tree, for one with fewer levels than tokens are asked for, and for one with more ranks than
-    there are tokens.
+    The node of rank r after a token is its r-th most likely successor. The `tree` (a shape, or a
+    `TreeOptions`, which is converted to one) is static; None means a chain of the most likely
+    successors. A smaller `num_speculative_tokens` removes deeper nodes. The table has as many
+    candidates (k) as the tree has ranks and takes V * k * 4 bytes per row, 1.6 MB for 49,152 tokens
+    and k = 8. Nodes are deterministic. Raises InputError for a dynamic tree, a tree with fewer
+    levels than requested tokens, and one with more ranks than there are tokens.
     """
 
     name: ClassVar[str] = "token_recycling"
@@ -95,17 +93,17 @@ class TokenRecycling(Drafter):
 
     @property
     def usual_acceptance(self) -> tuple[tuple[float, ...], ...]:
-        """Acceptance rates of candidates by depth and rank, used if none were measured."""
+        """The acceptance rates by depth and rank that are assumed without measurements."""
         return _RATES
 
     @property
     def longest_path(self) -> None:
-        """None: there is no limit to the tokens that it can draft in a row."""
+        """None, since the number of consecutive tokens is unlimited."""
         return None
 
     @property
     def shape(self) -> RankedTree:
-        """The tree that is drafted, no deeper than `num_speculative_tokens`."""
+        """The tree to draft, limited to a depth of `num_speculative_tokens`."""
         if self.tree is not None:
             return self.tree.limited(self.num_speculative_tokens)
         return RankedTree(
@@ -124,11 +122,11 @@ class TokenRecycling(Drafter):
 
     @property
     def pass_features(self) -> tuple[str, ...]:
-        """The target's feature that the table is filled with."""
+        """The target's feature that fills the table."""
         return (feature_name(self.num_candidates),)
 
     def init(self, params: Any, batch: int, capacity: int) -> Int[Array, "B V k"]:
-        """Return tables without any successors."""
+        """Return tables without successors."""
         del params, capacity
         shape = (batch, self.vocab_size, self.num_candidates)
         return constrain_rows(jnp.full(shape, _UNKNOWN, jnp.int32))
@@ -162,7 +160,7 @@ class TokenRecycling(Drafter):
     def observe_pass(
         self, params: Any, state: Int[Array, "B V k"], target_pass: TargetPass
     ) -> Int[Array, "B V k"]:
-        """Return the tables with the successors of each token that was computed."""
+        """Return the tables with the successors of every token of the pass."""
         del params
         tokens, computed = target_pass.tokens, target_pass.computed
         # Of a token that occurs more than once the last is written: scatters have no order.
