@@ -156,9 +156,9 @@ class SelfDrafter(ChainDrafter):
     """
 
     def layers(self, params: Any, context: Context) -> tuple[LanguageModel, Any, int | None]:
-        """Return a model whose layers fit the target's cache, its parameters, and how many to run.
+        """Return a model whose layers fit the target's cache, its parameters and how many to run.
 
-        None runs all of them.
+        None stands for all layers.
         """
         raise NotImplementedError
 
