@@ -1,1 +1,1 @@
-"""Decoding: planning a call, compiling and stepping it, the loop over rounds and its parts."""
+"""Decoding: planning and compiling a call, the engine, and the loop over rounds."""

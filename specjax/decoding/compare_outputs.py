@@ -1,9 +1,9 @@
-"""Whether two runs gave the same tokens, and how close the calls were where they did not.
+"""Comparison of a run's tokens with plain decoding, which excuses near-ties between logits.
 
-Passes of different widths round differently, so a speculative row may leave plain decoding's at a
-near-tie, and what follows has another prefix. Therefore a row that differs is not compared with
-plain decoding any further: each of its tokens from there on has to be the target's own choice
-after the row's own tokens, as far as the model's dtype can tell.
+Passes of different widths round differently, so a speculative row may depart from plain decoding at
+a near-tie, and continues with another prefix. From there on the row is no longer compared with
+plain decoding: instead, each of its tokens must be the target's choice given the row's own prefix,
+within the resolution of the model's dtype.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ _HALVINGS = 40
 
 @dataclass(frozen=True)
 class NearTie:
-    """A new token (its index) that the target would not have chosen in each of its passes.
+    """A new token, by index, that the target would not have chosen in each of its passes.
 
-    `margin` is the least change of differences between logits, over the temperature, with which it
-    is chosen. Below `resolution` rounding may decide; where it is not, this is no near-tie.
+    `margin` is the least change of logit differences, divided by the temperature, that would choose
+    it. Below `resolution` rounding may decide; otherwise this is not a near-tie.
     """
 
     index: int
@@ -61,17 +61,17 @@ class NearTie:
 
     @property
     def excused(self) -> bool:
-        """Whether it says nothing against the method; a margin of NaN does."""
+        """Whether rounding explains it; False if the margin is NaN."""
         return self.margin < self.resolution
 
 
 @dataclass(frozen=True)
 class Difference:
-    """How a row differs from plain decoding: the near-ties that were decided in another way.
+    """The near-ties at which a row differs from plain decoding.
 
-    They are the first token that differs, where plain decoding's has to be as close, and those
-    after it, given the row's own tokens. The last one may be a token that rounding does not
-    explain; what follows that is not looked at.
+    They are the first differing token, where plain decoding's token must be as close, and later
+    tokens given the row's own prefix. The last one may be a token that rounding does not explain;
+    tokens after it are not checked.
     """
 
     near_ties: tuple[NearTie, ...]
@@ -88,7 +88,7 @@ class Difference:
 
 
 def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
-    """The index of the first token that differs, the end of the shorter one included."""
+    """Return the index of the first difference, which may be the end of the shorter list."""
     for index, (mine, other) in enumerate(zip(ours, theirs, strict=False)):
         if mine != other:
             return index
@@ -98,7 +98,7 @@ def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
 def compare_row(
     session: Session, prompt: int, ours: Sequence[int], plain: Sequence[int]
 ) -> Difference | None:
-    """How a row of a session differs from plain decoding; None where it does not."""
+    """Return how a row of a session differs from plain decoding, or None if it does not."""
     first = first_difference(ours, plain)
     if first is None:
         return None
@@ -161,11 +161,11 @@ def least_change(
     request: SamplingParams,
     token: int,
 ) -> float:
-    """How much differences of scores have to change for a token to be drawn with some noise.
+    """Return the least change of score differences for `token` to be drawn with the given noise.
 
-    `scores` are logits divided by the temperature. With the change, the token is kept by top-k,
-    top-p and min-p, and of those that are kept nonetheless none has more with the noise. It is 0
-    for the token that is drawn, and inf where no change is enough.
+    `scores` are logits divided by the temperature. After the change, top-k, top-p and min-p keep
+    the token, and no other kept token has a larger sum with the noise. The result is 0 for the
+    token that is drawn, and inf if no change suffices.
     """
     if not np.isfinite(scores[token]) or not np.isfinite(scores.max()):
         return math.inf
@@ -204,7 +204,7 @@ class _Filters:
         return cls(request, order, np.concatenate([[0.0], np.cumsum(weights) / weights.sum()]))
 
     def maybe(self, score: float, change: float) -> bool:
-        """Whether a score may be kept."""
+        """Return whether a score may be kept."""
         k, p = self.request.top_k, self.request.top_p
         kept = not 0 < k < len(self.order) or score + change >= self.order[k - 1]
         if self.request.min_p > 0:
@@ -213,7 +213,7 @@ class _Filters:
         return bool(kept and (p >= 1 or _changed(above, -change) < p))
 
     def surely(self, scores: Float[np.ndarray, "N"], change: float) -> np.ndarray:
-        """Which scores are kept in any case."""
+        """Return which scores are kept in any case."""
         k, p = self.request.top_k, self.request.top_p
         kept = np.ones(scores.shape, bool)
         if 0 < k < len(self.order):

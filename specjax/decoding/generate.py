@@ -1,4 +1,4 @@
-"""`generate` and `stream`: prompts in, text and raw counts out."""
+"""`generate` and `stream`, which decode prompts into text and raw counts."""
 
 from __future__ import annotations
 
@@ -36,17 +36,16 @@ from specjax.loading.model import Model
 
 @dataclass(frozen=True, repr=False)
 class Generation:
-    """What was generated: one list entry, or one row of an array, per prompt.
+    """The result of `generate`: one list entry, or one row of an array, per prompt.
 
-    `token_ids` are the new tokens, the stop token included; `finish_reasons` are "stop", "length",
-    or "error" where the target's next logits were not numbers or tokens have no text; `logprobs`
-    are None where not asked for. `width`, `drafted`, `accepted` and `emitted` are [B, R] counts of
-    each row's own rounds, -1 after its last one; `drafter` is the number of the drafter whose turn
-    it was, in the order of their names, -1 where none drafted; `first_round` [B] are the rounds of
-    the whole call before a row's first, and `times` each row's own seconds. `prefill_s` and
-    `decode_s` are the seconds in which prompts were read and rounds ran; `compile_s` are those of
-    compiling in this call, outside of them. `lossy` says that the rule, as `typical` does, changed
-    the distribution that the tokens come from.
+    `token_ids` are the new tokens, stop token included. `finish_reasons` are "stop", "length", or
+    "error" if the target's logits were not finite or tokens have no text. `logprobs` are None
+    unless requested. `width`, `drafted`, `accepted` and `emitted` are counts [B, R] of each row's
+    own rounds, -1 after its last one. `drafter` is the index of the drafter whose turn it was, -1
+    if none drafted. `first_round` [B] is the call's round in which each row began, and `times` are
+    the rows' latencies. `prefill_s`, `decode_s` and `compile_s` are the seconds of reading prompts,
+    running rounds and compiling; they do not overlap. `lossy` says that the rule, such as
+    `typical`, changed the distribution of the tokens.
     """
 
     token_ids: list[list[int]]
@@ -80,26 +79,26 @@ class Generation:
 
     @property
     def new_tokens(self) -> int:
-        """Tokens generated in all."""
+        """The total number of generated tokens."""
         return sum(map(len, self.token_ids))
 
     @property
     def tokens_per_second(self) -> float:
-        """New tokens over seconds of decoding; prefill and compiling are apart."""
+        """The new tokens per second of decoding, without prefill and compiling."""
         return self.new_tokens / self.decode_s
 
     def summary(self) -> metrics.Summary:
-        """Acceptance over all rows and rounds; definitions in `specjax.metrics`."""
+        """Return acceptance over all rows and rounds, as defined in `specjax.metrics`."""
         counts = self.drafted, self.accepted, self.emitted, self.width
         return metrics.summarize(*counts, self.longest_path)
 
     def was_drafted(self, row: int) -> list[bool]:
-        """For each new token of a row, whether the drafter had proposed it."""
+        """Return, for each new token of a row, whether the drafter had proposed it."""
         counts = (self.width, self.drafted, self.accepted, self.emitted, self.drafter)
         return was_drafted(Rounds(*(part[row] for part in counts)))
 
     def passes(self) -> tuple[np.ndarray, np.ndarray]:
-        """Of each of the target's passes: its width, and how many rows are in it; [R] each."""
+        """Return the width and the number of rows of each pass of the target, [R] each."""
         rounds = self.width.shape[1]
         widths = np.zeros(rounds + int(self.first_round.max(initial=0)), self.width.dtype)
         rows = np.zeros_like(widths)
@@ -112,7 +111,7 @@ class Generation:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a call is: rows that are finished, of how many, and new tokens of all rows."""
+    """The progress of a call: finished rows, total rows, and new tokens of all rows."""
 
     finished: int
     total: int
@@ -132,16 +131,16 @@ def generate(
 ) -> Generation:
     """Decode prompts with a drafter; the output has exactly the target's distribution.
 
-    Only `verify="typical"` changes the distribution, and the result then says `lossy`.
+    The exception is `verify="typical"`, which changes it; the result is then marked `lossy`.
 
-    A prompt is raw text, a list of messages (through the chat template) or a list of token ids; one
-    may be given alone. `sampling` is one for all prompts or one per prompt; `options` are its
-    fields, for all prompts (`max_new_tokens=100`), and those of DecodeOptions. Unless lengths are
-    fixed, a row of `rejection` or `block` may draw other tokens (of the same
-    distribution) beside other neighbours or on another machine. `progress` is called between steps.
-    On a `mesh` (`sharding.make_mesh`; by default where the target was loaded) rows are spread over
-    `data`, weights, caches and logits over `model`. Where the target's logits are not numbers, that
-    row ends with the reason "error" and a RuntimeWarning; other rows are not affected. Raises
+    A prompt is a string, a list of messages (through the chat template) or a list of token ids; a
+    single prompt needs no list. `sampling` applies to all prompts, or is a list with one entry per
+    prompt. `options` are the fields of `SamplingParams`, for all prompts (`max_new_tokens=100`),
+    and of `DecodeOptions`. Unless draft lengths are fixed, a row of `rejection` or `block` may draw
+    different tokens (of the same distribution) in another batch or on another machine. `progress`
+    is called between steps. On a `mesh` (`sharding.make_mesh`; by default that of the target) rows
+    are sharded over `data`, and weights, caches and logits over `model`. A row whose logits are not
+    finite ends with the reason "error" and a RuntimeWarning; other rows are unaffected. Raises
     InputError for bad input.
     """
     optional(Function("use a function of a Progress")).check("progress", progress)
@@ -163,12 +162,12 @@ def compile(
     mesh: Mesh | None = None,
     **options: Any,
 ) -> float:
-    """Compile what `generate` needs for rows of up to `num_tokens` tokens, prompt and output.
+    """Compile what `generate` needs for rows of up to `num_tokens` tokens, prompt plus output.
 
-    Later calls of `generate` with this target, drafter and `options` start at once for as many
-    prompts as `batch_size`, or so many that the next power of two is the same. Greedy decoding has
-    programs of its own; any temperature, top-k, top-p and min-p share others. Return the seconds
-    that it took: next to none where the programs were there. Raises InputError for bad input.
+    Later calls of `generate` with the same target, drafter and `options` start at once, for
+    `batch_size` prompts or a number with the same next power of two. Greedy decoding has its own
+    programs; all other sampling parameters share theirs. Returns the seconds spent, near zero if
+    the programs existed. Raises InputError for bad input.
     """
     num_tokens = Whole(2).check("num_tokens", num_tokens)
     options, sampling = read_arguments(options, sampling)
@@ -180,9 +179,9 @@ def compile(
 
 
 def open_engine(session: Session, rounds_per_step: int | None = None) -> Engine:
-    """An engine for a session's prompts, all of which are wanted soon, and none of them first.
+    """Return an engine for a session's prompts, for throughput rather than latency.
 
-    It takes other `rounds_per_step` than the session's options where they are given.
+    `rounds_per_step` overrides that of the session's options.
     """
     options = session.options.offline()
     if rounds_per_step is not None:
@@ -191,7 +190,7 @@ def open_engine(session: Session, rounds_per_step: int | None = None) -> Engine:
 
 
 def add_prompts(engine: Engine, session: Session, index: Sequence[int]) -> None:
-    """Add some of a session's prompts, in this order; the ids are their indices."""
+    """Add the session's prompts with the given indices, in order; their ids are the indices."""
     for prompt in index:
         engine.add_rows(prompt, [session_row(session, prompt)])
 
@@ -204,9 +203,9 @@ def decode_session(
     progress: Callable[[Progress], None] | None = None,
     follow: Callable[[list[Delta]], None] | None = None,
 ) -> Generation:
-    """Decode a session's prompts, or those of an `index`, in an engine without other requests.
+    """Decode a session's prompts, or those at `index`, in an engine without other requests.
 
-    `progress` is called after every step, and `follow` with its deltas.
+    `progress` is called after every step, and `follow` with the step's deltas.
     """
     index = range(len(session.prompts)) if index is None else index
     engine = engine or open_engine(session)
@@ -247,7 +246,7 @@ def collect(
     compile_s: float = 0.0,
     step_limits: tuple[tuple[Limits, int], ...] = (),
 ) -> Generation:
-    """The result of some outputs, in this order; `first_round` is the engine's before them."""
+    """Return the result of some outputs, in order; the engine began them at `first_round`."""
     return Generation(
         token_ids=[output.token_ids for output in outputs],
         texts=[output.text for output in outputs],
@@ -284,11 +283,11 @@ def _padded(rows: Sequence[np.ndarray], value: float = NO_DRAFTER) -> np.ndarray
 def expected_acceptance(
     session: Session, results: Sequence[Generation] = ()
 ) -> metrics.ExpectedAcceptance:
-    """The acceptance that this session's own distributions imply, with its standard error.
+    """Return the acceptance that the session's distributions imply, with its standard error.
 
-    Decodes once more, recording sum_x min(p, q) at every node that `rejection` puts to the test,
-    with the limits of the session's `results`, one after the other, where these are given: limits
-    that follow the clock would not come again.
+    Decodes once more, recording sum_x min(p, q) at every node that `rejection` tests. If `results`
+    are given, their draft limits are replayed in order, since limits that depend on the clock would
+    not recur.
     """
     recording = replace(session, plan=replace(session.plan, overlaps=True))
     overlaps: list[np.ndarray] = []
@@ -318,11 +317,11 @@ def stream(
     mesh: Mesh | None = None,
     **options: Any,
 ) -> Iterator[Delta]:
-    """`generate`, yielding each prompt's new tokens and text after every step.
+    """Decode prompts as `generate` does, yielding new tokens and text after every step.
 
-    Takes what `generate` takes but `progress`; a step has one round unless `rounds_per_step` says
-    otherwise. A delta also says which of its tokens were drafted. Raises InputError for bad input,
-    when it is called. A row that fails ends with the reason "error", and a RuntimeWarning says why.
+    Takes the arguments of `generate` except `progress`; a step has one round by default
+    (`rounds_per_step`). Each delta says which of its tokens were drafted. Raises InputError for bad
+    input when called. A row that fails ends with the reason "error" and a RuntimeWarning.
     """
     options = {"rounds_per_step": 1, **options}
     return _stream(_open(target, prompts, drafter, sampling, mesh, options))

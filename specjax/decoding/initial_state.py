@@ -1,4 +1,4 @@
-"""The state before the first round: empty rows, and prompts that are read into them."""
+"""The state before the first round: empty rows, and reading of their prompts."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def start(
     length: Int[Array, "B"],
     status: Int[Array, "B"],
 ) -> State:
-    """The state before the first round: prompts prefilled but for their last token.
+    """Return the state before the first round, with all but the last token of each prompt read.
 
-    `params` is (target's, drafter's).
+    `params` are (target's, drafter's).
     """
     return read_prompts(plan, params, empty_state(plan, params, tokens, rows, length, status))
 
@@ -44,9 +44,9 @@ def read_prompts(
 ) -> State:
     """Run target and drafter over positions `begin` to `end` (exclusive) of each row's prompt.
 
-    Returns the state with the cache and the drafter's state advanced. `params` are the target's and
-    the drafter's; positions before `begin` were read earlier. `end` is rounded up to whole chunks
-    of the smallest size; without it, each prompt is read up to its last token, which is left out.
+    Returns the state with the cache and the drafter's state advanced. `params` are (target's,
+    drafter's). Positions before `begin` must have been read. `end` is rounded up to a multiple of
+    the smallest chunk; by default each prompt is read up to, but without, its last token.
     """
     target_params, draft_params = params
     drafter, length = plan.drafter, state.length
@@ -103,7 +103,7 @@ def empty_state(
     length: Int[Array, "B"],
     status: Int[Array, "B"],
 ) -> State:
-    """The state of rows whose tokens neither the target nor the drafter has read."""
+    """Return the state of rows whose tokens have not been read."""
     batch = tokens.shape[0]
     target_params, draft_params = params
     target, drafter = plan.target, plan.drafter

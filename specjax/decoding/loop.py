@@ -1,6 +1,6 @@
-"""The compiled loop over rounds: a step of a few rounds, and what the host sees of it.
+"""The compiled loop over rounds: a step of a few rounds, and the part of its result the host reads.
 
-Everything here is traced: arrays in, arrays out, no host.
+Everything in this module is traced.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ def step(
     max_rounds: Int[Array, ""],
     stop_after_finished: Int[Array, ""],
 ) -> tuple[State, Seen]:
-    """A few rounds, as `run`, of rows that the host may have ended, and what it sees of them.
+    """Run a few rounds, as `run` does; return the state and the results for the host.
 
-    Rows that had finished before are released: their caches cost no more reading.
+    Rows that finished earlier, or were ended by the host (`host_ended`), are released, so that
+    their caches are no longer read.
     """
     status = jnp.where(host_ended & state.active, STOPPED, state.status)
     finished = status != RUNNING
@@ -60,10 +61,11 @@ def run(
     stop_after_finished: Int[Array, ""] | None = None,
     limits: Limits | None = None,
 ) -> tuple[State, Rounds, Tally]:
-    """Rounds until every row has finished, or so many rows have; at most `max_rounds` of them.
+    """Run rounds until all rows, or `stop_after_finished` of them, have finished.
 
-    Both numbers are traced, and no more than `plan.rounds_per_step` rounds run. The counts have a
-    column for each of those. Without `limits` drafts are as long as the drafters have them.
+    At most `max_rounds` rounds run. Both numbers are traced; `plan.rounds_per_step` bounds the
+    rounds and is the number of columns of the counts. Without `limits` drafts have their full
+    length.
     """
     batch, columns = len(state.length), plan.rounds_per_step
     enough = batch if stop_after_finished is None else jnp.minimum(stop_after_finished, batch)

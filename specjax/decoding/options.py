@@ -1,4 +1,4 @@
-"""What a caller chooses of decoding: rule, draft lengths, slots, seed, and the length of steps."""
+"""Options of decoding: rule, draft lengths, slots, seed, and length of steps."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class RuleKind:
     """A verification rule, or the name of one."""
 
     def check(self, name: str, value: Any) -> sampling.Rule:
-        """The rule."""
+        """Return the rule."""
         if isinstance(value, sampling.Rule):
             return value
         if callable(value):
@@ -66,7 +66,7 @@ class ControllerKind:
     """A length controller: a value, not its class."""
 
     def check(self, name: str, value: Any) -> Controller:
-        """The controller."""
+        """Return the controller."""
         if isinstance(value, type) or not isinstance(value, Controller):
             raise InputError(
                 f"{name}={shown(value)}: use a value of specjax.controllers, such as Auto() or "
@@ -80,10 +80,10 @@ CONTROLLER = ControllerKind()
 
 @dataclass(frozen=True)
 class LadderStep:
-    """(low, high, k): at most k draft tokens while low..high rows are unfinished."""
+    """A step (low, high, k): at most k draft tokens while low..high rows are unfinished."""
 
     def check(self, name: str, value: Any) -> tuple[int, int, int]:
-        """The three numbers."""
+        """Return the three numbers."""
         low, high, count = Items(Whole(), length=3).check(name, value)
         if not (1 <= low <= high and count <= DRAFT_TOKENS.most):
             raise InputError(
@@ -95,10 +95,10 @@ class LadderStep:
 
 @dataclass(frozen=True)
 class Ladder:
-    """`num_speculative_tokens_per_batch_size`: steps for numbers of rows that do not overlap."""
+    """The steps of `num_speculative_tokens_per_batch_size`, whose row ranges do not overlap."""
 
     def check(self, name: str, value: Any) -> tuple[tuple[int, int, int], ...]:
-        """The steps."""
+        """Return the steps."""
         remedy = "use steps of (low, high, k), such as ((1, 4, 8), (5, 16, 2))"
         Items(Instance(Sequence, remedy), remedy=remedy).check(name, value)
         steps = Items(LadderStep()).check(name, value)
@@ -115,24 +115,24 @@ class DecodeOptions:
     """The options of `generate`, `stream` and `Engine`.
 
     `num_speculative_tokens` is the longest draft (K), "fixed" (the drafter's own K) or "auto": up
-    to that, as many as make decoding faster, by what steps have taken and what was accepted so far
-    (`specjax.controllers.Auto`). `num_speculative_tokens_per_batch_size` says how many with low to
-    high unfinished rows, as (low, high, k), and a `controller` is one of `specjax.controllers` or
-    your own: `Recorded(result.step_limits)` repeats a run.
+    to that K, the number that is fastest according to measured times and acceptance
+    (`specjax.controllers.Auto`). `num_speculative_tokens_per_batch_size` gives the number by
+    unfinished rows, as (low, high, k). `controller` is a controller of `specjax.controllers` or
+    your own; `Recorded(result.step_limits)` repeats a run.
 
     `verify` is "rejection", "block", "coupled" (the output depends on seed and prompt only, never
     on the drafter), "typical" (lossy), or a `sampling.Rule`, such as `Typical(epsilon, delta)` or
-    one of your own.
+    your own.
 
-    `batch_size` rows decode together; others wait for a slot. `max_length` bounds a row's prompt
-    and output in tokens: by default the target's positions, of an engine at most 2048. The draws
-    of a row come from `seed`, its number and its own seed.
+    `batch_size` rows decode together; others wait for a slot. `max_length` bounds the tokens of a
+    row's prompt plus output; the default is the target's maximum number of positions, and at most
+    2048 in an engine. The draws of a row derive from `seed`, the row's number and its own seed.
 
-    A step, after which the host sees new tokens, ends after `rounds_per_step` rounds (8 where a
-    row has stop strings), or when `refill_rows` rows have finished and requests wait: by default
-    one of sixteen slots. Between two steps at most `max_prefill_tokens` tokens of prompts are read
-    while rows decode, counted in whole chunks, or one chunk of the smallest size: by default 512,
-    and in `generate`, where nobody waits for single tokens, as many as there are.
+    A step ends after `rounds_per_step` rounds (8 if a row has stop strings), or once `refill_rows`
+    rows have finished while requests wait, by default one of sixteen slots; then the host sees new
+    tokens. Between steps at most `max_prefill_tokens` prompt tokens are read while rows decode, in
+    whole chunks, but at least one smallest chunk: by default 512, and unlimited in `generate`,
+    where latency of single tokens does not matter.
 
     Raises InputError for values out of range.
     """
@@ -169,11 +169,11 @@ class DecodeOptions:
             )
 
     def without_drafts(self) -> DecodeOptions:
-        """The same for plain decoding."""
+        """Return the same options for plain decoding."""
         return replace(self.controlled_by(None), num_speculative_tokens=FIXED)
 
     def controlled_by(self, controller: Controller | None) -> DecodeOptions:
-        """The same with draft lengths chosen by a controller; without one they are fixed."""
+        """Return the options with a controller of draft lengths, or fixed ones for None."""
         length = self.fixed_draft_length
         return replace(
             self,
@@ -183,7 +183,7 @@ class DecodeOptions:
         )
 
     def offline(self) -> DecodeOptions:
-        """The same where all requests are there from the start, and none is to be served first.
+        """Return the options for requests that are all present from the start and equally urgent.
 
         Unless `max_prefill_tokens` is given, prompts are then read as soon as slots are free.
         """
@@ -191,7 +191,7 @@ class DecodeOptions:
 
     @property
     def length_controller(self) -> Controller:
-        """What chooses each step's draft lengths."""
+        """Return the controller of each step's draft lengths."""
         if self.controller is not None:
             return self.controller
         if self.num_speculative_tokens == AUTO:
@@ -202,22 +202,22 @@ class DecodeOptions:
 
     @property
     def fixed_draft_length(self) -> int | None:
-        """`num_speculative_tokens` where it is a number."""
+        """The value of `num_speculative_tokens` if it is a number, else None."""
         length = self.num_speculative_tokens
         return length if isinstance(length, int) else None
 
     @property
     def rows_per_refill(self) -> int:
-        """How many rows finish before a step ends for waiting requests."""
+        """The number of rows that finish before a step ends for waiting requests."""
         return self.refill_rows or max(1, self.batch_size // _SLOTS_PER_REFILL)
 
     @property
     def prefill_budget(self) -> int:
-        """The tokens of prompts that are read between two steps."""
+        """The number of prompt tokens to read between two steps."""
         return self.max_prefill_tokens or _PREFILL_BUDGET
 
     def chunks(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
-        """Those of the chunk sizes (descending) within the budget, or the smallest."""
+        """Return the chunk sizes (descending) within the budget, or the smallest one."""
         return tuple(size for size in sizes if size <= self.prefill_budget) or sizes[-1:]
 
 
@@ -230,10 +230,10 @@ _SAMPLING_FIELDS = tuple(field.name for field in fields(SamplingParams) if field
 def read_arguments(
     arguments: Mapping[str, Any], sampling: Sampling | None = None
 ) -> tuple[DecodeOptions, Sampling | None]:
-    """The options among keyword arguments, and `sampling` with the fields of its own among them.
+    """Return the options among keyword arguments, and `sampling` with its own fields updated.
 
-    Without `sampling` none of its fields may be given. Raises TypeError for another argument,
-    InputError for a value out of range.
+    Without `sampling` its fields are not accepted. Raises TypeError for other arguments, and
+    InputError for values out of range.
     """
     sampling_fields = () if sampling is None else _SAMPLING_FIELDS
     known = (*inspect.signature(DecodeOptions).parameters, *sampling_fields)
@@ -267,9 +267,9 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def takes_options(*classes: type) -> Callable[[_Function], _Function]:
-    """Show the fields of dataclasses as the keyword arguments of a function with `**options`.
+    """Document the fields of dataclasses as keyword arguments of a function with `**options`.
 
-    Editors, notebooks and `help` read the signature that this sets.
+    Sets the signature that editors, notebooks and `help` read.
     """
 
     def decorate(function: _Function) -> _Function:

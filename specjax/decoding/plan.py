@@ -11,12 +11,12 @@ from specjax.models.interface import LanguageModel
 
 @dataclass(frozen=True)
 class Plan:
-    """What is fixed when a loop is compiled.
+    """The static configuration for which a loop is compiled.
 
-    `widths` are the window sizes a round can run at, ascending, the last one N + 1. `chunks` are
-    the sizes of the forwards that read prompts, descending (`prefill`).
-    `rounds_per_step` (R) bounds the rounds of one call. `overlaps` also records what share of p
-    each verified node's distribution has, which costs one warp per node.
+    `widths` are the window sizes that a round can run at, ascending up to N + 1. `chunks` are the
+    sizes of the passes that read prompts, descending (`prefill`). `rounds_per_step` (R) bounds the
+    rounds of one call. `overlaps` also records sum_x min(p, q) at each verified node, at the cost
+    of one warp per node.
     """
 
     target: LanguageModel

@@ -1,4 +1,4 @@
-"""The compiled programs of an engine: prompts read into new rows, rows admitted, rounds."""
+"""The compiled programs of an engine: reading prompts, admitting rows, running rounds."""
 
 from __future__ import annotations
 
@@ -37,15 +37,17 @@ _made: set[int] = set()
 
 
 class Programs(NamedTuple):
-    """The compiled functions of a plan, and what compiling them took.
+    """The compiled functions of a plan, and the seconds spent compiling.
 
-    `empty(params, *arguments)` and `new(params, *arguments)` make the state of all slots, and of
-    rows that are to be admitted, from `initial_state.start`'s arrays; nothing is read yet.
-    `renew(params, state, *arguments)` is the same as `new` in the memory of earlier rows.
-    `read(params, state, begin, end)` reads new rows' prompts, and `admit(state, slots, new)` puts
-    them in; both also return an array that is there when they are done.
-    `step(params, state, limits, host_ended, max_rounds, stop_after_finished)` is `loop.step`. The
-    state that is changed is donated. `sizes` are the memory of `empty`, `read` and `step`.
+    - `empty(params, *arguments)` and `new(params, *arguments)` return the state of all slots and of
+      rows to be admitted, from the arrays of `initial_state.start`; nothing is read yet.
+    - `renew(params, state, *arguments)` is `new` in the memory of earlier rows.
+    - `read(params, state, begin, end)` reads the prompts of new rows.
+    - `admit(state, slots, new)` moves new rows into slots.
+    - `step(params, state, limits, host_ended, max_rounds, stop_after_finished)` is `loop.step`.
+
+    `read` and `admit` also return an array that becomes ready when they are done. A changed state
+    is donated. `sizes` are the memory analyses of `empty`, `read` and `step`.
     """
 
     empty: Any
@@ -59,10 +61,10 @@ class Programs(NamedTuple):
 
 
 def compile_session(session: Session, *, begun: bool = False) -> Programs:
-    """The session's programs, compiled now or earlier in this process.
+    """Return the session's programs, compiled now or earlier in this process.
 
-    Raises InputError where they do not fit into memory, in which the state is already if it has
-    `begun`, or a drafter of a user's own cannot be traced.
+    Raises InputError if they do not fit into memory, which already holds the state if it has
+    `begun`, or if a user-defined drafter cannot be traced.
     """
     key = _key(session)
     programs = _compile(*key)
@@ -77,7 +79,7 @@ def compile_session(session: Session, *, begun: bool = False) -> Programs:
 
 
 def is_compiled(session: Session) -> bool:
-    """Whether this process has compiled the session's programs before."""
+    """Return whether this process has compiled the session's programs."""
     return hash(_key(session)) in _made
 
 
@@ -152,7 +154,7 @@ def _compile(plan: Plan, mesh: Mesh | None, tree: Any, leaves: tuple[_Leaf, ...]
 
 @jax.jit
 def take_rows(state: State, rows: Int[Array, "A"], spare: Int[Array, "A"]) -> State:
-    """`state.take`, without those of the new rows that are `spare`."""
+    """Return `state.take` of `rows`, without the new rows that are `spare`."""
     return release(take(state, rows), spare)
 
 

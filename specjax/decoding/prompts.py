@@ -1,4 +1,4 @@
-"""Prompts: what may be given as one, and the JSONL files that hold many."""
+"""Prompts: their accepted forms, and JSONL files of prompts."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ _LONGEST_NAME = 1000
 
 
 def as_prompts(prompts: Prompts) -> Sequence[Prompt]:
-    """A list of prompts; a single one (a text, token ids or a conversation) as a list of itself.
+    """Return a list of prompts; a single string, conversation or list of token ids is wrapped.
 
-    Raises InputError where there is none.
+    Raises InputError if there is none.
     """
     dimensions = getattr(prompts, "ndim", None)
     if isinstance(prompts, str) or dimensions == 1:
@@ -51,7 +51,7 @@ def as_prompts(prompts: Prompts) -> Sequence[Prompt]:
 
 
 def encode_prompt(model: Model, prompt: Prompt, name: str = "prompt") -> list[int]:
-    """Token ids of a prompt; `name` is what errors call it.
+    """Return the token ids of a prompt; errors call it `name`.
 
     Raises InputError for an empty prompt, ids outside the vocabulary, or a missing tokenizer.
     """
@@ -94,15 +94,15 @@ class Question:
 
     @property
     def first_turn(self) -> list[dict[str, str]]:
-        """The chat that begins with it: its first turn, not answered yet."""
+        """The conversation that begins with its first turn."""
         return [{"role": "user", "content": self.turns[0]}]
 
 
 def read_questions(path: str | os.PathLike) -> list[Question]:
-    """The questions of a JSONL file: one {"question_id", "category", "turns": [...]} per line.
+    """Return the questions of a JSONL file, reading it line by line.
 
-    Raises InputError with file and line for anything else, and for two lines with one question_id;
-    the file is read line by line.
+    Each line is {"question_id", "category", "turns": [...]}. Raises InputError with file and line
+    for anything else, and for repeated question ids.
     """
     questions = []
     first: dict[int | str, str] = {}
@@ -153,12 +153,12 @@ MT_BENCH = frozenset(
 
 
 def task_of(category: str) -> str:
-    """Spec-Bench's task of a category: MT-bench's eight categories form one."""
+    """Return Spec-Bench's task of a category; MT-bench's eight categories form one task."""
     return "mt_bench" if category in MT_BENCH else category
 
 
 def spread(questions: Sequence[Question], count: int) -> list[Question]:
-    """So many questions, or all, at equal distances in the file, so that all tasks come."""
+    """Return up to `count` questions, evenly spaced in the file so that all tasks occur."""
     count = min(count, len(questions))
     return [questions[i * len(questions) // count] for i in range(count)]
 
@@ -166,7 +166,7 @@ def spread(questions: Sequence[Question], count: int) -> list[Question]:
 def select(
     questions: Sequence[Question], limit: int | None = None, per_task: int | None = None
 ) -> list[Question]:
-    """The first `per_task` questions of each task, then the first `limit` of those, in order."""
+    """Return the first `per_task` questions of each task, then the first `limit` of those."""
     seen: dict[str, int] = {}
     chosen = []
     for question in questions:

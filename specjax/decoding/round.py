@@ -1,7 +1,7 @@
 """One speculative round: observe, propose, extend, verify, commit.
 
-Everything here is traced: arrays in, arrays out, no host. Plain decoding is the same round with a
-drafter that proposes nothing.
+Everything in this module is traced. Plain decoding is the same round with a drafter that proposes
+nothing.
 """
 
 from __future__ import annotations
@@ -26,10 +26,9 @@ from specjax.drafters.turns import Proposal
 def one_round(
     plan: Plan, params: Any, state: State, limits: Limits | None = None
 ) -> tuple[State, Rounds, Tally]:
-    """Observe, propose, extend, verify, commit: e tokens are committed in each unfinished row.
+    """Run one round: observe, propose, extend, verify, and commit tokens in each unfinished row.
 
-    Returns the state after it, and the round's counts. Without `limits` drafts are as long as the
-    drafters have them.
+    Returns the new state, and the round's counts. Without `limits` drafts have their full length.
     """
     target_params, draft_params = params
     limits = plan.drafter.full_limits() if limits is None else limits
@@ -70,9 +69,9 @@ def one_round(
 
 
 def propose(plan: Plan, params: Any, state: State, limits: Limits) -> Proposal:
-    """The drafters' proposal for this round, within the limits, and their new states.
+    """Return the drafters' proposal for this round within the limits, with their new states.
 
-    Raises ValueError for a tree under a rule that verifies chains.
+    Raises ValueError for a tree under a rule that verifies chains only.
     """
     target_params, draft_params = params
     context = make_context(plan, target_params, state)
@@ -153,7 +152,7 @@ def _commit(
 
 
 def no_tally(plan: Plan) -> Tally:
-    """The tally before the first round."""
+    """Return the tally before the first round."""
     drafters, nodes = len(plan.drafter.parts), plan.drafter.num_nodes
     none, of_nodes = jnp.zeros(drafters, jnp.int32), jnp.zeros((drafters, nodes), jnp.int32)
     return Tally(none, none, of_nodes, of_nodes)
@@ -177,7 +176,7 @@ def _tally(
 
 
 def make_context(plan: Plan, params: Any, state: State) -> Context:
-    """What drafters may look at in a state; `params` are the target's."""
+    """Return what drafters may read of a state; `params` are the target's."""
     # A draft longer than what the row may still emit, less the target's own token, is waste.
     room = state.rows.max_length - state.length - 1
     drafts = state.active & ~state.undrafted
@@ -200,14 +199,17 @@ def make_context(plan: Plan, params: Any, state: State) -> Context:
 
 
 def noise_keys(plan: Plan, state: State) -> Key[Array, "B"]:
-    """Each row's key for its own next round; with noise by position, the key of the whole row."""
+    """Return each row's key for the noise of its next round.
+
+    If the rule's noise depends on positions only, this is the row key.
+    """
     if plan.rule.position_noise:
         return state.rows.key
     return sampling.fold_round(state.rows.key, state.round)
 
 
 def proposal_noise(plan: Plan, state: State, keys: Key[Array, "B"]) -> Noise:
-    """The noise that drafts of a round are drawn with; `keys` are `noise_keys`."""
+    """Return the noise that the drafters draw with; `keys` are from `noise_keys`."""
     vocab = plan.target.vocab_size
     if plan.rule.position_noise:
         return sampling.coupled_noise(keys, state.length, vocab)

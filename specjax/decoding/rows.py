@@ -1,4 +1,4 @@
-"""Requests as rows on the devices: the arrays that a state is made of."""
+"""Requests as rows on the devices: the arrays that a state consists of."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RowArguments = tuple[Int[Array, "B S"], Rows, Int[Array, "B"], Int[Array, "B"]]
 
 @dataclass(frozen=True)
 class Row:
-    """What becomes one row: `number` counts requests, `sample` the samples of one request."""
+    """A request that becomes one row: its `number`, and the `sample` number within the request."""
 
     number: int
     prompt: tuple[int, ...]
@@ -31,24 +31,24 @@ class Row:
     sample: int = 0
 
     def key(self, seed: int) -> Key[Array, ""]:
-        """The key that all its draws come from."""
+        """Return the key from which all draws of the row derive."""
         key = sampling.row_key(seed, self.number, self.sampling.seed)
         return sampling.sample_key(key, self.sample)
 
 
 def session_row(session: Session, prompt: int) -> Row:
-    """The row of one of a session's prompts."""
+    """Return the row of one of a session's prompts."""
     return Row(prompt, session.prompts[prompt], session.requests[prompt])
 
 
 def batch_arguments(session: Session, index: Sequence[int]) -> RowArguments:
-    """The arrays of some prompts of a session, in as many rows as it has."""
+    """Return the arrays of some prompts of a session, in as many rows as the session has."""
     rows = [session_row(session, prompt) for prompt in index]
     return row_arguments(session, rows, session.num_rows)
 
 
 def row_arguments(session: Session, rows: Sequence[Row], batch: int) -> RowArguments:
-    """The arrays of `batch` rows; those after `rows` have finished from the start."""
+    """Return the arrays of `batch` rows; rows beyond `rows` are finished from the start."""
     spare = batch - len(rows)
     prompts = [row.prompt for row in rows] + [(0,)] * spare
     requests = [row.sampling for row in rows] + [SamplingParams()] * spare

@@ -1,4 +1,4 @@
-"""What a request asks for: how tokens are sampled, and when to stop."""
+"""Parameters of a request: how tokens are sampled, and when to stop."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _STOP_TOKEN_IDS = Items(Whole(), remedy="use token ids, whole numbers of at leas
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """One request's sampling; names are vLLM's but for `max_new_tokens` (docs/support.md).
+    """The sampling parameters of one request, named as in vLLM except `max_new_tokens`.
 
-    The distribution is warped by temperature, then top_k, top_p and min_p; temperature 0 is greedy.
-    Output ends at an end-of-sequence token of the model (unless `ignore_eos`), at one of
-    `stop_token_ids`, where the text contains one of the `stop` strings (which is removed, and may
-    be or contain a special token), or after `max_new_tokens`. `seed` gives the request a key of its
-    own; `logprobs` returns each token's log-probability under the target's unwarped distribution.
-    Raises InputError for values out of range.
+    Temperature, top_k, top_p and min_p apply in this order; temperature 0 is greedy. The output
+    ends at an end-of-sequence token of the model (unless `ignore_eos`), at one of `stop_token_ids`,
+    before one of the `stop` strings (which may contain special tokens), or after `max_new_tokens`.
+    `seed` gives the request its own key. `logprobs` returns each token's log-probability under the
+    target's unwarped distribution. docs/support.md compares with vLLM. Raises InputError for values
+    out of range.
     """
 
     temperature: Annotated[float, TEMPERATURE] = 0.0
@@ -54,7 +54,7 @@ class SamplingParams:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> SamplingParams:
-        """From named values. Raises InputError for a name that is not supported."""
+        """Return parameters from named values. Raises InputError for an unsupported name."""
         known = [field.name for field in fields(cls)]
         for name in values:
             if name not in known:
@@ -68,7 +68,7 @@ def one_per_prompt(
     sampling: SamplingParams | Mapping[str, Any] | Sequence[SamplingParams | Mapping[str, Any]],
     count: int,
 ) -> list[SamplingParams]:
-    """The parameters of each of `count` prompts. Raises InputError if their number differs."""
+    """Return the parameters of each of `count` prompts. Raises InputError if counts differ."""
     if isinstance(sampling, SamplingParams | Mapping):
         sampling = [sampling] * count
     if not isinstance(sampling, Sequence) or isinstance(sampling, str | bytes):

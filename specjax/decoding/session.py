@@ -1,4 +1,4 @@
-"""`Session`: what a call decodes, checked, encoded and planned before any long work."""
+"""`Session`: a call to decode, checked, encoded and planned before any long work."""
 
 from __future__ import annotations
 
@@ -43,10 +43,11 @@ _STOP_IDS = 8
 
 @dataclass(frozen=True)
 class Session:
-    """What decodes, how, and what: a target, a drafter, options, and the prompts of a call.
+    """A target, a drafter, options, and the prompts of a call.
 
-    `plan` is what follows of that for the compiled loop. `options` have no value left open. At most
-    `num_stop_ids` tokens end a row. An engine's session has no prompts: they come later.
+    `plan` is the resulting configuration of the compiled loop. `options` have all defaults filled
+    in. At most `num_stop_ids` tokens end a row. An engine's session has no prompts, since they
+    arrive later.
     """
 
     model: Model
@@ -59,22 +60,22 @@ class Session:
 
     @property
     def controller(self) -> Controller:
-        """What chooses each step's draft lengths."""
+        """The controller of each step's draft lengths."""
         return self.options.length_controller
 
     @property
     def batch_size(self) -> int:
-        """Slots that decode together."""
+        """The number of slots that decode together."""
         return self.options.batch_size
 
     @property
     def seed(self) -> int:
-        """What every draw comes from."""
+        """The seed from which every draw derives."""
         return self.options.seed
 
     @property
     def max_length(self) -> int:
-        """The most tokens of a row's prompt and output."""
+        """The maximum number of tokens of a row's prompt plus output."""
         return self.options.max_length
 
     @property
@@ -84,22 +85,25 @@ class Session:
 
     @property
     def mesh(self) -> Mesh | None:
-        """The mesh that is decoded on, if there is one: the model's."""
+        """The mesh of the model, or None."""
         return self.model.mesh
 
     @property
     def placement(self) -> Placement:
-        """Where decoding runs: the model's mesh, or its device."""
+        """The model's mesh or device, on which decoding runs."""
         return placement_of(self.model.params, self.mesh)
 
     @property
     def num_rows(self) -> int:
-        """Rows on the devices (B): a power of two, as many on each along `data`; some idle."""
+        """The number of rows on the devices (B), some of which may be idle.
+
+        It is a power of two times the size of the `data` axis.
+        """
         return _round_up(_power_of_two(self.batch_size), axis_size(self.mesh, DATA))
 
     @property
     def step_sizes(self) -> StepSizes:
-        """What a length controller has to know of the step program."""
+        """The sizes of the step program that a length controller needs."""
         drafters = [DrafterSizes(part.num_nodes, part.stops) for part in self.plan.drafter.parts]
         on_cpu = first_device(self.placement).platform == "cpu"
         return StepSizes(
@@ -112,32 +116,32 @@ class Session:
 
     @property
     def prefill_rows(self) -> int:
-        """Prompts that are read together: one on each device along `data`."""
+        """The number of prompts read together: one per device along `data`."""
         return axis_size(self.mesh, DATA)
 
     @property
     def lossy(self) -> bool:
-        """Whether the rule changes the distribution of some row: greedy ones keep their tokens."""
+        """Whether the rule changes the distribution of some row (never of greedy ones)."""
         return not self.plan.rule.exact and self.plan.flags.sampled
 
     def is_lossy(self, request: SamplingParams) -> bool:
-        """Whether the rule changes the distribution of a request's tokens."""
+        """Return whether the rule changes the distribution of a request's tokens."""
         return not self.plan.rule.exact and request.temperature > 0
 
     def stop_ids(self, request: SamplingParams) -> tuple[int, ...]:
-        """The tokens that end a request's output."""
+        """Return the tokens that end a request's output."""
         return _stop_ids(self.model, request)
 
     def controlled_by(self, controller: Controller | None) -> Session:
-        """The same with draft lengths chosen by a controller; without one they are fixed."""
+        """Return the session with a controller of draft lengths, or fixed ones for None."""
         return replace(self, options=self.options.controlled_by(controller))
 
     def with_options(self, **changes: Any) -> Session:
-        """The same with other options that the plan does not depend on."""
+        """Return the session with other values of options that the plan does not depend on."""
         return replace(self, options=replace(self.options, **changes))
 
     def groups(self, size: int) -> list[list[int]]:
-        """The prompts' indices, in input order, `size` at a time."""
+        """Return the indices of the prompts in input order, in groups of `size`."""
         count = len(self.prompts)
         return [list(range(first, min(first + size, count))) for first in range(0, count, size)]
 
@@ -151,10 +155,10 @@ def plan_session(
     requests: Any = SamplingParams(),  # noqa: B008 - frozen
     names: Sequence[str] | None = None,
 ) -> Session:
-    """Check, encode and choose a program, without measuring anything; see `generate.generate`.
+    """Check and encode the arguments of a call and choose its program; measure nothing.
 
-    `requests` is one SamplingParams or dict for all prompts, or one for each; `names` are what
-    errors call the prompts. Raises InputError.
+    The arguments are those of `generate.generate`. `requests` is one SamplingParams or dict for all
+    prompts, or one per prompt; `names` are the names of the prompts in errors. Raises InputError.
     """
     MODEL_KIND.check("target", target)
     prompts = as_prompts(prompts)
@@ -182,9 +186,9 @@ def plan_rows(
     num_tokens: int,
     requests: Sequence[SamplingParams],
 ) -> Session:
-    """The session of any prompts whose rows have up to `num_tokens` tokens, output included.
+    """Return a session for any prompts with up to `num_tokens` tokens per row, output included.
 
-    `requests` say what is asked for. Raises InputError.
+    `requests` determine the sampling parameters to compile for. Raises InputError.
     """
     MODEL_KIND.check("target", target)
     longest = longest_row(target, options.max_length)
@@ -202,7 +206,7 @@ def plan_rows(
 def plan_engine(
     target: Model, drafter: LoadedDrafter | Drafter | None, options: DecodeOptions
 ) -> Session:
-    """The session of an engine, to which any prompts may come. Raises InputError."""
+    """Return the session of an engine, which accepts arbitrary prompts. Raises InputError."""
     longest = longest_row(target, options.max_length)
     if options.max_length is None:
         longest = min(longest, _ENGINE_LENGTH)
@@ -260,17 +264,17 @@ def _plan(
 
 
 def check_request(target: Model, request: SamplingParams) -> None:
-    """Raise InputError for what the target cannot do."""
+    """Raise InputError for parameters that the target does not support."""
     if target.tokenizer is None and request.stop:
         raise InputError(f"sampling.stop: {target.name} has no tokenizer; use stop_token_ids")
 
 
 def widths(most: int, platform: str) -> tuple[int, ...]:
-    """The window sizes that are compiled for drafts of up to `most` nodes, ascending.
+    """Return the window sizes to compile for drafts of up to `most` nodes, ascending.
 
-    On a CPU a pass costs more the wider it is, so that one of half the draft is worth its program.
-    On accelerators a wider pass costs nearly the same (over eight tokens 0.86 of one over a single
-    token, at Llama-8B's shape on an H100).
+    On a CPU the cost of a pass grows with its width, so that a program for half the draft pays off.
+    On accelerators a wider pass costs nearly the same (8 tokens took 0.86 of the time of 1 token,
+    with Llama-8B's shape on an H100).
     """
     half = {1 + -(-most // 2)} if platform == "cpu" else set()
     return tuple(sorted({1, *half, 1 + most}))
@@ -282,7 +286,7 @@ def _stop_ids(model: Model, request: SamplingParams) -> tuple[int, ...]:
 
 
 def longest_row(target: Model, max_length: int | None) -> int:
-    """The most tokens that a row may have. Raises InputError where the target has no such room."""
+    """Return the maximum tokens of a row. Raises InputError if the target has fewer positions."""
     longest = target.config.max_positions
     if max_length is None:
         return longest
@@ -294,13 +298,13 @@ def longest_row(target: Model, max_length: int | None) -> int:
 
 
 class NoRoomError(InputError):
-    """A prompt leaves no room for a new token."""
+    """Raised if a prompt leaves no room for a new token."""
 
 
 def check_length(
     target: Model, name: str, count: int, longest: int, max_length: int | None
 ) -> None:
-    """Raise NoRoomError where a prompt of `count` tokens leaves no room for a new one."""
+    """Raise NoRoomError if a prompt of `count` tokens leaves no room for a new token."""
     if count < longest:
         return
     room = f"the {longest} positions of {target.name}"
@@ -313,7 +317,7 @@ def check_length(
 
 
 def flags_of(requests: Sequence[SamplingParams]) -> sampling.WarpFlags:
-    """One of two sets, so that programs are shared: all requests are greedy, or anything."""
+    """Return flags for greedy requests only, or for any, so that programs are shared."""
     if all(request.temperature <= 0 for request in requests):
         return GREEDY
     return sampling.WarpFlags()

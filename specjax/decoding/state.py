@@ -1,4 +1,4 @@
-"""The state that a round passes to the next, and what the host sees of it."""
+"""The state passed from round to round, and the part of it that the host reads."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ token whose logits are not numbers."""
 
 @struct.dataclass
 class Rows:
-    """What the caller fixed for each row: its prompt's index in the input, key, and limits."""
+    """Fixed properties of each row: the index of its prompt in the input, its key, its limits."""
 
     index: Int[Array, "B"]
     prompt_length: Int[Array, "B"]
@@ -32,11 +32,11 @@ class Rows:
 
 @struct.dataclass
 class Rounds:
-    """Raw counts, by row, of one round or of several in columns; -1 where the row had none.
+    """Raw counts by row, of one round or of several in columns; -1 if the row was inactive.
 
-    `width` is the window's slots, `drafted` counts nodes, and `drafter` is the number of the
-    drafter whose they are (also -1 where nothing was drafted). `overlaps`, where they are recorded,
-    are sum_x min(p, q) at the nodes that were reached, NaN elsewhere.
+    `width` is the number of window slots, `drafted` the number of nodes, and `drafter` the index of
+    their drafter (-1 if nothing was drafted). `overlaps`, if recorded, are sum_x min(p, q) at the
+    visited nodes and NaN elsewhere.
     """
 
     width: Int[Array | np.ndarray, "B *R"]
@@ -49,11 +49,11 @@ class Rounds:
 
 @struct.dataclass
 class Tally:
-    """What the drafters did in the rounds of a step, summed up over rounds and rows.
+    """Counts per drafter, summed over the rounds and rows of a step.
 
-    `ran` are the rounds in which each ran, `further` its passes after the first of a round.
-    `drafted[i, n]` counts the rounds in which drafter i drafted node n in some row, and
-    `accepted[i, n]` the rows' rounds in which it was accepted.
+    `ran` counts the rounds in which each drafter ran, `further` its passes after the first of a
+    round. `drafted[i, n]` counts the rounds in which drafter i drafted node n in some row, and
+    `accepted[i, n]` the row rounds in which it was accepted.
     """
 
     ran: Int[Array | np.ndarray, "drafters"]
@@ -64,14 +64,14 @@ class Tally:
 
 @struct.dataclass
 class State:
-    """Everything that one round passes to the next.
+    """The complete state passed from one round to the next.
 
-    `tokens[b, :length[b]]` are committed, prompt first; `logprobs` are those of the committed
-    tokens under the target, by position, where the plan asks for them. `round` counts each row's
-    own rounds. `features` are those that drafters have yet to observe, as `Context.features` holds
-    them. `undrafted` rows draft no more: the logits after a draft were not numbers, and only those
-    without one say whether the row has failed. Every leaf has rows as its first axis, or belongs to
-    a cache or a window.
+    `tokens[b, :length[b]]` are committed tokens, prompt first, and `logprobs`, if requested, their
+    log-probabilities under the target by position. `round` counts each row's own rounds. `features`
+    are those that drafters have yet to observe, in the layout of `Context.features`. Rows in
+    `undrafted` draft no more: their logits after a draft were not finite, and a pass without a
+    draft shows whether the row has failed. Every leaf has rows as its first axis, or belongs to a
+    cache or a window.
     """
 
     tokens: Int[Array, "B S"]
@@ -87,16 +87,16 @@ class State:
 
     @property
     def active(self) -> Bool[Array, "B"]:
-        """Rows that still decode."""
+        """The rows that still decode."""
         return self.status == RUNNING
 
 
 @struct.dataclass
 class Seen:
-    """What the host sees of a step: the rows after it, and what it added to them.
+    """What the host reads after a step: the status of each row, and what the step added.
 
-    `tokens[b, i]` is the i-th new token of row b, if it had so many, and `logprobs` its
-    log-probability, where the plan asks for those.
+    `tokens[b, i]` is the i-th new token of row b, if there are that many, and `logprobs` its
+    log-probability if requested.
     """
 
     status: Int[Array | np.ndarray, "B"]
@@ -107,9 +107,9 @@ class Seen:
 
 
 def admit(state: State, slots: Int[Array, "A"], new: State) -> State:
-    """The state with the A rows of `new` in `slots`; slots out of range are dropped.
+    """Return the state with the A rows of `new` written at `slots`; slots out of range are dropped.
 
-    Both states are of one plan. What was in those slots is forgotten.
+    Both states have the same plan. Earlier contents of the slots are lost.
     """
     slots = _in_range(state, slots)
 
@@ -122,7 +122,7 @@ def admit(state: State, slots: Int[Array, "A"], new: State) -> State:
 
 
 def take(state: State, slots: Int[Array, "A"]) -> State:
-    """The state of the rows in A slots."""
+    """Return the state of the rows in A slots."""
 
     def of(part: Any) -> Any:
         return part.take(slots) if knows_its_rows(part) else part[slots]
@@ -131,7 +131,7 @@ def take(state: State, slots: Int[Array, "A"]) -> State:
 
 
 def release(state: State, slots: Int[Array, "A"]) -> State:
-    """The state without the rows in `slots`: they are finished, and their caches are empty."""
+    """Return the state with the rows in `slots` finished and their caches emptied."""
     slots = _in_range(state, slots)
 
     def empty(part: Any) -> Any:
@@ -154,5 +154,5 @@ def _in_range(state: State, slots: Int[Array, "A"]) -> Int[Array, "A"]:
 
 
 def knows_its_rows(node: Any) -> bool:
-    """Whether a part of a state is a cache or a window, not an array with rows first."""
+    """Return whether a node of a state is a cache or a window, not an array with rows first."""
     return isinstance(node, KVCache | Window)

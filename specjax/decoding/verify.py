@@ -1,4 +1,4 @@
-"""Verification of a draft: one `extend` of the target over the window, and a rule."""
+"""Verification of a draft: one pass of the target over the window, then a rule."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from specjax.trees import AnyTopology, Draft, Topology
 class VerifiedDraft(NamedTuple):
     """The result of verifying a draft at one compiled width, padded to the widest.
 
-    `numbers` says of each of `tokens` whether the target's logits there are numbers. `features` are
-    those along the path, `target_pass` those of the whole window, where a drafter reads any.
+    `numbers` says at which of `tokens` the target's logits are finite. `features` are those along
+    the path, and `target_pass` has those of the whole window, if a drafter reads any.
     """
 
     verification: sampling.Verification
@@ -40,9 +40,9 @@ class VerifiedDraft(NamedTuple):
 def check_rule_shapes(
     rule: sampling.Rule, rows: int, widths: Sequence[int], vocab_size: int
 ) -> None:
-    """Raise InputError unless a rule of a user's own returns what a rule must, in every window.
+    """Raise InputError unless a user-defined rule returns the required shapes at every width.
 
-    It is called as a round calls it, with shapes instead of numbers, so that nothing is computed.
+    The rule is called as in a round but evaluated abstractly, so nothing is computed.
     """
     remedy = (
         "decide returns Decision(num_accepted [B] whole numbers, next_logp [B, V] "
@@ -112,7 +112,7 @@ def verify_draft(
     keys: Key[Array, "B"],
     width: int,
 ) -> VerifiedDraft:
-    """Extend over the root and the first `width` - 1 nodes, and verify them."""
+    """Run the target over the root and the first `width` - 1 nodes, and verify them."""
     nodes = width - 1
     root = jnp.take_along_axis(state.tokens, state.length[:, None] - 1, axis=1)
     topology = draft.topology.first(nodes)

@@ -1,4 +1,4 @@
-"""Checks, before a compiled program runs, that it fits into free memory."""
+"""Checks that compiled programs fit into free memory before they run."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def check_fits(
 ) -> None:
     """Raise InputError, with the remedy, unless compiled programs that run in turn fit into memory.
 
-    `sizes` are their `memory_analysis()`. The outputs of the first one are kept, and are allocated
-    already if the programs have `begun`; existing arguments do not count. Nothing is checked if
-    free memory is unknown, or if processes might get different results.
+    `sizes` are their `memory_analysis()`. The outputs of the first one are kept, and already exist
+    if the programs have `begun`; existing arguments do not count. Nothing is checked if free memory
+    is unknown, or if processes might get different results.
     """
     free = free_bytes()
     if free is None or None in sizes or processes.count() > 1:
@@ -40,7 +40,7 @@ def check_fits(
 
 
 def free_bytes() -> int | None:
-    """Return the free bytes of the device, or of the host if that is a CPU; None if unknown."""
+    """Return the free bytes of the device, or of the host on a CPU; None if unknown."""
     stats = jax.local_devices()[0].memory_stats()
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"] - stats["bytes_in_use"]

@@ -1,4 +1,4 @@
-"""One run at a time in a folder: a lock that ends with its process, however that ends."""
+"""A lock that allows one run at a time in a folder and ends with its process."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _LONGEST_COMMAND = 200
 
 @contextmanager
 def hold(folder: Path, kind: Kind, where: str) -> Iterator[None]:
-    """Claim a folder for this run and lock it against other runs until the context ends.
+    """Claim a folder for this run and lock it against other runs until the context exits.
 
-    Every process of the run makes the call; the first one claims and locks. `where` begins the
-    messages: the field that named the folder, with its value. Raises InputError as
-    `folders.claim` does, and where another run holds the lock, naming it.
+    Every process of the run must call it; the first one claims and locks. `where` begins messages:
+    the field that named the folder, with its value. Raises InputError as `folders.claim` does, and
+    if another run holds the lock, naming it.
     """
     with ExitStack() as stack:
         enter = lambda: stack.enter_context(lock(folder, kind, where))  # noqa: E731
@@ -37,7 +37,7 @@ def hold(folder: Path, kind: Kind, where: str) -> Iterator[None]:
 
 @contextmanager
 def lock(folder: Path, kind: Kind, where: str) -> Iterator[None]:
-    """As `hold`, for a run that is one process: no device is touched."""
+    """Claim and lock a folder like `hold`, for a run with one process; uses no device."""
     folders.check_claimable(folder, kind, where)
     file = folder / LOCK
     if os.path.lexists(file) and not folder_checksums.is_lock(file):

@@ -1,6 +1,6 @@
-"""One run over several processes: joining them, exchanging values, comparing their configs.
+"""Runs with several processes: connecting them, exchanging values, comparing their configs.
 
-Every process runs the same command, and JAX's own service connects them.
+Every process runs the same command, and JAX's distributed service connects them.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def join(
     """Connect this process to the others of its run; must be called before JAX uses a device.
 
     With `cluster` the address and the numbers come from the scheduler (Slurm, Kubernetes, TPU pods,
-    MPI), as `jax.distributed.initialize` finds them. Without it and without an address nothing is
-    done. Where a process does not join within `timeout_s`, JAX ends the others with a message of
-    its own. Raises InputError for arguments that are missing or do not fit each other.
+    MPI), as `jax.distributed.initialize` finds them. Without it and without an address, does
+    nothing. If a process does not join within `timeout_s` seconds, JAX ends the others with its own
+    message. Raises InputError for missing or inconsistent arguments.
     """
     arguments = {
         "coordinator_address": coordinator_address,
@@ -99,24 +99,24 @@ def _check_port(address: str, port: int) -> None:
 
 
 def count() -> int:
-    """The number of processes."""
+    """Return the number of processes."""
     return jax.process_count()
 
 
 def number() -> int:
-    """The number of this process, from 0."""
+    """Return the index of this process, from 0."""
     return jax.process_index()
 
 
 def is_first() -> bool:
-    """Whether this is process 0, which prints and writes reports."""
+    """Return whether this is process 0, which prints and writes reports."""
     return number() == 0
 
 
 def together(work: Callable[[], Result], values: Mapping[str, Any] | None = None) -> Result:
     """Call `work` on every process and return its result.
 
-    Raises InputError on all processes if it raises one on any, or if `values` differ.
+    Raises InputError on all processes if `work` raises it on any, or if `values` differ.
     """
     result, error = None, None
     try:
@@ -136,7 +136,7 @@ class _Agreed(InputError):
 def agree(values: Mapping[str, Any], error: str | None = None) -> None:
     """Raise InputError on every process if the (JSON-ready) values of two processes differ.
 
-    A process that has met an error passes it as `error`; it is then raised on all processes.
+    A process that has failed passes its `error`, which is then raised on all processes.
     """
     if count() == 1:
         if error is not None:
@@ -159,7 +159,7 @@ def agree(values: Mapping[str, Any], error: str | None = None) -> None:
 
 
 def from_first(value: Any) -> Any:
-    """Return process 0's value (JSON-ready) on every process, for example a measured time."""
+    """Return the (JSON-ready) value of process 0 on every process, such as a measured time."""
     return value if count() == 1 else _exchange(value)[0]
 
 

@@ -1,9 +1,9 @@
 """Placement of arrays on a mesh of devices: two mesh axes, and a table of logical axis names.
 
-Rows of a batch are spread over `data`. Weights, caches and logits are split over `model` along
+Rows of a batch are sharded over `data`. Weights, caches and logits are sharded over `model` along
 heads, MLP width and vocabulary (tensor parallelism: Shoeybi et al. 1909.08053) and along experts
-(Lepikhin et al. 2006.16668); everything else is whole on every device. The axes are Auto: XLA's
-partitioner follows the placement of parameters and the few constraints that models and loop state.
+(Lepikhin et al. 2006.16668); everything else is replicated. The axes are Auto: XLA's partitioner
+follows the placement of parameters and the few constraints set by models and loop.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Placement = Mesh | jax.Device | None
 
 
 def make_mesh(data: int = 1, model: int = 1, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """Return a mesh of data x model devices; by default of all devices.
+    """Return a mesh of data x model devices, by default of all devices.
 
     Raises InputError if the product is not the number of devices.
     """
@@ -64,7 +64,7 @@ def axis_size(mesh: Mesh | None, name: str) -> int:
 
 
 def placement_of(tree: Any, mesh: Mesh | None) -> Placement:
-    """Return the mesh, or without one the device that all arrays of a tree are on, if any."""
+    """Return the mesh or, without one, the device that all arrays of a tree share, if any."""
     devices = {
         device
         for leaf in jax.tree.leaves(tree)
@@ -75,21 +75,21 @@ def placement_of(tree: Any, mesh: Mesh | None) -> Placement:
 
 
 def first_device(where: Placement) -> jax.Device:
-    """Return one device of a placement; the default device if it names none."""
+    """Return one device of a placement, by default the default device."""
     device = where.devices.flat[0] if isinstance(where, Mesh) else where
     return jax.devices()[0] if device is None else device
 
 
 def use(mesh: Mesh | None) -> contextlib.AbstractContextManager:
-    """Return the context in which programs for a mesh are traced; it has no effect without one."""
+    """Return a context in which programs are traced for a mesh; a no-op without a mesh."""
     return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
 
 
 def partition(axes: Axes, shape: Sequence[int], mesh: Any) -> PartitionSpec:
-    """Return how an array with these logical axes is split.
+    """Return how an array with these logical axes is sharded.
 
-    An axis whose size the devices do not divide is not split. If several logical axes belong to one
-    mesh axis, such as experts and their width, the first that can be is split.
+    An axis whose size is not a multiple of the number of devices is not sharded. If several logical
+    axes map to one mesh axis, such as experts and their width, the first that can be sharded is.
     """
     split: list[str | None] = []
     for name, size in zip(axes, shape, strict=True):
@@ -100,9 +100,9 @@ def partition(axes: Axes, shape: Sequence[int], mesh: Any) -> PartitionSpec:
 
 
 def num_parts(axis: str, size: int) -> int:
-    """Return into how many parts a logical axis is split on the mesh a program is traced for.
+    """Return the number of shards of a logical axis on the mesh that a program is traced for.
 
-    1 without a mesh, and for an axis that `partition` does not split.
+    It is 1 without a mesh, and for an axis that `partition` does not shard.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
@@ -112,7 +112,7 @@ def num_parts(axis: str, size: int) -> int:
 
 
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
-    """Return the array, constrained by its logical axes if a program for a mesh is traced."""
+    """Return the array with a sharding constraint by its logical axes, if a mesh is in use."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return x
@@ -120,7 +120,7 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
 
 
 def constrain_rows(tree: Any) -> Any:
-    """Return a tree of arrays whose first axis is the batch, constrained to be split on `data`."""
+    """Return a tree of arrays with the batch as first axis, constrained to shards on `data`."""
 
     def rows(leaf: jax.Array) -> jax.Array:
         return constrain(leaf, "batch", *[None] * (leaf.ndim - 1)) if leaf.ndim else leaf
@@ -129,7 +129,7 @@ def constrain_rows(tree: Any) -> Any:
 
 
 def place(array: np.ndarray, axes: Axes, where: Placement) -> jax.Array:
-    """Return a host array as a device array with these logical axes; called on every process."""
+    """Return a host array as a device array with these logical axes; every process calls it."""
     if not isinstance(where, Mesh):
         return jax.device_put(array, where)
     sharding = NamedSharding(where, partition(axes, array.shape, where))
@@ -137,12 +137,12 @@ def place(array: np.ndarray, axes: Axes, where: Placement) -> jax.Array:
 
 
 def place_rows(array: np.ndarray, where: Placement) -> jax.Array:
-    """Return a host array whose first axis is the batch as a device array, split over `data`."""
+    """Return a host array with the batch as first axis as a device array, sharded over `data`."""
     return place(array, ("batch", *[None] * (array.ndim - 1)), where)
 
 
 def place_keys(keys: Sequence[jax.Array], where: Placement) -> jax.Array:
-    """Return the keys of a batch, one per row, as one array that is split over `data`."""
+    """Return the keys of a batch, one per row, as one array sharded over `data`."""
     if not isinstance(where, Mesh):
         return jax.device_put(jax.numpy.stack(list(keys)), where)
     data = place_rows(np.stack([np.asarray(jax.random.key_data(key)) for key in keys]), where)
@@ -151,7 +151,7 @@ def place_keys(keys: Sequence[jax.Array], where: Placement) -> jax.Array:
 
 
 def fetch(tree: Any) -> Any:
-    """Return device arrays as NumPy arrays; every process makes the call, in the same order."""
+    """Return device arrays as NumPy arrays; every process must call it, in the same order."""
     if all(leaf.is_fully_addressable for leaf in jax.tree.leaves(tree)):
         return jax.tree.map(np.asarray, tree)
     from jax.experimental import multihost_utils
@@ -162,7 +162,7 @@ def fetch(tree: Any) -> Any:
 def spread(tree: Any, where: Placement) -> Any:
     """Return the tree with all arrays on the devices of a placement.
 
-    Arrays that have to be moved are replicated over the devices of a mesh.
+    Arrays that must be moved are replicated over a mesh.
     """
     if where is None:
         return tree

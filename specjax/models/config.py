@@ -32,10 +32,10 @@ _SMALLEST_REAL, _LARGEST_REAL = 1e-15, 1e15
 class RopeScaling:
     """A scaling of the rotary frequencies for longer contexts.
 
-    `linear` divides every frequency by `factor`. `llama3` (Llama 3.1) divides the slow ones by
-    `factor`, keeps the fast ones and interpolates between wavelengths of original_max_positions /
-    high_freq_factor and original_max_positions / low_freq_factor tokens. `factors` divides each
-    frequency by its own entry, C/2 in all.
+    `linear` divides every frequency by `factor`. `llama3` (Llama 3.1) divides low frequencies by
+    `factor`, keeps high ones, and interpolates between wavelengths of original_max_positions /
+    high_freq_factor and original_max_positions / low_freq_factor tokens. `factors` divides each of
+    the C/2 frequencies by its own factor.
     """
 
     kind: Literal["linear", "llama3", "factors"]
@@ -48,11 +48,12 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class Norm:
-    """The norms of the layers and the one before the head.
+    """The norms of the layers and before the head.
 
-    `kind` is `rms` (a scale) or `layer` (the mean is subtracted; a scale and a bias). Scales are
-    stored less `offset`: 1 in Gemma, whose norms multiply by 1 + scale. With `after` the results of
-    attention and MLP are normed too before they are added to the residual stream (Gemma, GLM-4).
+    `kind` is `rms` (with a scale) or `layer` (subtracts the mean; with a scale and a bias). Scales
+    are stored minus `offset`, which is 1 in Gemma, whose norms multiply by 1 + scale. With `after`,
+    the results of attention and MLP are also normed before they are added to the residual stream
+    (Gemma, GLM-4).
     """
 
     kind: Literal["rms", "layer"] = "rms"
@@ -65,9 +66,9 @@ class Attention:
     """Properties of attention that differ between families.
 
     With `attention_bias`, `output_bias` says whether the output projection has a bias too.
-    `qk_norm` is an RMS norm of each head's queries and keys before they are rotated. `query_scale`
-    multiplies queries (None: 1/sqrt(C)). `softcap` limits scores to c tanh(score/c).
-    `rotary_width` is the number of a head's first dimensions that are rotated: None all, 0 none.
+    `qk_norm` is an RMS norm of each head's queries and keys before rotation. `query_scale`
+    multiplies queries (None: 1/sqrt(C)). `softcap` limits scores to c tanh(score/c). `rotary_width`
+    is the number of leading dimensions of a head that are rotated: None for all, 0 for none.
     """
 
     output_bias: bool = True
@@ -79,10 +80,10 @@ class Attention:
 
 @dataclass(frozen=True)
 class SlidingWindow:
-    """Layers in which a token sees only the last `size` tokens, itself included.
+    """Layers in which a token attends to only the last `size` tokens, itself included.
 
-    `pattern` says which layers these are, and repeats over the layers. `rope_theta` is the rotary
-    base of these layers where they have their own, without scaling (Gemma 3).
+    `pattern` marks these layers and repeats over the layers. `rope_theta` is their own rotary base,
+    without scaling, if they have one (Gemma 3).
     """
 
     size: int
@@ -109,12 +110,12 @@ class Mlp:
 class Experts:
     """A mixture of experts in place of the MLP, from layer `num_dense` on.
 
-    `per_token` of the `num_experts` (E) MLPs of width `intermediate_size`, all gated, are added for
-    each token, times their scores: `softmax` over all experts, or their `sigmoid`s, divided by
-    their sum with `normalize`, times `scale`. With `selection_bias` a bias of each expert is added
-    where experts are chosen, not in their scores (2408.15664). Of `groups` of experts only the
-    `groups_per_token` with the largest sums of their two best scores are chosen from (2412.19437).
-    `shared_size` is the width of an MLP that is added for every token, 0 for none.
+    Each token uses `per_token` of `num_experts` (E) gated MLPs of width `intermediate_size`. Their
+    outputs are weighted by router scores: the `softmax` over all experts or `sigmoid`s, divided by
+    their sum with `normalize`, times `scale`. With `selection_bias`, a bias per expert affects the
+    selection but not the scores (2408.15664). With `groups`, experts are selected only from the
+    `groups_per_token` groups with the largest sums of their two best scores (2412.19437).
+    `shared_size` is the width of an MLP that is added for every token, or 0.
     """
 
     num_experts: int
@@ -131,7 +132,7 @@ class Experts:
 
 
 class LayerRun(NamedTuple):
-    """Layers of one structure that follow each other, and the name of their stacked parameters."""
+    """Consecutive layers of one structure, and the name of their stacked parameters."""
 
     name: str
     first: int
@@ -141,7 +142,7 @@ class LayerRun(NamedTuple):
 
 @dataclass(frozen=True)
 class Embedding:
-    """The factor of token embeddings, and whether an embedding of the position is added."""
+    """The scale of token embeddings, and whether a position embedding is added."""
 
     scale: float = 1.0
     positions: bool = False
@@ -149,15 +150,15 @@ class Embedding:
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """A decoder; the defaults are Llama's: RMSNorm, attention with RoPE, SiLU-gated MLP.
+    """The config of a decoder; the defaults are Llama's (RMSNorm, RoPE, gated SiLU MLP).
 
     Hashable, so that it can be a static argument of jit. `vocab_size` is V, `hidden_size` D,
     `intermediate_size` F, `num_layers` L, `num_heads` H, `num_kv_heads` G, `head_dim` C,
-    `max_positions` the number of tokens of the longest context, `rms_norm_eps` the epsilon of norms
-    of either kind. `logit_softcap` limits logits to c tanh(logit/c). `family` names the table that
-    has the names of its tensors and of its config's fields in files; it changes nothing in the
-    arithmetic. `unused_tokens` are ids, ascending, for which the tokenizer has no token: their
-    probability is 0. Raises InputError for sizes that do not fit together.
+    `max_positions` the longest context in tokens, `rms_norm_eps` the epsilon of norms of either
+    kind. `logit_softcap` limits logits to c tanh(logit/c). `family` selects the names of tensors
+    and config fields in files, but does not change the arithmetic. `unused_tokens` are ids,
+    ascending, without a token in the tokenizer; their probability is 0. Raises InputError for
+    inconsistent sizes.
     """
 
     vocab_size: int
@@ -213,13 +214,13 @@ class DecoderConfig:
 
     @property
     def rotary_width(self) -> int:
-        """The number of a head's dimensions that are rotated."""
+        """The number of rotated dimensions per head."""
         width = self.attention.rotary_width
         return self.head_dim if width is None else width
 
     @property
     def runs(self) -> tuple[LayerRun, ...]:
-        """The layers by structure: those before the experts, if any, and the others."""
+        """The layers by structure: dense layers before the experts, if any, then the others."""
         experts, count = self.experts, self.num_layers
         if experts is None:
             return (LayerRun("layers", 0, count, False),)
@@ -234,7 +235,7 @@ class DecoderConfig:
 
     @property
     def num_sparse(self) -> int:
-        """The number of layers with experts; they are the last ones."""
+        """The number of layers with experts, which come last."""
         return sum(run.count for run in self.runs if run.sparse)
 
     @property
@@ -244,9 +245,9 @@ class DecoderConfig:
         return (False,) * self.num_layers if window is None else window.layers(self.num_layers)
 
     def llama_layers(self, num_layers: int) -> DecoderConfig:
-        """Return a Llama decoder of `num_layers` layers of these sizes, for heads with such layers.
+        """Return a Llama decoder with `num_layers` layers of these sizes, for trained heads.
 
-        Biases and other fields of other families are left out.
+        Biases and fields of other families are dropped.
         """
         if self.unlike_llama is None:
             return replace(self, num_layers=num_layers, family="llama")
@@ -255,17 +256,17 @@ class DecoderConfig:
         return replace(self, num_layers=num_layers, family="llama", **_LLAMA, **rest)
 
     def some_layers(self, layers: Sequence[int]) -> DecoderConfig:
-        """Return the decoder of the given layers of this one, which keep their sliding windows."""
+        """Return the decoder with only the given layers, which keep their sliding windows."""
         window, windowed = self.sliding_window, self.windowed
         if window is not None:
             window = replace(window, pattern=tuple(windowed[layer] for layer in layers))
         return replace(self, num_layers=len(layers), sliding_window=window)
 
     def one_layer(self, *, experts: bool = False) -> DecoderConfig:
-        """Return the config of one such layer, for a module that predicts further tokens.
+        """Return the config of a single layer, for a module that predicts further tokens.
 
-        It has no sliding window, no soft caps, and no scale or position of embeddings; with
-        `experts` it has the model's experts, and otherwise an MLP.
+        It has no sliding window, no soft caps, and no scale or position of embeddings. With
+        `experts` it has the model's experts, otherwise an MLP.
         """
         kept = replace(self.experts, num_dense=0) if experts and self.experts else None
         return replace(
@@ -280,7 +281,7 @@ class DecoderConfig:
 
     @property
     def unlike_llama(self) -> str | None:
-        """The first field whose value is not Llama's, as `name=value`."""
+        """The first field that differs from Llama, as `name=value`, or None."""
         for name, default in _LLAMA.items():
             if getattr(self, name) != default:
                 return f"{name}={getattr(self, name)}"

@@ -1,8 +1,8 @@
-"""The decoder: one forward, `extend`, for prefill, drafting, verifying and training.
+"""The decoder: one forward pass, `extend`, for prefill, drafting, verification and training.
 
-Llama (Touvron et al. 2302.13971) with grouped queries (Ainslie et al. 2305.13245), rotary
-positions (Su et al. 2104.09864), RMS norms (Zhang and Sennrich 1910.07467) and gated SiLU
-(Shazeer 2002.05202); and what `DecoderConfig` says other families do in its stead.
+It is Llama (Touvron et al. 2302.13971) with grouped queries (Ainslie et al. 2305.13245), rotary
+positions (Su et al. 2104.09864), RMS norms (Zhang and Sennrich 1910.07467) and gated SiLU (Shazeer
+2002.05202), and the variants of other families that `DecoderConfig` describes.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Form:
             raise InputError("cache_attention='kernel' needs layers='unrolled'")
 
     def check(self, config: DecoderConfig) -> None:
-        """Raise InputError for a config that the form is not for."""
+        """Raise InputError for a config that the form does not support."""
         if self.layers == "apart" and config.experts is not None:
             raise InputError("form: layers='apart' is not for experts; use stacked or unrolled")
 
@@ -136,7 +136,7 @@ IMPOSSIBLE = -1e30
 
 
 def unused_mask(config: DecoderConfig) -> Bool[np.ndarray, "V"]:
-    """Return which ids have no token."""
+    """Return which ids have no token in the tokenizer."""
     mask = np.zeros(config.vocab_size, np.bool_)
     mask[list(config.unused_tokens)] = True
     return mask
@@ -166,17 +166,17 @@ class Decoder:
 
     @property
     def vocab_size(self) -> int:
-        """Number of tokens (V)."""
+        """The number of tokens (V)."""
         return self.config.vocab_size
 
     @property
     def max_positions(self) -> int:
-        """Longest sequence the model is meant for, in tokens."""
+        """The longest supported sequence, in tokens."""
         return self.config.max_positions
 
     @property
     def cached_heads(self) -> int:
-        """Key/value heads in caches and windows (G): the model's, or one per shard if more."""
+        """The number of key/value heads in caches and windows (G), at least one per shard."""
         return max(self.config.num_kv_heads, self.shards)
 
     @property
@@ -236,9 +236,9 @@ class Decoder:
         logits: bool = True,
         num_layers: int | None = None,
     ) -> Extension:
-        """Run T tokens through the model: see `LanguageModel.extend`.
+        """Run T tokens through the model, as specified by `LanguageModel.extend`.
 
-        Raises InputError for parameters that are missing or have another shape.
+        Raises InputError for parameters that are missing or have the wrong shape.
         """
         requested = _Features(features, self.config)
         params = checked(parameter_table(self.config, self.form.stacked), params)

@@ -1,4 +1,4 @@
-"""The interface of a language model for the decoding loop: a few plain functions, no Flax."""
+"""The interface of language models for the decoding loop: plain functions without Flax."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from specjax.cache import KVCache, Window
 
 @struct.dataclass
 class Extension:
-    """The result of one forward: float32 logits (None unless requested), features, new window."""
+    """The result of a forward pass: float32 logits if requested, features, and the new window."""
 
     logits: Float[Array, "B T V"] | None
     features: dict[str, Float[Array, "B T D"] | Int[Array, "B T ..."]]
@@ -21,18 +21,18 @@ class Extension:
 
 @runtime_checkable
 class LanguageModel(Protocol):
-    """A model as pure functions of its parameters; hashable, to be a static argument."""
+    """A model as pure functions of its parameters; hashable, for use as a static argument."""
 
     @property
     def vocab_size(self) -> int:
-        """Number of tokens (V)."""
+        """The number of tokens (V)."""
 
     @property
     def max_positions(self) -> int:
-        """Longest sequence the model is meant for, in tokens."""
+        """The longest supported sequence, in tokens."""
 
     def make_cache(self, batch: int, capacity: int) -> KVCache:
-        """Return an empty cache for `batch` rows of up to `capacity` tokens."""
+        """Return an empty cache for `batch` rows with a capacity of `capacity` tokens."""
 
     def make_window(self, batch: int, slots: int) -> Window:
         """Return an empty window of W = `slots` slots."""
@@ -51,12 +51,12 @@ class LanguageModel(Protocol):
         logits: bool = True,
         num_layers: int | None = None,
     ) -> Extension:
-        """Run T tokens through the model; the cache is read and not changed.
+        """Run T tokens through the model; the cache is read but not changed.
 
-        The tokens fill the window's slots start..start+T and see each row's committed tokens and
-        the window slots that `visible` allows, their own included. With `num_layers`, only that
-        many layers run before the final norm (early exit). Without cache and window (training)
-        the T tokens see each other as `visible` [#B, T, T] says, and nothing is kept. Features are
-        `final_norm`, `pre_norm` and `layer_input:i`, each [B, T, D], `top_tokens:k` [B, T, k], and
-        `experts`, each token's experts in the M sparse layers, [B, T, M, K].
+        The tokens fill the window's slots start..start+T, and attend to each row's committed tokens
+        and to the window slots that `visible` allows, their own included. With `num_layers`, only
+        that many layers run before the final norm (early exit). Without cache and window
+        (training), the T tokens attend to each other by `visible` [#B, T, T], and nothing is kept.
+        Features are `final_norm`, `pre_norm` and `layer_input:i` [B, T, D], `top_tokens:k` [B, T,
+        k], and `experts`, the experts of each token in the M sparse layers [B, T, M, K].
         """

@@ -1,4 +1,4 @@
-"""Masks: which slots of a round's window its tokens attend to."""
+"""Masks: the slots of a round's window that each token attends to."""
 
 from __future__ import annotations
 

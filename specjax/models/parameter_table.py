@@ -18,10 +18,10 @@ DOWN_AXES = ("experts", "mlp", "embed")
 def parameter_table(config: DecoderConfig, scan_layers: bool = True) -> dict[str, Any]:
     """Return every parameter of a decoder as a nested dict of `Parameter`.
 
-    Head axes are separate, kernels are [in, out], and layers are stacked on the first axis, those
-    of one structure together (`config.runs`); without `scan_layers` each layer is an entry of its
-    own, "0", "1", ... A tied head and the embedding are stored once, in the head's layout [D, V]:
-    the head reads all of it, the embedding a few columns.
+    Head axes are separate and kernels are [in, out]. Layers of one structure (`config.runs`) are
+    stacked on the first axis; without `scan_layers` each layer is a separate entry "0", "1", ... A
+    tied head and embedding are stored once, as the head [D, V], since the head reads all of it and
+    the embedding only a few columns.
     """
     width = config.hidden_size
     table: dict[str, Any] = {
@@ -74,7 +74,7 @@ def _layer(config: DecoderConfig, sparse: bool) -> dict[str, Any]:
 def norm_table(
     config: DecoderConfig, size: int | None = None, axis: str = "embed"
 ) -> dict[str, Parameter]:
-    """Return the parameters of a norm over `size` numbers, D by default."""
+    """Return the parameters of a norm over `size` elements, by default D."""
     shape = (config.hidden_size if size is None else size,)
     entry = {"scale": Parameter(shape, (axis,), "zeros" if config.norm.offset else "ones")}
     if config.norm.kind == "layer":

@@ -1,4 +1,4 @@
-"""A nested table of parameters, declared once: shapes, logical axes and initialisers."""
+"""Nested tables of parameters: shapes, logical axes and initializers."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from specjax.models.layers.quantized import QuantizedKernel
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter: its shape, the logical name of each axis, and its initialiser.
+    """One parameter: its shape, the logical name of each axis, and its initializer.
 
-    With `always` it has that dtype, whatever the dtype of the model.
+    `always` overrides the model's dtype.
     """
 
     shape: tuple[int, ...]
@@ -33,7 +33,7 @@ class Parameter:
         assert len(self.shape) == len(self.axes), (self.shape, self.axes)
 
     def dtype(self, of_model: Any) -> np.dtype:
-        """Return its dtype in a model of dtype `of_model`."""
+        """Return the parameter's dtype in a model of dtype `of_model`."""
         return np.dtype(of_model if self.always is None else self.always)
 
     def with_layers(self, count: int) -> Parameter:
@@ -41,7 +41,7 @@ class Parameter:
         return replace(self, shape=(count, *self.shape), axes=("layers", *self.axes))
 
     def initializer(self) -> nn.initializers.Initializer:
-        """Return its initialiser, with named axes; `normal` has standard deviation 0.02."""
+        """Return the initializer, with named axes; `normal` has standard deviation 0.02."""
         start = {
             "normal": nn.initializers.normal(0.02),
             "ones": nn.initializers.ones_init(),
@@ -58,7 +58,7 @@ def _identity(key: Key[Array, ""], shape: tuple[int, ...], dtype: jnp.dtype) -> 
 
 
 class ParameterTable(nn.Module):
-    """Declares every entry of a nested table, for `init`."""
+    """A Flax module that declares every entry of a nested table, for `init`."""
 
     table: Mapping[str, Parameter | Mapping]
     dtype: jnp.dtype
@@ -77,7 +77,7 @@ class ParameterTable(nn.Module):
 def checked(table: Mapping[str, Any], params: Any, path: str = "params") -> dict[str, Any]:
     """Return the parameters of a table as a plain nested dict, without boxes of axis names.
 
-    Raises InputError for one that is missing or has another shape.
+    Raises InputError for a missing parameter or one with the wrong shape.
     """
     values = {}
     for name, entry in table.items():
@@ -100,5 +100,5 @@ def checked(table: Mapping[str, Any], params: Any, path: str = "params") -> dict
 
 
 def cast(params: Any, table: Any, dtype: Any) -> Any:
-    """Return the arrays of a nested table in the dtypes that they have in a model of `dtype`."""
+    """Return the arrays of a nested table in the dtypes of a model of dtype `dtype`."""
     return jax.tree.map(lambda entry, leaf: jnp.asarray(leaf, entry.dtype(dtype)), table, params)

@@ -1,4 +1,4 @@
-"""Prefill: running prompts into caches in chunks of a few sizes, for prompts of all lengths."""
+"""Prefill: running prompts into caches in chunks of a few fixed sizes."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def prefill(
     begin: Int[Array, ""] | int = 0,
     end: Int[Array, ""] | int | None = None,
 ) -> tuple[KVCache, Any]:
-    """Run each row's tokens from `begin` to `end`; return the cache with them, and the carry.
+    """Run each row's tokens from `begin` to `end`; return the extended cache, and the carry.
 
-    The cache holds the tokens before `begin`. Row b has `lengths[b]` tokens, and without `end` all
-    of them are run. Each forward is over [B, chunk] tokens, without logits: of the first size in
-    `chunks` (descending) while a chunk of it fits, then of the next; `end` is rounded up to a
-    multiple of the last. A row commits nothing after its own length. After each forward `follow`
-    is called with the chunk's named features, which are not kept any longer.
+    The cache holds the tokens before `begin`. Row b has `lengths[b]` tokens, which is the default
+    of `end`. Each pass covers [B, chunk] tokens without logits, with the first size in `chunks`
+    (descending) while it fits, then the next; `end` is rounded up to a multiple of the last. A row
+    commits nothing past its length. After each pass `follow` is called with the chunk's named
+    features, which are then discarded.
     """
     batch, available = tokens.shape
     # Padded so that the last chunk fits: a slice that extends past the end would be shifted.

@@ -1,4 +1,4 @@
-"""The likeliest next tokens, and as a feature, `top_tokens:k`: the ids of k, likeliest first."""
+"""The most likely next tokens, also as a feature `top_tokens:k` with the ids of the top k."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def likeliest(
 ) -> tuple[Float[Array, "B T k"], Int[Array, "B T k"]]:
     """Return the `count` largest logits, or other scores of tokens, and their ids.
 
-    If the vocabulary is split over devices, each first finds the largest of its own part.
+    If the vocabulary is sharded, each device first finds the largest of its shard.
     """
     batch, length, vocab = logits.shape
     parts = num_parts("vocab", vocab)
@@ -40,12 +40,12 @@ def likeliest(
 
 
 def feature_name(count: int) -> str:
-    """Return the name of the feature with the `count` likeliest tokens."""
+    """Return the name of the feature with the `count` most likely tokens."""
     return f"{_PREFIX}{count}"
 
 
 def wanted_counts(features: Iterable[str], vocab_size: int) -> dict[str, int]:
-    """Return k of each `top_tokens:k` feature. Raises InputError unless it is from 1 to V."""
+    """Return k of each `top_tokens:k` feature. Raises InputError unless k is 1 to V."""
     counts = {}
     for name in features:
         prefix, colon, number = name.partition(":")
@@ -63,7 +63,7 @@ def wanted_counts(features: Iterable[str], vocab_size: int) -> dict[str, int]:
 def top_tokens(
     logits: Float[Array, "B T V"], counts: Mapping[str, int]
 ) -> dict[str, Int[Array, "B T _"]]:
-    """Return the features by name, from logits."""
+    """Return the features by name, computed from logits."""
     if not counts:
         return {}
     return _by_name(likeliest(logits, max(counts.values()))[1], counts)
@@ -74,7 +74,7 @@ def top_tokens_of_states(
     project: Callable[[Float[Array, "B T D"]], Float[Array, "B T V"]],
     counts: Mapping[str, int],
 ) -> dict[str, Int[Array, "B T _"]]:
-    """Return the features by name, from hidden states, a few positions' logits at a time."""
+    """Return the features by name from hidden states, a few positions at a time."""
     batch, length, width = states.shape
     most = max(counts.values())
     if length <= _BLOCK or length % _BLOCK:

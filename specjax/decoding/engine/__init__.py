@@ -1,1 +1,1 @@
-"""Requests through a fixed number of slots: rows come and go while others decode."""
+"""The engine: requests that arrive at any time share a fixed number of slots."""

@@ -1,4 +1,4 @@
-"""The rows of an engine on the devices: those that decode, and new ones that are to join them."""
+"""The rows of an engine on the devices: those being decoded, and new ones to be admitted."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ _SAVED = 0.25
 
 
 class DeviceRows:
-    """A session with its programs and the arrays they work on; nothing here decides what is done.
+    """A session with its programs and the arrays they work on; it makes no decisions.
 
-    The rows of all slots are in one state, or those of few slots alone in a smaller one (`narrow`).
+    The rows of all slots are in one state, or those of a few slots in a smaller one (`narrow`).
     """
 
     def __init__(self, session: Session) -> None:
@@ -54,16 +54,15 @@ class DeviceRows:
         """Seconds spent on making programs; next to nothing where they were there."""
 
     def compile(self) -> Programs:
-        """The compiled programs; made now if they are not yet. Raises InputError."""
+        """Return the programs, compiling them if necessary. Raises InputError."""
         if self._programs is None:
             self._programs = self._compiled(self.session)
         return self._programs
 
     def serve(self, request: SamplingParams) -> None:
-        """Make the programs able to do what a request asks for.
+        """Ensure that the programs support the sampling parameters of a request.
 
-        Where they were compiled without it, that is done now. Raises InputError, and changes
-        nothing then.
+        Recompiles them if necessary. Raises InputError without changing anything.
         """
         plan = self.session.plan
         flags = plan.flags.union(flags_of([request]))
@@ -77,16 +76,16 @@ class DeviceRows:
         self.session = session
 
     def begin(self) -> None:
-        """Make room for all rows, unless it is there."""
+        """Allocate the state of all rows, if it does not exist yet."""
         if self._state is not None:
             return
         session = self.session
         self._state = self.compile().empty(session.params, *self._arguments([], session.num_rows))
 
     def new_rows(self, rows: Sequence[Row]) -> bool:
-        """Begin new rows; whether their prompts are read, since the rows before had the same.
+        """Start new rows; return whether their prompts are already read.
 
-        Otherwise nothing is read of them yet.
+        They are if the previous new rows had the same prompts.
         """
         session, programs = self.session, self.compile()
         arguments = self._arguments(rows, session.prefill_rows)
@@ -105,17 +104,21 @@ class DeviceRows:
         return False
 
     def read(self, begin: int, end: int) -> jax.Array:
-        """Read the new rows' prompts from `begin` to `end`; an array that is there when done."""
+        """Read the new rows' prompts from `begin` to `end`.
+
+        Returns an array that becomes ready when reading is done.
+        """
         self._new, ready = self.compile().read(
             self.session.params, self._new, np.int32(begin), np.int32(end)
         )
         return ready
 
     def admit(self, slots: Sequence[int], *, all_read: bool) -> jax.Array:
-        """Put the new rows into `slots`; an array that is there when done.
+        """Move the new rows into `slots`.
 
-        Where their prompts were `all_read`, those of aborted requests too, they serve more rows
-        with the same ones.
+        Returns an array that becomes ready when this is done. If all prompts were read
+        (`all_read`), including those of aborted requests, they serve further rows with the same
+        prompts.
         """
         self._widen()
         out_of_range = self.session.num_rows
@@ -132,9 +135,9 @@ class DeviceRows:
         max_rounds: int,
         stop_after_finished: int,
     ) -> Seen:
-        """A few rounds, as `loop.step`; what the host will see of them is on its way.
+        """Run a few rounds, as `loop.step` does, and start copying the results to the host.
 
-        It is in the order of `by_row`.
+        Results are in the order of `by_row`.
         """
         session = self._few or self.session
         programs = self.compile() if self._few is None else self._few_programs
@@ -161,14 +164,14 @@ class DeviceRows:
         return range(self.session.num_rows) if self._few is None else self._slots
 
     def by_row(self, slots: Sequence[Any]) -> tuple[Any, ...]:
-        """What is in the slots, in the order of the rows; None for rows that no slot has."""
+        """Return the entries of `slots` in the order of rows, with None for rows without a slot."""
         return tuple(slots[slot] if slot < len(slots) else None for slot in self._row_slots)
 
     def narrow(self, slots: Sequence[int], seconds_left: float) -> None:
-        """Decode the rows in `slots` alone, in programs of half the rows or fewer, if that pays.
+        """Decode only the rows in `slots`, in programs of at most half the rows, if that pays off.
 
-        Others have ended. It pays on a CPU, where a pass over fewer rows takes less time, and where
-        what it saves of `seconds_left` is more than what compiling takes; on accelerators a pass
+        All other rows must have ended. It pays off on a CPU, where fewer rows make a pass faster,
+        if the time saved out of `seconds_left` exceeds the time to compile. On accelerators a pass
         takes as long as reading the weights, and on a mesh rows belong to devices.
         """
         now = self._few or self.session
@@ -202,11 +205,11 @@ class DeviceRows:
         self._few, self._slots = None, ()
 
     def update_params(self, params: Any, drafter_params: Any = None) -> None:
-        """Decode with other parameters; what was learned with the old ones is dropped.
+        """Decode with new parameters, discarding what was learned with the old ones.
 
-        They are put where the old ones are. Of a trained head that keeps its own, those that it
-        shares with the target are the target's new ones. Raises InputError unless trees, shapes and
-        dtypes are the same.
+        They are placed like the old ones. A trained head takes the parameters that it shares with
+        the target from the new target. Raises InputError unless trees, shapes and dtypes are
+        unchanged.
         """
         session, drafter = self.session, self.session.drafter
         params = _in_place_of("params", session.model.params, params)
@@ -226,7 +229,7 @@ class DeviceRows:
         self._prompts = []
 
     def free(self) -> None:
-        """Keep no row on the devices."""
+        """Free the rows' memory on the devices."""
         self._state = self._new = self._few = None
         self._prompts = []
 

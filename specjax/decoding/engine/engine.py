@@ -1,9 +1,9 @@
-"""`Engine`: any number of requests through a fixed number of slots, decoded together.
+"""`Engine`, which decodes any number of requests together in a fixed number of slots.
 
-The compiled loop returns when a row has finished and requests wait; the next ones' prompts are read
-apart, a bounded number of tokens at a time, and put into the free slots while the other rows keep
-what they have. Where the host has nothing to decide, the next step is under way before the last
-one is looked at.
+The compiled loop returns when a row has finished and requests are waiting. Their prompts are then
+read separately, a bounded number of tokens at a time, and moved into free slots while the other
+rows keep their state. If the host has nothing to decide, the next step starts before the results of
+the last one are read.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class _Prompts:
 
     @property
     def longest(self) -> int:
-        """How many tokens are read of the longest prompt whose request was not aborted."""
+        """The number of tokens to read of the longest prompt whose request was not aborted."""
         left = [request for _, request in self.taken if not request.ended]
         return max((self.position, *(len(request.row.prompt) - 1 for request in left)))
 
@@ -94,17 +94,17 @@ class _Running:
 
 
 class Engine:
-    """Decodes requests that come at any time; each gets what it would get alone.
+    """A decoder for requests that arrive at any time; each gets the output that it would get alone.
 
         engine = Engine(model, drafter="ngram", batch_size=8)
         engine.add("Name three rivers.")
         for delta in engine:
             print(delta.text, end="")
 
-    With greedy decoding and with `verify="coupled"` a request's tokens depend on nothing but its
-    prompt, its parameters and its key, which is that of its own seed, else of its number in order
-    of arrival; with `rejection` and `block` the same holds for fixed draft lengths. Of several
-    processes, each makes the same calls in the same order.
+    With greedy decoding and with `verify="coupled"` a request's tokens depend only on its prompt,
+    its parameters and its key, which derives from its seed or else its number in order of arrival.
+    With `rejection` and `block` the same holds for fixed draft lengths. If there are several
+    processes, each must make the same calls in the same order.
     """
 
     @takes_options(DecodeOptions)
@@ -131,7 +131,7 @@ class Engine:
 
     @classmethod
     def of(cls, session: Session) -> Engine:
-        """An engine of a session, to which its prompts are still to be added."""
+        """Return an engine for a session, without adding the session's prompts."""
         engine = cls.__new__(cls)
         engine._open(session)
         return engine
@@ -153,21 +153,21 @@ class Engine:
 
     @property
     def session(self) -> Session:
-        """What it decodes with."""
+        """The session that the engine decodes with."""
         return self._rows.session
 
     @property
     def num_unfinished(self) -> int:
-        """Samples whose last delta is still to come: they wait, decode, or have just ended."""
+        """The number of samples whose last delta has not been returned yet."""
         return len(self._scheduler) + sum(delta.output is not None for delta in self._ready)
 
     @property
     def num_waiting(self) -> int:
-        """Samples that wait for a slot."""
+        """The number of samples waiting for a slot."""
         return self._scheduler.num_waiting
 
     def compile(self) -> Programs:
-        """The compiled programs; made now if they are not yet. Raises InputError."""
+        """Return the programs, compiling them if necessary. Raises InputError."""
         with self._compiling():
             return self._rows.compile()
 
@@ -192,14 +192,14 @@ class Engine:
         id: RequestId | None = None,
         n: int = 1,
     ) -> RequestId:
-        """Add a request; returns its id, by default its number in order of arrival.
+        """Add a request; return its id, by default its number in order of arrival.
 
-        Of `n` samples each is a row of its own; the first is what the request gives alone. Rows
-        with the same prompt that follow each other into slots share what one has read. Where
-        prompt and output reach the engine's `max_length`, the output ends with the reason "length".
-        Raises InputError for an id that is in use, for a prompt that cannot be encoded or has no
-        room, for more than eight tokens that end it, the model's own included, and for a sampling
-        that the target cannot serve.
+        Each of `n` samples is a separate row; the first equals the result of the request alone.
+        Rows with the same prompt that enter slots one after another read it once. If prompt and
+        output reach the engine's `max_length`, the output ends with the reason "length". Raises
+        InputError for an id in use, a prompt that cannot be encoded or does not fit, more than
+        eight stop tokens including the model's, and sampling parameters that the target does not
+        support.
         """
         self._check_open()
         name = self._free_number() if id is None else id
@@ -232,9 +232,9 @@ class Engine:
         return next(one for one in itertools.count(self._number) if not self._scheduler.has(one))
 
     def add_rows(self, id: RequestId, rows: list[Row]) -> None:
-        """Add rows that were checked before as the samples of one request.
+        """Add checked rows as the samples of one request.
 
-        Raises InputError where the engine is closed.
+        Raises InputError if the engine is closed.
         """
         self._check_open()
         now = time.perf_counter()
@@ -247,11 +247,11 @@ class Engine:
             self._scheduler.add(Request(id, row, follower, now))
 
     def step(self) -> list[Delta]:
-        """Decode for a few rounds; what that added, request by request.
+        """Decode a few rounds; return the new output of each request.
 
-        Prompts of waiting requests are read first where slots are free. Without unfinished requests
-        there is nothing to do and nothing to return. Raises InputError where programs do not
-        fit into memory, or an earlier step was not completed and its tokens are lost by that.
+        If slots are free, prompts of waiting requests are read first. Returns an empty list if no
+        request is unfinished. Raises InputError if programs do not fit into memory, or if an
+        earlier step failed and its tokens are lost.
         """
         self._check_open()
         self._advance()
@@ -270,7 +270,7 @@ class Engine:
                 yield self._ready.popleft()
 
     def abort(self, id: RequestId) -> None:
-        """End a request: its deltas, with the reason "abort", come with the next step.
+        """End a request; its last deltas, with the reason "abort", come with the next step.
 
         Raises InputError for an id that is unknown or finished.
         """
@@ -285,13 +285,13 @@ class Engine:
     def update_params(
         self, params: Any, drafter_params: Any = None, *, running: str = "continue"
     ) -> None:
-        """Decode with other parameters of the same target from here on.
+        """Decode with new parameters of the same target from now on.
 
-        What the old ones have still under way is in the next step's deltas. Those of the drafter
-        (`LoadedDrafter.params`) stay where none are given, but for what a trained head takes from
-        its target. Rows that are `running`, or being read, continue with what was read of them by
-        the old parameters, or "abort". What was learned of draft lengths is dropped. Raises
-        InputError unless trees, shapes and dtypes are as they were.
+        Results already in progress with the old ones appear in the next step's deltas. The
+        drafter's parameters (`LoadedDrafter.params`) stay if none are given, except those that a
+        trained head shares with its target. Rows that are running or being read `continue` with
+        what the old parameters read, or `abort`. Learned draft lengths are discarded. Raises
+        InputError unless trees, shapes and dtypes are unchanged.
         """
         self._check_open()
         running = _RUNNING_ROWS.check("running", running)
@@ -303,10 +303,10 @@ class Engine:
             self._abort([request for request in self._scheduler.slots if request is not None])
 
     def close(self) -> None:
-        """End: memory on the devices is given back.
+        """Free the engine's memory on the devices.
 
-        Unfinished requests are dropped, and so are deltas that no step has returned. If that is
-        interrupted it can be called again.
+        Unfinished requests and deltas that no step has returned are dropped. If interrupted, it can
+        be called again.
         """
         self._closed = True
         self._scheduler = Scheduler(self.session.batch_size)

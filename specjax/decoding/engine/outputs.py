@@ -1,4 +1,4 @@
-"""What an engine gives back: deltas while a request runs, and its whole output at the end."""
+"""Outputs of an engine: deltas while a request runs, and the complete output at its end."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ RequestId = int | str
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds since a request was added: until its prompt was begun, its first token, its end.
+    """Seconds from adding a request to reading its prompt, its first token, and its end.
 
-    None where it ended before.
+    A time is None if the request ended before.
     """
 
     waiting_s: float | None
@@ -34,9 +34,10 @@ class Times:
 
 
 class Failure(NamedTuple):
-    """A row that ended with "error" after so many new tokens.
+    """A row that ended with "error" after `new_tokens` tokens.
 
-    The target's logits were not numbers, or the tokens that followed have no text: `text_error`.
+    Either the target's logits were not finite, or `text_error` says why the next tokens have no
+    text.
     """
 
     new_tokens: int
@@ -45,14 +46,13 @@ class Failure(NamedTuple):
 
 @dataclass(frozen=True)
 class Output:
-    """A request's whole output.
+    """The complete output of a request.
 
-    `token_ids` are the new tokens, the stop token included; `finish_reason` is "stop", "length",
-    "abort", or "error" where the target's next logits were not numbers or tokens have no text, and
-    `text_error` says why in the latter case. `rounds` are the counts of its own rounds, [R] each;
-    the first of them was the engine's round number `first_round`. `logprobs` is None where not
-    asked for. `lossy` says that the rule, as `typical` does, changed the distribution that the
-    tokens come from.
+    `token_ids` are the new tokens, stop token included. `finish_reason` is "stop", "length",
+    "abort", or "error" if the target's logits were not finite or tokens have no text (then
+    `text_error` says why). `rounds` are the counts of its own rounds, [R] each, starting with the
+    engine's round `first_round`. `logprobs` is None unless requested. `lossy` says that the rule,
+    such as `typical`, changed the distribution of the tokens.
     """
 
     id: RequestId
@@ -71,22 +71,22 @@ class Output:
 
     @property
     def failure(self) -> Failure | None:
-        """What went wrong, where the reason is "error"."""
+        """The cause of the failure if the finish reason is "error", else None."""
         failed = self.finish_reason == REASONS[FAILED]
         return Failure(len(self.token_ids), self.text_error) if failed else None
 
     def was_drafted(self) -> list[bool]:
-        """For each new token, whether the drafter had proposed it."""
+        """Return, for each new token, whether the drafter had proposed it."""
         return was_drafted(self.rounds)
 
 
 @dataclass(frozen=True)
 class Delta:
-    """What a step added to one request's output.
+    """The output that a step added to one request.
 
-    `text` is final text; it may lag behind `token_ids` by an unfinished character or a possible
-    stop string. `drafted` says of each token whether the drafter had proposed it. `finish_reason`
-    and `output` are None until the last delta of the request, or of its sample.
+    `text` is final, but may lag behind `token_ids` by an incomplete character or a possible stop
+    string. `drafted` says which tokens the drafter had proposed. `finish_reason` and `output` are
+    None until the last delta of the request or its sample.
     """
 
     id: RequestId
@@ -99,7 +99,7 @@ class Delta:
 
 
 def was_drafted(rounds: Rounds) -> list[bool]:
-    """For each token that a row emitted in its rounds, whether it was drafted."""
+    """Return, for each token that a row emitted in its rounds, whether it was drafted."""
     return [
         index < passed
         for passed, count in zip(rounds.accepted.tolist(), rounds.emitted.tolist(), strict=True)
@@ -108,7 +108,7 @@ def was_drafted(rounds: Rounds) -> list[bool]:
 
 
 def failure_message(target: Model, failed: Mapping[str, Failure]) -> str:
-    """What went wrong in rows that ended with "error", by their names: one sentence a cause."""
+    """Return a message about rows that ended with "error", with one sentence per cause."""
     broken = [name for name, one in failed.items() if one.text_error is None]
     unreadable = [name for name, one in failed.items() if one.text_error is not None]
     sentences = []
@@ -131,7 +131,7 @@ def _and_others(names: Sequence[str]) -> str:
 
 
 class Follower:
-    """The output of one row as it grows, step by step."""
+    """The output of one row, extended step by step."""
 
     def __init__(
         self, tokenizer: Tokenizer | None, stops: Sequence[str], *, logprobs: bool
@@ -180,19 +180,19 @@ class Follower:
         return fresh, was_drafted(rounds), text
 
     def end(self, reason: str | None) -> str:
-        """The final text since the last call; all that is left where there is a reason to end."""
+        """Return the final text since the last call; with a reason to end, all remaining text."""
         self.finish_reason = reason
         text = "" if self._text is None else self._text.take(ended=reason is not None)
         self._shown.append(text)
         return text
 
     def end_without_text(self, why: str) -> None:
-        """The output ends with what it has, since the tokens that follow have no text."""
+        """End the output as it is, since the next tokens have no text."""
         self._text = None
         self.finish_reason, self.text_error = REASONS[FAILED], why
 
     def output(self, id: RequestId, sample: int, times: Times) -> Output:
-        """The whole output; its text is that of all deltas."""
+        """Return the complete output, whose text is that of all deltas."""
         return Output(
             id,
             sample,

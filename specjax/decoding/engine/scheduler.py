@@ -1,4 +1,4 @@
-"""Which request is in which slot, and which one is next: in order of arrival."""
+"""Assignment of requests to slots in order of arrival."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from specjax.decoding.rows import Row
 
 @dataclass(eq=False)
 class Request:
-    """A row that waits, is being read or decodes; times are those of a clock, in seconds."""
+    """A row that is waiting, being read or decoding; times are clock readings in seconds."""
 
     id: RequestId
     row: Row
@@ -28,15 +28,15 @@ class Request:
         return self.follower.finish_reason is not None
 
     def leave_out(self, seconds: float) -> None:
-        """Let its times begin later by so many seconds that have just passed."""
+        """Exclude the last `seconds` from the request's times."""
         for name in ("added", "begun", "first_token", "last_token"):
             if (time := getattr(self, name)) is not None:
                 setattr(self, name, time + seconds)
 
     def see_tokens(self, count: int, now: float) -> float | None:
-        """Note that new tokens were seen; seconds for each since the last ones, None for the first.
+        """Record new tokens; return the seconds per token since the last ones, None for the first.
 
-        Of tokens that were seen together each is counted as if they had come evenly.
+        Tokens that arrive together count as evenly spaced.
         """
         if not count:
             return None
@@ -47,7 +47,7 @@ class Request:
         return (now - before) / count
 
     def times(self, now: float) -> Times:
-        """Its times, where it ends `now`."""
+        """Return the request's times if it ends `now`."""
         begun, first = (
             None if one is None else one - self.added for one in (self.begun, self.first_token)
         )
@@ -56,9 +56,9 @@ class Request:
 
 @dataclass
 class Scheduler:
-    """A queue, and slots, each with the request that has it.
+    """A queue of requests, and slots with the requests that occupy them.
 
-    Nothing but a pass over all requests takes longer where more of them wait.
+    Only iterating over all requests takes time proportional to the number of waiting ones.
     """
 
     num_slots: int
@@ -70,25 +70,25 @@ class Scheduler:
 
     @property
     def num_free(self) -> int:
-        """Slots that no request has."""
+        """The number of free slots."""
         return self.slots.count(None)
 
     @property
     def num_waiting(self) -> int:
-        """Requests that have no slot yet."""
+        """The number of requests without a slot."""
         return len(self._waiting)
 
     def add(self, request: Request) -> None:
-        """Put a request at the end of the queue; those of one id are its samples."""
+        """Append a request to the queue; requests with the same id are its samples."""
         self._waiting[request] = None
         self._by_id.setdefault(request.id, {})[request] = None
 
     def samples(self, id: RequestId) -> list[Request]:
-        """The requests of an id that wait or have a slot, in the order in which they were added."""
+        """Return the waiting and running requests of an id, in the order they were added."""
         return list(self._by_id.get(id, ()))
 
     def take(self, most: int) -> list[tuple[int, Request]]:
-        """Free slots, at most `most`, each with the request that gets it now."""
+        """Assign waiting requests to at most `most` free slots; return the pairs."""
         taken = []
         for slot, request in enumerate(self.slots):
             if len(taken) == most or not self._waiting:
@@ -99,7 +99,7 @@ class Scheduler:
         return taken
 
     def free(self, request: Request) -> int | None:
-        """Take a request out; the slot that it had, if it had one."""
+        """Remove a request; return its slot, or None if it had none."""
         samples = self._by_id[request.id]
         del samples[request]
         if not samples:
@@ -112,7 +112,7 @@ class Scheduler:
         return slot
 
     def has(self, id: RequestId) -> bool:
-        """Whether a request of this id waits or has a slot."""
+        """Return whether a request with this id is waiting or has a slot."""
         return id in self._by_id
 
     def __iter__(self) -> Iterator[Request]:

@@ -1,4 +1,4 @@
-"""What an engine has done: tokens, seconds, how full its slots were, and how long requests took."""
+"""Statistics of an engine: tokens, seconds, occupancy of slots, and request latencies."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _KEPT = 100_000
 
 
 class Step(NamedTuple):
-    """A step of rounds: when it ended, in seconds since the engine was made, and what was in it.
+    """A step of rounds: its end in seconds since the engine was created, and its counts.
 
-    `row_rounds` counts each row in each of the `rounds` that it decoded in; `waiting` are the
-    requests that waited when the step began.
+    `row_rounds` sums over rows the rounds that each decoded in; `waiting` is the number of waiting
+    requests at the start.
     """
 
     end_s: float
@@ -31,7 +31,7 @@ class Step(NamedTuple):
 
 
 class Percentiles(NamedTuple):
-    """The median and two high percentiles of some seconds; None where there were none."""
+    """The median and two high percentiles of durations in seconds; None without data."""
 
     p50: float | None
     p95: float | None
@@ -39,7 +39,7 @@ class Percentiles(NamedTuple):
 
     @classmethod
     def of(cls, seconds: Iterable[float]) -> Percentiles:
-        """The percentiles of `seconds`."""
+        """Return the percentiles of `seconds`."""
         values = list(seconds)
         if not values:
             return cls(None, None, None)
@@ -48,17 +48,17 @@ class Percentiles(NamedTuple):
 
 @dataclass(frozen=True)
 class EngineSummary:
-    """An engine's totals. Shares and percentiles are of its newest 100,000 steps or requests.
+    """Totals of an engine; fractions and percentiles cover its last 100,000 steps or requests.
 
-    `requests` counts the samples that have ended, and `aborted` those of them that were aborted.
-    `tokens` are those of all outputs, in `rounds` of the compiled loop. `prefill_s`, `decode_s` and
-    `compile_s` are seconds apart from each other; `tokens_per_second` is over the first two, which
-    pass also while the caller does something between two steps. `occupancy` is the share of slots
-    that decoded, over all slots and rounds; `occupancy_waiting` is that share over the steps that
-    began while requests waited, None without such a step. Percentiles of seconds since a request
-    was added: `waiting`, until its prompt began to be read; `first_token`; `total`, until its end,
-    without aborted ones. `between_tokens` are the seconds between two reads of a request's tokens,
-    divided by the tokens that came together.
+    `requests` counts finished samples, and `aborted` those that were aborted. `tokens` counts the
+    tokens of all outputs, emitted in `rounds` of the compiled loop. `prefill_s`, `decode_s` and
+    `compile_s` do not overlap; `tokens_per_second` divides by the first two, which include time
+    that the caller spends between steps. `occupancy` is the fraction of slots that decoded, over
+    all slots and rounds, and `occupancy_waiting` the same over steps that began with waiting
+    requests (None if there were none). Percentiles are of seconds since a request was added:
+    `waiting` until its prompt began to be read, `first_token`, and `total` until its end, without
+    aborted requests. `between_tokens` is the time between two reads of a request's tokens, divided
+    by the number of tokens read.
     """
 
     requests: int
@@ -79,7 +79,7 @@ class EngineSummary:
 
 @dataclass
 class Statistics:
-    """Counts of an engine with `num_slots` slots, which it adds to as it runs.
+    """Counts of an engine with `num_slots` slots, updated as it runs.
 
     `lossy` says that the rule changed the distribution of some request's tokens.
     """
@@ -100,7 +100,7 @@ class Statistics:
     total_s: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
 
     def add_step(self, step: Step) -> None:
-        """Count a step of rounds."""
+        """Add a step of rounds."""
         self.tokens += step.tokens
         self.rounds += step.rounds
         self.decode_s += step.seconds
@@ -108,7 +108,7 @@ class Statistics:
             self.steps.append(step)
 
     def add_request(self, times: Times, *, aborted: bool = False) -> None:
-        """Count a sample that has ended, or was aborted."""
+        """Add a finished or aborted sample."""
         self.requests += 1
         self.aborted += aborted
         if times.waiting_s is not None:
@@ -120,12 +120,12 @@ class Statistics:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """New tokens over the seconds of prefill and decoding; None before there are any."""
+        """The new tokens per second of prefill and decoding, or None before the first."""
         seconds = self.prefill_s + self.decode_s
         return self.tokens / seconds if seconds else None
 
     def summary(self) -> EngineSummary:
-        """The totals so far."""
+        """Return the totals so far."""
         return EngineSummary(
             requests=self.requests,
             aborted=self.aborted,

@@ -1,6 +1,6 @@
-"""Stop strings: where output ends, which tokens and counts are kept, which text may be shown.
+"""Stop strings: where the output ends, which tokens and counts remain, and which text is final.
 
-The loop knows token ids only; the host looks for stop strings between two steps, in decoded text.
+The loop knows only token ids; the host searches the decoded text for stop strings between steps.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ from specjax.loading.tokenizers.tokenizer import StreamDecoder, Tokenizer
 
 
 class OutputText:
-    """The text of an output that grows, up to the first of its stop strings.
+    """The text of a growing output, up to the first of its stop strings.
 
-    A stop string is looked for in the text that is shown and in the text with special tokens, which
-    are not shown, so that it may be or contain one. A character that is unfinished so far is part
-    of none.
+    Stop strings are searched for both in the visible text and in the text with special tokens, so
+    that they may contain a special token. An incomplete character is not searched.
     """
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = ()) -> None:
@@ -34,7 +33,7 @@ class OutputText:
         self._whole: list[tuple[str, int]] = []
 
     def feed(self, tokens: Sequence[int]) -> int:
-        """How many of these next tokens belong to the output: all, or those up to a stop string."""
+        """Return how many of `tokens` belong to the output: all, or those up to a stop string."""
         if not self._stops:
             self._text += self._decoder.feed(tokens)
             return len(tokens)
@@ -63,9 +62,9 @@ class OutputText:
         return min(starts, default=None)
 
     def take(self, *, ended: bool) -> str:
-        """The text since the last call that is final; all that is left where the output `ended`.
+        """Return the new final text since the last call, or all that remains if the output `ended`.
 
-        Until then the last characters, which may begin a stop string, are kept back.
+        Before the end, trailing characters that may begin a stop string are withheld.
         """
         if ended and not self.stopped:
             self._text += self._decoder.flush()
@@ -76,7 +75,7 @@ class OutputText:
 
 
 def truncate_rounds(rounds: Rounds, kept: np.ndarray) -> Rounds:
-    """The counts [B, R] of the first `kept` [B] new tokens of each row; of all where it is -1."""
+    """Return the counts [B, R] of each row's first `kept` [B] new tokens; -1 keeps all."""
     if (kept < 0).all():
         return rounds
     new = np.where(kept < 0, np.iinfo(np.int32).max, kept)

@@ -1,1 +1,1 @@
-"""Kernels in C++ for CPUs, and the library that is built of them."""
+"""C++ kernels for CPUs, and the library built from them."""

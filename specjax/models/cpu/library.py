@@ -1,7 +1,7 @@
-"""Compiles and loads the C++ kernels for CPUs, once per machine.
+"""Compilation and loading of the C++ kernels for CPUs, once per machine.
 
 The first use on a machine takes some seconds and a C++ compiler; the library is kept in the user's
-cache folder. Where it cannot be built, callers use what XLA has (`available`).
+cache folder. If it cannot be built, callers use XLA instead (`available`).
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ QUANTIZED_PRODUCT, ATTENTION = "specjax_quantized_product", "specjax_attention"
 
 @functools.cache
 def available() -> bool:
-    """Return whether the library is there, after building it at the first call if need be.
+    """Return whether the library is available, building it at the first call if necessary.
 
-    Without a compiler, or a folder to keep the library in, a line on stderr says so once.
+    Without a compiler or a folder for the library, a line on stderr says so once.
     """
     try:
         library = ctypes.CDLL(str(_built()))

@@ -39,7 +39,7 @@ class DraftModelConfig:
 
     @property
     def shares_output(self) -> bool:
-        """Whether logits are the target's output projection, applied to the head's features."""
+        """Whether logits use the target's output head on the draft model's features."""
         return True
 
 
@@ -55,12 +55,12 @@ class ReducedDecoder:
 
     @property
     def vocab_size(self) -> int:
-        """Number of tokens it reads (V)."""
+        """The number of tokens that it reads (V)."""
         return self.decoder.vocab_size
 
     @property
     def max_positions(self) -> int:
-        """Longest sequence the model is meant for, in tokens."""
+        """The longest supported sequence, in tokens."""
         return self.decoder.max_positions
 
     def make_cache(self, batch: int, capacity: int) -> KVCache:
@@ -121,7 +121,7 @@ class ReducedDecoder:
     def logits(
         self, params: dict[str, Any], final_norm: Float[Array, "B T D"]
     ) -> Float[Array, "B T Vd"]:
-        """Return draft logits in float32 from its `final_norm` features."""
+        """Return draft logits in float32 from `final_norm` features."""
         layer = self.decoder.arithmetic
         head = params["shared"]["draft_head"]
         logits = layer.project("btd,dv->btv", final_norm, head, jnp.float32)

@@ -1,6 +1,6 @@
-"""Draft logits over a part of the vocabulary (FR-Spec: Zhao et al. 2502.14856; EAGLE-3's d2t).
+"""Draft logits over part of the vocabulary (FR-Spec: Zhao et al. 2502.14856; EAGLE-3's d2t).
 
-The draft's distribution is zero at all other tokens, so that every rule stays exact.
+The draft's probability of all other tokens is zero, so that every rule stays exact.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from specjax.errors import InputError
 def expand(
     logits: Float[Array, "*rows Vd"], draft_ids: Int[Array, "Vd"] | None, vocab_size: int
 ) -> Float[Array, "*rows V"]:
-    """Return logits over the whole vocabulary, -inf for tokens outside the draft vocabulary."""
+    """Return logits over the whole vocabulary, with -inf outside the draft vocabulary."""
     if draft_ids is None:
         return logits
     expanded = jnp.full((*logits.shape[:-1], vocab_size), -jnp.inf, logits.dtype)
@@ -23,7 +23,7 @@ def expand(
 
 
 def check_draft_vocab_size(size: int, vocab_size: int) -> None:
-    """Raise InputError unless a draft vocabulary's size is from 1 to the target's."""
+    """Raise InputError unless a draft vocabulary's size is between 1 and the target's."""
     if not 1 <= size <= vocab_size:
         raise InputError(
             f"draft_vocab_size={size}: must be in 1..{vocab_size}, the target's vocabulary"
@@ -31,7 +31,7 @@ def check_draft_vocab_size(size: int, vocab_size: int) -> None:
 
 
 def check_draft_ids(draft_ids: np.ndarray, vocab_size: int) -> None:
-    """Raise InputError unless they are ascending token ids below `vocab_size`."""
+    """Raise InputError unless `draft_ids` are ascending token ids below `vocab_size`."""
     ids = np.asarray(draft_ids)
     if ids.ndim != 1 or ids.dtype.kind not in "iu" or not len(ids):
         raise InputError(

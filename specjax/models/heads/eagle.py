@@ -24,13 +24,13 @@ from specjax.models.parameters import Parameter
 
 @dataclass(frozen=True)
 class EagleConfig:
-    """An EAGLE head's shape and published flags.
+    """The shape and published flags of an EAGLE head.
 
-    `decoder` describes its one layer, with the target's vocabulary (V). `taps` name the target's
-    features of width `target_hidden_size` (Dt), `draft_vocab_size` (Vd) counts its logits. Flags of
-    version 3: `norm_before_residual` (the residual is the normed feature), `norm_before_fc` (a norm
-    over all taps), `fc_norm` (a norm for each tap), `norm_output` (the normed output is fed back),
-    `own_embedding`. Raises InputError for sizes or flags that do not fit together.
+    `decoder` describes its one layer, with the target's vocabulary (V). `taps` are the names of the
+    target's features of width `target_hidden_size` (Dt); `draft_vocab_size` (Vd) is the number of
+    logits. Flags of version 3: `norm_before_residual` (the residual is the normed feature),
+    `norm_before_fc` (one norm over all taps), `fc_norm` (a norm per tap), `norm_output` (the normed
+    output is fed back), `own_embedding`. Raises InputError for inconsistent sizes or flags.
     """
 
     decoder: DecoderConfig
@@ -70,17 +70,17 @@ class EagleConfig:
 
     @property
     def attention_width(self) -> int:
-        """Inputs of the query, key and value projections."""
+        """The input width of the query, key and value projections."""
         return self.decoder.hidden_size * (2 if self.version == 3 else 1)
 
     @property
     def shares_output(self) -> bool:
-        """Whether logits are the target's output projection, applied to the head's features."""
+        """Whether logits use the target's output head on this head's features."""
         return self.version == 1
 
     @property
     def num_modules(self) -> int:
-        """One: all draft steps run the same module."""
+        """The number of modules: 1, since all draft steps run the same module."""
         return 1
 
     def parameter_table(self) -> dict[str, Any]:
@@ -144,20 +144,20 @@ def default_taps(num_layers: int) -> tuple[str, ...]:
 class Eagle(PairHead):
     """An EAGLE head as plain functions of its parameters; hashable.
 
-    Under "shared" are the target's embedding, and for version 1 the columns of its head.
+    "shared" holds the target's embedding and, for version 1, the columns of its output head.
     """
 
     config: EagleConfig
 
     def module(self, params: dict[str, Any], index: int) -> dict[str, Any]:
-        """Return all parameters: the head has one module."""
+        """Return all parameters, since the head has a single module."""
         assert index == 0, index
         return params
 
     def fuse(
         self, params: dict[str, Any], features: dict[str, Float[Array, "B T Dt"]]
     ) -> Float[Array, "B T D"]:
-        """Return the head's first hidden states: all taps through one linear layer."""
+        """Return the first hidden states: all taps through one linear layer."""
         taps = [features[name].astype(self.dtype) for name in self.config.taps]
         if self.config.version == 1:
             return taps[0]

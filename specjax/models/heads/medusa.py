@@ -1,9 +1,9 @@
-"""Medusa heads: residual blocks that each predict one token further from the same feature.
+"""Medusa heads: residual blocks that each predict a token further ahead from the same feature.
 
 Cai et al. 2401.10774. Head i (0-based) reads f_t, the target's `final_norm`, and predicts
-x_{t+2+i}; x_{t+1} is predicted by the target. Blocks are x + SiLU(W x + b) with W zero at first.
-SiLU is bounded below, so a block alone cannot cancel the prediction of x_{t+1} in a feature: the
-trained head after it can, or a projection before the target's frozen head.
+x_{t+2+i}; the target itself predicts x_{t+1}. Blocks are x + SiLU(W x + b) with W initialized to
+zero. SiLU is bounded below, so a block alone cannot cancel the feature's prediction of x_{t+1}; the
+trained output head can, or a projection before the target's frozen head.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from specjax.models.parameters import Parameter, ParameterTable
 
 @dataclass(frozen=True)
 class MedusaConfig:
-    """K = `num_heads` heads of `num_layers` residual blocks over features of width `hidden_size`.
+    """K = `num_heads` heads of `num_layers` residual blocks on features of width `hidden_size`.
 
-    `draft_vocab_size` (Vd) counts their logits, out of `vocab_size` (V). With `original_lm_head`
-    they use the target's own head, and with `projection` a matrix of their own before it. Raises
-    InputError for sizes that do not go together, and for a projection before trained heads.
+    `draft_vocab_size` (Vd) is the number of their logits, out of `vocab_size` (V). With
+    `original_lm_head` they use the target's output head, and with `projection` a matrix before it.
+    Raises InputError for inconsistent sizes, and for a projection before trained output heads.
     """
 
     hidden_size: int
@@ -55,7 +55,7 @@ class MedusaConfig:
 
     @property
     def shares_output(self) -> bool:
-        """Whether logits are the target's output projection, applied to the head's features."""
+        """Whether logits use the target's output head on the heads' features."""
         return self.original_lm_head
 
 
@@ -83,8 +83,8 @@ def parameter_table(config: MedusaConfig) -> dict[str, Any]:
 class Medusa:
     """Medusa heads as plain functions of their parameters; hashable.
 
-    `params` are the heads' own, and under "shared" the target's arrays
-    (`shared_parameters.share`): with `original_lm_head` the columns of its head.
+    `params` are the heads' own, and "shared" holds the target's arrays (`shared_parameters.share`),
+    with `original_lm_head` including the columns of its output head.
     """
 
     config: MedusaConfig
@@ -98,7 +98,7 @@ class Medusa:
     def states(
         self, params: dict[str, Any], features: Float[Array, "B A D"]
     ) -> Float[Array, "K B A D"]:
-        """Return each head's states, before the output projection, for the target's features."""
+        """Return each head's states before the output projection, from the target's features."""
 
         def states_of_head(head_params: dict[str, Any]) -> jax.Array:
             x, blocks = features.astype(self.dtype), head_params["blocks"]

@@ -1,9 +1,10 @@
 """Multi-token prediction modules: decoder layers that predict tokens after the next one.
 
-DeepSeek-V3 (2412.19437, section 2.2) and its successors: module k (0-based) projects the normed
-embedding of x_{t+1+k} and the normed hidden state at t to one vector, runs one decoder layer over
-it, and predicts x_{t+k+2} by a norm of its own and the target's head. FastMTP (2509.18362) trains
-one module to be run on its own outputs. Checkpoints differ in the conventions of `MtpConfig`.
+DeepSeek-V3 (2412.19437, section 2.2) and successors: module k (0-based) projects the normed
+embedding of x_{t+1+k} and the normed hidden state at t to one vector, runs one decoder layer on it,
+and predicts x_{t+k+2} with its own norm and the target's output head. FastMTP (2509.18362) trains
+one module to run on its own outputs. `MtpConfig` covers the conventions in which checkpoints
+differ.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ Recursion = Literal["normed", "raw"]
 class MtpConfig:
     """The shape of MTP modules, and the conventions in which checkpoints differ.
 
-    `decoder` describes the one layer of each of the D = `num_modules` modules, with the target's
-    width and vocabulary (V); `draft_vocab_size` (Vd) counts the logits. `concat`, `hidden` and
-    `recursion` are as their types say; with `zero_first_embedding` the embedding of the pair at
-    position 0 is zero. Raises InputError for values out of range.
+    `decoder` describes the layer of each of the D = `num_modules` modules, with the target's width
+    and vocabulary (V); `draft_vocab_size` (Vd) is the number of logits. `concat`, `hidden` and
+    `recursion` are documented at their types; with `zero_first_embedding` the embedding of the pair
+    at position 0 is zero. Raises InputError for values out of range.
     """
 
     decoder: DecoderConfig
@@ -66,7 +67,7 @@ class MtpConfig:
 
     @property
     def shares_output(self) -> bool:
-        """Whether logits are the target's output projection, applied to the head's features."""
+        """Whether logits use the target's output head on the modules' features."""
         return True
 
     @property
@@ -76,7 +77,7 @@ class MtpConfig:
 
     @property
     def target_hidden_size(self) -> int:
-        """The width of that feature: the modules are as wide as the target."""
+        """The width of that feature, equal to the modules' width."""
         return self.decoder.hidden_size
 
     def check_target(self, target: DecoderConfig) -> None:
@@ -107,7 +108,7 @@ class MtpConfig:
 
 @dataclass(frozen=True, eq=False)
 class MtpModules:
-    """A model's own modules: `params` are the entries of `config.parameter_table`."""
+    """The modules of a model; `params` are the entries of `config.parameter_table`."""
 
     config: MtpConfig
     params: dict[str, Any] = field(repr=False)
@@ -117,7 +118,7 @@ class MtpModules:
 class Mtp(PairHead):
     """MTP modules as plain functions of their parameters; hashable.
 
-    Under "shared" are the target's embedding and the columns of its head.
+    "shared" holds the target's embedding and the columns of its output head.
     """
 
     config: MtpConfig
@@ -129,7 +130,7 @@ class Mtp(PairHead):
     def fuse(
         self, params: dict[str, Any], features: dict[str, Float[Array, "B T D"]]
     ) -> Float[Array, "B T D"]:
-        """Return the target's feature unchanged: each module norms its inputs."""
+        """Return the target's feature unchanged, since each module norms its inputs."""
         del params
         return features[self.config.hidden].astype(self.dtype)
 
@@ -159,9 +160,9 @@ class Mtp(PairHead):
     def next_hidden(
         self, params: dict[str, Any], output: Float[Array, "B T D"]
     ) -> Float[Array, "B T D"]:
-        """Return what the next module or draft step reads: the output, normed or not."""
+        """Return the input of the next module or draft step: the output, normed or not."""
         return self.readout(params, output) if self.config.recursion == "normed" else output
 
     def logit_kernel(self, params: dict[str, Any]) -> Float[Array, "D Vd"]:
-        """Return the target's columns for the draft vocabulary."""
+        """Return the columns of the target's output head for the draft vocabulary."""
         return params["shared"]["draft_head"]["kernel"]

@@ -34,7 +34,7 @@ class PairConfig(Protocol):
 
     @property
     def decoder(self) -> DecoderConfig:
-        """The layer, with the target's vocabulary (V)."""
+        """The config of each module's layer, with the target's vocabulary (V)."""
 
     @property
     def draft_vocab_size(self) -> int:
@@ -42,7 +42,7 @@ class PairConfig(Protocol):
 
     @property
     def taps(self) -> tuple[str, ...]:
-        """The target's features that module 0 reads, by name."""
+        """The names of the target's features that module 0 reads."""
 
     @property
     def target_hidden_size(self) -> int:
@@ -60,11 +60,11 @@ class PairConfig(Protocol):
 class PairHead:
     """A head as plain functions of its parameters; hashable.
 
-    `params` are the head's own, and under "shared" the target's arrays (`share`). The functions
-    from `inputs` to `extend` take those of one module (`module`). `shards` is the number of devices
-    that keys and values are split over, and `multiply` the dtype to which products round their
-    operands, as in `Decoder`. With `differentiable` gradients of experts can be taken. `form`
-    chooses the attention over its caches, which store entries in `cache_dtype` (`Decoder`).
+    `params` are the head's own, and "shared" holds the target's arrays (`share`). The functions
+    from `inputs` to `extend` take the parameters of one module (`module`). `shards` is the number
+    of devices over which keys and values are sharded, and `multiply` the dtype to which products
+    round their operands, as in `Decoder`. `differentiable` allows gradients of experts. `form`
+    selects the attention over its caches, which store entries in `cache_dtype` (`Decoder`).
     """
 
     config: PairConfig
@@ -128,7 +128,7 @@ class PairHead:
     def finish(
         self, params: dict[str, Any], residual: Float[Array, "B T D"], mixed: Partial
     ) -> tuple[Float[Array, "B T D"], Int[Array, "B T K"] | None]:
-        """Add attention's result to the residual stream and run the MLP.
+        """Add the attention result to the residual stream and run the MLP.
 
         Returns the layer's output, and each token's experts if the layer has experts.
         """
@@ -139,7 +139,7 @@ class PairHead:
     def next_hidden(
         self, params: dict[str, Any], output: Float[Array, "B T D"]
     ) -> Float[Array, "B T D"]:
-        """Return what the next module or draft step reads, from the layer's output."""
+        """Return the input of the next module or draft step, from the layer's output."""
         raise NotImplementedError
 
     def logits(
@@ -171,10 +171,10 @@ class PairHead:
         visible: Bool[Array, "#B T W"],
         only: Int[Array, "B"] | None = None,
     ) -> tuple[Float[Array, "B Q D"], Window]:
-        """Return a module's outputs for T pairs, and the window with them in slots start..start+T.
+        """Run a module over T pairs; return its outputs, and the window with those pairs written.
 
-        With `only`, each row has one output (Q = 1), that of the pair with this index; keys and
-        values of all pairs are written.
+        The pairs fill slots start..start+T. With `only`, each row returns the output of the pair at
+        that index (Q = 1); keys and values of all pairs are written.
         """
         residual, attended = self.inputs(params, tokens, hidden, positions)
         query, key, value = self.heads(params, attended, positions)
@@ -208,7 +208,7 @@ class PairHead:
 
 
 def kernel(*shape: int, axes: tuple[str | None, ...], bias: bool = False) -> dict[str, Parameter]:
-    """Return a linear layer's entry of a parameter table; a bias has the axes after the first."""
+    """Return a linear layer's entry of a parameter table; a bias has all axes but the first."""
     entry = {"kernel": Parameter(shape, axes)}
     if bias:
         entry["bias"] = Parameter(shape[1:], axes[1:], "zeros")

@@ -1,9 +1,9 @@
 """Attention over the committed cache as one GPU kernel, written in Pallas for Triton.
 
 Each program handles one row, one key/value head and one range of cache slots, reads only the
-committed keys of that range, and writes a partial softmax; the partials are merged by their
-log-sum-exp (flash decoding: Dao et al. 2023, https://pytorch.org/blog/flash-decoding/). The cache
-is read without a copy: XLA's own products copy a layer's slice of it first.
+committed keys of that range, and writes a partial softmax. The partial results are merged by their
+log-sum-exp (flash decoding: Dao et al. 2023, https://pytorch.org/blog/flash-decoding/). Unlike
+XLA's products, which first copy a layer's slice, it reads the cache in place.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def attend_cache_kernel(
 ) -> Partial:
     """Return `start` merged with attention over one layer's committed keys.
 
-    Blocks without committed keys are not read. On a mesh the heads are `split` over `model`, or
-    whole on each device.
+    Blocks without committed keys are skipped. On a mesh the heads are sharded over `model` if
+    `split`, otherwise replicated.
     """
     attend = functools.partial(_attend, layer=layer)
     return merge(start, on_each_device(attend, query, cache, split))

@@ -54,7 +54,7 @@ def group_queries(
 
 
 def ungroup(mixed: Float[Array, "B G X C"], tokens: int) -> Float[Array, "B T H C"]:
-    """Invert `group_queries`, without the scale."""
+    """Undo `group_queries`, except for the scale."""
     batch, kv_heads, queries, width = mixed.shape
     split = mixed.reshape(batch, kv_heads, tokens, queries // tokens, width)
     return split.transpose(0, 2, 1, 3, 4).reshape(batch, tokens, -1, width)
@@ -69,11 +69,10 @@ def attend(
     *,
     rounded: bool = False,
 ) -> Partial:
-    """Return the softmax over one block of keys, accumulated in float32.
+    """Return the softmax-weighted sum over one block of keys, accumulated in float32.
 
-    A query without visible keys has denominator 0. With `softcap` scores are limited to
-    c tanh(score/c) (Gemma 2). `rounded` (training) lets accelerators multiply float32 in fewer
-    bits.
+    A query without visible keys has denominator 0. `softcap` limits scores to c tanh(score/c)
+    (Gemma 2). `rounded` (training) lets accelerators multiply float32 in fewer bits.
     """
     precision = None if rounded else full_precision(query.dtype)
     multiply = functools.partial(
@@ -100,11 +99,11 @@ def attend_in_blocks(
     *,
     rounded: bool = False,
 ) -> Partial:
-    """Return the result of `attend`, with at most about `most_scores` scores at a time.
+    """Return the result of `attend`, computing about `most_scores` scores at a time.
 
-    Scores are recomputed for gradients. A group of rows is computed at a time, or a block of
-    queries of a large row. The default for `most_scores` fits into a CPU's cache, and is much
-    larger on accelerators.
+    A block is a group of rows, or a block of queries of one large row; scores are recomputed for
+    gradients. The default of `most_scores` fits into a CPU's cache and is much larger on
+    accelerators.
     """
     if most_scores is None:
         most_scores = _MOST_SCORES["cpu" if jax.default_backend() == "cpu" else "accelerator"]
@@ -175,7 +174,7 @@ def _attend_queries(
 
 
 def merge(a: Partial, b: Partial) -> Partial:
-    """Return the softmax over the keys of both; exact up to rounding, and associative."""
+    """Return the softmax over the keys of both parts; associative, exact up to rounding."""
     peak = jnp.maximum(a.peak, b.peak)
     anchor = jnp.where(jnp.isneginf(peak), 0.0, peak)
     scale_a, scale_b = jnp.exp(a.peak - anchor), jnp.exp(b.peak - anchor)
@@ -200,7 +199,7 @@ def _read(
 
 
 def cached_blocks(cache: KVCache) -> Int[Array, ""]:
-    """Return how many blocks hold the longest row; attention's cost is proportional to it."""
+    """Return the number of blocks that hold the longest row, which determines the cost."""
     step = min(CACHE_BLOCK, cache.capacity)
     return (cache.length.max() + step - 1) // step
 
@@ -216,8 +215,8 @@ def attend_cache(
 ) -> Partial:
     """Return `start` merged with attention over the first `blocks` blocks of one layer's cache.
 
-    With `oldest` each query sees the keys from that position on, and blocks before the oldest of
-    all queries are not read.
+    With `oldest`, each query attends to keys from that position on, and blocks before the oldest of
+    all queries are skipped.
     """
     _, batch, kv_heads, _, _ = cache.k.shape
     step = min(CACHE_BLOCK, cache.capacity)
@@ -244,10 +243,10 @@ def attend_rows(
     softcap: float | None = None,
     split: bool = False,
 ) -> Partial:
-    """Return the result of `attend_cache`, computed row by row, each over its own length only.
+    """Return the result of `attend_cache`, computed row by row over each row's own length.
 
-    On a mesh each device computes its own rows; heads are `split` over `model`, or whole on each
-    device.
+    On a mesh each device computes its own rows; heads are sharded over `model` if `split`,
+    otherwise replicated.
     """
     attend_own_rows = functools.partial(_attend_rows, softcap=softcap)
     return on_each_device(attend_own_rows, query, cache, split, layer, start, oldest)
@@ -297,9 +296,9 @@ def on_each_device(
     start: Partial | None = None,
     oldest: Int[Array, "B X"] | None = None,
 ) -> Partial:
-    """Call `attend(query, keys, values, length, layer, start, oldest)`, leaving out None.
+    """Call `attend(query, keys, values, length, layer, start, oldest)`, omitting arguments of None.
 
-    On a mesh each device calls it for its own rows, and with `split` for its own heads.
+    On a mesh each device calls it for its own rows and, if `split`, its own heads.
     """
     mesh = jax.sharding.get_abstract_mesh()
     heads = rows = keys = PartitionSpec()
@@ -324,7 +323,7 @@ def attend_whole_cache(
 ) -> Partial:
     """Return `start` merged with attention over one layer's whole capacity, in one product.
 
-    Slots that are not committed are masked.
+    Uncommitted slots are masked.
     """
     size = (1, *cache.k.shape[1:4])
     key, value = (

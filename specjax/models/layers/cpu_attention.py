@@ -1,6 +1,6 @@
-"""Attention over the cache and the window as one kernel in C++, for a CPU (`models/cpu`).
+"""Attention over the cache and the window as one C++ kernel for CPUs (`models/cpu`).
 
-It reads each row's committed keys in place, in one call for what takes XLA some twenty kernels.
+It reads each row's committed keys in place, in one call instead of some twenty XLA kernels.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _LANES = 8
 
 
 def attends(cache: KVCache, tokens: int) -> bool:
-    """Return whether the kernel is there, and is for a pass of T `tokens` over such a cache."""
+    """Return whether the kernel is available and supports T `tokens` over this cache."""
     return (
         tokens <= _MOST_TOKENS
         and cache.k.dtype in (jnp.float32, jnp.bfloat16, jnp.int8)
@@ -40,10 +40,10 @@ def attend_window_and_cache(
     oldest: Int[Array, "B X"] | None = None,
     softcap: float | None = None,
 ) -> Partial:
-    """Return attention over the keys of the window that are `seen` and over the committed ones.
+    """Return attention over the committed keys and the keys of the window that are `seen`.
 
-    With `oldest` each query sees committed keys from that position on. The result is divided by its
-    denominator already.
+    With `oldest`, each query attends to committed keys from that position on. The result is already
+    divided by its denominator.
     """
     batch, _, queries, _ = query.shape
     call = jax.ffi.ffi_call(

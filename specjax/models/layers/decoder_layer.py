@@ -34,9 +34,9 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 class DecoderLayer:
     """The arithmetic of one layer of a decoder or of a trained head.
 
-    `dtype` is that of activations; products round their operands to `multiply`, or to `dtype`
-    without it. `shards` is the number of devices that weights are split over. With
-    `differentiable` gradients of experts can be taken.
+    `dtype` is that of activations; products round their operands to `multiply`, by default `dtype`.
+    `shards` is the number of devices over which weights are sharded. `differentiable` allows
+    gradients of experts.
     """
 
     config: DecoderConfig
@@ -114,9 +114,9 @@ class DecoderLayer:
     def add_mlp(
         self, x: Float[Array, "B T D"], weights: dict[str, Any]
     ) -> tuple[Float[Array, "B T D"], Int[Array, "B T K"] | None]:
-        """Return the residual stream plus the MLP or experts of its norm, and each token's experts.
+        """Return the residual stream plus the MLP or experts, and each token's experts.
 
-        The latter are None for an MLP.
+        The experts are None for an MLP.
         """
         h, mlp, chosen = self.norm(x, weights["mlp_norm"]), weights["mlp"], None
         if "experts" in mlp:
@@ -201,7 +201,7 @@ def at_layer(
 
 
 def one_layer(layers: dict[str, Any], index: Int[Array, ""] | int) -> dict[str, Any]:
-    """Return one layer of stacked layers; its experts stay stacked, with the index beside them."""
+    """Return one layer of stacked layers; its experts stay stacked, next to the index."""
     if "experts" not in layers["mlp"]:
         return _at_layer(layers, index)
     kernels = layers["mlp"]["experts"]
@@ -265,14 +265,14 @@ def embed(
 
 
 def limited(x: jax.Array, softcap: float | None) -> jax.Array:
-    """Return c tanh(x/c) if there is a soft cap c (Gemma 2), and otherwise `x`."""
+    """Return c tanh(x/c) for a soft cap c (Gemma 2), or `x` without one."""
     return x if softcap is None else softcap * jnp.tanh(x / softcap)
 
 
 def rms_norm(
     x: Float[Array, "B T *N D"], scale: Float[Array, "D"], eps: float
 ) -> Float[Array, "B T *N D"]:
-    """Return `x` over its root mean square, computed in float32."""
+    """Return `x` divided by its root mean square and scaled, computed in float32."""
     wide = x.astype(jnp.float32)
     wide = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
     return wide.astype(x.dtype) * _last_axis(scale, x)
@@ -281,7 +281,7 @@ def rms_norm(
 def layer_norm(
     x: Float[Array, "B T D"], scale: Float[Array, "D"], bias: Float[Array, "D"], eps: float
 ) -> Float[Array, "B T D"]:
-    """Return `x` less its mean, over its standard deviation, in float32 (Ba et al. 1607.06450)."""
+    """Return the layer norm of `x`, computed in float32 (Ba et al. 1607.06450)."""
     wide = x.astype(jnp.float32)
     wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
     wide = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
@@ -297,7 +297,7 @@ def rotate_by(
 ) -> Rotation | None:
     """Return cosines and sines of each position's rotation, one per pair of dimensions.
 
-    None if the config rotates nothing. `windowed` selects layers with a sliding window.
+    Returns None if the config has no rotation. `windowed` selects layers with a sliding window.
     """
     if not config.rotary_width:
         return None

@@ -33,7 +33,8 @@ class Routes(NamedTuple):
 class StackedExperts(NamedTuple):
     """The kernels of all experts of some layers, and the index of the layer to use.
 
-    It is applied together with the index of an expert, so that no program copies a layer's experts.
+    The index is applied together with that of the expert, so that no program copies a layer's
+    experts.
     """
 
     gate: Float[Array, "L E D F"]
@@ -43,7 +44,7 @@ class StackedExperts(NamedTuple):
 
 
 def route(h: Float[Array, "N D"], router: dict[str, Any], config: Experts) -> Routes:
-    """Return each token's experts; among equal scores, those with lower indices."""
+    """Return the experts of each token; ties go to lower indices."""
     logits = product("nd,de->ne", h, router["kernel"], out=jnp.float32)
     scores = jax.nn.sigmoid(logits) if config.router == "sigmoid" else jax.nn.softmax(logits)
     choice = scores
@@ -80,10 +81,10 @@ def mix(
 ) -> Float[Array, "N D"]:
     """Return the weighted sum of each token's experts, plus the `shared` MLP if any, in float32.
 
-    The tokens of each expert are gathered, and only experts with tokens are read: for a few tokens
-    the bytes read are proportional to the distinct experts. Experts out of range add nothing.
-    `differentiable` (training, where a loop of unknown length has no gradient) uses grouped
-    products over all experts, which CPUs compute as masked products.
+    The tokens of each expert are gathered, and only experts with tokens are read, so that for a few
+    tokens the bytes read are proportional to the distinct experts. Experts out of range add
+    nothing. `differentiable` (training, since a loop of unknown length has no gradient) uses
+    grouped products over all experts, which CPUs compute as masked products.
     """
     total = _sum(h, routes, stacked, activation, multiply, differentiable)
     return total if shared is None else total + _shared(h, shared, activation, multiply)

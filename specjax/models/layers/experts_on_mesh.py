@@ -1,4 +1,4 @@
-"""A mixture of experts on a mesh, with one sum over the devices that the kernels are split over."""
+"""A mixture of experts on a mesh, with a single sum over the devices that share the kernels."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def mix_on_mesh(
 ) -> Float[Array, "N D"]:
     """Return the result of `mix` in h's dtype, in a program for a mesh or for one device.
 
-    Rows are split over `data`. `shards` is the number of devices along `model` that the kernels are
-    split over: each device mixes its own experts, or its part of each expert's width, and the
-    results are added once. XLA's partitioner would add them after each product in the loop over
+    Rows are sharded over `data`. `shards` is the number of devices along `model` over which the
+    kernels are sharded: each device mixes its own experts, or its part of each expert's width, and
+    the results are summed once. XLA's partitioner would sum after each product in the loop over
     experts.
     """
     mesh = jax.sharding.get_abstract_mesh()

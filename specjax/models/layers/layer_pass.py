@@ -1,4 +1,4 @@
-"""One layer of a pass over T tokens, and the state that is carried from layer to layer."""
+"""One layer of a pass over T tokens, and the state carried between layers."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class LayerCarry:
 
 @dataclass(frozen=True)
 class LayerPass:
-    """The step of one layer: a function of its index, its weights, and the carry.
+    """The step of one layer: a function of its index, its weights and the carry.
 
-    Without a window (training) tokens see only each other. `attend_all` is the attention over
-    window and cache, if there is a cache; new keys are written to the window's slots from `start`
-    on. `tapped_layers` are the layers whose inputs are kept, by name of the feature.
+    Without a window (training) tokens attend only to each other. `attend_all` is the attention over
+    window and cache, if there is a cache; new keys are written to the window's slots from `start`.
+    `tapped_layers` maps feature names to the layers whose inputs are kept.
     """
 
     layer: DecoderLayer

@@ -1,4 +1,4 @@
-"""What differs between a decoder's layers: rotations, and masks of sliding windows."""
+"""Differences between a decoder's layers: rotations, and masks of sliding windows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Matrix products in one dtype, accumulated and returned in another; gradients likewise."""
+"""Matrix products in one dtype, accumulated and returned in another, with their gradients."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from specjax.models.layers.quantized import QuantizedKernel, quantized_products
 class ChosenKernel(NamedTuple):
     """Kernels [D, F] of separate layers, and the index of the layer to use; for CPUs.
 
-    A product with it has a branch per kernel, which reads the kernel in place: XLA would first copy
-    the slice of stacked kernels.
+    A product with it branches over the kernels and reads the chosen one in place, while XLA would
+    first copy a slice of stacked kernels.
     """
 
     kernels: tuple[Float[Array, "D F"], ...]
@@ -143,10 +143,10 @@ def _check_matrix_product(equation: str) -> None:
 
 
 def full_precision(dtype: Any) -> lax.Precision | None:
-    """Return the `precision` of a product whose operands, of a dtype, must not be rounded.
+    """Return the `precision` of a product whose operands must not be rounded.
 
-    HIGHEST for float32, which accelerators multiply in fewer bits by default (on an H200 in TF32:
-    attention over several tokens had a relative error of 3e-4), and None otherwise.
+    It is HIGHEST for float32, which accelerators multiply in fewer bits by default (TF32 on an H200
+    gave attention over several tokens a relative error of 3e-4), and None otherwise.
     """
     return lax.Precision.HIGHEST if dtype == jnp.float32 else None
 

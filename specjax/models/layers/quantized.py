@@ -1,9 +1,8 @@
-"""Kernels in 4 or 8 bits, in groups of 32 along the inputs with a scale each, and their products.
+"""Kernels in 4 or 8 bits, in groups of 32 inputs with a scale each, and their products.
 
-The layout is that of GGUF's Q8_0, Q4_0 and Q4_1: a row of integers for each output. A weight is
-`scale * integer`, of four bits plus a minimum, and products are computed in float32 from
-activations that are not rounded: a model whose file has these types is the same model as in
-float32, up to the order of sums.
+The layout is that of GGUF's Q8_0, Q4_0 and Q4_1: a row of integers per output. A weight is `scale *
+integer`, plus a minimum in Q4_1. Products are computed in float32 from unrounded activations, so
+that a model from such a file equals its float32 version up to the order of sums.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class QuantizedKernel:
 
     @property
     def bits(self) -> int:
-        """Bits of an integer: 4 or 8."""
+        """The bits of each integer: 4 or 8."""
         return 8 if self.minimums is None else 4
 
     @property
@@ -56,7 +55,7 @@ class QuantizedKernel:
 
     @property
     def ndim(self) -> int:
-        """The number of the kernel's axes."""
+        """The number of axes."""
         return len(self.shape)
 
     @property
@@ -97,10 +96,10 @@ class QuantizedKernel:
 
 
 def quantize(kernel: Float[Array, "*L D F"], bits: int) -> QuantizedKernel:
-    """Return a kernel rounded to the nearest of each group's integers.
+    """Return a kernel rounded to the nearest integers of each group.
 
-    Of 8 bits these are -127 to 127 and the largest magnitude is exact; of 4 they are 0 to 15, and
-    the largest and smallest weight are. D must be a multiple of 32, and `bits` 4 or 8.
+    With 8 bits they are -127 to 127 and the largest magnitude is exact; with 4 bits 0 to 15, and
+    the largest and smallest weights are exact. D must be a multiple of 32, and `bits` 4 or 8.
     """
     rows = jnp.swapaxes(kernel, -1, -2).astype(jnp.float32)
     groups = rows.reshape(*rows.shape[:-1], -1, GROUP)
@@ -118,10 +117,10 @@ def quantize(kernel: Float[Array, "*L D F"], bits: int) -> QuantizedKernel:
 
 
 def round_activations(x: Float[Array, "*N D"], bits: int) -> Float[Array, "*N D"]:
-    """Return activations rounded to integers of so many bits, in groups of 32 with a scale each.
+    """Return activations rounded to integers of `bits` bits, in groups of 32 with a scale each.
 
-    The integers are symmetric, of 8 bits -127 to 127 and of 4 bits -7 to 7; the result is in
-    floating point. Products of them are emulated: they cost what those of floats do.
+    The integers are symmetric (-127 to 127 or -7 to 7), and the result is in floating point:
+    products with it are emulated at the cost of float products.
     """
     largest = 2 ** (bits - 1) - 1
     groups = x.reshape(*x.shape[:-1], -1, GROUP).astype(jnp.float32)
@@ -152,9 +151,9 @@ def quantized_products(
 ) -> list[Float[Array, "N _"]]:
     """Return the products of activations with several kernels of one layer, in float32.
 
-    On a CPU by a kernel of our own that reads the integers in place (`models/cpu`), in one call
-    for kernels of as many bits; elsewhere XLA multiplies by the weights of the layer. The kernels
-    round activations alike.
+    On a CPU a C++ kernel reads the integers in place (`models/cpu`), in one call for kernels with
+    the same bits. Elsewhere XLA multiplies by the dequantized weights of the layer. Both round
+    activations in the same way.
     """
     if (bits := kernels[0].activation_bits) is not None:
         x = round_activations(x, bits)
