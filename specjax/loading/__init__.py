@@ -1,1 +1,1 @@
-"""Loading and saving models, heads and tokenizers."""
+"""Loading and saving of models, heads and tokenizers."""

@@ -1,4 +1,4 @@
-"""How often a drafter's candidates of each rank are accepted, as measured: files beside heads."""
+"""Files of measured acceptance rates by rank of a drafter's candidates, stored with heads."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ its parent is."""
 
 
 def ranks_file(folder: Path, drafter: str) -> Path:
-    """The file of a drafter's rates in a folder of heads for one target."""
+    """Return the file of a drafter's rates in a folder of heads for one target."""
     return folder / f"{drafter}.ranks.json"
 
 
 def known_acceptance(
     drafter: str, target: Model, path: str | os.PathLike | Model | None = None
 ) -> Acceptance | None:
-    """The rates of a drafter of a target, if any: without a `path`, those that come with specjax.
+    """Return the measured rates of a drafter for a target, or None.
 
-    Those of a head or a model of one's own are in a file beside what `path` names. Raises
+    Without `path` they are the bundled ones; otherwise they are in a file beside `path`. Raises
     InputError for a file without rates.
     """
     if isinstance(path, Model):
@@ -42,7 +42,7 @@ def known_acceptance(
 
 
 def read_acceptance(file: Path) -> Acceptance:
-    """The rates in a file; raises InputError where it holds none."""
+    """Return the rates in a file; raise InputError if it holds none."""
     content = read_json_file(file)
     rates = content.get("acceptance") if isinstance(content, dict) else None
     whole = isinstance(rates, list) and rates and all(isinstance(level, list) for level in rates)
@@ -54,7 +54,7 @@ def read_acceptance(file: Path) -> Acceptance:
 
 
 def write_acceptance(file: Path, acceptance: Acceptance, measured: Mapping[str, Any]) -> None:
-    """Write rates, with how they were measured; raises OSError."""
+    """Write rates and how they were measured. Raises OSError."""
     rows = ",\n    ".join(json.dumps([round(rate, 4) for rate in level]) for level in acceptance)
     rest = "".join(f',\n  "{name}": {json.dumps(value)}' for name, value in measured.items())
     write_text(file, f'{{\n  "acceptance": [\n    {rows}\n  ]{rest}\n}}\n')

@@ -1,4 +1,4 @@
-"""Checkpoints of models (with config and tokenizer) and of drafters: save and load."""
+"""Saving and loading of checkpoints of models (with config and tokenizer) and of drafters."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ class _Metadata:
 
 
 def save_checkpoint(model: Model, directory: str | Path, *, overwrite: bool = False) -> None:
-    """Write a model, its tokenizer and its MTP modules, whole or not at all, for `load_model`.
+    """Write a model, its tokenizer and its MTP modules atomically, for `load_model`.
 
-    Every process makes the call. Raises InputError where the directory holds a checkpoint already
-    (unless `overwrite`) or anything else, or cannot be written; it is then unchanged.
+    Every process must call it. Raises InputError, leaving the directory unchanged, if it holds a
+    checkpoint already (unless `overwrite`) or anything else, or cannot be written.
     """
     MODEL_KIND.check("model", model)
     path = _writable(directory, overwrite)
@@ -75,13 +75,13 @@ def read_model(
     stacks: Callable[[DecoderConfig], bool] = lambda config: True,
     tell_narrow: Callable[[DecoderConfig, MtpConfig | None], None] = lambda config, mtp: None,
 ) -> tuple[DecoderConfig, Tokenizer | None, tuple[int, ...], dict[str, Any], MtpModules | None]:
-    """The parts of a saved model, each device reading its own part of each array.
+    """Return the parts of a saved model; each device reads its own part of each array.
 
-    The third part are its `stated_ends`, the last its MTP modules. Every process makes the call.
-    `stacks` says by the config whether layers are to be stacked, however they were saved;
-    `tell_narrow` is called before arrays are read that were saved in 16 bits. Raises InputError for
-    a checkpoint that is damaged, not a model's, or does not fit its config, for a mesh that does
-    not fit the model, and where `stacks` does, before arrays are read.
+    The parts are the config, the tokenizer, the `stated_ends`, the parameters and the MTP modules.
+    Every process must call it. `stacks` decides from the config whether layers are stacked, however
+    they were saved; `tell_narrow` is called before arrays saved in 16 bits are read. Raises
+    InputError, before reading arrays, for a checkpoint that is damaged, not a model's, or
+    inconsistent with its config, and for a mesh that does not fit the model.
     """
     path = user_path("directory", directory)
 
@@ -117,8 +117,8 @@ def save_drafter(
 ) -> None:
     """Write a drafter's nested dict of arrays and JSON-ready metadata, for `load_drafter`.
 
-    Every process makes the call. Raises InputError as `save_checkpoint` does, and for names with
-    dots, leaves that are not arrays of numbers, and metadata that are not JSON.
+    Every process must call it. Raises InputError as `save_checkpoint` does, and for names with
+    dots, leaves that are not numeric arrays, and metadata that is not JSON.
     """
     path = _writable(directory, overwrite)
     for name, value in (("params", params), ("metadata", metadata)):
@@ -129,9 +129,9 @@ def save_drafter(
 def load_drafter(
     directory: str | Path, mesh: Mesh | None = None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The params and metadata of `save_drafter`; on a mesh the arrays are whole on each device.
+    """Return the params and metadata of `save_drafter`; on a mesh the arrays are replicated.
 
-    Every process makes the call. Tuples in the metadata come back as lists. Raises InputError for a
+    Every process must call it. Tuples in the metadata become lists. Raises InputError for a
     directory that is not an intact checkpoint of a drafter.
     """
     MESH_KIND.check("mesh", mesh)

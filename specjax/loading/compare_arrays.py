@@ -1,4 +1,4 @@
-"""Comparing arrays by name with those that a config asks for, and telling the differences."""
+"""Comparison of arrays by name with those that a config requires."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ Described = tuple[int, ...] | str
 
 
 def leaf_name(path: tuple) -> str:
-    """A path in a tree of parameters as a dotted name."""
+    """Return a path in a tree of parameters as a dotted name."""
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
 def differences(
     found: Mapping[str, Described], wanted: Mapping[str, Described], optional: Iterable[str] = ()
 ) -> dict[str, list[str]]:
-    """What of the arrays is missing, unexpected and mis-shaped; `optional` ones are not."""
+    """Return the missing, unexpected and mis-shaped arrays; `optional` ones may be missing."""
     known = {*wanted, *optional}
     return {
         "missing": [name for name in wanted if name not in found],
@@ -35,7 +35,7 @@ def differences(
 
 
 def in_words(problems: Mapping[str, list[str]], limit: int = 8) -> str:
-    """The problems, a few names of each; empty without any."""
+    """Return the problems as text, with at most `limit` names of each; empty without any."""
 
     def some(names: list[str]) -> str:
         more = f" and {len(names) - limit} more" if len(names) > limit else ""
@@ -45,7 +45,10 @@ def in_words(problems: Mapping[str, list[str]], limit: int = 8) -> str:
 
 
 def compare_arrays(where: Any, found: Any, wanted: Any, remedy: str) -> None:
-    """Raise InputError where two trees differ in names, shapes or dtypes; `where` begins it."""
+    """Raise InputError if two trees differ in names, shapes or dtypes.
+
+    `where` begins the message and `remedy` ends it.
+    """
     if listed := in_words(differences(_described(found), _described(wanted))):
         raise InputError(f"{where}: the parameters do not fit the config ({listed}); {remedy}")
 

@@ -1,4 +1,4 @@
-"""Dataclasses as JSON in checkpoints; every field is checked when read."""
+"""Dataclasses as JSON in checkpoints, with checks of every field."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _LARGEST, _LARGEST_INT = 1e30, 2**31 - 1
 
 
 def read_dataclass(where: str, kind: type[T], metadata: dict[str, Any]) -> T:
-    """A dataclass from what `dataclasses.asdict` and JSON made of one.
+    """Return a dataclass from the JSON form of `dataclasses.asdict`.
 
-    What it holds may be dataclasses and tuples; fields with a default may be missing. Raises
-    InputError for unknown, missing and invalid fields.
+    Fields may be dataclasses and tuples; those with a default may be missing. Raises InputError for
+    unknown, missing and invalid fields.
     """
     hints = get_type_hints(kind)
     optional = [

@@ -1,4 +1,4 @@
-"""Finding heads: shipped ones, checkpoints of specjax, and published layouts."""
+"""Search for heads: bundled ones, checkpoints of specjax, and published layouts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SHIPPED = Path(__file__).parents[1] / "shipped_heads"
 
 
 def shipped_heads() -> dict[str, list[str]]:
-    """The kinds of drafters that come with specjax, by the name of their target."""
+    """Return the kinds of bundled drafters by the name of their target."""
     found: dict[str, list[str]] = {}
     for folder in sorted(path for path in SHIPPED.iterdir() if path.is_dir()):
         kinds = [kind for kind in KINDS if is_checkpoint(folder / kind)]
@@ -30,7 +30,7 @@ def shipped_heads() -> dict[str, list[str]]:
 
 
 def kind_of_head(path: Path) -> str | None:
-    """The kind of the head in a directory, by its metadata or names alone; None without a head."""
+    """Return the kind of head in a directory from metadata and names only, or None."""
     if is_checkpoint(path):
         with suppress(InputError):  # a model, or damaged, which its reader reports
             return look(path, "drafter").metadata.get("kind")
@@ -39,9 +39,10 @@ def kind_of_head(path: Path) -> str | None:
 
 
 def open_head(kind: str, path: str | Path | None, target: Model) -> Head:
-    """The head of a kind for a target: shipped (`path` None), a checkpoint, or a known layout.
+    """Return the head of a kind for a target: bundled, a checkpoint, or in a known layout.
 
-    Raises InputError where there is none, for another kind, and as the readers do.
+    Without `path` it is the bundled one. Raises InputError if there is none, if it is of another
+    kind, and as the readers do.
     """
     if path is None:
         if (head := shipped_head(kind, target)) is not None:
@@ -62,10 +63,11 @@ def open_head(kind: str, path: str | Path | None, target: Model) -> Head:
 def read_any_head(
     path: str | Path, target: Model, field: str, layer_ids: Convention | None = None
 ) -> Head:
-    """The head in a directory, of any kind and layout; `field` is the field of the path.
+    """Return the head in a directory, of any kind and layout; errors call the path `field`.
 
-    `layer_ids` is what `read_foreign` takes. Of a model with MTP modules inside it is these. Raises
-    InputError where there is no such directory, for a model without modules, and as the readers do.
+    For a model with MTP modules the head consists of these. `layer_ids` is as in `read_foreign`.
+    Raises InputError if there is no such directory, for a model without modules, and as the readers
+    do.
     """
     typed, path = str(path), user_path(field, path)
     if not path.is_dir():
@@ -98,7 +100,7 @@ def read_any_head(
 
 
 def shipped_head(kind: str, target: Model) -> Head | None:
-    """The head of a kind that comes with specjax for a target, if any."""
+    """Return the bundled head of a kind for a target, or None."""
     metadata = TargetMetadata.of(target)
     for name, kinds in shipped_heads().items():
         if kind not in kinds:

@@ -1,4 +1,4 @@
-"""Parameters of layers, stacked and each on its own: one layout made from the other."""
+"""Conversion between stacked and separate parameters of layers."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from specjax.models.config import DecoderConfig
 def stack_layers(
     params: dict[str, Any], shardings: dict[str, Any], config: DecoderConfig
 ) -> dict[str, Any]:
-    """Layers of their own as one array per run and parameter; `params` loses them one by one.
+    """Return separate layers as one array per run and parameter; empties `params` on the way.
 
-    `shardings` is a tree of those that the result's arrays get.
+    `shardings` is a tree of the result's shardings.
     """
     layers = params.pop("layers")
     for run in config.runs:
@@ -35,7 +35,7 @@ def stack_layers(
 def split_layers(
     params: dict[str, Any], shardings: dict[str, Any], config: DecoderConfig
 ) -> dict[str, Any]:
-    """The inverse of `stack_layers`."""
+    """Return stacked layers as separate ones, the inverse of `stack_layers`."""
     layers: dict[str, Any] = {}
     for run in config.runs:
         leaves, tree = jax.tree.flatten(params.pop(run.name))

@@ -1,4 +1,4 @@
-"""Loads models by name, file, directory or hub id; saves them; makes random ones for tests."""
+"""Loading of models by name, file, directory or hub id; saving; random models for tests."""
 
 from __future__ import annotations
 
@@ -71,19 +71,19 @@ def load_model(
     kv_cache_dtype: str = "auto",
     field: str = "name_or_path",
 ) -> Model:
-    """A model by built-in name, .gguf file, directory, or the hub's org/name.
+    """Load a model by built-in name, .gguf file, directory, or the hub's org/name.
 
-    A directory is a checkpoint of specjax or in Hugging Face's layout. Of a GGUF in several parts
-    (NAME-00001-of-00003.gguf) the first is named, and the others are read with it.
+    A directory is a checkpoint of specjax or in Hugging Face's layout. For a GGUF in several parts
+    (NAME-00001-of-00003.gguf) give the first.
 
     `dtype` is float32, bfloat16, float16, or auto: float32 on CPU, bfloat16 elsewhere. On a `mesh`
-    (`sharding.make_mesh`) each tensor goes straight into its part of each device, split over
-    `model`, or whole with `replicated`. `form` is by default the backend's (`Form.of`). `weights`
-    is how kernels are stored (`weights.WEIGHTS`): float, int8, int4, as the file has them, or auto.
-    `kv_cache_dtype` is how caches store keys and values: auto, as activations are; bfloat16; int8.
-    `field` is the name of the first argument in errors. Raises InputError for anything that is not
-    an intact model of a known family, for a mesh that its heads cannot be split over, and for
-    weights that the file, the mesh or the machine does not have.
+    (`sharding.make_mesh`) each device gets its own part of each tensor, sharded over `model`, or
+    the whole tensor with `replicated`. `form` defaults to the backend's (`Form.of`). `weights` is
+    the storage of kernels (`quantize.WEIGHTS`): float, int8, int4, as the file has them, or auto.
+    `kv_cache_dtype` is the storage of keys and values: auto, like activations; bfloat16; int8.
+    `field` is the name of the first argument in errors. Raises InputError for anything but an
+    intact model of a known family, for a mesh over which its heads cannot be sharded, and for
+    weights that the file, the mesh or the machine does not support.
     """
     Flag().check("replicated", replicated)
     sharding.MESH_KIND.check("mesh", mesh)
@@ -120,10 +120,10 @@ def _load(field: str, name_or_path: str | Path, target: _Target) -> Model:
 
 
 def place_model(model: Model, mesh: Mesh | None, *, replicated: bool = False) -> Model:
-    """A loaded model on another mesh, or on the default device (None).
+    """Return a loaded model on another mesh, or on the default device (None).
 
-    On several devices layers apart are stacked (`Form.of`). Raises InputError where its heads
-    cannot be split over the mesh.
+    On several devices separate layers are stacked (`Form.of`). Raises InputError if its heads
+    cannot be sharded over the mesh.
     """
     MODEL_KIND.check("target", model)
     sharding.MESH_KIND.check("mesh", mesh)
@@ -145,9 +145,9 @@ def place_model(model: Model, mesh: Mesh | None, *, replicated: bool = False) ->
 
 
 def with_vocabulary(model: Model, size: int) -> Model:
-    """A loaded model with the logits of a vocabulary of `size` tokens, for a target that has it.
+    """Return a model with the logits of a vocabulary of `size` tokens, to match a target.
 
-    Tokens that it has beyond are dropped; those that it lacks are never drafted, and read as zeros.
+    Extra tokens are dropped; missing tokens are never drafted, and their embeddings are zero.
     """
     have = model.config.vocab_size
     if size == have:
@@ -184,8 +184,9 @@ def _shardings(model: Model, form: Form, mesh: Mesh, shards: int) -> dict[str, A
 def save_model(model: Model, directory: str | Path) -> None:
     """Write a model as a Hugging Face directory, which `load_model` and transformers read.
 
-    One process writes all of it; for a model on many devices use `checkpoints.save_checkpoint`.
-    Raises InputError where the directory holds anything that specjax did not write.
+    A single process writes all of it; for a model on many devices use
+    `checkpoints.save_checkpoint`. Raises InputError if the directory holds anything that specjax
+    did not write.
     """
     MODEL_KIND.check("model", model)
     path = output_folder("directory", directory)
@@ -213,10 +214,10 @@ def random_model(
     mesh: Mesh | None = None,
     form: Form | None = None,
 ) -> Model:
-    """A model with random weights, the same for a seed on every machine.
+    """Return a model with random weights, the same for a seed on every machine.
 
-    Kernels are scaled by 1/sqrt(inputs), so that logits have a spread of about one; norm scales
-    and biases differ from their neutral values, so that a test fails where one is left out.
+    Kernels are scaled by 1/sqrt(inputs), so that logits have a spread of about one. Norm scales and
+    biases differ from their neutral values, so that tests fail if one is ignored.
     """
     target = _Target(resolve_dtype(dtype), mesh, _shards(mesh, replicated=False), form)
     stacks = target.stacks(config)
@@ -251,7 +252,7 @@ class _Target(NamedTuple):
     weights: str = "float"
 
     def form(self, config: DecoderConfig) -> Form:
-        """The form of a model of that config; raises InputError for one that is not for it."""
+        """Return the form of a model with a config; raise InputError if it is not supported."""
         num_devices = 1 if self.mesh is None else self.mesh.size
         form = self.asked or Form.of(jax.default_backend(), config, num_devices)
         if self.asked is None and self.weights in ("int8", "int4"):
@@ -260,9 +261,9 @@ class _Target(NamedTuple):
         return form
 
     def keeps_blocks(self, path: Path, bits: Collection[int]) -> bool:
-        """Whether kernels stay as the blocks of a GGUF that has some of those bits.
+        """Return whether kernels stay as the blocks of a GGUF with some of `bits`.
 
-        Raises InputError where that is asked for and cannot be.
+        Raises InputError if that was requested but is impossible.
         """
         by_itself = self.weights == "auto" and self.auto and self.asked is None
         if not by_itself and self.weights != "file":
@@ -279,15 +280,15 @@ class _Target(NamedTuple):
         raise InputError(f"{path}: weights='file': {problem}; use weights='float' or 'int8'")
 
     def stacks(self, config: DecoderConfig) -> bool:
-        """Whether the layers of a model of that config are stacked."""
+        """Return whether the layers of a model with a config are stacked."""
         return self.form(config).stacked
 
     def layout(self, config: DecoderConfig) -> tuple[np.dtype, Mesh | None, int, bool]:
-        """The arguments of a reader of parameters: dtype, mesh, shards, stacked layers."""
+        """Return the layout arguments of readers: dtype, mesh, shards, stacked layers."""
         return self.dtype, self.mesh, self.shards, self.stacks(config)
 
     def say_size(self, name: str, config: DecoderConfig, mtp: MtpConfig | None) -> None:
-        """Say what the weights will take, where `auto` makes more of them than their file holds."""
+        """Log the size of the weights if `auto` makes it exceed that of their file."""
         if not (self.auto and self.dtype == np.float32) or name == DEFAULT_MODEL:
             return
         table = jax.tree.leaves(array_table(config, mtp, scan_layers=True))
@@ -314,7 +315,7 @@ def _shards(mesh: Mesh | None, replicated: bool) -> int:
 
 
 def resolve_dtype(dtype: str) -> np.dtype:
-    """The dtype of a name, `auto` included; raises InputError for others."""
+    """Return the dtype of a name, `auto` included; raise InputError for others."""
     if DTYPE.check("dtype", dtype) == "auto":
         dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     return np.dtype(jnp.dtype(dtype))
@@ -386,7 +387,7 @@ def _naming(path: Path) -> Iterator[None]:
 
 
 def default_model_file() -> Path:
-    """The GGUF inside the installed wheel, found without importing it: that needs llama.cpp."""
+    """Return the GGUF inside the installed wheel, without importing it (it needs llama.cpp)."""
     spec = importlib.util.find_spec(_WHEEL)
     for folder in (spec.submodule_search_locations or ()) if spec else ():
         path = Path(folder) / _WHEEL_FILE

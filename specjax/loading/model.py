@@ -27,12 +27,12 @@ _MTP = "mtp"
 class Model:
     """The result of `load_model`; `tokenizer` is None for models without one.
 
-    `params` is a plain nested dict of arrays. On a `mesh` they are split over `shards` devices, or
-    whole on each of them (1). `form` says how its layers are laid out for the backend. `mtp` are
-    its own modules for multi-token prediction, if it has any. `stated_ends` are ids that end a
-    sequence by its config, of a model without a tokenizer. `kv_cache_dtype`
-    (`CACHE_DTYPE`) is how caches store its keys and values, and those of drafters
-    beside it. Raises InputError for another such dtype, and for modules of another model.
+    `params` is a plain nested dict of arrays, on a `mesh` sharded over `shards` devices or
+    replicated (1). `form` is the layout of layers for the backend. `mtp` are the model's
+    multi-token prediction modules, if any. `stated_ends` are the end-of-sequence ids in the config
+    of a model without a tokenizer. `kv_cache_dtype` (`CACHE_DTYPE`) is how caches store keys and
+    values, including those of drafters. Raises InputError for another such dtype, and for modules
+    of another model.
     """
 
     name: str
@@ -61,21 +61,22 @@ class Model:
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """The ids that end a sequence, whichever file states them; the first is the model's own."""
+        """The end-of-sequence ids from all files; the first is the model's own."""
         return self.stated_ends if self.tokenizer is None else self.tokenizer.eos_ids
 
     @property
     def activation_dtype(self) -> jnp.dtype:
         """The dtype of activations and caches: `dtype`, but float32 for bfloat16 on a CPU.
 
-        There only products are quicker in bfloat16; all else is converted to float32 and back.
+        On a CPU only products are faster in bfloat16; everything else is converted to float32 and
+        back.
         """
         on_cpu = jax.default_backend() == "cpu"
         return jnp.dtype(jnp.float32) if on_cpu and self.dtype == jnp.bfloat16 else self.dtype
 
     @property
     def multiply(self) -> jnp.dtype | None:
-        """The dtype to which products round their operands, where that is not the activations'."""
+        """The dtype to which products round their operands, or None for that of activations."""
         return None if self.activation_dtype == self.dtype else self.dtype
 
     @property
@@ -98,29 +99,29 @@ class Model:
 
     @property
     def num_params(self) -> int:
-        """Number of parameters, those of MTP modules among them, a tied head counted once."""
+        """The number of parameters, MTP modules included, with a tied head counted once."""
         return count_weights(self.arrays)
 
     @property
     def weights(self) -> str:
-        """How its weights are stored: its dtype, or the bits of quantised kernels."""
+        """The storage of the weights: their dtype, or the bits of quantized kernels."""
         kernels = jax.tree.leaves(self.params, is_leaf=_is_quantized)
         bits = sorted({kernel.bits for kernel in kernels if _is_quantized(kernel)})
         return " and ".join(f"{number}-bit" for number in bits) or str(self.dtype)
 
     @property
     def arrays(self) -> dict[str, Any]:
-        """All of its arrays: `params`, and under "mtp" those of its modules."""
+        """All arrays: `params`, with those of the MTP modules under "mtp"."""
         return self.params if self.mtp is None else {**self.params, _MTP: self.mtp.params}
 
 
 def count_weights(params: Any) -> int:
-    """The number of weights in a tree of parameters, whatever the bits of each."""
+    """Return the number of weights in a tree of parameters, whatever their bits."""
     return sum(leaf.size for leaf in jax.tree.leaves(params, is_leaf=_is_quantized))
 
 
 def count_bytes(params: Any) -> int:
-    """The bytes of a tree of parameters."""
+    """Return the size of a tree of parameters in bytes."""
     return sum(leaf.nbytes for leaf in jax.tree.leaves(params))
 
 
@@ -129,7 +130,7 @@ def _is_quantized(node: Any) -> bool:
 
 
 def array_table(config: DecoderConfig, mtp: MtpConfig | None, scan_layers: bool) -> dict[str, Any]:
-    """Every entry of `Model.arrays` as a nested dict of `Parameter`."""
+    """Return every entry of `Model.arrays` as a nested dict of `Parameter`."""
     table = parameter_table(config, scan_layers)
     return table if mtp is None else {**table, _MTP: mtp.parameter_table()}
 
@@ -137,7 +138,7 @@ def array_table(config: DecoderConfig, mtp: MtpConfig | None, scan_layers: bool)
 def split_arrays(
     arrays: dict[str, Any], mtp: MtpConfig | None
 ) -> tuple[dict[str, Any], MtpModules | None]:
-    """A model's `params` and `mtp`, from its `arrays` and the config of its modules."""
+    """Return a model's `params` and `mtp`, from its `arrays` and the modules' config."""
     if mtp is None:
         return arrays, None
     params = {name: part for name, part in arrays.items() if name != _MTP}

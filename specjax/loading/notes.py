@@ -1,4 +1,4 @@
-"""What loading tells its user: one line on stderr, through Python's logging."""
+"""Messages of loading to the user: single lines on stderr, through Python's logging."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _LOGGER = logging.getLogger("specjax")
 
 
 def note(line: str) -> None:
-    """Say a line to the user; without a handler of the program's own it goes to stderr as it is.
+    """Log a line to the user, on stderr unless the application configures logging.
 
-    Unprintable characters, which a file's names may hold, are escaped. Of several processes the
-    first says it.
+    Unprintable characters, which may be in a file's names, are escaped. With several processes only
+    the first logs.
     """
     if processes.is_first():
         _LOGGER.warning("%s", printable(line))

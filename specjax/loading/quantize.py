@@ -1,4 +1,4 @@
-"""Models with weights in fewer bits, made from models in floating point, and back."""
+"""Conversion of models between floating-point and low-bit weights."""
 
 from __future__ import annotations
 
@@ -34,21 +34,20 @@ _UNCHANGED = frozenset({"router", "experts", "mtp"})
 
 
 def is_quantized(leaf: Any) -> bool:
-    """Whether a node of a parameter tree is a kernel in fewer bits."""
+    """Return whether a node of a parameter tree is a quantized kernel."""
     return isinstance(leaf, QuantizedKernel)
 
 
 def has_quantized(params: dict[str, Any]) -> bool:
-    """Return whether any of the parameters is a kernel in fewer bits."""
+    """Return whether any of the parameters is a quantized kernel."""
     return any(map(is_quantized, jax.tree.leaves(params, is_leaf=is_quantized)))
 
 
 def quantized_model(model: Model, weights: str) -> Model:
-    """A model with its kernels in `weights`, int8 or int4; experts, norms and biases stay as is.
+    """Return a model with kernels in `weights` (int8 or int4); experts, norms, biases stay as is.
 
-    A kernel that is quantised already is rounded anew only if it has more bits. Raises InputError
-    for a model on a mesh, in a form whose layers are apart, or of a width that is no multiple of
-    32.
+    A quantized kernel is rounded again only if it has more bits. Raises InputError for a model on a
+    mesh, in a form with separate layers, or of a width that is not a multiple of 32.
     """
     if model.mesh is not None:
         raise InputError(f"weights={weights!r}: not on a mesh yet; leave out the mesh")
@@ -60,11 +59,10 @@ def quantized_model(model: Model, weights: str) -> Model:
 def quantized_params(
     table: dict[str, Any], params: dict[str, Any], weights: str, *, fitting: bool = False
 ) -> dict[str, Any]:
-    """The parameters of a table with kernels in `weights`, int8 or int4; a head of logits in int8.
+    """Return the parameters with kernels in `weights` (int8 or int4), and the output head in int8.
 
-    Routers, experts, and modules for multi-token prediction inside a model stay as they are. Raises
-    InputError for a kernel whose number of inputs is no multiple of 32; with `fitting` it stays as
-    it is, too.
+    Routers, experts, and multi-token prediction modules stay as they are. Raises InputError for a
+    kernel whose number of inputs is not a multiple of 32; with `fitting` it stays as it is instead.
     """
 
     def converted(path: tuple[Any, ...], entry: Parameter, leaf: Any) -> Any:
@@ -91,9 +89,9 @@ def quantized_params(
 def quantized_head_params(
     table: dict[str, Any], params: dict[str, Any], target: Model, weights: str
 ) -> dict[str, Any]:
-    """The parameters of a head, with kernels in `weights`, one of `DRAFT_WEIGHTS`.
+    """Return the parameters of a head, with kernels in `weights` (one of `DRAFT_WEIGHTS`).
 
-    Raises InputError for int8 or int4 on a mesh, and for widths that are no multiple of 32.
+    Raises InputError for int8 or int4 on a mesh, and for widths that are not multiples of 32.
     """
     is_auto = DRAFT_WEIGHTS.check("drafter.weights", weights) == "auto"
     if weights == "float" or (is_auto and not has_quantized(target.params)):
@@ -104,7 +102,7 @@ def quantized_head_params(
 
 
 def float_model(model: Model) -> Model:
-    """The model with all weights as arrays in its dtype, of the parameter table's shapes."""
+    """Return the model with all weights as arrays of its dtype, shaped as in its table."""
     if not has_quantized(model.arrays):
         return model
 
@@ -118,9 +116,9 @@ def float_model(model: Model) -> Model:
 
 
 def with_activation_bits(params: dict[str, Any], bits: int | None) -> dict[str, Any]:
-    """Return parameters whose quantised kernels round activations to so many bits.
+    """Return parameters whose quantized kernels round activations to `bits` bits.
 
-    The kernel of the logits multiplies them as they are. The arrays are the same ones.
+    The output head does not round activations. The arrays are shared, not copied.
     """
 
     def rounding(node: Any) -> Any:
@@ -130,7 +128,7 @@ def with_activation_bits(params: dict[str, Any], bits: int | None) -> dict[str, 
 
 
 def float_kernel(kernel: Any) -> jax.Array:
-    """A kernel as an array; one in fewer bits in float32."""
+    """Return a kernel as an array, dequantized to float32 if necessary."""
     return _dequantize(kernel) if is_quantized(kernel) else kernel
 
 
@@ -162,12 +160,12 @@ def _with_arrays(model: Model, arrays: dict[str, Any]) -> Model:
 
 
 def stacked_form(form: Form) -> Form:
-    """The form for quantised kernels, which are read in place from a stack of layers."""
+    """Return the form for quantized kernels, which are read in place from stacked layers."""
     return replace(form, layers="stacked") if form.layers == "apart" else form
 
 
 def in_stacked_form(model: Model) -> Model:
-    """A model whose layers are not apart; one device holds all of its parameters."""
+    """Return the model with stacked layers; its parameters must be on one device."""
     if model.form.layers != "apart":
         return model
     form = stacked_form(model.form)

@@ -1,4 +1,4 @@
-"""Fields of files by name and type: the one reader of config.json and of a GGUF's metadata."""
+"""Fields of files by name and type: the single reader of config.json and GGUF metadata."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _LARGEST_COUNT = 2**31 - 1
 
 
 class Fields:
-    """The fields of one object of a file, read by name; `asked` are the names that were read.
+    """The fields of an object in a file, read by name; `asked` are the names that were read.
 
-    `where` names file and object in errors, `prefix` begins the names there ("llama."), and
-    `remedy` ends the error for a value of another type. A field that is null counts as missing.
+    `where` names file and object in errors, `prefix` precedes the names ("llama."), and `remedy`
+    ends the error for a value of the wrong type. A null field counts as missing.
     """
 
     def __init__(
@@ -29,12 +29,12 @@ class Fields:
         self.asked = set[str]()
 
     def get(self, name: str) -> Any:
-        """A field's value as it is, None where it is missing; it counts as read."""
+        """Return a field's value unchecked, or None if missing; it counts as read."""
         self.asked.add(name)
         return self.values.get(name)
 
     def fail(self, name: str, problem: str) -> InputError:
-        """The error for a field's value."""
+        """Return the error for a field's value."""
         value = shown(self.get(name), 200)
         return InputError(f"{self.where}: {self.prefix}{name}={value}: {problem}")
 
@@ -47,41 +47,41 @@ class Fields:
         return value
 
     def count(self, name: str, default: int | None = None) -> int:
-        """A whole number of at least 1."""
+        """Return a whole number of at least 1."""
         value = self._typed(name, default, (int,), wanted := "a whole number of at least 1")
         if not 0 < value <= _LARGEST_COUNT:
             raise self.fail(name, f"must be {wanted}; {self.remedy}")
         return value
 
     def integer(self, name: str, default: int | None = None) -> int:
-        """A whole number of any size; whether it may be so large, the config says."""
+        """Return a whole number of any size; the config checks its range."""
         return self._typed(name, default, (int,), "a whole number")
 
     def number(self, name: str, default: float | None = None) -> float:
-        """A number."""
+        """Return a number."""
         return float(self._typed(name, default, (int, float), "a number"))
 
     def optional_number(self, name: str, default: float | None = None) -> float | None:
-        """A number, or None where the field is null; missing it is `default`."""
+        """Return a number, None if the field is null, or `default` if it is missing."""
         if self.get(name) is None:
             return None if name in self.values else default
         return self.number(name)
 
     def flag(self, name: str, default: bool | None = None) -> bool:
-        """True or false, by default false."""
+        """Return a boolean, by default False."""
         return self._typed(name, bool(default), (bool,), "true or false")
 
     def text(self, name: str, default: str) -> str:
-        """A text."""
+        """Return a string."""
         return self._typed(name, default, (str,), "a text")
 
     def section(self, name: str) -> Fields:
-        """An object within this one; empty where there is none."""
+        """Return a nested object, empty if missing."""
         value = self._typed(name, {}, (dict,), "a JSON object")
         return Fields(f"{self.where}: {name}", value, self.remedy)
 
     def integers(self, name: str) -> list[int] | None:
-        """A list of whole numbers, or None where the field is missing or an empty list."""
+        """Return a list of whole numbers, or None if it is missing or empty."""
         value = self._typed(name, [], (list,), wanted := "a list of whole numbers")
         if any(type(item) is not int for item in value):
             raise self.fail(name, f"must be {wanted}; {self.remedy}")
@@ -96,16 +96,16 @@ class Fields:
             raise self.fail(name, f"is not supported; only {supported} is")
 
     def unknown(self, names: list[str], remedy: str) -> InputError:
-        """The error for fields that nothing reads."""
+        """Return the error for fields that nothing reads."""
         listed = ", ".join(names[:8])
         return self.fail(names[0], f"is unknown ({len(names)} such in all: {listed}); {remedy}")
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value is a number (not true or false) that a float holds, and not NaN."""
+    """Return whether a value is a non-NaN number (not a boolean) that a float can hold."""
     return type(value) in (int, float) and abs(value) <= _LARGEST
 
 
 def is_empty(value: Any) -> bool:
-    """Whether a value says nothing: null, false, 0, "", [] or {}."""
+    """Return whether a value is empty: null, false, 0, "", [] or {}."""
     return value is None or value in (False, 0, "", [], {})

@@ -1,4 +1,4 @@
-"""Builds a parameter tree on the devices from a file's tensors, one at a time."""
+"""Construction of a parameter tree on the devices from a file's tensors, one at a time."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _THREADS = 2
 
 
 def can_split(config: DecoderConfig, shards: int) -> bool:
-    """Whether a decoder's heads, MLP and experts can be split over that many devices."""
+    """Return whether a decoder's heads, MLP and experts can be sharded over `shards` devices."""
     heads, kv_heads, experts = config.num_heads, config.num_kv_heads, config.experts
     grouped = kv_heads % shards == 0 or shards % kv_heads == 0
     if heads % shards or not grouped or any(size % shards for size in _widths(config)):
@@ -51,7 +51,7 @@ def _widths(config: DecoderConfig) -> list[int]:
 
 
 def check_shards(config: DecoderConfig, shards: int) -> None:
-    """Raise InputError unless heads, MLP and experts can be split over that many devices."""
+    """Raise InputError unless heads, MLP and experts can be sharded over `shards` devices."""
     if can_split(config, shards):
         return
     parts = [f"{config.num_heads} heads, {config.num_kv_heads} key/value heads"]
@@ -69,12 +69,12 @@ def check_shards(config: DecoderConfig, shards: int) -> None:
 def parameter_shardings(
     config: DecoderConfig, mesh: Mesh, shards: int, scan_layers: bool = True
 ) -> dict[str, Any]:
-    """Where each parameter is placed on a mesh: split over `model`, or whole on each device."""
+    """Return the sharding of each parameter on a mesh: over `model`, or replicated."""
     return table_shardings(parameter_table(config, scan_layers), mesh, shards)
 
 
 def table_shardings(table: dict[str, Any], mesh: Mesh, shards: int) -> dict[str, Any]:
-    """Likewise for each entry of a nested dict of `Parameter`."""
+    """Return the sharding of each entry of a nested dict of `Parameter`."""
 
     def sharded(entry: Any) -> NamedSharding:
         if shards == 1:
@@ -95,13 +95,13 @@ def build(
     threads: int = _THREADS,
     bits: Mapping[parameter_names.Path, int] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """The parameter tree with every location filled, on the default device or split over a mesh.
+    """Return the parameter tree with every location filled, on the default device or on a mesh.
 
-    The host holds one or two tensors at a time, except where the CPU is the device and there is no
-    mesh: then the tree is filled in host memory directly. `threads` is the number of threads that
-    fill concurrently; one fills the locations in order. Kernels at the paths of `bits` are
-    quantised ones of 4 or 8 bits; on a CPU without a mesh only. Raises InputError where the mesh
-    does not fit the model.
+    The host holds one or two tensors at a time, unless the device is the CPU without a mesh: then
+    the tree is filled in host memory directly. `threads` is the number of threads that fill
+    concurrently; one thread fills the locations in order. Kernels at the paths of `bits` are
+    quantized ones of 4 or 8 bits, on a CPU without a mesh only. Raises InputError if the mesh does
+    not fit the model.
     """
     table = parameter_table(config, scan_layers)
     if mesh is not None:

@@ -1,4 +1,4 @@
-"""What a family is: the fields of its config, and its tensors' names in each format."""
+"""The description of a family: its config fields, and its tensor names in each format."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ _PARTS = {
 
 @dataclass(frozen=True)
 class MtpLayout:
-    """Where a family's modules for multi-token prediction are among its tensors.
+    """The names of a family's multi-token prediction modules among its tensors.
 
-    `prefix` begins the names of a module's tensors; it holds `{module}`, or `{layer}`, where
-    modules are numbered on after the decoder's layers. `names` are those of its norms and its
-    projection by their names in the tree; its layer's are the family's. `copies` may be there, the
-    decoder's own tensors once more. `concat` is the order of the projection's inputs.
+    `prefix` begins the names of a module's tensors; it contains `{module}`, or `{layer}` if modules
+    are numbered after the decoder's layers. `names` maps the norms and the projection from their
+    names in the tree; the layer's names are the family's. `copies` are optional repeated tensors of
+    the decoder. `concat` is the order of the projection's inputs.
     """
 
     prefix: str
@@ -47,11 +47,11 @@ class MtpLayout:
 
 @dataclass(frozen=True)
 class GgufLayout:
-    """A family in GGUF files: its architecture there, and its tensors.
+    """A family in GGUF files: its architecture name and its tensors.
 
-    `fixed` are fields of the metadata that have one value. Of families with one architecture those
-    with `experts` read the files that have some. Without `mtp` a file has no modules for
-    multi-token prediction.
+    `fixed` are metadata fields with a single valid value. If families share an architecture, the
+    one with `experts` reads files that have some. Without `mtp` a file has no multi-token
+    prediction modules.
     """
 
     architecture: str
@@ -63,11 +63,11 @@ class GgufLayout:
 
 @dataclass(frozen=True)
 class Family:
-    """A family by its `model_type` in config.json, with the class of transformers that runs it.
+    """A family by its `model_type` in config.json, with the transformers class that runs it.
 
-    `parts` are the fields of its config, all but the vocabulary and the family. Names that match
-    the pattern `ignored` may be there beside those of `tensors`. A family without `gguf` is not
-    read from such files, and none without `mtp` has modules for multi-token prediction.
+    `parts` are the fields of its config, except vocabulary and family. Extra tensors whose names
+    match the pattern `ignored` are accepted. A family without `gguf` cannot be read from GGUF
+    files, and one without `mtp` has no multi-token prediction modules.
     """
 
     model_type: str
@@ -81,10 +81,9 @@ class Family:
     def read(
         self, fields: Fields, vocab_size: int, unused_tokens: tuple[int, ...] = ()
     ) -> DecoderConfig:
-        """The config that a config.json or, as `GgufFields`, a GGUF's metadata describes.
+        """Return the config described by a config.json or, as `GgufFields`, by a GGUF's metadata.
 
-        Raises InputError for what the decoder does not have; fields that are not asked for are the
-        caller's to check.
+        Raises InputError for features that the decoder lacks. The caller checks for unread fields.
         """
         known: dict[str, Any] = {}
         for part in self.parts:
@@ -101,7 +100,7 @@ class Family:
         return DecoderConfig(family=self.model_type, **values)
 
     def write(self, config: DecoderConfig) -> dict[str, Any]:
-        """The fields of config.json that `read` reads."""
+        """Return the fields of config.json that `read` reads."""
         fields: dict[str, Any] = {}
         for part in self.parts:
             fields |= part.write(config)

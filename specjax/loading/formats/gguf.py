@@ -1,4 +1,4 @@
-"""Models in GGUF files: config, and weights dequantised to the wanted dtype."""
+"""Models in GGUF files: config, and weights dequantized to the requested dtype."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _UNROUNDED = ("F32", "F16", "BF16")
 
 
 def family_of(file: GgufFile) -> Family:
-    """The family of a file's architecture; raises InputError for one that is not known."""
+    """Return the family of a file's architecture; raise InputError for an unknown one."""
     name = file.metadata.get("general.architecture")
     families = registry.gguf_architectures().get(name) if isinstance(name, str) else None
     if families is None:
@@ -43,7 +43,7 @@ def family_of(file: GgufFile) -> Family:
 
 
 def embedding_rows(file: GgufFile) -> int | None:
-    """The number of tokens that the embedding has; None where there is no such matrix."""
+    """Return the number of rows of the embedding, or None if there is no such matrix."""
     tensor = file.tensors.get("token_embd.weight")
     return tensor.shape[0] if tensor is not None and len(tensor.shape) == 2 else None
 
@@ -51,10 +51,10 @@ def embedding_rows(file: GgufFile) -> int | None:
 def read_config(
     file: GgufFile, vocab_size: int, unused_tokens: tuple[int, ...] = ()
 ) -> tuple[DecoderConfig, MtpConfig | None]:
-    """The decoder that a file describes, and the modules for multi-token prediction in it.
+    """Return the decoder that a file describes, and its multi-token prediction modules.
 
-    V is truncated to `vocab_size`, of which `unused_tokens` name no token. Raises InputError for
-    another architecture and for settings that the decoder does not have.
+    V is truncated to `vocab_size`, of which `unused_tokens` have no token. Raises InputError for an
+    unknown architecture and for features that the decoder lacks.
     """
     family = family_of(file)
     assert family.gguf is not None
@@ -77,12 +77,12 @@ def read_params(
     mtp: MtpConfig | None = None,
     keep_blocks: bool = False,
 ) -> dict[str, Any]:
-    """The parameter tree of `parameter_names.param_shapes`, dequantised into its final arrays.
+    """Return the parameter tree of `parameter_names.param_shapes`, dequantized in place.
 
-    With the modules `mtp` theirs are under "mtp". With `keep_blocks` kernels stay in 4 or 8 bits
-    where the file has them so (`kept_bits`), on a CPU without a mesh. Raises InputError listing
-    tensors that are missing, unexpected, mis-shaped or of a type that cannot be dequantised, before
-    anything is allocated.
+    With `mtp`, the parameters of the modules are under "mtp". With `keep_blocks`, kernels that the
+    file has in 4 or 8 bits stay so (`kept_bits`), on a CPU without a mesh. Raises InputError,
+    before allocating anything, listing tensors that are missing, unexpected, mis-shaped or of a
+    type that cannot be dequantized.
     """
     layout = registry.family(config.family).gguf
     assert layout is not None
@@ -125,9 +125,9 @@ def read_params(
 def kept_bits(
     file: GgufFile, config: DecoderConfig, scan_layers: bool = True
 ) -> dict[parameter_names.Path, int]:
-    """The bits of the kernels that can stay as a file has them, by their paths in the tree.
+    """Return the bits of kernels that can stay as a file has them, by their paths in the tree.
 
-    These are kernels of which all layers have 4 bits (Q4_0, Q4_1) or all 8 (Q8_0); experts not.
+    These are kernels with 4 bits in all layers (Q4_0, Q4_1) or 8 in all (Q8_0), except experts.
     """
     layout = registry.family(config.family).gguf
     assert layout is not None

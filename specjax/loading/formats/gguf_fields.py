@@ -1,4 +1,4 @@
-"""The metadata of a GGUF file as typed fields, and what all architectures share in it."""
+"""The metadata of a GGUF file as typed fields, and the fields all architectures share."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ _NEUTRAL = {
 class GgufFields(Fields):
     """The `{architecture}.*` keys of a file.
 
-    An array of equal values, one per layer, is that value. A number is the shortest decimal that is
-    the same float32: 1e-05, not 9.99999975e-06.
+    An array of equal values, one per layer, counts as that value. A number is converted to the
+    shortest decimal with the same float32: 1e-05, not 9.99999975e-06.
     """
 
     def __init__(self, file: GgufFile, architecture: str) -> None:
@@ -59,7 +59,7 @@ class GgufFields(Fields):
         self.file = file
 
     def check_others(self, fixed: Mapping[str, Any]) -> None:
-        """Raise InputError for a key that nobody has read, unless its value changes nothing.
+        """Raise InputError for an unread key, unless its value has no effect.
 
         `fixed` are the values that keys have in every file of the family.
         """
@@ -81,7 +81,7 @@ def _normalised(value: Any) -> Any:
 
 
 def read_scaling(fields: GgufFields, rotary_width: int) -> RopeScaling | None:
-    """The scaling of the rotary frequencies, for so many rotated dimensions of a head."""
+    """Return the scaling of the rotary frequencies; `rotary_width` dimensions are rotated."""
     file = fields.file
     kind = fields.text("rope.scaling.type", "none")
     factor = fields.number("rope.scaling.factor", fields.number("rope.scale_linear", 1.0))

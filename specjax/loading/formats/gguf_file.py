@@ -1,11 +1,11 @@
 """GGUF files: bounds-checked reading of the header and tensor list, and tensors as float32.
 
-Every count, length and offset is compared with the file's size before memory is taken, so a
-damaged or hostile file raises an error and cannot hang. (Format: ggml-org/ggml docs/gguf.md.)
+Every count, length and offset is compared with the file's size before memory is allocated, so that
+a damaged or hostile file raises an error instead of hanging. (Format: ggml-org/ggml docs/gguf.md.)
 
-The gguf package's own reader is no substitute: it takes bytes beyond the end for empty arrays, so
-that a length of 2^40 in a file of 130 bytes keeps it reading and allocating, and the 98,000 strings
-of the default model take it 5 seconds (here 0.1).
+The reader of the gguf package is no substitute: it treats bytes beyond the end as empty arrays, so
+that a length of 2^40 in a file of 130 bytes keeps it allocating, and it needs 5 seconds for the
+98,000 strings of the default model (here 0.1).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _CHUNK = 1 << 17  # values dequantised at a time: what the second-level cache ho
 
 
 class Tensor(NamedTuple):
-    """One tensor: shape outermost first, and in a mapped file its offset and size in bytes."""
+    """A tensor's shape, outermost axis first, and its offset and size in bytes in a mapped file."""
 
     shape: tuple[int, ...]
     kind: GGMLQuantizationType
@@ -56,18 +56,18 @@ class Tensor(NamedTuple):
 
 @dataclass(frozen=True)
 class GgufFile:
-    """A scanned file: metadata by key and tensors by name."""
+    """A scanned file: metadata by key, and tensors by name."""
 
     path: Path
     metadata: dict[str, Any]
     tensors: dict[str, Tensor]
 
     def raw(self, tensor: Tensor) -> UInt8[np.ndarray, "bytes"]:
-        """The tensor's bytes."""
+        """Return the bytes of a tensor."""
         return np.frombuffer(tensor.data, np.uint8, tensor.size, tensor.offset)
 
     def values(self, tensor: Tensor, part: tuple[int, int] = (0, 1)) -> Float[np.ndarray, "n"]:
-        """The tensor's values, or those of a part of it, as one flat array."""
+        """Return the values of a tensor, or of a part of it, as one flat array."""
         out = np.empty(math.prod(tensor.shape) // part[1], np.float32)
         for first, values in self.chunks(tensor, part):
             out[first : first + values.size] = values
@@ -76,9 +76,9 @@ class GgufFile:
     def chunks(
         self, tensor: Tensor, part: tuple[int, int] = (0, 1)
     ) -> Iterator[tuple[int, Float[np.ndarray, "n"]]]:
-        """The tensor's values as float32, flat, a few rows at a time, each with its first index.
+        """Yield a tensor's values as flat float32, a few rows at a time, with their first index.
 
-        `part` is (index, count): of so many equal parts that follow each other only one is read.
+        `part` is (index, count): only that one of `count` equal consecutive parts is read.
         """
         index, count = part
         block, block_bytes = GGML_QUANT_SIZES[tensor.kind]
@@ -105,7 +105,7 @@ class _Reader:
         return InputError(f"{self.path}: {problem}; download or convert the file again")
 
     def take(self, count: int, what: str) -> int:
-        """Advance over `count` bytes and return where they begin."""
+        """Advance by `count` bytes; return the offset before them."""
         if count > self.size - self.at:
             raise self.fail(
                 f"GGUF truncated: {what} needs {count} bytes at {self.at}, the file has {self.size}"
@@ -152,7 +152,7 @@ class _Reader:
 def open_gguf(path: Path) -> Iterator[GgufFile]:
     """Map a GGUF file and scan its header.
 
-    Raises InputError where the file is missing, truncated, big-endian, of an unknown version, or
+    Raises InputError for a file that is missing, truncated, big-endian, of an unknown version, or
     inconsistent with its own size.
     """
     try:
@@ -241,12 +241,12 @@ def _read_tensors(reader: _Reader, count: int, metadata: dict[str, Any]) -> dict
 
 
 def short(name: str) -> str:
-    """A name as an error shows it: quoted, and truncated to about half a line."""
+    """Return a name for an error message, quoted and truncated to about half a line."""
     return repr(name if len(name) <= 60 else name[:57] + "...")
 
 
 def check_type(file: GgufFile, name: str) -> None:
-    """Raise InputError where the gguf package cannot dequantise the type of a tensor."""
+    """Raise InputError if the gguf package cannot dequantize the type of a tensor."""
     kind = file.tensors[name].kind
     try:
         dequantize(np.zeros((1, GGML_QUANT_SIZES[kind][1]), np.uint8), kind)

@@ -1,4 +1,4 @@
-"""A model in one GGUF file, or in the several that llama.cpp's gguf-split makes of one."""
+"""Models in one GGUF file, or in several written by llama.cpp's gguf-split."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ _NUMBER, _COUNT, _TENSORS = "split.no", "split.count", "split.tensors.count"
 
 @contextmanager
 def open_parts(path: Path) -> Iterator[GgufFile]:
-    """Map a GGUF file, or the first of several parts and with it the others.
+    """Map a GGUF file, or all parts of a split one given the first.
 
-    What comes out has the metadata of the first part and the tensors of all. Raises InputError as
-    `open_gguf` does, for another part than the first, and where parts are missing or do not belong
-    together.
+    Yields a file with the metadata of the first part and the tensors of all. Raises InputError as
+    `open_gguf` does, for a part other than the first, and for missing or mismatched parts.
     """
     with ExitStack() as files:
         first = files.enter_context(open_gguf(path))

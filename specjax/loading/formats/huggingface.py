@@ -49,9 +49,9 @@ _READ_IF_THERE = (
 def read_headers(directory: Path, family: Family) -> dict[str, StoredTensor]:
     """Return a directory's tensors by their names in `family.tensors`, without their values.
 
-    They are those of model.safetensors or of its shards. Prefixes that other tools add or leave out
-    ("model.", "module.") are normalised. Raises InputError for missing shards, damaged files,
-    pickles, and a directory that is not what `save` wrote there.
+    They are those of model.safetensors or its shards. Prefixes that other tools add or omit
+    ("model.", "module.") are normalized. Raises InputError for missing shards, damaged files,
+    pickles, and a directory that changed since `save` wrote it.
     """
     shards = safetensors_files.find_shards(directory)
     read = [*(path.name for path in shards), "config.json"]
@@ -82,10 +82,10 @@ def read_params(
     scan_layers: bool = True,
     mtp: MtpConfig | None = None,
 ) -> dict[str, Any]:
-    """The parameter tree of `parameter_names.param_shapes`, from the files of a directory.
+    """Return the parameter tree of `parameter_names.param_shapes`, from the files of a directory.
 
-    With the modules `mtp` theirs are under "mtp". Raises InputError for tensors that are missing,
-    unexpected or mis-shaped.
+    With `mtp`, the parameters of the modules are under "mtp". Raises InputError for tensors that
+    are missing, unexpected or mis-shaped.
     """
     family = registry.family(config.family)
     head, embedding = (
@@ -141,9 +141,9 @@ def save(
     ends: Sequence[int],
     dtype: np.dtype,
 ) -> None:
-    """Write a model directory that `load_model` and transformers read, whole or not at all.
+    """Write a model directory that `load_model` and transformers read, atomically.
 
-    `ends` are the ids that end a sequence. An earlier save is replaced. Raises InputError where
+    `ends` are the ids that end a sequence. An earlier save is replaced. Raises InputError if
     `directory` holds anything else.
     """
     with folders.replacing(directory, "model") as new:

@@ -1,4 +1,4 @@
-"""config.json of a model, with the field names of transformers 4 and 5."""
+"""The config.json of a model, with the field names of transformers 4 and 5."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from specjax.models.config import DecoderConfig
 
 
 def embedding_rows(directory: Path) -> int | None:
-    """The number of tokens that the embedding has by config.json; None where it does not say."""
+    """Return the number of rows of the embedding by config.json, or None if not stated."""
     value = read_json(directory / "config.json").get("vocab_size")
     return value if type(value) is int and value > 0 else None
 
@@ -29,12 +29,11 @@ def embedding_rows(directory: Path) -> int | None:
 def read_config(
     directory: Path, vocab_size: int | None, unused_tokens: tuple[int, ...] = ()
 ) -> tuple[DecoderConfig, int]:
-    """The decoder that config.json describes, and how many MTP modules it announces.
+    """Return the decoder that config.json describes, and the number of MTP modules it announces.
 
-    V is truncated to `vocab_size` where that is known; `unused_tokens` name no token.
-
-    Reads the fields of transformers 4 and 5. Raises InputError for a model type that is not known,
-    and, by name, for fields that ask for what the decoder or the family does not have.
+    V is truncated to `vocab_size` if known; `unused_tokens` have no token. Raises InputError,
+    naming the field, for an unknown model type and for features that the decoder or the family
+    lacks.
     """
     path = directory / "config.json"
     raw = read_json(path)
@@ -83,10 +82,10 @@ def write_config(
     dtype: np.dtype,
     directory: Path,
 ) -> None:
-    """Write config.json with the rope and dtype fields of both transformers 4 and 5.
+    """Write config.json with the rope and dtype fields of transformers 4 and 5.
 
-    `ends` are the ids that end a sequence. Raises InputError for a config whose family has no
-    fields for it.
+    `ends` are the ids that end a sequence. Raises InputError for a config that the family's fields
+    cannot express.
     """
     family = registry.family(config.family)
     written = family.write(config)

@@ -26,7 +26,7 @@ _KNOWN = {
 
 
 class Rope(NamedTuple):
-    """The rotary base, its scaling, and the rotated part of a head's dimensions."""
+    """The rotary base, its scaling, and the rotated fraction of a head's dimensions."""
 
     theta: float
     scaling: RopeScaling | None
@@ -36,11 +36,11 @@ class Rope(NamedTuple):
 def read_rope(
     fields: Fields, max_positions: int, *, theta: float = 10000.0, partial: float | None = None
 ) -> Rope:
-    """What `rope_parameters` (transformers 5) or the older fields of a config say.
+    """Return the rotary settings in `rope_parameters` (transformers 5) or the older fields.
 
-    `theta` and `partial` are the base and the rotated part where they say nothing; without
-    `partial` the model rotates all dimensions. Raises InputError for another part then, and where
-    old and new fields say a scaling, and not the same one.
+    `theta` and `partial` are defaults; without `partial` the model rotates all dimensions, and
+    another fraction raises InputError. Raises InputError also if old and new fields contradict each
+    other.
     """
     theta = fields.number("rope_theta", theta)
     rotated = fields.number(_PARTIAL, 1.0 if partial is None else partial)
@@ -108,7 +108,7 @@ def _read_section(fields: Fields, name: str, default: Rope, max_positions: int) 
 
 
 def write_rope(config: DecoderConfig, **more: Any) -> dict[str, Any]:
-    """The fields that `read_rope` reads, of transformers 4 and 5; `more` goes into the newer."""
+    """Return the fields that `read_rope` reads; `more` is added to the newer ones."""
     scaling = write_scaling(config)
     return {
         "rope_theta": config.rope_theta,
@@ -119,7 +119,7 @@ def write_rope(config: DecoderConfig, **more: Any) -> dict[str, Any]:
 
 
 def write_scaling(config: DecoderConfig) -> dict[str, Any]:
-    """The scaling as an object of config.json, without the base."""
+    """Return the scaling as an object of config.json, without the base."""
     scaling = config.rope_scaling
     if scaling is None:
         return {"rope_type": "default"}

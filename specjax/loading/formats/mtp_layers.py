@@ -1,4 +1,4 @@
-"""Modules for multi-token prediction inside checkpoints, among the decoder's own tensors."""
+"""Multi-token prediction modules inside checkpoints, among the decoder's own tensors."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _OF_MODULE = re.compile(
 
 
 def announced(fields: Fields) -> int:
-    """How many modules config.json announces; raises InputError where it says two numbers."""
+    """Return how many modules config.json announces; raise InputError for two numbers."""
     counts = {name: fields.integer(name) for name in _COUNTS if fields.get(name) is not None}
     if len(set(counts.values())) > 1:
         raise fields.fail(min(counts), f"disagrees with {max(counts)}; repair config.json")
@@ -51,11 +51,11 @@ def stored(
     layout: MtpLayout | None,
     names: Collection[str],
 ) -> int:
-    """How many modules to read from a checkpoint with tensors of these names: all announced, or 0.
+    """Return how many modules to read from a checkpoint: all that are announced, or 0.
 
-    Tools drop modules whole and leave the announcement, which is said in a line; a checkpoint with
-    some of the tensors is cut off, which reading them finds. Raises InputError for tensors of
-    modules that are not announced, or that the family does not have.
+    Some tools drop all modules but keep the announcement, which is noted in a line. A checkpoint
+    with only some of the tensors is truncated, which reading detects. Raises InputError for tensors
+    of modules that are not announced or that the family lacks.
     """
     starts: tuple[str, ...] = ()
     if layout is not None:
@@ -84,10 +84,10 @@ def stored(
 
 
 def module_config(config: DecoderConfig, count: int, layout: MtpLayout | None) -> MtpConfig | None:
-    """The modules of a checkpoint that announces so many; None for none.
+    """Return the config of `count` modules of a checkpoint, or None if there are none.
 
     They read the state after the final norm, and their own after theirs; the embedding of the pair
-    at position 0 is zero, as in vLLM. With experts in the model, a module's layer has them too.
+    at position 0 is zero, as in vLLM. If the model has experts, so does a module's layer.
     """
     if not count or layout is None:
         return None
@@ -106,9 +106,9 @@ def locations(
     layout: MtpLayout | None,
     tensors: Iterable[TensorEntry],
 ) -> list[Location]:
-    """The tensors of all modules, in the tree of `mtp.parameter_table`.
+    """Return the locations of all modules' tensors in the tree of `mtp.parameter_table`.
 
-    `tensors` are the names of the decoder's, whose layers end in those of a module's layer.
+    `tensors` are the entries of the decoder, whose layer names also name a module's layer.
     """
     if mtp is None or layout is None:
         return []
@@ -134,7 +134,7 @@ def locations(
 def copies(
     config: DecoderConfig, mtp: MtpConfig | None, layout: MtpLayout | None
 ) -> dict[str, str]:
-    """Names of tensors that modules may hold, each with that of the decoder's which it repeats."""
+    """Return the names of optional tensors of modules with those of the decoder they repeat."""
     if mtp is None or layout is None:
         return {}
     return {
@@ -152,7 +152,7 @@ def build(
     mesh: Mesh | None,
     shards: int,
 ) -> dict[str, Any]:
-    """The modules' parameters on the devices, of tensors that `fill` writes."""
+    """Return the modules' parameters on the devices, from tensors that `fill` writes."""
     table = mtp.parameter_table()
     params = jax.tree.map(lambda entry: np.empty(entry.shape, entry.dtype(dtype)), table)
     for location in tensors:

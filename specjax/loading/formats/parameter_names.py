@@ -1,7 +1,7 @@
-"""Where a file's tensors belong in the parameter tree, and how their layouts differ.
+"""Correspondence of a file's tensors and the parameter tree, and the layouts of both.
 
 One table per family and file format serves reading and writing (`families`). The tree is a plain
-nested dict; layers are stacked on the first axis, head axes are their own dimension, kernels are
+nested dict; layers are stacked on the first axis, heads have their own axis, and kernels are
 [in..., out...].
 """
 
@@ -28,21 +28,20 @@ _ALIGNMENT = 64  # bytes; XLA's CPU client copies a host array that starts anywh
 
 
 def param_shapes(config: DecoderConfig, scan_layers: bool = True) -> dict[str, Any]:
-    """The nested dict of parameter shapes that a decoder of this config has."""
+    """Return the nested dict of parameter shapes of a decoder with this config."""
     return jax.tree.map(lambda entry: entry.shape, parameter_table(config, scan_layers))
 
 
 class TensorEntry(NamedTuple):
     """One row of a table: a tensor's name in the file and its location in the tree.
 
-    `name` holds `{layer}` for a tensor that exists once per layer, and `{expert}` for one that
-    exists once per expert; with `merged` one tensor holds all experts on a first axis. `in_axes`
-    counts the axes of a kernel that the product sums over; 0 marks a scale, a bias or an embedding.
-    `paired` marks rows whose rotated dimensions are stored as pairs of neighbours instead of
-    half-split. `tied` limits the row to models whose head is, or is not, the embedding. `part` is
-    (index, count) where the file's tensor holds several of the tree's, one after the other along
-    the outputs. `transposed` marks kernels that are stored [in, out]. The file's numbers are the
-    tree's plus `added`.
+    `name` contains `{layer}` for a tensor per layer, and `{expert}` for one per expert; with
+    `merged` one tensor holds all experts on a first axis. `in_axes` is the number of axes of a
+    kernel that the product sums over; 0 marks a scale, a bias or an embedding. `paired` marks
+    rotated dimensions stored as adjacent pairs instead of half-split. `tied` limits the entry to
+    models with, or without, a tied head. `part` is (index, count) if the file's tensor concatenates
+    several of the tree's along the outputs. `transposed` marks kernels stored [in, out]. The file's
+    numbers are the tree's plus `added`.
     """
 
     name: str
@@ -59,9 +58,8 @@ class TensorEntry(NamedTuple):
 class Location(NamedTuple):
     """One tensor of one checkpoint: its file name, entry, layer, and unstacked tree shape.
 
-    `run` is the name of the layer's stacked run, and its first layer; `expert` the expert's index,
-    whose part of a merged tensor is that of its entry. `rotary_width` is the number of rotated
-    dimensions of a head.
+    `run` is the name of the layer's stacked run and its first layer; `expert` is the expert's index
+    in a merged tensor. `rotary_width` is the number of rotated dimensions of a head.
     """
 
     name: str
@@ -73,9 +71,9 @@ class Location(NamedTuple):
     expert: int | None = None
 
     def within(self, scan_layers: bool) -> tuple[Path, tuple[int, ...]]:
-        """The leaf it belongs to, and its index on that leaf's first axes: layer, expert, or none.
+        """Return the leaf it belongs to, and its index (layer, expert or none) on the first axes.
 
-        Without `scan_layers` each layer has leaves of its own.
+        Without `scan_layers` each layer has its own leaves.
         """
         expert = () if self.expert is None else (self.expert,)
         if self.layer is None:
@@ -88,7 +86,7 @@ class Location(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Whether its rows in the file are the tree's, number by number."""
+        """Whether its rows in the file equal the tree's, number by number."""
         return not (self.entry.paired or self.entry.transposed or self.entry.added)
 
     @property
@@ -103,7 +101,7 @@ class Location(NamedTuple):
 
     @property
     def stored_shape(self) -> Shape:
-        """The whole tensor's shape in the file."""
+        """The shape of the whole tensor in the file."""
         first, *rest = self.rows
         count = self.entry.part[1]
         shape = (count, first, *rest) if self.entry.merged else (count * first, *rest)
@@ -111,9 +109,9 @@ class Location(NamedTuple):
 
 
 def locations(table: Iterable[TensorEntry], config: DecoderConfig) -> Iterator[Location]:
-    """Every part of a tensor that a checkpoint of this config must hold, in table order.
+    """Yield every part of a tensor that a checkpoint of this config must hold, in table order.
 
-    Raises InputError for a parameter that the table has no name for.
+    Raises InputError for a parameter without a name in the table.
     """
     shapes = param_shapes(config)
     unnamed = {
@@ -151,7 +149,10 @@ def locations(table: Iterable[TensorEntry], config: DecoderConfig) -> Iterator[L
 
 
 def of_entry(entry: TensorEntry, shape: Shape, rotary_width: int) -> Iterator[Location]:
-    """The locations of a tensor, or of each expert's, whose leaf has that shape in one layer."""
+    """Yield the locations of a tensor, or of each expert's.
+
+    `shape` is that of the leaf in one layer.
+    """
     if not (entry.merged or "{expert}" in entry.name):
         yield Location(entry.name, entry, None, shape, rotary_width)
         return
@@ -163,7 +164,7 @@ def of_entry(entry: TensorEntry, shape: Shape, rotary_width: int) -> Iterator[Lo
 
 
 def lookup(tree: dict[str, Any], path: Path) -> Any:
-    """The leaf at `path`, or None where the tree has no such leaf."""
+    """Return the leaf at `path`, or None if the tree has no such leaf."""
     for key in path:
         if key not in tree:
             return None
@@ -172,14 +173,14 @@ def lookup(tree: dict[str, Any], path: Path) -> Any:
 
 
 def allocate(config: DecoderConfig, dtype: np.dtype, scan_layers: bool = True) -> dict[str, Any]:
-    """The parameter tree, uninitialised, each leaf aligned so that a CPU device can adopt it."""
+    """Return the uninitialized parameter tree, aligned so that a CPU device can adopt it."""
     return jax.tree.map(
         lambda entry: _empty(entry.shape, entry.dtype(dtype)), parameter_table(config, scan_layers)
     )
 
 
 def empty_quantized(rows: Shape, bits: int) -> QuantizedKernel:
-    """A kernel of `bits`, uninitialised, likewise; `rows` is its shape [*L, F, D]."""
+    """Return an uninitialized, aligned kernel of `bits` with the shape `rows` [*L, F, D]."""
     *lead, width = rows
     groups = (*lead, width // GROUP)
     if bits == 8:
@@ -196,11 +197,11 @@ def _empty(shape: Shape, dtype: Any) -> np.ndarray:
 
 
 def canonical(table: Collection[TensorEntry], names: Collection[str]) -> dict[str, str]:
-    """The table's name of each of a checkpoint's tensors, as far as it is only spelled otherwise.
+    """Return the table's name of each tensor of a checkpoint whose name differs only in its prefix.
 
-    Tools leave out what the table's names of layers begin with ("model."), or put names of wrapping
-    modules before or in place of it ("language_model.model.", "model.language_model.", "module.").
-    The first layer's norm tells which; a head may have all or some of the wrapping modules.
+    Some tools omit the prefix of layer names ("model."), or put names of wrapping modules before or
+    in place of it ("language_model.model.", "model.language_model.", "module."). The first layer's
+    norm tells which; a head may have all or some of the wrapping modules.
     """
     names_of = {entry.path: entry.name for entry in table}
     norm = names_of["layers", "attention_norm", "scale"]
@@ -232,11 +233,11 @@ def match(
     others: Iterable[Location] = (),
     ignored: Collection[str] = (),
 ) -> list[Location]:
-    """The locations of a decoder's tensors, after comparing a checkpoint with what it must hold.
+    """Return the locations of a decoder's tensors, after checking that a checkpoint is complete.
 
-    Embedding and head may have more rows than the vocabulary (padding, which is dropped). Raises
-    InputError listing what is missing, unexpected or mis-shaped; the tensors of `others` must be
-    there too, and `ignored` names may be.
+    Embedding and head may have extra rows (padding, which is dropped). Raises InputError listing
+    what is missing, unexpected or mis-shaped; the tensors of `others` are required too, and
+    `ignored` names are optional.
     """
     if config.num_layers > len(found):
         raise InputError(

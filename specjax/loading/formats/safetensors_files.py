@@ -1,4 +1,4 @@
-"""The safetensors files of a directory: found, opened, and their headers compared with an index."""
+"""The safetensors files of a directory: finding, opening, checking headers by an index."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Shards = Mapping[Path, list[str] | None]
 
 
 class StoredTensor(NamedTuple):
-    """A tensor in a file: its file, its name there, its shape and type."""
+    """A tensor in a file: the file, its name there, its shape and type."""
 
     path: Path
     name: str
@@ -41,7 +41,7 @@ class StoredTensor(NamedTuple):
 
 
 def refuse_pickle(path: Path) -> InputError:
-    """The error for weights in a pickle."""
+    """Return the error for weights in a pickle."""
     return InputError(
         f"{path}: a pickle can run code and is not read; use safetensors files, or make them where "
         "torch is installed: save_pretrained in transformers, or save_file in safetensors.torch "
@@ -50,9 +50,9 @@ def refuse_pickle(path: Path) -> InputError:
 
 
 def find_shards(directory: Path, names: Collection[str] = (WEIGHTS,)) -> Shards:
-    """The weight files of a directory: one with one of the `names`, or those of its index.
+    """Return the weight files of a directory: one with one of the `names`, or those of its index.
 
-    Raises InputError where there are none.
+    Raises InputError if there are none.
     """
     for name in names:
         if (directory / name).exists():
@@ -86,7 +86,7 @@ def find_shards(directory: Path, names: Collection[str] = (WEIGHTS,)) -> Shards:
 
 @contextmanager
 def open_file(path: Path) -> Iterator[Any]:
-    """A safetensors file; raises InputError where it is none."""
+    """Open a safetensors file; raise InputError if it is not one."""
     try:
         file = safe_open(regular_file(path, "download it again"), framework="numpy")
     except (SafetensorError, OSError) as error:
@@ -99,7 +99,7 @@ def open_file(path: Path) -> Iterator[Any]:
 
 @contextmanager
 def open_tensors(tensors: Iterable[StoredTensor]) -> Iterator[Callable[[StoredTensor], np.ndarray]]:
-    """A function that reads the numbers of one of the tensors, whose files are open."""
+    """Yield a function that reads the values of a tensor, with the files kept open."""
     with ExitStack() as stack:
         paths = {tensor.path for tensor in tensors}
         files = {path: stack.enter_context(open_file(path)) for path in paths}
@@ -107,10 +107,10 @@ def open_tensors(tensors: Iterable[StoredTensor]) -> Iterator[Callable[[StoredTe
 
 
 def read_headers(shards: Shards, dtypes: Collection[str]) -> list[StoredTensor]:
-    """The tensors of files without their numbers, but for old buffers.
+    """Return the tensors of files without values, omitting obsolete buffers.
 
-    Raises InputError for a tensor that the index has and the file lacks, and for types of numbers
-    that are not among the `dtypes`.
+    Raises InputError for a tensor in the index but not in the file, and for types other than
+    `dtypes`.
     """
     found = []
     for path, listed in shards.items():
@@ -135,18 +135,18 @@ def read_headers(shards: Shards, dtypes: Collection[str]) -> list[StoredTensor]:
 
 
 def read_notes(path: Path) -> dict[str, str]:
-    """The notes in a file's header."""
+    """Return the notes in a file's header."""
     with open_file(path) as file:
         return file.metadata() or {}
 
 
 def is_ours(notes: Mapping[str, str]) -> bool:
-    """Whether the notes say that specjax wrote the file."""
+    """Return whether the notes say that specjax wrote the file."""
     return notes.get("producer") == PRODUCER["producer"]
 
 
 def write_tensors(tensors: Mapping[str, np.ndarray], path: Path, notes: Mapping[str, str]) -> None:
-    """Write a safetensors file whose header names specjax beside the notes; raises OSError."""
+    """Write a safetensors file whose header names specjax and holds the notes. Raises OSError."""
     try:
         whole = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
         save_file(whole, path, metadata={**notes, **PRODUCER})

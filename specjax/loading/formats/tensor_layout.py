@@ -1,8 +1,8 @@
-"""Tensors between a checkpoint's layout and the parameter tree's.
+"""Conversion of tensors between a checkpoint's layout and the parameter tree's.
 
-Files have kernels as rows [out, in], several parts joined in one tensor, transposed ones, and
-rotary halves interleaved, pair by pair; the tree has kernels [in..., out...] and halves one after
-the other. Which of these a tensor has, its `parameter_names.TensorEntry` says.
+Files have kernels as rows [out, in], possibly transposed or joined in one tensor, and rotary halves
+possibly interleaved in pairs; the tree has kernels [in..., out...] and half-split rotary
+dimensions. `parameter_names.TensorEntry` says which of these apply to a tensor.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from specjax.models.config import DecoderConfig
 
 
 def from_stored(stored: Shaped[np.ndarray, "..."], location: Location) -> Shaped[np.ndarray, "..."]:
-    """The tree's array of one tensor in the file's layout; a view where that is possible."""
+    """Return the tree's array of a tensor in the file's layout; a view if possible."""
     if location.entry.transposed:
         stored = stored.T
     index, count = location.entry.part
@@ -29,9 +29,9 @@ def from_stored(stored: Shaped[np.ndarray, "..."], location: Location) -> Shaped
 
 
 def from_rows(stored: Shaped[np.ndarray, "..."], location: Location) -> Shaped[np.ndarray, "..."]:
-    """The tree's array of one location, from its own rows of the file's tensor.
+    """Return the tree's array of one location, from its own rows of the file's tensor.
 
-    Those of a kernel are [out, in].
+    Rows of a kernel are [out, in].
     """
     entry = location.entry
     stored = stored.reshape(location.rows)
@@ -43,13 +43,13 @@ def from_rows(stored: Shaped[np.ndarray, "..."], location: Location) -> Shaped[n
 
 
 def stored_view(value: Shaped[np.ndarray, "..."], location: Location) -> Shaped[np.ndarray, "..."]:
-    """The tree's array in the axes of the file's rows, half-split; a view."""
+    """Return a view of the tree's array with the axes of the file's rows, half-split."""
     rows, *rest = location.rows
     return value.reshape(*rest, rows).T if location.entry.in_axes else value.reshape(rows, *rest)
 
 
 def to_stored(value: Shaped[np.ndarray, "..."], location: Location) -> Shaped[np.ndarray, "..."]:
-    """The inverse of `from_stored` for one part; `_joined` puts parts together."""
+    """Return the file's array of one part, the inverse of `from_stored`; `_joined` joins parts."""
     entry = location.entry
     stored = stored_view(value, location)
     if entry.paired:
@@ -62,9 +62,9 @@ def to_stored(value: Shaped[np.ndarray, "..."], location: Location) -> Shaped[np
 def stored_tensors(
     table: Iterable[TensorEntry], config: DecoderConfig, params: dict[str, Any]
 ) -> dict[str, Shaped[np.ndarray, "..."]]:
-    """A model's parameters by the names, and in the layouts, of a table.
+    """Return a model's parameters with the names and in the layouts of a table.
 
-    Raises InputError for parameters whose shape is not the config's.
+    Raises InputError for parameters whose shape does not match the config.
     """
     parts: dict[str, list[tuple[Location, np.ndarray]]] = {}
     scan_layers = "0" not in params["layers"]
@@ -89,7 +89,7 @@ def _joined(entries: Sequence[tuple[Location, np.ndarray]]) -> np.ndarray:
 
 
 def same_numbers(one: np.ndarray, other: np.ndarray, rows: int | None = None) -> bool:
-    """Whether two arrays, or their first `rows`, are equal in the coarser of their types."""
+    """Return whether two arrays, or their first `rows`, agree in the coarser of their dtypes."""
     one, other = one[:rows], other[:rows]
     if one.shape != other.shape:
         return False

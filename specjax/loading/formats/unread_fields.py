@@ -1,8 +1,8 @@
-"""Fields of config.json that no reader asks for: accepted where they do not change the model.
+"""Checks of config.json fields that no reader uses: accepted only if they do not change the model.
 
-A field is accepted if its name is of a kind without effect (`_INERT`), if its value is what the
-model that was read has in any case (`implied`), or if it is empty: null, false, 0, "", [] or {}.
-Any other would change the model, and is refused by name.
+A field is accepted if its name has no effect (`_INERT`), if its value agrees with the model that
+was read (`implied`), or if it is empty: null, false, 0, "", [] or {}. Any other field would change
+the model, and is rejected by name.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ _ACTIVATIONS = {
 
 
 def implied(config: DecoderConfig) -> Implied:
-    """What a decoder has, by the names that fields of config.json have for it."""
+    """Return a decoder's properties by the names that config.json has for them."""
     attention, window = config.attention, config.sliding_window
     rotary = config.rotary_width
     epsilon, act = config.rms_norm_eps, _ACTIVATIONS[config.mlp.activation]
@@ -138,7 +138,7 @@ def _of_experts(experts: Experts) -> dict[tuple[str, ...], Any]:
 def check_unread(fields: Fields, allowed: Implied, what: str) -> None:
     """Raise InputError for a field that was not read and would change the model.
 
-    `allowed` are `implied` values or the like, and `what` says in errors what was read.
+    `allowed` are values such as `implied` returns, and `what` names in errors what was read.
     """
     values = fields.values
     for name in _QUANTISED:

@@ -1,4 +1,4 @@
-"""A head's directory in other tools' layouts: config.json and safetensors, read whole."""
+"""The directory of a head in another tool's layout: config.json and safetensors."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _MAPS = ("BOOL", "I8", "I16", "I32", "I64", "U8", "U16", "U32", "U64")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a directory holds: its config, its tensors by name, and the notes in their header."""
+    """A directory's config, its tensors by name, and the notes in their header."""
 
     directory: Path
     config: dict[str, Any]
@@ -49,10 +49,10 @@ class Checkpoint:
 
 
 def read_checkpoint(directory: Path) -> Checkpoint:
-    """A directory's config and all of its tensors.
+    """Return the config and all tensors of a directory.
 
-    Raises InputError for pickles, damaged files, numbers that are not finite, a missing config, and
-    a directory that is not what specjax wrote there.
+    Raises InputError for pickles, damaged files, non-finite numbers, a missing config, and a
+    directory that changed since specjax wrote it.
     """
     if not directory.is_dir():
         raise InputError(f"{directory}: no such directory; download the head and give its folder")
@@ -84,7 +84,7 @@ def _with_layers_fields(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def tensor_names(directory: Path) -> set[str]:
-    """The names of a directory's tensors, as `read_checkpoint` gives them."""
+    """Return the names of a directory's tensors, as in `read_checkpoint`."""
     return set(_find_tensors(directory))
 
 
@@ -108,9 +108,9 @@ def match(
     wanted: Mapping[str, tuple[int, ...]],
     optional: Iterable[str] = (),
 ) -> None:
-    """Raise InputError, listing what is missing, unexpected, mis-shaped or not of floats.
+    """Raise InputError listing tensors that are missing, unexpected, mis-shaped or not floats.
 
-    `optional` names may be there in any shape and type.
+    `optional` names may be present with any shape and type.
     """
     shapes = {name: tensor.shape for name, tensor in found.items()}
     problems = differences(shapes, wanted, optional)

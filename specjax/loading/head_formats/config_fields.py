@@ -1,4 +1,4 @@
-"""A head's config.json: the fields of its one Llama layer."""
+"""The config.json of a head: the fields of its single Llama layer."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _LAYERS = re.compile(r"layers\.(\d+)\.")
 def read_decoder(
     fields: Fields, target: Model, names: Iterable[str], extra: Collection[str] = ()
 ) -> DecoderConfig:
-    """The one Llama layer that a config describes, with the target's vocabulary.
+    """Return the single Llama layer that a config describes, with the target's vocabulary.
 
-    `names` are those of the tensors, which tell the number of layers whatever the config states,
-    and where it states nothing whether queries, keys and values have biases; `extra` fields are
-    read by the caller. A vocabulary padded beyond the target's is truncated.
-    Raises InputError for another kind of layer and for fields that would change it.
+    `names` are the tensor names. They determine the number of layers, whatever the config states,
+    and, if it does not say, whether queries, keys and values have biases. The caller reads `extra`
+    fields. A vocabulary padded beyond the target's is truncated. Raises InputError for another kind
+    of layer and for fields that would change it.
     """
     names = list(names)
     # EAGLE's code for Qwen2 copies the target's type; its layer is Llama's with biases.
@@ -61,7 +61,7 @@ def read_decoder(
 
 
 def say_count(fields: Fields, name: str, found: int) -> None:
-    """Say in a line where a config states another number of something than its file has."""
+    """Log a line if a config states another number of something than its file has."""
     stated = fields.get(name)
     if stated not in (None, found):
         fields.integer(name)
@@ -69,7 +69,7 @@ def say_count(fields: Fields, name: str, found: int) -> None:
 
 
 def decoder_fields(config: DecoderConfig, dtype: np.dtype) -> dict[str, Any]:
-    """The fields that `read_decoder` reads, with the names of transformers 4 and 5."""
+    """Return the fields that `read_decoder` reads, named as in transformers 4 and 5."""
     return {
         "model_type": "llama",
         "vocab_size": config.vocab_size,

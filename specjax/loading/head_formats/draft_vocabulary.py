@@ -1,7 +1,7 @@
-"""A head's draft vocabulary as other tools store it.
+"""The draft vocabulary of a head as other tools store it.
 
-As offsets (`d2t`: target token = i + d2t[i]) with a mask over the target's tokens (`t2d`), or as
-plain ids (vLLM's `token_map` of Medusa).
+It is stored as offsets (`d2t`: target token = i + d2t[i]) with a mask over the target's tokens
+(`t2d`), or as plain ids (vLLM's `token_map` for Medusa).
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ Tensors = dict[str, np.ndarray]
 
 
 def offsets(draft_ids: np.ndarray, vocab_size: int) -> dict[str, np.ndarray]:
-    """`d2t` int64 [Vd] and `t2d` bool [V] of ascending token ids."""
+    """Return `d2t` int64 [Vd] and `t2d` bool [V] for ascending token ids."""
     known = np.zeros(vocab_size, np.bool_)
     known[draft_ids] = True
     return {"d2t": draft_ids.astype(np.int64) - np.arange(len(draft_ids)), "t2d": known}
 
 
 def read_offsets(where: Path, tensors: Tensors, size: int) -> np.ndarray | None:
-    """The token ids [Vd] of `d2t`, in its order and not checked; None where there is none."""
+    """Return the token ids [Vd] of `d2t`, unsorted and unchecked, or None if there is none."""
     d2t = tensors.get("d2t")
     if d2t is None:
         if "t2d" in tensors:
@@ -45,10 +45,10 @@ def drop_padding(
     stated: int,
     vocab_size: int,
 ) -> tuple[Tensors, np.ndarray | None]:
-    """The tensors and token ids of a head without padding: rows that have no token of the target.
+    """Return the tensors and token ids of a head without rows that have no token of the target.
 
-    The target has `vocab_size` tokens, and the head's config has `stated` with padding. The tensors
-    `heads` have a row for each of the ids, or for each token. A map may name padding where its
+    The target has `vocab_size` tokens, and the head's config states `stated` with padding. The
+    tensors `heads` have a row for each id, or for each token. A map may point to padding if its
     training data had too few tokens.
     """
     kept = None if ids is None else (ids < vocab_size) | (ids >= stated)
@@ -67,7 +67,7 @@ def drop_padding(
 
 
 def check_mask(where: Path, tensors: Tensors, ids: np.ndarray) -> None:
-    """Raise InputError where the mask `t2d` is there and disagrees with the token ids."""
+    """Raise InputError if a mask `t2d` exists and disagrees with the token ids."""
     t2d = tensors.get("t2d")
     if t2d is None:
         return
@@ -82,7 +82,7 @@ def check_mask(where: Path, tensors: Tensors, ids: np.ndarray) -> None:
 
 
 def check_ids(where: Path, name: str, ids: np.ndarray, vocab_size: int) -> np.ndarray:
-    """The ids as they are; raises InputError unless they are tokens of the target, each once."""
+    """Return the ids; raise InputError unless they are distinct tokens of the target."""
     wrong = (ids < 0) | (ids >= vocab_size)
     if wrong.any():
         index = int(np.argmax(wrong))
@@ -100,7 +100,7 @@ def check_ids(where: Path, name: str, ids: np.ndarray, vocab_size: int) -> np.nd
 
 
 def ascending(ids: np.ndarray | None) -> tuple[np.ndarray | None, np.ndarray | slice]:
-    """The ids in ascending order as int32, and the order of their rows."""
+    """Return the ids in ascending order as int32, and the order of their rows."""
     if ids is None:
         return None, slice(None)
     order = np.argsort(ids)

@@ -1,10 +1,10 @@
-"""EAGLE heads in SafeAILab's layouts and, EAGLE-3, in that of the speculators library.
+"""EAGLE heads in SafeAILab's layouts, and EAGLE-3 heads in that of the speculators library.
 
 EAGLE-1 and 2: `fc`, whose input is concat(embedding, feature), and `layers.0` without an input norm
 (model/cnets1.py of SafeAILab/EAGLE). EAGLE-3: `fc` over the taps, `midlayer`, `norm`, `lm_head` and
-the maps `d2t` and `t2d` (model/cnets.py). Speculators (config of its version 0.9) has the same
-tensors, with `layers.0` for `midlayer`, and keeps the layer's fields apart under
-`transformer_layer_config`. Rotary halves are as in transformers, which is our own convention.
+the maps `d2t` and `t2d` (model/cnets.py). Speculators (config version 0.9) has the same tensors,
+with `layers.0` for `midlayer`, and puts the layer's fields under `transformer_layer_config`. Rotary
+halves are as in transformers and here.
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ _SPECULATIVE_TOKENS = 4
 def read_eagle1(
     checkpoint: Checkpoint, target: Model, metadata: TargetMetadata, training: dict[str, Any]
 ) -> Head:
-    """An EAGLE-1 or 2 head; an embedding or head stored beside it must equal the target's.
+    """Return an EAGLE-1 or 2 head; an embedding or head stored with it must equal the target's.
 
-    Raises InputError for flags, names or shapes that do not fit.
+    Raises InputError for inconsistent flags, names or shapes.
     """
     fields = Fields(str(checkpoint.directory / "config.json"), checkpoint.config)
     for name, value in (*_VLLM_FIELDS.items(), ("truncated_vocab_size", fields.get("vocab_size"))):
@@ -103,9 +103,9 @@ def read_eagle1(
 
 
 def write_eagle1(head: Head) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """The config and the tensors of an EAGLE-1 head; raises InputError for a draft vocabulary.
+    """Return the config and the tensors of an EAGLE-1 head, without the target's arrays.
 
-    The target's arrays that it uses are not written.
+    Raises InputError for a head with a draft vocabulary.
     """
     config = head.config
     assert isinstance(config, EagleConfig)
@@ -127,9 +127,9 @@ def read_eagle3(
     training: dict[str, Any],
     layer_ids: eagle3_layer_ids.Convention | None,
 ) -> Head:
-    """An EAGLE-3 head in either layout; a stored embedding other than the target's is its own.
+    """Return an EAGLE-3 head from either layout; a stored embedding is kept if it differs.
 
-    Raises InputError for flags, names or shapes that do not fit.
+    Raises InputError for inconsistent flags, names or shapes.
     """
     where = checkpoint.directory
     fields = Fields(str(where / "config.json"), checkpoint.config)
@@ -220,10 +220,10 @@ def _read_vocabulary(
 def write_eagle3(
     head: Head, layer_ids: eagle3_layer_ids.Convention, *, speculators: bool = False
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """The config and the tensors of an EAGLE-3 head, in SafeAILab's layout or in speculators'.
+    """Return the config and the tensors of an EAGLE-3 head, in SafeAILab's or speculators' layout.
 
-    Flags and taps without a name in SafeAILab's own code are written under vLLM's names. Raises
-    InputError for parts that neither layout has.
+    Flags and taps without a name in SafeAILab's code get vLLM's names. Raises InputError for parts
+    that neither layout has.
     """
     config, form = head.config, "speculators" if speculators else "eagle3"
     assert isinstance(config, EagleConfig)

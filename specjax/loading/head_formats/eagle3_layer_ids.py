@@ -1,8 +1,8 @@
-"""Which layers of the target an EAGLE-3 head reads: ids in files, feature names here.
+"""The target layers that an EAGLE-3 head reads: ids in files, feature names here.
 
-The off-by-one: EAGLE's own code, vLLM and speculators count the *input* of layer i, as our
-`layer_input:i` does (i = L, after the last layer, is `pre_norm`). SpecForge and SGLang count the
-*output* of layer i, which is the input of layer i + 1. A file does not say which it means.
+Beware of an off-by-one: EAGLE's own code, vLLM and speculators count the *input* of layer i, like
+`layer_input:i` (i = L, after the last layer, is `pre_norm`). SpecForge and SGLang count the
+*output* of layer i, which is the input of layer i + 1. Files do not say which convention they use.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ def check_convention(layer_ids: str | None) -> None:
 def read(
     sections: Sequence[Fields], target: Model, layer_ids: Convention | None
 ) -> tuple[str, ...]:
-    """The features that the ids of a config name; without ids the published (2, L/2, L - 3).
+    """Return the features for the layer ids of a config, by default the published (2, L/2, L - 3).
 
-    Raises InputError for ids out of range or order, sections that disagree, and, where the
-    convention is not given (None: inputs), ids that are SpecForge's defaults and so count outputs.
+    Raises InputError for ids out of range or order, sections that disagree and, if `layer_ids` is
+    None (inputs), ids that are SpecForge's defaults and so count outputs.
     """
     layers = target.config.num_layers
     given = [(fields, ids) for fields in sections if (ids := fields.integers(_IDS)) is not None]
@@ -64,7 +64,7 @@ def read(
 
 
 def write(taps: Sequence[str], num_layers: int, layer_ids: Convention) -> list[int]:
-    """The ids of features; raises InputError for those that have none."""
+    """Return the layer ids of features; raise InputError for features without an id."""
     ids = []
     for tap in taps:
         if tap != "pre_norm" and not tap.startswith("layer_input:"):

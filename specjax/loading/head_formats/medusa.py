@@ -1,10 +1,10 @@
 """Medusa heads in the layout of FasterDecoding's `medusa_lm_head`, with vLLM's config keys.
 
 Tensors are `{head}.{layer}.linear.weight` and `.bias` for the blocks and `{head}.{num_layers}
-.weight` for the head, or the same under vLLM's names. What vLLM adds: `truncated_vocab_size` with
+.weight` for the output head, or the same under vLLM's names. vLLM adds `truncated_vocab_size` with
 the tensor `token_map` of token ids, `original_lm_head` with one `lm_head.weight` for all heads (a
 copy of the target's), and `medusa_fc_bias`, without which it drops the biases. The layout has no
-projection before the target's head: the product of both is written, as the head's own.
+projection before the target's head, so the product of both is written as the head's own.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _IDLE = re.compile(r"medusa_\w+|max_paths|topk|max_medusa_\w+")
 
 
 def is_medusa(names: Iterable[str]) -> bool:
-    """Whether any name is that of a Medusa block."""
+    """Return whether any name is that of a Medusa block."""
     return any(_BLOCK.fullmatch(_short(name)) for name in names)
 
 
@@ -59,7 +59,7 @@ def _published(name: str, num_layers: int) -> str:
 
 
 def read(checkpoint: Checkpoint, target: Model, metadata: TargetMetadata, training: dict) -> Head:
-    """The head in a checkpoint. Raises InputError for fields or tensors that do not fit."""
+    """Return the head in a checkpoint. Raises InputError for inconsistent fields or tensors."""
     where = checkpoint.directory
     fields = Fields(str(where / "config.json"), checkpoint.config)
     width, vocab_size = target.config.hidden_size, target.config.vocab_size
@@ -189,9 +189,9 @@ def _check_original(
 
 
 def with_own_heads(head: Head, target: Model) -> Head:
-    """Projections before the target's head as heads of their own, in float32; same logits.
+    """Return a head with its projections multiplied by the target's head, in float32.
 
-    A head without projections is returned unchanged.
+    The logits are the same. A head without projections is returned unchanged.
     """
     config = head.config
     assert isinstance(config, MedusaConfig)
@@ -208,7 +208,7 @@ def with_own_heads(head: Head, target: Model) -> Head:
 
 
 def write(head: Head, target: Model) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """The config and the tensors of a head, in the layout that `read` reads."""
+    """Return the config and the tensors of a head, in the layout that `read` reads."""
     config = head.config
     assert isinstance(config, MedusaConfig)
     blocks, layers = head.params["blocks"], config.num_layers

@@ -1,4 +1,4 @@
-"""Heads in other tools' layouts, read and written by directory."""
+"""Reading and writing of directories with heads in other tools' layouts."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ class _Notes:
 def read_foreign(
     directory: str | Path, target: Model, *, layer_ids: eagle3_layer_ids.Convention | None = None
 ) -> Head:
-    """The head of a directory in any of `FORMATS`, recognised by its config and tensor names.
+    """Return the head of a directory in any of `FORMATS`, detected by config and tensor names.
 
     `layer_ids` says whether the config's layer ids count inputs or outputs of layers
-    (`head_formats.eagle3_layer_ids`). Parameters keep the dtype they are stored in. For a head that
-    specjax wrote, the notes are read and the tokenizer is compared. Raises InputError for whatever
-    is missing, unexpected, out of range or made for another target.
+    (`head_formats.eagle3_layer_ids`). Parameters keep their stored dtype. For a head that specjax
+    wrote, the notes and the tokenizer are checked. Raises InputError for anything missing,
+    unexpected, out of range or made for another target.
     """
     eagle3_layer_ids.check_convention(layer_ids)
     checkpoint = read_checkpoint(user_path("directory", directory))
@@ -87,13 +87,13 @@ def write_foreign(
     *,
     layer_ids: eagle3_layer_ids.Convention = "input",
 ) -> None:
-    """Write a head in another tool's layout, whole or not at all; an earlier export is replaced.
+    """Write a head in another tool's layout, atomically; an earlier export is replaced.
 
     Tensors keep the head's dtype; Medusa's projections are multiplied out in float32. `layer_ids`
-    is what the config's ids count: inputs of layers for EAGLE and vLLM, outputs for SpecForge and
-    SGLang. The new directory is read again and the head compared bit by bit before it replaces
-    another. Raises InputError for a head that the layout cannot hold, a head of another target, and
-    a directory that holds anything else.
+    says whether the config's ids count inputs (EAGLE, vLLM) or outputs of layers (SpecForge,
+    SGLang). The new directory is read back and compared bit by bit before it replaces another.
+    Raises InputError for a head that the layout cannot hold, a head of another target, and a
+    directory that holds anything else.
     """
     path = output_folder("directory", directory)
     check_format(head, format)
@@ -117,7 +117,7 @@ def write_foreign(
 
 
 def check_format(head: Head, format: str) -> None:
-    """Raise InputError unless a format is known and for such heads."""
+    """Raise InputError unless a format is known and supports the head."""
     if format not in FORMATS:
         raise InputError(f"format={format!r} is unknown; use {', '.join(FORMATS)}")
     if head.kind != KINDS[format]:
@@ -127,10 +127,10 @@ def check_format(head: Head, format: str) -> None:
 
 
 def whole_vocabulary(head: Head) -> Head:
-    """A head with the target's output head and logits of all tokens instead of a draft vocabulary.
+    """Return a head with the target's output head in place of a draft vocabulary.
 
-    The logits of the draft vocabulary are unchanged. Raises InputError for a head whose own output
-    head has only a draft vocabulary.
+    Logits of the draft vocabulary are unchanged. Raises InputError for a head whose own output head
+    covers only a draft vocabulary.
     """
     config = head.config
     if head.draft_ids is None:
@@ -146,7 +146,7 @@ def whole_vocabulary(head: Head) -> Head:
 
 
 def head_format(directory: Path) -> Format | None:
-    """The format of a directory's head, by names alone; None where it holds none."""
+    """Return the format of a directory's head, by names only, or None if it holds none."""
     try:
         return _format(read_json(directory / CONFIG), tensor_names(directory))
     except InputError:  # whatever reads the directory says what is wrong
@@ -154,7 +154,7 @@ def head_format(directory: Path) -> Format | None:
 
 
 def detect(checkpoint: Checkpoint) -> Format:
-    """The format of a checkpoint; raises InputError where it is none of them."""
+    """Return the format of a checkpoint; raise InputError if it is unknown."""
     names = checkpoint.tensors.keys()
     if (form := _format(checkpoint.config, names)) is not None:
         return form

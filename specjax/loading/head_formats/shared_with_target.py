@@ -1,4 +1,4 @@
-"""What a head shares with its target: the embedding, and columns of the target's head."""
+"""Arrays that a head shares with its target: the embedding, and columns of the head."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from specjax.loading.quantize import float_kernel
 
 
 def target_embedding(target: Model) -> np.ndarray:
-    """The target's embedding [V, D]."""
+    """Return the target's embedding [V, D]."""
     if "embed" in target.params:
         return np.asarray(target.params["embed"]["embedding"])
     return target_head(target)
 
 
 def target_head(target: Model) -> np.ndarray:
-    """The target's head as other tools store it [V, D]."""
+    """Return the target's output head as other tools store it [V, D]."""
     return np.asarray(float_kernel(target.params["head"]["kernel"])).T

@@ -1,1 +1,1 @@
-"""Trained heads: the class, saved and read, and its parameters with those of its target."""
+"""Trained heads: the class, saving and reading, and completion with the target's arrays."""

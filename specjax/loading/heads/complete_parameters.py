@@ -1,4 +1,4 @@
-"""A head's parameters together with those that it shares with its target."""
+"""The parameters of a head together with those that it shares with its target."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from specjax.models.parameters import cast
 
 
 def complete_parameters(head: Head, target: Model, weights: str = "auto") -> dict[str, Any]:
-    """The parameters in the target's dtype, with "shared" and, for a part of V, "draft_ids".
+    """Return the parameters in the target's dtype, with "shared" and, for part of V, "draft_ids".
 
-    Shared arrays are the target's, not copies. Kernels are in `weights` (`DRAFT_WEIGHTS`), but for
-    Medusa's, which stay in floating point. Raises InputError for a head of another target, and for
-    weights that it cannot have.
+    Shared arrays are the target's, not copies. `weights` are the bits of kernels (`DRAFT_WEIGHTS`),
+    except Medusa's, which stay in floating point. Raises InputError for a head of another target,
+    and for weights that it cannot have.
     """
     check_head(head, target)
     table = parameter_table(head.config)

@@ -1,4 +1,4 @@
-"""A trained drafter: its parameters, config, draft vocabulary and target; saved and read."""
+"""A trained drafter: its parameters, config, draft vocabulary and target."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ KINDS = tuple(_CONFIGS)
 
 @dataclass(frozen=True)
 class TargetMetadata:
-    """What identifies a target; `tokenizer` is a hash of its token strings, or None."""
+    """The identity of a target; `tokenizer` is a hash of its token strings, or None."""
 
     name: str
     hidden_size: int
@@ -48,7 +48,7 @@ class TargetMetadata:
 
     @classmethod
     def of(cls, target: Model) -> TargetMetadata:
-        """The metadata of a loaded model."""
+        """Return the metadata of a loaded model."""
         config, tokenizer = target.config, target.tokenizer
         return cls(
             target.name,
@@ -59,11 +59,11 @@ class TargetMetadata:
         )
 
     def matches(self, other: TargetMetadata) -> bool:
-        """Whether both can be the same target; names may differ."""
+        """Return whether both can be the same target; names may differ."""
         return self.difference(other) is None
 
     def check(self, where: str, target: Model) -> None:
-        """Raise InputError unless a model is such a target; names may differ."""
+        """Raise InputError unless a model matches; names may differ."""
         other = TargetMetadata.of(target)
         if (name := self.difference(other)) is not None:
             mine, theirs = getattr(self, name), getattr(other, name)
@@ -73,7 +73,7 @@ class TargetMetadata:
             )
 
     def difference(self, other: TargetMetadata) -> str | None:
-        """The first field that differs, if any; an unknown tokenizer equals every other."""
+        """Return the first differing field, or None; an unknown tokenizer matches any."""
         for name in ("hidden_size", "vocab_size", "num_layers", "tokenizer"):
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs and not (name == "tokenizer" and None in (mine, theirs)):
@@ -93,11 +93,11 @@ class _Metadata:
 
 @dataclass(frozen=True, eq=False)
 class Head:
-    """A trained drafter, as it is exported and shipped.
+    """A trained drafter, as exported and bundled.
 
     `params` is a nested dict of float arrays, without those of its target. `draft_ids` are the
     ascending token ids of its Vd logits (None: all V). `training` is JSON-ready metadata of the
-    training run. Raises InputError where parts do not fit together.
+    training run. Raises InputError for inconsistent parts.
     """
 
     kind: str
@@ -133,14 +133,14 @@ class Head:
 
 
 def own_modules(model: Model) -> Head | None:
-    """The MTP modules inside a model as a head for it; None where it has none."""
+    """Return the MTP modules of a model as a head for it, or None if it has none."""
     if model.mtp is None:
         return None
     return Head("mtp", model.mtp.config, model.mtp.params, None, TargetMetadata.of(model))
 
 
 def parameter_table(config: Config) -> dict[str, Any]:
-    """Every parameter of a head as a nested dict of `Parameter`."""
+    """Return every parameter of a head as a nested dict of `Parameter`."""
     if isinstance(config, MedusaConfig):
         return medusa.parameter_table(config)
     if isinstance(config, EagleConfig | MtpConfig):
@@ -150,9 +150,9 @@ def parameter_table(config: Config) -> dict[str, Any]:
 
 
 def save_head(head: Head, directory: str | Path, *, overwrite: bool = False) -> None:
-    """Write a head as an Orbax checkpoint, whole or not at all.
+    """Write a head as an Orbax checkpoint, atomically.
 
-    Every process makes the call. Raises InputError as `checkpoints.save_drafter` does.
+    Every process must call it. Raises InputError as `checkpoints.save_drafter` does.
     """
     params = dict(head.params)
     if head.draft_ids is not None:
@@ -163,9 +163,9 @@ def save_head(head: Head, directory: str | Path, *, overwrite: bool = False) -> 
 
 
 def read_head(directory: str | Path, mesh: Mesh | None = None) -> Head:
-    """A head that `save_head` wrote; on a mesh its arrays are whole on each device.
+    """Return a head that `save_head` wrote; on a mesh its arrays are replicated.
 
-    Every process makes the call. Raises InputError for anything that is not an intact head.
+    Every process must call it. Raises InputError for anything but an intact head.
     """
     params, metadata = checkpoints.load_drafter(directory, mesh)
     try:
@@ -179,7 +179,7 @@ def read_head(directory: str | Path, mesh: Mesh | None = None) -> Head:
 
 
 def check_head(head: Head, target: Model, where: str = "drafter.path") -> None:
-    """Raise InputError unless a head was made for such a target: its shape and its tokenizer."""
+    """Raise InputError unless a head fits a target, by shape and tokenizer."""
     head.target.check(where, target)
     if isinstance(head.config, EagleConfig | MtpConfig):
         try:
@@ -189,7 +189,7 @@ def check_head(head: Head, target: Model, where: str = "drafter.path") -> None:
 
 
 def check_same(head: Head, again: Head, where: str) -> None:
-    """Raise InputError unless two heads draft alike: config, token ids, and numbers bit by bit."""
+    """Raise InputError unless two heads have equal configs, token ids and numbers."""
     (leaves, tree), (others, other_tree) = (
         jax.tree.flatten((each.params, each.draft_ids)) for each in (head, again)
     )

@@ -1,6 +1,6 @@
-"""The folder of a checkpoint: what is written in it beside the arrays, and checked before them.
+"""The folder of a checkpoint: files beside the arrays, and the checks of them.
 
-The metadata are a JSON file. A marker (`files.folder_checksums`), written last, lists the files.
+The metadata is a JSON file. A marker (`files.folder_checksums`), written last, lists the files.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _READERS = {"model": "specjax.load_model", "drafter": "specjax.loading.checkpoin
 
 
 def is_checkpoint(directory: Path) -> bool:
-    """Whether a directory holds a checkpoint, whole or not."""
+    """Return whether a directory holds a checkpoint, complete or not."""
     return any((directory / name).is_file() for name in (CONTENT, INDEX[0]))
 
 
 def read_marker(directory: Path, kind: Kind | None = None) -> folder_checksums.Marker:
-    """The marker of a checkpoint, of that kind; raises InputError for a directory without one."""
+    """Return the marker of a checkpoint of a kind; raise InputError if there is none."""
     if not directory.is_dir():
         raise InputError(f"{directory}: no such directory; give one that specjax saved")
     if not is_checkpoint(directory):
@@ -61,7 +61,7 @@ def read_marker(directory: Path, kind: Kind | None = None) -> folder_checksums.M
 
 
 def damaged(directory: Path, how: str) -> InputError:
-    """The error for a checkpoint that is not what was saved."""
+    """Return the error for a checkpoint that changed since it was saved."""
     return InputError(
         f"{directory}: the checkpoint is damaged or truncated ({how}); copy it again, or save "
         "elsewhere"
@@ -69,7 +69,7 @@ def damaged(directory: Path, how: str) -> InputError:
 
 
 def content_text(directory: Path, params: dict[str, Any], metadata: dict[str, Any]) -> str:
-    """What is written beside the arrays; raises InputError for what cannot be saved."""
+    """Return the text to write beside the arrays; raise InputError if it cannot be saved."""
     _check_params(directory, params)
     try:
         content = {"specjax_checkpoint": _FORMAT, "metadata": metadata}
@@ -85,7 +85,7 @@ def content_text(directory: Path, params: dict[str, Any], metadata: dict[str, An
 
 
 def metadata_of(directory: Path, content: Any) -> dict[str, Any]:
-    """The metadata in what was written beside the arrays; raises InputError for anything else."""
+    """Return the metadata in the content of that file; raise InputError if invalid."""
     fields = content if isinstance(content, dict) else {}
     version, metadata = fields.get("specjax_checkpoint"), fields.get("metadata")
     if type(version) is int and version != _FORMAT:

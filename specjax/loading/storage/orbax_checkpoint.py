@@ -1,8 +1,8 @@
-"""Arrays and metadata in an Orbax checkpoint: saved whole or not at all, restored onto any mesh.
+"""Arrays and metadata in an Orbax checkpoint, saved atomically and restored onto any mesh.
 
-Orbax writes and reads the arrays; the metadata, the checksums (`files.folder_checksums`) and the
-replacing of an earlier checkpoint are added here. Every process makes these calls, on a file
-system that all of them share; `checkpoint_directory` says what a folder holds beside its arrays.
+Orbax writes and reads the arrays. Added here are the metadata, the checksums
+(`files.folder_checksums`) and the replacement of an earlier checkpoint. Every process makes these
+calls, on a shared file system. `checkpoint_directory` describes the other files of a folder.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ Result = TypeVar("Result")
 
 
 class Found(NamedTuple):
-    """A checkpoint whose metadata and index were read: `arrays` are shapes and dtypes so far."""
+    """A checkpoint whose metadata was read; `arrays` are still shapes and dtypes."""
 
     directory: Path
     metadata: dict[str, Any]
@@ -68,9 +68,9 @@ def save(
 ) -> None:
     """Write a nested dict of arrays and its metadata, replacing an earlier checkpoint if asked.
 
-    `write_more` is called with the new folder, on the first process, and writes what else it holds.
-    Raises InputError where the directory holds anything else, cannot be written, or is not seen by
-    all processes, for parameters that are not arrays and metadata that are not JSON.
+    `write_more` is called on the first process with the new folder, to write further files. Raises
+    InputError if the directory holds anything else, cannot be written, or is not seen by all
+    processes, and for parameters that are not arrays or metadata that is not JSON.
     """
     text = processes.together(
         lambda: content_text(directory, params, metadata),
@@ -104,7 +104,7 @@ def save(
 
 
 def writable(params: dict[str, Any]) -> dict[str, Any]:
-    """The arrays as Orbax is given them, on every process."""
+    """Return the arrays in the form that Orbax saves, on every process."""
 
     def for_the_first(leaf: Any) -> Any:
         """One that each process holds separately is written by the first, from its memory."""
@@ -115,7 +115,7 @@ def writable(params: dict[str, Any]) -> dict[str, Any]:
 
 
 def saving_context(ocp: Any) -> Any:
-    """Orbax's options for saving."""
+    """Return Orbax's options for saving."""
     context = ocp.Context()
     context.array.saving.use_compression = False
     context.array.saving.enable_write_sharding_file = False
@@ -124,9 +124,9 @@ def saving_context(ocp: Any) -> Any:
 
 
 def written(directory: Path, work: Callable[[Any], Result]) -> Result:
-    """The result of `work`, called with Orbax; raises InputError, on all processes, where it fails.
+    """Return the result of `work`, called with Orbax; raise InputError if it fails anywhere.
 
-    `directory` is what the message names.
+    The error is raised on all processes and names `directory`.
     """
     result, failure = attempt(work)
     processes.agree(
@@ -139,16 +139,16 @@ def written(directory: Path, work: Callable[[Any], Result]) -> Result:
 
 
 def write_content(folder: Path, text: str) -> None:
-    """Write a checkpoint's `content_text` beside its arrays; raises OSError."""
+    """Write a checkpoint's `content_text` beside its arrays. Raises OSError."""
     for path in (folder / ORBAX_SUCCESS, folder / ARRAYS / ORBAX_SUCCESS):
         path.unlink(missing_ok=True)  # they say where the checkpoint was made
     (folder / CONTENT).write_text(text, encoding="utf-8")
 
 
 def look(directory: Path, kind: Kind) -> Found:
-    """The metadata of a checkpoint, with the shapes and dtypes of its arrays; none of them is read.
+    """Return the metadata of a checkpoint, and the shapes and dtypes of its arrays.
 
-    Raises InputError where there is no whole checkpoint of that kind and of a known format.
+    Raises InputError if there is no complete checkpoint of that kind in a known format.
     """
     marker = read_marker(directory, kind)
     remedy = "copy the checkpoint again, or save elsewhere"
@@ -180,9 +180,9 @@ def look(directory: Path, kind: Kind) -> Found:
 
 
 def verify(found: Found) -> None:
-    """Raise InputError, naming the file, unless all files of a checkpoint are as they were saved.
+    """Raise InputError, naming the file, if a file of a checkpoint changed since it was saved.
 
-    Each process reads its share of them.
+    Each process reads its share of the files.
     """
 
     def check() -> None:
@@ -195,10 +195,10 @@ def verify(found: Found) -> None:
 
 
 def restore(found: Found, wanted: dict[str, Any]) -> dict[str, Any]:
-    """The arrays in the dtypes and shardings of `wanted`, each device reading its own part.
+    """Return the arrays with the dtypes and shardings of `wanted`, each device reading its part.
 
-    `wanted` is a tree of ShapeDtypeStruct. Raises InputError where an array cannot be read; it does
-    not check that files are unchanged, which `verify` does.
+    `wanted` is a tree of ShapeDtypeStruct. Raises InputError if an array cannot be read; use
+    `verify` to check that files are unchanged.
     """
     pairs = zip(jax.tree.leaves(found.arrays), jax.tree.leaves(wanted), strict=True)
     largest = max(a.size * max(a.dtype.itemsize, b.dtype.itemsize) for a, b in pairs)
@@ -215,15 +215,15 @@ def restore(found: Found, wanted: dict[str, Any]) -> dict[str, Any]:
 
 
 def shapes(tree: Any) -> Any:
-    """The tree with a ShapeDtypeStruct for each array."""
+    """Return the tree with a ShapeDtypeStruct for each array."""
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
 
 
 def attempt(work: Callable[[Any], Result]) -> tuple[Result | None, str | None]:
-    """(result, None) of `work`, called with Orbax, or (None, the error in one line).
+    """Call `work` with Orbax; return (result, None), or (None, the error in one line).
 
-    After a failure each read and write that was still pending logs an error as well, when it ends
-    and when it is freed: this function waits for them and silences those messages.
+    After a failure each pending read and write logs another error when it ends and when it is
+    freed; this function waits for them and silences those messages.
     """
     # Slow to import, and needed only for checkpoints.
     from orbax.checkpoint import v1 as ocp
@@ -243,7 +243,7 @@ def attempt(work: Callable[[Any], Result]) -> tuple[Result | None, str | None]:
 
 @contextmanager
 def silenced() -> Iterator[None]:
-    """Without what Orbax logs and Python says of failures: they are raised as well."""
+    """Suppress Orbax's logs and Python's messages of failures, which are also raised."""
     hook, never = sys.unraisablehook, lambda record: False
     sys.unraisablehook = lambda _: None
     with ExitStack() as stack:

@@ -1,8 +1,8 @@
-"""Numbered checkpoints of a run, written in the background, of which the newest are kept.
+"""Numbered checkpoints of a run, written in the background; only the newest are kept.
 
-Orbax's manager of checkpoints writes, commits and deletes them; added here is the list of checksums
-(`files.folder_checksums`), written just before it commits, and that no folder with a user's file is
-deleted.
+Orbax's checkpoint manager writes, commits and deletes them. Added here are the checksums
+(`files.folder_checksums`), written just before the commit, and the rule that no folder with a
+user's file is deleted.
 """
 
 from __future__ import annotations
@@ -36,29 +36,29 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Numbered:
-    """Names of folders: a prefix and a number, with zeros up to so many digits.
+    """Folder names made of a prefix and a number, zero-padded to `digits` digits.
 
-    The methods with `step` are those that Orbax asks for (`NameFormat`).
+    The methods with `step` implement Orbax's `NameFormat`.
     """
 
     prefix: str
     digits: int = 1
 
     def path(self, directory: Path, number: int) -> Path:
-        """The folder of a checkpoint."""
+        """Return the folder of a checkpoint."""
         return directory / self.build_name(number)
 
     def unfinished(self, directory: Path, number: int) -> Path:
-        """The folder in which Orbax writes it, before it gets its name."""
+        """Return the temporary folder in which Orbax writes a checkpoint."""
         return directory / (self.build_name(number) + _UNFINISHED)
 
     def all_unfinished(self, directory: Path) -> list[Path]:
-        """The folders in which Orbax was writing when it was stopped."""
+        """Return the temporary folders of interrupted writes."""
         numbers = self._found(directory, _UNFINISHED)
         return [self.unfinished(directory, number) for number in numbers]
 
     def numbers(self, directory: Path) -> list[int]:
-        """The numbers of the folders that are there and were finished, in order."""
+        """Return the numbers of the finished folders, in order."""
         return self._found(directory, "")
 
     def _found(self, directory: Path, suffix: str) -> list[int]:
@@ -70,27 +70,27 @@ class Numbered:
         return sorted(int(match[1]) for match in map(pattern.fullmatch, names) if match)
 
     def build_name(self, step: int) -> str:
-        """The name of a folder."""
+        """Return the name of a folder."""
         return f"{self.prefix}-{step:0{self.digits}d}"
 
     def find_step(self, base_path: Any, step: int) -> Any:
-        """What Orbax keeps of a folder that is there."""
+        """Return Orbax's metadata of an existing folder."""
         # Slow to import, and needed only for saving.
         from orbax.checkpoint.path import step as orbax_step
 
         return orbax_step.Metadata(step=step, path=base_path / self.build_name(step))
 
     def find_all(self, base_path: Any) -> list[Any]:
-        """The same of all folders."""
+        """Return Orbax's metadata of all existing folders."""
         return [self.find_step(base_path, step) for step in self.numbers(Path(base_path))]
 
 
 class Saver:
-    """Saves numbered checkpoints of one kind into a directory, each while its caller continues.
+    """A context that saves numbered checkpoints of one kind into a directory, in the background.
 
-    The newest `kept` are kept, and all that hold a file which specjax did not write. One process
-    (of those that run together) uses a directory at a time. The end of the context waits for the
-    last save; its errors are InputErrors of one line, as those of the methods are.
+    It keeps the newest `kept` checkpoints, and all that contain a file which specjax did not write.
+    A directory may be used by one process (or one group of connected processes) at a time. Leaving
+    the context waits for the last save. All errors are InputErrors of one line.
     """
 
     def __init__(self, directory: Path, kind: Kind, names: Numbered, kept: int) -> None:
@@ -114,10 +114,10 @@ class Saver:
                 attempt(lambda ocp: self._manager.close())
 
     def save(self, number: int, params: dict[str, Any], metadata: dict[str, Any]) -> None:
-        """Begin to write a nested dict of arrays and JSON-ready metadata, the last save being done.
+        """Start to write a nested dict of arrays and JSON-ready metadata, after the previous save.
 
         The arrays are copied first, and may be donated afterwards. Raises InputError as
-        `orbax_checkpoint.save`.
+        `orbax_checkpoint.save` does.
         """
         content = processes.together(lambda: content_text(self._directory, params, metadata))
         self.wait()
@@ -130,7 +130,7 @@ class Saver:
         )
 
     def wait(self) -> None:
-        """Wait until what was saved is on disk; raises InputError where that failed."""
+        """Wait until the last save is on disk; raise InputError if it failed."""
         if self._pending is not None:
             pending, self._pending = self._pending, None
             self._attempt(lambda ocp: pending.result())
@@ -182,7 +182,7 @@ class _Preservation:
     kept: int
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
-        """For each checkpoint, ascending by number, whether it is kept."""
+        """Return for each checkpoint, ascending by number, whether to keep it."""
         paths = [self.names.path(self.directory, checkpoint.step) for checkpoint in checkpoints]
         older = len(paths) - self.kept
         return [number >= older or _holds_more(path) for number, path in enumerate(paths)]

@@ -1,7 +1,7 @@
-"""Chat templates: from a conversation to the text of a prompt.
+"""Chat templates, which convert a conversation to the text of a prompt.
 
-A template is a Jinja program in a model file, and untrusted. It runs in jinja2's sandbox, in a
-separate process with limits (`template_process`).
+A template is an untrusted Jinja program in a model file. It runs in jinja2's sandbox, in a separate
+process with limits (`template_process`).
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _INSTEAD_OF_CONTENT = ("tool_calls", "function_call", *_REASONING)
 
 
 def check_template(where: str, value: Any) -> str:
-    """A chat template as a file holds it; `where` names file and field in errors.
+    """Return a chat template from a file; `where` names file and field in errors.
 
-    Raises InputError unless it is a text of at most a million characters that UTF-8 can encode.
+    Raises InputError unless it is a string of at most a million characters that UTF-8 can encode.
     """
     template = Text(empty=True).check(where, value)
     if len(template) > _LARGEST_TEMPLATE:
@@ -39,9 +39,9 @@ def check_template(where: str, value: Any) -> str:
 def check_messages(messages: Any, where: str = "messages") -> None:
     """Raise InputError unless `messages` is a non-empty list of messages; `where` names it.
 
-    A message is a dict with a "role" and its "content": a text, or a list of parts
-    {"type": "text", "text": ...}. It may lack the content where it has tool calls or reasoning.
-    Other fields are the template's business.
+    A message is a dict with a "role" and a "content": a string, or a list of parts {"type": "text",
+    "text": ...}. The content may be missing if there are tool calls or reasoning. Other fields are
+    passed to the template unchecked.
     """
     if isinstance(messages, str) or not isinstance(messages, Sequence) or not messages:
         raise InputError(
@@ -87,7 +87,7 @@ def _check_content(message: Mapping[str, Any], name: str) -> None:
 
 
 def texts_of(message: Mapping[str, Any]) -> list[str]:
-    """The role of a checked message, and its text or the texts of its parts."""
+    """Return the role of a checked message, followed by its text or the texts of its parts."""
     content = message.get("content") or ""
     texts = [content] if isinstance(content, str) else [part["text"] for part in content]
     return [message["role"], *texts]
@@ -100,13 +100,12 @@ def render(
     *,
     add_generation_prompt: bool = True,
 ) -> str:
-    """The prompt text that `template` renders for `messages`, whose values must be JSON.
+    """Return the prompt text that `template` renders for `messages`, as transformers does.
 
-    It is what transformers makes of them. Content in parts goes to the template as it is where the
-    template prints the parts, and else as one text, a line for each part, as in vLLM.
-    `special_tokens` are names such as `bos_token` that the template may print. Raises InputError
-    where the messages are malformed, the template fails on them, or it takes more time or memory
-    than `template_process.LIMITS` allow.
+    Values must be JSON. Content in parts is passed to the template if it prints parts, and
+    otherwise joined to one text with a line per part, as in vLLM. `special_tokens` maps names such
+    as `bos_token` that the template may print. Raises InputError if the messages are malformed, the
+    template fails, or it exceeds `template_process.LIMITS`.
     """
     check_messages(messages)
     chat = [_as_in_transformers(message) for message in messages]

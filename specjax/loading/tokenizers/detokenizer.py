@@ -1,12 +1,11 @@
-"""Token ids to text: one mechanism for whole outputs and for those that grow.
+"""Conversion of token ids to text, for complete outputs and for growing ones.
 
-A decoder of the tokenizers package is given a whole output at once, and what a token adds to the
-text can depend on later ones. Here every token has bytes of its own, and text is those bytes one
-after the other, read as UTF-8; so text that was given out never changes. It is the package's own
-text of byte-level vocabularies for all tokens. In SentencePiece's vocabularies tokens such as
-`<0x0A>` stand for bytes: a valid character stays what it is, whatever bytes follow it, as in
-SentencePiece and llama.cpp, where the package replaces a whole run of such tokens in which
-anything is invalid.
+In decoders of the tokenizers package the text of a token can depend on later tokens. Here every
+token has bytes of its own, and the text is their concatenation read as UTF-8, so that emitted text
+never changes. For byte-level vocabularies this equals the package's text. In SentencePiece
+vocabularies tokens such as `<0x0A>` stand for bytes: a valid character stays valid whatever bytes
+follow, as in SentencePiece and llama.cpp, while the package replaces a whole run of such tokens if
+any byte of it is invalid.
 """
 
 from __future__ import annotations
@@ -49,13 +48,13 @@ _BYTES = _byte_characters()
 
 @dataclass(frozen=True, eq=False)
 class Detokenizer:
-    """How the tokens of a vocabulary become text."""
+    """The rules by which the tokens of a vocabulary become text."""
 
     backend: tokenizers.Tokenizer
 
     @cached_property
     def special(self) -> Mapping[int, str]:
-        """The special tokens' own text, by id; a reader of the output does not see them."""
+        """The text of special tokens by id, which is hidden from readers of the output."""
         added = self.backend.get_added_tokens_decoder()
         return {index: token.content for index, token in added.items() if token.special}
 
@@ -84,19 +83,19 @@ class Detokenizer:
 
     @cached_property
     def errors(self) -> str:
-        """What invalid bytes become: the name of an error handler."""
+        """The error handler for invalid bytes, by name."""
         return _EACH_BYTE if any(s["type"] == "ByteFallback" for s in self._steps) else "replace"
 
     @cached_property
     def stripped(self) -> tuple[str, int]:
-        """The character that the text does not begin with, and how many of it are removed."""
+        """The character to strip at the start of the text, and how many of it."""
         last = self._steps[-1] if self._piecewise else {}
         return last.get("content", "") if last.get("type") == "Strip" else "", last.get("start", 0)
 
     def piece(self, index: int, previous: int | None) -> bytes | None:
-        """The bytes that a token adds to the text; None for an id that names no token.
+        """Return the bytes that a token adds to the text, or None for an id without a token.
 
-        `previous` is the token before it, None at the beginning of the text.
+        `previous` is the preceding token, None at the start of the text.
         """
         if index in self.special:
             return self.special[index].encode()
@@ -126,7 +125,7 @@ class Detokenizer:
 
 
 class TextStream:
-    """Text of tokens that arrive a few at a time; later tokens do not change what was given out."""
+    """The text of tokens that arrive a few at a time; emitted text never changes."""
 
     def __init__(self, detokenizer: Detokenizer, *, skip_special_tokens: bool = True) -> None:
         self._detokenizer = detokenizer
@@ -136,7 +135,7 @@ class TextStream:
         self._stripped, self._to_strip = detokenizer.stripped
 
     def feed(self, ids: Iterable[int]) -> str:
-        """The text that these ids complete; an unfinished character waits for the next call."""
+        """Return the text that `ids` complete; an incomplete character waits for the next call."""
         pieces = []
         for index in ids:
             if index in self._skipped:
@@ -148,7 +147,7 @@ class TextStream:
         return self._strip(self._utf8.decode(b"".join(pieces)))
 
     def flush(self) -> str:
-        """What is left at the end: the bytes of an unfinished character as U+FFFD."""
+        """Return the remaining text, with an incomplete character as U+FFFD."""
         return self._strip(self._utf8.decode(b"", True))
 
     def _strip(self, text: str) -> str:

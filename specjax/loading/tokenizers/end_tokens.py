@@ -1,8 +1,8 @@
-"""Tokens that end a sequence by their names, in every file format.
+"""Recognition of end-of-sequence tokens by name, for every file format.
 
 The names are those at which llama.cpp ends (`special_eog_ids` in llama-vocab.cpp), and two more of
-chat models. Files seldom state all of them: a GGUF has room for three ids, a base model's
-generation_config.json does not know the end of a turn.
+chat models. Files seldom list all of them: a GGUF has room for three ids, and a base model's
+generation_config.json omits the end of a turn.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ _PARTS_OF_A_TURN = {
 
 
 def named_ends(ids: Mapping[str, int], plain_text: Collection[str] = ()) -> list[int]:
-    """The ids of tokens that are ends by their names, ascending.
+    """Return the ids of end-of-sequence tokens by name, ascending.
 
-    `ids` are those of a vocabulary's tokens. `plain_text` are those that are found whole in a text
-    and are part of it: `</s>` among them is a tag of HTML, as in Gemma's vocabulary.
+    `ids` maps a vocabulary's tokens to ids. `plain_text` lists tokens that also occur in ordinary
+    text: among them `</s>` is an HTML tag, as in Gemma's vocabulary.
     """
     found = _NAMES & ids.keys()
     for name, others in _PARTS_OF_A_TURN.items():

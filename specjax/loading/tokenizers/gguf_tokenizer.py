@@ -98,11 +98,10 @@ def _numbers(fields: Fields, name: str, size: int, kind: type[np.generic]) -> np
 
 
 def read_tokenizer(source: str, metadata: dict[str, Any]) -> Tokenizer:
-    """The tokenizer of a GGUF file; `source` names the file in errors.
+    """Return the tokenizer of a GGUF file; `source` names the file in errors.
 
-    Entries for rows of the embedding that have no token (padding) are no tokens of it. Raises
-    InputError for a tokenizer model or pre-tokenizer that is not supported, by its name, and for
-    metadata that contradict each other.
+    Entries for embedding rows without a token (padding) are ignored. Raises InputError, by name,
+    for an unsupported tokenizer model or pre-tokenizer, and for inconsistent metadata.
     """
     values = {
         key.removeprefix(_PREFIX): value

@@ -23,7 +23,7 @@ _ROWS = "embedding_rows"
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object of a file, or an empty one where there is no such file.
+    """Return the JSON object in a file, or an empty one if there is no such file.
 
     Raises InputError for a file that is not a JSON object.
     """
@@ -36,9 +36,9 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_tokenizer(directory: Path) -> Tokenizer | None:
-    """The tokenizer of a model directory; None where it has none.
+    """Return the tokenizer of a model directory, or None if it has none.
 
-    Raises InputError where only a SentencePiece or slow tokenizer is there, or files disagree.
+    Raises InputError if there is only a SentencePiece or slow tokenizer, or if files disagree.
     """
     path = directory / "tokenizer.json"
     if not path.exists():
@@ -101,10 +101,11 @@ def _is_text(value: str) -> bool:
 
 
 def stated_ends(directory: Path, vocab_size: int) -> list[int]:
-    """The ids that end a sequence by generation_config.json and by config.json.
+    """Return the end-of-sequence ids in generation_config.json and config.json.
 
-    Raises InputError for values that are not ids of so many tokens. Where generation_config.json
-    states ends, others in config.json may be what a family has by default, of another vocabulary.
+    Raises InputError for values that are not ids below `vocab_size`. If generation_config.json
+    states them, those in config.json may be defaults of the family for another vocabulary, and are
+    ignored.
     """
     ids: list[int] = []
     for name in ("generation_config.json", "config.json"):
@@ -156,7 +157,7 @@ def _template(directory: Path, settings: dict[str, Any]) -> str | None:
 def write_tokenizer(
     tokenizer: Tokenizer, directory: Path, max_positions: int | None = None
 ) -> None:
-    """Write the files that `read_tokenizer` reads; `max_positions` is noted for other readers."""
+    """Write the files that `read_tokenizer` reads; `max_positions` is for other readers."""
     tokenizer.backend.save(str(directory / "tokenizer.json"))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -173,7 +174,7 @@ def write_tokenizer(
 
 
 def end_fields(tokenizer: Tokenizer | None, ends: Sequence[int]) -> dict[str, Any]:
-    """The begin and end ids as config.json and generation_config.json name them."""
+    """Return the begin and end ids, as fields of config.json and generation_config.json."""
     fields: dict[str, Any] = {}
     if tokenizer is not None and tokenizer.bos_id is not None:
         fields["bos_token_id"] = tokenizer.bos_id
@@ -183,5 +184,5 @@ def end_fields(tokenizer: Tokenizer | None, ends: Sequence[int]) -> dict[str, An
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Indented JSON with a newline at the end."""
+    """Write indented JSON with a newline at the end."""
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,12 +1,12 @@
 """The process in which chat templates run.
 
-jinja2's sandbox keeps a template away from Python's internals, but bounds neither time nor memory:
-nested loops run for minutes, and `'x'.ljust(3000000000)` is one call that nothing can interrupt
-from within. A process can be stopped from without, so templates run in one: a fresh interpreter
-that holds jinja2 and nothing of specjax (`template_renderer.py`). It is started at the first
-template and serves all later ones, so that its start is paid once. It is not forked, since JAX has
-threads by then. It ends with this process, whose end of the connection closes, and is replaced
-after a template that went over the limits.
+jinja2's sandbox keeps a template away from Python's internals, but limits neither time nor memory:
+nested loops run for minutes, and `'x'.ljust(3000000000)` is one call that cannot be interrupted
+from inside. A process can be stopped from outside, so templates run in a fresh interpreter that
+loads jinja2 and nothing of specjax (`template_renderer.py`). It starts with the first template and
+serves all later ones, so that the start is paid once. It is not forked, since JAX already has
+threads by then. It exits with this process, whose end of the connection closes, and is replaced
+after a template exceeds the limits.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _REMEDY = "give the prompt as raw text (chat=false for a command)"
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of one template: wall-clock seconds, bytes of memory, and text.
+    """Limits of one template: wall-clock seconds, bytes of memory, and size of text.
 
-    `memory` bounds the process's address space, interpreter included, where the system has such a
-    limit (Linux). `text` bounds the conversation in bytes, and the prompt made of it in characters.
+    `memory` bounds the address space of the process, interpreter included, on systems with such a
+    limit (Linux). `text` bounds the conversation in bytes, and the rendered prompt in characters.
     """
 
     seconds: int = 10
@@ -45,9 +45,9 @@ LIMITS = Limits()
 
 
 def render(request: bytes, limits: Limits = LIMITS) -> str:
-    """The text that a request's template renders; `request` is JSON's [template, variables].
+    """Return the text that a request's template renders; `request` is JSON [template, variables].
 
-    Raises InputError where the template fails or goes over the limits.
+    Raises InputError if the template fails or exceeds the limits.
     """
     if len(request) > limits.text:
         raise InputError(
@@ -69,7 +69,7 @@ def render(request: bytes, limits: Limits = LIMITS) -> str:
 
 
 def close() -> None:
-    """End the process, if there is one; the next template starts another."""
+    """Stop the process, if there is one; the next template starts another."""
     global _child
     child, _child = _child, None
     if child is not None:
@@ -111,9 +111,9 @@ class _Child:
             ) from None
 
     def ask(self, request: bytes) -> tuple[str, str]:
-        """The kind of a request's answer, "text" or "error", and its text.
+        """Return the kind of a request's answer, "text" or "error", and its text.
 
-        Raises InputError where the template went over the limits.
+        Raises InputError if the template exceeded the limits.
         """
         try:
             self.connection.send_bytes(request)
@@ -138,11 +138,11 @@ class _Child:
         return kind, text
 
     def serves(self, limits: Limits) -> bool:
-        """Whether it still runs, and with these limits."""
+        """Return whether it is still running with these limits."""
         return self.limits == limits and self.process.poll() is None
 
     def close(self) -> None:
-        """Close the connection and end the child."""
+        """Close the connection and stop the child."""
         self.connection.close()
         with suppress(OSError):
             self.process.kill()

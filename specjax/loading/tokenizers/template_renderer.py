@@ -2,8 +2,8 @@
 
     python template_renderer.py SECONDS MEMORY TEXT     (a socket as standard input)
 
-The globals and filters are those that transformers gives a template, so that a template renders
-here as it does there. Nothing of specjax is imported: the start has to be quick.
+Globals and filters are those of transformers, so that a template renders as it does there. It
+imports nothing of specjax, so that it starts quickly.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Text to token ids and back: one class for the tokenizers of all file formats."""
+"""Conversion of text to token ids and back, by one class for all file formats."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _FILLER = re.compile(r"\[PAD(\d+)\]|<dummy\d{5}>")
 
 
 def is_filler(token: str, index: int) -> bool:
-    """Whether a token is what converters write for a row of the embedding that has none.
+    """Return whether a token is a placeholder that converters write for an unused embedding row.
 
-    Some of these names hold the row's id.
+    Some of these names contain the row's id.
     """
     if not token.startswith(("[PAD", "<dummy")):
         return False
@@ -35,9 +35,9 @@ def is_filler(token: str, index: int) -> bool:
 
 @contextmanager
 def refused(problem: str, remedy: str) -> Iterator[None]:
-    """Raise an InputError instead of whatever the tokenizers package raises.
+    """Raise InputError in place of an exception of the tokenizers package.
 
-    That is a bare Exception, or a BaseException where its Rust code panics.
+    That may be a bare Exception, or a BaseException if its Rust code panics.
     """
     try:
         yield
@@ -49,13 +49,13 @@ def refused(problem: str, remedy: str) -> Iterator[None]:
 
 @dataclass(frozen=True, eq=False)
 class Tokenizer:
-    """A vocabulary, its segmentation rules, and its special ids.
+    """A vocabulary with its segmentation rules and special ids.
 
-    What raw text begins and ends with is the backend's post-processor; a chat template writes its
-    own. `eos_ids` end a sequence: end of text and end of turn; the first is the model's own.
-    `special_tokens` are the names (`bos_token`, ...) that templates may print. `rows` is the number
-    of tokens that the model's embedding has, where the tokenizer has more: the others are no part
-    of the vocabulary.
+    The backend's post-processor adds tokens at the start and end of raw text; a chat template
+    writes its own. `eos_ids` end a sequence (end of text, end of turn); the first is the model's
+    own. `special_tokens` are the names (`bos_token`, ...) that templates may print. `rows` is the
+    number of rows of the model's embedding if the tokenizer has more tokens: the rest are not in
+    the vocabulary.
     """
 
     backend: tokenizers.Tokenizer
@@ -97,10 +97,11 @@ class Tokenizer:
         return tuple(strings)
 
     def limited(self, rows: int, what: str) -> Tokenizer:
-        """The tokenizer of a model whose embedding has so many rows; `what` states their number.
+        """Return the tokenizer of a model whose embedding has `rows` rows.
 
         Only tokens that were added to the vocabulary may lack a row (Gemma 3 up to 1B has one for
-        images). Raises InputError for others, whose tokenizer is another model's.
+        images). Raises InputError, with `what` as the name of that number, if others do, since the
+        tokenizer is then another model's.
         """
         if self.vocab_size <= rows:
             return self
@@ -117,22 +118,22 @@ class Tokenizer:
 
     @property
     def unused_ids(self) -> tuple[int, ...]:
-        """The ids below `vocab_size` that name no token, ascending."""
+        """The ids below `vocab_size` without a token, ascending."""
         return tuple(index for index, string in enumerate(self._strings) if string is None)
 
     @property
     def vocab_size(self) -> int:
-        """Number of token ids (V): the highest id plus one."""
+        """The number of token ids (V): the highest id plus one."""
         return len(self._strings)
 
     @cached_property
     def vocabulary_hash(self) -> str:
-        """A hash of all token strings, in order of their ids, which identifies the vocabulary."""
+        """Return a hash of all token strings in order of ids, to identify the vocabulary."""
         tokens = [string or "" for string in self._strings]
         return hashlib.sha256(json.dumps(tokens).encode()).hexdigest()
 
     def token(self, index: int) -> str:
-        """The vocabulary's own string of a token id; empty for an id that names no token."""
+        """Return the vocabulary's string of a token id, empty for an id without a token."""
         if not 0 <= index < self.vocab_size:
             raise InputError(
                 f"token id {shown(index)}: must be at least 0 and below {self.vocab_size}"
@@ -140,34 +141,34 @@ class Tokenizer:
         return self._strings[index] or ""
 
     def name_beyond(self, index: int) -> str | None:
-        """What the backend calls an id that is not in the vocabulary; None for other ids."""
+        """Return the backend's name of an id outside the vocabulary, None for other ids."""
         known = 0 <= index < self.vocab_size and self._strings[index] is not None
         return None if known or not 0 <= index < 2**31 else self.backend.id_to_token(index)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of raw text, with what the tokenizer adds before and after it.
+        """Return the token ids of raw text, with those that the tokenizer adds before and after.
 
-        Special tokens written in it are recognised as such. Raises InputError for text that is not
-        Unicode (half of a surrogate pair), and for a token without a row in the model's embedding.
+        Special tokens in the text are recognized. Raises InputError for text that is not Unicode (a
+        lone surrogate), and for a token without a row in the model's embedding.
         """
         return self._segment(text, add_special_tokens=True)
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of token ids; bytes that are not UTF-8 become U+FFFD."""
+        """Return the text of token ids; bytes that are not UTF-8 become U+FFFD."""
         stream = StreamDecoder(self, skip_special_tokens=skip_special_tokens)
         return stream.feed(ids) + stream.flush()
 
     @cached_property
     def detokenizer(self) -> Detokenizer:
-        """How its tokens become text."""
+        """The rules by which its tokens become text."""
         return Detokenizer(self.backend)
 
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
     ) -> str:
-        """The prompt text of a conversation, as `chat_templates.render` makes it.
+        """Return the prompt text of a conversation, as `chat_templates.render` does.
 
-        Raises InputError where the model has no template or the template fails.
+        Raises InputError if the model has no template or the template fails.
         """
         if self.chat_template is None:
             raise InputError(
@@ -181,7 +182,7 @@ class Tokenizer:
         )
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Token ids of a conversation, up to where the assistant's turn begins."""
+        """Return the token ids of a conversation, up to the start of the assistant's turn."""
         return self._segment(self.apply_chat_template(messages), add_special_tokens=False)
 
     def _segment(self, text: str, *, add_special_tokens: bool) -> list[int]:
@@ -201,9 +202,9 @@ class Tokenizer:
         return ids
 
     def first_difference(self, other: Tokenizer, *, shared: bool = False) -> str | None:
-        """Where two vocabularies first differ, in words; None where every id means the same.
+        """Describe where two vocabularies first differ; return None if all ids agree.
 
-        With `shared` only ids that name a token in both are compared.
+        With `shared`, only ids that have a token in both are compared.
         """
         for index, (mine, theirs) in enumerate(zip(self._strings, other._strings, strict=False)):
             if mine != theirs and not (shared and None in (mine, theirs)):
@@ -221,7 +222,7 @@ class Tokenizer:
 def frame(
     backend: tokenizers.Tokenizer, first: tuple[str, int] | None, last: tuple[str, int] | None
 ) -> None:
-    """Make a backend add a token and its id before every raw text, and one after it."""
+    """Make a backend add a token (string and id) before and after every raw text."""
     around = [f"{token[0]} " if token else "" for token in (first, last)]
     one = f"{around[0]}$A {around[1]}".strip()
     backend.post_processor = processors.TemplateProcessing(
@@ -230,15 +231,15 @@ def frame(
 
 
 class StreamDecoder(TextStream):
-    """Decodes an output that grows.
+    """A decoder of a growing output.
 
-    Joined, the pieces of `feed` and the last one of `flush` equal `Tokenizer.decode` of all ids.
+    The concatenated results of `feed` and a final `flush` equal `Tokenizer.decode` of all ids.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
         super().__init__(tokenizer.detokenizer, skip_special_tokens=skip_special_tokens)
 
     def feed(self, ids: Iterable[int]) -> str:
-        """As of a `TextStream`. Raises InputError for what cannot be an id."""
+        """Return the text that `ids` complete. Raises InputError for invalid ids."""
         with refused("token ids: the tokenizer cannot decode them", "use ids of its vocabulary"):
             return super().feed(ids)

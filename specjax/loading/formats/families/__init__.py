@@ -1,1 +1,1 @@
-"""Families of models: how each writes its config and names its tensors, one file per family."""
+"""Families of models: config fields and tensor names of each, one file per family."""

@@ -1,7 +1,7 @@
 """Gemma 2 (2408.00118) and the text models of Gemma 3 (2503.19786).
 
-Norms of 1 + scale before and after, soft caps, alternating windows; Gemma 3 has QK-norms, and a
-rotary base of their own for the layers with a window, five of six.
+Both have norms of 1 + scale before and after, soft caps and alternating windows. Gemma 3 adds
+QK-norms, and a separate rotary base for the five of six layers with a window.
 """
 
 from __future__ import annotations

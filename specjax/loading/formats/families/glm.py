@@ -1,7 +1,8 @@
 """GLM-4 of 2025 (`glm4`), and GLM-4.5 to 4.7 (2508.06471), which have experts.
 
-Half of each head is rotated. `glm4` stores rotated neighbours as pairs, and norms after attention
-and MLP too; `glm4_moe` chooses experts by sigmoids, after some dense layers, beside a shared one.
+Half of each head is rotated. `glm4` stores rotated dimensions as adjacent pairs, and adds norms
+after attention and MLP. `glm4_moe` selects experts by sigmoid scores, after some dense layers, and
+adds a shared expert.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Llama (Touvron et al. 2302.13971) and models of its shape (SmolLM2, TinyLlama and others).
+"""Llama (Touvron et al. 2302.13971) and models with its architecture, such as SmolLM2.
 
-Mistral (2310.06825) is Llama with a sliding window in early versions, Mixtral (2401.04088) Mistral
-with experts in each layer. llama.cpp writes all of them as `llama`, without windows.
+Mistral (2310.06825) is Llama with a sliding window in early versions, and Mixtral (2401.04088) is
+Mistral with experts in each layer. llama.cpp writes all of them as `llama`, without windows.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The families that are known, by `model_type` and by architecture of GGUF."""
+"""The supported families, by `model_type` and by GGUF architecture."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _REFUSED = {
 
 
 def family(model_type: object) -> Family:
-    """The family of a `model_type`; raises InputError for one that is not known."""
+    """Return the family of a `model_type`; raise InputError for an unknown one."""
     if isinstance(model_type, str) and model_type in FAMILIES:
         return FAMILIES[model_type]
     reason = ""
@@ -51,7 +51,7 @@ def family(model_type: object) -> Family:
 
 
 def gguf_architectures() -> dict[str, list[Family]]:
-    """The families that are read from GGUF, by their architecture there."""
+    """Return the families that can be read from GGUF, by their architecture there."""
     found: dict[str, list[Family]] = {}
     for one in FAMILIES.values():
         if one.gguf is not None:
@@ -60,5 +60,5 @@ def gguf_architectures() -> dict[str, list[Family]]:
 
 
 def tensors(config: DecoderConfig) -> tuple[TensorEntry, ...]:
-    """The names of a decoder's tensors in Hugging Face's layout."""
+    """Return the names of a decoder's tensors in Hugging Face's layout."""
     return family(config.family).tensors

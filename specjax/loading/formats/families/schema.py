@@ -1,7 +1,7 @@
-"""The fields of configs as rows: one says what a field is called in config.json and in GGUF files.
+"""The schema of configs: the name of each field in config.json and in GGUF files.
 
-A row serves both formats and both directions. What one row cannot say is a `Part` with functions of
-its own. Below them are the rows that several families have.
+A field serves both formats and both directions. What a field cannot express is a `Part` with
+functions of its own. Fields shared by several families follow below.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def _nothing(*_: Any) -> dict[str, Any]:
 class Part:
     """Some fields of a config, read and written together.
 
-    `read` and `read_gguf` return their values, given the fields of the file and the values of the
-    parts before; `write` returns the fields of config.json.
+    `read` and `read_gguf` return their values, given the fields of the file and the values of
+    earlier parts; `write` returns the fields of config.json.
     """
 
     read: Callable[[Fields, Values], Values] = _nothing
@@ -86,12 +86,12 @@ flag = functools.partial(_row, Fields.flag)
 
 
 def has_tensor(name: str) -> Callable[[GgufFields], bool]:
-    """A flag that a GGUF states by having a tensor."""
+    """Return a function that reads a flag from the presence of a tensor in a GGUF file."""
     return lambda fields: name in fields.file.tensors
 
 
 def computed(path: str, function: Callable[[Values], Any]) -> Part:
-    """A field that follows from those before, in every file."""
+    """Return a part for a field computed from earlier ones, in every file."""
 
     def read(_: Fields, known: Values) -> Values:
         return {path: function(known)}
@@ -100,12 +100,12 @@ def computed(path: str, function: Callable[[Values], Any]) -> Part:
 
 
 def fixed(values: Values) -> Part:
-    """Values that every model of a family has."""
+    """Return a part for values that every model of a family has."""
     return Part(lambda *_: values, _nothing, lambda *_: values)
 
 
 def written(fields: Mapping[str, Any]) -> Part:
-    """Fields of config.json that are written as they are, and say nothing when they are read."""
+    """Return a part for constant fields that are written to config.json and ignored when read."""
     return Part(write=lambda _: fields)
 
 
@@ -123,12 +123,12 @@ def constant(name: str, value: Any) -> Part:
 
 
 def heads(known: Values) -> int:
-    """H."""
+    """Return the number of query heads (H)."""
     return known["num_heads"]
 
 
 def width_of_head(known: Values) -> int:
-    """D/H, the width of a head that is not stated."""
+    """Return D/H, the default width of a head."""
     return known["hidden_size"] // max(known["num_heads"], 1)
 
 
@@ -139,9 +139,10 @@ def sizes(
     tied: bool = False,
     epsilon: float = 1e-6,
 ) -> tuple[Part, ...]:
-    """Sizes and epsilon as most families have them; the arguments are defaults of config.json.
+    """Return parts for sizes and epsilon, as in most families.
 
-    Without `head_dim` it is D/H, as in GGUF files.
+    The arguments are defaults of config.json. Without `head_dim` the default is D/H, as in GGUF
+    files.
     """
     width = head_dim or width_of_head
     return (
@@ -158,7 +159,7 @@ def sizes(
 
 
 def tied_head(default: bool) -> Part:
-    """Whether the embedding is the head: by config.json, and by a GGUF's tensors."""
+    """Return a part for whether embedding and head are tied, by config.json or GGUF tensors."""
 
     def in_gguf(fields: GgufFields) -> bool:
         return "output.weight" not in fields.file.tensors
@@ -167,7 +168,10 @@ def tied_head(default: bool) -> Part:
 
 
 def experts(count: str, intermediate_size: int) -> tuple[Part, ...]:
-    """Number and width of experts; `count` is the family's own name beside transformers 5's."""
+    """Return parts for the number and width of experts.
+
+    `count` is the family's own field name besides that of transformers 5.
+    """
     width = ("moe_intermediate_size", "expert_feed_forward_length", intermediate_size)
     return (
         integer("experts.num_experts", (count, "num_local_experts"), "expert_count", 128),
@@ -183,9 +187,9 @@ SILU = written({"hidden_act": "silu"})
 def rope(
     *, theta: float = 10000.0, gguf_theta: float = 10000.0, partial: float | None = None
 ) -> Part:
-    """The rotary base and scaling, one for all layers, and with `partial` the rotated part.
+    """Return a part for one rotary base and scaling, and with `partial` the rotated fraction.
 
-    The arguments are what files mean that do not state it.
+    The arguments are the defaults for files that do not state them.
     """
 
     def values(base: float, scaling: Any, rotary_width: int) -> Values:
@@ -213,7 +217,10 @@ def rope(
 
 
 def window_size(fields: Fields) -> int | None:
-    """The size of sliding windows; null for none. Missing it is 4096, as in transformers."""
+    """Return the size of sliding windows, or None if it is null.
+
+    If missing it is 4096, as in transformers.
+    """
     if fields.get("sliding_window") is None and "sliding_window" in fields.values:
         return None
     return fields.integer("sliding_window", 4096)
@@ -222,9 +229,9 @@ def window_size(fields: Fields) -> int | None:
 def read_window(
     fields: Fields, size: int | None, num_layers: int, default: Sequence[bool]
 ) -> SlidingWindow | None:
-    """The window of `size` of those layers that `layer_types` names, or else those of `default`.
+    """Return the window of `size` on the layers that `layer_types` lists, else those of `default`.
 
-    Raises InputError for other types, for another number of them, and for layers without a size.
+    Raises InputError for unknown types, a wrong number of them, and windowed layers without a size.
     """
     types = fields.get("layer_types")
     if types is None:
@@ -245,12 +252,12 @@ def read_window(
 
 
 def layers(num_layers: int) -> range:
-    """The layers of a config that may be damaged: no more than `DecoderConfig` accepts."""
+    """Return the layer indices of a possibly damaged config, up to `DecoderConfig`'s maximum."""
     return range(min(num_layers, MOST_LAYERS))
 
 
 def write_window(config: DecoderConfig) -> dict[str, Any]:
-    """The window's size, and the type of each layer as `read_window` reads it."""
+    """Return the config.json fields of the window's size and of each layer's type."""
     window = config.sliding_window
     return {
         "sliding_window": None if window is None else window.size,
@@ -259,14 +266,14 @@ def write_window(config: DecoderConfig) -> dict[str, Any]:
 
 
 def layer_types(config: DecoderConfig) -> list[str]:
-    """The type of each layer, as `layer_types` in config.json."""
+    """Return the type of each layer, for `layer_types` in config.json."""
     return [SLIDING if windowed else FULL for windowed in config.windowed]
 
 
 def shortest_period(flags: Sequence[bool]) -> tuple[bool, ...]:
-    """The shortest beginning of a sequence that repeats to all of it.
+    """Return the shortest prefix that generates the sequence by repetition.
 
-    In linear time (Knuth, Morris and Pratt 1977): the number of layers may be a damaged file's.
+    It takes linear time (Knuth, Morris and Pratt 1977), since a damaged file may claim many layers.
     """
     longest = [0] * len(flags)  # the longest proper beginning that each part ends with
     for index in range(1, len(flags)):

@@ -1,7 +1,7 @@
-"""What the modules of a decoder are called in Hugging Face's layout and in GGUF: one row each.
+"""Names of a decoder's modules in Hugging Face's layout and in GGUF, one row per module.
 
-The names are Llama's, and those of what other families add to it; a family whose names differ says
-which (`table`).
+The names are those of Llama and of additions by other families; a family whose names differ
+overrides them (`table`).
 """
 
 from __future__ import annotations
@@ -77,12 +77,12 @@ def table(
     norms_added: int = 0,
     fused: Collection[Sequence[str]] = (),
 ) -> tuple[TensorEntry, ...]:
-    """The entries of a format, with the `names` of modules in which a family differs from Llama.
+    """Return the tensor entries of a format, with `names` overriding Llama's module names.
 
-    `paired` says that rotated dimensions of queries and keys are stored as neighbours, `transposed`
-    that kernels are stored [in, out], `norms_added` what the file's norm scales have more than the
-    tree's. Each of `fused` lists modules that one tensor holds in that order; they have one name.
-    Experts without `{expert}` in their name are in one tensor.
+    `paired` means that rotated dimensions of queries and keys are stored as adjacent pairs,
+    `transposed` that kernels are stored [in, out], and `norms_added` is the offset of the file's
+    norm scales over the tree's. Each of `fused` lists modules stored in one tensor in that order
+    under one name. Experts without `{expert}` in their name share one tensor.
     """
     outer = {name: names.get(name, own) for name, own in _OUTER_NAMES[format].items()}
     entries = [
