@@ -12,6 +12,7 @@ from conftest import row_count, slow, tiny_config
 from model_files import gguf_metadata, gguf_tensors, write_gguf
 
 import specjax
+from specjax.cache import commit
 from specjax.decoding.options import DecodeOptions
 from specjax.decoding.programs import compile_session
 from specjax.decoding.session import plan_session
@@ -90,6 +91,58 @@ def test_an_output_has_the_same_bits_whatever_the_number_of_tokens(bits):
     for tokens in (1, 2, 3, 4, 5, 6, 7, 8, 9, 20):
         (y,) = quantized_products(x[:tokens], [kernel])
         np.testing.assert_array_equal(y, one_by_one[:tokens])
+
+
+def logits_in_passes(model, tokens, widths):
+    """The logits after each token, in passes of these widths, each of them committed."""
+    functions, cache, start, logits = model.architecture, None, 0, []
+    cache = functions.make_cache(1, 256)
+    for width in widths:
+        window, stop = functions.make_window(1, width), start + width
+        causal = jnp.tril(jnp.ones((1, width, width), bool))
+        result = jax.jit(functions.extend)(
+            model.params,
+            tokens[:, start:stop],
+            jnp.arange(start, stop)[None],
+            cache,
+            window,
+            0,
+            causal,
+        )
+        logits.append(result.logits[0])
+        slots, count = jnp.arange(width)[None], jnp.full(1, width, jnp.int32)
+        cache, start = commit(cache, result.window, slots, count), stop
+    return np.concatenate(logits)
+
+
+@needs_library
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_logits_have_the_same_bits_in_passes_of_any_width(quantized, weights, kv_cache_dtype):
+    """And whatever is committed: nothing about a round changes what the target says."""
+    model = dataclasses.replace(quantized[weights], kv_cache_dtype=kv_cache_dtype)
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 61, (1, 70)), jnp.int32)
+    one_by_one = logits_in_passes(model, tokens, [1] * 70)
+    for widths in ([5] * 14, [33, 37], [2, 8, 16, 44]):
+        np.testing.assert_array_equal(logits_in_passes(model, tokens, widths), one_by_one)
+
+
+@needs_library
+def test_logits_of_a_tree_have_the_bits_of_its_paths(quantized):
+    model = quantized["int8"]
+    functions, tokens = model.architecture, jnp.asarray([[5, 7, 8, 9, 3]])
+    parents = (-1, 0, 0, 1, 2)  # two paths, whose nodes alternate
+    ancestors = np.eye(5, dtype=bool)
+    for node, parent in enumerate(parents[1:], start=1):
+        ancestors[node] |= ancestors[parent]
+    window, cache = functions.make_window(1, 5), functions.make_cache(1, 64)
+    depths = jnp.asarray([[0, 1, 1, 2, 2]])
+    tree = functions.extend(
+        model.params, tokens, depths, cache, window, 0, jnp.asarray(ancestors)[None]
+    ).logits[0]
+    for path in ([0, 1, 3], [0, 2, 4]):
+        alone = logits_in_passes(model, tokens[:, jnp.asarray(path)], [1, 1, 1])
+        np.testing.assert_array_equal(np.asarray(tree)[path], alone)
 
 
 @pytest.mark.parametrize("bits", [4, 8])

@@ -18,6 +18,7 @@ import tempfile
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 
 from specjax.errors import InputError
 from specjax.files.path_checks import cache_folder
@@ -28,7 +29,21 @@ _HEADERS = sorted(Path(__file__).parent.glob("*.h"))
 _FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-w")
 _SECONDS = 180
 QUANTIZED_PRODUCT, ATTENTION = "specjax_quantized_product", "specjax_attention"
+NORM = "specjax_norm"
 """The names of the custom calls, and of their functions in the library."""
+_MOST_TOKENS = 64
+"""XLA is faster for more tokens at a time: chunks of prompts."""
+
+
+def is_for(tokens: int, dtype: jnp.dtype) -> bool:
+    """Return whether the library is there, and is for T `tokens` of a row in such a dtype."""
+    return (
+        tokens <= _MOST_TOKENS
+        and dtype == jnp.float32
+        and jax.default_backend() == "cpu"
+        and jax.sharding.get_abstract_mesh().empty
+        and available()
+    )
 
 
 @functools.cache
@@ -42,7 +57,7 @@ def available() -> bool:
     except (InputError, OSError, subprocess.SubprocessError) as error:
         LOGGER.info("no kernels in C++ on this machine, so decoding is slower: %s", _reason(error))
         return False
-    for name in (QUANTIZED_PRODUCT, ATTENTION):
+    for name in (QUANTIZED_PRODUCT, ATTENTION, NORM):
         handler = jax.ffi.pycapsule(getattr(library, name))
         jax.ffi.register_ffi_target(name, handler, platform="cpu")
     return True

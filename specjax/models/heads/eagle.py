@@ -18,7 +18,8 @@ from specjax.errors import InputError
 from specjax.models.config import DecoderConfig
 from specjax.models.heads.draft_vocabulary import check_draft_vocab_size
 from specjax.models.heads.pair_head import PairHead, kernel, norm
-from specjax.models.layers.decoder_layer import embed, rms_norm
+from specjax.models.layers.decoder_layer import embed
+from specjax.models.layers.norm import rms_norm
 from specjax.models.parameters import Parameter
 
 

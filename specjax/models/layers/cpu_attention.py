@@ -14,20 +14,15 @@ from specjax.cache import KVCache, Window
 from specjax.models.cpu import library
 from specjax.models.layers.attention import Partial
 
-_MOST_TOKENS = 16
-"""XLA is faster for more tokens at a time: chunks of prompts."""
 _LANES = 8
 
 
 def attends(cache: KVCache, tokens: int) -> bool:
     """Return whether the kernel is available and supports T `tokens` over this cache."""
     return (
-        tokens <= _MOST_TOKENS
-        and cache.k.dtype in (jnp.float32, jnp.bfloat16, jnp.int8)
+        cache.k.dtype in (jnp.float32, jnp.bfloat16, jnp.int8)
         and cache.k.shape[-1] % _LANES == 0
-        and jax.default_backend() == "cpu"
-        and jax.sharding.get_abstract_mesh().empty
-        and library.available()
+        and library.is_for(tokens, jnp.dtype(jnp.float32))
     )
 
 

@@ -19,6 +19,7 @@ from specjax.models.layers import experts
 from specjax.models.layers.attention import Partial, group_queries, ungroup
 from specjax.models.layers.experts_on_mesh import mix_on_mesh
 from specjax.models.layers.matmul import ChosenKernel, product, products
+from specjax.models.layers.norm import layer_norm, rms_norm
 from specjax.models.layers.quantized import QuantizedKernel
 from specjax.models.layers.rope import frequencies
 
@@ -267,29 +268,6 @@ def embed(
 def limited(x: jax.Array, softcap: float | None) -> jax.Array:
     """Return c tanh(x/c) for a soft cap c (Gemma 2), or `x` without one."""
     return x if softcap is None else softcap * jnp.tanh(x / softcap)
-
-
-def rms_norm(
-    x: Float[Array, "B T *N D"], scale: Float[Array, "D"], eps: float
-) -> Float[Array, "B T *N D"]:
-    """Return `x` divided by its root mean square and scaled, computed in float32."""
-    wide = x.astype(jnp.float32)
-    wide = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    return wide.astype(x.dtype) * _last_axis(scale, x)
-
-
-def layer_norm(
-    x: Float[Array, "B T D"], scale: Float[Array, "D"], bias: Float[Array, "D"], eps: float
-) -> Float[Array, "B T D"]:
-    """Return the layer norm of `x`, computed in float32 (Ba et al. 1607.06450)."""
-    wide = x.astype(jnp.float32)
-    wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
-    wide = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    return wide.astype(x.dtype) * _last_axis(scale, x) + _last_axis(bias, x)
-
-
-def _last_axis(vector: Float[Array, "D"], x: jax.Array) -> jax.Array:
-    return jnp.expand_dims(vector, tuple(range(x.ndim - 1))).astype(x.dtype)
 
 
 def rotate_by(
