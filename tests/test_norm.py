@@ -29,7 +29,9 @@ def test_values_are_those_of_the_formula(shape):
     x, scale, bias = arrays(*shape)
     wide = np.asarray(x, np.float64)
     wanted = wide / np.sqrt(np.mean(wide**2, -1, keepdims=True) + EPS) * np.asarray(scale)
-    np.testing.assert_allclose(jax.jit(rms_norm, static_argnums=2)(x, scale, EPS), wanted, rtol=2e-6)
+    np.testing.assert_allclose(
+        jax.jit(rms_norm, static_argnums=2)(x, scale, EPS), wanted, rtol=2e-6
+    )
     if len(shape) == 3:
         centred = wide - wide.mean(-1, keepdims=True)
         wanted = centred / np.sqrt(np.mean(centred**2, -1, keepdims=True) + EPS)
