@@ -2,11 +2,11 @@
 
     python -m specjax.report a.jsonl b.jsonl --out=DIR [--predict] [--formats=png,svg]
 
-Reads what `python -m specjax.decode --config.report=FILE` wrote, runs of one target over the same
-prompts (several in a file of several drafters). Into DIR go report.md, report.csv, one JSONL file
-per run and the pictures, the fastest run first. `--predict` loads the target and times the parts of
-each run's rounds, for the predicted speed-up. An earlier report in DIR is replaced, unless
-something else is there too or it was changed since. Interrupted runs are named.
+Reads files written by `python -m specjax.decode --config.report=FILE`, with runs of one target on
+the same prompts (a file may hold several drafters). Writes report.md, report.csv, one JSONL file
+per run and pictures to DIR, fastest run first. `--predict` loads the target and times the parts of
+each run's rounds to predict the speed-up. An earlier report in DIR is replaced, unless it changed
+or DIR holds anything else. Interrupted runs are marked.
 
 Exit codes: 0; 2 for bad input; 130 after Ctrl-C or SIGTERM.
 """
@@ -31,7 +31,7 @@ from specjax.reporting.runs import Entry, by_conditions, check_together, in_orde
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
+    """Run the command; return its exit code."""
     return command.run(_report, argv, parser().format_help())
 
 
@@ -42,7 +42,7 @@ def _report(argv: list[str]) -> int:
 
 
 def check_out(out: str | Path) -> None:
-    """Raise InputError where no report can be written into a folder; before long work."""
+    """Raise InputError, before long work, if no report can be written to a folder."""
     folders.check_replaceable(output_folder("out", out), "report", f"out={str(out)!r}")
 
 
@@ -54,10 +54,10 @@ def write(
     pictures: bool = True,
     formats: Sequence[str] = picture_files.FORMATS[:1],
 ) -> list[Path]:
-    """Report the runs of some files into a folder, and print the leaderboard.
+    """Write a report of the runs in some files to a folder, and print the leaderboard.
 
-    Pictures are drawn in each of the `formats`, and left out where matplotlib is missing. Returns
-    the files written. Raises InputError for bad input, before anything is written.
+    Pictures are drawn in each of `formats`, or omitted without matplotlib. Returns the files
+    written. Raises InputError for bad input, before anything is written.
     """
     if not paths:
         raise InputError("no reports: name the files that specjax.decode wrote")
@@ -109,7 +109,7 @@ def _file_names(names: Sequence[str]) -> list[str]:
 
 
 def parser() -> Parser:
-    """The flags, and the files to read."""
+    """Return the parser of the flags and the files to read."""
     flags = Parser("python -m specjax.report", __doc__)
     flags.add_argument("paths", nargs="*", metavar="FILE", help="reports to compare")
     flags.add_field("out", OutputFolder(), "the folder to write into")

@@ -1,1 +1,1 @@
-"""Command lines: flags, config files, the terminal, and the decode command's run."""
+"""Command lines: flags, config files, terminal output, and the runs of decode and bench."""

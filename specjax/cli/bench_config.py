@@ -1,4 +1,4 @@
-"""The config of `specjax.bench`: its fields, with their values by default."""
+"""The config of `specjax.bench`: its fields and their defaults."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _TEMPERATURES = Items(Number(0.0), least=1, remedy="use numbers of at least 0, s
 
 @dataclass(frozen=True)
 class BenchConfig:
-    """What to measure."""
+    """The config of `specjax.bench`."""
 
     target: Annotated[str, PathOrName()] = DEFAULT_MODEL
     """A built-in name, a .gguf file, a Hugging Face directory, or org/name on the hub."""

@@ -1,4 +1,4 @@
-"""What `specjax.bench` measures, printed and added to the report part by part."""
+"""The run of `specjax.bench`, which prints and reports measurements part by part."""
 
 from __future__ import annotations
 
@@ -64,9 +64,9 @@ def measure_all(
     *,
     verbose: bool = False,
 ) -> None:
-    """Measure and print every part; records are added to the report as they are measured.
+    """Measure and print every part, adding records to the report as they are measured.
 
-    The table of speed-ups has `_MORE_COLUMNS` where it is `verbose`.
+    With `verbose` the table of speed-ups also has `_MORE_COLUMNS`.
     """
 
     def load() -> tuple[Model, Sequence[prompts.Question]]:

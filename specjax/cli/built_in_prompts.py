@@ -1,4 +1,4 @@
-"""A few prompts to begin with, one of each Spec-Bench task (written for specjax, Apache-2.0).
+"""Built-in prompts, one for each Spec-Bench task (written for specjax, Apache-2.0).
 
 They were chosen because the default model's greedy answers to them are short and read well, not for
 speed.
@@ -47,5 +47,5 @@ BUILT_IN = (
 
 
 def questions_of(path: str | os.PathLike | None) -> Sequence[Question]:
-    """The questions of a file, or the built-in ones for None. Raises InputError."""
+    """Return the questions of a file, or the built-in ones for None. Raises InputError."""
     return BUILT_IN if path is None else read_questions(path)

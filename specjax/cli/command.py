@@ -1,4 +1,4 @@
-"""The start and end of every command: help, signals, exit codes, errors without tracebacks."""
+"""The start and end of every command: help, signals, exit codes, error messages."""
 
 from __future__ import annotations
 
@@ -36,11 +36,10 @@ def run_config(
 ) -> int:
     """Parse `--config=FILE[:size] --config.field=value ...`, call `main`, return the exit code.
 
-    `default` is the config's name where none is given. `read` checks the config's values, by
-    section, and returns `main`'s argument; it raises InputError. `flags` are flags beside the
-    config, with what they mean, which `main` gets by name, as `verbose=True` for --verbose.
-    `--help` lists them, and the fields, with what they mean where `source`, a dataclass, declares
-    it. Otherwise as `run`.
+    `default` is the config if none is given. `read` checks the config's values, by section, and
+    returns the argument of `main`; it raises InputError. `flags` maps flags besides the config to
+    their meanings; `main` receives them by name, such as `verbose=True` for --verbose. `--help`
+    lists flags and fields, with the meanings from the dataclass `source`. Otherwise like `run`.
     """
 
     def run_parsed(argv: list[str]) -> int:
@@ -63,12 +62,12 @@ def run(
     *,
     interrupted: str = "interrupted",
 ) -> int:
-    """Call `main` with a command line's arguments (the process's, for None); return the exit code.
+    """Call `main` with command-line arguments (by default the process's); return the exit code.
 
     `--help` prints the documentation. Ctrl-C, SIGTERM and a closed terminal raise KeyboardInterrupt
-    in `main`; where `main` does not catch it, `interrupted` is printed. An InputError is printed as
-    one line, as is a lack of memory or of disk; a closed pipe on stdout ends without a message.
-    Whatever stdout and stderr cannot encode is escaped.
+    in `main`; unless `main` catches it, `interrupted` is printed. An InputError, lack of memory and
+    a full disk are printed as one line; a closed pipe on stdout ends without a message. Characters
+    that stdout or stderr cannot encode are escaped.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     LOGGER.setLevel("WARNING")  # commands show themselves what takes long

@@ -1,7 +1,7 @@
-"""Reads config files, which are Python, and applies the overrides of a command line.
+"""Reading of config files, which are Python, and of command-line overrides.
 
-A config is named by its file's path. The configs that come with specjax are also found by name, in
-any working directory: `decode_smollm2`, or `configs/decode_smollm2.py`.
+A config is named by its file's path. Bundled configs are also found by name, from any working
+directory: `decode_smollm2`, or `configs/decode_smollm2.py`.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ _TYPES = {
 
 
 def read_config(argv: list[str], default: str) -> ml_collections.ConfigDict:
-    """The config of a command line, with its overrides, locked; `default` without --config.
+    """Return the config of a command line with its overrides, locked; by default `default`.
 
-    Raises InputError for a file, an override or a value that cannot be used.
+    Raises InputError for an invalid file, override or value.
     """
     argv = list(_joined(argv))
     files = [argument for argument in argv if re.match(r"--?config=", argument)]
@@ -85,7 +85,7 @@ def _joined(argv: list[str]) -> Iterator[str]:
 
 
 def config_of(source: type) -> ml_collections.ConfigDict:
-    """The config that a dataclass of annotated fields declares, with their default values.
+    """Return the config that a dataclass of annotated fields declares, with their defaults.
 
     A section is a dataclass, or a dict with the kinds of its fields in the annotation.
     """
@@ -120,7 +120,7 @@ _TYPE_OF = {Flag: bool, Whole: int, Number: float, Items: tuple}
 
 
 def packaged_configs() -> dict[str, Path]:
-    """The config files that come with specjax, by name."""
+    """Return the bundled config files by name."""
     package = Path(__file__).parents[1]
     # In a wheel they are inside the package, in the repository beside it.
     folder = next(one for one in (package / "configs", package.parent / "configs") if one.is_dir())
@@ -265,7 +265,7 @@ def _not_understood(config: ml_collections.ConfigDict, argument: str) -> str:
 
 
 def field_names(config: ml_collections.ConfigDict, prefix: str = "") -> list[str]:
-    """The dotted names of all fields, a section's after those outside of it; computes no value."""
+    """Return the dotted names of all fields, sections last, without computing values."""
     values = dict(config.items(preserve_field_references=True))
     sections = {
         name: value
@@ -279,5 +279,5 @@ def field_names(config: ml_collections.ConfigDict, prefix: str = "") -> list[str
 
 
 def field_value(config: ml_collections.ConfigDict, name: str) -> Any:
-    """The value of a field, by its dotted name."""
+    """Return the value of a field by its dotted name."""
     return functools.reduce(lambda section, part: section[part], name.split("."), config)

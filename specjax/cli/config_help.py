@@ -1,7 +1,6 @@
-"""What `--help` says of a command with a config: each field with its value and its meaning.
+"""The `--help` of commands with a config: each field with its value and its meaning.
 
-The meaning is the text below the field in the dataclass that declares it, what values it may have
-is said by its kind.
+The meaning is the docstring below the field in its dataclass; its kind describes valid values.
 """
 
 from __future__ import annotations
@@ -38,10 +37,10 @@ def config_help(
     source: type | None,
     flags: Mapping[str, str],
 ) -> str:
-    """A command's documentation, then its flags, then the fields of its config with their values.
+    """Return a command's documentation, its flags, and the fields of its config with their values.
 
-    `source` is the dataclass that declares the fields; without it their names and values are all.
-    `flags` are those without a value, with their meanings.
+    `source` is the dataclass that declares the fields; without it only names and values are shown.
+    `flags` maps flags without a value to their meanings.
     """
     flags = {
         "--config=FILE": "a config file, or the name of one that comes with specjax",

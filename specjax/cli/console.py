@@ -1,6 +1,6 @@
-"""Output of `decode`: progress, text with accepted draft tokens marked, the results.
+"""Terminal output of `decode`: progress, text with accepted draft tokens marked, results.
 
-On a terminal with colour and a status line; elsewhere plain lines.
+A terminal gets color and a status line; other outputs get plain lines.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _QUIET_S = 10.0
 
 
 class Marker:
-    """Splits one prompt's text into pieces that were drafted and accepted, and the rest.
+    """A splitter of one prompt's text into accepted draft tokens and the rest.
 
     A character belongs to the token that completes it.
     """
@@ -46,7 +46,7 @@ class Marker:
         self._drafted: list[bool] = []
 
     def mark(self, delta: Delta) -> list[tuple[str, bool]]:
-        """The pieces of a delta's text, in order, with whether they were drafted."""
+        """Return the pieces of a delta's text in order, with whether they were drafted."""
         if self._decoder is not None:
             for token, drafted in zip(delta.token_ids, delta.drafted, strict=True):
                 self._drafted += [drafted] * len(self._decoder.feed([token]))
@@ -62,7 +62,7 @@ class Marker:
 
 
 class Screen:
-    """The lines of one run."""
+    """The terminal output of one run."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -80,14 +80,14 @@ class Screen:
         self._marks = console.is_terminal or _can_print(console, _OPEN + _CLOSE)
 
     def say(self, line: str, style: str = "") -> None:
-        """One line."""
+        """Print a line."""
         self.rest()
         self._console.print(Text(line, style), soft_wrap=True)
         self._last_line = time.monotonic()
 
     @contextmanager
     def working(self, doing: str) -> Iterator[None]:
-        """Print what is being done, and afterwards how long it took."""
+        """Print `doing`, and afterwards how long it took."""
         begin = time.perf_counter()
         if not self._console.is_terminal:
             self.say(f"{doing} ...")
@@ -97,7 +97,7 @@ class Screen:
             self.say(f"{doing}: {time.perf_counter() - begin:.1f} s", "dim")
 
     def legend(self, drafter: str) -> None:
-        """Print how accepted draft tokens are marked; `drafter` is the one whose text is shown."""
+        """Print how accepted draft tokens are marked, for the drafter whose text is shown."""
         if drafter == "none":
             return
         if self._console.is_terminal:
@@ -109,7 +109,7 @@ class Screen:
         self._console.print(legend)
 
     def progress(self, label: str, rows: int, total: int, speed: float, share: float) -> None:
-        """Show rows done, tokens/s and the time left; `share` is the finished part of all work."""
+        """Show finished rows, tokens/s and the time left; `share` is the finished fraction."""
         line = f"{label}: {rows} of {total} rows, {speed:.1f} tokens/s"
         self._bar.update(self._task, description=line, completed=share)
         if self._inside_text:
@@ -121,7 +121,7 @@ class Screen:
             self.say(line)
 
     def rest(self) -> None:
-        """End the progress bar, and the line of text that is being written."""
+        """End the progress bar and the current line of text."""
         if self._bar.live.is_started:
             self._bar.stop()
         if self._inside_text:
@@ -134,7 +134,7 @@ class Screen:
         return self._console.is_terminal
 
     def question(self, number: int, questions: Sequence[Question], turn: int) -> None:
-        """Print the heading of a prompt: its number (from 1) among all, and its beginning."""
+        """Print the heading of a prompt: its number (from 1) and its beginning."""
         self.say("")
         question = questions[number - 1]
         words = " ".join(question.turns[turn].split())
@@ -161,8 +161,8 @@ class Screen:
     def row_result(self, row: Row, drafter: str = "", *, brief: bool, timed: bool) -> None:
         """Print the line after a text: draft tokens, accepted ones, and the speeds.
 
-        Where there are several drafters, the line begins with the name of this one; `brief` is for
-        all but the first of them. `timed` says that the row was decoded alone.
+        With several drafters the line begins with `drafter`; `brief` is set for all but the first
+        of them. `timed` says that the row was decoded alone.
         """
         parts = [] if brief else [f"{row.new_tokens} tokens"]
         if sum(row.drafted) and not brief:
@@ -187,10 +187,9 @@ class Screen:
         *,
         verbose: bool = False,
     ) -> None:
-        """Print what came of the runs: three lines of one, a table of several, or of all numbers.
+        """Print the results of the runs: three lines for one, a table for several or if `verbose`.
 
-        `title` is above them, and `compared` is what is said of the comparison with plain decoding,
-        if there is one.
+        `title` is the heading, and `compared` describes the comparison with plain decoding, if any.
         """
         self.say("")
         all_figures = [run.figures() for run in runs]
@@ -225,7 +224,7 @@ class Screen:
     def differences(self, rows: Sequence[Row], drafter: str = "") -> None:
         """Print every row that differs from plain decoding, with the margins of its near-ties.
 
-        `drafter` is its name where there are several.
+        `drafter` is the drafter's name if there are several.
         """
         for row in rows:
             if row.difference is None:

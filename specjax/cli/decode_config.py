@@ -1,4 +1,4 @@
-"""The config of `specjax.decode`: its fields, its checked value, the drafters and prompts of it."""
+"""The config of `specjax.decode`: its fields, their checks, and its drafters and prompts."""
 
 from __future__ import annotations
 
@@ -70,12 +70,12 @@ _THRESHOLD = optional(Number(0.0, above=True, remedy="use a number above 0"))
 
 @dataclass(frozen=True)
 class DraftLengthText:
-    """`num_speculative_tokens` of a command line: "auto", "fixed", or a whole number as a text."""
+    """`num_speculative_tokens` on a command line: "auto", "fixed", or a whole number."""
 
     remedy = DRAFT_LENGTH.remedy
 
     def check(self, name: str, value: Any) -> int | str:
-        """The number, "auto" or "fixed"."""
+        """Return the number, "auto" or "fixed"."""
         number = re.fullmatch(r"[+-]?\d{1,9}", value) if isinstance(value, str) else None
         return DRAFT_LENGTH.check(name, int(value) if number else value)
 
@@ -99,7 +99,7 @@ _TYPICAL_FIELDS = {"epsilon": _THRESHOLD, "delta": _THRESHOLD}
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeFields:
-    """The fields of a decode config, with their values by default; None is left to specjax."""
+    """The fields of a decode config with their defaults; None means that specjax chooses."""
 
     target: Annotated[str, PathOrName()] = DEFAULT_MODEL
     """A built-in name, a .gguf file, a Hugging Face directory, or org/name on the hub."""
@@ -165,7 +165,7 @@ class DecodeFields:
 
 @dataclass(frozen=True)
 class DrafterConfig:
-    """One drafter of a config: its name and path, and the options that it takes."""
+    """One drafter of a config: its name, its path, and the options that it accepts."""
 
     name: str
     path: str | None
@@ -185,29 +185,29 @@ class DecodeConfig(DecodeFields):
 
     @property
     def num_turns(self) -> int:
-        """How many turns the longest conversation has."""
+        """The number of turns of the longest conversation."""
         if self.turns == "first":
             return 1
         return max(len(question.turns) for question in self.questions)
 
     @property
     def comparable(self) -> bool:
-        """Whether the output has to equal that of plain decoding, token for token."""
+        """Whether the output must equal that of plain decoding token by token."""
         return self.options.verify.position_noise or self.sampling.temperature == 0
 
     @property
     def lossy(self) -> bool:
-        """Whether the output has another distribution than the target's."""
+        """Whether the output distribution differs from the target's."""
         return not self.options.verify.exact and self.sampling.temperature > 0
 
     @property
     def has_expectation(self) -> bool:
-        """Whether to compute the acceptance that p and q imply under the rule `rejection`."""
+        """Whether to compute the acceptance that p and q imply under `rejection`."""
         sampled = self.sampling.temperature > 0 and self.options.verify.name == "rejection"
         return self.compare and sampled
 
     def written_for(self, drafter: DrafterConfig) -> dict[str, Any]:
-        """The config as it would be written for one of its drafters alone."""
+        """Return the config as it would be written for a single drafter."""
         alone = {"name": drafter.name, "path": drafter.path, "replicated": drafter.replicated}
         section = {
             name: alone.get(name, value if name in drafter.options else None)
@@ -219,16 +219,16 @@ class DecodeConfig(DecodeFields):
         return {**self.written, "compare": self.compare, "drafter": section, "tree": tree}
 
     def turn(self, number: int) -> list[int]:
-        """The indices of the questions that have a turn of that number (from 0)."""
+        """Return the indices of the questions that have turn `number` (from 0)."""
         return [i for i, question in enumerate(self.questions) if number < len(question.turns)]
 
     def prompt_name(self, question_id: int | str, turn: int) -> str:
-        """What errors call a turn (from 0) of a question."""
+        """Return the name of a turn (from 0) of a question in errors."""
         name = f"question {question_id}"
         return f"{name}, turn {turn + 1}" if self.num_turns > 1 else name
 
     def turn_seeds(self, number: int) -> tuple[int, SamplingParams]:
-        """Seed and sampling of a turn: each turn has different random draws."""
+        """Return the seed and the sampling of a turn; each turn has different draws."""
         if number == 0:
             return self.seed, self.sampling
         sampling = self.sampling
@@ -238,7 +238,7 @@ class DecodeConfig(DecodeFields):
 
 
 def read_decode_config(written: Mapping[str, Any]) -> DecodeConfig:
-    """The checked config; checks that need the model are made later. Raises InputError."""
+    """Return the checked config, except for checks that need the model. Raises InputError."""
     given = read_values(DecodeFields, written)
     drafters = _drafters(given.drafter, given.tree)
     options = DecodeOptions(
@@ -305,9 +305,9 @@ def _drafters(section: Mapping[str, Any], tree: Mapping[str, Any]) -> tuple[Draf
 
 
 class ConfigDrafter(NamedTuple):
-    """A drafter of a config, and its parts' trees where `tree.kind=auto` has chosen them.
+    """A drafter of a config, with the trees of its parts that `tree.kind=auto` chose.
 
-    With greedy decoding, which rates are of, there is also what is expected of them.
+    With greedy decoding, for which rates are measured, the trees include their predicted speed.
     """
 
     loaded: LoadedDrafter
@@ -321,9 +321,10 @@ def make_config_drafter(
     continuations: Sequence[Sequence[int]] | None = None,
     tell: Callable[[str], Any] = lambda line: None,
 ) -> ConfigDrafter:
-    """One of a config's drafters; `continuations` are plain decoding's tokens, for `simulated`.
+    """Return one of a config's drafters.
 
-    `tell` takes lines on what a tree of the kind `auto` is chosen by, and what is expected of it.
+    `continuations` are plain decoding's tokens, for the drafter `simulated`. `tell` receives lines
+    about the choice of a tree of the kind `auto` and its predicted speed.
     """
     options, path = dict(drafter.options), drafter.path
     tree = options.get("tree")
@@ -375,9 +376,9 @@ def make_config_drafter(
 def turn_prompts(
     config: DecodeConfig, target: Model, turn: int, answers: Mapping[int, Sequence[str]]
 ) -> list[Prompt]:
-    """The prompts of a turn; `answers` are those to earlier turns, by the question's index.
+    """Return the prompts of a turn; `answers` are those to earlier turns, by question index.
 
-    Raises InputError where a chat template is needed and the model has none.
+    Raises InputError if a chat template is required and the model has none.
     """
     has_template = target.tokenizer is not None and target.tokenizer.chat_template is not None
     chat = has_template if config.chat == "auto" else config.chat == "true"

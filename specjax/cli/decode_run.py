@@ -1,7 +1,7 @@
-"""Runs a decode config, alternating between plain decoding and the drafters.
+"""The run of a decode config, which alternates between plain decoding and the drafters.
 
-Rows are decoded in groups, each by one drafter after the other: with one slot a row is a group,
-with more of them a group is large enough that most of its rows enter a slot that another row left.
+Rows are decoded in groups, each by one drafter after another. With one slot a group is a single
+row; with more, a group is large enough that most of its rows enter a slot that another row left.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class _Side:
 
     @property
     def speed(self) -> float:
-        """Tokens/s so far, a group that is under way included."""
+        """The tokens/s so far, including a group in progress."""
         statistics = self.engine.statistics
         return statistics.tokens / statistics.decode_s if statistics.decode_s else 0.0
 
@@ -71,11 +71,11 @@ def decode_batches(
     *,
     with_expectation: bool = False,
 ) -> Iterator[None]:
-    """Decode a config's prompts with each of its drafters, and show the texts of the first.
+    """Decode a config's prompts with each of its drafters, showing the texts of the first.
 
-    Yields whenever all drafters have finished a group, whose rows are in their `runs`. The expected
-    acceptance, which takes as long as decoding, is computed `with_expectation`. Raises
-    InputError, and KeyboardInterrupt after the last group that was finished.
+    Yields whenever all drafters have finished a group, whose rows are then in their `runs`. With
+    `with_expectation` also computes the expected acceptance, which takes as long as decoding.
+    Raises InputError, and KeyboardInterrupt after the last finished group.
     """
     decoding = _Decoding(config, model, screen, clock)
     for turn in range(config.num_turns):
@@ -109,23 +109,23 @@ class _Decoding:
 
     @property
     def with_plain(self) -> bool:
-        """Whether prompts are decoded plainly, too."""
+        """Whether prompts are also decoded plainly."""
         return self.config.compare or self.simulated
 
     @property
     def num_rows(self) -> int:
-        """The rows of one drafter."""
+        """The number of rows of each drafter."""
         return sum(len(self.config.turn(turn)) for turn in range(self.config.num_turns))
 
     @property
     def shows_texts(self) -> bool:
-        """Whether texts are shown, beside being in the report."""
+        """Whether texts are shown on the screen."""
         return self.num_rows <= SHOWN_ROWS
 
     def open_sides(
         self, turn: int, drafters: Sequence[LoadedDrafter], runs: Sequence[DrafterRun]
     ) -> tuple[list[_Side], _Side | None]:
-        """A turn's sessions with each drafter, and the plain one, if there is one."""
+        """Return a turn's sessions with each drafter, and the plain one, if there is one."""
         config = self.config
         seed, sampling = config.turn_seeds(turn)
         plan = functools.partial(
@@ -157,9 +157,9 @@ class _Decoding:
         return sides, plain
 
     def decode_turn(self, turn: int, sides: Sequence[_Side], plain: _Side | None) -> Iterator[None]:
-        """A turn's groups, each decoded by the first drafter, plainly, and by the other drafters.
+        """Decode a turn's groups, each by the first drafter, plainly, and by the other drafters.
 
-        So each is timed in turn, and whatever slows the machine down slows all of them.
+        They are timed alternately, so that a slow phase of the machine affects all of them.
         """
         self.prepare(sides[0])
         for number, index in enumerate(_groups(sides[0].session)):
@@ -197,11 +197,11 @@ class _Decoding:
                 raise KeyboardInterrupt
 
     def asked(self, turn: int, index: Sequence[int]) -> list[int]:
-        """The questions of a group, by their number in the config."""
+        """Return the questions of a group by their index in the config."""
         return [self.config.turn(turn)[prompt] for prompt in index]
 
     def decode_first(self, turn: int, side: _Side, index: list[int]) -> Generation:
-        """Decode a group with the first drafter; shows the text of one that is alone."""
+        """Decode a group with the first drafter, showing the text of a single row."""
         (question, *others) = self.asked(turn, index)
         if others or not self.shows_texts:
             return self.decode(side, index)
@@ -222,7 +222,7 @@ class _Decoding:
         first: Generation,
         rows: Sequence[Sequence[Row]],
     ) -> None:
-        """Show a group's texts, unless `decode_first` did, and what came of each row."""
+        """Show the texts of a group, unless `decode_first` did, and the result of each row."""
         for number, question in enumerate(self.asked(turn, index)):
             if len(index) > 1:
                 self.screen.question(question + 1, self.config.questions, turn)
@@ -237,7 +237,7 @@ class _Decoding:
     def compare(
         self, side: _Side, index: Sequence[int], result: Generation, baseline: Generation | None
     ) -> list[Difference | None] | None:
-        """Where a group's rows differ from plain decoding's; None where that is not asked."""
+        """Return the differences of a group's rows from plain decoding; None if not compared."""
         if not self.config.compare or not self.config.comparable or baseline is None:
             return None
         return [
@@ -246,7 +246,7 @@ class _Decoding:
         ]
 
     def prepare(self, side: _Side) -> None:
-        """Compile a session and run its first round once, so that timings exclude the warm-up."""
+        """Compile a session and run its first round, so that timings exclude the warm-up."""
         session, begin = side.session, time.perf_counter()
         side.engine = open_engine(session, ROUNDS_PER_STEP)
         name = "plain decoding" if side.name == PLAIN else side.name
@@ -259,7 +259,7 @@ class _Decoding:
             warm.step()
 
     def decode(self, side: _Side, index: list[int], *, live: bool = False) -> Generation:
-        """Decode a group, with its text on the screen while it is `live`."""
+        """Decode a group, with its text on the screen if `live`."""
         if side.engine is None:
             self.prepare(side)
         marker = Marker(side.session.model.tokenizer)

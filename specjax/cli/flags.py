@@ -1,4 +1,4 @@
-"""Command lines of flags, without a config file; each flag has a kind, which checks it."""
+"""Command lines with flags but no config file; each flag has a kind, which checks it."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from specjax.fields import Choice, Either, Flag, Kind, Number, Whole, check_valu
 
 @dataclass(frozen=True)
 class Listed:
-    """Comma-separated values of one kind; an empty list is allowed where `empty` is set."""
+    """Comma-separated values of one kind; `empty` allows an empty list."""
 
     kind: Kind
     empty: bool = False
 
     def check(self, name: str, value: Any) -> tuple:
-        """The values as a tuple."""
+        """Return the values as a tuple."""
         parts = value.split(",") if isinstance(value, str) else value
         if self.empty and value == "":
             return ()
@@ -27,7 +27,7 @@ class Listed:
 
 
 class Parser(argparse.ArgumentParser):
-    """Flags without a config file, each of a kind; bad flags raise InputError.
+    """A parser of flags, each of a kind, without a config file; bad flags raise InputError.
 
     `documentation` is printed by --help before the flags.
     """
@@ -39,7 +39,7 @@ class Parser(argparse.ArgumentParser):
         self.needed: list[str] = []
 
     def add_field(self, name: str, kind: Kind, help: str, *, default: Any = ...) -> None:
-        """Add --name=VALUE, required without a default; --name or --noname for a `Flag`."""
+        """Add --name=VALUE, required without a default, or --name and --noname for a `Flag`."""
         self.fields[name] = kind
         if isinstance(kind, Flag):
             # Help shows the one that changes something.
@@ -60,7 +60,7 @@ class Parser(argparse.ArgumentParser):
         )
 
     def read(self, argv: Sequence[str]) -> dict[str, Any]:
-        """The values of all flags, checked, and of other arguments; raises InputError."""
+        """Return the checked values of all flags and other arguments; raise InputError."""
         given = vars(self.parse_args(argv))
         if missing := [name for name in self.needed if given[name] is None]:
             listed = [f"{name} is missing: pass --{name}=VALUE" for name in missing]
@@ -70,7 +70,7 @@ class Parser(argparse.ArgumentParser):
         return {**others, **check_values(self.fields, values)}
 
     def error(self, message: str) -> NoReturn:
-        """Called by argparse."""
+        """Raise InputError; called by argparse."""
         raise InputError(f"{message}; --help lists the flags")
 
 

@@ -1,4 +1,4 @@
-"""Drafters against plain decoding: ratios of tokens per second, and what the parts predict."""
+"""Measured and predicted speed-ups of drafters over plain decoding."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _QUANTILE = 0.975
 
 
 class Ratio(NamedTuple):
-    """A geometric mean of ratios, and its 95 % interval from the spread of the repeats."""
+    """A geometric mean of ratios, with its 95 % confidence interval from repeats."""
 
     mean: float
     low: float
@@ -39,7 +39,7 @@ class Ratio(NamedTuple):
 
     @property
     def resolved(self) -> bool:
-        """Whether the interval is narrow enough to say something."""
+        """Whether the interval is narrow enough to be meaningful."""
         widest = 1 + UNRESOLVED
         return self.high <= widest * self.mean and self.mean <= widest * self.low
 
@@ -50,11 +50,12 @@ class Ratio(NamedTuple):
 
 @dataclass(frozen=True)
 class Speedup:
-    """How decoding with a drafter does against plain decoding, at a batch size and temperature.
+    """The speed of a drafter against plain decoding, at a batch size and temperature.
 
-    `speedup` is the ratio of tokens/s without prefill, the other one with it. `identical` says
-    whether greedy tokens are. `predicted` is the speed-up that its parts imply, each timed alone,
-    of which a draft takes `draft_s`; None for lengths that follow costs.
+    `speedup` is the ratio of tokens/s without prefill, `speedup_with_prefill` with it. `identical`
+    says whether greedy tokens are equal. `predicted` is the speed-up computed from parts that are
+    timed alone, among them a draft of `draft_s` seconds; None for draft lengths that depend on
+    costs.
     """
 
     drafter: str
@@ -73,7 +74,7 @@ class Speedup:
 
     @property
     def efficiency(self) -> float | None:
-        """Measured over predicted speed-up."""
+        """Measured divided by predicted speed-up."""
         return None if self.predicted is None else self.speedup.mean / self.predicted
 
 
@@ -88,15 +89,14 @@ def measure_speedups(
     max_new_tokens: int,
     repeats: int,
 ) -> list[Speedup]:
-    """Decode batch after batch plainly and with each of `drafters`; a result for each of them.
+    """Decode batches plainly and with each of `drafters`; return a result for each drafter.
 
-    None among the drafters is plain decoding by another engine: how far its ratio is from 1 says
-    how far ratios can be trusted here.
+    A drafter of None is plain decoding by another engine; the distance of its ratio from 1 shows
+    how reliable ratios are on this machine.
 
-    Every repeat decodes a batch in all ways, one after the other; the next one begins with another
-    of them, every other one goes backwards. All engines are there at once, each with its caches.
-    All rows make `max_new_tokens`. Too few prompts for the last batch are repeated. Raises
-    InputError where a row fails.
+    Every repeat decodes a batch in all ways in turn; the starting point rotates and every other
+    repeat runs backwards. All engines exist at once, each with its caches. All rows emit
+    `max_new_tokens`. Prompts are repeated to fill the last batch. Raises InputError if a row fails.
     """
     rows = -(-len(ids) // batch_size) * batch_size
     prompts = list(itertools.islice(itertools.cycle(ids), rows))
@@ -174,11 +174,11 @@ def _decode(session: Session, engine: Engine, index: Sequence[int]) -> Generatio
 def speed_ratio(
     batches: Iterable[Sequence[tuple[Generation, Generation]]], *, with_prefill: bool = False
 ) -> Ratio:
-    """The geometric mean over batches of a drafter's speed over plain decoding's.
+    """Return the geometric mean over batches of a drafter's speed divided by plain decoding's.
 
-    Each batch has (plain, the drafter's) of each repeat, whose spread is the error. Batches vary
-    unlike each other, so that the degrees of freedom are those of Welch and Satterthwaite: from one
-    batch's repeats less one to that of each batch, added up.
+    Each batch is a list of (plain, drafter's) results, whose spread over repeats gives the error.
+    Variances differ between batches, so the degrees of freedom are those of Welch and
+    Satterthwaite: between one batch's repeats less one, and the sum of that over batches.
     """
 
     def seconds_per_token(run: Generation) -> float:

@@ -1,4 +1,4 @@
-"""The sections `mesh` and `distributed` of a config: the devices and processes of a run."""
+"""The config sections `mesh` and `distributed`: the devices and processes of a run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from specjax.fields import Number, Text, Whole, dotted, optional
 
 @dataclass(frozen=True)
 class MeshConfig:
-    """Numbers of devices that rows of a batch, and weights, are split over."""
+    """The numbers of devices over which batch rows, and weights, are sharded."""
 
     data: Annotated[int, sharding.DEVICES] = 1
     model: Annotated[int, sharding.DEVICES] = 1
@@ -37,23 +37,23 @@ ONE_DEVICE, ONE_PROCESS = MeshConfig(), DistributedConfig()
 
 
 def mesh_fields() -> ml_collections.ConfigDict:
-    """The section `mesh` of a config file."""
+    """Return the section `mesh` of a config file."""
     return config_of(MeshConfig)
 
 
 def distributed_fields() -> ml_collections.ConfigDict:
-    """The section `distributed` of a config file."""
+    """Return the section `distributed` of a config file."""
     return config_of(DistributedConfig)
 
 
 def open_mesh(
     mesh: MeshConfig, distributed: DistributedConfig, config: Mapping[str, Any]
 ) -> Mesh | None:
-    """Join the other processes of a run, if there are any, and make its mesh.
+    """Join the other processes of a run, if there are any, and return its mesh.
 
-    `config` holds the values of the whole config, by section; all processes must have the same.
-    Without a mesh and other processes the result is None: only the first device is used. Raises
-    InputError, on all processes where two configs differ.
+    `config` holds the whole config by section, which must be the same on all processes. Returns
+    None, to use the first device only, without a mesh and other processes. Raises InputError, on
+    all processes if two configs differ.
     """
     processes.join(**asdict(distributed))
     if processes.count() == 1 and mesh == ONE_DEVICE:

@@ -1,7 +1,7 @@
-"""The predicted speed-up of finished runs, from the parts of their rounds, each timed alone.
+"""Predicted speed-ups of finished runs, from the parts of their rounds, each timed alone.
 
-A run's report holds its whole config: the target is loaded, the prompts are encoded and the program
-is planned again; then a draft and a pass of each width are timed.
+A run's report holds its whole config, from which the target is loaded, the prompts are encoded and
+the program is planned again; then a draft and a pass of each width are timed.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ from specjax.tuning import measure_costs
 
 @dataclass(frozen=True)
 class RoundCosts:
-    """Seconds of a full draft, and of a pass of each width."""
+    """The seconds of a full draft, and of a pass of each width."""
 
     draft_s: float
     width_s: dict[int, float]
 
     def speedup(self, tokens_per_round: float, widths: np.ndarray) -> float | None:
-        """The predicted speed-up of rounds of these widths (`metrics.predicted_speedup`)."""
+        """Return the predicted speed-up of rounds with these widths."""
         return metrics.predicted_speedup(
             tokens_per_round, self.width_s[1], self.draft_s, widths, self.width_s
         )
 
 
 def measure_round_costs(session: Session, new_tokens: float) -> RoundCosts:
-    """Time a draft, and passes after the mean prompt and half of so many new tokens."""
+    """Time a draft, and passes after the mean prompt plus half of `new_tokens` tokens."""
     plan, prompts = session.plan, np.mean([len(ids) for ids in session.prompts])
     room = plan.capacity - max(plan.widths)
     width_s = measure_costs.widths_seconds(
@@ -63,9 +63,9 @@ def measure_round_costs(session: Session, new_tokens: float) -> RoundCosts:
 
 
 def predicted_speedups(runs: Sequence[Run], say: Callable[[str], None]) -> list[float | None]:
-    """The predicted speed-up of each run that drafts; None for the others.
+    """Return the predicted speed-up of each run that drafts, and None for the others.
 
-    Raises InputError unless this machine can time what the runs did, before the long work.
+    Raises InputError, before the long work, unless this machine can time what the runs did.
     """
     configs = [_config(run) if run.drafter != "none" else None for run in runs]
     models: dict[str, Model] = {}

@@ -1,1 +1,1 @@
-"""Reading and writing users' files: paths, JSON, atomic writes, folders that specjax owns."""
+"""Reading and writing of users' files: paths, JSON, atomic writes, owned folders."""

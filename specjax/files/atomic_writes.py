@@ -1,6 +1,6 @@
-"""Files and folders that are written whole or not at all, under temporary names until then.
+"""Atomic writing of files and folders, which have temporary names until complete.
 
-`is_temporary` recognises the names of temporary files and folders, and of locks between writers.
+`is_temporary` recognizes the names of temporary files and folders, and of locks between writers.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ _NAME = re.compile(r"\.specjax-[a-z0-9_]{8}\.tmp", re.ASCII)
 
 
 def is_temporary(name: str) -> bool:
-    """Whether a file's name is one that specjax gives to its temporary files."""
+    """Return whether a name is one that specjax gives to temporary files."""
     return _NAME.fullmatch(name) is not None
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A new file that replaces `path` when the context ends without an error.
+    """Yield a new file that replaces `path` when the context exits without an error.
 
-    Raises OSError where that fails; the earlier file is then still there.
+    Raises OSError if that fails; the earlier file then remains.
     """
     handle, name = tempfile.mkstemp(dir=path.parent, **NAMES)
     try:
@@ -50,10 +50,9 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def write_text(path: Path, text: str) -> None:
-    r"""Replace a file's content by a text; raises as `replacing`.
+    r"""Replace the content of a file by `text`. Raises as `replacing` does.
 
-    What UTF-8 cannot encode (half of a surrogate pair) is escaped as \udXXX, which JSON reads back
-    as it was.
+    Lone surrogates, which UTF-8 cannot encode, are escaped as \udXXX, which JSON decodes again.
     """
     with replacing(path) as file:
         file.write(text.encode("utf-8", "backslashreplace"))
@@ -61,9 +60,9 @@ def write_text(path: Path, text: str) -> None:
 
 @contextmanager
 def exclusive(folder: Path, what: str) -> Iterator[None]:
-    """A lock against other threads and processes that use the same `what`, which wait.
+    """Hold a lock against other threads and processes that use the same `what`.
 
-    Raises OSError where the folder cannot be written or has no locks.
+    Raises OSError if the folder cannot be written or does not support locks.
     """
     path = folder / temporary_name(f"lock of {what}")
     with FileLock(path, fallback_to_soft=False):
@@ -74,6 +73,6 @@ def exclusive(folder: Path, what: str) -> Iterator[None]:
 
 
 def temporary_name(what: str) -> str:
-    """The name of a temporary file or folder for `what`, the same in every process."""
+    """Return the name of a temporary file or folder for `what`, the same in every process."""
     digest = hashlib.sha256(what.encode(errors="surrogateescape")).hexdigest()[:8]
     return f"{NAMES['prefix']}{digest}{NAMES['suffix']}"

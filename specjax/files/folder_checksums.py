@@ -1,9 +1,9 @@
-"""The marker of a folder that specjax made: what it holds, and whether its files have changed.
+"""The marker of a folder made by specjax: its kind, and checksums of its files.
 
-A small JSON file in a folder, `MARKER`, says that specjax made it and what it holds. A run's folder
-gets it before anything else is written there (`folders.claim`). A finished folder, such as a saved
-model, gets it last (`seal`), with the size and SHA-256 of every file: without it the folder is
-unfinished or was not copied whole.
+A small JSON file in the folder, `MARKER`, says that specjax made it and what it holds. A run's
+folder gets the marker before anything else is written (`folders.claim`). A finished folder, such as
+a saved model, gets it last (`seal`), with the size and SHA-256 of every file; without it the folder
+is unfinished or was copied incompletely.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _UNLISTED = (MARKER, ORBAX_METADATA, ORBAX_SUCCESS)
 
 @dataclass(frozen=True)
 class Record:
-    """What is recorded of a file: its size in bytes and its SHA-256."""
+    """The size of a file in bytes, and its SHA-256."""
 
     bytes: int
     sha256: str
@@ -57,14 +57,14 @@ class Record:
 
 @dataclass(frozen=True)
 class Marker:
-    """What a folder holds; `files` by their relative paths, None where it may still change."""
+    """The kind of a folder, and records of its `files` by relative path, None while it changes."""
 
     kind: str
     files: dict[str, Record] | None
 
 
 def read_marker(folder: Path) -> Marker | None:
-    """The marker of a folder, None where there is none; raises InputError for a damaged one."""
+    """Return the marker of a folder, or None; raise InputError for a damaged one."""
     file = folder / MARKER
     if not file.is_file():
         return None
@@ -83,7 +83,7 @@ def read_marker(folder: Path) -> Marker | None:
 
 
 def write_marker(folder: Path, marker: Marker) -> None:
-    """Replace a folder's marker; raises OSError."""
+    """Replace the marker of a folder. Raises OSError."""
     content: dict[str, Any] = {"specjax_folder": _FORMAT, "kind": marker.kind}
     if marker.files is not None:
         content["files"] = {name: asdict(record) for name, record in marker.files.items()}
@@ -91,7 +91,7 @@ def write_marker(folder: Path, marker: Marker) -> None:
 
 
 def seal(folder: Path, kind: Kind) -> None:
-    """Record all files of a finished folder, which is complete from then on; raises OSError."""
+    """Record all files of a finished folder, marking it as complete. Raises OSError."""
     names = [name for name in contents(folder) if not name.endswith("/")]
     with _hashing(len(names)) as pool:
         records = list(pool.map(record_of, [folder / name for name in names]))
@@ -104,10 +104,10 @@ def find_damage(
     share: tuple[int, int] | None = (0, 1),
     needed: Iterable[str] = (),
 ) -> str | None:
-    """The first problem with the files that a marker lists, naming the file, or None.
+    """Return the first problem with the files listed in a marker, naming the file, or None.
 
-    `share` is (i, n) to read the i-th of n parts of the files, None to compare sizes only. Files
-    that are `needed` must be listed.
+    `share` is (i, n) to read the i-th of n parts of the files, or None to compare sizes only. Files
+    in `needed` must be listed.
     """
     files = marker.files or {}
     for name in needed:
@@ -138,11 +138,11 @@ def find_damage(
 def verify(
     folder: Path, kinds: tuple[Kind, ...], written_by_us: bool, needed: Iterable[str]
 ) -> None:
-    """Raise InputError, naming the file, where a folder is not what specjax saved there.
+    """Raise InputError, naming the file, if a folder changed since specjax saved it.
 
-    `needed` are the files that will be read, by their names: the marker must list them. A folder
-    without a marker was not written by specjax and passes, unless its files say that it was. Each
-    process reads all files: the folder may be on a local disk.
+    `needed` are the names of files that will be read; the marker must list them. A folder without a
+    marker was not written by specjax and passes, unless its files say that it was. Each process
+    reads all files, since the folder may be on a local disk.
     """
     marker = read_marker(folder)
     if marker is None or marker.kind not in kinds or marker.files is None:
@@ -160,16 +160,16 @@ def verify(
 
 
 def record_of(file: Path) -> Record:
-    """The current size and SHA-256 of a file; raises as `open_files.open_regular` does."""
+    """Return the current size and SHA-256 of a file. Raises as `open_files.open_regular` does."""
     with open_regular(file) as opened:
         digest = hashlib.file_digest(opened, "sha256").hexdigest()
         return Record(os.fstat(opened.fileno()).st_size, digest)
 
 
 def is_kept(file: Path) -> bool:
-    """Whether a file's name is reserved by specjax, or its folder's marker lists it.
+    """Return whether a file's name is reserved by specjax, or listed in its folder's marker.
 
-    A marker that cannot be read lists nothing.
+    An unreadable marker lists nothing.
     """
     if file.name in (MARKER, LOCK) or atomic_writes.is_temporary(file.name):
         return True
@@ -181,14 +181,14 @@ def is_kept(file: Path) -> bool:
 
 
 def is_lock(file: Path) -> bool:
-    """Whether a file with a lock's name can be one: no link, folder, pipe or device."""
+    """Return whether a file with a lock's name is a regular file that can be one."""
     return file.is_file() and not file.is_symlink()
 
 
 def contents(folder: Path, temporary_too: bool = False) -> Iterator[str]:
-    """All files below a folder, and folders that are empty, with a slash.
+    """Yield all files below a folder, and its empty folders with a trailing slash.
 
-    Without its marker and lock, what Orbax writes later, and temporary files unless asked for.
+    Omits the marker, the lock, files that Orbax writes later and, by default, temporary files.
     """
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()

@@ -1,4 +1,4 @@
-"""Folders that specjax makes: claimed for a run, or written whole and replaced.
+"""Folders made by specjax: claimed for a run, or written and replaced atomically.
 
 A folder with a file that its marker (`folder_checksums`) does not list is never replaced.
 """
@@ -30,7 +30,7 @@ _EARLIER = "earlier"
 
 
 def check_claimable(folder: Path, kind: Kind, where: str) -> None:
-    """Raise InputError unless a folder is new, empty, or of an earlier run of this kind.
+    """Raise InputError unless a folder is new, empty, or from an earlier run of this kind.
 
     `where` begins the message: the field that named the folder, with its value.
     """
@@ -47,11 +47,11 @@ def check_claimable(folder: Path, kind: Kind, where: str) -> None:
 
 
 def claim(folder: Path, kind: Kind, where: str) -> None:
-    """Mark a folder as a run's, before anything else is written there.
+    """Mark a folder as a run's, before anything else is written to it.
 
-    Temporary files that a killed process left in an earlier run's folder are deleted: the caller
-    must hold the folder's lock. Raises InputError as `check_claimable` does, and where the folder
-    cannot be written.
+    Temporary files of a killed process in an earlier run's folder are deleted, so the caller must
+    hold the folder's lock. Raises InputError as `check_claimable` does, and if the folder cannot be
+    written.
     """
     check_claimable(folder, kind, where)
     try:
@@ -65,10 +65,10 @@ def claim(folder: Path, kind: Kind, where: str) -> None:
 
 
 def check_replaceable(folder: Path, kind: Kind, where: str, *, overwrite: bool = True) -> None:
-    """Raise InputError unless a folder is new, empty, or sealed as that kind and unchanged since.
+    """Raise InputError unless a folder is new, empty, or sealed as that kind and unchanged.
 
-    Without `overwrite` it must be new or empty. Files that were deleted since are allowed. The
-    message names a file that specjax has not written, or that was changed.
+    Without `overwrite` it must be new or empty. Deleted files are allowed. The message names a file
+    that specjax did not write, or that changed.
     """
     if not folder.exists():
         return
@@ -91,11 +91,10 @@ def check_replaceable(folder: Path, kind: Kind, where: str, *, overwrite: bool =
 
 @contextmanager
 def replacing(folder: Path, kind: Kind, *, overwrite: bool = True) -> Iterator[Path]:
-    """A new folder, which replaces an earlier one of this kind when the context ends.
+    """Yield a new folder, which replaces an earlier one of this kind when the context exits.
 
-    What was written into it is then sealed, unless it has been already. Raises InputError as
-    `check_replaceable` does, and where writing fails; after any error the earlier folder is
-    unchanged.
+    Its content is then sealed, unless it has been already. Raises InputError as `check_replaceable`
+    does, and if writing fails; after any error the earlier folder is unchanged.
     """
     where = str(folder)
     try:
@@ -140,14 +139,14 @@ def _move_back(earlier: Path, folder: Path) -> None:
 
 
 def delete_temporary(folder: Path) -> None:
-    """Delete the temporary files that killed processes left in a folder; raises OSError."""
+    """Delete temporary files of killed processes in a folder. Raises OSError."""
     for name in filter(atomic_writes.is_temporary, os.listdir(folder)):
         if (folder / name).is_file():
             (folder / name).unlink()
 
 
 def unwritable(where: str, error: OSError) -> InputError:
-    """The error for a folder that cannot be written; `where` begins the message."""
+    """Return the error for a folder that cannot be written; `where` begins the message."""
     reason = error.strerror or one_line(error)
     return InputError(f"{where}: cannot be written ({reason}); free space or write elsewhere")
 
@@ -159,7 +158,7 @@ def _another_kind(where: str, marker: Marker, wanted: Kind) -> InputError:
 
 
 def check_is_folder(folder: Path, where: str) -> None:
-    """Raise InputError where the path is a file."""
+    """Raise InputError if the path is a file."""
     if not folder.is_dir():
         raise InputError(f"{where}: is a file; {_REMEDY}")
 

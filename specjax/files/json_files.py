@@ -1,4 +1,4 @@
-"""Reading JSON and JSON Lines files; whatever is not valid JSON raises InputError."""
+"""Reading of JSON and JSON Lines files; invalid JSON raises InputError."""
 
 from __future__ import annotations
 
@@ -26,11 +26,10 @@ _GZIP_BEGINS = b"\x1f"
 
 
 def parse_json(text: str | bytes, where: str, remedy: str = "repair it") -> Any:
-    """The value of a JSON text; `where` names the file, and the line in a JSONL file, in errors.
+    """Return the value of a JSON text; `where` names the file, and the line in a JSONL file.
 
-    Raises InputError for anything that is not JSON: NaN, numbers of thousands of digits or beyond
-    what a float holds, nesting that is too deep, a key that is twice in one object, and bytes that
-    are not UTF-8 included.
+    Raises InputError for anything that is not JSON, including NaN, numbers with thousands of digits
+    or beyond the range of floats, excessive nesting, duplicate keys, and invalid UTF-8.
     """
     try:
         # Some editors begin a file with a byte order mark.
@@ -43,9 +42,9 @@ def parse_json(text: str | bytes, where: str, remedy: str = "repair it") -> Any:
 
 
 def read_json_file(path: Path, remedy: str = "restore it") -> Any:
-    """The value of a JSON file; raises InputError, naming the path, where it cannot be read.
+    """Return the value of a JSON file; raise InputError, naming the path, if it cannot be read.
 
-    A file of more than 256 MiB is refused before it is read whole.
+    A file of more than 256 MiB is rejected before it is read.
     """
     try:
         with open_files.open_regular(path, remedy) as file:
@@ -65,11 +64,11 @@ def read_json_file(path: Path, remedy: str = "restore it") -> Any:
 def read_json_lines(
     path: Path, field: str, *, unfinished: bool = False
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The objects of a JSONL file, gzipped or not, each with "FILE, line N"; skips empty lines.
+    """Yield the objects of a JSONL file, possibly gzipped, each with "FILE, line N".
 
-    The file, which may be a pipe, is read line by line. With `unfinished` a last line without a
-    line end is skipped: its writer was killed. Raises InputError with file and line for a
-    line that is not a JSON object, and with `field` for a file that cannot be read.
+    Empty lines are skipped. The file, which may be a pipe, is read line by line. With `unfinished`,
+    a last line without a line break is skipped, since its writer was killed. Raises InputError with
+    file and line for a line that is not a JSON object, and with `field` for an unreadable file.
     """
     number = 0
     try:

@@ -1,4 +1,4 @@
-"""Opening files in folders, where a pipe, a device or another folder may be in their place."""
+"""Opening of files in folders that may hold a pipe, a device or a folder instead."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from specjax.errors import InputError
 
 
 def regular_file(path: Path, remedy: str = "put a file there") -> Path:
-    """The path of a file inside a folder, for a reader that opens it by its name.
+    """Return the path of a file inside a folder, for a reader that opens it by name.
 
-    Raises InputError naming it where a folder, a pipe or a device is there: what opens those may
-    never end. A missing or unreadable file is not an error here, but in the reader.
+    Raises InputError, naming it, for a folder, a pipe or a device, which a reader might block on.
+    The reader handles missing and unreadable files.
     """
     with suppress(OSError):
         _check_regular(path, path.stat(), remedy)
@@ -23,9 +23,9 @@ def regular_file(path: Path, remedy: str = "put a file there") -> Path:
 
 
 def regular_files(folder: Path, remedy: str = "take it away") -> Path:
-    """A folder of which another library reads whatever is in it; raises as `regular_file` does.
+    """Return a folder whose files another library reads. Raises as `regular_file` does.
 
-    Folders inside are looked into, links to them are not followed.
+    Subfolders are checked; links to folders are not followed.
     """
     for inside, _, names in os.walk(folder):
         for name in names:
@@ -34,7 +34,7 @@ def regular_files(folder: Path, remedy: str = "take it away") -> Path:
 
 
 def open_regular(path: Path, remedy: str = "put a file there") -> io.BufferedReader:
-    """A regular file, opened; raises OSError, and InputError as `regular_file` does."""
+    """Open a regular file. Raises OSError, and InputError as `regular_file` does."""
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         _check_regular(path, os.fstat(handle), remedy)

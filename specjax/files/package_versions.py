@@ -1,4 +1,4 @@
-"""What a result depends on beside its program: the versions of Python and packages."""
+"""Versions of Python and packages, on which results depend."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import platform
 
 
 def versions() -> dict[str, str]:
-    """The versions that a result depends on."""
+    """Return the versions on which a result depends, by name."""
     found = {"python": platform.python_version()}
     for name in ("jax", "jaxlib", "flax", "specjax"):
         try:

@@ -1,8 +1,8 @@
-"""Checks of the paths that users give, as files or folders to read or write.
+"""Checks of user-supplied paths of files or folders to read or write.
 
-Each function takes the name of the field that held the text, and raises InputError naming field,
-value and remedy for a path that cannot be what the field asks for. Nothing is created or written.
-For files inside a folder, which no field names, there is `open_files`.
+Each function takes the name of the field that held the path, and raises InputError naming field,
+value and remedy if the path does not suit the field. Nothing is created or written. `open_files`
+handles files inside a folder, which no field names.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _SHARED_MEMORY = "/dev/shm"
 
 
 def user_path(field: str, value: str | os.PathLike[str]) -> Path:
-    """The absolute path of a text, `~` expanded; it need not exist.
+    """Return an absolute path with `~` expanded; it need not exist.
 
-    Raises InputError for a text that cannot be a path: empty, too long, with a NUL, `~` of an
-    unknown user, below a file, or in a folder that may not be entered.
+    Raises InputError for a string that cannot be a path: empty, too long, with a NUL, with `~` of
+    an unknown user, below a file, or in a folder without access.
     """
     text = os.fspath(value) if isinstance(value, str | os.PathLike) else None
     if not isinstance(text, str):
@@ -44,10 +44,10 @@ def user_path(field: str, value: str | os.PathLike[str]) -> Path:
 
 
 def input_file(field: str, value: str | os.PathLike[str], *, pipe: bool = False) -> Path:
-    """The path of a file that can be read; raises InputError where there is none.
+    """Return the path of a readable file; raise InputError if there is none.
 
-    With `pipe` it may be a pipe: one that was made with mkfifo, or /dev/stdin and /proc/self/fd/N
-    where these are pipes.
+    With `pipe` it may be a pipe: one made with mkfifo, or /dev/stdin and /proc/self/fd/N if these
+    are pipes.
     """
     path = user_path(field, value)
     status = _status(field, value, path)
@@ -65,7 +65,7 @@ def input_file(field: str, value: str | os.PathLike[str], *, pipe: bool = False)
 
 
 def input_folder(field: str, value: str | os.PathLike[str]) -> Path:
-    """The path of a folder that can be listed; raises InputError where there is none."""
+    """Return the path of a listable folder; raise InputError if there is none."""
     path = user_path(field, value)
     status = _status(field, value, path)
     if status is None:
@@ -78,10 +78,10 @@ def input_folder(field: str, value: str | os.PathLike[str]) -> Path:
 
 
 def output_file(field: str, value: str | os.PathLike[str]) -> Path:
-    """The path of a regular file, there or not, in a folder that is there or can be made.
+    """Return the path of a regular file, new or existing, whose folder exists or can be created.
 
-    Links are followed. Raises InputError for folders, devices, pipes, and whatever else must not
-    be replaced by a file.
+    Links are followed. Raises InputError for folders, devices, pipes, and anything else that a file
+    must not replace.
     """
     path = user_path(field, value)
     # As it is written too: /dev/stdout may lead to an ordinary file.
@@ -101,7 +101,7 @@ def output_file(field: str, value: str | os.PathLike[str]) -> Path:
 
 
 def output_folder(field: str, value: str | os.PathLike[str]) -> Path:
-    """The path of a folder that is there, or that can be made; who owns it: `folders`."""
+    """Return the path of a folder that exists or can be created; see `folders` for owners."""
     path = user_path(field, value)
     status = _status(field, value, path)
     if status is not None and not stat.S_ISDIR(status.st_mode):
@@ -113,9 +113,9 @@ def output_folder(field: str, value: str | os.PathLike[str]) -> Path:
 
 
 def cache_folder(part: str) -> Path:
-    """The folder of one of specjax's caches, under XDG_CACHE_HOME or ~/.cache; as `output_folder`.
+    """Return the folder of one of specjax's caches, under XDG_CACHE_HOME or ~/.cache.
 
-    It need not exist.
+    It need not exist. Raises as `output_folder` does.
     """
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return output_folder("XDG_CACHE_HOME", f"{home}/specjax/{part}")

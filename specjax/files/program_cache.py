@@ -1,7 +1,7 @@
-"""JAX's persistent cache of compiled programs on disk; its errors never stop a run.
+"""JAX's persistent compilation cache on disk, set up so that its errors never stop a run.
 
-JAX warns of each entry that it cannot read and compiles again, but never overwrites an entry: it
-would warn of a damaged one in every run. Such entries are deleted here, before JAX writes.
+JAX warns about each entry that it cannot read and compiles again, but never overwrites an entry, so
+it would warn about a damaged one in every run. Such entries are deleted here before JAX writes.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _WARNING = r"Error (reading|writing) persistent compilation cache entry for '"
 
 
 def keep(tell: Callable[[str], Any]) -> None:
-    """Keep compiled programs under JAX_COMPILATION_CACHE_DIR or ~/.cache/specjax/xla.
+    """Cache compiled programs under JAX_COMPILATION_CACHE_DIR or ~/.cache/specjax/xla.
 
-    `tell` takes a line where that folder cannot be used, and one where entries are damaged; such
-    entries are replaced, and the run continues in any case.
+    `tell` receives a line if that folder cannot be used or entries are damaged. Damaged entries are
+    replaced, and the run continues in any case.
     """
     named = os.environ.get(_FOLDER)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
@@ -52,10 +52,10 @@ def keep(tell: Callable[[str], Any]) -> None:
 
 @functools.cache
 def keep_in_library() -> None:
-    """Keep compiled programs, as command lines do, unless JAX keeps them elsewhere or not at all.
+    """Cache compiled programs for the Python API, unless the caller configured JAX's cache.
 
-    For calls of the Python API, whose caller may have set up JAX's cache (or switched it off by
-    `jax_enable_compilation_cache`); lines of `keep` become warnings.
+    The caller may have set up the cache, or disabled it by `jax_enable_compilation_cache`. Lines of
+    `keep` become warnings.
     """
     if jax.config.jax_enable_compilation_cache and jax.config.jax_compilation_cache_dir is None:
         keep(lambda line: warnings.warn(line, stacklevel=3))

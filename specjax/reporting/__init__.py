@@ -1,1 +1,1 @@
-"""Reports of runs: written, read, compared, drawn."""
+"""Reports of runs: writing, reading, comparing, drawing."""

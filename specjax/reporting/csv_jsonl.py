@@ -1,4 +1,4 @@
-"""The report as CSV and as Spec-Bench's JSONL, for other programs to read."""
+"""Reports as CSV and as Spec-Bench's JSONL, for other programs."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from specjax.reporting.statistics import OVERALL, tasks_of
 
 
 def csv_text(entries: Sequence[Entry]) -> str:
-    """CSV with a line per run and task, and one for all of a run's tasks; undefined: empty.
+    """Return CSV with a line per run and task, and a line per run over all its tasks.
 
-    Positions in a draft are counted from 1.
+    Undefined values are empty. Positions in a draft are counted from 1.
     """
     longest = max(len(entry.figures[OVERALL].counts.acceptance_at_pos) for entry in entries)
     lines = [
@@ -56,10 +56,10 @@ def _csv_row(entry: Entry, task: str, longest: int) -> dict[str, Any]:
 
 
 def jsonl_text(entry: Entry) -> str:
-    """A run's answers in Spec-Bench's format, one question per line.
+    """Return a run's answers in Spec-Bench's format, one question per line.
 
-    `wall_time` is prefill and decoding in seconds, of the whole batch that an answer was in;
-    `accept_lengths` are those of all turns, concatenated. Other fields are specjax's own.
+    `wall_time` is the time of prefill and decoding in seconds, for the whole batch of an answer;
+    `accept_lengths` concatenates all turns. Other fields are specjax's own.
     """
     run = entry.run
     questions: dict[tuple[int | str, str], list] = {}

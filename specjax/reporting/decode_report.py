@@ -1,4 +1,4 @@
-"""What a decode run reports: a row of each answer as it finishes, and a summary of each drafter."""
+"""The report of a decode run: a row for each answer, and a summary for each drafter."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ PLAIN = "plain"
 
 @dataclass
 class DrafterRun:
-    """What one drafter has decoded so far, of all that a command decodes.
+    """The results of one drafter so far, over everything that a command decodes.
 
-    `trees` are those that were chosen for it, by drafter, with what is expected of them where that
-    is known. `expected` is the acceptance that the distributions imply, turn by turn, where it is
-    computed. `engines` are summaries (`engine_report.engine_summary`) of what decoded each turn,
-    and `step_limits` the longest drafts and least confidences of each step, with its rounds.
+    `trees` are the trees chosen for it, by drafter, with their predicted speed if known. `expected`
+    is the acceptance that the distributions imply, by turn, if computed. `engines` are summaries of
+    the engine of each turn (`engine_report.engine_summary`), and `step_limits` the longest drafts,
+    least confidences and rounds of each step.
     """
 
     header: RunHeader
@@ -45,11 +45,11 @@ class DrafterRun:
 
     @property
     def drafter(self) -> str:
-        """The drafter's name."""
+        """The name of the drafter."""
         return self.header.drafter
 
     def new_records(self) -> list[dict[str, Any]]:
-        """The records that no earlier call has given: the header, and finished rows."""
+        """Return the records since the last call: the header, and finished rows."""
         header = {"record": "run", **self.header.record()}
         rows = self.rows[max(self.num_reported, 0) :]
         records = [header] if self.num_reported < 0 else []
@@ -57,11 +57,11 @@ class DrafterRun:
         return [*records, *({"record": "row", **asdict(row)} for row in rows)]
 
     def figures(self) -> Figures | None:
-        """The figures of the finished rows; None without any."""
+        """Return the figures of the finished rows, or None if there are none."""
         return figures(self.rows) if self.rows else None
 
     def expected_acceptance(self) -> metrics.ExpectedAcceptance | None:
-        """The acceptance that the run's distributions imply, where that was computed."""
+        """Return the acceptance that the distributions imply, or None if not computed."""
         return _pooled(self.expected)
 
     def add(
@@ -73,10 +73,10 @@ class DrafterRun:
         plain: Generation | None,
         differences: Sequence[Difference | None] | None,
     ) -> list[Row]:
-        """Add a finished group of rows, the run's `batch`-th; returns its rows.
+        """Add a finished group of rows, the run's `batch`-th; return its rows.
 
-        `differences` has one entry per row, None where it equals plain decoding's; it is None where
-        the outputs are not compared.
+        `differences` has one entry per row, None if it equals plain decoding; it is None if outputs
+        are not compared.
         """
         self.step_limits += [
             (limits.longest, limits.confidence, rounds) for limits, rounds in result.step_limits
@@ -117,7 +117,7 @@ class DrafterRun:
 
 @dataclass
 class Clock:
-    """Seconds of a command since its `begin`; those of compiling by drafter, or `PLAIN`."""
+    """Seconds of a command since its `begin`, and of compiling by drafter or `PLAIN`."""
 
     begin: float = field(default_factory=time.perf_counter)
     load_s: float = 0.0
@@ -132,7 +132,7 @@ class Clock:
 def summary(
     run: DrafterRun, clock: Clock, *, interrupted: bool = False, refused: str | None = None
 ) -> dict[str, Any]:
-    """A drafter's summary, JSON-ready; see `records.RunEnd` for how it ended."""
+    """Return the summary of a drafter, JSON-ready; `records.RunEnd` describes how it ended."""
     found, expected = run.figures(), run.expected_acceptance()
     return {
         "drafter": run.drafter,
@@ -150,7 +150,7 @@ def summary(
 
 
 def tree_record(chosen: FastestTree | RankedTree) -> dict[str, Any]:
-    """A chosen tree, and what is expected of it in each row, where that is known; JSON-ready."""
+    """Return a chosen tree, with its predicted speed if known; JSON-ready."""
     if isinstance(chosen, RankedTree):
         return {"choices": [list(path) for path in chosen.choices]}
     return {
@@ -161,7 +161,7 @@ def tree_record(chosen: FastestTree | RankedTree) -> dict[str, Any]:
 
 
 def device_name(mesh: Mesh | None = None) -> str:
-    """The kind of device that JAX computes on; with a mesh, also their number and its shape."""
+    """Return the kind of JAX's device; for a mesh, with the number of devices and its shape."""
     kind = jax.devices()[0].device_kind
     if mesh is None:
         return kind

@@ -1,4 +1,4 @@
-"""What `decode` shows at its end: three lines for one drafter, a table with a column for each."""
+"""The results that `decode` shows: three lines for one drafter, a table for several."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ Compared = Callable[[Figures], str]
 
 
 def too_short(figures: Figures) -> bool:
-    """Whether a run that was compared is too short to tell its speed-up."""
+    """Return whether a compared run is too short for its speed-up to be meaningful."""
     compared = figures.plain_tokens_per_second is not None
     return compared and figures.counts.num_emitted_tokens < LEAST_TOKENS
 
 
 def result_lines(run: DrafterRun, compared: Compared | None) -> dict[str, str]:
-    """What came of a run with one drafter: speed, tokens per pass, and whether tokens are equal.
+    """Return the results of a run with one drafter: speed, tokens per pass, equality of tokens.
 
-    Without a comparison, `compared` being None, there is no line on the tokens. Where the expected
-    acceptance was computed there is a line on that, too.
+    Without a comparison (`compared` None) there is no line on the tokens. The expected acceptance
+    has a line if it was computed.
     """
     found = run.figures()
     counts, speed = found.counts, f"{_number(found.tokens_per_second, 1)} tokens/s"
@@ -61,7 +61,7 @@ def result_lines(run: DrafterRun, compared: Compared | None) -> dict[str, str]:
 def result_table(
     runs: Sequence[DrafterRun], compared: Compared | None, *, verbose: bool
 ) -> dict[str, dict[str, str]]:
-    """The cells of a table by row and column; what says nothing is left out."""
+    """Return the cells of a table by row and column, omitting rows without information."""
     columns: dict[str, dict[str, str]] = {}
     for run in runs:
         found = run.figures()

@@ -1,4 +1,4 @@
-"""What an engine has done, as a JSON-ready report and as a picture over time."""
+"""Statistics of an engine as a JSON-ready report and as pictures over time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _POINTS = 60
 
 
 def engine_summary(statistics: Statistics) -> dict[str, Any]:
-    """The totals, percentiles by name."""
+    """Return the totals, with percentiles by name."""
     summary = asdict(statistics.summary())
     for name in ("waiting", "first_token", "between_tokens", "total"):
         percentiles = summary.pop(name)
@@ -25,17 +25,17 @@ def engine_summary(statistics: Statistics) -> dict[str, Any]:
 
 
 def engine_report(statistics: Statistics) -> dict[str, Any]:
-    """The summary, and a row of counts for each of the newest steps."""
+    """Return the summary, and a row of counts for each of the latest steps."""
     steps = [step._asdict() for step in statistics.steps]
     return {"summary": engine_summary(statistics), "steps": steps}
 
 
 def draw_engine(path: Path, statistics: Statistics, title: str) -> None:
-    """Write PNGs: tokens/s, busy slots and waiting requests over the seconds of an engine.
+    """Write PNGs of tokens/s, busy slots and waiting requests over the seconds of an engine.
 
-    Time begins when it is made, compiling included, or with the oldest step that is kept. Where no
-    step ran, no slot was busy, and how many requests waited is not known. Their names are that of
-    `path` with `_tokens`, `_slots` and `_waiting`. Raises InputError where matplotlib is missing.
+    Time begins with the engine, compiling included, or with the oldest recorded step. Between steps
+    no slot is busy and the number of waiting requests is unknown. The file names add `_tokens`,
+    `_slots` and `_waiting` to that of `path`. Raises InputError without matplotlib.
     """
     steps = list(statistics.steps)
     ends = np.array([step.end_s for step in steps] or [1.0])

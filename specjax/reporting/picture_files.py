@@ -1,6 +1,6 @@
-"""The report's pictures: speed-up, with intervals and by draft length, tokens per pass, acceptance.
+"""Pictures of the report: speed-up (also by draft length), tokens per pass, acceptance.
 
-The title of a picture has the conditions on its second line.
+The second line of a picture's title states the conditions.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def _ends(num_groups: int) -> list[str]:
 def draw(
     folder: Path, entries: Sequence[Entry], formats: Sequence[str] = FORMATS[:1]
 ) -> dict[Conditions, list[tuple[str, str]]]:
-    """Write the pictures of each set of conditions; returns their (title, file name).
+    """Write the pictures for each set of conditions; return their (title, file name).
 
     Each is written in all `formats`; the file name is that of the first.
     """

@@ -1,6 +1,6 @@
-"""Charts of measured and predicted values (needs the extra `plots`).
+"""Charts of measured and predicted values (requires the extra `plots`).
 
-A picture's suffix says which kind of file it is, such as .png, .svg or .pdf.
+The suffix of a path selects the file format, such as .png, .svg or .pdf.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _LONGEST_LABEL, _LONGEST_TITLE = 60, 160
 
 @dataclass(frozen=True)
 class Curve:
-    """One line: measured values at `x`, and, optionally, predicted ones at `theory_x`.
+    """One line: measured values at `x` and, optionally, predicted ones at `theory_x`.
 
-    Curves of one family share a colour, the first of them in the lightest shade; a curve without
-    a family has its own colour.
+    Curves of one family share a color, the first in the lightest shade; a curve without a family
+    has its own color.
     """
 
     label: str
@@ -43,7 +43,7 @@ class Curve:
 class Interval:
     """A value with the ends of its interval, if it has one; `few` draws it hollow.
 
-    `note` is a second line below the label. Those of one family share a colour.
+    `note` is a second line below the label. Intervals of one family share a color.
     """
 
     label: str
@@ -55,7 +55,7 @@ class Interval:
 
 
 def has_matplotlib() -> bool:
-    """Whether pictures can be drawn."""
+    """Return whether matplotlib is installed."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -83,11 +83,10 @@ def draw_curves(
     log_y: bool = False,
     theory_label: str = "roofline",
 ) -> None:
-    """Write a picture: panels side by side, measured lines solid with dots, theory dashed.
+    """Write a picture with panels side by side, measured lines solid with dots, theory dashed.
 
-    With `log_x` the x axis doubles from tick to tick, and with `log_y` the y axis too; `level`
-    draws a thin horizontal line, and `top` ends the y axis. Raises InputError where matplotlib is
-    missing.
+    With `log_x` the x axis doubles from tick to tick, and with `log_y` the y axis; `level` draws a
+    thin horizontal line, and `top` limits the y axis. Raises InputError without matplotlib.
     """
     _require_matplotlib()
     from matplotlib.figure import Figure
@@ -138,10 +137,10 @@ def draw_bars(
     families: Sequence[str] | None = None,
     level: float | None = None,
 ) -> None:
-    """Write a picture: for each group one bar per label, its value above it; None leaves a gap.
+    """Write a picture with one bar per label in each group and its value above it.
 
-    `families` has one family per label, as in `Curve`; `level` draws a thin horizontal line.
-    Raises InputError where matplotlib is missing.
+    A value of None leaves a gap. `families` has one family per label, as in `Curve`; `level` draws
+    a thin horizontal line. Raises InputError without matplotlib.
     """
     _require_matplotlib()
     from matplotlib.figure import Figure
@@ -182,9 +181,9 @@ def draw_intervals(
     x_label: str,
     level: float | None = None,
 ) -> None:
-    """Write a picture: a row for each value, the first on top, with its interval and its number.
+    """Write a picture with a row for each value, top to bottom, with its interval and number.
 
-    `level` draws a thin vertical line. Raises InputError where matplotlib is missing.
+    `level` draws a thin vertical line. Raises InputError without matplotlib.
     """
     _require_matplotlib()
     from matplotlib.figure import Figure

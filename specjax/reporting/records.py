@@ -1,7 +1,7 @@
-"""The report of a decode run: its records, one per line of JSON, and how they are read back.
+"""The records of a decode run's report, one per line of JSON, and reading of such reports.
 
-A `run` record of each drafter comes before its `row` records, which are added as prompts finish; at
-the end comes a `summary` record of each drafter.
+The `run` record of a drafter precedes its `row` records, which are added as prompts finish; a
+`summary` record of each drafter comes at the end.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ _REMEDY = "give a file that `python -m specjax.decode --config.report=FILE` wrot
 
 @dataclass(frozen=True)
 class NearTieKind:
-    """A near-tie as JSON has it: a margin that is not finite is null."""
+    """The kind of near-ties in JSON, where a non-finite margin is null."""
 
     def check(self, name: str, value: Any) -> NearTie:
-        """The near-tie."""
+        """Return the near-tie."""
         _OBJECT.check(name, value)
         number = optional(Number(-1e30))
         given = check_values({"index": Whole(), "margin": number, "resolution": number}, value)
@@ -53,10 +53,10 @@ class NearTieKind:
 
 @dataclass(frozen=True)
 class ConfigKind:
-    """A whole config, by section."""
+    """The kind of a whole config, by section."""
 
     def check(self, name: str, value: Any) -> dict[str, Any]:
-        """The config; raises InputError where it has too many levels."""
+        """Return the config; raise InputError if it is nested too deeply."""
         _OBJECT.check(name, value)
         level = [value]
         for _ in range(_MOST_LEVELS):
@@ -68,12 +68,12 @@ class ConfigKind:
 
 @dataclass(frozen=True)
 class Row:
-    """One answer, with the counts of its rounds and the seconds it took.
+    """One answer, with the counts of its rounds and its times in seconds.
 
-    `emitted` are the tokens of each round, and `drafter_index` the drafter whose turn it was, -1
-    for none. `prefill_s` and `decode_s` are of all rows of its `batch`, the group that was decoded
-    together; the same with plain decoding are `plain_*`, None where that was not run. `first_round`
-    are the rounds of the group before the row's first. `prompt_hash` is one of the question.
+    `emitted` counts the tokens of each round, and `drafter_index` is the drafter whose turn it was,
+    -1 for none. `prefill_s` and `decode_s` cover all rows of its `batch`, the group decoded
+    together; `plain_*` are the same with plain decoding, None if not run. `first_round` is the
+    group's round in which the row began. `prompt_hash` is a hash of the question.
     """
 
     drafter: Annotated[str, _TEXT]
@@ -122,23 +122,23 @@ class Row:
 
     @property
     def new_tokens(self) -> int:
-        """How many tokens the answer has."""
+        """The number of tokens of the answer."""
         return len(self.token_ids)
 
     @property
     def difference(self) -> Difference | None:
-        """How it differs from plain decoding; None where it does not, or was not compared."""
+        """The difference from plain decoding; None if there is none or it was not compared."""
         return Difference(self.near_ties) if self.near_ties else None
 
     @property
     def task(self) -> str:
-        """Spec-Bench's task; MT-bench's eight categories are one, and no category is `other`."""
+        """The Spec-Bench task; MT-bench's eight categories are one, and no category is `other`."""
         return task_of(self.category) or "other"
 
 
 @dataclass(frozen=True, order=True)
 class Conditions:
-    """What must be equal for two speeds to be comparable; as text, a table's heading, printable."""
+    """The conditions under which two speeds are comparable; as text, the heading of a table."""
 
     device: Annotated[str, _TEXT]
     dtype: Annotated[str, _TEXT]
@@ -155,10 +155,10 @@ class Conditions:
 
 @dataclass(frozen=True)
 class RunHeader:
-    """What was run, with one drafter.
+    """The description of a run with one drafter.
 
     `config` is that of a command with this drafter alone. `lossy` says that the rule changes the
-    distribution of the output, and `trees` are those that were chosen, by drafter.
+    output distribution, and `trees` are the trees chosen, by drafter.
     """
 
     drafter: Annotated[str, _TEXT]
@@ -170,13 +170,13 @@ class RunHeader:
     config: Annotated[Mapping[str, Any], ConfigKind()]
 
     def record(self) -> dict[str, Any]:
-        """JSON-ready."""
+        """Return the JSON-ready record."""
         values = asdict(self)
         return {**values.pop("conditions"), **values}
 
     @property
     def auto(self) -> bool:
-        """Whether draft lengths were chosen while decoding."""
+        """Whether draft lengths were chosen during decoding."""
         return self.config.get("num_speculative_tokens") == "auto"
 
 
@@ -184,8 +184,8 @@ class RunHeader:
 class RunEnd:
     """How a run with one drafter ended.
 
-    `interrupted` says that not all prompts were answered, and `refused` is the error of a later
-    turn that could not be decoded, such as one that has no room.
+    `interrupted` says that some prompts were not answered, and `refused` is the error of a later
+    turn that could not be decoded, for example because it did not fit.
     """
 
     interrupted: bool
@@ -194,7 +194,7 @@ class RunEnd:
 
 @dataclass(frozen=True)
 class Run(RunHeader):
-    """What a report says of one drafter; a run that was killed is interrupted, too."""
+    """The run of one drafter in a report; a killed run counts as interrupted."""
 
     path: Path
     rows: tuple[Row, ...]
@@ -202,7 +202,7 @@ class Run(RunHeader):
 
     @property
     def exact(self) -> bool:
-        """Whether all rows equal plain decoding's, except for near-ties."""
+        """Whether all rows equal plain decoding, except for near-ties."""
         return all(
             row.difference is not None and row.difference.excused
             for row in self.rows
@@ -211,12 +211,12 @@ class Run(RunHeader):
 
     @property
     def prompts(self) -> tuple[tuple[int, str], ...]:
-        """The same for runs that answered the same prompts."""
+        """The questions and turns answered, equal for runs on the same prompts."""
         return tuple(sorted((row.turn, row.prompt_hash) for row in self.rows))
 
     @property
     def draft_length(self) -> int | None:
-        """K of the config, or the longest draft's length where the drafter chooses it.
+        """The K of the config, or the length of the longest draft if the drafter chooses it.
 
         None for "auto" and for a run that drafted nothing.
         """
@@ -230,7 +230,7 @@ class Run(RunHeader):
 
 
 def read_report(path: str | Path) -> Run:
-    """`read_reports` of a file with one drafter. Raises InputError for other files."""
+    """Return the run in a file with one drafter. Raises InputError for other files."""
     found = read_reports(path)
     if len(found) > 1:
         raise InputError(
@@ -240,7 +240,7 @@ def read_report(path: str | Path) -> Run:
 
 
 def read_reports(path: str | Path) -> tuple[Run, ...]:
-    """What a file of `specjax.decode` says of each drafter. Raises InputError for another file."""
+    """Return the runs in a file of `specjax.decode`. Raises InputError for other files."""
     headers: dict[str, RunHeader] = {}
     rows: dict[str, list[Row]] = {}
     ends: dict[str, RunEnd] = {}
@@ -282,7 +282,7 @@ def read_reports(path: str | Path) -> tuple[Run, ...]:
 
 
 def is_report(path: Path) -> bool:
-    """Whether a file begins as a report does, finished or not. Raises OSError if unreadable."""
+    """Return whether a file begins like a report, finished or not. Raises OSError."""
     with path.open("rb") as file:
         line = file.readline(1 << 20)
     try:

@@ -1,4 +1,4 @@
-"""The file of a report: checked before the run, then written line by line as the run proceeds."""
+"""The file of a report, checked before the run and then written line by line."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from specjax.reporting.records import is_report
 
 
 def check_writable(value: str | os.PathLike[str], field: str = "report") -> Path:
-    """The path of a report, checked to be writable before the long work.
+    """Return the path of a report, checked to be writable before the long work.
 
-    Raises InputError for anything but a regular file, an existing file that is neither empty nor a
-    report, a file name that specjax reserves, and where the folder or the disk takes no file. The
-    folder is made; an existing file is unchanged.
+    Creates the folder; an existing file is unchanged. Raises InputError for anything but a regular
+    file, an existing file that is neither empty nor a report, a reserved file name, and a folder or
+    disk that cannot be written.
     """
     path = output_file(field, value)
     named = f"{field}={os.fspath(value)!r}"
@@ -51,7 +51,7 @@ def check_writable(value: str | os.PathLike[str], field: str = "report") -> Path
 
 
 def json_line(record: Mapping[str, Any]) -> str:
-    """A record as a line of JSON, non-finite numbers as null. Raises TypeError as json does."""
+    """Return a record as a line of JSON, with non-finite numbers as null. Raises TypeError."""
     return json.dumps(_with_finite_numbers(record), ensure_ascii=False, allow_nan=False) + "\n"
 
 
@@ -81,7 +81,7 @@ class ReportFile:
         self._begun = self._reported = False
 
     def add(self, *records: Mapping[str, Any]) -> None:
-        """Write records; those that cannot be written wait, which is reported once."""
+        """Write records; records that cannot be written are kept, which is reported once."""
         requests_to_end: list[int] = []
         try:
             with signals.received_by(requests_to_end.append):
@@ -97,9 +97,9 @@ class ReportFile:
             raise KeyboardInterrupt
 
     def finish(self, *records: Mapping[str, Any]) -> bool:
-        """Write the last records and those that wait; returns whether there is a file.
+        """Write the last records and those still pending; return whether there is a file.
 
-        Raises InputError where that cannot be done, and then prints them on stdout.
+        If that fails, prints them on stdout and raises InputError.
         """
         try:
             with signals.held_off():

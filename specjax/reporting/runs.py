@@ -1,4 +1,4 @@
-"""Runs that are compared: their labels, their order, and which may be compared."""
+"""Comparison of runs: their labels, their order, and which are comparable."""
 
 from __future__ import annotations
 
@@ -25,30 +25,30 @@ class Entry:
 
     @classmethod
     def of(cls, run: Run, label: str, predicted: float | None = None) -> Entry:
-        """The entry of a run."""
+        """Return the entry of a run."""
         return cls(label, run, figures_by_task(run), predicted)
 
     @property
     def family(self) -> str:
-        """A label that is the same for runs that differ only in K."""
+        """The label without K, equal for runs that differ only in K."""
         apart = ("num_speculative_tokens", "report", "compare")
         fields = dotted(self.run.config)
         return repr([(name, value) for name, value in fields.items() if name not in apart])
 
     @property
     def efficiency(self) -> float | None:
-        """Measured over predicted speed-up."""
+        """Measured divided by predicted speed-up."""
         measured = self.figures[OVERALL].speedup
         return measured / self.predicted if measured and self.predicted else None
 
 
 def in_order(entries: Sequence[Entry]) -> list[Entry]:
-    """The fastest first; those without a speed-up last, and equal ones in the order given."""
+    """Return the entries by decreasing speed-up; those without one come last."""
     return sorted(entries, key=lambda one: -(one.figures[OVERALL].speedup or 0.0))
 
 
 def by_conditions(entries: Iterable[Entry]) -> dict[Conditions, list[Entry]]:
-    """The entries grouped by conditions, within which speeds may be compared; sorted."""
+    """Return the entries grouped by conditions, within which speeds are comparable; sorted."""
     groups: dict[Conditions, list[Entry]] = {}
     for entry in entries:
         groups.setdefault(entry.run.conditions, []).append(entry)
@@ -81,7 +81,7 @@ def check_together(runs: Sequence[Run]) -> None:
 
 
 def labels(runs: Sequence[Run]) -> list[str]:
-    """A name for each run in plain words: its drafter, and what the runs differ in."""
+    """Return a name for each run in plain words: its drafter, and what distinguishes the runs."""
     fields = [_distinguishing_fields(run) for run in runs]
     names = dict.fromkeys(name for one in fields for name in one)
     differing = [name for name in names if len({str(one.get(name)) for one in fields}) > 1]
@@ -158,5 +158,5 @@ def _counted(number: Any, noun: str) -> str:
 
 
 def without_length(label: str) -> str:
-    """A label without its draft length."""
+    """Return a label without its draft length."""
     return re.sub(r", (?:\d+ draft tokens?|auto)(?=,|$| \()", "", label, count=1)

@@ -1,8 +1,8 @@
-"""The figures of a run, by task: acceptance (`specjax.metrics`), and speeds.
+"""The figures of a run by task: acceptance (`specjax.metrics`) and speeds.
 
-A speed is new tokens over seconds of decoding, a batch's seconds counted once. The speed-up is the
-drafter's speed over plain decoding's, both over the batches that were decoded both ways. A task's
-speeds are over the batches that hold only this task, as tasks in one batch share its seconds.
+A speed is new tokens over seconds of decoding, with each batch's seconds counted once. The speed-up
+is the drafter's speed over plain decoding's, both over the batches decoded both ways. A task's
+speeds cover batches that hold only this task, since tasks in one batch share its seconds.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ TASKS = {
 
 @dataclass(frozen=True)
 class Figures:
-    """The figures of one task, or of all; None where undefined.
+    """The figures of one task, or of all; None if undefined.
 
-    `speedup` is pooled, and `speedup_interval` its 95 % interval from how batches differ, None with
-    less than two of them. `speedup_with_prefill` counts the seconds of prefill on both sides, and
-    `speedup_per_request` is the mean of each request's own, which only a batch size of 1 has.
-    `timed_requests` are those that the speeds are over. `acceptance_of_tested` is accepted over
-    tested draft tokens: the accepted ones and the first rejected.
+    `speedup` is pooled, and `speedup_interval` is its 95 % confidence interval from the variation
+    between batches, None with fewer than two. `speedup_with_prefill` includes the seconds of
+    prefill, and `speedup_per_request` is the mean over requests, which is defined for batch size 1
+    only. `timed_requests` is the number of requests that the speeds cover. `acceptance_of_tested`
+    is accepted over tested draft tokens (the accepted ones and the first rejected one).
     """
 
     counts: metrics.Summary
@@ -62,18 +62,18 @@ class Figures:
 
     @property
     def few(self) -> bool:
-        """Whether there are so few answers that the figures say little of others."""
+        """Whether there are too few answers to generalize from."""
         return self.counts.num_requests < FEW
 
     def to_dict(self) -> dict[str, Any]:
-        """All figures by name, JSON-ready."""
+        """Return all figures by name, JSON-ready."""
         others = {name: value for name, value in vars(self).items() if name != "counts"}
         interval = self.speedup_interval and list(self.speedup_interval)
         return {**self.counts.to_dict(), **others, "speedup_interval": interval}
 
 
 def figures(rows: Sequence[Row], timed: Sequence[Row] | None = None) -> Figures:
-    """The figures of some rows, speeds over those of `timed`, by default over all."""
+    """Return the figures of some rows, with speeds over the rows `timed`, by default all."""
     timed = rows if timed is None else timed
     compared = [row.identical for row in rows if row.identical is not None]
     both = [row for row in timed if row.plain_new_tokens is not None]
@@ -97,7 +97,7 @@ def figures(rows: Sequence[Row], timed: Sequence[Row] | None = None) -> Figures:
 
 
 def figures_by_task(run: Run) -> dict[str, Figures]:
-    """The figures of each task and, under `OVERALL`, of all of them."""
+    """Return the figures of each task and, under `OVERALL`, of all of them."""
     tasks_of_batch: dict[int, set[str]] = {}
     for row in run.rows:
         tasks_of_batch.setdefault(row.batch, set()).add(row.task)
@@ -109,25 +109,25 @@ def figures_by_task(run: Run) -> dict[str, Figures]:
 
 
 def tasks_of(runs: Iterable[Run]) -> list[str]:
-    """The tasks of some runs, in Spec-Bench's order."""
+    """Return the tasks of some runs, in Spec-Bench's order."""
     found = {row.task for run in runs for row in run.rows}
     return [task for task in TASKS if task in found] + sorted(found - TASKS.keys())
 
 
 def heading(task: str) -> str:
-    """The heading of a task's column."""
+    """Return the heading of a task's column."""
     return TASKS.get(task, task.replace("_", " ").capitalize())
 
 
 def summarize(rows: Sequence[Row]) -> metrics.Summary:
-    """The acceptance of some rows (`specjax.metrics`)."""
+    """Return the acceptance metrics of some rows (`specjax.metrics`)."""
     counts = (_table(rows, name) for name in ("drafted", "accepted", "emitted", "width"))
     paths = [row.longest_path for row in rows if row.longest_path is not None]
     return metrics.summarize(*counts, max(paths, default=None))
 
 
 def batch_widths(rows: Sequence[Row]) -> np.ndarray:
-    """The width of each pass [R]; a pass has one width for all rows that decode together."""
+    """Return the width of each pass [R], which is the same for all rows of a batch."""
     passes: dict[tuple[int, int], int] = {}
     for row in rows:
         for number, width in enumerate(row.width, start=row.first_round):

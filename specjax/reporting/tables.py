@@ -17,7 +17,7 @@ _FEW = "\u2020"
 
 
 def leaderboard(entries: Sequence[Entry]) -> str:
-    """Speed-up by task, and of all tasks together; one line per run, a column's best in bold."""
+    """Return a table of speed-ups by task and overall, one line per run, with the best in bold."""
     return _by_task(
         entries,
         lambda figures: figures.speedup,
@@ -34,7 +34,7 @@ def markdown(
     entries: Sequence[Entry],
     pictures: Mapping[Conditions, Sequence[tuple[str, str]]],
 ) -> str:
-    """The whole report; `pictures` are (title, file) of each section."""
+    """Return the whole report; `pictures` are the (title, file) of each section."""
     first = entries[0].run
     parts = [f"# {_plain_text(first.target)}\n", _versions(first)]
     for conditions, group in by_conditions(entries).items():
@@ -44,7 +44,7 @@ def markdown(
 
 
 def incomplete(group: Sequence[Entry]) -> str:
-    """Which runs are not complete, why, and how many answers they hold; empty where all are."""
+    """Return which runs are incomplete, why, and their number of answers; empty if none are."""
     lines = []
     if stopped := [_answers(entry) for entry in group if entry.run.end.interrupted]:
         end = "ended, or was killed, before all of its prompts were answered"

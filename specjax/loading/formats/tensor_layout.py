@@ -101,7 +101,10 @@ def same_numbers(one: np.ndarray, other: np.ndarray, rows: int | None = None) ->
 
 
 def unpaired(stored: Shaped[np.ndarray, "..."], location: Location) -> Shaped[np.ndarray, "..."]:
-    """Rows 0, 1, 2, 3, ... of each head, where (0, 1) is a pair, to 0, 2, ..., 1, 3, ..."""
+    """Return each head's rows in half-split order: stored rows 0, 2, ..., then 1, 3, ...
+
+    In the file, rows 0 and 1, 2 and 3, ... form the rotated pairs.
+    """
     return _reordered(stored, location, lambda width: np.arange(width).reshape(-1, 2).T)
 
 

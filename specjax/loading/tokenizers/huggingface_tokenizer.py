@@ -103,9 +103,8 @@ def _is_text(value: str) -> bool:
 def stated_ends(directory: Path, vocab_size: int) -> list[int]:
     """Return the end-of-sequence ids in generation_config.json and config.json.
 
-    Raises InputError for values that are not ids below `vocab_size`. If generation_config.json
-    states them, those in config.json may be defaults of the family for another vocabulary, and are
-    ignored.
+    Raises InputError for values that are not ids below `vocab_size`. If generation_config.json has
+    some, ids out of range in config.json are ignored: they may be defaults for another vocabulary.
     """
     ids: list[int] = []
     for name in ("generation_config.json", "config.json"):
