@@ -3,7 +3,7 @@
 from ml_collections import config_dict
 
 from specjax.cli.mesh_config import distributed_fields, mesh_fields
-from train.generation.corpus import DEFAULT_MIX
+from train.generation.prompt_corpus import DEFAULT_MIX
 
 
 def get_config(size=""):

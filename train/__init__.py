@@ -1,1 +1,1 @@
-"""Training data and drafters: what a target wrote, and what learns from it."""
+"""Training: data written by a target, and the drafters trained on it."""

@@ -1,12 +1,12 @@
-"""Turn text into a dataset of tokens, to train models on from scratch.
+"""Convert text to a dataset of tokens, to train models from scratch.
 
     python -m train.corpus --config.files=FOLDER,FILE --config.workdir=W
     python -m train.corpus --config.dataset=TFDS --config.tfds.split=train --config.workdir=W
 
-The documents are texts of your own (each file one, or JSON lines with the key text), or those of a
-TFDS dataset. W/tokens then holds them in pieces of token ids, with the tokenizer:
---config.data=W/tokens. A part that is there is kept, so that the same command resumes. Exit codes:
-0; 2 for bad input; 130 after Ctrl-C or SIGTERM.
+Documents are your own texts (one per file, or JSON lines with the key text), or those of a TFDS
+dataset. W/tokens then holds pieces of them as token ids, with the tokenizer:
+--config.data=W/tokens. Existing parts are kept, so that the same command resumes. Exit codes: 0; 2
+for bad input; 130 after Ctrl-C or SIGTERM.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ _TOKENIZER_BYTES = 256 << 20
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
+    """Run the command; return its exit code."""
     return command.run_config(
         make_corpus, argv, default=CONFIG, read=read_corpus_config, documentation=__doc__
     )
 
 
 def make_corpus(config: CorpusConfig, console: Console | None = None) -> int:
-    """Run a config; returns the exit code. Raises InputError."""
+    """Make the dataset that a config describes; return the exit code. Raises InputError."""
     root, where = config.workdir, f"workdir={str(config.workdir)!r}"
     folders.check_claimable(root, _KIND, where)
     given = None if config.tokenizer == TRAIN else open_tokenizer(config.tokenizer)

@@ -1,9 +1,9 @@
-"""Distil a draft model out of a few layers of a frozen target.
+"""Distill a draft model from a few layers of a frozen target.
 
     python -m train.distill [--config=configs/train_distill.py:quick] [--config.FIELD=VALUE ...]
 
-The draft model starts as some of the target's layers between the target's own embedding and head,
-which it shares, and learns the target's distribution at every token of its own responses, by KL
+The draft model starts as some of the target's layers between the target's embedding and head, which
+it shares. It learns the target's distribution at every token of the target's own responses by KL
 divergence, total variation, or both (DistillSpec: Zhou et al. 2310.08461). Exit codes: 0; 2 for bad
 input; 130 after Ctrl-C or SIGTERM.
 """
@@ -30,7 +30,7 @@ _LAYERS = Items(Whole(), least=1, remedy="use numbers of the target's layers, fr
 
 @dataclass(frozen=True)
 class DistillSection:
-    """The target's layers that the draft model starts as, and the tokens that it drafts."""
+    """The target's layers that initialize the draft model, and the tokens that it drafts."""
 
     layers: Annotated[tuple[int, ...], _LAYERS]
     draft_vocab_size: DraftVocabSize
@@ -49,7 +49,10 @@ class Config(TrainingConfig):
 def make_method(
     target: Model, vocabulary: Vocabulary, config: Config, label_loss: LabelLoss | None = None
 ) -> Method:
-    """The method of a config, perhaps with another loss of each label; raises InputError."""
+    """Return the method of a config. Raises InputError.
+
+    `label_loss` replaces the config's loss of each label.
+    """
     return distill_method(
         target,
         config.distill.layers,
@@ -60,7 +63,7 @@ def make_method(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
+    """Run the command; return its exit code."""
     return run.main(make_method, Config, argv)
 
 

@@ -32,9 +32,9 @@ _TAPS = Items(Text(), remedy="use names of features, such as ('layer_input:2',)"
 
 @dataclass(frozen=True)
 class EagleSection:
-    """The shape of a head, by the names of `EagleConfig`, and what it starts from.
+    """The shape of a head, with the names of `EagleConfig`, and its initialization.
 
-    Without `taps` they are the version's own.
+    `taps` defaults to those of the version.
     """
 
     version: Annotated[int, Whole(1, 3, remedy="use 1 or 3")]
@@ -62,7 +62,10 @@ class Config(TrainingConfig):
 def make_method(
     target: Model, vocabulary: Vocabulary, config: Config, label_loss: LabelLoss | None = None
 ) -> Method:
-    """The method of a config, perhaps with another loss of each label; raises InputError."""
+    """Return the method of a config. Raises InputError.
+
+    `label_loss` replaces the config's loss of each label.
+    """
     options = dict(vars(config.eagle))
     start, size = options.pop("start"), options.pop("draft_vocab_size")
     taps = options.pop("taps")
@@ -84,7 +87,7 @@ def make_method(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
+    """Run the command; return its exit code."""
     return run.main(make_method, Config, argv)
 
 

@@ -2,8 +2,8 @@
 
     python -m train.features --input=DIR --output=DIR --features=layer_input:2,layer_input:15
 
-Conversations of similar length are run together; the output is a folder of datasets, which trainers
-open like one. A part that is there is kept, so that the same command continues. Exit codes: 0; 2
+Conversations of similar length run together. The output is a folder of datasets, which trainers
+open like a single one. Existing parts are kept, so that the same command resumes. Exit codes: 0; 2
 for bad input; 130 after Ctrl-C or SIGTERM.
 """
 
@@ -44,7 +44,7 @@ _STEP = 64
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
+    """Run the command; return its exit code."""
 
     def act(arguments: list[str]) -> int:
         store_features(**parser().read(arguments))
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser() -> Parser:
-    """The flags."""
+    """Return the parser of the command's flags."""
     flags = Parser("python -m train.features", __doc__)
     flags.add_field("input", InputFolder(), "a dataset of conversations")
     flags.add_field("output", PathOrName(), "the folder of datasets with features")
@@ -84,7 +84,7 @@ def store_features(
     part: int,
     limit: int | None,
 ) -> None:
-    """Run the target over a dataset; see `main` for the arguments. Raises InputError."""
+    """Run the target over a dataset; the arguments are the flags. Raises InputError."""
     folder, where = output_folder("output", output), f"output={str(output)!r}"
     folders.check_claimable(folder, _KIND, where)
     form = Form.for_training(jax.default_backend())
@@ -140,7 +140,7 @@ class _Progress:
     begin: float = field(default_factory=time.monotonic)
 
     def skip(self, lengths: np.ndarray) -> None:
-        """Count what an earlier run has done."""
+        """Count conversations that an earlier run has finished."""
         self.rows_done += len(lengths)
         self.tokens_before += int(lengths.sum())
 

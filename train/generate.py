@@ -1,10 +1,10 @@
-"""Let the target answer prompts, and keep its answers as a dataset to train drafters on.
+"""Let the target answer prompts, and store its answers as a dataset to train drafters on.
 
     python -m train.generate --config=configs/generate_smollm2.py --config.workdir=DIRECTORY
 
-Finished answers are kept in the work folder as they come, so that the same command resumes where it
-was stopped; the dataset is written at the end. Exit codes: 0, also where config.minutes were over
-before the end; 2 for bad input; 130 after Ctrl-C or SIGTERM. Of several processes the first one
+Finished answers are saved to the work folder as they come, so that the same command resumes where
+it stopped; the dataset is written at the end. Exit codes: 0, also if config.minutes were over
+before the end; 2 for bad input; 130 after Ctrl-C or SIGTERM. With several processes, only the first
 prints and writes.
 """
 
@@ -45,14 +45,14 @@ that follow each other."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
+    """Run the command; return its exit code."""
     return command.run_config(
         generate, argv, default=CONFIG, read=answers.read_answers_config, documentation=__doc__
     )
 
 
 def generate(config: AnswersConfig, console: Console | None = None) -> int:
-    """Run a config; returns the exit code. Raises InputError."""
+    """Generate the answers that a config describes; return the exit code. Raises InputError."""
     begin = time.monotonic()
     mesh = open_mesh(config.mesh, config.distributed, config.written)
     writes = processes.is_first()
@@ -174,7 +174,7 @@ class _Keeper:
     _waiting: dict[int, Sequence[int]] = field(default_factory=dict)
 
     def take(self, ended: Sequence[Output]) -> None:
-        """More that has ended. Raises InputError where so far every prompt has failed."""
+        """Save more finished outputs. Raises InputError if every prompt so far has failed."""
         for output in ended:
             row = self.job.rows[output.id]
             self._waiting[row.request.id] = [] if output.failure else output.token_ids
@@ -190,12 +190,12 @@ class _Keeper:
             processes.together(lambda: self.saved.add(kept) if processes.is_first() else None)
 
     def check(self) -> None:
-        """Raise InputError where it is not one prompt or another that fails, but all."""
+        """Raise InputError if all prompts fail, rather than some."""
         if self.failed and not self.answered:
             raise InputError(failure_message(self.model, self.failed))
 
     def say_failures(self, screen: Screen) -> None:
-        """Say which prompts have no answer, and why, where others have one."""
+        """Print which prompts have no answer and why, if others have one."""
         if self.failed and self.answered:
             why = failure_message(self.model, self.failed)
             screen.say(f"without an answer: {why}", "yellow")

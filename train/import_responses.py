@@ -1,4 +1,4 @@
-"""Make a dataset of conversations that the target wrote in another program.
+"""Make a dataset from conversations that the target wrote in another program.
 
     python -m train.import_responses --input=FILE.jsonl.gz --output=DIR
 
@@ -25,7 +25,7 @@ from train.data.write_responses import write_responses
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
+    """Run the command; return its exit code."""
 
     def act(arguments: list[str]) -> int:
         _import(**parser().read(arguments))
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser() -> Parser:
-    """The flags."""
+    """Return the parser of the command's flags."""
     flags = Parser("python -m train.import_responses", __doc__)
     flags.add_field("input", InputFile(pipe=True), "a JSONL file, gzipped or not")
     flags.add_field("output", OutputFolder(), "the dataset's directory")

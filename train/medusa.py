@@ -1,12 +1,12 @@
-"""Train Medusa heads: for a frozen target (Medusa-1), or along with it (Medusa-2).
+"""Train Medusa heads, for a frozen target (Medusa-1) or jointly with it (Medusa-2).
 
     python -m train.medusa [--config=configs/train_medusa.py:quick] [--config.FIELD=VALUE ...]
 
 Cai et al. 2401.10774. Head i predicts the token i + 1 positions after the one that the target
-itself predicts from the same feature; the loss is the sum over heads of KL(p || q) there, or of the
-cross-entropy with the data's token as published, with weights decay ** i. With
-configs/train_medusa2.py the target is trained too, and is exported beside the heads. Exit codes: 0;
-2 for bad input; 130 after Ctrl-C or SIGTERM.
+itself predicts from the same feature. The loss is a sum over heads, weighted by decay ** i, of KL(p
+|| q) or, as published, of the cross-entropy with the data's token. With configs/train_medusa2.py
+the target is also trained, and exported along with the heads. Exit codes: 0; 2 for bad input; 130
+after Ctrl-C or SIGTERM.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from train.run.precision import multiply_dtype
 
 @dataclass(frozen=True)
 class MedusaSection:
-    """The shape of the heads, by the names of `MedusaConfig`."""
+    """The shape of the heads, with the names of `MedusaConfig`."""
 
     num_heads: Annotated[int, Whole(1, 64)]
     num_layers: Annotated[int, Whole(1, 64)]
@@ -42,7 +42,7 @@ class MedusaSection:
 
 @dataclass(frozen=True, kw_only=True)
 class Config(TrainingConfig):
-    """The checked config of this command; with the section `joint` the target is trained too."""
+    """The checked config of this command; the section `joint` also trains the target."""
 
     DEFAULT = "train_medusa"
 
@@ -52,14 +52,17 @@ class Config(TrainingConfig):
 
     @property
     def reads_decay_steps(self) -> bool:
-        """Whether anything depends on where the schedule ends; the ramp of Medusa-2 does."""
+        """Whether the end of the schedule matters, as it does for the ramp of Medusa-2."""
         return super().reads_decay_steps or self.joint is not None
 
 
 def make_method(
     target: Model, vocabulary: Vocabulary, config: Config, label_loss: LabelLoss | None = None
 ) -> Method:
-    """The method of a config, perhaps with another loss of each label; raises InputError."""
+    """Return the method of a config. Raises InputError.
+
+    `label_loss` replaces the config's loss of each label.
+    """
     options = dict(vars(config.medusa))
     vocab_size = target.config.vocab_size
     draft_ids = vocabulary(options.pop("draft_vocab_size"))
@@ -78,7 +81,7 @@ def make_method(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
+    """Run the command; return its exit code."""
     return run.main(make_method, Config, argv)
 
 

@@ -1,11 +1,11 @@
-"""Train multi-token prediction modules: for a frozen target, along with it, or from scratch.
+"""Train multi-token prediction modules: for a frozen target, jointly with it, or from scratch.
 
     python -m train.mtp [--config=configs/train_mtp.py:quick] [--config.FIELD=VALUE ...]
 
 Module k (0-based) predicts the token k + 2 positions after the row that it reads (DeepSeek-V3,
-2412.19437). The loss is LM + (lambda / D) * the sum over the D modules; for a frozen target the
-modules' alone. With mtp.steps above D the last module is trained on its own outputs too (FastMTP,
-2509.18362). A run leaves one model with its modules inside, or with mtp.export=head the modules
+2412.19437). The loss is LM + (lambda / D) * the sum over the D modules, or the modules' alone for a
+frozen target. With mtp.steps above D the last module is also trained on its own outputs (FastMTP,
+2509.18362). A run writes one model with its modules inside, or with mtp.export=head the modules
 alone. Exit codes: 0; 2 for bad input; 130 after Ctrl-C or SIGTERM.
 """
 
@@ -35,9 +35,9 @@ _LOSS_WEIGHT = 0.3
 
 @dataclass(frozen=True)
 class MtpSection:
-    """What is trained and exported, the shape of the modules by the names of `MtpConfig`, the loss.
+    """What is trained and exported, the modules' shape with the names of `MtpConfig`, and the loss.
 
-    Without `steps` there is one for each module; without `loss_weight`, lambda is 0.3.
+    `steps` defaults to one per module, and `loss_weight` (lambda) to 0.3.
     """
 
     trains: Annotated[str, TRAINS]
@@ -126,14 +126,17 @@ class Config(TrainingConfig):
 
     @property
     def reads_decay_steps(self) -> bool:
-        """Whether anything depends on where the schedule ends; a late weight begins before it."""
+        """Whether the end of the schedule matters, as it does for a late weight."""
         return super().reads_decay_steps or self.mtp.loss.late_loss_weight is not None
 
 
 def make_method(
     target: Model, vocabulary: Vocabulary, config: Config, label_loss: LabelLoss | None = None
 ) -> Method:
-    """The method of a config, perhaps with another loss of each label; raises InputError."""
+    """Return the method of a config. Raises InputError.
+
+    `label_loss` replaces the config's loss of each label.
+    """
     options = config.mtp
     modules = options.num_modules
     draft_ids = vocabulary(options.draft_vocab_size) if modules else None
@@ -168,7 +171,7 @@ def make_method(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
+    """Run the command; return its exit code."""
     return run.main(make_method, Config, argv)
 
 

@@ -1,1 +1,1 @@
-"""Data on disk, as TFDS datasets of array_record files; TensorFlow is not needed."""
+"""Datasets on disk, as TFDS datasets of array_record files, without TensorFlow."""

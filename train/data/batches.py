@@ -1,4 +1,4 @@
-"""Batches of packed conversations, made on the host and prefetched by a thread."""
+"""Batches of packed conversations, built on the host and prefetched by a thread."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Batch:
     """Packed conversations; losses are computed at `labels` only.
 
     `positions` count from 0 in each conversation; `segments` are 0 for padding and 1, 2, ... for
-    the conversations of a row. `labels` are the positions in the row of the tokens to be predicted,
-    in order, -1 where there are no more. `features` are the target's, of the same positions.
+    the conversations of a row. `labels` are the row positions of the tokens to predict, in order,
+    padded with -1. `features` are the target's at the same positions.
     """
 
     tokens: Int[Rows, "B T"]
@@ -36,7 +36,7 @@ class Batch:
 
 
 def build(source: Source, rows: Sequence[Sequence[int]], shape: Shape) -> Batch:
-    """The host's batch of the given rows of conversations."""
+    """Return the host batch of the given rows of conversations."""
     count, length = len(rows), shape.tokens
     tokens, positions, segments = (np.zeros((count, length), np.int32) for _ in range(3))
     labels = np.full((count, shape.labels), -1, np.int32)
@@ -60,9 +60,9 @@ def build(source: Source, rows: Sequence[Sequence[int]], shape: Shape) -> Batch:
 
 
 def read_ahead(items: Iterator[Item], depth: int = 2) -> Iterator[Item]:
-    """An iterator's items without end, which a thread prepares, at most `depth` of them ahead.
+    """Yield an iterator's items, which a thread prepares, at most `depth` of them ahead.
 
-    What the thread raises is raised here. Closing this iterator ends the thread.
+    Exceptions of the thread are raised here. Closing this iterator ends the thread.
     """
     worker = ThreadPoolExecutor(1)
     try:

@@ -1,4 +1,4 @@
-"""Several datasets of conversations as one."""
+"""Several datasets of conversations, combined into one."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from train.data.responses import Responses, open_responses
 
 @dataclass(frozen=True)
 class DataFolders:
-    """Directories of conversations, separated by commas; `shipped.NAME` may be among them."""
+    """Comma-separated directories of conversations, which may include `shipped.NAME`."""
 
     def check(self, name: str, value: Any) -> str:
-        """The text; raises InputError for no text, and listing all directories that are missing."""
+        """Return the text; raise InputError if empty, or listing all missing directories."""
         if value is None:
             raise InputError(
                 f"{name} is missing: pass --config.{name}=DIRECTORY, or {shipped.NAME}"
@@ -40,20 +40,20 @@ class DataFolders:
 
 
 def split_names(text: str) -> list[str]:
-    """The directories that a text names, separated by commas."""
+    """Return the comma-separated directories in a text."""
     return [part.strip() for part in text.split(",")]
 
 
 @dataclass(frozen=True, eq=False)
 class Sources:
-    """Conversations of several datasets, one after the other; read as `Responses` are."""
+    """The conversations of several datasets in sequence, with the interface of `Responses`."""
 
     parts: tuple[Responses, ...]
     _starts: np.ndarray = field(repr=False)
 
     @property
     def feature_names(self) -> tuple[str, ...]:
-        """The target features that every part brings."""
+        """The target features that every dataset contains."""
         return tuple(
             name
             for name in self.parts[0].feature_names
@@ -61,9 +61,9 @@ class Sources:
         )
 
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer that the datasets keep.
+        """Return the tokenizer stored with the datasets.
 
-        Raises InputError where one keeps none, or another one.
+        Raises InputError if one has none, or a different one.
         """
         found: Tokenizer | None = None
         for part in self.parts:
@@ -84,12 +84,12 @@ class Sources:
 
     @cached_property
     def lengths(self) -> Int32[np.ndarray, "n"]:
-        """Tokens of each conversation, its prompt included."""
+        """The number of tokens of each conversation, prompt included."""
         return np.concatenate([part.lengths for part in self.parts])
 
     @cached_property
     def num_labels(self) -> Int32[np.ndarray, "n"]:
-        """Tokens of each conversation that its loss mask lets through."""
+        """The number of tokens of each conversation that its loss mask selects."""
         return np.concatenate([part.num_labels for part in self.parts])
 
     @cached_property
@@ -108,9 +108,9 @@ class Sources:
 def open_sources(
     directories: Sequence[str | Path], target: Mapping[str, object] | None = None
 ) -> Sources:
-    """The conversations of datasets, of folders of datasets (`train.features`), and `shipped.NAME`.
+    """Open datasets, folders of datasets (`train.features`), and `shipped.NAME`.
 
-    Raises InputError as `open_responses` does, and where a folder holds none.
+    Raises InputError as `open_responses` does, and if a folder holds no dataset.
     """
     if not directories:
         raise InputError("data is empty: name a dataset's directory")

@@ -1,10 +1,10 @@
-"""A conversation that a target wrote, and the names of a dataset's files.
+"""A conversation written by a target, and the file names of a dataset.
 
 A dataset's directory holds array_record files with one record per conversation, TFDS's own metadata
-(any TFDS reader opens it: `tfds.builder_from_directory`), `specjax.json` with metadata that the
-records lack, and `records.npy` with each record's id, length and number of labels. Text that was
-tokenized for models that do not exist yet (`train.corpus`) has the same form: every token of it is
-a label, and the directory `tokenizer` keeps its tokenizer, in Hugging Face's layout.
+(any TFDS reader can open it: `tfds.builder_from_directory`), `specjax.json` with metadata that the
+records lack, and `records.npy` with each record's id, length and number of labels. Text tokenized
+for models that do not exist yet (`train.corpus`) has the same format: every token is a label, and
+the directory `tokenizer` holds its tokenizer in Hugging Face's layout.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ TARGET_FIELDS = tuple(one.name for one in fields(TargetMetadata))
 
 @dataclass(frozen=True, eq=False)
 class Example:
-    """A conversation of T tokens; `loss_mask` is true where the target itself wrote the token.
+    """A conversation of T tokens; `loss_mask` is True for tokens that the target wrote.
 
-    `features` are target features of each token by name, each of the target's width D.
+    `features` maps names to target features of each token, each of the target's width D.
     """
 
     tokens: Int32[np.ndarray, "T"]
@@ -46,12 +46,15 @@ class Example:
 
 
 def target_metadata(model: Model) -> dict[str, Any]:
-    """What a dataset keeps of the model that wrote it, JSON-ready."""
+    """Return the metadata that a dataset stores about its target, JSON-ready."""
     return asdict(TargetMetadata.of(model))
 
 
 def text_metadata(name: str, tokenizer: Tokenizer) -> dict[str, Any]:
-    """What a dataset of text keeps instead: any model with its tokenizer can be trained on it."""
+    """Return the metadata that a dataset of text stores instead of a target's.
+
+    Any model with its tokenizer can be trained on it.
+    """
     return {
         "name": name,
         "hidden_size": None,
@@ -62,9 +65,9 @@ def text_metadata(name: str, tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def check_target(where: str, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
-    """Raise InputError where two targets' metadata differ in more than their names.
+    """Raise InputError if the metadata of two targets differ in more than their names.
 
-    What is None in one of them is unknown, and equals everything.
+    A value of None is unknown, and equals every value.
     """
     known = {name: value for name, value in ours.items() if value is not None}
     mine, other = TargetMetadata(**{**theirs, **known}), TargetMetadata(**theirs)
@@ -77,12 +80,12 @@ def check_target(where: str, ours: Mapping[str, Any], theirs: Mapping[str, Any])
 
 
 def feature_key(name: str) -> str:
-    """A feature's name as TFDS and its files allow it."""
+    """Return a feature's name in the form that TFDS and its files allow."""
     return name.replace(":", "_")
 
 
 def import_tfds() -> Any:
-    """TensorFlow Datasets, imported where it is used since that takes a second."""
+    """Import and return TensorFlow Datasets, on demand since that takes a second."""
     try:
         import tensorflow_datasets as tfds
         from array_record.python import array_record_module  # noqa: F401

@@ -1,7 +1,7 @@
-"""Which conversations share a row of fixed length, in a seeded order.
+"""Packing of conversations into rows of fixed length, in a seeded order.
 
-The order of an epoch is a pure function of seed, epoch and the conversations' lengths, so that a
-position in it is two numbers, and every process knows all rows without reading those of others.
+The order of an epoch is a pure function of the seed, the epoch and the conversations' lengths. So a
+position is two numbers, and every process knows all rows without reading those of others.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ _WINDOW = 4096
 
 @runtime_checkable
 class Source(Protocol):
-    """Conversations by number; what packing needs is known without reading them.
+    """Conversations by index; packing needs their lengths only, without reading them.
 
-    `lengths` [n] are tokens, `num_labels` [n] those of them that the loss mask lets through.
+    `lengths` [n] are numbers of tokens, and `num_labels` [n] of those that the loss mask selects.
     """
 
     @property
     def lengths(self) -> np.ndarray:
-        """Tokens of each conversation, int32 [n]."""
+        """The number of tokens of each conversation, int32 [n]."""
 
     @property
     def num_labels(self) -> np.ndarray:
-        """Tokens of each conversation that count in the loss, int32 [n]."""
+        """The number of tokens of each conversation that count in the loss, int32 [n]."""
 
     def __getitem__(self, index: int) -> Example:
         """One of them."""
 
 
 class Position(NamedTuple):
-    """The next row to be read: its epoch, and its number in that epoch."""
+    """The next row to read: its epoch, and its index in that epoch."""
 
     epoch: int
     row: int
@@ -49,7 +49,7 @@ class Position(NamedTuple):
 class Shape:
     """The shape of a batch: `rows` (B) of `tokens` (T) with up to `labels` (A) labels each.
 
-    `width` is D, for the features that are read along.
+    `width` is the width D of `features`, if any.
     """
 
     rows: int
@@ -60,10 +60,10 @@ class Shape:
 
 
 class Packing:
-    """Which conversations share a row, epoch by epoch.
+    """The assignment of conversations to rows, epoch by epoch.
 
-    `chosen` are the conversations to pack. Those without a label within the row's length are
-    left out, their number is `left_out`. Raises InputError where none is left.
+    `chosen` are the conversations to pack. Those without a label within the length of a row are
+    omitted; `left_out` is their number. Raises InputError if none remain.
     """
 
     def __init__(self, source: Source, chosen: np.ndarray, shape: Shape, seed: int) -> None:
@@ -82,7 +82,7 @@ class Packing:
         self._known: tuple[int, list[list[int]]] | None = None
 
     def rows(self, epoch: int) -> list[list[int]]:
-        """The rows of an epoch, each a list of conversations."""
+        """Return the rows of an epoch, each a list of conversations."""
         if self._known is None or self._known[0] != epoch:
             rng = np.random.default_rng((self._seed, epoch))
             order = rng.permutation(self._chosen)
@@ -93,7 +93,7 @@ class Packing:
         return self._known[1]
 
     def advance(self, position: Position) -> Iterator[tuple[list[int], Position]]:
-        """The rows from a position on, without end, each with the position after it."""
+        """Yield the rows from a position on, without end, each with the position after it."""
         epoch, row = position
         while True:
             rows = self.rows(epoch)
@@ -104,16 +104,16 @@ class Packing:
 
     @property
     def conversations(self) -> int:
-        """How many conversations are packed."""
+        """The number of packed conversations."""
         return len(self._chosen)
 
     @property
     def tokens(self) -> int:
-        """Their tokens, truncated at a row's length."""
+        """The number of packed tokens, with conversations truncated to the length of a row."""
         return int(self._lengths[self._chosen].sum())
 
     def fill_rate(self) -> float:
-        """The share of the first epoch's tokens that belong to conversations."""
+        """The fraction of the first epoch's tokens that is not padding."""
         return self.tokens / (len(self.rows(0)) * self._shape.tokens)
 
     def _pack(self, order: np.ndarray) -> list[list[int]]:

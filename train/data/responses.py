@@ -1,4 +1,4 @@
-"""Conversations that a target wrote, read from disk: `open_responses`."""
+"""Reading of conversations that a target wrote: `open_responses`."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ VALIDATION_EVERY = 50
 class Responses:
     """Conversations on disk, read one at a time: `len(responses)`, `responses[i]`.
 
-    `lengths` [n] and `num_labels` [n] count each conversation's tokens and those of them that the
-    target wrote, `validation` [n] is true where it is held out.
+    `lengths` [n] and `num_labels` [n] count each conversation's tokens and those that the target
+    wrote; `validation` [n] is True for held-out conversations.
     """
 
     directory: Path
@@ -54,19 +54,19 @@ class Responses:
 
     @property
     def feature_names(self) -> tuple[str, ...]:
-        """The target features that each record brings."""
+        """The names of the target features in each record."""
         return tuple(self.metadata["features"])
 
     @property
     def generation(self) -> dict[str, Any]:
-        """How the conversations were made."""
+        """The settings with which the conversations were generated."""
         return dict(self.metadata["generation"])
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """The tokenizer that is kept with the tokens; None where only their target has it.
+        """The tokenizer stored with the tokens, or None if only the target has it.
 
-        Raises InputError for one that is not the tokenizer of these tokens.
+        Raises InputError for a tokenizer that does not match the tokens.
         """
         if not (self.directory / TOKENIZER).is_dir():
             return None
@@ -77,17 +77,17 @@ class Responses:
 
     @property
     def ids(self) -> Int64[np.ndarray, "n"]:
-        """The conversations' own numbers."""
+        """The ids of the conversations."""
         return self._records[:, 0]
 
     @cached_property
     def lengths(self) -> Int32[np.ndarray, "n"]:
-        """Tokens of each conversation, its prompt included."""
+        """The number of tokens of each conversation, prompt included."""
         return self._records[:, 1].astype(np.int32)
 
     @cached_property
     def num_labels(self) -> Int32[np.ndarray, "n"]:
-        """Tokens of each conversation that its loss mask lets through."""
+        """The number of tokens of each conversation that its loss mask selects."""
         return self._records[:, 2].astype(np.int32)
 
     @cached_property
@@ -130,10 +130,10 @@ class Responses:
 
 
 def open_responses(directory: str | Path, target: Mapping[str, Any] | None = None) -> Responses:
-    """The conversations of a directory that `write_responses` wrote; reads no record yet.
+    """Open a directory that `write_responses` wrote, without reading records.
 
-    Raises InputError where it is no such dataset or damaged, holds no conversation or no label, or
-    was written by another target than the one whose `target_metadata` are given.
+    Raises InputError for another or a damaged dataset, one without conversations or labels, and one
+    written by another target than that of `target` (a `target_metadata`).
     """
     path = user_path("data", directory)
     metadata = _read_metadata(path)

@@ -1,7 +1,7 @@
-"""The small set of conversations that comes with specjax, for training without data of one's own.
+"""The bundled dataset of conversations, for training without data of your own.
 
-`train/datasets/` holds the answers of the default model as JSON lines, what is known of their
-origin, and a card. They are written as a dataset into specjax's cache where they are first opened.
+`train/datasets/` holds the default model's answers as JSON lines, their provenance, and a card.
+They are converted to a dataset in specjax's cache when first opened.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ METADATA = ROWS.with_name("smollm2-135m-instruct.json")
 
 
 def shipped_dataset(tell: Callable[[str], Any] = print) -> Path:
-    """The directory of the dataset, written at the first call, and again where it is damaged.
+    """Return the directory of the dataset, writing it at the first call or if it is damaged.
 
-    `tell` takes a line that says so. Processes that want it at the same time wait for each other.
-    Raises InputError where the cache cannot be written.
+    `tell` receives a line about that. Concurrent processes wait for each other. Raises InputError
+    if the cache cannot be written.
     """
     digest = hashlib.sha256(ROWS.read_bytes() + METADATA.read_bytes()).hexdigest()[:8]
     directory = cache_folder("data") / f"smollm2-135m-instruct_{digest}"

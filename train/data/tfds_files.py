@@ -1,4 +1,4 @@
-"""TFDS datasets: records written as array_record files, and texts read from any of them."""
+"""TFDS datasets: writing of records as array_record files, and reading of texts."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def write_records(
     where: Path,
     compress: bool = True,
 ) -> int:
-    """Write records as the only split of a dataset into an empty folder; returns their number.
+    """Write records as the only split of a dataset to an empty folder; return their number.
 
-    `features` are TFDS's, by name. Any TFDS reader opens the folder, unless there was no record.
-    Raises InputError, which begins with `where`, for a disk that is full.
+    `features` are TFDS features by name. Any TFDS reader can open the folder, unless there was no
+    record. Raises InputError, beginning with `where`, for a full disk.
     """
     tfds = import_tfds()
     from array_record.python.array_record_module import ArrayRecordWriter
@@ -76,7 +76,7 @@ def write_records(
 
 @contextmanager
 def disk(where: Path) -> Iterator[None]:
-    """What a disk says, as an InputError; array_record says it with a RuntimeError."""
+    """Convert disk errors, which array_record raises as RuntimeError, to InputError."""
     try:
         yield
     except (OSError, RuntimeError) as error:
@@ -88,7 +88,7 @@ def disk(where: Path) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class FieldNames:
-    """What errors call the fields that name a dataset and its text, and what to give instead."""
+    """Names in errors of the fields for a dataset and its text, with the remedy."""
 
     dataset: str
     text: str
@@ -97,9 +97,9 @@ class FieldNames:
 
 @dataclass(frozen=True, eq=False)
 class Texts:
-    """The texts of a TFDS dataset's split, in order, each with the record's other texts by name.
+    """The texts of a TFDS dataset's split in order, each with the record's other strings by name.
 
-    `label` is what to call the dataset, `num_bytes` the size of the split's records.
+    `label` is the name of the dataset, and `num_bytes` the size of the split.
     """
 
     label: str
@@ -143,10 +143,10 @@ class Texts:
 def open_texts(
     name: str, data_dir: Path | None, split: str, text_field: str, names: FieldNames
 ) -> Texts:
-    """The texts of a TFDS dataset: a directory that holds one, or a name that TFDS knows.
+    """Open the texts of a TFDS dataset: a directory that holds one, or a name that TFDS knows.
 
-    One that is not prepared is prepared first, as array_record files. Raises InputError where that
-    fails, or a split or field is missing.
+    An unprepared dataset is first prepared as array_record files. Raises InputError if that fails,
+    or if a split or field is missing.
     """
     tfds = import_tfds()
     in_folder = Path(name).is_dir()

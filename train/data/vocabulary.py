@@ -1,4 +1,4 @@
-"""Which tokens a draft's logits stand for: those that the target writes most often."""
+"""The draft vocabulary: the tokens that the target writes most often."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ Vocabulary = Callable[[int | None], Int32[np.ndarray, "Vd"] | None]
 def draft_vocabulary(
     data: Sources | Responses, size: int | None, vocab_size: int
 ) -> Int32[np.ndarray, "Vd"] | None:
-    """The `size` commonest tokens among labels, ascending; None for all (size None or V).
+    """Return the `size` most common tokens among labels, ascending; None for all of them.
 
-    Conversations that are held out do not count. Raises InputError for a size out of range.
+    Held-out conversations do not count. `size` None or V means all tokens. Raises InputError for a
+    size out of range.
     """
     if size is None or size == vocab_size:
         return None
@@ -40,9 +41,9 @@ def draft_vocabulary(
 
 
 def count_labels(data: Sources | Responses, vocab_size: int) -> Int64[np.ndarray, "V"]:
-    """How often each token is a label in the conversations to train on.
+    """Return how often each token is a label in the training conversations.
 
-    A dataset's counts are kept in its directory, where that can be written.
+    The counts of a dataset are cached in its directory, if that is writable.
     """
     parts = data.parts if isinstance(data, Sources) else (data,)
     return sum(_counts_of(part, vocab_size) for part in parts)

@@ -1,4 +1,4 @@
-"""Writes conversations as `train.data.responses` reads them: whole, or not at all."""
+"""Atomic writing of conversations, in the format that `train.data.responses` reads."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def write_responses(
     tokenizer: Tokenizer | None = None,
     overwrite: bool = False,
 ) -> None:
-    """Write conversations with their `feature_names`; `metadata` is the writer's `target_metadata`.
+    """Write conversations with their `feature_names`; `metadata` is the target's `target_metadata`.
 
-    They are written beside the directory, which appears, or replaces an earlier dataset where
-    `overwrite` is set, when all are there. `generation` is kept as it is, and so is the
-    `tokenizer`, for a model that does not exist yet. Raises InputError for examples that are not of
-    this target, no examples or labels at all, as `folders.check_replaceable` does, and for a disk
-    that is full; what the directory held is then still there.
+    They are written next to the directory, which appears, or with `overwrite` replaces an earlier
+    dataset, once complete. `generation` is stored as it is, and so is the `tokenizer`, for a model
+    that does not exist yet. Raises InputError, leaving the directory unchanged, for examples of
+    another target, without any examples or labels, for a full disk, and as
+    `folders.check_replaceable` does.
     """
     path = output_folder("output", directory)
     with folders.replacing(path, "dataset", overwrite=overwrite) as beside:

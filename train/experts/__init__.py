@@ -1,1 +1,1 @@
-"""Mixtures of experts in training: how many tokens each expert is sent, and their balance."""
+"""Training of mixtures of experts: the load of each expert, and load balancing."""

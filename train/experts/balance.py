@@ -1,4 +1,4 @@
-"""Balancing the load of experts without a loss (Wang et al. 2408.15664, DeepSeek-V3 2412.19437)."""
+"""Loss-free load balancing of experts (Wang et al. 2408.15664, DeepSeek-V3 2412.19437)."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from train.experts.loads import Loads
 
 
 def balanced(params: Any, loads: Loads, rate: float) -> Any:
-    """Parameters after an update whose tokens gave these loads.
+    """Return the parameters after adjusting the routers' biases to the loads of an update.
 
-    The bias by which experts are chosen rises by `rate` where an expert had less than the mean of
-    its layer, and falls where it had more. Routers without that bias stay as they are.
+    An expert's selection bias rises by `rate` if its load was below the mean of its layer, and
+    falls if it was above. Routers without that bias are unchanged.
     """
 
     def moved(path: tuple, leaf: jax.Array) -> jax.Array:
@@ -31,9 +31,9 @@ def balanced(params: Any, loads: Loads, rate: float) -> Any:
 
 
 def imbalance(loads: Mapping[str, Any]) -> float | None:
-    """The largest load of a layer over its mean, averaged over layers; None without experts.
+    """Return the largest load of a layer over its mean, averaged over layers; None without experts.
 
-    1 where all experts had the same load; a layer that was sent nothing is left out.
+    It is 1 if all experts had the same load. Layers without tokens are omitted.
     """
     layers = [layer for load in loads.values() for layer in np.atleast_2d(np.asarray(load))]
     ratios = [layer.max() / layer.mean() for layer in layers if layer.any()]

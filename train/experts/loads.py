@@ -1,4 +1,4 @@
-"""How many tokens the experts of each layer were sent, by the name of the layer's router."""
+"""The number of tokens sent to each expert, by the name of the layer's router."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ Loads = dict[str, Float[Array, "... E"]]
 
 
 def of_target(decoder: Decoder, chosen: Int[Array, "B T M K"] | None, batch: Batch) -> Loads:
-    """Those of a decoder, from its feature `experts`; nothing for one without experts.
+    """Return the loads of a decoder, given its feature `experts`; empty without experts.
 
-    Padding is not counted. Without the feature no token was sent anywhere.
+    Padding is not counted. Without the feature all loads are 0.
     """
     experts, count = decoder.config.experts, decoder.config.num_sparse
     if experts is None or not count:
@@ -35,7 +35,7 @@ def of_target(decoder: Decoder, chosen: Int[Array, "B T M K"] | None, batch: Bat
 
 
 def feature_of(decoder: Decoder) -> tuple[str, ...]:
-    """The feature that `of_target` reads, in a tuple; empty for a decoder without experts."""
+    """Return the names of features that `of_target` reads; empty for a decoder without experts."""
     return (EXPERTS,) if decoder.config.num_sparse else ()
 
 
@@ -45,7 +45,10 @@ def of_modules(
     experts: Experts | None,
     labels: Int[Array, "B A"],
 ) -> Loads:
-    """Those of modules, from each draft step's experts at its labels; later steps run the last."""
+    """Return the loads of MTP modules, from the experts of each draft step at its labels.
+
+    Steps beyond the number of modules run the last module.
+    """
     found: Loads = {}
     for step, own in enumerate(chosen):
         if experts is None or own is None:
@@ -56,7 +59,7 @@ def of_modules(
 
 
 def below(name: str, loads: Mapping[str, Array]) -> Loads:
-    """Loads of what is the entry `name` of the trained parameters."""
+    """Return the loads with router names below the entry `name` of the trained parameters."""
     return {f"{name}.{router}": load for router, load in loads.items()}
 
 

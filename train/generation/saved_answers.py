@@ -1,4 +1,4 @@
-"""Answers in a work folder, a line each as they end, so that a run can resume."""
+"""Answers saved in a work folder, one line each, so that a run can resume."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _LARGEST = 2**31
 
 @dataclass(frozen=True)
 class SavedAnswers:
-    """The answers that are done, as lines of a file; one without tokens is none."""
+    """The finished answers, as lines of a file; one without tokens means no answer."""
 
     file: Path
 
     def add(self, answers: Mapping[int, Sequence[int]]) -> None:
-        """Keep some answers, the token ids of each by its prompt's number.
+        """Save answers: token ids by the prompt's number.
 
         Raises InputError on a full disk.
         """
@@ -43,7 +43,7 @@ class SavedAnswers:
             raise self._unwritable(error) from None
 
     def read(self) -> dict[int, list[int]]:
-        """All answers by their prompts' numbers; a damaged line counts as not there."""
+        """Return all answers by the prompts' numbers, skipping damaged lines."""
         if not self.file.exists():
             return {}
         answers: dict[int, list[int]] = {}
@@ -76,11 +76,11 @@ def _answer(row: Any) -> dict[int, list[int]]:
 
 
 def open_answers(root: Path, record: Mapping[str, Any]) -> SavedAnswers:
-    """The answers of a run in its work folder; `record` (JSON-ready) says what the run is.
+    """Open the answers of a run in its work folder; `record` (JSON-ready) identifies the run.
 
-    The folder is one that `folder_lock` holds for this run. Every process makes the call, the first
-    one looks and writes. Raises InputError where finished answers there are of another
-    run, naming the fields, and where the folder cannot be written.
+    This run must hold the folder's `folder_lock`. Every process must call it; the first one reads
+    and writes. Raises InputError if the folder has finished answers of another run, naming the
+    differing fields, and if it cannot be written.
     """
     saved, file = SavedAnswers(root / _ANSWERS), root / _RECORD
 

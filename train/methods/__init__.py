@@ -1,1 +1,1 @@
-"""What is trained: losses, labels, and the methods made of them."""
+"""Training methods: their losses, labels and initial parameters."""

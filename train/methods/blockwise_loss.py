@@ -1,8 +1,9 @@
-"""Drafts at labels against the target's distribution, a block of labels at a time.
+"""Losses of drafts at labels, computed a block of labels at a time.
 
 Logits over a vocabulary are the largest arrays of a step, and reading them takes most of its time.
-Here they exist for one block only: its gradients are computed along with its losses (as in Liger
-kernels, Hsu et al. 2410.10989), and what is kept for the backward pass has the width of the states.
+Here they exist for only one block: its gradients are computed along with its losses (as in Liger
+kernels, Hsu et al. 2410.10989), and only arrays of the width of the states are kept for the
+backward pass.
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ _BLOCK = 512
 
 @dataclass(frozen=True)
 class Scoring:
-    """How drafts are scored: `parts` are (loss of a label, its weight), and products as `multiply`.
+    """The losses of drafts: `parts` are pairs of a label loss and its weight.
 
-    Without `trains_kernel` no gradient is made for the kernel that gives the logits.
+    `trains_kernel` computes the gradient of the kernel that gives the logits. `multiply` is the
+    dtype of products.
     """
 
     parts: tuple[tuple[LabelLoss, float], ...]
@@ -38,12 +40,12 @@ class Scoring:
 
 
 class Teacher(NamedTuple):
-    """The target at each label: its last feature before, and its head's columns.
+    """The target at each label: its feature before the label, and the columns of its head.
 
     `token` is the data's token as an index among the columns, wherever `known`. Labels whose token
-    the columns do not have teach nothing: as those tokens were drawn from the target, a label
-    counts by how likely the draft vocabulary is there, without a pass over the whole one.
-    Features and columns are None where the data's tokens alone teach.
+    is not among the columns are not trained on: since tokens were drawn from the target, a label
+    then counts by how likely the draft vocabulary is, without a pass over the whole vocabulary.
+    Features and columns are None if only the data's tokens are the teacher.
     """
 
     features: Float[Array, "B A D"] | None
@@ -58,9 +60,9 @@ class Teacher(NamedTuple):
         columns: Float[Array, "D Vd"] | None,
         draft_ids: Int[Array, "Vd"] | None,
     ) -> Teacher:
-        """The teacher of a batch with `final_norm`; `columns` are those of `draft_ids`.
+        """Return the teacher of a batch with `final_norm`; `columns` are those of `draft_ids`.
 
-        Without columns the batch's tokens alone teach, and it needs no features.
+        Without columns only the batch's tokens are the teacher, and no features are needed.
         """
         features = None
         if columns is not None:
@@ -72,7 +74,7 @@ class Teacher(NamedTuple):
         return cls(features, columns, index, draft_ids[index] == token)
 
     def counts(self, labels: Int[Array, "B A"], drafts: int) -> Bool[Array, "K B A"]:
-        """Whether draft i predicts a label that the draft's vocabulary has."""
+        """Return whether the token of draft i is a label in the draft vocabulary."""
         return jnp.stack(
             [label_ahead(labels, draft) & ahead(self.known, draft) for draft in range(drafts)]
         )
@@ -81,8 +83,9 @@ class Teacher(NamedTuple):
 class Scores(NamedTuple):
     """Sums of each part over the counted labels by draft, and which drafts are right.
 
-    Right is the token that the target finds likeliest of those that can be drafted; the data's,
-    where that alone teaches. `choices` are the drafts' own likeliest, as indices among the columns.
+    A draft is right if it is the target's most likely token in the draft vocabulary, or the data's
+    token if only that is the teacher. `choices` are the drafts' most likely tokens, as column
+    indices.
     """
 
     losses: Float[Array, "K P"]
@@ -98,11 +101,11 @@ def score_drafts(
     counted: Bool[Array, "K B A"],
     weights: Float[Array, "K"],
 ) -> tuple[Float[Array, ""], Scores]:
-    """The loss, which is differentiable, and what it is made of.
+    """Return the differentiable loss, and its parts.
 
-    Draft i of a label predicts the token i positions after it, which is i positions after among the
-    labels too where it is `counted`. `kernel` makes logits of `states`, one for all drafts or one
-    for each. The loss is the sum over drafts and counted labels, each draft by its weight.
+    Draft i of a label predicts the token i positions later, which is the label i places later if
+    `counted`. `kernel` computes logits from `states`, with one for all drafts or one per draft. The
+    loss is the sum over drafts and counted labels, weighted by draft.
     """
     drafts, batch, labels, _ = states.shape
     count = max(1, -(-batch * labels // _BLOCK))

@@ -1,8 +1,8 @@
-"""A draft model distilled out of a few layers of a frozen target.
+"""Distillation of a draft model from a few layers of a frozen target.
 
-It starts as some of the target's layers between the target's own embedding and head, which it
-shares, and learns the target's distribution at every token of its own responses, by KL divergence,
-total variation, or both (DistillSpec: Zhou et al. 2310.08461).
+The draft model starts as some of the target's layers between the target's embedding and head, which
+it shares. It learns the target's distribution at every token of the target's own responses by KL
+divergence, total variation, or both (DistillSpec: Zhou et al. 2310.08461).
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from train.methods.target_layers import some_layers
 class DistillLoss:
     """Weights of KL(p || q) and of the total variation; `label_loss` replaces both.
 
-    `depths` is how many drafts per round are measured, and changes no gradient. Raises InputError
-    where neither has a weight.
+    `depths` is the number of drafts per round to measure; it does not affect gradients. Raises
+    InputError if both weights are 0.
     """
 
     kl: Annotated[float, Number()] = 1.0
@@ -49,7 +49,7 @@ class DistillLoss:
 
     @property
     def parts(self) -> dict[str, tuple[LabelLoss, float]]:
-        """The parts that have a weight, each with it, by name."""
+        """Return the label losses with nonzero weight and their weights, by name."""
         if self.label_loss is not None:
             return {"label_loss": (self.label_loss, 1.0)}
         both = {"kl": (kl_divergence, self.kl), "tv": (variation, self.tv)}
@@ -64,10 +64,10 @@ def distill_method(
     *,
     multiply: Any = None,
 ) -> Method:
-    """How to train a draft model that starts as the given layers of its target.
+    """Return a method that trains a draft model initialized from some layers of its target.
 
     `draft_ids` are the tokens that it drafts, None for all; `multiply` is the dtype of products.
-    Raises InputError for layers that the target does not have.
+    Raises InputError for layers that the target lacks.
     """
     count, vocab_size = target.config.num_layers, target.config.vocab_size
     if not len(layers):
@@ -111,10 +111,10 @@ def distill_loss(
     batch: Batch,
     loss: DistillLoss,
 ) -> tuple[Float[Array, ""], Measures]:
-    """The sum of the loss over the batch's labels, and measures of drafts `loss.depths` deep.
+    """Return the sum of the loss over the batch's labels, and measures of `loss.depths` drafts.
 
-    Label j is predicted from row j - 1. A later draft is right where the model is right at
-    each label up to it: it reads its own drafts, which then are the target's tokens.
+    Label j is predicted from row j - 1. A later draft is right if the model is right at each label
+    up to it, since it then reads its own drafts, which equal the target's tokens.
     """
     labels = batch.labels
     features = features_of(model, params, batch, ("final_norm",))

@@ -1,7 +1,7 @@
-"""EAGLE heads for a frozen target: what they start from, learn and become.
+"""EAGLE heads for a frozen target: initialization, loss and export.
 
 EAGLE-1 (Li et al. 2401.15077): the next feature by smooth L1 and its token by cross-entropy, from
-true features with noise. EAGLE-3 (2503.01840): cross-entropy alone, over several draft steps that
+true features with noise. EAGLE-3 (2503.01840): cross-entropy only, over several draft steps that
 read the head's own outputs ("training-time test").
 """
 
@@ -38,11 +38,11 @@ START = Choice(("target", "random"))
 
 @dataclass(frozen=True)
 class EagleLoss:
-    """Weights of the parts of the loss, and over how many draft steps it runs.
+    """Weights of the parts of the loss, and the number of draft steps.
 
     Step i has the weight `decay` ** i. `noise` is the half-width of the uniform noise on features.
-    `label_loss` replaces the cross-entropy, whose weight it has. Raises InputError where neither
-    part has a weight.
+    `label_loss` replaces the cross-entropy and keeps its weight. Raises InputError if both parts
+    have weight 0.
     """
 
     steps: Annotated[int, Whole(1, 64)] = 4
@@ -58,7 +58,7 @@ class EagleLoss:
 
     @property
     def part(self) -> tuple[str, LabelLoss]:
-        """The loss of each label, and its name among the measures."""
+        """Return the label loss, and its name among the measures."""
         if self.label_loss is not None:
             return "label_loss", self.label_loss
         return "cross_entropy", _against_distribution
@@ -73,10 +73,10 @@ def eagle_method(
     start: str = "target",
     multiply: Any = None,
 ) -> Method:
-    """How to train an EAGLE head for a frozen target.
+    """Return a method that trains an EAGLE head for a frozen target.
 
-    `draft_ids` are the tokens that the head drafts, None for all. `start` is "target" (the target's
-    weights where they fit) or "random"; `multiply` is the dtype of products.
+    `draft_ids` are the tokens that the head drafts, None for all. `start` is "target" (copy the
+    target's weights that fit) or "random"; `multiply` is the dtype of products.
     """
     head = Eagle(config, jnp.dtype(jnp.float32), multiply)
     ids = None if draft_ids is None else jnp.asarray(draft_ids)
@@ -102,11 +102,11 @@ def eagle_method(
 def from_target(
     params: dict[str, Any], target: Model, config: EagleConfig, draft_ids: np.ndarray | None
 ) -> dict[str, Any]:
-    """Random parameters with those that the target has too taken from its last layer and its head.
+    """Return random parameters, with those that the target's last layer and head have copied.
 
-    The layer's inputs are wider than the target's: what reads the feature starts as the target's
-    projection, what reads the embedding stays random, and the fusion starts as the last tap. Raises
-    InputError where the head's layer is of another shape than the target's.
+    The layer's inputs are wider than the target's: the part that reads the feature starts as the
+    target's projection, the part that reads the embedding stays random, and the fusion starts as
+    the last tap. Raises InputError if the head's layer has another shape than the target's.
     """
     shape = target.config.llama_layers(1)
     if (other := target.config.unlike_llama) is not None:
@@ -146,11 +146,11 @@ def eagle_loss(
     key: Key[Array, ""] | None,
     loss: EagleLoss,
 ) -> tuple[Float[Array, ""], Measures]:
-    """The sum of the loss over the batch's labels, and measures of each draft step.
+    """Return the sum of the loss over the batch's labels, and measures of each draft step.
 
-    Step i is scored where the token i positions after a label is a label too; its loss counts where
-    that token is in the draft's vocabulary, over which the target's distribution is renormalised.
-    Without a key there is no noise.
+    Step i is scored if the token i positions after a label is a label too; its loss counts if that
+    token is in the draft vocabulary, over which the target's distribution is renormalized. Without
+    a key there is no noise.
     """
     labels = batch.labels
     features = {name: value.astype(jnp.float32) for name, value in batch.features.items()}

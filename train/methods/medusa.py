@@ -1,4 +1,4 @@
-"""Medusa-1: heads for a frozen target; their loss is that of Medusa-2 too.
+"""Medusa-1: heads for a frozen target, with the loss that Medusa-2 also uses.
 
 Cai et al. 2401.10774. Head i predicts the token i + 1 positions after the one that the target
 itself predicts from the same feature.
@@ -30,7 +30,7 @@ from train.methods.packed_rows import at_rows
 class MedusaLoss:
     """The loss: `labels` are the data's "tokens", or the target's "distributions" at them.
 
-    That is cross-entropy, or KL divergence from the target; `label_loss` replaces either. Head i
+    These mean cross-entropy and KL divergence from the target; `label_loss` replaces either. Head i
     (0-based) has the weight `decay` ** i.
     """
 
@@ -40,7 +40,7 @@ class MedusaLoss:
 
     @property
     def part(self) -> LabelLoss:
-        """The loss of each label."""
+        """Return the label loss."""
         return label_loss_of(self.labels, self.label_loss)
 
 
@@ -52,7 +52,7 @@ def medusa_method(
     *,
     multiply: Any = None,
 ) -> Method:
-    """How to train Medusa heads for a frozen target; they start as the target's own head.
+    """Return a method that trains Medusa heads, initialized as copies of a frozen target's head.
 
     `draft_ids` are the tokens that the heads draft, None for all; `multiply` is the dtype of
     products.
@@ -83,7 +83,7 @@ def medusa_method(
 def first_params(
     head: Medusa, target: Model, draft_ids: np.ndarray | None, key: Key[Array, ""]
 ) -> dict[str, Any]:
-    """Initial parameters: blocks that are zero, and heads that are copies of the target's."""
+    """Return initial parameters: zero blocks, and heads copied from the target's."""
     params = meta.unbox(head.init(key))
     if not head.config.original_lm_head:
         kernel = np.asarray(target.params["head"]["kernel"], np.float32)
@@ -102,10 +102,10 @@ def heads_loss(
     loss: MedusaLoss,
     trains_columns: bool = False,
 ) -> tuple[Float[Array, ""], Scores]:
-    """The weighted sum over heads and labels, and what it is made of.
+    """Return the weighted sum over heads and labels, and its parts.
 
-    For label j all heads read row j - 2; head i is scored at label j + i, where there is one.
-    `columns` are those of the target's head, which heads without one of their own use.
+    For label j all heads read row j - 2; head i is scored at label j + i, if there is one.
+    `columns` are those of the target's head, used by heads without their own.
     """
     own = not head.config.original_lm_head
     kernel = params["head"]["kernel"] if own else columns
@@ -123,6 +123,6 @@ def heads_loss(
 def heads_measures(
     scores: Scores, labels: Int[Array, "B A"], others: dict[str, Float[Array, ""]]
 ) -> Measures:
-    """Measures of all heads; `others` are parts of the loss beside theirs."""
+    """Return measures of all heads; `others` are additional parts of the loss."""
     each = {f"head_{head}": loss[0] for head, loss in enumerate(scores.losses)}
     return measure({**others, **each}, scores.right, labels)

@@ -1,7 +1,7 @@
-"""Medusa-2: the target is trained along with its heads, in two stages (Cai et al. 2401.10774).
+"""Medusa-2: joint training of the target and its heads in two stages (Cai et al. 2401.10774).
 
-At first the heads alone learn, so that their large gradients do not harm the target; then both, the
-target held to what it was (self-distillation), or taught the data's tokens.
+At first only the heads learn, so that their large gradients do not harm the target; then both
+learn. The target learns to match its original self (self-distillation), or the data's tokens.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from train.methods.target_loss import target_loss
 
 @dataclass(frozen=True)
 class JointOptions:
-    """How the target is trained along: its own loss plus `heads` times that of the heads.
+    """Options of joint training: the target's own loss plus `heads` times that of the heads.
 
-    `target` is "self" (KL divergence of the target as it was from the target as it is) or "tokens"
-    (cross-entropy of the data). For `warm_steps` the heads learn alone; with `ramp` their weight
-    then grows as a quarter of a sine.
+    `target` is "self" (KL divergence from the original target) or "tokens" (cross-entropy with the
+    data). For `warm_steps` only the heads learn; with `ramp` their weight then rises as a quarter
+    of a sine.
     """
 
     target: Literal["self", "tokens"] = "self"
@@ -47,12 +47,12 @@ class JointOptions:
 
 @dataclass(frozen=True)
 class JointLoss(JointOptions):
-    """The same in a run, in which the ramp ends at `steps`."""
+    """Options of joint training for a run in which the ramp ends at `steps`."""
 
     steps: Annotated[int, Whole(1)] = 1
 
     def weight(self, step: Int[Array, ""]) -> Float[Array, ""]:
-        """The weight of the heads in a joint step."""
+        """Return the weight of the heads at a joint step."""
         if not self.ramp:
             return jnp.float32(self.heads)
         span = max(self.steps - self.warm_steps, 1)
@@ -71,7 +71,10 @@ def medusa2_method(
     *,
     multiply: Any = None,
 ) -> Method:
-    """How to train heads and target together; parameters are {"target": ..., "heads": ...}."""
+    """Return a method that trains heads and target jointly.
+
+    Parameters are {"target": ..., "heads": ...}.
+    """
     dtype = jnp.dtype(jnp.float32)
     head = Medusa(config, dtype, multiply)
     decoder = dataclasses.replace(target.architecture, dtype=dtype, multiply=multiply)
@@ -126,10 +129,10 @@ def joint_loss(
     loss: MedusaLoss,
     joint: JointLoss,
 ) -> tuple[Float[Array, ""], Measures]:
-    """The sum of the loss over the batch's labels at a step, and measures of the heads.
+    """Return the sum of the loss over the batch's labels at a step, and measures of the heads.
 
-    Distributions, and what counts as right, are those of the `frozen` target, whose features the
-    batch brings.
+    Distributions, and which tokens are right, are those of the `frozen` target, whose features are
+    in the batch.
     """
 
     def columns(kernel: Float[Array, "D V"]) -> Float[Array, "D Vd"]:

@@ -1,4 +1,4 @@
-"""A training method: a few pure functions, and the sums that measure it."""
+"""The interface of training methods: a few pure functions, and sums that measure them."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ Schedule = Callable[[Int[Array, ""]], Float[Array, ""]]
 class Measures:
     """Sums over labels, which add over micro-batches and devices.
 
-    `weight` is what a loss is divided by; `losses` are its parts by name. Draft i (0-based) is
-    of the token i positions after a label: `counts` are the labels where there is one, `correct`
-    those where the draft is the target's likeliest token, `prefix_correct` those where all drafts
-    before are right too. `loads` are the tokens that experts of trained layers were sent.
+    `weight` is the divisor of losses; `losses` are the parts of the loss by name. Draft i (0-based)
+    predicts the token i positions after a label: `counts` are the labels that have one, `correct`
+    those at which the draft is the target's most likely token, `prefix_correct` those at which all
+    earlier drafts are right too. `loads` are the numbers of tokens sent to experts of trained
+    layers.
     """
 
     weight: Float[Array, ""]
@@ -39,18 +40,19 @@ class Measures:
 
 
 class Method(NamedTuple):
-    """A way to train a drafter, perhaps along with its target.
+    """A way to train a drafter, optionally jointly with its target.
 
-    `init(key) -> params` gives what is trained. `loss(params, target_params, batch, key)` gives the
-    sum of the loss over labels, and measures; without a key there is no noise in it. `features` are
-    the frozen target's features that it reads from the batch. `head(params, training)` is what is
-    measured by decoding, None where nothing drafts. `model(params)` is the target as it then is;
-    `exports` says what a run leaves: the "head", "both" in a folder each, or a "model" that holds
-    the head too. `trains_target` where the target is trained too; `drafter` then names the entry of
-    `params` that is the head's, which elsewhere is all of them. With `takes_step` the loss has the
-    step, an int32 scalar, as its last argument. `schedules` are numbers that follow from the step
-    alone, by the names under which they are logged. A sequence needs `least_tokens` to have a label
-    for every draft.
+    `init(key) -> params` returns the trained parameters. `loss(params, target_params, batch, key)`
+    returns the sum of the loss over labels, and measures; without a key it has no noise. `features`
+    are the frozen target's features that it reads from the batch. `head(params, training)` is the
+    head to measure by decoding, or None. `model(params)` is the target in its current state;
+    `exports` is what a run writes: the "head", "both" in separate folders, or a "model" that
+    contains the head.
+
+    `trains_target` says that the target is trained too; `drafter` then names the entry of `params`
+    with the head. `takes_step` passes the step, an int32 scalar, as last argument to the loss.
+    `schedules` are logged functions of the step by name. A sequence needs `least_tokens` to have a
+    label for every draft.
     """
 
     name: str
@@ -70,7 +72,7 @@ class Method(NamedTuple):
 def measure(
     losses: dict[str, Float[Array, ""]], right: Bool[Array, "K B A"], labels: Int[Array, "B A"]
 ) -> Measures:
-    """Measures of K drafts at each label; there may be none."""
+    """Return the measures of K drafts at each label; K may be 0."""
     scored = [label_ahead(labels, draft) for draft in range(len(right))]
     scored = jnp.stack(scored) if scored else right
     right = right & scored

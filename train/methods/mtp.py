@@ -1,4 +1,4 @@
-"""MTP modules for a frozen target, or trained along with it, be it loaded or from scratch."""
+"""MTP modules for a frozen target, or trained jointly with a loaded or a new one."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ def mtp_method(
     exports: str = "model",
     multiply: Any = None,
 ) -> Method:
-    """How to train MTP modules; without a `config` (D = 0) the target alone.
+    """Return a method that trains MTP modules; without a `config` (D = 0) the target alone.
 
-    `draft_ids` are the tokens that the modules draft, None for all. `trains` is "modules" or "all":
-    then parameters are {"target": ..., "mtp": ...}. `start` is "target" or "random"; `exports` says
-    whether a run leaves the modules alone or the target with them inside; `multiply` is the dtype
-    of products. Raises InputError for what does not fit the target.
+    `draft_ids` are the tokens that the modules draft, None for all. `trains` is "modules" or "all",
+    in which case parameters are {"target": ..., "mtp": ...}. `start` is "target" or "random";
+    `exports` says whether a run writes the modules alone or the target with them inside; `multiply`
+    is the dtype of products. Raises InputError for what does not fit the target.
     """
     trains_target = trains == "all"
     if draft_ids is not None and exports == "model":
@@ -136,10 +136,10 @@ def _check_own_modules(target: Model, config: MtpConfig | None) -> None:
 
 
 def from_target(params: dict[str, Any], target: Model, config: MtpConfig) -> dict[str, Any]:
-    """The target's own modules, or random ones that at first pass the hidden state through.
+    """Return the target's own modules, or random ones that initially pass the hidden state through.
 
-    Nothing else is taken from the target: its last layer and its final norm expect a residual
-    stream of another size, and modules that started as those learned more slowly.
+    Nothing else is copied from the target: its last layer and its final norm expect a residual
+    stream of another scale, and modules initialized from them learned more slowly.
     """
     if target.mtp is not None:
         return jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), target.mtp.params)

@@ -1,7 +1,7 @@
-"""The loss of MTP modules, alone or weighted by lambda beside their target's own.
+"""The loss of MTP modules, alone or added to their target's loss with weight lambda.
 
 DeepSeek-V3 (2412.19437, section 2.2): LM + (lambda / D) * sum over modules of the cross-entropy.
-FastMTP (2509.18362): one module over several steps, with weights that decay.
+FastMTP (2509.18362): one module over several steps, with decaying weights.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from train.methods.unroll import unroll
 
 @dataclass(frozen=True)
 class MtpLossOptions:
-    """What predictions are compared with, and how they are weighted.
+    """The reference of predictions, and the weights of draft steps.
 
-    `labels` are the data's "tokens" (cross-entropy) or the "distributions" of the target as it was
-    before the run (KL divergence), for the modules and for a target that is trained along. Draft
-    step i has the weight `decay` ** i, and the weights add to one, so that without decay each has
-    1 / D. lambda is `late_loss_weight`, if given, after the share `late_from` of a run.
+    `labels` are the data's "tokens" (cross-entropy) or the "distributions" of the original target
+    (KL divergence), for the modules and for a jointly trained target. Draft step i has the weight
+    `decay` ** i, normalized to a sum of one, so that without decay each has 1 / D. If
+    `late_loss_weight` is given, lambda has this value after a fraction `late_from` of a run.
     """
 
     labels: Literal["tokens", "distributions"] = "tokens"
@@ -45,9 +45,9 @@ class MtpLossOptions:
 
 @dataclass(frozen=True)
 class MtpLoss(MtpLossOptions):
-    """The same over `steps` draft steps, in a run whose schedule has `schedule_steps`.
+    """The loss over `steps` draft steps, in a run whose schedule has `schedule_steps`.
 
-    lambda is `loss_weight` at first. `label_loss` replaces the loss of the modules.
+    lambda starts as `loss_weight`. `label_loss` replaces the loss of the modules.
     """
 
     steps: Annotated[int, Whole(0, 64)] = 1
@@ -57,17 +57,17 @@ class MtpLoss(MtpLossOptions):
 
     @property
     def part(self) -> LabelLoss:
-        """The loss of each label."""
+        """Return the label loss."""
         return label_loss_of(self.labels, self.label_loss)
 
     @property
     def step_weights(self) -> Float[Array, "K"]:
-        """The weights of draft steps; they add to one."""
+        """Return the weights of draft steps, which sum to one."""
         weights = self.decay ** jnp.arange(self.steps, dtype=jnp.float32)
         return weights / weights.sum()
 
     def weight(self, step: Int[Array, ""]) -> Float[Array, ""]:
-        """lambda, an optax schedule."""
+        """Return lambda at a step, as an optax schedule does."""
         parts, changes = [optax.constant_schedule(self.loss_weight)], []
         if self.late_loss_weight is not None:
             parts.append(optax.constant_schedule(self.late_loss_weight))
@@ -86,10 +86,10 @@ def modules_loss(
     loss: MtpLoss,
     trains_target: bool,
 ) -> tuple[Float[Array, ""], Scores, Loads]:
-    """The weighted sum over draft steps and labels, without lambda, what it is made of, and loads.
+    """Return the weighted sum over draft steps and labels without lambda, its parts, and loads.
 
-    `features` are those that the modules read, `target_params` what they share. Step i is scored
-    where the token i positions after a label is a label too, and is in the draft's vocabulary.
+    `features` are those that the modules read, and `target_params` those that they share. Step i is
+    scored if the token i positions after a label is a label too, and is in the draft vocabulary.
     """
     params = {**params, "shared": share(target_params, draft_ids, head=True)}
     taps = {name: features[name].astype(jnp.float32) for name in head.config.taps}
@@ -115,7 +115,10 @@ def frozen_loss(
     batch: Batch,
     loss: MtpLoss,
 ) -> tuple[Float[Array, ""], Measures]:
-    """The loss of modules for a frozen target, whose features the batch brings, and measures."""
+    """Return the loss of modules for a frozen target, and measures.
+
+    The target's features are in the batch.
+    """
     columns = share(target_params, draft_ids, head=True)["draft_head"]["kernel"]
     teacher = Teacher.of(batch, columns, draft_ids)
     total, scores, loads = modules_loss(
@@ -133,11 +136,11 @@ def joint_loss(
     step: Int[Array, ""],
     loss: MtpLoss,
 ) -> tuple[Float[Array, ""], Measures]:
-    """The loss of a target, and of its modules times lambda, at a step; and measures.
+    """Return the loss of a target plus lambda times that of its modules at a step, and measures.
 
     `params` are {"target": ..., "mtp": ...}, the latter only with a `head`. The `frozen` target is
-    read for `labels` "distributions" alone. A draft is right where it is the token that the target,
-    as it is now, finds likeliest.
+    used for `labels` "distributions" only. A draft is right if it is the current target's most
+    likely token.
     """
     target, labels = params["target"], batch.labels
     taps = () if head is None else head.config.taps

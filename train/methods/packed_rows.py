@@ -1,4 +1,4 @@
-"""Values at labels, and a target's features of packed rows."""
+"""Values at the labels of packed rows, and a target's features of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from train.data.batches import Batch
 
 
 def visible(segments: Int[Array, "B T"]) -> Bool[Array, "B T T"]:
-    """What each token of packed rows sees: itself and those before it in its own segment."""
+    """Return which tokens each token attends to: itself and earlier ones of its segment."""
     same = segments[:, :, None] == segments[:, None, :]
     rows = segments.shape[1]
     return same & jnp.tril(jnp.ones((1, rows, rows), bool))
@@ -23,7 +23,7 @@ def visible(segments: Int[Array, "B T"]) -> Bool[Array, "B T T"]:
 def features_of(
     model: Decoder | ReducedDecoder, params: Any, batch: Batch, names: tuple[str, ...]
 ) -> dict[str, Float[Array, "B T D"]]:
-    """The named features of a batch's tokens, differentiable in `params`."""
+    """Return the named features of a batch's tokens, differentiable in `params`."""
     return model.extend(
         params,
         batch.tokens,
@@ -40,7 +40,10 @@ def features_of(
 def fill_features(
     target: Decoder, target_params: Any, batch: Batch, names: tuple[str, ...]
 ) -> Batch:
-    """The batch with the named features, computed where it brings none; no gradient flows back."""
+    """Return the batch with the named features, computing those that it lacks.
+
+    No gradient flows back through them.
+    """
     missing = tuple(name for name in names if name not in batch.features)
     if not missing:
         return batch
@@ -51,17 +54,17 @@ def fill_features(
 def at_rows(
     values: Shaped[Array, "B T *rest"], rows: Int[Array, "B A"]
 ) -> Shaped[Array, "B A *rest"]:
-    """`values` [B, T, ...] at each row's own positions; positions below 0 give the first."""
+    """Return `values` [B, T, ...] at each row's positions; negative positions give the first."""
     rows = jnp.maximum(rows, 0)
     return jax.vmap(lambda value, positions: value[positions])(values, rows)
 
 
 def ahead(values: Shaped[Array, "B A *rest"], depth: int) -> Shaped[Array, "B A *rest"]:
-    """The values `depth` positions later in each row's list of labels; zeros after its end."""
+    """Return the values `depth` places later in each row's list of labels, zero-padded."""
     room = ((0, 0), (0, depth)) + ((0, 0),) * (values.ndim - 2)
     return jnp.pad(values, room)[:, depth:]
 
 
 def label_ahead(labels: Int[Array, "B A"], depth: int) -> Bool[Array, "B A"]:
-    """Whether the token `depth` positions after each label is a label too."""
+    """Return whether the token `depth` positions after each label is a label too."""
     return (labels >= 0) & (ahead(labels, depth) == labels + depth)

@@ -1,4 +1,4 @@
-"""Layers of a target, as a draft starts from them."""
+"""Copies of a target's layers, to initialize a draft."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from specjax.loading.model import Model
 
 
 def some_layers(target: Model, layers: Sequence[int]) -> dict[str, Any]:
-    """Those layers of a model, stacked, and its final norm, in float32."""
+    """Return the given layers of a model, stacked, and its final norm, in float32."""
     theirs = target.params["layers"]
     if target.form.stacked:
         taken = jax.tree.map(lambda leaf: np.asarray(leaf)[list(layers)], theirs)
@@ -25,6 +25,6 @@ def some_layers(target: Model, layers: Sequence[int]) -> dict[str, Any]:
 
 
 def last_layer(target: Model) -> dict[str, Any]:
-    """A model's last layer, in float32."""
+    """Return a model's last layer, in float32."""
     last = some_layers(target, [target.config.num_layers - 1])
     return jax.tree.map(lambda leaf: leaf[0], last["layers"])

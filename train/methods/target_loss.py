@@ -1,4 +1,4 @@
-"""The loss of a target that is trained along with what drafts for it."""
+"""The loss of a target that is trained jointly with its drafter."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def target_loss(
     batch: Batch,
     multiply: Any = None,
 ) -> tuple[Float[Array, ""], Scores]:
-    """The sum of the loss over the batch's labels, and what it is made of.
+    """Return the sum of the target's loss over the batch's labels, and its parts.
 
-    `kernel` and `final_norm` are the target's as it is. With `before`, the head of the target as it
-    was, whose features the batch brings, it is the KL divergence from that target; without, the
-    cross-entropy of the data's tokens.
+    `kernel` and `final_norm` are those of the current target. With `before`, the head of the
+    original target, whose features are in the batch, the loss is the KL divergence from that
+    target; without, the cross-entropy with the data's tokens.
     """
     labels = batch.labels
     teacher = Teacher.of(batch, before, None)

@@ -1,4 +1,4 @@
-"""Draft steps of a head over packed rows, as decoding would run them."""
+"""Draft steps of a head over packed rows, as in decoding."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from train.methods.packed_rows import at_rows, visible
 
 
 class DraftStep(NamedTuple):
-    """A draft step at each label: the layer's output, and the state that logits are made of.
+    """A draft step at each label: the layer's output, and the state from which logits are computed.
 
-    `experts` are those that the output is from, in a layer that has some.
+    `experts` are those used for the output, if the layer has any.
     """
 
     output: Float[Array, "B A D"]
@@ -34,15 +34,15 @@ def unroll(
     taps: dict[str, Float[Array, "B T Dt"]],
     steps: int,
 ) -> Iterator[DraftStep]:
-    """Each of the D or more draft steps of a head, at each label.
+    """Yield each of the draft steps of a head (at least D), at each label.
 
     Label j is predicted from row r = j - 2, and step i predicts x_{j+i}. Step k < D runs module k
-    on x_{j-1+k} and the output of module k - 1 at the same row (the target's features for k = 0);
-    it sees its own pairs at rows up to r of the same segment. A further step runs the last module
-    on x_{j-1+i} and its own output, at the next position: it sees the pairs that this module saw
-    and, at its own row, those of the steps before, so that scores of [B, H, T, T + i] never exist
-    (EAGLE-3's training-time test, 2503.01840). Keys and values are made for all rows, and where no
-    module follows the rest for the rows of labels alone.
+    on x_{j-1+k} and the output of module k - 1 at the same row (the target's features for k = 0),
+    and attends to its own pairs at rows up to r of the same segment. A further step runs the last
+    module on x_{j-1+i} and its own output, at the next position. It attends to the pairs that this
+    module saw and, at its own row, to those of earlier steps, so that scores of shape [B, H, T, T +
+    i] never exist (EAGLE-3's training-time test, 2503.01840). Keys and values are computed for all
+    rows; the rest, if no module follows, only for the rows of labels.
     """
     labels, tokens, last = batch.labels, batch.tokens, head.config.num_modules - 1
     # Where there is no label, row 0: what sees nothing is not a number, nor is its gradient.

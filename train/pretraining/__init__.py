@@ -1,1 +1,1 @@
-"""Models trained from text alone: the corpus, its tokenizer, a new model."""
+"""Training from text alone: the corpus, its tokenizer, a new model."""

@@ -1,7 +1,7 @@
-"""Documents of a user's own files.
+"""Documents in a user's own files.
 
-A file is one document; a JSON-lines file (.jsonl, .jsonl.gz) holds one per line, as an object with
-the key "text" and, if known, "source" and "licence".
+Each file is a document, except that a JSON-lines file (.jsonl, .jsonl.gz) has one per line: an
+object with the key "text" and optionally "source" and "licence".
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _REMEDY = "take it away, or name the files one by one"
 
 @dataclass(frozen=True)
 class DocumentFiles:
-    """Files and folders with documents, separated by commas."""
+    """Comma-separated files and folders of documents."""
 
     def check(self, name: str, value: Any) -> tuple[Path, ...]:
-        """The paths; raises InputError listing all that are missing."""
+        """Return the paths; raise InputError listing all that are missing."""
         problems, found = Problems(), []
         for path in Text().check(name, value).split(","):
             with problems.collect():
@@ -42,9 +42,9 @@ class DocumentFiles:
 
 @dataclass(frozen=True)
 class Documents:
-    """The documents of files, and of folders with all files inside but hidden ones, in their order.
+    """The documents in files and in folders, without hidden files, in order.
 
-    Iterating raises InputError, naming file and line, for one that is not text in UTF-8 or not a
+    Iterating raises InputError, naming file and line, for one that is not UTF-8 text or not a
     document.
     """
 
@@ -54,7 +54,7 @@ class Documents:
 
     @property
     def num_bytes(self) -> int:
-        """The size of the files."""
+        """The size of the files in bytes."""
         return sum(file.stat().st_size for file in self.files)
 
     def __len__(self) -> int:
@@ -71,9 +71,9 @@ class Documents:
 
 
 def document_files(paths: Sequence[str | Path]) -> list[Path]:
-    """The files themselves, each folder's sorted by name; raises InputError for an empty folder.
+    """Return the files, with each folder's sorted by name; raise InputError for an empty folder.
 
-    Hidden files, whose name begins with a dot, are no part of a folder.
+    Hidden files, whose names begin with a dot, are skipped in folders.
     """
     found: list[Path] = []
     for path in map(Path, paths):

@@ -1,4 +1,4 @@
-"""A model with random weights that is to be trained from scratch, of given sizes."""
+"""A model with random weights and given sizes, to be trained from scratch."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ _ADDED = (("attention", "output"), ("mlp", "down"), ("experts", "down"), ("share
 class ExpertSizes:
     """The section `model.experts` of a config: a mixture of experts after some dense layers.
 
-    `scoring_func` is GLM's and DeepSeek-V3's sigmoids, with a bias of each expert where experts are
-    chosen (2408.15664), or the softmax of Qwen3, whose layers these then are. Raises InputError for
-    sizes that do not fit together.
+    `scoring_func` is the sigmoid of GLM and DeepSeek-V3, with a selection bias per expert
+    (2408.15664), or the softmax of Qwen3; it determines the family of the layers. Raises InputError
+    for inconsistent sizes.
     """
 
     num_experts: Annotated[int, Whole(1, 1 << 16)]
@@ -66,9 +66,9 @@ class ExpertSizes:
             )
 
     def fields(self, num_layers: int, head_dim: int) -> dict[str, Any]:
-        """The fields of `DecoderConfig` that make it a model with these experts.
+        """Return the fields of `DecoderConfig` for a model with these experts.
 
-        Raises InputError where the dense layers are all there are.
+        Raises InputError if all layers are dense.
         """
         if self.first_k_dense_replace >= num_layers:
             raise InputError(
@@ -100,9 +100,9 @@ class ExpertSizes:
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """The section `model` of a config; the vocabulary is the data's.
+    """The section `model` of a config; the vocabulary is that of the data.
 
-    The fields are those of `DecoderConfig`; with `experts`, layers have these in place of an MLP.
+    The fields are those of `DecoderConfig`; `experts` replace the MLPs of layers.
     """
 
     hidden_size: Annotated[int, Whole(1, 1 << 20)]
@@ -117,7 +117,7 @@ class ModelSizes:
     experts: ExpertSizes | None = None
 
     def config(self, vocab_size: int) -> DecoderConfig:
-        """The decoder of these sizes; raises InputError where they do not fit each other."""
+        """Return the decoder of these sizes; raise InputError if they are inconsistent."""
         fields = vars(self)
         try:
             if self.experts is not None:
@@ -130,12 +130,12 @@ class ModelSizes:
 def new_model(
     config: DecoderConfig, tokenizer: Tokenizer, seed: int, mesh: Mesh | None = None
 ) -> Model:
-    """A model in float32 whose random weights are the same for a seed on every mesh.
+    """Return a model in float32 with random weights, the same for a seed on every mesh.
 
-    Weights are normal with a standard deviation of 0.02; those of the products that are added to
-    the residual stream are divided by sqrt(2 L), so that its spread does not grow with the number
-    of layers (Radford et al. 2019, section 2.3). Raises InputError for a mesh that the heads cannot
-    be split over.
+    Weights are normal with a standard deviation of 0.02; kernels whose products are added to the
+    residual stream are divided by sqrt(2 L), so that its scale does not grow with the number of
+    layers (Radford et al. 2019, section 2.3). Raises InputError for a mesh over which the heads
+    cannot be sharded.
     """
     form, dtype = Form.for_training(jax.default_backend()), jnp.dtype(jnp.float32)
     shards = sharding.axis_size(mesh, sharding.MODEL)

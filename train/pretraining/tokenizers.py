@@ -1,4 +1,4 @@
-"""The tokenizer of a corpus: trained on it, or that of a model."""
+"""The tokenizer of a corpus: trained on it, or taken from a model."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ SMALLEST_VOCABULARY = 257
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """A byte-level BPE of `vocab_size` tokens, `END` included (Radford et al. 2019, section 2.2).
+    """Train a byte-level BPE of `vocab_size` tokens, `END` included.
 
-    Every byte is a token, so that every text can be encoded and comes back as it was. Raises
-    InputError where the texts have too few different words for so many tokens.
+    Every byte is a token, so that every text can be encoded and decoded without loss (Radford et
+    al. 2019, section 2.2). Raises InputError if the texts have too few distinct words for so many
+    tokens.
     """
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -46,9 +47,9 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def open_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer of a directory in Hugging Face's layout, or of a model that `load_model` knows.
+    """Return the tokenizer of a directory in Hugging Face's layout, or of a known model.
 
-    Raises InputError where there is none, or it has no token that ends a text.
+    Raises InputError if there is none, or if it has no end-of-text token.
     """
     path = user_path("tokenizer", name)
     found = read_tokenizer(path) if path.is_dir() else None
@@ -61,10 +62,10 @@ def open_tokenizer(name: str) -> Tokenizer:
 
 
 def encode_document(tokenizer: Tokenizer, text: str) -> list[int]:
-    """The tokens of a document and the one that ends it.
+    """Return the tokens of a document, followed by the end-of-text token.
 
-    What looks like a special token in the text is text: it must not end the document, nor begin a
-    turn of a conversation.
+    Text that looks like a special token is encoded as text, so that it cannot end the document or
+    start a turn of a conversation.
     """
     backend = tokenizer.backend
     before = backend.encode_special_tokens

@@ -1,4 +1,4 @@
-"""A corpus as token ids: its config, and datasets of pieces of documents that trainers read."""
+"""The config of a corpus of token ids, and its datasets of pieces of documents."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from train.pretraining.tokenizers import SMALLEST_VOCABULARY, TRAIN, encode_docu
 
 @dataclass(frozen=True)
 class TfdsSection:
-    """How a TFDS dataset of texts is read."""
+    """The location of texts in a TFDS dataset."""
 
     data_dir: Annotated[Path | None, optional(OutputFolder())]
     split: Annotated[str, Text()]
@@ -38,7 +38,7 @@ class TfdsSection:
 
 @dataclass(frozen=True)
 class CorpusConfig:
-    """What to tokenize, and how; `configs/corpus.py` says what each field does."""
+    """The config of `train.corpus`; `configs/corpus.py` documents its fields."""
 
     workdir: Annotated[Path, OutputFolder()]
     files: Annotated[tuple[Path, ...] | None, optional(DocumentFiles())]
@@ -54,7 +54,7 @@ class CorpusConfig:
 
 
 def read_corpus_config(written: Mapping[str, Any]) -> CorpusConfig:
-    """Check a config's values as far as that goes without reading texts. Raises InputError."""
+    """Return the checked config, except for checks that read texts. Raises InputError."""
     config = replace(read_values(CorpusConfig, written), written=written)
     if (config.files is None) == (config.dataset is None):
         both = "missing" if config.files is None else "both given"
@@ -70,7 +70,7 @@ def read_corpus_config(written: Mapping[str, Any]) -> CorpusConfig:
 
 
 def open_documents(config: CorpusConfig) -> Documents | Texts:
-    """The documents of a config, each a text with notes of it. Raises InputError."""
+    """Open the documents of a config, each a text with notes. Raises InputError."""
     if config.files is not None:
         return Documents(tuple(document_files(config.files)))
     assert config.dataset is not None
@@ -80,22 +80,22 @@ def open_documents(config: CorpusConfig) -> Documents | Texts:
 
 
 def is_held_out(document: int) -> bool:
-    """Whether a document is held out from training, by its number in the corpus."""
+    """Return whether a document is held out from training, by its number in the corpus."""
     return document % VALIDATION_EVERY == 0
 
 
 class Numbering:
-    """Numbers for pieces, such as datasets hold them out by: those of held-out documents first.
+    """Numbers for pieces of documents, by which datasets hold out conversations.
 
-    A dataset holds out what has a number that divides by `VALIDATION_EVERY`, and all pieces of a
-    document must share its fate.
+    A dataset holds out numbers divisible by `VALIDATION_EVERY`; all pieces of a document must be
+    held out, or none.
     """
 
     def __init__(self) -> None:
         self._held_out = self._trained = 0
 
     def next(self, held_out: bool) -> int:
-        """A number that no piece has yet."""
+        """Return an unused number for a piece."""
         if held_out:
             self._held_out += 1
             return VALIDATION_EVERY * (self._held_out - 1)
@@ -108,9 +108,9 @@ def examples(
     tokenizer: Tokenizer,
     max_tokens: int,
 ) -> Iterator[Example]:
-    """Pieces of at most `max_tokens` tokens of numbered documents; every token is a label.
+    """Yield pieces of numbered documents with at most `max_tokens` tokens; every token is a label.
 
-    The last piece of a document ends with the token that ends a text.
+    The last piece of a document ends with the end-of-text token.
     """
     numbering = Numbering()
     for document, (text, notes) in documents:

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: a folder per step, whole or not at all, of which the last two are kept."""
+"""Checkpoints of a run: one atomically written folder per step; the last two are kept."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _KIND = "drafter"
 
 
 class Saved(NamedTuple):
-    """A checkpoint that was found: its step, and what was written beside its arrays.
+    """A checkpoint that was found: its step, and its metadata.
 
     `damaged` are later steps whose checkpoints cannot be read.
     """
@@ -34,10 +34,9 @@ class Saved(NamedTuple):
 
 
 def last_checkpoint(workdir: Workdir) -> Saved | None:
-    """The newest checkpoint that is whole; None where nothing was saved yet.
+    """Return the newest intact checkpoint, or None if nothing was saved yet.
 
-    What an interrupted save left does not count. Raises InputError where all that were saved are
-    damaged.
+    Interrupted saves do not count. Raises InputError if all saved checkpoints are damaged.
     """
     # One process looks, since file systems may show the others an older listing.
     steps = workdir.steps if processes.is_first() else []
@@ -58,10 +57,10 @@ def last_checkpoint(workdir: Workdir) -> Saved | None:
 
 
 def saver(workdir: Workdir, step: int) -> Saver:
-    """The saver of a run that continues after a step; it takes `nested` states.
+    """Return the saver of a run that continues after a step; it saves `nested` states.
 
-    Checkpoints of later steps are damaged, since the run would continue from them otherwise: they
-    are kept under another name. Raises InputError where they cannot be renamed.
+    Checkpoints of later steps are damaged, since otherwise the run would continue from them; they
+    are kept under another name. Raises InputError if they cannot be renamed.
     """
 
     def set_damaged_aside() -> None:
@@ -77,10 +76,10 @@ def saver(workdir: Workdir, step: int) -> Saver:
 
 
 def restore(saved: Saved, state: Any) -> Any:
-    """The saved arrays in the tree of `state`, in its shapes, dtypes and shardings.
+    """Return the saved arrays in the tree of `state`, with its shapes, dtypes and shardings.
 
-    `state` holds arrays or ShapeDtypeStructs with shardings. Raises InputError where the checkpoint
-    is of another shape.
+    `state` holds arrays or ShapeDtypeStructs with shardings. Raises InputError if the checkpoint
+    has another structure.
     """
     wanted = nested(jax.tree.map(_described, state))
     compare_arrays(saved.found.directory, saved.found.arrays, wanted, "use another workdir")
@@ -94,7 +93,7 @@ def _described(leaf: Any) -> jax.ShapeDtypeStruct:
 
 
 def nested(tree: Any) -> dict[str, Any]:
-    """Any tree as nested dicts, without what holds no array."""
+    """Return a tree as nested dicts, without nodes that hold no array."""
     root: dict[str, Any] = {}
     for path, leaf in tree_flatten_with_path(tree)[0]:
         *above, last = (leaf_name((key,)) for key in path)

@@ -1,4 +1,4 @@
-"""The config of a training command: its fields, their values by default, and its checked value."""
+"""The config of training commands: its fields, their defaults and checks."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ from train.run.workdir import RunFolder
 
 @dataclass(frozen=True)
 class TargetName:
-    """A model that exists, by its path or name; whether it does is not checked."""
+    """A model by path or name; it need not exist."""
 
     def check(self, name: str, value: Any) -> str:
-        """The text; raises InputError for None: a method that trains drafters needs a target."""
+        """Return the text; raise InputError for None, since drafters need a target."""
         if value is None:
             raise InputError(
                 f"{name} is missing: a drafter is trained for a model; pass --config.{name}=NAME, "
@@ -52,7 +52,7 @@ class TargetName:
 
 
 def training_fields() -> ConfigDict:
-    """A config with all common fields, to which a method's config file adds sections of its own."""
+    """Return a config with all common fields, to which a method's config adds sections."""
     config = ConfigDict()
     config.target = DEFAULT_MODEL
     config.dtype = "auto"  # of products: auto | float32 | bfloat16
@@ -104,16 +104,16 @@ def training_fields() -> ConfigDict:
 
 
 def default_workdir(name: str, size: str) -> str:
-    """Where a run of the config file `name`.py keeps its files, unless the user names a folder."""
+    """Return the default work folder for a run of the config file `name`.py."""
     return f"build/{name}_{size}" if size else f"build/{name}"
 
 
 def set_size(config: ConfigDict, size: str) -> None:
     """Change the common fields to those of a size: "debug", "quick", or "" for none.
 
-    "debug" runs everything, for six steps, and learns nothing. "quick" evaluates before the first
-    step and after the last; its number of steps is a method's own. Raises ValueError for another
-    size.
+    "debug" exercises everything for six steps, and learns nothing. "quick" evaluates before the
+    first and after the last step; its number of steps depends on the method. Raises ValueError for
+    another size.
     """
     if size == "debug":
         config.steps = 6
@@ -139,7 +139,7 @@ def set_size(config: ConfigDict, size: str) -> None:
 
 @dataclass(frozen=True)
 class BatchConfig:
-    """Rows of an update, the micro-batches that it is computed in, tokens and labels of a row."""
+    """Rows per update, micro-batches per update, and tokens and labels per row."""
 
     batch_size: Annotated[int, Whole(1, 1 << 20)]
     accumulate: Annotated[int, Whole(1, 1 << 20)]
@@ -149,7 +149,7 @@ class BatchConfig:
 
 @dataclass(frozen=True)
 class LoopConfig:
-    """Updates in all, minutes after which a run stops, and how often it logs and saves."""
+    """The number of updates, a limit in minutes, and intervals of logging and saving."""
 
     steps: Annotated[int, Whole(1)]
     minutes: Annotated[float | None, optional(Number(0.0, 1e9, above=True))]
@@ -159,7 +159,7 @@ class LoopConfig:
 
 @dataclass(frozen=True)
 class EvalConfig:
-    """When a run evaluates, and on how much; see `training_fields`."""
+    """The schedule and size of evaluations; see `training_fields`."""
 
     every: Annotated[int, Whole()]
     at_start: bool
@@ -193,12 +193,12 @@ def _check_devices(batch_size: int, accumulate: int, data_devices: int) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
-    """A checked config of a training command, in the parts that travel further.
+    """A checked config of a training command.
 
-    A method's own config inherits from it and adds the method's sections, to `CHECKS` how their
-    fields must fit each other, and as `DEFAULT` the config file's name for a command line without
-    one. A run has either a target or the sizes of a new one, `model`. Where no `decay_steps` are
-    given, they are all steps. Raises InputError for a target and sizes, or neither.
+    A method's config inherits from it and adds its sections, consistency checks of their fields in
+    `CHECKS`, and in `DEFAULT` the name of the default config file. A run has either a target, or
+    the sizes `model` of a new one. `decay_steps` defaults to all steps. Raises InputError for both
+    a target and sizes, or neither.
     """
 
     DEFAULT: ClassVar[str]
@@ -243,12 +243,12 @@ class TrainingConfig:
 
     @property
     def reads_decay_steps(self) -> bool:
-        """Whether anything depends on where the schedule ends."""
+        """Whether the end of the schedule matters."""
         return self.optimization.schedule != "constant"
 
     @property
     def record(self) -> dict[str, Any]:
-        """The config as it is compared when a run is resumed: JSON-ready, defaults filled in."""
+        """Return the JSON-ready config to compare on resumption, with defaults filled in."""
         fields = dict(self.written)
         fields["learning_rate_scales"] = self.optimization.learning_rate_scales
         if self.reads_decay_steps:
@@ -261,5 +261,5 @@ OwnConfig = TypeVar("OwnConfig", bound=TrainingConfig)
 
 
 def read_training_config(kind: type[OwnConfig], written: Mapping[str, Any]) -> OwnConfig:
-    """A method's checked config. Raises one InputError that lists all that is wrong."""
+    """Return a method's checked config. Raises one InputError listing all problems."""
     return replace(read_values(kind, written, kind.CHECKS), written=written)

@@ -1,4 +1,4 @@
-"""A drafter's losses on held-out conversations, and its acceptance length in real decoding."""
+"""Evaluation of a drafter: held-out losses, and acceptance length in real decoding."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ _TEXT_PROMPT = 64
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Evaluates parameters, between steps and at the end of a run.
+    """An evaluation of parameters, run between steps and at the end of a run.
 
-    Losses are those of `held_out`, where there is any; `prompts` are decoded.
+    Losses are computed on `held_out`, if given; `prompts` are decoded.
     """
 
     method: Method
@@ -107,7 +107,7 @@ def decode_prompts(
     config: EvalConfig,
     temperature: float,
 ) -> Generation:
-    """Decode prompts of token ids with as many draft tokens as `config` says."""
+    """Decode prompts of token ids with the number of draft tokens in `config`."""
     return generate(
         target,
         [list(prompt) for prompt in prompts],
@@ -118,9 +118,9 @@ def decode_prompts(
 
 
 def tau_of(result: Generation) -> dict[str, float]:
-    """`tau`, which is `metrics.acceptance_length`, and `decoded_acc_pos_i` of decoded prompts.
+    """Return `tau` (`metrics.acceptance_length`) and `decoded_acc_pos_i` of decoded prompts.
 
-    `decoded_acc_pos_i` is the share of rounds in which draft tokens 0..i were accepted.
+    `decoded_acc_pos_i` is the fraction of rounds in which draft tokens 0..i were accepted.
     """
     summary = result.summary()
     shares = {
@@ -131,10 +131,10 @@ def tau_of(result: Generation) -> dict[str, float]:
 
 
 def held_out_prompts(source: Source, chosen: np.ndarray, count: int, room: int) -> list[list[int]]:
-    """Up to `count` prompts of the chosen conversations, spread evenly over them.
+    """Return up to `count` prompts, evenly spaced among the chosen conversations.
 
-    A prompt ends where the target's first answer begins, and in text, where every token is a
-    label, in its middle, at `_TEXT_PROMPT` tokens at most. Those longer than `room` are left out.
+    A prompt ends where the target's first answer begins. In text, where every token is a label, it
+    ends in the middle, after at most `_TEXT_PROMPT` tokens. Prompts longer than `room` are omitted.
     """
     found: list[list[int]] = []
     spread = np.unique(np.linspace(0, len(chosen) - 1, min(2 * count, len(chosen))).astype(int))

@@ -1,4 +1,4 @@
-"""The training loop: steps, checkpoints, limits, and a checkpoint when it is interrupted."""
+"""The training loop: steps, checkpoints (also on interruption) and limits."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ Evaluate = Callable[[Any, int, bool], dict[str, float]]
 
 @dataclass(frozen=True)
 class Result:
-    """Where a run ended, and why."""
+    """The state and step at which a run ended, and the reason."""
 
     state: State
     step: int
@@ -55,7 +55,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Feed:
-    """What the loop reads: packed rows of a source, placed on the devices."""
+    """The input of the loop: packed rows of a source, placed on the devices."""
 
     source: Source
     packing: Packing
@@ -63,9 +63,9 @@ class Feed:
     placement: Placement
 
     def batches(self, position: Position) -> Iterator[tuple[Any, Position]]:
-        """Batches on the devices from a position on, without end, each with the position after it.
+        """Yield batches on the devices from a position on, each with the position after it.
 
-        Of each batch this process reads its own rows.
+        The iterator is infinite. Each process reads only its own rows of a batch.
         """
         following = self.packing.advance(position)
         while True:
@@ -76,7 +76,7 @@ class Feed:
 
 @dataclass
 class Progress:
-    """What a checkpoint keeps beside arrays, the sums since the last line of metrics included."""
+    """What a checkpoint stores besides arrays, including sums since the last logged metrics."""
 
     step: int = 0
     position: Position = _BEGIN
@@ -84,7 +84,7 @@ class Progress:
     sums: dict[str, Any] | None = None
 
     def metadata(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return the progress as JSON-ready metadata."""
         return {
             "training": 1,
             "step": self.step,
@@ -95,7 +95,7 @@ class Progress:
 
     @classmethod
     def of(cls, saved: Saved) -> Progress:
-        """What `metadata` wrote."""
+        """Return the progress of a checkpoint, from its `metadata`."""
         metadata = saved.metadata
         return cls(
             metadata["step"],
@@ -116,12 +116,11 @@ def train(
     progress: Progress,
     evaluate: Evaluate | None = None,
 ) -> Result:
-    """Train from `progress` on until the steps are made, the minutes are over, or a signal comes.
+    """Train from `progress` until all steps are done, the time is over, or a signal arrives.
 
-    `evaluate` is called as often as `evaluations` says. `program.state` is donated. However
-    short the minutes, a step is made before they end the run. Each end but an error leaves a
-    checkpoint of the last step, if any. Raises InputError where a loss or a gradient is not finite,
-    naming the step.
+    `evaluate` is called as often as `evaluations` says. `program.state` is donated. At least one
+    step runs, however short the time. Unless an error occurs, the last step is saved as a
+    checkpoint. Raises InputError, naming the step, if a loss or a gradient is not finite.
     """
     state = program.state
     saved_step = progress.step if progress.step else None
@@ -204,11 +203,14 @@ class _Window:
         self.restart()
 
     def restart(self) -> None:
-        """Begin again."""
+        """Restart the window."""
         self.begin, self.waited, self.tokens = time.perf_counter(), 0.0, 0
 
     def speeds(self) -> tuple[float, float]:
-        """Tokens per second, and the share of time spent waiting for data; ends the line."""
+        """Return tokens per second and the fraction of time spent waiting for data.
+
+        This ends the window.
+        """
         self._lines.append((time.perf_counter() - self.begin, self.waited, self.tokens))
         while sum(line[0] for line in self._lines) - self._lines[0][0] >= _SPEED_OVER_S:
             self._lines.popleft()
@@ -219,7 +221,7 @@ class _Window:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave out what is done meanwhile."""
+        """Exclude the time spent inside the context."""
         begin = time.perf_counter()
         yield
         self.begin += time.perf_counter() - begin
@@ -290,7 +292,7 @@ def _listening() -> Iterator[threading.Event]:
 
 
 def resumed(program: Program, saved: Saved) -> tuple[Program, Progress]:
-    """The program with the arrays of a checkpoint, each device reading its own part."""
+    """Return the program with a checkpoint's arrays, each device reading its own part."""
     state = checkpoints.restore(saved, program.state)
     jax.block_until_ready(state)
     return program._replace(state=state), Progress.of(saved)

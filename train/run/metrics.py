@@ -1,4 +1,4 @@
-"""A run's metrics and progress: on screen, in metrics.jsonl, in TensorBoard."""
+"""The metrics and progress of a run: on screen, in metrics.jsonl, in TensorBoard."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from train.run.workdir import Workdir
 
 
 def scalars(sums: Mapping[str, Any], prefix: str) -> dict[str, float]:
-    """Named numbers from sums of `Measures`, as `sums_of` gives them.
+    """Return named numbers from sums of `Measures`, as returned by `sums_of`.
 
-    `loss` and its parts are means over labels. Of drafts at depth i: `acc_pos_i` right given the
-    true tokens before, `full_acc_i` right with all before it, `cond_acc_i` the same where all
-    before are right; `tau_sim` is the tokens per round that `full_acc` would give. With experts,
-    `load_imbalance` is the largest load over the mean.
+    `loss` and its parts are means over labels. For drafts at depth i: `acc_pos_i` is the accuracy
+    given the true tokens before, `full_acc_i` that of the draft with all before it, `cond_acc_i`
+    the same given that all before are right; `tau_sim` is the tokens per round that `full_acc`
+    implies. With experts, `load_imbalance` is the largest load over the mean.
     """
     found = {"loss": _ratio(sums["loss"], sums["weight"])}
     for name, value in sums["losses"].items():
@@ -49,18 +49,18 @@ def _ratio(part: float, whole: float) -> float:
 
 
 def sums_of(loss: Any, measures: Any) -> dict[str, Any]:
-    """A step's loss and `Measures` as plain numbers and lists, ready for JSON and for `add`."""
+    """Return a step's loss and `Measures` as JSON-ready numbers and lists, for `add`."""
     sums = {"loss": loss, **vars(measures)}
     return jax.tree.map(lambda leaf: np.asarray(leaf, np.float64).tolist(), sums)
 
 
 def add(total: dict[str, Any] | None, more: dict[str, Any]) -> dict[str, Any]:
-    """Sums of two parts of a run."""
+    """Return the sums of two parts of a run."""
     return jax.tree.map(operator.add, total, more) if total else more
 
 
 class MetricsWriter:
-    """One run's records; `quiet` ones write nothing (processes other than the first)."""
+    """The writer of a run's metrics; a `quiet` one (not the first process) writes nothing."""
 
     def __init__(
         self, workdir: Workdir, console: Console, steps: int, step: int, quiet: bool = False
@@ -78,29 +78,29 @@ class MetricsWriter:
             self._tensorboard.close()
 
     def say(self, line: str, style: str = "") -> None:
-        """One line."""
+        """Print a line."""
         self._console.print(Text(line, style), soft_wrap=True)
 
     @contextmanager
     def working(self, doing: str) -> Iterator[None]:
-        """Say what is being done, and how long it took."""
+        """Print `doing`, and afterwards how long it took."""
         begin = time.perf_counter()
         self.say(f"{doing} ...", "dim")
         yield
         self.say(f"{doing}: {time.perf_counter() - begin:.1f} s", "dim")
 
     def begin_steps(self, step: int) -> None:
-        """Note that the step after this one begins: the time left is counted from here on."""
+        """Start to measure the time per step, after `step`."""
         self._first_step = (step, time.perf_counter())
 
     def finish_step(self, step: int, shown: bool) -> None:
-        """Show that the first step has finished, unless a line of its metrics is `shown`."""
+        """Print that the first step has finished, unless a line of its metrics is `shown`."""
         if self._first_step is not None and step == self._first_step[0] + 1 and not shown:
             seconds = time.perf_counter() - self._first_step[1]
             self.say(f"step {step}/{self._steps}  {seconds:.1f} s{self._remaining(step)}", "dim")
 
     def log(self, step: int, numbers: Mapping[str, float], show: str | None = None) -> None:
-        """Keep numbers of a step, and print the line `show` if given."""
+        """Record the numbers of a step, and print the line `show` if given."""
         if self._quiet:
             return
         files.append_metrics(self._workdir, {"step": step, **numbers})
@@ -113,7 +113,7 @@ class MetricsWriter:
         return f"  {clock(left)} left" if left else ""
 
     def seconds_left(self, step: int) -> float | None:
-        """How long the steps after this one will take; None while there is nothing to go by."""
+        """Return the estimated seconds of the steps after this one, or None if unknown."""
         first, begin = self._first_step or (step, 0.0)
         if step >= self._steps:
             return 0.0
@@ -123,7 +123,7 @@ class MetricsWriter:
 
 
 def shown(numbers: Mapping[str, float], prefix: str = "train") -> str:
-    """The numbers of a line on screen."""
+    """Return the text of a line of numbers on screen."""
     at = lambda name: numbers.get(f"{prefix}/{name}")  # noqa: E731
     parts = [f"loss {at('loss'):.4f}"]
     begin = f"{prefix}/loss_"
@@ -149,7 +149,7 @@ def shown(numbers: Mapping[str, float], prefix: str = "train") -> str:
 
 
 def clock(seconds: float) -> str:
-    """Seconds as a person says them."""
+    """Return a duration in human-readable form."""
     seconds = round(seconds)
     if seconds < 60:
         return f"{seconds} s"

@@ -1,7 +1,7 @@
 """AdamW or Muon with a warm-up and a schedule, by config.
 
 Loshchilov and Hutter 1711.05101; Jordan et al. 2024, "Muon", with the step size of Liu et al.
-2502.16982, so that both take the same rates.
+2502.16982, so that both use the same learning rates.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _VOCABULARY = frozenset(("embed", "head"))
 
 @dataclass(frozen=True)
 class Scales:
-    """Factors of the learning rate by parameter name, as NAME:FACTOR with commas."""
+    """Factors of the learning rate by parameter name, as comma-separated NAME:FACTOR."""
 
     def check(self, name: str, value: Any) -> dict[str, float]:
-        """The factors by name."""
+        """Return the factors by name."""
         text = Text(empty=True).check(name, value)
         factors: dict[str, float] = {}
         for pair in text.split(",") if text.strip() else ():
@@ -46,14 +46,13 @@ class Scales:
 
 @dataclass(frozen=True)
 class Optimization:
-    """What an update does with gradients; see `train.run.config` for the fields.
+    """Options of the optimizer; see `train.run.config` for the fields.
 
-    `decay_steps` counts from step 0, None being all steps of a config, which fills them in; the
-    rate ends at `final_fraction` of its peak and stays there.
-    `optimizer` "muon" makes the updates of kernels orthogonal, all but those over the vocabulary.
-    `learning_rate_scales` multiplies the rate of the parameters below a dotted name; the longest
-    name counts. `balance_rate` is that of the biases by which experts are chosen, which no gradient
-    reaches.
+    `decay_steps` counts from step 0; None, for all steps, is filled in by the config. The rate ends
+    at `final_fraction` of its peak and stays there. `optimizer` "muon" orthogonalizes the updates
+    of kernels, except those over the vocabulary. `learning_rate_scales` multiplies the rate of the
+    parameters below a dotted name; the longest matching name applies. `balance_rate` is the rate of
+    the experts' selection biases, which have no gradient.
     """
 
     learning_rate: Annotated[float, Number(above=True)]
@@ -69,7 +68,10 @@ class Optimization:
 
 
 def learning_rate(optimization: Optimization) -> optax.Schedule:
-    """The rate by the update's number: the first one is number 0, and its rate is above 0."""
+    """Return the learning rate as a schedule over updates.
+
+    The first update is number 0, and its rate is above 0.
+    """
     peak, warmup = optimization.learning_rate, optimization.warmup
     final, steps = optimization.final_fraction, max(optimization.decay_steps - warmup, 1)
     after = {
@@ -82,10 +84,10 @@ def learning_rate(optimization: Optimization) -> optax.Schedule:
 
 
 def make_optimizer(optimization: Optimization, params: Any) -> optax.GradientTransformation:
-    """Clipping by global norm, AdamW (0.9, 0.95) or Muon (0.95), the rate of each step.
+    """Return the optimizer: clipping by global norm, then AdamW (0.9, 0.95) or Muon (0.95).
 
-    Weight decay leaves what is named `scale` or `bias` alone. Raises InputError for a name in
-    `learning_rate_scales` that no parameter is below.
+    Weight decay skips parameters named `scale` or `bias`. Raises InputError for a name in
+    `learning_rate_scales` that matches no parameter.
     """
     factors = _factors(optimization.learning_rate_scales, params)
     return optax.chain(

@@ -1,4 +1,4 @@
-"""The dtype of training's products."""
+"""The dtype of matrix products in training."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ MULTIPLY = Choice(("auto", "float32", "bfloat16"))
 
 
 def multiply_dtype(name: str, field: str = "dtype") -> np.dtype | None:
-    """The dtype of products for `auto`, `float32` (None) or `bfloat16`.
+    """Return the dtype of products for `auto`, `float32` (None) or `bfloat16`.
 
-    `auto` is bfloat16 where the device multiplies it in hardware: accelerators, and CPUs with AMX
-    or AVX-512's bfloat16 instructions. Raises InputError for other names.
+    `auto` is bfloat16 if the device multiplies it in hardware: accelerators, and CPUs with AMX or
+    AVX-512's bfloat16 instructions. Raises InputError for other names.
     """
     if MULTIPLY.check(field, name) == "auto":
         name = "bfloat16" if jax.default_backend() != "cpu" or _cpu_has_bfloat16() else "float32"
@@ -26,9 +26,9 @@ def multiply_dtype(name: str, field: str = "dtype") -> np.dtype | None:
 
 
 def as_multiplied(params: Any, multiply: np.dtype | None) -> Any:
-    """A frozen decoder with its layers' kernels rounded once, instead of at each product.
+    """Return a frozen decoder with its layers' kernels rounded once, instead of at each product.
 
-    Not those of routers, whose products are not rounded.
+    Routers are excluded, since their products are not rounded.
     """
     if multiply is None:
         return params

@@ -1,4 +1,4 @@
-"""A training run from its config: set up, train, export. Every method's command calls `main`."""
+"""A training run from its config: set up, train, export; the `main` of every method."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ def main(
     kind: type[OwnConfig],
     argv: Sequence[str] | None = None,
 ) -> int:
-    """What an entry point's main does: read the config, run it, return the exit code.
+    """Run a training command: read the config, train, return the exit code.
 
-    `kind` is the method's own config. `--help` prints the documentation of the method's module.
+    `kind` is the method's config class. `--help` prints the documentation of the method's module.
     """
     return command.run_config(
         lambda config: run(config, make_method),
@@ -70,10 +70,10 @@ def main(
 def run(
     config: OwnConfig, make_method: MakeMethod[OwnConfig], console: Console | None = None
 ) -> int:
-    """Train what a config says and export it; returns the exit code. Raises InputError.
+    """Train as a config says, and export the result; return the exit code. Raises InputError.
 
-    `make_method(target, vocabulary, config)` gives the method. The same call resumes a run that was
-    stopped before.
+    `make_method(target, vocabulary, config)` returns the method. The same call resumes an
+    interrupted run.
     """
     begin = time.perf_counter()
     root, where = output_folder("workdir", config.workdir), f"workdir={config.workdir!r}"

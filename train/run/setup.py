@@ -1,4 +1,4 @@
-"""From a config to everything that a run needs: target, data, method, batches."""
+"""Set-up of a run from its config: target, data, method, batches."""
 
 from __future__ import annotations
 
@@ -40,10 +40,11 @@ MakeMethod = Callable[[Model, Vocabulary, OwnConfig], Method]
 
 @dataclass(frozen=True)
 class Setup:
-    """What a run works with; `decoder` and `target_params` are the target as a frozen teacher.
+    """Everything that a run needs.
 
-    `held_out` has the validation conversations, None where there are none. `record` is what must be
-    the same when the run is resumed.
+    `decoder` and `target_params` are the target as a frozen teacher. `held_out` feeds the
+    validation conversations, None if there are none. `record` must be unchanged when the run is
+    resumed.
     """
 
     config: TrainingConfig
@@ -63,7 +64,7 @@ class Setup:
         return str(self.decoder.multiply or "float32")
 
     def program(self) -> Program:
-        """The compiled functions of the run, and the state that it begins with."""
+        """Return the compiled functions of the run, and its initial state."""
         config = self.config
         return make_program(
             self.method,
@@ -76,7 +77,7 @@ class Setup:
         )
 
     def metadata(self, step: int, tokens: int) -> dict[str, Any]:
-        """What an export says of its training; no path of this machine is in it."""
+        """Return what an export records of its training, without local paths."""
         here = ("data", "target", "workdir", "start_from", "distributed", "mesh")
         config = {name: value for name, value in self.record["config"].items() if name not in here}
         earlier = {} if self.earlier is None else {"earlier": self.earlier.head.training}
@@ -104,7 +105,7 @@ def set_up(
     make_method: MakeMethod[OwnConfig],
     tell: Callable[[str], Any] = lambda line: None,
 ) -> Setup:
-    """Read and check everything; raises InputError, on all processes, for what does not fit.
+    """Read and check everything; raise InputError, on all processes, for inconsistencies.
 
     On the first process `tell` is called with a line before the target is loaded.
     """

@@ -1,4 +1,4 @@
-"""Where a run's arrays are placed: rows over devices, parameters and moments split over `data`."""
+"""Placement of a run's arrays: rows over devices, parameters and moments over `data`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from train.run.config import BatchConfig
 
 @dataclass(frozen=True)
 class Placement:
-    """Puts host rows on the devices, as `micro` micro-batches of `per_micro` rows each.
+    """Placement of host rows on the devices, as `micro` micro-batches of `per_micro` rows each.
 
     `held` are the rows of a micro-batch that this process holds.
     """
@@ -29,11 +29,11 @@ class Placement:
 
     @property
     def rows(self) -> list[int]:
-        """The numbers of this process's rows in a whole batch."""
+        """The indices of this process's rows in a whole batch."""
         return [first * self.per_micro + row for first in range(self.micro) for row in self.held]
 
     def put(self, batch: Batch) -> Batch:
-        """A host batch of just these rows, on the devices, with the axes [micro, per_micro]."""
+        """Return a host batch of these rows on the devices, with axes [micro, per_micro]."""
         return jax.tree.map(self._put, batch)
 
     def _put(self, leaf: np.ndarray) -> jax.Array:
@@ -46,7 +46,7 @@ class Placement:
 
 
 def placement_of(config: BatchConfig, mesh: Mesh | None) -> Placement:
-    """How these batches are placed on a mesh."""
+    """Return the placement of batches on a mesh."""
     per_micro = config.batch_size // config.accumulate
     held = tuple(range(per_micro))
     if mesh is not None:
@@ -57,7 +57,7 @@ def placement_of(config: BatchConfig, mesh: Mesh | None) -> Placement:
 
 
 def gathered(tree: Any, mesh: Mesh | None) -> Any:
-    """The tree with every array whole on each device."""
+    """Return the tree with every array replicated."""
     if mesh is None:
         return tree
     whole = NamedSharding(mesh, PartitionSpec())
@@ -65,7 +65,10 @@ def gathered(tree: Any, mesh: Mesh | None) -> Any:
 
 
 def split_over_data(tree: Any, mesh: Mesh, split: bool) -> Any:
-    """The sharding of each array: over `data` along its longest axis that divides, or whole."""
+    """Return the sharding of each array, with `split` over `data` along its longest divisible axis.
+
+    Other arrays are replicated.
+    """
     devices = axis_size(mesh, DATA)
 
     def sharding(leaf: Any) -> NamedSharding:
@@ -79,9 +82,9 @@ def split_over_data(tree: Any, mesh: Mesh, split: bool) -> Any:
 
 
 def copied(tree: Any, mesh: Mesh | None, split: bool = False) -> Any:
-    """Arrays in buffers of their own, on every device or `split`, so that they can be donated.
+    """Return copies of arrays, replicated or `split`, so that they can be donated.
 
-    Every process gives the same values.
+    Every process must pass the same values.
     """
 
     def host(leaf: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A trained head that a run starts from: its draft vocabulary, and its parameters."""
+"""A trained head from which a run starts: its draft vocabulary and parameters."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from train.methods.method import Method
 
 @dataclass(frozen=True)
 class HeadFolder:
-    """A directory with a trained head, or the kind of one that comes with specjax."""
+    """A directory with a trained head, or the kind of a bundled head."""
 
     def check(self, name: str, value: Any) -> str:
-        """The text; raises InputError for one that is no kind where there is no such directory."""
+        """Return the text; raise InputError if it is neither a directory nor a kind."""
         if not isinstance(value, str) or value not in KINDS:
             input_folder(name, value)
         return str(value)
@@ -32,13 +32,13 @@ class HeadFolder:
 
 @dataclass(frozen=True)
 class Earlier:
-    """The head that `start_from` names."""
+    """The head named by `start_from`."""
 
     name: str
     head: Head
 
     def vocabulary(self, size: int | None) -> Int32[np.ndarray, "Vd"] | None:
-        """The head's own draft vocabulary; raises InputError where another size is wanted."""
+        """Return the head's draft vocabulary; raise InputError for another requested size."""
         ids = self.head.draft_ids
         every = self.head.target.vocab_size
         there, wanted = every if ids is None else len(ids), every if size is None else size
@@ -50,9 +50,10 @@ class Earlier:
         return ids
 
     def continued(self, method: Method) -> Method:
-        """The method, which starts from the head's parameters; raises InputError for another's.
+        """Return the method with the head's parameters as initial ones.
 
-        A target that is trained along starts from itself.
+        Raises InputError if they do not match the method's. A jointly trained target starts from
+        itself.
         """
         where = f"start_from={self.name!r}"
         if method.head is None:
@@ -79,7 +80,7 @@ class Earlier:
 
 
 def open_earlier(name: str, target: Model) -> Earlier:
-    """The head of a directory, or the one of a kind that comes with specjax; checks its target.
+    """Return the head in a directory, or the bundled head of a kind, after checking its target.
 
     Raises InputError as the readers do, and for a head of another target.
     """

@@ -29,7 +29,7 @@ _LATE = np.int32(2**30)
 
 @struct.dataclass
 class State:
-    """Everything that a step changes, and `key`, the data of the run's key, which it does not."""
+    """Everything that a step changes, plus `key`, the data of the run's constant key."""
 
     params: Any
     optimizer: Any
@@ -39,7 +39,7 @@ class State:
 
 @struct.dataclass
 class Report:
-    """A step's results: sums over its labels, and the number of tokens that are not padding.
+    """The results of a step: sums over its labels, and the number of tokens without padding.
 
     `schedules` are the step's learning rate and the method's own numbers, by name.
     """
@@ -52,7 +52,7 @@ class Report:
 
 
 class Program(NamedTuple):
-    """The functions of a run; `state` holds the arrays it begins with.
+    """The compiled functions of a run; `state` holds its initial arrays.
 
     `step(state, target_params, batches)` donates the state's buffers; `evaluate(params,
     target_params, batches)` returns the summed loss and measures. `batches` have a leading axis of
@@ -65,7 +65,7 @@ class Program(NamedTuple):
     mesh: Mesh | None
 
     def compile(self, target_params: Any, batches: Batch) -> Callable:
-        """The step, compiled for batches of this shape."""
+        """Return the step, compiled for batches of this shape."""
         with use(self.mesh):
             compiled = self.step.lower(self.state, target_params, batches).compile()
         check_fits(
@@ -84,11 +84,11 @@ def make_program(
     remat: bool = False,
     fsdp: bool = False,
 ) -> Program:
-    """The program of a method, whose random numbers follow from `seed`.
+    """Return the program of a method, whose random numbers derive from `seed`.
 
-    `remat` is that of `loss_function`; with `fsdp` the parameters are split over the mesh's `data`,
-    as the optimizer's state always is. Raises InputError for an optimization that the method's
-    parameters do not fit.
+    `remat` is that of `loss_function`; with `fsdp` the parameters are sharded over the mesh's
+    `data`, as the optimizer's state always is. Raises InputError for optimization options that do
+    not fit the method's parameters.
     """
     run_key = jax.random.key(seed)
     init_key, key = jax.random.split(run_key)
@@ -145,10 +145,10 @@ def make_program(
 
 
 def loss_function(method: Method, decoder: Decoder, remat: bool) -> Callable:
-    """The method's loss of (params, target_params, batch, key), the target's features filled in.
+    """Return the method's loss as a function of (params, target_params, batch, key).
 
-    `decoder` is the frozen target, which computes those that the batch lacks. The step may
-    follow the key; else it is late in the run. With `remat` only products of activations and
+    `decoder` is the frozen target, which computes features that the batch lacks. The step may
+    follow the key; by default it is late in the run. With `remat` only products of activations and
     weights are kept for the backward pass.
     """
 
@@ -172,10 +172,10 @@ Loss = Callable[..., tuple[Float[Array, ""], Any]]
 
 
 def summed_gradients(loss: Loss, params: Any, batches: Any, keys: Any) -> tuple[Any, Any, Any]:
-    """Gradients, loss and measures, each summed over micro-batches along a leading axis.
+    """Return gradients, loss and measures, each summed over micro-batches along a leading axis.
 
-    `loss(params, batch, key)` gives a sum and measures that are sums, so that this is exact:
-    divided by the summed weight, it is what one big batch would have given.
+    `loss(params, batch, key)` must return a sum and measures that are sums. Divided by the summed
+    weight, the results equal those of one large batch.
     """
     gradient = jax.value_and_grad(loss, has_aux=True)
 

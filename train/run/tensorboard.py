@@ -1,7 +1,7 @@
-"""Scalars for TensorBoard, on disk when `write` returns.
+"""Writing of TensorBoard scalars, which are on disk when `write` returns.
 
-tensorboardX's own `SummaryWriter` passes them to a thread, which ends where the disk is full and
-leaves its caller waiting forever; its events are written directly here, and the error raised.
+tensorboardX's own `SummaryWriter` passes them to a thread, which dies on a full disk and leaves its
+caller waiting forever. Here its events are written directly, and errors are raised.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from specjax.errors import InputError
 
 
 class TensorBoardWriter:
-    """A new file of events in a directory, for a run that resumes after `step`.
+    """A writer of a new event file in a directory, for a run that resumes after `step`.
 
-    Raises InputError where it cannot be written, as `write` does.
+    Raises InputError if the file cannot be written, as `write` does.
     """
 
     def __init__(self, directory: Path, step: int) -> None:
@@ -36,7 +36,7 @@ class TensorBoardWriter:
         self._add(step=step + 1, session_log=start)
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Add a step's numbers."""
+        """Write the numbers of a step."""
         values = [
             self._summary.Value(tag=name, simple_value=value) for name, value in numbers.items()
         ]

@@ -1,7 +1,7 @@
-"""A run's directory: W/{config.json, metrics.jsonl, checkpoints/, tensorboard/, export/}.
+"""The directory of a run: W/{config.json, metrics.jsonl, checkpoints/, tensorboard/, export/}.
 
-The first process writes the small files, all processes call everything here. What is in a
-checkpoint: `train.run.checkpoints`.
+The first process writes the small files, but all processes must make the calls. For the content of
+checkpoints see `train.run.checkpoints`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class RunFolder:
     """The folder of a run: new, empty, or of an earlier run."""
 
     def check(self, name: str, value: Any) -> str:
-        """The text; raises InputError for no text, and for a folder that holds anything else."""
+        """Return the text; raise InputError if empty, or if the folder holds anything else."""
         if value is None:
             raise InputError(f"{name} is missing: pass --config.{name}=DIRECTORY")
         root = output_folder(name, value)
@@ -68,42 +68,42 @@ class Workdir:
 
     @property
     def config(self) -> Path:
-        """What the run is: its config, its target and its data."""
+        """The file that identifies the run: its config, its target and its data."""
         return self.root / "config.json"
 
     @property
     def metrics(self) -> Path:
-        """A line of numbers each time something is logged."""
+        """The file with a line of numbers for each logged step."""
         return self.root / "metrics.jsonl"
 
     @property
     def checkpoints(self) -> Path:
-        """A directory per step."""
+        """The folder with a folder per checkpoint."""
         return self.root / "checkpoints"
 
     @property
     def steps(self) -> list[int]:
-        """The steps of checkpoints, in order; those of interrupted saves are not among them."""
+        """Return the steps of complete checkpoints, in order."""
         return STEPS.numbers(self.checkpoints)
 
     @property
     def tensorboard(self) -> Path:
-        """The same numbers for TensorBoard."""
+        """The folder with the same numbers for TensorBoard."""
         return self.root / "tensorboard"
 
     @property
     def export(self) -> Path:
-        """What was trained: a head, a model, or `head` and `target` in it."""
+        """The folder of the trained head or model, or of `head` and `target`."""
         return self.root / "export"
 
 
 def open_workdir(directory: str | Path, record: Mapping[str, Any]) -> Workdir:
-    """A new run's directory, or that of the same run begun earlier.
+    """Open the directory of a new run, or of the same run started earlier.
 
-    The directory is one that `folder_lock` holds for this run. `record` is JSON-ready: what must be
-    the same, in sections, `config` being one of them. A run that has no checkpoint yet begins
-    again. Raises InputError where the earlier run was another one, naming the fields, and where
-    the directory cannot be written.
+    This run must hold the directory's `folder_lock`. `record` (JSON-ready, in sections, one of them
+    `config`) must match that of the earlier run. A run without a checkpoint starts over. Raises
+    InputError if the earlier run was a different one, naming the fields, and if the directory
+    cannot be written.
     """
     workdir = Workdir(output_folder("workdir", directory))
     text = json.dumps(record, indent=2, sort_keys=True) + "\n"
@@ -120,14 +120,14 @@ def open_workdir(directory: str | Path, record: Mapping[str, Any]) -> Workdir:
 
 
 def truncate_metrics(workdir: Workdir, step: int) -> None:
-    """Drop the lines of steps after `step`, and one that was truncated."""
+    """Remove the lines of steps after `step`, and an incomplete last line."""
     if processes.is_first() and workdir.metrics.exists():
         kept = [row for row in read_metrics(workdir) if row["step"] <= step]
         write_file(workdir.metrics, "".join(json.dumps(row) + "\n" for row in kept))
 
 
 def is_evaluated(workdir: Workdir, step: int) -> bool:
-    """Whether a step's evaluation is among the metrics."""
+    """Return whether the metrics contain a step's evaluation."""
 
     def look() -> bool:
         evaluations = [row for row in read_metrics(workdir) if row["step"] == step]
@@ -137,9 +137,9 @@ def is_evaluated(workdir: Workdir, step: int) -> bool:
 
 
 def read_metrics(workdir: Workdir) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl, up to the first that is not whole as `append_metrics` wrote it.
+    """Return the lines of metrics.jsonl, up to the first incomplete or damaged one.
 
-    There are none without that file. Raises InputError where it cannot be read.
+    Returns an empty list without that file. Raises InputError if it cannot be read.
     """
     rows: list[dict[str, Any]] = []
     try:
@@ -167,7 +167,7 @@ def _is_row(row: Any) -> bool:
 
 
 def learning_curve(workdir: Workdir) -> list[dict[str, float]]:
-    """The evaluations in order: tokens trained on, and the held-out numbers of each."""
+    """Return the evaluations in order: tokens trained on, and held-out numbers."""
     curve, tokens = [], 0.0
     for row in read_metrics(workdir):
         tokens = row.get("train/tokens", tokens)
@@ -182,7 +182,7 @@ def learning_curve(workdir: Workdir) -> list[dict[str, float]]:
 
 
 def append_metrics(workdir: Workdir, row: Mapping[str, Any]) -> None:
-    """Add a line, without numbers that are not finite; raises InputError where the disk is full."""
+    """Append a line without non-finite numbers; raise InputError on a full disk."""
     row = {name: value for name, value in row.items() if math.isfinite(value)}
     try:
         with workdir.metrics.open("a", encoding="utf-8") as file:
@@ -192,7 +192,7 @@ def append_metrics(workdir: Workdir, row: Mapping[str, Any]) -> None:
 
 
 def write_file(path: Path, text: str) -> None:
-    """Write a text whole or not at all; raises InputError where that cannot be done."""
+    """Write a text file atomically; raise InputError if that fails."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         atomic_writes.write_text(path, text)
@@ -209,7 +209,7 @@ def _check_seen(workdir: Workdir) -> None:
 
 
 def unwritable(path: Path, error: OSError) -> InputError:
-    """The error for a file or folder of a run that cannot be written."""
+    """Return the error for a file or folder of a run that cannot be written."""
     return InputError(
         f"{path}: cannot be written ({error.strerror or error}); free space, then start again"
     )
@@ -220,8 +220,8 @@ def check_same_run(
 ) -> None:
     """Raise InputError, naming the fields, unless `file` records the same run.
 
-    `may_differ` are fields of the config, or sections where they end with a dot. The remark is
-    added where it concerns a field that differs: it begins with that field's name.
+    `may_differ` are fields of the config, or sections if they end with a dot. `remark` is added if
+    the field whose name it begins with differs.
     """
     remedy = "restore it, or use another workdir"
     earlier = read_json_file(file, remedy)

@@ -1,8 +1,8 @@
-"""Prompts for a target to answer, over texts that are installed anyway: `make_corpus`.
+"""Prompts for a target to answer, made from texts that are already installed: `make_corpus`.
 
-The texts are Python's library and reference, the leads of Wikipedia articles where a package holds
-them, and templates. Nothing of Spec-Bench is among them. The same seed gives the same prompts from
-the same versions of Python and of that package.
+The texts are Python's library and reference, the leads of Wikipedia articles if a package holds
+them, and templates. None are from Spec-Bench. The same seed gives the same prompts with the same
+versions of Python and of that package.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _MOST_REPEATED = 2000
 
 @dataclass(frozen=True)
 class Passage:
-    """A text with a title, where it comes from, and under which licence."""
+    """A text with its title, source and licence."""
 
     title: str
     text: str
@@ -57,7 +57,7 @@ class Passage:
     licence: str
 
     def sentences(self, most: int) -> str:
-        """The first whole sentences, as many as fit into `most` characters; at least one."""
+        """Return as many whole sentences as fit into `most` characters, at least one."""
         if len(self.text) <= most:
             return self.text
         ends = [match.start() + 1 for match in re.finditer(r"[.!?](?=\s)", self.text)]
@@ -67,26 +67,26 @@ class Passage:
 
 @dataclass(frozen=True)
 class Texts:
-    """What prompts give to read: with Wikipedia's leads or Python's own texts only.
+    """The texts in prompts: Wikipedia's leads, or only Python's own texts.
 
-    `long` is the share of long texts, among the tasks that are given texts.
+    `long` is the fraction of long texts among the tasks with texts.
     """
 
     wikipedia: bool = True
     long: float = 0.35
 
     def passages(self) -> tuple[Passage, ...]:
-        """All that there are."""
+        """Return all passages."""
         return leads() if self.wikipedia else reference()
 
 
 def make_corpus(
     num_prompts: int, seed: int, mix: Mapping[str, float], texts: Texts
 ) -> list[Request]:
-    """So many different prompts, mixed, in the shares of `mix` by category.
+    """Return distinct prompts, shuffled, in the proportions of `mix` by category.
 
-    Raises InputError where all shares are 0, for more prompts of a category than there are, and
-    where Wikipedia's leads are wanted and not installed.
+    Raises InputError if all proportions are 0, for more prompts of a category than there are, and
+    if Wikipedia's leads are requested but not installed.
     """
     made = [
         replace(prompt, category=category)
@@ -98,7 +98,7 @@ def make_corpus(
 
 
 def sizes_of(num_prompts: int, mix: Mapping[str, float]) -> dict[str, int]:
-    """How many prompts each category gets; they add up to `num_prompts`."""
+    """Return the number of prompts of each category; they add up to `num_prompts`."""
     total = sum(mix.values())
     if not total:
         raise InputError("corpus.mix: all shares are 0; give a category a share")
@@ -129,7 +129,7 @@ def _different(category: str, size: int, seed: int, texts: Texts) -> Iterator[Re
 
 @functools.cache
 def code_files() -> tuple[Path, ...]:
-    """The standard library's files, in a fixed order; its tests and tables are left out."""
+    """Return the standard library's files in a fixed order, without tests and tables."""
     root = Path(sysconfig.get_path("stdlib"))
     files = sorted(root.rglob("*.py"))
     return tuple(one for one in files if _SKIPPED.isdisjoint(one.relative_to(root).parts))
@@ -137,7 +137,7 @@ def code_files() -> tuple[Path, ...]:
 
 @functools.cache
 def functions(file: Path) -> tuple[Passage, ...]:
-    """The functions of one of `code_files`, each as it is written there."""
+    """Return the functions in one of `code_files`, as written there."""
     inside = file.relative_to(sysconfig.get_path("stdlib")).as_posix()
     source = f"{_PYTHON} standard library, {inside}"
     return tuple(Passage(name, code, source, "PSF-2.0") for name, code in _functions_of(file))
@@ -167,7 +167,7 @@ def _functions_of(file: Path) -> Iterator[tuple[str, str]]:
 
 @functools.cache
 def reference() -> tuple[Passage, ...]:
-    """Paragraphs of Python's language reference and of its modules' descriptions."""
+    """Return paragraphs of Python's language reference and of its modules' descriptions."""
     from pydoc_data import topics
 
     found = []
@@ -211,15 +211,15 @@ def _paragraph_groups(text: str) -> Iterator[str]:
 
 
 def has_wikipedia() -> bool:
-    """Whether the package with Wikipedia's leads is installed."""
+    """Return whether the package with Wikipedia's leads is installed."""
     return importlib.util.find_spec(_WIKIPEDIA_MODULE) is not None
 
 
 @functools.cache
 def leads(language: str = "English") -> tuple[Passage, ...]:
-    """The first paragraphs of Wikipedia's vital articles, in English, French or Spanish.
+    """Return the first paragraphs of Wikipedia's vital articles in English, French or Spanish.
 
-    Raises InputError where the package that holds them is not installed.
+    Raises InputError if the package that holds them is not installed.
     """
     spec = importlib.util.find_spec(_WIKIPEDIA_MODULE)
     if spec is None or spec.origin is None:
@@ -461,7 +461,7 @@ _NUMBERS: dict[str, Callable[[random.Random], int]] = {
 
 
 def fill(template: str, rng: random.Random) -> str:
-    """A template with its words and numbers drawn; no word is drawn twice."""
+    """Return a template with its words and numbers drawn, without repeated words."""
     drawn: dict[str, str] = {}
     for field, kind in re.findall(r"(\{([a-z]+)\d*\})", template):
         if field in drawn:
