@@ -163,7 +163,7 @@ def decode(config: DecodeConfig, *, verbose: bool = False) -> int:
 def _load(
     config: DecodeConfig, mesh: Mesh | None, screen: Screen, clock: Clock
 ) -> tuple[Model, list[ConfigDrafter]]:
-    """The target and the drafters, in all processes the same."""
+    """Return the target and the drafters, in all processes the same."""
     begin = time.perf_counter()
 
     def load() -> tuple[Model, list[ConfigDrafter]]:
@@ -189,7 +189,7 @@ def _load(
 def _header(
     config: DecodeConfig, drafter: DrafterConfig, made: ConfigDrafter, conditions: Conditions
 ) -> RunHeader:
-    """What is run with one of a config's drafters."""
+    """Return the description of a run with one of a config's drafters."""
     return RunHeader(
         drafter=drafter.name,
         target=config.target,
@@ -202,7 +202,7 @@ def _header(
 
 
 def _failed(config: DecodeConfig, runs: Sequence[DrafterRun]) -> dict[str, Failure]:
-    """The rows that ended with an error, by what errors call them."""
+    """Return the rows that ended with an error, by their names in errors."""
     return {
         config.prompt_name(row.question_id, row.turn)
         + (f", with {run.drafter}" if len(runs) > 1 else ""): Failure(
@@ -215,7 +215,7 @@ def _failed(config: DecodeConfig, runs: Sequence[DrafterRun]) -> dict[str, Failu
 
 
 def _ends_and_beginning(model: Model) -> str:
-    """The tokens that end a sequence, and what is added to raw text."""
+    """Return the tokens that end a sequence, and what is added to raw text."""
     tokenizer = model.tokenizer
     if tokenizer is None:
         return f"ends at {', '.join(map(str, model.ends)) or 'no token'}; no tokenizer"
@@ -225,7 +225,7 @@ def _ends_and_beginning(model: Model) -> str:
 
 
 def _compared(config: DecodeConfig, figures: Figures) -> str:
-    """What is said of the comparison with plain decoding."""
+    """Return the text about the comparison with plain decoding."""
     if config.lossy:
         return f"not expected: {config.options.verify.name} is lossy"
     if not config.comparable:
@@ -236,12 +236,12 @@ def _compared(config: DecodeConfig, figures: Figures) -> str:
 
 
 def _lossy(config: DecodeConfig) -> str:
-    """What a title says of a rule that changes the output's distribution."""
+    """Return the note in a title about a rule that changes the output distribution."""
     return f"; LOSSY: {config.options.verify.name} acceptance" if config.lossy else ""
 
 
 def _path_note(name: str) -> str:
-    """The listing's note on a trained drafter's path."""
+    """Return the listing's note on a trained drafter's path."""
     targets = [target for target, kinds in shipped_heads().items() if name in kinds]
     own = f"the one for {', '.join(targets)}" if targets else "needed"
     if name == "mtp":

@@ -301,7 +301,7 @@ class Inline:
 
 
 def _plain(value: Any) -> Any:
-    """A number of NumPy or JAX as Python's own; anything else unchanged."""
+    """Return a number of NumPy or JAX as Python's own; anything else unchanged."""
     return value.item() if getattr(value, "ndim", None) == 0 else value
 
 
@@ -398,7 +398,7 @@ def read_values(
 
 
 def _made(source: type, checked: Mapping[str, Any], problems: Problems) -> Any:
-    """The dataclass of checked values, or _ABSENT where one of them is; notes its own problems."""
+    """Return the dataclass of checked values, or _ABSENT if one is, noting its problems."""
     given: dict[str, Any] = {}
     for name, hint in _hints(source).items():
         part = dataclass_in(hint)

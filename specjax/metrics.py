@@ -230,7 +230,7 @@ class Summary:
         return self.num_draft_tokens / self.num_rounds if self.num_rounds else None
 
     def __str__(self) -> str:
-        """A small table: a line for each figure that people compare."""
+        """Return a small table with the most common figures."""
 
         def number(value: float | None) -> str:
             return "-" if value is None else f"{value:.2f}"

@@ -99,7 +99,7 @@ def _write_files(folder: Path, entries: Sequence[Entry], formats: Sequence[str])
 
 
 def _file_names(names: Sequence[str]) -> list[str]:
-    """A file name for each label, none twice."""
+    """Return a file name for each label, none twice."""
     names = [re.sub(r"[^\w.=+-]+", "_", name).strip("_.") or "run" for name in names]
     taken: Mapping[str, int] = {name.lower(): names.index(name) for name in reversed(names)}
     return [

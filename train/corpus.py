@@ -97,7 +97,7 @@ def _record(config: CorpusConfig, documents: Documents | Texts, root: Path) -> N
 
 
 def _digest(files: Sequence[Path]) -> str:
-    """A hash of the contents of files, in their order."""
+    """Return a hash of the contents of files, in their order."""
     digest = hashlib.sha256()
     for file in files:
         digest.update(folder_checksums.record_of(file).sha256.encode())
@@ -105,7 +105,7 @@ def _digest(files: Sequence[Path]) -> str:
 
 
 def _parts(root: Path, count: int, size: int) -> dict[Path, range]:
-    """The documents of each dataset by its directory; raises InputError for surplus datasets."""
+    """Return the documents of each dataset by directory; raise InputError for extra datasets."""
     parts = {
         root / TOKENS / f"part-{number:05d}": range(first, min(first + size, count))
         for number, first in enumerate(range(0, count, size))
@@ -116,13 +116,13 @@ def _parts(root: Path, count: int, size: int) -> dict[Path, range]:
 
 
 def _kept_tokenizer(parts: Mapping[Path, range]) -> Tokenizer | None:
-    """The tokenizer of an earlier run; every part keeps the same one."""
+    """Return the tokenizer of an earlier run; every part keeps the same one."""
     there = next((path for path in parts if (path / METADATA).exists()), None)
     return None if there is None else open_responses(there).tokenizer
 
 
 def _to_learn_from(documents: Documents | Texts, count: int) -> Iterator[str]:
-    """The documents that a tokenizer is trained on: none that is held out."""
+    """Return the documents that a tokenizer is trained on: none that is held out."""
     stride = max(1, -(-documents.num_bytes // _TOKENIZER_BYTES))
     numbered = enumerate(itertools.islice(documents, count))
     trained = (text for number, (text, _) in numbered if not is_held_out(number))

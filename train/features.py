@@ -185,7 +185,7 @@ def _examples(
     tokens: int,
     progress: _Progress,
 ) -> Iterator[Example]:
-    """The conversations with their features, a batch of similar lengths at a time."""
+    """Yield the conversations with their features, a batch of similar lengths at a time."""
     widths = itertools.groupby(members, lambda index: _rounded(int(data.lengths[index])))
     for width, same_width in widths:
         indices, rows = list(same_width), max(1, tokens // width)

@@ -116,7 +116,7 @@ def _run(
     screen: Screen,
     begin: float,
 ) -> bool:
-    """Answer what is not answered; False where the minutes were over before the end."""
+    """Return answer what is not answered; False where the minutes were over before the end."""
     answered = processes.from_first(sorted(saved.read()) if processes.is_first() else None)
     answered = set(answered) & {row.request.id for row in job.rows}
     todo = [row for row in job.order if job.rows[row].request.id not in answered]

@@ -1,4 +1,4 @@
-"""The run of `specjax.bench`, which prints and reports measurements part by part."""
+"""Measure, print and report what `specjax.bench` measures, part by part."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def _passes(
 def _speedups(
     model: Model, questions: Sequence[prompts.Question], config: BenchConfig, console: Console
 ) -> Iterator[Speedup]:
-    """Each drafter over plain decoding, beside plain decoding a second time."""
+    """Yield each drafter over plain decoding, beside plain decoding a second time."""
     ids = [
         prompts.encode_prompt(model, question.first_turn)
         for question in prompts.spread(questions, config.num_prompts)

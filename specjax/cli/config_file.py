@@ -1,4 +1,4 @@
-"""Reading of config files, which are Python, and of command-line overrides.
+"""Read config files, which are Python, and apply command-line overrides.
 
 A config is named by its file's path. Bundled configs are also found by name, from any working
 directory: `decode_smollm2`, or `configs/decode_smollm2.py`.
@@ -66,7 +66,7 @@ _CONFIG_FLAG = r"--?(no)?config([.=]|$)"
 
 
 def _joined(argv: list[str]) -> Iterator[str]:
-    """The arguments, `--config.field value` as `--config.field=value`."""
+    """Yield the arguments, `--config.field value` as `--config.field=value`."""
     waiting = None
     for argument in argv:
         if waiting is not None and not argument.startswith("--"):
@@ -109,7 +109,7 @@ def _config(kinds: Fields, values: Mapping[str, Any]) -> ml_collections.ConfigDi
 
 
 def _value_type(kind: Kind) -> type:
-    """The type in which a command line gives a value of a kind."""
+    """Return the type in which a command line gives a value of a kind."""
     if isinstance(kind, Either):
         return _value_type(kind.kinds[0])
     return next((one for known, one in _TYPE_OF.items() if isinstance(kind, known)), str)
@@ -128,7 +128,7 @@ def packaged_configs() -> dict[str, Path]:
 
 
 def _find(name: str, packaged_first: bool) -> Path:
-    """The file of a config: a path, or the name of one that comes with specjax."""
+    """Return the file of a config: a path, or the name of one that comes with specjax."""
     packaged_files = packaged_configs()
     match = re.fullmatch(r"(?:configs/)?(\w+)(?:\.py)?", name)
     packaged = packaged_files.get(match[1]) if match else None
@@ -145,7 +145,7 @@ def _find(name: str, packaged_first: bool) -> Path:
 
 
 def _load(path: str, packaged_first: bool = False) -> ml_collections.ConfigDict:
-    """What a config file's `get_config` returns, given what follows a colon."""
+    """Return the result of a config file's `get_config`, given the text after a colon."""
     file, *size = path.split(":", 1)
     file = str(_find(file, packaged_first))
     what = "fails"
@@ -235,7 +235,7 @@ _LEAST_LIKENESS = 0.6
 
 
 def _nearest(name: str, fields: Sequence[str]) -> str | None:
-    """The field whose dotted name, or the last part of it, is nearest to a name, if one is near."""
+    """Return the field whose dotted name, or its last part, is close to `name`, if any."""
 
     def likeness(field: str) -> float:
         pairs = ((name, field), (name.rpartition(".")[2], field.rpartition(".")[2]))
@@ -246,7 +246,7 @@ def _nearest(name: str, fields: Sequence[str]) -> str | None:
 
 
 def _not_understood(config: ml_collections.ConfigDict, argument: str) -> str:
-    """The message for an argument that is no field of a config, with the field that it may mean."""
+    """Return the error for an argument that names no field, suggesting a similar field."""
     fields = field_names(config)
     name, _, value = argument.lstrip("-").partition("=")
     if not argument.startswith("-"):

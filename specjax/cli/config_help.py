@@ -70,7 +70,7 @@ def config_help(
 
 
 def _in_order(names: Sequence[str], declared: Sequence[str]) -> list[str]:
-    """The fields in the order of their declaration, those of sections last."""
+    """Return the fields in the order of their declaration, those of sections last."""
     index = {name: number for number, name in enumerate(declared)}
 
     def key(name: str) -> tuple[bool, int, int]:
@@ -81,7 +81,7 @@ def _in_order(names: Sequence[str], declared: Sequence[str]) -> list[str]:
 
 
 def _meanings(source: type, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """What the fields of a dataclass mean, and its sections, by their dotted names."""
+    """Yield the meanings of a dataclass's fields and sections, by dotted name."""
     texts = _field_documentation(source)
     hints = type_hints(source)
     for field in dataclasses.fields(source):
@@ -97,7 +97,7 @@ def _meanings(source: type, prefix: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _field_documentation(source: type) -> dict[str, str]:
-    """The texts below the fields of a dataclass, and of those it inherits from."""
+    """Return the texts below the fields of a dataclass, and of those it inherits from."""
     found: dict[str, str] = {}
     for one in reversed(source.__mro__):
         if not dataclasses.is_dataclass(one):
@@ -114,7 +114,7 @@ def _field_documentation(source: type) -> dict[str, str]:
 
 
 def _kind(kinds: Any, name: str) -> Any:
-    """The kind of a field by its dotted name; None where there is none."""
+    """Return the kind of a field by its dotted name; None where there is none."""
     for part in name.split("."):
         kinds = kinds.fields if isinstance(kinds, OptionalSection) else kinds
         kinds = kinds.get(part) if isinstance(kinds, Mapping) else None
@@ -122,7 +122,7 @@ def _kind(kinds: Any, name: str) -> Any:
 
 
 def _allowed(kind: Any) -> str:
-    """Which values a kind takes, where that says more than the value which is there."""
+    """Return which values a kind allows, if that adds to the value shown."""
     if isinstance(kind, Either) and not kind.remedy:
         return _allowed(kind.kinds[0])
     if isinstance(kind, Choice):
@@ -136,7 +136,7 @@ def _allowed(kind: Any) -> str:
 
 
 def _wrapped(text: str, indent: int) -> list[str]:
-    """A text as indented lines."""
+    """Return a text as indented lines."""
     space = " " * indent
     text = " ".join(text.split()).replace("`", "")
     return textwrap.wrap(text, _WIDTH, initial_indent=space, subsequent_indent=space)

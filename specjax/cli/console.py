@@ -247,7 +247,7 @@ class Screen:
 
 
 def _harmless(text: str) -> str:
-    """Text without control characters: a model's output must not steer the terminal."""
+    """Return text without control characters: a model's output must not steer the terminal."""
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "\ufffd", text.replace("\r\n", "\n"))
 
 

@@ -81,7 +81,7 @@ class DraftLengthText:
 
 
 def _drafter_fields() -> Fields:
-    """The kinds of the section `drafter`: the options of all drafters that a text can give."""
+    """Return the kinds of the section `drafter`: the options of all drafters that are text."""
     options = {
         option: optional(kind_of(parameter.annotation))
         for name in DRAFTERS
@@ -258,7 +258,7 @@ def read_decode_config(written: Mapping[str, Any]) -> DecodeConfig:
 
 
 def _rule(name: str, thresholds: Mapping[str, float | None]) -> Rule:
-    """The rule of that name; `thresholds` are the section `typical`."""
+    """Return the rule of that name; `thresholds` are the section `typical`."""
     given = {option: value for option, value in thresholds.items() if value is not None}
     if name == Typical.name:
         return Typical(**given)
@@ -271,7 +271,7 @@ def _rule(name: str, thresholds: Mapping[str, float | None]) -> Rule:
 
 
 def _drafters(section: Mapping[str, Any], tree: Mapping[str, Any]) -> tuple[DrafterConfig, ...]:
-    """The drafters of the section `drafter`; an option and a tree go to those that take it.
+    """Return the drafters of the section `drafter`; an option and a tree go to those that take it.
 
     Where the section `tree` says nothing, each drafter has the tree or the chain that it has by
     default.

@@ -1,4 +1,4 @@
-"""The run of a decode config, which alternates between plain decoding and the drafters.
+"""Run a decode config, alternating between plain decoding and the drafters.
 
 Rows are decoded in groups, each by one drafter after another. With one slot a group is a single
 row; with more, a group is large enough that most of its rows enter a slot that another row left.
@@ -290,13 +290,13 @@ class _Decoding:
 
 
 def _groups(session: Session) -> list[list[int]]:
-    """The prompts that are decoded before the next drafter's turn."""
+    """Return the prompts that are decoded before the next drafter's turn."""
     slots = session.batch_size
     return session.groups(slots if slots == 1 else _GROUP * slots)
 
 
 def _pieces(session: Session, result: Generation, row: int) -> list[tuple[str, bool]]:
-    """A row's text in pieces, each with whether it was drafted."""
+    """Return a row's text in pieces, each with whether it was drafted."""
     tokens, text = result.token_ids[row], result.texts[row]
     whole = Delta(row, 0, tokens, result.was_drafted(row), text)
     return Marker(session.model.tokenizer).mark(whole)

@@ -75,7 +75,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def _typed(kind: Kind, value: Any) -> Any:
-    """A flag's text as a number if its kind takes numbers and it is one, else unchanged."""
+    """Return a flag's text as a number if its kind takes numbers and it is one, else unchanged."""
     kind = kind.kinds[0] if isinstance(kind, Either) else kind
     if not isinstance(value, str) or not isinstance(kind, Whole | Number):
         return value

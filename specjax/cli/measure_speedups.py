@@ -1,4 +1,4 @@
-"""Measured and predicted speed-ups of drafters over plain decoding."""
+"""Measure the speed-ups of drafters over plain decoding, and compare with predictions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Predicted speed-ups of finished runs, from the parts of their rounds, each timed alone.
+"""Predict the speed-ups of finished runs from the parts of their rounds, each timed alone.
 
 A run's report holds its whole config, from which the target is loaded, the prompts are encoded and
 the program is planned again; then a draft and a pass of each width are timed.
@@ -111,7 +111,7 @@ def _session(run: Run, config: DecodeConfig, model: Model) -> Session:
 
 
 def _config(run: Run) -> DecodeConfig:
-    """The config of a run that this machine can time."""
+    """Return the config of a run that this machine can time."""
     where, here = f"predict: {str(run.path)!r}", device_name()
     if re.search(r" in \d+ processes$", run.conditions.device):
         raise InputError(f"{where} ran in several processes; leave --predict out")

@@ -168,7 +168,7 @@ class Auto:
         )
 
     def _plan(self, state: AutoState, rates: Rates, most_rounds: int) -> tuple[int, int, int]:
-        """The next step's limits and the best ones, by number, and the step's rounds."""
+        """Return the next step's limits and the best ones, by number, and the step's rounds."""
         costs = state.estimates.costs
         timed = ((rates.arms == 0) | (costs.rounds > 0)).all(axis=1)
         best = int(np.argmax(np.where(timed, rates.mean, 0)))
@@ -189,7 +189,7 @@ class Auto:
         return trial[0], best, trial[1]
 
     def _trial(self, state: AutoState, compared: Compared) -> tuple[int, int] | None:
-        """The limits that are worth a trial, if any, by number, and its rounds."""
+        """Return the limits that are worth a trial, if any, by number, and its rounds."""
         rates, best, ratio, deviation, told, timed, least, most_rounds = compared
         sizes, costs, _ = state.estimates
         # The more may be spent, the more is hoped for.
@@ -220,7 +220,7 @@ class Auto:
         return arm, max(int(rounds[arm]), int(longer))
 
     def _rounds(self, state: AutoState, compared: Compared) -> int:
-        """As many rounds under the best limits as cost little if others are better."""
+        """Return how many rounds of the best limits cost little if others are better."""
         rates, best, most_rounds = compared.rates, compared.best, compared.most_rounds
         costs, least = state.estimates.costs, int(compared.least[best])
         runs = rates.arms[best] > 0
@@ -237,7 +237,7 @@ class Auto:
 
 
 def _first_steps(state: AutoState, most_rounds: int) -> tuple[int, int, int]:
-    """As `_plan`, before anything is known: a plain step and one with short drafts.
+    """Return as `_plan`, before anything is known: a plain step and one with short drafts.
 
     Where wide passes are cheap (accelerators) all drafters draft in the very first step, since each
     further step would cost the host; elsewhere one drafter does, after a
@@ -269,7 +269,7 @@ def _first_trial(sizes: StepSizes) -> Int[np.ndarray, "drafters"]:
 
 
 def _confidence(estimates: Estimates, rates: Rates, arm: int, rows: int) -> tuple[float, ...]:
-    """The least confidence at which one more token pays for its pass and for a wider window.
+    """Return the least confidence at which one more token pays for its pass and for a wider window.
 
     A token counts only if those before it are accepted, and where several rows draft, the others
     mostly continue anyway. What a limit changes in acceptance and in lengths is learned under it,

@@ -120,14 +120,14 @@ def learn_costs(costs: Costs, sizes: StepSizes, record: StepRecord) -> Costs:
 
 
 def _jump(seconds: float, expected: float) -> int:
-    """The sign of a deviation that no change of load explains, such as that of a clock; else 0."""
+    """Return the sign of a deviation too large for changes of load, such as a clock's; else 0."""
     return int(seconds > _JUMP * expected) - int(seconds * _JUMP < expected)
 
 
 def _in_seconds(
     costs: Costs, seconds: float, sizes: StepSizes, work: Float[np.ndarray, "unknowns"]
 ) -> Costs:
-    """The costs in seconds, of those in plain passes, by the first step's seconds."""
+    """Return the costs converted from plain passes to seconds by the first step's seconds."""
     constant = min(sizes.dispatch_s, 0.75 * seconds)
     if not sizes.wide_is_cheap and constant < _NOTICED * seconds:
         constant = 0.0
@@ -143,11 +143,11 @@ def _plausible(
     covariance: Float[np.ndarray, "unknowns unknowns"],
     num_widths: int,
 ) -> Float[np.ndarray, "unknowns"]:
-    """The estimates within what can be: no cost below 0, passes at least half of the first.
+    """Return plausible estimates: no cost below 0, passes at least half of the first.
 
     (On accelerators a pass over five slots took 0.86 of one over one.) What corrects one changes
-    the others as far as they are known together only. The estimates themselves stay as they are,
-    so that later steps correct them likewise.
+    the others as far as they are known together only. The estimates themselves stay as they are, so
+    that later steps correct them likewise.
     """
     values = estimates.copy()
     for number in (0, *range(num_widths + 1, len(values))):

@@ -64,7 +64,7 @@ def arms_of(sizes: StepSizes) -> Int[np.ndarray, "A drafters"]:
 
 
 def _lengths(sizes: StepSizes, most: int) -> list[int]:
-    """The limits that are considered for a drafter of `most` nodes: all, or some of them."""
+    """Return the limits that are considered for a drafter of `most` nodes: all, or some of them."""
     if most <= _ALL_LENGTHS:
         return list(range(most + 1))
     powers = {2**power for power in range(most.bit_length())}

@@ -1,4 +1,4 @@
-"""Comparison of a run's tokens with plain decoding, which excuses near-ties between logits.
+"""Compare a run's tokens with plain decoding, excusing near-ties between logits.
 
 Passes of different widths round differently, so a speculative row may depart from plain decoding at
 a near-tie, and continues with another prefix. From there on the row is no longer compared with
@@ -127,7 +127,7 @@ def _near_tie(
     passes: Float[np.ndarray, "2 V"],
     deviations: Sequence[float],
 ) -> NearTie:
-    """How close each of some tokens is to being the choice of each pass at an index.
+    """Return how close each token is to being the choice of each pass at an index.
 
     `deviations` are those of the passes there, the last, and at the row's tokens before.
     """
@@ -228,13 +228,13 @@ class _Filters:
         return kept
 
     def _count_above(self, limit: Any, *, or_equal: bool = False) -> Any:
-        """How many scores are above a limit."""
+        """Return how many scores are above a limit."""
         side = "right" if or_equal else "left"
         return np.searchsorted(-self.order, -limit, side=side)
 
 
 def _changed(mass: Any, change: float) -> Any:
-    """A mass whose tokens gain so much on all others, or lose it.
+    """Return a mass whose tokens gain so much on all others, or lose it.
 
     It is the sum of float32 numbers besides, which rounds as well.
     """
@@ -244,7 +244,7 @@ def _changed(mass: Any, change: float) -> Any:
 
 
 def _deviation(passes: Float[np.ndarray, "2 V"]) -> float:
-    """The standard deviation of what two passes differ in, over the likeliest tokens."""
+    """Return the standard deviation of the difference of two passes, over likely tokens."""
     narrow, wide = passes
     likeliest = np.argsort(narrow)[-_LIKELIEST:]
     likeliest = likeliest[np.isfinite(narrow[likeliest])]
@@ -254,7 +254,7 @@ def _deviation(passes: Float[np.ndarray, "2 V"]) -> float:
 def _logits_of_passes(
     session: Session, prompt: int, new_tokens: Sequence[int]
 ) -> Iterator[tuple[int, Float[np.ndarray, "2 V"]]]:
-    """The target's logits before each new token, computed in two ways.
+    """Yield the target's logits before each new token, computed in two ways.
 
     By passes over one token, as in plain decoding, and by passes over several, as in a round.
     """
@@ -292,7 +292,7 @@ def _read(
     tokens: Int[Array | np.ndarray, "1 S"],
     length: Int[Array | np.ndarray, "1"],
 ) -> KVCache:
-    """A cache with a prompt but for its last token."""
+    """Return a cache with a prompt but for its last token."""
     cache = model.make_cache(1, capacity)
     return prefill(model, params, tokens, length - 1, cache, chunks)[0]
 
@@ -307,7 +307,7 @@ def _extend(
     count: Int[Array, ""] | int,
     cache: KVCache,
 ) -> tuple[KVCache, Float[Array, "T V"]]:
-    """A cache with `count` tokens more, those from `start` on, and the logits after each."""
+    """Return a cache with `count` tokens more, those from `start` on, and the logits after each."""
     step = jnp.arange(width)[None, :]
     window = jax.lax.dynamic_slice(jnp.asarray(tokens), (0, start), (1, width))
     positions = start + jnp.minimum(step, count - 1)

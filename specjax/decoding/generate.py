@@ -71,7 +71,7 @@ class Generation:
     """Those that ended with the reason "error", and what went wrong."""
 
     def __repr__(self) -> str:
-        """How much was generated, how fast, and with how many tokens per pass of the target."""
+        """Return how much was generated, how fast, and the tokens per pass of the target."""
         rows, tau = len(self.token_ids), self.summary().acceptance_length
         per_pass = "" if tau is None else f", {tau:.2f} tokens per pass"
         speed = f", {self.tokens_per_second:.1f} tokens/s" if self.decode_s else ""
@@ -272,7 +272,7 @@ def collect(
 
 
 def _padded(rows: Sequence[np.ndarray], value: float = NO_DRAFTER) -> np.ndarray:
-    """Rows of different lengths as one array, with `value` after their ends."""
+    """Return rows of different lengths as one array, with `value` after their ends."""
     longest = max(map(len, rows))
     array = np.full((len(rows), longest, *rows[0].shape[1:]), value, rows[0].dtype)
     for into, row in zip(array, rows, strict=True):
@@ -328,7 +328,7 @@ def stream(
 
 
 def _stream(session: Session) -> Iterator[Delta]:
-    """The deltas of a session; rows that ended with "error" also give `generate`'s warning."""
+    """Yield the deltas of a session; rows that end with "error" also raise a warning."""
     engine = Engine.of(session)
     add_prompts(engine, session, range(len(session.prompts)))
     for delta in engine:
@@ -357,7 +357,7 @@ def _loaded(
     mesh: Mesh | None,
     options: DecodeOptions,
 ) -> tuple[Model, LoadedDrafter | Drafter | None]:
-    """The target on the mesh, if one is given, and the drafter of a name."""
+    """Return the target on the mesh, if one is given, and the drafter of a name."""
     target = target if mesh is None else place_model(target, mesh)
     if isinstance(drafter, str):
         drafter = make_drafter(drafter, target, num_speculative_tokens=options.fixed_draft_length)

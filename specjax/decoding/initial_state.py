@@ -1,4 +1,4 @@
-"""The state before the first round: empty rows, and reading of their prompts."""
+"""The state before the first round, and the prefill of prompts into it."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def read_prompts(
 
 
 def _named(features: dict[str, Array], names: tuple[str, ...]) -> dict[str, Array]:
-    """Those of the features that have these names."""
+    """Return those of the features that have these names."""
     return {name: features[name] for name in names}
 
 
@@ -130,7 +130,7 @@ def empty_state(
 def _feature_shapes(
     plan: Plan, params: Any, tokens: Int[Array, "B S"]
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes and dtypes of the features that the drafters read, of one token per row."""
+    """Return shapes and dtypes of the features that the drafters read, of one token per row."""
     if not plan.drafter.features:
         return {}
     batch = tokens.shape[0]

@@ -84,7 +84,7 @@ def is_compiled(session: Session) -> bool:
 
 
 def _key(session: Session) -> tuple[Plan, Mesh | None, Any, tuple[_Leaf, ...]]:
-    """What the programs of a session depend on."""
+    """Return everything that the programs of a session depend on."""
     shapes = [row_arguments(session, [], rows) for rows in (session.num_rows, session.prefill_rows)]
     leaves, tree = jax.tree.flatten((session.params, *shapes))
     return session.plan, session.mesh, tree, tuple(map(_Leaf.of, leaves))
@@ -183,7 +183,7 @@ def _admit(state: State, slots: Int[Array, "A"], new: State) -> tuple[State, Int
 
 
 def _first(plan: Plan, params: Any, arguments: Any, mesh: Mesh | None) -> tuple[Any, Any, Any]:
-    """The program that makes a state, the state's shapes, and where it is placed on a mesh."""
+    """Return the program that makes a state, the state's shapes, and its placement on a mesh."""
     make = _empty().lower(plan, params, *arguments)
     state, make = make.out_info, make.compile()
     state = jax.tree.map(

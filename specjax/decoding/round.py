@@ -99,7 +99,7 @@ def propose(plan: Plan, params: Any, state: State, limits: Limits) -> Proposal:
 def _truncate(
     state: State, verified: VerifiedDraft, drafted: Int[Array, "B"]
 ) -> tuple[Int[Array, "B"], Int[Array, "B"], Bool[Array, "B"]]:
-    """How many tokens each row commits, its status then, and whether it drafts no more.
+    """Return how many tokens each row commits, its status then, and whether it drafts no more.
 
     The path ends after the first stop token, at the row's longest length, and before the first
     token whose logits are not numbers. A draft may be what spoiled these, also where it is refused:
@@ -128,7 +128,7 @@ def _truncate(
 def _commit(
     state: State, verified: VerifiedDraft, count: Int[Array, "B"], status: Int[Array, "B"]
 ) -> State:
-    """Append the root's and the path's keys to the cache, and the new tokens to the row."""
+    """Return append the root's and the path's keys to the cache, and the new tokens to the row."""
     step = jnp.arange(verified.tokens.shape[1])[None, :]
     where = jnp.where(step < count[:, None], state.length[:, None] + step, state.tokens.shape[1])
     slots = jnp.pad(jnp.maximum(verified.verification.path_slots, 0), ((0, 0), (1, 0)))
@@ -161,7 +161,7 @@ def no_tally(plan: Plan) -> Tally:
 def _tally(
     plan: Plan, proposal: Proposal, verified: VerifiedDraft, participated: Bool[Array, "B"]
 ) -> Tally:
-    """What the drafters did in one round."""
+    """Return the counts of one round by drafter."""
     valid = proposal.draft.valid
     numbers = jnp.arange(len(plan.drafter.parts))
     turn = (proposal.drafter[None, :] == numbers[:, None]) & participated[None, :]

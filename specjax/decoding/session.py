@@ -224,7 +224,7 @@ def _plan(
     logprobs: bool = False,
     num_stop_ids: int = _STOP_IDS,
 ) -> Session:
-    """What decodes rows of up to `capacity` tokens: it is rounded up, so that programs are shared.
+    """Return the session of rows of up to `capacity` tokens, rounded up to share programs.
 
     `flags` and `logprobs` say what the rows ask for. Raises InputError.
     """
@@ -324,7 +324,7 @@ def flags_of(requests: Sequence[SamplingParams]) -> sampling.WarpFlags:
 
 
 def _capacity(longest: int, most: int) -> int:
-    """One of a few sizes that hold so many tokens, and at most `most` can ever be held.
+    """Return one of a few capacities that hold `tokens`; no more than `most` is ever needed.
 
     Attention reads what is committed, whatever the size.
     """
@@ -335,7 +335,7 @@ def _capacity(longest: int, most: int) -> int:
 
 
 def _chunks(platform: str, capacity: int, together: int) -> tuple[int, ...]:
-    """The chunk sizes that a prompt in so much room can fill, and the smallest.
+    """Return the chunk sizes that a prompt in so much room can fill, and the smallest.
 
     Of prompts that are read `together` each has the same chunks whichever the others are: then
     there is one size.

@@ -86,7 +86,7 @@ def check_rule_shapes(
 def _shapes_returned(
     rule: sampling.Rule, call: Any, arguments: tuple, width: int, remedy: str
 ) -> Any:
-    """What a function of a rule returns for arrays of these shapes, as shapes."""
+    """Return what a function of a rule returns for arrays of these shapes, as shapes."""
     returned: Any = None
 
     def keep(*given: Any) -> None:
@@ -187,7 +187,7 @@ def verify_draft(
 
 
 def _drafted(draft: Draft, topology: AnyTopology) -> sampling.Drafted:
-    """The first nodes of a draft, as rules see it; `topology` is theirs."""
+    """Return the first nodes of a draft, as rules see it; `topology` is theirs."""
     nodes = topology.num_nodes
     parents = topology.parents if isinstance(topology, Topology) else topology.row_parents
     return sampling.Drafted(

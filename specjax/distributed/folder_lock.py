@@ -64,7 +64,7 @@ def lock(folder: Path, kind: Kind, where: str) -> Iterator[None]:
 
 
 def _holder() -> str:
-    """What a run writes into its lock about itself."""
+    """Return the text that a run writes into its lock about itself."""
     since = datetime.datetime.now().astimezone().isoformat(" ", "seconds")
     command = " ".join(shlex.join(sys.orig_argv).split())
     holder = f"pid {os.getpid()} on {socket.gethostname()}, since {since}"

@@ -1,4 +1,4 @@
-"""Placement of arrays on a mesh of devices: two mesh axes, and a table of logical axis names.
+"""Place arrays on a mesh of devices, by two mesh axes and a table of logical axis names.
 
 Rows of a batch are sharded over `data`. Weights, caches and logits are sharded over `model` along
 heads, MLP width and vocabulary (tensor parallelism: Shoeybi et al. 1909.08053) and along experts

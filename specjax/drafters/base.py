@@ -190,7 +190,7 @@ class Drafter:
     """K: the longest path of a draft."""
 
     def __new__(cls, *arguments: Any, **fields: Any) -> Drafter:
-        """Raises InputError for `Drafter(...)` itself, which has nothing to propose."""
+        """Raise InputError for `Drafter(...)` itself, which cannot propose."""
         if cls is Drafter:
             raise InputError(f"Drafter{shown(arguments)}: a drafter is a value; {OWN_DRAFTER}")
         return super().__new__(cls)
@@ -296,6 +296,6 @@ class LoadedDrafter(NamedTuple):
         return self.drafter.name
 
     def __repr__(self) -> str:
-        """The drafter, and how many parameters it has."""
+        """Return the drafter and its number of parameters."""
         count = sum(leaf.size for leaf in jax.tree.leaves(self.params) if hasattr(leaf, "size"))
         return f"LoadedDrafter({self.drafter.name}, {count / 1e6:.1f}M parameters)"

@@ -97,7 +97,7 @@ class DraftModel(ChainDrafter):
 
     @classmethod
     def of_head(cls, head: Head, params: Any, target: Model, **options: Any) -> LoadedDrafter:
-        """Return the drafter of a distilled head and its complete parameters."""
+        """Return a drafter for a distilled head; `params` come from `complete_parameters`."""
         kind = target.form.cache_attention
         form = Form("stacked", "blocks" if kind == "kernel" else kind)
         decoder = Decoder(

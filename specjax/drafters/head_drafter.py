@@ -43,7 +43,7 @@ class HeadDrafter(ChainDrafter):
 
     @classmethod
     def of_head(cls, head: Head, params: Any, target: Model, **options: Any) -> LoadedDrafter:
-        """Return the drafter of a head and its complete parameters."""
+        """Return a drafter for a head; `params` come from `complete_parameters`."""
         raise NotImplementedError
 
 

@@ -70,7 +70,7 @@ class PairDrafter(HeadDrafter):
 
     @classmethod
     def of_head(cls, head: Head, params: Any, target: Model, **options: Any) -> LoadedDrafter:
-        """Return the drafter of a trained head and its complete parameters.
+        """Return a drafter for a trained head; `params` come from `complete_parameters`.
 
         Its caches are sharded like the target's if its number of heads allows, and are read in the
         form that the target uses.

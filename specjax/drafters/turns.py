@@ -378,7 +378,7 @@ def check_state(drafter: Drafter, function: str, state: Any, before: Any) -> Non
 
 
 def _in_words(state: Any) -> str:
-    """The arrays of a state: their dtypes and shapes."""
+    """Return the dtypes and shapes of the arrays of a state, as text."""
     leaves = jax.tree.leaves(state)
     if not leaves:
         return f"{state!r:.80}"
@@ -390,7 +390,7 @@ def _in_words(state: Any) -> str:
 def _observed(
     drafter: Drafter, params: Any, state: Any, context: Context, accepted: Accepted
 ) -> Any:
-    """A drafter's state after a chunk of the prompts."""
+    """Return a drafter's state after a chunk of the prompts."""
     after = drafter.observe(params, state, context, accepted)
     check_state(drafter, "observe", after, state)
     return after

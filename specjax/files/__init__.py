@@ -1,1 +1,1 @@
-"""Reading and writing of users' files: paths, JSON, atomic writes, owned folders."""
+"""Read and write users' files: paths, JSON, atomic writes, owned folders."""

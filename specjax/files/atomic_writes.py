@@ -1,4 +1,4 @@
-"""Atomic writing of files and folders, which have temporary names until complete.
+"""Write files and folders atomically, under temporary names until complete.
 
 `is_temporary` recognizes the names of temporary files and folders, and of locks between writers.
 """

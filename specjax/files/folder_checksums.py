@@ -202,7 +202,7 @@ def contents(folder: Path, temporary_too: bool = False) -> Iterator[str]:
 
 
 def _records(file: Path, files: Any) -> dict[str, Record]:
-    """The files of a marker; raises InputError for a path outside its folder."""
+    """Return the files of a marker; raises InputError for a path outside its folder."""
     found: dict[str, Record] = {}
     for name, record in files.items() if isinstance(files, dict) else ():
         path = PurePosixPath(name)

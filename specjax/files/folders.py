@@ -166,7 +166,7 @@ def check_is_folder(folder: Path, where: str) -> None:
 def _first_foreign(
     folder: Path, listed: Collection[str], temporary_too: bool = False
 ) -> str | None:
-    """The first entry that is not listed."""
+    """Return the first entry that is not listed."""
     try:
         names = contents(folder, temporary_too)
         return next((name for name in names if name not in listed), None)

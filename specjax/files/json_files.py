@@ -1,4 +1,4 @@
-"""Reading of JSON and JSON Lines files; invalid JSON raises InputError."""
+"""Read JSON and JSON Lines files, raising InputError for invalid JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Opening of files in folders that may hold a pipe, a device or a folder instead."""
+"""Open files in folders that may hold a pipe, a device or a folder instead."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of user-supplied paths of files or folders to read or write.
+"""Check user-supplied paths of files or folders to read or write.
 
 Each function takes the name of the field that held the path, and raises InputError naming field,
 value and remedy if the path does not suit the field. Nothing is created or written. `open_files`
@@ -127,7 +127,7 @@ def _is_device(path: Path) -> bool:
 
 
 def _status(field: str, value: str | os.PathLike[str], path: Path) -> os.stat_result | None:
-    """What is there, links followed; None where nothing is."""
+    """Return the status of what exists at a path, following links; None if nothing does."""
     try:
         return path.stat()
     except FileNotFoundError:

@@ -1,1 +1,1 @@
-"""Loading and saving of models, heads and tokenizers."""
+"""Load and save models, heads and tokenizers."""

@@ -1,4 +1,4 @@
-"""Saving and loading of checkpoints of models (with config and tokenizer) and of drafters."""
+"""Save and load checkpoints of models (with config and tokenizer) and of drafters."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def load_drafter(
 
 
 def _look_at_model(path: Path) -> tuple[orbax_checkpoint.Found, _Metadata, Tokenizer | None]:
-    """A checkpoint's index, metadata and tokenizer, checked against the arrays it lists."""
+    """Return a checkpoint's index, metadata and tokenizer, checked against the arrays it lists."""
     found = orbax_checkpoint.look(path, "model")
     saved = dataclass_json.read_dataclass("metadata", _Metadata, found.metadata)
     config, tokenizer = saved.config, read_tokenizer(path / TOKENIZER)
@@ -172,7 +172,7 @@ def _writable(directory: str | Path, overwrite: bool) -> Path:
 def _arrays(
     config: DecoderConfig, mtp: MtpConfig | None, dtype: np.dtype, scan_layers: bool
 ) -> dict[str, Any]:
-    """The arrays of a model as shapes."""
+    """Return the arrays of a model as shapes."""
     return jax.tree.map(
         lambda entry: jax.ShapeDtypeStruct(entry.shape, entry.dtype(dtype)),
         array_table(config, mtp, scan_layers),
@@ -187,7 +187,7 @@ def _placed_arrays(
     shards: int,
     scan_layers: bool,
 ) -> dict[str, Any]:
-    """Likewise, each with its sharding."""
+    """Return the arrays of a model as shapes, each with its sharding."""
     arrays = _arrays(config, mtp, dtype, scan_layers)
     if mesh is None:
         return jax.tree.map(lambda leaf: _placed(leaf, _default_device()), arrays)

@@ -1,4 +1,4 @@
-"""Comparison of arrays by name with those that a config requires."""
+"""Compare arrays by name with those that a config requires."""
 
 from __future__ import annotations
 

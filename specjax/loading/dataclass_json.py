@@ -1,4 +1,4 @@
-"""Dataclasses as JSON in checkpoints, with checks of every field."""
+"""Read dataclasses from the JSON in checkpoints, checking every field."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _check_fields(
 
 
 def _fits(value: Any, kind: Any) -> bool:
-    """Whether a value from JSON is of a type; numbers of an absurd size are not."""
+    """Return whether a value from JSON is of a type; numbers of an absurd size are not."""
     origin, inside = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
         return any(_fits(value, one) for one in inside)

@@ -1,4 +1,4 @@
-"""Search for heads: bundled ones, checkpoints of specjax, and published layouts."""
+"""Find trained heads: bundled ones, checkpoints of specjax, and published layouts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conversion between stacked and separate parameters of layers."""
+"""Convert between stacked and separate parameters of layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loading of models by name, file, directory or hub id; saving; random models for tests."""
+"""Load models by name, file, directory or hub id; save them; make random ones for tests."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def load_model(
 
 
 def _load(field: str, name_or_path: str | Path, target: _Target) -> Model:
-    """The model of a name or path, with kernels in floating point or as the file has them."""
+    """Return a model by name or path, with kernels in floating point or as in the file."""
     if name_or_path == DEFAULT_MODEL:
         return _load_gguf(DEFAULT_MODEL, default_model_file(), target)
     path, name = user_path(field, name_or_path), str(name_or_path)
@@ -176,7 +176,7 @@ def with_vocabulary(model: Model, size: int) -> Model:
 
 
 def _shardings(model: Model, form: Form, mesh: Mesh, shards: int) -> dict[str, Any]:
-    """Those of a model's arrays on a mesh, in a form."""
+    """Return the shardings of a model's arrays on a mesh, in a form."""
     table = array_table(model.config, model.mtp and model.mtp.config, form.stacked)
     return build_parameters.table_shardings(table, mesh, shards)
 

@@ -48,7 +48,7 @@ class Model:
     kv_cache_dtype: str = "auto"
 
     def __repr__(self) -> str:
-        """The name, the size, and where it is placed, in a line."""
+        """Return the name, the size and the placement on one line."""
         size = count_weights(self.params)
         mesh = "" if self.mesh is None else f", mesh {dict(self.mesh.shape)}"
         shape = f"{self.config.num_layers} layers, {self.config.vocab_size} tokens"

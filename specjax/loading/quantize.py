@@ -1,4 +1,4 @@
-"""Conversion of models between floating-point and low-bit weights."""
+"""Convert models between floating-point and low-bit weights."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ _dequantize = jax.jit(QuantizedKernel.dequantized)
 
 
 def _matrix(names: list[str], entry: Parameter) -> tuple[int, int]:
-    """The numbers of inputs and outputs of a kernel."""
+    """Return the numbers of inputs and outputs of a kernel."""
     shape = entry.shape[1:] if entry.axes[0] == "layers" else entry.shape
     inputs = math.prod(shape[:-1]) if names[-2:] == ["output", "kernel"] else shape[0]
     return inputs, math.prod(shape) // inputs
@@ -148,7 +148,7 @@ def _table(model: Model) -> dict[str, Any]:
 
 
 def _map(convert: Callable[..., Any], table: dict[str, Any], arrays: dict[str, Any]) -> Any:
-    """The arrays of a table's entries after `convert(path, entry, array)`."""
+    """Return the arrays of a table's entries after `convert(path, entry, array)`."""
     return jax.tree_util.tree_map_with_path(
         convert, table, arrays, is_leaf=lambda node: isinstance(node, Parameter)
     )

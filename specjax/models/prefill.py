@@ -1,4 +1,4 @@
-"""Prefill: running prompts into caches in chunks of a few fixed sizes."""
+"""Prefill: run prompts into caches in chunks of a few fixed sizes."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Reports of runs: writing, reading, comparing, drawing."""
+"""Write, read, compare and draw reports of runs."""

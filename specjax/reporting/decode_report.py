@@ -171,7 +171,7 @@ def device_name(mesh: Mesh | None = None) -> str:
 
 
 def _rounds(result: Generation, index: int) -> dict[str, tuple[int, ...]]:
-    """The raw counts of the rounds in which a row was active."""
+    """Return the raw counts of the rounds in which a row was active."""
     active = result.emitted[index] >= 0
     counts = {
         "drafted": result.drafted,
@@ -184,7 +184,7 @@ def _rounds(result: Generation, index: int) -> dict[str, tuple[int, ...]]:
 
 
 def _pooled(turns: Sequence[metrics.ExpectedAcceptance]) -> metrics.ExpectedAcceptance | None:
-    """The mean over all nodes of all turns, whose errors are assumed to be independent."""
+    """Return the mean over all nodes of all turns, whose errors are assumed to be independent."""
     turns = [one for one in turns if one.num_nodes]
     if len(turns) < 2:
         return turns[0] if turns else None

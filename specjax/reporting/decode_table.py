@@ -126,7 +126,7 @@ def _column(run: DrafterRun, figures: Figures) -> dict[str, str]:
 
 
 def _speedup(figures: Figures) -> str:
-    """The speed-up, and that it is noise where it exceeds what drafting can give."""
+    """Return the speed-up, and that it is noise where it exceeds what drafting can give."""
     possible = figures.counts.acceptance_length
     noise = figures.speedup is not None and possible is not None and figures.speedup > possible
     return f"{_number(figures.speedup)}x" + (", noise" if noise else "")

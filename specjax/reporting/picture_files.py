@@ -117,7 +117,7 @@ def _draw_tokens_per_pass(path: Path, group: Sequence[Entry], title: str) -> boo
 
 
 def _draw_speedup_by_length(path: Path, group: Sequence[Entry], title: str) -> bool:
-    """A line for each family of runs that differ only in draft length; False where none do."""
+    """Draw a line per family of runs that differ in draft length; False if there is none."""
     families: dict[str, list[Entry]] = {}
     for entry in group:
         if entry.run.draft_length is not None and entry.figures[OVERALL].speedup is not None:

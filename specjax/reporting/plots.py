@@ -255,7 +255,7 @@ def _styles(families: Sequence[str]) -> list[tuple[Any, str, str]]:
 
 
 def _literal(text: str, longest: int = _LONGEST_LABEL) -> str:
-    """A text that matplotlib draws as it is, the middle of a very long one left out.
+    """Return a text that matplotlib draws as it is, the middle of a very long one left out.
 
     Formulas and unprintable characters are escaped; a label that begins with _ would be in no
     legend.

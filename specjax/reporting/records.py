@@ -1,4 +1,4 @@
-"""The records of a decode run's report, one per line of JSON, and reading of such reports.
+"""The records of a decode run's report, one per line of JSON, and their reader.
 
 The `run` record of a drafter precedes its `row` records, which are added as prompts finish; a
 `summary` record of each drafter comes at the end.

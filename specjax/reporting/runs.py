@@ -1,4 +1,4 @@
-"""Comparison of runs: their labels, their order, and which are comparable."""
+"""The runs of a comparison: labels, order, and which of them are comparable."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ _SHOWN_ELSEWHERE = (
 
 
 def _distinguishing_fields(run: Run) -> dict[str, Any]:
-    """The fields by which runs may differ: the config's, less those shown elsewhere."""
+    """Return the fields by which runs may differ: the config's, less those shown elsewhere."""
     section = run.config.get("tree")
     tree = _tree_words(section) if isinstance(section, Mapping) else None
     fields = {name: one for name, one in dotted(run.config).items() if name not in _SHOWN_ELSEWHERE}
@@ -123,7 +123,7 @@ def _distinguishing_fields(run: Run) -> dict[str, Any]:
 
 
 def _words(name: str, value: Any) -> str:
-    """A field and its value as part of a label; empty for what the label says already."""
+    """Return a field and its value as part of a label; empty for what the label says already."""
     last = name.rpartition(".")[2].replace("_", " ")
     if name == "drafter.name":
         return ""
@@ -137,7 +137,7 @@ def _words(name: str, value: Any) -> str:
 
 
 def _tree_words(tree: Mapping[str, Any]) -> str | None:
-    """A config's section `tree`, as "dynamic tree, 32 nodes, depth 5"; None where it is unset."""
+    """Return a config's section `tree`, such as "dynamic tree, 32 nodes, depth 5", or None."""
     options = {name: value for name, value in tree.items() if value is not None}
     if not options:
         return None

@@ -137,7 +137,7 @@ def batch_widths(rows: Sequence[Row]) -> np.ndarray:
 
 
 def _table(rows: Sequence[Row], name: str) -> np.ndarray:
-    """The counts of all rows [B, R], padded with -1."""
+    """Return the counts of all rows [B, R], padded with -1."""
     counts = [getattr(row, name) for row in rows]
     table = np.full((len(rows), max(map(len, counts), default=0)), -1, np.int64)
     for index, values in enumerate(counts):
@@ -154,7 +154,7 @@ def _plain_tokens(rows: Iterable[Row]) -> int:
 
 
 def _seconds(rows: Iterable[Row], name: str) -> float:
-    """The seconds of some rows' batches, each batch's counted once."""
+    """Return the seconds of some rows' batches, each batch's counted once."""
     return sum({row.batch: getattr(row, name) for row in rows}.values())
 
 
@@ -163,7 +163,7 @@ def _speed(tokens: int, seconds: float) -> float | None:
 
 
 def _speedup(rows: Sequence[Row], *, with_prefill: bool = False) -> float | None:
-    """The drafter's speed over that of plain decoding, of rows that were decoded both ways."""
+    """Return the drafter's speed over plain decoding's, for rows decoded both ways."""
     ours_s, plain_s = _seconds(rows, "decode_s"), _seconds(rows, "plain_decode_s")
     if with_prefill:
         ours_s += _seconds(rows, "prefill_s")
@@ -173,7 +173,7 @@ def _speedup(rows: Sequence[Row], *, with_prefill: bool = False) -> float | None
 
 
 def _speedup_interval(rows: Sequence[Row]) -> tuple[float, float] | None:
-    """The 95 % interval of `_speedup`: its logarithm's jackknife over batches (Student's t)."""
+    """Return the 95 % interval of `_speedup`, by a jackknife of its logarithm over batches."""
     batches: dict[int, np.ndarray] = {}
     for row in rows:
         counts = batches.setdefault(row.batch, np.zeros(4))

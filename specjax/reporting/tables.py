@@ -185,7 +185,7 @@ def _by_task(
     *,
     mark_partial: bool = False,
 ) -> str:
-    """A table with one column per task, then those of `last`, which are over all tasks."""
+    """Return a table with one column per task, then those of `last`, which are over all tasks."""
     columns: list[tuple[str, list[str]]] = []
     for task in tasks_of(entry.run for entry in group):
         cells = [_cell(value(entry.figures[task]), form) for entry in group]
@@ -217,7 +217,7 @@ def _any_partial(group: Sequence[Entry]) -> bool:
 
 
 def _best_bold(cells: Sequence[str], values: Sequence[float | None]) -> list[str]:
-    """The cells, those that show the greatest value in bold; none with fewer than two values."""
+    """Return the cells with the greatest value in bold, if there are at least two values."""
     known = [value for value in values if value is not None]
     if len(known) < 2:
         return list(cells)
@@ -236,7 +236,7 @@ def _versions(run: Run) -> str:
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table with aligned columns; the first to the left, numbers to the right."""
+    """Return a Markdown table with aligned columns; the first to the left, numbers to the right."""
     rows = [head, *rows]
     widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
 
@@ -266,7 +266,7 @@ def _number(value: float) -> str:
 
 
 def _plain_text(text: Any) -> str:
-    """A text escaped for Markdown and for a terminal, on one line."""
+    """Return a text escaped for Markdown and for a terminal, on one line."""
     shown = printable(str(text))
     escaped = "".join("\\" + letter if letter in "\\`*<>|" else letter for letter in shown)
     return " ".join(escaped.split())

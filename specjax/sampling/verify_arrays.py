@@ -89,7 +89,7 @@ def _verify_arrays(
 
 
 def _rule(rule: str | Rule, positions: Any) -> Rule:
-    """The rule of that name, or the rule itself."""
+    """Return the rule of that name, or the rule itself."""
     if isinstance(rule, str):
         if rule not in RULES:
             raise ValueError(f"rule={rule!r} is unknown: use one of {', '.join(RULES)}, or a Rule")
@@ -140,7 +140,7 @@ def _check_log_probabilities(name: str, values: Array) -> None:
 
 
 def _one_per_chain(name: str, values: Any, batch: int) -> Int[Array, "B"]:
-    """A whole number for each chain, from one for all or as many."""
+    """Return a whole number for each chain, from one for all or as many."""
     values = jnp.asarray(values)
     if not jnp.issubdtype(values.dtype, jnp.integer) or values.shape not in ((), (batch,)):
         raise ValueError(
@@ -170,7 +170,7 @@ def _check_tokens(tokens: Int[Array, "B K"], num_valid: Int[Array, "B"], vocab: 
 
 
 def _one_key_per_chain(keys: Any, batch: int) -> Key[Array, "B"]:
-    """The keys of B chains, from one key or as many, in any form that JAX takes."""
+    """Return the keys of B chains, from one key or as many, in any form that JAX takes."""
     given = keys
     if isinstance(keys, str) or keys is None:
         raise ValueError(f"keys={keys!r}: pass a key, made by jax.random.key, or a whole number")

@@ -178,7 +178,7 @@ def best_fixed(simulation: Simulation, tokens: tuple[float, float]) -> tuple[Lim
 
 
 def _grid(most: int, simulation: Simulation) -> list[int]:
-    """The lengths that are compared."""
+    """Return the lengths that are compared."""
     ends = {width - 1 for width in simulation.machine.widths if width <= most}
     return list(range(most + 1)) if most <= 8 else sorted({0, 1, 2, 3, 4, 6, 8, most} | ends)
 
@@ -186,7 +186,7 @@ def _grid(most: int, simulation: Simulation) -> list[int]:
 def _seconds_of_tokens(
     simulation: Simulation, limits: Limits, tokens: tuple[float, float]
 ) -> float:
-    """The time of so many tokens of each half under fixed limits, in steps of most rounds."""
+    """Return the time of the tokens of each half under fixed limits, in the longest steps."""
     machine, total = simulation.machine, 0.0
     for (drafters, dearer), count in zip(simulation.halves, tokens, strict=True):
         per_round, seconds = expected_round(drafters, machine, limits)
@@ -211,7 +211,7 @@ def expected_round(
 
 
 def _seconds(drafters: tuple[SimulatedDrafter, ...], machine: Machine, record: StepRecord) -> float:
-    """What a step costs."""
+    """Return the cost of a step."""
     first = np.array([drafter.first for drafter in drafters])
     further = np.array([drafter.further for drafter in drafters])
     passes = record.passes @ np.array(machine.passes)
@@ -226,7 +226,7 @@ def _first_runs(
     new_widths: Real[np.ndarray, "widths"],
     new_drafters: Real[np.ndarray, "drafters"],
 ) -> float:
-    """What one round costs of each new width and drafter that a step ran."""
+    """Return the extra cost of each width and drafter that a step ran for the first time."""
     passes = (record.passes > 0) * new_widths @ np.array(machine.passes)
     drafting = (record.ran > 0) * new_drafters @ np.array([drafter.first for drafter in drafters])
     return float(machine.plain_s * (passes + drafting))
@@ -239,7 +239,7 @@ def _draw_step(
     rounds: int,
     rng: np.random.Generator,
 ) -> StepRecord:
-    """The counts of a step."""
+    """Return the counts of a step."""
     rows, most = machine.rows, max(len(drafter.chances) for drafter in drafters)
     waiting = np.ones((rounds, rows), bool)
     used = np.zeros((rounds, rows), int)
@@ -285,7 +285,7 @@ def _draw_drafts(
     Int[np.ndarray, "rounds rows"],
     Bool[np.ndarray, "rounds rows N"],
 ]:
-    """Lengths of drafts, further passes made for them, and the accepted nodes."""
+    """Return lengths of drafts, further passes made for them, and the accepted nodes."""
     shape, chances = waiting.shape, np.array(drafter.chances[:limit])
     has = rng.random(shape) < drafter.drafts
     full = np.full(shape, len(chances))
@@ -301,12 +301,12 @@ def _draw_drafts(
 
 
 def _chain(chance: float, length: int, first: float, further: float = 0.0, **more: Any) -> Any:
-    """A chain whose every token has the same chance."""
+    """Return a chain whose every token has the same chance."""
     return SimulatedDrafter((chance,) * length, first, further, **more)
 
 
 def _tree(accepted: float, nodes: int, first: float) -> SimulatedDrafter:
-    """A tree that adds so many tokens, node n in proportion to 1/(n+1)."""
+    """Return a tree that adds so many tokens, node n in proportion to 1/(n+1)."""
     weights = 1 / np.arange(1, nodes + 1)
     return SimulatedDrafter(tuple(accepted * weights / weights.sum()), first, chain=False)
 

@@ -168,7 +168,7 @@ def check_drafter(
 def _worst(
     counted: Int[np.ndarray, "outputs"], distribution: Float[np.ndarray, "outputs"], vocab: int
 ) -> Outcome:
-    """The output whose count is furthest from what is expected, by its part of the statistic."""
+    """Return the output that contributes most to the statistic."""
     rows = counted.sum()
     expected = distribution * rows
     # Thin outputs are judged together, so that one more of them is no large distance.
@@ -308,7 +308,7 @@ def _every_distribution(
     params: Any,
     tokens: Int[Array, "B T"],
 ) -> Float[Array, "B T V"]:
-    """The warped log-probabilities after each token, by one causal pass over whole sequences."""
+    """Return the warped log-probabilities after each token, by one causal pass."""
     count, total = tokens.shape
     positions = jnp.broadcast_to(jnp.arange(total), (count, total))
     causal = jnp.tril(jnp.ones((1, total, total), bool))

@@ -46,7 +46,7 @@ def check_contract(plan: Plan, params: tuple[Any, Any], arguments: tuple) -> Non
 def _propose(
     plan: Plan, number: int, params: tuple[Any, Any], state: State
 ) -> tuple[Draft, Int[Array, "B"]]:
-    """The first draft of a plan's drafter, by its number, and the limits that rows were given."""
+    """Return the first draft of drafter `number` of a plan, and the limits of its rows."""
     part = plan.drafter.parts[number]
     context = make_context(plan, params[0], state)
     limit = jnp.arange(len(context.limit)) % (1 + part.num_speculative_tokens)

@@ -239,7 +239,7 @@ def _drafted(
 def _chunked(
     call: Callable[..., tuple[Array, Array]], *arrays: Num[np.ndarray, "drafts ..."]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The two results of `call`, asked for in chunks of one size so that it compiles once."""
+    """Return the two results of `call`, in chunks of one size so that it compiles once."""
     count = len(arrays[0])
     firsts, seconds = [], []
     for start in range(0, count, CHUNK):
@@ -259,7 +259,7 @@ def _same(one: tuple[np.ndarray, np.ndarray], other: tuple[np.ndarray, np.ndarra
 def _cells(
     run: _Run, length: int, count: int
 ) -> tuple[np.ndarray, Float[np.ndarray, "cells K"], Float[np.ndarray, "cells K"]]:
-    """Draft, lower and upper corner of each box between the steps of the rule."""
+    """Return draft, lower and upper corner of each box between the steps of the rule."""
     steps: list[list[list[float]]] = [[[] for _ in range(length)] for _ in range(count)]
     for axis in range(length):
         for corner in itertools.product((0.0, TOP), repeat=length - 1):
@@ -283,7 +283,7 @@ def _cells(
 def _steps(
     run: _Run, count: int, axis: int, corner: tuple[float, ...]
 ) -> tuple[Int[np.ndarray, "steps"], Float[np.ndarray, "steps"]]:
-    """Where the decision changes along one uniform, the others held at a corner: drafts, points."""
+    """Return where the decision changes along one uniform, with the others fixed at a corner."""
 
     def at(item: np.ndarray, point: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         others = np.broadcast_to(np.array(corner, float), (len(item), len(corner)))

@@ -139,7 +139,7 @@ def check_rule(
 
 
 def _mixtures(topology: Topology) -> list[Int[np.ndarray, "N"]]:
-    """Which drafter draws each node, -1 for none: one draws all, or none.
+    """Return which drafter draws each node, -1 for none: one draws all, or none.
 
     In a tree also the first child of each parent alone, the others being any tokens or those of a
     second drafter.
@@ -153,7 +153,7 @@ def _mixtures(topology: Topology) -> list[Int[np.ndarray, "N"]]:
 
 
 def _decide(rule: sampling.Rule, topology: Topology) -> Decide:
-    """A rule's decision on uniforms, as far as the tokens after it: a slot, and what follows it."""
+    """Return a function of uniforms with a rule's decision: a slot, and what follows it."""
 
     def of_chain(drafted: Any, target: Any, uniforms: Any) -> tuple[Any, Any]:
         draft = drafted.distributions(drafted.logq.shape[-1], drafted.logq.dtype)
@@ -213,7 +213,7 @@ def example_distributions(vocab: int, length: int) -> list[DistributionPair]:
 
 
 def _second(q: Float[np.ndarray, "... V"]) -> Float[np.ndarray, "... V"]:
-    """A second drafter's q: the first one's, of other tokens."""
+    """Return a second drafter's q: the first one's, of other tokens."""
     return np.roll(q, 1, axis=-1)
 
 
@@ -232,7 +232,7 @@ def _kept(
     tokens: Int[np.ndarray, "I N"],
     q: Float[np.ndarray, "I Q V"],
 ) -> list[tuple[str, Bool[np.ndarray, "I N"]]]:
-    """Which nodes are valid, in each way to try, with a name."""
+    """Return which nodes are valid, in each way to try, with a name."""
     count, nodes = tokens.shape
     if valid is not None:
         number = np.asarray(valid(tokens, _log(q[:, :-1])))
@@ -356,7 +356,7 @@ def _compare(found: list[tuple[tuple[Drafts, list[_Group]], Outcomes]]) -> Check
 
 
 def _counterexample(group: _Group, prefix: list[int], got: float, want: float) -> str:
-    """What came out wrong, in words, with the distributions of its last token."""
+    """Return a description of the wrong output, with the distributions of its last token."""
     before = prefix[:-1]
     context = contexts(
         np.array([before], np.int32), group.distributions.p[0].shape[-1], len(before)

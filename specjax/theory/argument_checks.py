@@ -1,4 +1,4 @@
-"""Checks of the arguments of `specjax.theory`: scalars or NumPy arrays."""
+"""Check the arguments of `specjax.theory`, which are scalars or NumPy arrays."""
 
 from __future__ import annotations
 

@@ -15,9 +15,9 @@ class Draft:
 
     A node is proposed if it is `valid`; the loop makes `valid` closed under ancestors. `logq_row`
     is the row of `logq` that a node was drawn from, before any sibling was removed; -1 means that
-    the node is deterministic (q is one-hot). `steps` is the number of times that the drafter ran
-    after its first token. None means as many as there are further tokens in the longest row; a run
-    may produce none.
+    the node is deterministic (q is one-hot). `steps` is the number of times that the drafter of a
+    chain ran after its first token, including runs that gave no token; None if each run gave a
+    token. A tree does not need it, since drafting a tree counts as one run.
     """
 
     tokens: Int[Array, "B N"]

@@ -1,4 +1,4 @@
-"""Drawing of token trees as SVG pictures."""
+"""Draw token trees as SVG pictures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drawing of token trees as text."""
+"""Draw token trees as text."""
 
 from __future__ import annotations
 

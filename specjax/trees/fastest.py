@@ -30,7 +30,7 @@ class FastestTree(NamedTuple):
         return self.tokens_per_round / self.round_seconds
 
     def __str__(self) -> str:
-        """The tree and its predicted speed, in words."""
+        """Return the tree and its predicted speed in words."""
         return (
             f"{self.tree}, {self.tokens_per_round:.2f} tokens per round and "
             f"{self.row_tokens_per_second:.1f} tokens/s per row expected"

@@ -1,4 +1,4 @@
-"""Merging of drafts with a common root into one tree, on the device.
+"""Merge drafts with a common root into one tree, on the device.
 
 The drafts are those of several drafters (SpecInfer, 2305.09781, section 3), or several
 continuations by one drafter. Common nodes are verified once as far as exactness allows: a sampled
@@ -37,6 +37,7 @@ def side_by_side(*drafts: Draft) -> Draft:
         if draft.logq is not None:
             distributions.append(draft.logq)
             offset += draft.logq.shape[1]
+    # Without `steps`: only chains have them, and drafting a tree counts as one run.
     return Draft(
         tokens=jnp.concatenate([draft.tokens for draft in drafts], axis=1),
         valid=jnp.concatenate([draft.valid for draft in drafts], axis=1),

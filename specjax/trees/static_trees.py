@@ -57,7 +57,7 @@ class RankedTree:
             known.add(path)
 
     def __str__(self) -> str:
-        """Its size, in words."""
+        """Return the size of the tree in words."""
         shape = self.topology
         if not self.choices:
             return "no draft"

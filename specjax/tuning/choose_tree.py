@@ -207,7 +207,7 @@ def with_tree(drafter: LoadedDrafter, tree: RankedTree) -> LoadedDrafter:
 
 
 def _likely_tree(depth: int, topk: int = 8) -> RankedTree:
-    """The tree of the widest pass in which each candidate is half as likely as the one before.
+    """Return a tree of the widest pass, with each candidate half as likely as the one before.
 
     It has at most `depth` levels, and fewer where nodes of these are likelier.
     """
@@ -217,7 +217,7 @@ def _likely_tree(depth: int, topk: int = 8) -> RankedTree:
 def _measure(
     target: Model, drafter: LoadedDrafter, batch_size: int, context: int, deepest: int
 ) -> tuple[float, ...]:
-    """Seconds of rounds of `_WIDTHS` but for their drafts, and of drafts: a token, all levels."""
+    """Return seconds of rounds of `_WIDTHS` without drafts, and of drafts: one token, all."""
     passes = round_seconds.rounds_seconds(
         target,
         drafter.drafter,

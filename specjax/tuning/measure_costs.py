@@ -1,4 +1,4 @@
-"""Measurement of the seconds of a pass, of a draft and of reading the weights on this machine.
+"""Measure the seconds of a pass, of a draft and of reading the weights on this machine.
 
 Each value is the median of several runs of a compiled loop, without compilation, so that many
 repetitions share one dispatch.
@@ -133,7 +133,7 @@ def loop_seconds(
 
 
 def _loop(once: Callable[..., Any], carry: Any, *arguments: Any, repeats: int) -> Callable[[], Any]:
-    """A call that runs `once` so often in a compiled loop."""
+    """Return a call that runs `once` so often in a compiled loop."""
 
     @functools.partial(jax.jit, static_argnums=0)
     def run(count: int, carry: Any, *arguments: Any) -> Any:

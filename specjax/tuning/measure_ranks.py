@@ -1,4 +1,4 @@
-"""Measurement of the rank of the target's token among a drafter's candidates."""
+"""Measure the rank of the target's token among a drafter's candidates."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def measure_ranks(
 
 
 def _sampled(session: Session) -> Plan:
-    """The session's plan where rows are sampled, so that drafts bring their distributions."""
+    """Return the session's plan with sampled rows, so that drafts have distributions."""
     flags = sampling.WarpFlags.of(*(np.array([value]) for value in (1.0, 0, 1.0, 0.0)))
     return replace(session.plan, flags=flags)
 
@@ -110,7 +110,7 @@ def _sampled(session: Session) -> Plan:
 def _truth(
     session: Session, index: Sequence[int], answers: Sequence[Sequence[int]]
 ) -> tuple[Int[Array, "B S"], Int[Array, "B"]]:
-    """Each row's prompt and greedy answer, and how many tokens they are."""
+    """Return each row's prompt and greedy answer, and how many tokens they are."""
     tokens = np.zeros((session.num_rows, session.plan.capacity), np.int32)
     known = np.zeros(session.num_rows, np.int32)
     for row, prompt in enumerate(index):

@@ -1,4 +1,4 @@
-"""Measurement of the seconds of a round by pass width, without drafting."""
+"""Measure the seconds of a round by pass width, without drafting."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def rounds_seconds(
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
 def _run(plan: Plan, params: Any, cache: KVCache, *rows: Any) -> tuple[KVCache, Rounds]:
-    """The cache after the rounds, and their counts, of rows whose prompts it is taken to hold."""
+    """Return the cache after the rounds, and their counts, for rows with prompts in the cache."""
     state = empty_state(plan, params, *rows)
     state = state.replace(cache=cache.replace(length=state.length - 1))
     state, rounds, _ = run_rounds(plan, params, state, jnp.int32(_ROUNDS))

@@ -1,4 +1,4 @@
-"""Packing of conversations into rows of fixed length, in a seeded order.
+"""Pack conversations into rows of fixed length, in a seeded order.
 
 The order of an epoch is a pure function of the seed, the epoch and the conversations' lengths. So a
 position is two numbers, and every process knows all rows without reading those of others.
@@ -35,7 +35,7 @@ class Source(Protocol):
         """The number of tokens of each conversation that count in the loss, int32 [n]."""
 
     def __getitem__(self, index: int) -> Example:
-        """One of them."""
+        """Return one of them."""
 
 
 class Position(NamedTuple):

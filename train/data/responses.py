@@ -1,4 +1,4 @@
-"""Reading of conversations that a target wrote: `open_responses`."""
+"""Read conversations that a target wrote: `open_responses`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TFDS datasets: writing of records as array_record files, and reading of texts."""
+"""Write records as array_record files of a TFDS dataset, and read texts from any dataset."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def open_texts(
 
 
 def _prepared(name: str, data_dir: Path | None) -> Any:
-    """The builder of a name, its dataset prepared, without TFDS's own reports of that."""
+    """Return the builder of a name, its dataset prepared, without TFDS's own reports of that."""
     tfds = import_tfds()
     tfds.disable_progress_bar()
     logger = logging.getLogger("absl")

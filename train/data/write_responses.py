@@ -1,4 +1,4 @@
-"""Atomic writing of conversations, in the format that `train.data.responses` reads."""
+"""Write conversations atomically, in the format that `train.data.responses` reads."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _write(
     metadata: Mapping[str, Any],
     names: tuple[str, ...],
 ) -> dict[str, int]:
-    """The records and TFDS's metadata; returns the counts for the metadata."""
+    """Yield the records and TFDS's metadata; returns the counts for the metadata."""
     width, vocab_size = metadata["hidden_size"], metadata["vocab_size"]
     counted: list[tuple[int, int, int]] = []
     seen: set[int] = set()

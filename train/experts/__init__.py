@@ -1,1 +1,1 @@
-"""Training of mixtures of experts: the load of each expert, and load balancing."""
+"""Training of mixtures of experts: expert loads, and load balancing."""

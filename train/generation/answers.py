@@ -1,4 +1,4 @@
-"""The config of `train.generate`, and the planning and decoding of its answers."""
+"""The config of `train.generate`; plan which prompts to answer, and answer them."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ def sizes_of(num_prompts: int, mix: Mapping[str, float]) -> dict[str, int]:
 
 
 def _different(category: str, size: int, seed: int, texts: Texts) -> Iterator[Request]:
-    """The first different prompts of a category: more of them begin with the same ones."""
+    """Yield the first different prompts of a category: more of them begin with the same ones."""
     stream = CATEGORIES[category](random.Random(f"{seed}:{category}"), texts)
     seen: set[str] = set()
     repeated = 0
@@ -185,7 +185,7 @@ def reference() -> tuple[Passage, ...]:
 
 
 def _module_doc(file: Path) -> str:
-    """The text that a module begins with; parsing all of them would take ten seconds."""
+    """Return the text that a module begins with; parsing all of them would take ten seconds."""
     try:
         text = file.read_text(encoding="utf-8")
     except (UnicodeDecodeError, OSError):
@@ -531,7 +531,7 @@ def _given_text(kind: str, most: int) -> Stream:
 
 
 def _long_text(passages: Sequence[Passage], most: int) -> str:
-    """The first passages, which are mostly of one subject, up to so many characters."""
+    """Return the first passages, which are mostly of one subject, up to so many characters."""
     lengths = itertools.accumulate(len(passage.text) for passage in passages)
     fitting = sum(1 for _ in itertools.takewhile(lambda length: length <= most, lengths))
     return "\n\n".join(passage.text for passage in passages[: max(fitting, 1)])
@@ -584,7 +584,7 @@ def _translation(rng: random.Random, texts: Texts) -> Iterator[tuple[str, Passag
 
 
 def _shuffled(rng: random.Random, items: Sequence[Item]) -> Iterator[Item]:
-    """All of them in a random order, and again in another one."""
+    """Yield all of them in a random order, and again in another one."""
     order = list(items)
     while True:
         rng.shuffle(order)

@@ -66,7 +66,7 @@ class SavedAnswers:
 
 
 def _answer(row: Any) -> dict[int, list[int]]:
-    """What a line holds; nothing where it is no answer."""
+    """Return the answer in a line, or nothing if it is invalid."""
     match row:
         case {"id": int(number), "token_ids": list(token_ids)} if all(
             type(token) is int and 0 <= token < _LARGEST for token in token_ids

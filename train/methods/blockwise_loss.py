@@ -101,11 +101,12 @@ def score_drafts(
     counted: Bool[Array, "K B A"],
     weights: Float[Array, "K"],
 ) -> tuple[Float[Array, ""], Scores]:
-    """Return the differentiable loss, and its parts.
+    """Return the differentiable loss of drafts at labels, and its parts.
 
-    Draft i of a label predicts the token i positions later, which is the label i places later if
-    `counted`. `kernel` computes logits from `states`, with one for all drafts or one per draft. The
-    loss is the sum over drafts and counted labels, weighted by draft.
+    Draft i at a label predicts the token i positions later; it contributes if `counted`, in which
+    case that token is also i places later in the list of labels. `kernel` computes logits from
+    `states`, one kernel for all drafts or one per draft. The loss is the sum over drafts and
+    counted labels, with `weights` [K] per draft.
     """
     drafts, batch, labels, _ = states.shape
     count = max(1, -(-batch * labels // _BLOCK))

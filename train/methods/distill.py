@@ -1,4 +1,4 @@
-"""Distillation of a draft model from a few layers of a frozen target.
+"""Distill a draft model from a few layers of a frozen target.
 
 The draft model starts as some of the target's layers between the target's embedding and head, which
 it shares. It learns the target's distribution at every token of the target's own responses by KL

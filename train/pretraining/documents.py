@@ -58,7 +58,7 @@ class Documents:
         return sum(file.stat().st_size for file in self.files)
 
     def __len__(self) -> int:
-        """How many there are; reads them all."""
+        """Return how many there are; reads them all."""
         return sum(1 for _ in iter(self))
 
     def __iter__(self) -> Iterator[tuple[str, dict[str, str]]]:

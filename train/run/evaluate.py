@@ -1,4 +1,4 @@
-"""Evaluation of a drafter: held-out losses, and acceptance length in real decoding."""
+"""Evaluate a drafter: held-out losses, and acceptance length in real decoding."""
 
 from __future__ import annotations
 

@@ -253,7 +253,7 @@ def _take(
 
 
 def _numbers(progress: Progress, report: Report, window: _Window) -> dict[str, float]:
-    """A line of metrics; begins a new window."""
+    """Return a line of metrics; begins a new window."""
     speed, waited = window.speeds()
     numbers = scalars(progress.sums, "train")
     numbers |= {
@@ -267,7 +267,7 @@ def _numbers(progress: Progress, report: Report, window: _Window) -> dict[str, f
 
 
 def _anyone(step: int, mine: bool) -> bool:
-    """Whether a process wants to stop; several ask each other now and then only."""
+    """Return whether a process wants to stop; several ask each other now and then only."""
     if processes.count() == 1:
         return mine
     if step % _AGREE_EVERY:

@@ -116,10 +116,10 @@ def _muon() -> optax.GradientTransformation:
 
 
 def _matrix(name: str, rank: int) -> optax.contrib.MuonDimensionNumbers | None:
-    """Which axes of a parameter are a matrix's inputs and outputs; None for other parameters.
+    """Return which axes of a kernel are inputs and outputs; None for other parameters.
 
-    Kernels are [..., in, out], those of attention [..., in, heads, head_dim] before it and
-    [..., heads, head_dim, out] after it; leading axes are layers or heads of a drafter.
+    Kernels are [..., in, out], those of attention [..., in, heads, head_dim] before it and [...,
+    heads, head_dim, out] after it; leading axes are layers or heads of a drafter.
     """
     *above, last = name.split(".")
     if last != "kernel" or not _VOCABULARY.isdisjoint(above):
@@ -141,7 +141,7 @@ def _decays(params: Any) -> Any:
 
 
 def _factors(scales: Mapping[str, float], params: Any) -> Any:
-    """Each parameter's factor of the learning rate."""
+    """Return each parameter's factor of the learning rate."""
     used = set()
 
     def factor(path: tuple, _: Any) -> float:

@@ -151,7 +151,7 @@ def _check_exports(method: Method, workdir: files.Workdir) -> None:
 
 
 def _exports(method: Method, workdir: files.Workdir) -> dict[str, Path]:
-    """The directories of the head and of the model, those that the method leaves."""
+    """Return the directories of the head and of the model, those that the method leaves."""
     return {
         "head": {"drafter": workdir.export},
         "both": {"drafter": workdir.export / "head", "model": workdir.export / "target"},
@@ -241,7 +241,7 @@ def _end(
 
 
 def _say_next(writer: MetricsWriter, setup: Setup, workdir: files.Workdir, params: Any) -> None:
-    """What the run learned, how to decode with it, and how to make more data."""
+    """Print what the run learned, how to decode with it, and how to make more data."""
     curve = files.learning_curve(workdir)
     learned = [
         f"{label} {curve[0][name]:.3f} -> {curve[-1][name]:.3f}"
@@ -265,11 +265,11 @@ def _say_next(writer: MetricsWriter, setup: Setup, workdir: files.Workdir, param
 
 
 def _shipped_alone(data: str) -> bool:
-    """Whether a config's data are nothing but the small set that comes with specjax."""
+    """Return whether a config's data are nothing but the small set that comes with specjax."""
     return set(split_names(data)) == {shipped.NAME}
 
 
 def _as_argument(path: Path) -> str:
-    """A path as a shell takes it, from the working directory where it is below that."""
+    """Return a path as a shell takes it, from the working directory where it is below that."""
     here = Path.cwd()
     return shlex.quote(str(path.relative_to(here) if path.is_relative_to(here) else path))

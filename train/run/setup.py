@@ -1,4 +1,4 @@
-"""Set-up of a run from its config: target, data, method, batches."""
+"""Set up a run from its config: target, data, method, batches."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ class _Noted:
     digest: str | None = None
 
     def __call__(self, size: int | None) -> Int32[np.ndarray, "Vd"] | None:
-        """The ids."""
+        """Return the ids."""
         ids = self.choose(size)
         if ids is not None:
             self.digest = hashlib.sha256(np.asarray(ids, "<i4").tobytes()).hexdigest()[:16]
@@ -236,7 +236,7 @@ def _check_lengths(row_tokens: int, data: Sources, method: Method) -> None:
 
 
 def _features_read(method: Method, data: Sources, wanted: str) -> tuple[str, ...]:
-    """The features that are read from the data set; all that the method needs, or none."""
+    """Return the features that are read from the data set; all that the method needs, or none."""
     missing = [name for name in method.features if name not in data.feature_names]
     if wanted == "stored" and missing:
         there = ", ".join(data.feature_names) or "none"

@@ -1,4 +1,4 @@
-"""Placement of a run's arrays: rows over devices, parameters and moments over `data`."""
+"""Place a run's arrays: rows over devices, parameters and moments over `data`."""
 
 from __future__ import annotations
 

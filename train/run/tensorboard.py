@@ -1,4 +1,4 @@
-"""Writing of TensorBoard scalars, which are on disk when `write` returns.
+"""Write TensorBoard scalars, which are on disk when `write` returns.
 
 tensorboardX's own `SummaryWriter` passes them to a thread, which dies on a full disk and leaves its
 caller waiting forever. Here its events are written directly, and errors are raised.

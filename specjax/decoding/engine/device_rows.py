@@ -244,7 +244,7 @@ class DeviceRows:
 
 
 def _in_place_of(name: str, old: Any, new: Any) -> Any:
-    """A tree of arrays where another one's are. Raises InputError unless the leaves are alike."""
+    """Return a tree placed like another one. Raises InputError unless the leaves match."""
     if _form(old) != _form(new):
         raise InputError(
             f"{name}: its tree, shapes or dtypes are not those of the parameters it replaces; give "
@@ -254,7 +254,7 @@ def _in_place_of(name: str, old: Any, new: Any) -> Any:
 
 
 def _form(tree: Any) -> Any:
-    """A tree with the shape and dtype of each array; other leaves stand for themselves."""
+    """Return a tree with the shape and dtype of each array; other leaves are unchanged."""
 
     def of(leaf: Any) -> Any:
         if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):

@@ -116,7 +116,7 @@ class Engine:
         mesh: Mesh | None = None,
         **options: Any,
     ) -> None:
-        """An engine with `batch_size` slots; nothing is compiled before the first step.
+        """Create an engine with `batch_size` slots; nothing compiles before the first step.
 
         `options` are the fields of DecodeOptions. Raises InputError.
         """
@@ -228,7 +228,7 @@ class Engine:
         return name
 
     def _free_number(self) -> int:
-        """The number of the next request, or one after it that is no unfinished request's id."""
+        """Return the number of the next request, or a later one that is not an id in use."""
         return next(one for one in itertools.count(self._number) if not self._scheduler.has(one))
 
     def add_rows(self, id: RequestId, rows: list[Row]) -> None:
@@ -260,7 +260,7 @@ class Engine:
         return deltas
 
     def __iter__(self) -> Iterator[Delta]:
-        """The deltas of all steps, until no request is left."""
+        """Yield the deltas of all steps, until no request is left."""
         self._check_open()
         while self._scheduler or self._ready:
             if not self._ready:
@@ -314,7 +314,7 @@ class Engine:
         self._rest()
 
     def __enter__(self) -> Engine:
-        """The engine, which is closed at the end of the block."""
+        """Return the engine, which is closed when the context exits."""
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -350,13 +350,13 @@ class Engine:
         return sum(isinstance(one, _Running) for one in self._under_way)
 
     def _host_may_end_rows(self) -> bool:
-        """Whether a request in some slot has stop strings, which only the host finds."""
+        """Return whether a request in some slot has stop strings, which only the host finds."""
         return any(
             request is not None and request.row.sampling.stop for request in self._scheduler.slots
         )
 
     def _most_under_way(self) -> int:
-        """How many steps may be under way: one where the host may end rows between them."""
+        """Return how many steps may be under way: one where the host may end rows between them."""
         return 1 if self._host_may_end_rows() else 2
 
     def _advance(self) -> None:
@@ -403,7 +403,7 @@ class Engine:
         return True
 
     def _choose(self, unfinished: int, most_rounds: int) -> tuple[Limits, int]:
-        """The next step's limits and rounds, by the controller; process 0's hold for all.
+        """Return the next step's limits and rounds, by the controller; process 0's hold for all.
 
         Raises InputError where a controller returns something else.
         """
@@ -420,7 +420,7 @@ class Engine:
         return Limits(tuple(longest), tuple(confidence)), rounds
 
     def _seconds_left(self, slots: Sequence[Request | None]) -> float:
-        """Seconds until the last request in the slots has ended, as the last steps went."""
+        """Return seconds until the last request in the slots has ended, as the last steps went."""
         if not self.statistics.steps:
             return 0.0
         last = self.statistics.steps[-1]
@@ -431,12 +431,12 @@ class Engine:
         return tokens / pace * round_s[(len(round_s) - 1) // 2]  # the median: a clock may jump
 
     def _tokens_left(self, request: Request) -> int:
-        """The most tokens that a request may still get."""
+        """Return the most tokens that a request may still get."""
         room = self.session.max_length - len(request.row.prompt)
         return min(request.row.sampling.max_new_tokens, room) - len(request.follower.token_ids)
 
     def _admitted(self) -> tuple[Request | None, ...]:
-        """The requests in the slots, without those whose prompts are being read."""
+        """Return the requests in the slots, without those whose prompts are being read."""
         reading = [request for _, request in self._reading.taken] if self._reading else []
         return tuple(
             None if any(request is one for one in reading) else request
@@ -470,7 +470,7 @@ class Engine:
                 self._admit()
 
     def _part(self, left: int, budget: int) -> int:
-        """How many of a prompt's `left` tokens are read next, if `budget` more may be.
+        """Return how many of the `left` tokens of a prompt to read next within `budget`.
 
         Parts end after whole chunks of the largest size, or with the prompt: so its chunks do not
         depend on what else is read.
@@ -583,7 +583,7 @@ class Engine:
         self._ready.append(last)
 
     def _lap(self, begun: float) -> float:
-        """Seconds since what was under way before had finished, or since this was begun."""
+        """Return the seconds since the previous work in progress finished, or since this began."""
         now = time.perf_counter()
         seconds = now - max(self._clock_s, begun)
         self._clock_s = now
@@ -601,7 +601,7 @@ class Engine:
 
 
 def _record(session: Session, limits: Limits, seen: Seen, seconds: float) -> StepRecord:
-    """What a step did, for the length controller."""
+    """Return the record of a step for the length controller."""
     ran = seen.rounds.emitted >= 0
     widths = np.where(ran, seen.rounds.width, 0).max(axis=0)
     drafters = np.arange(len(session.plan.drafter.parts))
@@ -619,7 +619,7 @@ def _record(session: Session, limits: Limits, seen: Seen, seconds: float) -> Ste
 
 
 def _is_choice(chosen: Any, num_drafters: int, most_rounds: int) -> bool:
-    """Whether a controller returned limits of each drafter, a number of rounds, and a state."""
+    """Return whether a controller returned valid limits, a number of rounds, and a state."""
     if not isinstance(chosen, tuple) or len(chosen) != 3 or not isinstance(chosen[0], Limits):
         return False
     (longest, confidence), rounds, _ = chosen

@@ -212,7 +212,7 @@ def _columns(rounds: Rounds, which: Bool[np.ndarray, "R"]) -> Rounds:
 
 
 def _first_tokens(rounds: Rounds, count: int) -> Rounds:
-    """The counts of a row's first `count` tokens in some rounds."""
+    """Return the counts of a row's first `count` tokens in some rounds."""
     several = jax.tree.map(lambda part: part[None], rounds)
     kept = jax.tree.map(lambda part: part[0], truncate_rounds(several, np.array([count])))
     return _columns(kept, kept.emitted >= 0)

@@ -1,4 +1,4 @@
-"""Assignment of requests to slots in order of arrival."""
+"""Assign requests to slots in order of arrival."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class Scheduler:
         return id in self._by_id
 
     def __iter__(self) -> Iterator[Request]:
-        """The requests that have a slot, then those that wait."""
+        """Yield the requests that have a slot, then those that wait."""
         yield from (request for request in self.slots if request is not None)
         yield from self._waiting
 

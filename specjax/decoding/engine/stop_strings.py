@@ -50,7 +50,7 @@ class OutputText:
         return len(tokens)
 
     def _first_stop(self, fresh: int) -> int | None:
-        """Where in the shown text a stop string begins; its last `fresh` characters are new."""
+        """Return where a stop string begins in the shown text; `fresh` characters are new."""
         first = max(len(self._text) - fresh - self._margin, 0)
         whole = "".join(char for char, _ in self._whole)
         starts = []

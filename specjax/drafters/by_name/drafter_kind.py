@@ -1,4 +1,4 @@
-"""The check of a drafter that is passed as a value rather than by name."""
+"""Check a drafter that is passed as a value rather than by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Construction of drafters by name, from a head, or by a user-defined function."""
+"""Make drafters by name, from a head, or by a user-defined function."""
 
 from __future__ import annotations
 

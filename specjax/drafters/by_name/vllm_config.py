@@ -1,4 +1,4 @@
-"""Conversion of vLLM's `--speculative-config` to a drafter and options of `generate`.
+"""Convert vLLM's `--speculative-config` to a drafter and options of `generate`.
 
 Names and defaults follow vLLM 0.32 (`vllm/config/speculative.py`), even if specjax's own defaults
 differ.

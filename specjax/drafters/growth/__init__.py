@@ -1,1 +1,1 @@
-"""Growing drafts from a drafter's logits: chains, and token trees level by level."""
+"""Build drafts from a drafter's logits: chains, and token trees level by level."""

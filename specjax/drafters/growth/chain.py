@@ -1,4 +1,4 @@
-"""Drafting of chains: token by token, while the drafter is confident."""
+"""Draft chains token by token, while the drafter is confident."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drafting of the best tree per round by draft probabilities (EAGLE-2, 2406.16858)."""
+"""Draft the best tree of each round by draft probabilities (EAGLE-2, 2406.16858)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drafting of fixed trees level by level, as in EAGLE-1 (Li et al. 2401.15077) and Medusa."""
+"""Draft fixed trees level by level, as in EAGLE-1 (Li et al. 2401.15077) and Medusa."""
 
 from __future__ import annotations
 

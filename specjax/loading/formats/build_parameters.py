@@ -1,4 +1,4 @@
-"""Construction of a parameter tree on the devices from a file's tensors, one at a time."""
+"""Build a parameter tree on the devices from a file's tensors, one at a time."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def can_split(config: DecoderConfig, shards: int) -> bool:
 
 
 def _widths(config: DecoderConfig) -> list[int]:
-    """The widths of a decoder's MLPs, those that its experts share included."""
+    """Return the widths of a decoder's MLPs, those that its experts share included."""
     if config.experts is None:
         return [config.intermediate_size]
     widths = {config.experts.shared_size} - {0}
@@ -141,7 +141,7 @@ def build(
 
 
 def _without(stacked: Sharding, axes: int) -> Sharding:
-    """The sharding of one part of a parameter, before it is stacked over its first axes."""
+    """Return the sharding of one part of a parameter, before it is stacked over its first axes."""
     if isinstance(stacked, NamedSharding):
         return NamedSharding(stacked.mesh, PartitionSpec(*stacked.spec[axes:]))
     return stacked
@@ -183,7 +183,7 @@ _Read = Callable[[parameter_names.Location], tuple[parameter_names.Location, np.
 def _read_ahead(
     locations: Sequence[parameter_names.Location], read: _Read, threads: int
 ) -> Iterator[tuple[parameter_names.Location, np.ndarray]]:
-    """Each location with its tensor, in order, so that all processes run programs in one order."""
+    """Yield each location with its tensor, in the same order on all processes."""
     waiting = iter(locations)
     with ThreadPoolExecutor(threads) as pool:
         reading = collections.deque(

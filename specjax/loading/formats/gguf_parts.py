@@ -60,7 +60,7 @@ def _all_tensors(first: GgufFile, files: ExitStack) -> dict[str, Tensor]:
 
 
 def _other_parts(first: GgufFile, count: int) -> Iterator[Path]:
-    """The paths of the second part and those after it; raises InputError unless `first` is one."""
+    """Yield the paths of the parts after the first; raise InputError unless `first` is one."""
     path, number = first.path, _whole(first, _NUMBER)
     ending = _ending(number, count)
     if not path.name.endswith(ending):

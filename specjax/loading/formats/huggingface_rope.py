@@ -63,7 +63,7 @@ def read_rope(
 
 
 def _read_section(fields: Fields, name: str, default: Rope, max_positions: int) -> Rope:
-    """What one of the two objects says; `default` is what it does not state."""
+    """Return the settings in one of the two objects, with `default` for missing ones."""
     rope = fields.get(name) or {}
     if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
         raise fields.fail(name, "must be one set of values for all layers")

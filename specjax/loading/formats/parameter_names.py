@@ -1,4 +1,4 @@
-"""Correspondence of a file's tensors and the parameter tree, and the layouts of both.
+"""The mapping between a file's tensors and the parameter tree.
 
 One table per family and file format serves reading and writing (`families`). The tree is a plain
 nested dict; layers are stacked on the first axis, heads have their own axis, and kernels are
@@ -263,7 +263,7 @@ def match(
 
 
 def _remedy(config: DecoderConfig, missing: list[str], unexpected: list[str]) -> str:
-    """What the user of a checkpoint can do whose tensors are not those of its config."""
+    """Return the remedy for a checkpoint whose tensors do not match its config."""
     if any(_ADAPTER.search(name) for name in unexpected):
         return "merge the adapter into the model first (merge_and_unload in peft)"
     if any(_QUANTISED.search(name) for name in unexpected):

@@ -1,4 +1,4 @@
-"""The safetensors files of a directory: finding, opening, checking headers by an index."""
+"""Find and open the safetensors files of a directory, checking headers by its index."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conversion of tensors between a checkpoint's layout and the parameter tree's.
+"""Convert tensors between a checkpoint's layout and the parameter tree's.
 
 Files have kernels as rows [out, in], possibly transposed or joined in one tensor, and rotary halves
 possibly interleaved in pairs; the tree has kernels [in..., out...] and half-split rotary
@@ -81,7 +81,7 @@ def stored_tensors(
 
 
 def _joined(entries: Sequence[tuple[Location, np.ndarray]]) -> np.ndarray:
-    """A file's tensor from its parts, which follow each other along the outputs."""
+    """Return a file's tensor from its parts, which follow each other along the outputs."""
     ordered = sorted(entries, key=lambda pair: pair[0].entry.part)
     axis = -1 if ordered[0][0].entry.transposed else 0
     joined = np.concatenate([part for _, part in ordered], axis=axis)
@@ -117,7 +117,7 @@ def _reordered(
     location: Location,
     order: Callable[[int], np.ndarray],
 ) -> Shaped[np.ndarray, "..."]:
-    """The rows of each head, the rotated ones in another order."""
+    """Return the rows of each head, the rotated ones in another order."""
     width, rotated = location.shape[-1], location.rotary_width
     rows = np.concatenate([order(rotated).reshape(-1), np.arange(rotated, width)])
     heads = stored.reshape(-1, width, *stored.shape[1:])

@@ -1,4 +1,4 @@
-"""Checks of config.json fields that no reader uses: accepted only if they do not change the model.
+"""Check config.json fields that no reader uses, which must not change the model.
 
 A field is accepted if its name has no effect (`_INERT`), if its value agrees with the model that
 was read (`implied`), or if it is empty: null, false, 0, "", [] or {}. Any other field would change

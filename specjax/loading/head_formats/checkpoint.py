@@ -75,7 +75,7 @@ def read_checkpoint(directory: Path) -> Checkpoint:
 
 
 def _with_layers_fields(config: dict[str, Any]) -> dict[str, Any]:
-    """The config with the fields of the head's layer, which vLLM's EAGLEConfig keeps in "model"."""
+    """Return the config with the layer's fields, which vLLM's EAGLEConfig puts in "model"."""
     inner = config.get("model")
     if config.get("model_type") != "eagle" or not isinstance(inner, dict):
         return config
@@ -89,7 +89,7 @@ def tensor_names(directory: Path) -> set[str]:
 
 
 def _find_tensors(directory: Path) -> dict[str, StoredTensor]:
-    """The tensors of a directory's files by their names without modules around the head."""
+    """Return the tensors of a directory's files by their names without modules around the head."""
     shards = find_shards(directory, (WEIGHTS, MEDUSA_WEIGHTS))
     found: dict[str, StoredTensor] = {}
     for tensor in read_headers(shards, (*FLOATS, *_MAPS)):

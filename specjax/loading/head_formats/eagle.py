@@ -196,7 +196,7 @@ def _check_speculators(fields: Fields) -> None:
 def _read_vocabulary(
     checkpoint: Checkpoint, target: Model, size: int, stated: int
 ) -> tuple[dict[str, np.ndarray], np.ndarray | None]:
-    """The tensors without rows of padding, and the token ids of the draft vocabulary, if any.
+    """Return the tensors without padding rows, and the token ids of a draft vocabulary.
 
     `size` is that of the config, and `stated` the number of the target's tokens there.
     """
@@ -311,7 +311,7 @@ def _locations(config: EagleConfig, layer: str) -> dict[str, parameter_names.Loc
 
 
 def _named_tensors(head: Head, layer: str) -> dict[str, np.ndarray]:
-    """A head's own tensors and its map, by the names of SafeAILab."""
+    """Return a head's own tensors and its map, by the names of SafeAILab."""
     config = head.config
     assert isinstance(config, EagleConfig)
     tensors = {
@@ -350,7 +350,7 @@ def _read_params(
     layer: str,
     extra: tuple[str, ...],
 ) -> dict[str, Any]:
-    """The parameter tree of the tensors; `extra` names are allowed and ignored."""
+    """Return the parameter tree of the tensors; `extra` names are allowed and ignored."""
     table = _locations(config, layer)
     bias = f"{layer}.self_attn.o_proj.bias"
     if config.decoder.attention_bias:

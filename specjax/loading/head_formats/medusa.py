@@ -44,12 +44,12 @@ def is_medusa(names: Iterable[str]) -> bool:
 
 
 def _short(name: str) -> str:
-    """The name without the prefix that a whole Medusa model has."""
+    """Return the name without the prefix that a whole Medusa model has."""
     return re.sub(r"^medusa_heads?\.", "", name)
 
 
 def _published(name: str, num_layers: int) -> str:
-    """The published name of a tensor that may have vLLM's."""
+    """Return the published name of a tensor that may have vLLM's."""
     name = _short(name)
     if found := _HEAD.fullmatch(name):
         return f"{found[1]}.{num_layers}.weight"
@@ -160,7 +160,7 @@ def _stated_tokens(fields: Fields, head: np.ndarray | None, vocab_size: int) -> 
 
 
 def _read_ids(fields: Fields, tensors: dict[str, np.ndarray], stated: int) -> np.ndarray | None:
-    """The token ids of `token_map`, not checked; None for a head of all tokens."""
+    """Return the token ids of `token_map`, not checked; None for a head of all tokens."""
     ids = tensors.get("token_map")
     size = fields.count("truncated_vocab_size", stated)
     if ids is None:

@@ -1,4 +1,4 @@
-"""Reading and writing of directories with heads in other tools' layouts."""
+"""Read and write directories with heads in other tools' layouts."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def _format(config: Mapping[str, Any], names: Collection[str]) -> Format | None:
 def _notes(
     checkpoint: Checkpoint, target: Model, form: str
 ) -> tuple[TargetMetadata, dict[str, Any], eagle3_layer_ids.Convention | None]:
-    """Target, training and what layer ids count, from the header of a file that specjax wrote.
+    """Return target, training and layer-id convention from the header of specjax's file.
 
     For other files, the given target.
     """

@@ -203,7 +203,7 @@ def _same_bits(one: Any, other: Any) -> bool:
 
 
 def _without_unused(config: Config) -> Config:
-    """The config without the target's ids that no token has, which other layouts do not state."""
+    """Return the config without unused token ids, which other layouts do not state."""
     if isinstance(config, MedusaConfig):
         return config
     decoder = dataclasses.replace(config.decoder, unused_tokens=())

@@ -163,7 +163,7 @@ class Saver:
         folder_checksums.seal(writing, self._kind)
 
     def _attempt(self, work: Callable[[Any], Result]) -> Result:
-        """As `written`; what a failure left of the latest checkpoint is deleted."""
+        """Return as `written`; what a failure left of the latest checkpoint is deleted."""
         try:
             return written(self._directory, work)
         except InputError:
@@ -189,7 +189,7 @@ class _Preservation:
 
 
 def _holds_more(path: Path) -> bool:
-    """Whether a folder holds a file that its marker does not list.
+    """Return whether a folder holds a file that its marker does not list.
 
     Without a marker, which a deletion that was interrupted may leave, the names of Orbax's files
     are known.

@@ -1,4 +1,4 @@
-"""Chat templates, which convert a conversation to the text of a prompt.
+"""Render chat templates, which convert a conversation to the text of a prompt.
 
 A template is an untrusted Jinja program in a model file. It runs in jinja2's sandbox, in a separate
 process with limits (`template_process`).
@@ -130,7 +130,7 @@ def _render(template: str, variables: Mapping[str, Any], chat: Sequence[dict[str
 
 
 def _as_in_transformers(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message without fields that are None, and its reasoning by the names templates know."""
+    """Return a message without None fields, with its reasoning under known names."""
     message = {name: value for name, value in message.items() if value is not None}
     reasoning = next((message[name] for name in _REASONING if name in message), None)
     if reasoning is None:
@@ -141,7 +141,7 @@ def _as_in_transformers(message: Mapping[str, Any]) -> dict[str, Any]:
 def _with_printed_parts(
     template: str, variables: Mapping[str, Any], chat: Sequence[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """The chat, with parts only in the messages of roles whose parts the template prints.
+    """Return the chat, with parts only in the messages of roles whose parts the template prints.
 
     A template may also fail on a list, leave it out, or print it as Python writes it. Which it is
     shows in what it makes of the chat where each part's text ends with a mark.
@@ -177,7 +177,7 @@ def _with_joined_parts(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_marks(message: dict[str, Any], number: int) -> dict[str, Any]:
-    """The message with a mark of its own at the end of each part."""
+    """Return the message with a mark of its own at the end of each part."""
     marked = [
         {**part, "text": f"{part['text']}{_MARK}{number}.{index}~"}
         for index, part in enumerate(message["content"])

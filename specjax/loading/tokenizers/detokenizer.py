@@ -1,4 +1,4 @@
-"""Conversion of token ids to text, for complete outputs and for growing ones.
+"""Convert token ids to text, for complete outputs and for growing ones.
 
 In decoders of the tokenizers package the text of a token can depend on later tokens. Here every
 token has bytes of its own, and the text is their concatenation read as UTF-8, so that emitted text
@@ -37,7 +37,7 @@ codecs.register_error(_EACH_BYTE, _replace_each_byte)
 
 
 def _byte_characters() -> dict[str, int]:
-    """The characters that stand for bytes in byte-level vocabularies, as GPT-2 chose them."""
+    """Return the characters that stand for bytes in byte-level vocabularies, as in GPT-2."""
     shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(256) if byte not in shown]
     return {chr(byte): byte for byte in shown} | {chr(256 + n): b for n, b in enumerate(hidden)}
@@ -166,7 +166,7 @@ def _flat(decoder: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _is_local(step: dict[str, Any]) -> bool:
-    """Whether a step changes each token by itself, but for the first one."""
+    """Return whether a step changes each token by itself, but for the first one."""
     plain = step["type"] == "Replace" and "String" in step["pattern"]
     return plain or step["type"] in ("ByteFallback", "Metaspace")
 

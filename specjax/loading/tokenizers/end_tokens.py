@@ -1,4 +1,4 @@
-"""Recognition of end-of-sequence tokens by name, for every file format.
+"""Recognize end-of-sequence tokens by name, in every file format.
 
 The names are those at which llama.cpp ends (`special_eog_ids` in llama-vocab.cpp), and two more of
 chat models. Files seldom list all of them: a GGUF has room for three ids, and a base model's

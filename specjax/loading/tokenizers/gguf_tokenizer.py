@@ -137,7 +137,7 @@ def read_tokenizer(source: str, metadata: dict[str, Any]) -> Tokenizer:
 
 
 def _byte_level(fields: Fields, vocabulary: dict[str, int]) -> tuple[tokenizers.Tokenizer, bool]:
-    """The byte-level BPE tokenizer, and whether its family starts text with bos."""
+    """Return the byte-level BPE tokenizer, and whether its family starts text with bos."""
     splitting = _SPLITTINGS.get(fields.text("ggml.pre", "default"))
     if splitting is None:
         raise fields.fail(
@@ -226,7 +226,7 @@ def _assemble(
     named: Sequence[int],
     add_bos: bool,
 ) -> Tokenizer:
-    """The tokenizer with the ids that the file names, and what it adds to a text.
+    """Return the tokenizer with the ids that the file names, and what it adds to a text.
 
     `named` are the ends by their names; `add_bos` is what its kind does by default.
     """

@@ -90,7 +90,7 @@ def read_tokenizer(directory: Path) -> Tokenizer | None:
 
 
 def _text(token: Any) -> str | None:
-    """A special token is its text, or an object that holds it; an empty text is none."""
+    """Return the text of a special token, given as text or object; None if empty."""
     token = token.get("content") if isinstance(token, dict) else token
     # JSON can spell half of a surrogate pair, which is not text.
     return token if isinstance(token, str) and token and _is_text(token) else None
@@ -127,7 +127,7 @@ def stated_ends(directory: Path, vocab_size: int) -> list[int]:
 
 
 def _template(directory: Path, settings: dict[str, Any]) -> str | None:
-    """The chat template: of a file of its own, or a field; of several by name the default one."""
+    """Return the chat template from its own file or a field; among named ones the default."""
     path = directory / "chat_template.jinja"
     if path.exists():
         try:

@@ -163,7 +163,7 @@ atexit.register(close)
 
 
 def _connected(limits: Limits) -> _Child:
-    """The child of this process with these limits, started where there is none."""
+    """Return the child of this process with these limits, started where there is none."""
     global _child
     if _child is not None and not _child.serves(limits):
         close()

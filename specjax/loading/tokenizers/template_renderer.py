@@ -85,7 +85,7 @@ def _compile(template: str) -> jinja2.Template:
 
 
 def _answer(request: bytes, longest: int) -> tuple[str, str]:
-    """The answer to a request: "text", "error" or "over", and the text that belongs to it."""
+    """Return the kind of the answer to a request ("text", "error" or "over"), and its text."""
     try:
         template, variables = json.loads(request.decode("utf-8", "surrogatepass"))
         parts, size = [], 0

@@ -1,4 +1,4 @@
-"""Conversion of text to token ids and back, by one class for all file formats."""
+"""Convert text to token ids and back, with one class for all file formats."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compilation and loading of the C++ kernels for CPUs, once per machine.
+"""Compile and load the C++ kernels for CPUs, once per machine.
 
 The first use on a machine takes some seconds and a C++ compiler; the library is kept in the user's
 cache folder. If it cannot be built, callers use XLA instead (`available`).

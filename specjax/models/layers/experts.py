@@ -93,7 +93,7 @@ def mix(
 def _shared(
     h: Float[Array, "N D"], mlp: dict[str, Any], activation: Activation, multiply: Any
 ) -> Float[Array, "N D"]:
-    """Apply a gated MLP to every token."""
+    """Return apply a gated MLP to every token."""
 
     def times(x: jax.Array, name: str, out: Any = None) -> jax.Array:
         return product("nd,df->nf", x, mlp[name]["kernel"], multiply=multiply, out=out)
@@ -163,7 +163,7 @@ def _grouped(
     activation: Activation,
     multiply: Any,
 ) -> Float[Array, "M D"]:
-    """Apply to each row its expert; rows are sorted by expert, `sizes` per expert."""
+    """Return apply to each row its expert; rows are sorted by expert, `sizes` per expert."""
     gate, up, down = kernels
     dtype = x.dtype if multiply is None else multiply
 

@@ -60,7 +60,7 @@ def _ignore_activation(fields: Fields, known: Values) -> Values:
 
 
 def _shared(max_positions: int, layers_of_27b: int) -> tuple[Part, ...]:
-    """What Gemma 2 and 3 have in common, but for rotary bases and windows."""
+    """Return the parts that Gemma 2 and 3 share, except for rotary bases and windows."""
     return (
         *schema.sizes(head_dim=256, max_positions=max_positions, tied=True),
         schema.fixed({"norm.offset": 1, "norm.after": True, "mlp.activation": "gelu_tanh"}),
@@ -111,7 +111,7 @@ GEMMA2 = Family(
 
 
 def _read_ropes(fields: Fields, max_positions: int) -> tuple[Rope, float]:
-    """The rope of layers that see everything, and the rotary base of those with a window."""
+    """Return the rope of layers that see everything, and the rotary base of those with a window."""
     theta = fields.number("rope_theta", _GLOBAL)
     local = fields.number("rope_local_base_freq", _LOCAL)
     full = {"rope_theta": theta, "rope_scaling": fields.get("rope_scaling")}
@@ -129,7 +129,7 @@ def _read_ropes(fields: Fields, max_positions: int) -> tuple[Rope, float]:
 
 
 def _read_layers3(fields: Fields, known: Values) -> Values:
-    """The window of five layers of six, and the ropes of both types of layers."""
+    """Return the window of five layers of six, and the ropes of both types of layers."""
     num_layers = known["num_layers"]
     size, period = fields.integer("sliding_window", 4096), _PERIOD
     for name in ("_sliding_window_pattern", "sliding_window_pattern"):

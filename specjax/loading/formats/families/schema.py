@@ -49,7 +49,7 @@ def _row(
     default: Any = None,
     gguf_default: Any = None,
 ) -> Part:
-    """A field of a config: its type, its name in config.json, and in a GGUF if it has one.
+    """Return a field of a config: its type, its name in config.json, and in a GGUF if it has one.
 
     Of several names the first that is stated counts, or else the last. The defaults are what files
     mean that do not state it, or functions of the values read so far; without, it must be there.
