@@ -10,6 +10,9 @@
 PYTHON ?= python3
 ACCELERATOR ?=
 MINUTES ?= 10
+# Of `make compare`: transformers,llama_cpp for both, and WEIGHTS=auto for those of the file.
+PEERS ?= transformers
+WEIGHTS ?= float
 # Its answer repeats much of it, which a drafter without a model of its own can draft.
 PROMPT ?= Correct this text: The harbor library opened in 1924. It holds 80,000 books and 3,000 sea charts. The reading room is open from Tuesday to Saturday, from nine to six. Tours start every Thursday at four.
 
@@ -68,8 +71,13 @@ wheel: setup
 	.venv-peers/bin/python -m pip install --quiet --disable-pip-version-check 'torch==2.13.0' 'transformers==5.23.0' 'gguf==0.19.0' accelerate
 	touch $@
 
-compare: setup .venv-peers/ready
-	$(RUN) scripts/compare_transformers.py
+# It builds llama.cpp from source, which takes some ten minutes.
+.venv-peers/llama_cpp: .venv-peers/ready
+	.venv-peers/bin/python -m pip install --quiet --disable-pip-version-check 'llama-cpp-python==0.3.36'
+	touch $@
+
+compare: setup .venv-peers/ready $(if $(findstring llama_cpp,$(PEERS)),.venv-peers/llama_cpp)
+	$(RUN) scripts/compare_peers.py --peers=$(PEERS) --weights=$(WEIGHTS)
 
 clean:
 	rm -rf .venv .venv-* build dist *.egg-info .pytest_cache .ruff_cache

@@ -3,7 +3,7 @@
     python scripts/peers/transformers_peer.py MODEL.gguf
 
 Runs in an environment of its own, with torch and transformers and nothing of specjax; started by
-`compare_transformers.py`. A request is {"ids", "max_new_tokens", "lookup"}, an answer {"ids",
+`compare_peers.py`. A request is {"ids", "max_new_tokens", "lookup"}, an answer {"ids",
 "prefill_s", "total_s"}: the new token ids, the time to the first token, and of the whole call.
 """
 

@@ -1,13 +1,14 @@
-"""Decode the same token ids with specjax and with transformers, in turn, and print the ratios.
+"""Decode the same token ids with specjax and with other engines, in turn, and print the ratios.
 
-    python scripts/compare_transformers.py --prompts=FILE.jsonl [--per_task=2] [--max_new_tokens=96]
+    python scripts/compare_peers.py --prompts=FILE.jsonl [--per_task=2] [--max_new_tokens=96]
+    python scripts/compare_peers.py --peers=transformers,llama_cpp --weights=auto
 
-Both sides decode greedily in float32 on the CPU: plainly and with prompt lookup (transformers:
-`prompt_lookup_num_tokens`, on top of its own dynamic cache); specjax also with `ngram+eagle3` and
-draft lengths of `auto`, the costs measured in the first iteration. torch and transformers conflict
-with the pins of specjax, so they run in a virtual environment of their own, named by --peer_python
-(`make compare` builds it), as a process that answers one request per line. Times exclude loading
-and compiling; each is the median of --runs runs, alternating between the systems.
+All decode greedily on the CPU: plainly and with prompt lookup; specjax also with `ngram+eagle3` and
+draft lengths of `auto`, the costs measured in the first iteration. transformers computes in
+float32, llama.cpp with the file's weights and activations of 8 bits. They run in a virtual
+environment of their own, named by --peer_python (`make compare` builds it), as processes that
+answer one request per line (`peers/`). Times exclude loading and compiling; each is the median of
+--runs runs, alternating between the systems.
 """
 
 from __future__ import annotations
@@ -26,15 +27,17 @@ _NEW_TOKENS = flags.DEFINE_integer("max_new_tokens", 96, "New tokens at most.")
 _RUNS = flags.DEFINE_integer("runs", 3, "Timed runs of each system.")
 _LOOKUP = flags.DEFINE_integer("num_speculative_tokens", 8, "Draft length of both prompt lookups.")
 _PREFILL = flags.DEFINE_integer("prefill_tokens", 1000, "Prompt length of the prefill comparison.")
-_PEER = flags.DEFINE_string("peer_python", ".venv-peers/bin/python", "Python with transformers.")
+_PEERS = flags.DEFINE_list("peers", ["transformers"], "transformers, llama_cpp, or both.")
+_WEIGHTS = flags.DEFINE_string("weights", "float", "Those of specjax: float, auto, int8, int4.")
+_PYTHON = flags.DEFINE_string("peer_python", ".venv-peers/bin/python", "Python with the peers.")
 
 
 class Peer:
-    """transformers in its own process and environment."""
+    """Another engine in its own process and environment."""
 
-    def __init__(self, python: str, gguf: Path) -> None:
+    def __init__(self, name: str, gguf: Path) -> None:
         self._process = subprocess.Popen(
-            [python, Path(__file__).parent / "peers" / "transformers_peer.py", gguf],
+            [_PYTHON.value, Path(__file__).parent / "peers" / f"{name}_peer.py", gguf],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -54,6 +57,14 @@ class Peer:
         self._process.stdin.flush()
         return self._answer()
 
+    def decode_all(self, prompts: list[list[int]], lookup: int) -> tuple[list[list[int]], float]:
+        """New ids, and tokens per second without prefill."""
+        answers = [self.decode(ids, _NEW_TOKENS.value, lookup) for ids in prompts]
+        seconds = sum(one["total_s"] - one["prefill_s"] for one in answers)
+        # Their first token comes with the prefill, ours with the first round.
+        count = sum(len(one["ids"]) - 1 for one in answers)
+        return [one["ids"] for one in answers], count / seconds
+
 
 def main(argv: list[str]) -> None:
     """Run the comparison."""
@@ -65,14 +76,14 @@ def main(argv: list[str]) -> None:
     from specjax.decoding.options import DecodeOptions
     from specjax.loading import load
 
-    model = specjax.load_model(load.DEFAULT_MODEL, dtype="float32")
+    model = specjax.load_model(load.DEFAULT_MODEL, weights=_WEIGHTS.value)
     questions = questions_of(_PROMPTS.value)
     questions = prompts.select(questions, per_task=_PER_TASK.value)
     ids = [prompts.encode_prompt(model, question.first_turn) for question in questions]
-    peer = Peer(_PEER.value, load.default_model_file())
+    peers = {name: Peer(name, load.default_model_file()) for name in _PEERS.value}
     sampling = specjax.SamplingParams(max_new_tokens=_NEW_TOKENS.value)
 
-    def ours(drafter: str, length: int | str | None) -> session.Session:
+    def ours(drafter: str, length: int | str) -> session.Session:
         return session.plan_session(
             model,
             ids,
@@ -82,7 +93,7 @@ def main(argv: list[str]) -> None:
         )
 
     sessions = {
-        "plain": ours("none", None),
+        "plain": ours("none", "fixed"),
         "lookup": ours("ngram", _LOOKUP.value),
         "auto": ours("ngram+eagle3", "auto"),
     }
@@ -92,46 +103,39 @@ def main(argv: list[str]) -> None:
     for turn in range(_RUNS.value + 1):
         for name, lookup in (("plain", 0), ("lookup", _LOOKUP.value), ("auto", None)):
             mine = generate.decode_session(sessions[name], engine=engines[name])
-            outputs[f"specjax {name}"] = mine.token_ids
-            if turn:
-                rates.setdefault(f"specjax {name}", []).append(mine.tokens_per_second)
-                print(f"run {turn}: specjax {name}: {mine.tokens_per_second:.1f} tokens/s")
-            if lookup is None:
-                continue
-            # The first iteration only warms both up.
-            asked = ids if turn else ids[:1]
-            theirs = [peer.decode(prompt, _NEW_TOKENS.value, lookup) for prompt in asked]
-            seconds = sum(one["total_s"] - one["prefill_s"] for one in theirs)
-            # Their first token comes with the prefill, ours with the first round.
-            count = sum(len(one["ids"]) - 1 for one in theirs)
-            outputs[f"transformers {name}"] = [one["ids"] for one in theirs]
-            if turn:
-                rates.setdefault(f"transformers {name}", []).append(count / seconds)
-                print(f"run {turn}: transformers {name}: {count / seconds:.1f}", flush=True)
-
+            found = {f"specjax {name}": (mine.token_ids, mine.tokens_per_second)}
+            for other, peer in peers.items() if lookup is not None else ():
+                # The first iteration only warms all of them up.
+                found[f"{other} {name}"] = peer.decode_all(ids if turn else ids[:1], lookup)
+            for system, (tokens, rate) in found.items() if turn else ():
+                outputs[system] = tokens
+                rates.setdefault(system, []).append(rate)
+                print(f"run {turn}: {system}: {rate:.1f} tokens/s", flush=True)
+    threads = ", ".join(f"{name} {peer.metadata['threads']}" for name, peer in peers.items())
     print(
-        f"\n{len(ids)} prompts, {_NEW_TOKENS.value} new tokens, greedy, float32, "
-        f"{peer.metadata['threads']} threads; decode tokens/s, median (min..max) of {_RUNS.value}"
+        f"\n{len(ids)} prompts, {_NEW_TOKENS.value} new tokens, greedy; specjax: {model.weights} "
+        f"weights; threads: {threads}; decode tokens/s, median (min..max) of {_RUNS.value}"
     )
     for name, values in rates.items():
-        print(
-            f"  {name:22s} {statistics.median(values):7.1f}  ({min(values):.1f}..{max(values):.1f})"
-        )
-    for name, other in (("plain", "plain"), ("lookup", "lookup"), ("auto", "plain")):
-        pairs = zip(rates[f"specjax {name}"], rates[f"transformers {other}"], strict=True)
-        ratios = [a / b for a, b in pairs]
-        print(
-            f"  specjax {name} / transformers {other} = {statistics.median(ratios):.2f} "
-            f"({min(ratios):.2f}..{max(ratios):.2f})"
-        )
-    compare_prefill(model, peer)
-    reference = outputs["transformers plain"]
+        print(f"  {name:22s} {_spread(values, 1)}")
+    for peer in peers:
+        for name, other in (("plain", "plain"), ("lookup", "lookup"), ("auto", "plain")):
+            pairs = zip(rates[f"specjax {name}"], rates[f"{peer} {other}"], strict=True)
+            print(f"  specjax {name} / {peer} {other} = {_spread([a / b for a, b in pairs], 2)}")
+        compare_prefill(model, peer, peers[peer])
+    reference = outputs["specjax plain"]
     for name, tokens in outputs.items():
         same = sum(a == b for a, b in zip(tokens, reference, strict=True))
-        print(f"same tokens: {same}/{len(ids)}  ({name} against transformers plain)")
+        print(f"same tokens: {same}/{len(ids)}  ({name} against specjax plain)")
 
 
-def compare_prefill(model: Any, peer: Peer) -> None:
+def _spread(values: list[float], digits: int) -> str:
+    """The median of some runs, and the range."""
+    numbers = statistics.median(values), min(values), max(values)
+    return "{:.{d}f} ({:.{d}f}..{:.{d}f})".format(*numbers, d=digits)
+
+
+def compare_prefill(model: Any, name: str, peer: Peer) -> None:
     """Print the time to read a long prompt on both sides."""
     import numpy as np
 
@@ -152,7 +156,7 @@ def compare_prefill(model: Any, peer: Peer) -> None:
     ratio = statistics.median(a / b for a, b in zip(mine, theirs, strict=True))
     print(
         f"  first token of {length} tokens: specjax {statistics.median(mine):.2f} s, "
-        f"transformers {statistics.median(theirs):.2f} s, ratio {ratio:.2f}"
+        f"{name} {statistics.median(theirs):.2f} s, ratio {ratio:.2f}"
     )
 
 
