@@ -14,7 +14,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from specjax.errors import InputError
 from specjax.files.folder_checksums import MARKER
-from specjax.loading.formats import parameter_names, tensor_layout
+from specjax.loading.formats import tensor_layout
 from specjax.loading.formats.families.llama import LLAMA
 from specjax.loading.head_formats import write_foreign
 from specjax.loading.load import load_model, random_model
@@ -122,12 +122,7 @@ def gguf_metadata(config=GGUF_CONFIG):
 def gguf_tensors(config=GGUF_CONFIG, seed=0):
     """Every tensor of a random model, as the file names and lays them out."""
     params = random_model(config, seed, dtype="float32").params
-    found = {}
-    for location in parameter_names.locations(GGUF_TABLE, config):
-        leaf = np.asarray(parameter_names.lookup(params, location.entry.path))
-        value = leaf if location.layer is None else leaf[location.layer]
-        found[location.name] = np.ascontiguousarray(tensor_layout.to_stored(value, location))
-    return found
+    return tensor_layout.stored_tensors(GGUF_TABLE, config, params)
 
 
 def gguf_converted(tensors, architecture, config):

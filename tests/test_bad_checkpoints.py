@@ -71,7 +71,7 @@ MISFITS = [
     ("plain", "config.rope_scaling", {}, "rope_scaling: 'kind' is missing"),
     ("plain", "config.head_dim", DELETED, "config: 'head_dim' is missing"),
     ("plain", "config.surprise", 8, "config: 'surprise' is unknown"),
-    ("plain", "config.attention_bias", True, "missing: .*query.bias.*"),
+    ("plain", "config.attention_bias", True, "missing: .*qkv.bias.*"),
     ("plain", "config.tie_word_embeddings", True, "unexpected: embed.embedding"),
     ("plain", "config", DELETED, "metadata: 'config' is missing"),
     ("plain", "dtype", "bfloat16", r"mis-shaped: .*float32.*, not bfloat16"),

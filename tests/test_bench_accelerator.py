@@ -175,7 +175,7 @@ def test_the_synthetic_model_counts_in_bfloat16_too(layout, synthetic):
 def test_both_layouts_hold_the_same_weights(synthetic):
     stacked, apart = (model.params["layers"] for model in synthetic)
     for layer in range(DEBUG.model.num_layers):
-        for part in ("query", "output"):
+        for part in ("qkv", "output"):
             kernel = apart[str(layer)]["attention"][part]["kernel"]
             np.testing.assert_array_equal(stacked["attention"][part]["kernel"][layer], kernel)
             spread = 1 / np.sqrt(DEBUG.model.hidden_size)

@@ -199,9 +199,9 @@ def test_modules_come_back_with_their_model(layers, after, tmp_path):
     assert_same(
         rounded.mtp.params, jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), model.mtp.params)
     )
-    key = loaded.mtp.params["modules"]["0"]["layer"]["attention"]["key"]["kernel"]
-    heads = CONFIG.num_kv_heads // (after[1] if after else 1)
-    assert key.addressable_shards[0].data.shape[1] == heads
+    qkv = loaded.mtp.params["modules"]["0"]["layer"]["attention"]["qkv"]["kernel"]
+    heads = (CONFIG.num_heads + 2 * CONFIG.num_kv_heads) // (after[1] if after else 1)
+    assert qkv.addressable_shards[0].data.shape[1] == heads * CONFIG.head_dim
 
 
 def test_a_layout_without_modules_says_so(model, tmp_path):

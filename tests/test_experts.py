@@ -69,11 +69,19 @@ def inputs(count, seed=1):
 close = functools.partial(np.testing.assert_allclose, atol=2e-5, rtol=1e-4)
 
 
+def stacked_experts(gate, up, down):
+    return StackedExperts(jnp.concatenate([gate, up], axis=-1), down, jnp.int32(1))
+
+
+def gated(gate_up):
+    gate, up = jnp.split(gate_up, 2, axis=-1)
+    return jax.nn.silu(gate) * up
+
+
 @functools.partial(jax.jit, static_argnums=3)
 def mixed(h, routes, leaves, differentiable=False):
     """The experts of layer 1."""
-    stacked = StackedExperts(*leaves, jnp.int32(1))
-    return mix(h, routes, stacked, jax.nn.silu, differentiable=differentiable)
+    return mix(h, routes, stacked_experts(*leaves), gated, differentiable=differentiable)
 
 
 @jax.jit
@@ -108,9 +116,8 @@ def test_gradients_are_those_of_the_masked_sum():
     (h, routes), own = inputs(9), kernels()
 
     def ours(h, weights, own):
-        stacked = StackedExperts(*own, 1)
         new = routes._replace(weights=weights)
-        return jnp.sum(mix(h, new, stacked, jax.nn.silu, differentiable=True) ** 2)
+        return jnp.sum(mix(h, new, stacked_experts(*own), gated, differentiable=True) ** 2)
 
     def theirs(h, weights, own):
         return jnp.sum(masked(h, routes._replace(weights=weights), *own) ** 2)
@@ -155,7 +162,7 @@ def test_no_program_takes_a_layers_experts_apart(layers, devices):
     mesh = sharding.make_mesh(1, 2, jax.devices()[:2]) if devices == 2 else None
     model = random_model(config, 0, dtype="float32", mesh=mesh, form=Form(layers))
     text = compiled_pass(model, 1).as_text()
-    whole = re.compile(rf"= f32\[(1,)?{NUM // devices},(24,{HIDDEN}|{HIDDEN},24)\]\S* (\S+)\(")
+    whole = re.compile(rf"= f32\[(1,)?{NUM // devices},(24,{2 * HIDDEN}|{HIDDEN},24)\]\S* (\S+)\(")
     made = {match[3] for match in whole.finditer(text)}
     assert made <= {"parameter", "bitcast", "get-tuple-element", "reshape", "opt-barrier"}, made
 
@@ -227,7 +234,7 @@ def stacked():
 def test_layers_stacked_and_unrolled_and_on_a_mesh_agree(layers, replicated, stacked):
     """A dense layer before two with experts; an early exit between them; training's form."""
     model, expected = stacked
-    assert model.params["dense_layers"]["mlp"]["up"]["kernel"].shape[0] == 1
+    assert model.params["dense_layers"]["mlp"]["gate_up"]["kernel"].shape[0] == 1
     found = []
     if layers == "unrolled":
         model = random_model(GLM, 0, dtype="float32", form=Form("unrolled"))
@@ -241,7 +248,7 @@ def test_layers_stacked_and_unrolled_and_on_a_mesh_agree(layers, replicated, sta
 
 def kernel_specs(model):
     kernels = model.params["layers"]["mlp"]["experts"]
-    return [tuple(kernels[name]["kernel"].sharding.spec) for name in ("up", "down")]
+    return [tuple(kernels[name]["kernel"].sharding.spec) for name in ("gate_up", "down")]
 
 
 @pytest.mark.usefixtures("every_pass")
@@ -269,7 +276,7 @@ def test_devices_exchange_one_sum_for_all_experts_of_a_layer(num_experts, specs)
         [("all-reduce", "f32[1,3,24]")] * 4 + [("all-reduce", "f32[3,24]")]
     )
     parts = re.split(r"\n(?=\S)", program.as_text())
-    width = HIDDEN if num_experts == 8 else HIDDEN // 2
+    width = 2 * HIDDEN if num_experts == 8 else HIDDEN
     reads = [part for part in parts if f"f32[1,1,24,{width}]" in part and "dynamic-slice(" in part]
     assert reads
     assert not any("all-reduce(" in part for part in reads)

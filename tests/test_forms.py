@@ -32,7 +32,7 @@ from specjax.models.layers.attention import (
     attend_whole_cache,
     cached_blocks,
 )
-from specjax.models.layers.matmul import ChosenKernel, product, products
+from specjax.models.layers.matmul import ChosenKernel, product
 
 FORMS = {
     "apart": Form("apart"),
@@ -158,20 +158,16 @@ def test_products_with_a_chosen_kernel_are_those_with_the_kernel(rows, dtype, mu
         return jnp.asarray(rng.standard_normal(shape), dtype)
 
     x = normal(rows, 1, 16, dtype=dtype)
-    kernels = [[normal(16, width) for width in (8, 24)] for _ in range(3)]
+    kernels = tuple(normal(16, 24) for _ in range(3))
     times = functools.partial(product, multiply=multiply)
-    times_all = functools.partial(products, multiply=multiply)
 
     @jax.jit
     def chosen(x, kernels, index):
-        given = [ChosenKernel(own, index) for own in zip(*kernels, strict=True)]
-        one = times("btd,df->btf", x, given[0], out=jnp.float32)
-        return [one, *times_all("btd,df->btf", x, given)]
+        kernel = ChosenKernel(kernels, index)
+        return [times("btd,df->btf", x, kernel, out=out) for out in (jnp.float32, None)]
 
     def alone(x, kernels, index):
-        gate, up = kernels[index]
-        one = times("btd,df->btf", x, gate, out=jnp.float32)
-        return [one, *times_all("btd,df->btf", x, [gate, up])]
+        return [times("btd,df->btf", x, kernels[index], out=out) for out in (jnp.float32, None)]
 
     def total(function):
         return lambda x, kernels: sum(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 
 import gguf
 import jax
@@ -208,17 +209,23 @@ def test_each_expert_is_dequantised_into_its_place(tmp_path, how):
     }[how]
     layers = load_model(path, dtype="float32", **options).params["layers"]
     kind = gguf.GGMLQuantizationType.Q8_0
-    for part in ("gate", "up", "down"):
-        for layer in range(config.num_layers):
-            stored = arrays[f"blk.{layer}.ffn_{part}_exps.weight"]
-            expected = gguf.quants.dequantize(gguf.quants.quantize(stored, kind), kind)
-            kernel = (
-                layers[str(layer)]["mlp"]["experts"][part]["kernel"]
-                if how == "unrolled"
-                else layers["mlp"]["experts"][part]["kernel"][layer]
-            )
-            assert expected.shape[0] == 4
-            np.testing.assert_array_equal(kernel, expected.swapaxes(1, 2))
+    for layer in range(config.num_layers):
+        stored = (arrays[f"blk.{layer}.ffn_{part}_exps.weight"] for part in ("gate", "up", "down"))
+        gate, up, down = (
+            gguf.quants.dequantize(gguf.quants.quantize(rows, kind), kind) for rows in stored
+        )
+        experts = (
+            layers[str(layer)]["mlp"]["experts"]
+            if how == "unrolled"
+            else jax.tree.map(lambda leaf: leaf[layer], layers["mlp"]["experts"])  # noqa: B023
+        )
+        assert down.shape[0] == 4
+        np.testing.assert_array_equal(experts["down"]["kernel"], down.swapaxes(1, 2))
+        # In blocks of as many gates as heads and width share.
+        block = 64 // math.gcd(64, config.num_heads)
+        both = np.stack([part.reshape(4, -1, block, part.shape[-1]) for part in (gate, up)], axis=2)
+        joined = both.reshape(4, 128, -1).swapaxes(1, 2)
+        np.testing.assert_array_equal(experts["gate_up"]["kernel"], joined)
 
 
 def test_keys_that_are_missing_mean_what_they_do_in_llama_cpp(tmp_path):
@@ -250,7 +257,7 @@ def announced(tmp_path_factory):
     params = noisy(modules.parameter_table(), 1, 1.0)
     for location in mtp_layers.locations(GLM, modules, family.mtp, family.tensors):
         path, index = location.within(scan_layers=True)
-        value = np.asarray(parameter_names.lookup(params, path))[index]
+        value = np.asarray(parameter_names.lookup({"mtp": params}, path))[index]
         tensors[location.name] = np.ascontiguousarray(tensor_layout.to_stored(value, location))
     tensors["model.layers.4.embed_tokens.weight"] = tensors["model.embed_tokens.weight"]
     tensors["model.layers.4.shared_head.head.weight"] = tensors["lm_head.weight"]

@@ -52,11 +52,12 @@ def block(layer, x, shape):
     scale = lambda name: layer[name]["scale"]  # noqa: E731
     kernel = lambda part, name: layer[part][name]["kernel"]  # noqa: E731
     h = rms(x, scale("attention_norm"), shape.rms_norm_eps)
-    query, key, value = (
-        np.einsum("td,dnc->tnc", h, kernel("attention", name)) for name in ("query", "key", "value")
-    )
+    tokens, heads, groups, width = len(x), shape.num_heads, shape.num_kv_heads, shape.head_dim
+    group = heads // groups
+    qkv = (h @ kernel("attention", "qkv")).reshape(tokens, groups, group + 2, width)
+    query = qkv[:, :, :-2].reshape(tokens, heads, width)
+    key, value = qkv[:, :, -2], qkv[:, :, -1]
     mixed = np.zeros_like(query)
-    group = shape.num_heads // shape.num_kv_heads
     for t in range(len(x)):
         for head in range(shape.num_heads):
             mine = turned(query[t, head], t, shape.rope_theta)
@@ -64,10 +65,13 @@ def block(layer, x, shape):
             scores = np.array(keys) @ mine / np.sqrt(shape.head_dim)
             weights = np.exp(scores - scores.max())
             mixed[t, head] = weights @ value[: t + 1, head // group] / weights.sum()
-    x = x + np.einsum("tnc,ncd->td", mixed, kernel("attention", "output"))
+    x = x + mixed.reshape(tokens, heads * width) @ kernel("attention", "output")
     h = rms(x, scale("mlp_norm"), shape.rms_norm_eps)
-    gate = h @ kernel("mlp", "gate")
-    return x + (gate / (1 + np.exp(-gate)) * (h @ kernel("mlp", "up"))) @ kernel("mlp", "down")
+    hidden = shape.intermediate_size
+    blocks = np.gcd(heads, hidden)
+    both = (h @ kernel("mlp", "gate_up")).reshape(tokens, blocks, 2, hidden // blocks)
+    gate, up = (both[:, :, part].reshape(tokens, hidden) for part in range(2))
+    return x + (gate / (1 + np.exp(-gate)) * up) @ kernel("mlp", "down")
 
 
 def run_module(config, params, index, tokens, hidden):

@@ -394,7 +394,7 @@ def test_a_new_model_with_experts_is_one_of_a_family(change, family, tokenizer, 
     mlp = model.params["layers"]["mlp"]
     assert ("selection_bias" in mlp["router"]) == (family == "glm4_moe")
     assert ("shared" in mlp, "dense_layers" in model.params) == (not change, not change)
-    for part, spread in (("up", 0.02), ("down", 0.01)):
+    for part, spread in (("gate_up", 0.02), ("down", 0.01)):
         kernel = np.asarray(mlp["experts"][part]["kernel"])
         assert kernel.std() == pytest.approx(spread, rel=0.1)
     save_model(model, tmp_path / "m")

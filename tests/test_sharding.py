@@ -202,8 +202,8 @@ def test_a_heads_cache_is_split_as_the_targets(name, model, eight, alone):
     target = with_modules(eight, 2) if name == "mtp" else eight
     split = place_model(target, mesh_of(8 // model, model))
     if name == "mtp":
-        up = split.mtp.params["modules"]["1"]["layer"]["mlp"]["up"]["kernel"]
-        assert up.addressable_shards[0].data.shape == (24, 40 // model)
+        gate_up = split.mtp.params["modules"]["1"]["layer"]["mlp"]["gate_up"]["kernel"]
+        assert gate_up.addressable_shards[0].data.shape == (24, 80 // model)
         drafter = make_drafter("mtp", split)
     else:
         drafter = eagle_drafter(split)
@@ -449,32 +449,40 @@ def test_tensors_go_straight_into_their_parts(model, eight, tmp_path):
         keys = tuple(entry.key for entry in path)
         assert leaf.sharding == parameter_names.lookup(wanted, keys)
         np.testing.assert_array_equal(leaf, parameter_names.lookup(eight.params, keys))
-    query = loaded.params["layers"]["attention"]["query"]["kernel"]
-    assert query.addressable_shards[0].data.shape == (3, 24, 8 // model, 6)
+    qkv = loaded.params["layers"]["attention"]["qkv"]["kernel"]
+    assert qkv.addressable_shards[0].data.shape == (3, 24, 3 * 8 // model * 6)
 
 
 @pytest.mark.parametrize("mesh", [None, (2, 2)])
-def test_the_host_never_holds_the_model(mesh, eight, monkeypatch):
-    """Wherever the device is not the host: a tensor is gone when the next but one is read."""
+def test_the_host_never_holds_the_model_and_reads_each_number_once(mesh, eight, monkeypatch):
+    """Wherever the device is not the host: a layer's leaf is gone when the next but one is read."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    alive, most = [], []
+    alive, most, count = [], [], collections.Counter()
 
-    def fill(location, target):
-        alive.append(weakref.ref(target))
-        most.append(sum(tensor() is not None for tensor in alive))
-        target[...] = 1
+    def read(location, rows, inputs):
+        numbers = np.full(location.rows, 1, np.float32)[(rows, inputs)[: len(location.rows)]]
+        count[location] += numbers.size
+        alive.append(weakref.ref(numbers))
+        most.append(sum(part() is not None for part in alive))
+        return numbers
 
-    locations = list(parameter_names.locations(registry.tensors(eight.config), eight.config))
+    put = build_parameters._put
+
+    def copied(slot, target, rows):
+        """On other devices; the CPU adopts it."""
+        alive.extend(map(weakref.ref, rows.values()))
+        return put(slot, target, {part: own + 0 for part, own in rows.items()})
+
+    monkeypatch.setattr(build_parameters, "_put", copied)
+    config = eight.config
+    locations = list(parameter_names.locations(registry.tensors(config), config))
     shape = mesh and mesh_of(*mesh)
-    # What was handed over is copied, as on other devices: the CPU adopts it.
-    monkeypatch.setattr(
-        build_parameters, "_put", lambda tensor, target: jax.device_put(tensor + 0, target)
-    )
     params = build_parameters.build(
-        eight.config, np.dtype("float32"), locations, fill, shape, 2 if mesh else 1
+        config, None, np.dtype("float32"), locations, read, shape, 2 if mesh else 1
     )
-    assert max(most) <= 4 < len(locations)
+    assert max(most) <= 8 < len(locations)
     assert all((np.asarray(leaf) == 1).all() for leaf in jax.tree.leaves(params))
+    assert all(count[location] == math.prod(location.rows) for location in locations)
 
 
 @pytest.mark.parametrize(

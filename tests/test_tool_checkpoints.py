@@ -297,7 +297,7 @@ def test_an_eagle_head_of_qwen2(biased, tiny, tmp_path):
     edit_head(path, tensors=biases if biased else None)
     (path / "config.json").write_text(json.dumps({**config, "model_type": "qwen2", **window}))
     layer = read_foreign(path, tiny).params["layer"]["attention"]
-    assert ("bias" in layer["query"]) == biased
+    assert ("bias" in layer["qkv"]) == biased
 
 
 def test_no_layer_ids_are_the_published_ones(tiny, tmp_path):

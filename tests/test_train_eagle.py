@@ -252,12 +252,12 @@ def test_it_starts_as_the_targets_last_layer(version, tiny):
     params = from_target(meta.unbox(head.init(jax.random.key(0))), tiny, config, None)
     last = jax.tree.map(lambda leaf: leaf[-1], tiny.params["layers"])
     np.testing.assert_array_equal(
-        params["layer"]["mlp"]["up"]["kernel"], last["mlp"]["up"]["kernel"]
+        params["layer"]["mlp"]["gate_up"]["kernel"], last["mlp"]["gate_up"]["kernel"]
     )
     width = tiny.config.hidden_size
     np.testing.assert_array_equal(
-        params["layer"]["attention"]["query"]["kernel"][-width:],
-        last["attention"]["query"]["kernel"],
+        params["layer"]["attention"]["qkv"]["kernel"][-width:],
+        last["attention"]["qkv"]["kernel"],
     )
     method = eagle_method(tiny, config, None, EagleLoss())
     assert method.features[-1] == "final_norm"

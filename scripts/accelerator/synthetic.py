@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -12,11 +11,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from specjax.cache import KVCache
-from specjax.loading.formats import parameter_names
-from specjax.loading.formats.families import registry
 from specjax.loading.model import Model
 from specjax.models.config import DecoderConfig
 from specjax.models.decoder import Form
+from specjax.models.parameter_table import parameter_table
+from specjax.models.parameters import Parameter
 
 
 def key(number: int) -> jax.Array:
@@ -49,40 +48,37 @@ def random_model(name: str, config: DecoderConfig, dtype: str, form: Form) -> Mo
     differently from a pass over one token; with a random head the argmax would soon differ, and a
     recorded continuation would no longer match the one that is verified.
     """
-    params: dict[str, Any] = {}
-    one_layer = replace(config, num_layers=1)
-    for number, location in enumerate(
-        parameter_names.locations(registry.tensors(one_layer), one_layer)
-    ):
-        inputs = math.prod(location.shape[: location.entry.in_axes])
-        if location.entry.path[-1] == "scale":
-            draw = functools.partial(_ones, location.shape, dtype)
-        else:
-            draw = functools.partial(normal, shape=location.shape, dtype=dtype, scale=inputs**-0.5)
-        seed = key(number)
-        if location.entry.path == ("head", "kernel"):
-            _put(params, location.entry.path, _successor_head(params["embed"]["embedding"]))
-        elif location.layer is None:
-            _put(params, location.entry.path, draw(seed))
-        elif form.stacked:
-            _put(params, location.entry.path, draw(seed, layers=config.num_layers))
-        else:
-            for layer, own in enumerate(jax.random.split(seed, config.num_layers)):
-                _put(params, location._replace(layer=layer).within(False)[0], draw(own))
+    embedding = normal(key(0), (config.vocab_size, config.hidden_size), dtype)
+    table = parameter_table(replace(config, num_layers=1), scan_layers=False)
+    layer, count = table["layers"]["0"], config.num_layers
+    seeds = jax.tree.unflatten(
+        jax.tree.structure(layer), map(key, range(1, 1 + len(jax.tree.leaves(layer))))
+    )
+    params = {
+        "embed": {"embedding": embedding},
+        "head": {"kernel": _successor_head(embedding)},
+        "final_norm": jax.tree.map(lambda entry: jnp.ones(entry.shape, dtype), table["final_norm"]),
+    }
+    if form.stacked:
+        draw = functools.partial(_draw, dtype=dtype, layers=count)
+        params["layers"] = jax.tree.map(draw, layer, seeds)
+    else:
+        own = jax.tree.map(lambda seed: jax.random.split(seed, count), seeds)
+        params["layers"] = {
+            str(index): jax.tree.map(
+                lambda entry, seed, index=index: _draw(entry, seed[index], dtype), layer, own
+            )
+            for index in range(count)
+        }
     params = jax.block_until_ready(params)
     return Model(name, config, params, None, jnp.dtype(dtype), form=form)
 
 
-def _put(params: dict[str, Any], path: tuple[str, ...], leaf: jax.Array) -> None:
-    *parents, last = path
-    functools.reduce(lambda tree, part: tree.setdefault(part, {}), parents, params)[last] = leaf
-
-
-def _ones(
-    shape: tuple[int, ...], dtype: str, seed: jax.Array, layers: int | None = None
-) -> jax.Array:
-    del seed
-    return jnp.ones(shape if layers is None else (layers, *shape), dtype)
+def _draw(entry: Parameter, seed: jax.Array, dtype: str, layers: int | None = None) -> jax.Array:
+    """A kernel, or the scale of a norm, of one layer or of several that are stacked."""
+    if entry.kind == "ones":
+        return jnp.ones(entry.shape if layers is None else (layers, *entry.shape), dtype)
+    return normal(seed, entry.shape, dtype, entry.shape[-2] ** -0.5, layers)
 
 
 @jax.jit

@@ -29,6 +29,8 @@ from specjax.loading.tokenizers.huggingface_tokenizer import read_tokenizer, wri
 from specjax.loading.tokenizers.tokenizer import Tokenizer
 from specjax.models.config import DecoderConfig
 from specjax.models.heads.mtp import MtpConfig, MtpModules
+from specjax.models.joined import with_joined
+from specjax.models.parameters import cast
 
 _REMEDY = "take both from one model"
 
@@ -42,6 +44,19 @@ class _Metadata:
     scan_layers: bool
     mtp: MtpConfig | None
     ends: tuple[int, ...]
+
+    @property
+    def table(self) -> dict[str, Any]:
+        """The parameters that are saved."""
+        return array_table(self.config, self.mtp, self.scan_layers)
+
+    def joined(self, arrays: dict[str, Any]) -> dict[str, Any]:
+        """Return the arrays of a checkpoint, joined if saved in parts (`with_joined`)."""
+        return with_joined(arrays, self.table, self.config)
+
+    def in_parts(self, arrays: dict[str, Any]) -> bool:
+        """Return whether the arrays of a checkpoint that fits have to be joined."""
+        return jax.tree.structure(arrays) != jax.tree.structure(self.table)
 
 
 def save_checkpoint(model: Model, directory: str | Path, *, overwrite: bool = False) -> None:
@@ -89,6 +104,11 @@ def read_model(
         found, saved, tokenizer = _look_at_model(path)
         if mesh is not None:
             build_parameters.check_shards(saved.config, shards)
+            if saved.in_parts(found.arrays):
+                raise InputError(
+                    f"{path}: saved when queries, keys and values were kernels of their own; load "
+                    "it without a mesh, and save it again"
+                )
         stacks(saved.config)
         return found, saved, tokenizer
 
@@ -98,7 +118,10 @@ def read_model(
         tell_narrow(config, saved.mtp)
     orbax_checkpoint.verify(found)
     placed = _placed_arrays(config, saved.mtp, dtype, mesh, shards, saved.scan_layers)
-    params, mtp = split_arrays(orbax_checkpoint.restore(found, placed), saved.mtp)
+    if saved.in_parts(found.arrays):
+        placed = jax.tree.map(lambda leaf: _placed(leaf, _default_device()), found.arrays)
+    arrays = saved.joined(orbax_checkpoint.restore(found, placed))
+    params, mtp = split_arrays(cast(arrays, saved.table, dtype), saved.mtp)
     scan_layers = stacks(config)
     if saved.scan_layers != scan_layers:
         wanted = _placed_arrays(config, None, dtype, mesh, shards, scan_layers)
@@ -160,7 +183,7 @@ def _look_at_model(path: Path) -> tuple[orbax_checkpoint.Found, _Metadata, Token
         saved.mtp.check_target(config)
     stored = np.dtype(jnp.dtype(saved.dtype))
     wanted = _arrays(config, saved.mtp, stored, saved.scan_layers)
-    compare_arrays(path, found.arrays, wanted, _REMEDY)
+    compare_arrays(path, jax.eval_shape(saved.joined, found.arrays), wanted, _REMEDY)
     return found, saved, tokenizer
 
 

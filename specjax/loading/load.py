@@ -223,20 +223,27 @@ def random_model(
     stacks = target.stacks(config)
     rng = np.random.default_rng(seed)
 
-    def fill(location: parameter_names.Location, target: np.ndarray) -> None:
+    def rows_of(location: parameter_names.Location) -> np.ndarray:
         noise = rng.standard_normal(location.shape, np.float32)
-        kind, inputs = location.entry.path[-1], math.prod(location.shape[: location.entry.in_axes])
+        kind = location.path[-1]
         if kind == "kernel":
-            noise *= np.float32(inputs**-0.5)
-        elif kind != "embedding":
-            # A scale is stored less the norms' offset.
-            neutral = kind == "scale" and not config.norm.offset
-            noise = np.float32(neutral) + np.float32(0.1) * noise
-        np.copyto(target, noise, casting="same_kind")
+            return (noise * np.float32(location.shape[0] ** -0.5)).T
+        if kind == "embedding":
+            return noise
+        # A scale is stored less the norms' offset.
+        neutral = kind == "scale" and not config.norm.offset
+        return np.float32(neutral) + np.float32(0.1) * noise
 
     locations = list(parameter_names.locations(registry.tensors(config), config))
+    # All drawn in this order before any is placed.
+    drawn = {location: rows_of(location) for location in locations}
+
+    def read(location: parameter_names.Location, rows: slice, inputs: slice) -> np.ndarray:
+        own = drawn[location][rows]
+        return own[:, inputs] if own.ndim > 1 else own
+
     params = build_parameters.build(
-        config, target.dtype, locations, fill, mesh, target.shards, stacks, threads=1
+        config, None, target.dtype, locations, read, mesh, target.shards, stacks
     )
     return target.model(f"random-{seed}", config, params, tokenizer)
 

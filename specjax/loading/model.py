@@ -19,7 +19,7 @@ from specjax.models.parameter_table import parameter_table
 
 CACHE_DTYPE = Choice(("auto", "bfloat16", "int8"))
 """How a cache stores keys and values; `auto` is the dtype of the model's activations."""
-_MTP = "mtp"
+MTP = "mtp"
 """The name of the modules among a model's arrays."""
 
 
@@ -112,7 +112,7 @@ class Model:
     @property
     def arrays(self) -> dict[str, Any]:
         """All arrays: `params`, with those of the MTP modules under "mtp"."""
-        return self.params if self.mtp is None else {**self.params, _MTP: self.mtp.params}
+        return self.params if self.mtp is None else {**self.params, MTP: self.mtp.params}
 
 
 def count_weights(params: Any) -> int:
@@ -132,7 +132,7 @@ def _is_quantized(node: Any) -> bool:
 def array_table(config: DecoderConfig, mtp: MtpConfig | None, scan_layers: bool) -> dict[str, Any]:
     """Return every entry of `Model.arrays` as a nested dict of `Parameter`."""
     table = parameter_table(config, scan_layers)
-    return table if mtp is None else {**table, _MTP: mtp.parameter_table()}
+    return table if mtp is None else {**table, MTP: mtp.parameter_table()}
 
 
 def split_arrays(
@@ -141,8 +141,8 @@ def split_arrays(
     """Return a model's `params` and `mtp`, from its `arrays` and the modules' config."""
     if mtp is None:
         return arrays, None
-    params = {name: part for name, part in arrays.items() if name != _MTP}
-    return params, MtpModules(mtp, arrays[_MTP])
+    params = {name: part for name, part in arrays.items() if name != MTP}
+    return params, MtpModules(mtp, arrays[MTP])
 
 
 MODEL_KIND = Instance(Model, "use a model, as specjax.load_model gives it")

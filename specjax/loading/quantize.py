@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -72,7 +71,7 @@ def quantized_params(
         bits = 8 if names[0] == "head" else _BITS[weights]
         if is_quantized(leaf) and leaf.bits <= bits:
             return leaf
-        inputs, outputs = _matrix(names, entry)
+        inputs = entry.shape[-2]
         if inputs % GROUP:
             if fitting:
                 return leaf
@@ -80,8 +79,7 @@ def quantized_params(
                 f"weights={weights!r}: {'.'.join(names)} has {inputs} inputs, no multiple of "
                 f"{GROUP}; use weights='float'"
             )
-        lead = entry.shape[: 1 if entry.axes[0] == "layers" else 0]
-        return _quantize(float_kernel(leaf).reshape(*lead, inputs, outputs), bits)
+        return _quantize(float_kernel(leaf), bits)
 
     return _map(converted, table, params)
 
@@ -110,7 +108,7 @@ def float_model(model: Model) -> Model:
         del path
         if not is_quantized(leaf):
             return leaf
-        return _dequantize(leaf).astype(entry.dtype(model.dtype)).reshape(entry.shape)
+        return _dequantize(leaf).astype(entry.dtype(model.dtype))
 
     return _with_arrays(model, _map(converted, _table(model), model.arrays))
 
@@ -134,13 +132,6 @@ def float_kernel(kernel: Any) -> jax.Array:
 
 _quantize = jax.jit(quantize, static_argnums=1)
 _dequantize = jax.jit(QuantizedKernel.dequantized)
-
-
-def _matrix(names: list[str], entry: Parameter) -> tuple[int, int]:
-    """Return the numbers of inputs and outputs of a kernel."""
-    shape = entry.shape[1:] if entry.axes[0] == "layers" else entry.shape
-    inputs = math.prod(shape[:-1]) if names[-2:] == ["output", "kernel"] else shape[0]
-    return inputs, math.prod(shape) // inputs
 
 
 def _table(model: Model) -> dict[str, Any]:

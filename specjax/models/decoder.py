@@ -40,7 +40,6 @@ from specjax.models.layers.decoder_layer import (
     embed,
     layer_chooser,
     limited,
-    merge_heads,
     one_layer,
     with_experts,
 )
@@ -297,8 +296,7 @@ class Decoder:
         if self.form.layers == "unrolled":
             for index in range(depth):
                 # Without it XLA splits the heads again, and transposes kernels for a single token.
-                weights = merge_heads(params["layers"][str(index)], self.config)
-                weights = with_experts(lax.optimization_barrier(weights))
+                weights = with_experts(lax.optimization_barrier(params["layers"][str(index)]))
                 carry = run_layer(index, weights, carry)
             return carry
         for run in self.config.runs:
@@ -351,14 +349,10 @@ class Decoder:
     def _weights(
         self, params: dict[str, Any], run: LayerRun, last: int
     ) -> Callable[[Int[Array, ""]], dict[str, Any]]:
-        """Return a function from a traced index to a layer's weights, of a run's layers < `last`.
-
-        Heads are merged (`merge_heads`).
-        """
+        """Return a function from a traced index to a layer's weights, of layers < `last`."""
         if self.form.layers == "apart":
-            layers = [params["layers"][str(index)] for index in range(last)]
-            return layer_chooser([merge_heads(layer, self.config) for layer in layers])
-        stacked = merge_heads(params[run.name], self.config)
+            return layer_chooser([params["layers"][str(index)] for index in range(last)])
+        stacked = params[run.name]
         return lambda index: one_layer(stacked, index - run.first if run.first else index)
 
 

@@ -18,10 +18,10 @@ DOWN_AXES = ("experts", "mlp", "embed")
 def parameter_table(config: DecoderConfig, scan_layers: bool = True) -> dict[str, Any]:
     """Return every parameter of a decoder as a nested dict of `Parameter`.
 
-    Head axes are separate and kernels are [in, out]. Layers of one structure (`config.runs`) are
-    stacked on the first axis; without `scan_layers` each layer is a separate entry "0", "1", ... A
-    tied head and embedding are stored once, as the head [D, V], since the head reads all of it and
-    the embedding only a few columns.
+    Kernels are matrices [in, out], some of them joined (`models.joined`), and layers are stacked on
+    the first axis, those of one structure together (`config.runs`); without `scan_layers` each
+    layer is an entry of its own, "0", "1", ... A tied head and the embedding are stored once, in
+    the head's layout [D, V]: the head reads all of it, the embedding a few columns.
     """
     width = config.hidden_size
     table: dict[str, Any] = {
@@ -46,29 +46,29 @@ def parameter_table(config: DecoderConfig, scan_layers: bool = True) -> dict[str
 
 def _layer(config: DecoderConfig, sparse: bool) -> dict[str, Any]:
     """Return the parameters of one layer; a `sparse` one has experts in place of the MLP."""
-    width, head_dim = config.hidden_size, config.head_dim
-    bias = config.attention_bias
-    heads = ((width, config.num_heads, head_dim), ("embed", "heads", "head_dim"), 2)
-    kv_heads = ((width, config.num_kv_heads, head_dim), ("embed", "kv_heads", "head_dim"), 2)
-    merged = ((config.num_heads, head_dim, width), ("heads", "head_dim", "embed"), 1)
-    attention: dict[str, Any] = {
-        "query": _linear(*heads, bias),
-        "key": _linear(*kv_heads, bias),
-        "value": _linear(*kv_heads, bias),
-        "output": _linear(*merged, bias and config.attention.output_bias),
-    }
-    if config.attention.qk_norm:
-        attention["query_norm"] = norm_table(config, head_dim, "head_dim")
-        attention["key_norm"] = norm_table(config, head_dim, "head_dim")
     layer: dict[str, Any] = {
         "attention_norm": norm_table(config),
-        "attention": attention,
+        "attention": attention_table(config, config.hidden_size),
         "mlp_norm": norm_table(config),
-        "mlp": _experts(config) if sparse else _mlp(config),
+        "mlp": _experts(config) if sparse else mlp_table(config),
     }
     if config.norm.after:
         layer["after_attention_norm"] = layer["after_mlp_norm"] = norm_table(config)
     return layer
+
+
+def attention_table(config: DecoderConfig, inputs: int) -> dict[str, Any]:
+    """Return the parameters of attention whose queries, keys and values read `inputs` numbers."""
+    heads, kv_heads, bias = config.num_heads, config.num_kv_heads, config.attention_bias
+    merged, output_bias = heads * config.head_dim, bias and config.attention.output_bias
+    outputs = merged + 2 * kv_heads * config.head_dim
+    table: dict[str, Any] = {
+        "qkv": linear(inputs, outputs, axes=("embed", "heads"), bias=bias),
+        "output": linear(merged, config.hidden_size, axes=("heads", "embed"), bias=output_bias),
+    }
+    if config.attention.qk_norm:
+        table["qk_norm"] = norm_table(config, 2 * config.head_dim, "head_dim")
+    return table
 
 
 def norm_table(
@@ -82,42 +82,43 @@ def norm_table(
     return entry
 
 
-def _linear(
-    shape: tuple[int, ...], axes: tuple[str, ...], outputs: int, bias: bool = False
-) -> dict[str, Parameter]:
-    """Return a kernel whose last `outputs` axes are outputs, and its bias if there is one."""
-    entry = {"kernel": Parameter(shape, axes)}
+def linear(*shape: int, axes: tuple[str | None, ...], bias: bool = False) -> dict[str, Parameter]:
+    """Return a kernel [..., in, out], and its bias if there is one."""
+    table = {"kernel": Parameter(shape, axes)}
     if bias:
-        entry["bias"] = Parameter(shape[-outputs:], axes[-outputs:], "zeros")
-    return entry
+        table["bias"] = Parameter(shape[-1:], axes[-1:], "zeros")
+    return table
 
 
-def _mlp(config: DecoderConfig) -> dict[str, Any]:
-    width, hidden, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-    up = ((width, hidden), ("embed", "mlp"), 1)
-    table = {"up": _linear(*up, bias), "down": _linear((hidden, width), ("mlp", "embed"), 1, bias)}
-    return {**table, "gate": _linear(*up, bias)} if config.mlp.gated else table
+def mlp_table(config: DecoderConfig) -> dict[str, Any]:
+    """Return the parameters of the MLP: gate and up joined, or up alone without a gate."""
+    return _mlp(config.hidden_size, config.intermediate_size, config.mlp.gated, config.mlp_bias)
+
+
+def _mlp(width: int, hidden: int, gated: bool, bias: bool = False) -> dict[str, Any]:
+    name, outputs = ("gate_up", 2 * hidden) if gated else ("up", hidden)
+    return {
+        name: linear(width, outputs, axes=UP_AXES[1:], bias=bias),
+        "down": linear(hidden, width, axes=DOWN_AXES[1:], bias=bias),
+    }
 
 
 def _experts(config: DecoderConfig) -> dict[str, Any]:
     """Return the parameters of the router, the stacked experts and the shared MLP."""
     experts, width = config.experts, config.hidden_size
     assert experts is not None
-    count = experts.num_experts
-
-    def gated(hidden: int, *lead: int) -> dict[str, Any]:
-        rank = 2 + len(lead)
-        up = _linear((*lead, width, hidden), UP_AXES[-rank:], 1)
-        return {"gate": up, "up": up, "down": _linear((*lead, hidden, width), DOWN_AXES[-rank:], 1)}
-
+    count, hidden = experts.num_experts, experts.intermediate_size
     table: dict[str, Any] = {
-        "router": _linear((width, count), ("embed", "scores"), 1),
-        "experts": gated(experts.intermediate_size, count),
+        "router": linear(width, count, axes=("embed", "scores")),
+        "experts": {
+            "gate_up": linear(count, width, 2 * hidden, axes=UP_AXES),
+            "down": linear(count, hidden, width, axes=DOWN_AXES),
+        },
     }
     if experts.selection_bias:
         # As in transformers, the bias that selects experts is not rounded.
         bias = Parameter((count,), ("scores",), "zeros", always="float32")
         table["router"]["selection_bias"] = bias
     if experts.shared_size:
-        table["shared"] = gated(experts.shared_size)
+        table["shared"] = _mlp(width, experts.shared_size, gated=True)
     return table

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,7 +13,6 @@ import numpy as np
 from jaxtyping import Array, Key
 
 from specjax.errors import InputError
-from specjax.models.layers.quantized import QuantizedKernel
 
 
 @dataclass(frozen=True)
@@ -87,11 +85,7 @@ def checked(table: Mapping[str, Any], params: Any, path: str = "params") -> dict
         value = params[name]
         if isinstance(entry, Parameter):
             value = nn.meta.unbox(value)
-            if isinstance(value, QuantizedKernel):
-                fits = value.size == math.prod(entry.shape)  # it is a matrix, without head axes
-            else:
-                fits = value.shape == entry.shape
-            if not fits:
+            if value.shape != entry.shape:
                 raise InputError(f"{where} has the shape {value.shape}; it has to be {entry.shape}")
             values[name] = value
         else:

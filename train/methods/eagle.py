@@ -116,12 +116,10 @@ def from_target(
     last = last_layer(target)
     width = shape.hidden_size
     layer = {**params["layer"], "mlp": last["mlp"], "mlp_norm": last["mlp_norm"]}
-    attention = {"output": last["attention"]["output"]}
-    for name in ("query", "key", "value"):
-        kernel = np.array(params["layer"]["attention"][name]["kernel"])
-        kernel[-width:] = last["attention"][name]["kernel"]
-        attention[name] = {**last["attention"][name], "kernel": kernel}
-    layer["attention"] = attention
+    qkv = np.array(params["layer"]["attention"]["qkv"]["kernel"])
+    qkv[-width:] = last["attention"]["qkv"]["kernel"]
+    attention = last["attention"]
+    layer["attention"] = {**attention, "qkv": {**attention["qkv"], "kernel": qkv}}
     fc = np.array(params["fc"]["kernel"])
     fc[-width:] += np.eye(width, dtype=np.float32)
     params = {**params, "layer": layer, "fc": {**params["fc"], "kernel": fc}}

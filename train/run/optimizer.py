@@ -118,19 +118,12 @@ def _muon() -> optax.GradientTransformation:
 def _matrix(name: str, rank: int) -> optax.contrib.MuonDimensionNumbers | None:
     """Return which axes of a kernel are inputs and outputs; None for other parameters.
 
-    Kernels are [..., in, out], those of attention [..., in, heads, head_dim] before it and [...,
-    heads, head_dim, out] after it; leading axes are layers or heads of a drafter.
+    Kernels are [..., in, out]; leading axes are layers or heads of a drafter.
     """
     *above, last = name.split(".")
     if last != "kernel" or not _VOCABULARY.isdisjoint(above):
         return None
-    if "attention" not in above:
-        inputs, outputs = (rank - 2,), (rank - 1,)
-    elif above[-1] == "output":
-        inputs, outputs = (rank - 3, rank - 2), (rank - 1,)
-    else:
-        inputs, outputs = (rank - 3,), (rank - 2, rank - 1)
-    return optax.contrib.MuonDimensionNumbers(inputs, outputs)
+    return optax.contrib.MuonDimensionNumbers((rank - 2,), (rank - 1,))
 
 
 def _decays(params: Any) -> Any:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import collections
+import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,18 +19,24 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 
 from specjax.distributed import sharding
 from specjax.errors import InputError
-from specjax.loading.formats import parameter_names
+from specjax.loading.formats import parameter_names, tensor_layout
+from specjax.loading.model import array_table
 from specjax.models.config import DecoderConfig
+from specjax.models.heads.mtp import MtpConfig
+from specjax.models.joined import Section
 from specjax.models.layers.quantized import QuantizedKernel
 from specjax.models.parameter_table import parameter_table
 
-Fill = Callable[[parameter_names.Location, Any], None]
-"""Writes one tensor's values into a host array of the tree's shape (`Location.shape`).
+Read = Callable[[parameter_names.Location, slice, slice], Any]
+"""(location, rows, inputs) -> some of the location's rows, and of those some of the numbers.
 
-Into a QuantizedKernel of host arrays it writes the integers, scales and minimums of its rows.
+As the tree's leaf has them (`tensor_layout.from_stored`); a QuantizedKernel of such rows for one in
+blocks. A location whose rows are reordered is asked for whole heads.
 """
 
 _THREADS = 2
+_CHUNK_BYTES = 1 << 21
+"""What the host transposes at a time: it fits in a core's own cache."""
 
 
 def can_split(config: DecoderConfig, shards: int) -> bool:
@@ -84,31 +92,82 @@ def table_shardings(table: dict[str, Any], mesh: Mesh, shards: int) -> dict[str,
     return jax.tree.map(sharded, table)
 
 
+class _Slot(NamedTuple):
+    """One leaf in one layer and of one expert: its path, its index there, and what fills it."""
+
+    path: parameter_names.Path
+    index: tuple[int, ...]
+    locations: tuple[parameter_names.Location, ...]
+
+    @property
+    def is_kernel(self) -> bool:
+        """Whether the leaf is [in, out], and so the transpose of its rows."""
+        return self.locations[0].is_kernel
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """The shape of its rows: [out, in] of a kernel."""
+        shape = self.locations[0].leaf_shape
+        return shape[::-1] if self.is_kernel else shape
+
+    @property
+    def block(self) -> int:
+        """The number of rows in which each location has its section."""
+        return self.locations[0].section.size
+
+    def fill(self, target: Any, read: Read, first: int, inputs: slice = slice(None)) -> None:
+        """Write its rows from `first` on into a host array of them, or such a QuantizedKernel.
+
+        Both `first` and the number of rows are multiples of `block`.
+        """
+        for location in self.locations:
+            section = location.section
+            start = first // self.block * section.width
+
+            def write(target: np.ndarray, rows: np.ndarray, section: Section = section) -> None:
+                part = section.of(target)
+                np.copyto(part, rows.reshape(part.shape), casting="unsafe")
+
+            count = len(jax.tree.leaves(target)[0]) // self.block * section.width
+            jax.tree.map(write, target, read(location, slice(start, start + count), inputs))
+
+
+def _slots(locations: Iterable[parameter_names.Location], scan_layers: bool) -> list[_Slot]:
+    """Return the leaves that locations fill, in the order of the first location of each."""
+    found: dict[Any, list[parameter_names.Location]] = {}
+    for location in locations:
+        found.setdefault(location.within(scan_layers), []).append(location)
+    return [_Slot(*where, tuple(own)) for where, own in found.items()]
+
+
 def build(
     config: DecoderConfig,
+    mtp: MtpConfig | None,
     dtype: np.dtype,
-    locations: Sequence[parameter_names.Location],
-    fill: Fill,
+    locations: Iterable[parameter_names.Location],
+    read: Read,
     mesh: Mesh | None = None,
     shards: int = 1,
     scan_layers: bool = True,
     threads: int = _THREADS,
     bits: Mapping[parameter_names.Path, int] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """Return the parameter tree with every location filled, on the default device or on a mesh.
+    """Return the filled tree of `array_table`, on the default device or split over a mesh.
 
-    The host holds one or two tensors at a time, unless the device is the CPU without a mesh: then
-    the tree is filled in host memory directly. `threads` is the number of threads that fill
-    concurrently; one thread fills the locations in order. Kernels at the paths of `bits` are
+    Kernels are moved to the devices as files have them, [out, in], and transposed there; each
+    process reads what its devices hold. The host holds one or two leaves of a layer at a time,
+    unless the device is the CPU without a mesh: then the tree is filled in host memory directly.
+    `threads` is the number of threads that read concurrently. Kernels at the paths of `bits` are
     quantized ones of 4 or 8 bits, on a CPU without a mesh only. Raises InputError if the mesh does
     not fit the model.
     """
-    table = parameter_table(config, scan_layers)
+    table, slots = array_table(config, mtp, scan_layers), _slots(locations, scan_layers)
     if mesh is not None:
         check_shards(config, shards)
-        targets = parameter_shardings(config, mesh, shards, scan_layers)
+        targets = table_shardings(table, mesh, shards)
     elif jax.default_backend() == "cpu":
-        return _adopted(config, dtype, locations, fill, scan_layers, threads, bits)
+        # device_put adopts aligned host arrays on CPU, where jnp.asarray copies half a gigabyte.
+        return jax.device_put(_on_host(table, dtype, slots, read, threads, bits))
     else:
         device = SingleDeviceSharding(jax.devices()[0])
         targets = jax.tree.map(lambda _: device, table)
@@ -118,88 +177,139 @@ def build(
 
     # One program for all parameters.
     params: dict[str, Any] = jax.jit(zeros, out_shardings=targets)()
-    dtypes = jax.tree.map(lambda leaf: leaf.dtype, params)
 
-    def read(location: parameter_names.Location) -> tuple[parameter_names.Location, np.ndarray]:
-        path, _ = location.within(scan_layers)
-        tensor = np.empty(location.shape, parameter_names.lookup(dtypes, path))
-        fill(location, tensor)
-        return location, tensor
+    def read_slot(slot: _Slot) -> tuple[_Slot, Sharding, dict[Any, np.ndarray]]:
+        leaf, entry = (parameter_names.lookup(tree, slot.path) for tree in (targets, table))
+        target = _of_rows(leaf, len(slot.index), slot.is_kernel)
+        parts = target.addressable_devices_indices_map(slot.rows).values()
+        distinct = {_ranges(part): part for part in parts}
+        of_dtype = entry.dtype(dtype)
+        rows = {key: _read_part(slot, part, of_dtype, read) for key, part in distinct.items()}
+        return slot, target, rows
 
-    for location, tensor in _read_ahead(locations, read, threads):
-        path, index = location.within(scan_layers)
-        *parents, last = path
-        node, target = params, parameter_names.lookup(targets, path)
-        for key in parents:
-            node = node[key]
-        if not index:
-            node[last] = _put(tensor, target)
-        else:
-            part = _put(tensor, _without(target, len(index)))
-            node[last] = _set_part(node[last], np.array(index, np.int32), part)
+    for slot, target, rows in _read_ahead(slots, read_slot, threads):
+        *parents, last = slot.path
+        node = parameter_names.lookup(params, tuple(parents))
+        set_part = _setter(node[last].sharding, slot.is_kernel)
+        node[last] = set_part(node[last], np.array(slot.index, np.int32), _put(slot, target, rows))
     return params
 
 
-def _without(stacked: Sharding, axes: int) -> Sharding:
-    """Return the sharding of one part of a parameter, before it is stacked over its first axes."""
-    if isinstance(stacked, NamedSharding):
-        return NamedSharding(stacked.mesh, PartitionSpec(*stacked.spec[axes:]))
-    return stacked
+def _put(slot: _Slot, target: Sharding, rows: dict[Any, np.ndarray]) -> jax.Array:
+    """Return a slot's rows on the devices, from the parts that this process has read."""
+    return jax.make_array_from_callback(slot.rows, target, lambda part: rows[_ranges(part)])
 
 
-def _adopted(
-    config: DecoderConfig,
-    dtype: np.dtype,
-    locations: Sequence[parameter_names.Location],
-    fill: Fill,
-    scan_layers: bool,
+def _ranges(part: tuple[slice, ...]) -> tuple[tuple[int | None, int | None], ...]:
+    return tuple((axis.start, axis.stop) for axis in part)
+
+
+def _read_part(slot: _Slot, part: tuple[slice, ...], dtype: Any, read: Read) -> np.ndarray:
+    """Return the part of a slot's rows that a device holds."""
+    first, stop, _ = part[0].indices(slot.rows[0])
+    # Whole blocks: a little more, where there are more devices than key/value heads.
+    begin, end = first // slot.block * slot.block, -(-stop // slot.block) * slot.block
+    sizes = zip(part[1:], slot.rows[1:], strict=True)
+    rows = np.empty((end - begin, *(len(range(size)[axis]) for axis, size in sizes)), dtype)
+    slot.fill(rows, read, begin, *part[1:])
+    return rows[first - begin : stop - begin]
+
+
+def _of_rows(leaf: Sharding, axes: int, is_kernel: bool) -> Sharding:
+    """Return the sharding of a leaf's rows, without its first `axes`, over which it is stacked."""
+    if not isinstance(leaf, NamedSharding):
+        return leaf
+    split = leaf.spec[axes:]
+    # Axes that a spec leaves out are not split.
+    return NamedSharding(leaf.mesh, PartitionSpec(*(split[::-1] if is_kernel else split)))
+
+
+def stored_tree(
+    locations: Iterable[parameter_names.Location], tensors: Mapping[str, np.ndarray]
+) -> dict[str, Any]:
+    """Return the tree of host arrays that tensors in memory fill, in their own dtypes."""
+
+    def read(location: parameter_names.Location, rows: slice, inputs: slice) -> np.ndarray:
+        own = tensor_layout.own_rows(location, rows, inputs)
+        return tensor_layout.from_stored(tensors[location.name][own], location)
+
+    params: dict[str, Any] = {}
+    for slot in _slots(locations, scan_layers=True):
+        rows = np.empty(slot.rows, tensors[slot.locations[0].name].dtype)
+        slot.fill(rows, read, 0)
+        *parents, last = slot.path
+        node = functools.reduce(lambda node, name: node.setdefault(name, {}), parents, params)
+        node[last] = rows.T if slot.is_kernel else rows
+    return params
+
+
+def _on_host(
+    table: dict[str, Any],
+    dtype: Any,
+    slots: Sequence[_Slot],
+    read: Read,
     threads: int,
     bits: Mapping[parameter_names.Path, int],
 ) -> dict[str, Any]:
-    params = parameter_names.allocate(config, dtype, scan_layers)
-    for location in locations:
-        path, index = location.within(scan_layers)
-        if path in bits:
-            *parents, last = path
+    """Return the tree in host memory, filled a few rows at a time."""
+    params = parameter_names.allocate(table, dtype)
+    for slot in slots:
+        if slot.path in bits:
+            *parents, last = slot.path
             node = parameter_names.lookup(params, tuple(parents))
             if not isinstance(node[last], QuantizedKernel):
-                lead = node[last].shape[: len(index)]
-                node[last] = parameter_names.empty_quantized((*lead, *location.rows), bits[path])
+                lead = node[last].shape[: len(slot.index)]
+                node[last] = parameter_names.empty_quantized((*lead, *slot.rows), bits[slot.path])
 
-    def write(location: parameter_names.Location) -> None:
-        path, index = location.within(scan_layers)
-        leaf = parameter_names.lookup(params, path)
-        fill(location, jax.tree.map(lambda array: array[index], leaf))
+    def write(chunk: tuple[_Slot, int, int]) -> None:
+        slot, first, stop = chunk
+        leaf = parameter_names.lookup(params, slot.path)
+        own = jax.tree.map(lambda array: array[slot.index], leaf)
+        if isinstance(leaf, QuantizedKernel) or not slot.is_kernel:
+            slot.fill(jax.tree.map(lambda rows: rows[first:stop], own), read, first)
+            return
+        rows = np.empty((stop - first, slot.rows[1]), own.dtype)
+        slot.fill(rows, read, first)
+        own[:, first:stop] = rows.T
 
     with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(write, locations))
-    # device_put adopts aligned host arrays on CPU, where jnp.asarray copies half a gigabyte.
-    return jax.device_put(params)
+        list(pool.map(write, (chunk for slot in slots for chunk in _chunks(slot))))
+    return params
 
 
-_Read = Callable[[parameter_names.Location], tuple[parameter_names.Location, np.ndarray]]
+def _chunks(slot: _Slot) -> Iterator[tuple[_Slot, int, int]]:
+    """Yield ranges of a slot's rows, of whole blocks and about `_CHUNK_BYTES` in float32."""
+    count, *rest = slot.rows
+    step = max(1, _CHUNK_BYTES // (4 * math.prod(rest) * slot.block)) * slot.block
+    for first in range(0, count, step):
+        yield slot, first, min(first + step, count)
+
+
+Item, Result = TypeVar("Item"), TypeVar("Result")
 
 
 def _read_ahead(
-    locations: Sequence[parameter_names.Location], read: _Read, threads: int
-) -> Iterator[tuple[parameter_names.Location, np.ndarray]]:
-    """Yield each location with its tensor, in the same order on all processes."""
-    waiting = iter(locations)
+    items: Iterable[Item], read: Callable[[Item], Result], threads: int
+) -> Iterator[Result]:
+    """Yield the result for each item, in the same order on all processes."""
+    waiting = iter(items)
     with ThreadPoolExecutor(threads) as pool:
         reading = collections.deque(
-            pool.submit(read, location) for location in itertools.islice(waiting, threads)
+            pool.submit(read, item) for item in itertools.islice(waiting, threads)
         )
         while reading:
             yield reading.popleft().result()
-            reading.extend(pool.submit(read, location) for location in itertools.islice(waiting, 1))
+            reading.extend(pool.submit(read, item) for item in itertools.islice(waiting, 1))
 
 
-def _put(tensor: np.ndarray, target: Sharding) -> jax.Array:
-    return jax.make_array_from_callback(tensor.shape, target, lambda part: tensor[part])
+@functools.cache
+def _setter(target: Sharding, is_kernel: bool) -> Callable[..., jax.Array]:
+    """Return a program that writes rows into a leaf, at an index on its first axes."""
 
+    def put(leaf: jax.Array, index: jax.Array, rows: jax.Array) -> jax.Array:
+        part = rows.T if is_kernel else rows
+        lead = [index[axis] for axis in range(index.shape[0])]
+        where = (*lead, *[0] * part.ndim)
+        return lax.dynamic_update_slice(leaf, part.reshape((1,) * len(lead) + part.shape), where)
 
-@jax.jit(donate_argnums=0)
-def _set_part(stacked: jax.Array, index: jax.Array, tensor: jax.Array) -> jax.Array:
-    lead = [index[axis] for axis in range(index.shape[0])]
-    where = (*lead, *[0] * tensor.ndim)
-    return lax.dynamic_update_slice(stacked, tensor.reshape((1,) * len(lead) + tensor.shape), where)
+    return jax.jit(put, donate_argnums=0, out_shardings=target)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -17,7 +16,7 @@ from specjax.loading.formats import build_parameters, mtp_layers, parameter_name
 from specjax.loading.formats.families import registry
 from specjax.loading.formats.family import Family
 from specjax.loading.formats.gguf_fields import MTP_MODULES, GgufFields
-from specjax.loading.formats.gguf_file import GgufFile, Tensor, check_type
+from specjax.loading.formats.gguf_file import GgufFile, check_type
 from specjax.models.config import DecoderConfig
 from specjax.models.heads.mtp import MtpConfig
 from specjax.models.layers.quantized import GROUP, QuantizedKernel
@@ -108,18 +107,20 @@ def read_params(
     }.values():
         check_type(file, name)
 
-    def fill(location: parameter_names.Location, target: np.ndarray | QuantizedKernel) -> None:
-        _fill(file, file.tensors[location.name], location, target)
-
     # Largest first, so that the threads finish at similar times.
     locations.sort(key=lambda location: -file.tensors[location.name].size)
     bits = kept_bits(file, config, scan_layers) if keep_blocks else {}
-    params = build_parameters.build(
-        config, dtype, locations, fill, mesh, shards, scan_layers, bits=bits
+
+    def read(location: parameter_names.Location, rows: slice, inputs: slice) -> Any:
+        tensor, (path, _) = file.tensors[location.name], location.within(scan_layers)
+        if path in bits:
+            return _read_blocks(file.raw(tensor), tensor.kind.name, location, rows)
+        own = tensor_layout.own_rows(location, rows, inputs)
+        return tensor_layout.from_stored(file.values(tensor, own), location)
+
+    return build_parameters.build(
+        config, mtp, dtype, [*locations, *modules], read, mesh, shards, scan_layers, bits=bits
     )
-    if mtp is not None:
-        params["mtp"] = mtp_layers.build(mtp, dtype, modules, fill, mesh, shards)
-    return params
 
 
 def kept_bits(
@@ -133,8 +134,8 @@ def kept_bits(
     assert layout is not None
     found: dict[parameter_names.Path, set[int | None]] = {}
     for location in parameter_names.locations(layout.tensors, config):
-        tensor, entry = file.tensors.get(location.name), location.entry
-        fits = entry.in_axes and not (entry.transposed or entry.added) and location.expert is None
+        tensor = file.tensors.get(location.name)
+        fits = location.is_kernel and not location.entry.transposed and location.expert is None
         bits = _BLOCK_BITS.get(tensor.kind.name) if tensor is not None and fits else None
         found.setdefault(location.within(scan_layers)[0], set()).add(bits)
     return {path: min(bits) for path, bits in found.items() if len(bits) == 1 and None not in bits}
@@ -159,51 +160,22 @@ def _check_copies(file: GgufFile, copies: Mapping[str, str]) -> None:
             )
 
 
-def _fill(
-    file: GgufFile,
-    tensor: Tensor,
-    location: parameter_names.Location,
-    target: np.ndarray | QuantizedKernel,
-) -> None:
-    """Write one tensor into its part of the tree, rows beyond the vocabulary left out."""
-    part = location.entry.part
-    if isinstance(target, QuantizedKernel):
-        _fill_blocks(file.raw(tensor), tensor.kind.name, location, target)
-        return
-    if not location.is_plain:
-        rows = tensor_layout.from_rows(file.values(tensor, part), location)
-        np.copyto(target, rows, casting="same_kind")
-        return
-    rest = location.rows[1:]
-    into = tensor_layout.stored_view(target, location)
-    for first, values in file.chunks(tensor, part):
-        # A chunk is whole rows, small enough to be transposed in the CPU's cache.
-        start = first // math.prod(rest)
-        rows = into[start : start + values.size // math.prod(rest)]
-        np.copyto(rows, values.reshape(-1, *rest)[: len(rows)], casting="same_kind")
-
-
-def _fill_blocks(
-    raw: UInt8[np.ndarray, "bytes"],
-    kind: str,
-    location: parameter_names.Location,
-    target: QuantizedKernel,
-) -> None:
-    """Write a tensor's blocks into its kernel: a scale in half precision, a minimum, integers."""
-    rows, width = location.rows
-    index, count = location.entry.part
+def _read_blocks(
+    raw: UInt8[np.ndarray, "bytes"], kind: str, location: parameter_names.Location, rows: slice
+) -> QuantizedKernel:
+    """Return some rows of a tensor's blocks: a scale in half precision, a minimum, integers."""
+    count, width = location.rows
+    index, parts = location.entry.part
     groups = width // GROUP
     block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[kind]][1]
-    blocks = raw.reshape(count, -1, groups, block_bytes)[index, :rows]
-    if location.entry.paired:
-        blocks = tensor_layout.unpaired(blocks, location)
+    blocks = raw.reshape(parts, -1, groups, block_bytes)[index, :count][rows]
+    blocks = tensor_layout.from_stored(blocks, location)
     scales = blocks[..., :2].copy().view(np.float16)[..., 0].astype(np.float32)
-    target.scales[...] = scales
+    first = 4 if kind == "Q4_1" else 2
+    values = blocks[..., first:].reshape(len(blocks), -1)
     if kind == "Q8_0":
-        target.values[...] = blocks[..., 2:].view(np.int8).reshape(rows, -1)
-    elif kind == "Q4_0":
-        target.minimums[...] = -8 * scales
-        target.values[...] = blocks[..., 2:].reshape(rows, -1)
-    else:
-        target.minimums[...] = blocks[..., 2:4].copy().view(np.float16)[..., 0]
-        target.values[...] = blocks[..., 4:].reshape(rows, -1)
+        return QuantizedKernel(values.view(np.int8), scales, None)
+    minimums = -8 * scales
+    if kind == "Q4_1":
+        minimums = blocks[..., 2:4].copy().view(np.float16)[..., 0].astype(np.float32)
+    return QuantizedKernel(values, scales, minimums)

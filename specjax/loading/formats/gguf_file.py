@@ -66,33 +66,25 @@ class GgufFile:
         """Return the bytes of a tensor."""
         return np.frombuffer(tensor.data, np.uint8, tensor.size, tensor.offset)
 
-    def values(self, tensor: Tensor, part: tuple[int, int] = (0, 1)) -> Float[np.ndarray, "n"]:
-        """Return the values of a tensor, or of a part of it, as one flat array."""
-        out = np.empty(math.prod(tensor.shape) // part[1], np.float32)
-        for first, values in self.chunks(tensor, part):
-            out[first : first + values.size] = values
-        return out
-
-    def chunks(
-        self, tensor: Tensor, part: tuple[int, int] = (0, 1)
-    ) -> Iterator[tuple[int, Float[np.ndarray, "n"]]]:
-        """Yield a tensor's values as flat float32, a few rows at a time, with their first index.
-
-        `part` is (index, count): only that one of `count` equal consecutive parts is read.
-        """
-        index, count = part
+    def values(self, tensor: Tensor, own: tuple[int | slice, ...] = ()) -> Float[np.ndarray, "..."]:
+        """Return a tensor's values at an index of slices and integers, as float32."""
         block, block_bytes = GGML_QUANT_SIZES[tensor.kind]
-        size = tensor.size // count
-        raw = self.raw(tensor)[index * size : (index + 1) * size]
-        row = tensor.shape[-1] if tensor.shape else 1
-        step = max(1, _CHUNK // row) * row // block * block_bytes
-        for start in range(0, size, step):
-            piece: UInt8[np.ndarray, "bytes"] = raw[start : start + step]
+        *lead, width = tensor.shape
+        *rows, inputs = (*own, *[slice(None)] * (len(tensor.shape) - len(own)))
+        first, stop, _ = inputs.indices(width)
+        of_row = slice(first // block, -(-stop // block))
+        blocks = self.raw(tensor).reshape(*lead, -1, block_bytes)[(*rows, of_row)]
+        raw: UInt8[np.ndarray, "N bytes"] = blocks.reshape(-1, block_bytes)
+        out = np.empty((len(raw), block), np.float32)
+        step = _CHUNK // block
+        for start in range(0, len(raw), step):
             # As one long row: the package loops over groups of sixteen rows, which is slow.
+            piece = raw[start : start + step].reshape(1, -1)
             # A hostile half-precision scale may overflow; the values are then inf, as stored.
             with np.errstate(all="ignore"):
-                values = dequantize(piece[None], tensor.kind)[0]
-            yield start // block_bytes * block, values
+                out[start : start + step] = dequantize(piece, tensor.kind).reshape(-1, block)
+        before = of_row.start * block
+        return out.reshape(*blocks.shape[:-2], -1)[..., first - before : stop - before]
 
 
 class _Reader:

@@ -118,16 +118,13 @@ def read_params(
             if not tensor_layout.same_numbers(*both, config.vocab_size):
                 raise InputError(f"{directory}: {name} differs from {original}; {why}")
 
-        def fill(location: parameter_names.Location, target: np.ndarray) -> None:
-            rows = read(tensors[location.name])[: location.stored_shape[0]]
-            target[...] = tensor_layout.from_stored(rows, location).astype(target.dtype)
+        def read_rows(location: parameter_names.Location, rows: slice, inputs: slice) -> np.ndarray:
+            own = tensor_layout.own_rows(location, rows, inputs)
+            return tensor_layout.from_stored(read(tensors[location.name], own), location)
 
-        params = build_parameters.build(
-            config, dtype, locations, fill, mesh, shards, scan_layers, threads=1
+        return build_parameters.build(
+            config, mtp, dtype, [*locations, *modules], read_rows, mesh, shards, scan_layers
         )
-        if mtp is not None:
-            params["mtp"] = mtp_layers.build(mtp, dtype, modules, fill, mesh, shards)
-        return params
 
 
 _UNTIE = "tie_word_embeddings is true: set it to false in config.json"

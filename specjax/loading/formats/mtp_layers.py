@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable
-from typing import Any
-
-import jax
-import numpy as np
-from jax.sharding import Mesh
+from collections.abc import Collection, Iterable
 
 from specjax.errors import InputError
-from specjax.loading.formats.build_parameters import table_shardings
 from specjax.loading.formats.family import MtpLayout
-from specjax.loading.formats.parameter_names import Location, TensorEntry, lookup, of_entry
+from specjax.loading.formats.parameter_names import Location, TensorEntry, of_entry
+from specjax.loading.model import MTP
 from specjax.loading.notes import note
 from specjax.loading.typed_fields import Fields
 from specjax.models.config import DecoderConfig
 from specjax.models.heads.mtp import MtpConfig
+from specjax.models.joined import parts
 
 _COUNTS = (
     "num_nextn_predict_layers",
@@ -106,28 +102,26 @@ def locations(
     layout: MtpLayout | None,
     tensors: Iterable[TensorEntry],
 ) -> list[Location]:
-    """Return the locations of all modules' tensors in the tree of `mtp.parameter_table`.
+    """Return the locations of all modules' tensors in the tree of `array_table`.
 
     `tensors` are the entries of the decoder, whose layer names also name a module's layer.
     """
     if mtp is None or layout is None:
         return []
     found = []
-    shapes = jax.tree.map(lambda entry: entry.shape, mtp.parameter_table())
+    known = parts({MTP: mtp.parameter_table()}, mtp.decoder)
     entries = [entry for entry in tensors if entry.path[0] == "layers"]
     for module in range(mtp.num_modules):
-        own, prefix = ("modules", str(module)), _prefix(layout, config, module)
+        own, prefix = (MTP, "modules", str(module)), _prefix(layout, config, module)
         for part, name in layout.names.items():
-            projects = part == "projection"
-            path = (*own, part, "kernel" if projects else "scale")
-            entry = TensorEntry(f"{prefix}.{name}.weight", path, int(projects))
-            found.append(Location(entry.name, entry, None, lookup(shapes, path)))
+            path = (*own, part, "kernel" if part == "projection" else "scale")
+            entry = TensorEntry(f"{prefix}.{name}.weight", path)
+            found += of_entry(entry, known[path], config)
         for entry in entries:
             path = (*own, "layer", *entry.path[1:])
-            shape = lookup(shapes, path)
-            if shape is not None:
+            if path in known:
                 name = prefix + entry.name.partition("{layer}")[2]
-                found += of_entry(entry._replace(name=name, path=path), shape, config.rotary_width)
+                found += of_entry(entry._replace(name=name, path=path), known[path], config)
     return found
 
 
@@ -142,32 +136,6 @@ def copies(
         for module in range(mtp.num_modules)
         for name, original in layout.copies.items()
     }
-
-
-def build(
-    mtp: MtpConfig,
-    dtype: np.dtype,
-    tensors: Collection[Location],
-    fill: Callable[[Location, np.ndarray], None],
-    mesh: Mesh | None,
-    shards: int,
-) -> dict[str, Any]:
-    """Return the modules' parameters on the devices, from tensors that `fill` writes."""
-    table = mtp.parameter_table()
-    params = jax.tree.map(lambda entry: np.empty(entry.shape, entry.dtype(dtype)), table)
-    for location in tensors:
-        path, index = location.within(scan_layers=True)
-        fill(location, lookup(params, path)[index])
-    if mesh is None:
-        return jax.device_put(params)
-    targets = table_shardings(table, mesh, shards)
-    return jax.tree.map(
-        lambda leaf, target: jax.make_array_from_callback(
-            leaf.shape, target, lambda part: leaf[part]
-        ),
-        params,
-        targets,
-    )
 
 
 def _prefix(layout: MtpLayout, config: DecoderConfig, module: int) -> str:

@@ -1,8 +1,8 @@
 """The mapping between a file's tensors and the parameter tree.
 
 One table per family and file format serves reading and writing (`families`). The tree is a plain
-nested dict; layers are stacked on the first axis, heads have their own axis, and kernels are
-[in..., out...].
+nested dict; layers are stacked on the first axis, and kernels are matrices [in, out], some of which
+hold several of a file's tensors (`models.joined`).
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import numpy as np
 from specjax.errors import InputError
 from specjax.loading.compare_arrays import differences, in_words
 from specjax.models.config import DecoderConfig
+from specjax.models.joined import Part, Path, Section, parts
 from specjax.models.layers.quantized import GROUP, QuantizedKernel
 from specjax.models.parameter_table import parameter_table
 
-Path = tuple[str, ...]
 Shape = tuple[int, ...]
 
 _ALIGNMENT = 64  # bytes; XLA's CPU client copies a host array that starts anywhere else
@@ -35,18 +35,17 @@ def param_shapes(config: DecoderConfig, scan_layers: bool = True) -> dict[str, A
 class TensorEntry(NamedTuple):
     """One row of a table: a tensor's name in the file and its location in the tree.
 
-    `name` contains `{layer}` for a tensor per layer, and `{expert}` for one per expert; with
-    `merged` one tensor holds all experts on a first axis. `in_axes` is the number of axes of a
-    kernel that the product sums over; 0 marks a scale, a bias or an embedding. `paired` marks
-    rotated dimensions stored as adjacent pairs instead of half-split. `tied` limits the entry to
-    models with, or without, a tied head. `part` is (index, count) if the file's tensor concatenates
-    several of the tree's along the outputs. `transposed` marks kernels stored [in, out]. The file's
-    numbers are the tree's plus `added`.
+    `path` is that of a part (`joined.parts`), such as the queries' kernel. `name` holds `{layer}`
+    for a tensor that exists once per layer, and `{expert}` for one that exists once per expert;
+    with `merged` one tensor holds all experts on a first axis. `paired` marks rows whose rotated
+    dimensions are stored as pairs of neighbours instead of half-split. `tied` limits the row to
+    models whose head is, or is not, the embedding. `part` is (index, count) where the file's tensor
+    holds several of the tree's parts, one after the other along the outputs. `transposed` marks
+    kernels that are stored [in, out]. The file's numbers are the tree's plus `added`.
     """
 
     name: str
     path: Path
-    in_axes: int = 0
     paired: bool = False
     tied: bool | None = None
     part: tuple[int, int] = (0, 1)
@@ -56,18 +55,22 @@ class TensorEntry(NamedTuple):
 
 
 class Location(NamedTuple):
-    """One tensor of one checkpoint: its file name, entry, layer, and unstacked tree shape.
+    """One tensor of one checkpoint: its file name and entry, and where in the tree it belongs.
 
-    `run` is the name of the layer's stacked run and its first layer; `expert` is the expert's index
-    in a merged tensor. `rotary_width` is the number of rotated dimensions of a head.
+    It is the `section` of the leaf at `path`, and has `shape` there, in one layer and of one
+    expert; `layer` is counted from the first one that is stacked with it, `first`. `head_dim` is
+    the width of a head, and `rotary_width` the number of its rotated dimensions.
     """
 
     name: str
     entry: TensorEntry
-    layer: int | None
+    path: Path
     shape: Shape
-    rotary_width: int = 0
-    run: tuple[str, int] = ("layers", 0)
+    section: Section
+    head_dim: int
+    rotary_width: int
+    layer: int | None = None
+    first: int = 0
     expert: int | None = None
 
     def within(self, scan_layers: bool) -> tuple[Path, tuple[int, ...]]:
@@ -77,27 +80,27 @@ class Location(NamedTuple):
         """
         expert = () if self.expert is None else (self.expert,)
         if self.layer is None:
-            return self.entry.path, expert
-        _, *rest = self.entry.path
+            return self.path, expert
         if scan_layers:
-            name, first = self.run
-            return (name, *rest), (self.layer - first, *expert)
-        return ("layers", str(self.layer), *rest), expert
+            return self.path, (self.layer - self.first, *expert)
+        return ("layers", str(self.layer), *self.path[1:]), expert
 
     @property
-    def is_plain(self) -> bool:
-        """Whether its rows in the file equal the tree's, number by number."""
-        return not (self.entry.paired or self.entry.transposed or self.entry.added)
+    def is_kernel(self) -> bool:
+        """Whether it is a matrix that activations are multiplied by."""
+        return self.path[-1] == "kernel"
 
     @property
     def rows(self) -> Shape:
         """The shape [out, in] of a kernel's own rows, or that of another tensor."""
-        axes = self.entry.in_axes
-        if axes:
-            return (math.prod(self.shape[axes:]), math.prod(self.shape[:axes]))
-        if self.entry.path[-1] == "bias":
-            return (math.prod(self.shape),)
-        return self.shape
+        return self.shape[::-1] if self.is_kernel else self.shape
+
+    @property
+    def leaf_shape(self) -> Shape:
+        """The shape of its leaf, in one layer and of one expert."""
+        count, *rest = self.rows
+        rows = (count // self.section.width * self.section.size, *rest)
+        return rows[::-1] if self.is_kernel else rows
 
     @property
     def stored_shape(self) -> Shape:
@@ -113,33 +116,27 @@ def locations(table: Iterable[TensorEntry], config: DecoderConfig) -> Iterator[L
 
     Raises InputError for a parameter without a name in the table.
     """
-    shapes = param_shapes(config)
-    unnamed = {
-        tuple(step.key for step in path)
-        for path, _ in jax.tree_util.tree_flatten_with_path(
-            shapes, is_leaf=lambda node: isinstance(node, tuple)
-        )[0]
-    }
+    known = parts(parameter_table(config), config)
+    unnamed = set(known)
     found = []
     for entry in table:
         if entry.tied not in (None, config.tie_word_embeddings):
             continue
         if entry.path[0] != "layers":
-            shape = lookup(shapes, entry.path)
-            if shape is not None:
+            if (part := known.get(entry.path)) is not None:
                 unnamed.discard(entry.path)
-                found.append(Location(entry.name, entry, None, shape, config.rotary_width))
+                found += of_entry(entry, part, config)
             continue
         for run in config.runs:
             path = (run.name, *entry.path[1:])
-            shape = lookup(shapes, path)
-            if shape is None:
+            if (part := known.get(path)) is None:
                 continue
             unnamed.discard(path)
+            own = part._replace(shape=part.shape[1:])
             for layer in range(run.first, run.first + run.count):
                 of_layer = entry._replace(name=entry.name.replace("{layer}", str(layer)))
-                for location in of_entry(of_layer, shape[1:], config.rotary_width):
-                    found.append(location._replace(layer=layer, run=(run.name, run.first)))
+                for location in of_entry(of_layer, own, config):
+                    found.append(location._replace(layer=layer, first=run.first))
     if unnamed:
         raise InputError(
             f"family={config.family!r}: it has no name for {'.'.join(min(unnamed))} "
@@ -148,19 +145,17 @@ def locations(table: Iterable[TensorEntry], config: DecoderConfig) -> Iterator[L
     yield from found
 
 
-def of_entry(entry: TensorEntry, shape: Shape, rotary_width: int) -> Iterator[Location]:
-    """Yield the locations of a tensor, or of each expert's.
-
-    `shape` is that of the leaf in one layer.
-    """
+def of_entry(entry: TensorEntry, part: Part, config: DecoderConfig) -> Iterator[Location]:
+    """Yield the locations of a tensor, or of each expert's, that is a part of a layer's leaf."""
+    whole = Location(entry.name, entry, *part, config.head_dim, config.rotary_width)
     if not (entry.merged or "{expert}" in entry.name):
-        yield Location(entry.name, entry, None, shape, rotary_width)
+        yield whole
         return
-    count, *rest = shape
+    count, *rest = part.shape
     for expert in range(count):
         own = entry._replace(part=(expert, count)) if entry.merged else entry
         name = entry.name.replace("{expert}", str(expert))
-        yield Location(name, own, None, tuple(rest), rotary_width, expert=expert)
+        yield whole._replace(name=name, entry=own, shape=tuple(rest), expert=expert)
 
 
 def lookup(tree: dict[str, Any], path: Path) -> Any:
@@ -172,11 +167,9 @@ def lookup(tree: dict[str, Any], path: Path) -> Any:
     return tree
 
 
-def allocate(config: DecoderConfig, dtype: np.dtype, scan_layers: bool = True) -> dict[str, Any]:
-    """Return the uninitialized parameter tree, aligned so that a CPU device can adopt it."""
-    return jax.tree.map(
-        lambda entry: _empty(entry.shape, entry.dtype(dtype)), parameter_table(config, scan_layers)
-    )
+def allocate(table: dict[str, Any], dtype: Any) -> dict[str, Any]:
+    """Return a table's parameters, uninitialized and aligned so that a CPU device adopts them."""
+    return jax.tree.map(lambda entry: _empty(entry.shape, entry.dtype(dtype)), table)
 
 
 def empty_quantized(rows: Shape, bits: int) -> QuantizedKernel:

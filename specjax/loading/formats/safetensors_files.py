@@ -98,12 +98,20 @@ def open_file(path: Path) -> Iterator[Any]:
 
 
 @contextmanager
-def open_tensors(tensors: Iterable[StoredTensor]) -> Iterator[Callable[[StoredTensor], np.ndarray]]:
-    """Yield a function that reads the values of a tensor, with the files kept open."""
+def open_tensors(tensors: Iterable[StoredTensor]) -> Iterator[Callable[..., np.ndarray]]:
+    """`read(tensor, index)`, the numbers of one of the tensors, whose files are open.
+
+    With an `index` of slices only those; a tensor without axes has none.
+    """
     with ExitStack() as stack:
         paths = {tensor.path for tensor in tensors}
         files = {path: stack.enter_context(open_file(path)) for path in paths}
-        yield lambda tensor: files[tensor.path].get_tensor(tensor.name)
+
+        def read(tensor: StoredTensor, index: tuple[slice, ...] = ()) -> np.ndarray:
+            file = files[tensor.path]
+            return file.get_slice(tensor.name)[index] if index else file.get_tensor(tensor.name)
+
+        yield read
 
 
 def read_headers(shards: Shards, dtypes: Collection[str]) -> list[StoredTensor]:

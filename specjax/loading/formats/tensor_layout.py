@@ -1,13 +1,12 @@
 """Convert tensors between a checkpoint's layout and the parameter tree's.
 
-Files have kernels as rows [out, in], possibly transposed or joined in one tensor, and rotary halves
-possibly interleaved in pairs; the tree has kernels [in..., out...] and half-split rotary
-dimensions. `parameter_names.TensorEntry` says which of these apply to a tensor.
+Files have kernels as rows [out, in], joined in other ways than the tree's, transposed ones, and
+rotary halves interleaved, pair by pair; the tree has kernels [in, out] and halves one after the
+other. Which of these a tensor has, its `parameter_names.TensorEntry` says.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -19,39 +18,39 @@ from specjax.loading.formats.parameter_names import Location, TensorEntry, locat
 from specjax.models.config import DecoderConfig
 
 
-def from_stored(stored: Shaped[np.ndarray, "..."], location: Location) -> Shaped[np.ndarray, "..."]:
-    """Return the tree's array of a tensor in the file's layout; a view if possible."""
+def own_rows(
+    location: Location, rows: slice = slice(None), inputs: slice = slice(None)
+) -> tuple[int | slice, ...]:
+    """Return the index in the file's tensor of some rows of a location, and of some inputs."""
+    number, _ = location.entry.part
+    first, stop, _ = rows.indices(location.rows[0])
+    if location.entry.merged:
+        return (number, slice(first, stop), inputs)
+    before = number * location.rows[0]
+    own = slice(before + first, before + stop)
     if location.entry.transposed:
-        stored = stored.T
-    index, count = location.entry.part
-    size = len(stored) // count
-    return from_rows(stored[index * size : (index + 1) * size], location)
+        return (inputs, own)
+    return (own, inputs)[: len(location.rows)]
 
 
-def from_rows(stored: Shaped[np.ndarray, "..."], location: Location) -> Shaped[np.ndarray, "..."]:
-    """Return the tree's array of one location, from its own rows of the file's tensor.
+def from_stored(stored: Shaped[np.ndarray, "..."], location: Location) -> Shaped[np.ndarray, "..."]:
+    """Return a location's rows as the tree has them, from those of the file (`own_rows`).
 
-    Rows of a kernel are [out, in].
+    Of a kernel they are [out, in]. Whole heads where rows are reordered.
     """
     entry = location.entry
-    stored = stored.reshape(location.rows)
+    if entry.transposed:
+        stored = stored.T
     if entry.paired:
         stored = unpaired(stored, location)
-    if entry.added:
-        stored = stored - np.asarray(entry.added, stored.dtype)
-    return (stored.T if entry.in_axes else stored).reshape(location.shape)
+    return stored - np.asarray(entry.added, stored.dtype) if entry.added else stored
 
 
-def stored_view(value: Shaped[np.ndarray, "..."], location: Location) -> Shaped[np.ndarray, "..."]:
-    """Return a view of the tree's array with the axes of the file's rows, half-split."""
-    rows, *rest = location.rows
-    return value.reshape(*rest, rows).T if location.entry.in_axes else value.reshape(rows, *rest)
-
-
-def to_stored(value: Shaped[np.ndarray, "..."], location: Location) -> Shaped[np.ndarray, "..."]:
-    """Return the file's array of one part, the inverse of `from_stored`; `_joined` joins parts."""
+def to_stored(leaf: Shaped[np.ndarray, "..."], location: Location) -> Shaped[np.ndarray, "..."]:
+    """Return a location's rows as the file has them, from its leaf; `_joined` joins parts."""
     entry = location.entry
-    stored = stored_view(value, location)
+    rows = location.section.of(leaf.T if location.is_kernel else leaf)
+    stored = rows.reshape(location.rows)
     if entry.paired:
         stored = _pair(stored, location)
     if entry.added:
@@ -70,13 +69,13 @@ def stored_tensors(
     scan_layers = "0" not in params["layers"]
     for location in locations(table, config):
         keys, index = location.within(scan_layers)
-        value = np.asarray(lookup(params, keys))[index]
-        if value.size != math.prod(location.shape):
+        leaf = np.asarray(lookup(params, keys))[index]
+        if leaf.shape != location.leaf_shape:
             raise InputError(
-                f"{location.name}: the parameter has shape {list(value.shape)}, "
-                f"the config says {list(location.shape)}"
+                f"{location.name}: the parameter has shape {list(leaf.shape)}, "
+                f"the config says {list(location.leaf_shape)}"
             )
-        parts.setdefault(location.name, []).append((location, to_stored(value, location)))
+        parts.setdefault(location.name, []).append((location, to_stored(leaf, location)))
     return {name: _joined(entries) for name, entries in parts.items()}
 
 
@@ -118,7 +117,7 @@ def _reordered(
     order: Callable[[int], np.ndarray],
 ) -> Shaped[np.ndarray, "..."]:
     """Return the rows of each head, the rotated ones in another order."""
-    width, rotated = location.shape[-1], location.rotary_width
+    width, rotated = location.head_dim, location.rotary_width
     rows = np.concatenate([order(rotated).reshape(-1), np.arange(rotated, width)])
     heads = stored.reshape(-1, width, *stored.shape[1:])
     return heads[:, rows].reshape(stored.shape)

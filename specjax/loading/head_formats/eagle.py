@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from specjax.errors import InputError
-from specjax.loading.formats import parameter_names, tensor_layout
+from specjax.loading.formats import build_parameters, parameter_names, tensor_layout
 from specjax.loading.formats.unread_fields import check_unread
 from specjax.loading.head_formats import draft_vocabulary, eagle3_layer_ids, shared_with_target
 from specjax.loading.head_formats.checkpoint import Checkpoint, match
@@ -24,6 +24,7 @@ from specjax.loading.heads.head import Head, TargetMetadata, parameter_table
 from specjax.loading.model import Model
 from specjax.loading.typed_fields import Fields
 from specjax.models.heads.eagle import EagleConfig
+from specjax.models.joined import parts
 
 _FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 """Flags of EAGLE-3 under the names that all tools use; missing ones are false."""
@@ -297,16 +298,16 @@ _MODULES = {
 
 def _locations(config: EagleConfig, layer: str) -> dict[str, parameter_names.Location]:
     """Where each tensor of a head belongs, by name; its layer is "midlayer" or "layers.0"."""
-    entries = parameter_table(config)
+    known = parts(parameter_table(config), config.decoder)
     modules = {name.format(layer=layer): path for name, path in _MODULES.items()}
     modules |= {f"fc_norm.{tap}": ("fc_norm", str(tap)) for tap in range(len(config.taps))}
     found = {}
     for module, path in modules.items():
-        for leaf, parameter in (parameter_names.lookup(entries, path) or {}).items():
-            inputs = 0 if leaf != "kernel" else 2 if path[-1] == "output" else 1
-            name = f"{module}.{'bias' if leaf == 'bias' else 'weight'}"
-            entry = parameter_names.TensorEntry(name, (*path, leaf), inputs)
-            found[name] = parameter_names.Location(name, entry, None, parameter.shape)
+        for leaf in ("kernel", "scale", "embedding", "bias"):
+            if (part := known.get((*path, leaf))) is not None:
+                name = f"{module}.{'bias' if leaf == 'bias' else 'weight'}"
+                entry = parameter_names.TensorEntry(name, (*path, leaf))
+                (found[name],) = parameter_names.of_entry(entry, part, config.decoder)
     return found
 
 
@@ -316,7 +317,7 @@ def _named_tensors(head: Head, layer: str) -> dict[str, np.ndarray]:
     assert isinstance(config, EagleConfig)
     tensors = {
         name: tensor_layout.to_stored(
-            np.asarray(parameter_names.lookup(head.params, location.entry.path)), location
+            np.asarray(parameter_names.lookup(head.params, location.path)), location
         )
         for name, location in _locations(config, layer).items()
     }
@@ -358,11 +359,4 @@ def _read_params(
         if np.any(tensors.get(bias, 0)):
             raise InputError(f"{where}: {bias} is not zero, and heads with it are not supported")
     match(where, tensors, {name: location.stored_shape for name, location in table.items()}, extra)
-    params: dict[str, Any] = {}
-    for name, location in table.items():
-        *path, leaf = location.entry.path
-        node = params
-        for key in path:
-            node = node.setdefault(key, {})
-        node[leaf] = tensor_layout.from_stored(tensors[name], location)
-    return params
+    return build_parameters.stored_tree(table.values(), tensors)

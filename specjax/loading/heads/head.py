@@ -23,6 +23,7 @@ from specjax.models.heads.draft_vocabulary import check_draft_ids
 from specjax.models.heads.eagle import EagleConfig
 from specjax.models.heads.medusa import MedusaConfig
 from specjax.models.heads.mtp import MtpConfig
+from specjax.models.joined import with_joined
 from specjax.models.parameter_table import parameter_table as decoder_table
 
 Config = DraftModelConfig | MedusaConfig | EagleConfig | MtpConfig
@@ -165,7 +166,8 @@ def save_head(head: Head, directory: str | Path, *, overwrite: bool = False) -> 
 def read_head(directory: str | Path, mesh: Mesh | None = None) -> Head:
     """Return a head that `save_head` wrote; on a mesh its arrays are replicated.
 
-    Every process must call it. Raises InputError for anything but an intact head.
+    One that was saved in parts is joined (`joined.with_joined`). Every process makes the call.
+    Raises InputError for anything that is not an intact head.
     """
     params, metadata = checkpoints.load_drafter(directory, mesh)
     try:
@@ -173,6 +175,8 @@ def read_head(directory: str | Path, mesh: Mesh | None = None) -> Head:
         config = read_dataclass("config", _CONFIGS[saved.kind], saved.config)
         ids = params.pop("draft_ids", None)
         ids = None if ids is None else np.asarray(ids)
+        if not isinstance(config, MedusaConfig):
+            params = with_joined(params, parameter_table(config), config.decoder)
         return Head(saved.kind, config, params, ids, saved.target, saved.training)
     except InputError as error:
         raise InputError(f"{directory}: {error}") from None

@@ -8,6 +8,7 @@ concat(norm(embedding), norm(feature)) and has a head of its own. The pair at po
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +18,10 @@ from jaxtyping import Array, Float, Int
 from specjax.errors import InputError
 from specjax.models.config import DecoderConfig
 from specjax.models.heads.draft_vocabulary import check_draft_vocab_size
-from specjax.models.heads.pair_head import PairHead, kernel, norm
+from specjax.models.heads.pair_head import PairHead
 from specjax.models.layers.decoder_layer import embed
 from specjax.models.layers.norm import rms_norm
+from specjax.models.parameter_table import attention_table, linear, mlp_table, norm_table
 from specjax.models.parameters import Parameter
 
 
@@ -87,39 +89,19 @@ class EagleConfig:
     def parameter_table(self) -> dict[str, Any]:
         """Return every parameter of the head, laid out as in `models.parameter_table`."""
         decoder = self.decoder
-        width, hidden = decoder.hidden_size, decoder.intermediate_size
-        heads, kv_heads, head_dim = decoder.num_heads, decoder.num_kv_heads, decoder.head_dim
+        width, norm = decoder.hidden_size, functools.partial(norm_table, decoder)
         taps = len(self.taps) * self.target_hidden_size
-        bias, attended = decoder.attention_bias, self.attention_width
-        up = ("embed", "mlp")
-        keys = kernel(
-            attended, kv_heads, head_dim, axes=("embed", "kv_heads", "head_dim"), bias=bias
-        )
-        layer: dict[str, Any] = {
-            "attention": {
-                "query": kernel(
-                    attended, heads, head_dim, axes=("embed", "heads", "head_dim"), bias=bias
-                ),
-                "key": keys,
-                "value": keys,
-                "output": {"kernel": Parameter((heads, head_dim, width), ("heads", None, "embed"))},
-            },
-            "mlp_norm": norm(width),
-            "mlp": {
-                "gate": kernel(width, hidden, axes=up, bias=decoder.mlp_bias),
-                "up": kernel(width, hidden, axes=up, bias=decoder.mlp_bias),
-                "down": kernel(hidden, width, axes=("mlp", "embed"), bias=decoder.mlp_bias),
-            },
-        }
+        attention = attention_table(decoder, self.attention_width)
+        attention["output"].pop("bias", None)
+        layer = {"attention": attention, "mlp_norm": norm(), "mlp": mlp_table(decoder)}
         fused = 2 * width if self.version == 1 else taps
         table: dict[str, Any] = {
-            "fc": kernel(fused, width, axes=(None, "embed"), bias=self.fc_bias),
+            "fc": linear(fused, width, axes=(None, "embed"), bias=self.fc_bias),
             "layer": layer,
         }
         if self.version == 3:
-            layer["embedding_norm"], layer["hidden_norm"] = norm(width), norm(width)
-            table["final_norm"] = norm(width)
-            table["head"] = kernel(width, self.draft_vocab_size, axes=("embed", "vocab"))
+            layer["embedding_norm"] = layer["hidden_norm"] = table["final_norm"] = norm()
+            table["head"] = linear(width, self.draft_vocab_size, axes=("embed", "vocab"))
         if self.norm_before_fc:
             table["input_norm"] = norm(taps)
         if self.fc_norm:

@@ -19,9 +19,9 @@ from specjax.errors import InputError
 from specjax.fields import Whole, check_instance
 from specjax.models.config import DecoderConfig
 from specjax.models.heads.draft_vocabulary import check_draft_vocab_size
-from specjax.models.heads.pair_head import PairHead, kernel
+from specjax.models.heads.pair_head import PairHead
 from specjax.models.layers.decoder_layer import embed
-from specjax.models.parameter_table import norm_table
+from specjax.models.parameter_table import linear, norm_table
 from specjax.models.parameter_table import parameter_table as decoder_table
 
 Concat = Literal["embedding_first", "hidden_first"]
@@ -99,7 +99,7 @@ class MtpConfig:
         module = {
             "embedding_norm": norm_table(self.decoder),
             "hidden_norm": norm_table(self.decoder),
-            "projection": kernel(2 * width, width, axes=(None, "embed")),
+            "projection": linear(2 * width, width, axes=(None, "embed")),
             "layer": decoder_table(self.decoder, scan_layers=False)["layers"]["0"],
             "final_norm": norm_table(self.decoder),
         }

@@ -12,20 +12,16 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from specjax.cache import KVCache, Window
 from specjax.models.config import DecoderConfig
 from specjax.models.decoder import DEFAULT_FORM, Decoder, Form, attention
 from specjax.models.layers.attention import Partial
-from specjax.models.layers.decoder_layer import (
-    DecoderLayer,
-    merge_heads,
-    rotate_by,
-    with_experts,
-)
+from specjax.models.layers.decoder_layer import DecoderLayer, rotate_by, with_experts
 from specjax.models.layers.layer_pass import write_window
-from specjax.models.parameters import Parameter, ParameterTable
+from specjax.models.parameters import ParameterTable
 
 
 @runtime_checkable
@@ -184,11 +180,13 @@ class PairHead:
         )
         if only is not None:
             visible = jnp.broadcast_to(visible, (only.shape[0], *visible.shape[1:]))
-            residual, attended, positions, visible = (
+            residual, positions, visible = (
                 jnp.take_along_axis(array, only.reshape(-1, *[1] * (array.ndim - 1)), axis=1)
-                for array in (residual, attended, positions, visible)
+                for array in (residual, positions, visible)
             )
-            query, _, _ = self.heads(params, attended, positions)
+            of_pairs = query.reshape(*query.shape[:2], tokens.shape[1], -1, query.shape[-1])
+            chosen = jnp.take_along_axis(of_pairs, only.reshape(-1, 1, 1, 1, 1), axis=2)
+            query = chosen[:, :, 0]
         repeats = self.config.decoder.num_heads // self._decoder.cached_heads
         visible_to_queries = jnp.repeat(visible, repeats, axis=1)[:, None]
         attend = attention(
@@ -204,17 +202,5 @@ class PairHead:
         return Decoder(self.config.decoder, self.dtype, self.shards, cache_dtype=self.cache_dtype)
 
     def _layer(self, params: dict[str, Any]) -> dict[str, Any]:
-        return with_experts(merge_heads(params["layer"], self.config.decoder))
-
-
-def kernel(*shape: int, axes: tuple[str | None, ...], bias: bool = False) -> dict[str, Parameter]:
-    """Return a linear layer's entry of a parameter table; a bias has all axes but the first."""
-    entry = {"kernel": Parameter(shape, axes)}
-    if bias:
-        entry["bias"] = Parameter(shape[1:], axes[1:], "zeros")
-    return entry
-
-
-def norm(size: int) -> dict[str, Parameter]:
-    """Return an RMS norm's entry of a parameter table."""
-    return {"scale": Parameter((size,), ("embed",), "ones")}
+        # As in the decoder: without it XLA may split the heads again, and transpose kernels.
+        return with_experts(lax.optimization_barrier(params["layer"]))

@@ -15,10 +15,11 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from specjax.distributed.sharding import constrain
 from specjax.models.config import DecoderConfig
+from specjax.models.joined import gate_up_block
 from specjax.models.layers import experts
 from specjax.models.layers.attention import Partial, group_queries, ungroup
 from specjax.models.layers.experts_on_mesh import mix_on_mesh
-from specjax.models.layers.matmul import ChosenKernel, product, products
+from specjax.models.layers.matmul import ChosenKernel, product
 from specjax.models.layers.norm import layer_norm, rms_norm
 from specjax.models.layers.quantized import QuantizedKernel
 from specjax.models.layers.rope import frequencies
@@ -65,15 +66,9 @@ class DecoderLayer:
     ) -> jax.Array:
         """Apply a linear layer: kernel [in, out], and an optional bias."""
         y = product(equation, x, weights["kernel"], multiply=self.multiply, out=out)
-        return _with_bias(y, weights)
-
-    def project_all(
-        self, equation: str, x: jax.Array, weights: Sequence[dict[str, Any]]
-    ) -> list[jax.Array]:
-        """Apply several linear layers to the same input."""
-        kernels = [linear["kernel"] for linear in weights]
-        outputs = products(equation, x, kernels, multiply=self.multiply)
-        return [_with_bias(y, linear) for y, linear in zip(outputs, weights, strict=True)]
+        if "bias" not in weights:
+            return y
+        return y + jnp.expand_dims(weights["bias"].astype(y.dtype), (0, 1))
 
     def heads(
         self,
@@ -84,21 +79,24 @@ class DecoderLayer:
     ) -> tuple[Float[Array, "B G X C"], Float[Array, "B T G C"], Float[Array, "B T G C"]]:
         """Return queries grouped by the key head they share, keys and values.
 
-        Key and value heads are repeated `copies` times. The projections' head axes have been merged
-        (`merge_heads`).
+        Key and value heads are repeated `copies` times. One product computes all of them.
         """
-        weights = [attention[name] for name in ("query", "key", "value")]
-        query, key, value = (
-            y.reshape(*h.shape[:2], -1, self.config.head_dim)
-            for y in self.project_all("btd,dn->btn", h, weights)
-        )
-        if self.config.attention.qk_norm:
-            query = self.rms_norm(query, attention["query_norm"]["scale"])
-            key = self.rms_norm(key, attention["key_norm"]["scale"])
+        config, (batch, tokens) = self.config, h.shape[:2]
+        heads, kv_heads, width = config.num_heads, config.num_kv_heads, config.head_dim
+        y = self.project("btd,dn->btn", h, attention["qkv"])
+        if kv_heads % self.shards:
+            # The part of a device is not whole heads.
+            y = self.whole(y)
+        blocks = y.reshape(batch, tokens, kv_heads, -1, width)
+        query = blocks[:, :, :, :-2].reshape(batch, tokens, heads, width)
+        key, value = blocks[:, :, :, -2], blocks[:, :, :, -1]
+        if config.attention.qk_norm:
+            query_scale, key_scale = attention["qk_norm"]["scale"].reshape(2, width)
+            query, key = self.rms_norm(query, query_scale), self.rms_norm(key, key_scale)
         if rotation is not None:
             query, key = rotate(query, *rotation), rotate(key, *rotation)
         key, value = (self._split(_copied(heads, copies), "kv_heads") for heads in (key, value))
-        scale = self.config.attention.query_scale
+        scale = config.attention.query_scale
         return group_queries(self._split(query, "heads"), key.shape[2], scale), key, value
 
     def add_attention(
@@ -130,24 +128,41 @@ class DecoderLayer:
 
     def mlp(self, h: Float[Array, "B T D"], mlp: dict[str, Any]) -> Float[Array, "B T D"]:
         """Apply the MLP, gated or plain."""
-        activation = ACTIVATIONS[self.config.mlp.activation]
         if self.config.mlp.gated:
-            gate, up = self.project_all("btd,df->btf", h, [mlp["gate"], mlp["up"]])
-            gate = activation(gate) * up
+            gate_up = self.project("btd,df->btf", h, mlp["gate_up"])
+            hidden = self.gated(self.config.intermediate_size)(gate_up)
         else:
-            gate = activation(self.project("btd,df->btf", h, mlp["up"]))
-        return self.project("btf,fd->btd", gate, mlp["down"])
+            activation = ACTIVATIONS[self.config.mlp.activation]
+            hidden = activation(self.project("btd,df->btf", h, mlp["up"]))
+        return self.project("btf,fd->btd", hidden, mlp["down"])
+
+    def gated(self, width: int) -> Callable[[jax.Array], jax.Array]:
+        """Return the activation of an MLP of F = `width` from joined gate and up, [..., 2 F].
+
+        On a mesh also from the part of a device.
+        """
+        activation = ACTIVATIONS[self.config.mlp.activation]
+        block = gate_up_block(self.config.num_heads, width)
+
+        def hidden(gate_up: Float[Array, "*N F2"]) -> Float[Array, "*N F"]:
+            blocks = gate_up.reshape(*gate_up.shape[:-1], -1, 2, block)
+            out = activation(blocks[..., 0, :]) * blocks[..., 1, :]
+            return out.reshape(*gate_up.shape[:-1], -1)
+
+        return hidden
 
     def experts(
         self, h: Float[Array, "B T D"], mlp: dict[str, Any]
     ) -> tuple[Float[Array, "B T D"], Int[Array, "B T K"]]:
         """Return the sum of each token's experts and the shared MLP, and each token's experts."""
-        assert self.config.experts is not None
+        config = self.config.experts
+        assert config is not None
         flat = h.reshape(-1, h.shape[-1])
-        routes = experts.route(flat, mlp["router"], self.config.experts)
+        routes = experts.route(flat, mlp["router"], config)
         mix = functools.partial(
             experts.mix,
-            activation=ACTIVATIONS[self.config.mlp.activation],
+            gated=self.gated(config.intermediate_size),
+            gated_shared=self.gated(config.shared_size) if config.shared_size else None,
             multiply=self.multiply,
             differentiable=self.differentiable,
         )
@@ -161,33 +176,6 @@ class DecoderLayer:
 
     def _split(self, x: Float[Array, "B T N C"], heads: str) -> Float[Array, "B T N C"]:
         return constrain(x, "batch", None, heads if self.shards > 1 else None, None)
-
-
-def _with_bias(y: jax.Array, weights: dict[str, Any]) -> jax.Array:
-    if "bias" not in weights:
-        return y
-    return y + jnp.expand_dims(weights["bias"].astype(y.dtype), (0, 1))
-
-
-def merge_heads(layer: dict[str, Any], config: DecoderConfig) -> dict[str, Any]:
-    """Return one or stacked layers with each head axis and its width merged in the projections.
-
-    Backends multiply by plain matrices without a copy; with two axes to sum over, or two output
-    axes, each backend first copies some kernel transposed. Quantised kernels are matrices.
-    """
-    attention = dict(layer["attention"])
-    for name in ("query", "key", "value"):
-        attention[name] = {
-            leaf_name: leaf
-            if isinstance(leaf, QuantizedKernel)
-            else leaf.reshape(*leaf.shape[:-2], -1)
-            for leaf_name, leaf in attention[name].items()
-        }
-    output = dict(attention["output"])
-    kernel = output["kernel"]
-    if not isinstance(kernel, QuantizedKernel):
-        output["kernel"] = kernel.reshape(*kernel.shape[:-3], -1, config.hidden_size)
-    return {**layer, "attention": {**attention, "output": output}}
 
 
 def at_layer(
@@ -246,8 +234,7 @@ def with_experts(layer: dict[str, Any]) -> dict[str, Any]:
 
 
 def _stacked(kernels: dict[str, Any], index: Int[Array, ""] | int) -> experts.StackedExperts:
-    gate, up, down = (kernels[name]["kernel"] for name in ("gate", "up", "down"))
-    return experts.StackedExperts(gate, up, down, index)
+    return experts.StackedExperts(kernels["gate_up"]["kernel"], kernels["down"]["kernel"], index)
 
 
 def embed(

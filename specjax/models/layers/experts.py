@@ -6,6 +6,7 @@ experts, and DeepSeek-V3's (2412.19437), sigmoids with groups and a bias of sele
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -20,7 +21,8 @@ from specjax.models.layers.matmul import full_precision, product
 _TILE = 64
 """Tokens of one expert that are multiplied at a time."""
 
-Activation = Callable[[jax.Array], jax.Array]
+Gated = Callable[[Float[Array, "*N F2"]], Float[Array, "*N F"]]
+"""The activation of an MLP from its joined gate and up (`DecoderLayer.gated`)."""
 
 
 class Routes(NamedTuple):
@@ -37,8 +39,7 @@ class StackedExperts(NamedTuple):
     experts.
     """
 
-    gate: Float[Array, "L E D F"]
-    up: Float[Array, "L E D F"]
+    gate_up: Float[Array, "L E D F2"]
     down: Float[Array, "L E F D"]
     layer: Int[Array, ""] | int
 
@@ -74,7 +75,8 @@ def mix(
     h: Float[Array, "N D"],
     routes: Routes,
     stacked: StackedExperts,
-    activation: Activation,
+    gated: Gated,
+    gated_shared: Gated | None = None,
     multiply: Any = None,
     differentiable: bool = False,
     shared: dict[str, Any] | None = None,
@@ -86,31 +88,25 @@ def mix(
     nothing. `differentiable` (training, since a loop of unknown length has no gradient) uses
     grouped products over all experts, which CPUs compute as masked products.
     """
-    total = _sum(h, routes, stacked, activation, multiply, differentiable)
-    return total if shared is None else total + _shared(h, shared, activation, multiply)
-
-
-def _shared(
-    h: Float[Array, "N D"], mlp: dict[str, Any], activation: Activation, multiply: Any
-) -> Float[Array, "N D"]:
-    """Return apply a gated MLP to every token."""
-
-    def times(x: jax.Array, name: str, out: Any = None) -> jax.Array:
-        return product("nd,df->nf", x, mlp[name]["kernel"], multiply=multiply, out=out)
-
-    return times(activation(times(h, "gate")) * times(h, "up"), "down", jnp.float32)
+    total = _sum(h, routes, stacked, gated, multiply, differentiable)
+    if shared is None:
+        return total
+    assert gated_shared is not None
+    times = functools.partial(product, "nd,df->nf", multiply=multiply)
+    hidden = gated_shared(times(h, shared["gate_up"]["kernel"]))
+    return total + times(hidden, shared["down"]["kernel"], out=jnp.float32)
 
 
 def _sum(
     h: Float[Array, "N D"],
     routes: Routes,
     stacked: StackedExperts,
-    activation: Activation,
+    gated: Gated,
     multiply: Any,
     differentiable: bool,
 ) -> Float[Array, "N D"]:
     """Return the weighted sum of each token's experts."""
-    count, (num_tokens, per_token) = stacked.gate.shape[1], routes.experts.shape
+    count, (num_tokens, per_token) = stacked.down.shape[1], routes.experts.shape
     expert_of_route = routes.experts.reshape(-1)
     in_range = (expert_of_route >= 0) & (expert_of_route < count)
     expert_of_route = jnp.where(in_range, expert_of_route, count)
@@ -119,8 +115,8 @@ def _sum(
     token, weight = order // per_token, routes.weights.reshape(-1)[order]
 
     if differentiable:
-        kernels = [leaf[stacked.layer] for leaf in stacked[:3]]
-        rows = _grouped(h[token], kernels, sizes, activation, multiply) * weight[:, None]
+        kernels = [leaf[stacked.layer] for leaf in stacked[:2]]
+        rows = _grouped(h[token], kernels, sizes, gated, multiply) * weight[:, None]
         is_routed = jnp.arange(len(token)) < sizes.sum()
         rows = jnp.where(is_routed[:, None], rows, 0)
         return jnp.zeros(h.shape, jnp.float32).at[token].add(rows)
@@ -149,8 +145,7 @@ def _sum(
         def times(x: jax.Array, leaf: jax.Array) -> jax.Array:
             return product("nd,df->nf", x, kernel(leaf), multiply=multiply)
 
-        hidden = activation(times(x, stacked.gate)) * times(x, stacked.up)
-        out = times(hidden, stacked.down).astype(jnp.float32)
+        out = times(gated(times(x, stacked.gate_up)), stacked.down).astype(jnp.float32)
         return total.at[rows].add(out * scale[:, None], mode="drop")
 
     return lax.fori_loop(0, tile_ends[-1], step, jnp.zeros(h.shape, jnp.float32))
@@ -160,11 +155,11 @@ def _grouped(
     x: Float[Array, "M D"],
     kernels: list[jax.Array],
     sizes: Int[Array, " E"],
-    activation: Activation,
+    gated: Gated,
     multiply: Any,
 ) -> Float[Array, "M D"]:
-    """Return apply to each row its expert; rows are sorted by expert, `sizes` per expert."""
-    gate, up, down = kernels
+    """Apply to each row its expert; rows are sorted by expert, `sizes` per expert."""
+    gate_up, down = kernels
     dtype = x.dtype if multiply is None else multiply
 
     def times(x: jax.Array, kernel: jax.Array) -> jax.Array:
@@ -176,5 +171,4 @@ def _grouped(
             preferred_element_type=jnp.float32,
         )
 
-    hidden = activation(times(x, gate)) * times(x, up)
-    return times(hidden, down)
+    return times(gated(times(x, gate_up)), down)

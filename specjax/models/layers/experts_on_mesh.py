@@ -44,7 +44,7 @@ def mix_on_mesh(
         return partition((*stacked_axes, *axes), leaf.shape, mesh) if shards > 1 else replicated
 
     rows = partition(("batch", None), h.shape, mesh)
-    up, down = split(stacked.gate, UP_AXES), split(stacked.down, DOWN_AXES)
+    up, down = split(stacked.gate_up, UP_AXES), split(stacked.down, DOWN_AXES)
     by_expert = shards > 1 and up[1] is not None
     of_shared = shared and {
         name: {"kernel": split(weights["kernel"], DOWN_AXES[1:] if name == "down" else UP_AXES[1:])}
@@ -54,12 +54,12 @@ def mix_on_mesh(
     def on_device(*arguments: Any) -> Float[Array, "N D"]:
         h, routes, stacked, shared = arguments
         if by_expert:
-            first = lax.axis_index(MODEL) * stacked.gate.shape[1]
+            first = lax.axis_index(MODEL) * stacked.down.shape[1]
             routes = routes._replace(experts=routes.experts - first)
         total = mix(h, routes, stacked, shared=shared)
         return lax.psum(total, MODEL) if shards > 1 else total
 
-    specs = (rows, Routes(rows, rows), StackedExperts(up, up, down, PartitionSpec()), of_shared)
+    specs = (rows, Routes(rows, rows), StackedExperts(up, down, PartitionSpec()), of_shared)
     total = jax.shard_map(on_device, in_specs=specs, out_specs=rows, check_vma=False)(
         h, routes, stacked._replace(layer=jnp.asarray(stacked.layer)), shared
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,7 +11,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from specjax.errors import InputError
-from specjax.models.layers.quantized import QuantizedKernel, quantized_products
+from specjax.models.layers.quantized import QuantizedKernel, quantized_product
 
 
 class ChosenKernel(NamedTuple):
@@ -46,35 +45,17 @@ def product(
     InputError for a chosen kernel of another dtype.
     """
     if isinstance(kernel, ChosenKernel):
-        (y,) = _chosen_products(equation, x, [kernel], multiply, out)
-        return y
+        return _chosen_product(equation, x, kernel, multiply, out)
     if isinstance(kernel, QuantizedKernel):
-        (y,) = _quantized_products(equation, x, [kernel], out)
-        return y
+        _check_matrix_product(equation)
+        y = quantized_product(x.reshape(-1, x.shape[-1]), kernel)
+        return y.reshape(*x.shape[:-1], -1).astype(x.dtype if out is None else out)
     if multiply is None or jnp.dtype(multiply) == x.dtype:
         return jnp.einsum(
             equation, x, kernel, precision=full_precision(x.dtype), preferred_element_type=out
         )
     result = _einsum_rounded(equation, jnp.dtype(multiply), x, kernel)
     return result.astype(x.dtype if out is None else out)
-
-
-def products(
-    equation: str,
-    x: jax.Array,
-    kernels: Sequence[Kernel],
-    *,
-    multiply: Any = None,
-) -> list[jax.Array]:
-    """Return the `product` with each of several kernels; chosen or quantised ones run together.
-
-    Raises InputError as `product` does.
-    """
-    if all(isinstance(kernel, ChosenKernel) for kernel in kernels):
-        return _chosen_products(equation, x, kernels, multiply, None)
-    if all(isinstance(kernel, QuantizedKernel) for kernel in kernels):
-        return _quantized_products(equation, x, kernels, None)
-    return [product(equation, x, kernel, multiply=multiply) for kernel in kernels]
 
 
 _FEW_ROWS = 2, 7
@@ -85,17 +66,13 @@ seven. Two rows take as long as three, and are padded to three.
 """
 
 
-def _chosen_products(
-    equation: str,
-    x: Float[Array, "*B D"],
-    kernels: Sequence[ChosenKernel],
-    multiply: Any,
-    out: Any,
-) -> list[Float[Array, "*B _"]]:
-    """Return the products with kernels of the same layer, in one branch; no kernel is rounded."""
+def _chosen_product(
+    equation: str, x: Float[Array, "*B D"], kernel: ChosenKernel, multiply: Any, out: Any
+) -> Float[Array, "*B F"]:
+    """Return the product with the chosen kernel, in a branch of its own; it is not rounded."""
     _check_matrix_product(equation)
     dtype = jnp.dtype(x.dtype if multiply is None else multiply)
-    if any(layer_kernel.dtype != dtype for kernel in kernels for layer_kernel in kernel.kernels):
+    if any(of_layer.dtype != dtype for of_layer in kernel.kernels):
         raise InputError(
             f"multiply={dtype}: kernels of layers='apart' would be rounded for every product; use "
             "Form.for_training"
@@ -115,23 +92,9 @@ def _chosen_products(
         precision=full_precision(dtype),
         preferred_element_type=out,
     )
-
-    def branch(layer: tuple[Float[Array, "D _"], ...]) -> Callable[[jax.Array], list[jax.Array]]:
-        return lambda operand: [multiply_by(operand, kernel) for kernel in layer]
-
-    layers = zip(*(kernel.kernels for kernel in kernels), strict=True)
-    outputs = lax.switch(kernels[0].index, [branch(layer) for layer in layers], operand)
-    return [y[: len(rows)].reshape(*x.shape[:-1], -1) for y in outputs]
-
-
-def _quantized_products(
-    equation: str, x: Float[Array, "*B D"], kernels: Sequence[QuantizedKernel], out: Any
-) -> list[Float[Array, "*B _"]]:
-    """Return the products with quantised kernels of the same layer."""
-    _check_matrix_product(equation)
-    outputs = quantized_products(x.reshape(-1, x.shape[-1]), kernels)
-    dtype = x.dtype if out is None else out
-    return [y.reshape(*x.shape[:-1], -1).astype(dtype) for y in outputs]
+    branches = [functools.partial(multiply_by, rhs=of_layer) for of_layer in kernel.kernels]
+    y = lax.switch(kernel.index, branches, operand)
+    return y[: len(rows)].reshape(*x.shape[:-1], -1)
 
 
 def _check_matrix_product(equation: str) -> None:

@@ -7,9 +7,7 @@ that a model from such a file equals its float32 version up to the order of sums
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -146,46 +144,26 @@ def _weights(
     return weights.reshape(*scales.shape[:-1], -1)
 
 
-def quantized_products(
-    x: Float[Array, "N D"], kernels: Sequence[QuantizedKernel]
-) -> list[Float[Array, "N _"]]:
-    """Return the products of activations with several kernels of one layer, in float32.
+def quantized_product(x: Float[Array, "N D"], kernel: QuantizedKernel) -> Float[Array, "N F"]:
+    """Return the product of activations with a kernel [D, F], in float32.
 
-    On a CPU a C++ kernel reads the integers in place (`models/cpu`), in one call for kernels with
-    the same bits. Elsewhere XLA multiplies by the dequantized weights of the layer. Both round
-    activations in the same way.
+    On a CPU a C++ kernel reads the integers in place (`models/cpu`). Elsewhere XLA multiplies by
+    the dequantized weights of the layer. Both round activations in the same way.
     """
-    if (bits := kernels[0].activation_bits) is not None:
+    if (bits := kernel.activation_bits) is not None:
         x = round_activations(x, bits)
     if jax.default_backend() != "cpu" or not library.available():
-        product = functools.partial(jnp.matmul, precision=lax.Precision.HIGHEST)
-        return [product(x, kernel.dequantized(x.dtype)).astype(jnp.float32) for kernel in kernels]
-    results: list[Any] = [None] * len(kernels)
-    for bits in {kernel.bits for kernel in kernels}:
-        alike = [index for index, kernel in enumerate(kernels) if kernel.bits == bits]
-        columns = _cpu_products(x.astype(jnp.float32), [kernels[index] for index in alike])
-        for index, result in zip(alike, columns, strict=True):
-            results[index] = result
-    return results
-
-
-def _cpu_products(
-    x: Float[Array, "N D"], kernels: Sequence[QuantizedKernel]
-) -> list[Float[Array, "N _"]]:
-    """Return the products with kernels of as many bits, as one custom call."""
-    sizes = [kernel.shape[-1] for kernel in kernels]
+        weights = kernel.dequantized(x.dtype)
+        return jnp.matmul(x, weights, precision=lax.Precision.HIGHEST).astype(jnp.float32)
     arrays = [
         array if array.ndim == 3 else array[None]
-        for kernel in kernels
         for array in (kernel.values, kernel.scales, kernel.minimums)
         if array is not None
     ]
-    layer = kernels[0].layer
     call = jax.ffi.ffi_call(
         library.QUANTIZED_PRODUCT,
-        jax.ShapeDtypeStruct((x.shape[0], sum(sizes)), jnp.float32),
+        jax.ShapeDtypeStruct((x.shape[0], kernel.shape[-1]), jnp.float32),
         vmap_method="sequential",
     )
-    index = jnp.zeros((1,), jnp.int32) if layer is None else layer[None]
-    out = call(x, index, *arrays, bits=np.int32(kernels[0].bits))
-    return jnp.split(out, np.cumsum(sizes)[:-1], axis=1)
+    index = jnp.zeros((1,), jnp.int32) if kernel.layer is None else kernel.layer[None]
+    return call(x.astype(jnp.float32), index, *arrays, bits=np.int32(kernel.bits))

@@ -86,9 +86,9 @@ def table(
     """
     outer = {name: names.get(name, own) for name, own in _OUTER_NAMES[format].items()}
     entries = [
-        TensorEntry(f"{outer['embed']}.weight", ("head", "kernel"), 1, tied=True),
+        TensorEntry(f"{outer['embed']}.weight", ("head", "kernel"), tied=True),
         TensorEntry(f"{outer['embed']}.weight", ("embed", "embedding"), tied=False),
-        TensorEntry(f"{outer['head']}.weight", ("head", "kernel"), 1, tied=False),
+        TensorEntry(f"{outer['head']}.weight", ("head", "kernel"), tied=False),
     ]
     parts = {path: (group.index(path), len(group)) for group in fused for path in group}
     for module in (_FINAL_NORM, *_LAYER_MODULES, _POSITIONS):
@@ -104,8 +104,7 @@ def table(
         if module.kind == "norm":
             entries += [TensorEntry(weight, (*path, "scale"), added=norms_added), bias]
         elif module.kind == "linear":
-            inputs = 2 if module.path == "attention.output" else 1
-            kernel = TensorEntry(weight, (*path, "kernel"), inputs, is_paired, part=part)
+            kernel = TensorEntry(weight, (*path, "kernel"), is_paired, part=part)
             merged = "experts" in path and "{expert}" not in name
             entries.append(kernel._replace(transposed=transposed, merged=merged))
             entries.append(bias._replace(paired=is_paired, part=part))

@@ -1,0 +1,125 @@
+"""Kernels that are joined along their outputs: which of the joined ones are whose.
+
+Queries, keys and values are one kernel [D, (H + 2 G) C], the MLP's gate and up one [D, 2 F], so
+that a layer multiplies once by each. Their outputs are in equal blocks, each with a section of
+every part: for each key/value head its H / G query heads, its key and its value; of gate and up,
+one of gcd(H, F) sections each. A mesh splits outputs between blocks wherever it can split a decoder
+(`build_parameters.can_split`) and has no more devices than key/value heads: each device then holds
+whole heads, and the gates of its own part of up. Biases and the norms of queries and keys are
+joined likewise, the norms in one block.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from specjax.models.config import DecoderConfig
+from specjax.models.parameters import Parameter
+
+Path = tuple[str, ...]
+PARTS = {
+    "qkv": ("query", "key", "value"),
+    "qk_norm": ("query_norm", "key_norm"),
+    "gate_up": ("gate", "up"),
+}
+"""What is joined, by the name of the module, in the order of a block's sections."""
+
+
+class Section(NamedTuple):
+    """The outputs of one part: those from `start` to `stop` of each block of `size` outputs."""
+
+    size: int = 1
+    start: int = 0
+    stop: int = 1
+
+    @property
+    def width(self) -> int:
+        """The number of the part's outputs in a block."""
+        return self.stop - self.start
+
+    def of(self, rows: Any) -> Any:
+        """Return the part [blocks, width, ...] of rows [outputs, ...]; of a host array a view."""
+        return rows.reshape(-1, self.size, *rows.shape[1:])[:, self.start : self.stop]
+
+
+class Part(NamedTuple):
+    """A part of a leaf: the leaf's path, the shape [..., outputs] that the part has, its section.
+
+    A leaf that is not joined is one part, and each of its outputs a block.
+    """
+
+    path: Path
+    shape: tuple[int, ...]
+    section: Section
+
+
+def gate_up_block(num_heads: int, width: int) -> int:
+    """Return the number of gates in a block of a joined gate and up of F = `width` each."""
+    return width // math.gcd(num_heads, width)
+
+
+def parts(table: dict[str, Any], config: DecoderConfig) -> dict[Path, Part]:
+    """Return the parts of all leaves of a parameter table, by paths with a part's own name.
+
+    `config` is that of the layers, whichever tree they are in.
+    """
+    found: dict[Path, Part] = {}
+    for steps, entry in jax.tree_util.tree_leaves_with_path(
+        table, is_leaf=lambda node: isinstance(node, Parameter)
+    ):
+        path = tuple(step.key for step in steps)
+        *lead, outputs = entry.shape
+        module = next((name for name in path if name in PARTS), None)
+        if module is None:
+            found[path] = Part(path, entry.shape, Section())
+            continue
+        widths = _widths(module, outputs, config)
+        size, start = sum(widths), 0
+        for name, width in zip(PARTS[module], widths, strict=True):
+            own = tuple(name if step == module else step for step in path)
+            section = Section(size, start, start + width)
+            found[own] = Part(path, (*lead, outputs // size * width), section)
+            start += width
+    return found
+
+
+def _widths(module: str, outputs: int, config: DecoderConfig) -> list[int]:
+    """Return the widths of the sections of a joined module's block."""
+    width = config.head_dim
+    if module == "qkv":
+        return [config.num_heads // config.num_kv_heads * width, width, width]
+    if module == "qk_norm":
+        return [width, width]
+    return [gate_up_block(config.num_heads, outputs // 2)] * 2
+
+
+def with_joined(params: dict[str, Any], table: dict[str, Any], config: DecoderConfig) -> Any:
+    """Return the tree of a table from one in which each part is a leaf of its own.
+
+    Earlier versions saved such trees, whose kernels have separate axes for heads and their width. A
+    tree of another kind is returned as it is.
+    """
+    known = parts(table, config)
+    if len(jax.tree.leaves(params)) != len(known):
+        return params
+    leaves: dict[Path, list[jax.Array]] = {}
+    for path, part in known.items():
+        array: Any = params
+        for step in path:
+            array = array.get(step, {}) if isinstance(array, dict) else {}
+        if isinstance(array, dict) or array.size != math.prod(part.shape):
+            return params
+        sections = (*part.shape[:-1], -1, part.section.width)
+        leaves.setdefault(part.path, []).append(array.reshape(sections))
+    tree: dict[str, Any] = {}
+    for (*parents, last), sections in leaves.items():
+        node = tree
+        for step in parents:
+            node = node.setdefault(step, {})
+        whole = jnp.concatenate(sections, axis=-1)
+        node[last] = whole.reshape(*whole.shape[:-2], -1)
+    return tree
