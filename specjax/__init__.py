@@ -9,11 +9,10 @@
     specjax.Engine      requests that come and go     specjax.metrics    figures from counts
     specjax.compile     compile before the first call specjax.theory     what speculation can gain
     specjax.Drafter     write a drafter of your own   specjax.trees      token trees
-    specjax.testing     prove that it is exact        specjax.drafters   drafters and their options
+    specjax.testing     test that it is exact         specjax.drafters   drafters and their options
 
-`help(specjax.generate)` or `help(specjax.sampling)` says more, docs/tutorial.md begins at the
-beginning. Names are loaded when they are first used, so `import specjax.sampling` loads nothing
-else.
+See `help(specjax.generate)`, `help(specjax.sampling)` and docs/tutorial.md. Names are imported on
+first use, so `import specjax.sampling` imports nothing else.
 """
 
 from __future__ import annotations

@@ -65,10 +65,10 @@ class KVCache:
         return self.k.shape[3]
 
     def rounded(self, entries: Float[Array, "*N C"]) -> Float[Array, "*N C"]:
-        """Return keys or values as numbers that the cache stores without rounding them.
+        """Return keys or values rounded to what the cache can store.
 
-        Those of a window are rounded before they are read, so that a token's are the same before
-        and after they are committed.
+        A window's keys and values are rounded before they are read, so that those of a token are
+        the same before and after the token is committed.
         """
         return decode(encode(entries, self.k.dtype), entries.dtype)
 

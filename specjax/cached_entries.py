@@ -1,4 +1,4 @@
-"""Keys and values as a cache stores them: in the model's dtype, in bfloat16, or in 8 bits."""
+"""Storage of keys and values in caches: in the model's dtype, in bfloat16, or in 8 bits."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _SMALLEST_EXPONENT = -126
 
 @struct.dataclass
 class Int8Entries:
-    """Keys or values [L, B, G, S, C] as integers times a power of two for each token and head.
+    """Keys or values [L, B, G, S, C] as integers times a power of two per token and head.
 
-    With powers of two the numbers are exact in every floating-point dtype, and rounding them again
-    changes nothing: a token has the same keys in the round's window and in the cache.
+    Products with powers of two are exact in every floating-point dtype, and rounding twice changes
+    nothing, so that a token has the same keys in the window and in the cache.
     """
 
     integers: Int8[Array, "*N C"]
@@ -38,18 +38,18 @@ Entries = Shaped[Array, "*N C"] | Int8Entries
 
 
 def relative_step(dtype: jnp.dtype) -> float:
-    """Return the distance of 1 to the next number of a dtype; for int8 of the largest integer."""
+    """Return the distance from 1 to the next number of a dtype; for int8, from the largest."""
     return 2.0**-7 if dtype == jnp.int8 else float(jnp.finfo(dtype).eps)
 
 
 def empty_entries(shape: tuple[int, ...], dtype: jnp.dtype) -> Entries:
-    """Return stored keys or values that are all zero."""
+    """Return all-zero keys or values in a cache's storage format."""
     zeros = jnp.zeros(shape, dtype)
     return Int8Entries(zeros, zeros[..., :1]) if dtype == jnp.int8 else zeros
 
 
 def encode(entries: Float[Array, "*N C"], dtype: jnp.dtype) -> Entries:
-    """Return keys or values as a cache of `dtype` stores them; int8 as `Int8Entries`."""
+    """Return keys or values in the storage format of `dtype`, `Int8Entries` for int8."""
     if dtype != jnp.int8:
         return entries.astype(dtype)
     entries = entries.astype(jnp.float32)
@@ -62,7 +62,7 @@ def encode(entries: Float[Array, "*N C"], dtype: jnp.dtype) -> Entries:
 
 
 def decode(entries: Entries, dtype: jnp.dtype) -> Float[Array, "*N C"]:
-    """Return stored keys or values as an array of floating-point numbers."""
+    """Return stored keys or values as a floating-point array."""
     if not isinstance(entries, Int8Entries):
         return entries.astype(dtype)
     numbers = entries.integers.astype(jnp.float32) * powers_of_two(entries.exponents)
@@ -70,6 +70,6 @@ def decode(entries: Entries, dtype: jnp.dtype) -> Float[Array, "*N C"]:
 
 
 def powers_of_two(exponents: Int[Array, "*N"]) -> Float[Array, "*N"]:
-    """Return 2 to the power of exponents from -126 to 127, exactly."""
+    """Return 2 to the power of exponents between -126 and 127, exactly."""
     bits = (exponents.astype(jnp.int32) + 127) << 23
     return jax.lax.bitcast_convert_type(bits, jnp.float32)

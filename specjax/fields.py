@@ -265,7 +265,7 @@ class Items:
 
 @dataclass(frozen=True)
 class Either:
-    """A value of one of several kinds, or None where `none` is set."""
+    """A value of one of several kinds, or, with `none`, None."""
 
     kinds: tuple[Kind, ...]
     none: bool = False

@@ -1,7 +1,7 @@
 """Metrics of speculative decoding, derived from raw counts per verify pass.
 
     summarize(drafted, accepted, emitted, width)   all of the following at once, as a `Summary`
-    acceptance_length(accepted)                    tau: tokens per pass, the target's own included
+    acceptance_length(accepted)                    tau: tokens per pass, bonus token included
     acceptance_rate(drafted, accepted)             accepted / drafted tokens
     acceptance_at_pos, cond_acceptance_at_pos      by position in the draft
     tokens_per_round(emitted)                      tokens per pass that reached the output
@@ -19,9 +19,9 @@ the row was not active:
             sequence, max_new_tokens or a stop string
   width     window slots that the pass computed: the compiled width, root included
 
-An undefined number, such as an acceptance rate where nothing was drafted, is None and never NaN.
-Functions pool over all passes of all requests, which weighs long outputs more; `per_request_mean`
-weighs requests equally.
+An undefined number, such as an acceptance rate without drafts, is None and never NaN. Functions
+pool over all passes of all requests, which weights long outputs more; `per_request_mean` weights
+requests equally.
 """
 
 from __future__ import annotations

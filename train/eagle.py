@@ -3,7 +3,7 @@
     python -m train.eagle [--config=configs/train_eagle3.py:quick] [--config.FIELD=VALUE ...]
 
 EAGLE-1 (Li et al. 2401.15077, configs/train_eagle1.py): the next feature by smooth L1 and its token
-by cross-entropy, from true features with noise. EAGLE-3 (2503.01840): cross-entropy alone, over
+by cross-entropy, from true features with noise. EAGLE-3 (2503.01840): cross-entropy only, over
 several draft steps that read the head's own outputs ("training-time test"). Exit codes: 0; 2 for
 bad input; 130 after Ctrl-C or SIGTERM.
 """

@@ -131,5 +131,5 @@ def _discard_stdout() -> None:
 
 
 def use_compilation_cache() -> None:
-    """Keep compiled programs on disk, under JAX_COMPILATION_CACHE_DIR or ~/.cache/specjax/xla."""
+    """Cache compiled programs in JAX_COMPILATION_CACHE_DIR or ~/.cache/specjax/xla."""
     program_cache.keep(_tell)

@@ -38,7 +38,7 @@ EXACT_RULE_NAME = Choice(tuple(name for name, rule in sampling.RULES.items() if 
 
 @dataclass(frozen=True)
 class RuleKind:
-    """A verification rule, or the name of one."""
+    """The kind of verification rules: a rule or its name."""
 
     def check(self, name: str, value: Any) -> sampling.Rule:
         """Return the rule."""
@@ -63,7 +63,7 @@ MAX_LENGTH = Whole(2, remedy="use 2 (a prompt and a new token) to the positions 
 
 @dataclass(frozen=True)
 class ControllerKind:
-    """A length controller: a value, not its class."""
+    """The kind of length controllers: an instance, not a class."""
 
     def check(self, name: str, value: Any) -> Controller:
         """Return the controller."""

@@ -1,4 +1,4 @@
-"""The static plan that a loop is compiled for."""
+"""The static configuration of a compiled loop."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def encode_prompt(model: Model, prompt: Prompt, name: str = "prompt") -> list[in
 
 @dataclass(frozen=True)
 class Question:
-    """One line of a prompt file in Spec-Bench's schema."""
+    """A line of a prompt file in Spec-Bench's schema."""
 
     question_id: int | str
     category: str

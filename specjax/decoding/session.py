@@ -80,7 +80,7 @@ class Session:
 
     @property
     def params(self) -> tuple[Any, Any]:
-        """(target's parameters, drafter's parameters)."""
+        """The target's and the drafter's parameters."""
         return self.model.params, self.drafter.params
 
     @property

@@ -34,7 +34,7 @@ Noise = Callable[[Int[Array, ""] | int], Float[Array, "B V"]]
 
 @struct.dataclass
 class Sampling:
-    """Each row's sampling parameters."""
+    """The sampling parameters of each row."""
 
     temperature: Float[Array, "B"]
     top_k: Int[Array, "B"]

@@ -74,7 +74,7 @@ class Simulated(Drafter):
         return jnp.asarray(replay)
 
     def propose(self, params: Any, state: Any, context: Context, noise: Noise) -> tuple[Draft, Any]:
-        """Propose the next tokens of the row's replay."""
+        """Propose the next tokens of each row's replay."""
         del noise
         step = jnp.arange(self.num_speculative_tokens)
         offset = (context.length - context.prompt_length)[:, None] + step[None, :]

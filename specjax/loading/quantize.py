@@ -28,7 +28,7 @@ DRAFT_WEIGHTS = Choice(("auto", "float", "int8", "int4"))
 """How a trained drafter's weights may be stored; `auto` is int8 beside a target in few bits."""
 _BITS = {"int8": 8, "int4": 4}
 ACTIVATION_BITS = {"float": None, **_BITS}
-"""The bits to which a quantised drafter's activations are rounded, by name; None for not at all."""
+"""The bits to which a quantized drafter's activations are rounded, by name; None for not at all."""
 _UNCHANGED = frozenset({"router", "experts", "mtp"})
 
 

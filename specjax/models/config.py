@@ -1,4 +1,4 @@
-"""The shape of a decoder, as a checkpoint's config describes it."""
+"""The config of a decoder."""
 
 from __future__ import annotations
 
@@ -97,9 +97,9 @@ class SlidingWindow:
 
 @dataclass(frozen=True)
 class Mlp:
-    """The MLP: its activation, and whether a second projection gates it.
+    """The activation of the MLP, and whether a second projection gates it.
 
-    `gelu_tanh` is the approximation of GELU by tanh (GPT-2's `gelu_new`), `gelu` the exact one.
+    `gelu_tanh` is GELU approximated by tanh (GPT-2's `gelu_new`), `gelu` the exact function.
     """
 
     activation: Literal["silu", "gelu_tanh", "gelu"] = "silu"

@@ -56,16 +56,16 @@ from specjax.models.top_tokens import (
 
 @dataclass(frozen=True)
 class Form:
-    """How the same arithmetic is laid out for a backend; the numbers agree up to rounding.
+    """The layout of layers and of cache attention for a backend; numbers agree up to rounding.
 
-    `layers` is `stacked`, one array for a parameter of all layers and a loop over it; `apart`,
-    arrays of each layer's own and a loop whose products choose their layer's kernel, for models
-    without experts; or `unrolled`, arrays and code of each layer's own. `cache_attention` is
-    `rows`, a loop over each row's own filled blocks of the cache (for few tokens a kernel in C++),
-    `blocks`, a loop over those of the longest row, all rows at once, `whole`, one product over its
-    capacity, or `kernel`, a GPU kernel over the filled slots, which needs unrolled layers (prefill,
-    and what the kernel does not support, use `blocks`: some head widths, sliding windows, soft
-    caps). Raises InputError for other values.
+    `layers` is `stacked`, one array per parameter of all layers and a loop over it; `apart`,
+    separate arrays per layer and a loop whose products select the layer's kernel, for models
+    without experts; or `unrolled`, separate arrays and code per layer. `cache_attention` is `rows`,
+    a loop over each row's filled blocks of the cache (for few tokens a C++ kernel); `blocks`, a
+    loop over the blocks of the longest row, all rows at once; `whole`, one product over its
+    capacity; or `kernel`, a GPU kernel over the filled slots, which needs unrolled layers and falls
+    back to `blocks` for prefill, some head widths, sliding windows and soft caps. Raises InputError
+    for other values.
     """
 
     layers: str = "stacked"
@@ -88,18 +88,18 @@ class Form:
 
     @property
     def stacked(self) -> bool:
-        """Whether the parameters of layers are stacked (`parameter_table`)."""
+        """Whether the parameters of layers are stacked; see `parameter_table`."""
         return self.layers == "stacked"
 
     @classmethod
     def of(cls, platform: str, config: DecoderConfig, num_devices: int = 1) -> Form:
-        """Return the form of a model that decodes on a platform: cpu, tpu, or a GPU's name.
+        """Return the form for a platform: cpu, tpu, or the name of a GPU.
 
         A CPU gains nothing from attention over several rows at once. XLA copies each layer's slice
-        of stacked weights before a product of several tokens. On a CPU that costs most when other
-        work fills the shared cache: layers are apart if one of the MLP's kernels exceeds 1 MiB in
-        float32, more than fits in a core's own cache beside the rest. On GPU XLA copies slices of
-        the key/value cache too, and the host waits for each iteration of a loop
+        of stacked weights before a product with several tokens, which costs most on a CPU when
+        other work fills the shared cache: layers are separate if one of the MLP's kernels exceeds 1
+        MiB in float32, which does not fit in a core's own cache. On GPU XLA also copies slices of
+        the key/value cache, and the host waits for each iteration of a loop
         (`scripts/inspect_compiled_round.py`).
         """
         if platform not in ("cpu", "tpu"):
@@ -111,7 +111,7 @@ class Form:
 
     @classmethod
     def for_training(cls, platform: str) -> Form:
-        """Return the form of a model in training, where branches per layer would copy gradients."""
+        """Return the form for training, where branches per layer would copy gradients."""
         if platform not in ("cpu", "tpu"):
             return cls("unrolled", "kernel")
         return cls("stacked", "rows" if platform == "cpu" else "blocks")
@@ -145,12 +145,12 @@ def unused_mask(config: DecoderConfig) -> Bool[np.ndarray, "V"]:
 class Decoder:
     """A decoder as plain functions of its parameters; implements `interface.LanguageModel`.
 
-    `shards` is the number of devices its weights are split over (the mesh's `model` axis), 1 where
-    each device holds them whole. With more shards than key/value heads, heads are repeated in the
-    cache so that each shard has a copy. `multiply` is the dtype to which products round their
-    operands, where that is not `dtype` (training, and bfloat16 on a CPU: `matmul.product`);
-    attention's may then be rounded as a device does by default. `cache_dtype` is how its caches
-    store keys and values, by default `dtype` (`cached_entries`).
+    `shards` is the number of devices over which its weights are sharded (the mesh's `model` axis),
+    1 if they are replicated. With more shards than key/value heads, heads are repeated in the cache
+    so that each shard has a copy. `multiply` is the dtype to which products round their operands,
+    if other than `dtype` (training, and bfloat16 on a CPU: `matmul.product`); attention may then
+    round as the device does by default. `cache_dtype` is the storage of keys and values in caches,
+    by default `dtype` (`cached_entries`).
     """
 
     config: DecoderConfig
@@ -180,7 +180,7 @@ class Decoder:
 
     @property
     def arithmetic(self) -> DecoderLayer:
-        """The arithmetic of a layer."""
+        """The arithmetic of a single layer."""
         return DecoderLayer(self.config, self.dtype, self.shards, self.multiply)
 
     def make_cache(self, batch: int, capacity: int) -> KVCache:
@@ -361,10 +361,10 @@ def attention(
 ) -> Callable[..., Partial]:
     """Return the form's `attend(query, cache, window, layer, seen, oldest)` over window and cache.
 
-    It is for a pass over `tokens` tokens of layers that `config` describes; on a mesh the heads are
-    `split` over `model`, or whole on each device. With the kernel for GPUs, `layer` must be an int.
-    Queries see the keys of the window that `seen` says, and the committed ones, from `oldest` on if
-    that is given.
+    It serves passes over `tokens` tokens through layers described by `config`; on a mesh the heads
+    are sharded over `model` if `split`, otherwise replicated. With the GPU kernel, `layer` must be
+    an int. Queries attend to the keys of the window marked in `seen`, and to committed keys, from
+    `oldest` on if given.
     """
     softcap = config.attention.softcap
     if form.cache_attention == "rows" and cpu_attention.attends(cache, tokens):
@@ -431,7 +431,7 @@ class _Features:
         """The layers whose inputs are features, by feature."""
 
     def no_experts(self, tokens_shape: tuple[int, int]) -> Int[Array, "M B T K"] | None:
-        """Return an array for the experts of tokens [B, T] in each of the M sparse layers."""
+        """Return a zero array for the experts of tokens [B, T] in each of the M sparse layers."""
         if EXPERTS not in self.names:
             return None
         experts = self._config.experts.per_token

@@ -1,4 +1,4 @@
-"""The most likely next tokens, also as a feature `top_tokens:k` with the ids of the top k."""
+"""Find the most likely next tokens, also as a feature, `top_tokens:k`, with their ids."""
 
 from __future__ import annotations
 

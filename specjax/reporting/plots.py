@@ -13,7 +13,7 @@ from typing import Any
 
 from specjax.errors import InputError, printable
 
-# Okabe and Ito's colours, without the yellow, which is invisible on white.
+# Okabe and Ito's colors, without the yellow, which is invisible on white.
 _MARKERS = "os^Dv"
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
 
@@ -238,7 +238,7 @@ def _add_legend(figure: Any, all_axes: Sequence[Any]) -> None:
 
 
 def _styles(families: Sequence[str]) -> list[tuple[Any, str, str]]:
-    """Colour, marker and hatch of each; the last of a family has the full colour."""
+    """Color, marker and hatch of each; the last of a family has the full color."""
     from matplotlib.colors import to_rgb
 
     names = [family or f"\0{index}" for index, family in enumerate(families)]

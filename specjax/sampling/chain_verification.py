@@ -27,8 +27,8 @@ Distributions = Callable[[Int[Array, "B"]], Float[Array, "B V"]]
 class Verification(NamedTuple):
     """The result of verifying a draft.
 
-    `path_slots` are the window slots of the accepted nodes in order, -1 after them; `num_accepted`
-    counts them; `next_token` is the target's own token that follows the last of them.
+    `path_slots` are the window slots of the accepted nodes in order, padded with -1; `num_accepted`
+    counts them; `next_token` is the target's token that follows the last of them.
     """
 
     path_slots: Int[Array, "*B P"]

@@ -37,7 +37,7 @@ def residual(
 
 
 def log_ratio(logp: Float[Array, "*rows"], logq: Float[Array, "*rows"]) -> Float[Array, "*rows"]:
-    """Return log(p / q): -inf where p = 0, and otherwise +inf where q = 0."""
+    """Return log(p / q): -inf if p = 0, otherwise +inf if q = 0."""
     possible = logp > -jnp.inf
     return jnp.where(possible, jnp.where(possible, logp, 0) - logq, -jnp.inf)
 

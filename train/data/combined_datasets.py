@@ -94,7 +94,7 @@ class Sources:
 
     @cached_property
     def validation(self) -> Bool[np.ndarray, "n"]:
-        """Which conversations are held out."""
+        """A mask of the held-out conversations."""
         return np.concatenate([part.validation for part in self.parts])
 
     def __len__(self) -> int:

@@ -92,7 +92,7 @@ class Responses:
 
     @cached_property
     def validation(self) -> Bool[np.ndarray, "n"]:
-        """Which conversations are held out."""
+        """A mask of the held-out conversations."""
         return self.ids % VALIDATION_EVERY == 0
 
     @cached_property

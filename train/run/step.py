@@ -1,4 +1,4 @@
-"""One training step as a compiled program, and the state that it updates."""
+"""A training step as a compiled program, and the state that it updates."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class RunFolder:
 
 @dataclass(frozen=True)
 class Workdir:
-    """The paths in a run's directory."""
+    """The paths in the directory of a run."""
 
     root: Path
 

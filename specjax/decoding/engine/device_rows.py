@@ -85,7 +85,7 @@ class DeviceRows:
     def new_rows(self, rows: Sequence[Row]) -> bool:
         """Start new rows; return whether their prompts are already read.
 
-        They are if the previous new rows had the same prompts.
+        This is the case if the previous new rows had the same prompts.
         """
         session, programs = self.session, self.compile()
         arguments = self._arguments(rows, session.prefill_rows)

@@ -153,11 +153,11 @@ class Follower:
         rounds: Rounds,
         first_round: int,
     ) -> tuple[list[int], list[bool], str]:
-        """New tokens, whether each was drafted, and final text of a step.
+        """Add a step's tokens; return new tokens, whether each was drafted, and new text.
 
-        `rounds` are the step's counts [R], whose first column is the engine's round `first_round`.
-        The output ends, by its `finish_reason`, where the row does or at a stop string. Raises
-        InputError for tokens that have no text, of which nothing is added.
+        `rounds` are the step's counts [R], starting with the engine's round `first_round`. The text
+        is final. The output ends, as `finish_reason` says, with the row or at a stop string. Raises
+        InputError, adding nothing, for tokens that have no text.
         """
         participated = rounds.emitted >= 0
         if self.first_round is None:

@@ -1,10 +1,10 @@
-"""Suffix decoding: copying what most often followed the longest match of a row's last tokens.
+"""Suffix decoding: copying the most frequent continuation of the longest match of the last tokens.
 
-Rule and options are ArcticInference's (Oliaro et al. 2411.04975), applied to the row's own text: a
-chain of the most frequent tokens, or a tree. An automaton or a tree of the text would be extended
-by pointer steps that depend on one another; here each position has the length of the text that it
-has in common with the row's end, which one pass over the row updates per committed token: the
-matches of any length, and all of them.
+Rule and options are those of ArcticInference (Oliaro et al. 2411.04975), applied to the row's own
+text: a chain of the most frequent tokens, or a tree. Instead of a suffix tree, whose extension
+takes dependent pointer steps, each position stores the length of the text that ends there and
+equals the end of the row. One pass over the row per committed token updates these lengths, which
+give all matches of any length.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ _USUAL_LENGTH = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Suffix(Drafter):
-    """A drafter that copies what followed the longest earlier occurrences of a row's last tokens.
+    """A drafter that copies continuations of the longest earlier matches of a row's last tokens.
 
-    After each token comes the one that followed most of the occurrences which have the draft so
-    far, of equally many the latest. The share of all occurrences that have it is the estimated
-    probability of a draft, which ends before that is below `suffix_decoding_min_token_prob`. A
-    match of l tokens allows `suffix_decoding_max_spec_factor` * l +
-    `suffix_decoding_max_spec_offset` tokens, and match and draft together at most
-    `suffix_decoding_max_tree_depth`, for which only the end of a longer match is counted. A `tree`
-    (a `DynamicTree`, or a `TreeOptions` that becomes one) has the nodes of highest probability, as
-    many as the match allows, and at most `topk` after each. The state has 4 bytes per token of a
-    row's capacity. Raises InputError for options out of range, and for a static tree, one with
-    fewer levels than tokens are asked for, and one with more nodes than are counted.
+    After each token it drafts the one that followed most of the matches that contain the draft so
+    far, and of equally frequent ones the latest. The estimated probability of a draft is the
+    fraction of all matches that contain it; the draft ends before this falls below
+    `suffix_decoding_min_token_prob`. A match of l tokens allows `suffix_decoding_max_spec_factor` *
+    l + `suffix_decoding_max_spec_offset` draft tokens. Match and draft together have at most
+    `suffix_decoding_max_tree_depth` tokens; of a longer match only the end counts. A `tree` (a
+    `DynamicTree`, or a `TreeOptions`, which is converted to one) has the most probable nodes, as
+    many as the match allows, with at most `topk` after each. The state takes 4 bytes per token of a
+    row's capacity. Raises InputError for options out of range, a static tree, a tree with fewer
+    levels than requested tokens, and one with too many nodes.
     """
 
     num_speculative_tokens: Annotated[int, optional(DRAFT_TOKENS)] = None  # as __post_init__ says
@@ -82,12 +82,12 @@ class Suffix(Drafter):
 
     @property
     def shape(self) -> DynamicTree | None:
-        """The sizes of the tree, no deeper than `num_speculative_tokens`; None for a chain."""
+        """The sizes of the tree, limited to `num_speculative_tokens`, or None for a chain."""
         return None if self.tree is None else self.tree.limited(self.num_speculative_tokens)
 
     @property
     def num_nodes(self) -> int:
-        """The most nodes of its tree, or tokens of its chain."""
+        """The maximum number of nodes of its tree, or tokens of its chain."""
         return self.num_speculative_tokens if self.tree is None else self.shape.num_nodes
 
     @property
@@ -97,7 +97,7 @@ class Suffix(Drafter):
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """The most nodes after a match of 0, 1, ... tokens; the last number for all longer ones."""
+        """The maximum number of nodes after a match of 0, 1, ... tokens; the last entry repeats."""
         depth = self.suffix_decoding_max_tree_depth
         match = np.arange(1, depth)
         allowed = (
@@ -108,14 +108,14 @@ class Suffix(Drafter):
         return (0, *allowed.tolist())
 
     def init(self, params: Any, batch: int, capacity: int) -> Int[Array, "B S"]:
-        """Return, per position of empty rows, the length of its match: 0."""
+        """Return the match length at each position of empty rows, which is 0."""
         del params
         return constrain_rows(jnp.zeros((batch, capacity), jnp.int32))
 
     def propose(
         self, params: Any, state: Int[Array, "B S"], context: Context, noise: Noise
     ) -> tuple[Draft, Int[Array, "B S"]]:
-        """Propose the likeliest continuations of the longest match, in rows that have one."""
+        """Propose the most likely continuations of the longest match, in rows that have one."""
         del params, noise
         longest = state.max(axis=1)
         is_longest = (state == longest[:, None]) & (state > 0)
@@ -142,7 +142,7 @@ class Suffix(Drafter):
     def observe(
         self, params: Any, state: Int[Array, "B S"], context: Context, accepted: Accepted
     ) -> Int[Array, "B S"]:
-        """Return the lengths of the matches with the row's new end, token by token."""
+        """Return the lengths of the matches with the new end of each row."""
         del params
         position = jnp.arange(state.shape[1])[None, :]
         first = context.length - accepted.count
@@ -161,12 +161,12 @@ class Suffix(Drafter):
 def counted(
     continuations: Int[Array, "B m K"], known: Bool[Array, "B m"], topk: int, least: float
 ) -> Candidates:
-    """Return what follows each token in the m continuations of a row that are `known`.
+    """Return the candidates after each token in the m continuations of a row that are `known`.
 
-    The arrays are [K, B, m]: the candidates of each depth. A value is the share of the known
-    continuations that have the path; of those that are alike the first has the candidate. None is
-    below `least`, and after each token there are the `topk` most frequent ones, of equally frequent
-    ones the first.
+    Arrays are [K, B, m], with the candidates of each depth. The value of a candidate is the
+    fraction of known continuations that contain its path; among identical paths the first has the
+    candidate. Values are at least `least`, and each token is followed by the `topk` most frequent
+    candidates, the first ones among equals.
     """
     index = jnp.arange(known.shape[1])
     is_earlier = jnp.tril(jnp.ones((1, len(index), len(index)), bool), -1)

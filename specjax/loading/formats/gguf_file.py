@@ -41,7 +41,7 @@ _SCALARS = {
     12: "<f8",
 }
 _STRING, _ARRAY = 8, 9
-_CHUNK = 1 << 17  # values dequantised at a time: what the second-level cache holds
+_CHUNK = 1 << 17  # values dequantized at a time: what the second-level cache holds
 
 
 class Tensor(NamedTuple):

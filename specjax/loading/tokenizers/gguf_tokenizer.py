@@ -1,4 +1,4 @@
-"""The tokenizer that a GGUF file's metadata describes."""
+"""Build the tokenizer that a GGUF file's metadata describes."""
 
 from __future__ import annotations
 

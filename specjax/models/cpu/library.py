@@ -36,7 +36,7 @@ _MOST_TOKENS = 64
 
 
 def is_for(tokens: int, dtype: jnp.dtype) -> bool:
-    """Return whether the library is there, and is for T `tokens` of a row in such a dtype."""
+    """Return whether the library is available and supports T `tokens` per row in this dtype."""
     return (
         tokens <= _MOST_TOKENS
         and dtype == jnp.float32

@@ -1,1 +1,1 @@
-"""Trained draft heads: EAGLE, Medusa, and draft models that use the target's embedding."""
+"""Trained draft heads: EAGLE, Medusa, MTP, and draft models with the target's embedding."""

@@ -1,4 +1,4 @@
-"""A small language model that shares its target's embedding, and columns of its head."""
+"""A small language model that shares its target's embedding and columns of its head."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from specjax.models.layers.decoder_layer import limited
 
 @dataclass(frozen=True)
 class DraftModelConfig:
-    """A decoder of the target's width and vocabulary, with logits for Vd of the tokens."""
+    """A decoder with the target's width and vocabulary, and logits for Vd tokens."""
 
     decoder: DecoderConfig
     draft_vocab_size: int

@@ -26,7 +26,7 @@ from specjax.models.parameters import ParameterTable
 
 @runtime_checkable
 class PairConfig(Protocol):
-    """The config of a head; `decoder` describes the one layer of each module."""
+    """The config of a head; `decoder` describes the layer of each module."""
 
     @property
     def decoder(self) -> DecoderConfig:
@@ -73,7 +73,7 @@ class PairHead:
 
     @property
     def arithmetic(self) -> DecoderLayer:
-        """The arithmetic of its layers."""
+        """The arithmetic of the head's layers."""
         return DecoderLayer(
             self.config.decoder, self.dtype, self.shards, self.multiply, self.differentiable
         )

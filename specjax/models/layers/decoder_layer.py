@@ -48,13 +48,13 @@ class DecoderLayer:
     differentiable: bool = False
 
     def norm(self, x: Float[Array, "B T D"], weights: dict[str, Any]) -> Float[Array, "B T D"]:
-        """Return `x` after the config's norm: RMS or layer norm, with its epsilon."""
+        """Apply the config's norm (RMS or layer norm) to `x`."""
         if self.config.norm.kind == "layer":
             return layer_norm(x, weights["scale"], weights["bias"], self.config.rms_norm_eps)
         return self.rms_norm(x, weights["scale"])
 
     def rms_norm(self, x: jax.Array, scale: Float[Array, "D"]) -> jax.Array:
-        """Return `x` after an RMS norm over the last axis, with the config's epsilon and offset."""
+        """Apply an RMS norm over the last axis, with the config's epsilon and offset."""
         if self.config.norm.offset:
             # In float32 to the end: 1 + scale has too few bits in the weights' dtype.
             wide = scale.astype(jnp.float32) + self.config.norm.offset
@@ -171,7 +171,7 @@ class DecoderLayer:
         return out, routes.experts.reshape(*h.shape[:2], -1)
 
     def whole(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """Return the residual stream, constrained not to be split over `model`."""
+        """Return the residual stream with a constraint against sharding over `model`."""
         return constrain(x, "batch", None, None)
 
     def _split(self, x: Float[Array, "B T N C"], heads: str) -> Float[Array, "B T N C"]:
@@ -181,7 +181,7 @@ class DecoderLayer:
 def at_layer(
     stacked: Shaped[Array, "L ..."] | QuantizedKernel, index: Int[Array, ""] | int
 ) -> jax.Array | QuantizedKernel:
-    """Return a layer's entry of an array stacked over layers; the index is never negative."""
+    """Return a layer's entry of an array stacked over layers; the index must not be negative."""
     if isinstance(stacked, QuantizedKernel):
         return stacked.at_layer(index)
     if isinstance(index, int):
@@ -210,7 +210,7 @@ def _at_layer(layers: dict[str, Any], index: Int[Array, ""] | int) -> dict[str, 
 def layer_chooser(
     layers: Sequence[dict[str, Any]],
 ) -> Callable[[Int[Array, ""]], dict[str, Any]]:
-    """Return a function from a traced index to the weights of one of several separate layers.
+    """Return a function that maps a traced index to the weights of one of several separate layers.
 
     Kernels are not moved (`ChosenKernel`); vectors, which are small, are stacked.
     """
@@ -274,7 +274,7 @@ def rotate_by(
 def rotate(
     x: Float[Array, "B T N C"], cos: Float[Array, "B T 1 R2"], sin: Float[Array, "B T 1 R2"]
 ) -> Float[Array, "B T N C"]:
-    """Rotate each head's pairs (i, i + R/2), i < R/2, by their position's angles, in float32."""
+    """Rotate each head's pairs (i, i + R/2), i < R/2, by the angles of its position, in float32."""
     width = 2 * cos.shape[-1]
     if width < x.shape[-1]:
         return jnp.concatenate([rotate(x[..., :width], cos, sin), x[..., width:]], axis=-1)

@@ -1,7 +1,7 @@
-"""A mixture of experts: routing of tokens to experts, and the sum of the experts' outputs.
+"""A mixture of experts: routing of tokens to experts, and the weighted sum of their outputs.
 
-No token is dropped (Gale et al. 2211.15841). Routers are Mixtral's (2401.04088), softmax over all
-experts, and DeepSeek-V3's (2412.19437), sigmoids with groups and a bias of selection.
+No token is dropped (Gale et al. 2211.15841). The routers are Mixtral's (2401.04088), a softmax over
+all experts, and DeepSeek-V3's (2412.19437), sigmoids with groups and a selection bias.
 """
 
 from __future__ import annotations

@@ -33,10 +33,11 @@ def layer_views(
     visible: Bool[Array, "#B T W"],
     repeats: int,
 ) -> Callable[[Int[Array, ""] | int], LayerView]:
-    """Return the view of each layer by its index; `repeats` queries share a key head and a token.
+    """Return a function from a layer's index to its `LayerView`.
 
-    The views with and without sliding window are computed once; a layer with a traced index selects
-    between them. Without `window` (training) the T tokens see each other.
+    `repeats` queries share a key head and a token. The views with and without sliding window are
+    computed once; a traced index selects between them. Without `window` (training) the T tokens
+    attend to each other.
     """
 
     def spread(mask: jax.Array, axis: int = 1) -> jax.Array:

@@ -39,9 +39,9 @@ def product(
 ) -> jax.Array:
     """Return the `einsum` of two arrays in full precision, in x's dtype or `out`.
 
-    With `multiply` (bfloat16, in training and on CPUs) both operands are rounded to that dtype
-    first, as is the gradient; sums are in float32. This is two to five times as fast on devices
-    that support the dtype in hardware. A quantised kernel is multiplied in float32. Raises
+    With `multiply` (bfloat16, in training and on CPUs) both operands and the gradient are first
+    rounded to that dtype, and sums are in float32. This is two to five times as fast on devices
+    with hardware support for the dtype. A quantized kernel is multiplied in float32. Raises
     InputError for a chosen kernel of another dtype.
     """
     if isinstance(kernel, ChosenKernel):

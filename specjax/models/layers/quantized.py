@@ -25,13 +25,13 @@ GROUP = 32
 
 @struct.dataclass
 class QuantizedKernel:
-    """A kernel [*L, D, F] as F rows of D integers; L are stacked layers.
+    """A kernel [*L, D, F] stored as F rows of D integers each; L are stacked layers.
 
-    `values` are int8, or of four bits two to a byte: byte i of a group's sixteen holds integer i
-    in its low half, and i + 16 in the other. Scales are in float32, from which products are faster
-    than from the half precision of files. With `layer` it is that layer's kernel [D, F] of the
-    stack, which products read in place. Products round activations to `activation_bits`, if that is
-    not None.
+    `values` are int8, or two 4-bit integers per byte: byte i of the sixteen of a group holds
+    integer i in its low half, and i + 16 in its high half. Scales are float32, with which products
+    are faster than with the half precision of files. With `layer` it is that layer's kernel [D, F]
+    of the stack, which products read in place. If `activation_bits` is given, products round
+    activations to that many bits.
     """
 
     values: Int8[Array | np.ndarray, "*L F D"] | UInt8[Array | np.ndarray, "*L F D_over_2"]
@@ -47,7 +47,7 @@ class QuantizedKernel:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The kernel's shape: that of stacked layers, or [D, F]."""
+        """The shape of the kernel: that of stacked layers, or [D, F]."""
         *lead, outputs, groups = self.scales.shape
         return (*(lead if self.layer is None else ()), groups * GROUP, outputs)
 
@@ -71,11 +71,11 @@ class QuantizedKernel:
         return _weights(chosen.values, chosen.scales, chosen.minimums)
 
     def take(self, ids: Int[Array, "*N"]) -> QuantizedKernel:
-        """Return the kernel of the given outputs, for a kernel [D, F]."""
+        """Return the kernel [D, F] restricted to the given outputs."""
         return jax.tree.map(lambda rows: jnp.take(rows, ids, axis=0), self)
 
     def resized(self, outputs: int) -> QuantizedKernel:
-        """Return the kernel [D, F] with that many outputs: the first ones, or zeros after them."""
+        """Return the kernel [D, F] with `outputs` outputs, truncated or zero-padded."""
 
         def fitted(rows: jax.Array) -> jax.Array:
             more = max(0, outputs - rows.shape[0])
@@ -84,7 +84,7 @@ class QuantizedKernel:
         return jax.tree.map(fitted, self)
 
     def dequantized(self, dtype: Any = jnp.float32) -> Float[Array, "*L D F"]:
-        """Return the weights, computed in float32."""
+        """Return the weights as an array, computed in float32."""
         arrays = self.values, self.scales, self.minimums
         if self.layer is not None:
             arrays = jax.tree.map(

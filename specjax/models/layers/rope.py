@@ -9,11 +9,11 @@ from specjax.models.config import DecoderConfig, RopeScaling
 
 
 def frequencies(config: DecoderConfig, windowed: bool = False) -> Float[np.ndarray, "half"]:
-    """Return the radians per position of each rotated pair, [R/2], float32; R is the rotated width.
+    """Return the rotary frequencies in radians per position, float32 [R/2].
 
-    Entry i rotates the pair (i, i + R/2) of a head (RoFormer, arXiv:2104.09864, in the half-split
-    order of the Llama checkpoints on Hugging Face). `windowed` selects the layers with a sliding
-    window, which may have another base.
+    R is the number of rotated dimensions. Entry i rotates the pair (i, i + R/2) of a head
+    (RoFormer, arXiv:2104.09864, in the half-split order of the Llama checkpoints on Hugging Face).
+    `windowed` selects the layers with a sliding window, which may have another base.
     """
     theta, scaling = config.rope_theta, config.rope_scaling
     if windowed and config.sliding_window is not None:

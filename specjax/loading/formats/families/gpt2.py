@@ -1,4 +1,4 @@
-"""GPT-2 (Radford et al. 2019): layer norms, learned positions, a plain MLP, biases everywhere."""
+"""GPT-2 (Radford et al. 2019): layer norms, learned positions, a plain MLP, and biases."""
 
 from __future__ import annotations
 
