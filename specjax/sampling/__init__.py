@@ -2,6 +2,8 @@
 
     warp(logits, temperature, top_k, top_p, min_p)    log-probabilities to sample from
     verify_chain(key, tokens, logq, logp, rule=...)   accept drafted tokens and draw the next one
+    verify_tree(key, tokens, parents, logq, logp)     the same for a token tree
+    draw_siblings(key, logq, count)                   tokens of a tree, without replacement or not
     acceptance_probability, overlap, residual         the parts of rejection sampling, for p and q
 
     logp = warp(target_logits, temperature=0.8)       # [K+1, V]; or [B, K+1, V]
@@ -14,9 +16,9 @@
     jnp.where(keep, token, jax.random.categorical(key_2, residual(logp[0], logq[0])))
 
 Rules are values (`RULES`, `Rejection`, `Block`, `Coupled`, `Typical`); subclass `UniformRule` to
-write one. Names that begin with `walk`, `recursion` or `draft` serve trees and decoding loops. The
-package knows no model, cache or loop, and importing it loads no other part of specjax.
-docs/sampling.md has an example of each rule.
+write one. `walk`, `recursion` and functions of a `Drafted` serve decoding loops. The package knows
+no model, cache or loop, and importing it loads no other part of specjax. docs/sampling.md has an
+example of each rule, and of a tree.
 """
 
 from specjax.sampling.chain_verification import (
@@ -62,6 +64,7 @@ from specjax.sampling.rules import (
     Typical,
     UniformRule,
 )
+from specjax.sampling.siblings import draw_siblings
 from specjax.sampling.tree_verification import (
     Drafted,
     Recursion,
@@ -72,7 +75,7 @@ from specjax.sampling.tree_verification import (
     walk,
     walk_greedy,
 )
-from specjax.sampling.verify_arrays import verify_chain
+from specjax.sampling.verify_arrays import verify_chain, verify_tree
 from specjax.sampling.warp import WarpFlags, argmax, top_k, warp
 
 __all__ = [
@@ -102,6 +105,7 @@ __all__ = [
     "draft_distributions",
     "draft_noise",
     "drafter_noise",
+    "draw_siblings",
     "excess",
     "fold_round",
     "log_ratio",
@@ -121,6 +125,7 @@ __all__ = [
     "typical",
     "uniforms",
     "verify_chain",
+    "verify_tree",
     "walk",
     "walk_greedy",
     "warp",

@@ -1,8 +1,9 @@
-"""Verification of a drafted chain whose distributions are given as arrays."""
+"""Verification of a drafted chain or tree whose distributions are given as arrays."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -10,13 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Key, UInt
 
+from specjax.sampling import argument_checks as checks
 from specjax.sampling.chain_verification import Verification, by_slot
 from specjax.sampling.rules import RULES, Rule, Target
-from specjax.sampling.tree_verification import chain_drafted
+from specjax.sampling.tree_verification import Drafted
 
 Keys = Key[Array, "..."] | UInt[Array, "..."] | np.integer | int
-_NORMALISED = 1e-2
-"""How far from 1 the sum of probabilities may be, in half precision too."""
+ByNode = Sequence[int] | Sequence[Sequence[int]]
+"""A whole number for each node of a tree, or of each row's."""
 
 
 def verify_chain(
@@ -46,46 +48,161 @@ def verify_chain(
 
     Returns `num_accepted`, `next_token` and `path_slots`; `Verification.tokens(tokens)` are the
     tokens to emit. Raises ValueError for an unknown rule, missing positions, inconsistent shapes,
-    invalid keys and, unless traced, for distributions that are not log-probabilities.
+    invalid keys and, unless traced, for distributions that are not log-probabilities and for tokens
+    that have probability 0 in the distribution they were drawn from.
     """
-    tokens, logp = jnp.asarray(tokens), jnp.asarray(logp)
-    logq = None if logq is None else jnp.asarray(logq)
-    rule = _rule(rule, positions)
-    _check_shapes(tokens, logq, logp)
+    tokens, logp, logq = _arrays(tokens, logp, logq)
+    rule, length = _rule(rule, positions), tokens.shape[-1] if tokens.ndim else 0
+    checks.check_shapes(tokens, logq, logp, length, "K")
+    parents = np.arange(length, dtype=np.int32)
+    return _verify(keys, tokens, parents, logq, logp, parents, False, rule, positions, num_valid)
+
+
+def verify_tree(
+    keys: Keys,
+    tokens: Int[Array | np.ndarray, "*B N"],
+    parents: Int[Array | np.ndarray, "*#B N"] | ByNode,
+    logq: Float[Array | np.ndarray, "*B Q V"] | None,
+    logp: Float[Array | np.ndarray, "*B N+1 V"],
+    *,
+    logq_row: Int[Array | np.ndarray, "*#B N"] | ByNode | None = None,
+    replace: bool = False,
+    positions: Int[Array | np.ndarray, "*B"] | int | None = None,
+    rule: str | Rule = "rejection",
+    num_valid: Int[Array | np.ndarray, "*B"] | int | None = None,
+) -> Verification:
+    """Accept a path of a drafted token tree and draw the token after it, exactly from p.
+
+    Slot 0 is the root, the last committed token, and slot i + 1 is node i. `parents[..., i]` is the
+    slot of node i's parent, so that a chain has the parents 0, 1, 2, ...; parents come before their
+    children. It is [N] where all rows have one shape. `logp[..., s, :]` is the target's warped
+    log-probabilities of the token after slot s, and `logq[..., s, :]` those that the children of
+    slot s were drawn from, Q = N + 1; rows of slots without children are not read. None says that
+    all nodes are deterministic: chosen, not drawn.
+
+    Siblings are drawn without replacement, and numbered in the order drawn, as `draw_siblings`
+    gives them; `replace` says that they were drawn independently, so that two may have one token.
+    `logq_row[..., i]` is the row of `logq` that node i was drawn from, where that is not its
+    parent's slot, before any sibling was removed; -1 where it is deterministic. With it `logq` has
+    any number of rows Q.
+
+    The other arguments, and what is returned, are those of `verify_chain`; `num_valid` counts the
+    first nodes. `block` verifies chains only. Beside what that one raises ValueError for, unless it
+    is being traced: parents that are no earlier slots, and siblings with one token that cannot have
+    been drawn without replacement.
+    """
+    tokens, logp, logq = _arrays(tokens, logp, logq)
+    rule, nodes = _rule(rule, positions), tokens.shape[-1] if tokens.ndim else 0
+    checks.check_shapes(tokens, logq, logp, nodes + 1 if logq_row is None else None, "N")
+    parents = _node_numbers(parents)
+    checks.check_parents(parents, tokens)
+    if not rule.takes_trees and not _is_chain(parents):
+        raise ValueError(
+            f"rule={rule.name!r} verifies chains, whose parents are 0, 1, 2, ...: use rejection, "
+            "coupled or typical"
+        )
+    row = parents if logq_row is None else _node_numbers(logq_row)
+    if logq_row is not None:
+        checks.check_rows(row, tokens, logq)
+    return _verify(keys, tokens, parents, logq, logp, row, replace, rule, positions, num_valid)
+
+
+def _verify(
+    keys: Any,
+    tokens: Int[Array, "*B N"],
+    parents: Int[Array | np.ndarray, "*#B N"],
+    logq: Float[Array, "*B Q V"] | None,
+    logp: Float[Array, "*B N+1 V"],
+    logq_row: Int[Array | np.ndarray, "*#B N"],
+    replace: bool,
+    rule: Rule,
+    positions: Any,
+    num_valid: Any,
+) -> Verification:
+    """Check the numbers of arrays whose shapes fit, and verify them."""
     for name, distributions in (("logq", logq), ("logp", logp)):
         if distributions is not None:
-            _check_log_probabilities(name, distributions)
-    one_chain = tokens.ndim == 1
-    batch, length = (1, len(tokens)) if one_chain else tokens.shape
-    vocab, keys = logp.shape[-1], _one_key_per_chain(keys, batch)
-    num_valid = _one_per_chain("num_valid", length if num_valid is None else num_valid, batch)
-    positions = _one_per_chain("positions", 0 if positions is None else positions, batch)
-    _check_tokens(tokens.reshape(batch, length), num_valid, vocab)
+            checks.check_log_probabilities(name, distributions)
+    one_row = tokens.ndim == 1
+    batch, nodes = (1, len(tokens)) if one_row else tokens.shape
+    vocab = logp.shape[-1]
+    keys = checks.one_key_per_row(keys, batch)
+    num_valid = checks.one_per_row("num_valid", nodes if num_valid is None else num_valid, batch)
+    positions = checks.one_per_row("positions", 0 if positions is None else positions, batch)
+    tokens, logp = tokens.reshape(batch, nodes), logp.reshape(batch, nodes + 1, vocab)
+    checks.check_tokens(tokens, num_valid, vocab)
+    logq_row = jnp.broadcast_to(jnp.atleast_2d(logq_row), (batch, nodes))
+    if logq is None:
+        logq_row = jnp.full_like(logq_row, -1)
+    else:
+        logq = logq.reshape(batch, -1, vocab)
+        if replace:
+            # To draw again from one distribution is to draw from a distribution of one's own.
+            logq = jnp.take_along_axis(logq, jnp.maximum(logq_row, 0)[:, :, None], axis=1)
+            logq_row = jnp.where(logq_row < 0, -1, jnp.arange(nodes)[None, :])
+        if rule.needs_logq:
+            checks.check_drawn(tokens, num_valid, jnp.atleast_2d(parents), logq_row, logq)
     result = _verify_arrays(
         keys,
-        tokens.reshape(batch, length),
-        None if logq is None else logq.reshape(batch, length, vocab),
-        logp.reshape(batch, length + 1, vocab),
-        positions,
+        tokens,
         num_valid,
+        None if _is_chain(parents) else jnp.atleast_2d(parents),
+        logq_row,
+        logq,
+        logp,
+        positions,
+        depth=_depth(parents),
         rule=rule,
     )
-    return jax.tree.map(lambda part: part[0], result) if one_chain else result
+    return jax.tree.map(lambda part: part[0], result) if one_row else result
 
 
-@functools.partial(jax.jit, static_argnames="rule")
+@functools.partial(jax.jit, static_argnames=("depth", "rule"))
 def _verify_arrays(
     keys: Key[Array, "B"],
-    tokens: Int[Array, "B K"],
-    logq: Float[Array, "B K V"] | None,
-    logp: Float[Array, "B K+1 V"],
-    positions: Int[Array, "B"],
+    tokens: Int[Array, "B N"],
     num_valid: Int[Array, "B"],
+    parents: Int[Array, "#B N"] | None,
+    logq_row: Int[Array, "B N"],
+    logq: Float[Array, "B Q V"] | None,
+    logp: Float[Array, "B N+1 V"],
+    positions: Int[Array, "B"],
     *,
+    depth: int,
     rule: Rule,
 ) -> Verification:
-    drafted = chain_drafted(tokens, num_valid, logq)
+    """Verify B rows; the shape of a chain, whose `parents` are None, is part of the program."""
+    valid = jnp.arange(tokens.shape[1])[None, :] < num_valid[:, None]
+    shape = tuple(range(tokens.shape[1])) if parents is None else parents
+    drafted = Drafted(tokens, valid, shape, depth, logq_row, logq)
     return rule.verify(keys, drafted, Target(by_slot(logp), positions, logp.shape[2], logp.dtype))
+
+
+def _arrays(tokens: Any, logp: Any, logq: Any) -> tuple[Array, Array, Array | None]:
+    return jnp.asarray(tokens), jnp.asarray(logp), None if logq is None else jnp.asarray(logq)
+
+
+def _node_numbers(values: Any) -> Array | np.ndarray:
+    """Return numbers of nodes, on the host where they are known: shapes of trees are read from them."""
+    return values if checks.is_traced(values) else np.asarray(values)
+
+
+def _is_chain(parents: Int[Array | np.ndarray, "*#B N"]) -> bool:
+    """Return whether it is known that node i follows node i - 1 in every row."""
+    return not checks.is_traced(parents) and bool(
+        np.all(parents == np.arange(parents.shape[-1]).reshape((1,) * (parents.ndim - 1) + (-1,)))
+    )
+
+
+def _depth(parents: Int[Array | np.ndarray, "*#B N"]) -> int:
+    """Return the nodes on the longest path, or as many as there are where parents are being traced."""
+    if checks.is_traced(parents):
+        return parents.shape[-1]
+    depths = np.zeros((*parents.shape[:-1], parents.shape[-1] + 1), int)
+    for node in range(parents.shape[-1]):
+        parent = parents[..., node : node + 1]
+        depths[..., node + 1] = 1 + np.take_along_axis(depths, parent, axis=-1)[..., 0]
+    return int(depths.max(initial=0))
 
 
 def _rule(rule: str | Rule, positions: Any) -> Rule:
@@ -101,88 +218,3 @@ def _rule(rule: str | Rule, positions: Any) -> Rule:
             f"rule={rule.name!r} needs positions: pass those of the first drafted tokens"
         )
     return rule
-
-
-def _check_shapes(tokens: Array, logq: Array | None, logp: Array) -> None:
-    if tokens.ndim not in (1, 2) or not jnp.issubdtype(tokens.dtype, jnp.integer):
-        raise ValueError(
-            f"tokens are {tokens.dtype}{list(tokens.shape)}: pass whole numbers [K], or [B, K]"
-        )
-    *batch, length = tokens.shape
-    if logp.ndim != tokens.ndim + 1 or logp.shape[:-1] != (*batch, length + 1):
-        wanted = ", ".join(map(str, (*batch, length + 1, "V")))
-        raise ValueError(
-            f"logp has shape {logp.shape} for tokens {tokens.shape}: it must be ({wanted}), one "
-            "distribution per token and one for the next"
-        )
-    if logq is not None and logq.shape != (*batch, length, logp.shape[-1]):
-        raise ValueError(
-            f"logq has shape {logq.shape}: it must be {(*batch, length, logp.shape[-1])}, one "
-            "distribution for each token"
-        )
-
-
-def _check_log_probabilities(name: str, values: Array) -> None:
-    """Raise ValueError for numbers that are no log-probabilities; a row of -inf has none at all."""
-    if not jnp.issubdtype(values.dtype, jnp.floating):
-        raise ValueError(f"{name} is of {values.dtype}: pass log-probabilities, such as warp(...)")
-    if isinstance(values, jax.core.Tracer) or not values.size:
-        return
-    with np.errstate(over="ignore"):
-        mass = np.exp(np.asarray(values).astype(np.float32)).sum(axis=-1)
-    off = ~((np.abs(mass - 1) < _NORMALISED) | (mass == 0))
-    if off.any():
-        index = tuple(np.argwhere(off)[0].tolist())
-        raise ValueError(
-            f"{name}[{', '.join(map(str, index))}]: its probabilities sum to {mass[index]:.4g}; "
-            "pass log-probabilities, such as warp(logits, temperature) or jax.nn.log_softmax"
-        )
-
-
-def _one_per_chain(name: str, values: Any, batch: int) -> Int[Array, "B"]:
-    """Return a whole number for each chain, from one for all or as many."""
-    values = jnp.asarray(values)
-    if not jnp.issubdtype(values.dtype, jnp.integer) or values.shape not in ((), (batch,)):
-        raise ValueError(
-            f"{name} is {values.dtype}{list(values.shape)}: pass a whole number, or {batch} of them"
-        )
-    return jnp.broadcast_to(values.astype(jnp.int32), batch)
-
-
-def _check_tokens(tokens: Int[Array, "B K"], num_valid: Int[Array, "B"], vocab: int) -> None:
-    """Raise ValueError for a drafted token without a probability, and for more tokens than K.
-
-    What is being traced is not checked.
-    """
-    if isinstance(tokens, jax.core.Tracer) or isinstance(num_valid, jax.core.Tracer):
-        return
-    lengths = np.asarray(num_valid)
-    if np.any((lengths < 0) | (lengths > tokens.shape[1])):
-        raise ValueError(f"num_valid={lengths.tolist()}: use 0 to {tokens.shape[1]}, the length K")
-    tokens = np.asarray(tokens)
-    drafted = np.arange(tokens.shape[1])[None, :] < np.asarray(num_valid)[:, None]
-    unknown = drafted & ((tokens < 0) | (tokens >= vocab))
-    if unknown.any():
-        raise ValueError(
-            f"tokens has {tokens[unknown][0]}: use tokens from 0 to {vocab - 1}, or num_valid for "
-            "chains that are shorter"
-        )
-
-
-def _one_key_per_chain(keys: Any, batch: int) -> Key[Array, "B"]:
-    """Return the keys of B chains, from one key or as many, in any form that JAX takes."""
-    given = keys
-    if isinstance(keys, str) or keys is None:
-        raise ValueError(f"keys={keys!r}: pass a key, made by jax.random.key, or a whole number")
-    if isinstance(keys, int | np.integer) and not isinstance(keys, bool):
-        keys = jax.random.key(keys)
-    keys = jnp.asarray(keys)
-    if keys.dtype == jnp.uint32 and keys.shape[-1:] == jax.random.PRNGKey(0).shape:
-        keys = jax.random.wrap_key_data(keys)
-    if not jnp.issubdtype(keys.dtype, jax.dtypes.prng_key) or keys.shape not in ((), (batch,)):
-        kind = getattr(given, "dtype", type(given).__name__)
-        raise ValueError(
-            f"keys are {kind}{list(jnp.shape(given))}: pass one key, made by jax.random.key, or "
-            f"{batch} of them, made by jax.random.split"
-        )
-    return keys if keys.ndim else jax.random.split(keys, batch)

@@ -1,0 +1,36 @@
+"""Drawing the tokens of a tree."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from specjax.sampling.argument_checks import check_log_probabilities, one_key_per_row
+
+
+def draw_siblings(
+    key: Any, logq: Float[Array | np.ndarray, "*rows V"], count: int, *, replace: bool = False
+) -> Int[Array, "*rows count"]:
+    """Draw `count` tokens from each distribution, in the order in which rules test siblings.
+
+    They are drawn without replacement, as `verify_tree` expects, or with `replace` independently of
+    each other. Of a distribution with fewer than `count` tokens, all come first; what stands after
+    them has probability 0, and `rejection` accepts none of it. Raises ValueError for a key that is
+    none, numbers that are no log-probabilities, and a `count` that is not from 1 to V.
+    """
+    logq = jnp.asarray(logq)
+    if not logq.ndim:
+        raise ValueError("logq is one number: pass log-probabilities [V], or [..., V]")
+    check_log_probabilities("logq", logq)
+    vocab = logq.shape[-1]
+    if isinstance(count, bool) or not isinstance(count, int | np.integer) or not 0 < count <= vocab:
+        raise ValueError(f"count={count!r}: use a whole number from 1 to V = {vocab}")
+    # One key for all rows: JAX draws noise of its own for each.
+    key = one_key_per_row(key, 1)[0]
+    shape = (count, *logq.shape[:-1])
+    drawn = jax.random.categorical(key, logq, shape=shape, replace=replace, mode="high")
+    return jnp.moveaxis(drawn, 0, -1).astype(jnp.int32)
