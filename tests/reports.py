@@ -37,6 +37,7 @@ def row(number, category, rounds, seconds, plain_seconds, prefill=0.25, **change
         "plain_decode_s": plain_seconds,
         "identical": True,
         "near_ties": [],
+        "repeated_speeds": [],
         **changes,
     }
 

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from specjax import bench
 from specjax.cli import bench_run
-from specjax.cli.measure_speedups import Speedup, speed_ratio
+from specjax.cli.measure_speedups import Speedup, median_repeat, speed_ratio, speedup_of, turn_order
 from specjax.cli.predicted_speedup import measure_round_costs
 from specjax.decoding.generate import Generation
 from specjax.drafters.lookup.ngram import Ngram
@@ -159,6 +159,21 @@ def test_an_interval_of_more_than_three_per_cent_is_unresolved():
     # With prefill: 3 seconds and 1 + 2 e^0.1, for as many tokens.
     whole = speed_ratio([batch(0.1, 0.1)], with_prefill=True)
     assert whole.mean == pytest.approx((1 + 2 * math.exp(0.1)) / 3)
+
+
+@pytest.mark.parametrize("ways", [2, 5])
+def test_every_other_repeat_goes_backwards_and_each_way_begins(ways):
+    orders = [turn_order(ways, repeat) for repeat in range(2 * ways)]
+    assert orders[0] == list(range(ways))
+    for there, back in zip(orders[::2], orders[1::2], strict=True):
+        assert back == there[::-1]
+    assert {order[0] for order in orders[::2]} == set(range(ways))
+
+
+def test_the_median_of_repeats_is_one_of_them():
+    assert median_repeat(batch(0.3, 0.1, 0.2)) == 2
+    assert median_repeat(batch(0.3, 0.1)) == 1  # the lower one of two
+    assert speedup_of(*batch(0.3)[0]) == pytest.approx(math.exp(0.3))
 
 
 def test_reading_the_weights_takes_time(tiny):

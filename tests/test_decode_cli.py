@@ -17,7 +17,9 @@ from specjax.cli.console import Screen
 from specjax.decoding import compare_outputs
 from specjax.decoding.generate import generate
 from specjax.errors import InputError
+from specjax.fields import read_values
 from specjax.loading.load import load_model, save_model
+from specjax.reporting import decode_table, statistics
 from specjax.reporting.records import Row, read_report
 from specjax.reporting.runs import labels
 from specjax.reporting.statistics import Figures
@@ -119,7 +121,7 @@ def test_greedy_equals_plain_decoding(name, run, folder, capsys):
     shown = capsys.readouterr()
     assert shown.err == ""
     assert "same tokens as plain  yes, 3 of 3 rows\n" in shown.out
-    assert re.search(r"^speed-up              \d+\.\d\dx \(", shown.out, re.MULTILINE)
+    assert re.search(r"^speed-up              \d+\.\d\dx(, noise)?: ", shown.out, re.MULTILINE)
     assert shown.out.count(", same tokens\n") == 3
 
 
@@ -320,6 +322,97 @@ def test_a_run_too_short_to_tell_its_speedup_says_so(run, capsys):
     assert "speed-up              too short to tell\n" in shown
     assert "12 new tokens are too few to tell a speed-up: it takes 32" in shown
     assert "same tokens as plain  yes, 1 of 1 rows" in shown
+
+
+LONG = ("--config.sampling.max_new_tokens=40", "--config.compare=true", "--config.limit=1")
+
+
+@pytest.mark.parametrize(("argv", "times"), [([], 3), (["--config.repeats=2"], 2)])
+def test_one_prompt_is_decoded_several_times_in_turn(argv, times, run, capsys, monkeypatch):
+    compiled = []
+    prepare = decode_run._Decoding.prepare
+    monkeypatch.setattr(
+        decode_run._Decoding,
+        "prepare",
+        lambda self, side: (compiled.append(side.name), prepare(self, side))[1],
+    )
+    code, report = run(*LONG, *argv)
+    assert code == 0
+    (row,) = report["rows"]
+    speeds = row["repeated_speeds"]
+    assert len(speeds) == times
+    ratios = sorted(ours / plain for ours, plain in speeds)
+    found = report["summary"]
+    assert found["speedup"] == pytest.approx(ratios[(times - 1) // 2])
+    assert found["speedup_range"] == pytest.approx([ratios[0], ratios[-1]])
+    assert len(row["token_ids"]) == 40
+    assert compiled == ["ngram", "plain"]
+    shown = capsys.readouterr().out
+    wanted = rf"{found['speedup']:.2f}x(, noise)? \({ratios[0]:.2f} to {ratios[-1]:.2f}\): "
+    assert re.search(wanted, shown)
+
+
+def test_a_long_answer_is_not_repeated_and_neither_are_several_prompts(run, monkeypatch):
+    _, report = run("--config.compare=true")
+    assert [row["repeated_speeds"] for row in report["rows"]] == [[]] * 3
+    monkeypatch.setattr(decode_run, "_SHORT_S", 0.0)
+    _, report = run(*LONG)
+    assert report["rows"][0]["repeated_speeds"] == []
+    assert report["summary"]["speedup_range"] is None
+
+
+def test_a_repeat_with_other_tokens_is_the_one_that_is_reported(run, monkeypatch, capsys):
+    """However fast it was."""
+    seen, compare = [], decode_run._Decoding.compare
+
+    def second_differs(self, side, index, result, baseline):
+        seen.append(result)
+        if len(seen) == 2:
+            first = result.token_ids[0]
+            result = dataclasses.replace(result, token_ids=[[*first[:-1], first[-1] ^ 1]])
+        return compare(self, side, index, result, baseline)
+
+    monkeypatch.setattr(decode_run._Decoding, "compare", second_differs)
+    code, report = run(*LONG)
+    assert code == decode.DIFFERENT
+    assert report["rows"][0]["identical"] is False
+    assert "NO, 0 of 1 rows" in capsys.readouterr().out
+
+
+def test_repeats_need_a_comparison(run, capsys):
+    code, _ = run("--config.repeats=2", "--config.compare=false")
+    assert code == 2
+    assert "repeats=2: compare=false measures no speed-up" in capsys.readouterr().err
+
+
+def answer(*args, **changes):
+    """A row of a report."""
+    return read_values(Row, reports.row(*args, **changes))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "line"),
+    [
+        (0.5, None),
+        (1.05, None),
+        (2.0, "0.50x: a round costs 2.4 plain passes and emits 1.2 tokens;"),
+    ],
+)
+def test_a_slower_drafter_says_why_from_what_was_measured(seconds, line):
+    rounds = [(2, 0, 1)] * 40 + [(2, 1, 2)] * 10
+    row = answer(0, "qa", rounds, seconds, 1.0)
+    found = decode_table.slower(statistics.figures([row]))
+    assert found is None if line is None else found.startswith(line)
+    assert line is None or found.endswith("docs/faq.md#why-is-it-slower")
+
+
+@pytest.mark.parametrize(("last", "said"), [(1.15, False), (1.3, True)])
+def test_plain_decoding_that_drifts_is_said(last, said):
+    speeds = ((2.0, 1.0), (2.0, 1.1), (2.0, last))
+    row = answer(0, "qa", [(2, 1, 2)], 1.0, 1.0, repeated_speeds=speeds)
+    line = decode_table.drift(statistics.figures([row]))
+    assert (line is not None) == said
+    assert not said or "plain decoding ran at 1.0 to 1.3 tokens/s between repeats" in line
 
 
 def test_the_folder_of_a_report_is_made(run, tmp_path):

@@ -16,6 +16,7 @@ from tiny_models import eagle_drafter
 import specjax
 from specjax.drafters import DRAFTERS
 from specjax.loading.formats.families import registry
+from specjax.reporting import decode_table
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -140,6 +141,11 @@ def test_links_lead_somewhere(page):
         if not target.exists() or (anchor and anchor not in anchors(target)):
             missing.append(f"{path}#{anchor}")
     assert missing == []
+
+
+def test_the_page_that_a_slow_result_names_exists():
+    page, _, anchor = decode_table.SLOWER_PAGE.partition("#")
+    assert anchor in anchors(ROOT / page)
 
 
 def module_file(module):

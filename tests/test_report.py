@@ -2,6 +2,7 @@
 
 import copy
 import csv
+import dataclasses
 import json
 import math
 import sys
@@ -13,13 +14,14 @@ from reports import ROWS, as_lines, content, read_one, row
 from specjax import decode, report
 from specjax.cli import predicted_speedup
 from specjax.errors import InputError
+from specjax.fields import read_values
 from specjax.loading.load import save_model
-from specjax.reporting import csv_jsonl, picture_files, plots
+from specjax.reporting import csv_jsonl, picture_files, plots, statistics
 from specjax.reporting.plots import Curve
-from specjax.reporting.records import read_report, read_reports
+from specjax.reporting.records import Row, read_report, read_reports
 from specjax.reporting.report_file import ReportFile
 from specjax.reporting.runs import Entry, labels, without_length
-from specjax.reporting.statistics import OVERALL, batch_widths, figures_by_task
+from specjax.reporting.statistics import OVERALL, batch_widths, figures, figures_by_task
 
 pytest.importorskip("matplotlib")
 
@@ -107,12 +109,47 @@ def test_a_batch_counts_its_seconds_once_and_tells_tasks_apart_only_where_it_hol
     assert report.main([path, f"--out={path}.d", "--nopictures"]) == 0
     text = (read_report(path).path.parent / "a.jsonl.d" / "report.md").read_text()
     head, line = table(text, "### Speed-up")
-    assert head == ["Drafter", "MT (3)\u2020", "QA (1)\u2020", "Tokens per pass", "Speed-up"]
+    assert head == ["Drafter", "MT (3)\u2020", "QA (1)\u2020", *FEW_OVERALL]
     assert line == ["ngram", "2.50x\\*", "n/a", "2.25", "1.80x"]
     assert "that hold only this task" in text
 
 
-def test_files_in_spec_benchs_layout(write, tmp_path, capsys):
+FEW_OVERALL = ["Tokens per pass\u2020", "Speed-up\u2020"]
+
+
+def test_few_answers_are_neither_ranked_nor_bold(write, capsys):
+    slow = content("early_exit", "4")
+    for one in slow["rows"]:
+        one["decode_s"] *= 2
+    (path, other) = write(slow=slow, fast=content())
+    assert report.main([path, other, f"--out={path}.d", "--nopictures"]) == 0
+    shown = capsys.readouterr().out
+    text = (read_report(path).path.parent / "slow.jsonl.d" / "report.md").read_text()
+    head, first, second = table(text, "### Speed-up")
+    assert head[-2:] == FEW_OVERALL
+    assert (first[0], second[0]) == ("early_exit, 4 draft tokens", "ngram, 2 draft tokens")
+    for printed in (shown, text):
+        assert "**" not in printed
+        assert "\u2020 of fewer than 5 answers: a first look, neither ranked nor in bold" in printed
+
+
+def test_ranges_of_repeats_are_over_all_batches():
+    """Of each repeat the geometric mean over batches; plain decoding where it varies most."""
+    speeds = [((8.0, 4.0), (9.0, 3.0)), ((2.0, 4.0), (8.0, 6.0))]
+    rows = [
+        read_values(Row, row(number, "qa", [(2, 1, 2)], 1.0, 1.0, repeated_speeds=one))
+        for number, one in enumerate(speeds)
+    ]
+    found = figures(rows)
+    assert found.speedup_range == pytest.approx((1.0, 2.0))
+    assert found.plain_range == (4.0, 6.0)
+    once = dataclasses.replace(rows[1], repeated_speeds=())
+    for others in ([once], [rows[0], once]):
+        assert (figures(others).speedup_range, figures(others).plain_range) == (None, None)
+
+
+def test_files_in_spec_benchs_layout(write, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(statistics, "FEW", 1)
     slow = content("early_exit", "4")
     slow["run"]["config"]["drafter"]["exit_layer"] = 2
     for one in slow["rows"]:
@@ -124,7 +161,7 @@ def test_files_in_spec_benchs_layout(write, tmp_path, capsys):
     text = (out / "report.md").read_text()
     assert "## cpu, float32, batch size 1, temperature 0, up to 5 new tokens" in text
     head, *lines = table(text, "### Speed-up")
-    assert head == ["Drafter", "MT (2)\u2020", "QA (1)\u2020", "Tokens per pass", "Speed-up"]
+    assert head == ["Drafter", "MT (2)", "QA (1)", "Tokens per pass", "Speed-up"]
     # The fastest first; the best of a column is bold, all of them where several show the same.
     assert lines == [
         ["ngram, 2 draft tokens", "**1.67x**", "**0.80x**", "**2.00**", "**1.32x**"],
@@ -135,7 +172,7 @@ def test_files_in_spec_benchs_layout(write, tmp_path, capsys):
     ngram = "ngram, 2 draft tokens"
     assert table(text, "Mean over requests")[1] == [ngram, "**1.83**", "**2.50**", "**2.06**"]
     assert table(text, "### All tasks together")[1][:6] == [
-        *(ngram, "3\u2020", "4.4", "3.3", "1.32x", "0.25 to 7.10")
+        *(ngram, "3", "4.4", "3.3", "1.32x", "0.25 to 7.10")
     ]
     assert table(text, "### Acceptance by position")[:3] == [
         ["Drafter", "acceptance", "1", "2"],
@@ -280,6 +317,7 @@ def test_a_report_keeps_every_text_and_id(tmp_path):
 
 
 def test_the_prediction_adds_up_the_parts(write, tmp_path, monkeypatch):
+    monkeypatch.setattr(statistics, "FEW", 1)
     longer = content(length="4")
     longer["rows"][0]["decode_s"] = 0.5
     paths = write(a=content(length="16"), b=longer, c=content())
@@ -515,8 +553,8 @@ def test_speedups_are_drawn_with_intervals_and_counts(write, tmp_path, monkeypat
         assert report.main([*paths, f"--out={tmp_path / name}"]) == 0
         rows = drawn.pop("speedup.png")
         if name == "two":
-            assert [one.label for one in rows] == ["ngram", "eagle3"]
-            assert [one.value for one in rows] == pytest.approx([1.32, 0.66])
+            assert [one.label for one in rows] == ["eagle3", "ngram"]
+            assert [one.value for one in rows] == pytest.approx([0.66, 1.32])
             assert {one.note for one in rows} == {"3 answers, 11 tokens"}
             assert all(one.few and one.ends[0] < one.value < one.ends[1] for one in rows)
         else:

@@ -46,7 +46,7 @@ def test_rows_have_shapes_of_their_own(rule):
     tokens = jnp.stack([drawn(*each) for each in zip(SHAPES, LOGQ, strict=True)])
     every = sampling.verify_tree(keys, tokens, SHAPES, LOGQ, LOGP, rule=rule, positions=5)
     for row, parents in enumerate(SHAPES):
-        given = keys[row], tokens[row], parents, LOGQ[row], LOGP[row]
+        given = keys[row : row + 1], tokens[row], parents, LOGQ[row], LOGP[row]
         one = sampling.verify_tree(*given, rule=rule, positions=5)
         accepted = int(one.num_accepted)
         path = one.path_slots[:accepted].tolist()

@@ -22,8 +22,10 @@ from specjax.reporting.decode_report import DrafterRun
 from specjax.reporting.decode_table import (
     LEAST_TOKENS,
     Compared,
+    drift,
     result_lines,
     result_table,
+    slower,
     too_short,
 )
 from specjax.reporting.records import Row
@@ -210,6 +212,11 @@ class Screen:
                 "use longer answers (sampling.max_new_tokens) or more prompts"
             )
         elif all_figures[0].plain_tokens_per_second is not None:
+            for run, found in zip(runs, all_figures, strict=True):
+                if line := slower(found):
+                    self.say(f"{run.drafter}: " * (len(runs) > 1) + line)
+            if line := drift(all_figures[0]):
+                self.say(line)
             self.say("speeds are without loading, compiling and prefill", "dim")
 
     def _table(self, title: str, rows: Mapping[str, Mapping[str, str]]) -> None:

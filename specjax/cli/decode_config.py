@@ -153,6 +153,9 @@ class DecodeFields:
 
     compare: bool = True
     """Also decode plainly, for the speed-up, and check that the output is the same."""
+    repeats: Annotated[int | None, optional(Whole(1))] = None
+    """How often prompts are decoded both ways in turn; the median speed-up counts. By default three
+    times where one prompt takes seconds, and once where there are more."""
     report: Annotated[Path | None, optional(OutputFile())] = None
     """A file of JSON lines; its folder is made."""
 
@@ -241,6 +244,11 @@ def read_decode_config(written: Mapping[str, Any]) -> DecodeConfig:
     """Return the checked config, except for checks that need the model. Raises InputError."""
     given = read_values(DecodeFields, written)
     drafters = _drafters(given.drafter, given.tree)
+    compare = given.compare or len(drafters) > 1
+    if given.repeats is not None and given.repeats > 1 and not compare:
+        raise InputError(
+            f"repeats={given.repeats}: compare=false measures no speed-up; leave out one of them"
+        )
     options = DecodeOptions(
         num_speculative_tokens=given.num_speculative_tokens,
         num_speculative_tokens_per_batch_size=given.num_speculative_tokens_per_batch_size,
@@ -249,7 +257,7 @@ def read_decode_config(written: Mapping[str, Any]) -> DecodeConfig:
         max_length=given.max_length,
     )
     return DecodeConfig(
-        **{**vars(given), "compare": given.compare or len(drafters) > 1},
+        **{**vars(given), "compare": compare},
         questions=tuple(_questions(given)),
         drafters=drafters,
         options=options,

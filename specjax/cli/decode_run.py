@@ -19,6 +19,7 @@ from specjax.cli.decode_config import (
     make_config_drafter,
     turn_prompts,
 )
+from specjax.cli.measure_speedups import median_repeat, turn_order
 from specjax.decoding.compare_outputs import Difference, compare_row
 from specjax.decoding.engine.engine import Engine
 from specjax.decoding.engine.outputs import Delta
@@ -40,6 +41,8 @@ ROUNDS_PER_STEP = 4
 """Rounds between two reads from the device: enough for streaming, and cheap."""
 _GROUP = 4
 """Rows of a group, by slot."""
+_REPEATS, _SHORT_S = 3, 30.0
+"""How often a prompt that is alone is decoded both ways, as long as that takes fewer seconds."""
 SHOWN_ROWS = 24
 """With more rows than this, texts are only in the report."""
 
@@ -89,6 +92,10 @@ def decode_batches(
                     side.run.expected.append(expected_acceptance(side.session, side.results))
 
 
+_Repeat = dict[str, Generation]
+"""What a group's drafters, and `PLAIN`, gave in one of its repeats."""
+
+
 @dataclass
 class _Decoding:
     """A config's prompts while they are decoded; `answers` are those of the first drafter."""
@@ -116,6 +123,12 @@ class _Decoding:
     def num_rows(self) -> int:
         """The number of rows of each drafter."""
         return sum(len(self.config.turn(turn)) for turn in range(self.config.num_turns))
+
+    @property
+    def num_repeats(self) -> int:
+        """How often each group is decoded, at most."""
+        short = self.num_rows == 1 and self.config.compare
+        return self.config.repeats or (_REPEATS if short else 1)
 
     @property
     def shows_texts(self) -> bool:
@@ -148,7 +161,7 @@ class _Decoding:
         plain = _Side(PLAIN, plan(options=options.without_drafts()))
         if self.simulated:
             for index in _groups(plain.session):
-                self.decode(plain, index)
+                plain.results.append(self.decode(plain, index))
             recorded = [ids for result in plain.results for ids in result.token_ids]
             for side, drafter in zip(sides, config.drafters, strict=True):
                 if drafter.name == SIMULATED:
@@ -163,38 +176,95 @@ class _Decoding:
         """
         self.prepare(sides[0])
         for number, index in enumerate(_groups(sides[0].session)):
-            results, baseline, interrupted = [self.decode_first(turn, sides[0], index)], None, False
-            try:
-                if plain is not None:
-                    # Where a drafter needs plain decoding's output, that has run before.
-                    if len(plain.results) == number:
-                        self.decode(plain, index)
-                    baseline = plain.results[number]
-                for side in sides[1:]:
-                    results.append(self.decode(side, index))
-            except KeyboardInterrupt:
-                if len(results) < len(sides):
-                    raise
-                interrupted = True
-            differences = [
-                self.compare(side, index, result, baseline)
-                for side, result in zip(sides, results, strict=True)
-            ]
+            # Where a drafter needs plain decoding's output, that has run before.
+            recorded = plain.results[number] if plain is not None and plain.results else None
+            repeats, interrupted = self.decode_group(turn, index, sides, plain, recorded)
             questions = [self.config.questions[one] for one in self.asked(turn, index)]
+            chosen = [self.choose(side, index, repeats) for side in sides]
             rows = []
             # Quickly: a request to end in between would leave the group to some drafters only.
-            for side, result, found in zip(sides, results, differences, strict=True):
+            for side, (result, baseline, differences) in zip(sides, chosen, strict=True):
+                side.results.append(result)
+                speeds = _speeds(side, repeats)
                 group = self.finished_groups
-                rows.append(side.run.add(group, turn, questions, result, baseline, found))
+                rows.append(
+                    side.run.add(group, turn, questions, result, baseline, differences, speeds)
+                )
                 side.run.engines[turn] = engine_summary(side.engine.statistics)
-            for question, text in zip(self.asked(turn, index), results[0].texts, strict=True):
+            first = chosen[0][0]
+            for question, text in zip(self.asked(turn, index), first.texts, strict=True):
                 self.answers[question].append(text)
             if self.shows_texts:
-                self.show(turn, sides, index, results[0], rows)
+                self.show(turn, sides, index, first, rows)
             self.finished_groups += 1
             yield
             if interrupted:
                 raise KeyboardInterrupt
+
+    def decode_group(
+        self,
+        turn: int,
+        index: list[int],
+        sides: Sequence[_Side],
+        plain: _Side | None,
+        recorded: Generation | None,
+    ) -> tuple[list[_Repeat], bool]:
+        """Decode a group with all of `sides` and plainly, in several repeats where that is asked.
+
+        `recorded` is what plain decoding gave, if it has run. Returns the complete repeats, and
+        whether the user ended them. Raises KeyboardInterrupt where none is complete.
+        """
+        ways = [sides[0], *([] if plain is None else [plain]), *sides[1:]]
+        repeats: list[_Repeat] = []
+        interrupted = False
+        try:
+            while not repeats or self.repeats_after(repeats):
+                first, order = not repeats, turn_order(len(ways), len(repeats))
+                repeats.append({})
+                for way in (ways[number] for number in order):
+                    if first and way is sides[0]:
+                        result = self.decode_first(turn, way, index)
+                    elif first and way is plain and recorded is not None:
+                        result = recorded
+                    else:
+                        result = self.decode(way, index)
+                    repeats[-1][way.name] = result
+        except KeyboardInterrupt:
+            interrupted = True
+        complete = [repeat for repeat in repeats if len(repeat) == len(ways)]
+        if not complete:
+            raise KeyboardInterrupt
+        return complete, interrupted
+
+    def repeats_after(self, repeats: Sequence[_Repeat]) -> bool:
+        """Whether a group is decoded once more after these repeats."""
+        results = [result for repeat in repeats for result in repeat.values()]
+        seconds = sum(result.prefill_s + result.decode_s for result in results)
+        if len(repeats) >= self.num_repeats or not all(
+            r.new_tokens and r.decode_s for r in results
+        ):
+            return False
+        next_end = seconds * (1 + 1 / len(repeats))
+        return self.config.repeats is not None or next_end < _SHORT_S
+
+    def choose(
+        self, side: _Side, index: Sequence[int], repeats: Sequence[_Repeat]
+    ) -> tuple[Generation, Generation | None, list[Difference | None] | None]:
+        """The repeat that is reported: its result, plain decoding's, and where they differ.
+
+        It is the one whose speed-up is the median, or the first whose tokens differ.
+        """
+        found = [
+            self.compare(side, index, repeat[side.name], repeat.get(PLAIN)) for repeat in repeats
+        ]
+        different = [number for number, rows in enumerate(found) if rows and any(rows)]
+        if different:
+            number = different[0]
+        elif len(repeats) == 1:
+            number = 0
+        else:
+            number = median_repeat([(repeat[PLAIN], repeat[side.name]) for repeat in repeats])
+        return repeats[number][side.name], repeats[number].get(PLAIN), found[number]
 
     def asked(self, turn: int, index: Sequence[int]) -> list[int]:
         """Return the questions of a group by their index in the config."""
@@ -264,7 +334,8 @@ class _Decoding:
             self.prepare(side)
         marker = Marker(side.session.model.tokenizer)
         decoded, ended = sum(len(result.token_ids) for result in side.results), 0
-        total = self.num_rows * (len(self.config.drafters) + self.with_plain)
+        ways = len(self.config.drafters) + self.with_plain
+        total = self.num_rows * ways * self.num_repeats
 
         def follow(deltas: list[Delta]) -> None:
             nonlocal ended
@@ -285,7 +356,6 @@ class _Decoding:
         result = decode_session(side.session, index=index, engine=side.engine, follow=follow)
         self.screen.rest()
         self.finished_rows += len(index)
-        side.results.append(result)
         return result
 
 
@@ -293,6 +363,14 @@ def _groups(session: Session) -> list[list[int]]:
     """Return the prompts that are decoded before the next drafter's turn."""
     slots = session.batch_size
     return session.groups(slots if slots == 1 else _GROUP * slots)
+
+
+def _speeds(side: _Side, repeats: Sequence[_Repeat]) -> list[tuple[float, float]]:
+    """A side's tokens/s and plain decoding's in each of several repeats."""
+    if len(repeats) == 1:
+        return []
+    results = [(repeat[side.name], repeat[PLAIN]) for repeat in repeats]
+    return [tuple(run.new_tokens / run.decode_s for run in pair) for pair in results]
 
 
 def _pieces(session: Session, result: Generation, row: int) -> list[tuple[str, bool]]:

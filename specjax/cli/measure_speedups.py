@@ -94,9 +94,9 @@ def measure_speedups(
     A drafter of None is plain decoding by another engine; the distance of its ratio from 1 shows
     how reliable ratios are on this machine.
 
-    Every repeat decodes a batch in all ways in turn; the starting point rotates and every other
-    repeat runs backwards. All engines exist at once, each with its caches. All rows emit
-    `max_new_tokens`. Prompts are repeated to fill the last batch. Raises InputError if a row fails.
+    Every repeat decodes a batch in all ways in turn (`turn_order`). All engines exist at once, each
+    with its caches. All rows emit `max_new_tokens`. Prompts are repeated to fill the last batch.
+    Raises InputError if a row fails.
     """
     rows = -(-len(ids) // batch_size) * batch_size
     prompts = list(itertools.islice(itertools.cycle(ids), rows))
@@ -119,7 +119,7 @@ def measure_speedups(
     engines = [open_engine(session) for session in sessions]
     runs: dict[int, list[list[Generation]]] = {}
     for number in range(repeats + 1):
-        order = np.roll(range(len(sessions)), -number)[:: 1 if number % 2 else -1]
+        order = turn_order(len(sessions), number)
         for batch, index in enumerate(sessions[0].groups(batch_size)):
             made = {way: _decode(sessions[way], engines[way], index) for way in order}
             if number:  # the first one warms up
@@ -171,6 +171,30 @@ def _decode(session: Session, engine: Engine, index: Sequence[int]) -> Generatio
     return result
 
 
+def turn_order(ways: int, repeat: int) -> list[int]:
+    """The ways of decoding in the order in which repeat 0, 1, ... takes them.
+
+    Every other repeat goes backwards, so that a machine that slows down steadily slows all ways
+    alike, and then the next one begins with another way.
+    """
+    return np.roll(range(ways), -(repeat // 2))[:: -1 if repeat % 2 else 1].tolist()
+
+
+def speedup_of(plain: Generation, drafted: Generation, *, with_prefill: bool = False) -> float:
+    """A run's speed over plain decoding's, in tokens/s; without the seconds of prefill or with."""
+
+    def seconds_per_token(run: Generation) -> float:
+        return (run.decode_s + with_prefill * run.prefill_s) / run.new_tokens
+
+    return seconds_per_token(plain) / seconds_per_token(drafted)
+
+
+def median_repeat(pairs: Sequence[tuple[Generation, Generation]]) -> int:
+    """The repeat whose speed-up is the median, of (plain, drafted) runs; of two the lower one."""
+    ratios = [speedup_of(plain, drafted) for plain, drafted in pairs]
+    return sorted(range(len(pairs)), key=ratios.__getitem__)[(len(pairs) - 1) // 2]
+
+
 def speed_ratio(
     batches: Iterable[Sequence[tuple[Generation, Generation]]], *, with_prefill: bool = False
 ) -> Ratio:
@@ -180,13 +204,9 @@ def speed_ratio(
     Variances differ between batches, so the degrees of freedom are those of Welch and
     Satterthwaite: between one batch's repeats less one, and the sum of that over batches.
     """
-
-    def seconds_per_token(run: Generation) -> float:
-        return (run.decode_s + with_prefill * run.prefill_s) / run.new_tokens
-
     means, errors, weights = [], [], []
     for pairs in batches:
-        logs = [math.log(seconds_per_token(a) / seconds_per_token(b)) for a, b in pairs]
+        logs = [math.log(speedup_of(*pair, with_prefill=with_prefill)) for pair in pairs]
         means.append(fmean(logs))
         errors.append(variance(logs) / len(logs) if len(logs) > 1 else math.inf)
         weights.append(errors[-1] ** 2 / max(len(logs) - 1, 1))

@@ -72,11 +72,13 @@ class DrafterRun:
         result: Generation,
         plain: Generation | None,
         differences: Sequence[Difference | None] | None,
+        repeated_speeds: Sequence[tuple[float, float]] = (),
     ) -> list[Row]:
         """Add a finished group of rows, the run's `batch`-th; return its rows.
 
         `differences` has one entry per row, None if it equals plain decoding; it is None if outputs
-        are not compared.
+        are not compared. `repeated_speeds` are tokens/s of the drafter and of plain decoding in
+        each repeat, if there were several.
         """
         self.step_limits += [
             (limits.longest, limits.confidence, rounds) for limits, rounds in result.step_limits
@@ -106,6 +108,7 @@ class DrafterRun:
                 plain_decode_s=plain.decode_s if plain else None,
                 identical=None if differences is None else compared[index] is None,
                 near_ties=compared[index].near_ties if compared[index] else (),
+                repeated_speeds=tuple(repeated_speeds),
             )
             for index, (question, logprobs) in enumerate(
                 zip(questions, result.logprobs, strict=True)

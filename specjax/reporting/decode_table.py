@@ -23,6 +23,9 @@ _VERBOSE_ROWS = (
 )
 """Those that a table has with --verbose, too."""
 _TOO_SHORT = "too short to tell"
+SLOWER_PAGE = "docs/faq.md#why-is-it-slower"
+_SLOWER, _DRIFT = 0.95, 1.2
+"""Below which speed-up it is said why, and how far plain decoding may vary between repeats."""
 Compared = Callable[[Figures], str]
 """What is said of the comparison with plain decoding."""
 
@@ -46,7 +49,7 @@ def result_lines(run: DrafterRun, compared: Compared | None) -> dict[str, str]:
         lines = {SPEEDUP: _TOO_SHORT}
     elif found.plain_tokens_per_second is not None:
         plain = _number(found.plain_tokens_per_second, 1)
-        lines = {SPEEDUP: f"{_speedup(found)} ({speed}, plain decoding {plain})"}
+        lines = {SPEEDUP: f"{_speedup(found)}: {speed}, plain decoding {plain}"}
     lines[TOKENS_PER_PASS] = _number(counts.acceptance_length)
     if counts.num_draft_tokens:
         lines[TOKENS_PER_PASS] += f" ({_accepted(found)} draft tokens accepted)"
@@ -125,11 +128,38 @@ def _column(run: DrafterRun, figures: Figures) -> dict[str, str]:
     return cells
 
 
+def slower(figures: Figures) -> str | None:
+    """Return why a drafter is slower than plain decoding, by its measurements; None if it is not.
+
+    A pass of the run, with what drafting costs, takes as many plain passes as the tokens that it
+    emits over the speed-up.
+    """
+    speedup, emitted = figures.speedup, figures.counts.acceptance_length
+    if speedup is None or emitted is None or speedup >= _SLOWER or too_short(figures):
+        return None
+    cost = f"a round costs {_number(emitted / speedup, 1)} plain passes"
+    return f"{_number(speedup)}x: {cost} and emits {_number(emitted, 1)} tokens; {SLOWER_PAGE}"
+
+
+def drift(figures: Figures) -> str | None:
+    """Return a line if plain decoding's speed varied between repeats by more than a fifth."""
+    low, high = figures.plain_range or (1.0, 1.0)
+    if high <= _DRIFT * low:
+        return None
+    return (
+        f"plain decoding ran at {_number(low, 1)} to {_number(high, 1)} tokens/s between repeats: "
+        "the machine is not quiet, so trust the speed-up less"
+    )
+
+
 def _speedup(figures: Figures) -> str:
-    """Return the speed-up, and that it is noise where it exceeds what drafting can give."""
+    """Return the speed-up, the range of its repeats, and whether it is noise beyond any draft."""
     possible = figures.counts.acceptance_length
     noise = figures.speedup is not None and possible is not None and figures.speedup > possible
-    return f"{_number(figures.speedup)}x" + (", noise" if noise else "")
+    text = f"{_number(figures.speedup)}x" + (", noise" if noise else "")
+    if figures.speedup_range is not None:
+        text += f" ({' to '.join(map(_number, figures.speedup_range))})"
+    return text
 
 
 def _mean(expected: ExpectedAcceptance) -> str:

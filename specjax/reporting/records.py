@@ -35,6 +35,8 @@ _TEXT = Instance(str, "use a text")
 _ID = Either((Whole(-LARGEST_ID, LARGEST_ID), _TEXT), remedy="use a whole number, or a text")
 _COUNTS = Items(Whole(most=2**53), remedy="use whole numbers of at least 0, one per round")
 _SECONDS = Number(0.0, 2.0**53)
+_SPEED = Number(0.0, 1e12, above=True)
+_SPEEDS = Items(_SPEED, length=2, remedy="use tokens/s, and those of plain decoding")
 _OBJECT = Instance(dict, "use an object")
 _REMEDY = "give a file that `python -m specjax.decode --config.report=FILE` wrote"
 
@@ -73,7 +75,9 @@ class Row:
     `emitted` counts the tokens of each round, and `drafter_index` is the drafter whose turn it was,
     -1 for none. `prefill_s` and `decode_s` cover all rows of its `batch`, the group decoded
     together; `plain_*` are the same with plain decoding, None if not run. `first_round` is the
-    group's round in which the row began. `prompt_hash` is a hash of the question.
+    group's round in which the row began. `prompt_hash` is a hash of the question. If the
+    group was decoded several times, the row is the repeat with the median speed-up, and
+    `repeated_speeds` are tokens/s of the drafter and of plain decoding in each repeat.
     """
 
     drafter: Annotated[str, _TEXT]
@@ -106,6 +110,7 @@ class Row:
     plain_decode_s: Annotated[float | None, optional(_SECONDS)]
     identical: Annotated[bool | None, optional(Instance(bool, "use true or false"))]
     near_ties: Annotated[tuple[NearTie, ...], Items(NearTieKind())]
+    repeated_speeds: Annotated[tuple[tuple[float, float], ...], Items(_SPEEDS)]
 
     def __post_init__(self) -> None:
         rounds = len(self.emitted)

@@ -43,7 +43,12 @@ class Entry:
 
 
 def in_order(entries: Sequence[Entry]) -> list[Entry]:
-    """Return the entries by decreasing speed-up; those without one come last."""
+    """Return the entries by decreasing speed-up; those without one come last.
+
+    Runs of few answers keep the given order, since their speed-ups rank nothing.
+    """
+    if any(entry.figures[OVERALL].few for entry in entries):
+        return list(entries)
     return sorted(entries, key=lambda one: -(one.figures[OVERALL].speedup or 0.0))
 
 

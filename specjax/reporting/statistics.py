@@ -40,7 +40,9 @@ class Figures:
     """The figures of one task, or of all; None if undefined.
 
     `speedup` is pooled, and `speedup_interval` is its 95 % confidence interval from the variation
-    between batches, None with fewer than two. `speedup_with_prefill` includes the seconds of
+    between batches, None with fewer than two. `speedup_range` is the least and largest speed-up of repeats, and
+    `plain_range` of plain decoding's tokens/s in the batch where it varies most, None if batches
+    were decoded once. `speedup_with_prefill` includes the seconds of
     prefill, and `speedup_per_request` is the mean over requests, which is defined for batch size 1
     only. `timed_requests` is the number of requests that the speeds cover. `acceptance_of_tested`
     is accepted over tested draft tokens (the accepted ones and the first rejected one).
@@ -51,6 +53,8 @@ class Figures:
     plain_tokens_per_second: float | None
     speedup: float | None
     speedup_interval: tuple[float, float] | None
+    speedup_range: tuple[float, float] | None
+    plain_range: tuple[float, float] | None
     speedup_with_prefill: float | None
     speedup_per_request: float | None
     prefill_s: float
@@ -67,9 +71,12 @@ class Figures:
 
     def to_dict(self) -> dict[str, Any]:
         """Return all figures by name, JSON-ready."""
-        others = {name: value for name, value in vars(self).items() if name != "counts"}
-        interval = self.speedup_interval and list(self.speedup_interval)
-        return {**self.counts.to_dict(), **others, "speedup_interval": interval}
+        others = {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in vars(self).items()
+            if name != "counts"
+        }
+        return {**self.counts.to_dict(), **others}
 
 
 def figures(rows: Sequence[Row], timed: Sequence[Row] | None = None) -> Figures:
@@ -79,12 +86,15 @@ def figures(rows: Sequence[Row], timed: Sequence[Row] | None = None) -> Figures:
     both = [row for row in timed if row.plain_new_tokens is not None]
     alone = len({row.batch for row in both}) == len(both)
     each = [speedup for row in both if (speedup := _speedup([row])) is not None]
+    speedup_range, plain_range = _ranges_of_repeats(both)
     return Figures(
         counts=summarize(rows),
         tokens_per_second=_speed(_new_tokens(timed), _seconds(timed, "decode_s")),
         plain_tokens_per_second=_speed(_plain_tokens(both), _seconds(both, "plain_decode_s")),
         speedup=_speedup(both),
         speedup_interval=_speedup_interval(both),
+        speedup_range=speedup_range,
+        plain_range=plain_range,
         speedup_with_prefill=_speedup(both, with_prefill=True),
         speedup_per_request=fmean(each) if alone and each else None,
         prefill_s=_seconds(timed, "prefill_s"),
@@ -191,6 +201,27 @@ def _speedup_interval(rows: Sequence[Row]) -> tuple[float, float] | None:
     error *= stdtrit(count - 1, _QUANTILE)
     speedup = _speedup(rows)
     return float(speedup * np.exp(-error)), float(speedup * np.exp(error))
+
+
+def _ranges_of_repeats(
+    rows: Sequence[Row],
+) -> tuple[tuple[float, float] | None, tuple[float, float] | None]:
+    """Of the repeats: the least and largest speed-up, and speed of plain decoding.
+
+    A repeat's speed-up is the geometric mean over batches; of plain decoding it is the batch whose
+    speed varies most. None for rows that were not decoded the same number of times.
+    """
+    speeds = list({row.batch: row.repeated_speeds for row in rows}.values())
+    counts = {len(batch) for batch in speeds}
+    if len(counts) != 1 or 0 in counts:
+        return None, None
+    ours, plain = np.moveaxis(np.array(speeds), -1, 0)  # [batches, repeats] each
+    speedups = np.exp(np.log(ours / plain).mean(axis=0))
+    varies = plain[np.argmax(plain.max(axis=1) / plain.min(axis=1))]
+    return (
+        (float(speedups.min()), float(speedups.max())),
+        (float(varies.min()), float(varies.max())),
+    )
 
 
 def _acceptance_of_tested(rows: Sequence[Row]) -> float | None:

@@ -17,8 +17,11 @@ _FEW = "\u2020"
 
 
 def leaderboard(entries: Sequence[Entry]) -> str:
-    """Return a table of speed-ups by task and overall, one line per run, with the best in bold."""
-    return _by_task(
+    """Return a table of speed-ups by task and overall, one line per run.
+
+    The best of a column is in bold, unless it covers few answers, which a note below says.
+    """
+    table = _by_task(
         entries,
         lambda figures: figures.speedup,
         _times,
@@ -28,6 +31,8 @@ def leaderboard(entries: Sequence[Entry]) -> str:
         ),
         mark_partial=True,
     )
+    few = f"\n{_FEW} of fewer than {FEW} answers: a first look, neither ranked nor in bold.\n"
+    return table + few * (_FEW in table.partition("\n")[0])
 
 
 def markdown(
@@ -69,7 +74,7 @@ def _section(group: Sequence[Entry]) -> list[str]:
         "Tokens per second with the drafter over those of plain decoding, in the same loop and "
         "over the same prompts, pooled, without prefill and compiling."
         + (" \\* over the batches that hold only this task." if _any_partial(group) else "")
-        + f" In brackets: answers. {_FEW} fewer than {FEW} of them: a first look.\n",
+        + " In brackets: answers.\n",
     ]
     if note := incomplete(group):
         parts.append(note)
@@ -188,8 +193,7 @@ def _by_task(
     """Return a table with one column per task, then those of `last`, which are over all tasks."""
     columns: list[tuple[str, list[str]]] = []
     for task in tasks_of(entry.run for entry in group):
-        cells = [_cell(value(entry.figures[task]), form) for entry in group]
-        cells = _best_bold(cells, [value(entry.figures[task]) for entry in group])
+        cells = _cells([entry.figures[task] for entry in group], value, form)
         if mark_partial:
             cells = [
                 cell + "\\*" * _partial(entry.figures[task])
@@ -199,8 +203,8 @@ def _by_task(
         answers = group[0].figures[task].counts.num_requests
         columns.append((f"{_plain_text(heading(task))} ({answers}){_FEW * few}", cells))
     for name, value_of, form_of in last:
-        values = [value_of(entry.figures[OVERALL]) for entry in group]
-        columns.append((name, _best_bold([_cell(one, form_of) for one in values], values)))
+        figures = [entry.figures[OVERALL] for entry in group]
+        columns.append((name + _FEW * figures[0].few, _cells(figures, value_of, form_of)))
     rows = [
         [_plain_text(entry.label), *(cells[index] for _, cells in columns)]
         for index, entry in enumerate(group)
@@ -216,11 +220,17 @@ def _any_partial(group: Sequence[Entry]) -> bool:
     return any(_partial(figures) for entry in group for figures in entry.figures.values())
 
 
-def _best_bold(cells: Sequence[str], values: Sequence[float | None]) -> list[str]:
-    """Return the cells with the greatest value in bold, if there are at least two values."""
-    known = [value for value in values if value is not None]
-    if len(known) < 2:
-        return list(cells)
+def _cells(
+    figures: Sequence[Figures],
+    value: Callable[[Figures], float | None],
+    form: Callable[[float], str],
+) -> list[str]:
+    """Return a column, with the greatest of several values in bold unless of few answers."""
+    values = [value(one) for one in figures]
+    cells = [_cell(one, form) for one in values]
+    known = [one for one in values if one is not None]
+    if len(known) < 2 or figures[0].few:
+        return cells
     best = cells[values.index(max(known))]
     return [f"**{cell}**" if cell == best else cell for cell in cells]
 
