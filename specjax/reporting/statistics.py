@@ -40,12 +40,12 @@ class Figures:
     """The figures of one task, or of all; None if undefined.
 
     `speedup` is pooled, and `speedup_interval` is its 95 % confidence interval from the variation
-    between batches, None with fewer than two. `speedup_range` is the least and largest speed-up of repeats, and
-    `plain_range` of plain decoding's tokens/s in the batch where it varies most, None if batches
-    were decoded once. `speedup_with_prefill` includes the seconds of
-    prefill, and `speedup_per_request` is the mean over requests, which is defined for batch size 1
-    only. `timed_requests` is the number of requests that the speeds cover. `acceptance_of_tested`
-    is accepted over tested draft tokens (the accepted ones and the first rejected one).
+    between batches, None with fewer than two. `speedup_range` is the least and largest speed-up of
+    repeats, and `plain_range` of plain decoding's tokens/s in the batch where it varies most, None
+    if batches were decoded once. `speedup_with_prefill` includes the seconds of prefill, and
+    `speedup_per_request` is the mean over requests, which is defined for batch size 1 only.
+    `timed_requests` is the number of requests that the speeds cover. `acceptance_of_tested` is
+    accepted over tested draft tokens (the accepted ones and the first rejected one).
     """
 
     counts: metrics.Summary
