@@ -183,7 +183,7 @@ def _arrays(tokens: Any, logp: Any, logq: Any) -> tuple[Array, Array, Array | No
 
 
 def _node_numbers(values: Any) -> Array | np.ndarray:
-    """Return numbers of nodes, on the host where they are known: shapes of trees are read from them."""
+    """Return numbers of nodes, on the host unless traced: shapes are read from them."""
     return values if checks.is_traced(values) else np.asarray(values)
 
 
@@ -195,7 +195,7 @@ def _is_chain(parents: Int[Array | np.ndarray, "*#B N"]) -> bool:
 
 
 def _depth(parents: Int[Array | np.ndarray, "*#B N"]) -> int:
-    """Return the nodes on the longest path, or as many as there are where parents are being traced."""
+    """Return the nodes on the longest path, or their number if parents are traced."""
     if checks.is_traced(parents):
         return parents.shape[-1]
     depths = np.zeros((*parents.shape[:-1], parents.shape[-1] + 1), int)
