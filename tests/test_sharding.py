@@ -185,7 +185,7 @@ def test_generate_takes_a_mesh(eight, alone):
 
 
 # An early exit's random rows are compared above.
-@pytest.mark.parametrize("name", slow("early_exit", "simulated", "ngram|token_recycling"))
+@pytest.mark.parametrize("name", ["lookahead", *slow("early_exit", "simulated", "lookup")])
 def test_the_other_drafters_run_on_a_mesh(name, eight, alone):
     options = {"early_exit": {"exit_layer": 2}, "simulated": {"acceptance": 0.7}}.get(name, {})
     if name == "simulated":

@@ -1,5 +1,6 @@
 """Suffix decoding: matches of any length, counted continuations, and a state that follows."""
 
+import dataclasses
 import functools
 import types
 from collections import Counter
@@ -17,8 +18,9 @@ from tiny_models import bigrams
 
 import specjax
 from specjax.decoding.sampling_params import SamplingParams
-from specjax.drafters import take_turns
+from specjax.drafters import LoadedDrafter, TokenRecycling, take_turns
 from specjax.drafters.base import Accepted
+from specjax.drafters.lookup.lookup import Lookup
 from specjax.drafters.lookup.suffix import Suffix
 from specjax.errors import InputError
 from specjax.sampling import Coupled
@@ -296,7 +298,7 @@ def test_a_claimed_distribution_is_found(target):
     assert not check_drafter(drafter, target, row_count(8_000), prompt=PROMPT).passed
 
 
-@pytest.mark.parametrize("name", ["suffix|token_recycling", *slow("suffix", "suffix+early_exit")])
+@pytest.mark.parametrize("name", ["lookup", *slow("suffix", "suffix+early_exit")])
 def test_by_name(name, tiny):
     options = {"exit_layer": 2} if "early_exit" in name else {}
     made = specjax.make_drafter(name, tiny, num_speculative_tokens=3, **options)
@@ -304,6 +306,22 @@ def test_by_name(name, tiny):
     got = decode(tiny, PROMPTS, drafter=made, **options)
     assert got.token_ids == decode(tiny, PROMPTS, **options).token_ids
     assert got.accepted.max() > 0
+
+
+def test_lookup_is_the_two_in_one_tree(tiny):
+    lookup = Lookup(61)
+    assert lookup.parts == (Suffix(suffix_decoding_max_spec_factor=4.0), TokenRecycling(61))
+    assert (lookup.num_speculative_tokens, lookup.num_nodes) == (8, 40)
+    assert dataclasses.replace(lookup, num_speculative_tokens=3).parts[0].num_nodes == 3
+    loaded = LoadedDrafter(lookup, ((), ()))
+    assert coupled(tiny, loaded).token_ids == coupled(tiny, batch_size=1).token_ids
+
+
+def test_lookup_has_the_targets_distribution():
+    drafter = LoadedDrafter(Lookup(8), ((), ()))
+    check = check_drafter(drafter, bigrams(8), row_count(8_000), prompt=PROMPT)
+    assert check.passed, check
+    assert check.acceptance_length > 1.5
 
 
 @pytest.mark.parametrize(

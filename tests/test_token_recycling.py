@@ -66,6 +66,7 @@ def test_the_last_of_equal_tokens_counts():
     drafter = TokenRecycling(5, tree=TREE)
     seen = TargetPass(
         jnp.array([[1, 2, 1, 2], [3, 3, 3, 1]]),
+        jnp.array([[0, 0, 1, 2]] * 2),
         jnp.array([[True, True, True, False], [True, True, False, False]]),
         {"top_tokens:2": jnp.arange(16).reshape(2, 4, 2)},
     )

@@ -65,11 +65,17 @@ def read_prompts(
         following = context.tokens_from(jnp.broadcast_to(first + 1, count.shape), size)
         if drafter.pass_features:
             chunk = context.tokens_from(jnp.broadcast_to(first, count.shape), size)
-            read = jnp.arange(size)[None, :] < count[:, None]
+            step = jnp.arange(size)[None, :]
+            parents = jnp.broadcast_to(jnp.maximum(step - 1, 0), chunk.shape)
             carry = drafter.observe_pass(
                 draft_params,
                 carry,
-                TargetPass(chunk, read, _named(features, drafter.pass_features)),
+                TargetPass(
+                    chunk,
+                    parents,
+                    step < count[:, None],
+                    _named(features, drafter.pass_features),
+                ),
             )
         accepted = Accepted(following, count, _named(features, drafter.features))
         return drafter.observe_prompt(draft_params, carry, context, accepted)

@@ -163,8 +163,10 @@ def verify_draft(
     target_pass = None
     if plan.drafter.pass_features:
         computed = jnp.pad(draft.valid[:, :nodes], ((0, 0), (1, 0)), constant_values=True)
+        parents = jnp.broadcast_to(topology.row_parents, (len(root), nodes))
         target_pass = TargetPass(
             jnp.pad(window_tokens, ((0, 0), (0, spare))),
+            jnp.pad(parents, ((0, 0), (1, spare))),
             jnp.pad(computed & state.active[:, None], ((0, 0), (0, spare))),
             {
                 name: jnp.pad(result.features[name], ((0, 0), (0, spare), (0, 0)))

@@ -162,13 +162,25 @@ class Accepted:
 class TargetPass:
     """One pass of the target: a chunk of a prompt, or a round's root and draft.
 
+    `parents` are the indices of the tokens before; the first token has none, and its entry is 0.
     Entries that are not `computed` (slots without a node, finished rows, positions after a prompt)
     are arbitrary. Drafted tokens are included whether accepted or not.
     """
 
     tokens: Int[Array, "B T"]
+    parents: Int[Array, "B T"]
     computed: Bool[Array, "B T"]
     features: dict[str, Shaped[Array, "B T _"]]
+
+    def child(self, indices: Int[Array, "B C"], tokens: Int[Array, "B C"]) -> Int[Array, "B C"]:
+        """Return the indices of these tokens after those; -1 where none was computed.
+
+        Nodes of a draft are found by it wherever they are: others may have been merged with them.
+        """
+        is_node = self.computed & (jnp.arange(self.tokens.shape[1]) > 0)[None, :]
+        matches = is_node[:, None, :] & (self.parents[:, None, :] == indices[:, :, None])
+        matches &= self.tokens[:, None, :] == tokens[:, :, None]
+        return jnp.where(matches.any(axis=2), jnp.argmax(matches, axis=2), -1)
 
 
 @dataclass(frozen=True, kw_only=True)

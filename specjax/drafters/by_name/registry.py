@@ -9,6 +9,8 @@ from specjax.drafters.base import Drafter, LoadedDrafter
 from specjax.drafters.draft_model import DraftModel
 from specjax.drafters.eagle import EagleDrafter
 from specjax.drafters.early_exit import EarlyExit
+from specjax.drafters.lookup.lookahead import Lookahead
+from specjax.drafters.lookup.lookup import Lookup
 from specjax.drafters.lookup.ngram import Ngram
 from specjax.drafters.lookup.suffix import Suffix
 from specjax.drafters.lookup.token_recycling import TokenRecycling
@@ -33,6 +35,8 @@ DRAFTERS: dict[str, type[Drafter]] = {
     "eagle3": EagleDrafter,
     "mtp": MtpDrafter,
     "token_recycling": TokenRecycling,
+    "lookahead": Lookahead,
+    "lookup": Lookup,
     "simulated": Simulated,
 }
 """The class of each drafter by its name."""

@@ -1,0 +1,36 @@
+"""The lookups that together have the most accepted tokens, under one name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar
+
+from specjax.drafters.base import Drafter, LoadedDrafter
+from specjax.drafters.lookup.suffix import Suffix
+from specjax.drafters.lookup.token_recycling import TokenRecycling
+from specjax.drafters.merged import Merged
+from specjax.fields import Whole
+from specjax.loading.model import Model
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lookup(Merged):
+    """`suffix|token_recycling`, with as many tokens as `suffix` finds: 4 per token of its match.
+
+    docs/results.md has what was measured. Other options: join the two by name.
+    """
+
+    name: ClassVar[str] = "lookup"
+    vocab_size: Annotated[int, Whole(1)] = field(kw_only=False)
+    parts: tuple[Drafter, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        parts = Suffix(suffix_decoding_max_spec_factor=4.0), TokenRecycling(self.vocab_size)
+        object.__setattr__(self, "parts", parts)
+        super().__post_init__()
+
+    @classmethod
+    def load(cls, name: str, target: Model, path: Any = None) -> LoadedDrafter:
+        """Return the drafter for a target's vocabulary."""
+        del name, path
+        return LoadedDrafter(cls(target.config.vocab_size), ((), ()))
