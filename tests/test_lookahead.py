@@ -32,8 +32,8 @@ from specjax.drafters.lookup.ngram import Ngram
 from specjax.errors import InputError
 from specjax.sampling import Rejection
 from specjax.testing import check_drafter
-from specjax.testing.drafters import decode as decode_rows
-from specjax.testing.drafters import make_plan
+from specjax.testing.drafter_check import decode as decode_rows
+from specjax.testing.drafter_check import make_plan
 from specjax.trees import Draft, Topology
 
 SMALL = dict(window=4, levels=4, guesses=3)

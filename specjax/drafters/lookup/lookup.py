@@ -15,9 +15,9 @@ from specjax.loading.model import Model
 
 @dataclass(frozen=True, kw_only=True)
 class Lookup(Merged):
-    """`suffix|token_recycling`, with as many tokens as `suffix` finds: 4 per token of its match.
+    """`suffix|token_recycling`, of which `suffix` drafts up to 4 tokens per token of its match.
 
-    docs/results.md has what was measured. Other options: join the two by name.
+    For other options join the two by name. docs/results.md has what was measured.
     """
 
     name: ClassVar[str] = "lookup"
@@ -30,7 +30,7 @@ class Lookup(Merged):
         super().__post_init__()
 
     @classmethod
-    def load(cls, name: str, target: Model, path: Any = None) -> LoadedDrafter:
+    def load(cls, name: str, target: Model, path: Any = None, **options: Any) -> LoadedDrafter:
         """Return the drafter for a target's vocabulary."""
         del name, path
-        return LoadedDrafter(cls(target.config.vocab_size), ((), ()))
+        return LoadedDrafter(cls(target.config.vocab_size, **options), ((), ()))
