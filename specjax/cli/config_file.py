@@ -44,9 +44,10 @@ _TYPES = {
 
 
 def read_config(argv: list[str], default: str) -> ml_collections.ConfigDict:
-    """Return the config of a command line with its overrides, locked; by default `default`.
+    """Return the config named on a command line, with its overrides applied, locked.
 
-    Raises InputError for an invalid file, override or value.
+    `default` is the config if none is named. Raises InputError for an invalid file, override or
+    value.
     """
     argv = list(_joined(argv))
     files = [argument for argument in argv if re.match(r"--?config=", argument)]

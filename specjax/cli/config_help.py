@@ -40,7 +40,7 @@ def config_help(
     """Return a command's documentation, its flags, and the fields of its config with their values.
 
     `source` is the dataclass that declares the fields; without it only names and values are shown.
-    `flags` maps flags without a value to their meanings.
+    `flags` maps the names of flags without a value to their meanings.
     """
     flags = {
         "--config=FILE": "a config file, or the name of one that comes with specjax",

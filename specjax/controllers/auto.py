@@ -125,7 +125,11 @@ class Auto:
     def choose(
         self, state: AutoState, unfinished: int, most_rounds: int
     ) -> tuple[Limits, int, AutoState]:
-        """Return the limits and rounds of the next step, and the new state."""
+        """Return the limits and rounds of the next step, and the new state.
+
+        `unfinished` is the number of unfinished rows; the number of rounds is at most
+        `most_rounds`.
+        """
         sizes, rows = state.estimates.sizes, max(unfinished, 1)
         if not any(drafter.num_nodes for drafter in sizes.drafters):
             none = (0,) * len(sizes.drafters)

@@ -55,7 +55,7 @@ class _Metadata:
         return with_joined(arrays, self.table, self.config)
 
     def in_parts(self, arrays: dict[str, Any]) -> bool:
-        """Return whether the arrays of a checkpoint that fits have to be joined."""
+        """Return whether the arrays were saved in parts that must be joined."""
         return jax.tree.structure(arrays) != jax.tree.structure(self.table)
 
 

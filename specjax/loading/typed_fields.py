@@ -15,7 +15,8 @@ class Fields:
     """The fields of an object in a file, read by name; `asked` are the names that were read.
 
     `where` names file and object in errors, `prefix` precedes the names ("llama."), and `remedy`
-    ends the error for a value of the wrong type. A null field counts as missing.
+    ends the error for a value of the wrong type. A null field counts as missing, and has its
+    default. The methods that return a field raise InputError for a value of another type.
     """
 
     def __init__(
@@ -29,12 +30,12 @@ class Fields:
         self.asked = set[str]()
 
     def get(self, name: str) -> Any:
-        """Return a field's value unchecked, or None if missing; it counts as read."""
+        """Return the field `name` unchecked, or None if missing; it counts as read."""
         self.asked.add(name)
         return self.values.get(name)
 
     def fail(self, name: str, problem: str) -> InputError:
-        """Return the error for a field's value."""
+        """Return an InputError for the field `name` that states its value and the problem."""
         value = shown(self.get(name), 200)
         return InputError(f"{self.where}: {self.prefix}{name}={value}: {problem}")
 
@@ -47,41 +48,41 @@ class Fields:
         return value
 
     def count(self, name: str, default: int | None = None) -> int:
-        """Return a whole number of at least 1."""
+        """Return the field `name`, a whole number of at least 1."""
         value = self._typed(name, default, (int,), wanted := "a whole number of at least 1")
         if not 0 < value <= _LARGEST_COUNT:
             raise self.fail(name, f"must be {wanted}; {self.remedy}")
         return value
 
     def integer(self, name: str, default: int | None = None) -> int:
-        """Return a whole number of any size; the config checks its range."""
+        """Return the field `name`, a whole number whose range the config checks."""
         return self._typed(name, default, (int,), "a whole number")
 
     def number(self, name: str, default: float | None = None) -> float:
-        """Return a number."""
+        """Return the field `name`, a number, as a float."""
         return float(self._typed(name, default, (int, float), "a number"))
 
     def optional_number(self, name: str, default: float | None = None) -> float | None:
-        """Return a number, None if the field is null, or `default` if it is missing."""
+        """Return the field `name`, a number: None if it is null, `default` if it is missing."""
         if self.get(name) is None:
             return None if name in self.values else default
         return self.number(name)
 
     def flag(self, name: str, default: bool | None = None) -> bool:
-        """Return a boolean, by default False."""
+        """Return the field `name`, a boolean, by default False."""
         return self._typed(name, bool(default), (bool,), "true or false")
 
     def text(self, name: str, default: str) -> str:
-        """Return a string."""
+        """Return the field `name`, a string."""
         return self._typed(name, default, (str,), "a text")
 
     def section(self, name: str) -> Fields:
-        """Return a nested object, empty if missing."""
+        """Return the nested object `name`, empty if missing."""
         value = self._typed(name, {}, (dict,), "a JSON object")
         return Fields(f"{self.where}: {name}", value, self.remedy)
 
     def integers(self, name: str) -> list[int] | None:
-        """Return a list of whole numbers, or None if it is missing or empty."""
+        """Return the field `name`, a list of whole numbers, or None if missing or empty."""
         value = self._typed(name, [], (list,), wanted := "a list of whole numbers")
         if any(type(item) is not int for item in value):
             raise self.fail(name, f"must be {wanted}; {self.remedy}")
@@ -96,7 +97,7 @@ class Fields:
             raise self.fail(name, f"is not supported; only {supported} is")
 
     def unknown(self, names: list[str], remedy: str) -> InputError:
-        """Return the error for fields that nothing reads."""
+        """Return an InputError for fields that nothing reads."""
         listed = ", ".join(names[:8])
         return self.fail(names[0], f"is unknown ({len(names)} such in all: {listed}); {remedy}")
 

@@ -63,7 +63,7 @@ def wanted_counts(features: Iterable[str], vocab_size: int) -> dict[str, int]:
 def top_tokens(
     logits: Float[Array, "B T V"], counts: Mapping[str, int]
 ) -> dict[str, Int[Array, "B T _"]]:
-    """Return the features by name, computed from logits."""
+    """Return the `top_tokens:k` features of logits, given k by name of the feature."""
     if not counts:
         return {}
     return _by_name(likeliest(logits, max(counts.values()))[1], counts)
@@ -74,7 +74,7 @@ def top_tokens_of_states(
     project: Callable[[Float[Array, "B T D"]], Float[Array, "B T V"]],
     counts: Mapping[str, int],
 ) -> dict[str, Int[Array, "B T _"]]:
-    """Return the features by name from hidden states, a few positions at a time."""
+    """Return the `top_tokens:k` features of hidden states, a few positions at a time."""
     batch, length, width = states.shape
     most = max(counts.values())
     if length <= _BLOCK or length % _BLOCK:

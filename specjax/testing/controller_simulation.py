@@ -338,7 +338,7 @@ _SLOT = {1: 0.1, 4: 0.2, 8: 0.35}
 
 
 def machine(clock: str, rows: int, most: int, **more: Any) -> Machine:
-    """Return a machine for drafts of up to `most` nodes."""
+    """Return a machine with a clock of `CLOCKS`, for drafts of up to `most` nodes."""
     plain_s, host_s = CLOCKS[clock]
     accelerator = clock == "2 ms on an accelerator"
     widths = (1, 1 + most) if accelerator else (1, 1 + -(-most // 2), 1 + most)
@@ -357,7 +357,7 @@ def machine(clock: str, rows: int, most: int, **more: Any) -> Machine:
 
 
 def simulation(drafter: str, clock: str, rows: int, **more: Any) -> Simulation:
-    """Return a drafter by name on a machine; `more` are further fields of the machine."""
+    """Return a simulation of a drafter of `DRAFTERS` on `machine(clock, rows, ...)`."""
     drafters = DRAFTERS[drafter]
     most = max(len(each.chances) for each in drafters)
     return Simulation(machine(clock, rows, most, **more), drafters)

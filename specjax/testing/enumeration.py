@@ -81,7 +81,7 @@ def all_tokens(vocab: int, length: int) -> Int[np.ndarray, "I K"]:
 
 
 def contexts(tokens: Int[np.ndarray, "I K"], vocab: int, depth: int) -> Int[np.ndarray, "I"]:
-    """Return the row of a table's entry `depth` for the first `depth` tokens of each sequence."""
+    """Return the row of entry `depth` of a `Table` that the first `depth` tokens select."""
     row = np.zeros(len(tokens), int)
     for column in tokens.T[:depth]:
         row = row * vocab + column

@@ -42,10 +42,10 @@ class Scoring:
 class Teacher(NamedTuple):
     """The target at each label: its feature before the label, and the columns of its head.
 
-    `token` is the data's token as an index among the columns, wherever `known`. Labels whose token
-    is not among the columns are not trained on: since tokens were drawn from the target, a label
-    then counts by how likely the draft vocabulary is, without a pass over the whole vocabulary.
-    Features and columns are None if only the data's tokens are the teacher.
+    `token` is the data's token as an index among the columns, wherever `known`; other labels are
+    not trained on. Since tokens were drawn from the target, this weights each label by the
+    probability of the draft vocabulary without a pass over the whole vocabulary. Features and
+    columns are None if only the data's tokens are the teacher.
     """
 
     features: Float[Array, "B A D"] | None
@@ -74,7 +74,7 @@ class Teacher(NamedTuple):
         return cls(features, columns, index, draft_ids[index] == token)
 
     def counts(self, labels: Int[Array, "B A"], drafts: int) -> Bool[Array, "K B A"]:
-        """Return whether the token of draft i is a label in the draft vocabulary."""
+        """Return a mask of the labels at which draft i predicts a label that is `known`."""
         return jnp.stack(
             [label_ahead(labels, draft) & ahead(self.known, draft) for draft in range(drafts)]
         )

@@ -159,7 +159,7 @@ class LoopConfig:
 
 @dataclass(frozen=True)
 class EvalConfig:
-    """The schedule and size of evaluations; see `training_fields`."""
+    """When and on how much data a run evaluates; `training_fields` documents the fields."""
 
     every: Annotated[int, Whole()]
     at_start: bool

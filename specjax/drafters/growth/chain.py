@@ -37,11 +37,12 @@ def draft_chain(
 ) -> tuple[Draft, Any]:
     """Draft a chain of up to `longest` tokens per row, sampled or greedy; return it and the carry.
 
-    `logits` follow the root, and `step` returns the logits after the token of each further level. A
-    row stops at its limit, or if the most likely next token has a probability below `p_min` or
-    `context.least_confidence`. This is tested before sampling parameters apply and before the token
-    is drawn, so that the draft stays exact. The loop ends with its longest row. If the logits cover
-    only part of the vocabulary, `draft_ids` are its token ids.
+    `logits` follow the root, and `step` (a `level.Step`), starting from `carry`, returns the logits
+    after the token of each further level. A row stops at its limit, or if the most likely next
+    token has a probability below `p_min` or `context.least_confidence`. This is tested before
+    sampling parameters apply and before the token is drawn, so that the draft stays exact. The loop
+    ends with its longest row. If the logits cover only part of the vocabulary, `draft_ids` are its
+    token ids.
     """
     keeps_logq = sampled and context.needs_logq and longest > 0
     least = jnp.maximum(p_min, context.least_confidence)

@@ -47,10 +47,11 @@ def draft_dynamic_tree(
     """Draft the tree of the most likely candidates (deterministic); return it and the carry.
 
     The value of a candidate is the log-probability of its path under the draft's logits without a
-    temperature; `logits` follow the root. Nodes are sorted by value, shallower first at equal
-    values, so that parents precede children and the first n nodes are the best tree of n nodes.
-    Candidates beyond a row's limit are omitted, as are those after a token whose most likely
-    successor has a probability below `p_min`.
+    temperature. `logits` follow the root, and `step` (a `level.Step`), starting from `carry`,
+    returns those of further levels. Nodes are sorted by value, shallower first at equal values, so
+    that parents precede children and the first n nodes are the best tree of n nodes. Candidates
+    beyond a row's limit are omitted, as are those after a token whose most likely successor has a
+    probability below `p_min`.
     """
     batch, topk, slots = context.length.shape[0], tree.topk, sum(level_sizes(tree))
     likeliest_after = functools.partial(

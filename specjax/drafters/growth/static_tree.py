@@ -60,8 +60,9 @@ def draft_static_tree(
 ) -> tuple[Draft, Any]:
     """Draft the tokens of a tree, sampled without replacement or greedy; return it and the carry.
 
-    `logits` follow the root. Nodes beyond a row's limit are invalid, as are those after a token
-    whose most likely successor has a probability below `p_min`.
+    `logits` follow the root, and `step` (a `level.Step`), starting from `carry`, returns those of
+    further levels. Nodes beyond a row's limit are invalid, as are those after a token whose most
+    likely successor has a probability below `p_min`.
     """
     batch = context.length.shape[0]
     tokens: list[Int[Array, "B nodes"]] = [context.token_at(context.length - 1)[:, None]]
