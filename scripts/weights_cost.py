@@ -30,11 +30,11 @@ from specjax.cli.flags import Listed, Parser
 from specjax.decoding.prompts import encode_prompt
 from specjax.errors import InputError
 from specjax.fields import Choice, InputFile, PathOrName, Whole, optional
+from specjax.loading.corpus.documents import Documents
 from specjax.loading.load import DEFAULT_MODEL, load_model
 from specjax.loading.model import Model, count_bytes
 from specjax.models.decoder import Decoder
 from train.data.json_lines import read_rows
-from train.pretraining.documents import Documents
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -16,6 +16,7 @@ COMMANDS = (
     "bench",
     "report",
     "export",
+    "corpus_index",
     "train.corpus",
     "train.generate",
     "train.import_responses",

@@ -17,15 +17,15 @@ from bad_input import refused_command
 from commands import script_module
 from conftest import slow
 
-from specjax import bench, decode, export, fields, report
+from specjax import bench, corpus_index, decode, export, fields, report
 from specjax.cli import decode_config
 from specjax.cli.decode_config import DecodeFields
 from specjax.cli.flags import Listed
 from specjax.decoding import options
 from specjax.fields import Kind, fields_of
+from specjax.loading.corpus import documents, index_folder
 from train import corpus, distill, eagle, features, generate, import_responses, medusa, mtp
 from train.generation import answers
-from train.pretraining import documents
 from train.pretraining.tokens import CorpusConfig
 from train.run import config as train_config
 from train.run import optimizer
@@ -51,6 +51,11 @@ FLAGS = {
         export.main,
         export.parser(),
         {"head": "eagle3", "format": "eagle3", "output": "new"},
+    ),
+    "specjax.corpus_index": (
+        corpus_index.main,
+        corpus_index.parser(),
+        {"input": "file", "tokenizer": "nosuch", "output": "new"},
     ),
     "train.features": (
         features.main,
@@ -100,6 +105,8 @@ TEXTS = {
     train_config.RunFolder: [*_PATHS, "file", "file/x/y", "/dev/full", "."],
     train_config.HeadFolder: [*_PATHS, "nosuch", "file", "EAGLE3"],
     train_config.DataFolders: [*_PATHS, "nosuch", "file", "folder,", "folder,nosuch"],
+    corpus_index.CorpusInput: [*_PATHS, "nosuch", "folder,", "folder,nosuch", "tfds:", "tfds:a\0b"],
+    index_folder.IndexFolder: [*_PATHS, "nosuch", "folder", "file"],
     documents.DocumentFiles: [*_PATHS, "nosuch", "folder,", "folder,nosuch"],
     optimizer.Scales: ["x", "a:", ":1", "a:-1", "a:nan", "a:1,a:2"],
 }
@@ -200,6 +207,7 @@ def test_every_flag(command, folder, capsys, monkeypatch):
     main, parser, needed = FLAGS[command]
     for module in ("specjax.export", "train.features", "train.import_responses"):
         monkeypatch.setattr(f"{module}.load_model", None)
+    monkeypatch.setattr("specjax.corpus_index.open_tokenizer", None)
     problems = []
     for name, kind in parser.fields.items():
         others = [f"--{flag}={value}" for flag, value in needed.items() if flag != name]
@@ -291,6 +299,19 @@ LINES = [
         "a section; did you mean config.drafter.name. set one of",
     ),
     (decode.main, "--config.seed=x", "config.seed='x': use a whole number"),
+    *(
+        (decode.main, f"--config.drafter.name=corpus --config.drafter.{given}", said)
+        for given, said in (
+            ("corpus=nosuch", "drafter.corpus='nosuch': no such folder"),
+            ("corpus=file", "drafter.corpus='file' is a file: name a folder"),
+            ("corpus=folder", "drafter.corpus='folder': holds no index of a corpus; make one by"),
+            (
+                "prompt_lookup_max=17",
+                "drafter.prompt_lookup_max=17: use a whole number from 1 to 16",
+            ),
+            ("match=latest", "drafter.match='latest': corpus does not take it"),
+        )
+    ),
     (decode.main, "--config.limit=1.5", "config.limit='1.5': use a whole number"),
     (decode.main, "--config.sampling.top_p=high", "use a number"),
     (decode.main, "--config.compare=maybe", "use true or false"),

@@ -319,6 +319,9 @@ def test_drafters_by_name(tiny):
         elif name == "quantized":
             with pytest.raises(InputError, match="head.kernel has 24 inputs, no multiple of 32"):
                 specjax.make_drafter(name, tiny)
+        elif name == "corpus":
+            with pytest.raises(InputError, match="drafter.corpus is missing: make an index by"):
+                specjax.make_drafter(name, tiny)
         elif name != "simulated":
             assert specjax.make_drafter(name, tiny).name == name
     own = specjax.make_drafter("test_drafters:make_own", tiny, "here", step=2)

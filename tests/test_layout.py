@@ -19,7 +19,7 @@ ORDER = [
     "train.methods train.pretraining",
     "train.experts",
     "train.data",
-    "specjax.decode specjax.bench specjax.report specjax.export",
+    "specjax.decode specjax.bench specjax.report specjax.export specjax.corpus_index",
     "specjax.cli",
     "specjax.reporting",
     "specjax.testing",

@@ -20,15 +20,17 @@ from specjax.errors import InputError
 from specjax.fields import PathOrName, check_values, fields_of, optional
 from specjax.files.folder_checksums import MARKER
 from specjax.loading.checkpoints import save_checkpoint
+from specjax.loading.corpus.documents import Documents, document_files
+from specjax.loading.corpus.text_tokens import encode_document
+from specjax.loading.corpus.tfds_texts import import_tfds
 from specjax.loading.load import load_model, save_model
 from train import corpus, eagle
 from train.data.combined_datasets import open_sources
-from train.data.examples import import_tfds, target_metadata, text_metadata
+from train.data.examples import target_metadata, text_metadata
 from train.data.responses import open_responses
 from train.data.tfds_files import write_records
-from train.pretraining.documents import Documents, document_files
 from train.pretraining.new_model import ExpertSizes, ModelSizes, new_model
-from train.pretraining.tokenizers import END, encode_document, train_tokenizer
+from train.pretraining.tokenizers import END, train_tokenizer
 from train.run import run
 from train.run.config import TrainingConfig, read_training_config
 from train.run.evaluate import held_out_prompts

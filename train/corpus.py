@@ -27,14 +27,15 @@ from specjax.cli.console import Screen
 from specjax.distributed import folder_lock
 from specjax.errors import InputError
 from specjax.files import folder_checksums, folders
+from specjax.loading.corpus.documents import Documents
+from specjax.loading.corpus.text_tokens import open_tokenizer
+from specjax.loading.corpus.tfds_texts import Texts
 from specjax.loading.tokenizers.tokenizer import Tokenizer
 from train.data.combined_datasets import open_sources
 from train.data.examples import METADATA, Example, text_metadata
 from train.data.responses import open_responses
-from train.data.tfds_files import Texts
 from train.data.write_responses import write_responses
-from train.pretraining.documents import Documents
-from train.pretraining.tokenizers import TRAIN, open_tokenizer, train_tokenizer
+from train.pretraining.tokenizers import TRAIN, train_tokenizer
 from train.pretraining.tokens import (
     CorpusConfig,
     examples,
@@ -64,7 +65,9 @@ def make_corpus(config: CorpusConfig, console: Console | None = None) -> int:
     """Make the dataset that a config describes; return the exit code. Raises InputError."""
     root, where = config.workdir, f"workdir={str(config.workdir)!r}"
     folders.check_claimable(root, _KIND, where)
-    given = None if config.tokenizer == TRAIN else open_tokenizer(config.tokenizer)
+    given = None
+    if config.tokenizer != TRAIN:
+        given = open_tokenizer(config.tokenizer, f"use another one, or {TRAIN}")
     screen = Screen(console or Console(width=None if sys.stdout.isatty() else 120))
     with folder_lock.hold(root, _KIND, where):
         documents = open_documents(config)

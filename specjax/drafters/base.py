@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, NamedTuple
 
@@ -255,6 +255,21 @@ class Drafter:
         """
         del name, target, path
         return LoadedDrafter(cls(**options))
+
+    @property
+    def max_cached_requests(self) -> int:
+        """The number of an engine's latest outputs that `with_outputs` may keep; 0 for none."""
+        return 0
+
+    def with_outputs(
+        self, params: Any, outputs: Sequence[tuple[Sequence[int], Sequence[int]]]
+    ) -> Any:
+        """Return its parameters with an engine's latest outputs in place of earlier ones.
+
+        Each is the prompt and the output of a request, the latest one last. Shapes and dtypes stay.
+        """
+        del outputs
+        return params
 
     def for_target(self, params: Any, target_params: Any) -> Any:
         """Return `params` with the shared parameters taken from `target_params`."""

@@ -7,7 +7,7 @@ that the loop treats them as a single drafter.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated
 
@@ -82,6 +82,17 @@ class Merged(Drafter):
     def observes(self) -> bool:
         """Whether any part observes."""
         return any(drafter.observes for drafter in self.parts)
+
+    @property
+    def max_cached_requests(self) -> int:
+        """The most outputs that any of them keeps."""
+        return max(drafter.max_cached_requests for drafter in self.parts)
+
+    def with_outputs(
+        self, params: tuple, outputs: Sequence[tuple[Sequence[int], Sequence[int]]]
+    ) -> tuple:
+        """Return each part's parameters with an engine's outputs."""
+        return tuple(drafter.with_outputs(own, outputs) for drafter, own in self._each(params))
 
     def for_target(self, params: tuple, target_params: dict) -> tuple:
         """Return each part's parameters with the shared ones from `target_params`."""

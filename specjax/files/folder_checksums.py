@@ -33,6 +33,7 @@ Kind = Literal[
     "recipe",
     "report",
     "corpus",
+    "corpus index",
     "tokens",
 ]
 

@@ -82,15 +82,3 @@ def check_target(where: str, ours: Mapping[str, Any], theirs: Mapping[str, Any])
 def feature_key(name: str) -> str:
     """Return a feature's name in the form that TFDS and its files allow."""
     return name.replace(":", "_")
-
-
-def import_tfds() -> Any:
-    """Import and return TensorFlow Datasets, on demand since that takes a second."""
-    try:
-        import tensorflow_datasets as tfds
-        from array_record.python import array_record_module  # noqa: F401
-    except ImportError as error:
-        raise InputError(
-            f"{error.name} is missing: pip install tensorflow-datasets array_record"
-        ) from None
-    return tfds

@@ -12,6 +12,7 @@ import numpy as np
 from specjax.errors import InputError
 from specjax.files import folders
 from specjax.files.path_checks import output_folder
+from specjax.loading.corpus.tfds_texts import import_tfds
 from specjax.loading.tokenizers.huggingface_tokenizer import write_tokenizer
 from specjax.loading.tokenizers.tokenizer import Tokenizer
 from train.data.examples import (
@@ -23,7 +24,6 @@ from train.data.examples import (
     TOKENIZER,
     Example,
     feature_key,
-    import_tfds,
 )
 from train.data.tfds_files import disk, write_records
 

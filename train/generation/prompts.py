@@ -12,9 +12,9 @@ from specjax.errors import InputError, shown
 from specjax.fields import Text
 from specjax.files.json_files import read_json_lines
 from specjax.files.path_checks import input_file
+from specjax.loading.corpus.tfds_texts import FieldNames, open_texts
 from specjax.loading.model import Model
 from specjax.loading.tokenizers.chat_templates import check_messages, texts_of
-from train.data.tfds_files import FieldNames, open_texts
 
 _FORMS = ("prompt", "messages", "turns")
 """A line of a file holds one of these: a text, a conversation, or Spec-Bench's list of turns."""
@@ -85,7 +85,7 @@ def read_dataset(
     split: str = "train",
     prompt_field: str = "prompt",
 ) -> list[Request]:
-    """Return the prompts in a TFDS dataset, read as by `tfds_files.open_texts`.
+    """Return the prompts in a TFDS dataset, read as by `tfds_texts.open_texts`.
 
     Raises InputError as that function does, for records without a text, and if there are none.
     """

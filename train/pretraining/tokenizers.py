@@ -8,9 +8,6 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from specjax.errors import InputError
-from specjax.files.path_checks import user_path
-from specjax.loading.load import load_model
-from specjax.loading.tokenizers.huggingface_tokenizer import read_tokenizer
 from specjax.loading.tokenizers.tokenizer import Tokenizer
 
 TRAIN = "train"
@@ -44,35 +41,3 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
         )
     end = backend.token_to_id(END)
     return Tokenizer(backend, eos_ids=(end,), special_tokens=(("eos_token", END),))
-
-
-def open_tokenizer(name: str) -> Tokenizer:
-    """Return the tokenizer of a directory in Hugging Face's layout, or of a known model.
-
-    Raises InputError if there is none, or if it has no end-of-text token.
-    """
-    path = user_path("tokenizer", name)
-    found = read_tokenizer(path) if path.is_dir() else None
-    if found is None:
-        found = load_model(name, field="tokenizer").tokenizer
-    if found is None or not found.eos_ids:
-        missing = "no tokenizer" if found is None else "no token that ends a text"
-        raise InputError(f"tokenizer={name!r}: has {missing}; use another one, or {TRAIN}")
-    return found
-
-
-def encode_document(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Return the tokens of a document, followed by the end-of-text token.
-
-    Text that looks like a special token is encoded as text, so that it cannot end the document or
-    start a turn of a conversation.
-    """
-    backend = tokenizer.backend
-    before = backend.encode_special_tokens
-    backend.encode_special_tokens = True
-    try:
-        ids, end = tokenizer.encode(text), tokenizer.eos_ids[0]
-        # Some tokenizers end every text themselves.
-        return ids if ids[-1:] == [end] else [*ids, end]
-    finally:
-        backend.encode_special_tokens = before

@@ -228,6 +228,20 @@ class DeviceRows:
         # Of a prompt that is being read as well, only its own rows continue with the old ones.
         self._prompts = []
 
+    def cache_outputs(self, outputs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> None:
+        """Let drafters copy from the prompts and outputs of finished requests, the latest one last.
+
+        They take the place of earlier ones in the drafters' parameters; the rows stay as they are.
+        """
+        drafter, kept = self.session.drafter, list(outputs)
+        pairs = zip(drafter.drafter.parts, drafter.params, strict=True)
+        params = tuple(part.with_outputs(own, kept) for part, own in pairs)
+        params = _in_place_of("drafter_params", drafter.params, params)
+        drafter = drafter._replace(params=params)
+        self.session = replace(self.session, drafter=drafter)
+        if self._few is not None:
+            self._few = replace(self._few, drafter=drafter)
+
     def free(self) -> None:
         """Free the rows' memory on the devices."""
         self._state = self._new = self._few = None

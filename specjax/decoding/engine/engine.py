@@ -147,6 +147,10 @@ class Engine:
         self._under_way: deque[_Reading | _Running] = deque()
         self._ended_slots: set[int] = set()
         self._ready: deque[Delta] = deque()
+        cached = max(part.max_cached_requests for part in session.plan.drafter.parts)
+        self._outputs: deque[tuple[Sequence[int], Sequence[int]]] = deque(maxlen=cached)
+        """The prompts and outputs of the latest finished requests, for drafters that copy them."""
+        self._has_new_outputs = False
         self._number = 0
         self._clock_s = self._start_s = time.perf_counter()
         self._closed = self._torn = False
@@ -391,6 +395,9 @@ class Engine:
             kept = [slot for slot, request in enumerate(slots) if request is not None]
             with self._compiling():
                 self._rows.narrow(kept, self._seconds_left(slots))
+        if self._has_new_outputs:
+            self._rows.cache_outputs(self._outputs)
+            self._has_new_outputs = False
         unfinished = sum(request is not None for request in slots)
         limits, rounds = self._choose(unfinished, rounds)
         self.step_limits.append((limits, rounds))
@@ -581,6 +588,9 @@ class Engine:
             output = replace(output, error=failure_message(self.session.model, failed))
         last = Delta(request.id, sample, fresh, drafted, text, output.finish_reason, output)
         self._ready.append(last)
+        if self._outputs.maxlen and output.failure is None and output.finish_reason != ABORTED:
+            self._outputs.append((request.row.prompt, output.token_ids))
+            self._has_new_outputs = True
 
     def _lap(self, begun: float) -> float:
         """Return the seconds since the previous work in progress finished, or since this began."""

@@ -9,6 +9,7 @@ from specjax.drafters.base import Drafter, LoadedDrafter
 from specjax.drafters.draft_model import DraftModel
 from specjax.drafters.eagle import EagleDrafter
 from specjax.drafters.early_exit import EarlyExit
+from specjax.drafters.lookup.corpus import Corpus
 from specjax.drafters.lookup.lookahead import Lookahead
 from specjax.drafters.lookup.lookup import Lookup
 from specjax.drafters.lookup.ngram import Ngram
@@ -27,6 +28,7 @@ DRAFTERS: dict[str, type[Drafter]] = {
     "none": NoDrafter,
     "ngram": Ngram,
     "suffix": Suffix,
+    "corpus": Corpus,
     "draft_model": DraftModel,
     "early_exit": EarlyExit,
     "quantized": Quantized,

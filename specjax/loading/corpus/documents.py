@@ -1,7 +1,8 @@
 """Documents in a user's own files.
 
 Each file is a document, except that a JSON-lines file (.jsonl, .jsonl.gz) has one per line: an
-object with the key "text" and optionally "source" and "licence".
+object with the key "text" and optionally "source" and "licence". Where tokens are wanted, a line
+may hold those of a conversation instead: "prompt_token_ids" and "response_token_ids".
 """
 
 from __future__ import annotations
@@ -12,13 +13,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from jaxtyping import Int32
+
 from specjax.errors import InputError, Problems, shown
-from specjax.fields import Text
+from specjax.fields import INT32_MAX, Text
 from specjax.files.json_files import read_json_lines
 from specjax.files.open_files import open_regular
 from specjax.files.path_checks import user_path
 
 _JSON_LINES = (".jsonl", ".jsonl.gz")
+_TOKENS = ("prompt_token_ids", "response_token_ids")
 _LARGEST_FILE = 1 << 30
 """Bytes of a file that is one document."""
 _REMEDY = "take it away, or name the files one by one"
@@ -70,10 +75,34 @@ class Documents:
                 yield _read_text(file), {"source": file.name}
 
 
-def document_files(paths: Sequence[str | Path]) -> list[Path]:
-    """Return the files, with each folder's sorted by name; raise InputError for an empty folder.
+def texts_or_tokens(files: Sequence[Path]) -> Iterator[str | Int32[np.ndarray, "T"]]:
+    """Iterate over the documents: texts, or the token ids of lines that hold conversations.
 
-    Hidden files, whose names begin with a dot, are skipped in folders.
+    Raises InputError, naming file and line, as `Documents` does and for what cannot be token ids.
+    """
+    for file in files:
+        if not file.name.endswith(_JSON_LINES):
+            yield _read_text(file)
+            continue
+        for where, row in read_json_lines(file, "input"):
+            if "text" not in row and _TOKENS[1] in row:
+                yield np.concatenate([_token_ids(row, name, where) for name in _TOKENS])
+            else:
+                yield _document(row, where, file.name)[0]
+
+
+def num_documents(files: Sequence[Path]) -> int:
+    """Return the number of documents in files, whose lines are read and not checked further."""
+    lines = [file for file in files if file.name.endswith(_JSON_LINES)]
+    count = sum(1 for file in lines for _ in read_json_lines(file, "input"))
+    return count + len(files) - len(lines)
+
+
+def document_files(paths: Sequence[str | Path], field: str = "files") -> list[Path]:
+    """Return the files, with each folder's sorted by name.
+
+    Hidden files, whose names begin with a dot, are skipped in folders. Raises InputError, naming
+    the field of the paths, for an empty folder.
     """
     found: list[Path] = []
     for path in map(Path, paths):
@@ -85,7 +114,7 @@ def document_files(paths: Sequence[str | Path]) -> list[Path]:
             folders_inside[:] = [one for one in folders_inside if not one.startswith(".")]
             inside += [Path(folder, name) for name in names if not name.startswith(".")]
         if not inside:
-            raise InputError(f"files={shown(str(path), 200)}: an empty folder; put texts there")
+            raise InputError(f"{field}={shown(str(path), 200)}: an empty folder; put texts there")
         found += sorted(inside)
     return found
 
@@ -96,6 +125,17 @@ def _document(row: Mapping[str, Any], where: str, name: str) -> tuple[str, dict[
     for field, text in document.items():
         Text(empty=True).check(f"{where}: {field}", text)
     return document.pop("text"), document
+
+
+def _token_ids(row: Mapping[str, Any], name: str, where: str) -> Int32[np.ndarray, "T"]:
+    listed = row.get(name, [])
+    try:
+        ids = np.array(listed, np.int32 if listed == [] else None)
+    except (ValueError, OverflowError):  # lists of several lengths
+        ids = np.array("none")
+    if ids.ndim != 1 or ids.dtype.kind != "i" or not ((ids >= 0) & (ids <= INT32_MAX)).all():
+        raise InputError(f"{where}: {name}={shown(listed)}: use a list of token ids")
+    return ids.astype(np.int32)
 
 
 def _read_text(path: Path) -> str:

@@ -1,0 +1,167 @@
+"""Index a corpus, for the drafter that copies from it.
+
+    python -m specjax.corpus_index --input=FILE,FOLDER --tokenizer=MODEL --output=DIR
+    python -m specjax.corpus_index --input=tfds:NAME --tokenizer=MODEL --output=DIR
+
+The documents are text files (each file one), JSON lines with the key text, or with the tokens of
+conversations (prompt_token_ids, response_token_ids), or the texts of a TFDS dataset. The tokenizer
+is that of a directory, or of a model. --config.drafter.name=corpus --config.drafter.corpus=DIR
+then drafts from it. It takes about 10 bytes of memory per token, and half a gigabyte. Exit codes:
+0; 2 for bad input; 130 after Ctrl-C or SIGTERM.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int32
+from rich.console import Console
+
+from specjax.cli import command
+from specjax.cli.console import Screen
+from specjax.cli.flags import Parser
+from specjax.errors import InputError
+from specjax.fields import INT32_MAX, OutputFolder, PathOrName, Text, Whole
+from specjax.files import folders
+from specjax.loading.corpus.documents import (
+    DocumentFiles,
+    document_files,
+    num_documents,
+    texts_or_tokens,
+)
+from specjax.loading.corpus.index_folder import KIND, IndexMetadata, write_index
+from specjax.loading.corpus.sorted_text import token_dtype, with_separator
+from specjax.loading.corpus.text_tokens import encode_documents, open_tokenizer
+from specjax.loading.corpus.tfds_texts import FieldNames, open_texts
+from specjax.loading.tokenizers.tokenizer import Tokenizer
+
+_TFDS = "tfds:"
+_TOGETHER = 256
+"""Documents that are encoded together."""
+
+
+@dataclass(frozen=True)
+class CorpusInput:
+    """Files and folders with documents, separated by commas, or tfds: and a TFDS dataset."""
+
+    def check(self, name: str, value: Any) -> str | tuple[Path, ...]:
+        """Return the paths, or the dataset's name; raises InputError for missing files."""
+        if isinstance(value, str) and value.startswith(_TFDS):
+            return PathOrName().check(name, value.removeprefix(_TFDS))
+        return DocumentFiles().check(name, value)
+
+
+def parser() -> Parser:
+    """The flags."""
+    flags = Parser("python -m specjax.corpus_index", __doc__)
+    flags.add_field("input", CorpusInput(), "files and folders, or tfds:NAME")
+    flags.add_field("tokenizer", PathOrName(), "the directory or the model whose tokenizer it is")
+    flags.add_field("output", OutputFolder(), "the index's directory")
+    flags.add_field(
+        "max_tokens", Whole(2), "take so many tokens, separators included", default=INT32_MAX
+    )
+    flags.add_field("split", Text(), "the split of a TFDS dataset", default="train")
+    flags.add_field("text_field", Text(), "its field with the text", default="text")
+    return flags
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+
+    def act(arguments: list[str]) -> int:
+        make_index(**parser().read(arguments))
+        return 0
+
+    return command.run(
+        act, argv, parser().format_help(), interrupted="interrupted; nothing is written"
+    )
+
+
+def make_index(
+    input: str | tuple[Path, ...],
+    tokenizer: str,
+    output: Path,
+    max_tokens: int,
+    split: str,
+    text_field: str,
+) -> None:
+    """Make an index from checked flags. Raises InputError."""
+    folders.check_replaceable(output, KIND, f"output={str(output)!r}", overwrite=False)
+    screen = Screen(Console(width=None if sys.stdout.isatty() else 120))
+    documents, total = _open(input, split, text_field)
+    encoder = open_tokenizer(tokenizer)
+    parts, num_tokens, begin = [], 0, time.monotonic()
+    for document in _encoded(documents, encoder):
+        document = with_separator(document, token_dtype(encoder.vocab_size))
+        parts.append(document[: max_tokens - num_tokens])
+        num_tokens += len(parts[-1])
+        share = max(len(parts) / total, num_tokens / max_tokens)
+        speed = num_tokens / max(time.monotonic() - begin, 1e-9)
+        screen.progress("documents", len(parts), total, speed, share)
+        if num_tokens == max_tokens:
+            break
+    tokens, count = np.concatenate(parts), len(parts)
+    del parts
+
+    def metadata(positions: int) -> IndexMetadata:
+        source = input if isinstance(input, str) else ",".join(path.name for path in input)
+        vocabulary = encoder.vocab_size, encoder.vocabulary_hash
+        return IndexMetadata(source, count, num_tokens, positions, *vocabulary)
+
+    begin = time.monotonic()
+
+    def tell(done: int, all: int) -> None:
+        speed = done / max(time.monotonic() - begin, 1e-9)
+        screen.progress("sorting", done, all, speed, done / all)
+
+    written = write_index(output, tokens, metadata, tell)
+    truncated = f" (the first {count} of {total})" if count < total else ""
+    screen.say(
+        f"{written.tokens} tokens of {count} documents{truncated}, "
+        f"{written.positions} positions to copy from: {output}"
+    )
+
+
+def _open(
+    input: str | tuple[Path, ...], split: str, text_field: str
+) -> tuple[Iterable[str | Int32[np.ndarray, "T"]], int]:
+    """Return the documents of an input and their number; raises InputError if there are none."""
+    if isinstance(input, str):
+        names = FieldNames("input", "text_field", "files, or tfds: and a dataset")
+        texts = open_texts(input, None, split, text_field, names)
+        documents, total = (text for text, _ in texts), len(texts)
+    else:
+        files = document_files(input, "input")
+        documents, total = texts_or_tokens(files), num_documents(files)
+    if not total:
+        raise InputError("input: holds no documents; give at least one")
+    return documents, total
+
+
+def _encoded(
+    documents: Iterable[str | Int32[np.ndarray, "T"]], tokenizer: Tokenizer
+) -> Iterator[Sequence[int] | Int32[np.ndarray, "T"]]:
+    """Iterate over the documents' tokens; raises InputError for ids outside the vocabulary."""
+    documents, size = iter(documents), tokenizer.vocab_size
+    while batch := list(itertools.islice(documents, _TOGETHER)):
+        texts = [document for document in batch if isinstance(document, str)]
+        encoded = iter(encode_documents(tokenizer, texts))
+        for document in batch:
+            ids = next(encoded) if isinstance(document, str) else document
+            if not isinstance(document, str) and (most := int(ids.max(initial=0))) >= size:
+                raise InputError(
+                    f"input: a document has the token id {most}, and the tokenizer {size} tokens; "
+                    "name the tokenizer that made them"
+                )
+            yield ids
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

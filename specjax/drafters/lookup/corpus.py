@@ -1,0 +1,143 @@
+"""Retrieval: copying from a corpus, and from what an engine has decoded before.
+
+The datastore is REST's (He et al. 2311.08252), counted as suffix decoding counts (Oliaro et al.
+2411.04975): after the longest match of a row's last tokens in a sorted text comes what most often
+followed it there. A binary search in the compiled loop finds the match; the texts are operands of
+the program, and the same for all rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from specjax.drafters.base import Context, Drafter, LoadedDrafter, Noise
+from specjax.drafters.lookup.longest_match import SEPARATOR, find_longest
+from specjax.drafters.lookup.suffix import Suffix
+from specjax.errors import InputError
+from specjax.fields import Whole
+from specjax.loading.corpus.index_folder import IndexFolder, open_index
+from specjax.loading.corpus.sorted_text import (
+    LONGEST_MATCH,
+    SortedText,
+    sorted_text,
+    token_dtype,
+    with_separator,
+)
+from specjax.loading.model import Model
+from specjax.trees import Draft
+
+_LENGTH = Whole(1, LONGEST_MATCH)
+_BY_INDEX = "make an index by python -m specjax.corpus_index"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Corpus(Suffix):
+    """A drafter that copies what most often followed a row's last tokens in a corpus.
+
+    The longest match counts, of `prompt_lookup_min` to `prompt_lookup_max` tokens; its occurrences
+    are counted as `Suffix` counts those in a row, with its options. With
+    `suffix_decoding_max_cached_requests` an engine's latest finished outputs are a second text, of
+    up to `suffix_decoding_max_cached_tokens`, preferred where its match is as long. Parameters are
+    a tuple of `SortedText`: the outputs' first. There is no state. Raises InputError for options
+    out of range.
+    """
+
+    prompt_lookup_max: Annotated[int, _LENGTH] = LONGEST_MATCH
+    prompt_lookup_min: Annotated[int, _LENGTH] = 2
+    suffix_decoding_max_cached_requests: Annotated[int, Whole(0, 1 << 20)] = 0
+    suffix_decoding_max_cached_tokens: Annotated[int, Whole(64, 1 << 28)] = 1 << 16
+    observe = Drafter.observe
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.prompt_lookup_max < self.prompt_lookup_min:
+            raise InputError(
+                f"drafter.prompt_lookup_max={self.prompt_lookup_max}: must be at least "
+                f"prompt_lookup_min={self.prompt_lookup_min}"
+            )
+
+    @classmethod
+    def load(
+        cls,
+        name: str,
+        target: Model,
+        path: Any = None,
+        *,
+        corpus: Annotated[str, IndexFolder()] | None = None,
+        **options: Any,
+    ) -> LoadedDrafter:
+        """Return the drafter of an index for a target, of cached requests, or of both."""
+        del name, path
+        drafter = cls(**options)
+        texts = []
+        if drafter.max_cached_requests:
+            dtype = token_dtype(target.config.vocab_size)
+            size = drafter.suffix_decoding_max_cached_tokens
+            texts.append(sorted_text([], size, dtype))
+        if corpus is not None:
+            texts.append(open_index("drafter.corpus", corpus, target))
+        if not texts:
+            raise InputError(
+                f"drafter.corpus is missing: {_BY_INDEX}, or copy from finished requests with "
+                "drafter.suffix_decoding_max_cached_requests"
+            )
+        return LoadedDrafter(drafter, tuple(texts))
+
+    @property
+    def max_cached_requests(self) -> int:
+        """The number of an engine's latest outputs that are copied from."""
+        return self.suffix_decoding_max_cached_requests
+
+    def with_outputs(
+        self, params: tuple[SortedText, ...], outputs: Sequence[tuple[Sequence[int], Sequence[int]]]
+    ) -> tuple[SortedText, ...]:
+        """Return the parameters with the latest of the outputs in place of earlier ones.
+
+        As many as there is room for, of the oldest its end; each follows the end of its prompt, so
+        that its first tokens are found.
+        """
+        if not self.max_cached_requests:
+            return params
+        cached, *others = params
+        size, dtype = len(cached.tokens), cached.tokens.dtype
+        documents, room = [], size
+        for prompt, output in reversed(outputs[-self.max_cached_requests :]):
+            document = with_separator([*prompt[-self.prompt_lookup_max :], *output], dtype)
+            documents.append(document[max(len(document) - room, 0) :])
+            room -= len(documents[-1])
+        return (sorted_text(documents, size, dtype), *others)
+
+    def init(self, params: Any, batch: int, capacity: int) -> tuple[()]:
+        """Return no state."""
+        del params, batch, capacity
+        return ()
+
+    def propose(
+        self, params: tuple[SortedText, ...], state: tuple[()], context: Context, noise: Noise
+    ) -> tuple[Draft, tuple[()]]:
+        """Propose the likeliest continuations of the longest match, in rows that have one."""
+        count = self.num_speculative_tokens
+        match = find_longest(params, self._last_tokens(context), count)
+        length = jnp.where(match.length >= self.prompt_lookup_min, match.length, 0)
+        # `Suffix` counts occurrences in a row's own text, the latest first: they become one.
+        matched = jnp.where(match.known, length[:, None], 0)[:, ::-1, None]
+        matched = jnp.pad(matched, ((0, 0), (0, 0), (0, count))).reshape(len(length), -1)
+        text = jnp.pad(match.tokens[:, ::-1], ((0, 0), (0, 0), (1, 0)))
+        occurrences = context.replace(
+            tokens=text.reshape(matched.shape),
+            length=jnp.full_like(context.length, matched.shape[1]),
+        )
+        draft, _ = super().propose((), matched, occurrences, noise)
+        is_token = draft.valid & (draft.tokens != SEPARATOR)
+        return draft.replace(valid=draft.topology.close(is_token)), state
+
+    def _last_tokens(self, context: Context) -> Int[Array, "B L"]:
+        """Return each row's last tokens, the last one first; -1 before its first token."""
+        most = self.prompt_lookup_max
+        tokens = context.tokens_from(context.length - most, most)[:, ::-1]
+        return jnp.where(jnp.arange(most)[None, :] < context.length[:, None], tokens, -1)

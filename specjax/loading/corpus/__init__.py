@@ -1,0 +1,1 @@
+"""Corpora of text: documents of files and of TFDS datasets, their tokens, and an index of these."""

@@ -1,0 +1,127 @@
+"""Text as token ids, with its positions sorted by what ends there: where any few tokens occur.
+
+It is a suffix array of the reversed text that compares `LONGEST_MATCH` tokens: positions that the
+same tokens lead up to follow each other, so that a binary search finds the longest match of a row's
+last tokens, and all of its occurrences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Array, Bool, Int, Int32, Integer
+
+LONGEST_MATCH = 16
+"""The tokens that positions are sorted by, and so the longest match that can be found."""
+_CHUNK = 1 << 20
+"""Positions that are sorted together, unless a single token has more."""
+
+
+class SortedText(NamedTuple):
+    """Documents as token ids, each followed by a separator: the largest number of the dtype.
+
+    `order[:count]` are the positions of tokens with a successor, sorted by the token at the
+    position, then by the one before it, and so on; before the text there are separators.
+    """
+
+    tokens: Integer[Array | np.ndarray, "T"]
+    order: Int[Array | np.ndarray, "n"]
+    count: Int[Array | np.ndarray, ""]
+
+
+def token_dtype(vocab_size: int) -> Any:
+    """Return the smallest dtype for the token ids of a vocabulary and a separator."""
+    return np.uint16 if vocab_size <= np.iinfo(np.uint16).max else np.int32
+
+
+def with_separator(
+    document: Sequence[int] | Integer[np.ndarray, "T"], dtype: Any
+) -> Integer[np.ndarray, "n"]:
+    """Return the tokens of a document, followed by the separator."""
+    separator = np.full(1, np.iinfo(dtype).max, dtype)
+    return np.concatenate([np.asarray(document, dtype), separator])
+
+
+def sorted_text(documents: Sequence[np.ndarray], size: int, dtype: Any) -> SortedText:
+    """Return documents, each with its separator, in arrays for `size` tokens."""
+    tokens = np.full(size, np.iinfo(dtype).max, dtype)
+    first = 0
+    for document in documents:
+        tokens[first : first + len(document)] = document
+        first += len(document)
+    chosen, order = have_successor(tokens), np.zeros(size, np.int32)
+    count = np.int32(np.count_nonzero(chosen))
+    sort_positions(tokens, chosen, order[:count])
+    return SortedText(tokens, order, count)
+
+
+def have_successor(tokens: Integer[np.ndarray, "T"]) -> Bool[np.ndarray, "T"]:
+    """Return which positions hold a token with a successor in the same document."""
+    is_token = tokens != np.iinfo(tokens.dtype).max
+    is_token[:-1] &= is_token[1:]
+    is_token[-1:] = False
+    return is_token
+
+
+def sort_positions(
+    tokens: Integer[np.ndarray, "T"],
+    chosen: Bool[np.ndarray, "T"],
+    order: Int32[np.ndarray, "n"],
+    tell: Callable[[int], object] = lambda done: None,
+) -> None:
+    """Fill `order` with the n chosen positions, sorted as those of a `SortedText`.
+
+    `tell` is called with the number of positions that are sorted so far. Working memory is about
+    80 bytes per position for a million of them, or for those of the most frequent token if these
+    are more.
+    """
+    ends = _distribute(tokens, chosen, order)
+    first = 0
+    while first < len(order):
+        after = ends[ends > first]
+        end = int(max(after[0], after[after <= first + _CHUNK].max(initial=0)))
+        block = np.array(order[first:end])
+        order[first:end] = block[np.lexsort(_keys(tokens, block))]
+        first = end
+        tell(first)
+
+
+def _distribute(
+    tokens: Integer[np.ndarray, "T"],
+    chosen: Bool[np.ndarray, "T"],
+    order: Int32[np.ndarray, "n"],
+) -> Int[np.ndarray, "V"]:
+    """Fill `order` with the chosen positions by token; return where each token's positions end."""
+    size = int(np.max(tokens, where=chosen, initial=0)) + 1
+    parts = [slice(first, first + _CHUNK) for first in range(0, len(tokens), _CHUNK)]
+    counts = np.zeros(size, np.int64)
+    for part in parts:
+        counts += np.bincount(tokens[part][chosen[part]], minlength=size)
+    ends = np.cumsum(counts)
+    free = ends - counts
+    for part in parts:
+        positions = part.start + np.flatnonzero(chosen[part])
+        positions = positions[np.argsort(tokens[positions], kind="stable")]
+        ids = tokens[positions]
+        counts = np.bincount(ids, minlength=size)
+        before = np.cumsum(counts) - counts
+        order[free[ids] + np.arange(len(ids)) - before[ids]] = positions
+        free += counts
+    return ends
+
+
+def _keys(
+    tokens: Integer[np.ndarray, "T"], positions: Int32[np.ndarray, "n"]
+) -> list[Integer[np.ndarray, "n"]]:
+    """Return the sort keys, the most significant last: NumPy sorts 16 bits in linear time."""
+    keys = []
+    for back in reversed(range(LONGEST_MATCH)):
+        found = tokens[np.maximum(positions - back, 0)]
+        found[positions < back] = np.iinfo(tokens.dtype).max
+        if tokens.dtype != np.uint16:
+            keys.append((found & 0xFFFF).astype(np.uint16))
+            found = found >> 16
+        keys.append(found.astype(np.uint16))
+    return keys

@@ -1,0 +1,62 @@
+"""Documents as token ids: the tokenizer of a corpus and the token that ends each document."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from specjax.errors import InputError
+from specjax.files.path_checks import user_path
+from specjax.loading.load import load_model
+from specjax.loading.tokenizers.huggingface_tokenizer import read_tokenizer
+from specjax.loading.tokenizers.tokenizer import Tokenizer, refused
+
+
+def open_tokenizer(name: str, remedy: str = "use another one") -> Tokenizer:
+    """Return the tokenizer of a directory in Hugging Face's layout, or of a known model.
+
+    Raises InputError, with the remedy, if there is none, or if it has no end-of-text token.
+    """
+    path = user_path("tokenizer", name)
+    found = read_tokenizer(path) if path.is_dir() else None
+    if found is None:
+        found = load_model(name, field="tokenizer").tokenizer
+    if found is None or not found.eos_ids:
+        missing = "no tokenizer" if found is None else "no token that ends a text"
+        raise InputError(f"tokenizer={name!r}: has {missing}; {remedy}")
+    return found
+
+
+def encode_documents(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
+    """Return the tokens of each document, followed by the end-of-text token.
+
+    Text that looks like a special token is encoded as text, so that it cannot end the document or
+    start a turn of a conversation. Raises InputError for a text that cannot be encoded.
+    """
+    backend = tokenizer.backend
+    before = backend.encode_special_tokens
+    backend.encode_special_tokens = True
+    try:
+        encoded = _side_by_side(tokenizer, texts)
+        if encoded is None:  # one by one, which names what is wrong
+            encoded = [tokenizer.encode(text) for text in texts]
+    finally:
+        backend.encode_special_tokens = before
+    end = tokenizer.eos_ids[0]
+    # Some tokenizers end every text themselves.
+    return [ids if ids[-1:] == [end] else [*ids, end] for ids in encoded]
+
+
+def encode_document(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Return the tokens of one document, as `encode_documents`."""
+    return encode_documents(tokenizer, [text])[0]
+
+
+def _side_by_side(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]] | None:
+    """Return the tokens of each text, encoded in parallel; None if one cannot be encoded."""
+    try:
+        with refused("texts", "change them"):
+            encoded = [each.ids for each in tokenizer.backend.encode_batch_fast(list(texts))]
+    except InputError:
+        return None
+    known = all(max(ids, default=0) < tokenizer.vocab_size for ids in encoded)
+    return encoded if known else None
