@@ -162,9 +162,9 @@ class Accepted:
 class TargetPass:
     """One pass of the target: a chunk of a prompt, or a round's root and draft.
 
-    `parents` are the indices of the tokens before; the first token has none, and its entry is 0.
-    Entries that are not `computed` (slots without a node, finished rows, positions after a prompt)
-    are arbitrary. Drafted tokens are included whether accepted or not.
+    `parents` are the indices of the preceding tokens; the entry of the first token is 0. Entries
+    that are not `computed` (slots without a node, finished rows, positions after a prompt) are
+    arbitrary. Drafted tokens are included whether accepted or not.
     """
 
     tokens: Int[Array, "B T"]
@@ -173,9 +173,9 @@ class TargetPass:
     features: dict[str, Shaped[Array, "B T _"]]
 
     def child(self, indices: Int[Array, "B C"], tokens: Int[Array, "B C"]) -> Int[Array, "B C"]:
-        """Return the indices of these tokens after those; -1 where none was computed.
+        """Return the index of the computed token `tokens` after each of `indices`, or -1.
 
-        Nodes of a draft are found by it wherever they are: others may have been merged with them.
+        This finds a draft's nodes even if they were merged with those of another draft.
         """
         is_node = self.computed & (jnp.arange(self.tokens.shape[1]) > 0)[None, :]
         matches = is_node[:, None, :] & (self.parents[:, None, :] == indices[:, :, None])

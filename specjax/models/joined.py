@@ -1,12 +1,12 @@
-"""Kernels that are joined along their outputs: which of the joined ones are whose.
+"""Kernels joined along their outputs, and the parts of which they consist.
 
-Queries, keys and values are one kernel [D, (H + 2 G) C], the MLP's gate and up one [D, 2 F], so
-that a layer multiplies once by each. Their outputs are in equal blocks, each with a section of
-every part: for each key/value head its H / G query heads, its key and its value; of gate and up,
-one of gcd(H, F) sections each. A mesh splits outputs between blocks wherever it can split a decoder
-(`build_parameters.can_split`) and has no more devices than key/value heads: each device then holds
-whole heads, and the gates of its own part of up. Biases and the norms of queries and keys are
-joined likewise, the norms in one block.
+Queries, keys and values are one kernel [D, (H + 2 G) C], and the MLP's gate and up one [D, 2 F], so
+that a layer multiplies once by each. Outputs are in equal blocks with a section of every part: for
+each key/value head its H / G query heads, its key and its value; and one of the gcd(H, F) sections
+of gate and of up. A mesh shards outputs between blocks wherever it can shard a decoder
+(`build_parameters.can_split`) and has no more devices than key/value heads, so that each device
+holds whole heads, and the gates of its own part of up. Biases, and the norms of queries and keys,
+are joined likewise, the norms in one block.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PARTS = {
 
 
 class Section(NamedTuple):
-    """The outputs of one part: those from `start` to `stop` of each block of `size` outputs."""
+    """The outputs of one part: those from `start` to `stop` in each block of `size` outputs."""
 
     size: int = 1
     start: int = 0
@@ -38,18 +38,18 @@ class Section(NamedTuple):
 
     @property
     def width(self) -> int:
-        """The number of the part's outputs in a block."""
+        """The number of outputs of the part in a block."""
         return self.stop - self.start
 
     def of(self, rows: Any) -> Any:
-        """Return the part [blocks, width, ...] of rows [outputs, ...]; of a host array a view."""
+        """Return the part [blocks, width, ...] of rows [outputs, ...], a view of a host array."""
         return rows.reshape(-1, self.size, *rows.shape[1:])[:, self.start : self.stop]
 
 
 class Part(NamedTuple):
-    """A part of a leaf: the leaf's path, the shape [..., outputs] that the part has, its section.
+    """A part of a leaf: the path of the leaf, the part's shape [..., outputs], and its section.
 
-    A leaf that is not joined is one part, and each of its outputs a block.
+    A leaf that is not joined is a single part with blocks of one output.
     """
 
     path: Path
@@ -58,12 +58,12 @@ class Part(NamedTuple):
 
 
 def gate_up_block(num_heads: int, width: int) -> int:
-    """Return the number of gates in a block of a joined gate and up of F = `width` each."""
+    """Return the number of gates in a block of joined gate and up kernels of F = `width`."""
     return width // math.gcd(num_heads, width)
 
 
 def parts(table: dict[str, Any], config: DecoderConfig) -> dict[Path, Part]:
-    """Return the parts of all leaves of a parameter table, by paths with a part's own name.
+    """Return the parts of all leaves of a parameter table, by path ending in the part's name.
 
     `config` is that of the layers, whichever tree they are in.
     """

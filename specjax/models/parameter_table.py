@@ -18,10 +18,10 @@ DOWN_AXES = ("experts", "mlp", "embed")
 def parameter_table(config: DecoderConfig, scan_layers: bool = True) -> dict[str, Any]:
     """Return every parameter of a decoder as a nested dict of `Parameter`.
 
-    Kernels are matrices [in, out], some of them joined (`models.joined`), and layers are stacked on
-    the first axis, those of one structure together (`config.runs`); without `scan_layers` each
-    layer is an entry of its own, "0", "1", ... A tied head and the embedding are stored once, in
-    the head's layout [D, V]: the head reads all of it, the embedding a few columns.
+    Kernels are matrices [in, out], some of them joined (`models.joined`). Layers of one structure
+    (`config.runs`) are stacked on the first axis; without `scan_layers` each layer is a separate
+    entry "0", "1", ... A tied head and embedding are stored once, as the head [D, V], since the
+    head reads all of it and the embedding only a few columns.
     """
     width = config.hidden_size
     table: dict[str, Any] = {
@@ -58,7 +58,7 @@ def _layer(config: DecoderConfig, sparse: bool) -> dict[str, Any]:
 
 
 def attention_table(config: DecoderConfig, inputs: int) -> dict[str, Any]:
-    """Return the parameters of attention whose queries, keys and values read `inputs` numbers."""
+    """Return the parameters of attention over inputs of width `inputs`."""
     heads, kv_heads, bias = config.num_heads, config.num_kv_heads, config.attention_bias
     merged, output_bias = heads * config.head_dim, bias and config.attention.output_bias
     outputs = merged + 2 * kv_heads * config.head_dim

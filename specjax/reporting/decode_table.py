@@ -131,8 +131,7 @@ def _column(run: DrafterRun, figures: Figures) -> dict[str, str]:
 def slower(figures: Figures) -> str | None:
     """Return why a drafter is slower than plain decoding, by its measurements; None if it is not.
 
-    A pass of the run, with what drafting costs, takes as many plain passes as the tokens that it
-    emits over the speed-up.
+    The cost of a round in plain passes is its tokens divided by the speed-up.
     """
     speedup, emitted = figures.speedup, figures.counts.acceptance_length
     if speedup is None or emitted is None or speedup >= _SLOWER or too_short(figures):

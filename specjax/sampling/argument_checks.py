@@ -1,6 +1,6 @@
-"""Checks of what `verify_chain` and `verify_tree` are given; what is being traced is not checked.
+"""Check the arguments of `verify_chain` and `verify_tree`, unless they are being traced.
 
-Each raises ValueError with a line that names the argument, what came and the remedy.
+The checks raise ValueError with a line that names the argument, its value and the remedy.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ _NORMALISED = 1e-2
 
 
 def is_traced(*arrays: Any) -> bool:
-    """Return whether the numbers of some array are not known yet."""
+    """Return whether some array is traced, so that its values are unknown."""
     return any(isinstance(array, jax.core.Tracer) for array in arrays)
 
 
 def check_shapes(
     tokens: Array, logq: Array | None, logp: Array, rows_of_logq: int | None, letter: str
 ) -> None:
-    """Check shapes and integers; `letter` is that of the tokens' last axis, K or N.
+    """Check shapes and integers; `letter` names the tokens' last axis in errors, K or N.
 
-    `rows_of_logq` is how many rows `logq` must have, None for any number.
+    `rows_of_logq` is the required number of rows of `logq`, or None for any number.
     """
     if tokens.ndim not in (1, 2) or not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise ValueError(
@@ -55,7 +55,7 @@ def check_shapes(
 
 
 def check_log_probabilities(name: str, values: Array) -> None:
-    """Check that numbers are log-probabilities; a row of -inf has none at all."""
+    """Check that values are log-probabilities; a row of only -inf is allowed."""
     if not jnp.issubdtype(values.dtype, jnp.floating):
         raise ValueError(f"{name} is of {values.dtype}: pass log-probabilities, such as warp(...)")
     if is_traced(values) or not values.size:
@@ -73,7 +73,7 @@ def check_log_probabilities(name: str, values: Array) -> None:
 
 
 def one_per_row(name: str, values: Any, batch: int) -> Int[Array, "B"]:
-    """Return a whole number for each of B rows, from one for all or as many."""
+    """Return a whole number for each of B rows, given one for all or one each."""
     values = jnp.asarray(values)
     if not jnp.issubdtype(values.dtype, jnp.integer) or values.shape not in ((), (batch,)):
         raise ValueError(
@@ -83,7 +83,7 @@ def one_per_row(name: str, values: Any, batch: int) -> Int[Array, "B"]:
 
 
 def one_key_per_row(keys: Any, batch: int) -> Key[Array, "B"]:
-    """Return the keys of B rows, from one key or as many, in any form that JAX takes."""
+    """Return the keys of B rows, given one key or one each, in any form that JAX accepts."""
     given = keys
     if isinstance(keys, str) or keys is None:
         raise ValueError(f"keys={keys!r}: pass a key, made by jax.random.key, or a whole number")
@@ -103,7 +103,7 @@ def one_key_per_row(keys: Any, batch: int) -> Key[Array, "B"]:
 
 
 def check_tokens(tokens: Int[Array, "B N"], num_valid: Int[Array, "B"], vocab: int) -> None:
-    """Check that drafted tokens are in the vocabulary, and no more than there are."""
+    """Check that drafted tokens are in the vocabulary and `num_valid` is at most their number."""
     if is_traced(tokens, num_valid):
         return
     lengths, most = np.asarray(num_valid), tokens.shape[1]
@@ -140,7 +140,7 @@ def check_parents(parents: Any, tokens: Array) -> None:
 
 
 def check_rows(row: Any, tokens: Array, logq: Array | None) -> None:
-    """Check `logq_row`: which row of `logq` each node was drawn from, -1 for none."""
+    """Check `logq_row`: the row of `logq` that each node was drawn from, or -1."""
     if not jnp.issubdtype(row.dtype, jnp.integer) or (
         row.shape not in (tokens.shape, tokens.shape[-1:])
     ):
@@ -166,7 +166,11 @@ def check_drawn(
     logq_row: Int[Array, "B N"],
     logq: Float[Array, "B Q V"],
 ) -> None:
-    """Check that nodes may have been drawn from their rows, siblings of one without replacement."""
+    """Check that nodes can have been drawn from their rows of `logq`.
+
+    Their tokens need a probability above 0, and siblings from one row must differ, since they are
+    drawn without replacement.
+    """
     if is_traced(tokens, num_valid, parents, logq_row, logq) or not tokens.size:
         return
     tokens, row, logq = np.asarray(tokens), np.asarray(logq_row), np.asarray(logq)

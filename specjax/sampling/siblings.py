@@ -1,4 +1,4 @@
-"""Drawing the tokens of a tree."""
+"""Draw the tokens of sibling nodes of a tree."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def draw_siblings(
 ) -> Int[Array, "*rows count"]:
     """Draw `count` tokens from each distribution, in the order in which rules test siblings.
 
-    They are drawn without replacement, as `verify_tree` expects, or with `replace` independently of
-    each other. Of a distribution with fewer than `count` tokens, all come first; what stands after
-    them has probability 0, and `rejection` accepts none of it. Raises ValueError for a key that is
-    none, numbers that are no log-probabilities, and a `count` that is not from 1 to V.
+    They are drawn without replacement, as `verify_tree` expects, or independently with `replace`.
+    If a distribution has fewer than `count` tokens, these come first; the rest have probability 0
+    and `rejection` never accepts them. Raises ValueError for an invalid key, values that are not
+    log-probabilities, and a `count` outside 1 to V.
     """
     logq = jnp.asarray(logq)
     if not logq.ndim:

@@ -75,21 +75,21 @@ def verify_tree(
 
     Slot 0 is the root, the last committed token, and slot i + 1 is node i. `parents[..., i]` is the
     slot of node i's parent, so that a chain has the parents 0, 1, 2, ...; parents come before their
-    children. It is [N] where all rows have one shape. `logp[..., s, :]` is the target's warped
-    log-probabilities of the token after slot s, and `logq[..., s, :]` those that the children of
-    slot s were drawn from, Q = N + 1; rows of slots without children are not read. None says that
-    all nodes are deterministic: chosen, not drawn.
+    children. `parents` is [N] if all rows have the same shape. `logp[..., s, :]` is the target's
+    warped log-probabilities of the token after slot s, and `logq[..., s, :]` those that the
+    children of slot s were drawn from, with Q = N + 1; rows of slots without children are ignored.
+    `logq` None means that all nodes are deterministic.
 
-    Siblings are drawn without replacement, and numbered in the order drawn, as `draw_siblings`
-    gives them; `replace` says that they were drawn independently, so that two may have one token.
-    `logq_row[..., i]` is the row of `logq` that node i was drawn from, where that is not its
-    parent's slot, before any sibling was removed; -1 where it is deterministic. With it `logq` has
-    any number of rows Q.
+    Siblings must be drawn without replacement and numbered in the order drawn, as by
+    `draw_siblings`; with `replace` they were drawn independently, so that two may be equal.
+    `logq_row[..., i]` overrides the row of `logq` that node i was drawn from, before any sibling
+    was removed, by default its parent's slot; -1 means that the node is deterministic. With
+    `logq_row`, Q is arbitrary.
 
-    The other arguments, and what is returned, are those of `verify_chain`; `num_valid` counts the
-    first nodes. `block` verifies chains only. Beside what that one raises ValueError for, unless it
-    is being traced: parents that are no earlier slots, and siblings with one token that cannot have
-    been drawn without replacement.
+    The other arguments and the result are as in `verify_chain`; `num_valid` is the number of
+    leading nodes that were drafted. `block` verifies chains only. Raises ValueError as
+    `verify_chain` does and, unless traced, for parents that are not earlier slots, and for equal
+    siblings that cannot have been drawn without replacement.
     """
     tokens, logp, logq = _arrays(tokens, logp, logq)
     rule, nodes = _rule(rule, positions), tokens.shape[-1] if tokens.ndim else 0

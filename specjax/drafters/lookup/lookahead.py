@@ -1,11 +1,11 @@
-"""Lookahead decoding: n-grams that the target makes ahead of the text (Fu et al. 2402.02057).
+"""Lookahead decoding: n-grams that the target generates in parallel (Fu et al. 2402.02057).
 
-A window has guesses for the next positions: W columns of N - 1 rows, of which the guess of row r
-and column c is for the position c + r after the root. The first row is a chain after the root, and
-the rest of a column a chain after its first guess, so that the window is a token tree, computed and
-verified as any other. What the target finds likeliest after a column ends an n-gram of N tokens and
-is the column's next guess (a Jacobi step); the first row is dropped. The n-grams go to a pool, and
-those that begin with the root are drafted, too.
+A window holds guesses for future positions in W columns of N - 1 rows; the guess in row r and
+column c is for the position c + r after the root. The first row is a chain after the root, and the
+rest of each column is a chain after its first guess, so that the window is a token tree, computed
+and verified like any other. The target's most likely token after a column completes an n-gram of N
+tokens and becomes the column's next guess (a Jacobi step); the first row is dropped. The n-grams
+are stored in a pool, and those that begin with the root are drafted as well.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _SEARCHED = 4
 
 @struct.dataclass
 class State:
-    """The window, for rows of `length` tokens; and the n-grams, of which there were `count`.
+    """The window for rows of `length` tokens, and the pool with `count` n-grams written so far.
 
-    Unknown entries are -1, and the one for the root's own position has no meaning. An n-gram has
-    N tokens, one more than the window has rows; that of number i is in place i modulo M.
+    Unknown entries are -1; the entry for the root's own position is unused. An n-gram has N tokens,
+    one more than the window has rows; number i is stored at index i modulo M.
     """
 
     window: Int[Array, "B rows columns"]
@@ -50,11 +50,12 @@ class State:
 class Lookahead(Drafter):
     """A drafter of guesses that the target improves, and of n-grams.
 
-    `window` is W, `levels` N, and `guesses` the most n-grams per draft; with 2 levels and no
-    guesses it is Jacobi decoding. The pool has the latest `pool_size` (M) n-grams, those of the
-    text included, and takes 4 * M * N bytes per row. A draft has (N - 1) * (W + guesses) - 1 nodes,
-    without duplicates. The longest path is W + N - 3; for a smaller `num_speculative_tokens` W
-    becomes smaller, then N. Nodes are deterministic. Raises InputError for bad options.
+    `window` is W, `levels` N, and `guesses` the maximum number of n-grams per draft; with 2 levels
+    and no guesses it is Jacobi decoding. The pool holds the latest `pool_size` (M) n-grams,
+    including those of the text, and takes 4 * M * N bytes per row. A draft has (N - 1) * (W +
+    guesses) - 1 nodes before duplicates are removed. The longest path is W + N - 3; a smaller
+    `num_speculative_tokens` reduces W, then N. Nodes are deterministic. Raises InputError for bad
+    options.
     """
 
     num_speculative_tokens: Annotated[int, optional(DRAFT_TOKENS)] = None  # as __post_init__ says
@@ -76,29 +77,29 @@ class Lookahead(Drafter):
 
     @property
     def rows(self) -> int:
-        """The rows of the window (N - 1), no more than the longest path has tokens."""
+        """The number of rows of the window (N - 1), at most the longest path."""
         return min(self.levels - 1, max(self.num_speculative_tokens, 1))
 
     @property
     def columns(self) -> int:
-        """The columns of the window (W), so many that the longest path is K tokens."""
+        """The number of columns of the window (W) for a longest path of K tokens."""
         return self.num_speculative_tokens - self.rows + 2
 
     @property
     def num_nodes(self) -> int:
-        """The window but for the root, and the n-grams but for their first token."""
+        """The number of nodes: the window without the root, and n-grams without first tokens."""
         if not self.num_speculative_tokens:
             return 0
         return self.rows * (self.columns + self.guesses) - 1
 
     @property
     def observes(self) -> bool:
-        """Whether n-grams are drafted, those of the text too."""
+        """Whether n-grams are drafted, including those of the text."""
         return self.guesses > 0
 
     @property
     def pass_features(self) -> tuple[str, ...]:
-        """The target's feature that the guesses are improved by."""
+        """The name of the target's feature that improves the guesses."""
         return (feature_name(1),)
 
     def init(self, params: Any, batch: int, capacity: int) -> State:
@@ -128,7 +129,7 @@ class Lookahead(Drafter):
         return draft.replace(valid=draft.valid & within), state
 
     def observe(self, params: Any, state: State, context: Context, accepted: Accepted) -> State:
-        """Return the state with the n-grams that end at the new tokens."""
+        """Return the state with the n-grams that end at new tokens."""
         del params
         before, steps = self.rows, accepted.tokens.shape[1]
         first = context.length - accepted.count
@@ -176,9 +177,9 @@ class Lookahead(Drafter):
 def moved(
     window: Int[Array, "B rows columns"], context: Context, count: Int[Array, "B"]
 ) -> Int[Array, "B rows columns"]:
-    """Return the window for a text that is `count` tokens longer, without unknown guesses.
+    """Return the window for a text that is `count` tokens longer, with every guess known.
 
-    What is not known is replaced by tokens of the row, from positions without any order.
+    Unknown guesses are replaced by tokens from pseudo-random positions of the row.
     """
     rows, columns = window.shape[1:]
     index = (jnp.arange(columns)[None, :] + count[:, None])[:, None, :]
@@ -191,7 +192,7 @@ def moved(
 
 
 def added(state: State, ngrams: Int[Array, "B T n"], known: Bool[Array, "B T"]) -> State:
-    """Return the state with those of the n-grams that are known, the last ones the latest."""
+    """Return the state with the `known` n-grams added to the pool in order."""
     size = state.pool.shape[1]
     number = jnp.cumsum(known, axis=1)
     known = known & (number > number[:, -1:] - size)

@@ -1,4 +1,4 @@
-"""The lookups that together have the most accepted tokens, under one name."""
+"""The combination of lookup drafters with the most accepted tokens, under one name."""
 
 from __future__ import annotations
 
