@@ -127,7 +127,7 @@ def decode(config: DecodeConfig, *, verbose: bool = False) -> int:
     except KeyboardInterrupt:
         interrupted = True
     except NoRoomError as error:
-        # A later turn may outgrow the model; what was decoded before is kept.
+        # A later turn may exceed the context length; earlier results are kept.
         if not runs[0].rows:
             raise
         refused = error

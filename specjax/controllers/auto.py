@@ -199,7 +199,7 @@ class Auto:
         # The more may be spent, the more is hoped for.
         optimism = self.optimism * max(state.credit / max(self.first_credit, 1e-9), _LEAST_HOPE)
         hopes = ratio * np.exp(np.minimum(optimism * told, _MOST_HOPE))
-        # A short step loses less in its rounds, and a part of what a step costs by itself.
+        # A short step loses less in its rounds, plus its share of the overhead of a step.
         lost = rates.round_s * (1 - ratio)
         rounds = np.where(timed & (lost * most_rounds < costs.seconds[0]), most_rounds, least)
         loss = lost * rounds + costs.seconds[0] * (1 - rounds / most_rounds)

@@ -122,7 +122,7 @@ def _compile(plan: Plan, mesh: Mesh | None, tree: Any, leaves: tuple[_Leaf, ...]
     slots = jax.ShapeDtypeStruct(few[2].shape, jnp.int32)
     whole = None if mesh is None else NamedSharding(mesh, PartitionSpec())
     with use(mesh):
-        # A state goes round: what was chosen for it at first holds for every later step.
+        # Each step returns the state to the next, so the first placement holds for all steps.
         empty, state, placed = _first(plan, params, every, mesh)
         new, rows, rows_placed = _first(plan, params, few, mesh)
         renew = jax.jit(

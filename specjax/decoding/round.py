@@ -177,7 +177,7 @@ def _tally(
 
 def make_context(plan: Plan, params: Any, state: State) -> Context:
     """Return what drafters may read of a state; `params` are the target's."""
-    # A draft longer than what the row may still emit, less the target's own token, is waste.
+    # Limit drafts to the tokens that the row may still emit, minus the bonus token.
     room = state.rows.max_length - state.length - 1
     drafts = state.active & ~state.undrafted
     limit = jnp.where(drafts, jnp.clip(room, 0, plan.drafter.num_speculative_tokens), 0)

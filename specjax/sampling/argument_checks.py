@@ -191,7 +191,7 @@ def check_drawn(
     each_row = np.maximum(row, 0)
     logq_of_token = logq[np.arange(len(tokens))[:, None], each_row, tokens * drawn]
     candidates = np.take_along_axis((logq > -np.inf).sum(axis=-1), each_row, axis=1)
-    # Where earlier siblings have used up a distribution, what is drawn after them never counts.
+    # Once earlier siblings have used up a distribution, later draws are never accepted.
     impossible = drawn & (logq_of_token == -np.inf) & (earlier.sum(axis=-1) < candidates)
     if impossible.any():
         batch, node = np.argwhere(impossible)[0].tolist()

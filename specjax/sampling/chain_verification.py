@@ -81,7 +81,7 @@ def rejection(
         token = pick(tokens, slots)
         odds = log_ratio(pick(logp, token), pick(draft(slots), token))
         # In logarithms neither u q nor p / q can underflow; p = 0 is refused even at u = 0. So is
-        # q = 0, which nothing is drawn from: where all of q is 0, what p has left is p.
+        # q = 0, from which nothing is drawn; if q is 0 everywhere, the residual is p.
         step = walking & (slots < num_valid) & (jnp.log(pick(uniforms, slots)) < odds)
         step &= jnp.isfinite(odds)
         return slots + step.astype(slots.dtype), step, logp

@@ -143,7 +143,7 @@ def walks(drafts: Drafts) -> Outcomes:
         lambda i, w: run(drafts.tokens[i], drafts.valid[i], winners[w]), item, which
     )
     accepted = (path > 0).sum(axis=1)
-    # What would win after the last node is never looked at: one choice stands for all.
+    # The choice after the last node is never read, so a single one suffices.
     step = np.arange(depth + 1)[None]
     looked_at = step <= accepted[:, None]
     chance = np.exp(drafts.logp[item[:, None], path, winners[which]])

@@ -238,7 +238,7 @@ def _kept(
         number = np.asarray(valid(tokens, _log(q[:, :-1])))
         tried = [("as many tokens as `valid` keeps", number)]
     else:
-        # In trees fewer ways: there are more of them, and siblings show what is missing.
+        # Fewer ways for trees, which have more of them; siblings cover the rest.
         numbers = range(nodes + 1) if topology.is_chain else (nodes - 1, nodes)
         tried = [(f"{n} of {nodes} tokens", np.full(count, n)) for n in numbers]
     return [(name, np.arange(nodes)[None] < number[:, None]) for name, number in tried]

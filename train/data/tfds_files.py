@@ -35,7 +35,7 @@ def write_records(
     template = tfds.core.ShardedFileTemplate(
         data_dir=folder, dataset_name=name, split=split, filetype_suffix="array_record"
     )
-    # Groups of one record are what random access wants. Float16 features hardly shrink, and
+    # Random access needs groups of one record. Float16 features hardly shrink, and
     # unpacking them would take three times as long as reading them.
     options = "group_size:1" if compress else "group_size:1,uncompressed"
     count = num_bytes = 0

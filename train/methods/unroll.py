@@ -45,7 +45,7 @@ def unroll(
     rows; the rest, if no module follows, only for the rows of labels.
     """
     labels, tokens, last = batch.labels, batch.tokens, head.config.num_modules - 1
-    # Where there is no label, row 0: what sees nothing is not a number, nor is its gradient.
+    # Row 0 for missing labels, since empty attention and its gradient would be NaN.
     rows = jnp.maximum(labels - 2, 0)
     positions, segments = at_rows(batch.positions, rows), at_rows(batch.segments, rows)
     same = segments[:, :, None] == batch.segments[:, None, :]

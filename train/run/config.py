@@ -58,7 +58,7 @@ def training_fields() -> ConfigDict:
     config.dtype = "auto"  # of products: auto | float32 | bfloat16
     # Directories, with commas; shipped = the small set of the default model's answers.
     config.data = shipped.NAME
-    # Target features: those in the data set, or computed in the step; auto takes what is there.
+    # Target features: read from the data set, or computed in the step; auto reads them if present.
     config.features = "auto"
     config.workdir = config_dict.placeholder(str)
     # A trained head to start from: a directory, or a kind, such as eagle3, that comes with specjax.

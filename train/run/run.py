@@ -256,7 +256,7 @@ def _say_next(writer: MetricsWriter, setup: Setup, workdir: files.Workdir, param
     if setup.method.head is not None:
         options += [f"drafter.name={setup.method.head(params, {}).kind}"]
         options += [f"drafter.path={where['drafter']}"] if "drafter" in where else []
-        # By default drafts are made only where they are faster: that hides what was learned.
+        # The default drafts only if that is faster, which would hide what was learned.
         options += ["num_speculative_tokens=fixed", "compare=true"]
     command = " ".join(f"--config.{option}" for option in options)
     writer.say(f"decode with it: python -m specjax.decode {command}", "green")

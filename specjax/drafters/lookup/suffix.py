@@ -149,7 +149,7 @@ class Suffix(Drafter):
 
         def append(step: Int[Array, ""], matched: Int[Array, "B S"]) -> Int[Array, "B S"]:
             token = accepted.tokens[:, step][:, None]
-            # What ends at a position matches the new end if what ended before it matched the old.
+            # A suffix at a position matches the new end if the one before it matched the old end.
             before = jnp.pad(matched, ((0, 0), (1, 0)))[:, :-1]
             equal = (context.tokens == token) & (position < (first + step)[:, None])
             longer = jnp.where(equal, before + 1, 0)

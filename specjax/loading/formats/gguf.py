@@ -144,7 +144,7 @@ def kept_bits(
 def _check_copies(file: GgufFile, copies: Mapping[str, str]) -> None:
     """Raise InputError where a tensor is not the one that it ought to repeat.
 
-    Quantized ones may have been rounded apart.
+    Quantized copies may have been rounded differently.
     """
     for copy, original in copies.items():
         if copy not in file.tensors:

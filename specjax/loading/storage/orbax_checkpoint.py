@@ -161,7 +161,7 @@ def look(directory: Path, kind: Kind) -> Found:
     def read(ocp: Any) -> Any:
         with ocp.Context():
             index = ocp.metadata(directory, checkpointable_name=ARRAYS)
-        # Orbax logs what went wrong and continues.
+        # Orbax only logs failures and continues.
         if index.metadata is None:
             raise ValueError("its index cannot be read")
         return index.metadata

@@ -63,8 +63,8 @@ _PARTS_OF_A_TURN = {
 def named_ends(ids: Mapping[str, int], plain_text: Collection[str] = ()) -> list[int]:
     """Return the ids of end-of-sequence tokens by name, ascending.
 
-    `ids` maps a vocabulary's tokens to ids. `plain_text` lists tokens that also occur in ordinary
-    text: among them `</s>` is an HTML tag, as in Gemma's vocabulary.
+    `ids` maps a vocabulary's tokens to ids. `plain_text` are tokens that also stand for ordinary
+    text; `</s>` among them is an HTML tag, as in Gemma's vocabulary, and no end.
     """
     found = _NAMES & ids.keys()
     for name, others in _PARTS_OF_A_TURN.items():

@@ -87,7 +87,7 @@ GLM4_MOE = Family(
             }
         ),
         *schema.experts("n_routed_experts", intermediate_size=1408),
-        # What is not stated in a GGUF means what it does for llama.cpp.
+        # Defaults for fields missing in a GGUF are llama.cpp's.
         schema.flag("experts.normalize", "norm_topk_prob", "expert_weights_norm", True, False),
         schema.number("experts.scale", "routed_scaling_factor", "expert_weights_scale", 1.0, 0.0),
         schema.integer("experts.groups", "n_group", "expert_group_count", 1, 1),
