@@ -67,7 +67,7 @@ class GgufFile:
         return np.frombuffer(tensor.data, np.uint8, tensor.size, tensor.offset)
 
     def values(self, tensor: Tensor, own: tuple[int | slice, ...] = ()) -> Float[np.ndarray, "..."]:
-        """Return a tensor's values at an index of slices and integers, as float32."""
+        """Return a tensor's values as float32, indexed by the slices and integers `own`."""
         block, block_bytes = GGML_QUANT_SIZES[tensor.kind]
         *lead, width = tensor.shape
         *rows, inputs = (*own, *[slice(None)] * (len(tensor.shape) - len(own)))

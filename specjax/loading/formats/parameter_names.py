@@ -87,7 +87,7 @@ class Location(NamedTuple):
 
     @property
     def is_kernel(self) -> bool:
-        """Whether it is a matrix that activations are multiplied by."""
+        """Whether it is a matrix that multiplies activations."""
         return self.path[-1] == "kernel"
 
     @property
