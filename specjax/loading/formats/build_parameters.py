@@ -36,7 +36,9 @@ blocks. A location whose rows are reordered is asked for whole heads.
 
 _THREADS = 2
 _CHUNK_BYTES = 1 << 21
-"""What the host transposes at a time: it fits in a core's own cache."""
+"""What a thread of the host reads at a time: it fits in a core's own cache."""
+_PADDING = 24
+"""Numbers after a row: rows a power of two apart would evict each other from the cache."""
 
 
 def can_split(config: DecoderConfig, shards: int) -> bool:
@@ -268,7 +270,8 @@ def _on_host(
         if isinstance(leaf, QuantizedKernel) or not slot.is_kernel:
             slot.fill(jax.tree.map(lambda rows: rows[first:stop], own), read, first)
             return
-        rows = np.empty((stop - first, slot.rows[1]), own.dtype)
+        width = slot.rows[1]
+        rows = np.empty((stop - first, width + _PADDING), own.dtype)[:, :width]
         slot.fill(rows, read, first)
         own[:, first:stop] = rows.T
 
