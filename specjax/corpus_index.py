@@ -1,13 +1,13 @@
-"""Index a corpus, for the drafter that copies from it.
+"""Index a corpus for the drafter that copies from it.
 
     python -m specjax.corpus_index --input=FILE,FOLDER --tokenizer=MODEL --output=DIR
     python -m specjax.corpus_index --input=tfds:NAME --tokenizer=MODEL --output=DIR
 
-The documents are text files (each file one), JSON lines with the key text, or with the tokens of
+Documents are text files (one per file), JSON lines with the key text or with tokens of
 conversations (prompt_token_ids, response_token_ids), or the texts of a TFDS dataset. The tokenizer
-is that of a directory, or of a model. --config.drafter.name=corpus --config.drafter.corpus=DIR
-then drafts from it. It takes about 10 bytes of memory per token, and half a gigabyte. Exit codes:
-0; 2 for bad input; 130 after Ctrl-C or SIGTERM.
+is that of a directory or a model. --config.drafter.name=corpus --config.drafter.corpus=DIR then
+drafts from the index. Indexing takes about 10 bytes of memory per token, plus half a gigabyte. Exit
+codes: 0; 2 for bad input; 130 after Ctrl-C or SIGTERM.
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ _TOGETHER = 256
 
 @dataclass(frozen=True)
 class CorpusInput:
-    """Files and folders with documents, separated by commas, or tfds: and a TFDS dataset."""
+    """Comma-separated files and folders of documents, or tfds: followed by a TFDS dataset."""
 
     def check(self, name: str, value: Any) -> str | tuple[Path, ...]:
-        """Return the paths, or the dataset's name; raises InputError for missing files."""
+        """Return the paths or the name of the dataset; raise InputError for missing files."""
         if isinstance(value, str) and value.startswith(_TFDS):
             return PathOrName().check(name, value.removeprefix(_TFDS))
         return DocumentFiles().check(name, value)
 
 
 def parser() -> Parser:
-    """The flags."""
+    """Return the parser of the command's flags."""
     flags = Parser("python -m specjax.corpus_index", __doc__)
     flags.add_field("input", CorpusInput(), "files and folders, or tfds:NAME")
     flags.add_field("tokenizer", PathOrName(), "the directory or the model whose tokenizer it is")
@@ -73,7 +73,7 @@ def parser() -> Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
+    """Run the command; return its exit code."""
 
     def act(arguments: list[str]) -> int:
         make_index(**parser().read(arguments))
@@ -92,7 +92,7 @@ def make_index(
     split: str,
     text_field: str,
 ) -> None:
-    """Make an index from checked flags. Raises InputError."""
+    """Make an index, given checked flags. Raises InputError."""
     folders.check_replaceable(output, KIND, f"output={str(output)!r}", overwrite=False)
     screen = Screen(Console(width=None if sys.stdout.isatty() else 120))
     documents, total = _open(input, split, text_field)

@@ -237,7 +237,7 @@ class _Decoding:
         return complete, interrupted
 
     def repeats_after(self, repeats: Sequence[_Repeat]) -> bool:
-        """Whether a group is decoded once more after these repeats."""
+        """Return whether to decode a group once more after these repeats."""
         results = [result for repeat in repeats for result in repeat.values()]
         seconds = sum(result.prefill_s + result.decode_s for result in results)
         if len(repeats) >= self.num_repeats or not all(
@@ -250,9 +250,9 @@ class _Decoding:
     def choose(
         self, side: _Side, index: Sequence[int], repeats: Sequence[_Repeat]
     ) -> tuple[Generation, Generation | None, list[Difference | None] | None]:
-        """The repeat that is reported: its result, plain decoding's, and where they differ.
+        """Return the repeat to report: its result, plain decoding's, and their differences.
 
-        It is the one whose speed-up is the median, or the first whose tokens differ.
+        It is the one with the median speed-up, or the first whose tokens differ.
         """
         found = [
             self.compare(side, index, repeat[side.name], repeat.get(PLAIN)) for repeat in repeats

@@ -172,16 +172,16 @@ def _decode(session: Session, engine: Engine, index: Sequence[int]) -> Generatio
 
 
 def turn_order(ways: int, repeat: int) -> list[int]:
-    """The ways of decoding in the order in which repeat 0, 1, ... takes them.
+    """Return the order in which repeat 0, 1, ... decodes in each of `ways` ways.
 
-    Every other repeat goes backwards, so that a machine that slows down steadily slows all ways
-    alike, and then the next one begins with another way.
+    Every other repeat runs backwards, so that a machine that slows down steadily affects all ways
+    equally, and each pair of repeats starts with another way.
     """
     return np.roll(range(ways), -(repeat // 2))[:: -1 if repeat % 2 else 1].tolist()
 
 
 def speedup_of(plain: Generation, drafted: Generation, *, with_prefill: bool = False) -> float:
-    """A run's speed over plain decoding's, in tokens/s; without the seconds of prefill or with."""
+    """Return a run's tokens/s divided by plain decoding's, optionally including prefill."""
 
     def seconds_per_token(run: Generation) -> float:
         return (run.decode_s + with_prefill * run.prefill_s) / run.new_tokens
@@ -190,7 +190,7 @@ def speedup_of(plain: Generation, drafted: Generation, *, with_prefill: bool = F
 
 
 def median_repeat(pairs: Sequence[tuple[Generation, Generation]]) -> int:
-    """The repeat whose speed-up is the median, of (plain, drafted) runs; of two the lower one."""
+    """Return the index of the (plain, drafted) pair with the (lower) median speed-up."""
     ratios = [speedup_of(plain, drafted) for plain, drafted in pairs]
     return sorted(range(len(pairs)), key=ratios.__getitem__)[(len(pairs) - 1) // 2]
 

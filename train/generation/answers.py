@@ -173,7 +173,7 @@ def read_answers_config(written: Mapping[str, Any]) -> AnswersConfig:
 
 
 def find_requests(config: AnswersConfig, screen: Screen) -> list[Request]:
-    """Return the prompts that a config names, by default those of `specjax_corpus`."""
+    """Return the prompts that a config names, by default those of `prompt_corpus`."""
     path = None if config.prompts is None else user_path("prompts", config.prompts)
     if path is not None and (path.exists() or config.prompts != CORPUS):
         if path.exists() and not path.is_dir():

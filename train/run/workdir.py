@@ -220,8 +220,8 @@ def check_same_run(
 ) -> None:
     """Raise InputError, naming the fields, unless `file` records the same run.
 
-    `may_differ` are fields of the config, or sections if they end with a dot. `remark` is added if
-    the field whose name it begins with differs.
+    `may_differ` are fields of the config, or sections if they end with a dot. `remark` begins with
+    the name of a field, and is appended if that field differs.
     """
     remedy = "restore it, or use another workdir"
     earlier = read_json_file(file, remedy)

@@ -1,9 +1,9 @@
-"""Retrieval: copying from a corpus, and from what an engine has decoded before.
+"""Retrieval: copying from a corpus, and from earlier outputs of an engine.
 
-The datastore is REST's (He et al. 2311.08252), counted as suffix decoding counts (Oliaro et al.
-2411.04975): after the longest match of a row's last tokens in a sorted text comes what most often
-followed it there. A binary search in the compiled loop finds the match; the texts are operands of
-the program, and the same for all rows.
+The datastore is that of REST (He et al. 2311.08252), with the counts of suffix decoding (Oliaro et
+al. 2411.04975): it drafts the most frequent continuation of the longest match of a row's last
+tokens in a sorted text. A binary search in the compiled loop finds the match; the texts are
+operands of the program, shared by all rows.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ _BY_INDEX = "make an index by python -m specjax.corpus_index"
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus(Suffix):
-    """A drafter that copies what most often followed a row's last tokens in a corpus.
+    """A drafter that copies the most frequent continuation of a row's last tokens in a corpus.
 
-    The longest match counts, of `prompt_lookup_min` to `prompt_lookup_max` tokens; its occurrences
-    are counted as `Suffix` counts those in a row, with its options. With
-    `suffix_decoding_max_cached_requests` an engine's latest finished outputs are a second text, of
-    up to `suffix_decoding_max_cached_tokens`, preferred where its match is as long. Parameters are
-    a tuple of `SortedText`: the outputs' first. There is no state. Raises InputError for options
-    out of range.
+    It uses the longest match of `prompt_lookup_min` to `prompt_lookup_max` tokens, and counts its
+    occurrences as `Suffix` does, with the same options. With `suffix_decoding_max_cached_requests`,
+    an engine's latest finished outputs are a second text of up to
+    `suffix_decoding_max_cached_tokens`, which is preferred if its match is as long. Parameters are
+    a tuple of `SortedText`, the outputs first. There is no state. Raises InputError for options out
+    of range.
     """
 
     prompt_lookup_max: Annotated[int, _LENGTH] = LONGEST_MATCH
@@ -71,7 +71,7 @@ class Corpus(Suffix):
         corpus: Annotated[str, IndexFolder()] | None = None,
         **options: Any,
     ) -> LoadedDrafter:
-        """Return the drafter of an index for a target, of cached requests, or of both."""
+        """Return the drafter for a target, with an index, cached requests, or both."""
         del name, path
         drafter = cls(**options)
         texts = []
@@ -90,16 +90,16 @@ class Corpus(Suffix):
 
     @property
     def max_cached_requests(self) -> int:
-        """The number of an engine's latest outputs that are copied from."""
+        """The maximum number of an engine's latest outputs to copy from."""
         return self.suffix_decoding_max_cached_requests
 
     def with_outputs(
         self, params: tuple[SortedText, ...], outputs: Sequence[tuple[Sequence[int], Sequence[int]]]
     ) -> tuple[SortedText, ...]:
-        """Return the parameters with the latest of the outputs in place of earlier ones.
+        """Return the parameters with the latest of `outputs` in place of earlier ones.
 
-        As many as there is room for, of the oldest its end; each follows the end of its prompt, so
-        that its first tokens are found.
+        They include as many outputs as fit, and of the oldest its end. Each output follows the end
+        of its prompt, so that its first tokens can be matched.
         """
         if not self.max_cached_requests:
             return params
@@ -113,14 +113,14 @@ class Corpus(Suffix):
         return (sorted_text(documents, size, dtype), *others)
 
     def init(self, params: Any, batch: int, capacity: int) -> tuple[()]:
-        """Return no state."""
+        """Return an empty state."""
         del params, batch, capacity
         return ()
 
     def propose(
         self, params: tuple[SortedText, ...], state: tuple[()], context: Context, noise: Noise
     ) -> tuple[Draft, tuple[()]]:
-        """Propose the likeliest continuations of the longest match, in rows that have one."""
+        """Propose the most likely continuations of the longest match, in rows that have one."""
         count = self.num_speculative_tokens
         match = find_longest(params, self._last_tokens(context), count)
         length = jnp.where(match.length >= self.prompt_lookup_min, match.length, 0)

@@ -99,9 +99,9 @@ def open_file(path: Path) -> Iterator[Any]:
 
 @contextmanager
 def open_tensors(tensors: Iterable[StoredTensor]) -> Iterator[Callable[..., np.ndarray]]:
-    """`read(tensor, index)`, the numbers of one of the tensors, whose files are open.
+    """Yield a function `read(tensor, index)` for the values of the tensors, with their files open.
 
-    With an `index` of slices only those; a tensor without axes has none.
+    `index` selects slices; a tensor without axes takes none.
     """
     with ExitStack() as stack:
         paths = {tensor.path for tensor in tensors}
