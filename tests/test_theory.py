@@ -170,6 +170,52 @@ def test_every_number_broadcasts(name, others):
             )
 
 
+@pytest.mark.parametrize(("name", "others"), CALLS)
+def test_what_is_no_number_and_shapes_that_do_not_broadcast_name_the_argument(
+    name, others, monkeypatch
+):
+    """For every number of every function: a text, None where there is no default, other shapes."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    function = getattr(theory, name)
+    numbers = {key: pair[0] for key, pair in SCALES[name].items() if key not in others}
+    for key, value in numbers.items():
+        for wrong in ("0.8", "many", [[1], [1, 2]], 1j, True):
+            with pytest.raises(InputError, match=rf"^{key}( = .*|: .*): give|^{key}: its rows"):
+                function(**{**numbers, key: wrong}, **others)
+        for other in numbers.keys() - {key}:
+            pair = {key: np.full(2, value), other: np.full(3, numbers[other])}
+            message = rf"^({key}|{other}) has shape \([23],\), which does not broadcast with "
+            message += rf"({key}|{other}) \([23],\): give shapes such as"
+            with pytest.raises(InputError, match=message):
+                function(**{**numbers, **pair}, **others)
+
+
+@pytest.mark.parametrize(
+    ("name", "argument", "wrong"),
+    [
+        ("memory", "target", "llama"),
+        ("memory", "draft", 5),
+        ("pass_seconds", "shape", None),
+        ("pass_seconds", "chip", 5),
+        ("roofline", "shape", {}),
+        ("roofline", "chip", "h1000"),
+    ],
+)
+def test_what_is_no_model_and_no_chip_names_the_argument(name, argument, wrong, monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    others = {**OTHERS[name][0], argument: wrong}
+    numbers = {key: pair[0] for key, pair in SCALES[name].items() if key not in others}
+    with pytest.raises(InputError, match=f"^{argument} = .*: give a (ModelShape|Chip)"):
+        getattr(theory, name)(**numbers, **others)
+
+
+def test_several_chips_are_one():
+    two = theory.CHIPS["h200"].times(2)
+    assert two == theory.Chip("2 x h200", 2 * 989e12, 2 * 4.8e12, 2 * 141e9)
+    with pytest.raises(InputError, match="num_chips = 0: give a whole number of at least 1"):
+        two.times(0)
+
+
 def _fields(result):
     if not dataclasses.is_dataclass(result):
         return {"": result}

@@ -7,7 +7,7 @@ import math
 import numpy as np
 from jaxtyping import Float, Int
 
-from specjax.errors import InputError
+from specjax.errors import InputError, shown
 
 Real = float | int | np.number | Float[np.ndarray, "..."] | Int[np.ndarray, "..."]
 Count = int | np.integer | Int[np.ndarray, "..."]
@@ -21,7 +21,7 @@ def checked(
 
     With `above`, the range is (low, high].
     """
-    array = np.asarray(value, np.float64)
+    array = _numbers(name, value).astype(np.float64)
     is_valid = np.isfinite(array) & (array <= high) & ((array > low) if above else (array >= low))
     if not is_valid.all():
         bounds = f"above {low:g}" if above else f"of at least {low:g}"
@@ -32,12 +32,44 @@ def checked(
 
 def checked_count(name: str, value: Count, least: int) -> int | Int[np.ndarray, "..."]:
     """Return `value` as int or int64; raise InputError unless whole and at least `least`."""
-    array = np.asarray(value)
+    array = _numbers(name, value)
     if not np.issubdtype(array.dtype, np.integer):
         raise InputError(f"{name} = {value}: give a whole number of at least {least}")
     if (array < least).any():
         raise InputError(f"{name} = {array.min()}: give a whole number of at least {least}")
     return array.astype(np.int64) if array.ndim else int(array)
+
+
+def check_broadcast(**arguments: object) -> None:
+    """Raise InputError naming the first argument whose shape does not broadcast with the others.
+
+    What is not an array, such as None or a function, counts as a scalar.
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, value in arguments.items():
+        is_array = hasattr(value, "shape") or isinstance(value, list | tuple)
+        shape = _numbers(name, value).shape if is_array else ()
+        try:
+            np.broadcast_shapes(shape, *shapes.values())
+        except ValueError:
+            others = " and ".join(f"{other} {one}" for other, one in shapes.items())
+            raise InputError(
+                f"{name} has shape {shape}, which does not broadcast with {others}: give shapes "
+                f"such as {name}[:, None], one axis for each argument that varies"
+            ) from None
+        if shape:
+            shapes[name] = shape
+
+
+def _numbers(name: str, value: object) -> np.ndarray:
+    """Return the value as an array; raise InputError unless it holds real numbers."""
+    try:
+        array = np.asarray(value)
+    except ValueError:
+        raise InputError(f"{name}: its rows have different lengths; give an array") from None
+    if array.dtype.kind in "bcmMOSTU":
+        raise InputError(f"{name} = {shown(value)}: give a number, or a NumPy array of numbers")
+    return array
 
 
 def unwrap(array: np.ndarray | float) -> Result:

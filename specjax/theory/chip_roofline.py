@@ -7,8 +7,16 @@ import dataclasses
 import numpy as np
 from jaxtyping import Bool
 
-from specjax.errors import InputError
-from specjax.theory.argument_checks import Count, Real, Result, checked, checked_count, unwrap
+from specjax.errors import InputError, shown
+from specjax.theory.argument_checks import (
+    Count,
+    Real,
+    Result,
+    check_broadcast,
+    checked,
+    checked_count,
+    unwrap,
+)
 from specjax.theory.expected_speedup import expected_tokens, least_alpha
 
 
@@ -20,6 +28,7 @@ def stored_bits(bits: Real, *, group: Count, numbers: Count = 1, number_bits: Co
     in groups of 32 with both in float32 take 6; 8 bits with a scale take 9, or little more than 8
     with one scale per output.
     """
+    check_broadcast(bits=bits, group=group, numbers=numbers, number_bits=number_bits)
     shared = np.asarray(checked_count("numbers", numbers, 0)) * checked_count(
         "number_bits", number_bits, 1
     )
@@ -99,6 +108,8 @@ class ModelShape:
             )
         if self.window is not None:
             checked_count("window", self.window, 1)
+        if not isinstance(self.experts, ExpertShape | None):
+            raise InputError(f"experts = {shown(self.experts)}: give an ExpertShape, or None")
 
     def mtp(self) -> ModelShape:
         """Return the shape of a multi-token prediction module with a layer like the last one."""
@@ -215,6 +226,20 @@ def memory(
     bits per weight (`stored_bits`), overrides `weight_itemsize`; `draft_weight_bits` is that of
     `draft`, by default the same.
     """
+    _check_shape("target", target)
+    if draft is not None:
+        _check_shape("draft", draft)
+    check_broadcast(
+        batch=batch,
+        capacity=capacity,
+        num_nodes=num_nodes,
+        num_distributions=num_distributions,
+        weight_itemsize=weight_itemsize,
+        cache_itemsize=cache_itemsize,
+        logit_itemsize=logit_itemsize,
+        weight_bits=weight_bits,
+        draft_weight_bits=draft_weight_bits,
+    )
     batch = checked_count("batch", batch, 1)
     capacity = checked_count("capacity", capacity, 1)
     num_nodes = checked_count("num_nodes", num_nodes, 0)
@@ -264,6 +289,12 @@ class Chip:
         for name in ("flops", "bandwidth", "memory"):
             checked(name, getattr(self, name), above=True)
 
+    def times(self, num_chips: int) -> Chip:
+        """Return several of this chip as one: a model split over all, without communication."""
+        checked_count("num_chips", num_chips, 1)
+        sums = {name: num_chips * getattr(self, name) for name in ("flops", "bandwidth", "memory")}
+        return Chip(f"{num_chips} x {self.name}", **sums)
+
 
 CHIPS = {
     chip.name: chip
@@ -298,7 +329,11 @@ def pass_seconds(
     `itemsize` is that of weights and cache, in bytes; `weight_bits`, the mean bits per weight
     (`stored_bits`), overrides it for weights. Products are computed in bf16 whatever the bits.
     """
+    _check_shape("shape", shape)
     chip = _chip(chip)
+    check_broadcast(
+        tokens=tokens, batch=batch, context=context, itemsize=itemsize, weight_bits=weight_bits
+    )
     tokens = np.asarray(checked_count("tokens", tokens, 1))
     batch = np.asarray(checked_count("batch", batch, 1))
     context = np.asarray(checked_count("context", context, 0))
@@ -356,9 +391,20 @@ def roofline(
     same chip. Bits are as in `memory`; for a target that drafts in fewer bits, give
     `draft_cost=shape` and its `draft_weight_bits`. All numbers broadcast: `roofline(shape,
     "h100-sxm", batch[:, None], context[None], 4, 0.8)` is a table. tokens/s are totals over rows.
-    For n chips, multiply the figures of `Chip` by n.
+    For several chips give `CHIPS[name].times(num_chips)`.
     """
+    _check_shape("shape", shape)
     chip = _chip(chip)
+    check_broadcast(
+        batch=batch,
+        context=context,
+        k=k,
+        alpha=alpha,
+        draft_cost=draft_cost,
+        itemsize=itemsize,
+        weight_bits=weight_bits,
+        draft_weight_bits=draft_weight_bits,
+    )
     k = checked_count("k", k, 0)
     context = checked_count("context", context, 0)
     bits = _weight_bits(weight_bits, checked_count("itemsize", itemsize, 1))
@@ -400,6 +446,13 @@ def roofline(
 
 
 def _chip(chip: Chip | str) -> Chip:
-    if isinstance(chip, str) and chip not in CHIPS:
-        raise InputError(f"chip = {chip!r}: give a Chip or one of {', '.join(CHIPS)}")
-    return CHIPS[chip] if isinstance(chip, str) else chip
+    if isinstance(chip, Chip):
+        return chip
+    if not isinstance(chip, str) or chip not in CHIPS:
+        raise InputError(f"chip = {shown(chip)}: give a Chip or one of {', '.join(CHIPS)}")
+    return CHIPS[chip]
+
+
+def _check_shape(name: str, shape: ModelShape) -> None:
+    if not isinstance(shape, ModelShape):
+        raise InputError(f"{name} = {shown(shape)}: give a ModelShape, the sizes of a model")

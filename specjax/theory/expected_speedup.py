@@ -8,7 +8,15 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from specjax.errors import InputError
-from specjax.theory.argument_checks import Count, Real, Result, checked, checked_count, unwrap
+from specjax.theory.argument_checks import (
+    Count,
+    Real,
+    Result,
+    check_broadcast,
+    checked,
+    checked_count,
+    unwrap,
+)
 
 
 def expected_tokens(alpha: Real, k: Count) -> Result:
@@ -17,7 +25,9 @@ def expected_tokens(alpha: Real, k: Count) -> Result:
     This is (1 - alpha^(k+1)) / (1 - alpha), or k + 1 at alpha = 1 (Leviathan et al. 2023, equation
     1), and already counts the bonus token: do not add one.
     """
-    alpha, k = np.broadcast_arrays(checked("alpha", alpha, high=1.0), checked_count("k", k, 0))
+    alpha, k = checked("alpha", alpha, high=1.0), checked_count("k", k, 0)
+    check_broadcast(alpha=alpha, k=k)
+    alpha, k = np.broadcast_arrays(alpha, k)
     # Horner's rule on 1 + alpha + ... + alpha^k stays exact where the quotient cancels.
     tokens = np.ones_like(alpha)
     for power in range(k.max(initial=0)):
@@ -44,6 +54,8 @@ def speedup(
     whole draft (divide by c + 1; no cost at k = 0). `verify_cost` is T(k+1) / T(1), the cost of a
     target pass over k + 1 tokens, and replaces the 1.
     """
+    alpha = checked("alpha", alpha, high=1.0)
+    check_broadcast(alpha=alpha, k=k, c=c, verify_cost=verify_cost)
     cost = _round_cost(k, c, convention, verify_cost)
     return unwrap(np.asarray(expected_tokens(alpha, k)) / cost)
 
@@ -64,6 +76,9 @@ def optimal_k(
     speed-up.
     """
     max_k = np.asarray(checked_count("max_k", max_k, 0))
+    if not callable(verify_cost):
+        checked("verify_cost", verify_cost, above=True)
+    check_broadcast(alpha=alpha, c=c, max_k=max_k, verify_cost=verify_cost)
     cost_of = verify_cost if callable(verify_cost) else (lambda k: verify_cost if k else 1.0)
     gains = [
         np.where(k <= max_k, speedup(alpha, k, c, convention=convention, verify_cost=cost_of(k)), 0)
@@ -82,6 +97,7 @@ def break_even_alpha(
     than a plain pass. For k = 1 it is c (Leviathan et al. 2023, corollary 3.9). Raises InputError
     if a round costs more than the k + 1 plain passes that it can at best replace.
     """
+    check_broadcast(k=k, c=c, verify_cost=verify_cost)
     cost, k = np.broadcast_arrays(_round_cost(k, c, convention, verify_cost), k)
     if (dear := cost > k + 1).any():
         c = np.broadcast_to(c, cost.shape)[dear].flat[0]

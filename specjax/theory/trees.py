@@ -31,8 +31,8 @@ def roofline_tree(
     `acceptance` is as in `specjax.trees.fastest_tree`. Each level of the draft costs `draft_cost`
     target passes over one token per row, or, given a model shape, one pass of that model over
     `candidates` tokens per row. Bits are as in `memory`. `context` is the number of committed
-    tokens per row. For n chips, multiply the figures of `Chip` by n. Raises InputError for arrays
-    and for numbers out of range.
+    tokens per row. For several chips give `CHIPS[name].times(num_chips)`. Raises InputError for
+    arrays and for numbers out of range.
     """
     deployment = {"batch": batch, "context": context, "itemsize": itemsize}
     for name, value in {**deployment, "candidates": candidates}.items():
