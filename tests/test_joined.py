@@ -24,7 +24,7 @@ from specjax.loading.model import array_table
 from specjax.loading.storage import orbax_checkpoint
 from specjax.models.config import Attention, Experts
 from specjax.models.decoder import Form
-from specjax.models.joined import parts
+from specjax.models.joined import in_parts, parts, with_joined
 from specjax.models.parameters import Parameter
 
 EVERY_PART = tiny_config(
@@ -57,6 +57,13 @@ def test_every_output_belongs_to_one_part():
     assert len(covered) == len(leaves)
     for path, entry in leaves:
         assert len(covered[tuple(step.key for step in path)]) == entry.shape[-1]
+
+
+def test_parts_are_joined_again():
+    model = random_model(EVERY_PART, 0, dtype="float32")
+    found = in_parts(model.params, EVERY_PART)
+    assert found["layers"]["attention"]["key"]["kernel"].shape == (2, 24, 24)
+    assert_same(with_joined(found, model.params, EVERY_PART), model.params)
 
 
 @pytest.mark.parametrize("devices", [2, 4])
@@ -95,20 +102,18 @@ def test_a_mesh_gives_the_numbers_of_one_device(devices):
     np.testing.assert_allclose(split, logits, atol=1e-5)
 
 
-def in_parts(params, table, config):
+def as_before(params, config):
     """A tree as earlier versions saved it: a leaf for each part, and axes for heads."""
-    tree = {}
-    for path, part in parts(table, config).items():
-        leaf = np.asarray(functools.reduce(lambda node, name: node[name], part.path, params))
-        own = np.moveaxis(part.section.of(np.moveaxis(leaf, -1, 0)), (0, 1), (-2, -1))
-        own = own.reshape(part.shape)
-        if path[-2] in ("query", "key", "value"):
-            own = own.reshape(*own.shape[:-1], -1, config.head_dim)
-        elif path[-3:] == ("attention", "output", "kernel"):
-            own = own.reshape(*own.shape[:-2], -1, config.head_dim, own.shape[-1])
-        node = functools.reduce(lambda node, name: node.setdefault(name, {}), path[:-1], tree)
-        node[path[-1]] = own
-    return tree
+
+    def with_heads(path, leaf):
+        names = [step.key for step in path]
+        if names[-2] in ("query", "key", "value"):
+            return leaf.reshape(*leaf.shape[:-1], -1, config.head_dim)
+        if names[-3:] == ["attention", "output", "kernel"]:
+            return leaf.reshape(*leaf.shape[:-2], -1, config.head_dim, leaf.shape[-1])
+        return leaf
+
+    return jax.tree_util.tree_map_with_path(with_heads, in_parts(params, config))
 
 
 def assert_same(found, wanted):
@@ -119,13 +124,10 @@ def assert_same(found, wanted):
 def test_a_checkpoint_in_parts_is_joined(form, tmp_path, monkeypatch):
     model = random_model(EVERY_PART, 0, dtype="float32", form=form)
     save = orbax_checkpoint.save
-    table = array_table(EVERY_PART, None, form.stacked)
     monkeypatch.setattr(
         orbax_checkpoint,
         "save",
-        lambda path, kind, params, *rest: save(
-            path, kind, in_parts(params, table, EVERY_PART), *rest
-        ),
+        lambda path, kind, params, *rest: save(path, kind, as_before(params, EVERY_PART), *rest),
     )
     checkpoints.save_checkpoint(model, tmp_path / "model")
     loaded = load_model(tmp_path / "model", dtype="float32", form=form)
@@ -141,9 +143,8 @@ def test_a_checkpoint_in_parts_is_joined(form, tmp_path, monkeypatch):
 @pytest.mark.parametrize("make", [eagle_head, mtp_head])
 def test_a_head_in_parts_is_joined(make, tiny, tmp_path, monkeypatch):
     head = make(tiny)
-    table, decoder = head.config.parameter_table(), head.config.decoder
     older = dataclasses.replace(head)
-    object.__setattr__(older, "params", in_parts(head.params, table, decoder))
+    object.__setattr__(older, "params", as_before(head.params, head.config.decoder))
     save_head(older, tmp_path / "head")
     assert_same(read_head(tmp_path / "head").params, head.params)
     older.params["unknown"] = np.zeros(3, np.float32)

@@ -1,13 +1,18 @@
 """Rates, clipping and decay of an update."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import tiny_config
 
 from specjax.errors import InputError
+from specjax.models.config import Attention
+from specjax.models.joined import in_parts
+from specjax.models.parameter_table import parameter_table
 from train.run.optimizer import Optimization, learning_rate, make_optimizer
 
 
@@ -21,8 +26,8 @@ def test_the_rate_rises_and_falls(schedule):
     assert rates[24] == rates[39] == pytest.approx(2.0 if schedule == "constant" else 0.2)
 
 
-def updates_of(settings, params, grads):
-    optimizer = make_optimizer(settings, params)
+def updates_of(settings, params, grads, layers=None):
+    optimizer = make_optimizer(settings, params, layers)
 
     def first(params, grads):
         return optimizer.update(grads, optimizer.init(params), params)[0]
@@ -104,3 +109,20 @@ def test_muon_makes_the_updates_of_kernels_orthogonal():
         np.testing.assert_allclose(leaf, leaf.ravel()[0], rtol=1e-3)
     values = singular_values(adam, "mlp")
     assert values[0] > 5 * values[-1]
+
+
+def test_muon_takes_joined_kernels_part_by_part():
+    """As many matrices as a layer has by name: together they would share their directions."""
+    config = tiny_config(attention=Attention(qk_norm=True))
+    table = {"layer": parameter_table(config, scan_layers=False)["layers"]["0"]}
+    rng = np.random.default_rng(0)
+    grads = jax.tree.map(lambda entry: jnp.asarray(rng.random(entry.shape, np.float32)), table)
+    settings = Optimization(1.0, "constant", clip=0.0, optimizer="muon")
+    joined = updates_of(settings, grads, grads, config)
+    apart = in_parts(grads, config)
+    assert {"query", "key", "value"} < apart["layer"]["attention"].keys()
+    wanted = updates_of(settings, apart, apart)
+    near = functools.partial(np.testing.assert_allclose, atol=1e-5)
+    jax.tree.map(near, in_parts(joined, config), wanted)
+    together = updates_of(settings, grads, grads)["layer"]["attention"]["qkv"]["kernel"]
+    assert not np.allclose(together, joined["layer"]["attention"]["qkv"]["kernel"], rtol=0.1)

@@ -11,6 +11,7 @@ are joined likewise, the norms in one block.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -65,7 +66,7 @@ def gate_up_block(num_heads: int, width: int) -> int:
 def parts(table: dict[str, Any], config: DecoderConfig) -> dict[Path, Part]:
     """Return the parts of all leaves of a parameter table, by path ending in the part's name.
 
-    `config` is that of the layers, whichever tree they are in.
+    `table` may also hold arrays. `config` is that of the layers, whichever tree they are in.
     """
     found: dict[Path, Part] = {}
     for steps, entry in jax.tree_util.tree_leaves_with_path(
@@ -97,11 +98,23 @@ def _widths(module: str, outputs: int, config: DecoderConfig) -> list[int]:
     return [gate_up_block(config.num_heads, outputs // 2)] * 2
 
 
+def in_parts(params: dict[str, Any], config: DecoderConfig) -> dict[str, Any]:
+    """Return a tree in which each part of a leaf is a leaf of its own; `with_joined` inverts it."""
+    tree: dict[str, Any] = {}
+    for path, part in parts(params, config).items():
+        leaf = functools.reduce(lambda node, step: node[step], part.path, params)
+        *parents, last = path
+        node = functools.reduce(lambda node, step: node.setdefault(step, {}), parents, tree)
+        blocks = leaf.reshape(*leaf.shape[:-1], -1, part.section.size)
+        node[last] = blocks[..., part.section.start : part.section.stop].reshape(part.shape)
+    return tree
+
+
 def with_joined(params: dict[str, Any], table: dict[str, Any], config: DecoderConfig) -> Any:
     """Return the tree of a table from one in which each part is a leaf of its own.
 
-    Earlier versions saved such trees, whose kernels have separate axes for heads and their width. A
-    tree of another kind is returned as it is.
+    `table` may also hold arrays. Trees that earlier versions saved have separate axes for heads and
+    their width. A tree of another kind is returned as it is.
     """
     known = parts(table, config)
     if len(jax.tree.leaves(params)) != len(known):
@@ -117,9 +130,7 @@ def with_joined(params: dict[str, Any], table: dict[str, Any], config: DecoderCo
         leaves.setdefault(part.path, []).append(array.reshape(sections))
     tree: dict[str, Any] = {}
     for (*parents, last), sections in leaves.items():
-        node = tree
-        for step in parents:
-            node = node.setdefault(step, {})
+        node = functools.reduce(lambda node, step: node.setdefault(step, {}), parents, tree)
         whole = jnp.concatenate(sections, axis=-1)
         node[last] = whole.reshape(*whole.shape[:-2], -1)
     return tree

@@ -101,7 +101,8 @@ def distill_method(
     def head_of(params: Any, training: dict[str, Any]) -> Head:
         return Head("draft_model", config, params, draft_ids, TargetMetadata.of(target), training)
 
-    return Method("draft_model", ("final_norm",), init, loss_of, head_of)
+    layers = config.decoder
+    return Method("draft_model", ("final_norm",), init, loss_of, head_of, layers=layers)
 
 
 def distill_loss(

@@ -96,7 +96,7 @@ def eagle_method(
         return Head(kind, config, params, draft_ids, TargetMetadata.of(target), training)
 
     features = tuple(dict.fromkeys((*config.taps, "final_norm")))
-    return Method(kind, features, init, loss_of, head_of)
+    return Method(kind, features, init, loss_of, head_of, layers=config.decoder)
 
 
 def from_target(

@@ -115,6 +115,7 @@ def medusa2_method(
         trains_target=True,
         drafter="heads",
         takes_step=True,
+        layers=target.config,
     )
 
 

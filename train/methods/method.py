@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from specjax.loading.heads.head import Head
 from specjax.loading.model import Model
+from specjax.models.config import DecoderConfig
 from train.experts.loads import Loads
 from train.methods.packed_rows import label_ahead
 
@@ -52,7 +53,7 @@ class Method(NamedTuple):
     `trains_target` says that the target is trained too; `drafter` then names the entry of `params`
     with the head. `takes_step` passes the step, an int32 scalar, as last argument to the loss.
     `schedules` are logged functions of the step by name. A sequence needs `least_tokens` to have a
-    label for every draft.
+    label for every draft. `layers` is the config of the decoder layers among `params`, if any.
     """
 
     name: str
@@ -67,6 +68,7 @@ class Method(NamedTuple):
     takes_step: bool = False
     schedules: Mapping[str, Schedule] = MappingProxyType({})
     least_tokens: int = 3
+    layers: DecoderConfig | None = None
 
 
 def measure(

@@ -117,6 +117,7 @@ def mtp_method(
         takes_step=trains_target,
         schedules={"lambda": loss.weight} if trains_target and config is not None else {},
         least_tokens=loss.steps + 2,
+        layers=target.config if config is None else config.decoder,
     )
 
 

@@ -18,6 +18,8 @@ import optax.contrib
 from specjax.errors import InputError
 from specjax.fields import Number, Text, Whole, optional
 from specjax.loading.compare_arrays import leaf_name
+from specjax.models.config import DecoderConfig
+from specjax.models.joined import in_parts, with_joined
 
 _VOCABULARY = frozenset(("embed", "head"))
 """Parameters whose rows or columns are tokens: Muon leaves them to Adam."""
@@ -83,8 +85,13 @@ def learning_rate(optimization: Optimization) -> optax.Schedule:
     return optax.join_schedules([rise, after], [warmup])
 
 
-def make_optimizer(optimization: Optimization, params: Any) -> optax.GradientTransformation:
+def make_optimizer(
+    optimization: Optimization, params: Any, layers: DecoderConfig | None = None
+) -> optax.GradientTransformation:
     """Return the optimizer: clipping by global norm, then AdamW (0.9, 0.95) or Muon (0.95).
+
+    Muon orthogonalizes the parts of joined kernels, such as queries, each by itself; `layers` is
+    the config of the layers among the parameters.
 
     Weight decay skips parameters named `scale` or `bias`. Raises InputError for a name in
     `learning_rate_scales` that matches no parameter.
@@ -92,7 +99,7 @@ def make_optimizer(optimization: Optimization, params: Any) -> optax.GradientTra
     factors = _factors(optimization.learning_rate_scales, params)
     return optax.chain(
         optax.clip_by_global_norm(optimization.clip) if optimization.clip > 0 else optax.identity(),
-        _muon() if optimization.optimizer == "muon" else optax.scale_by_adam(b1=0.9, b2=0.95),
+        _muon(layers) if optimization.optimizer == "muon" else optax.scale_by_adam(b1=0.9, b2=0.95),
         optax.add_decayed_weights(optimization.weight_decay, mask=_decays),
         optax.scale_by_learning_rate(learning_rate(optimization)),
         optax.partition(
@@ -101,7 +108,7 @@ def make_optimizer(optimization: Optimization, params: Any) -> optax.GradientTra
     )
 
 
-def _muon() -> optax.GradientTransformation:
+def _muon(layers: DecoderConfig | None) -> optax.GradientTransformation:
     """Muon for kernels, Adam for all else, both with Nesterov's momentum."""
 
     def matrices(params: Any) -> Any:
@@ -110,9 +117,18 @@ def _muon() -> optax.GradientTransformation:
         )
 
     # The rate comes last, with its sign, for both optimizers.
-    return optax.contrib.muon(
+    muon = optax.contrib.muon(
         -1.0, consistent_rms=0.2, adam_b2=0.95, muon_weight_dimension_numbers=matrices
     )
+    if layers is None:
+        return muon
+
+    def update(gradients: Any, state: Any, params: Any) -> tuple[Any, Any]:
+        split = in_parts(gradients, layers), state, in_parts(params, layers)
+        updates, state = muon.update(*split)
+        return with_joined(updates, gradients, layers), state
+
+    return optax.GradientTransformation(lambda params: muon.init(in_parts(params, layers)), update)
 
 
 def _matrix(name: str, rank: int) -> optax.contrib.MuonDimensionNumbers | None:

@@ -94,7 +94,8 @@ def make_program(
     init_key, key = jax.random.split(run_key)
     loss = loss_function(method, decoder, remat)
     params = copied(method.init(init_key), mesh, fsdp)
-    optimizer, rate = make_optimizer(optimization, params), learning_rate(optimization)
+    optimizer = make_optimizer(optimization, params, method.layers)
+    rate = learning_rate(optimization)
     shapes = jax.eval_shape(optimizer.init, params)
     moments = None if mesh is None else split_over_data(shapes, mesh, split=True)
     state = State(

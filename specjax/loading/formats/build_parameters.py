@@ -276,14 +276,21 @@ def _on_host(
         own[:, first:stop] = rows.T
 
     with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(write, (chunk for slot in slots for chunk in _chunks(slot))))
+        list(
+            pool.map(write, (chunk for slot in slots for chunk in _chunks(slot, slot.path in bits)))
+        )
     return params
 
 
-def _chunks(slot: _Slot) -> Iterator[tuple[_Slot, int, int]]:
-    """Yield ranges of a slot's rows, of whole blocks and about `_CHUNK_BYTES` in float32."""
+def _chunks(slot: _Slot, whole: bool) -> Iterator[tuple[_Slot, int, int]]:
+    """Yield ranges of a slot's rows, of whole blocks and about `_CHUNK_BYTES` in float32.
+
+    One range of all rows if `whole`: quantized kernels are not transposed.
+    """
     count, *rest = slot.rows
-    step = max(1, _CHUNK_BYTES // (4 * math.prod(rest) * slot.block)) * slot.block
+    step = (
+        count if whole else max(1, _CHUNK_BYTES // (4 * math.prod(rest) * slot.block)) * slot.block
+    )
     for first in range(0, count, step):
         yield slot, first, min(first + step, count)
 
