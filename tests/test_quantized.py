@@ -20,10 +20,11 @@ from specjax.distributed.sharding import make_mesh
 from specjax.drafters import LoadedDrafter, TreeOptions, make_drafter
 from specjax.drafters.quantized import Quantized
 from specjax.errors import InputError
-from specjax.loading.load import load_model, random_model
+from specjax.loading.load import load_model, place_model, random_model
 from specjax.loading.quantize import float_model, quantized_model
 from specjax.models.cpu import library as cpu_library
 from specjax.models.decoder import Form
+from specjax.models.kernels import grouped_product
 from specjax.models.layers.quantized import quantize, quantized_product, round_activations
 from specjax.testing import check_drafter
 
@@ -285,6 +286,46 @@ def test_the_compiled_step_holds_no_kernel_in_floating_point(quantized):
     assert cpu_library.QUANTIZED_PRODUCT in text
 
 
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_a_scale_per_channel_comes_after_the_product(tokens):
+    """As on accelerators, where XLA then converts the integers within it."""
+    kernel, x = random_kernel(2, 96, 13), random_kernel(tokens, 96, seed=1)
+    stack = quantize(kernel, 8, per_channel=True)
+    assert (stack.shape, stack.per_channel) == ((2, 96, 13), True)
+    assert np.abs(stack.dequantized() - kernel).max() < np.abs(kernel).max() / 250
+    product = jax.jit(lambda x, kernel: quantized_product(x, kernel.at_layer(1)))
+    np.testing.assert_allclose(product(x, stack), x @ stack.dequantized()[1], rtol=1e-5, atol=1e-4)
+    program = product.lower(x.astype(jnp.bfloat16), stack).as_text()
+    assert re.search(r"dot_general.*bf16.*bf16.*-> tensor<.*f32>", program)
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 17])
+def test_the_gpu_kernel_multiplies_by_the_dequantised_weights(tokens):
+    kernel, x = quantize(random_kernel(256, 64), 4), random_kernel(tokens, 256, seed=1)
+    assert grouped_product.takes(tokens, 256, 64)
+    found = grouped_product.multiply(x, kernel, interpret=True)
+    np.testing.assert_allclose(found, x @ kernel.dequantized(), rtol=1e-5, atol=1e-4)
+
+
+def devices(count):
+    return make_mesh(1, count, jax.devices()[:count])
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_quantised_kernels_are_split_over_devices(weights):
+    config = tiny_config(hidden_size=64, intermediate_size=128, head_dim=16)
+    model = random_model(config, 0, dtype="float32", form=Form())
+    alone = quantized_model(model, weights)
+    split = quantized_model(place_model(model, devices(2)), weights)
+    kernel = split.params["layers"]["mlp"]["down"]["kernel"]
+    shapes = [leaf.addressable_shards[0].data.shape for leaf in jax.tree.leaves(kernel)]
+    assert shapes[0][-1] * 2 == kernel.values.shape[-1]
+    assert shapes[1][-1] * 2 == kernel.scales.shape[-1]
+    request = {"max_new_tokens": 12, "drafter": "ngram"}
+    wanted = specjax.generate(alone, PROMPTS[:2], **request)
+    assert specjax.generate(split, PROMPTS[:2], **request).token_ids == wanted.token_ids
+
+
 BAD = {
     "weights": (
         lambda model, path: load_model("smollm2-135m-instruct", weights="int3"),
@@ -294,11 +335,9 @@ BAD = {
         lambda model, path: load_model(path, weights="file"),
         "weights='file': it has no kernels that are Q8_0",
     ),
-    "mesh": (
-        lambda model, path: quantized_model(
-            dataclasses.replace(model, mesh=make_mesh(1, 8)), "int8"
-        ),
-        "weights='int8': not on a mesh",
+    "width on devices": (
+        lambda model, path: quantized_model(place_model(model, devices(2)), "int8"),
+        "has 96 inputs, no multiple of 32 for each of 2 devices; use weights='float'",
     ),
     "width": (
         lambda model, path: quantized_model(random_model(tiny_config(), 0, form=Form()), "int4"),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import jax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from specjax.errors import InputError
 from specjax.fields import Choice
@@ -45,11 +47,10 @@ def has_quantized(params: dict[str, Any]) -> bool:
 def quantized_model(model: Model, weights: str) -> Model:
     """Return a model with kernels in `weights` (int8 or int4); experts, norms, biases stay as is.
 
-    A quantized kernel is rounded again only if it has more bits. Raises InputError for a model on a
-    mesh, in a form with separate layers, or of a width that is not a multiple of 32.
+    A quantized kernel is rounded again only if it has more bits. On a mesh its parts stay on the
+    devices of the kernel's. Raises InputError for a form with separate layers, and for a width
+    that, on each device, is not a multiple of 32.
     """
-    if model.mesh is not None:
-        raise InputError(f"weights={weights!r}: not on a mesh yet; leave out the mesh")
     if model.form.layers == "apart":
         raise InputError(f"weights={weights!r}: the form has layers apart; use stacked layers")
     return _with_arrays(model, quantized_params(_table(model), model.arrays, weights))
@@ -71,15 +72,18 @@ def quantized_params(
         bits = 8 if names[0] == "head" else _BITS[weights]
         if is_quantized(leaf) and leaf.bits <= bits:
             return leaf
-        inputs = entry.shape[-2]
-        if inputs % GROUP:
+        kernel = float_kernel(leaf)
+        inputs, spec = entry.shape[-2], _partition(kernel)
+        parts = 1 if spec is None or spec[-2] is None else kernel.sharding.mesh.shape[spec[-2]]
+        if inputs % (parts * GROUP):
             if fitting:
                 return leaf
+            split = f" for each of {parts} devices" if parts > 1 else ""
             raise InputError(
                 f"weights={weights!r}: {'.'.join(names)} has {inputs} inputs, no multiple of "
-                f"{GROUP}; use weights='float'"
+                f"{GROUP}{split}; use weights='float'"
             )
-        return _quantize(float_kernel(leaf), bits)
+        return _quantized(kernel, bits)
 
     return _map(converted, table, params)
 
@@ -89,13 +93,11 @@ def quantized_head_params(
 ) -> dict[str, Any]:
     """Return the parameters of a head, with kernels in `weights` (one of `DRAFT_WEIGHTS`).
 
-    Raises InputError for int8 or int4 on a mesh, and for widths that are not multiples of 32.
+    Raises InputError for widths that are not multiples of 32.
     """
     is_auto = DRAFT_WEIGHTS.check("drafter.weights", weights) == "auto"
     if weights == "float" or (is_auto and not has_quantized(target.params)):
         return params
-    if target.mesh is not None:
-        raise InputError(f"drafter.weights={weights!r}: not on a mesh yet; leave out the mesh")
     return quantized_params(table, params, "int8" if is_auto else weights, fitting=is_auto)
 
 
@@ -130,7 +132,43 @@ def float_kernel(kernel: Any) -> jax.Array:
     return _dequantize(kernel) if is_quantized(kernel) else kernel
 
 
-_quantize = jax.jit(quantize, static_argnums=1)
+def _quantized(kernel: jax.Array, bits: int) -> QuantizedKernel:
+    """Return a kernel in fewer bits, on the devices that hold the kernel.
+
+    On accelerators integers of 8 bits have a scale per channel, which products there want.
+    """
+    per_channel = bits == 8 and jax.default_backend() != "cpu"
+    spec, shardings = _partition(kernel), None
+    if spec is not None:
+        *lead, inputs, outputs = spec
+        of_groups = None if per_channel else inputs
+        axes = (inputs, of_groups) if bits == 8 else (inputs, of_groups, of_groups)
+        shardings = tuple(
+            NamedSharding(kernel.sharding.mesh, PartitionSpec(*lead, outputs, axis))
+            for axis in axes
+        )
+    values, scales, *minimums = _program(bits, per_channel, shardings)(kernel)
+    return QuantizedKernel(values, scales, minimums[0] if minimums else None)
+
+
+@functools.cache
+def _program(bits: int, per_channel: bool, shardings: tuple[NamedSharding, ...] | None) -> Any:
+    """Return a compiled function from a kernel to the arrays of it in fewer bits."""
+
+    def arrays(kernel: jax.Array) -> tuple[jax.Array, ...]:
+        return tuple(jax.tree.leaves(quantize(kernel, bits, per_channel)))
+
+    return jax.jit(arrays, out_shardings=shardings)
+
+
+def _partition(kernel: jax.Array) -> tuple[Any, ...] | None:
+    """Return the mesh axis of each of a kernel's axes; None on a single device."""
+    if not isinstance(kernel.sharding, NamedSharding):
+        return None
+    spec = tuple(kernel.sharding.spec)
+    return spec + (None,) * (kernel.ndim - len(spec))
+
+
 _dequantize = jax.jit(QuantizedKernel.dequantized)
 
 

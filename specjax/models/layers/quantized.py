@@ -27,6 +27,7 @@ GROUP = 32
 class QuantizedKernel:
     """A kernel [*L, D, F] stored as F rows of D integers each; L are stacked layers.
 
+    A row has J groups of integers with a scale each: of 32, or, per channel, one of them all.
     `values` are int8, or two 4-bit integers per byte: byte i of the sixteen of a group holds
     integer i in its low half, and i + 16 in its high half. Scales are float32, with which products
     are faster than with the half precision of files. With `layer` it is that layer's kernel [D, F]
@@ -48,8 +49,14 @@ class QuantizedKernel:
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the kernel: that of stacked layers, or [D, F]."""
-        *lead, outputs, groups = self.scales.shape
-        return (*(lead if self.layer is None else ()), groups * GROUP, outputs)
+        *lead, outputs, _ = self.scales.shape
+        inputs = self.values.shape[-1] * 8 // self.bits
+        return (*(lead if self.layer is None else ()), inputs, outputs)
+
+    @property
+    def per_channel(self) -> bool:
+        """Whether each output has one scale."""
+        return self.scales.shape[-1] == 1 != self.shape[-2] // GROUP
 
     @property
     def ndim(self) -> int:
@@ -83,24 +90,34 @@ class QuantizedKernel:
 
         return jax.tree.map(fitted, self)
 
+    def of_layer(self) -> QuantizedKernel:
+        """Return the layer's kernel [D, F], which is a copy, or without `layer` the kernel."""
+        if (index := self.layer) is None:
+            return self
+
+        def chosen(array: jax.Array) -> jax.Array:
+            return lax.dynamic_index_in_dim(array, index, keepdims=False)
+
+        return jax.tree.map(chosen, self.replace(layer=None))
+
     def dequantized(self, dtype: Any = jnp.float32) -> Float[Array, "*L D F"]:
         """Return the weights as an array, computed in float32."""
-        arrays = self.values, self.scales, self.minimums
-        if self.layer is not None:
-            arrays = jax.tree.map(
-                lambda array: lax.dynamic_index_in_dim(array, self.layer, keepdims=False), arrays
-            )
-        return jnp.swapaxes(_weights(*arrays), -1, -2).astype(dtype)
+        kernel = self.of_layer()
+        rows = _weights(kernel.values, kernel.scales, kernel.minimums)
+        return jnp.swapaxes(rows, -1, -2).astype(dtype)
 
 
-def quantize(kernel: Float[Array, "*L D F"], bits: int) -> QuantizedKernel:
-    """Return a kernel rounded to the nearest integers of each group.
+def quantize(
+    kernel: Float[Array, "*L D F"], bits: int, per_channel: bool = False
+) -> QuantizedKernel:
+    """Return a kernel rounded to the nearest integers of each group, or of each output.
 
     With 8 bits they are -127 to 127 and the largest magnitude is exact; with 4 bits 0 to 15, and
-    the largest and smallest weights are exact. D must be a multiple of 32, and `bits` 4 or 8.
+    the largest and smallest weights are exact. D must be a multiple of 32, and `bits` 4 or 8, or 8
+    where it is `per_channel`.
     """
     rows = jnp.swapaxes(kernel, -1, -2).astype(jnp.float32)
-    groups = rows.reshape(*rows.shape[:-1], -1, GROUP)
+    groups = rows.reshape(*rows.shape[:-1], -1, rows.shape[-1] if per_channel else GROUP)
     if bits == 8:
         scales = jnp.max(jnp.abs(groups), axis=-1) / 127
         integers = jnp.clip(jnp.round(groups / _divisor(scales)), -127, 127).astype(jnp.int8)
@@ -147,14 +164,17 @@ def _weights(
 def quantized_product(x: Float[Array, "N D"], kernel: QuantizedKernel) -> Float[Array, "N F"]:
     """Return the product of activations with a kernel [D, F], in float32.
 
-    On a CPU a C++ kernel reads the integers in place (`models/cpu`). Elsewhere XLA multiplies by
-    the dequantized weights of the layer. Both round activations in the same way.
+    On one CPU a C++ kernel reads the integers in place (`models/cpu`); on one GPU a Pallas kernel
+    reads those of 4 bits. Integers with a scale per channel XLA converts within its product.
+    Otherwise it first writes out the weights of the layer. All round activations in the same way.
     """
     if (bits := kernel.activation_bits) is not None:
         x = round_activations(x, bits)
-    if jax.default_backend() != "cpu" or not library.available():
-        weights = kernel.dequantized(x.dtype)
-        return jnp.matmul(x, weights, precision=lax.Precision.HIGHEST).astype(jnp.float32)
+    alone = jax.sharding.get_abstract_mesh().empty
+    if kernel.per_channel:
+        return _per_channel_product(x, kernel.of_layer())
+    if jax.default_backend() != "cpu" or not alone or not library.available():
+        return _grouped_product(x, kernel.of_layer(), alone)
     arrays = [
         array if array.ndim == 3 else array[None]
         for array in (kernel.values, kernel.scales, kernel.minimums)
@@ -167,3 +187,34 @@ def quantized_product(x: Float[Array, "N D"], kernel: QuantizedKernel) -> Float[
     )
     index = jnp.zeros((1,), jnp.int32) if kernel.layer is None else kernel.layer[None]
     return call(x.astype(jnp.float32), index, *arrays, bits=np.int32(kernel.bits))
+
+
+def _per_channel_product(x: Float[Array, "N D"], kernel: QuantizedKernel) -> Float[Array, "N F"]:
+    """Return the product of integers, which have no copy in x's dtype, times the scales."""
+    product = lax.dot_general(
+        x,
+        jnp.asarray(kernel.values).astype(x.dtype),
+        (((1,), (1,)), ((), ())),
+        precision=lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
+        preferred_element_type=jnp.float32,
+    )
+    return product * kernel.scales[None, :, 0]
+
+
+def _grouped_product(
+    x: Float[Array, "N D"], kernel: QuantizedKernel, alone: bool
+) -> Float[Array, "N F"]:
+    """Return the product of integers in groups, on one device or several, by Pallas or by XLA."""
+
+    def by_xla(x: jax.Array, kernel: QuantizedKernel) -> jax.Array:
+        weights = kernel.dequantized(x.dtype)
+        return jnp.matmul(x, weights, precision=lax.Precision.HIGHEST).astype(jnp.float32)
+
+    if jax.default_backend() == "cpu" or not alone or kernel.bits != 4:
+        return by_xla(x, kernel)
+    # Pallas takes half a second to import, and no CPU needs it.
+    from specjax.models.kernels import grouped_product
+
+    if not grouped_product.takes(*x.shape, kernel.shape[-1]):
+        return by_xla(x, kernel)
+    return lax.platform_dependent(x, kernel, cuda=grouped_product.multiply, default=by_xla)

@@ -1,0 +1,94 @@
+"""Products with kernels of 4 bits in groups of 32 as one GPU kernel, written in Pallas for Triton.
+
+Each program unpacks the weights of some outputs, a few groups at a time, in registers, and
+multiplies them by all tokens: memory traffic is that of the packed integers. XLA would first write
+the weights out in bfloat16.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jaxtyping import Array, Float
+
+from specjax.models.layers.quantized import GROUP, QuantizedKernel
+
+_HALF = GROUP // 2
+_OUTPUTS = 32
+"""Outputs of a program."""
+_BYTES = 64
+"""Packed bytes of an output that a program reads at a time: 128 weights."""
+_FEWEST_TOKENS, _MOST_TOKENS = 16, 64
+"""Limits of a program: the smallest matrix product of the hardware, and what fits into it."""
+
+
+def takes(tokens: int, inputs: int, outputs: int) -> bool:
+    """Return whether the kernel multiplies N tokens by a kernel [D, F]."""
+    return tokens <= _MOST_TOKENS and inputs % (2 * _BYTES) == 0 and outputs % _OUTPUTS == 0
+
+
+def multiply(
+    x: Float[Array, "N D"], kernel: QuantizedKernel, interpret: bool = False
+) -> Float[Array, "N F"]:
+    """Return the product in float32; weights are rounded to x's dtype."""
+    tokens, inputs = x.shape
+    outputs, groups = kernel.scales.shape
+    rows = max(_FEWEST_TOKENS, pl.next_power_of_2(tokens))
+    # A byte has a weight of its group's first half and one of the second.
+    halves = jnp.pad(x, ((0, rows - tokens), (0, 0))).reshape(rows, groups, 2, _HALF)
+    low, high = (halves[:, :, half].reshape(rows, inputs // 2) for half in range(2))
+    whole = pl.BlockSpec((rows, inputs // 2), lambda i: (0, 0))
+    of_group = pl.BlockSpec((_OUTPUTS, groups), lambda i: (i, 0))
+    product = pl.pallas_call(
+        functools.partial(_program, steps=inputs // 2 // _BYTES),
+        grid=(outputs // _OUTPUTS,),
+        in_specs=[
+            whole,
+            whole,
+            pl.BlockSpec((_OUTPUTS, inputs // 2), lambda i: (i, 0)),
+            of_group,
+            of_group,
+        ],
+        out_specs=pl.BlockSpec((rows, _OUTPUTS), lambda i: (0, i)),
+        out_shape=jax.ShapeDtypeStruct((rows, outputs), jnp.float32),
+        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=3),
+        interpret=interpret,
+        name="grouped_product",
+    )(low, high, kernel.values, kernel.scales, kernel.minimums)
+    return product[:tokens]
+
+
+def _program(
+    low_ref: Any,
+    high_ref: Any,
+    values_ref: Any,
+    scales_ref: Any,
+    minimums_ref: Any,
+    out_ref: Any,
+    *,
+    steps: int,
+) -> None:
+    def add(step: jax.Array, total: jax.Array) -> jax.Array:
+        columns = pl.ds(step * _BYTES, _BYTES)
+        groups = pl.ds(step * (_BYTES // _HALF), _BYTES // _HALF)
+        packed = values_ref[:, columns].astype(jnp.int32)
+        scale, minimum = _spread(scales_ref[:, groups]), _spread(minimums_ref[:, groups])
+        for x_ref, integers in ((low_ref, packed & 15), (high_ref, packed >> 4)):
+            x = x_ref[:, columns]
+            weights = (integers.astype(jnp.float32) * scale + minimum).astype(x.dtype)
+            total += plgpu.dot(x, weights, trans_b=True, allow_tf32=False).astype(jnp.float32)
+        return total
+
+    out_ref[...] = lax.fori_loop(0, steps, add, jnp.zeros(out_ref.shape, jnp.float32))
+
+
+def _spread(numbers: Float[Array, "F J"]) -> Float[Array, "F J_times_16"]:
+    """Return each group's number for each of its bytes."""
+    outputs, groups = numbers.shape
+    return jnp.broadcast_to(numbers[:, :, None], (outputs, groups, _HALF)).reshape(outputs, -1)
