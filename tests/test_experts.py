@@ -17,6 +17,7 @@ from specjax.errors import InputError
 from specjax.loading.checkpoints import save_checkpoint
 from specjax.loading.heads.complete_parameters import complete_parameters
 from specjax.loading.load import load_model, place_model, random_model, save_model
+from specjax.loading.quantize import float_model, is_quantized, quantized_model
 from specjax.models.config import Attention, DecoderConfig, Experts
 from specjax.models.decoder import Form
 from specjax.models.heads.mtp import MtpModules
@@ -244,6 +245,50 @@ def test_layers_stacked_and_unrolled_and_on_a_mesh_agree(layers, replicated, sta
         found.append(logits_of(placed))
     for got in found:
         jax.tree.map(close, got, expected)
+
+
+WIDE = dataclasses.replace(
+    GLM,
+    hidden_size=64,
+    intermediate_size=64,
+    head_dim=32,
+    experts=dataclasses.replace(GLM.experts, intermediate_size=64, shared_size=128),
+)
+
+
+def decoded_logits(model):
+    decoder, tokens = model.architecture, jnp.arange(40).reshape(2, 20)
+    positions = jnp.broadcast_to(jnp.arange(20), tokens.shape)
+
+    @jax.jit
+    def run(params):
+        cache, window = decoder.make_cache(2, 128), decoder.make_window(2, 20)
+        return decoder.extend(params, tokens, positions, cache, window, 0, causal(20)).logits
+
+    with sharding.use(model.mesh):
+        return np.asarray(run(model.params))
+
+
+@pytest.mark.parametrize(
+    ("weights", "layers", "num_experts"),
+    [("int8", "stacked", 8), ("int4", "unrolled", 8), *slow(("int4", "stacked", 7))],
+)
+def test_experts_in_few_bits_are_those_of_their_dequantised_weights(weights, layers, num_experts):
+    """Alone, and on two devices that hold whole experts, or each a part of every expert."""
+    groups = dict(groups=1, groups_per_token=1) if num_experts == 7 else {}
+    experts = dataclasses.replace(WIDE.experts, num_experts=num_experts, **groups)
+    config = dataclasses.replace(WIDE, experts=experts)
+    model = random_model(config, 0, dtype="float32", form=Form(layers))
+    few = quantized_model(model, weights)
+    name = "2" if layers == "unrolled" else None
+    of_layer = few.params["layers"] if name is None else few.params["layers"][name]
+    assert is_quantized(of_layer["mlp"]["experts"]["down"]["kernel"])
+    wanted = decoded_logits(float_model(few))
+    assert np.abs(wanted - decoded_logits(model)).max() > 1e-3
+    np.testing.assert_allclose(decoded_logits(few), wanted, atol=5e-4)
+    placed = place_model(model, sharding.make_mesh(1, 2, jax.devices()[:2]))
+    split = quantized_model(placed, weights)
+    np.testing.assert_allclose(decoded_logits(split), wanted, atol=5e-4)
 
 
 def kernel_specs(model):

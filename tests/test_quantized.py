@@ -303,7 +303,9 @@ def test_a_scale_per_channel_comes_after_the_product(tokens):
 def test_the_gpu_kernel_multiplies_by_the_dequantised_weights(tokens):
     kernel, x = quantize(random_kernel(256, 64), 4), random_kernel(tokens, 256, seed=1)
     assert grouped_product.takes(tokens, 256, 64)
-    found = grouped_product.multiply(x, kernel, interpret=True)
+    found = grouped_product.multiply(
+        x, kernel.values, kernel.scales, kernel.minimums, interpret=True
+    )
     np.testing.assert_allclose(found, x @ kernel.dequantized(), rtol=1e-5, atol=1e-4)
 
 

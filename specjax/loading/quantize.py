@@ -8,14 +8,14 @@ from dataclasses import replace
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from specjax.errors import InputError
 from specjax.fields import Choice
 from specjax.loading.layer_layout import stack_layers
 from specjax.loading.model import Model, array_table, split_arrays
 from specjax.models.decoder import Form
-from specjax.models.layers.quantized import GROUP, QuantizedKernel, quantize
+from specjax.models.layers.quantized import GROUP, QuantizedKernel, array_partitions, quantize
 from specjax.models.parameter_table import parameter_table
 from specjax.models.parameters import Parameter
 
@@ -31,7 +31,7 @@ DRAFT_WEIGHTS = Choice(("auto", "float", "int8", "int4"))
 _BITS = {"int8": 8, "int4": 4}
 ACTIVATION_BITS = {"float": None, **_BITS}
 """The bits to which a quantized drafter's activations are rounded, by name; None for not at all."""
-_UNCHANGED = frozenset({"router", "experts", "mtp"})
+_UNCHANGED = frozenset({"router", "mtp"})
 
 
 def is_quantized(leaf: Any) -> bool:
@@ -45,7 +45,7 @@ def has_quantized(params: dict[str, Any]) -> bool:
 
 
 def quantized_model(model: Model, weights: str) -> Model:
-    """Return a model with kernels in `weights` (int8 or int4); experts, norms, biases stay as is.
+    """Return a model with kernels in `weights` (int8 or int4); norms and biases stay as is.
 
     A quantized kernel is rounded again only if it has more bits. On a mesh its parts stay on the
     devices of the kernel's. Raises InputError for a form with separate layers, and for a width
@@ -61,7 +61,7 @@ def quantized_params(
 ) -> dict[str, Any]:
     """Return the parameters with kernels in `weights` (int8 or int4), and the output head in int8.
 
-    Routers, experts, and multi-token prediction modules stay as they are. Raises InputError for a
+    Routers and multi-token prediction modules stay as they are. Raises InputError for a
     kernel whose number of inputs is not a multiple of 32; with `fitting` it stays as it is instead.
     """
 
@@ -73,8 +73,7 @@ def quantized_params(
         if is_quantized(leaf) and leaf.bits <= bits:
             return leaf
         kernel = float_kernel(leaf)
-        inputs, spec = entry.shape[-2], _partition(kernel)
-        parts = 1 if spec is None or spec[-2] is None else kernel.sharding.mesh.shape[spec[-2]]
+        inputs, parts = entry.shape[-2], _devices_of_inputs(kernel)
         if inputs % (parts * GROUP):
             if fitting:
                 return leaf
@@ -138,15 +137,11 @@ def _quantized(kernel: jax.Array, bits: int) -> QuantizedKernel:
     On accelerators integers of 8 bits have a scale per channel, which products there want.
     """
     per_channel = bits == 8 and jax.default_backend() != "cpu"
-    spec, shardings = _partition(kernel), None
-    if spec is not None:
-        *lead, inputs, outputs = spec
-        of_groups = None if per_channel else inputs
-        axes = (inputs, of_groups) if bits == 8 else (inputs, of_groups, of_groups)
-        shardings = tuple(
-            NamedSharding(kernel.sharding.mesh, PartitionSpec(*lead, outputs, axis))
-            for axis in axes
-        )
+    shardings = None
+    if isinstance(kernel.sharding, NamedSharding):
+        mesh, spec = kernel.sharding.mesh, kernel.sharding.spec
+        partitions = array_partitions(spec, kernel.ndim, bits, per_channel)
+        shardings = tuple(NamedSharding(mesh, partition) for partition in partitions)
     values, scales, *minimums = _program(bits, per_channel, shardings)(kernel)
     return QuantizedKernel(values, scales, minimums[0] if minimums else None)
 
@@ -161,15 +156,16 @@ def _program(bits: int, per_channel: bool, shardings: tuple[NamedSharding, ...] 
     return jax.jit(arrays, out_shardings=shardings)
 
 
-def _partition(kernel: jax.Array) -> tuple[Any, ...] | None:
-    """Return the mesh axis of each of a kernel's axes; None on a single device."""
-    if not isinstance(kernel.sharding, NamedSharding):
-        return None
-    spec = tuple(kernel.sharding.spec)
-    return spec + (None,) * (kernel.ndim - len(spec))
-
-
 _dequantize = jax.jit(QuantizedKernel.dequantized)
+
+
+def _devices_of_inputs(kernel: jax.Array) -> int:
+    """Return the number of devices that a kernel's inputs are split over."""
+    where = kernel.sharding
+    if not isinstance(where, NamedSharding) or len(where.spec) < kernel.ndim - 1:
+        return 1
+    axis = where.spec[kernel.ndim - 2]
+    return 1 if axis is None else where.mesh.shape[axis]
 
 
 def _table(model: Model) -> dict[str, Any]:

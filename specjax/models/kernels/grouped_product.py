@@ -15,11 +15,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Float32, UInt8
 
-from specjax.models.layers.quantized import GROUP, QuantizedKernel
-
-_HALF = GROUP // 2
+_HALF = 16
+"""Weights of half a group: a byte has one of the first half and one of the second."""
 _OUTPUTS = 32
 """Outputs of a program."""
 _BYTES = 64
@@ -34,13 +33,19 @@ def takes(tokens: int, inputs: int, outputs: int) -> bool:
 
 
 def multiply(
-    x: Float[Array, "N D"], kernel: QuantizedKernel, interpret: bool = False
+    x: Float[Array, "N D"],
+    values: UInt8[Array, "F D_over_2"],
+    scales: Float32[Array, "F J"],
+    minimums: Float32[Array, "F J"],
+    interpret: bool = False,
 ) -> Float[Array, "N F"]:
-    """Return the product in float32; weights are rounded to x's dtype."""
+    """Return the product with a `QuantizedKernel`'s arrays in float32.
+
+    Weights are rounded to x's dtype.
+    """
     tokens, inputs = x.shape
-    outputs, groups = kernel.scales.shape
+    outputs, groups = scales.shape
     rows = max(_FEWEST_TOKENS, pl.next_power_of_2(tokens))
-    # A byte has a weight of its group's first half and one of the second.
     halves = jnp.pad(x, ((0, rows - tokens), (0, 0))).reshape(rows, groups, 2, _HALF)
     low, high = (halves[:, :, half].reshape(rows, inputs // 2) for half in range(2))
     whole = pl.BlockSpec((rows, inputs // 2), lambda i: (0, 0))
@@ -60,7 +65,7 @@ def multiply(
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=3),
         interpret=interpret,
         name="grouped_product",
-    )(low, high, kernel.values, kernel.scales, kernel.minimums)
+    )(low, high, values, scales, minimums)
     return product[:tokens]
 
 

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from specjax.models.config import Experts
 from specjax.models.layers.matmul import full_precision, product
+from specjax.models.layers.quantized import QuantizedKernel
 
 _TILE = 64
 """Tokens of one expert that are multiplied at a time."""
@@ -39,9 +40,18 @@ class StackedExperts(NamedTuple):
     experts.
     """
 
-    gate_up: Float[Array, "L E D F2"]
-    down: Float[Array, "L E F D"]
+    gate_up: Float[Array, "L E D F2"] | QuantizedKernel
+    down: Float[Array, "L E F D"] | QuantizedKernel
     layer: Int[Array, ""] | int
+
+    def kernel(self, name: str, expert: Int[Array, ""]) -> Float[Array, "I O"] | QuantizedKernel:
+        """Return the kernel `name` (gate_up or down) of an expert."""
+        leaf = getattr(self, name)
+        if isinstance(leaf, QuantizedKernel):
+            count = leaf.shape[1]
+            return leaf.with_one_stack().at_layer(self.layer * count + expert)
+        where = (self.layer, expert, 0, 0)
+        return lax.dynamic_slice(leaf, where, (1, 1, *leaf.shape[2:]))[0, 0]
 
 
 def route(h: Float[Array, "N D"], router: dict[str, Any], config: Experts) -> Routes:
@@ -138,14 +148,10 @@ def _sum(
         scale = jnp.where(of_expert, lax.dynamic_slice_in_dim(weight, first, tile), 0)
         x = jnp.take(h, rows, axis=0, mode="fill", fill_value=0)
 
-        def kernel(leaf: Float[Array, "L E I O"]) -> Float[Array, "I O"]:
-            where = (stacked.layer, expert, 0, 0)
-            return lax.dynamic_slice(leaf, where, (1, 1, *leaf.shape[2:]))[0, 0]
+        def times(x: jax.Array, name: str) -> jax.Array:
+            return product("nd,df->nf", x, stacked.kernel(name, expert), multiply=multiply)
 
-        def times(x: jax.Array, leaf: jax.Array) -> jax.Array:
-            return product("nd,df->nf", x, kernel(leaf), multiply=multiply)
-
-        out = times(gated(times(x, stacked.gate_up)), stacked.down).astype(jnp.float32)
+        out = times(gated(times(x, "gate_up")), "down").astype(jnp.float32)
         return total.at[rows].add(out * scale[:, None], mode="drop")
 
     return lax.fori_loop(0, tile_ends[-1], step, jnp.zeros(h.shape, jnp.float32))

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float
 
 from specjax.distributed.sharding import MODEL, partition
 from specjax.models.layers.experts import Routes, StackedExperts
+from specjax.models.layers.quantized import QuantizedKernel
 from specjax.models.parameter_table import DOWN_AXES, UP_AXES
 
 Mix = Callable[..., Float[Array, "N D"]]
@@ -38,29 +39,35 @@ def mix_on_mesh(
     if mesh.empty:
         return mix(h, routes, stacked, shared=shared).astype(h.dtype)
 
-    def split(leaf: jax.Array, axes: tuple[str, ...]) -> PartitionSpec:
-        stacked_axes = ("layers",) * (leaf.ndim - len(axes))
-        replicated = PartitionSpec()
-        return partition((*stacked_axes, *axes), leaf.shape, mesh) if shards > 1 else replicated
+    def split(kernel: jax.Array | QuantizedKernel, axes: tuple[str, ...]) -> list[PartitionSpec]:
+        """Return the partition of each array of a kernel."""
+        if shards == 1:
+            return [PartitionSpec()] * len(jax.tree.leaves(kernel))
+        stacked_axes = ("layers",) * (kernel.ndim - len(axes))
+        spec = partition((*stacked_axes, *axes), kernel.shape, mesh)
+        return kernel.partitions(spec) if isinstance(kernel, QuantizedKernel) else [spec]
 
     rows = partition(("batch", None), h.shape, mesh)
     up, down = split(stacked.gate_up, UP_AXES), split(stacked.down, DOWN_AXES)
-    by_expert = shards > 1 and up[1] is not None
-    of_shared = shared and {
-        name: {"kernel": split(weights["kernel"], DOWN_AXES[1:] if name == "down" else UP_AXES[1:])}
-        for name, weights in shared.items()
-    }
+    by_expert = shards > 1 and len(up[0]) > 1 and up[0][1] is not None
+    of_shared = [
+        spec
+        for name, weights in sorted((shared or {}).items())
+        for spec in split(weights["kernel"], DOWN_AXES[1:] if name == "down" else UP_AXES[1:])
+    ]
+    # Quantised kernels are several arrays, each with a partition of its own.
+    kernels, structure = jax.tree.flatten((stacked.down, stacked.gate_up, shared))
 
-    def on_device(*arguments: Any) -> Float[Array, "N D"]:
-        h, routes, stacked, shared = arguments
+    def on_device(h: jax.Array, routes: Routes, layer: jax.Array, *arrays: jax.Array) -> jax.Array:
+        down, gate_up, shared = jax.tree.unflatten(structure, arrays)
         if by_expert:
-            first = lax.axis_index(MODEL) * stacked.down.shape[1]
+            first = lax.axis_index(MODEL) * down.shape[1]
             routes = routes._replace(experts=routes.experts - first)
-        total = mix(h, routes, stacked, shared=shared)
+        total = mix(h, routes, StackedExperts(gate_up, down, layer), shared=shared)
         return lax.psum(total, MODEL) if shards > 1 else total
 
-    specs = (rows, Routes(rows, rows), StackedExperts(up, down, PartitionSpec()), of_shared)
+    specs = (rows, Routes(rows, rows), PartitionSpec(), *down, *up, *of_shared)
     total = jax.shard_map(on_device, in_specs=specs, out_specs=rows, check_vma=False)(
-        h, routes, stacked._replace(layer=jnp.asarray(stacked.layer)), shared
+        h, routes, jnp.asarray(stacked.layer), *kernels
     )
     return total.astype(h.dtype)

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax import lax
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Float32, Int, Int8, UInt8
 
 from specjax.models.cpu import library
@@ -71,6 +72,18 @@ class QuantizedKernel:
     def at_layer(self, index: Int[Array, ""] | int) -> QuantizedKernel:
         """Return the kernel of one of the stacked layers."""
         return self.replace(layer=jnp.asarray(index, jnp.int32))
+
+    def with_one_stack(self) -> QuantizedKernel:
+        """Return the kernel with its stacked axes as one, such as those of layers and experts."""
+        return jax.tree.map(lambda array: array.reshape(-1, *array.shape[-2:]), self)
+
+    def partitions(self, kernel: PartitionSpec) -> list[PartitionSpec]:
+        """Return the partition of each of its arrays, from that of the kernel's axes."""
+        if self.layer is None:
+            return array_partitions(kernel, self.ndim, self.bits, self.per_channel)
+        of_stack = PartitionSpec(None, *kernel)
+        split = array_partitions(of_stack, self.ndim + 1, self.bits, self.per_channel)
+        return [*split, PartitionSpec()]
 
     def columns(self, ids: Int[Array, "*N"]) -> Float[Array, "*N D"]:
         """Return the weights of the given outputs, in float32."""
@@ -129,6 +142,16 @@ def quantize(
     low, high = jnp.split(integers, 2, axis=-1)
     values = (low | (high << 4)).reshape(*rows.shape[:-1], -1)
     return QuantizedKernel(values, scales, minimums)
+
+
+def array_partitions(
+    kernel: PartitionSpec, ndim: int, bits: int, per_channel: bool
+) -> list[PartitionSpec]:
+    """Return the partition of each array of a quantised kernel, from that of the kernel's axes."""
+    *lead, inputs, outputs = (*kernel, *[None] * (ndim - len(kernel)))
+    of_groups = None if per_channel else inputs
+    axes = (inputs, of_groups) if bits == 8 else (inputs, of_groups, of_groups)
+    return [PartitionSpec(*lead, outputs, axis) for axis in axes]
 
 
 def round_activations(x: Float[Array, "*N D"], bits: int) -> Float[Array, "*N D"]:
@@ -206,15 +229,16 @@ def _grouped_product(
 ) -> Float[Array, "N F"]:
     """Return the product of integers in groups, on one device or several, by Pallas or by XLA."""
 
-    def by_xla(x: jax.Array, kernel: QuantizedKernel) -> jax.Array:
-        weights = kernel.dequantized(x.dtype)
+    def by_xla(x: jax.Array, *arrays: jax.Array) -> jax.Array:
+        weights = QuantizedKernel(*arrays).dequantized(x.dtype)
         return jnp.matmul(x, weights, precision=lax.Precision.HIGHEST).astype(jnp.float32)
 
+    arrays = kernel.values, kernel.scales, kernel.minimums
     if jax.default_backend() == "cpu" or not alone or kernel.bits != 4:
-        return by_xla(x, kernel)
+        return by_xla(x, *arrays)
     # Pallas takes half a second to import, and no CPU needs it.
     from specjax.models.kernels import grouped_product
 
     if not grouped_product.takes(*x.shape, kernel.shape[-1]):
-        return by_xla(x, kernel)
-    return lax.platform_dependent(x, kernel, cuda=grouped_product.multiply, default=by_xla)
+        return by_xla(x, *arrays)
+    return lax.platform_dependent(x, *arrays, cuda=grouped_product.multiply, default=by_xla)
