@@ -24,7 +24,7 @@ from specjax.loading.load import load_model, place_model, random_model
 from specjax.loading.quantize import float_model, quantized_model
 from specjax.models.cpu import library as cpu_library
 from specjax.models.decoder import Form
-from specjax.models.kernels import grouped_product
+from specjax.models.layers import grouped_product
 from specjax.models.layers.quantized import quantize, quantized_product, round_activations
 from specjax.testing import check_drafter
 

@@ -237,7 +237,7 @@ def _grouped_product(
     if jax.default_backend() == "cpu" or not alone or kernel.bits != 4:
         return by_xla(x, *arrays)
     # Pallas takes half a second to import, and no CPU needs it.
-    from specjax.models.kernels import grouped_product
+    from specjax.models.layers import grouped_product
 
     if not grouped_product.takes(*x.shape, kernel.shape[-1]):
         return by_xla(x, *arrays)
