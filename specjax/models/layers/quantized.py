@@ -229,7 +229,7 @@ def _grouped_product(
 ) -> Float[Array, "N F"]:
     """Return the product of integers in groups, on one device or several, by Pallas or by XLA."""
 
-    def by_xla(x: jax.Array, *arrays: jax.Array) -> jax.Array:
+    def by_xla(x: jax.Array, *arrays: jax.Array | None) -> jax.Array:
         weights = QuantizedKernel(*arrays).dequantized(x.dtype)
         return jnp.matmul(x, weights, precision=lax.Precision.HIGHEST).astype(jnp.float32)
 
