@@ -16,6 +16,7 @@ COMMANDS = (
     "bench",
     "report",
     "export",
+    "serve",
     "corpus_index",
     "train.corpus",
     "train.generate",

@@ -37,6 +37,7 @@ from specjax.cli.decode_config import (
     DecodeConfig,
     DecodeFields,
     DrafterConfig,
+    load_target,
     make_config_drafter,
     read_decode_config,
 )
@@ -52,7 +53,6 @@ from specjax.errors import InputError, one_line
 from specjax.fields import fields_of
 from specjax.files.package_versions import versions
 from specjax.loading.find_head import shipped_heads
-from specjax.loading.load import load_model
 from specjax.loading.model import Model
 from specjax.reporting.decode_report import Clock, DrafterRun, device_name, summary, tree_record
 from specjax.reporting.records import Conditions, RunHeader
@@ -167,14 +167,7 @@ def _load(
     begin = time.perf_counter()
 
     def load() -> tuple[Model, list[ConfigDrafter]]:
-        model = load_model(
-            config.target,
-            dtype=config.dtype,
-            weights=config.weights,
-            kv_cache_dtype=config.kv_cache_dtype,
-            mesh=mesh,
-            field="target",
-        )
+        model = load_target(config, mesh)
         return model, [
             make_config_drafter(config, one, model, tell=screen.say) for one in config.drafters
         ]

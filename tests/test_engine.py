@@ -523,7 +523,7 @@ def test_other_parameters(tiny, unrelated):
         (lambda engine: engine.add([1], {"stop": "x"}), "sampling.stop: .* has no tokenizer"),
         (
             lambda engine: engine.add([1], {"stop_token_ids": list(range(9))}),
-            "sampling.stop_token_ids: request 1 has 9 tokens that end it",
+            "sampling.stop_token_ids: prompt of request 1 has 9 tokens that end its output",
         ),
         (lambda engine: (engine.close(), engine.step()), "the engine is closed: make another"),
         (lambda engine: (engine.close(), engine.add([1])), "the engine is closed"),

@@ -19,7 +19,9 @@ ORDER = [
     "train.methods train.pretraining",
     "train.experts",
     "train.data",
-    "specjax.decode specjax.bench specjax.report specjax.export specjax.corpus_index",
+    "specjax.decode specjax.bench specjax.report specjax.export specjax.corpus_index "
+    "specjax.serve",
+    "specjax.serving",
     "specjax.cli",
     "specjax.reporting",
     "specjax.testing",
@@ -193,7 +195,7 @@ def test_the_diagram_leaves_out_what_follows():
 
 # Imported by another name than it is installed by; and extras, or what an installed one brings.
 INSTALLED_AS = {"absl": "absl-py", "orbax": "orbax-checkpoint"}
-NOT_REQUIRED = {"huggingface_hub", "matplotlib", "array_record"}
+NOT_REQUIRED = {"huggingface_hub", "matplotlib", "array_record", "anyio", "starlette", "uvicorn"}
 
 
 def test_what_is_imported_is_required():

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
+from jax.sharding import Mesh
+
 from specjax.cli.built_in_prompts import questions_of
 from specjax.cli.mesh_config import ONE_DEVICE, ONE_PROCESS, DistributedConfig, MeshConfig
 from specjax.decoding.options import (
@@ -98,8 +100,8 @@ _TYPICAL_FIELDS = {"epsilon": _THRESHOLD, "delta": _THRESHOLD}
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecodeFields:
-    """The fields of a decode config with their defaults; None means that specjax chooses."""
+class TargetFields:
+    """The fields of a config that say which model is loaded, and how."""
 
     target: Annotated[str, PathOrName()] = DEFAULT_MODEL
     """A built-in name, a .gguf file, a Hugging Face directory, or org/name on the hub."""
@@ -109,6 +111,45 @@ class DecodeFields:
     """The target's: float; int8 or int4; file, as a GGUF has them; or auto, file if possible."""
     kv_cache_dtype: Annotated[str, CACHE_DTYPE] = "auto"
     """How caches store keys and values; auto: as activations."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodingFields:
+    """The fields of a config that say how an engine decodes."""
+
+    drafter: Annotated[Mapping[str, Any], _DRAFTER_FIELDS] = field(
+        default_factory=lambda: {"name": "ngram", "replicated": False}
+    )
+    """For specjax.decode `name` may be several, as ngram,eagle3,ngram+eagle3, each compared with
+    plain decoding; an option goes to those that take it, as specjax.decode --list shows them with
+    their defaults. `path` is a trained drafter's. With `replicated` each device holds a draft model
+    whole."""
+    tree: Annotated[Mapping[str, Any], _TREE_FIELDS] = field(default_factory=dict)
+    """Several tokens after each, instead of a chain: static ones are the same ranks in each round,
+    dynamic ones are chosen anew; auto is the static one that is fastest here (`TreeOptions`). By
+    default as the drafter has it: token_recycling a static tree, the others a chain."""
+
+    num_speculative_tokens: Annotated[int | str, DraftLengthText()] = AUTO
+    """auto: as many as make decoding faster; fixed: as each drafter has it, which is what Python's
+    functions do by default; or a number."""
+    num_speculative_tokens_per_batch_size: Annotated[tuple, Ladder()] = ()
+    """((low, high, k), ...): with low..high unfinished rows at most k draft tokens."""
+    verify: Annotated[str, RULE_NAME] = "rejection"
+    """The rule by which draft tokens are accepted; specjax.decode --list describes them."""
+    typical: Annotated[Mapping[str, Any], _TYPICAL_FIELDS] = field(default_factory=dict)
+    """The rule `typical` accepts p(x) > min(epsilon, delta exp(-H(p))); 0.09 and 0.3."""
+    batch_size: Annotated[int, BATCH_SIZE] = 1
+    """Rows that decode together; texts are shown as they come, and prompts timed alone, with 1."""
+    max_length: Annotated[int | None, optional(MAX_LENGTH)] = None
+    """The most tokens of a prompt and its output; by default the target's positions."""
+    sampling: SamplingParams = SamplingParams()  # noqa: RUF009 - frozen
+    seed: Annotated[int, SEED] = 0
+    """Of all draws."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _PromptFields:
+    """The fields of a config that say what is decoded."""
 
     prompt: Annotated[str | None, optional(Text())] = None
     """One text."""
@@ -123,33 +164,10 @@ class DecodeFields:
     chat: Annotated[str, CHAT] = "auto"
     """Whether prompts go through the chat template; auto: where there is one."""
 
-    drafter: Annotated[Mapping[str, Any], _DRAFTER_FIELDS] = field(
-        default_factory=lambda: {"name": "ngram", "replicated": False}
-    )
-    """`name` may be several, as ngram,eagle3,ngram+eagle3, each compared with plain decoding; an
-    option goes to those that take it, as --list shows them with their defaults. `path` is a trained
-    drafter's. With `replicated` each device holds a draft model whole."""
-    tree: Annotated[Mapping[str, Any], _TREE_FIELDS] = field(default_factory=dict)
-    """Several tokens after each, instead of a chain: static ones are the same ranks in each round,
-    dynamic ones are chosen anew; auto is the static one that is fastest here (`TreeOptions`). By
-    default as the drafter has it: token_recycling a static tree, the others a chain."""
 
-    num_speculative_tokens: Annotated[int | str, DraftLengthText()] = AUTO
-    """auto: as many as make decoding faster; fixed: as each drafter has it, which is what Python's
-    functions do by default; or a number."""
-    num_speculative_tokens_per_batch_size: Annotated[tuple, Ladder()] = ()
-    """((low, high, k), ...): with low..high unfinished rows at most k draft tokens."""
-    verify: Annotated[str, RULE_NAME] = "rejection"
-    """The rule by which draft tokens are accepted; --list describes them."""
-    typical: Annotated[Mapping[str, Any], _TYPICAL_FIELDS] = field(default_factory=dict)
-    """The rule `typical` accepts p(x) > min(epsilon, delta exp(-H(p))); 0.09 and 0.3."""
-    batch_size: Annotated[int, BATCH_SIZE] = 1
-    """Rows that decode together; texts are shown as they come, and prompts timed alone, with 1."""
-    max_length: Annotated[int | None, optional(MAX_LENGTH)] = None
-    """The most tokens of a prompt and its output; by default the target's positions."""
-    sampling: SamplingParams = SamplingParams()  # noqa: RUF009 - frozen
-    seed: Annotated[int, SEED] = 0
-    """Of all draws."""
+@dataclass(frozen=True, kw_only=True)
+class DecodeFields(DecodingFields, _PromptFields, TargetFields):
+    """The fields of a decode config with their defaults; None means that specjax chooses."""
 
     compare: bool = True
     """Also decode plainly, for the speed-up, and check that the output is the same."""
@@ -309,6 +327,18 @@ def _drafters(section: Mapping[str, Any], tree: Mapping[str, Any]) -> tuple[Draf
             replicated and name == _DRAFT_MODEL,
         )
         for name, part_path, part_options in parts
+    )
+
+
+def load_target(config: TargetFields, mesh: Mesh | None) -> Model:
+    """Return a config's target, on a mesh if there is one. Raises InputError."""
+    return load_model(
+        config.target,
+        dtype=config.dtype,
+        weights=config.weights,
+        kv_cache_dtype=config.kv_cache_dtype,
+        mesh=mesh,
+        field="target",
     )
 
 

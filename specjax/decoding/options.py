@@ -55,7 +55,7 @@ DRAFT_LENGTH = Either(
     remedy=f'{DRAFT_TOKENS.remedy}, "fixed" or "auto"',
 )
 BATCH_SIZE = Whole(1)
-_ROUNDS_PER_STEP = Whole(1, 10_000)
+ROUNDS_PER_STEP = Whole(1, 10_000)
 _SLOTS_PER_REFILL = 16
 _PREFILL_BUDGET = 512
 MAX_LENGTH = Whole(2, remedy="use 2 (a prompt and a new token) to the positions of the target")
@@ -144,7 +144,7 @@ class DecodeOptions:
     max_length: Annotated[int | None, optional(MAX_LENGTH)] = None
     controller: Annotated[Controller | None, optional(CONTROLLER)] = None
     seed: Annotated[int, SEED] = 0
-    rounds_per_step: Annotated[int, _ROUNDS_PER_STEP] = 16
+    rounds_per_step: Annotated[int, ROUNDS_PER_STEP] = 16
     refill_rows: Annotated[int | None, optional(Whole(1))] = None
     max_prefill_tokens: Annotated[int | None, optional(Whole(1))] = None
 

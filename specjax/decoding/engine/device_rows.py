@@ -59,6 +59,19 @@ class DeviceRows:
             self._programs = self._compiled(self.session)
         return self._programs
 
+    def compile_fewer(self) -> None:
+        """Compile the programs of fewer rows that `narrow` may choose. Raises InputError."""
+        rows = self.session.num_rows // 2 if self._narrows else 0
+        while rows:
+            self._compiled(self.session.with_options(batch_size=rows))
+            rows //= 2
+
+    @property
+    def _narrows(self) -> bool:
+        """Whether fewer rows may decode in smaller programs: on one CPU device."""
+        placement = self.session.placement
+        return self.session.mesh is None and first_device(placement).platform == "cpu"
+
     def serve(self, request: SamplingParams) -> None:
         """Ensure that the programs support the sampling parameters of a request.
 
@@ -175,8 +188,7 @@ class DeviceRows:
         takes as long as reading the weights, and on a mesh rows belong to devices.
         """
         now = self._few or self.session
-        placement = self.session.placement
-        if self.session.mesh is not None or first_device(placement).platform != "cpu":
+        if not self._narrows:
             return
         few = self.session.with_options(batch_size=len(slots))
         if 2 * few.num_rows > now.num_rows:

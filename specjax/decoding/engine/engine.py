@@ -170,9 +170,15 @@ class Engine:
         """The number of samples waiting for a slot."""
         return self._scheduler.num_waiting
 
-    def compile(self) -> Programs:
-        """Return the programs, compiling them if necessary. Raises InputError."""
+    def compile(self, *, fewer_rows: bool = False) -> Programs:
+        """Return the programs, compiling them if necessary.
+
+        With `fewer_rows`, those of fewer rows too, which a step may otherwise wait for. Raises
+        InputError.
+        """
         with self._compiling():
+            if fewer_rows:
+                self._rows.compile_fewer()
             return self._rows.compile()
 
     @contextlib.contextmanager
@@ -212,24 +218,32 @@ class Engine:
         if self._scheduler.has(name):
             raise InputError(f"id={shown(name)}: a request with this id is unfinished; use another")
         n = Whole(1).check("n", n)
-        where = f"prompt of request {shown(name)}"
-        session = self.session
         (sampling,) = one_per_prompt(sampling, 1)
+        ids = self.encode(prompt, sampling, f"prompt of request {shown(name)}")
+        with self._compiling():
+            self._rows.serve(sampling)
+        rows = [Row(self._number, ids, sampling, sample) for sample in range(n)]
+        self.add_rows(name, rows)
+        return name
+
+    def encode(
+        self, prompt: Prompt, sampling: SamplingParams, where: str = "prompt"
+    ) -> tuple[int, ...]:
+        """Return the token ids of a prompt that `add` would accept; errors call it `where`.
+
+        Changes nothing, and may be called from any thread. Raises InputError as `add` does.
+        """
+        session = self.session
         check_request(session.model, sampling)
         ids = encode_prompt(session.model, prompt, where)
         check_length(session.model, where, len(ids), session.max_length, session.max_length)
         stops = len(session.stop_ids(sampling))
         if stops > session.num_stop_ids:
             raise InputError(
-                f"sampling.stop_token_ids: request {shown(name)} has {stops} tokens that end it, "
-                f"the model's own included; use at most {session.num_stop_ids}"
+                f"sampling.stop_token_ids: {where} has {stops} tokens that end its output, the "
+                f"model's own included; use at most {session.num_stop_ids}"
             )
-        with self._compiling():
-            self._rows.serve(sampling)
-        ids = tuple(ids)
-        rows = [Row(self._number, ids, sampling, sample) for sample in range(n)]
-        self.add_rows(name, rows)
-        return name
+        return tuple(ids)
 
     def _free_number(self) -> int:
         """Return the number of the next request, or a later one that is not an id in use."""
@@ -565,7 +579,7 @@ class Engine:
         if gap is not None:
             self.statistics.between_tokens_s.extend([gap] * len(fresh))
         if not request.ended:
-            self._ready.append(Delta(request.id, request.row.sample, fresh, drafted, text))
+            self._ready.append(_delta(request, fresh, drafted, text))
             return len(fresh)
         if status == RUNNING:
             self._ended_slots.add(self._scheduler.slots.index(request))
@@ -579,15 +593,14 @@ class Engine:
             self._ended_slots.add(slot)
         times = request.times(time.perf_counter())
         self.statistics.add_request(times, aborted=request.follower.finish_reason == ABORTED)
-        sample = request.row.sample
-        output = request.follower.output(request.id, sample, times)
+        output = request.follower.output(request.id, request.row.sample, times)
         output = replace(output, lossy=self.session.is_lossy(request.row.sampling))
         self.statistics.lossy |= output.lossy
         if output.failure is not None:
             failed = {f"request {shown(request.id)}": output.failure}
             output = replace(output, error=failure_message(self.session.model, failed))
-        last = Delta(request.id, sample, fresh, drafted, text, output.finish_reason, output)
-        self._ready.append(last)
+        last = _delta(request, fresh, drafted, text)
+        self._ready.append(replace(last, finish_reason=output.finish_reason, output=output))
         if self._outputs.maxlen and output.failure is None and output.finish_reason != ABORTED:
             self._outputs.append((request.row.prompt, output.token_ids))
             self._has_new_outputs = True
@@ -608,6 +621,12 @@ class Engine:
         self._reading = None
         self._ended_slots.clear()
         self._rows.free()
+
+
+def _delta(request: Request, fresh: list[int], drafted: list[bool], text: str) -> Delta:
+    """What a step added to a request."""
+    logprobs = request.follower.newest_logprobs(len(fresh))
+    return Delta(request.id, request.row.sample, fresh, drafted, text, logprobs=logprobs)
 
 
 def _record(session: Session, limits: Limits, seen: Seen, seconds: float) -> StepRecord:

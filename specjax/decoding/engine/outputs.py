@@ -85,8 +85,9 @@ class Delta:
     """The output that a step added to one request.
 
     `text` is final, but may lag behind `token_ids` by an incomplete character or a possible stop
-    string. `drafted` says which tokens the drafter had proposed. `finish_reason` and `output` are
-    None until the last delta of the request or its sample.
+    string. `drafted` says which tokens the drafter had proposed; `logprobs` are those of the
+    tokens, None unless requested. `finish_reason` and `output` are None until the last delta of the
+    request or its sample.
     """
 
     id: RequestId
@@ -96,6 +97,7 @@ class Delta:
     text: str
     finish_reason: str | None = None
     output: Output | None = field(default=None, repr=False)
+    logprobs: list[float] | None = None
 
 
 def was_drafted(rounds: Rounds) -> list[bool]:
@@ -178,6 +180,10 @@ class Follower:
         if len(rounds.emitted):
             self._rounds.append(rounds)
         return fresh, was_drafted(rounds), text
+
+    def newest_logprobs(self, count: int) -> list[float] | None:
+        """Return the log-probabilities of the last `count` tokens, None unless requested."""
+        return None if self.logprobs is None else self.logprobs[len(self.logprobs) - count :]
 
     def end(self, reason: str | None) -> str:
         """Return the final text since the last call; with a reason to end, all remaining text."""

@@ -1,0 +1,17 @@
+"""Serve the default model: `python -m specjax.serve --config=configs/serve_smollm2.py`.
+
+`--help` says what each field does.
+"""
+
+from specjax.cli.config_file import config_of
+from specjax.serving.serve_config import ServeFields
+
+
+def get_config(size=""):
+    if size:
+        raise ValueError(f"size {size!r} is unknown: leave it out")
+    config = config_of(ServeFields)
+    config.target = "smollm2-135m-instruct"
+    config.drafter.name = "ngram"
+    config.num_speculative_tokens = "auto"
+    return config

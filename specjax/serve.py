@@ -1,0 +1,81 @@
+"""Serve a model over HTTP, with OpenAI's API for completions and chats.
+
+    python -m specjax.serve --config.drafter.name=ngram --config.port=8000
+
+The programs of an engine are compiled and run once; then "ready" is printed with the URL, which
+the package `openai` takes as `base_url`. docs/serving.md lists what requests may ask for.
+
+Ctrl-C or SIGTERM ends the server when the running requests have finished, or aborts them after
+`shutdown_s` seconds; a second one does not wait.
+
+Exit codes: 0 after Ctrl-C, SIGTERM or a closed terminal; 2 for bad input; 130 if interrupted before
+the server is ready.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from specjax.cli import command
+from specjax.cli.console import Screen
+from specjax.cli.decode_config import load_target, make_config_drafter
+from specjax.cli.mesh_config import ONE_PROCESS, open_mesh
+from specjax.decoding.engine.engine import Engine
+from specjax.decoding.session import plan_engine
+from specjax.errors import InputError
+from specjax.serving.serve_config import ServeConfig, ServeFields, read_serve_config
+
+try:
+    from specjax.serving.engine_thread import warm_up
+    from specjax.serving.server import Server, bind, url_of
+except ModuleNotFoundError as error:
+    if error.name not in ("anyio", "starlette", "uvicorn"):
+        raise
+    missing: str | None = error.name
+else:
+    missing = None
+
+CONFIG = "serve_smollm2"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; return its exit code."""
+    return command.run_config(
+        serve,
+        argv,
+        default=CONFIG,
+        read=read_serve_config,
+        documentation=__doc__,
+        source=ServeFields,
+    )
+
+
+def serve(config: ServeConfig) -> int:
+    """Serve a config's model until a signal; return the exit code. Raises InputError."""
+    if missing is not None:
+        raise InputError(f"serve: {missing} is not installed; pip install 'specjax[serve]'")
+    listener = bind(config.host, config.port)
+    screen = Screen(Console(width=None if sys.stdout.isatty() else 100))
+    mesh = open_mesh(config.mesh, ONE_PROCESS, config.written)
+    with screen.working(f"loading {config.target}"):
+        model = load_target(config, mesh)
+        (drafter,) = config.decoding.drafters
+        made = make_config_drafter(config.decoding, drafter, model, tell=screen.say)
+        engine = Engine.of(plan_engine(model, made.loaded, config.decoding.options))
+    slots = engine.session.batch_size
+    with screen.working(f"compiling {drafter.name} for up to {slots} samples at once"):
+        warm_up(engine, config.sampling)
+    line = f"ready: {url_of(listener)}/v1 serves {config.model_name}"
+    ready = functools.partial(screen.say, line)
+    Server(engine, config, listener, api_key=config.api_key, ready=ready).serve_until_stopped()
+    screen.say("stopped")
+    return 0
+
+
+if __name__ == "__main__":
+    command.use_compilation_cache()
+    raise SystemExit(main())

@@ -1,0 +1,1 @@
+"""The HTTP server of `specjax.serve`, over one engine."""

@@ -1,0 +1,187 @@
+"""An engine in a thread of its own, whose results come to an event loop.
+
+Neither waits for the other: the event loop puts calls into a queue that the thread empties between
+two steps, and the thread schedules a callback on the loop with what a step has added.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import itertools
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+from specjax.decoding.engine.engine import Engine
+from specjax.decoding.engine.outputs import Delta
+from specjax.decoding.sampling_params import SamplingParams
+from specjax.errors import InputError
+from specjax.serving.metrics import Counters
+from specjax.serving.requests import RequestError
+
+_WARM_UP_TOKENS = 16
+
+
+class Reply:
+    """What an engine returns for the prompts of one HTTP request, as an asynchronous iterator."""
+
+    def __init__(self, num_samples: int) -> None:
+        self.num_unfinished = num_samples
+        self._arrived: asyncio.Queue[tuple[int, Delta] | RequestError] = asyncio.Queue()
+
+    def put(self, what: tuple[int, Delta] | RequestError) -> None:
+        """Append a delta with the index of its prompt, or an error that ends the reply."""
+        self._arrived.put_nowait(what)
+
+    async def __aiter__(self) -> AsyncIterator[tuple[int, Delta]]:
+        """The deltas, each with the index of its prompt. Raises RequestError if one has failed."""
+        while self.num_unfinished:
+            what = await self._arrived.get()
+            if isinstance(what, RequestError):
+                raise what
+            self.num_unfinished -= what[1].output is not None
+            yield what
+
+
+class EngineThread:
+    """Runs an engine in a thread; all methods are called on the event loop's thread.
+
+    If the engine fails, nothing is decoded any more, and `failure` is the cause.
+    """
+
+    def __init__(self, engine: Engine, max_waiting: int) -> None:
+        self.engine = engine
+        self.capacity = engine.session.batch_size + max_waiting
+        """The most samples that may be unfinished."""
+        self.counters = Counters(engine.session.plan.drafter.num_speculative_tokens)
+        self.failure: BaseException | None = None
+        self.num_running = self.num_waiting = 0
+        self._calls: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._open: dict[int, tuple[Reply, int, int]] = {}
+        self._ids = itertools.count()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self, on_failure: Callable[[], None]) -> None:
+        """Start the thread; results come to the running event loop, as does a failure."""
+        self._loop, self._on_failure = asyncio.get_running_loop(), on_failure
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread after its step, and wait for it; what is unfinished is dropped."""
+        self._calls.put(None)
+        if self._thread.is_alive():
+            self._thread.join()
+        if self.failure is None:
+            self.engine.close()
+
+    @property
+    def num_unfinished(self) -> int:
+        """The number of samples whose reply is awaited."""
+        return sum(samples for _, _, samples in self._open.values())
+
+    def submit(
+        self, prompts: Sequence[tuple[int, ...]], sampling: SamplingParams, n: int
+    ) -> Reply | None:
+        """Add `n` samples of each prompt; return their reply, or None if too many would wait."""
+        if self.num_unfinished + n * len(prompts) > self.capacity:
+            return None
+        reply = Reply(n * len(prompts))
+        self.counters.prompt_tokens += sum(map(len, prompts))
+        for index, prompt in enumerate(prompts):
+            number = next(self._ids)
+            self._open[number] = (reply, index, n)
+            self._calls.put(functools.partial(self._add, number, prompt, sampling, n))
+        return reply
+
+    def cancel(self, reply: Reply) -> None:
+        """Abort what is unfinished of a reply that nobody awaits any more."""
+        for number in [number for number, (one, _, _) in self._open.items() if one is reply]:
+            del self._open[number]
+            self._calls.put(functools.partial(self._abort, number))
+
+    def abort_all(self) -> None:
+        """Abort all requests; their replies end with the reason "abort"."""
+        for number in self._open:
+            self._calls.put(functools.partial(self._abort, number))
+
+    def _run(self) -> None:
+        """The thread: calls from the queue, then a step, and so on."""
+        try:
+            while True:
+                while not self._calls.empty() or not self.engine.num_unfinished:
+                    call = self._calls.get()
+                    if call is None:
+                        return
+                    call()
+                deltas = self.engine.step()
+                waiting = self.engine.num_waiting
+                self._tell(self._deliver, deltas, self.engine.num_unfinished - waiting, waiting)
+        except BaseException as error:
+            self._tell(self._fail, error)
+
+    def _tell(self, what: Callable[..., None], *arguments: object) -> None:
+        with suppress(RuntimeError):  # the loop has ended first
+            self._loop.call_soon_threadsafe(what, *arguments)
+
+    def _add(self, number: int, prompt: tuple[int, ...], sampling: SamplingParams, n: int) -> None:
+        try:
+            self.engine.add(list(prompt), sampling, id=number, n=n)
+        except InputError as error:
+            self._tell(self._refuse, number, RequestError(400, str(error)))
+
+    def _abort(self, number: int) -> None:
+        with suppress(InputError):  # it has finished meanwhile
+            self.engine.abort(number)
+
+    def _deliver(self, deltas: list[Delta], running: int, waiting: int) -> None:
+        self.num_running, self.num_waiting = running, waiting
+        for delta in deltas:
+            self.counters.add(delta)
+            if delta.id not in self._open:
+                continue  # nobody awaits it any more
+            reply, index, samples = self._open[delta.id]
+            reply.put((index, delta))
+            if delta.output is not None:
+                del self._open[delta.id]
+                if samples > 1:
+                    self._open[delta.id] = (reply, index, samples - 1)
+
+    def _refuse(self, number: int, error: RequestError) -> None:
+        if number in self._open:
+            reply, _, _ = self._open.pop(number)
+            reply.put(error)
+
+    def _fail(self, error: BaseException) -> None:
+        self.failure = error
+        self.num_running = self.num_waiting = 0
+        for number in list(self._open):
+            self._refuse(number, RequestError(500, "the engine has failed"))
+        self._on_failure()
+
+
+def warm_up(engine: Engine, defaults: SamplingParams) -> None:
+    """Compile all programs that requests may need, and run each of them.
+
+    `defaults` are the sampling parameters of what requests leave out. Raises InputError if the
+    model does not support them, for programs that do not fit into memory, and for a model whose
+    logits are not numbers.
+    """
+    unused = engine.session.model.config.unused_tokens
+    token = next(token for token in itertools.count() if token not in unused)
+    sampling = SamplingParams(max_new_tokens=_WARM_UP_TOKENS, ignore_eos=True)
+    rows = engine.session.batch_size
+    # First, since the programs are compiled for what was asked for.
+    engine.add([token], replace(defaults, max_new_tokens=1))
+    engine.compile(fewer_rows=True)
+    while rows:
+        engine.add([token], sampling, n=rows)
+        # The second step is one of fewer rows, and what is added then moves them back.
+        deltas = [*engine.step(), *engine.step()]
+        engine.add([token], sampling)
+        for delta in [*deltas, *engine]:
+            if delta.output is not None and delta.output.error is not None:
+                raise InputError(delta.output.error)
+        rows //= 2

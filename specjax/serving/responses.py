@@ -1,0 +1,180 @@
+"""Responses of OpenAI's API for completions: whole ones, and chunks of a stream."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from specjax import metrics
+from specjax.cli.console import Marker
+from specjax.decoding.engine.outputs import ABORTED, Delta, Output
+from specjax.loading.tokenizers.tokenizer import Tokenizer
+from specjax.serving.engine_thread import Reply
+from specjax.serving.requests import Completion, RequestError
+
+
+@dataclass(frozen=True)
+class ResponseWriter:
+    """Writes the response to one request, called `model` in it.
+
+    Tokens have no text, and are left out of log-probabilities, if the model has no `tokenizer`.
+    """
+
+    request: Completion
+    model: str
+    tokenizer: Tokenizer | None
+    id: str = field(default_factory=lambda: f"cmpl-{uuid.uuid4().hex}")
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    async def whole(self, reply: Reply) -> dict[str, Any]:
+        """Return the response once all samples have ended. Raises RequestError for failed ones."""
+        outputs: dict[int, Output] = {}
+        async for prompt, delta in reply:
+            if delta.output is not None:
+                _check(delta.output)
+                outputs[self._index(prompt, delta)] = delta.output
+        choices = []
+        for index, output in sorted(outputs.items()):
+            whole = Delta(
+                output.id, output.sample, output.token_ids, output.was_drafted(), output.text
+            )
+            content: dict[str, Any] = {"text": output.text}
+            if self.request.chat:
+                content = {"message": {"role": "assistant", "content": output.text}}
+            choices.append(
+                {
+                    "index": index,
+                    **content,
+                    "logprobs": self._logprobs(output.token_ids, output.logprobs),
+                    "finish_reason": output.finish_reason,
+                    "specjax": {**_tokens(whole, Marker(self.tokenizer)), **acceptance(output)},
+                }
+            )
+        kind = "chat.completion" if self.request.chat else "text_completion"
+        completion = sum(len(output.token_ids) for output in outputs.values())
+        return {**self._head(kind), "choices": choices, "usage": self._usage(completion)}
+
+    async def events(self, reply: Reply) -> AsyncIterator[bytes]:
+        """The response in server-sent events as it comes; a failure is the last of them."""
+        completion, markers = 0, {}
+        try:
+            async for prompt, delta in reply:
+                if delta.output is not None:
+                    _check(delta.output)
+                completion += len(delta.token_ids)
+                index = self._index(prompt, delta)
+                first = index not in markers
+                marker = markers.setdefault(index, Marker(self.tokenizer))
+                choice = self._delta_choice(index, delta, first=first)
+                choice["specjax"] = _tokens(delta, marker)
+                if delta.output is not None:
+                    choice["specjax"] |= acceptance(delta.output)
+                yield self._event([choice])
+        except RequestError as error:
+            yield _event(error.body())
+        else:
+            if self.request.include_usage:
+                yield self._event([], self._usage(completion))
+        yield b"data: [DONE]\n\n"
+
+    def _index(self, prompt: int, delta: Delta) -> int:
+        return prompt * self.request.n + delta.sample
+
+    def _delta_choice(self, index: int, delta: Delta, *, first: bool) -> dict[str, Any]:
+        content: dict[str, Any] = {"text": delta.text}
+        if self.request.chat:
+            role = {"role": "assistant"} if first else {}
+            content = {"delta": {**role, "content": delta.text}}
+        return {
+            "index": index,
+            **content,
+            "logprobs": self._logprobs(delta.token_ids, delta.logprobs),
+            "finish_reason": delta.finish_reason,
+        }
+
+    def _event(
+        self, choices: Sequence[dict[str, Any]], usage: dict[str, Any] | None = None
+    ) -> bytes:
+        kind = "chat.completion.chunk" if self.request.chat else "text_completion"
+        # As in OpenAI's API, every chunk has the field where the last one has its value.
+        with_usage = {"usage": usage} if self.request.include_usage else {}
+        return _event({**self._head(kind), "choices": choices, **with_usage})
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+    def _usage(self, completion: int) -> dict[str, int]:
+        prompt = sum(map(len, self.request.prompts))
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+        }
+
+    def _logprobs(
+        self, tokens: Sequence[int], logprobs: Sequence[float] | None
+    ) -> dict[str, Any] | None:
+        if not self.request.logprobs or logprobs is None:
+            return None
+        texts = [self._token_bytes(token) for token in tokens]
+        shown = [text.decode(errors="replace") for text in texts]
+        if not self.request.chat:
+            return {"tokens": shown, "token_logprobs": list(logprobs), "top_logprobs": None}
+        return {
+            "content": [
+                {"token": name, "logprob": logprob, "bytes": list(text), "top_logprobs": []}
+                for name, logprob, text in zip(shown, logprobs, texts, strict=True)
+            ]
+        }
+
+    def _token_bytes(self, token: int) -> bytes:
+        """The UTF-8 of a token within a text, or of its id where there is no tokenizer."""
+        if self.tokenizer is None:
+            return str(token).encode()
+        return self.tokenizer.detokenizer.piece(token, token) or b""
+
+
+def acceptance(output: Output) -> dict[str, Any]:
+    """Return what a sample accepted: vLLM's counts, figures of `specjax.metrics`, and rounds."""
+    rounds = output.rounds
+    drafted, accepted, emitted = (
+        counts[None] for counts in (rounds.drafted, rounds.accepted, rounds.emitted)
+    )
+    return {
+        "num_drafts": metrics.num_drafts(drafted),
+        "num_draft_tokens": metrics.num_draft_tokens(drafted),
+        "num_accepted_tokens": metrics.num_accepted_tokens(accepted),
+        "acceptance_rate": metrics.acceptance_rate(drafted, accepted),
+        "acceptance_length": metrics.acceptance_length(accepted),
+        "rounds": {
+            "drafted": drafted[0].tolist(),
+            "accepted": accepted[0].tolist(),
+            "emitted": emitted[0].tolist(),
+        },
+        "lossy": output.lossy,
+    }
+
+
+def _tokens(delta: Delta, marker: Marker) -> dict[str, Any]:
+    """The tokens of a delta, and the pieces of its text, each with whether it was drafted."""
+    return {
+        "token_ids": delta.token_ids,
+        "drafted": delta.drafted,
+        "pieces": [list(piece) for piece in marker.mark(delta)],
+    }
+
+
+def _check(output: Output) -> None:
+    """Raise RequestError for a sample that was aborted or has failed."""
+    if output.finish_reason == ABORTED:
+        raise RequestError(503, "the server is shutting down: send the request again later")
+    if output.error is not None:
+        raise RequestError(500, output.error)
+
+
+def _event(value: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(value, separators=(",", ":")).encode() + b"\n\n"

@@ -1,0 +1,122 @@
+"""The config of `specjax.serve`: its fields and its checked value."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+from specjax.cli.config_file import config_of
+from specjax.cli.decode_config import (
+    SIMULATED,
+    DecodeConfig,
+    DecodeFields,
+    DecodingFields,
+    TargetFields,
+    read_decode_config,
+)
+from specjax.cli.mesh_config import ONE_DEVICE, MeshConfig
+from specjax.decoding.options import BATCH_SIZE, MAX_LENGTH, ROUNDS_PER_STEP
+from specjax.decoding.sampling_params import SamplingParams
+from specjax.errors import InputError
+from specjax.fields import InputFile, Number, Text, Whole, optional, read_values
+from specjax.files.open_files import open_regular
+
+_LONGEST_KEY = 4096
+"""Bytes of a file with an API key."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeFields(DecodingFields, TargetFields):
+    """The fields of a server's config with their defaults; None means that specjax chooses."""
+
+    batch_size: Annotated[int, BATCH_SIZE] = 8
+    """Samples that decode together; others wait for a slot."""
+    max_length: Annotated[int | None, optional(MAX_LENGTH)] = None
+    """The most tokens of a prompt and its output; by default 2048, or the target's positions if
+    they are fewer. Each slot reserves a cache of that size."""
+    rounds_per_step: Annotated[int, ROUNDS_PER_STEP] = 4
+    """Rounds between two looks at the device, when tokens are sent and requests enter and leave."""
+    sampling: SamplingParams = SamplingParams(temperature=1.0, max_new_tokens=512)  # noqa: RUF009
+    """Of what a request leaves out. With `logprobs` requests may ask for log-probabilities, which
+    every step then computes."""
+
+    host: Annotated[str, Text()] = "127.0.0.1"
+    """The address to listen on: by default for this machine alone."""
+    port: Annotated[int, Whole(0, 65535)] = 8000
+    """The port; 0 takes a free one."""
+    served_model_name: Annotated[str | None, optional(Text())] = None
+    """What requests call the model; by default `target`."""
+    api_key_file: Annotated[Path | None, optional(InputFile())] = None
+    """A file with the key that requests to /v1 must have; by default none is needed."""
+    max_waiting: Annotated[int, Whole()] = 256
+    """Samples that may wait for a slot; a request beyond them is refused with status 429."""
+    max_body_bytes: Annotated[int, Whole(1)] = 1 << 20
+    """The largest request; larger ones are refused with status 413."""
+    shutdown_s: Annotated[float, Number(0.0, 1e6)] = 30.0
+    """Seconds that requests may still run after Ctrl-C or SIGTERM, before they are aborted."""
+    mesh: MeshConfig = ONE_DEVICE
+    """data x model devices: rows are spread over data, weights and heads split over model."""
+
+    @property
+    def model_name(self) -> str:
+        """What requests call the model."""
+        return self.served_model_name or self.target
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeConfig(ServeFields):
+    """A checked config of `specjax.serve`; `decoding` is the same engine's decode config."""
+
+    decoding: DecodeConfig
+    api_key: str | None
+    written: Mapping[str, Any]
+
+
+def read_serve_config(written: Mapping[str, Any]) -> ServeConfig:
+    """The checked config; checks that need the model are made later. Raises InputError."""
+    given = read_values(ServeFields, written)
+    shared = {field.name for field in fields(DecodeFields)} & written.keys()
+    # The built-in prompts are those that a tree of the kind `auto` is measured on.
+    decoding = read_decode_config(
+        {
+            **config_of(DecodeFields).to_dict(),
+            **{name: written[name] for name in shared},
+            "compare": False,
+        }
+    )
+    if len(decoding.drafters) > 1:
+        name = written["drafter"]["name"]
+        raise InputError(
+            f"drafter.name={name!r}: a server has one drafter; name one, or join them by + or |"
+        )
+    if decoding.drafters[0].name == SIMULATED:
+        raise InputError(
+            f"drafter.name={SIMULATED!r}: it drafts what plain decoding gave earlier, which a "
+            "server does not know; use another"
+        )
+    options = replace(decoding.options, rounds_per_step=given.rounds_per_step, seed=given.seed)
+    return ServeConfig(
+        **vars(given),
+        decoding=replace(decoding, options=options),
+        api_key=None if given.api_key_file is None else _read_key(given.api_key_file),
+        written=written,
+    )
+
+
+def _read_key(path: Path) -> str:
+    """The key in a file, without spaces and line ends around it."""
+    try:
+        with open_regular(path, "give another file") as file:
+            key = file.read(_LONGEST_KEY + 1).decode("ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(
+            f"api_key_file={str(path)!r} cannot be read ({error}); give a file with a key in ASCII"
+        ) from None
+    if not key.isprintable() or not 0 < len(key) <= _LONGEST_KEY:
+        raise InputError(
+            f"api_key_file={str(path)!r}: holds no key on one line; give a file with a key of 1 "
+            f"to {_LONGEST_KEY} printable characters"
+        )
+    return key

@@ -1,0 +1,142 @@
+"""The process of a server: its socket, its signals, and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import uvicorn
+
+from specjax import signals
+from specjax.decoding.engine.engine import Engine
+from specjax.errors import InputError
+from specjax.serving.app import Api, build_app
+from specjax.serving.engine_thread import EngineThread
+from specjax.serving.requests import RequestReader
+from specjax.serving.serve_config import ServeFields
+
+_UNREAD_S = 30
+"""Seconds after which a connection ends whose client does not read what was sent."""
+_ABORTING_S = 5
+"""Seconds for the responses of aborted requests."""
+_MOST_CONNECTIONS = 900
+"""Fewer than the files that a process may open by default."""
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Return a socket that listens once the server runs. Raises InputError."""
+    try:
+        address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, address = address[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # The connections inherit it. A response that is never read would stay open for ever.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNREAD_S * 1000)
+        listener.bind(address)
+    except OSError as error:
+        raise InputError(
+            f"host={host!r}, port={port}: cannot listen there ({error.strerror}); use another "
+            "port, or 0 for a free one"
+        ) from None
+    return listener
+
+
+def url_of(listener: socket.socket) -> str:
+    """Return the URL of a bound socket."""
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class Server(uvicorn.Server):
+    """A server over an engine, on a bound socket.
+
+    A request to stop ends it once the running requests have finished; they are aborted after
+    `shutdown_s` seconds. `ready` is called when it listens.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        options: ServeFields,
+        listener: socket.socket,
+        *,
+        api_key: str | None = None,
+        ready: Callable[[], None],
+    ) -> None:
+        self._engine = EngineThread(engine, options.max_waiting)
+        self._listener, self._shutdown_s, self._ready = listener, options.shutdown_s, ready
+        reader = RequestReader(engine, options.model_name, options.sampling, self._engine.capacity)
+        api = Api(self._engine, reader, options.max_body_bytes)
+        config = uvicorn.Config(
+            build_app(api, options.host, api_key),
+            http="h11",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            limit_concurrency=_MOST_CONNECTIONS,
+            timeout_graceful_shutdown=int(options.shutdown_s) + _ABORTING_S,
+        )
+        super().__init__(config)
+
+    def stop(self) -> None:
+        """Begin to end the server; may be called from any thread."""
+        self.should_exit = True
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start the engine's thread, and listen."""
+        self._engine.start(on_failure=self.stop)
+        await super().startup(sockets)
+        self._ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Stop listening, and wait for the running requests."""
+        asyncio.get_running_loop().call_later(self._shutdown_s, self._engine.abort_all)
+        await super().shutdown(sockets)
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Stop at the first signal, and without waiting for requests at the second."""
+
+        def receive(number: int) -> None:
+            self.force_exit = self.should_exit
+            self.should_exit = True
+
+        with signals.received_by(receive):
+            yield
+
+    def serve_until_stopped(self) -> None:
+        """Serve until a signal, `stop`, or a failure of the engine, which is raised."""
+        try:
+            asyncio.run(self.serve([self._listener]))
+        finally:
+            self._engine.stop()
+        if self._engine.failure is not None:
+            raise self._engine.failure
+
+
+@contextmanager
+def served(engine: Engine, options: ServeFields, *, api_key: str | None = None) -> Iterator[str]:
+    """Serve an engine from a thread for the length of a `with` block; yields the URL.
+
+    Raises what the server ended with.
+    """
+    listener, ready = bind(options.host, options.port), threading.Event()
+    server, url = (
+        Server(engine, options, listener, api_key=api_key, ready=ready.set),
+        url_of(listener),
+    )
+    with ThreadPoolExecutor(1) as thread:
+        running = thread.submit(server.serve_until_stopped)
+        running.add_done_callback(lambda _: ready.set())
+        ready.wait()
+        try:
+            yield url
+        finally:
+            server.stop()
+            running.result()
