@@ -29,21 +29,6 @@ MESSAGES = [{"role": "user", "content": PROMPT}]
 LENGTH = 128
 
 
-@pytest.fixture(scope="module")
-def engine(chatty):
-    """An engine whose programs are compiled; each server has one of its own with them."""
-    engine = Engine(
-        chatty,
-        drafter="ngram",
-        num_speculative_tokens=3,
-        batch_size=2,
-        max_length=LENGTH,
-        rounds_per_step=4,
-    )
-    warm_up(engine, OPTIONS.sampling)
-    return engine
-
-
 OPTIONS = ServeFields(
     target="toy",
     port=0,
@@ -52,6 +37,15 @@ OPTIONS = ServeFields(
     shutdown_s=20.0,
     sampling=dataclasses.replace(ServeFields().sampling, max_new_tokens=8, logprobs=True),
 )
+
+
+@pytest.fixture(scope="module")
+def engine(chatty):
+    """An engine whose programs are compiled; each server has one of its own with them."""
+    options = dict(num_speculative_tokens=3, batch_size=2, max_length=LENGTH, rounds_per_step=4)
+    engine = Engine(chatty, drafter="ngram", **options)
+    warm_up(engine, OPTIONS.sampling)
+    return engine
 
 
 @pytest.fixture(scope="module")
@@ -151,10 +145,9 @@ def test_the_openai_package_streams_a_chat(client, engine):
         output.finish_reason,
     ]
     own = [choice.specjax for choice in choices]
-    assert sum([one["token_ids"] for one in own], []) == output.token_ids
-    assert sum([one["drafted"] for one in own], []) == output.was_drafted()
-    pieces = sum([one["pieces"] for one in own], [])
-    assert "".join(text for text, _ in pieces) == output.text
+    assert [token for one in own for token in one["token_ids"]] == output.token_ids
+    assert [drafted for one in own for drafted in one["drafted"]] == output.was_drafted()
+    assert "".join(text for one in own for text, _ in one["pieces"]) == output.text
     scores = [entry.logprob for choice in choices for entry in choice.logprobs.content]
     assert scores == pytest.approx(output.logprobs)
     assert own[-1]["rounds"]["accepted"] == output.rounds.accepted.tolist()
@@ -228,7 +221,7 @@ def test_metrics_have_vllms_names_and_add_up(client, url):
         ({"top_k": -1}, "top_k", "use 0 for off"),
         ({"seed": -1}, "seed", "use a whole number"),
         ({"max_tokens": 0}, "max_tokens", "at least 1"),
-        ({"max_tokens": True}, "max_tokens", "at least 1"),
+        ({"max_tokens": True}, "max_tokens", "use a whole number"),
         ({"n": 63}, "n", "use at most 62"),
         ({"stream": "yes"}, "stream", "use true or false"),
         ({"stop": ["a"] * 17}, "stop", "use at most 16 strings"),
@@ -243,12 +236,13 @@ def test_metrics_have_vllms_names_and_add_up(client, url):
         ({"echo": True}, "echo", "is not supported: leave it out"),
         ({"temprature": 1}, "temprature", "did you mean temperature?"),
         ({"prompt": None}, "prompt", "prompt is missing"),
-        ({"prompt": ""}, "prompt", "prompt is empty"),
+        ({"prompt": []}, "prompt", "use a text, token ids, or a list"),
         ({"prompt": 3}, "prompt", "use a text, token ids, or a list"),
         ({"prompt": {"a": 1}}, "prompt", "use a text, token ids, or a list"),
         ({"prompt": MESSAGES}, "prompt", "use a text, token ids, or a list"),
         ({"prompt": [MESSAGES]}, "prompt", "use a text, token ids, or a list"),
-        ({"prompt": [1, "a"]}, "prompt", "use text, token ids"),
+        ({"prompt": [1, "a"]}, "prompt", "use a text, token ids, or a list"),
+        ({"prompt": [True]}, "prompt", "use text, token ids"),
         ({"prompt": [10**6]}, "prompt", "outside the vocabulary"),
         ({"prompt": ["a"] * 63}, "prompt", "63 prompts are too many"),
         ({"prompt": "\ud800"}, "prompt", "half of a surrogate pair"),
@@ -311,7 +305,9 @@ def test_other_requests_are_refused(url):
     assert post(url, "/v1/completions", {}, **{"Content-Type": "text/plain"})[0] == 415
     assert post(url, "/v1/nothing", {})[0] == 404
     assert post(url, "/v1/models", {})[0] == 405
-    assert post(url, "/v1/completions", {"prompt": PROMPT}, Host="evil.example")[0] == 400 or True
+    with contextlib.closing(connect(url)) as connection:
+        connection.request("GET", "/v1/models", headers={"Host": "another.example"})
+        assert connection.getresponse().status == 400
 
 
 def test_200_clients_at_once(url):
@@ -382,8 +378,8 @@ def test_clients_that_never_read_hold_no_slot(engine, monkeypatch):
         silent.connect((host, int(port)))
         body = b'{"prompt": "abc", "n": 30, "max_tokens": 100, "stream": true, "ignore_eos": true}'
         silent.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-            b"Content-Length: %d\r\n\r\n%s" % (len(body), body)
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+            b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
         )
         eventually(lambda: metric(url, "num_requests_running") == 2)
         assert post(url, "/v1/completions", {"prompt": PROMPT})[0] == 200
@@ -436,9 +432,16 @@ def test_a_failure_of_the_engine_ends_the_server(engine, monkeypatch):
         raise RuntimeError("the device is lost")
 
     monkeypatch.setattr(broken, "step", fail)
-    with pytest.raises(RuntimeError, match="the device is lost"), served(broken, OPTIONS) as url:
-        status, got = post(url, "/v1/completions", {"prompt": PROMPT})
-        assert (status, got["error"]["message"]) == (500, "the engine has failed")
+    results = []
+
+    def ask():
+        with served(broken, OPTIONS) as url:
+            results.append(post(url, "/v1/completions", {"prompt": PROMPT}))
+
+    with pytest.raises(RuntimeError, match="the device is lost"):
+        ask()
+    ((status, got),) = results
+    assert (status, got["error"]["message"]) == (500, "the engine has failed")
 
 
 def test_one_request_that_fails_leaves_the_others(engine, monkeypatch):

@@ -42,7 +42,6 @@ _TEXT: Fields = {
     **_SHARED,
     "logprobs": Whole(0, 0, remedy=f"use 0: {_ONLY_ONE_LOGPROB}"),
 }
-_READ_APART = ("prompt", "messages", "stream_options")
 _WITHOUT_EFFECT = {
     "audio": (),
     "best_of": (1,),
@@ -128,11 +127,12 @@ class RequestReader:
         if not isinstance(values, dict):
             raise RequestError(400, f"the body is {shown(values)}: send a JSON object")
         values = {name: value for name, value in values.items() if value is not None}
-        given = _checked(values, _CHAT if chat else _TEXT)
+        field = "messages" if chat else "prompt"
+        given = _checked(values, _CHAT if chat else _TEXT, (field, "stream_options"))
         self.check_model(given.get("model", self.model_name))
         stream = given.get("stream", False)
         sampling, logprobs = self._sampling(given, chat=chat)
-        n, field = given.get("n", 1), "messages" if chat else "prompt"
+        n = given.get("n", 1)
         if n > self.capacity:
             raise RequestError(400, f"n={n}: use at most {self.capacity}", "n")
         prompts = []
@@ -172,8 +172,13 @@ class RequestReader:
         return replace(self.defaults, **changes), logprobs
 
 
-def _checked(values: Mapping[str, Any], kinds: Fields) -> dict[str, Any]:
-    """The values of fields that have a kind. Raises RequestError, also for unsupported fields."""
+def _checked(
+    values: Mapping[str, Any], kinds: Fields, read_apart: tuple[str, ...]
+) -> dict[str, Any]:
+    """The values of fields that have a kind. Raises RequestError, also for unsupported fields.
+
+    Those of `read_apart` are left to others.
+    """
     checked = {}
     for name, value in values.items():
         if name in kinds:
@@ -184,8 +189,8 @@ def _checked(values: Mapping[str, Any], kinds: Fields) -> dict[str, Any]:
             if not any(value == one for one in _WITHOUT_EFFECT[name]):
                 message = f"{name}={shown(value)} is not supported: leave it out"
                 raise RequestError(400, message, name)
-        elif name not in (*_READ_APART, *_IGNORED):
-            known = dict.fromkeys((*kinds, *_READ_APART))
+        elif name not in (*read_apart, *_IGNORED):
+            known = dict.fromkeys((*kinds, *read_apart))
             raise RequestError(400, unknown_name("", name, value, known), name)
     stops = checked.get("stop", ())
     if len(stops) > _STOPS or any(len(stop) > _STOP_LENGTH for stop in stops):
@@ -228,7 +233,7 @@ def _prompts(values: Mapping[str, Any], field: str, most: int) -> list[tuple[str
 
 
 def _is_token_ids(prompt: Any) -> bool:
-    return isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], int)
+    return isinstance(prompt, list) and bool(prompt) and all(isinstance(one, int) for one in prompt)
 
 
 def _include_usage(values: Mapping[str, Any], *, stream: bool) -> bool:

@@ -29,15 +29,18 @@ _MOST_CONNECTIONS = 900
 
 def bind(host: str, port: int) -> socket.socket:
     """Return a socket that listens once the server runs. Raises InputError."""
+    listener = None
     try:
-        address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, kind, protocol, _, address = address[0]
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, address = found[0]
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         # The connections inherit it. A response that is never read would stay open for ever.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNREAD_S * 1000)
         listener.bind(address)
     except OSError as error:
+        if listener is not None:
+            listener.close()
         raise InputError(
             f"host={host!r}, port={port}: cannot listen there ({error.strerror}); use another "
             "port, or 0 for a free one"
