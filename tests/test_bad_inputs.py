@@ -181,7 +181,12 @@ def test_every_field(command, parts, folder, capsys, monkeypatch):
     """Of fields with the same bad values the first refuses all of them, each other one a part."""
     main, kinds, config = COMMANDS[command]
     # Refused before any long work.
-    for module in ("specjax.cli.decode_config", "specjax.cli.bench_run", "train.run.setup", "train.generate"):
+    for module in (
+        "specjax.cli.decode_config",
+        "specjax.cli.bench_run",
+        "train.run.setup",
+        "train.generate",
+    ):
         monkeypatch.setattr(f"{module}.load_model", None)
     # absl writes the whole config down as a flag's default, which takes most of the time.
     monkeypatch.setattr(ml_collections.ConfigDict, "__str__", lambda self: "a config")

@@ -120,10 +120,9 @@ class DecodingFields:
     drafter: Annotated[Mapping[str, Any], _DRAFTER_FIELDS] = field(
         default_factory=lambda: {"name": "ngram", "replicated": False}
     )
-    """For specjax.decode `name` may be several, as ngram,eagle3,ngram+eagle3, each compared with
-    plain decoding; an option goes to those that take it, as specjax.decode --list shows them with
-    their defaults. `path` is a trained drafter's. With `replicated` each device holds a draft model
-    whole."""
+    """`name` may be several for specjax.decode, as ngram,eagle3,ngram+eagle3, each compared with
+    plain decoding; an option goes to those that take it (specjax.decode --list). `path` is a
+    trained drafter's. With `replicated` each device holds a draft model whole."""
     tree: Annotated[Mapping[str, Any], _TREE_FIELDS] = field(default_factory=dict)
     """Several tokens after each, instead of a chain: static ones are the same ranks in each round,
     dynamic ones are chosen anew; auto is the static one that is fastest here (`TreeOptions`). By
