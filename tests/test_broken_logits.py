@@ -14,6 +14,7 @@ import specjax
 from specjax import decode as command
 from specjax.decoding.engine.outputs import Failure
 from specjax.decoding.sampling_params import SamplingParams
+from specjax.drafters.lookup.ngram import Ngram
 from specjax.loading.load import save_model
 
 NEW = 12
@@ -84,9 +85,10 @@ def test_rows_end_where_plain_decoding_ends_them(name, rule, value, tiny, plain,
     assert np.maximum(got.emitted, 0).sum(axis=1).tolist() == list(map(len, tokens))
 
 
-def test_other_rows_of_a_random_rule_are_not_affected(tiny, similar, token):
+def test_other_rows_of_a_random_rule_are_not_affected(tiny, token):
+    # It drafts what a row has read, so rows that have not read the token never draft it.
     options = dict(
-        drafter=draft_model(similar),
+        drafter=Ngram(prompt_lookup_min=1),
         verify="rejection",
         sampling=mixed(max_new_tokens=NEW, top_p=1.0, min_p=0.0),
         num_speculative_tokens=3,
@@ -94,6 +96,7 @@ def test_other_rows_of_a_random_rule_are_not_affected(tiny, similar, token):
     whole = decode(tiny, PROMPTS, **options)
     got = decode(spoiled(tiny, token), PROMPTS, **options)
     assert set(got.finish_reasons) == {"length", "error"}
+    drafted = False
     for row, reason in enumerate(got.finish_reasons):
         tokens = got.token_ids[row]
         if reason == "error":
@@ -101,7 +104,10 @@ def test_other_rows_of_a_random_rule_are_not_affected(tiny, similar, token):
             assert token in PROMPTS[row] or tokens[-1] == token
         elif token not in whole.token_ids[row]:
             assert tokens == whole.token_ids[row]
-            assert (got.emitted[row] == whole.emitted[row]).all()
+            rounds = [one[one >= 0].tolist() for one in (got.emitted[row], whole.emitted[row])]
+            assert rounds[0] == rounds[1]
+            drafted |= max(rounds[0]) > 1
+    assert drafted
 
 
 def test_a_broken_drafter_costs_drafts_only(tiny, similar, plain):

@@ -271,7 +271,9 @@ class TestDecode:
 
         monkeypatch.setattr(bench_run, "measure_speedups", measure)
         monkeypatch.setattr(
-            bench_run.costs, "widths_seconds", lambda *given, **_: dict.fromkeys(given[2], 0.1)
+            bench_run.measure_costs,
+            "widths_seconds",
+            lambda *given, **_: dict.fromkeys(given[2], 0.1),
         )
         code = bench.main(
             [

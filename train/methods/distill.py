@@ -101,8 +101,7 @@ def distill_method(
     def head_of(params: Any, training: dict[str, Any]) -> Head:
         return Head("draft_model", config, params, draft_ids, TargetMetadata.of(target), training)
 
-    method_arguments = ("draft_model", ("final_norm",), init, loss_of, head_of)
-    return Method(*method_arguments, layers=config.decoder)
+    return Method("draft_model", ("final_norm",), init, loss_of, head_of, layers=config.decoder)
 
 
 def distill_loss(
