@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import inspect
 import sys
 import time
 from collections.abc import Sequence
@@ -233,25 +234,45 @@ def _lossy(config: DecodeConfig) -> str:
     return f"; LOSSY: {config.options.verify.name} acceptance" if config.lossy else ""
 
 
-def _path_note(name: str) -> str:
-    """Return the listing's note on a trained drafter's path."""
-    targets = [target for target, kinds in shipped_heads().items() if name in kinds]
-    own = f"the one for {', '.join(targets)}" if targets else "needed"
+def _needs(name: str) -> str:
+    """Return what a drafter needs beside the target, for the listing."""
+    if name == "corpus":
+        return "an index of texts (python -m specjax.corpus_index)"
     if name == "mtp":
-        own = "the target's own modules"
-    return f"{own} (a head's folder{', or any model' if name == 'draft_model' else ''})"
+        return "a target with MTP modules, or modules trained for it (path)"
+    if name not in TRAINED:
+        return "nothing else"
+    kind = "any model with the target's tokenizer" if name == "draft_model" else "a trained head"
+    targets = [target for target, kinds in shipped_heads().items() if name in kinds]
+    return f"{kind} (path{'; included for ' + ', '.join(targets) if targets else ''})"
+
+
+def _usual_length(name: str) -> str:
+    """Return how many tokens a drafter drafts at most unless told otherwise, for the listing."""
+    if name == "medusa":
+        return "one per head"
+    kind = DRAFTERS[name]
+    if (length := getattr(kind, "usual_length", None)) is None:
+        needed = (
+            {"vocab_size": 1 << 16} if "vocab_size" in inspect.signature(kind).parameters else {}
+        )
+        length = kind(**needed).num_speculative_tokens
+    return str(length)
 
 
 def listing() -> str:
     """Return a text that lists drafters with their options, rules and sampling fields."""
     lines = ["drafters (--config.drafter.name=NAME, then --config.drafter.OPTION=VALUE):"]
     for name, constructor in DRAFTERS.items():
-        lines.append(f"  {name}: {(constructor.__doc__ or '').splitlines()[0]}")
-        if name in TRAINED:
-            lines.append(f"      path = {_path_note(name)}")
+        summary = inspect.getdoc(constructor).splitlines()[0]
+        lines.append(f"  {name}: {summary}")
+        if name == "none":
+            continue
+        lines.append(f"      up to {_usual_length(name)} draft tokens; needs {_needs(name)}")
         for option, parameter in drafter_options(name).items():
             if option_type(parameter) is not None:
-                lines.append(f"      {option} = {parameter.default}")
+                shown = "" if parameter.default is None else f" = {parameter.default}"
+                lines.append(f"      {option}{shown}")
     lines.append(
         "  package.module:function: your own drafter, called as function(target, **options)"
     )

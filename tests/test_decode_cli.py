@@ -592,7 +592,9 @@ def test_list_names_everything(capsys):
     assert decode.main(["--list"]) == 0
     shown = capsys.readouterr().out
     for name in (
-        "prompt_lookup_max",
+        "prompt_lookup_max = 3",
+        "up to 8 draft tokens; needs nothing else",
+        "a trained head (path; included for smollm2-135m-instruct)",
         "exit_layer",
         "draft_model",
         "coupled",

@@ -57,7 +57,12 @@ _TOKENIZER_BYTES = 256 << 20
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code."""
     return command.run_config(
-        make_corpus, argv, default=CONFIG, read=read_corpus_config, documentation=__doc__
+        make_corpus,
+        argv,
+        default=CONFIG,
+        read=read_corpus_config,
+        documentation=__doc__,
+        source=CorpusConfig,
     )
 
 

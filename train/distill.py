@@ -33,7 +33,9 @@ class DistillSection:
     """The target's layers that initialize the draft model, and the tokens that it drafts."""
 
     layers: Annotated[tuple[int, ...], _LAYERS]
+    """The target's layers that the draft model starts as."""
     draft_vocab_size: DraftVocabSize
+    """The number of tokens that it drafts, the commonest of the data; all by default."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,15 +38,27 @@ class EagleSection:
     """
 
     version: Annotated[int, Whole(1, 3, remedy="use 1 or 3")]
+    """1 for EAGLE, 3 for EAGLE-3."""
     draft_vocab_size: DraftVocabSize
+    """The number of tokens that it drafts, the commonest of the data; all by default."""
     taps: Annotated[tuple[str, ...], _TAPS]
+    """The target's features that it reads; () for the inputs of layers 2, L/2 and L - 3 (EAGLE-3)
+    or the final norm (EAGLE)."""
     start: Annotated[str, START]
+    """Start from the target's last layer and output layer where they fit, or from random weights.
+    """
     fc_bias: bool
+    """Whether the layer that joins features has a bias."""
     own_embedding: bool
+    """Whether the head trains an embedding of its own."""
     norm_before_residual: bool
+    """Whether the residual is taken after the norm."""
     norm_before_fc: bool
+    """Whether features are normed together before they are joined."""
     fc_norm: bool
+    """Whether each feature is normed before they are joined."""
     norm_output: bool
+    """Whether the next step reads the output after the norm."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -47,7 +47,12 @@ that follow each other."""
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code."""
     return command.run_config(
-        generate, argv, default=CONFIG, read=answers.read_answers_config, documentation=__doc__
+        generate,
+        argv,
+        default=CONFIG,
+        read=answers.read_answers_config,
+        documentation=__doc__,
+        source=AnswersConfig,
     )
 
 

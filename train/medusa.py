@@ -34,10 +34,15 @@ class MedusaSection:
     """The shape of the heads, with the names of `MedusaConfig`."""
 
     num_heads: Annotated[int, Whole(1, 64)]
+    """Heads, one for each position after the next."""
     num_layers: Annotated[int, Whole(1, 64)]
+    """Residual blocks per head."""
     draft_vocab_size: DraftVocabSize
+    """The number of tokens that they draft, the commonest of the data; all by default."""
     original_lm_head: bool
+    """Whether the heads share the target's output layer."""
     projection: bool
+    """Whether blocks project before they add."""
 
 
 @dataclass(frozen=True, kw_only=True)

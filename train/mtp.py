@@ -41,17 +41,29 @@ class MtpSection:
     """
 
     trains: Annotated[str, TRAINS]
+    """Modules of a frozen target, or all: the target along with them."""
     num_modules: Annotated[int, Whole(0, 64)]
+    """D: modules; 0, with trains=all, trains the target alone."""
     steps: Annotated[int | None, optional(Whole(1, 64))]
+    """Draft steps in the loss; one for each module by default. The last module makes further ones.
+    """
     draft_vocab_size: DraftVocabSize
+    """The number of tokens that they draft, the commonest of the data; all by default."""
     start: Annotated[str, START]
+    """What new modules start from."""
     export: Annotated[str, EXPORTS]
+    """The target with the modules inside, or the modules alone as a head."""
     loss_weight: Annotated[float | None, optional(Number())]
+    """lambda, the weight of the MTP loss beside the target's own; 0.3 by default."""
     loss: Annotated[MtpLossOptions, Inline()]
     concat: Concat
+    """The order in which embedding and hidden state are joined."""
     hidden: Hidden
+    """The target's feature that is read."""
     recursion: Recursion
+    """Whether the next step reads outputs after the module's final norm or before it."""
     zero_first_embedding: bool
+    """Whether the embedding of the pair at position 0 is zero."""
 
 
 def _check_weights(trains: str, weight: float | None, late: float | None) -> None:

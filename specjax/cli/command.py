@@ -30,8 +30,8 @@ def run_config(
     *,
     default: str,
     read: Callable[[dict[str, Any]], Any],
+    source: type,
     documentation: str | None = None,
-    source: type | None = None,
     flags: Mapping[str, str] = MappingProxyType({}),
 ) -> int:
     """Parse `--config=FILE[:size] --config.field=value ...`, call `main`, return the exit code.

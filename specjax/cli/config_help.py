@@ -34,13 +34,13 @@ _WIDTH = 100
 def config_help(
     documentation: str,
     config: ml_collections.ConfigDict,
-    source: type | None,
+    source: type,
     flags: Mapping[str, str],
 ) -> str:
     """Return a command's documentation, its flags, and the fields of its config with their values.
 
-    `source` is the dataclass that declares the fields; without it only names and values are shown.
-    `flags` maps the names of flags without a value to their meanings.
+    `source` is the dataclass that declares the fields. `flags` maps the names of flags without a
+    value to their meanings.
     """
     flags = {
         "--config=FILE": "a config file, or the name of one that comes with specjax",
@@ -48,8 +48,7 @@ def config_help(
         "--help": "print this",
     }
     width = max(map(len, flags))
-    meanings = dict(_meanings(source)) if source else {}
-    kinds = fields_of(source) if source else {}
+    meanings, kinds = dict(_meanings(source)), fields_of(source)
     lines = [documentation.strip(), "", "Options:"]
     lines += [f"  {name:<{width}}  {meaning}" for name, meaning in flags.items()]
     lines += ["", "Fields of the config, as --config.FIELD=VALUE:"]

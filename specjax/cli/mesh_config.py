@@ -19,7 +19,9 @@ class MeshConfig:
     """The numbers of devices over which batch rows, and weights, are sharded."""
 
     data: Annotated[int, sharding.DEVICES] = 1
+    """Devices over which rows are divided."""
     model: Annotated[int, sharding.DEVICES] = 1
+    """Devices over which weights are divided."""
 
 
 @dataclass(frozen=True)
@@ -27,10 +29,15 @@ class DistributedConfig:
     """The arguments of `processes.join`."""
 
     cluster: bool = False
+    """Whether the cluster says which processes there are."""
     coordinator_address: Annotated[str | None, optional(Text())] = None
+    """HOST:PORT of the first process."""
     num_processes: Annotated[int | None, optional(sharding.DEVICES)] = None
+    """Processes in all."""
     process_id: Annotated[int | None, optional(Whole())] = None
+    """The number of this process, from 0."""
     timeout_s: Annotated[float, Number(0.0, 1e9, above=True, remedy="use seconds above 0")] = 300.0
+    """Seconds to wait for the others."""
 
 
 ONE_DEVICE, ONE_PROCESS = MeshConfig(), DistributedConfig()

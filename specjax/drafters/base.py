@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from typing import Annotated, Any, ClassVar, NamedTuple
 
 import jax
@@ -255,6 +255,17 @@ class Drafter:
         """
         del name, target, path
         return LoadedDrafter(cls(**options))
+
+    @classmethod
+    def check_together(cls, **options: Any) -> None:
+        """Raise InputError for options that do not fit each other, before a target is loaded.
+
+        A drafter with fields that depend on the target is checked when it is made.
+        """
+        required = (field.default is field.default_factory is MISSING for field in fields(cls))
+        if not any(required):
+            own = {field.name for field in fields(cls)}
+            cls(**{name: value for name, value in options.items() if name in own})
 
     @property
     def max_cached_requests(self) -> int:

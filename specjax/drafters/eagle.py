@@ -10,7 +10,7 @@ from specjax.models.heads.eagle import Eagle
 
 @dataclass(frozen=True, kw_only=True)
 class EagleDrafter(PairDrafter):
-    """A drafter with an EAGLE head."""
+    """A drafter with an EAGLE or EAGLE-3 head: one layer over the target's features."""
 
     head: Eagle = field(kw_only=False)
     head_class = Eagle

@@ -34,7 +34,9 @@ class State:
 
 @dataclass(frozen=True, kw_only=True)
 class MedusaDrafter(HeadDrafter):
-    """A drafter with Medusa heads; its parameters hold "shared" and, for part of V, "draft_ids".
+    """A drafter with Medusa heads, each of which predicts one later token.
+
+    Its parameters hold "shared" and, for part of V, "draft_ids".
 
     Options are those of `ChainDrafter`. It drafts at most one token per head, and none in the first
     round of a row of one token, which has no feature. Raises InputError for bad options and for a

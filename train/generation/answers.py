@@ -83,8 +83,11 @@ class DatasetConfig:
     """The location of prompts in a TFDS dataset."""
 
     data_dir: Annotated[Path | None, optional(OutputFolder())]
+    """The folder of TFDS datasets."""
     split: Annotated[str, Text()]
+    """The split."""
     prompt_field: Annotated[str, Text()]
+    """The field with the prompt."""
 
 
 _SHARE = Number(remedy="use a share of at least 0")
@@ -95,10 +98,15 @@ class CorpusSection:
     """The options of prompts made by `train.generation.prompt_corpus`."""
 
     num_prompts: Annotated[int, Whole(1, 10_000_000)]
+    """Prompts to make."""
     seed: Annotated[int, SEED]
+    """The seed of the prompts."""
     wikipedia: Annotated[str, CHAT]
+    """Whether they use texts of Wikipedia beside Python's own."""
     long: Annotated[float, Number(0.0, 1.0, remedy="use a share from 0 to 1")]
+    """The share of long texts, where texts are given."""
     mix: Annotated[Mapping[str, float], dict.fromkeys(prompt_corpus.DEFAULT_MIX, _SHARE)]
+    """The share of each category."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +114,9 @@ class DrafterSection:
     """A drafter by name, with the path of its weights if trained."""
 
     name: Annotated[str, Text()]
+    """The drafter."""
     path: Annotated[str | None, optional(PathOrName())]
+    """Its weights."""
 
 
 @dataclass(frozen=True)
@@ -114,26 +124,47 @@ class AnswersConfig:
     """The config of `train.generate`; `configs/generate_smollm2.py` documents its fields."""
 
     target: Annotated[str, PathOrName()]
+    """The model that answers: a name or a directory."""
     dtype: Annotated[str, DTYPE]
+    """The dtype of weights and products."""
     workdir: Annotated[Path, OutputFolder()]
+    """The folder of finished answers; the same command resumes."""
     output: Annotated[Path | None, optional(OutputFolder())]
+    """The dataset; WORKDIR/responses by default."""
     prompts: Annotated[str | None, optional(PathOrName())]
+    """Prompts as JSON Lines or a TFDS dataset; made from texts by default."""
     tfds: DatasetConfig
+    """Where the prompts of a TFDS dataset are."""
     limit: Annotated[int | None, optional(Whole(1))]
+    """The first prompts only."""
     chat: Annotated[str, CHAT]
+    """Whether plain texts go through the chat template."""
     max_prompt_tokens: Annotated[int, Whole(1)]
+    """Longer prompts are left out."""
     corpus: CorpusSection
+    """How prompts are made."""
     temperatures: Annotated[tuple[float, ...], Items(TEMPERATURE, least=1)]
+    """The temperatures; each answers as many prompts."""
     top_k: Annotated[int, TOP_K]
+    """Sample from the k likeliest tokens; 0 for all."""
     top_p: Annotated[float, TOP_P]
+    """Sample from the likeliest tokens with this share."""
     min_p: Annotated[float, MIN_P]
+    """Sample from tokens at least this likely beside the likeliest."""
     max_new_tokens: Annotated[int, Whole(1)]
+    """New tokens per answer, at most."""
     seed: Annotated[int, SEED]
+    """The seed of sampling."""
     batch_size: Annotated[int, BATCH_SIZE]
+    """Prompts at a time."""
     drafter: DrafterSection
+    """The drafter that answers are decoded with."""
     num_speculative_tokens: Annotated[int | None, optional(DRAFT_TOKENS)]
+    """Draft tokens per round."""
     verify: Annotated[str, EXACT_RULE_NAME]
+    """The rule by which draft tokens are accepted."""
     minutes: Annotated[float | None, optional(Number(0.0, 1e9, above=True))]
+    """Stop after so many minutes; the same command resumes."""
     mesh: MeshConfig
     distributed: DistributedConfig
     written: Mapping[str, Any] = field(default_factory=dict)

@@ -39,9 +39,13 @@ class DistillLoss:
     """
 
     kl: Annotated[float, Number()] = 1.0
+    """The weight of KL(target || draft)."""
     tv: Annotated[float, Number()] = 0.0
+    """The weight of the total variation distance."""
     depths: Annotated[int, Whole(1, 64)] = 4
+    """Drafts per round that are measured; gradients do not depend on it."""
     label_loss: LabelLoss | None = None
+    """A loss that replaces both."""
 
     def __post_init__(self) -> None:
         if not self.kl + self.tv > 0:

@@ -46,11 +46,17 @@ class EagleLoss:
     """
 
     steps: Annotated[int, Whole(1, 64)] = 4
+    """Draft steps that are unrolled."""
     decay: Annotated[float, Number()] = 0.8
+    """Step i has the weight decay ** i."""
     cross_entropy: Annotated[float, Number()] = 1.0
+    """The weight of the cross-entropy with the target's distribution."""
     feature: Annotated[float, Number()] = 0.0
+    """The weight of the smooth L1 distance to the target's next feature."""
     noise: Annotated[float, Number()] = 0.0
+    """The half-width of the uniform noise on features."""
     label_loss: LabelLoss | None = None
+    """A loss that replaces the cross-entropy and keeps its weight."""
 
     def __post_init__(self) -> None:
         if not self.cross_entropy + self.feature > 0:

@@ -35,8 +35,11 @@ class MedusaLoss:
     """
 
     labels: Literal["tokens", "distributions"] = "distributions"
+    """Tokens of the data, or distributions of the target at them."""
     decay: Annotated[float, Number(above=True)] = 0.8
+    """Head i has the weight decay ** i."""
     label_loss: LabelLoss | None = None
+    """A loss that replaces that of the labels."""
 
     @property
     def part(self) -> LabelLoss:

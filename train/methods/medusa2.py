@@ -40,9 +40,13 @@ class JointOptions:
     """
 
     target: Literal["self", "tokens"] = "self"
+    """The target's own loss: KL divergence from what it was, or cross-entropy with the data."""
     heads: Annotated[float, Number(above=True)] = 0.01
+    """The weight of the heads' loss."""
     ramp: bool = True
+    """Whether that weight rises as a quarter of a sine."""
     warm_steps: Annotated[int, Whole()] = 0
+    """Steps in which the heads alone learn."""
 
 
 @dataclass(frozen=True)

@@ -38,9 +38,13 @@ class MtpLossOptions:
     """
 
     labels: Literal["tokens", "distributions"] = "tokens"
+    """Tokens of the data, or distributions of the original target."""
     decay: Annotated[float, Number(above=True)] = 1.0
+    """Step i has the weight decay ** i, over the sum of all."""
     late_loss_weight: Annotated[float | None, optional(Number())] = None
+    """lambda later in the run."""
     late_from: Annotated[float, Number(0.0, 1.0)] = 0.7
+    """Where later begins, as a share of the schedule."""
 
 
 @dataclass(frozen=True)

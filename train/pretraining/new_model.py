@@ -36,15 +36,25 @@ class ExpertSizes:
     """
 
     num_experts: Annotated[int, Whole(1, 1 << 16)]
+    """Experts per layer."""
     num_experts_per_tok: Annotated[int, Whole(1, 1 << 16)]
+    """Experts that read a token."""
     moe_intermediate_size: Annotated[int, Whole(1, 1 << 24)]
+    """The width of an expert."""
     n_shared_experts: Annotated[int, Whole(0, 1 << 8)]
+    """Experts that read every token."""
     first_k_dense_replace: Annotated[int, Whole(0, 1 << 16)]
+    """Dense layers before the first with experts."""
     n_group: Annotated[int, Whole(1, 1 << 16)]
+    """Groups of experts."""
     topk_group: Annotated[int, Whole(1, 1 << 16)]
+    """Groups that a token may choose from."""
     scoring_func: Literal["sigmoid", "softmax"]
+    """How scores become weights."""
     norm_topk_prob: bool
+    """Whether the weights of the chosen experts sum to one."""
     routed_scaling_factor: Annotated[float, Number(1e-6, 1e6)]
+    """A factor of the weights."""
 
     def __post_init__(self) -> None:
         count, groups = self.num_experts, self.n_group
@@ -106,15 +116,25 @@ class ModelSizes:
     """
 
     hidden_size: Annotated[int, Whole(1, 1 << 20)]
+    """D: the width of the residual stream."""
     intermediate_size: Annotated[int, Whole(1, 1 << 24)]
+    """The width of the MLPs."""
     num_layers: Annotated[int, Whole(1, 1 << 16)]
+    """Layers."""
     num_heads: Annotated[int, Whole(1, 1 << 16)]
+    """Query heads per layer."""
     num_kv_heads: Annotated[int, Whole(1, 1 << 16)]
+    """Key and value heads per layer."""
     head_dim: Annotated[int, Whole(2, 1 << 16)]
+    """The width of a head."""
     max_positions: Annotated[int, Whole(2, 1 << 30)]
+    """The longest text, in tokens."""
     rope_theta: Annotated[float, Number(1.0, 1e12)]
+    """The base of the rotary embeddings."""
     tie_word_embeddings: Annotated[bool, Flag()]
+    """Whether the output layer uses the embeddings."""
     experts: ExpertSizes | None = None
+    """A mixture of experts in place of the MLPs."""
 
     def config(self, vocab_size: int) -> DecoderConfig:
         """Return the decoder of these sizes; raise InputError if they are inconsistent."""

@@ -33,8 +33,11 @@ class TfdsSection:
     """The location of texts in a TFDS dataset."""
 
     data_dir: Annotated[Path | None, optional(OutputFolder())]
+    """The folder of TFDS datasets."""
     split: Annotated[str, Text()]
+    """The split."""
     text_field: Annotated[str, Text()]
+    """The field with the text."""
 
 
 @dataclass(frozen=True)
@@ -42,14 +45,23 @@ class CorpusConfig:
     """The config of `train.corpus`; `configs/corpus.py` documents its fields."""
 
     workdir: Annotated[Path, OutputFolder()]
+    """The folder for the datasets; the same command resumes."""
     files: Annotated[tuple[Path, ...] | None, optional(DocumentFiles())]
+    """A folder or files of texts."""
     dataset: Annotated[str | None, optional(PathOrName())]
+    """A TFDS dataset, in place of files."""
     tfds: TfdsSection
+    """Where the texts of a TFDS dataset are."""
     tokenizer: Annotated[str, PathOrName()]
+    """A tokenizer by name or path, or train for one of these texts."""
     vocab_size: Annotated[int, Whole(SMALLEST_VOCABULARY, 1 << 20)]
+    """The number of tokens of a tokenizer that is trained."""
     max_tokens: Annotated[int, Whole(4, 1 << 24)]
+    """The longest piece of a document; row_tokens of a trainer is at least that."""
     documents_per_part: Annotated[int, Whole(2)]
+    """Documents that are written at a time."""
     limit: Annotated[int | None, optional(Whole(2))]
+    """The first documents only."""
     written: Mapping[str, Any] = field(default_factory=dict)
     """The values as the config file and the command line gave them, by section."""
 

@@ -142,9 +142,13 @@ class BatchConfig:
     """Rows per update, micro-batches per update, and tokens and labels per row."""
 
     batch_size: Annotated[int, Whole(1, 1 << 20)]
+    """Rows per update."""
     accumulate: Annotated[int, Whole(1, 1 << 20)]
+    """Micro-batches in which an update is computed."""
     row_tokens: Annotated[int, Whole(4, 1 << 24)]
+    """T: tokens per row."""
     row_labels: Annotated[int, Whole(1, 1 << 24)]
+    """A: labels per row; further labels are dropped."""
 
 
 @dataclass(frozen=True)
@@ -152,9 +156,13 @@ class LoopConfig:
     """The number of updates, a limit in minutes, and intervals of logging and saving."""
 
     steps: Annotated[int, Whole(1)]
+    """Updates in all."""
     minutes: Annotated[float | None, optional(Number(0.0, 1e9, above=True))]
+    """Stop after so many minutes; the same command resumes."""
     log_every: Annotated[int, Whole(1)]
+    """Steps between lines of the log."""
     checkpoint_every: Annotated[int, Whole(1)]
+    """Steps between checkpoints."""
 
 
 @dataclass(frozen=True)
@@ -162,12 +170,19 @@ class EvalConfig:
     """When and on how much data a run evaluates; `training_fields` documents the fields."""
 
     every: Annotated[int, Whole()]
+    """Steps between evaluations; 0 evaluates at the end only."""
     at_start: bool
+    """Whether to evaluate before the first step too."""
     batches: Annotated[int, Whole()]
+    """Batches of held-out conversations for the losses."""
     prompts: Annotated[int, Whole()]
+    """Held-out prompts that are decoded; 0 decodes none."""
     new_tokens: Annotated[int, Whole(1)]
+    """New tokens per decoded prompt."""
     num_speculative_tokens: Annotated[int | None, optional(Whole(1, DRAFT_TOKENS.most))]
+    """Draft tokens per round when decoding."""
     temperatures: Annotated[tuple[float, ...], Items(TEMPERATURE)]
+    """Temperatures decoded at the end; before that, the first one only."""
 
 
 DraftVocabSize = Annotated[int | None, optional(Whole(1))]
@@ -208,19 +223,32 @@ class TrainingConfig:
     )
 
     target: Annotated[str | None, TargetName()]
+    """The model that the drafter is for: a name or a directory."""
     model: ModelSizes | None
+    """The sizes of a new model, in place of `target`."""
     dtype: Annotated[str, MULTIPLY]
+    """The dtype of products."""
     data: Annotated[str, DataFolders()]
+    """Directories of training data, with commas; shipped is the small set of the default model's
+    answers."""
     features: Literal["auto", "stored", "online"]
+    """Target features: stored in the data, computed online in the step, or auto for stored where
+    there are any."""
     workdir: Annotated[str, RunFolder()]
+    """The folder for checkpoints, logs and the exported head."""
     start_from: Annotated[str | None, optional(HeadFolder())]
+    """A trained head to start from: a directory, or a kind, such as eagle3, that comes with
+    specjax."""
     seed: Annotated[int, SEED]
+    """The seed of initialization, order and noise."""
     batches: Annotated[BatchConfig, Inline()]
     optimization: Annotated[Optimization, Inline()]
     loop: Annotated[LoopConfig, Inline()]
     eval: EvalConfig
     remat: bool
+    """Whether the backward pass computes activations again, to save memory."""
     fsdp: bool
+    """Whether the parameters are split over `mesh.data`, as the optimizer's state always is."""
     mesh: MeshConfig
     distributed: DistributedConfig
     written: Mapping[str, Any] = field(default_factory=dict)

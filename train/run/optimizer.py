@@ -58,15 +58,26 @@ class Optimization:
     """
 
     learning_rate: Annotated[float, Number(above=True)]
+    """The peak of the learning rate."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    """How the rate falls after the warmup."""
     warmup: Annotated[int, Whole()] = 0
+    """Steps over which the rate rises."""
     decay_steps: Annotated[int | None, optional(Whole(1))] = 1
+    """The step at which the schedule ends; all steps by default."""
     final_fraction: Annotated[float, Number()] = 0.1
+    """The rate at the end, as a fraction of the peak."""
     weight_decay: Annotated[float, Number()] = 0.0
+    """The weight decay, as in AdamW."""
     clip: Annotated[float, Number()] = 1.0
+    """The greatest norm of the gradient; 0 does not clip."""
     learning_rate_scales: Annotated[Mapping[str, float], Scales()] = field(default_factory=dict)
+    """Factors of the rate by parameter name, such as head:0.5,layers.0:0.1; the longest name
+    counts."""
     optimizer: Literal["adamw", "muon"] = "adamw"
+    """Muon orthogonalizes the updates of kernels, except those over the vocabulary."""
     balance_rate: Annotated[float, Number()] = 1e-3
+    """The rate of the selection biases of sigmoid routers; 0 leaves them as they are."""
 
 
 def learning_rate(optimization: Optimization) -> optax.Schedule:

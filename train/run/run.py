@@ -64,6 +64,7 @@ def main(
         default=kind.DEFAULT,
         read=functools.partial(read_training_config, kind),
         documentation=inspect.getdoc(inspect.getmodule(make_method)),
+        source=kind,
     )
 
 

@@ -93,6 +93,7 @@ def check_options(
     for option, parameter in known.items():
         if parameter.default is inspect.Parameter.empty and option not in (*options, *supplied):
             raise InputError(f"drafter.{option} is missing: {name} needs it")
+    DRAFTERS[name].check_together(**checked)
     if name not in TRAINED and path is not None:
         raise InputError(f"drafter.path={shown(str(path))}: {name} does not take it; leave it out")
     return checked

@@ -73,6 +73,7 @@ class Corpus(Suffix):
     ) -> LoadedDrafter:
         """Return the drafter for a target, with an index, cached requests, or both."""
         del name, path
+        cls.check_together(corpus=corpus, **options)
         drafter = cls(**options)
         texts = []
         if drafter.max_cached_requests:
@@ -81,12 +82,16 @@ class Corpus(Suffix):
             texts.append(sorted_text([], size, dtype))
         if corpus is not None:
             texts.append(open_index("drafter.corpus", corpus, target))
-        if not texts:
+        return LoadedDrafter(drafter, tuple(texts))
+
+    @classmethod
+    def check_together(cls, *, corpus: str | None = None, **options: Any) -> None:
+        """Raise InputError also where there is nothing to copy from."""
+        if corpus is None and not cls(**options).max_cached_requests:
             raise InputError(
                 f"drafter.corpus is missing: {_BY_INDEX}, or copy from finished requests with "
                 "drafter.suffix_decoding_max_cached_requests"
             )
-        return LoadedDrafter(drafter, tuple(texts))
 
     @property
     def max_cached_requests(self) -> int:

@@ -48,7 +48,7 @@ class State:
 
 @dataclass(frozen=True, kw_only=True)
 class Lookahead(Drafter):
-    """A drafter of guesses that the target improves, and of n-grams.
+    """A drafter that copies n-grams of guesses, which the target improves in the same passes.
 
     `window` is W, `levels` N, and `guesses` the maximum number of n-grams per draft; with 2 levels
     and no guesses it is Jacobi decoding. The pool holds the latest `pool_size` (M) n-grams,

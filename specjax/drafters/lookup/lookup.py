@@ -15,9 +15,10 @@ from specjax.loading.model import Model
 
 @dataclass(frozen=True, kw_only=True)
 class Lookup(Merged):
-    """`suffix|token_recycling`, of which `suffix` drafts up to 4 tokens per token of its match.
+    """A drafter that merges the drafts of `suffix` and `token_recycling` into one tree.
 
-    For other options join the two by name. docs/results.md has what was measured.
+    Of these `suffix` drafts up to 4 tokens per token of its match. For other options join the two
+    by name. docs/results.md has what was measured.
     """
 
     name: ClassVar[str] = "lookup"

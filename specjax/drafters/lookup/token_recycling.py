@@ -46,9 +46,10 @@ _UNKNOWN = -1
 
 @dataclass(frozen=True, kw_only=True)
 class TokenRecycling(Drafter):
-    """A drafter that looks up tokens in a table per row.
+    """A drafter that copies the tokens which the target found likely after the same token before.
 
-    The node of rank r after a token is its r-th most likely successor. The `tree` (a shape, or a
+    A table per row holds them; the node of rank r after a token is its r-th most likely successor.
+    The `tree` (a shape, or a
     `TreeOptions`, which is converted to one) is static; None means a chain of the most likely
     successors. A smaller `num_speculative_tokens` removes deeper nodes. The table has as many
     candidates (k) as the tree has ranks and takes V * k * 4 bytes per row, 1.6 MB for 49,152 tokens
