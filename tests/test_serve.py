@@ -11,10 +11,12 @@ import struct
 import time
 from urllib.parse import urlsplit
 
+import numpy as np
 import openai
 import pytest
 from bad_input import refused_command
 from commands import finish, start
+from conftest import slow
 
 from specjax import serve
 from specjax.decoding.engine.engine import Engine
@@ -391,6 +393,55 @@ def test_clients_that_never_read_hold_no_slot(engine, monkeypatch):
                 got += piece
         assert b"[DONE]" not in got
         silent.close()
+
+
+@pytest.mark.parametrize("count", [60, *slow(500)])
+def test_many_clients_of_whom_some_vanish(engine, count):
+    """None of the answers is lost or mixed up, and each has the tokens of its request alone."""
+    rng = np.random.default_rng(0)
+    bodies = [
+        {
+            "prompt": rng.integers(3, 20, rng.integers(1, 40)).tolist(),
+            "max_tokens": int(rng.integers(4, 40)),
+            "temperature": float(number % 2),
+            "seed": number,
+            "stream": True,
+        }
+        for number in range(count)
+    ]
+    leaves = rng.random(count) < 0.1
+
+    def ask(number):
+        """The tokens that came, and whether the answer was whole."""
+        with contextlib.closing(connect(url)) as connection:
+            body = json.dumps(bodies[number])
+            connection.request(
+                "POST", "/v1/completions", body, {"Content-Type": "application/json"}
+            )
+            response, tokens = connection.getresponse(), []
+            assert response.status == 200
+            for line in iter(response.readline, b""):
+                if line == b"data: [DONE]\n":
+                    return tokens, True
+                if line.startswith(b"data: {"):
+                    (choice,) = json.loads(line[6:])["choices"]
+                    tokens += choice["specjax"]["token_ids"]
+                    if leaves[number]:
+                        return tokens, False
+            return tokens, False
+
+    with served(Engine.of(engine.session), OPTIONS) as url:
+        with concurrent.futures.ThreadPoolExecutor(32) as pool:
+            answers = list(pool.map(ask, range(count)))
+        eventually(lambda: metric(url, "num_requests_running") == 0)
+        assert metric(url, "num_requests_waiting") == 0
+        assert metric(url, "request_success_total") == count
+    for body, (tokens, whole), left in zip(bodies, answers, leaves, strict=True):
+        fields = {name: body[name] for name in ("temperature", "seed")}
+        (output,) = alone(engine, body["prompt"], max_new_tokens=body["max_tokens"], **fields)
+        assert tokens == (output.token_ids[: len(tokens)] if left else output.token_ids)
+        assert tokens
+        assert whole or left
 
 
 def test_slow_bodies_and_connections_that_say_nothing(url, monkeypatch):
