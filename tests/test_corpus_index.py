@@ -16,7 +16,7 @@ from model_files import GOLDENS, edit_json
 from test_pretraining import write_documents
 from test_retrieval import drafts_of
 
-from specjax import corpus_index, make_drafter
+from specjax import corpus_index, generate, make_drafter
 from specjax.distributed import device_memory
 from specjax.drafters import LoadedDrafter
 from specjax.files.folder_checksums import MARKER, seal
@@ -253,3 +253,19 @@ def test_drafts_come_from_it(index, chatty):
     loaded = LoadedDrafter(made.drafter, made.params)
     rest = ids[:9], ids[:-2]
     assert drafts_of(loaded, rest, limit=8) == [ids[9:17], ids[-2:]]
+
+
+def test_lookup_reads_it_too(index, chatty):
+    """Merged with what the row and the target said; without an index it is as before."""
+    made = make_drafter("lookup", chatty, corpus=str(index))
+    assert [part.name for part in made.drafter.parts] == ["suffix", "token_recycling", "corpus"]
+    assert len(make_drafter("lookup", chatty).drafter.parts) == 2
+    ids = encode_documents(chatty.tokenizer, TEXTS)[0]
+    options = dict(max_new_tokens=12, temperature=0.0)
+    rounds = {}
+    for drafter in (None, make_drafter("lookup", chatty), made):
+        got = generate(chatty, [ids[:9]], drafter=drafter, **options)
+        name = "plain" if drafter is None else len(drafter.drafter.parts)
+        rounds[name] = got.token_ids, int(np.maximum(got.drafted, 0).sum())
+    assert rounds["plain"][0] == rounds[2][0] == rounds[3][0]
+    assert rounds[3][1] > rounds[2][1]

@@ -6,32 +6,45 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
 
 from specjax.drafters.base import Drafter, LoadedDrafter
+from specjax.drafters.lookup.corpus import Corpus
 from specjax.drafters.lookup.suffix import Suffix
 from specjax.drafters.lookup.token_recycling import TokenRecycling
 from specjax.drafters.merged import Merged
 from specjax.fields import Whole
+from specjax.loading.corpus.index_folder import IndexFolder
 from specjax.loading.model import Model
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lookup(Merged):
-    """A drafter that merges the drafts of `suffix` and `token_recycling` into one tree.
+    """A drafter that merges the drafts of `suffix` and `token_recycling`, and of `corpus` if given.
 
-    Of these `suffix` drafts up to 4 tokens per token of its match. For other options join the two
-    by name. docs/results.md has what was measured.
+    Of these `suffix` drafts up to 4 tokens per token of its match. For other options join them by
+    name. docs/results.md has what was measured.
     """
 
     name: ClassVar[str] = "lookup"
     vocab_size: Annotated[int, Whole(1)] = field(kw_only=False)
+    reads_corpus: bool = field(default=False, kw_only=False)
     parts: tuple[Drafter, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        parts = Suffix(suffix_decoding_max_spec_factor=4.0), TokenRecycling(self.vocab_size)
-        object.__setattr__(self, "parts", parts)
+        own = Suffix(suffix_decoding_max_spec_factor=4.0), TokenRecycling(self.vocab_size)
+        object.__setattr__(self, "parts", (*own, Corpus()) if self.reads_corpus else own)
         super().__post_init__()
 
     @classmethod
-    def load(cls, name: str, target: Model, path: Any = None, **options: Any) -> LoadedDrafter:
-        """Return the drafter for a target's vocabulary."""
+    def load(
+        cls,
+        name: str,
+        target: Model,
+        path: Any = None,
+        *,
+        corpus: Annotated[str, IndexFolder()] | None = None,
+        **options: Any,
+    ) -> LoadedDrafter:
+        """Return the drafter for a target's vocabulary, with an index of texts if given."""
         del name, path
-        return LoadedDrafter(cls(target.config.vocab_size, **options), ((), ()))
+        texts = () if corpus is None else (Corpus.load("corpus", target, corpus=corpus).params,)
+        drafter = cls(target.config.vocab_size, bool(texts), **options)
+        return LoadedDrafter(drafter, ((), (), *texts))
