@@ -61,6 +61,10 @@ _WRITERS = (
     *("copy", "copy-start", "transpose", "concatenate"),
     *("slice", "slice-start", "dynamic-slice", "dynamic-slice-start", "async-start"),
 )
+_NOT_KERNELS = (
+    *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "call", "after-all"),
+    *("opt-barrier", "partition-id", "replica-id", "add-dependency", "domain"),
+)
 _COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
 
 
@@ -85,7 +89,12 @@ def main(argv: list[str]) -> int:
     moved = collections.Counter(big_moves(text, _MEGABYTES.value * 1e6))
     for (where, kind, shape), count in sorted(moved.items()):
         print(f"copied: {count} x {kind} {shape}, {where}")
-    inside = sum(count for (where, _, _), count in moved.items() if where == "in the loop")
+    count = launches(text)
+    print(
+        f"{count['kernel']} kernels in the loop, of all widths and branches; "
+        f"{count['conditional']} conditionals, {count['while']} loops"
+    )
+    inside = sum(number for (where, _, _), number in moved.items() if where == "in the loop")
     print(f"{inside} large copies in the loop, {sum(moved.values()) - inside} before it")
     return 1 if inside else 0
 
@@ -192,20 +201,8 @@ def big_moves(text: str, smallest: float) -> Iterator[tuple[str, str, str]]:
 
     A fusion counts if it only moves data; one that feeds a matrix product is not written to memory.
     """
-    computations: dict[str, list[str]] = {}
-    entry = name = ""
-    for line in text.splitlines():
-        if line and not line.startswith((" ", "}")) and line.rstrip().endswith("{"):
-            name = line.removeprefix("ENTRY ").split(" ")[0].lstrip("%")
-            entry = name if line.startswith("ENTRY") else entry
-            computations[name] = []
-        elif name and " = " in line:
-            computations[name].append(line)
-    called = {
-        match
-        for match in re.findall(r"kind=k\w+, calls=%?([\w.\-]+)", text)
-        if match in computations
-    }
+    computations, entry = _computations(text)
+    called = _fused(text)
     for name, lines in computations.items():
         if name in called:
             continue
@@ -226,6 +223,43 @@ def big_moves(text: str, smallest: float) -> Iterator[tuple[str, str, str]]:
             for kind, shape in arrays[:1] if opcode.endswith("-start") else arrays:
                 if math.prod(int(n) for n in shape.split(",") if n) * _width(kind) >= smallest:
                     yield where, opcode, f"{kind}[{shape}]"
+
+
+def launches(text: str) -> collections.Counter[str]:
+    """Return how many kernels, conditionals and loops a program has outside of its entry.
+
+    Each is counted once, however often it runs; a conditional or a loop waits for its condition.
+    """
+    computations, entry = _computations(text)
+    inner = _fused(text) | set(re.findall(r"to_apply=%?([\w.\-]+)", text))
+    found: collections.Counter[str] = collections.Counter()
+    for name, lines in computations.items():
+        for line in lines if name not in inner | {entry} else ():
+            match = re.search(r" = (?:\(.*?\)|\S+) ([\w\-]+)\(", line)
+            if match and match[1] in ("conditional", "while"):
+                found[match[1]] += 1
+            elif match and match[1] not in _NOT_KERNELS and not match[1].endswith("-done"):
+                found["kernel"] += 1
+    return found
+
+
+def _computations(text: str) -> tuple[dict[str, list[str]], str]:
+    """Return the instructions of each computation of a program, and the name of its entry."""
+    computations: dict[str, list[str]] = {}
+    entry = name = ""
+    for line in text.splitlines():
+        if line and not line.startswith((" ", "}")) and line.rstrip().endswith("{"):
+            name = line.removeprefix("ENTRY ").split(" ")[0].lstrip("%")
+            entry = name if line.startswith("ENTRY") else entry
+            computations[name] = []
+        elif name and " = " in line:
+            computations[name].append(line)
+    return computations, entry
+
+
+def _fused(text: str) -> set[str]:
+    """Return the names of the computations inside fusions."""
+    return set(re.findall(r"kind=k\w+, calls=%?([\w.\-]+)", text))
 
 
 def _only_moves(lines: list[str]) -> bool:

@@ -13,7 +13,7 @@ from decoding import PROMPTS, decode, draft_model, greedy, loop_arguments, make_
 from test_decoder import causal, extend
 from tiny_models import eagle_drafter, medusa_head
 
-from specjax.cache import KVCache
+from specjax.cache import KVCache, Window
 from specjax.cached_entries import encode
 from specjax.decoding import loop
 from specjax.decoding.programs import compile_session
@@ -24,7 +24,7 @@ from specjax.loading.checkpoints import save_checkpoint
 from specjax.loading.load import load_model, place_model, random_model, save_model
 from specjax.models.config import Experts
 from specjax.models.decoder import Form
-from specjax.models.kernels.attention_kernel import attend_cache_kernel
+from specjax.models.kernels.attention_kernel import attend_window_and_cache
 from specjax.models.layers.attention import (
     attend,
     attend_cache,
@@ -317,11 +317,19 @@ def test_products_in_bfloat16_on_a_cpu_are_those_of_its_hardware(name, layers, t
     assert ("bf16", "bf16", "bf16") in found
 
 
-@pytest.mark.parametrize("dtype", ["float32", "int8"])
-@pytest.mark.parametrize("queries", [3, 40, 150])
-def test_all_ways_agree_with_the_loop_over_blocks(queries, dtype):
+@pytest.mark.parametrize(
+    ("queries", "dtype", "slots", "limits"),
+    [
+        *[(queries, dtype, 3, {}) for queries in (3, 40, 150) for dtype in ("float32", "int8")],
+        (40, "float32", 70, {}),
+        (40, "float32", 16, {"softcap": 2.0}),
+        (70, "int8", 5, {"softcap": 2.0, "recent": 90}),
+    ],
+)
+def test_all_ways_agree_with_the_loop_over_blocks(queries, dtype, slots, limits):
     """With rows of every filling, and more queries than one program holds."""
     rng = np.random.default_rng(1)
+    limits = dict(limits)
 
     def normal(*shape):
         return jnp.asarray(rng.standard_normal(shape), jnp.float32)
@@ -330,16 +338,24 @@ def test_all_ways_agree_with_the_loop_over_blocks(queries, dtype):
     size = (layers, batch, heads, capacity, width)
     keys, values = (encode(normal(*size), jnp.dtype(dtype)) for _ in range(2))
     cache = KVCache(keys, values, jnp.array([0, 1, 300, 512]))
-    query, window = normal(batch, heads, queries, width), normal(batch, heads, 3, width)
-    start = attend(query, window, window, jnp.ones((1, 1, 1, 3), bool))
+    query = normal(batch, heads, queries, width)
+    window = Window(*(normal(layers, batch, heads, slots, width) for _ in range(2)))
+    seen = rng.random((batch, 1, queries, slots)) < 0.5
+    seen[:, :, :, 0] = True
+    seen = jnp.asarray(seen)
+    if recent := limits.pop("recent", None):
+        ages = rng.integers(0, recent, (batch, queries))
+        limits["oldest"] = cache.length[:, None] - jnp.asarray(ages)
+    softcap = limits.get("softcap")
+    start = attend(query, window.k[1], window.v[1], seen, softcap)
 
     @jax.jit
     def all_ways():
         ways = (
-            attend_cache(query, cache, 1, start, cached_blocks(cache)),
-            attend_rows(query, cache, 1, start),
-            attend_whole_cache(query, cache, 1, start),
-            attend_cache_kernel(query, cache, 1, start),
+            attend_cache(query, cache, 1, start, cached_blocks(cache), **limits),
+            attend_rows(query, cache, 1, start, **limits),
+            attend_whole_cache(query, cache, 1, start, **limits),
+            attend_window_and_cache(query, cache, window, 1, seen, **limits),
         )
         return [way.weighted / way.denominator for way in ways]
 
@@ -412,7 +428,6 @@ def test_layers_apart_are_saved_and_loaded_like_stacked_ones(tmp_path, tiny):
 def test_forms_that_do_not_exist_are_refused():
     for fields, says in (
         (("stacked", "flash"), "cache_attention='flash': use rows, blocks, whole"),
-        (("stacked", "kernel"), "needs layers='unrolled'"),
         (("scanned",), "layers='scanned': use stacked, apart or unrolled"),
     ):
         with pytest.raises(InputError, match=says):

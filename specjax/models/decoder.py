@@ -63,9 +63,8 @@ class Form:
     without experts; or `unrolled`, separate arrays and code per layer. `cache_attention` is `rows`,
     a loop over each row's filled blocks of the cache (for few tokens a C++ kernel); `blocks`, a
     loop over the blocks of the longest row, all rows at once; `whole`, one product over its
-    capacity; or `kernel`, a GPU kernel over the filled slots, which needs unrolled layers and falls
-    back to `blocks` for prefill, some head widths, sliding windows and soft caps. Raises InputError
-    for other values.
+    capacity; or `kernel`, a GPU kernel over the filled slots and the window, which falls back to
+    `blocks` for head widths that are no powers of two. Raises InputError for other values.
     """
 
     layers: str = "stacked"
@@ -78,8 +77,6 @@ class Form:
             raise InputError(
                 f"cache_attention={self.cache_attention!r}: use rows, blocks, whole or kernel"
             )
-        if self.cache_attention == "kernel" and self.layers != "unrolled":
-            raise InputError("cache_attention='kernel' needs layers='unrolled'")
 
     def check(self, config: DecoderConfig) -> None:
         """Raise InputError for a config that the form does not support."""
@@ -362,14 +359,21 @@ def attention(
     """Return the form's `attend(query, cache, window, layer, seen, oldest)` over window and cache.
 
     It serves passes over `tokens` tokens through layers described by `config`; on a mesh the heads
-    are sharded over `model` if `split`, otherwise replicated. With the GPU kernel, `layer` must be
-    an int. Queries attend to the keys of the window marked in `seen`, and to committed keys, from
-    `oldest` on if given.
+    are sharded over `model` if `split`, otherwise replicated. Queries attend to the keys of the
+    window marked in `seen`, and to committed keys, from `oldest` on if given.
     """
     softcap = config.attention.softcap
     if form.cache_attention == "rows" and cpu_attention.attends(cache, tokens):
         return functools.partial(cpu_attention.attend_window_and_cache, softcap=softcap)
-    attend_committed = _cache_attention(form, config, cache, tokens, split)
+    if form.cache_attention == "kernel":
+        # Pallas takes half a second to import, and no other form needs it.
+        from specjax.models.kernels import attention_kernel
+
+        if attention_kernel.takes(config.head_dim):
+            return functools.partial(
+                attention_kernel.attend_window_and_cache, softcap=softcap, split=split
+            )
+    attend_committed = _cache_attention(form, config, cache, split)
 
     def attend_both(
         query: Float[Array, "B G X C"],
@@ -387,16 +391,10 @@ def attention(
 
 
 def _cache_attention(
-    form: Form, config: DecoderConfig, cache: KVCache, tokens: int, split: bool
+    form: Form, config: DecoderConfig, cache: KVCache, split: bool
 ) -> Callable[..., Partial]:
     """Return `attend(query, cache, layer, start=...)` over the committed tokens."""
     kind, softcap = form.cache_attention, config.attention.softcap
-    if kind == "kernel" and softcap is None and config.sliding_window is None:
-        # Pallas takes half a second to import, and no other form needs it.
-        from specjax.models.kernels import attention_kernel
-
-        if attention_kernel.takes(tokens, config.head_dim):
-            return functools.partial(attention_kernel.attend_cache_kernel, split=split)
     if kind == "rows":
         return functools.partial(attend_rows, softcap=softcap, split=split)
     if kind == "whole":

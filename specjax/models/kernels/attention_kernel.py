@@ -1,175 +1,301 @@
-"""Attention over the committed cache as one GPU kernel, written in Pallas for Triton.
+"""Attention over cache and window as one GPU kernel, written in Pallas for Triton.
 
-Each program handles one row, one key/value head and one range of cache slots, reads only the
-committed keys of that range, and writes a partial softmax. The partial results are merged by their
-log-sum-exp (flash decoding: Dao et al. 2023, https://pytorch.org/blog/flash-decoding/). Unlike
-XLA's products, which first copy a layer's slice, it reads the cache in place.
+Each program handles one row, one key/value head, a tile of its queries and a share of the committed
+keys, which it reads in place; the last share also reads the window. The shares' partial results are
+merged by their log-sum-exp (flash decoding: Dao et al. 2023,
+https://pytorch.org/blog/flash-decoding/). There are as many shares as keep the processors busy, and
+they divide what is committed, not the capacity. The layer is an operand, so that all layers run the
+same code.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
-from specjax.cache import KVCache
+from specjax.cache import KVCache, Window
 from specjax.cached_entries import Entries, Int8Entries, powers_of_two
-from specjax.models.layers.attention import Partial, merge, on_each_device
+from specjax.models.layers.attention import Partial, on_each_device
 
 _STEP = 64
 """Keys that a program reads at a time."""
-_MOST_TOKENS = 64
-_FEWEST_QUERIES, _MOST_QUERIES = 16, 64
-"""Limits of a program: the smallest matrix product of the hardware, and what fits into it."""
+_PROGRAMS = 264
+"""Programs that keep a GPU busy: two for each multiprocessor of an H100."""
+_SMALLEST_SHARE = 128
+"""Keys of a full cache that are worth a program of their own."""
+_FEWEST_QUERIES = 16
+"""The smallest matrix product of the hardware."""
+_MOST_NUMBERS = 64 * 128
+"""Of a tile of queries, so that it fits into registers."""
 
 
-def takes(tokens: int, width: int) -> bool:
-    """Return whether the kernel supports a pass over `tokens` tokens with heads of width `width`.
-
-    Triton's blocks are powers of two. A prefill's partial sums would be larger than the cache.
-    """
-    return tokens <= _MOST_TOKENS and width == pl.next_power_of_2(width) >= _FEWEST_QUERIES
+def takes(width: int) -> bool:
+    """Return whether the kernel supports heads of a width: Triton's blocks are powers of two."""
+    return width == pl.next_power_of_2(width) >= _FEWEST_QUERIES
 
 
-def attend_cache_kernel(
+def attend_window_and_cache(
     query: Float[Array, "B G X C"],
     cache: KVCache,
-    layer: int,
-    start: Partial,
+    window: Window,
+    layer: Int[Array, ""] | int,
+    seen: Bool[Array, "#B 1 X W"],
+    oldest: Int[Array, "B X"] | None = None,
+    softcap: float | None = None,
     split: bool = False,
 ) -> Partial:
-    """Return `start` merged with attention over one layer's committed keys.
+    """Return attention over one layer's committed keys and the keys of the window that are `seen`.
 
-    Blocks without committed keys are skipped. On a mesh the heads are sharded over `model` if
-    `split`, otherwise replicated.
+    With `oldest`, each query attends to committed keys from that position on, and blocks before the
+    oldest of a tile are skipped. `softcap` limits scores to c tanh(score/c). On a mesh the heads
+    are sharded over `model` if `split`, otherwise replicated.
     """
-    attend = functools.partial(_attend, layer=layer)
-    return merge(start, on_each_device(attend, query, cache, split))
+    seen = jnp.broadcast_to(seen[:, 0], (len(query), *seen.shape[2:])).astype(jnp.int8)
+    operands = {
+        "query": ("heads", query),
+        "keys": ("cache", cache.k),
+        "values": ("cache", cache.v),
+        "window_keys": ("cache", window.k),
+        "window_values": ("cache", window.v),
+        "length": ("rows", cache.length),
+        "seen": ("rows", seen),
+        "layer": ("whole", jnp.asarray(layer, jnp.int32)),
+    }
+    if oldest is not None:
+        operands["oldest"] = ("rows", oldest)
+    return on_each_device(functools.partial(_attend, softcap=softcap), operands, split)
+
+
+class _Operands(NamedTuple):
+    """What programs read: arrays outside of the kernel, references within."""
+
+    layer: Any
+    length: Any
+    query: Any
+    keys: Any
+    values: Any
+    window_keys: Any
+    window_values: Any
+    seen: Any
+    oldest: Any
 
 
 def _attend(
     query: Float[Array, "B G X C"],
     keys: Entries,
     values: Entries,
+    window_keys: Float[Array, "L B G W C"],
+    window_values: Float[Array, "L B G W C"],
     length: Int[Array, "B"],
+    seen: Int[Array, "B X W"],
+    layer: Int[Array, ""],
+    oldest: Int[Array, "B X"] | None = None,
     *,
-    layer: int,
+    softcap: float | None,
 ) -> Partial:
-    batch, kv_heads, queries, width = query.shape
-    capacity = keys.shape[3]
-    range_size = next((size for size in (512, 256, 128) if capacity % size == 0), capacity)
-    tile_rows = min(max(_FEWEST_QUERIES, pl.next_power_of_2(queries)), _MOST_QUERIES)
-    query_tiles = pl.cdiv(queries, tile_rows)
-    padded = jnp.pad(query, ((0, 0), (0, 0), (0, query_tiles * tile_rows - queries), (0, 0)))
-    num_ranges = pl.cdiv(capacity, range_size)
+    batch, heads, queries, width = query.shape
+    rows = min(
+        max(_FEWEST_QUERIES, pl.next_power_of_2(queries)),
+        max(_FEWEST_QUERIES, min(64, _MOST_NUMBERS // width)),
+    )
+    tiles = pl.cdiv(queries, rows)
+    shares = _num_shares(batch * heads * tiles, keys.shape[3])
 
     # A grid has three axes at most: heads and tiles of queries share one.
-    def result(size: int) -> Any:
+    def of_head(array: jax.Array) -> pl.BlockSpec:
+        shape = (None, None, *array.shape[2:])
+        return pl.BlockSpec(shape, lambda b, h, s: (b, h // tiles, 0, 0))
+
+    def of_row(array: jax.Array) -> pl.BlockSpec:
+        zeros = (0,) * (array.ndim - 1)
+        return pl.BlockSpec((None, *array.shape[1:]), lambda b, h, s: (b, *zeros))
+
+    def of_cache(array: jax.Array) -> pl.BlockSpec:
+        shape = (array.shape[0], None, None, *array.shape[3:])
+        return pl.BlockSpec(shape, lambda b, h, s: (0, b, h // tiles, 0, 0))
+
+    def result(size: int) -> pl.BlockSpec:
         return pl.BlockSpec(
-            (None, None, None, tile_rows, size),
-            lambda b, h, s: (b, h // query_tiles, s, h % query_tiles, 0),
+            (None, None, None, rows, size), lambda b, h, s: (b, h // tiles, s, h % tiles, 0)
         )
 
-    def cached(array: jax.Array) -> pl.BlockSpec:
-        return pl.BlockSpec(
-            (None, None, None, range_size, array.shape[-1]),
-            lambda b, h, s: (layer, b, h // query_tiles, s, 0),
-        )
-
-    stored = jax.tree.map(cached, (keys, values))
-    shape = (batch, kv_heads, num_ranges, query_tiles * tile_rows)
-    output_shapes = [jax.ShapeDtypeStruct((*shape, size), jnp.float32) for size in (1, 1, width)]
-
-    def run(interpret: bool, *operands: Any) -> Any:
-        return pl.pallas_call(
-            functools.partial(_program, range_size=range_size),
-            grid=(batch, kv_heads * query_tiles, num_ranges),
-            in_specs=[
-                pl.BlockSpec((1,), lambda b, h, s: (b,)),
-                pl.BlockSpec(
-                    (None, None, tile_rows, width),
-                    lambda b, h, s: (b, h // query_tiles, h % query_tiles, 0),
-                ),
-                *stored,
-            ],
-            out_specs=[result(1), result(1), result(width)],
-            out_shape=output_shapes,
-            compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=2),
-            interpret=interpret,
-            name="attend_cache",
-        )(*operands)
-
-    outputs = lax.platform_dependent(
-        length,
-        padded,
-        keys,
-        values,
-        cpu=functools.partial(run, True),
-        default=functools.partial(run, False),
+    operands = _Operands(
+        layer[None], length, query, keys, values, window_keys, window_values, seen, oldest
     )
-    peak, denominator, weighted = (output[:, :, :, :queries] for output in outputs)
-    highest = peak.max(axis=2)
-    anchor = jnp.where(jnp.isneginf(highest), 0.0, highest)
-    scale = jnp.exp(peak - anchor[:, :, None])
-    return Partial(highest, (denominator * scale).sum(axis=2), (weighted * scale).sum(axis=2))
+    specs = _Operands(
+        pl.BlockSpec((1,), lambda b, h, s: (0,)),
+        pl.BlockSpec((1,), lambda b, h, s: (b,)),
+        of_head(query),
+        *jax.tree.map(of_cache, (keys, values, window_keys, window_values)),
+        of_row(seen),
+        None if oldest is None else of_row(oldest),
+    )
+    shape = (batch, heads, shares, tiles * rows)
+    outputs = [jax.ShapeDtypeStruct((*shape, size), jnp.float32) for size in (1, 1, width)]
+    program = functools.partial(
+        _program,
+        tiles=tiles,
+        shares=shares,
+        step=math.gcd(keys.shape[3], _STEP),
+        softcap=softcap,
+    )
+
+    peak, denominator, weighted = _call(
+        program,
+        operands,
+        grid=(batch, heads * tiles, shares),
+        in_specs=[specs],
+        out_specs=[result(1), result(1), result(width)],
+        out_shape=outputs,
+        name="attend_window_and_cache",
+    )
+    if shares == 1:
+        return Partial(*(part[:, :, 0, :queries] for part in (peak, denominator, weighted)))
+
+    def of_query(size: int | None) -> pl.BlockSpec:
+        return pl.BlockSpec((None, None, shares, None, size), lambda b, h, x: (b, h, 0, x, 0))
+
+    merged = _call(
+        _merge,
+        (peak, denominator, weighted),
+        grid=(batch, heads, queries),
+        in_specs=[(of_query(None), of_query(None), of_query(width))],
+        out_specs=pl.BlockSpec((None, None, None, width), lambda b, h, x: (b, h, x, 0)),
+        out_shape=jax.ShapeDtypeStruct(query.shape, query.dtype),
+        name="merge_shares",
+    )
+    ones = jnp.ones((*query.shape[:3], 1), query.dtype)
+    return Partial(jnp.zeros_like(ones), ones, merged)
+
+
+def _call(program: Callable[..., None], operands: Any, name: str, **arguments: Any) -> Any:
+    """Run a kernel; on a CPU, for tests, Pallas interprets it."""
+
+    def run(interpret: bool, operands: Any) -> Any:
+        parameters = plgpu.CompilerParams(num_warps=4, num_stages=2)
+        call = pl.pallas_call(
+            program, compiler_params=parameters, interpret=interpret, name=name, **arguments
+        )
+        return call(operands)
+
+    return lax.platform_dependent(
+        operands, cpu=functools.partial(run, True), default=functools.partial(run, False)
+    )
+
+
+def _num_shares(programs: int, capacity: int) -> int:
+    """Return into how many shares, a power of two, a row's committed keys are divided.
+
+    There are so many `programs` for each share.
+    """
+    most = max(1, min(_PROGRAMS // programs, capacity // _SMALLEST_SHARE))
+    return 1 << (most.bit_length() - 1)
+
+
+def _merge(refs: tuple[Any, Any, Any], merged_ref: Any) -> None:
+    """Write one query's mean of values, weighted over the keys of all shares."""
+    peak, denominator, weighted = (ref[...] for ref in refs)
+    scale = jnp.exp(peak - _finite(peak.max(axis=0)))
+    total = (weighted * scale[:, None]).sum(axis=0)
+    mean = total / (denominator * scale).sum(axis=0)
+    merged_ref[...] = mean.astype(merged_ref.dtype)
+
+
+def _finite(peak: jax.Array) -> jax.Array:
+    """Return a number to subtract from scores: a peak, or 0 where there is no visible key."""
+    return jnp.where(peak == -jnp.inf, 0.0, peak)
 
 
 def _program(
-    length_ref: Any,
-    query_ref: Any,
-    key_ref: Any,
-    value_ref: Any,
+    refs: _Operands,
     peak_ref: Any,
     denominator_ref: Any,
     weighted_ref: Any,
     *,
-    range_size: int,
+    tiles: int,
+    shares: int,
+    step: int,
+    softcap: float | None,
 ) -> None:
-    rows, width = query_ref.shape
-    step = min(_STEP, range_size)
-    filled = jnp.clip(length_ref[0] - pl.program_id(2) * range_size, 0, range_size)
-    query = query_ref[...]
+    rows, width = weighted_ref.shape
+    queries, slots = refs.seen.shape
+    tile, share = pl.program_id(1) % tiles, pl.program_id(2)
+    # Beyond the last query it is read again: Triton has no partial blocks.
+    row = jnp.minimum(tile * rows + lax.iota(jnp.int32, rows), queries - 1)
+    layer, length = refs.layer[0], refs.length[0]
+    query = refs.query[row, :]
 
-    def add(step_index: jax.Array, total: tuple) -> tuple:
+    def add(total: tuple, key: tuple, value: tuple, visible: jax.Array) -> tuple:
         peak, denominator, weighted = total
-        slots = pl.ds(step_index * step, step)
-        key, key_powers = _load(key_ref, slots, query.dtype)
-        scores = plgpu.dot(query, key, trans_b=True, allow_tf32=False)
-        scores = scores.astype(jnp.float32) * key_powers
-        visible = step_index * step + lax.broadcasted_iota(jnp.int32, (rows, step), 1) < filled
+        scores = plgpu.dot(query, key[0], trans_b=True, allow_tf32=False)
+        scores = scores.astype(jnp.float32) * key[1]
+        if softcap is not None:
+            scores = softcap * jnp.tanh(scores / softcap)
         scores = jnp.where(visible, scores, -jnp.inf)
-        # Every step has a visible key, so that the peak is finite from the first one on.
         higher = jnp.maximum(peak, scores.max(axis=1))
-        weights = jnp.exp(scores - higher[:, None])
-        scale = jnp.exp(peak - higher)
-        value, value_powers = _load(value_ref, slots, query.dtype)
-        weighted_rows = (weights * value_powers).astype(value.dtype)
-        mixed = plgpu.dot(weighted_rows, value, allow_tf32=False)
+        anchor = _finite(higher)
+        weights, scale = jnp.exp(scores - anchor[:, None]), jnp.exp(peak - anchor)
+        weighted_rows = (weights * value[1]).astype(value[0].dtype)
+        mixed = plgpu.dot(weighted_rows, value[0], allow_tf32=False)
         return (
             higher,
             denominator * scale + weights.sum(axis=1),
             weighted * scale[:, None] + mixed.astype(jnp.float32),
         )
 
-    nothing = (
+    oldest = None if refs.oldest is None else refs.oldest[row]
+
+    def add_committed(block: jax.Array, total: tuple) -> tuple:
+        key, value = (
+            _load(ref, layer, pl.ds(block * step, step), query.dtype)
+            for ref in (refs.keys, refs.values)
+        )
+        position = block * step + lax.broadcasted_iota(jnp.int32, (rows, step), 1)
+        visible = position < length
+        if oldest is not None:
+            visible &= position >= oldest[:, None]
+        return add(total, key, value, visible)
+
+    window_step = max(_FEWEST_QUERIES, min(_STEP, pl.next_power_of_2(slots)))
+
+    def add_window(block: jax.Array, total: tuple) -> tuple:
+        slot = block * window_step + lax.iota(jnp.int32, window_step)
+        inside = jnp.minimum(slot, slots - 1)
+        key, value = (
+            _load(ref, layer, inside, query.dtype) for ref in (refs.window_keys, refs.window_values)
+        )
+        visible = refs.seen[row[:, None], inside[None, :]] != 0
+        return add(total, key, value, visible & (slot < slots)[None, :])
+
+    first = 0 if oldest is None else jnp.maximum(oldest.min(), 0) // step
+    blocks = pl.cdiv(length, step)
+    each = pl.cdiv(jnp.maximum(blocks - first, 0), shares)
+    begin = first + share * each
+    total = (
         jnp.full((rows,), -jnp.inf, jnp.float32),
         jnp.zeros((rows,), jnp.float32),
         jnp.zeros((rows, width), jnp.float32),
     )
-    peak, denominator, weighted = lax.fori_loop(0, pl.cdiv(filled, step), add, nothing)
+    total = lax.fori_loop(begin, jnp.minimum(begin + each, blocks), add_committed, total)
+    window_blocks = (share == shares - 1).astype(jnp.int32) * pl.cdiv(slots, window_step)
+    peak, denominator, weighted = lax.fori_loop(0, window_blocks, add_window, total)
     peak_ref[...] = peak[:, None]
     denominator_ref[...] = denominator[:, None]
     weighted_ref[...] = weighted
 
 
-def _load(ref: Any, slots: Any, dtype: jnp.dtype) -> tuple[Any, Any]:
-    """Return some slots' keys or values, and the numbers [1, Y] that they are times."""
+def _load(ref: Any, layer: Any, slots: Any, dtype: jnp.dtype) -> tuple[Any, Any]:
+    """Return a layer's keys or values at some slots, and the numbers [1, Y] that they are times."""
     if not isinstance(ref, Int8Entries):
-        return ref[slots, :].astype(dtype), 1.0
-    return ref.integers[slots, :].astype(dtype), powers_of_two(ref.exponents[slots, 0])[None]
+        return ref[layer, slots, :].astype(dtype), 1.0
+    powers = powers_of_two(ref.exponents[layer, slots, 0])[None]
+    return ref.integers[layer, slots, :].astype(dtype), powers

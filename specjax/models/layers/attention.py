@@ -8,8 +8,8 @@ arXiv:1805.02867.)
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -248,8 +248,17 @@ def attend_rows(
     On a mesh each device computes its own rows; heads are sharded over `model` if `split`,
     otherwise replicated.
     """
-    attend_own_rows = functools.partial(_attend_rows, softcap=softcap)
-    return on_each_device(attend_own_rows, query, cache, split, layer, start, oldest)
+    operands = {
+        "query": ("heads", query),
+        "keys": ("cache", cache.k),
+        "values": ("cache", cache.v),
+        "length": ("rows", cache.length),
+        "layer": ("whole", layer),
+        "start": ("heads", start),
+    }
+    if oldest is not None:
+        operands["oldest"] = ("rows", oldest)
+    return on_each_device(functools.partial(_attend_rows, softcap=softcap), operands, split)
 
 
 def _attend_rows(
@@ -288,29 +297,34 @@ def _attend_rows(
 
 
 def on_each_device(
-    attend: Callable[..., Partial],
-    query: Float[Array, "B G X C"],
-    cache: KVCache,
-    split: bool,
-    layer: Int[Array, ""] | int | None = None,
-    start: Partial | None = None,
-    oldest: Int[Array, "B X"] | None = None,
+    attend: Callable[..., Partial], operands: Mapping[str, tuple[str, Any]], split: bool
 ) -> Partial:
-    """Call `attend(query, keys, values, length, layer, start, oldest)`, omitting arguments of None.
+    """Call `attend` with operands by name, each given with its kind.
 
-    On a mesh each device calls it for its own rows and, if `split`, its own heads.
+    On a mesh each device calls it for its own rows and, if `split`, its own heads. Kinds: `heads`
+    [B, G, ...], `cache` [L, B, G, ...], `rows` [B, ...], and `whole`, which all devices get.
     """
+    values = {name: value for name, (_, value) in operands.items()}
     mesh = jax.sharding.get_abstract_mesh()
-    heads = rows = keys = PartitionSpec()
-    if not mesh.empty:
-        heads = partition(("batch", "kv_heads" if split else None), query.shape[:2], mesh)
-        rows, keys = PartitionSpec(heads[0]), PartitionSpec(None, *heads)
-    operands = [(query, heads), (cache.k, keys), (cache.v, keys), (cache.length, rows)]
-    operands += [(layer, PartitionSpec()), (start, heads), (oldest, rows)]
-    arguments, specs = zip(*(pair for pair in operands if pair[0] is not None), strict=True)
-    if not mesh.empty:
-        attend = jax.shard_map(attend, mesh=mesh, in_specs=specs, out_specs=heads, check_vma=False)
-    return attend(*arguments)
+    if mesh.empty:
+        return attend(**values)
+    shape = values["query"].shape[:2]
+    heads = partition(("batch", "kv_heads" if split else None), shape, mesh)
+    kinds = {
+        "heads": heads,
+        "cache": PartitionSpec(None, *heads),
+        "rows": PartitionSpec(heads[0]),
+        "whole": PartitionSpec(),
+    }
+    specs = {name: kinds[kind] for name, (kind, _) in operands.items()}
+    attend_own = jax.shard_map(
+        lambda values: attend(**values),
+        mesh=mesh,
+        in_specs=(specs,),
+        out_specs=heads,
+        check_vma=False,
+    )
+    return attend_own(values)
 
 
 def attend_whole_cache(
