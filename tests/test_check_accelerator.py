@@ -1,4 +1,4 @@
-"""The check of an accelerator: stages that pass, fail and hang, and each stage at its debug size."""
+"""The check of an accelerator: stages that pass, fail and hang; each at its debug size."""
 
 import json
 import os
