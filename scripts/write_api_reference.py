@@ -27,6 +27,7 @@ MODULES = (
     "specjax.theory",
     "specjax.controllers",
     "specjax.tuning",
+    "specjax.diagnosis",
 )
 _HEAD = """\
 # API reference

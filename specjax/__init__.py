@@ -42,6 +42,7 @@ _HOMES = {
 _MODULES = {
     "checkpoints": "specjax.loading.checkpoints",
     "controllers": "specjax.controllers",
+    "diagnosis": "specjax.diagnosis",
     "drafters": "specjax.drafters",
     "metrics": "specjax.metrics",
     "sampling": "specjax.sampling",

@@ -15,6 +15,7 @@ COMMANDS = (
     "decode",
     "bench",
     "report",
+    "doctor",
     "export",
     "serve",
     "corpus_index",

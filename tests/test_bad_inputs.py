@@ -17,7 +17,7 @@ from bad_input import refused_command
 from commands import script_module
 from conftest import slow
 
-from specjax import bench, corpus_index, decode, export, fields, report, serve
+from specjax import bench, corpus_index, decode, doctor, export, fields, report, serve
 from specjax.cli import decode_config
 from specjax.cli.decode_config import DecodeFields
 from specjax.cli.flags import Listed
@@ -36,6 +36,7 @@ CONFIGS = Path("configs").absolute()
 # A command's entry point, the kinds of its fields, and its config file.
 COMMANDS = {
     "specjax.decode": (decode.main, fields_of(DecodeFields), "decode_smollm2.py"),
+    "specjax.doctor": (doctor.main, fields_of(doctor.DoctorFields), "doctor_smollm2.py"),
     "specjax.serve": (serve.main, fields_of(ServeFields), "serve_smollm2.py"),
     "specjax.bench": (bench.main, fields_of(bench.BenchConfig), "bench_smollm2.py"),
     "train.generate": (generate.main, fields_of(answers.AnswersConfig), "generate_smollm2.py"),

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from specjax import bench, decode, serve
+from specjax import bench, decode, doctor, serve
 from specjax.cli import command
 from specjax.cli.config_file import packaged_configs, read_config
 from specjax.cli.decode_config import read_decode_config, turn_prompts
@@ -72,6 +72,7 @@ def help_of(main, *argv, capsys):
     [
         (decode.main, DEFAULT),
         (bench.main, "bench_smollm2"),
+        (doctor.main, "doctor_smollm2"),
         (serve.main, "serve_smollm2"),
         (corpus.main, "corpus"),
         (distill.main, "train_distill"),

@@ -17,7 +17,7 @@ from specjax.cli.config_file import read_config
 from specjax.cli.config_help import config_help
 from specjax.errors import NO_SPACE, InputError, one_line
 from specjax.files import program_cache
-from specjax.log import LOGGER
+from specjax.files.log import LOGGER
 
 BAD_INPUT, INTERRUPTED, NO_READER = 2, 130, 141
 """Exit codes for bad input, for Ctrl-C or SIGTERM, and for a closed stdout."""

@@ -114,8 +114,8 @@ class TargetFields:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecodingFields:
-    """The fields of a config that say how an engine decodes."""
+class DrafterFields:
+    """The field of a config that says which drafter drafts."""
 
     drafter: Annotated[Mapping[str, Any], _DRAFTER_FIELDS] = field(
         default_factory=lambda: {"name": "ngram", "replicated": False}
@@ -123,6 +123,12 @@ class DecodingFields:
     """`name` may be several for specjax.decode, as ngram,eagle3,ngram+eagle3, each compared with
     plain decoding; an option goes to those that take it (specjax.decode --list). `path` is a
     trained drafter's. With `replicated` each device holds a draft model whole."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodingFields(DrafterFields):
+    """The fields of a config that say how an engine decodes."""
+
     tree: Annotated[Mapping[str, Any], _TREE_FIELDS] = field(default_factory=dict)
     """Several tokens after each, instead of a chain: static ones are the same ranks in each round,
     dynamic ones are chosen anew; auto is the static one that is fastest here (`TreeOptions`). By
@@ -147,7 +153,7 @@ class DecodingFields:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _PromptFields:
+class PromptFields:
     """The fields of a config that say what is decoded."""
 
     prompt: Annotated[str | None, optional(Text())] = None
@@ -165,7 +171,7 @@ class _PromptFields:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecodeFields(DecodingFields, _PromptFields, TargetFields):
+class DecodeFields(DecodingFields, PromptFields, TargetFields):
     """The fields of a decode config with their defaults; None means that specjax chooses."""
 
     compare: bool = True

@@ -24,7 +24,7 @@ from specjax.distributed.sharding import use
 from specjax.drafters.by_name.registry import all_registered
 from specjax.errors import InputError, one_line
 from specjax.files import program_cache
-from specjax.log import LOGGER
+from specjax.files.log import LOGGER
 
 start = jax.jit(initial_state.start, static_argnums=0)
 """`initial_state.start`, compiled: for what follows the state of a batch itself."""

@@ -21,8 +21,8 @@ import jax
 import jax.numpy as jnp
 
 from specjax.errors import InputError
+from specjax.files.log import LOGGER
 from specjax.files.path_checks import cache_folder
-from specjax.log import LOGGER
 
 _SOURCES = sorted(Path(__file__).parent.glob("*.cc"))
 _HEADERS = sorted(Path(__file__).parent.glob("*.h"))

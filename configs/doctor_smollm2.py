@@ -1,0 +1,16 @@
+"""Examine the default model's EAGLE-3 head: `python -m specjax.doctor`.
+
+`--help` says what each field does.
+"""
+
+from specjax.cli.config_file import config_of
+from specjax.doctor import DoctorFields
+
+
+def get_config(size=""):
+    if size:
+        raise ValueError(f"size {size!r} is unknown: leave it out")
+    config = config_of(DoctorFields)
+    config.target = "smollm2-135m-instruct"
+    config.drafter.name = "eagle3"
+    return config

@@ -1,0 +1,11 @@
+"""What a drafter accepts, position by position, and what explains that it is little.
+
+    print(diagnose(model, drafter, prompts))     a table; `Diagnosis` has its numbers
+
+`python -m specjax.doctor` is the command, and docs/doctor.md explains its numbers.
+"""
+
+from specjax.diagnosis.changes import Finding
+from specjax.diagnosis.diagnose import Diagnosis, Measured, Share, diagnose
+
+__all__ = ["Diagnosis", "Finding", "Measured", "Share", "diagnose"]

@@ -1,0 +1,118 @@
+"""Run the target over its own answers: its distributions and features at each position."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from specjax.loading.model import Model
+from specjax.models.interface import LanguageModel
+from specjax.models.masks import causal
+
+_STEP = 64
+"""Lengths are rounded up to a multiple of this, so that other prompts need no new program."""
+
+
+@struct.dataclass
+class Answers:
+    """Rows of a prompt and the target's answer, and what the target computes for them.
+
+    Label a of row b is the token x at position `first[b] + a`; the row has `count[b]` of them.
+    `logp[b, a]` is the target's distribution of that token, at the temperature of the measurement,
+    and `best` the tokens that it finds most likely. `features[name][b, t]` is the feature at
+    position t.
+    """
+
+    tokens: Int[Array, "B T"]
+    first: Int[Array, "B"]
+    count: Int[Array, "B"]
+    logp: Float[Array, "B A V"]
+    best: Int[Array, "B A"]
+    features: dict[str, Float[Array, "B T D"]]
+
+    @property
+    def is_label(self) -> np.ndarray:
+        """Whether label a of row b exists and has two tokens before it, as [B, A]."""
+        steps = np.arange(self.logp.shape[1])[None, :]
+        first, count = (np.asarray(array)[:, None] for array in (self.first, self.count))
+        return (steps < count) & (first + steps >= 2)
+
+    @property
+    def chance(self) -> float:
+        """The mean of sum_x min(p, m) where m is the mean of all p: a draft without context."""
+        there = jnp.asarray(self.is_label)[..., None]
+        p = jnp.exp(self.logp)
+        mean = jnp.where(there, p, 0).sum(axis=(0, 1)) / jnp.maximum(there.sum(), 1)
+        overlaps = np.asarray(jnp.minimum(p, mean[None, None]).sum(axis=-1))
+        return float(overlaps[self.is_label].mean())
+
+
+def read_answers(
+    model: Model,
+    prompts: Sequence[Sequence[int]],
+    answers: Sequence[Sequence[int]],
+    features: tuple[str, ...],
+    temperature: float,
+) -> Answers:
+    """Return the target's distributions and features over prompts with given answers, as ids."""
+    num_labels = max(map(len, answers))
+    longest = max(len(prompt) for prompt in prompts) + num_labels
+    width = -(-longest // _STEP) * _STEP
+    tokens = np.zeros((len(prompts), width), np.int32)
+    for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+        tokens[row, : len(prompt) + len(answer)] = (*prompt, *answer)
+    first = np.array([len(prompt) for prompt in prompts], np.int32)
+    count = np.array([len(answer) for answer in answers], np.int32)
+    logp, best, found = _run(
+        model.architecture,
+        features,
+        num_labels,
+        model.params,
+        jnp.asarray(tokens),
+        jnp.asarray(first),
+        jnp.float32(temperature),
+    )
+    return Answers(jnp.asarray(tokens), jnp.asarray(first), jnp.asarray(count), logp, best, found)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _run(
+    model: LanguageModel,
+    features: tuple[str, ...],
+    num_labels: int,
+    params: dict,
+    tokens: Int[Array, "B T"],
+    first: Int[Array, "B"],
+    temperature: Float[Array, ""],
+) -> tuple[Float[Array, "B A V"], Int[Array, "B A"], dict[str, Float[Array, "B T D"]]]:
+    """Run the rows one after another, since the logits of all their positions need room."""
+    width = tokens.shape[1]
+    positions = jnp.arange(width)
+
+    def one(row: tuple[Int[Array, "T"], Int[Array, ""]]) -> tuple:
+        row_tokens, begin = row
+        result = model.extend(
+            params,
+            row_tokens[None],
+            positions[None],
+            model.make_cache(1, _STEP),
+            model.make_window(1, width),
+            0,
+            causal(positions, width),
+            features=features,
+        )
+        # Column t has the distribution of the token at t + 1.
+        columns = jnp.clip(begin - 1 + jnp.arange(num_labels), 0, width - 1)
+        logits = result.logits[0, columns]
+        kept = {name: value[0] for name, value in result.features.items()}
+        best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        return jax.nn.log_softmax(logits / temperature), best, kept
+
+    return lax.map(one, (tokens, first))

@@ -1,0 +1,270 @@
+"""Single changes of what a drafter reads, each of which would undo one known fault.
+
+The faults are those that engines and trainers shipped: features of other layers, features of the
+position before or after, a norm too many or too few, another map of a draft vocabulary, another
+window. Changes are operands of one program, except where the head itself computes otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.diagnosis.answers import Answers
+from specjax.diagnosis.teacher_forced import Examined, Reading
+from specjax.drafters.base import Drafter
+from specjax.drafters.draft_model import DraftModel
+from specjax.drafters.eagle import EagleDrafter
+from specjax.drafters.mtp import MtpDrafter
+from specjax.drafters.pair_drafter import PairDrafter
+from specjax.models.config import DecoderConfig
+from specjax.models.heads.draft_decoder import ReducedDecoder
+from specjax.models.heads.eagle import default_taps
+
+TAPS, POSITIONS, NORM = "wrong taps", "shifted positions", "wrong norm"
+VOCABULARY, WINDOW = "wrong vocabulary map", "wrong attention window"
+TEMPLATE, DTYPE, TARGET = "another chat template", "another dtype", "another target"
+DECODING = "decoding differs from teacher forcing"
+
+_OUTPUTS = ("final_norm", "pre_norm")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A fault that the measurement shows, with its evidence and its remedy.
+
+    `before` and `after` are the mean of sum_x min(p, q) over all positions of drafts, as the
+    drafter is and with the fault undone; None where nothing undoes it. `error` is the standard
+    error of their difference.
+    """
+
+    fault: str
+    evidence: str
+    remedy: str
+    before: float
+    after: float | None = None
+    error: float | None = None
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change that undoes one fault; `make` returns what is then measured."""
+
+    fault: str
+    what: str
+    remedy: str
+    make: Callable[[], tuple[Reading, Answers]]
+
+
+def readable_features(drafter: Drafter, num_layers: int) -> tuple[str, ...]:
+    """Return the drafter's own features and those that a change reads in their place."""
+    own = drafter.features
+    others = [tap for taps in _other_taps(own, num_layers) for tap in taps]
+    return tuple(dict.fromkeys((*own, *others)))
+
+
+def changes(reading: Reading, answers: Answers, target: DecoderConfig) -> Iterator[Change]:
+    """Yield the changes that are possible for a drafter, the likely ones first."""
+    drafter = reading.drafter
+    if drafter.features:
+        yield from _of_taps(reading, answers, target.num_layers)
+        yield from _of_positions(reading, answers)
+    yield from _of_norms(reading, answers)
+    yield from _of_rotation(reading, answers, target)
+    yield from _of_vocabulary(reading, answers)
+    yield from _of_window(reading, answers)
+
+
+def _other_taps(taps: tuple[str, ...], num_layers: int) -> list[tuple[str, ...]]:
+    """Return taps that engines confuse with the given ones: neighbours, defaults, reversed."""
+    if len(taps) == 1 and taps[0] in _OUTPUTS:
+        return [
+            (other,) for other in (*_OUTPUTS, f"layer_input:{num_layers - 1}") if other != taps[0]
+        ]
+    if not taps:
+        return []
+    inputs = [num_layers if tap in _OUTPUTS else int(tap.partition(":")[2]) for tap in taps]
+    found = [
+        tuple(_tap(layer + by, num_layers) for layer in inputs)
+        for by in (-1, 1)
+        if all(0 <= layer + by <= num_layers for layer in inputs)
+    ]
+    if len(taps) == 3:
+        found.append(default_taps(num_layers))
+    found.append(taps[::-1])
+    return [other for other in dict.fromkeys(found) if other != taps]
+
+
+def _tap(layer: int, num_layers: int) -> str:
+    return "pre_norm" if layer == num_layers else f"layer_input:{layer}"
+
+
+def _of_taps(reading: Reading, answers: Answers, num_layers: int) -> Iterator[Change]:
+    own = reading.drafter.features
+    for taps in _other_taps(own, num_layers):
+        is_norm = {*own, *taps} <= set(_OUTPUTS)
+        features = {name: answers.features[tap] for name, tap in zip(own, taps, strict=True)}
+        named = ", ".join(taps)
+        yield Change(
+            NORM if is_norm else TAPS,
+            f"reading {named} of the target in place of {', '.join(own)}",
+            f"hidden={named} in the head's config"
+            if isinstance(reading.drafter, MtpDrafter)
+            else f"taps={named} in the head's config (eagle_aux_hidden_state_layer_ids)",
+            _constant(reading.replace(features=features), answers),
+        )
+
+
+def _of_positions(reading: Reading, answers: Answers) -> Iterator[Change]:
+    for by in (-1, 1):
+        features = {name: jnp.roll(value, -by, axis=1) for name, value in reading.features.items()}
+        side = "before" if by < 0 else "after"
+        yield Change(
+            POSITIONS,
+            f"reading the target's features of the position {side}",
+            f"pair token x(t+1) with the feature of t, where training paired it with that of "
+            f"t{by:+d}: train with the feature of t, or shift the drafter's features by {by:+d}",
+            _constant(reading.replace(features=features), answers),
+        )
+
+
+def _of_norms(reading: Reading, answers: Answers) -> Iterator[Change]:
+    drafter = reading.drafter
+    if isinstance(drafter, MtpDrafter):
+        config = drafter.head.config
+        opposite = {"normed": "raw", "raw": "normed"}[config.recursion]
+        swapped = {"embedding_first": "hidden_first", "hidden_first": "embedding_first"}
+        if drafter.num_speculative_tokens > 1:
+            yield _with_config(reading, answers, NORM, "recursion", opposite)
+        yield _with_config(reading, answers, NORM, "concat", swapped[config.concat])
+    if not isinstance(drafter, EagleDrafter) or drafter.head.config.version != 3:
+        return
+    config = drafter.head.config
+    yield _with_config(
+        reading, answers, NORM, "norm_before_residual", not config.norm_before_residual
+    )
+    if drafter.num_speculative_tokens > 1:
+        yield _with_config(reading, answers, NORM, "norm_output", not config.norm_output)
+    for flag in ("norm_before_fc", "fc_norm"):
+        if getattr(config, flag):
+            yield _with_config(reading, answers, NORM, flag, False)
+    if not (config.norm_before_fc or config.fc_norm):
+        for flag, together in (("norm_before_fc", True), ("fc_norm", False)):
+            features = _normed(reading.features, config.decoder.rms_norm_eps, together=together)
+            yield Change(
+                NORM,
+                f"norming the features {'together' if together else 'one by one'} before fc",
+                f"{flag}=true in the head's config, with the scale that was trained",
+                _constant(reading.replace(features=features), answers),
+            )
+
+
+def _normed(features: dict[str, Any], eps: float, *, together: bool) -> dict[str, Any]:
+    squares = {name: jnp.square(value).mean(-1, keepdims=True) for name, value in features.items()}
+    whole = sum(squares.values()) / len(squares)
+    return {
+        name: value / jnp.sqrt((whole if together else squares[name]) + eps)
+        for name, value in features.items()
+    }
+
+
+def _with_config(reading: Reading, answers: Answers, fault: str, field: str, value: Any) -> Change:
+    """Return a change of a field of the head's config, which is another program."""
+    head = reading.drafter.head
+    config = replace(head.config, **{field: value})
+    drafter = replace(reading.drafter, head=replace(head, config=config))
+    shown = str(value).lower()
+    return Change(
+        fault,
+        f"{field}={shown} in place of {str(getattr(head.config, field)).lower()}",
+        f"{field}={shown} in the head's config",
+        _constant(reading.replace(drafter=drafter), answers),
+    )
+
+
+def _of_rotation(reading: Reading, answers: Answers, target: DecoderConfig) -> Iterator[Change]:
+    if not isinstance(reading.drafter, PairDrafter):
+        return
+    own = reading.drafter.head.config.decoder
+    for field in ("rope_theta", "rope_scaling"):
+        if (value := getattr(target, field)) != getattr(own, field):
+            decoder = replace(own, **{field: value})
+            change = _with_config(reading, answers, POSITIONS, "decoder", decoder)
+            yield replace(
+                change,
+                what=f"{field}={value}, the target's, in place of {getattr(own, field)}",
+                remedy=f"{field}={value} in the head's config",
+            )
+
+
+def _of_vocabulary(reading: Reading, answers: Answers) -> Iterator[Change]:
+    params, drafter = reading.params, reading.drafter
+    own_head = not isinstance(drafter, DraftModel) and not drafter.head.config.shares_output
+    # Columns of the target's head are chosen by the map, and so cannot contradict it.
+    if not own_head or "draft_ids" not in params:
+        return
+    ids, last = params["draft_ids"], answers.logp.shape[-1] - 1
+    others = {
+        "token ids one lower": jnp.clip(ids - 1, 0, last),
+        "token ids one higher": jnp.clip(ids + 1, 0, last),
+        "the entry before": jnp.roll(ids, 1),
+        "the entry after": jnp.roll(ids, -1),
+        "the first token ids": jnp.arange(len(ids), dtype=ids.dtype),
+        "offsets from their index": jnp.clip(ids + jnp.arange(len(ids)), 0, last).astype(ids.dtype),
+    }
+    for what, other in others.items():
+        yield Change(
+            VOCABULARY,
+            f"{what} in the map of the draft vocabulary",
+            f"d2t of the head with {what}: export it again, or take it from the trained head",
+            _constant(reading.replace(params={**params, "draft_ids": other}), answers),
+        )
+
+
+def _of_window(reading: Reading, answers: Answers) -> Iterator[Change]:
+    drafter, width = reading.drafter, answers.tokens.shape[1]
+    if not isinstance(drafter, PairDrafter | DraftModel):
+        return
+    if isinstance(drafter, DraftModel) and _window_of(drafter) is not None:
+        yield Change(
+            WINDOW,
+            f"no window in place of {_window_of(drafter)} tokens",
+            "sliding_window=null in the draft model's config",
+            _constant(reading.replace(drafter=_without_window(drafter)), answers),
+        )
+        return
+    for size in (4 << power for power in range(20)):
+        if size < width:
+            yield Change(
+                WINDOW,
+                f"attention to the latest {size} positions only",
+                f"sliding_window={size} in the draft model's config"
+                if isinstance(drafter, DraftModel)
+                else f"train the head without a window (it fits one of about {size} positions)",
+                _constant(reading.replace(window=np.int32(size)), answers),
+            )
+
+
+def _window_of(drafter: DraftModel) -> int | None:
+    config = getattr(_decoder_of(drafter), "config", None)
+    return None if config is None or config.sliding_window is None else config.sliding_window.size
+
+
+def _decoder_of(drafter: DraftModel) -> Any:
+    model = drafter.model
+    return model.decoder if isinstance(model, ReducedDecoder) else model
+
+
+def _without_window(drafter: DraftModel) -> Examined:
+    decoder = _decoder_of(drafter)
+    decoder = replace(decoder, config=replace(decoder.config, sliding_window=None))
+    is_reduced = isinstance(drafter.model, ReducedDecoder)
+    return replace(drafter, model=ReducedDecoder(decoder) if is_reduced else decoder)
+
+
+def _constant(reading: Reading, answers: Answers) -> Callable[[], tuple[Reading, Answers]]:
+    return lambda: (reading, answers)

@@ -1,0 +1,396 @@
+"""Measure a drafter, teacher-forced and decoded, and try what would explain a low acceptance."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from specjax import metrics
+from specjax.decoding.generate import Generation, generate
+from specjax.decoding.prompts import Prompts, as_prompts, encode_prompt
+from specjax.decoding.sampling_params import SamplingParams
+from specjax.diagnosis import changes as faults
+from specjax.diagnosis.answers import Answers, read_answers
+from specjax.diagnosis.changes import Change, Finding
+from specjax.diagnosis.teacher_forced import Examined, Reading, Scores, score
+from specjax.diagnosis.weight_checks import weight_notes
+from specjax.drafters import LoadedDrafter, Merged, Turns
+from specjax.errors import InputError
+from specjax.loading.model import MODEL_KIND, Model
+from specjax.models.decoder import check_features
+
+_LEAST_GAIN, _LEAST_ERRORS = 0.02, 4.0
+"""A change explains something if it gains so much, and so many standard errors."""
+_NEAR_CHANCE = 0.1
+"""The share of the way from chance to 1 that a drafter of this target has at least."""
+_LEAST_GAP = 0.1
+"""By how much less decoding accepts where that needs an explanation."""
+
+
+class Share(NamedTuple):
+    """A mean or a share of `count` observations, with its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+    count: int
+
+    def __str__(self) -> str:
+        """Return the number and its interval."""
+        return f"{self.value:.2f} [{self.low:.2f}, {self.high:.2f}]"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Acceptance by position in the draft; None in place of what cannot be measured.
+
+    `overlap` is sum_x min(p, q) after every true prefix, and `agreement` the share of those
+    prefixes in which the most likely tokens are equal. `given_earlier` is the same acceptance of
+    position i where those before i were accepted, which `decoded` counts in real decoding.
+    """
+
+    overlap: tuple[Share, ...] | None
+    agreement: tuple[Share, ...] | None
+    given_earlier: tuple[Share | None, ...] | None
+    decoded: tuple[Share | None, ...]
+    acceptance_length: float | None
+    chance: float | None = None
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """The result of `diagnose`: acceptance, and findings with the most explanatory one first.
+
+    `tried` has each change and the overlap that it gives. `str()` is a table.
+    """
+
+    drafter: str
+    target: str
+    measured: Measured
+    findings: tuple[Finding, ...]
+    tried: tuple[tuple[str, float], ...] = ()
+    notes: tuple[str, ...] = ()
+    examined: bool = True
+
+    def __str__(self) -> str:
+        """Return acceptance by position, then the findings."""
+        measured = self.measured
+        lines = [f"{self.drafter} for {self.target}: acceptance by position in the draft"]
+        lines += _table(measured)
+        if measured.acceptance_length is not None:
+            lines.append(f"acceptance length, decoded: {measured.acceptance_length:.2f}")
+        if measured.chance is not None:
+            lines.append(f"a draft without context would overlap by {measured.chance:.2f}")
+        for number, finding in enumerate(self.findings, 1):
+            lines += [f"{number}. {finding.fault}: {finding.evidence}", f"   {finding.remedy}"]
+        lines += [f"note: {note}" for note in self.notes]
+        if not self.examined:
+            lines.append(f"{self.drafter} reads no features and has no head: nothing to examine")
+        elif not self.findings:
+            lines.append(f"nothing found ({len(self.tried)} changes tried)")
+        return "\n".join(lines)
+
+
+def diagnose(
+    target: Model,
+    drafter: LoadedDrafter,
+    prompts: Prompts,
+    *,
+    sampling: SamplingParams = SamplingParams(max_new_tokens=64),  # noqa: B008 - frozen
+    batch_size: int = 8,
+    seed: int = 0,
+    other_prompts: Mapping[str, Prompts] | None = None,
+    in_float32: Callable[[], tuple[Model, LoadedDrafter]] | None = None,
+    tell: Callable[[str], Any] = lambda line: None,
+) -> Diagnosis:
+    """Return how much of a drafter is accepted, and what explains that it is not more.
+
+    The prompts are decoded with chains of the drafter; then it drafts at every position of these
+    answers, as it is and with single changes that would each undo a known fault. Overlaps are at
+    the sampling's temperature, or at 1 if that is 0. `other_prompts` are the same prompts in
+    another form, by the setting that gives it ("chat=false"). `in_float32` loads the target and the
+    drafter without rounding; it is called once. `tell` receives a line about each change. Raises
+    InputError for bad prompts, and for drafters that are joined or draft trees.
+    """
+    MODEL_KIND.check("target", target)
+    _check_drafter(drafter, target)
+    prompts = _encoded(target, prompts, "prompts")
+    others = {
+        name: _encoded(target, other, f"other_prompts[{name!r}]")
+        for name, other in (other_prompts or {}).items()
+    }
+    result = generate(
+        target, prompts, drafter=drafter, sampling=sampling, batch_size=batch_size, seed=seed
+    )
+    if not isinstance(drafter.drafter, Examined):
+        measured = Measured(None, None, None, *_decoded(result))
+        return Diagnosis(drafter.name, target.name, measured, (), examined=False)
+    examination = _Examination(target, drafter, prompts, result, sampling.temperature, tell)
+    return examination.run(others, in_float32)
+
+
+@dataclass
+class _Examination:
+    """The answers of one call of `diagnose`, and what has been measured on them."""
+
+    target: Model
+    loaded: LoadedDrafter
+    prompts: Sequence[Sequence[int]]
+    result: Generation
+    temperature: float
+    tell: Callable[[str], Any]
+    tried: list[tuple[str, float]] = field(default_factory=list)
+
+    def run(
+        self,
+        others: Mapping[str, Sequence[Sequence[int]]],
+        in_float32: Callable[[], tuple[Model, LoadedDrafter]] | None,
+    ) -> Diagnosis:
+        """Measure the drafter and every change; return the result."""
+        drafter = self.loaded.drafter
+        answers = self.read(self.target, self.prompts)
+        if not answers.is_label.any():
+            raise InputError("prompts: no answer has a token to examine; give other prompts")
+        reading = _reading(self.loaded, answers)
+        before = score(reading, answers, self.noise)
+        measured = self.measured(before, answers)
+        found: list[Finding] = []
+        for change in (
+            *faults.changes(reading, answers, self.target.config),
+            *self.of_templates(others),
+            *self.of_dtype(answers, in_float32),
+        ):
+            if (finding := self.explains(change, before)) is not None:
+                found.append(finding)
+        found.sort(key=lambda finding: finding.before - finding.after)
+        findings = _ranked(found, measured, before)
+        if not findings and (gap := _gap(measured)) is not None:
+            findings = (gap,)
+        return Diagnosis(
+            self.loaded.name,
+            self.target.name,
+            measured,
+            findings,
+            tuple(self.tried),
+            tuple(weight_notes(drafter, self.loaded.params)),
+        )
+
+    @property
+    def noise(self) -> float:
+        """The temperature of the distributions that are compared."""
+        return self.temperature or 1.0
+
+    def read(self, target: Model, prompts: Sequence[Sequence[int]]) -> Answers:
+        """Return what a target computes over the answers after prompts."""
+        names = faults.readable_features(self.loaded.drafter, target.config.num_layers)
+        return read_answers(target, prompts, self.result.token_ids, names, self.noise)
+
+    def of_templates(self, others: Mapping[str, Sequence[Sequence[int]]]) -> list[Change]:
+        """Return the change to each other form of the prompts, before the same answers."""
+
+        def make(prompts: Sequence[Sequence[int]]) -> tuple[Reading, Answers]:
+            answers = self.read(self.target, prompts)
+            return _reading(self.loaded, answers), answers
+
+        return [
+            Change(
+                faults.TEMPLATE,
+                f"the same answers after prompts with {name}",
+                f"{name}, or a head that was trained on the prompts as they are",
+                lambda prompts=prompts: make(prompts),
+            )
+            for name, prompts in others.items()
+        ]
+
+    def of_dtype(
+        self, answers: Answers, in_float32: Callable[[], tuple[Model, LoadedDrafter]] | None
+    ) -> list[Change]:
+        """Return the change of the drafter, and of drafter and target, to float32."""
+        if in_float32 is None:
+            return []
+        loaded: list[tuple[Model, LoadedDrafter]] = []
+
+        def make(*, both: bool) -> tuple[Reading, Answers]:
+            loaded[:] = loaded or [in_float32()]
+            target, drafter = loaded[0]
+            own = self.read(target, self.prompts) if both else answers
+            return _reading(drafter, own), own
+
+        return [
+            Change(
+                faults.DTYPE,
+                "the drafter in float32",
+                "drafter.weights=float, dtype=float32",
+                lambda: make(both=False),
+            ),
+            Change(
+                faults.DTYPE,
+                "target and drafter in float32",
+                "weights=float, drafter.weights=float, dtype=float32",
+                lambda: make(both=True),
+            ),
+        ]
+
+    def explains(self, change: Change, before: Scores) -> Finding | None:
+        """Measure a change; return a finding if it raises the overlap beyond chance."""
+        after = score(*change.make(), self.noise)
+        tested = before.tested & after.tested
+        both = tested.any(axis=2)
+        differences = _per_label(after.overlap - before.overlap, tested)[both]
+        gain, error = differences.mean(), differences.std() / np.sqrt(max(len(differences), 1))
+        old, new = (float(scores.overlap[tested].mean()) for scores in (before, after))
+        self.tried.append((f"{change.fault}: {change.what}", new))
+        self.tell(f"{change.fault}: {change.what}: {old:.3f} -> {new:.3f}")
+        if not (gain >= _LEAST_GAIN and gain >= _LEAST_ERRORS * error):
+            return None
+        evidence = f"{change.what} raises the overlap from {old:.2f} to {new:.2f} (+-{error:.2f})"
+        return Finding(change.fault, evidence, change.remedy, old, new, float(error))
+
+    def measured(self, scores: Scores, answers: Answers) -> Measured:
+        """Return acceptance by position from the scores and from decoding."""
+        taken, tested = _taken(scores, sampled=self.temperature > 0), scores.tested
+        steps = range(scores.tested.shape[2])
+        return Measured(
+            tuple(_mean(scores.overlap[..., i][tested[..., i]]) for i in steps),
+            tuple(_share(scores.agrees[..., i][tested[..., i]]) for i in steps),
+            tuple(_weighted(taken, tested, i) for i in steps),
+            *_decoded(self.result),
+            chance=answers.chance,
+        )
+
+
+def _check_drafter(drafter: LoadedDrafter, target: Model) -> None:
+    if not isinstance(drafter, LoadedDrafter):
+        raise InputError("drafter: give a LoadedDrafter, as make_drafter returns it")
+    if isinstance(drafter.drafter, Turns | Merged):
+        raise InputError(f"drafter={drafter.name!r}: joined drafters; examine them one by one")
+    if drafter.drafter.branches:
+        raise InputError(f"drafter={drafter.name!r}: drafts a tree; examine its chain, tree=None")
+    if drafter.drafter.num_speculative_tokens < 1:
+        raise InputError("num_speculative_tokens=0: nothing is drafted; use at least 1")
+    if isinstance(drafter.drafter, Examined):
+        check_features(drafter.drafter.features, target.config.num_layers)
+
+
+def _encoded(target: Model, prompts: Prompts, name: str) -> list[list[int]]:
+    return [
+        encode_prompt(target, prompt, f"{name}[{number}]")
+        for number, prompt in enumerate(as_prompts(prompts))
+    ]
+
+
+def _reading(loaded: LoadedDrafter, answers: Answers) -> Reading:
+    features = {name: answers.features[name] for name in loaded.drafter.features}
+    return Reading(loaded.drafter, loaded.params, features)
+
+
+def _ranked(found: Sequence[Finding], measured: Measured, before: Scores) -> tuple[Finding, ...]:
+    """Return the findings that explain at least half as much as the first, one for each fault.
+
+    A drafter that stays near chance whatever is changed was made for another target.
+    """
+    best = found[0].after if found else float(before.values.mean())
+    first, limit = measured.overlap[0].value, measured.chance + _NEAR_CHANCE * (1 - measured.chance)
+    if first < limit and best < limit:
+        evidence = (
+            f"the first draft token overlaps by {first:.2f}, and a draft without context by "
+            f"{measured.chance:.2f}; no single change raises it"
+        )
+        remedy = "drafter.path: a head that was trained for this target's weights, or train one"
+        return (Finding(faults.TARGET, evidence, remedy, float(before.values.mean())),)
+    kept: dict[str, Finding] = {}
+    for finding in found:
+        if finding.after - finding.before >= (found[0].after - found[0].before) / 2:
+            kept.setdefault(finding.fault, finding)
+    return tuple(kept.values())
+
+
+def _gap(measured: Measured) -> Finding | None:
+    """Return the finding that decoding accepts less of first tokens than teacher forcing does."""
+    forced, decoded = measured.given_earlier[0], measured.decoded[0]
+    if None in (forced, decoded) or forced.low < decoded.high:
+        return None
+    if forced.value - decoded.value < _LEAST_GAP:
+        return None
+    return Finding(
+        faults.DECODING,
+        f"first draft tokens are accepted in {decoded} of rounds, and in {forced} teacher-forced",
+        "kv_cache_dtype=auto; in a drafter of your own, check what observe keeps "
+        "(specjax.testing.check_drafter)",
+        forced.value,
+        decoded.value,
+    )
+
+
+def _per_label(values: np.ndarray, tested: np.ndarray) -> np.ndarray:
+    """Return each label's mean over the draft positions that were tested, as [B, A]."""
+    return np.where(tested, values, 0).sum(axis=2) / np.maximum(tested.sum(axis=2), 1)
+
+
+def _taken(scores: Scores, *, sampled: bool) -> np.ndarray:
+    """Return the probability that each draft token is accepted, given those before it."""
+    return scores.overlap if sampled else scores.agrees.astype(np.float32)
+
+
+def _weighted(taken: np.ndarray, tested: np.ndarray, position: int) -> Share | None:
+    """Return the acceptance at a position where all before it are accepted."""
+    reached = np.where(tested[..., position], taken[..., :position].prod(axis=-1), 0)
+    if (total := float(reached.sum())) < 1:
+        return None
+    value = float((reached * taken[..., position]).sum()) / total
+    return _wilson(value, round(total))
+
+
+def _decoded(result: Generation) -> tuple[tuple[Share | None, ...], float | None]:
+    """Return the acceptance given earlier ones by position, and the acceptance length."""
+    counts = (result.drafted, result.accepted, result.longest_path)
+    values = metrics.cond_acceptance_at_pos(*counts)
+    tested = [
+        int(((result.accepted >= i) & (result.drafted > i)).sum()) for i in range(len(values))
+    ]
+    shares = tuple(
+        None if value is None else _wilson(value, count)
+        for value, count in zip(values, tested, strict=True)
+    )
+    return shares, metrics.acceptance_length(result.accepted)
+
+
+def _mean(values: np.ndarray) -> Share:
+    mean, error = float(values.mean()), 1.96 * float(values.std() / np.sqrt(len(values)))
+    return Share(mean, max(mean - error, 0.0), min(mean + error, 1.0), len(values))
+
+
+def _share(hits: np.ndarray) -> Share:
+    return _wilson(float(hits.mean()), len(hits))
+
+
+def _wilson(value: float, count: int, z: float = 1.96) -> Share:
+    """Return a share with Wilson's interval."""
+    middle = (value + z * z / (2 * count)) / (1 + z * z / count)
+    spread = z / (1 + z * z / count)
+    spread *= np.sqrt(value * (1 - value) / count + z * z / (4 * count * count))
+    return Share(value, float(middle - spread), float(middle + spread), count)
+
+
+def _table(measured: Measured) -> list[str]:
+    rows: dict[str, Sequence[Share | None] | None] = {
+        "teacher-forced, sum min(p, q)": measured.overlap,
+        "teacher-forced, greedy": measured.agreement,
+        "  where earlier ones were accepted": measured.given_earlier,
+        "decoded, likewise": measured.decoded,
+    }
+    cells = {
+        name: ["-" if share is None else str(share) for share in shares]
+        for name, shares in rows.items()
+        if shares is not None
+    }
+    width = max(map(len, cells))
+    count = max(map(len, cells.values()))
+    head = " " * width + "".join(f"  {number:<17}" for number in range(1, count + 1))
+    body = [
+        f"{name:<{width}}" + "".join(f"  {cell:<17}" for cell in row) for name, row in cells.items()
+    ]
+    return [line.rstrip() for line in (head, *body)]

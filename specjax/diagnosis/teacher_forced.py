@@ -1,0 +1,179 @@
+"""What a drafter proposes after every true prefix: its acceptance, teacher-forced.
+
+What a hypothesis changes (features, parameters, token ids, how far attention reaches) are operands,
+so that one program measures nearly all of them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from specjax.diagnosis.answers import Answers
+from specjax.drafters.base import Drafter
+from specjax.drafters.draft_model import DraftModel
+from specjax.drafters.medusa import MedusaDrafter
+from specjax.drafters.pair_drafter import PairDrafter
+
+Examined = PairDrafter | MedusaDrafter | DraftModel
+"""The drafters whose proposals at all positions one pass computes."""
+UNLIMITED = np.int32(1 << 30)
+
+
+@struct.dataclass
+class Reading:
+    """A drafter with the features [B, T, D] that it reads, and how many latest tokens it sees."""
+
+    drafter: Examined = struct.field(pytree_node=False)
+    params: Any
+    features: dict[str, Float[Array, "B T D"]]
+    window: Int[Array, ""] | np.integer = UNLIMITED
+
+
+@struct.dataclass
+class Scores:
+    """Of draft token i of a draft that begins at label a: sum_x min(p, q), and greedy agreement.
+
+    Entries [B, A, K] that do not exist (`tested` is False) are arbitrary.
+    """
+
+    overlap: Float[np.ndarray, "B A K"]
+    agrees: Bool[np.ndarray, "B A K"]
+    tested: Bool[np.ndarray, "B A K"]
+
+    @property
+    def values(self) -> Float[np.ndarray, "N"]:
+        """The overlaps that were tested, always in the same order."""
+        return self.overlap[self.tested]
+
+
+def score(reading: Reading, answers: Answers, temperature: float) -> Scores:
+    """Return how well a drafter predicts each label, from true tokens before its draft."""
+    overlap, agrees = _score(reading, answers, jnp.float32(temperature))
+    return Scores(np.asarray(overlap), np.asarray(agrees), _tested(reading.drafter, answers))
+
+
+def num_programs() -> int:
+    """Return the number of programs that `score` has compiled in this process."""
+    return _score._cache_size()
+
+
+def _tested(drafter: Drafter, answers: Answers) -> Bool[np.ndarray, "B A K"]:
+    steps = np.arange(drafter.num_speculative_tokens)
+    is_label = answers.is_label
+    last = np.arange(is_label.shape[1])[None, :, None] + steps[None, None, :]
+    return is_label[:, :, None] & (last < np.asarray(answers.count)[:, None, None])
+
+
+@jax.jit
+def _score(
+    reading: Reading, answers: Answers, temperature: Float[Array, ""]
+) -> tuple[Float[Array, "B A K"], Bool[Array, "B A K"]]:
+    drafter, params = reading.drafter, reading.params
+    ids = params.get("draft_ids") if isinstance(params, dict) else None
+
+    def one(row: tuple) -> tuple[Float[Array, "A K"], Bool[Array, "A K"]]:
+        tokens, first, logp, best, features = row
+        drafts = jnp.arange(logp.shape[0])
+        labels = jnp.clip(first + drafts, 2, tokens.shape[0] - 1)
+        logits = draft_logits(drafter, params, tokens, features, reading.window, labels)
+        overlaps, agreements = [], []
+        for step in range(drafter.num_speculative_tokens):
+            target = jnp.minimum(drafts + step, logp.shape[0] - 1)
+            # A draft model proposes the same after the same prefix, whichever draft it is in.
+            own = logits[0][target] if isinstance(drafter, DraftModel) else logits[step]
+            p, chosen = logp[target], jnp.argmax(own, axis=-1)
+            if ids is not None:
+                p, chosen = p[:, ids], ids[chosen]
+            size = min(p.shape[-1], own.shape[-1])
+            q = jax.nn.log_softmax(own / temperature)
+            shared = jnp.minimum(p[:, :size], q[:, :size])
+            overlaps.append(jnp.exp(shared).sum(axis=-1))
+            agreements.append(chosen == best[target])
+        return jnp.stack(overlaps, axis=-1), jnp.stack(agreements, axis=-1)
+
+    rows = (answers.tokens, answers.first, answers.logp, answers.best, reading.features)
+    return lax.map(one, rows)
+
+
+def draft_logits(
+    drafter: Examined,
+    params: Any,
+    tokens: Int[Array, "T"],
+    features: dict[str, Float[Array, "T D"]],
+    window: Int[Array, ""] | np.integer,
+    labels: Int[Array, "A"],
+) -> list[Float[Array, "A Vd"]]:
+    """Return the logits of each draft token of the drafts that begin at `labels`, in one row.
+
+    A draft model has a single entry: its logits of the labels themselves.
+    """
+    features = {name: value[None] for name, value in features.items()}
+    if isinstance(drafter, PairDrafter):
+        return _pair_logits(drafter, params, tokens, features, window, labels)
+    if isinstance(drafter, MedusaDrafter):
+        states = drafter.head.states(params, features["final_norm"])[:, :, labels - 2]
+        heads = range(drafter.num_speculative_tokens)
+        return [drafter.head.logits(params, states[head], head)[0] for head in heads]
+    width = tokens.shape[0]
+    result = drafter.model.extend(
+        params,
+        tokens[None],
+        jnp.arange(width)[None],
+        drafter.model.make_cache(1, 64),
+        drafter.model.make_window(1, width),
+        0,
+        _within(window, width)[None],
+    )
+    return [result.logits[0, labels - 1]]
+
+
+def _pair_logits(
+    drafter: PairDrafter,
+    params: Any,
+    tokens: Int[Array, "T"],
+    features: dict[str, Float[Array, "1 T D"]],
+    window: Int[Array, ""] | np.integer,
+    labels: Int[Array, "A"],
+) -> list[Float[Array, "A Vd"]]:
+    """Return the logits of a head of pairs, every draft step at every position at once.
+
+    Each module reads the pairs of its own up to a position; the last one then runs on its own
+    outputs, which see those pairs and, at their own position, the steps before them.
+    """
+    head, width = drafter.head, tokens.shape[0]
+    last, length = head.config.num_modules - 1, drafter.num_speculative_tokens
+    slots = width * max(length - last, 1)
+    itself = jnp.eye(width, dtype=bool)
+    cache = head.make_cache(1, 64)
+    hidden, found = head.fuse(params, features), []
+    for step in range(length):
+        further = max(step - last, 0)
+        if not further:
+            module, kept = head.module(params, step), head.make_window(1, slots)
+        seen = jnp.concatenate([_within(window, width), *[itself] * further], axis=1)
+        output, kept = head.extend(
+            module,
+            jnp.roll(tokens, -1 - step)[None],
+            hidden,
+            jnp.arange(width)[None] + further,
+            cache,
+            kept,
+            further * width,
+            jnp.pad(seen, ((0, 0), (0, slots - seen.shape[1])))[None],
+        )
+        found.append(head.logits(module, output[:, labels - 2])[0])
+        hidden = head.next_hidden(module, output)
+    return found
+
+
+def _within(window: Int[Array, ""] | np.integer, width: int) -> Bool[Array, "T T"]:
+    """Return the mask of the latest `window` tokens up to each."""
+    ago = jnp.arange(width)[:, None] - jnp.arange(width)[None, :]
+    return (ago >= 0) & (ago < window)

@@ -1,0 +1,34 @@
+"""What a drafter's weights show without running it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from specjax.drafters.base import Drafter
+from specjax.drafters.draft_model import DraftModel
+from specjax.loading.compare_arrays import leaf_name
+
+
+def weight_notes(drafter: Drafter, params: Any) -> Iterator[str]:
+    """Yield a line for each array of a head that cannot be what training left.
+
+    Those are norms whose scale is exactly 1, arrays that are 0, and numbers that are not finite.
+    """
+    if isinstance(drafter, DraftModel):
+        return
+    own = {name: part for name, part in params.items() if name not in ("shared", "draft_ids")}
+    for path, leaf in jax.tree.leaves_with_path(own):
+        name, values = leaf_name(path), np.asarray(leaf)
+        if values.dtype.kind in "iu":
+            continue
+        values = values.astype(np.float32)
+        if not np.isfinite(values).all():
+            yield f"{name}: holds numbers that are not finite; export the head again"
+        elif name.endswith("scale") and (values == 1).all():
+            yield f"{name}: exactly 1 everywhere, so not trained or not loaded"
+        elif not values.any() and not name.endswith("bias"):
+            yield f"{name}: 0 everywhere, so not trained or not loaded"

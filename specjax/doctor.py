@@ -1,0 +1,164 @@
+"""Measure what a drafter accepts, teacher-forced and decoded, and find what lowers it.
+
+    python -m specjax.doctor --config.drafter.name=eagle3 --config.drafter.path=DIR
+
+The target answers the prompts; then the drafter drafts at every position of its answers, as it is
+and with single changes: other taps, positions, norms, map of the vocabulary, window, template and
+dtype. A change that raises acceptance names the fault (docs/doctor.md).
+
+Exit codes: 0 if nothing is found; 1 if something is; 2 for bad input; 130 after Ctrl-C or SIGTERM.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Annotated, Any
+
+import jax
+from rich.console import Console
+
+from specjax.cli import command
+from specjax.cli.config_file import config_of
+from specjax.cli.console import Screen
+from specjax.cli.decode_config import (
+    SIMULATED,
+    DecodeConfig,
+    DecodeFields,
+    DrafterConfig,
+    DrafterFields,
+    PromptFields,
+    TargetFields,
+    load_target,
+    make_config_drafter,
+    read_decode_config,
+    turn_prompts,
+)
+from specjax.decoding.options import BATCH_SIZE, FIXED
+from specjax.decoding.sampling_params import SEED, SamplingParams
+from specjax.diagnosis import diagnose
+from specjax.drafters import LoadedDrafter, drafter_options
+from specjax.errors import InputError
+from specjax.fields import Whole, optional, read_values
+from specjax.loading.model import Model
+from specjax.models.layers.quantized import QuantizedKernel
+
+CONFIG = "doctor_smollm2"
+FOUND = 1
+"""Exit code if something lowers acceptance."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoctorFields(DrafterFields, PromptFields, TargetFields):
+    """The fields of an examination's config with their defaults; None: specjax chooses."""
+
+    num_speculative_tokens: Annotated[int | None, optional(Whole(1, 1024))] = None
+    """The length of drafts; by default as the drafter has it."""
+    batch_size: Annotated[int, BATCH_SIZE] = 8
+    """Rows that decode together."""
+    sampling: SamplingParams = SamplingParams(max_new_tokens=64)  # noqa: RUF009 - frozen
+    """Of the answers. Overlaps are at its temperature, or at 1 if that is 0."""
+    seed: Annotated[int, SEED] = 0
+    """Of all draws."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoctorConfig(DoctorFields):
+    """A checked config of `specjax.doctor`; `decoding` is the decode config of the same fields."""
+
+    decoding: DecodeConfig
+
+
+def read_doctor_config(written: Mapping[str, Any]) -> DoctorConfig:
+    """Return the checked config; checks that need the model are made later. Raises InputError."""
+    given = read_values(DoctorFields, written)
+    shared = {field.name for field in fields(DecodeFields)} & written.keys()
+    length = FIXED if given.num_speculative_tokens is None else given.num_speculative_tokens
+    decoding = read_decode_config(
+        {
+            **config_of(DecodeFields).to_dict(),
+            **{name: written[name] for name in shared},
+            "num_speculative_tokens": length,
+            "compare": False,
+        }
+    )
+    name = written["drafter"]["name"]
+    if len(decoding.drafters) > 1 or set(name) & set("+|"):
+        raise InputError(f"drafter.name={name!r}: one drafter is examined at a time; name one")
+    if name in ("none", SIMULATED):
+        raise InputError(f"drafter.name={name!r}: has nothing to examine; name a drafter")
+    if given.turns != "first":
+        raise InputError(f"turns={given.turns!r}: first turns are examined; leave it out")
+    return DoctorConfig(**vars(given), decoding=decoding)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; return its exit code."""
+    return command.run_config(
+        lambda config, *, verbose: examine(config, verbose=verbose),
+        argv,
+        default=CONFIG,
+        read=read_doctor_config,
+        documentation=__doc__,
+        source=DoctorFields,
+        flags={"verbose": "show each change and what it gives"},
+    )
+
+
+def examine(config: DoctorConfig, *, verbose: bool = False) -> int:
+    """Examine a config's drafter; return the exit code. Raises InputError."""
+    (drafter,) = config.decoding.drafters
+    screen = Screen(Console(width=None if sys.stdout.isatty() else 140))
+    with screen.working(f"loading {config.target} and {drafter.name}"):
+        model, loaded = _load(config.decoding, drafter)
+    with screen.working(f"decoding {len(config.decoding.questions)} prompt(s)"):
+        result = diagnose(
+            model,
+            loaded,
+            turn_prompts(config.decoding, model, 0, {}),
+            sampling=config.sampling,
+            batch_size=config.batch_size,
+            seed=config.seed,
+            other_prompts=_other_prompts(config.decoding, model),
+            in_float32=_in_float32(config.decoding, drafter, model, loaded),
+            tell=screen.say if verbose else lambda line: None,
+        )
+    for line in str(result).splitlines():
+        screen.say(line)
+    return FOUND if result.findings else 0
+
+
+def _load(config: DecodeConfig, drafter: DrafterConfig) -> tuple[Model, LoadedDrafter]:
+    model = load_target(config, None)
+    return model, make_config_drafter(config, drafter, model).loaded
+
+
+def _other_prompts(config: DecodeConfig, model: Model) -> dict[str, Any]:
+    """Return the prompts with the chat template if they have none, or without it."""
+    if model.tokenizer is None or model.tokenizer.chat_template is None:
+        return {}
+    other = "true" if config.chat == "false" else "false"
+    return {f"chat={other}": turn_prompts(replace(config, chat=other), model, 0, {})}
+
+
+def _in_float32(
+    config: DecodeConfig, drafter: DrafterConfig, model: Model, loaded: LoadedDrafter
+) -> Callable[[], tuple[Model, LoadedDrafter]] | None:
+    """Return what loads both without rounding, or None if nothing is rounded."""
+    leaves = jax.tree.leaves(
+        (model.params, loaded.params), is_leaf=lambda node: isinstance(node, QuantizedKernel)
+    )
+    rounded = any(isinstance(leaf, QuantizedKernel) for leaf in leaves)
+    if model.dtype == "float32" and not rounded:
+        return None
+    exact = {"weights": "float"} if "weights" in drafter_options(drafter.name) else {}
+    return lambda: _load(
+        replace(config, dtype="float32", weights="float"),
+        replace(drafter, options={**drafter.options, **exact}),
+    )
+
+
+if __name__ == "__main__":
+    command.use_compilation_cache()
+    raise SystemExit(main())

@@ -1,0 +1,217 @@
+"""The doctor names a planted fault in broken heads, and finds nothing in sound ones."""
+
+import dataclasses
+import functools
+
+import broken_heads
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from bad_input import refused, refused_command
+from conftest import tiny_config
+from tiny_models import eagle_head, medusa_head, mtp_head
+
+from specjax import doctor
+from specjax.decoding.generate import generate
+from specjax.decoding.sampling_params import SamplingParams
+from specjax.diagnosis import changes, diagnose
+from specjax.diagnosis.answers import read_answers
+from specjax.diagnosis.teacher_forced import UNLIMITED, draft_logits, num_programs
+from specjax.drafters import head_drafter, make_drafter, merge_drafters
+from specjax.loading.load import random_model
+from specjax.models.decoder import Form
+
+SAMPLING = SamplingParams(temperature=1.0, max_new_tokens=40)
+PREFIX = [7, 3, 9]
+PROMPTS = [[*PREFIX, *row] for row in np.random.default_rng(1).integers(0, 61, (8, 5)).tolist()]
+LENGTH = 2
+TRAINED = ("norm_before_residual",)
+"""Flags of the EAGLE-3 head with which it is trained."""
+
+
+@functools.cache
+def target():
+    """A tiny target whose distributions depend on more than the last token."""
+    model = random_model(
+        tiny_config(max_positions=128), 0, dtype="float32", form=Form("stacked", "whole")
+    )
+    head = {"kernel": 3 * model.params["head"]["kernel"]}
+    return dataclasses.replace(model, params={**model.params, "head": head})
+
+
+@functools.cache
+def trained(kind):
+    """A sound drafter: a head fitted to the very answers that are examined."""
+    make = {
+        "eagle3": lambda: eagle_head(target(), vocabulary=50, norm_before_residual=True),
+        "mtp": lambda: mtp_head(target()),
+        "medusa": lambda: medusa_head(target(), heads=LENGTH, original_lm_head=False),
+    }[kind]
+    loaded = head_drafter(make(), target(), num_speculative_tokens=LENGTH)
+    answers = generate(target(), PROMPTS, sampling=SAMPLING, batch_size=8).token_ids
+    read = read_answers(target(), PROMPTS, answers, loaded.drafter.features, 1.0)
+    fixed = {name: loaded.params[name] for name in ("shared", "draft_ids") if name in loaded.params}
+    own = {name: part for name, part in loaded.params.items() if name not in fixed}
+    ids, labels = fixed.get("draft_ids", jnp.arange(61)), read.logp.shape[1]
+
+    def loss_of_row(own, tokens, first, logp, features):
+        steps = jnp.arange(labels)
+        logits = draft_logits(
+            loaded.drafter, {**own, **fixed}, tokens, features, UNLIMITED, first + steps
+        )
+        total = 0.0
+        for step, one in enumerate(logits):
+            wanted = jnp.exp(logp)[jnp.minimum(steps + step, labels - 1)][:, ids]
+            total -= (wanted * jax.nn.log_softmax(one)).sum(-1).mean()
+        return total
+
+    def loss(own):
+        rows = (read.tokens, read.first, read.logp, read.features)
+        return jax.vmap(functools.partial(loss_of_row, own))(*rows).mean()
+
+    optimizer = optax.adam(optax.cosine_decay_schedule(1e-2, 400))
+
+    @jax.jit
+    def fit(own):
+        def step(carry, _):
+            own, state = carry
+            updates, state = optimizer.update(jax.grad(loss)(own), state)
+            return (optax.apply_updates(own, updates), state), None
+
+        return jax.lax.scan(step, (own, optimizer.init(own)), length=400)[0][0]
+
+    return loaded._replace(params={**fit(own), **fixed})
+
+
+def examined(loaded, prompts=PROMPTS, **options):
+    return diagnose(target(), loaded, prompts, sampling=SAMPLING, **options)
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "mtp", "medusa"])
+def test_sound_heads(kind):
+    result = examined(trained(kind))
+    assert not result.findings
+    assert not result.notes
+    assert "nothing found" in str(result)
+    assert result.measured.overlap[0].value > result.measured.chance + 0.09
+    # Decoding accepts what teacher forcing predicts.
+    forced, decoded = result.measured.given_earlier[0], result.measured.decoded[0]
+    assert decoded.low < forced.value < decoded.high
+
+
+def rounded(loaded):
+    """The drafter with weights in steps of a quarter."""
+    fixed = {name: loaded.params[name] for name in ("shared", "draft_ids")}
+    own = {name: part for name, part in loaded.params.items() if name not in fixed}
+    coarse = jax.tree.map(lambda leaf: jnp.round(leaf * 3) / 3, own)
+    return loaded._replace(params={**coarse, **fixed})
+
+
+def wrong_taps(loaded):
+    """The drafter that reads outputs of the layers whose inputs it was trained on."""
+    assert loaded.drafter.features == ("layer_input:0", "layer_input:1", "layer_input:2")
+    return broken_heads.with_config(loaded, taps=("layer_input:1", "layer_input:2", "pre_norm"))
+
+
+def unnormed(loaded):
+    """The drafter of an engine that leaves out the norm of the residual stream."""
+    return broken_heads.with_config(loaded, norm_before_residual=False)
+
+
+def draft_model(**options):
+    """The target as its own draft model, which is as sound as can be."""
+    return make_drafter("draft_model", target(), target(), num_speculative_tokens=2, **options)
+
+
+BARE = [prompt[len(PREFIX) :] for prompt in PROMPTS]
+FAULTS = {
+    changes.POSITIONS: lambda: examined(broken_heads.shifted(trained("eagle3"))),
+    changes.TAPS: lambda: examined(wrong_taps(trained("eagle3"))),
+    changes.NORM: lambda: examined(unnormed(trained("eagle3"))),
+    changes.VOCABULARY: lambda: examined(broken_heads.next_tokens(trained("eagle3"))),
+    changes.TEMPLATE: lambda: examined(
+        trained("eagle3"), BARE, other_prompts={"chat=true": PROMPTS}
+    ),
+    changes.DTYPE: lambda: examined(
+        rounded(trained("eagle3")), in_float32=lambda: (target(), trained("eagle3"))
+    ),
+    changes.WINDOW: lambda: examined(broken_heads.narrow(draft_model(), 4)),
+    changes.TARGET: lambda: examined(broken_heads.of_another_target(trained("eagle3"))),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_named(fault):
+    result = FAULTS[fault]()
+    assert result.findings[0].fault == fault
+    assert fault in str(result)
+    assert result.findings[0].remedy in str(result)
+    if fault != changes.TARGET:
+        assert len(result.findings) == 1
+        assert result.findings[0].after > result.findings[0].before + 0.02
+
+
+def test_changes_are_operands():
+    """All changes of a head run in the program that measures it, but for its own flags."""
+    trained("eagle3")
+    jax.clear_caches()
+    result = examined(trained("eagle3"))
+    flags = [what for what, _ in result.tried if "=" in what]
+    assert len(flags) == 2
+    assert len(result.tried) >= 14
+    assert num_programs() == 1 + len(flags)
+
+
+def test_without_weights_there_is_nothing_to_examine():
+    result = examined(make_drafter("ngram", target()))
+    assert not result.examined
+    assert result.measured.overlap is None
+    assert result.measured.decoded
+    assert result.measured.acceptance_length >= 1
+    assert "ngram reads no features and has no head: nothing to examine" in str(result)
+
+
+def test_weights_that_were_not_loaded_are_noted():
+    loaded = trained("eagle3")
+    params = {**loaded.params, "final_norm": {"scale": jnp.ones(24)}}
+    assert "final_norm.scale: exactly 1" in examined(loaded._replace(params=params)).notes[0]
+
+
+def test_bad_calls():
+    ngram = make_drafter("ngram", target())
+    refused(lambda: diagnose(target(), ngram, []), "prompts is empty")
+    refused(lambda: diagnose(target(), ngram, [[1, 99]]), r"prompts\[0\]: token id 99")
+    joined = merge_drafters(ngram, make_drafter("suffix", target()))
+    refused(lambda: diagnose(target(), joined, PROMPTS), "joined drafters")
+    head = eagle_head(target())
+    tree = head_drafter(head, target(), tree={"kind": "static"})
+    refused(lambda: diagnose(target(), tree, PROMPTS), "drafts a tree")
+    none = head_drafter(head, target(), num_speculative_tokens=0)
+    refused(lambda: diagnose(target(), none, PROMPTS), "num_speculative_tokens=0")
+    beyond = broken_heads.with_config(head_drafter(head, target()), taps=("layer_input:9",))
+    refused(lambda: diagnose(target(), beyond, PROMPTS), "feature 'layer_input:9' is unknown")
+
+
+@pytest.mark.parametrize(
+    ("flag", "said"),
+    [
+        ("drafter.name=ngram,eagle3", "one drafter is examined at a time"),
+        ("drafter.name=ngram+eagle3", "one drafter is examined at a time"),
+        ("drafter.name=none", "nothing to examine"),
+        ("turns=all", "first turns are examined"),
+        ("num_speculative_tokens=0", "num_speculative_tokens=0"),
+        ("limit=0", "limit=0"),
+        ("drafter.path=missing", "missing"),
+    ],
+)
+def test_bad_configs(flag, said, capsys):
+    assert said in refused_command(doctor.main, [f"--config.{flag}"], capsys)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", broken_heads.CASES)
+def test_heads_of_the_default_model(name):
+    found = [one.fault for one in broken_heads.examine(name).findings]
+    assert found[:1] == ([] if name in ("eagle3", "medusa", "draft_model") else [name])
