@@ -203,7 +203,6 @@ def test_bad_calls():
         ("turns=all", "first turns are examined"),
         ("num_speculative_tokens=0", "num_speculative_tokens=0"),
         ("limit=0", "limit=0"),
-        ("drafter.path=missing", "missing"),
     ],
 )
 def test_bad_configs(flag, said, capsys):
