@@ -14,6 +14,7 @@ from pathlib import Path
 COMMANDS = (
     "decode",
     "bench",
+    "spec_bench",
     "report",
     "doctor",
     "export",

@@ -3,10 +3,11 @@
     python -m specjax.report a.jsonl b.jsonl --out=DIR [--predict] [--formats=png,svg]
 
 Reads files written by `python -m specjax.decode --config.report=FILE`, with runs of one target on
-the same prompts (a file may hold several drafters). Writes report.md, report.csv, one JSONL file
-per run and pictures to DIR, fastest run first. `--predict` loads the target and times the parts of
-each run's rounds to predict the speed-up. An earlier report in DIR is replaced, unless it changed
-or DIR holds anything else. Interrupted runs are marked.
+the same prompts (a file may hold several drafters). Writes report.md, report.html (the same with
+its pictures, in one file), report.csv, one JSONL file per run and pictures to DIR, fastest run
+first. `--predict` loads the target and times the parts of each run's rounds to predict the
+speed-up. An earlier report in DIR is replaced, unless it changed or DIR holds anything else.
+Interrupted runs are marked.
 
 Exit codes: 0; 2 for bad input; 130 after Ctrl-C or SIGTERM.
 """
@@ -25,7 +26,7 @@ from specjax.errors import InputError, printable
 from specjax.fields import Choice, Flag, OutputFolder
 from specjax.files import atomic_writes, folders
 from specjax.files.path_checks import output_folder
-from specjax.reporting import csv_jsonl, picture_files, plots, tables
+from specjax.reporting import csv_jsonl, html_page, picture_files, plots, tables
 from specjax.reporting.records import read_reports
 from specjax.reporting.runs import Entry, by_conditions, check_together, in_order, labels
 
@@ -85,21 +86,28 @@ def _write_files(folder: Path, entries: Sequence[Entry], formats: Sequence[str])
     """Write a report's files and return their names; raises OSError."""
     drawn = picture_files.draw(folder, entries, formats) if formats else {}
     pictures = sorted(file.name for file in folder.iterdir())
+    markdown = tables.markdown(entries, drawn)
     texts = {
-        "report.md": tables.markdown(entries, drawn),
+        "report.md": markdown,
+        "report.html": html_page.page(
+            markdown, {name: (folder / name).read_bytes() for name in pictures}
+        ),
         "report.csv": csv_jsonl.csv_text(entries),
     }
     texts |= {
         f"{name}.jsonl": csv_jsonl.jsonl_text(entry)
-        for name, entry in zip(_file_names([one.label for one in entries]), entries, strict=True)
+        for name, entry in zip(_file_names(entries), entries, strict=True)
     }
     for name, text in texts.items():
         atomic_writes.write_text(folder / name, text)
     return [*texts, *pictures]
 
 
-def _file_names(names: Sequence[str]) -> list[str]:
-    """Return a file name for each label, none twice."""
+def _file_names(entries: Sequence[Entry]) -> list[str]:
+    """Return a file name for each entry, none twice."""
+    names = [entry.label for entry in entries]
+    if len({entry.run.conditions.temperature for entry in entries}) > 1:
+        names = [f"{one.label} t{one.run.conditions.temperature:g}" for one in entries]
     names = [re.sub(r"[^\w.=+-]+", "_", name).strip("_.") or "run" for name in names]
     taken: Mapping[str, int] = {name.lower(): names.index(name) for name in reversed(names)}
     return [

@@ -25,6 +25,8 @@ from specjax.decoding import options
 from specjax.fields import Kind, fields_of
 from specjax.loading.corpus import documents, index_folder
 from specjax.serving.serve_config import ServeFields
+from specjax.spec_bench import command as spec_bench
+from specjax.spec_bench.config import SpecBenchFields
 from train import corpus, distill, eagle, features, generate, import_responses, medusa, mtp
 from train.generation import answers
 from train.pretraining.tokens import CorpusConfig
@@ -39,6 +41,7 @@ COMMANDS = {
     "specjax.doctor": (doctor.main, fields_of(doctor.DoctorFields), "doctor_smollm2.py"),
     "specjax.serve": (serve.main, fields_of(ServeFields), "serve_smollm2.py"),
     "specjax.bench": (bench.main, fields_of(bench.BenchConfig), "bench_smollm2.py"),
+    "specjax.spec_bench": (spec_bench.main, fields_of(SpecBenchFields), "spec_bench.py"),
     "train.generate": (generate.main, fields_of(answers.AnswersConfig), "generate_smollm2.py"),
     "train.corpus": (corpus.main, fields_of(CorpusConfig), "corpus.py"),
     "train.medusa": (medusa.main, fields_of(medusa.Config), "train_medusa2.py"),
@@ -76,7 +79,6 @@ FLAGS = {
 SCRIPTS = {
     "kill_and_resume": {},
     "reproduce_heads": {},
-    "sweep": {},
     "weights_cost": {},
 }
 for name, needed in SCRIPTS.items():

@@ -19,6 +19,7 @@ ORDER = [
     "train.methods train.pretraining",
     "train.experts",
     "train.data",
+    "specjax.spec_bench",
     "specjax.decode specjax.bench specjax.report specjax.export specjax.corpus_index specjax.serve "
     "specjax.doctor",
     "specjax.serving",

@@ -53,14 +53,20 @@ def read_config(argv: list[str], default: str) -> ml_collections.ConfigDict:
     files = [argument for argument in argv if re.match(r"--?config=", argument)]
     overrides = [argument for argument in argv if argument not in files]
     path = files[-1].partition("=")[2] if files else default
-    config = _load(path, packaged_first=not files)
+    config = overridden(_load(path, packaged_first=not files), overrides)
+    _check_values(path, config)  # some may be computed from what was overridden
+    return config
+
+
+def overridden(
+    config: ml_collections.ConfigDict, overrides: Sequence[str]
+) -> ml_collections.ConfigDict:
+    """Return a config with `--config.field=value` applied, locked. Raises InputError."""
     for override in overrides:
         if not re.match(_CONFIG_FLAG, override):
             raise InputError(_not_understood(config, override))
         _check_override(config, override)
-    config = _overridden(config, overrides)
-    _check_values(path, config)  # some may be computed from what was overridden
-    return config
+    return _overridden(config, overrides)
 
 
 _CONFIG_FLAG = r"--?(no)?config([.=]|$)"
@@ -194,7 +200,7 @@ def _check_values(path: str, config: ml_collections.ConfigDict) -> None:
             ) from None
 
 
-def _overridden(config: ml_collections.ConfigDict, overrides: list[str]) -> Any:
+def _overridden(config: ml_collections.ConfigDict, overrides: Sequence[str]) -> Any:
     values = flags.FlagValues()
     line = ["specjax", *overrides]
     config_flags.DEFINE_config_dict(

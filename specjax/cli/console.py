@@ -120,7 +120,8 @@ class Screen:
             self._bar.start()
             self._bar.refresh()
         elif time.monotonic() - self._last_line > _QUIET_S:
-            self.say(line)
+            left = self._bar.tasks[self._task].time_remaining
+            self.say(line if left is None else f"{line}, {duration(left)} left")
 
     def rest(self) -> None:
         """End the progress bar and the current line of text."""
@@ -251,6 +252,16 @@ class Screen:
                 + f"{row.difference.first}; {', '.join(closeness)}",
                 "" if row.difference.excused else "bold red",
             )
+
+
+def duration(seconds: float) -> str:
+    """Return seconds as hours, minutes or seconds, whichever say enough."""
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes >= 60:
+        return f"{minutes // 60} h {minutes % 60} min"
+    return (
+        f"{minutes} min" if minutes >= 10 else f"{minutes} min {rest} s" if minutes else f"{rest} s"
+    )
 
 
 def _harmless(text: str) -> str:

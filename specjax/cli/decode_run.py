@@ -323,10 +323,7 @@ class _Decoding:
         with self.screen.working(f"compiling {name}"):
             side.engine.compile()
         self.clock.compiled(side.name, time.perf_counter() - begin)
-        # What the first round takes says nothing of later ones.
-        with open_engine(session, 1) as warm:
-            add_prompts(warm, session, range(min(session.batch_size, len(session.prompts))))
-            warm.step()
+        warm_up(session)
 
     def decode(self, side: _Side, index: list[int], *, live: bool = False) -> Generation:
         """Decode a group, with its text on the screen if `live`."""
@@ -357,6 +354,13 @@ class _Decoding:
         self.screen.rest()
         self.finished_rows += len(index)
         return result
+
+
+def warm_up(session: Session) -> None:
+    """Decode one round of a session's first prompts: the first one's time says nothing of later."""
+    with open_engine(session, 1) as engine:
+        add_prompts(engine, session, range(min(session.batch_size, len(session.prompts))))
+        engine.step()
 
 
 def _groups(session: Session) -> list[list[int]]:

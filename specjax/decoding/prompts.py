@@ -163,6 +163,29 @@ def spread(questions: Sequence[Question], count: int) -> list[Question]:
     return [questions[i * len(questions) // count] for i in range(count)]
 
 
+def stratified(questions: Sequence[Question], count: int) -> list[Question]:
+    """Return `count` questions, as many of each task as of the others, evenly spaced in the task.
+
+    They are in the order of `questions`. Where tasks have too few the others have more. Raises
+    InputError for fewer than one of each task.
+    """
+    tasks: dict[str, list[Question]] = {}
+    for question in questions:
+        tasks.setdefault(task_of(question.category), []).append(question)
+    if count < len(tasks):
+        raise InputError(
+            f"questions={count}: there are {len(tasks)} tasks ({', '.join(tasks)}); use a number "
+            "of at least that, or name tasks"
+        )
+    chosen: set[int | str] = set()
+    left = min(count, len(questions))
+    for number, of_task in enumerate(sorted(tasks.values(), key=len)):
+        share = spread(of_task, left // (len(tasks) - number))
+        left -= len(share)
+        chosen |= {question.question_id for question in share}
+    return [question for question in questions if question.question_id in chosen]
+
+
 def select(
     questions: Sequence[Question], limit: int | None = None, per_task: int | None = None
 ) -> list[Question]:

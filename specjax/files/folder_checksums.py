@@ -32,6 +32,7 @@ Kind = Literal[
     "training run",
     "recipe",
     "report",
+    "spec-bench run",
     "corpus",
     "corpus index",
     "tokens",

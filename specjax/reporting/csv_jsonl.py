@@ -33,6 +33,7 @@ def csv_text(entries: Sequence[Entry]) -> str:
 def _csv_row(entry: Entry, task: str, longest: int) -> dict[str, Any]:
     figures, run = entry.figures[task].to_dict(), entry.run
     low, high = figures.pop("speedup_interval") or (None, None)
+    tau_low, tau_high = figures.pop("acceptance_length_interval") or (None, None)
     row = {
         "subset": task,
         "drafter": run.drafter,
@@ -45,6 +46,8 @@ def _csv_row(entry: Entry, task: str, longest: int) -> dict[str, Any]:
         **{name: value for name, value in figures.items() if not isinstance(value, list | dict)},
         "speedup_low": low,
         "speedup_high": high,
+        "acceptance_length_low": tau_low,
+        "acceptance_length_high": tau_high,
     }
     whole = task == OVERALL
     row["predicted_speedup"] = entry.predicted if whole else None

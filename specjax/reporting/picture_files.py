@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from specjax.reporting.best_length import BestLength, best_lengths
 from specjax.reporting.plots import Curve, Interval, draw_bars, draw_curves, draw_intervals
 from specjax.reporting.records import Conditions
-from specjax.reporting.runs import Entry, by_conditions, without_length
+from specjax.reporting.runs import Entry, by_conditions
 from specjax.reporting.statistics import FEW, OVERALL, heading, tasks_of
 
 FORMATS = ("png", "svg", "pdf")
@@ -118,15 +119,10 @@ def _draw_tokens_per_pass(path: Path, group: Sequence[Entry], title: str) -> boo
 
 def _draw_speedup_by_length(path: Path, group: Sequence[Entry], title: str) -> bool:
     """Draw a line per family of runs that differ in draft length; False if there is none."""
-    families: dict[str, list[Entry]] = {}
-    for entry in group:
-        if entry.run.draft_length is not None and entry.figures[OVERALL].speedup is not None:
-            families.setdefault(entry.family, []).append(entry)
     curves = []
-    for members in families.values():
-        members.sort(key=lambda entry: entry.run.draft_length)
-        if len({entry.run.draft_length for entry in members}) > 1:
-            curves.append(_curve(members))
+    for family, found in best_lengths(group).items():
+        members = [entry for entry in group if entry.family == family]
+        curves.append(_curve(sorted(members, key=lambda entry: entry.run.draft_length), found))
     if not curves:
         return False
     draw_curves(
@@ -136,17 +132,19 @@ def _draw_speedup_by_length(path: Path, group: Sequence[Entry], title: str) -> b
         x_label="most draft tokens per pass",
         y_label="times as fast as plain decoding",
         level=1.0,
-        theory_label="predicted from its parts",
+        theory_label="predicted from its parts, or by acceptance and cost",
     )
     return True
 
 
-def _curve(members: Sequence[Entry]) -> Curve:
-    predicted = [entry for entry in members if entry.predicted is not None]
+def _curve(members: Sequence[Entry], found: BestLength) -> Curve:
+    lengths = [entry.run.draft_length for entry in members]
+    predicted = {k: one.predicted for k, one in zip(lengths, members, strict=True) if one.predicted}
+    expected = predicted or dict(enumerate(found.expected[1:], 1))
     return Curve(
-        without_length(members[0].label),
-        [entry.run.draft_length for entry in members],
+        found.label,
+        lengths,
         [entry.figures[OVERALL].speedup for entry in members],
-        [entry.run.draft_length for entry in predicted],
-        [entry.predicted for entry in predicted],
+        list(expected),
+        list(expected.values()),
     )

@@ -72,13 +72,19 @@ def _print_error(line: str) -> None:
 class ReportFile:
     """A file of JSON lines that grows during its run; without a path nothing is written.
 
-    An earlier report is replaced when the first record is added.
+    An earlier report is replaced when the first record is added, or continued if `resumed`.
     """
 
-    def __init__(self, path: Path | None, tell: Callable[[str], None] = _print_error) -> None:
+    def __init__(
+        self,
+        path: Path | None,
+        tell: Callable[[str], None] = _print_error,
+        *,
+        resumed: bool = False,
+    ) -> None:
         self._path, self._tell = path, tell
         self._waiting = ""
-        self._begun = self._reported = False
+        self._begun, self._reported = resumed, False
 
     def add(self, *records: Mapping[str, Any]) -> None:
         """Write records; records that cannot be written are kept, which is reported once."""

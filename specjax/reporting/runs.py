@@ -86,24 +86,30 @@ def check_together(runs: Sequence[Run]) -> None:
 
 
 def labels(runs: Sequence[Run]) -> list[str]:
-    """Return a name for each run in plain words: its drafter, and what distinguishes the runs."""
+    """Return a name for each run in plain words: its drafter, and what distinguishes the runs.
+
+    No two runs under the same conditions have the same name.
+    """
     fields = [_distinguishing_fields(run) for run in runs]
     names = dict.fromkeys(name for one in fields for name in one)
     differing = [name for name in names if len({str(one.get(name)) for one in fields}) > 1]
     found = []
     for run, one in zip(runs, fields, strict=True):
         words = [_words(name, one[name]) for name in differing if one.get(name) is not None]
-        label = f"{run.drafter} (lossy)" if run.lossy else run.drafter
+        name = "plain decoding" if run.drafter == "none" else run.drafter
+        label = f"{name} (lossy)" if run.lossy else name
         found.append(", ".join([label, *filter(None, words)]))
+    conditions = [run.conditions for run in runs]
+    keys = list(zip(found, conditions, strict=True))
     # The least of a path that tells equal names apart: its stem, then folders above it.
     for above in range(max((len(run.path.parts) for run in runs), default=1)):
         named = [
-            f"{label} ({Path(*run.path.parts[-1 - above :]).with_suffix('')})"
-            if found.count(label) > 1
-            else label
-            for run, label in zip(runs, found, strict=True)
+            f"{key[0]} ({Path(*run.path.parts[-1 - above :]).with_suffix('')})"
+            if keys.count(key) > 1
+            else key[0]
+            for run, key in zip(runs, keys, strict=True)
         ]
-        if len(set(named)) == len(named):
+        if len(set(zip(named, conditions, strict=True))) == len(named):
             return named
     # One file twice, or two that differ by their suffixes.
     return [f"{label}, {number}" for number, label in enumerate(named, 1)]

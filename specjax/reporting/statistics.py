@@ -39,16 +39,19 @@ TASKS = {
 class Figures:
     """The figures of one task, or of all; None if undefined.
 
-    `speedup` is pooled, and `speedup_interval` is its 95 % confidence interval from the variation
-    between batches, None with fewer than two. `speedup_range` is the least and largest speed-up of
-    repeats, and `plain_range` of plain decoding's tokens/s in the batch where it varies most, None
-    if batches were decoded once. `speedup_with_prefill` includes the seconds of prefill, and
-    `speedup_per_request` is the mean over requests, which is defined for batch size 1 only.
+    `acceptance_length_interval` is the 95 % confidence interval of the pooled acceptance length
+    from the variation between answers, None with fewer than two. `speedup` is pooled, and
+    `speedup_interval` is its interval from the variation between batches. `speedup_range` is the
+    least and largest speed-up of repeats, and `plain_range` of plain decoding's tokens/s in the
+    batch where it varies most, None if batches were decoded once. `speedup_with_prefill` includes
+    the seconds of prefill, and `speedup_per_request` is the mean over requests, which is defined
+    for batch size 1 only.
     `timed_requests` is the number of requests that the speeds cover. `acceptance_of_tested` is
     accepted over tested draft tokens (the accepted ones and the first rejected one).
     """
 
     counts: metrics.Summary
+    acceptance_length_interval: tuple[float, float] | None
     tokens_per_second: float | None
     plain_tokens_per_second: float | None
     speedup: float | None
@@ -89,6 +92,7 @@ def figures(rows: Sequence[Row], timed: Sequence[Row] | None = None) -> Figures:
     speedup_range, plain_range = _ranges_of_repeats(both)
     return Figures(
         counts=summarize(rows),
+        acceptance_length_interval=_acceptance_interval(rows),
         tokens_per_second=_speed(_new_tokens(timed), _seconds(timed, "decode_s")),
         plain_tokens_per_second=_speed(_plain_tokens(both), _seconds(both, "plain_decode_s")),
         speedup=_speedup(both),
@@ -195,12 +199,25 @@ def _speedup_interval(rows: Sequence[Row]) -> tuple[float, float] | None:
     sums = each.sum(axis=0) - each
     if not (sums > 0).all():
         return None
-    without = np.log(sums) @ (1, -1, 1, -1)
-    count = len(each)
+    return _jackknife(_speedup(rows), np.log(sums) @ (1, -1, 1, -1))
+
+
+def _acceptance_interval(rows: Sequence[Row]) -> tuple[float, float] | None:
+    """Return the 95 % interval of the acceptance length, by a jackknife of its logarithm."""
+    each = np.array([(sum(row.accepted), len(row.accepted)) for row in rows])
+    others = each.sum(axis=0) - each
+    if len(each) < 2 or not others[:, 1].all():
+        return None
+    accepted, rounds = each.sum(axis=0)
+    return _jackknife(1 + accepted / rounds, np.log(1 + others[:, 0] / others[:, 1]))
+
+
+def _jackknife(value: float, without: np.ndarray) -> tuple[float, float]:
+    """Return the 95 % interval of a value, given its logarithm without each part in turn."""
+    count = len(without)
     error = np.sqrt((count - 1) / count * ((without - without.mean()) ** 2).sum())
     error *= stdtrit(count - 1, _QUANTILE)
-    speedup = _speedup(rows)
-    return float(speedup * np.exp(-error)), float(speedup * np.exp(error))
+    return float(value * np.exp(-error)), float(value * np.exp(error))
 
 
 def _ranges_of_repeats(

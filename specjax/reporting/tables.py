@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from specjax.errors import printable
+from specjax.reporting.best_length import BestLength, best_lengths
 from specjax.reporting.records import Conditions, Run
 from specjax.reporting.runs import Entry, by_conditions
 from specjax.reporting.statistics import FEW, OVERALL, Figures, heading, tasks_of
@@ -79,6 +80,8 @@ def _section(group: Sequence[Entry]) -> list[str]:
     if note := incomplete(group):
         parts.append(note)
     parts += [
+        f"95 % intervals, from the variation between {FEW} answers or more:\n",
+        _intervals(group, lambda figures: figures.speedup_interval),
         "### Tokens per pass\n",
         _by_task(
             group,
@@ -86,6 +89,8 @@ def _section(group: Sequence[Entry]) -> list[str]:
             _number,
             (("All", lambda figures: figures.counts.acceptance_length, _number),),
         ),
+        "95 % intervals:\n",
+        _intervals(group, lambda figures: figures.acceptance_length_interval),
         "Mean over requests:\n",
         _by_task(
             group,
@@ -98,9 +103,48 @@ def _section(group: Sequence[Entry]) -> list[str]:
         "### Acceptance by position\n",
         _positions(group),
     ]
+    if lengths := best_lengths(group):
+        parts += ["### The best draft length\n", _lengths(list(lengths.values()))]
     if chosen := [entry for entry in group if entry.run.auto]:
         parts += ["### What auto chose\n", _auto(chosen)]
     return parts
+
+
+def _intervals(
+    group: Sequence[Entry], value: Callable[[Figures], tuple[float, float] | None]
+) -> str:
+    """Return a table of 95 % intervals by task and over all tasks, without those of few answers."""
+    tasks = tasks_of(entry.run for entry in group)
+    rows = [[_plain_text(entry.label)] for entry in group]
+    for row, entry in zip(rows, group, strict=True):
+        for figures in (entry.figures[task] for task in (*tasks, OVERALL)):
+            row.append(_cell(None if figures.few else value(figures), _interval))
+    return _table(["Drafter", *(_plain_text(heading(task)) for task in tasks), "All"], rows)
+
+
+def _lengths(families: Sequence[BestLength]) -> str:
+    rows = []
+    for one in families:
+        figures = one.best.figures[OVERALL]
+        cost = f"{one.round_cost:.2f} {one.token_cost:+.3f} K"
+        expected = [str(one.expected_length), _times(max(one.expected))] if one.expected else []
+        rows.append(
+            [
+                _plain_text(one.label),
+                str(one.best.run.draft_length),
+                _times(figures.speedup),
+                _cell(figures.speedup_interval, _interval),
+                *(expected or ["n/a"] * 2),
+                cost,
+            ]
+        )
+    head = ["Drafter", "fastest K", "speed-up", "95 % interval", "expected K", "speed-up"]
+    return (
+        _table([*head, "cost of a round"], rows)
+        + "\nExpected: tokens per round, by the acceptance by position of the longest drafts, over "
+        "the cost of a round in passes of plain decoding, a line fitted to the seconds of all "
+        "lengths. K is the number of draft tokens, and 0 plain decoding. Not defined for trees.\n"
+    )
 
 
 def _auto(group: Sequence[Entry]) -> str:

@@ -20,7 +20,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from specjax.controllers import Limits, StepRecord
+from specjax.controllers import Controller, Limits, StepRecord
 from specjax.decoding.engine.device_rows import DeviceRows
 from specjax.decoding.engine.outputs import (
     ABORTED,
@@ -319,6 +319,16 @@ class Engine:
         self._controller_state = self.session.controller.init(self.session.step_sizes)
         if running == "abort":
             self._abort([request for request in self._scheduler.slots if request is not None])
+
+    def control(self, controller: Controller | None) -> None:
+        """Let another controller choose draft lengths from now on, or fixed ones for None.
+
+        Nothing is compiled, since lengths are numbers that the program takes. What the earlier
+        controller learned is discarded. Raises InputError for what is no controller.
+        """
+        self._check_open()
+        self._rows.session = self.session.controlled_by(controller)
+        self._controller_state = self.session.controller.init(self.session.step_sizes)
 
     def close(self) -> None:
         """Free the engine's memory on the devices.

@@ -1,0 +1,15 @@
+"""Spec-Bench with the default model: `python -m specjax.spec_bench --config.prompts=FILE`.
+
+`--help` says what each field does.
+"""
+
+from specjax.cli.config_file import config_of
+from specjax.spec_bench.config import SpecBenchFields
+
+
+def get_config(size=""):
+    if size:
+        raise ValueError(f"size {size!r} is unknown: leave it out")
+    config = config_of(SpecBenchFields)
+    config.target = "smollm2-135m-instruct"
+    return config

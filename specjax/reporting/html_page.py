@@ -1,0 +1,84 @@
+"""A report's Markdown as one HTML file, with its pictures inside."""
+
+from __future__ import annotations
+
+import base64
+import html
+import itertools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+
+_STYLE = """\
+body { font-family: system-ui, sans-serif; margin: 2rem auto; max-width: 72rem; padding: 0 1rem; }
+table { border-collapse: collapse; display: block; margin: 1rem 0; overflow-x: auto; }
+th, td { border: 1px solid #ccc; padding: .25rem .6rem; text-align: right; white-space: nowrap; }
+th:first-child, td:first-child { text-align: left; }
+th { background: #f3f3f3; }
+img { max-width: 100%; }
+"""
+_TYPES = {"png": "image/png", "svg": "image/svg+xml"}
+_PICTURE = re.compile(r"!\[(.*)\]\((.*)\)")
+_CELL_END = re.compile(r"(?<!\\)\|")
+
+
+def page(markdown: str, pictures: Mapping[str, bytes]) -> str:
+    """Return the page of a text in `tables.markdown`'s part of Markdown.
+
+    That is headings, tables, pictures on lines of their own, and paragraphs with bold text.
+    `pictures` are the contents of files by name; those that no browser shows are left out.
+    """
+    title = markdown.partition("\n")[0].lstrip("# ")
+    blocks = [block for block in re.split(r"\n{2,}", markdown.strip()) if block]
+    body = "\n".join(part for block in blocks for part in _parts(block, pictures))
+    return (
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f"<title>{_inline(title)}</title>\n<style>\n{_STYLE}</style>\n</head>\n"
+        f"<body>\n{body}\n</body>\n</html>\n"
+    )
+
+
+def _parts(block: str, pictures: Mapping[str, bytes]) -> Iterator[str]:
+    """Yield the elements of lines that no empty line divides."""
+    for kind, lines in itertools.groupby(block.split("\n"), _kind):
+        lines = list(lines)
+        if kind == "table":
+            yield _table(lines)
+        elif kind == "text":
+            yield f"<p>{_inline(' '.join(lines))}</p>"
+        else:
+            yield from (_line(line, pictures) for line in lines)
+
+
+def _kind(line: str) -> str:
+    if line.startswith("| "):
+        return "table"
+    return "line" if line.startswith("#") or _PICTURE.fullmatch(line) else "text"
+
+
+def _line(line: str, pictures: Mapping[str, bytes]) -> str:
+    if picture := _PICTURE.fullmatch(line):
+        title, name = picture.groups()
+        kind = _TYPES.get(name.rpartition(".")[2])
+        if kind is None or name not in pictures:
+            return ""
+        data = base64.b64encode(pictures[name]).decode()
+        return f'<img alt="{_inline(title)}" src="data:{kind};base64,{data}">'
+    level = len(line) - len(line.lstrip("#"))
+    return f"<h{level}>{_inline(line.lstrip('# '))}</h{level}>"
+
+
+def _table(lines: Sequence[str]) -> str:
+    head, _, *rows = ([cell.strip() for cell in _CELL_END.split(line)[1:-1]] for line in lines)
+    elements = [_row("th", head), *(_row("td", cells) for cells in rows)]
+    return "<table>\n" + "\n".join(elements) + "\n</table>"
+
+
+def _row(element: str, cells: Sequence[str]) -> str:
+    inside = "".join(f"<{element}>{_inline(cell)}</{element}>" for cell in cells)
+    return f"<tr>{inside}</tr>"
+
+
+def _inline(text: str) -> str:
+    """Return a text with its bold parts marked, and what Markdown escapes as it is."""
+    bold = re.sub(r"(?<!\\)\*\*(.+?)(?<!\\)\*\*", r"<b>\1</b>", html.escape(text))
+    return re.sub(r"\\(\W)", r"\1", bold)

@@ -1,0 +1,39 @@
+"""The answers of a cell that earlier runs have finished, read from its file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from specjax.errors import InputError, one_line
+from specjax.reporting.records import Row, read_report
+
+
+def finished_rows(
+    path: Path, turns: Mapping[int | str, int], tell: Callable[[str], None]
+) -> list[Row]:
+    """Return the rows of the questions that a cell's file answers in all of their `turns`.
+
+    What a killed process left behind, half of a line or of a conversation, is cut off, which `tell`
+    receives a line about. Raises InputError for a file that is damaged otherwise.
+    """
+    if not path.exists():
+        return []
+    try:
+        text = path.read_bytes()
+        lines = text[: text.rfind(b"\n") + 1].splitlines(keepends=True)
+        # A unit is one write, and the first has the header: without rows no unit is whole.
+        rows = list(read_report(path).rows) if len(lines) > 1 else []
+        while rows and sum(one.question_id == rows[-1].question_id for one in rows) != turns.get(
+            rows[-1].question_id
+        ):
+            rows.pop()
+        summary = len(lines) - 1 - len(read_report(path).rows) if rows else 0
+        kept = b"".join(lines[: 1 + len(rows) + summary]) if rows else b""
+        if kept != text:
+            os.truncate(path, len(kept))
+            tell(f"{path}: its end was cut off when the run was killed; that question is repeated")
+    except OSError as error:
+        raise InputError(f"out: {str(path)!r} cannot be read: {one_line(error)}") from None
+    return rows

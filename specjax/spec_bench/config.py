@@ -1,0 +1,250 @@
+"""The config of `specjax.spec_bench`, checked and divided into cells before any long work."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from specjax.cli.built_in_prompts import questions_of
+from specjax.cli.config_file import config_of, overridden
+from specjax.cli.decode_config import DecodeConfig, DecodeFields, TargetFields, read_decode_config
+from specjax.cli.flags import Listed
+from specjax.cli.mesh_config import ONE_DEVICE, MeshConfig
+from specjax.decoding.options import DRAFT_LENGTH, FIXED, MAX_LENGTH, RULE_NAME
+from specjax.decoding.prompts import Question, stratified, task_of
+from specjax.decoding.sampling_params import SEED, TEMPERATURE
+from specjax.drafters import DRAFTERS, TRAINED
+from specjax.errors import InputError, one_line, shown
+from specjax.fields import (
+    Choice,
+    InputFile,
+    Items,
+    OutputFolder,
+    Text,
+    Whole,
+    dotted,
+    optional,
+    read_values,
+)
+from specjax.loading.find_head import shipped_heads
+from specjax.reporting import picture_files
+
+ALL = "all"
+_PLAIN = "none"
+"""The drafter of plain decoding, which every question is decoded with."""
+_NEEDS_MORE = (_PLAIN, "corpus", "quantized", "simulated")
+"""Drafters without weights of their own that `all` leaves out: they need options, or a target in
+floats."""
+_OF_A_DRAFTER = ("drafter.", "tree.", "typical.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpecBenchFields(TargetFields):
+    """The fields of the config of `specjax.spec_bench`."""
+
+    prompts: Annotated[Path | None, optional(InputFile())] = None
+    """A JSONL file in Spec-Bench's schema; without it a few built-in prompts."""
+    tasks: Annotated[str | tuple[str, ...], Listed(Text(), empty=True)] = ""
+    """Some of the file's tasks, as qa,rag; by default all."""
+    questions: Annotated[int | None, optional(Whole(1))] = None
+    """So many, the same number of each task."""
+    turns: Literal["first", "all"] = "all"
+    """With all, the answers of plain decoding become the history of the next turn."""
+
+    drafters: Annotated[str, Text()] = ALL
+    """As ngram,eagle3,ngram+eagle3; all: those that need no training or come with the target. After
+    a name, options as of specjax.decode: eagle3 tree.kind=dynamic tree.num_nodes=32."""
+    temperatures: Annotated[tuple[float, ...], Items(TEMPERATURE, least=1)] = (0.0,)
+    """Of sampling; 0 is greedy."""
+    num_speculative_tokens: Annotated[tuple[int | str, ...], Items(DRAFT_LENGTH, least=1)] = (
+        FIXED,
+    )
+    """Draft lengths: fixed, as each drafter has it; auto; numbers, of a tree the first nodes. All
+    numbers share one program per drafter, as wide as the longest."""
+    verify: Annotated[str, RULE_NAME] = "rejection"
+    """The rule by which draft tokens are accepted."""
+    max_new_tokens: Annotated[int, Whole(1)] = 128
+    """The most of an answer."""
+    max_length: Annotated[int | None, optional(MAX_LENGTH)] = None
+    """The most tokens of all turns and answers; by default the target's positions."""
+    seed: Annotated[int, SEED] = 0
+    """Of all draws."""
+
+    out: Annotated[str | Path, OutputFolder()] = "build/spec_bench"
+    """The folder of the run: the same command resumes there."""
+    formats: Annotated[str | tuple[str, ...], Listed(Choice(picture_files.FORMATS))] = "svg,pdf"
+    """Of pictures: png,svg,pdf or some of them."""
+    mesh: MeshConfig = ONE_DEVICE
+    """data x model devices, as of specjax.decode."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A drafter with its options at a temperature and a draft length, as a config of decode."""
+
+    entry: str
+    config: DecodeConfig
+
+    @property
+    def temperature(self) -> float:
+        """The temperature of sampling."""
+        return self.config.sampling.temperature
+
+    @property
+    def length(self) -> int | str:
+        """The draft length: a number, "fixed" or "auto"."""
+        return self.config.num_speculative_tokens
+
+    @property
+    def file_name(self) -> str:
+        """The name of the file of its answers."""
+        said = f"{self.entry}-{self.length}-t{self.temperature:g}"
+        digest = hashlib.sha256(said.encode()).hexdigest()[:8]
+        return f"{re.sub(r'[^A-Za-z0-9.=+-]+', '_', said)[:100]}-{digest}.jsonl"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpecBenchConfig(SpecBenchFields):
+    """A checked config, with its questions; the cells of a temperature begin with plain decoding's.
+
+    `settings` are what a run may not change when it is resumed, by field.
+    """
+
+    chosen: tuple[Question, ...]
+    cells: tuple[Cell, ...]
+    settings: dict[str, Any]
+
+
+def read_spec_bench_config(written: dict[str, Any]) -> SpecBenchConfig:
+    """Return the checked config, except for checks that need the model. Raises InputError."""
+    given = read_values(SpecBenchFields, written)
+    for name in ("temperatures", "num_speculative_tokens"):
+        _refuse_repeated(name, getattr(given, name))
+    chosen = tuple(_chosen(given))
+    return SpecBenchConfig(
+        **vars(given), chosen=chosen, cells=tuple(_cells(given)), settings=_settings(given, chosen)
+    )
+
+
+def _chosen(given: SpecBenchFields) -> Sequence[Question]:
+    """Return the questions of the config's tasks, as many as it asks for."""
+    questions = list(questions_of(given.prompts))
+    there = list(dict.fromkeys(task_of(question.category) for question in questions))
+    _refuse_repeated("tasks", given.tasks)
+    for task in given.tasks:
+        if task not in there:
+            raise InputError(
+                f"tasks={shown(task)}: no question is of that task; use {', '.join(there)}"
+            )
+    if given.tasks:
+        questions = [one for one in questions if task_of(one.category) in given.tasks]
+    if given.turns == "first":
+        questions = [Question(one.question_id, one.category, one.turns[:1]) for one in questions]
+    return questions if given.questions is None else stratified(questions, given.questions)
+
+
+def _cells(given: SpecBenchFields) -> Iterator[Cell]:
+    """Yield the cells, temperature by temperature."""
+    entries = _entries(given)
+    for temperature in given.temperatures:
+        yield _cell(given, _PLAIN, temperature, FIXED)
+        for entry, length in itertools.product(entries, given.num_speculative_tokens):
+            yield _cell(given, entry, temperature, length)
+
+
+def _entries(given: SpecBenchFields) -> list[str]:
+    """Return the drafters with their options, one a text, `all` replaced by those it stands for."""
+    entries: list[str] = []
+    for text in _split(given.drafters):
+        entry = " ".join(text.split())
+        if not entry:
+            raise InputError(f"drafters={given.drafters!r}: name drafters such as ngram,eagle3")
+        if entry.split()[0] == _PLAIN:
+            raise InputError(
+                f"drafters={shown(entry)}: plain decoding is measured anyway; leave it out"
+            )
+        entries += _all_drafters(given.target) if entry == ALL else [entry]
+    _refuse_repeated("drafters", entries)
+    return entries
+
+
+def _all_drafters(target: str) -> list[str]:
+    """Return the drafters that need no training, and those whose weights come with the target."""
+    shipped = shipped_heads().get(target, [])
+    names = [name for name in DRAFTERS if name not in (*_NEEDS_MORE, *TRAINED)]
+    names += [name for name in DRAFTERS if name in shipped]
+    return [*names, *(f"ngram+{name}" for name in shipped if name == "eagle3")]
+
+
+def _cell(given: SpecBenchFields, entry: str, temperature: float, length: int | str) -> Cell:
+    config = _decode_fields(entry)
+    for name in ("target", "dtype", "weights", "kv_cache_dtype", "turns", "verify", "seed"):
+        config[name] = getattr(given, name)
+    config |= {"max_length": given.max_length, "mesh": asdict(given.mesh)}
+    config["prompts"] = None if given.prompts is None else str(given.prompts)
+    config["num_speculative_tokens"] = length
+    config["sampling"] |= {"temperature": temperature, "max_new_tokens": given.max_new_tokens}
+    try:
+        return Cell(entry, read_decode_config(config))
+    except InputError as error:
+        raise InputError(f"drafters={shown(entry)}: {one_line(error)}") from None
+
+
+def _decode_fields(entry: str) -> dict[str, Any]:
+    """Return a decode config with a drafter's name and options, as written after it."""
+    return {
+        name: dict(value) if isinstance(value, dict) else value
+        for name, value in _overridden_fields(entry).items()
+    }
+
+
+@functools.lru_cache
+def _overridden_fields(entry: str) -> dict[str, Any]:
+    name, *options = entry.split()
+    for option in options:
+        if not option.startswith(_OF_A_DRAFTER) or "=" not in option:
+            raise InputError(
+                f"drafters={shown(entry)}: {option!r} is no option of a drafter; use "
+                "drafter.FIELD=VALUE or tree.FIELD=VALUE, as of specjax.decode"
+            )
+    overrides = [f"--config.drafter.name={name}", *(f"--config.{option}" for option in options)]
+    try:
+        return overridden(config_of(DecodeFields), overrides).to_dict()
+    except InputError as error:
+        raise InputError(f"drafters={shown(entry)}: {one_line(error)}") from None
+
+
+def _settings(given: SpecBenchFields, chosen: Sequence[Question]) -> dict[str, Any]:
+    """Return what makes a run, JSON-ready; of the prompts their number and a digest."""
+    apart = ("out", "formats", "prompts")
+    fields = {name: value for name, value in asdict(given).items() if name not in apart}
+    fields["drafters"] = ",".join(_entries(given))
+    digest = hashlib.sha256(repr(chosen).encode()).hexdigest()[:16]
+    fields["prompts"] = f"{len(chosen)} questions, {digest}"
+    return {
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in dotted(fields).items()
+    }
+
+
+def _refuse_repeated(name: str, values: Sequence[Any]) -> None:
+    for value in values:
+        if values.count(value) > 1:
+            raise InputError(f"{name}: {shown(value)} is given twice; name each once")
+
+
+def _split(values: str) -> Iterator[str]:
+    """Yield the parts between commas that no bracket encloses."""
+    depth, begin = 0, 0
+    for index, letter in enumerate(values):
+        depth += (letter in "([{") - (letter in ")]}")
+        if letter == "," and depth == 0:
+            yield values[begin:index]
+            begin = index + 1
+    yield values[begin:]

@@ -1,0 +1,58 @@
+"""The programs of a Spec-Bench run: as few as its cells allow, planned but not compiled."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from specjax.cli.console import Screen
+from specjax.cli.decode_config import ConfigDrafter, make_config_drafter
+from specjax.decoding.options import AUTO, FIXED
+from specjax.decoding.session import Session, plan_rows
+from specjax.drafters import DRAFTER_KIND
+from specjax.loading.model import Model
+from specjax.spec_bench.config import Cell, SpecBenchConfig
+
+
+class Programs:
+    """The plans of a config's cells, whose drafters are loaded once.
+
+    All numbers of draft tokens of a drafter are limits of one plan, and temperatures are numbers
+    that it takes, too: greedy decoding alone has a plan of its own, and so has the length that a
+    drafter has by default.
+    """
+
+    def __init__(
+        self, config: SpecBenchConfig, model: Model, capacity: int, screen: Screen
+    ) -> None:
+        """Remember the target, and the most tokens of a row."""
+        lengths = config.num_speculative_tokens
+        self._longest = max((one for one in lengths if isinstance(one, int)), default=None)
+        self._model, self._capacity, self._screen = model, capacity, screen
+        self._drafters: dict[tuple[str, bool], ConfigDrafter] = {}
+
+    def plan(self, cell: Cell) -> Session:
+        """Return a cell's session, without prompts. Raises InputError."""
+        length = AUTO if cell.length == AUTO else FIXED
+        options = replace(cell.config.options, num_speculative_tokens=length)
+        loaded = self.drafter(cell).loaded
+        return plan_rows(self._model, loaded, options, self._capacity, [cell.config.sampling])
+
+    def drafter(self, cell: Cell) -> ConfigDrafter:
+        """Return a cell's drafter; for numbers of draft tokens, a chain as long as the largest."""
+        numbered = isinstance(cell.length, int)
+        key = cell.entry, numbered
+        if key not in self._drafters:
+            made = self._made(cell, FIXED)
+            parts = DRAFTER_KIND.check("drafter", made.loaded).drafter.parts
+            if numbered and not any(part.branches for part in parts):
+                made = self._made(cell, self._longest)
+            self._drafters[key] = made
+        return self._drafters[key]
+
+    def _made(self, cell: Cell, length: int | str) -> ConfigDrafter:
+        config = cell.config
+        options = replace(config.options, num_speculative_tokens=length)
+        (drafter,) = config.drafters
+        return make_config_drafter(
+            replace(config, options=options), drafter, self._model, tell=self._screen.say
+        )

@@ -1,0 +1,301 @@
+"""Measure the cells of a Spec-Bench run, question by question, and keep what is finished.
+
+Plain decoding comes first on each question; its answers are the history of later turns, for all
+drafters alike. The drafters follow, every question in another order. A unit of work is a question
+with one cell: its rows are appended to the cell's file at once, and a resumed run skips it.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from jax.sharding import Mesh
+
+from specjax.cli.console import Screen
+from specjax.cli.decode_config import load_target
+from specjax.cli.decode_run import warm_up
+from specjax.cli.measure_speedups import turn_order
+from specjax.controllers import Fixed
+from specjax.decoding.compare_outputs import compare_row
+from specjax.decoding.engine.engine import Engine
+from specjax.decoding.engine.outputs import failure_message
+from specjax.decoding.generate import Generation, decode_session, open_engine
+from specjax.decoding.options import AUTO
+from specjax.decoding.prompts import Question, encode_prompt
+from specjax.decoding.session import Session, longest_row
+from specjax.errors import InputError
+from specjax.files.package_versions import versions
+from specjax.loading.model import Model
+from specjax.reporting.decode_report import Clock, DrafterRun, device_name, summary, tree_record
+from specjax.reporting.records import Conditions, RunHeader
+from specjax.reporting.report_file import ReportFile
+from specjax.sampling import derived_seed
+from specjax.spec_bench.answers_file import finished_rows
+from specjax.spec_bench.config import Cell, SpecBenchConfig
+from specjax.spec_bench.programs import Programs
+
+
+@dataclass
+class _Way:
+    """A cell while it is measured: its program, its answers, and the file of these."""
+
+    cell: Cell
+    session: Session
+    run: DrafterRun
+    path: Path
+    file: ReportFile
+    clock: Clock = field(default_factory=Clock)
+
+    @property
+    def name(self) -> str:
+        """The drafter with its options, and its draft length where that is a number."""
+        return self.cell.entry if self.limit is None else f"{self.cell.entry}, {self.limit}"
+
+    @property
+    def limit(self) -> int | None:
+        """The most draft tokens, where the draft length is a number."""
+        return self.cell.length if isinstance(self.cell.length, int) else None
+
+    @property
+    def longest_path(self) -> int | None:
+        """The most tokens of a draft's path: in a chain, as many as the limit."""
+        drafter = self.session.plan.drafter
+        longest = drafter.num_speculative_tokens
+        if self.limit is None or any(part.branches for part in drafter.parts):
+            return longest
+        return min(longest, self.limit)
+
+    @functools.cached_property
+    def answered(self) -> set[int | str]:
+        """The ids of the questions that are finished."""
+        return {row.question_id for row in self.run.rows}
+
+    @property
+    def engine_key(self) -> Any:
+        """What cells must agree in to share an engine: `auto` learns, and keeps one to itself."""
+        return self.cell.entry, self.session.plan, self.cell.length == AUTO
+
+
+class Measuring:
+    """The cells of a config while they are measured into a folder; `paths` are their files."""
+
+    def __init__(
+        self, config: SpecBenchConfig, folder: Path, mesh: Mesh | None, screen: Screen
+    ) -> None:
+        """Load the target and its drafters, and read what is finished. Raises InputError."""
+        self._config, self._screen = config, screen
+        turns = {one.question_id: len(one.turns) for one in config.chosen}
+        paths = [folder / cell.file_name for cell in config.cells]
+        rows = [finished_rows(path, turns, screen.say) for path in paths]
+        with screen.working(f"loading {config.target}"):
+            self.model = load_target(config, mesh)
+            self._prompts = [_encoded(config, self.model, question) for question in config.chosen]
+            capacity = max(
+                _longest(config, self.model, question, ids[-1])
+                for question, ids in zip(config.chosen, self._prompts, strict=True)
+            )
+            programs = Programs(config, self.model, capacity, screen)
+            self._ways = [
+                _Way(
+                    cell,
+                    programs.plan(cell),
+                    DrafterRun(
+                        _header(cell, self.model, mesh, programs.drafter(cell).trees),
+                        programs.drafter(cell).trees,
+                        rows=done,
+                        num_reported=len(done) or -1,
+                    ),
+                    path,
+                    ReportFile(path, screen.say, resumed=bool(done)),
+                )
+                for cell, path, done in zip(config.cells, paths, rows, strict=True)
+            ]
+        self._engines: dict[Any, Engine] = {}
+        counts = [len(question.turns) for question in config.chosen]
+        self._first_batch = list(itertools.accumulate(counts, initial=0))
+        """The number of the first turn of each question, over all questions."""
+        self.num_units = len(self._ways) * len(config.chosen)
+
+    @property
+    def num_finished(self) -> int:
+        """The number of units of work that are finished."""
+        return sum(len(way.answered) for way in self._ways)
+
+    @property
+    def paths(self) -> list[Path]:
+        """The files of the cells."""
+        return [way.path for way in self._ways]
+
+    @property
+    def exact(self) -> bool:
+        """Whether all answers equal plain decoding's where they must, except for near-ties."""
+        return all(
+            row.difference is not None and row.difference.excused
+            for way in self._ways
+            for row in way.run.rows
+            if row.identical is False
+        )
+
+    def measure(self) -> None:
+        """Measure what is not finished. Raises InputError if a row fails or a file is full."""
+        for temperature in self._config.temperatures:
+            ways = [way for way in self._ways if way.cell.temperature == temperature]
+            self._close_all_but(ways)
+            plain, *others = ways
+            for number, question in enumerate(self._config.chosen):
+                order = [others[way] for way in turn_order(len(others), number)]
+                left = [w for w in (plain, *order) if question.question_id not in w.answered]
+                if not left:
+                    continue
+                # Once more where a run was stopped in between: speeds are of the same minute.
+                baseline = list(self._answers(plain, number, ()))
+                texts = [answer.texts[0] for _, answer in baseline]
+                for way in left:
+                    found = baseline if way is plain else self._answers(way, number, texts)
+                    self._record(way, number, list(found), baseline)
+        for way in self._ways:
+            way.file.finish()
+        self._screen.rest()
+
+    def _answers(
+        self, way: _Way, number: int, history: Sequence[str]
+    ) -> Iterator[tuple[Session, Generation]]:
+        """Yield the session and the answer of each turn of a question, with a cell.
+
+        `history` are the answers to earlier turns, by default the cell's own.
+        """
+        engine, own = self._engine(way), []
+        question = self._config.chosen[number]
+        for turn in range(len(question.turns)):
+            prompt = self._prompts[number][turn]
+            if turn:
+                conversation = _conversation(question, turn, history or own)
+                prompt = encode_prompt(self.model, conversation, _name(question, turn))
+            seed = derived_seed(self._config.seed, self._first_batch[number] + turn)
+            request = replace(way.cell.config.sampling, seed=seed)
+            session = replace(engine.session, prompts=(tuple(prompt),), requests=(request,))
+            answer = decode_session(session, engine=engine)
+            if answer.failed_rows:
+                failed = {f"{_name(question, turn)}, with {way.name}": answer.failed_rows[0]}
+                raise InputError(failure_message(self.model, failed))
+            own.append(answer.texts[0])
+            yield session, replace(answer, longest_path=way.longest_path)
+
+    def _engine(self, way: _Way) -> Engine:
+        """Return the engine of a cell's program, compiled when it is first used."""
+        engine = self._engines.get(way.engine_key)
+        if engine is None:
+            engine = self._engines[way.engine_key] = open_engine(way.session)
+            begin = time.perf_counter()
+            with self._screen.working(f"compiling {way.cell.entry}"):
+                engine.compile()
+            way.clock.compiled(way.run.drafter, time.perf_counter() - begin)
+            prompt = tuple(self._prompts[0][0])
+            warm_up(replace(way.session, prompts=(prompt,), requests=(way.cell.config.sampling,)))
+        if way.limit is not None:
+            engine.control(Fixed(way.limit))
+        return engine
+
+    def _close_all_but(self, ways: Sequence[_Way]) -> None:
+        """Free the caches of engines that some cells do not use."""
+        for key in self._engines.keys() - {way.engine_key for way in ways}:
+            self._engines.pop(key).close()
+
+    def _record(
+        self,
+        way: _Way,
+        number: int,
+        found: Sequence[tuple[Session, Generation]],
+        baseline: Sequence[tuple[Session, Generation]],
+    ) -> None:
+        """Append the rows of a finished unit to the cell's file, and show the progress."""
+        question = self._config.chosen[number]
+        for turn, ((session, answer), (_, plain)) in enumerate(zip(found, baseline, strict=True)):
+            differences = None
+            if way.cell.config.comparable:
+                differences = [compare_row(session, 0, answer.token_ids[0], plain.token_ids[0])]
+            batch = self._first_batch[number] + turn
+            way.run.add(batch, turn, [question], answer, plain, differences)
+        way.answered.add(question.question_id)
+        records = way.run.new_records()
+        if len(way.answered) == len(self._config.chosen):
+            records.append({"record": "summary", **summary(way.run, way.clock)})
+        way.file.add(*records)
+        speed = sum(one.new_tokens for _, one in found) / sum(one.decode_s for _, one in found)
+        done = self.num_finished
+        self._screen.progress(way.name, done, self.num_units, speed, done / self.num_units)
+
+
+def _encoded(config: SpecBenchConfig, model: Model, question: Question) -> list[list[int]]:
+    """Return the token ids of each turn's prompt, with empty answers before it."""
+    chat = model.tokenizer is not None and model.tokenizer.chat_template is not None
+    if not chat and len(question.turns) > 1:
+        raise InputError(
+            f"turns={config.turns!r}: question {question.question_id} has several, and "
+            f"{model.name} no chat template; use turns=first"
+        )
+    empty = [""] * len(question.turns)
+    return [
+        encode_prompt(
+            model,
+            _conversation(question, turn, empty) if chat else question.turns[0],
+            _name(question, turn),
+        )
+        for turn in range(len(question.turns))
+    ]
+
+
+def _longest(config: SpecBenchConfig, model: Model, question: Question, ids: Sequence[int]) -> int:
+    """Return the most tokens of a question's turns, `ids`, with their answers.
+
+    Raises InputError if the target has no room for them.
+    """
+    longest = longest_row(model, config.max_length)
+    # An answer's text may be encoded in more tokens than were decoded, though seldom.
+    needed = len(ids) + len(question.turns) * config.max_new_tokens
+    if needed > longest:
+        raise InputError(
+            f"question {question.question_id}: {len(ids)} tokens and answers of up to "
+            f"{config.max_new_tokens} do not fit into {longest}; lower max_new_tokens, use "
+            "turns=first, or leave the question out"
+        )
+    return needed
+
+
+def _conversation(question: Question, turn: int, answers: Sequence[str]) -> list[dict[str, str]]:
+    """Return the messages up to the user's in a turn."""
+    messages = [{"role": "user", "content": question.turns[0]}]
+    for text, answer in zip(question.turns[1 : turn + 1], answers, strict=False):
+        messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": text}]
+    return messages
+
+
+def _name(question: Question, turn: int) -> str:
+    return f"question {question.question_id}" + (f", turn {turn + 1}" if turn else "")
+
+
+def _header(cell: Cell, model: Model, mesh: Mesh | None, trees: Any) -> RunHeader:
+    """Return the description of a cell, that of a decode run."""
+    config = cell.config
+    (drafter,) = config.drafters
+    return RunHeader(
+        drafter=drafter.name,
+        target=config.target,
+        conditions=Conditions(
+            device=device_name(mesh),
+            dtype=model.weights,
+            batch_size=1,
+            temperature=cell.temperature,
+            max_new_tokens=config.sampling.max_new_tokens,
+        ),
+        lossy=config.lossy,
+        versions=versions(),
+        trees={name: tree_record(chosen) for name, chosen in trees.items()},
+        config=config.written_for(drafter),
+    )
