@@ -77,6 +77,8 @@ class Screen:
             console=console,
             auto_refresh=False,
             transient=True,
+            # Some answers take minutes, and drafters differ in speed.
+            speed_estimate_period=1800.0,
         )
         self._task = self._bar.add_task("", total=1.0)
         self._marks = console.is_terminal or _can_print(console, _OPEN + _CLOSE)

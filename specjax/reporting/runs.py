@@ -96,8 +96,7 @@ def labels(runs: Sequence[Run]) -> list[str]:
     found = []
     for run, one in zip(runs, fields, strict=True):
         words = [_words(name, one[name]) for name in differing if one.get(name) is not None]
-        name = "plain decoding" if run.drafter == "none" else run.drafter
-        label = f"{name} (lossy)" if run.lossy else name
+        label = f"{run.drafter} (lossy)" if run.lossy else run.drafter
         found.append(", ".join([label, *filter(None, words)]))
     conditions = [run.conditions for run in runs]
     keys = list(zip(found, conditions, strict=True))
