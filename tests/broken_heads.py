@@ -86,15 +86,16 @@ def of_another_target(loaded, seed=0):
     return loaded._replace(params={**loaded.params, "fc": {"kernel": kernel[rows]}})
 
 
-def in_float8(loaded):
-    """The head with its kernels in eight bits without scales."""
-    small = jnp.dtype("float8_e4m3fn")
-    own = {
-        name: jax.tree.map(lambda leaf: leaf.astype(small).astype(leaf.dtype), part)
-        for name, part in loaded.params.items()
-        if name not in ("shared", "draft_ids")
-    }
-    return loaded._replace(params={**loaded.params, **own})
+def in_four_bits(loaded):
+    """The head with kernels of four bits that have one scale each, not one per group."""
+
+    def rounded(leaf):
+        scale = jnp.abs(leaf).max() / 7
+        return jnp.round(leaf / scale) * scale if leaf.ndim > 1 else leaf
+
+    shared = {"shared", "draft_ids"}
+    own = {name: part for name, part in loaded.params.items() if name not in shared}
+    return loaded._replace(params={**loaded.params, **jax.tree.map(rounded, own)})
 
 
 @functools.cache
@@ -117,7 +118,7 @@ CASES = {
     changes.NORM: lambda: with_config(_shipped("eagle3"), norm_before_residual=True),
     changes.VOCABULARY: lambda: next_tokens(_shipped("eagle3")),
     changes.TEMPLATE: lambda: _shipped("eagle3"),
-    changes.DTYPE: lambda: in_float8(_shipped("eagle3", weights="float")),
+    changes.DTYPE: lambda: in_four_bits(_shipped("eagle3", weights="float")),
     changes.WINDOW: lambda: narrow(_shipped("draft_model"), 8),
     changes.TARGET: lambda: of_another_target(_shipped("eagle3", weights="float")),
     "eagle3": lambda: _shipped("eagle3"),
