@@ -1,13 +1,15 @@
 """Compare decode runs: tables by task in Spec-Bench's layout, CSV, Spec-Bench JSONL, pictures.
 
     python -m specjax.report a.jsonl b.jsonl --out=DIR [--predict] [--formats=png,svg]
+    python -m specjax.report a.jsonl --html=FILE
 
 Reads files written by `python -m specjax.decode --config.report=FILE`, with runs of one target on
 the same prompts (a file may hold several drafters). Writes report.md, report.html (the same with
 its pictures, in one file), report.csv, one JSONL file per run and pictures to DIR, fastest run
 first. `--predict` loads the target and times the parts of each run's rounds to predict the
 speed-up. An earlier report in DIR is replaced, unless it changed or DIR holds anything else.
-Interrupted runs are marked.
+Interrupted runs are marked. `--html` loads the target, computes the rounds of the first
+answers again, and writes them into one page that shows them step by step (docs/playground.md).
 
 Exit codes: 0; 2 for bad input; 130 after Ctrl-C or SIGTERM.
 """
@@ -23,9 +25,10 @@ from specjax.cli import command
 from specjax.cli.flags import Listed, Parser
 from specjax.cli.predicted_speedup import predicted_speedups
 from specjax.errors import InputError, printable
-from specjax.fields import Choice, Flag, OutputFolder
+from specjax.fields import Choice, Flag, OutputFile, OutputFolder, optional
 from specjax.files import atomic_writes, folders
 from specjax.files.path_checks import output_folder
+from specjax.playground import page
 from specjax.reporting import csv_jsonl, html_page, picture_files, plots, tables
 from specjax.reporting.records import read_reports
 from specjax.reporting.runs import Entry, by_conditions, check_together, in_order, labels
@@ -37,7 +40,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _report(argv: list[str]) -> int:
-    for path in write(**parser().read(argv)):
+    given = parser().read(argv)
+    html = given.pop("html")
+    if given["out"] is None and html is None:
+        raise InputError("out is missing: pass --out=DIR, or --html=FILE; --help lists the flags")
+    if html is not None:
+        page.check_page(html)
+    written = [] if given["out"] is None else write(**given)
+    if html is not None:
+        runs = [run for path in _named(given["paths"]) for run in read_reports(path)]
+        page.write_runs(html, runs, lambda doing: print(f"{printable(doing)} ..."))
+        written.append(html)
+    for path in written:
         print(f"wrote {printable(str(path))}")
     return 0
 
@@ -60,8 +74,7 @@ def write(
     Pictures are drawn in each of `formats`, or omitted without matplotlib. Returns the files
     written. Raises InputError for bad input, before anything is written.
     """
-    if not paths:
-        raise InputError("no reports: name the files that specjax.decode wrote")
+    paths = _named(paths)
     if pictures and not plots.has_matplotlib():
         print("no pictures: matplotlib is missing; pip install 'specjax[plots]'", file=sys.stderr)
         pictures = False
@@ -80,6 +93,13 @@ def write(
         if note := tables.incomplete(group):
             print(note)
     return [folder / name for name in names]
+
+
+def _named(paths: Sequence[str | Path]) -> Sequence[str | Path]:
+    """Return the paths. Raises InputError if there are none."""
+    if not paths:
+        raise InputError("no reports: name the files that specjax.decode wrote")
+    return paths
 
 
 def _write_files(folder: Path, entries: Sequence[Entry], formats: Sequence[str]) -> list[str]:
@@ -120,7 +140,8 @@ def parser() -> Parser:
     """Return the parser of the flags and the files to read."""
     flags = Parser("python -m specjax.report", __doc__)
     flags.add_argument("paths", nargs="*", metavar="FILE", help="reports to compare")
-    flags.add_field("out", OutputFolder(), "the folder to write into")
+    flags.add_field("out", optional(OutputFolder()), "the folder to write into", default=None)
+    flags.add_field("html", optional(OutputFile()), "the page to write", default=None)
     flags.add_field("predict", Flag(), "time the parts of rounds on this machine", default=False)
     flags.add_field("pictures", Flag(), "draw pictures", default=True)
     kinds = Listed(Choice(picture_files.FORMATS))

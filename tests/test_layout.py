@@ -23,6 +23,7 @@ ORDER = [
     "specjax.decode specjax.bench specjax.report specjax.export specjax.corpus_index specjax.serve "
     "specjax.doctor",
     "specjax.serving",
+    "specjax.playground",
     "specjax.cli",
     "specjax.reporting",
     "specjax.testing",

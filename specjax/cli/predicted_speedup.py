@@ -7,7 +7,7 @@ the program is planned again; then a draft and a pass of each width are timed.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from specjax import metrics
 from specjax.cli.decode_config import (
     SIMULATED,
     DecodeConfig,
+    load_target,
     make_config_drafter,
     read_decode_config,
     turn_prompts,
@@ -25,7 +26,6 @@ from specjax.cli.mesh_config import open_mesh
 from specjax.decoding.session import Session, plan_session
 from specjax.distributed import sharding
 from specjax.errors import InputError, one_line, shown
-from specjax.loading.load import load_model
 from specjax.loading.model import Model
 from specjax.reporting.decode_report import device_name
 from specjax.reporting.records import Run
@@ -67,12 +67,29 @@ def predicted_speedups(runs: Sequence[Run], say: Callable[[str], None]) -> list[
 
     Raises InputError, before the long work, unless this machine can time what the runs did.
     """
-    configs = [_config(run) if run.drafter != "none" else None for run in runs]
+    predicted: list[float | None] = [None] * len(runs)
+    for index, session in run_sessions(runs, "predict", say):
+        run = runs[index]
+        say(f"timing a draft and passes of {run.path.name}")
+        with sharding.use(session.mesh):
+            parts = measure_round_costs(session, np.mean([row.new_tokens for row in run.rows]))
+        tokens = summarize(run.rows).tokens_per_round
+        predicted[index] = tokens and parts.speedup(tokens, batch_widths(run.rows))
+    return predicted
+
+
+def run_sessions(
+    runs: Sequence[Run], flag: str, say: Callable[[str], None]
+) -> Iterator[tuple[int, Session]]:
+    """Yield the index and the session of each run that drafts, planned again for its first turns.
+
+    Raises InputError, which names the `flag` to leave out, before a model is loaded, unless this
+    machine can repeat what all of the runs did.
+    """
+    configs = [run_config(run, flag) if run.drafter != "none" else None for run in runs]
     models: dict[str, Model] = {}
-    predicted: list[float | None] = []
-    for run, config in zip(runs, configs, strict=True):
+    for index, (run, config) in enumerate(zip(runs, configs, strict=True)):
         if config is None:
-            predicted.append(None)
             continue
         mesh = open_mesh(config.mesh, config.distributed, config.written)
         key = repr((config.target, config.dtype, config.weights, config.kv_cache_dtype, mesh))
@@ -80,20 +97,10 @@ def predicted_speedups(runs: Sequence[Run], say: Callable[[str], None]) -> list[
             # One at a time: there may be no memory for two.
             models.clear()
             say(f"loading {config.target}")
-            models[key] = load_model(
-                config.target,
-                dtype=config.dtype,
-                weights=config.weights,
-                kv_cache_dtype=config.kv_cache_dtype,
-                mesh=mesh,
-            )
-        say(f"timing a draft and passes of {run.path.name}")
+            models[key] = load_target(config, mesh)
         with sharding.use(mesh):
             session = _session(run, config, models[key])
-            parts = measure_round_costs(session, np.mean([row.new_tokens for row in run.rows]))
-        tokens = summarize(run.rows).tokens_per_round
-        predicted.append(tokens and parts.speedup(tokens, batch_widths(run.rows)))
-    return predicted
+        yield index, session
 
 
 def _session(run: Run, config: DecodeConfig, model: Model) -> Session:
@@ -110,21 +117,21 @@ def _session(run: Run, config: DecodeConfig, model: Model) -> Session:
     )
 
 
-def _config(run: Run) -> DecodeConfig:
-    """Return the config of a run that this machine can time."""
-    where, here = f"predict: {str(run.path)!r}", device_name()
+def run_config(run: Run, flag: str) -> DecodeConfig:
+    """Return the config of a run that this machine can repeat. Raises InputError."""
+    where, here = f"{flag}: {str(run.path)!r}", device_name()
     if re.search(r" in \d+ processes$", run.conditions.device):
-        raise InputError(f"{where} ran in several processes; leave --predict out")
+        raise InputError(f"{where} ran in several processes; leave --{flag} out")
     # A mesh's name begins with how many devices it has, and ends with its shape.
     if re.sub(r"^\d+ x | \([^()]*\)$", "", run.conditions.device) != here:
         raise InputError(
             f"{where} ran on {run.conditions.device}, this machine has {here}; run the report "
-            "there, or leave --predict out"
+            f"there, or leave --{flag} out"
         )
     if ":" in run.drafter:
         raise InputError(
             f"{where}: drafter {shown(run.drafter)} is code that the report names, which is not "
-            "run for that; leave --predict out"
+            f"run for that; leave --{flag} out"
         )
     # Nothing is written here: the folder of the run's own report may be gone.
     config: dict[str, Any] = {**run.config, "report": None}
@@ -132,6 +139,6 @@ def _config(run: Run) -> DecodeConfig:
         return read_decode_config(config)
     except InputError as error:
         raise InputError(
-            f"predict: the config in {str(run.path)!r} cannot be used here ({one_line(error)}); "
-            "leave --predict out"
+            f"{flag}: the config in {str(run.path)!r} cannot be used here ({one_line(error)}); "
+            f"leave --{flag} out"
         ) from None

@@ -134,7 +134,7 @@ def verify_draft(
     # A token may be ruled out (-inf); NaN, inf and -inf alone leave no finite largest one.
     largest = jnp.max(logits, axis=-1, keepdims=True)
     numbers = jnp.isfinite(largest)[:, :, 0]
-    tree = _drafted(draft, topology)
+    tree = as_drafted(draft, topology)
     logits_at = sampling.by_slot(logits)
 
     def target(slots: Int[Array, "B"]) -> Float[Array, "B V"]:
@@ -188,7 +188,7 @@ def verify_draft(
     )
 
 
-def _drafted(draft: Draft, topology: AnyTopology) -> sampling.Drafted:
+def as_drafted(draft: Draft, topology: AnyTopology) -> sampling.Drafted:
     """Return the first nodes of a draft, as rules see it; `topology` is theirs."""
     nodes = topology.num_nodes
     parents = topology.parents if isinstance(topology, Topology) else topology.row_parents

@@ -118,7 +118,7 @@ def block(
         log_mass = logsumexp(weighted_excess, axis=-1)
         has_mass = log_mass > -jnp.inf
         last = slots == num_valid
-        height = _block_height(log_mass, logw, last)
+        height = block_height(log_mass, logw, last)
         accept = (slot == 0) | (pick(uniforms, slots - 1) < height)
         accept &= slots <= num_valid
 
@@ -126,7 +126,7 @@ def block(
         logp_if_last_accepted = jnp.where((last | ~has_mass)[:, None], logp, residual_logp)
         token = pick(tokens, slots)
         odds = log_ratio(pick(logp, token), pick(logq, token))
-        logw = _next_block_weight(logw, odds)
+        logw = next_block_weight(logw, odds)
         return (
             slot + 1,
             logw,
@@ -144,7 +144,7 @@ def block(
     return Decision(accepted, next_logp)
 
 
-def _block_height(
+def block_height(
     log_mass: Float[Array, "B"], logw: Float[Array, "B"], last: Bool[Array, "B"]
 ) -> Float[Array, "B"]:
     """Return h_i, from the logarithms of r and w_i; `last` marks rows at their last token."""
@@ -153,7 +153,7 @@ def _block_height(
     return jnp.where(last, jnp.exp(logw), inner)
 
 
-def _next_block_weight(logw: Float[Array, "B"], odds: Float[Array, "B"]) -> Float[Array, "B"]:
+def next_block_weight(logw: Float[Array, "B"], odds: Float[Array, "B"]) -> Float[Array, "B"]:
     """Return log w_i from log w_{i-1} and the logarithm of p(x_i) / q(x_i)."""
     alive = (logw > -jnp.inf) & jnp.isfinite(odds)
     return jnp.where(alive, jnp.minimum(jnp.where(alive, logw + odds, 0), 0), -jnp.inf)

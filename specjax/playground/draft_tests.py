@@ -1,0 +1,223 @@
+"""Which draws decided a round: the tests of its draft tokens, and the draw of the next token.
+
+The rule itself has verified the draft; here its inputs are set beside its result, from the same
+keys and distributions, and whether one follows from the other is checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax.scipy.special import logsumexp
+from jaxtyping import Array, Float, Int, Key
+
+from specjax import sampling
+from specjax.sampling import Drafted, Rule, Verification
+from specjax.sampling.chain_verification import block_height, next_block_weight
+
+_SHOWN = 6
+"""The likeliest tokens of a distribution that a trace lists."""
+Likeliest = tuple[tuple[int, float, float | None], ...]
+"""Tokens with their probabilities under p and q; q is None where nothing was drawn from it."""
+FROM_TARGET, FROM_RESIDUAL = "target", "residual"
+
+
+@dataclass(frozen=True)
+class DraftTest:
+    """The test of the draft token in window slot `slot` (1, 2, ...).
+
+    `p` and `q` are its probabilities under the target, after refused siblings their residual, and
+    the draft. It was accepted if `uniform` is below `threshold`, or, where there is none, if it
+    equals `choice`, the target's own draw; None of both for other rules. `weight` is w of block
+    verification, where a token is kept as well if a later one passes.
+    """
+
+    slot: int
+    token: int
+    p: float
+    q: float | None
+    likeliest: Likeliest
+    accepted: bool
+    uniform: float | None = None
+    threshold: float | None = None
+    choice: int | None = None
+    weight: float | None = None
+
+
+class Decided(NamedTuple):
+    """The tests of a round; `next_source` is "target" or "residual", the distribution of the next
+    token, `next_likeliest` its likeliest tokens, and `problems` what does not follow from the draws.
+    """
+
+    tests: tuple[DraftTest, ...]
+    next_source: str
+    next_likeliest: Likeliest
+    problems: tuple[str, ...]
+
+
+def decided(
+    rule: Rule,
+    keys: Key[Array, "1"],
+    drafted: Drafted,
+    target: Float[Array, "W V"],
+    length: Int[Array, "1"],
+    verification: Verification,
+) -> Decided:
+    """Return the tests that led to the verification of one row's draft.
+
+    `target` are the target's log-probabilities by slot, `keys` those that the rule was given, and
+    `length` the number of committed tokens. Of rules of a user's own only the result is known.
+    """
+    accepted = int(verification.num_accepted[0])
+    path = [0, *np.asarray(verification.path_slots)[0, :accepted].tolist()]
+    next_token, vocab = int(verification.next_token[0]), target.shape[1]
+    final = sampling.split_keys(keys).final
+    noise = lambda depth: sampling.position_gumbel(final, jnp.full(1, depth), vocab)[0]  # noqa: E731
+    drawn = None
+    source, next_logp = FROM_TARGET, target[path[-1]]
+    if type(rule) is sampling.Block:
+        tests, next_logp, source = _by_block(keys, drafted, target, accepted)
+        drawn = next_logp + noise(0)
+    elif type(rule) is sampling.Rejection and drafted.logq is not None:
+        tests, next_logp, source = _by_ratio(keys, drafted, target, path)
+        drawn = next_logp + noise(0)
+    elif type(rule) in (sampling.Rejection, sampling.Coupled):
+        if rule.position_noise:
+            noise = lambda depth: sampling.position_gumbel(keys, length + depth, vocab)[0]  # noqa: E731
+        tests = _by_choice(noise, drafted, target, path)
+        drawn = next_logp + noise(accepted)
+    else:
+        tests = _by_result(drafted, target, path)
+    problems = [f"slot {test.slot}: the draws say otherwise" for test in tests if not _agrees(test)]
+    if drawn is not None and int(sampling.argmax(drawn)) != next_token:
+        problems.append("the next token is not the one drawn")
+    return Decided(tests, source, _likeliest(next_logp, None, next_token), tuple(problems))
+
+
+def _by_ratio(
+    keys: Key[Array, "1"], drafted: Drafted, target: Float[Array, "W V"], path: list[int]
+) -> tuple[tuple[DraftTest, ...], Float[Array, "V"], str]:
+    """Token-wise rejection: siblings in order, with p / q and a uniform each."""
+    draws = sampling.uniforms(sampling.split_keys(keys).accept, drafted.tokens.shape[1])[0]
+    tests: list[DraftTest] = []
+    for depth, slot in enumerate(path):
+        logp, source = target[slot], FROM_TARGET
+        following = path[depth + 1] if depth + 1 < len(path) else 0
+        for child in _children(drafted, slot):
+            logq = sampling.node_distribution(drafted, jnp.full(1, child - 1), len(logp))[0]
+            token = int(drafted.tokens[0, child - 1])
+            test = _tested(child, token, logp, logq, accepted=child == following)
+            possible = 0.0 if not test.q else float(
+                sampling.acceptance_probability(logp, logq)[token]
+            )
+            tests.append(replace(test, uniform=float(draws[child - 1]), threshold=possible))
+            if child == following:
+                break
+            logp, source = sampling.residual(logp, logq), FROM_RESIDUAL
+    return tuple(tests), logp, source
+
+
+def _by_block(
+    keys: Key[Array, "1"], drafted: Drafted, target: Float[Array, "W V"], accepted: int
+) -> tuple[tuple[DraftTest, ...], Float[Array, "V"], str]:
+    """Block verification: w and h of each token, and a uniform each."""
+    count = int(drafted.num_valid[0])
+    draws = sampling.uniforms(sampling.split_keys(keys).accept, drafted.tokens.shape[1])[0]
+    sources = drafted.distributions(target.shape[1])
+    weight, tests = jnp.zeros(1), []
+    next_logp, source = target[0], FROM_TARGET
+    for slot in range(count + 1):
+        logp, logq = target[slot], sources(jnp.full(1, slot))[0]
+        last = jnp.array([slot == count])
+        weighted = sampling.excess(logp + weight, logq)
+        mass = logsumexp(weighted)[None]
+        if tests:
+            height = float(block_height(mass, weight, last)[0])
+            tests[-1] = replace(tests[-1], threshold=height, weight=float(jnp.exp(weight[0])))
+        if slot == accepted and slot < count and float(mass[0]) > -np.inf:
+            next_logp, source = weighted - mass, FROM_RESIDUAL
+        elif slot == accepted:
+            next_logp = logp
+        if slot < count:
+            token = int(drafted.tokens[0, slot])
+            test = _tested(slot + 1, token, logp, logq, accepted=slot < accepted)
+            tests.append(replace(test, uniform=float(draws[slot])))
+            weight = next_block_weight(weight, sampling.log_ratio(logp, logq)[token][None])
+    return tuple(tests), next_logp, source
+
+
+def _by_choice(
+    noise: Callable[[int], Float[Array, "V"]],
+    drafted: Drafted,
+    target: Float[Array, "W V"],
+    path: list[int],
+) -> tuple[DraftTest, ...]:
+    """Draft tokens compared with the target's own draw."""
+    tests: list[DraftTest] = []
+    for depth, slot in enumerate(path):
+        choice = int(sampling.argmax(target[slot] + noise(depth)))
+        following = path[depth + 1] if depth + 1 < len(path) else 0
+        for child in _children(drafted, slot):
+            token = int(drafted.tokens[0, child - 1])
+            test = _tested(child, token, target[slot], None, accepted=child == following)
+            tests.append(replace(test, choice=choice))
+            if child == following:
+                break
+    return tuple(tests)
+
+
+def _by_result(
+    drafted: Drafted, target: Float[Array, "W V"], path: list[int]
+) -> tuple[DraftTest, ...]:
+    """The children along the path, of which the rule accepted one or none."""
+    return tuple(
+        _tested(child, int(drafted.tokens[0, child - 1]), target[slot], None, accepted=child in path)
+        for slot in path
+        for child in _children(drafted, slot)
+    )
+
+
+def _agrees(test: DraftTest) -> bool:
+    """Return whether the result of a test follows from its draws."""
+    if test.choice is not None:
+        return test.accepted == (test.token == test.choice)
+    if test.uniform is None or (test.weight is not None and test.accepted):
+        return True
+    return test.accepted == (test.uniform < test.threshold)
+
+
+def _children(drafted: Drafted, slot: int) -> list[int]:
+    """Return the slots of the proposed children of a slot, in the order in which they are tested."""
+    parents, valid = np.asarray(drafted.parent_slots)[0], np.asarray(drafted.valid)[0]
+    return (1 + np.flatnonzero((parents == slot) & valid)).tolist()
+
+
+def _tested(
+    slot: int,
+    token: int,
+    logp: Float[Array, "V"],
+    logq: Float[Array, "V"] | None,
+    *,
+    accepted: bool,
+) -> DraftTest:
+    q = None if logq is None else float(jnp.exp(logq[token]))
+    p = float(jnp.exp(logp[token]))
+    return DraftTest(slot, token, p, q, _likeliest(logp, logq, token), accepted)
+
+
+def _likeliest(logp: Float[Array, "V"], logq: Float[Array, "V"] | None, token: int) -> Likeliest:
+    """Return a token and the likeliest ones under p and q, by decreasing p."""
+    p = np.exp(np.asarray(logp))
+    q = None if logq is None else np.exp(np.asarray(logq))
+    shown = {token, *np.argsort(-p)[:_SHOWN].tolist()}
+    if q is not None:
+        shown |= set(np.argsort(-q)[: _SHOWN // 2].tolist())
+    return tuple(
+        (one, round(float(p[one]), 6), None if q is None else round(float(q[one]), 6))
+        for one in sorted(shown, key=lambda one: -p[one])
+        if p[one] > 0 or one == token or (q is not None and q[one] > 0)
+    )

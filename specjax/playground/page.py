@@ -1,0 +1,140 @@
+"""The page: one HTML file without other files, with its data in it as JSON."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
+from importlib import resources
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from specjax.cli.predicted_speedup import run_sessions
+from specjax.decoding.rows import session_row
+from specjax.decoding.session import Session
+from specjax.errors import InputError
+from specjax.files import atomic_writes
+from specjax.loading.tokenizers.tokenizer import Tokenizer
+from specjax.playground.replay_round import RecordedRow, RoundTrace, replay_rounds
+from specjax.playground.theory_tables import nearest_alpha, theory_tables
+from specjax.reporting.records import Row, Run
+from specjax.reporting.statistics import OVERALL, figures_by_task
+
+_ROWS, _ROUNDS = 4, 100
+"""Answers of a run, and rounds of an answer, that a page shows."""
+_MARK = '<meta name="generator" content="specjax">'
+_DATA = "{{data}}"
+
+
+def check_page(path: Path) -> None:
+    """Raise InputError if a page cannot replace the file at `path`: only another page is."""
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            ours = _MARK in file.read(1000)
+    except FileNotFoundError:
+        ours = True
+    except OSError as error:
+        raise InputError(f"html={str(path)!r}: cannot be read ({error.strerror})") from None
+    if not ours:
+        raise InputError(
+            f"html={str(path)!r} is a file that is no page of specjax; move it away, or name "
+            "another file"
+        )
+
+
+def write_runs(path: Path, runs: Sequence[Run], say: Callable[[str], None]) -> None:
+    """Write a page of some runs, whose rounds are computed again.
+
+    Raises InputError for runs that this machine cannot repeat, and for a file of someone else's.
+    """
+    check_page(path)
+    shown = []
+    for index, session in run_sessions(runs, "html", say):
+        say(f"computing the rounds of {runs[index].path.name} again")
+        shown.append(run_data(runs[index], session))
+    if not shown:
+        raise InputError("html: none of the runs has a drafter; give one that drafts")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    atomic_writes.write_text(path, page({"runs": shown}))
+
+
+def page(data: dict[str, Any]) -> str:
+    """Return the page with this data; the tables of `specjax.theory` are added to it."""
+    content = {"theory": _tables(), **data}
+    text = json.dumps(content, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    # Nothing in a text ends the script, or begins another one.
+    text = text.replace("&", r"\u0026").replace("<", r"\u003c")
+    template = resources.files(__package__).joinpath("playground.html").read_text("utf-8")
+    return template.replace(_DATA, text, 1)
+
+
+_tables = functools.cache(theory_tables)
+
+
+def run_data(run: Run, session: Session) -> dict[str, Any]:
+    """Return what a page shows of a run: its measured figures, and its first answers."""
+    figures = figures_by_task(run)[OVERALL]
+    counts = figures.counts
+    rows = [(index, row) for index, row in enumerate(r for r in run.rows if r.turn == 0)]
+    longest = session.plan.drafter.num_speculative_tokens
+    answers = [
+        answer_data(session, index, _recorded(row), str(row.question_id)) for index, row in rows[:_ROWS]
+    ]
+    return {
+        "target": run.target,
+        "drafter": run.drafter,
+        "drafters": [part.name for part in session.plan.drafter.parts],
+        "rule": session.plan.rule.name,
+        "temperature": run.conditions.temperature,
+        "device": run.conditions.device,
+        "tau": counts.acceptance_length,
+        "speedup": figures.speedup,
+        "tokens_per_second": figures.tokens_per_second,
+        "plain_tokens_per_second": figures.plain_tokens_per_second,
+        "k": run.draft_length or longest,
+        "alpha": nearest_alpha(counts.acceptance_length or 1.0, run.draft_length or longest),
+        "answers": answers,
+        "num_answers": len(rows),
+    }
+
+
+def answer_data(session: Session, index: int, recorded: RecordedRow, name: str) -> dict[str, Any]:
+    """Return an answer with its rounds computed again, and the texts of all tokens in them."""
+    row = session_row(session, index)
+    traces = list(islice(replay_rounds(session, row, recorded), _ROUNDS))
+    used = {*row.prompt, *recorded.token_ids, *_tokens(traces)}
+    return {
+        "name": name,
+        "prompt": row.prompt,
+        "tokens": recorded.token_ids,
+        "emitted": recorded.emitted,
+        "accepted": recorded.accepted,
+        "drafted": recorded.drafted,
+        "drafter": recorded.drafter_index,
+        "rounds": [asdict(trace) for trace in traces],
+        "texts": token_texts(session.model.tokenizer, used),
+    }
+
+
+def token_texts(tokenizer: Tokenizer | None, tokens: Iterable[int]) -> dict[int, str]:
+    """Return the text of each token within a text; its number where there is no tokenizer."""
+    if tokenizer is None:
+        return {token: f"{token} " for token in tokens}
+    pieces = {token: tokenizer.detokenizer.piece(token, token) or b"" for token in tokens}
+    return {token: piece.decode(errors="replace") for token, piece in pieces.items()}
+
+
+def _tokens(traces: Iterable[RoundTrace]) -> set[int]:
+    found: set[int] = set()
+    for trace in traces:
+        found |= {trace.root, trace.next_token, *trace.tokens, *trace.emitted}
+        likeliest = [trace.next_likeliest, *(test.likeliest for test in trace.tests)]
+        found |= {token for one in likeliest for token, _, _ in one}
+        found |= {test.choice for test in trace.tests if test.choice is not None}
+    return found
+
+
+def _recorded(row: Row) -> RecordedRow:
+    return RecordedRow(row.token_ids, row.drafted, row.accepted, row.emitted, row.drafter_index)

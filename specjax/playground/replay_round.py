@@ -1,0 +1,236 @@
+"""Rounds of a recorded row, computed again outside the compiled loop, with every draw.
+
+The state before a round comes from the loop itself, run from the prompt with the recorded draft
+lengths. The draft is proposed and verified by the loop's own functions under the row's own keys; a
+rule that wraps the session's keeps the distributions that it was given. What a round emits is
+compared with what was recorded.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, Key
+
+from specjax import sampling
+from specjax.decoding import programs
+from specjax.decoding.generate import Generation
+from specjax.decoding.plan import Plan
+from specjax.decoding.round import noise_keys, one_round, propose
+from specjax.decoding.rows import Row, row_arguments
+from specjax.decoding.session import Session
+from specjax.decoding.state import State
+from specjax.decoding.verify import as_drafted, verify_draft
+from specjax.distributed.sharding import use
+from specjax.drafters.base import Limits
+from specjax.errors import InputError
+from specjax.playground.draft_tests import DraftTest, Likeliest, decided
+from specjax.sampling import Drafted, Rule, Target
+from specjax.trees import Draft
+
+@dataclass(frozen=True)
+class RecordedRow:
+    """What a run recorded of a row: its new tokens, and the counts of each of its rounds."""
+
+    token_ids: tuple[int, ...]
+    drafted: tuple[int, ...]
+    accepted: tuple[int, ...]
+    emitted: tuple[int, ...]
+    drafter_index: tuple[int, ...]
+
+    @classmethod
+    def of(cls, result: Generation, row: int) -> RecordedRow:
+        """Return a row of a result of `generate`."""
+        active = result.emitted[row] >= 0
+        tables = (result.drafted, result.accepted, result.emitted, result.drafter)
+        counts = (tuple(table[row][active].tolist()) for table in tables)
+        return cls(tuple(result.token_ids[row]), *counts)
+
+    def tokens_of(self, number: int) -> tuple[int, ...]:
+        """Return the tokens that a round emitted."""
+        first = sum(self.emitted[:number])
+        return self.token_ids[first : first + self.emitted[number]]
+
+
+@dataclass(frozen=True)
+class RoundTrace:
+    """One round of a row.
+
+    `position` is the number of tokens committed before it, and `root` the last of them, in slot 0.
+    Slot i + 1 holds draft token i, whose parent is slot `parents[i]`. `path` are the accepted
+    slots; `next_token` follows them, drawn from `next_source` ("target" or "residual"). `emitted`
+    are the tokens computed here; `problems` say where they differ from the `recorded` ones, or do
+    not follow from the draws.
+    """
+
+    number: int
+    position: int
+    root: int
+    tokens: tuple[int, ...]
+    parents: tuple[int, ...]
+    valid: tuple[bool, ...]
+    path: tuple[int, ...]
+    tests: tuple[DraftTest, ...]
+    next_token: int
+    next_source: str
+    next_likeliest: Likeliest
+    emitted: tuple[int, ...]
+    recorded: tuple[int, ...]
+    problems: tuple[str, ...]
+
+
+def replay_round(session: Session, row: Row, recorded: RecordedRow, number: int) -> RoundTrace:
+    """Return round `number` (0, 1, ...) of a row of a session.
+
+    Raises InputError if the row has no such round, or differs from the record before it.
+    """
+    if not 0 <= number < len(recorded.emitted):
+        raise InputError(f"round={number}: the row has {len(recorded.emitted)} rounds")
+    traces = list(islice(replay_rounds(session, row, recorded), number, number + 1))
+    if not traces:
+        raise InputError(f"round={number}: an earlier round differs from the record")
+    return traces[0]
+
+
+def replay_rounds(session: Session, row: Row, recorded: RecordedRow) -> Iterator[RoundTrace]:
+    """Yield the rounds of a row of a session, up to the first that differs from the record.
+
+    `row` is the request with the number that it had in the recorded run, from which its key
+    derives.
+    """
+    plan, params = session.plan, session.params
+    with use(session.mesh):
+        state = programs.start(plan, params, *row_arguments(session, [row], 1))
+    for number in range(len(recorded.emitted)):
+        with use(session.mesh):
+            limits = _recorded_limits(plan, params, state, recorded, number)
+            draft, kept = _verified(plan, params, state, limits)
+            after, rounds, _ = _advance(plan, params, state, limits)
+        trace = _trace(plan, state, draft, kept, number)
+        emitted = np.asarray(after.tokens)[0, trace.position : int(after.length[0])].tolist()
+        trace = replace(trace, emitted=tuple(emitted))
+        trace = _compared(trace, recorded, int(rounds.drafted[0]), int(rounds.accepted[0]))
+        yield trace
+        if trace.problems:
+            return
+        state = after
+
+
+class _Kept(NamedTuple):
+    """A verification with the target's distributions that the rule was given."""
+
+    path_slots: Int[Array, "B P"]
+    num_accepted: Int[Array, "B"]
+    next_token: Int[Array, "B"]
+    target: Float[Array, "B W V"]
+
+
+@dataclass(frozen=True)
+class _Keeping(Rule):
+    """A rule whose verification comes with the target's distributions of all slots."""
+
+    rule: Rule
+
+    name = property(lambda self: self.rule.name)
+    position_noise = property(lambda self: self.rule.position_noise)
+    needs_logq = property(lambda self: self.rule.needs_logq)
+    takes_trees = property(lambda self: self.rule.takes_trees)
+
+    def verify(self, keys: Key[Array, "B"], drafted: Drafted, target: Target) -> Any:
+        """Verify with the wrapped rule."""
+        verification = self.rule.verify(keys, drafted, target)
+        slots = range(drafted.tokens.shape[1] + 1)
+        every = [target.distributions(jnp.full_like(drafted.num_valid, slot)) for slot in slots]
+        return _Kept(*verification, jnp.stack(every, axis=1))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _verified(plan: Plan, params: Any, state: State, limits: Limits) -> tuple[Draft, _Kept]:
+    """Propose and verify a round's draft as the loop does, at the widest width."""
+    plan = replace(plan, rule=_Keeping(plan.rule))
+    draft = propose(plan, params, state, limits).draft
+    keys = noise_keys(plan, state)
+    verified = verify_draft(plan, params[0], state, draft, keys, draft.topology.width)
+    return draft, verified.verification
+
+
+_advance = jax.jit(one_round, static_argnums=0)
+
+
+def _recorded_limits(
+    plan: Plan, params: Any, state: State, recorded: RecordedRow, number: int
+) -> Limits:
+    """Return limits under which the recorded drafter drafts as many nodes as it did."""
+    none = np.zeros(len(plan.drafter.parts), np.int32)
+    limits = Limits(none, np.zeros(len(none), np.float32))
+    drafter, count = recorded.drafter_index[number], recorded.drafted[number]
+    if count == 0:
+        return limits
+    if not 0 <= drafter < len(none):
+        raise InputError(f"round={number}: drafter {drafter} is recorded, of {len(none)} drafters")
+    most = plan.drafter.parts[drafter].num_nodes
+    full = Limits(np.where(np.arange(len(none)) == drafter, most, 0), limits.confidence)
+    draft, _ = _verified(plan, params, state, jax.tree.map(jnp.asarray, full))
+    # Nodes that were not proposed are among them: those of a tree with fewer matches, say.
+    enough = np.flatnonzero(np.cumsum(np.asarray(draft.valid)[0]) >= count)
+    longest = most if not len(enough) else int(enough[0]) + 1
+    return limits.replace(longest=np.minimum(full.longest, longest).astype(np.int32))
+
+
+def _trace(plan: Plan, state: State, draft: Draft, kept: _Kept, number: int) -> RoundTrace:
+    """Return the trace of a verified draft, before it is compared with the record."""
+    drafted = as_drafted(draft, draft.topology)
+    verification = sampling.Verification(*kept[:3])
+    found = decided(
+        plan.rule, noise_keys(plan, state), drafted, kept.target[0], state.length, verification
+    )
+    position, accepted = int(state.length[0]), int(kept.num_accepted[0])
+    return RoundTrace(
+        number=number,
+        position=position,
+        root=int(state.tokens[0, position - 1]),
+        tokens=tuple(np.asarray(draft.tokens)[0].tolist()),
+        parents=tuple(np.asarray(drafted.parent_slots)[0].tolist()),
+        valid=tuple(np.asarray(draft.valid)[0].tolist()),
+        path=tuple(np.asarray(kept.path_slots)[0, :accepted].tolist()),
+        tests=found.tests,
+        next_token=int(kept.next_token[0]),
+        next_source=found.next_source,
+        next_likeliest=found.next_likeliest,
+        emitted=(),
+        recorded=(),
+        problems=found.problems,
+    )
+
+
+def _compared(
+    trace: RoundTrace, recorded: RecordedRow, drafted: int, accepted: int
+) -> RoundTrace:
+    """Return the trace with the recorded tokens, and what differs from the record."""
+    number = trace.number
+    problems = list(trace.problems)
+    tokens = recorded.tokens_of(number)
+    whole = (*(trace.tokens[slot - 1] for slot in trace.path), trace.next_token)
+    compared = {
+        "drafted tokens": (drafted, recorded.drafted[number]),
+        "accepted tokens": (accepted, recorded.accepted[number]),
+        "emitted tokens": (trace.emitted, tokens),
+        "tokens of the loop": (trace.emitted, whole[: len(trace.emitted)]),
+    }
+    problems += [
+        f"{name}: {here} computed again, {there} recorded"
+        for name, (here, there) in compared.items()
+        if here != there
+    ]
+    return replace(
+        trace,
+        recorded=tokens,
+        problems=tuple(problems),
+    )

@@ -1,0 +1,119 @@
+"""Rounds computed again: every round of a run has the tokens that the run emitted."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import pytest
+from conftest import slow
+from decoding import PROMPTS, drafters, make_session
+from tiny_models import eagle_drafter
+
+from specjax.decoding.generate import decode_session
+from specjax.decoding.rows import session_row
+from specjax.decoding.sampling_params import SamplingParams
+from specjax.drafters import TokenRecycling, TreeOptions
+from specjax.errors import InputError
+from specjax.playground import draft_tests
+from specjax.playground import replay_round as replay_module
+from specjax.playground.replay_round import RecordedRow, replay_round, replay_rounds
+
+DRAWN = SamplingParams(temperature=0.9, seed=7, max_new_tokens=16)
+ROW = 1
+
+
+def recorded_run(target, drafter, sampling=DRAWN, **options):
+    session = make_session(
+        target, PROMPTS[:3], drafter=drafter, sampling=sampling, batch_size=4, **options
+    )
+    return session, RecordedRow.of(decode_session(session), ROW)
+
+
+def traces(session, recorded):
+    return list(replay_rounds(session, session_row(session, ROW), recorded))
+
+
+STATIC = TreeOptions(kind="static", choices=((0,), (1,), (0, 0), (1, 0)))
+DYNAMIC = TreeOptions(kind="dynamic", topk=2, depth=2, num_nodes=5)
+
+
+def drafter_of(name, tiny, similar):
+    if name == "eagle tree":
+        return eagle_drafter(tiny, tree=STATIC)
+    if name == "eagle dynamic tree":
+        return eagle_drafter(tiny, tree=DYNAMIC)
+    if name == "token_recycling":
+        return TokenRecycling(61, tree=TreeOptions(kind="static", num_nodes=6, depth=3))
+    return drafters(tiny, tiny, similar)[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "verify", "temperature"),
+    [
+        ("similar", "rejection", 0.9),
+        ("eagle tree", "rejection", 0.9),
+        ("similar", "block", 0.9),
+        ("ngram_tree", "rejection", 0.9),
+        *slow(
+            ("eagle dynamic tree", "rejection", 0.9),
+            ("token_recycling", "rejection", 0.9),
+            ("turns_model", "rejection", 0.9),
+            ("similar", "coupled", 0.9),
+            ("similar", "typical", 0.9),
+            ("eagle tree", "rejection", 0.0),
+            ("similar", "rejection", 0.0),
+        ),
+    ],
+)
+def test_every_round_has_the_recorded_tokens(tiny, similar, name, verify, temperature):
+    drafter = drafter_of(name, tiny, similar)
+    sampling = dataclasses.replace(DRAWN, temperature=temperature)
+    session, recorded = recorded_run(tiny, drafter, sampling, verify=verify)
+    found = traces(session, recorded)
+    assert [trace.problems for trace in found] == [()] * len(recorded.emitted)
+    assert sum((trace.emitted for trace in found), ()) == recorded.token_ids
+    for trace in found:
+        assert {test.slot for test in trace.tests if test.accepted} == set(trace.path)
+        assert sum(trace.valid) == recorded.drafted[trace.number]
+        assert trace.next_source == "target" or any(not test.accepted for test in trace.tests)
+    tests = [test for trace in found for test in trace.tests]
+    assert any(test.accepted for test in tests) and not all(test.accepted for test in tests)
+
+
+def test_other_draws_are_found(tiny, similar, monkeypatch):
+    """With another key, another round's key, or a rule that verifies otherwise."""
+    session, recorded = recorded_run(tiny, drafter_of("similar", tiny, similar))
+    good = traces(session, recorded)
+    other_key = session_row(session, ROW)
+    other_key = dataclasses.replace(other_key, sampling=dataclasses.replace(DRAWN, seed=8))
+    *_, last = replay_rounds(session, other_key, recorded)
+    assert last.problems and last.number < len(good) - 1
+
+    start = replay_module.programs.start
+
+    def later(*arguments):
+        state = start(*arguments)
+        return state.replace(round=state.round + 1)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(replay_module.programs, "start", later)
+        assert traces(session, recorded)[-1].problems
+
+    changed = dataclasses.replace(recorded, token_ids=(*recorded.token_ids[:-1], 0))
+    assert "emitted tokens" in traces(session, changed)[-1].problems[0]
+
+    # The draws are looked at on their own: tests that say otherwise are found.
+    with monkeypatch.context() as patch:
+        patch.setattr(draft_tests.sampling, "uniforms", lambda keys, count: jnp.ones((1, count)))
+        assert "the draws say otherwise" in " ".join(traces(session, recorded)[-1].problems)
+
+
+def test_one_round(tiny):
+    session, recorded = recorded_run(tiny, drafters(tiny, tiny, tiny)["ngram"])
+    row = session_row(session, ROW)
+    last = len(recorded.emitted) - 1
+    assert replay_round(session, row, recorded, last).emitted == recorded.tokens_of(last)
+    with pytest.raises(InputError, match=f"round={last + 1}: the row has {last + 1} rounds"):
+        replay_round(session, row, recorded, last + 1)
+    moved = dataclasses.replace(recorded, token_ids=(0, *recorded.token_ids[1:]))
+    with pytest.raises(InputError, match="an earlier round differs"):
+        replay_round(session, row, moved, last)
