@@ -49,8 +49,10 @@ class DraftTest:
 
 
 class Decided(NamedTuple):
-    """The tests of a round; `next_source` is "target" or "residual", the distribution of the next
-    token, `next_likeliest` its likeliest tokens, and `problems` what does not follow from the draws.
+    """The tests of a round, and the draw of the next token.
+
+    `next_source` is its distribution, "target" or "residual", `next_likeliest` are the likeliest
+    tokens there, and `problems` say what does not follow from the draws.
     """
 
     tests: tuple[DraftTest, ...]
@@ -111,8 +113,8 @@ def _by_ratio(
             logq = sampling.node_distribution(drafted, jnp.full(1, child - 1), len(logp))[0]
             token = int(drafted.tokens[0, child - 1])
             test = _tested(child, token, logp, logq, accepted=child == following)
-            possible = 0.0 if not test.q else float(
-                sampling.acceptance_probability(logp, logq)[token]
+            possible = (
+                0.0 if not test.q else float(sampling.acceptance_probability(logp, logq)[token])
             )
             tests.append(replace(test, uniform=float(draws[child - 1]), threshold=possible))
             if child == following:
@@ -175,7 +177,9 @@ def _by_result(
 ) -> tuple[DraftTest, ...]:
     """The children along the path, of which the rule accepted one or none."""
     return tuple(
-        _tested(child, int(drafted.tokens[0, child - 1]), target[slot], None, accepted=child in path)
+        _tested(
+            child, int(drafted.tokens[0, child - 1]), target[slot], None, accepted=child in path
+        )
         for slot in path
         for child in _children(drafted, slot)
     )
@@ -191,7 +195,7 @@ def _agrees(test: DraftTest) -> bool:
 
 
 def _children(drafted: Drafted, slot: int) -> list[int]:
-    """Return the slots of the proposed children of a slot, in the order in which they are tested."""
+    """Return the slots of the proposed children of a slot, in the order of their tests."""
     parents, valid = np.asarray(drafted.parent_slots)[0], np.asarray(drafted.valid)[0]
     return (1 + np.flatnonzero((parents == slot) & valid)).tolist()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from importlib import resources
 from itertools import islice
@@ -80,7 +80,8 @@ def run_data(run: Run, session: Session) -> dict[str, Any]:
     rows = [(index, row) for index, row in enumerate(r for r in run.rows if r.turn == 0)]
     longest = session.plan.drafter.num_speculative_tokens
     answers = [
-        answer_data(session, index, _recorded(row), str(row.question_id)) for index, row in rows[:_ROWS]
+        answer_data(session, index, _recorded(row), str(row.question_id))
+        for index, row in rows[:_ROWS]
     ]
     return {
         "target": run.target,
@@ -105,16 +106,28 @@ def answer_data(session: Session, index: int, recorded: RecordedRow, name: str) 
     row = session_row(session, index)
     traces = list(islice(replay_rounds(session, row, recorded), _ROUNDS))
     used = {*row.prompt, *recorded.token_ids, *_tokens(traces)}
+    texts = token_texts(session.model.tokenizer, used)
+    return answer_of(name, row.prompt, recorded, traces, texts)
+
+
+def answer_of(
+    name: str,
+    prompt: Sequence[int],
+    recorded: RecordedRow,
+    traces: Sequence[RoundTrace],
+    texts: Mapping[int, str],
+) -> dict[str, Any]:
+    """Return an answer as a page reads it; `texts` are those of all its tokens."""
     return {
         "name": name,
-        "prompt": row.prompt,
+        "prompt": prompt,
         "tokens": recorded.token_ids,
         "emitted": recorded.emitted,
         "accepted": recorded.accepted,
         "drafted": recorded.drafted,
         "drafter": recorded.drafter_index,
         "rounds": [asdict(trace) for trace in traces],
-        "texts": token_texts(session.model.tokenizer, used),
+        "texts": texts,
     }
 
 

@@ -9,7 +9,7 @@ compared with what was recorded.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, NamedTuple
@@ -34,6 +34,7 @@ from specjax.errors import InputError
 from specjax.playground.draft_tests import DraftTest, Likeliest, decided
 from specjax.sampling import Drafted, Rule, Target
 from specjax.trees import Draft
+
 
 @dataclass(frozen=True)
 class RecordedRow:
@@ -210,9 +211,7 @@ def _trace(plan: Plan, state: State, draft: Draft, kept: _Kept, number: int) -> 
     )
 
 
-def _compared(
-    trace: RoundTrace, recorded: RecordedRow, drafted: int, accepted: int
-) -> RoundTrace:
+def _compared(trace: RoundTrace, recorded: RecordedRow, drafted: int, accepted: int) -> RoundTrace:
     """Return the trace with the recorded tokens, and what differs from the record."""
     number = trace.number
     problems = list(trace.problems)

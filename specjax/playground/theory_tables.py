@@ -13,8 +13,8 @@ _LENGTHS = np.arange(13)
 _COSTS = np.array([0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4])
 _BATCHES = np.array([1, 4, 16, 64, 256])
 _CHIPS = ("a100-80g", "h100-sxm", "tpu-v5e", "tpu-v6e")
-_CONTEXT = 1000
-_LLAMA_8B = theory.ModelShape(
+CONTEXT = 1000
+LLAMA_8B = theory.ModelShape(
     num_layers=32,
     hidden_size=4096,
     intermediate_size=14336,
@@ -39,10 +39,10 @@ def theory_tables() -> dict[str, Any]:
     for chip in _CHIPS:
         of_chip = [
             theory.roofline(
-                _LLAMA_8B,
+                LLAMA_8B,
                 chip,
                 batch=int(batch),
-                context=_CONTEXT,
+                context=CONTEXT,
                 k=k[None],
                 alpha=alpha[None],
                 draft_cost=costs,
