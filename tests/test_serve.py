@@ -15,6 +15,7 @@ import numpy as np
 import openai
 import pytest
 from bad_input import refused_command
+from browser import CHROMIUM, browser
 from commands import finish, start
 from conftest import slow
 
@@ -584,3 +585,24 @@ def test_a_file_with_a_key(tmp_path, capsys):
 def test_without_the_extra_what_to_install_is_said(monkeypatch, capsys):
     monkeypatch.setattr(serve, "missing", "uvicorn")
     assert "pip install 'specjax[serve]'" in refused_command(serve.main, [], capsys)
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium is installed")
+def test_the_playground_streams_an_answer(url, tmp_path):
+    with browser(tmp_path) as view:
+        view.open(f"{url}/")
+        assert "ngram" in view.text("#chat-about")
+        view.slide("#most", 16)
+        view.run(f"$('chat-input').value = {PROMPT!r}")
+        view.click("#send")
+        assert "tokens per pass" in view.until("$('chat-figures').innerText")
+        view.until("!$('send').disabled")
+        rounds = view.run("document.querySelectorAll('.rounds > div').length")
+        assert 0 < rounds <= 16
+        assert view.text("#answer")
+        assert view.text("#chat-state") == ""
+        view.run("$('chat-input').value = 'a '.repeat(400)")
+        view.click("#send")
+        view.until("$('chat-state').innerText.startsWith('No answer: ')")
+        # The refusal itself is logged by the browser, and nothing else.
+        assert all("400" in error for error in view.errors)

@@ -14,10 +14,11 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from specjax.playground.page import page
 from specjax.serving.engine_thread import EngineThread, Reply
 from specjax.serving.metrics import CONTENT_TYPE
 from specjax.serving.requests import RequestError, RequestReader
@@ -52,6 +53,18 @@ class Api:
     async def text(self, request: Request) -> ASGIApp:
         """POST /v1/completions."""
         return await self._complete(request, chat=False)
+
+    async def playground(self, request: Request) -> Response:
+        """GET /: the page with a chat (docs/playground.md)."""
+        plan = self.engine.engine.session.plan
+        served = {
+            "model": self.reader.model_name,
+            "drafter": plan.drafter.name,
+            "rule": plan.rule.name,
+        }
+        # The first time, the page's tables are computed.
+        text = await anyio.to_thread.run_sync(lambda: page({"served": served, "runs": []}))
+        return HTMLResponse(text)
 
     async def models(self, request: Request) -> Response:
         """GET /v1/models."""
@@ -190,6 +203,7 @@ def build_app(api: Api, host: str, api_key: str | None = None) -> Starlette:
     if api_key is not None:
         middleware.append(Middleware(RequireKey, key=api_key))
     routes = [
+        Route("/", api.playground),
         Route("/v1/chat/completions", api.chat, methods=["POST"]),
         Route("/v1/completions", api.text, methods=["POST"]),
         Route("/v1/models", api.models),
