@@ -5,7 +5,8 @@
     optimal_k(alpha, c)                    the draft length with the greatest speed-up
     break_even_alpha(k, c)                 the acceptance at which drafting begins to pay
     acceptance_from_tv(tv)                 acceptance that a distance of p and q allows
-    pass_seconds, memory, roofline         a `ModelShape` on a `Chip` (`CHIPS`), by data sheet
+    pass_seconds, memory, roofline         a `ModelShape` on a `Chip`, by data sheet
+    MODELS["llama-3.1-8b"], CHIPS["h200"]  published sizes of both, by name
     roofline_tree                          the fastest token tree on a chip
     stored_bits(bits, group=32)            bits per weight, its share of the scales included
 
@@ -38,10 +39,12 @@ from specjax.theory.expected_speedup import (
     optimal_k,
     speedup,
 )
+from specjax.theory.published_models import MODELS
 from specjax.theory.trees import roofline_tree
 
 __all__ = [
     "CHIPS",
+    "MODELS",
     "Chip",
     "ExpertShape",
     "Memory",
