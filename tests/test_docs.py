@@ -26,7 +26,7 @@ RATE = re.compile(r"per target pass: \d\.\d\d$", re.MULTILINE)
 LINK = re.compile(r"\]\(([^)#:\s]*)(?:#([^)\s]+))?\)")
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 SOURCE = re.compile(
-    r"\b((?:specjax|train|tests|scripts|configs|constraints|examples)/[\w/.]*\w)[`\s:,)]"
+    r"\b((?:specjax|train|tests|scripts|configs|constraints|notebooks)/[\w/.]*\w)[`\s:,)]"
 )
 MODULE = re.compile(r"python -m ((?:specjax|train)[.\w]*)")
 CALLED = re.compile(r"\bspecjax\.(\w+)\(")
