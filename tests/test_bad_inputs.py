@@ -279,7 +279,7 @@ def test_fields_are_those_of_the_config(command, capsys, tmp_path):
     )
     file = tmp_path / "config.py"
     field = next(name for name in ("seed", "runs", "limit") if name in kinds)
-    section = "mesh" if "mesh" in kinds else "tfds"
+    section = next(name for name in ("mesh", "tfds", "sampling", "tree") if name in kinds)
     names = ", ".join(list(kinds[section])[:2])
     for change, said in (
         (f"del config.{field}", f"{field} is missing"),
@@ -332,7 +332,7 @@ LINES = [
     (decode.main, "--batch-size=2", "did you mean --config.batch_size=2?"),
     (decode.main, "stray", "'stray' is not understood: did you mean --config.prompt=stray?"),
     *(
-        (decode.main, f"--config={given}", f"config='{given}': no such file.*decode_smollm2, gen")
+        (decode.main, f"--config={given}", f"config='{given}': no such file.*decode_smollm2, doc")
         for given in ("missing.py", "nosuch", "configs/nosuch.py", "other/decode_smollm2.py")
     ),
     *(
