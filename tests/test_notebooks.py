@@ -6,10 +6,10 @@ import io
 import re
 from pathlib import Path
 
-import matplotlib
 import nbformat
 import pytest
 from conftest import slow
+from matplotlib import pyplot as plt
 from nbclient import NotebookClient
 
 NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
@@ -63,7 +63,7 @@ def code_cells(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_notebook_shows_what_is_stored(name, monkeypatch):
-    matplotlib.use("Agg")
+    plt.switch_backend("Agg")
     monkeypatch.chdir(NOTEBOOKS)
     names = {"__name__": "__main__"}
     try:
@@ -71,7 +71,7 @@ def test_a_notebook_shows_what_is_stored(name, monkeypatch):
             found = execute(cell, names)
             assert without_numbers(found) == without_numbers(shown(cell)), cell.source
     finally:
-        matplotlib.pyplot.close("all")
+        plt.close("all")
 
 
 @pytest.mark.slow
