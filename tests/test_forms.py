@@ -22,7 +22,7 @@ from specjax.drafters import head_drafter, make_drafter
 from specjax.errors import InputError
 from specjax.loading.checkpoints import save_checkpoint
 from specjax.loading.load import load_model, place_model, random_model, save_model
-from specjax.models.config import Experts
+from specjax.models.config import Attention, Experts, SlidingWindow
 from specjax.models.decoder import Form
 from specjax.models.kernels.attention_kernel import attend_window_and_cache
 from specjax.models.layers.attention import (
@@ -41,13 +41,17 @@ FORMS = {
     "whole": Form(cache_attention="whole"),
     "apart, whole": Form("apart", cache_attention="whole"),
     "kernel": Form("unrolled", "kernel"),
+    "stacked, kernel": Form("stacked", "kernel"),
 }
+KERNEL_WIDTH = 16
+"""Of heads that the GPU kernel supports; those of `tiny` are narrower."""
 
 
 @pytest.fixture(scope="module")
 def biased():
     """Every kind of parameter: biases, an untied head, grouped heads."""
-    return tiny_config(num_heads=4, num_kv_heads=2, attention_bias=True, mlp_bias=True)
+    sizes = dict(num_heads=4, num_kv_heads=2, head_dim=KERNEL_WIDTH)
+    return tiny_config(**sizes, attention_bias=True, mlp_bias=True)
 
 
 def extended(model, tokens, lengths, capacity=512):
@@ -232,7 +236,7 @@ def products_of(function, *arguments, platform="cpu"):
     [
         *((name, "cpu") for name in ("stacked", *FORMS)),
         # A kernel for GPUs is not lowered for a TPU.
-        *((name, "tpu") for name in ("stacked", *FORMS) if name != "kernel"),
+        *((name, "tpu") for name in ("stacked", *FORMS) if "kernel" not in name),
     ],
 )
 def test_no_product_of_float32_is_rounded(name, platform, biased):
@@ -372,15 +376,33 @@ def test_all_ways_agree_with_the_loop_over_blocks(queries, dtype, slots, limits)
         *slow(("apart", 2, 2)),
         *slow(("whole", 1, 1), ("unrolled", 1, 1), ("apart, whole", 1, 1), ("kernel", 1, 1)),
         *slow(("unrolled", 2, 2), ("whole", 2, 2), ("apart, whole", 2, 2)),
+        *slow(("stacked, kernel", 1, 1), ("stacked, kernel", 2, 2)),
     ],
 )
-def test_every_form_decodes_the_same_tokens(name, data, model, tiny):
-    target = random_model(tiny.config, 0, dtype="float32", form=FORMS[name])
+def test_every_form_decodes_the_same_tokens(name, data, model):
+    config = tiny_config(head_dim=KERNEL_WIDTH)
+    target = random_model(config, 0, dtype="float32", form=FORMS[name])
     if data * model > 1:
         target = place_model(target, sharding.make_mesh(data, model, jax.devices()[: data * model]))
     options = dict(sampling=greedy(max_new_tokens=12), num_speculative_tokens=3)
     ours = decode(target, PROMPTS, drafter=make_drafter("ngram", target), **options)
-    assert ours.token_ids == decode(tiny, PROMPTS, **options).token_ids
+    plain = decode(random_model(config, 0, dtype="float32"), PROMPTS, **options)
+    assert ours.token_ids == plain.token_ids
+
+
+@pytest.mark.parametrize("name", ["kernel", *slow("stacked, kernel", "whole")])
+def test_every_form_has_the_same_sliding_windows_and_soft_caps(name):
+    """In layers that alternate, over a prompt longer than the window and read in chunks."""
+    sliding = SlidingWindow(6, pattern=(True, False))
+    attention = Attention(softcap=3.0)
+    config = tiny_config(head_dim=KERNEL_WIDTH, sliding_window=sliding, attention=attention)
+    options = dict(sampling=greedy(max_new_tokens=8), num_speculative_tokens=3)
+    tokens = []
+    for form in (FORMS[name], Form()):
+        target = random_model(config, 0, dtype="float32", form=form)
+        got = decode(target, PROMPTS, drafter=make_drafter("ngram", target), **options)
+        tokens.append(got.token_ids)
+    assert tokens[0] == tokens[1]
 
 
 @pytest.mark.usefixtures("every_pass")
@@ -388,7 +410,7 @@ def test_a_draft_model_whole_on_each_device_sends_nothing(tiny):
     """Whatever its form: the kernel's heads are split only where the model's are."""
     mesh = sharding.make_mesh(1, 2, jax.devices()[:2])
     target = place_model(random_model(tiny.config, 0, dtype="float32"), mesh)
-    config = dataclasses.replace(tiny.config, num_layers=1)
+    config = dataclasses.replace(tiny.config, num_layers=1, head_dim=KERNEL_WIDTH)
     small = random_model(config, 1, dtype="float32", form=FORMS["kernel"])
     drafter = make_drafter("draft_model", target, place_model(small, mesh, replicated=True))
     options = dict(sampling=greedy(max_new_tokens=4), num_speculative_tokens=1)
