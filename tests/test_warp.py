@@ -1,6 +1,7 @@
 """The warp against a plain sort-based one, and the identities of two distributions."""
 
 import functools
+import re
 
 import hypothesis.extra.numpy as hnp
 import hypothesis.strategies as st
@@ -176,22 +177,52 @@ def test_flags_say_what_some_row_asks_for():
     assert WarpFlags.of(jnp.zeros(1), jnp.zeros(1, int), jnp.ones(1), jnp.zeros(1)) == WarpFlags()
 
 
-def test_what_no_row_asks_for_is_not_in_the_program():
+def program(platform="cpu", **flags):
+    """Return the StableHLO of a warp for one row on a platform, with these flags alone."""
     logits, row = jnp.zeros((1, 64)), jnp.ones(1)
+    off = dict.fromkeys(("greedy", "sampled", "top_k", "top_p", "min_p"), False)
+    call = jax.jit(functools.partial(warp, flags=WarpFlags(**{**off, **flags})))
+    traced = call.trace(logits, row, jnp.ones(1, int), row, row)
+    return traced.lower(lowering_platforms=(platform,)).as_text()
 
-    def program(**flags):
-        off = dict.fromkeys(("greedy", "sampled", "top_k", "top_p", "min_p"), False)
-        call = functools.partial(warp, flags=WarpFlags(**{**off, **flags}))
-        return str(jax.make_jaxpr(call)(logits, row, jnp.ones(1, int), row, row))
 
-    assert "exp" not in program(greedy=True)
-    assert "scan[" not in program(sampled=True)
-    assert program(sampled=True, top_k=True).count("scan[") == 1
-    assert program(sampled=True, top_p=True).count("scan[") == 1
-    # No loop waits for what was computed, which would stall an accelerator.
-    everything = program(sampled=True, top_k=True, top_p=True, min_p=True)
-    assert "while[" not in everything
-    assert "sort" not in everything
+def test_what_no_row_asks_for_is_not_in_the_program():
+    assert "exponential" not in program(greedy=True)
+    assert "stablehlo.while" not in program(sampled=True)
+    assert program(sampled=True, top_k=True).count("stablehlo.while") == 1
+    assert program(sampled=True, top_p=True).count("stablehlo.while") == 1
+    assert "sort" not in program(sampled=True, top_k=True, top_p=True, min_p=True)
+
+
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+def test_an_accelerator_waits_for_no_data(platform):
+    accelerator, cpu = (
+        program(name, sampled=True, top_k=True, top_p=True) for name in (platform, "cpu")
+    )
+    # Both have the choice of the platform, which compilers resolve; a CPU also skips searches.
+    assert cpu.count("stablehlo.case") == accelerator.count("stablehlo.case") + 2
+    trips = r"cond {\s*%\w+ = stablehlo.constant dense<(\d+)>"
+    assert re.findall(trips, accelerator) == ["8", "8"]
+    assert re.findall(trips, cpu) == ["31", "30"]
+
+
+@functools.cache
+def compiled_for_accelerators():
+    return jax.jit(lambda *arguments: warp(*arguments, flags=WarpFlags()))
+
+
+@QUICK
+@given(logits_of, temperatures, top_ks, top_ps, min_ps, st.sampled_from([np.float32, np.float64]))
+def test_four_bits_per_pass_find_what_one_bit_finds(
+    logits, temperature, top_k, top_p, min_p, dtype
+):
+    with jax.enable_x64(dtype == np.float64), np.errstate(over="ignore"):
+        arguments = jnp.asarray(logits, dtype), temperature, top_k, top_p, min_p
+        one_bit = compiled(WarpFlags())(*arguments)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(jax.lax, "platform_dependent", lambda *x, cpu, default: default(*x))
+            four_bits = compiled_for_accelerators()(*arguments)
+    np.testing.assert_array_equal(one_bit, four_bits)
 
 
 @QUICK

@@ -191,21 +191,20 @@ def _greedy(
 def _in_top_k(
     depths: Float[Array, "*rows V"], top_k: Int[Array, "*rows 1"]
 ) -> Bool[Array, "*rows V"]:
-    """Return which tokens are among the k whose scores are the least below the largest; with ties.
+    """Return which tokens are among the k with the highest scores, including ties.
 
-    `depths` are these distances.
+    `depths` are the distances of the scores below the largest one.
     """
     depths = jnp.abs(depths)  # -0.0 has the bits of a negative number
     k_by_row = jnp.where(top_k > 0, top_k, depths.shape[-1])
-    no_limit = jnp.full_like(depths[..., :1], jnp.inf)
-
-    def fewer_than_k_below(limit: Float[Array, "*rows 1"]) -> Bool[Array, "*rows 1"]:
-        return jnp.sum(depths < limit, axis=-1, keepdims=True, dtype=jnp.int32) < k_by_row
-
-    def search() -> Float[Array, "*rows 1"]:
-        return _last_float(fewer_than_k_below, depths[..., :1], jnp.inf)
-
-    return depths <= lax.cond((top_k > 0).any(), search, lambda: no_limit)
+    largest_depth = _last_float(
+        lambda limit: (depths < limit).astype(jnp.int32),
+        lambda tokens_below: tokens_below < k_by_row,
+        depths[..., :1],
+        top=jnp.inf,
+        needed=top_k > 0,
+    )
+    return depths <= jnp.where(top_k > 0, largest_depth, jnp.inf)
 
 
 def _in_top_p(
@@ -213,43 +212,72 @@ def _in_top_p(
 ) -> Bool[Array, "*rows V"]:
     """Return which tokens are in the smallest likeliest set of mass `top_p`, ties included."""
     wanted_mass = top_p * jnp.sum(weights, axis=-1, keepdims=True)
-
-    def reaches_top_p(limit: Float[Array, "*rows 1"]) -> Bool[Array, "*rows 1"]:
-        mass = jnp.sum(jnp.where(weights >= limit, weights, 0), axis=-1, keepdims=True)
-        return mass >= wanted_mass
-
-    def search() -> Float[Array, "*rows 1"]:
-        return _last_float(reaches_top_p, weights[..., :1], 1.0)
-
-    limit = lax.cond((top_p < 1).any(), search, lambda: jnp.zeros_like(weights[..., :1]))
-    return weights >= jnp.where(top_p < 1, limit, 0)
+    smallest_weight = _last_float(
+        lambda limit: jnp.where(weights >= limit, weights, 0),
+        lambda mass: mass >= wanted_mass,
+        weights[..., :1],
+        top=1.0,
+        needed=top_p < 1,
+    )
+    return weights >= jnp.where(top_p < 1, smallest_weight, 0)
 
 
 def _last_float(
-    holds: Callable[[Float[Array, "*rows 1"]], Bool[Array, "*rows 1"]],
+    contributions: Callable[[Float[Array, "*rows 1"]], Real[Array, "*rows V"]],
+    holds: Callable[[Real[Array, "*rows 1"]], Bool[Array, "*rows 1"]],
+    like: Float[Array, "*rows 1"],
+    *,
+    top: float,
+    needed: Bool[Array, "*rows 1"],
+) -> Float[Array, "*rows 1"]:
+    """Return, for each row, the largest float in [0, top] at which a condition is true.
+
+    The condition at a float x is `holds(sum over V of contributions(x))`. It is true at 0 and, once
+    false, stays false. Non-negative floats are ordered as their bits are, so a search over the bits
+    finds the float exactly, where a sort would cost twenty times as much on a CPU. A CPU finds one
+    bit per pass over the vocabulary, and makes no pass unless some row needs the result (`needed`).
+    An accelerator finds four bits per pass, by comparing fifteen floats at once, and always makes
+    its eight passes, since a loop or branch that waits for data costs more there than arithmetic.
+    """
+    search = partial(_search_bits, contributions, holds, like, top)
+    return lax.platform_dependent(
+        needed,
+        cpu=lambda needed: lax.cond(needed.any(), lambda: search(1), lambda: jnp.zeros_like(like)),
+        default=lambda needed: search(4),
+    )
+
+
+def _search_bits(
+    contributions: Callable[[Float[Array, "*rows 1"]], Real[Array, "*rows V"]],
+    holds: Callable[[Real[Array, "*rows 1"]], Bool[Array, "*rows 1"]],
     like: Float[Array, "*rows 1"],
     top: float,
+    bits_per_pass: int,
 ) -> Float[Array, "*rows 1"]:
-    """Return the largest float in [0, top] at which `holds` is true, for each row of `like`.
+    """Return the float that `_last_float` describes, `bits_per_pass` bits per pass."""
+    integer = {4: np.int32, 8: np.int64}[like.dtype.itemsize]
+    end = int(np.asarray(top, like.dtype).view(integer)) + 1
+    num_bits = end.bit_length()
 
-    `holds` is true at 0 and, once false, stays false. Non-negative floats are ordered as their bits
-    are, so bisecting the bits finds it exactly, in as many steps as there are bits, where a sort
-    would cost twenty times as much. The number of steps is fixed: a loop whose end depends on data
-    would stall an accelerator in each step.
-    """
-    dtype = like.dtype
-    bits = {4: np.int32, 8: np.int64}[dtype.itemsize]
-    end = int(np.asarray(top, dtype).view(bits)) + 1
-    low, high = jnp.zeros(like.shape, bits), jnp.full(like.shape, end, bits)
+    def narrow(index: Int[Array, ""] | int, low: Int[Array, "*rows 1"]) -> Int[Array, "*rows 1"]:
+        shift = jnp.maximum(num_bits - bits_per_pass * (index + 1), 0).astype(integer)
+        candidates = [low + (integer(c) << shift) for c in range(1, 1 << bits_per_pass)]
+        # One reduction of many operands reads the vocabulary once for all candidates.
+        operands = tuple(contributions(lax.bitcast_convert_type(c, like.dtype)) for c in candidates)
+        zeros = tuple(operand.dtype.type(0) for operand in operands)
+        sums = lax.reduce(operands, zeros, _add_each, (like.ndim - 1,))
+        true_at = [
+            (c < end) & holds(total[..., None]) for c, total in zip(candidates, sums, strict=True)
+        ]
+        return low + (sum(each.astype(integer) for each in true_at) << shift)
 
-    def halve(_: Int[Array, ""] | int, bracket: tuple[Array, Array]) -> tuple[Array, Array]:
-        low, high = bracket
-        middle = low + (high - low) // 2
-        still_holds = holds(lax.bitcast_convert_type(middle, dtype))
-        return jnp.where(still_holds, middle, low), jnp.where(still_holds, high, middle)
+    low = jnp.zeros(like.shape, integer)
+    low = lax.fori_loop(0, -(-num_bits // bits_per_pass), narrow, low)
+    return lax.bitcast_convert_type(low, like.dtype)
 
-    low, _ = lax.fori_loop(0, end.bit_length(), halve, (low, high))
-    return lax.bitcast_convert_type(low, dtype)
+
+def _add_each(left: tuple[Array, ...], right: tuple[Array, ...]) -> tuple[Array, ...]:
+    return tuple(a + b for a, b in zip(left, right, strict=True))
 
 
 def _check_numbers(temperature: Any, top_k: Any, top_p: Any, min_p: Any) -> None:
