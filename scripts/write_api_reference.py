@@ -5,16 +5,16 @@ python scripts/write_api_reference.py
 
 from __future__ import annotations
 
-import ast
 import importlib
 import inspect
-import itertools
 import re
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from absl import app
+
+from lib.api_pages import constant, public_names
 
 PAGE = Path(__file__).parents[1] / "docs" / "api.md"
 MODULES = (
@@ -33,9 +33,9 @@ _HEAD = """\
 # API reference
 
 Each public name with its arguments (`=`: may be left out; after `*`: by name) and the first
-sentence of its docstring; `help(name)` has shapes, units and errors. [tutorial.md](tutorial.md)
-uses them together, and the [glossary](glossary.md) explains the words. This page is written by
-`python scripts/write_api_reference.py`.
+sentence of its docstring; `help(name)` and the pages of the site (`make docs`) have shapes, units
+and errors. [tutorial.md](tutorial.md) uses them together, and the [glossary](glossary.md) explains
+the words. This page is written by `python scripts/write_api_reference.py`.
 """
 _SHOWN = 10
 """Arguments of a function that are shown: decoding has twenty options (docs/support.md)."""
@@ -48,16 +48,15 @@ def reference() -> str:
 
 
 def _section(module: ModuleType) -> str:
-    names = [name for name in module.__all__ if not inspect.ismodule(getattr(module, name))]
-    rows = [_row(module, name) for name in sorted(names, key=lambda name: (name.lower(), name))]
+    rows = [_row(module, name) for name in public_names(module)]
     lines = [f"## {module.__name__}", "", _sentence(module.__doc__), "", "| name | |", "|---|---|"]
     return "\n".join([*lines, *rows, ""])
 
 
 def _row(module: ModuleType, name: str) -> str:
     value = getattr(module, name)
-    if (constant := _constant(module, name)) is not None:
-        return f"| `{name}` | {constant} |"
+    if found := constant(module, name):
+        return f"| `{name}` | {_sentence(found[2])} |"
     shown = f"{name}({', '.join(_arguments(value))})" if inspect.isfunction(value) else name
     return f"| `{shown}` | {_sentence(inspect.getdoc(value))} |"
 
@@ -72,23 +71,6 @@ def _arguments(function: Any) -> list[str]:
         optional = "" if parameter.default is parameter.empty else "="
         shown.append(f"{stars.get(parameter.kind, '')}{parameter.name}{optional}")
     return [*shown[:_SHOWN], "..."] if len(shown) > _SHOWN else shown
-
-
-def _constant(module: ModuleType, name: str) -> str | None:
-    """The first sentence of the text below a constant's definition; None for anything else."""
-    path = Path(module.__file__)
-    files = sorted(path.parent.rglob("*.py")) if path.name == "__init__.py" else [path]
-    for file in files:
-        body = ast.parse(file.read_text(encoding="utf-8")).body
-        for statement, text in itertools.pairwise(body):
-            match statement, text:
-                case (
-                    ast.Assign(targets=[ast.Name(id=found)])
-                    | ast.AnnAssign(target=ast.Name(id=found)),
-                    ast.Expr(value=ast.Constant(value=str(doc))),
-                ) if found == name:
-                    return _sentence(doc)
-    return None
 
 
 def _sentence(docstring: str) -> str:

@@ -104,6 +104,7 @@ class Auto:
     Trials of other limits cost at most `first_credit` plain rounds plus a fraction `trial_share` of
     the time. Limits are tried if they would be better than the best with estimates off by
     `optimism` standard deviations. Steps are short while other limits may be better than the best.
+    Raises ValueError for a negative number.
     """
 
     trial_share: float = 0.01

@@ -13,7 +13,10 @@ _ROUNDS = 4
 
 @dataclass(frozen=True)
 class Fixed:
-    """A controller that limits each drafter to `longest` nodes, by default all of its nodes."""
+    """A controller that limits each drafter to `longest` nodes, by default all of its nodes.
+
+    Raises ValueError for a negative number.
+    """
 
     longest: int | None = None
 
@@ -43,7 +46,8 @@ class ByBatch:
     """A controller that sets the draft length by the number of unfinished rows.
 
     Each entry (low, high, longest) of `table` applies to low to high unfinished rows at the start
-    of a step. For other numbers of rows the length is `longest`, by default all nodes.
+    of a step. For other numbers of rows the length is `longest`, by default all nodes. Raises
+    ValueError for negative numbers and steps of another form.
     """
 
     table: tuple[tuple[int, int, int], ...]
@@ -79,7 +83,7 @@ class ByBatch:
 class Recorded:
     """A controller that replays the limits and rounds of an earlier run's steps in order.
 
-    After the last step nothing is drafted.
+    After the last step nothing is drafted. Raises ValueError for steps of another form.
     """
 
     steps: tuple[tuple[Limits, int], ...]

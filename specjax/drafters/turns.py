@@ -68,7 +68,7 @@ class Turns:
 
     The result is exact if each drafter is: whether a drafter drafts depends on tokens that it does
     not draw, on distributions and on its own noise, which are independent of the draws of the next
-    drafter.
+    drafter. Raises InputError, while tracing, for what a drafter must not return.
     """
 
     parts: tuple[Drafter, ...]

@@ -184,7 +184,8 @@ class Typical(Rule):
     """Medusa's typical acceptance, which changes the output distribution.
 
     A drafted token is accepted if p(x) > min(epsilon, delta exp(-H(p))), with H in nats. Greedy
-    rows keep their tokens. See `tree_verification.typical`.
+    rows keep their tokens. See `tree_verification.typical`. Raises ValueError unless both numbers
+    are above 0.
     """
 
     epsilon: float = 0.09

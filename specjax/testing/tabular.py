@@ -47,7 +47,7 @@ class Tabular:
     ) -> Extension:
         """Implement `LanguageModel.extend`, of whose features only `top_tokens:k` exists.
 
-        `num_layers` (early exit) has no effect.
+        `num_layers` (early exit) has no effect. Raises ValueError for other features.
         """
         del positions, cache, start, visible, num_layers
         counts = wanted_counts(features, self.vocab_size)
