@@ -22,6 +22,7 @@ ROOT = Path(__file__).parents[1]
 _DOCUMENTS = ("*.md", "scripts/*.md", "docs/**/*.md")
 _DATA_CARDS = ("specjax/shipped_heads/*/*.md", "train/datasets/*.md")
 _OTHER_FILES = ("docs/*.svg", "docs/*.png", "docs/*.css", "CITATION.cff", "LICENSE")
+_CODE = re.compile(r"`[^`\n]+`")
 _LINK = re.compile(r"(?<=\]\()([^)#:\s]+)(?=[)#])")
 
 
@@ -67,6 +68,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
     if page.file.src_uri == "docs/api.md":
         markdown = re.sub(r"(?m)^## (\S+)$", r"## [\1](api/\1.md)", markdown)
+    # GitHub wants | in a table's code escaped, Python-Markdown shows the escape.
+    markdown = re.sub(r"(?m)^\|.*", lambda row: _CODE.sub(_unescaped, row[0]), markdown)
     return _LINK.sub(site_link, markdown)
 
 
@@ -79,6 +82,10 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
     return re.sub(
         r'href="([^"#]*)">([^<]*, line (\d+))</a>', r'href="\1#__codelineno-0-\3">\2</a>', html
     )
+
+
+def _unescaped(code: re.Match) -> str:
+    return code[0].replace("\\|", "|")
 
 
 def _paths(*patterns: str) -> list[Path]:
