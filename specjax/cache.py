@@ -13,7 +13,7 @@ from specjax.cached_entries import Entries, decode, empty_entries, encode
 
 @struct.dataclass
 class Window:
-    """Keys and values of one round's speculative tokens, which are never part of a cache.
+    """Keys and values of one round's speculative tokens, which are kept apart from the cache.
 
     Slots not yet written hold zeros, so that masked scores stay finite. `positions` are the tokens'
     positions, stored only for models whose attention depends on them (sliding windows).
@@ -49,10 +49,10 @@ class Window:
 
 @struct.dataclass
 class KVCache:
-    """Keys and values of each row's first `length` committed tokens, and of nothing else.
+    """Keys and values of the committed tokens of each row: the first `length` slots.
 
-    `k` and `v` [L, B, G, S, C] are arrays, or integers with exponents (`Int8Entries`). The slots
-    from `length` on are unspecified and must be masked by the reader.
+    `k` and `v` [L, B, G, S, C] are arrays, or integers with exponents (`Int8Entries`). The other
+    slots hold arbitrary values, which readers must mask.
     """
 
     k: Entries
@@ -65,10 +65,10 @@ class KVCache:
         return self.k.shape[3]
 
     def rounded(self, entries: Float[Array, "*N C"]) -> Float[Array, "*N C"]:
-        """Return keys or values rounded to what the cache can store.
+        """Return keys or values rounded to numbers that the cache can store.
 
-        A window's keys and values are rounded before they are read, so that those of a token are
-        the same before and after the token is committed.
+        A window's keys and values are rounded before attention reads them, so that a token has the
+        same keys and values before and after it is committed.
         """
         return decode(encode(entries, self.k.dtype), entries.dtype)
 
@@ -103,7 +103,7 @@ def make_cache(
 def commit(
     cache: KVCache, window: Window, slots: Int[Array, "B T"], count: Int[Array, "B"]
 ) -> KVCache:
-    """Return the cache with the first `count` of each row's `slots` appended in order.
+    """Return the cache with the first `count` of each row's window `slots` appended in order.
 
     Slots beyond `count` get an out-of-range index, which the scatter drops, so that rows with
     different counts need no loop and a donated cache is updated in place.

@@ -1,4 +1,4 @@
-"""Storage of keys and values in caches: in the model's dtype, in bfloat16, or in 8 bits."""
+"""Storage formats of cached keys and values: the model's dtype, bfloat16, or 8-bit integers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SMALLEST_EXPONENT = -126
 
 @struct.dataclass
 class Int8Entries:
-    """Keys or values [L, B, G, S, C] as integers times a power of two per token and head.
+    """Keys or values [L, B, G, S, C] stored as int8 times one power of two per token and head.
 
     Products with powers of two are exact in every floating-point dtype, and rounding twice changes
     nothing, so that a token has the same keys in the window and in the cache.
@@ -34,16 +34,20 @@ class Int8Entries:
 
 
 Entries = Shaped[Array, "*N C"] | Int8Entries
-"""An array of keys or values, or their integers."""
+"""Keys or values, as a floating-point array or as scaled integers."""
 
 
 def relative_step(dtype: jnp.dtype) -> float:
-    """Return the distance from 1 to the next number of a dtype; for int8, from the largest."""
+    """Return the relative rounding step of a dtype.
+
+    For a floating-point dtype it is the distance from 1 to the next larger number; for int8, the
+    step divided by the largest number.
+    """
     return 2.0**-7 if dtype == jnp.int8 else float(jnp.finfo(dtype).eps)
 
 
 def empty_entries(shape: tuple[int, ...], dtype: jnp.dtype) -> Entries:
-    """Return all-zero keys or values in a cache's storage format."""
+    """Return all-zero keys or values in the storage format of `dtype`, `Int8Entries` for int8."""
     zeros = jnp.zeros(shape, dtype)
     return Int8Entries(zeros, zeros[..., :1]) if dtype == jnp.int8 else zeros
 
@@ -70,6 +74,6 @@ def decode(entries: Entries, dtype: jnp.dtype) -> Float[Array, "*N C"]:
 
 
 def powers_of_two(exponents: Int[Array, "*N"]) -> Float[Array, "*N"]:
-    """Return 2 to the power of exponents between -126 and 127, exactly."""
+    """Return 2**exponent exactly; exponents are from -126 to 127."""
     bits = (exponents.astype(jnp.int32) + 127) << 23
     return jax.lax.bitcast_convert_type(bits, jnp.float32)

@@ -1,13 +1,14 @@
-"""Index a corpus for the drafter that copies from it.
+"""Build an index of documents, from which the drafter `corpus` copies.
 
     python -m specjax.corpus_index --input=FILE,FOLDER --tokenizer=MODEL --output=DIR
     python -m specjax.corpus_index --input=tfds:NAME --tokenizer=MODEL --output=DIR
 
-Documents are text files (one per file), JSON lines with the key text or with tokens of
-conversations (prompt_token_ids, response_token_ids), or the texts of a TFDS dataset. The tokenizer
-is that of a directory or a model. --config.drafter.name=corpus --config.drafter.corpus=DIR then
-drafts from the index. Indexing takes about 10 bytes of memory per token, plus half a gigabyte. Exit
-codes: 0; 2 for bad input; 130 after Ctrl-C or SIGTERM.
+Documents are text files (one document per file), the lines of JSON lines files, or the texts of a
+TFDS dataset. A JSON line has the key text, or prompt_token_ids and response_token_ids, the tokens
+of a conversation. The tokenizer is that of a directory or a model. Afterwards
+--config.drafter.name=corpus --config.drafter.corpus=DIR drafts from the index. Indexing takes about
+10 bytes of memory per token, plus half a gigabyte. Exit codes: 0; 2 for bad input; 130 after Ctrl-C
+or SIGTERM.
 """
 
 from __future__ import annotations
@@ -44,15 +45,15 @@ from specjax.loading.tokenizers.tokenizer import Tokenizer
 
 _TFDS = "tfds:"
 _TOGETHER = 256
-"""Documents that are encoded together."""
+"""The number of documents that are tokenized at once."""
 
 
 @dataclass(frozen=True)
 class CorpusInput:
-    """Comma-separated files and folders of documents, or tfds: followed by a TFDS dataset."""
+    """The value of --input: comma-separated files and folders, or tfds: followed by a dataset."""
 
     def check(self, name: str, value: Any) -> str | tuple[Path, ...]:
-        """Return the paths or the name of the dataset; raise InputError for missing files."""
+        """Return the paths or the name of the dataset; raise InputError if a file is missing."""
         if isinstance(value, str) and value.startswith(_TFDS):
             return PathOrName().check(name, value.removeprefix(_TFDS))
         return DocumentFiles().check(name, value)
@@ -73,7 +74,10 @@ def parser() -> Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit code."""
+    """Run the command with the arguments `argv`, by default those of the process.
+
+    Returns the exit code.
+    """
 
     def act(arguments: list[str]) -> int:
         make_index(**parser().read(arguments))
@@ -92,23 +96,29 @@ def make_index(
     split: str,
     text_field: str,
 ) -> None:
-    """Make an index, given checked flags. Raises InputError."""
+    """Index the documents of `input` and write the index to the folder `output`.
+
+    `input` is the name of a dataset, of which `split` and `text_field` are read, or paths of
+    documents; `tokenizer` names a directory or model; at most `max_tokens` tokens are indexed.
+    Raises InputError if the documents or the tokenizer cannot be read, or if `output` exists and is
+    not empty.
+    """
     folders.check_replaceable(output, KIND, f"output={str(output)!r}", overwrite=False)
     screen = Screen(Console(width=None if sys.stdout.isatty() else 120))
     documents, total = _open(input, split, text_field)
     encoder = open_tokenizer(tokenizer)
-    parts, num_tokens, begin = [], 0, time.monotonic()
+    token_arrays, num_tokens, begin = [], 0, time.monotonic()
     for document in _encoded(documents, encoder):
         document = with_separator(document, token_dtype(encoder.vocab_size))
-        parts.append(document[: max_tokens - num_tokens])
-        num_tokens += len(parts[-1])
-        share = max(len(parts) / total, num_tokens / max_tokens)
+        token_arrays.append(document[: max_tokens - num_tokens])
+        num_tokens += len(token_arrays[-1])
+        share = max(len(token_arrays) / total, num_tokens / max_tokens)
         speed = num_tokens / max(time.monotonic() - begin, 1e-9)
-        screen.progress("documents", len(parts), total, speed, share)
+        screen.progress("documents", len(token_arrays), total, speed, share)
         if num_tokens == max_tokens:
             break
-    tokens, count = np.concatenate(parts), len(parts)
-    del parts
+    tokens, count = np.concatenate(token_arrays), len(token_arrays)
+    del token_arrays
 
     def metadata(positions: int) -> IndexMetadata:
         source = input if isinstance(input, str) else ",".join(path.name for path in input)
@@ -132,7 +142,7 @@ def make_index(
 def _open(
     input: str | tuple[Path, ...], split: str, text_field: str
 ) -> tuple[Iterable[str | Int32[np.ndarray, "T"]], int]:
-    """Return the documents of an input and their number; raises InputError if there are none."""
+    """Return the documents of an input and their number; raise InputError if there are none."""
     if isinstance(input, str):
         names = FieldNames("input", "text_field", "files, or tfds: and a dataset")
         texts = open_texts(input, None, split, text_field, names)
@@ -148,7 +158,7 @@ def _open(
 def _encoded(
     documents: Iterable[str | Int32[np.ndarray, "T"]], tokenizer: Tokenizer
 ) -> Iterator[Sequence[int] | Int32[np.ndarray, "T"]]:
-    """Iterate over the documents' tokens; raises InputError for ids outside the vocabulary."""
+    """Yield the token ids of each document; raise InputError for ids outside the vocabulary."""
     documents, size = iter(documents), tokenizer.vocab_size
     while batch := list(itertools.islice(documents, _TOGETHER)):
         texts = [document for document in batch if isinstance(document, str)]

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from typing import Any
 
 NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-"""`errno` of an OSError for a full disk, an exhausted quota, and a limit on the size of files."""
+"""Values of `OSError.errno` for a full disk, an exhausted quota, and a file that is too large."""
 _LONGEST = 2000
-"""The most characters of a message."""
+"""The length at which messages are truncated, in characters."""
 
 
 _SHORT = reprlib.Repr()
@@ -20,11 +20,11 @@ _SHORT.maxlevel = 3
 
 
 class InputError(ValueError):
-    """Bad input; the message names the field, the value and the remedy on one line.
+    """An error for invalid input; its message names the field, the value and the remedy.
 
-    Commands print it without a traceback and exit with code 2. Since the message may quote a file,
-    line breaks become spaces, unprintable characters (terminal escapes, lone surrogates) are
-    escaped, and the middle of a very long message is omitted.
+    Commands print the message without a traceback and exit with code 2. It is a single line even if
+    it quotes a file: line breaks become spaces, unprintable characters (terminal escapes, lone
+    surrogates) are escaped, and the middle of a very long message is omitted.
     """
 
     def __init__(self, message: str) -> None:
@@ -35,7 +35,7 @@ class InputError(ValueError):
 
 
 class Problems:
-    """A collection of InputErrors from independent checks, raised as one."""
+    """The InputErrors of several independent checks, collected and raised as one."""
 
     def __init__(self) -> None:
         self._messages: list[str] = []
@@ -59,7 +59,7 @@ class Problems:
 
 
 def printable(text: str) -> str:
-    """Return `text` safe for a terminal: line breaks as spaces, other controls escaped."""
+    """Return `text` with line breaks as spaces and other control characters escaped."""
     return text if text.isprintable() else "".join(map(_printable, text))
 
 
@@ -75,9 +75,9 @@ def one_line(error: Exception) -> str:
 
 
 def shown(value: Any, limit: int = 60) -> str:
-    """Return the repr of `value` for an error message, on one line of about `limit` characters."""
+    """Return the repr of `value` on one line, truncated to `limit` characters."""
     try:
         text = " ".join(_SHORT.repr(value).split())
-    except Exception:  # a repr is the value's own code; Python prints no number of 5,000 digits
+    except Exception:  # the value's class defines repr; Python refuses integers of 5,000 digits
         text = f"<{type(value).__name__} that cannot be printed>"
     return text if len(text) <= limit else f"{text[: limit - 4]} ..."

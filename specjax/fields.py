@@ -2,8 +2,8 @@
 
 A config field, a drafter option or a function argument declares its kind in a table of fields by
 name or in its annotation, as in `top_k: Annotated[int, Whole()]`. The method `check(name, value)`
-of every kind returns the value as a plain Python type, or raises InputError naming the field, the
-value and the remedy.
+of every kind returns the value as a plain Python type, or raises InputError with a line that names
+the field, the value and the remedy.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from specjax.files import path_checks
 T = TypeVar("T")
 _ABSENT = object()
 INT32_MAX = 2**31 - 1
-"""The largest number that arrays of token ids, positions and counts hold."""
+"""The largest value of the int32 arrays of token ids, positions and counts."""
 
 
 @runtime_checkable
@@ -42,23 +42,26 @@ class Kind(Protocol):
     """The set of values that a field may have."""
 
     def check(self, name: str, value: Any) -> Any:
-        """Return the value; raise InputError unless it is of this kind."""
+        """Return `value` converted to a plain type; raise InputError naming `name` if invalid."""
 
 
 Fields = Mapping[str, "Kind | Fields | OptionalSection"]
-"""Kinds by name; a mapping inside is a section."""
+"""The kind of each field by name; a nested mapping is a section of fields."""
 
 
 @dataclass(frozen=True)
 class Whole:
-    """A whole number from `least` to `most`; NumPy and JAX integers count as whole numbers."""
+    """An integer from `least` to `most`, of Python, NumPy or JAX.
+
+    `remedy` replaces the default advice in error messages.
+    """
 
     least: int = 0
     most: int = INT32_MAX
     remedy: str = ""
 
     def check(self, name: str, value: Any) -> int:
-        """Return the number as an int."""
+        """Return `value` as an int, or raise InputError if it is not an integer in the range."""
         value = _plain(value)
         whole = isinstance(value, int) and not isinstance(value, bool)
         if not whole or not self.least <= value <= self.most:
@@ -68,7 +71,7 @@ class Whole:
 
     @property
     def says(self) -> str:
-        """Return which values are allowed, omitting the default 32-bit limit."""
+        """Advice on which values are allowed; it omits the default 32-bit limit."""
         if self.most < INT32_MAX:
             return self._remedy()
         return self.remedy or f"use a whole number of at least {self.least}"
@@ -79,9 +82,10 @@ class Whole:
 
 @dataclass(frozen=True)
 class Number:
-    """A finite number from `least` to `most`, or, with `above`, greater than `least`.
+    """A finite number from `least` to `most`.
 
-    With `zero`, 0 is allowed as well.
+    `above` excludes `least` itself, `zero` also allows 0, and `remedy` replaces the default advice
+    in error messages.
     """
 
     least: float = 0.0
@@ -91,7 +95,7 @@ class Number:
     remedy: str = ""
 
     def check(self, name: str, value: Any) -> float:
-        """Return the number as a float."""
+        """Return `value` as a float, or raise InputError if it is not a number in the range."""
         value = _plain(value)
         real = isinstance(value, int | float)
         if not real or isinstance(value, bool) or not self._holds(value):
@@ -105,7 +109,7 @@ class Number:
 
     @property
     def says(self) -> str:
-        """Return which values are allowed."""
+        """Advice on which values are allowed."""
         if self.remedy:
             return self.remedy
         first = "0, or a number" if self.zero else "a number"
@@ -119,7 +123,7 @@ class Flag:
     """A boolean."""
 
     def check(self, name: str, value: Any) -> bool:
-        """Return the value as a bool."""
+        """Return `value` as a bool, or raise InputError if it is not one."""
         value = _plain(value)
         if not isinstance(value, bool):
             raise InputError(f"{name}={shown(value)}: use true or false")
@@ -133,7 +137,7 @@ class Choice:
     names: tuple[str, ...]
 
     def check(self, name: str, value: Any) -> str:
-        """Return the name."""
+        """Return `value`, or raise InputError if it is not one of the names."""
         if not isinstance(value, str) or value not in self.names:
             raise InputError(f"{name}={shown(value)} is unknown: use {', '.join(self.names)}")
         return value
@@ -147,7 +151,7 @@ class Text:
     blank: bool = False
 
     def check(self, name: str, value: Any) -> str:
-        """Return the string."""
+        """Return `value`, or raise InputError if it is not a string of the allowed form."""
         if not isinstance(value, str):
             raise InputError(f"{name}={shown(value)}: use a text")
         if not self.empty and not (value if self.blank else value.strip()):
@@ -170,7 +174,7 @@ class Instance:
     remedy: str
 
     def check(self, name: str, value: Any) -> Any:
-        """Return the instance."""
+        """Return `value`, or raise InputError if it is not an instance of the class."""
         if not isinstance(value, self.type):
             raise InputError(f"{name}={shown(value)}: {self.remedy}")
         return value
@@ -183,7 +187,7 @@ class Function:
     remedy: str = "use a function"
 
     def check(self, name: str, value: Any) -> Any:
-        """Return the callable."""
+        """Return `value`, or raise InputError if it is not callable."""
         if not callable(value):
             raise InputError(f"{name}={shown(value)}: {self.remedy}")
         return value
@@ -191,12 +195,12 @@ class Function:
 
 @dataclass(frozen=True)
 class InputFile:
-    """The path of a file to read, or, with `pipe`, of a pipe."""
+    """The path of a file to read; with `pipe`, it may be a named pipe or piped standard input."""
 
     pipe: bool = False
 
     def check(self, name: str, value: Any) -> Path:
-        """Return the absolute path."""
+        """Return the absolute path, or raise InputError if no such file can be read."""
         return path_checks.input_file(name, value, pipe=self.pipe)
 
 
@@ -205,7 +209,7 @@ class InputFolder:
     """The path of a folder to read."""
 
     def check(self, name: str, value: Any) -> Path:
-        """Return the absolute path."""
+        """Return the absolute path, or raise InputError if no such folder can be read."""
         return path_checks.input_folder(name, value)
 
 
@@ -214,7 +218,7 @@ class OutputFile:
     """The path of a file to write."""
 
     def check(self, name: str, value: Any) -> Path:
-        """Return the absolute path."""
+        """Return the absolute path, or raise InputError if no file can be written there."""
         return path_checks.output_file(name, value)
 
 
@@ -223,23 +227,26 @@ class OutputFolder:
     """The path of a folder to write into."""
 
     def check(self, name: str, value: Any) -> Path:
-        """Return the absolute path."""
+        """Return the absolute path, or raise InputError if no folder can be written there."""
         return path_checks.output_folder(name, value)
 
 
 @dataclass(frozen=True)
 class PathOrName:
-    """A path or a name to look up; it need not exist."""
+    """A path, or a name that is looked up elsewhere; it need not exist."""
 
     def check(self, name: str, value: Any) -> str:
-        """Return the string; raise InputError unless it can be a path."""
+        """Return `value` as a string, or raise InputError unless it can be a path."""
         path_checks.user_path(name, value)
         return str(value)
 
 
 @dataclass(frozen=True)
 class Items:
-    """A list, tuple or 1-D array of values of one kind; `length` fixes the number of values."""
+    """A list, tuple or 1-D array with values of one kind.
+
+    `length` fixes the number of values, and `least` is their minimum number.
+    """
 
     kind: Kind
     length: int | None = None
@@ -247,7 +254,7 @@ class Items:
     remedy: str = ""
 
     def check(self, name: str, value: Any) -> tuple:
-        """Return the values as a tuple."""
+        """Return the values as a tuple, or raise InputError if some value is invalid."""
         if getattr(value, "ndim", None) == 1:
             value = value.tolist()
         listed = isinstance(value, Sequence) and not isinstance(value, str | bytes)
@@ -256,7 +263,7 @@ class Items:
             default = f"use a list{f' of {count} values' if count else ''}, such as (1, 2)"
             raise InputError(f"{name}={shown(value)}: {self.remedy or default}")
         try:
-            return tuple(self.kind.check(f"{name}[{at}]", one) for at, one in enumerate(value))
+            return tuple(self.kind.check(f"{name}[{at}]", item) for at, item in enumerate(value))
         except InputError:
             if not self.remedy:
                 raise
@@ -265,14 +272,17 @@ class Items:
 
 @dataclass(frozen=True)
 class Either:
-    """A value of one of several kinds, or, with `none`, None."""
+    """A value of any of several kinds; `none` allows None too."""
 
     kinds: tuple[Kind, ...]
     none: bool = False
     remedy: str = ""
 
     def check(self, name: str, value: Any) -> Any:
-        """Return the value as converted by the first kind that accepts it."""
+        """Return the value as converted by the first kind that accepts it.
+
+        Raises the last kind's InputError, or one with `remedy`, if every kind rejects it.
+        """
         if value is None and self.none:
             return None
         for kind in self.kinds:
@@ -287,21 +297,21 @@ class Either:
 
 @dataclass(frozen=True)
 class OptionalSection:
-    """An optional section of a config: `D | None` in a dataclass, for the section D."""
+    """A section of a config that may be absent, declared as `D | None` for a dataclass D."""
 
     fields: Fields
 
 
 @dataclass(frozen=True)
 class Inline:
-    """Mark a nested dataclass whose fields appear beside the outer fields instead of in a section.
+    """A mark on a nested dataclass: its fields appear among the outer fields, not in a section.
 
     For example `batches: Annotated[BatchConfig, Inline()]`.
     """
 
 
 def _plain(value: Any) -> Any:
-    """Return a number of NumPy or JAX as Python's own; anything else unchanged."""
+    """Return a NumPy or JAX scalar as a Python number, and any other value unchanged."""
     return value.item() if getattr(value, "ndim", None) == 0 else value
 
 
@@ -312,23 +322,23 @@ def optional(*kinds: Kind) -> Either:
 
 @functools.cache
 def type_hints(annotated: Callable[..., Any]) -> Mapping[str, Any]:
-    """Return the annotations of a function or class by name, inherited ones included."""
+    """Return the annotations of a function or class by name, including inherited ones."""
     return get_type_hints(annotated, include_extras=True)
 
 
 def kind_of(annotation: Any) -> Any:
-    """Return the kind or the section (`Fields`) that an annotation declares, or None.
+    """Return the kind that an annotation declares, its `Fields` if it is a dataclass, or else None.
 
     Raises TypeError for a number or string without a kind, which could not be checked.
     """
     origin, inside = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        return next((one for one in inside[1:] if isinstance(one, Kind | Mapping)), None)
+        return next((mark for mark in inside[1:] if isinstance(mark, Kind | Mapping)), None)
     if origin is Literal:
         return Choice(tuple(map(str, inside)))
-    if part := dataclass_in(annotation):
-        fields = fields_of(part)
-        return fields if part is annotation else OptionalSection(fields)
+    if section := dataclass_in(annotation):
+        fields = fields_of(section)
+        return fields if section is annotation else OptionalSection(fields)
     if annotation is bool:
         return Flag()
     if annotation in (int, float, str):
@@ -337,14 +347,14 @@ def kind_of(annotation: Any) -> Any:
             f"Annotated[{annotation.__name__}, ...] with one of specjax.fields, such as Whole()"
         )
     if origin in (Union, types.UnionType):
-        kinds = [kind_of(one) for one in inside if one is not types.NoneType]
+        kinds = [kind_of(member) for member in inside if member is not types.NoneType]
         if all(kind is not None for kind in kinds):
             return Either(tuple(kinds), none=types.NoneType in inside)
     return None
 
 
 def fields_of(source: type) -> dict[str, Any]:
-    """Return the kinds of a dataclass's annotated fields by name; dataclasses are sections."""
+    """Return the kinds of a dataclass's annotated fields by name; dataclasses become sections."""
     kinds: dict[str, Any] = {}
     for name, hint in _hints(source).items():
         if is_inline(hint):
@@ -360,18 +370,23 @@ def _hints(source: type) -> dict[str, Any]:
 
 
 def is_inline(hint: Any) -> bool:
-    """Return whether an annotation is `Annotated[D, Inline()]`."""
-    return get_origin(hint) is Annotated and any(isinstance(one, Inline) for one in get_args(hint))
+    """Return whether a type annotation has the form `Annotated[D, Inline()]`."""
+    return get_origin(hint) is Annotated and any(
+        isinstance(mark, Inline) for mark in get_args(hint)
+    )
 
 
 def dataclass_in(hint: Any) -> Any:
-    """Return the D of an annotation D, `D | None` or `Annotated[D, Inline()]`, or None."""
+    """Return D of an annotation D, `D | None` or `Annotated[D, Inline()]` for a dataclass D.
+
+    Returns None for any other annotation.
+    """
     if dataclasses.is_dataclass(hint):
         return hint
     if is_inline(hint):
         return get_args(hint)[0]
     if get_origin(hint) in (Union, types.UnionType):
-        inside = [one for one in get_args(hint) if one is not types.NoneType]
+        inside = [member for member in get_args(hint) if member is not types.NoneType]
         return inside[0] if len(inside) == 1 and dataclasses.is_dataclass(inside[0]) else None
     return None
 
@@ -379,50 +394,56 @@ def dataclass_in(hint: Any) -> Any:
 def read_values(
     source: type[T], values: Mapping[str, Any], cross_checks: Sequence[CrossCheck] = ()
 ) -> T:
-    """Return a dataclass built from the values of its annotated fields, by section.
+    """Return an instance of the dataclass `source` built from `values`, its fields' values by name.
 
-    Missing fields have their defaults. Each of `cross_checks` runs if all values that it takes are
-    present and valid, and so do the checks in the `__post_init__` of a dataclass. Raises one
-    InputError that lists every invalid value, as `check_values` does, and every inconsistency.
+    Nested mappings are the sections. Missing fields take their defaults. Each of `cross_checks`
+    runs if all of its values are present and valid, and so does the `__post_init__` of each
+    dataclass. Raises one InputError that lists every invalid value, as `check_values` does, and
+    every inconsistency.
     """
     problems = Problems()
     checked = _checked(fields_of(source), values, "", problems)
-    right = dotted(checked)
-    for one in cross_checks:
-        if right.keys() >= set(one.names):
+    valid = dotted(checked)
+    for cross_check in cross_checks:
+        if valid.keys() >= set(cross_check.names):
             with problems.collect():
-                one.check(*(right[name] for name in one.names))
-    made = _made(source, checked, problems)
+                cross_check.check(*(valid[name] for name in cross_check.names))
+    instance = _made(source, checked, problems)
     problems.check()
-    return made
+    return instance
 
 
 def _made(source: type, checked: Mapping[str, Any], problems: Problems) -> Any:
-    """Return the dataclass of checked values, or _ABSENT if one is, noting its problems."""
-    given: dict[str, Any] = {}
+    """Return an instance of the dataclass `source`, or _ABSENT if some value of it is missing.
+
+    `checked` maps the names of the valid fields to their values. Errors from constructors are added
+    to `problems`.
+    """
+    arguments: dict[str, Any] = {}
     for name, hint in _hints(source).items():
-        part = dataclass_in(hint)
+        section = dataclass_in(hint)
         if is_inline(hint):
-            given[name] = _made(part, checked, problems)
-        elif part is not None and name in checked:
-            given[name] = _made(part, checked[name], problems)
-        elif part is not None and part is not hint:
-            given[name] = None
+            arguments[name] = _made(section, checked, problems)
+        elif section is not None and name in checked:
+            arguments[name] = _made(section, checked[name], problems)
+        elif section is not None and section is not hint:
+            arguments[name] = None
         elif kind_of(hint) is not None:
-            given[name] = checked.get(name, _ABSENT)
-    if not any(value is _ABSENT for value in given.values()):
+            arguments[name] = checked.get(name, _ABSENT)
+    if not any(value is _ABSENT for value in arguments.values()):
         with problems.collect():
-            return source(**given)
+            return source(**arguments)
     return _ABSENT
 
 
 def check_instance(value: Any, prefix: str) -> None:
-    """Check a frozen dataclass's annotated fields in its `__post_init__`; store the results.
+    """Check the fields of the frozen dataclass `value`, called from its `__post_init__`.
 
-    `prefix`, such as "sampling.", precedes the field's name in errors.
+    The converted values replace the given ones. `prefix`, such as "sampling.", precedes the field's
+    name in errors. Raises InputError for the first invalid value.
     """
     for name, hint in type_hints(type(value)).items():
-        # A dataclass inside has checked itself.
+        # A nested dataclass has checked itself.
         kind = None if dataclass_in(hint) else kind_of(hint)
         if kind is not None:
             object.__setattr__(value, name, kind.check(prefix + name, getattr(value, name)))
@@ -441,9 +462,10 @@ class CrossCheck:
 
 
 def check_values(fields: Fields, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the checked values of all fields and sections.
+    """Return the checked values of all fields and sections by name.
 
-    Raises one InputError that lists all invalid values, unknown names and missing names.
+    `values` are the values by name, nested for sections. Raises one InputError that lists all
+    invalid values, unknown names and missing names.
     """
     problems = Problems()
     checked = _checked(fields, values, "", problems)
@@ -477,25 +499,28 @@ def _checked(
 
 
 def unknown_name(prefix: str, name: Any, value: Any, known: Mapping[str, Any]) -> str:
-    """Return the error message for an unknown field, with the closest known name."""
+    """Return an error message for a field that is not in `known`, suggesting the closest name."""
     near = difflib.get_close_matches(str(name), map(str, known), n=1)
     hint = f"did you mean {near[0]}? " if near else ""
     return f"{prefix}{name!s:.60}={shown(value)} is not supported: {hint}use {', '.join(known)}"
 
 
 def dotted(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the values of a nested dict by dotted name, the syntax of config overrides."""
-    found: dict[str, Any] = {}
+    """Return the values of a nested dict under dotted names, as config overrides spell them."""
+    values: dict[str, Any] = {}
     for name, value in tree.items():
-        inside = isinstance(value, Mapping)
-        found |= dotted(value, f"{prefix}{name}.") if inside else {prefix + name: value}
-    return found
+        is_section = isinstance(value, Mapping)
+        values |= dotted(value, f"{prefix}{name}.") if is_section else {prefix + name: value}
+    return values
 
 
-def first_difference(one: Any, other: Any) -> tuple[str, Any, Any] | None:
-    """Return the dotted name and both values of the first differing field, or None."""
-    mine, theirs = (dotted(dataclasses.asdict(value)) for value in (one, other))
-    for name in {**mine, **theirs}:
-        if mine.get(name) != theirs.get(name):
-            return name, mine.get(name), theirs.get(name)
+def first_difference(first: Any, second: Any) -> tuple[str, Any, Any] | None:
+    """Return the dotted name of the first field in which two dataclass instances differ.
+
+    Both values follow the name. Returns None if all fields are equal.
+    """
+    values, others = (dotted(dataclasses.asdict(instance)) for instance in (first, second))
+    for name in {**values, **others}:
+        if values.get(name) != others.get(name):
+            return name, values.get(name), others.get(name)
     return None

@@ -57,9 +57,9 @@ __all__ = [
 ]
 
 Counts = Int[np.ndarray, "B R"]
-"""A number for each pass of each request; -1 where the row was not active."""
+"""One count per pass of each request; -1 where the row was not active."""
 Widths = Int[np.ndarray, "B R"] | Int[np.ndarray, "R"]
-"""Slots of each pass, by row or the same for all rows."""
+"""The width of each pass in slots, by row or the same for all rows."""
 
 
 def num_drafts(drafted: Counts) -> int:
@@ -68,50 +68,53 @@ def num_drafts(drafted: Counts) -> int:
 
 
 def num_draft_tokens(drafted: Counts) -> int:
-    """Return the number of verified draft tokens (vLLM's name; llama.cpp's `draft_n`)."""
+    """Return the number of verified draft tokens (vLLM's name; llama.cpp calls it `draft_n`)."""
     return int(drafted[drafted > 0].sum())
 
 
 def num_accepted_tokens(accepted: Counts) -> int:
-    """Return the number of accepted tokens (vLLM's; llama.cpp's `draft_n_accepted`)."""
+    """Return the number of accepted draft tokens (vLLM's name; `draft_n_accepted` in llama.cpp)."""
     return int(accepted[accepted > 0].sum())
 
 
 def num_accepted_tokens_per_pos(
     drafted: Counts, accepted: Counts, positions: int | None = None
 ) -> tuple[int, ...]:
-    """Return how many passes accepted at least i + 1 draft tokens, by i (vLLM's counter).
+    """Return, for i = 0, 1, ..., how many passes accepted at least i + 1 draft tokens.
 
-    `positions` is the number of entries, the drafter's longest path; without it, the longest draft
-    in the counts, which suits chains and is too long for trees.
+    The counter is named as in vLLM. `positions` is the number of entries and should be the
+    drafter's longest path. By default it is the largest number of draft tokens in a pass, which
+    suits chains but is too long for trees.
     """
     length = int(max(drafted.max(initial=0), 0)) if positions is None else positions
     return tuple(int((accepted > i).sum()) for i in range(length))
 
 
 def acceptance_length(accepted: Counts) -> float | None:
-    """Return tau: mean tokens per verify pass, counting the bonus token and empty drafts.
+    """Return tau: the mean number of tokens per verify pass, including bonus tokens.
 
-    This is the mean of `accepted` + 1, and 1 for plain decoding. Spec-Bench calls it "#Mean
-    accepted tokens", EAGLE tau, SGLang and SpecForge accept length.
+    Passes with an empty draft count, so that this is the mean of `accepted` + 1, and 1 for plain
+    decoding. Spec-Bench calls it "#Mean accepted tokens", EAGLE tau, SGLang and SpecForge accept
+    length.
     """
     return _mean(accepted[accepted >= 0] + 1)
 
 
 def tau_drafted(drafted: Counts, accepted: Counts) -> float | None:
-    """Return `acceptance_length` over the passes with a nonempty draft.
+    """Return the mean number of tokens per verify pass, over passes with a nonempty draft.
 
-    1 + num_accepted_tokens / num_drafts: vLLM's "Mean acceptance length", llama.cpp's "mean len".
+    This is 1 + num_accepted_tokens / num_drafts: vLLM's "Mean acceptance length", llama.cpp's "mean
+    len".
     """
     return _mean(accepted[drafted > 0] + 1)
 
 
 def acceptance_rate(drafted: Counts, accepted: Counts) -> float | None:
-    """Return accepted / verified draft tokens; meaningful for chains.
+    """Return the number of accepted draft tokens divided by the number of verified ones.
 
     This is vLLM's "Avg Draft acceptance rate", SGLang's `spec_accept_rate` and llama.cpp's ratio.
-    In a tree at most one path is accepted, so the ratio says more about the tree's width than the
-    drafter.
+    It is meaningful for chains. In a tree at most one path is accepted, so the ratio says more
+    about the width of the tree than about the drafter.
     """
     return _ratio(num_accepted_tokens(accepted), num_draft_tokens(drafted))
 
@@ -135,9 +138,11 @@ def cond_acceptance_at_pos(
 ) -> tuple[float | None, ...]:
     """Return P(token i + 1 is accepted | it was drafted and the first i were accepted), by i.
 
-    Where all drafts have one length this is per_pos[i] / per_pos[i-1], EAGLE's n-alpha and
-    speculators' `cond_acc_i`; shorter drafts leave the denominator where they end. A tree's path
-    that ended at a leaf counts as not accepted. `positions` as in `num_accepted_tokens_per_pos`.
+    If all drafts have the same length, this is the ratio of successive values of
+    `acceptance_at_pos`, called n-alpha by EAGLE and `cond_acc_i` by speculators. A draft does not
+    count at positions beyond its end, except in a tree, where the accepted path may end at a leaf
+    although other paths are longer: it counts as not accepted at the next position. `positions` is
+    as in `num_accepted_tokens_per_pos`.
     """
     counts = num_accepted_tokens_per_pos(drafted, accepted, positions)
     tested = [int(((accepted >= i) & (drafted > i)).sum()) for i in range(len(counts))]
@@ -148,7 +153,8 @@ def tokens_per_round(emitted: Counts) -> float | None:
     """Return the mean number of tokens per verify pass that reached the output.
 
     It is at most `acceptance_length`, and lower if the end of a sequence, `max_new_tokens` or a
-    stop string truncated a pass. Divided by the time of a round it gives the decoding speed.
+    stop string truncated the tokens of a pass. Divided by the time of a round, it is the decoding
+    speed.
     """
     return _mean(emitted[emitted >= 0])
 
@@ -175,12 +181,12 @@ def truncate_rounds(
     width: Widths,
     kept_tokens: Int[np.ndarray, "B"],
 ) -> tuple[Counts, Counts, Counts, Counts]:
-    """Return the counts after truncating each row's output to `kept_tokens`, as a stop string does.
+    """Return the counts after each row's output is truncated to `kept_tokens`, as by a stop string.
 
-    Passes without a kept token become -1. The pass in which a row is truncated keeps `drafted` and
-    `width`, since they were computed, and drops the removed tokens from `emitted` and `accepted`;
-    the tokens it keeps are all draft tokens, because the target's token comes last. Returns
-    (drafted, accepted, emitted, width), each [B, R]. Raises ValueError if the counts are
+    Passes of which no token is kept become -1. The pass in which a row is truncated keeps its
+    `drafted` and `width`, which were computed, while `emitted` and `accepted` lose the removed
+    tokens; all tokens that it keeps are draft tokens, because the target's token comes last.
+    Returns (drafted, accepted, emitted, width), each [B, R]. Raises ValueError if the counts are
     inconsistent.
     """
     width = _checked_width(drafted, accepted, emitted, width)
@@ -312,11 +318,11 @@ class ExpectedAcceptance:
 def expected_acceptance(overlaps: Float[np.ndarray, "B *nodes"]) -> ExpectedAcceptance:
     """Return the pooled mean of the overlaps sum_x min(p(x), q(x)) of drafted nodes, with errors.
 
-    The first axis is the request; NaN and negative entries are padding. To compare the result with
-    accepted / tested, include only nodes at which a decision was made, none after a rejection.
-    Nodes of one request are correlated, so `standard_error` is that of a ratio of sums over
-    independent requests (Cochran, Sampling Techniques, section 6.4), which equals the usual one if
-    each request has one node. The overlap is from Leviathan et al. 2023, section 3.2.
+    The first axis of `overlaps` is the request; NaN and negative entries are padding. For a
+    comparison with accepted / tested nodes, include only nodes that were tested, and thus none
+    after a rejection. Nodes of one request are correlated, so `standard_error` is that of a ratio
+    of sums over independent requests (Cochran, Sampling Techniques, section 6.4), which equals the
+    usual one if each request has one node. The overlap is from Leviathan et al. 2023, section 3.2.
     """
     flat = overlaps.reshape(overlaps.shape[0], -1).astype(np.float64)
     is_node = flat >= 0
@@ -342,12 +348,13 @@ def predicted_speedup(
     widths: Int[np.ndarray, "*R"],
     seconds_of_width: Mapping[int, float],
 ) -> float | None:
-    """Return the speed-up over plain decoding, predicted from the measured parts of a round.
+    """Return the speed-up over plain decoding, predicted from the times of a round's phases.
 
-    It is tokens_per_round * T(1) / (draft_seconds + mean over rounds of T(width)), where T is the
-    time in seconds of an isolated pass. `widths` are the rounds' widths, with negative entries as
-    padding. Returns None if there is no round. Measured / predicted speed-up is the loop's
-    efficiency. Raises ValueError for a width without a time.
+    The result is tokens_per_round * T(1) / (draft_seconds + mean over rounds of T(width)), where T
+    is the time in seconds of an isolated pass: T(1) is `round_seconds_plain`, and other times come
+    from `seconds_of_width`. `widths` are the rounds' widths; negative entries are padding. Measured
+    divided by predicted speed-up is the efficiency of the decoding loop. Returns None if there is
+    no round. Raises ValueError for a width without a time.
     """
     used, rounds = np.unique(widths[widths >= 0], return_counts=True)
     missing = sorted(set(used.tolist()) - set(seconds_of_width))

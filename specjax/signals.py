@@ -11,16 +11,17 @@ from typing import Any
 
 _NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _APART_S = 1.0
-"""`timeout` and process groups send a signal twice: within this time it is the same request."""
+"""Seconds within which a repeated signal is the same request, as sent by `timeout`."""
 
 
 @contextmanager
 def received_by(receive: Callable[[int], None]) -> Iterator[None]:
-    """Call `receive` with the signal number at each request to stop; restore the handlers on exit.
+    """Call `receive` with the signal's number whenever a signal asks the process to stop.
 
-    Signals that the process ignored before (`nohup`, background jobs) stay ignored, but by a
-    handler, which child processes do not inherit. Does nothing outside the main thread, the only
-    one that receives signals.
+    The previous handlers are restored when the `with` block ends. Signals that the process ignored
+    before (`nohup`, background jobs) stay without effect, but by means of a handler, which child
+    processes do not inherit. Does nothing outside the main thread, the only one that receives
+    signals.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -62,7 +63,7 @@ def _ignores(handler: Any, number: int) -> bool:
 
 @contextmanager
 def raised() -> Iterator[None]:
-    """Raise KeyboardInterrupt in the main thread at each request to stop."""
+    """Raise KeyboardInterrupt in the main thread when a signal asks the process to stop."""
 
     def interrupt(number: int) -> None:
         raise KeyboardInterrupt
@@ -73,13 +74,13 @@ def raised() -> Iterator[None]:
 
 @contextmanager
 def held_off() -> Iterator[None]:
-    """Ignore requests to stop during short work that must complete, such as a final report."""
+    """Ignore signals that ask to stop during short work that must complete, such as a report."""
     with received_by(lambda number: None):
         yield
 
 
 def installed_again() -> None:
-    """Reinstall Python's signal handlers, which a library may have replaced."""
+    """Install Python's signal handlers again, since a library may have replaced them."""
     if threading.current_thread() is threading.main_thread():
         for number in _NUMBERS:
             handler = signal.getsignal(number)

@@ -1,1 +1,1 @@
-"""Meshes of devices, runs with several processes, folder locks, device memory."""
+"""Meshes of devices, runs with several processes, locks of folders, and device memory."""

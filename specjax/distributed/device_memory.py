@@ -1,4 +1,4 @@
-"""Checks that compiled programs fit into free memory before they run."""
+"""Checks, before compiled programs run, that they fit into free memory."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ _GIB = 1 << 30
 def check_fits(
     sizes: Sequence[Any], remedy: str, mesh: Mesh | None = None, *, begun: bool = False
 ) -> None:
-    """Raise InputError, with the remedy, unless compiled programs that run in turn fit into memory.
+    """Raise InputError unless programs that run one after another fit into free memory.
 
-    `sizes` are their `memory_analysis()`. The outputs of the first one are kept, and already exist
-    if the programs have `begun`; existing arguments do not count. Nothing is checked if free memory
-    is unknown, or if processes might get different results.
+    `sizes` are the `memory_analysis()` of the compiled programs; their arguments already exist and
+    do not count. The outputs of the first program are kept throughout; they exist too if the run
+    has `begun`. `remedy` ends the error message. Nothing is checked if free memory is unknown, or
+    with several processes, which might get different results.
     """
     free = free_bytes()
     if free is None or None in sizes or processes.count() > 1:
@@ -40,7 +41,7 @@ def check_fits(
 
 
 def free_bytes() -> int | None:
-    """Return the free bytes of the device, or of the host on a CPU; None if unknown."""
+    """Return the free memory of the device in bytes, of the host on CPU; None if unknown."""
     stats = jax.local_devices()[0].memory_stats()
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"] - stats["bytes_in_use"]
@@ -59,7 +60,10 @@ def _available() -> int | None:
 
 
 def _left_in_group(folder: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Return the free bytes below a container's limit (cgroup v2); cached files count as free."""
+    """Return the bytes left below a container's memory limit (cgroup v2), or None if unknown.
+
+    Memory of cached files counts as free.
+    """
     try:
         limit = int((folder / "memory.max").read_text(encoding="utf-8"))
         used = int((folder / "memory.current").read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""A lock that allows one run at a time in a folder and ends with its process."""
+"""A lock that allows only one run at a time in a folder, and that ends with its process."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _LONGEST_COMMAND = 200
 def hold(folder: Path, kind: Kind, where: str) -> Iterator[None]:
     """Claim a folder for this run and lock it against other runs until the context exits.
 
-    Every process of the run must call it; the first one claims and locks. `where` begins messages:
-    the field that named the folder, with its value. Raises InputError as `folders.claim` does, and
-    if another run holds the lock, naming it.
+    Every process of the run must call it; process 0 claims and locks. `where`, the field that named
+    the folder and its value, begins error messages. Raises InputError as `folders.claim` does, and
+    if another run, which the message names, holds the lock.
     """
     with ExitStack() as stack:
         enter = lambda: stack.enter_context(lock(folder, kind, where))  # noqa: E731
@@ -37,7 +37,7 @@ def hold(folder: Path, kind: Kind, where: str) -> Iterator[None]:
 
 @contextmanager
 def lock(folder: Path, kind: Kind, where: str) -> Iterator[None]:
-    """Claim and lock a folder like `hold`, for a run with one process; uses no device."""
+    """Claim and lock a folder as `hold` does, for a run with one process and without any device."""
     folders.check_claimable(folder, kind, where)
     file = folder / LOCK
     if os.path.lexists(file) and not folder_checksums.is_lock(file):
@@ -48,7 +48,7 @@ def lock(folder: Path, kind: Kind, where: str) -> Iterator[None]:
     with ExitStack() as stack:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            # Not by the existence of a file instead: a killed run would hold it for ever.
+            # A file's mere existence would be no lock: it would outlive a killed run.
             stack.enter_context(FileLock(file, timeout=0, fallback_to_soft=False))
             folders.claim(folder, kind, where)
             file.write_text(_holder(), encoding="utf-8")
@@ -64,7 +64,7 @@ def lock(folder: Path, kind: Kind, where: str) -> Iterator[None]:
 
 
 def _holder() -> str:
-    """Return the text that a run writes into its lock about itself."""
+    """Return the line that identifies a run in its lock file: process, host, time and command."""
     since = datetime.datetime.now().astimezone().isoformat(" ", "seconds")
     command = " ".join(shlex.join(sys.orig_argv).split())
     holder = f"pid {os.getpid()} on {socket.gethostname()}, since {since}"

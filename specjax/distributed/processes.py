@@ -27,12 +27,12 @@ def join(
     process_id: int | None = None,
     timeout_s: float = 300,
 ) -> None:
-    """Connect this process to the others of its run; must be called before JAX uses a device.
+    """Connect this process to the others of its run; call it before JAX uses a device.
 
     With `cluster` the address and the numbers come from the scheduler (Slurm, Kubernetes, TPU pods,
-    MPI), as `jax.distributed.initialize` finds them. Without it and without an address, does
-    nothing. If a process does not join within `timeout_s` seconds, JAX ends the others with its own
-    message. Raises InputError for missing or inconsistent arguments.
+    MPI), as `jax.distributed.initialize` finds them. Without it, and without the other arguments,
+    the call does nothing. If a process does not join within `timeout_s` seconds, JAX ends the
+    others with its own message. Raises InputError for missing or inconsistent arguments.
     """
     arguments = {
         "coordinator_address": coordinator_address,
@@ -77,7 +77,7 @@ def join(
 def _initialize(arguments: Mapping[str, Any], timeout_s: float) -> None:
     try:
         jax.distributed.initialize(**arguments, initialization_timeout=max(1, round(timeout_s)))
-        # JAX takes SIGTERM for itself, as the notice of a preemption.
+        # JAX installs a handler of its own for SIGTERM, as the notice of a preemption.
         signals.installed_again()
     except (RuntimeError, ValueError) as error:
         raise InputError(
@@ -88,7 +88,7 @@ def _initialize(arguments: Mapping[str, Any], timeout_s: float) -> None:
 
 
 def _check_port(address: str, port: int) -> None:
-    """Raise InputError where process 0 cannot use a port: JAX's service would end by a crash."""
+    """Raise InputError if process 0 cannot use the port, where JAX's service would crash."""
     try:
         socket.create_server(("", port)).close()
     except OSError as error:
@@ -116,7 +116,8 @@ def is_first() -> bool:
 def together(work: Callable[[], Result], values: Mapping[str, Any] | None = None) -> Result:
     """Call `work` on every process and return its result.
 
-    Raises InputError on all processes if `work` raises it on any, or if `values` differ.
+    `values` must be equal on all processes. Raises InputError on all of them if `values` differ, or
+    if `work` raises it on any.
     """
     result, error = None, None
     try:
@@ -130,13 +131,14 @@ def together(work: Callable[[], Result], values: Mapping[str, Any] | None = None
 
 
 class _Agreed(InputError):
-    """An error raised on every process: an enclosing `together` does not exchange it again."""
+    """An InputError that every process has raised already, which `together` does not exchange."""
 
 
 def agree(values: Mapping[str, Any], error: str | None = None) -> None:
-    """Raise InputError on every process if the (JSON-ready) values of two processes differ.
+    """Raise InputError on every process if the values of two processes differ.
 
-    A process that has failed passes its `error`, which is then raised on all processes.
+    `values` are JSON values by name. A process that has failed passes its `error`, which is then
+    raised on all processes.
     """
     if count() == 1:
         if error is not None:
@@ -159,12 +161,12 @@ def agree(values: Mapping[str, Any], error: str | None = None) -> None:
 
 
 def from_first(value: Any) -> Any:
-    """Return the (JSON-ready) value of process 0 on every process, such as a measured time."""
+    """Return the JSON value of process 0, such as a measured time, on every process."""
     return value if count() == 1 else _exchange(value)[0]
 
 
 def _exchange(value: Any) -> list[Any]:
-    """Return the values of all processes, ordered by process, on every process."""
+    """Return the JSON values of all processes, ordered by process, on every process."""
     from jax.experimental import multihost_utils
 
     text = np.frombuffer(json.dumps(value).encode(), np.uint8)

@@ -1,9 +1,9 @@
-"""Place arrays on a mesh of devices, by two mesh axes and a table of logical axis names.
+"""Placement of arrays on a mesh of devices, by two mesh axes and a table of logical axis names.
 
 Rows of a batch are sharded over `data`. Weights, caches and logits are sharded over `model` along
 heads, MLP width and vocabulary (tensor parallelism: Shoeybi et al. 1909.08053) and along experts
 (Lepikhin et al. 2006.16668); everything else is replicated. The axes are Auto: XLA's partitioner
-follows the placement of parameters and the few constraints set by models and loop.
+follows the placement of parameters and the few constraints set by models and decoding loop.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ LOGICAL_AXES = {
     "mlp": MODEL,
     "vocab": MODEL,
 }
-"""The mesh axis of each logical axis; names that are not here are not split."""
+"""The mesh axis over which each logical axis is sharded; other logical axes are not."""
 
 MESH_KIND = optional(Instance(Mesh, "use a mesh, as sharding.make_mesh gives it"))
 DEVICES = Whole(1, 1 << 20)
-"""The number of devices along a mesh axis."""
+"""The allowed numbers of devices along a mesh axis."""
 
 Axes = Sequence[str | None]
 Placement = Mesh | jax.Device | None
@@ -41,7 +41,7 @@ Placement = Mesh | jax.Device | None
 
 
 def make_mesh(data: int = 1, model: int = 1, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """Return a mesh of data x model devices, by default of all devices.
+    """Return a mesh of `data` x `model` devices, by default made of all devices.
 
     Raises InputError if the product is not the number of devices.
     """
@@ -64,7 +64,10 @@ def axis_size(mesh: Mesh | None, name: str) -> int:
 
 
 def placement_of(tree: Any, mesh: Mesh | None) -> Placement:
-    """Return the mesh or, without one, the device that all arrays of a tree share, if any."""
+    """Return `mesh`, or without one the device that holds all arrays of `tree`.
+
+    Returns None if there is no mesh and the arrays share no device.
+    """
     devices = {
         device
         for leaf in jax.tree.leaves(tree)
@@ -75,7 +78,7 @@ def placement_of(tree: Any, mesh: Mesh | None) -> Placement:
 
 
 def first_device(where: Placement) -> jax.Device:
-    """Return one device of a placement, by default the default device."""
+    """Return one device of a placement; without a placement, JAX's default device."""
     device = where.devices.flat[0] if isinstance(where, Mesh) else where
     return jax.devices()[0] if device is None else device
 
@@ -86,10 +89,10 @@ def use(mesh: Mesh | None) -> contextlib.AbstractContextManager:
 
 
 def partition(axes: Axes, shape: Sequence[int], mesh: Any) -> PartitionSpec:
-    """Return how an array with these logical axes is sharded.
+    """Return how an array with the logical `axes` is sharded.
 
     An axis whose size is not a multiple of the number of devices is not sharded. If several logical
-    axes map to one mesh axis, such as experts and their width, the first that can be sharded is.
+    axes map to one mesh axis, as for experts and their width, the first that can be sharded is.
     """
     split: list[str | None] = []
     for name, size in zip(axes, shape, strict=True):
@@ -102,7 +105,7 @@ def partition(axes: Axes, shape: Sequence[int], mesh: Any) -> PartitionSpec:
 def num_parts(axis: str, size: int) -> int:
     """Return the number of shards of a logical axis on the mesh that a program is traced for.
 
-    It is 1 without a mesh, and for an axis that `partition` does not shard.
+    It is 1 without a mesh, and for an axis that `partition` would not shard.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
@@ -112,7 +115,7 @@ def num_parts(axis: str, size: int) -> int:
 
 
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
-    """Return the array with a sharding constraint by its logical axes, if a mesh is in use."""
+    """Return `x` with a sharding constraint by its logical axes, or unchanged without a mesh."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return x
@@ -120,7 +123,7 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
 
 
 def constrain_rows(tree: Any) -> Any:
-    """Return a tree of arrays with the batch as first axis, constrained to shards on `data`."""
+    """Return a tree of arrays with the constraint that their first axis is sharded over `data`."""
 
     def rows(leaf: jax.Array) -> jax.Array:
         return constrain(leaf, "batch", *[None] * (leaf.ndim - 1)) if leaf.ndim else leaf
@@ -129,7 +132,10 @@ def constrain_rows(tree: Any) -> Any:
 
 
 def place(array: np.ndarray, axes: Axes, where: Placement) -> jax.Array:
-    """Return a host array as a device array with these logical axes; every process calls it."""
+    """Return a host array as a device array sharded by its logical axes.
+
+    With several processes, each of them must call it.
+    """
     if not isinstance(where, Mesh):
         return jax.device_put(array, where)
     sharding = NamedSharding(where, partition(axes, array.shape, where))
@@ -137,12 +143,12 @@ def place(array: np.ndarray, axes: Axes, where: Placement) -> jax.Array:
 
 
 def place_rows(array: np.ndarray, where: Placement) -> jax.Array:
-    """Return a host array with the batch as first axis as a device array, sharded over `data`."""
+    """Return a host array as a device array whose first axis, the batch, is sharded over `data`."""
     return place(array, ("batch", *[None] * (array.ndim - 1)), where)
 
 
 def place_keys(keys: Sequence[jax.Array], where: Placement) -> jax.Array:
-    """Return the keys of a batch, one per row, as one array sharded over `data`."""
+    """Return a batch's keys, one per row, as one device array sharded over `data`."""
     if not isinstance(where, Mesh):
         return jax.device_put(jax.numpy.stack(list(keys)), where)
     data = place_rows(np.stack([np.asarray(jax.random.key_data(key)) for key in keys]), where)
@@ -151,7 +157,10 @@ def place_keys(keys: Sequence[jax.Array], where: Placement) -> jax.Array:
 
 
 def fetch(tree: Any) -> Any:
-    """Return device arrays as NumPy arrays; every process must call it, in the same order."""
+    """Return a tree of device arrays as NumPy arrays.
+
+    With several processes, each of them must call it, in the same order.
+    """
     if all(leaf.is_fully_addressable for leaf in jax.tree.leaves(tree)):
         return jax.tree.map(np.asarray, tree)
     from jax.experimental import multihost_utils
@@ -160,9 +169,9 @@ def fetch(tree: Any) -> Any:
 
 
 def spread(tree: Any, where: Placement) -> Any:
-    """Return the tree with all arrays on the devices of a placement.
+    """Return `tree` with all arrays on the devices of a placement.
 
-    Arrays that must be moved are replicated over a mesh.
+    Arrays that have to be moved are replicated over a mesh.
     """
     if where is None:
         return tree

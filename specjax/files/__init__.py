@@ -1,1 +1,1 @@
-"""Read and write users' files: paths, JSON, atomic writes, owned folders."""
+"""Reading and writing of users' files: paths, JSON, atomic writes, folders with checksums."""

@@ -1,4 +1,4 @@
-"""Write files and folders atomically, under temporary names until complete.
+"""Atomic writing of files and folders, under temporary names until they are complete.
 
 `is_temporary` recognizes the names of temporary files and folders, and of locks between writers.
 """
@@ -17,20 +17,20 @@ from typing import BinaryIO
 from filelock import FileLock
 
 NAMES = {"prefix": ".specjax-", "suffix": ".tmp"}
-"""What every function of `tempfile` is given; it adds eight characters."""
+"""Arguments of `tempfile`'s functions, which put eight characters between them."""
 _NAME = re.compile(r"\.specjax-[a-z0-9_]{8}\.tmp", re.ASCII)
 
 
 def is_temporary(name: str) -> bool:
-    """Return whether a name is one that specjax gives to temporary files."""
+    """Return whether `name` is one that specjax gives to temporary files."""
     return _NAME.fullmatch(name) is not None
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Yield a new file that replaces `path` when the context exits without an error.
+    """Yield a new file, opened for writing, that replaces `path` when the context exits.
 
-    Raises OSError if that fails; the earlier file then remains.
+    After an error `path` is unchanged. Raises OSError if writing fails.
     """
     handle, name = tempfile.mkstemp(dir=path.parent, **NAMES)
     try:
@@ -50,7 +50,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def write_text(path: Path, text: str) -> None:
-    r"""Replace the content of a file by `text`. Raises as `replacing` does.
+    r"""Replace the content of a file with `text`, atomically, or raise OSError.
 
     Lone surrogates, which UTF-8 cannot encode, are escaped as \udXXX, which JSON decodes again.
     """
@@ -60,19 +60,22 @@ def write_text(path: Path, text: str) -> None:
 
 @contextmanager
 def exclusive(folder: Path, what: str) -> Iterator[None]:
-    """Hold a lock against other threads and processes that use the same `what`.
+    """Hold a lock against other threads and processes that use the same `folder` and `what`.
 
-    Raises OSError if the folder cannot be written or does not support locks.
+    `what` is any string. Raises OSError if the folder cannot be written or does not support locks.
     """
     path = folder / temporary_name(f"lock of {what}")
     with FileLock(path, fallback_to_soft=False):
         try:
             yield
         finally:
-            path.unlink(missing_ok=True)  # who waits for the deleted file takes a new one
+            path.unlink(missing_ok=True)  # a process that waits for it then creates a new file
 
 
 def temporary_name(what: str) -> str:
-    """Return the name of a temporary file or folder for `what`, the same in every process."""
+    """Return the name of a temporary file or folder for the string `what`.
+
+    It is the same in every process.
+    """
     digest = hashlib.sha256(what.encode(errors="surrogateescape")).hexdigest()[:8]
     return f"{NAMES['prefix']}{digest}{NAMES['suffix']}"

@@ -1,9 +1,9 @@
-"""The marker of a folder made by specjax: its kind, and checksums of its files.
+"""The marker of a folder made by specjax: the kind of the folder, and checksums of its files.
 
-A small JSON file in the folder, `MARKER`, says that specjax made it and what it holds. A run's
-folder gets the marker before anything else is written (`folders.claim`). A finished folder, such as
-a saved model, gets it last (`seal`), with the size and SHA-256 of every file; without it the folder
-is unfinished or was copied incompletely.
+The marker is a small JSON file named `MARKER`. The folder of a training run gets it before anything
+else is written (`folders.claim`). A finished folder, such as a saved model, gets it last (`seal`),
+with the size and SHA-256 of every file; without it, the folder is unfinished or was copied
+incompletely.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ Kind = Literal[
 
 MARKER = "specjax_folder.json"
 LOCK = "specjax.lock"
-"""The file that `distributed.folder_lock` locks; it may stay after its process has ended."""
+"""The file that `distributed.folder_lock` locks; it may remain after its process has ended."""
 
 ORBAX_METADATA, ORBAX_SUCCESS = "_CHECKPOINT_METADATA", "commit_success.txt"
-"""What Orbax writes, or writes again, into a checkpoint after the marker: not listed in it."""
+"""Files that Orbax writes into a checkpoint after the marker, which therefore omits them."""
 
 _FORMAT = 1
 _UNLISTED = (MARKER, ORBAX_METADATA, ORBAX_SUCCESS)
@@ -51,7 +51,7 @@ _UNLISTED = (MARKER, ORBAX_METADATA, ORBAX_SUCCESS)
 
 @dataclass(frozen=True)
 class Record:
-    """The size of a file in bytes, and its SHA-256."""
+    """The size of a file in bytes, and the SHA-256 of its content."""
 
     bytes: int
     sha256: str
@@ -59,14 +59,17 @@ class Record:
 
 @dataclass(frozen=True)
 class Marker:
-    """The kind of a folder, and records of its `files` by relative path, None while it changes."""
+    """The kind of a folder, and records of its files by relative path.
+
+    `files` is None while the folder still changes.
+    """
 
     kind: str
     files: dict[str, Record] | None
 
 
 def read_marker(folder: Path) -> Marker | None:
-    """Return the marker of a folder, or None; raise InputError for a damaged one."""
+    """Return the marker of a folder, or None if it has none; raise InputError if it is damaged."""
     file = folder / MARKER
     if not file.is_file():
         return None
@@ -85,7 +88,7 @@ def read_marker(folder: Path) -> Marker | None:
 
 
 def write_marker(folder: Path, marker: Marker) -> None:
-    """Replace the marker of a folder. Raises OSError."""
+    """Replace the marker of a folder, or raise OSError."""
     content: dict[str, Any] = {"specjax_folder": _FORMAT, "kind": marker.kind}
     if marker.files is not None:
         content["files"] = {name: asdict(record) for name, record in marker.files.items()}
@@ -93,7 +96,10 @@ def write_marker(folder: Path, marker: Marker) -> None:
 
 
 def seal(folder: Path, kind: Kind) -> None:
-    """Record all files of a finished folder, marking it as complete. Raises OSError."""
+    """Record all files of a finished folder in its marker, or raise OSError.
+
+    The marker makes the folder complete.
+    """
     names = [name for name in contents(folder) if not name.endswith("/")]
     with _hashing(len(names)) as pool:
         records = list(pool.map(record_of, [folder / name for name in names]))
@@ -106,10 +112,10 @@ def find_damage(
     share: tuple[int, int] | None = (0, 1),
     needed: Iterable[str] = (),
 ) -> str | None:
-    """Return the first problem with the files listed in a marker, naming the file, or None.
+    """Return a description of the first file that differs from its record in `marker`, or None.
 
-    `share` is (i, n) to read the i-th of n parts of the files, or None to compare sizes only. Files
-    in `needed` must be listed.
+    `share` is (i, n) to read only the i-th of n parts of the files, or None to compare only their
+    sizes. Each file in `needed` must have a record.
     """
     files = marker.files or {}
     for name in needed:
@@ -128,10 +134,10 @@ def find_damage(
     names = sorted(files, key=lambda name: (-files[name].bytes, name))[share[0] :: share[1]]
     try:
         with _hashing(len(names)) as pool:
-            found = list(pool.map(record_of, [folder / name for name in names]))
+            current = list(pool.map(record_of, [folder / name for name in names]))
     except OSError as error:
         return f"{error.filename}: {error.strerror or error}"
-    for name, record in zip(names, found, strict=True):
+    for name, record in zip(names, current, strict=True):
         if record.sha256 != files[name].sha256:
             return f"{name} is not as it was written: its SHA-256 differs"
     return None
@@ -142,9 +148,10 @@ def verify(
 ) -> None:
     """Raise InputError, naming the file, if a folder changed since specjax saved it.
 
-    `needed` are the names of files that will be read; the marker must list them. A folder without a
-    marker was not written by specjax and passes, unless its files say that it was. Each process
-    reads all files, since the folder may be on a local disk.
+    `kinds` are the kinds that the folder may have. `needed` are the names of files that will be
+    read; the marker must list them. A folder without a suitable marker passes if specjax did not
+    write it; `written_by_us` says whether its files show that specjax did. Each process reads all
+    files, since the folder may be on a local disk.
     """
     marker = read_marker(folder)
     if marker is None or marker.kind not in kinds or marker.files is None:
@@ -162,7 +169,10 @@ def verify(
 
 
 def record_of(file: Path) -> Record:
-    """Return the current size and SHA-256 of a file. Raises as `open_files.open_regular` does."""
+    """Return the current size and SHA-256 of a file.
+
+    Raises OSError if it cannot be read, and InputError if it is not a regular file.
+    """
     with open_regular(file) as opened:
         digest = hashlib.file_digest(opened, "sha256").hexdigest()
         return Record(os.fstat(opened.fileno()).st_size, digest)
@@ -171,7 +181,7 @@ def record_of(file: Path) -> Record:
 def is_kept(file: Path) -> bool:
     """Return whether a file's name is reserved by specjax, or listed in its folder's marker.
 
-    An unreadable marker lists nothing.
+    A damaged marker counts as an empty list.
     """
     if file.name in (MARKER, LOCK) or atomic_writes.is_temporary(file.name):
         return True
@@ -183,14 +193,15 @@ def is_kept(file: Path) -> bool:
 
 
 def is_lock(file: Path) -> bool:
-    """Return whether a file with a lock's name is a regular file that can be one."""
+    """Return whether `file`, named like a lock, is a regular file and no symbolic link."""
     return file.is_file() and not file.is_symlink()
 
 
 def contents(folder: Path, temporary_too: bool = False) -> Iterator[str]:
-    """Yield all files below a folder, and its empty folders with a trailing slash.
+    """Yield the relative paths of all files below a folder, and of empty folders with "/" added.
 
-    Omits the marker, the lock, files that Orbax writes later and, by default, temporary files.
+    The marker, the lock, and files that Orbax writes later are omitted; so are temporary files,
+    unless `temporary_too` is set.
     """
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
@@ -204,22 +215,25 @@ def contents(folder: Path, temporary_too: bool = False) -> Iterator[str]:
 
 
 def _records(file: Path, files: Any) -> dict[str, Record]:
-    """Return the files of a marker; raises InputError for a path outside its folder."""
-    found: dict[str, Record] = {}
+    """Return the records by path that a marker `file` lists under its key `files`.
+
+    Raises InputError for a record of another form, and for a path outside the folder.
+    """
+    records: dict[str, Record] = {}
     for name, record in files.items() if isinstance(files, dict) else ():
         path = PurePosixPath(name)
-        plain = name and "\0" not in name and not path.is_absolute() and ".." not in path.parts
+        inside = name and "\0" not in name and not path.is_absolute() and ".." not in path.parts
         fields = record if isinstance(record, dict) else {}
         size, digest = fields.get("bytes"), fields.get("sha256")
-        if not plain or type(size) is not int or not isinstance(digest, str):
+        if not inside or type(size) is not int or not isinstance(digest, str):
             raise InputError(
                 f"{file}: {shown(name)} is not listed as specjax lists files; copy the folder "
                 "again, whole"
             )
-        found[name] = Record(size, digest)
+        records[name] = Record(size, digest)
     if not isinstance(files, dict):
         raise InputError(f"{file}: lists no files; copy the folder again, whole")
-    return found
+    return records
 
 
 def _hashing(files: int) -> ThreadPoolExecutor:

@@ -1,4 +1,4 @@
-"""Folders made by specjax: claimed for a run, or written and replaced atomically.
+"""Folders made by specjax: claimed for a training run, or written and replaced atomically.
 
 A folder with a file that its marker (`folder_checksums`) does not list is never replaced.
 """
@@ -26,13 +26,13 @@ from specjax.files.folder_checksums import (
 
 _REMEDY = "give a new or empty folder"
 _EARLIER = "earlier"
-"""Where the folder that is being replaced is, in the work folder."""
+"""The name, in the temporary folder, of the folder that is being replaced."""
 
 
 def check_claimable(folder: Path, kind: Kind, where: str) -> None:
     """Raise InputError unless a folder is new, empty, or from an earlier run of this kind.
 
-    `where` begins the message: the field that named the folder, with its value.
+    `where`, the field that named the folder and its value, begins the message.
     """
     if not folder.exists():
         return
@@ -40,14 +40,14 @@ def check_claimable(folder: Path, kind: Kind, where: str) -> None:
     marker = read_marker(folder)
     if marker is None:
         # A claim that was killed leaves the temporary file of its marker.
-        if found := _first_foreign(folder, ()):
-            raise InputError(f"{where}: holds {found!r}, and no {kind} of specjax; {_REMEDY}")
+        if foreign := _first_foreign(folder, ()):
+            raise InputError(f"{where}: holds {foreign!r}, and no {kind} of specjax; {_REMEDY}")
     elif marker.kind != kind or marker.files is not None:
         raise _another_kind(where, marker, kind)
 
 
 def claim(folder: Path, kind: Kind, where: str) -> None:
-    """Mark a folder as a run's, before anything else is written to it.
+    """Mark a folder as that of a run, before anything else is written to it.
 
     Temporary files of a killed process in an earlier run's folder are deleted, so the caller must
     hold the folder's lock. Raises InputError as `check_claimable` does, and if the folder cannot be
@@ -65,10 +65,10 @@ def claim(folder: Path, kind: Kind, where: str) -> None:
 
 
 def check_replaceable(folder: Path, kind: Kind, where: str, *, overwrite: bool = True) -> None:
-    """Raise InputError unless a folder is new, empty, or sealed as that kind and unchanged.
+    """Raise InputError unless a folder is new, empty, or sealed as `kind` and unchanged since.
 
-    Without `overwrite` it must be new or empty. Deleted files are allowed. The message names a file
-    that specjax did not write, or that changed.
+    Without `overwrite` it must be new or empty. Some of its files may have been deleted. The
+    message begins with `where` and names a file that specjax did not write, or that changed.
     """
     if not folder.exists():
         return
@@ -79,22 +79,22 @@ def check_replaceable(folder: Path, kind: Kind, where: str, *, overwrite: bool =
         raise _another_kind(where, marker, kind)
     if marker is not None and not overwrite:
         raise InputError(f"{where}: holds a {kind} already; delete it, or write elsewhere")
-    if found := _first_foreign(folder, files, temporary_too=marker is None):
+    if foreign := _first_foreign(folder, files, temporary_too=marker is None):
         raise InputError(
-            f"{where}: holds {found!r}, which specjax has no record of writing; move it away, or "
+            f"{where}: holds {foreign!r}, which specjax has no record of writing; move it away, or "
             f"{_REMEDY}"
         )
-    there = {name: record for name, record in files.items() if os.path.lexists(folder / name)}
-    if changed := find_damage(folder, Marker(kind, there)):
+    existing = {name: record for name, record in files.items() if os.path.lexists(folder / name)}
+    if changed := find_damage(folder, Marker(kind, existing)):
         raise InputError(f"{where}: {changed}; move it away, or {_REMEDY}")
 
 
 @contextmanager
 def replacing(folder: Path, kind: Kind, *, overwrite: bool = True) -> Iterator[Path]:
-    """Yield a new folder, which replaces an earlier one of this kind when the context exits.
+    """Yield a new folder that replaces `folder`, of the same kind, when the context exits.
 
-    Its content is then sealed, unless it has been already. Raises InputError as `check_replaceable`
-    does, and if writing fails; after any error the earlier folder is unchanged.
+    The new folder is then sealed, unless the caller has sealed it. Raises InputError as
+    `check_replaceable` does, and if writing fails; after any error the earlier folder is unchanged.
     """
     where = str(folder)
     try:
@@ -122,7 +122,7 @@ def replacing(folder: Path, kind: Kind, *, overwrite: bool = True) -> Iterator[P
 
 
 def _replace(folder: Path, new: Path, earlier: Path) -> None:
-    """Give a sealed folder its name, and move the one that had it to `earlier`."""
+    """Move `folder`, if it was sealed, to `earlier`, and rename `new` to `folder`."""
     try:
         if read_marker(folder) is not None:
             folder.rename(earlier)
@@ -139,14 +139,14 @@ def _move_back(earlier: Path, folder: Path) -> None:
 
 
 def delete_temporary(folder: Path) -> None:
-    """Delete temporary files of killed processes in a folder. Raises OSError."""
+    """Delete the temporary files that killed processes left in a folder, or raise OSError."""
     for name in filter(atomic_writes.is_temporary, os.listdir(folder)):
         if (folder / name).is_file():
             (folder / name).unlink()
 
 
 def unwritable(where: str, error: OSError) -> InputError:
-    """Return the error for a folder that cannot be written; `where` begins the message."""
+    """Return the InputError for a folder that cannot be written; `where` begins its message."""
     reason = error.strerror or one_line(error)
     return InputError(f"{where}: cannot be written ({reason}); free space or write elsewhere")
 
@@ -158,7 +158,7 @@ def _another_kind(where: str, marker: Marker, wanted: Kind) -> InputError:
 
 
 def check_is_folder(folder: Path, where: str) -> None:
-    """Raise InputError if the path is a file."""
+    """Raise InputError if the path, which exists, is not a folder."""
     if not folder.is_dir():
         raise InputError(f"{where}: is a file; {_REMEDY}")
 
@@ -166,7 +166,7 @@ def check_is_folder(folder: Path, where: str) -> None:
 def _first_foreign(
     folder: Path, listed: Collection[str], temporary_too: bool = False
 ) -> str | None:
-    """Return the first entry that is not listed."""
+    """Return the first file or empty folder in `folder` that is not `listed`, or None."""
     try:
         names = contents(folder, temporary_too)
         return next((name for name in names if name not in listed), None)

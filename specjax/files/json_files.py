@@ -1,4 +1,4 @@
-"""Read JSON and JSON Lines files, raising InputError for invalid JSON."""
+"""Reading of JSON and JSON Lines files, with one InputError for anything that is not valid JSON."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ from specjax.errors import InputError, one_line, shown
 from specjax.files import open_files
 
 _LONGEST_LINE = 64 << 20
-"""Bytes: a file without line ends is not read whole."""
+"""The maximum length of a line in bytes, so that a file without line breaks is not read whole."""
 
 _LARGEST_FILE = 256 << 20
-"""Bytes. Python's values take many times the size of the JSON text."""
+"""The maximum size of a JSON file in bytes; its values take many times as much memory."""
 
 _GZIP_BEGINS = b"\x1f"
-"""No JSON text does."""
+"""The first byte of a gzip file, with which no JSON text begins."""
 
 
 def parse_json(text: str | bytes, where: str, remedy: str = "repair it") -> Any:
-    """Return the value of a JSON text; `where` names the file, and the line in a JSONL file.
+    """Return the value of a JSON text; raise InputError if it is not JSON.
 
-    Raises InputError for anything that is not JSON, including NaN, numbers with thousands of digits
-    or beyond the range of floats, excessive nesting, duplicate keys, and invalid UTF-8.
+    `where`, the name of the file and for JSON Lines the line, begins the message, and `remedy` ends
+    it. Also rejected are NaN, numbers with thousands of digits or beyond the range of floats,
+    excessive nesting, duplicate keys, and invalid UTF-8.
     """
     try:
         # Some editors begin a file with a byte order mark.
@@ -44,7 +45,7 @@ def parse_json(text: str | bytes, where: str, remedy: str = "repair it") -> Any:
 def read_json_file(path: Path, remedy: str = "restore it") -> Any:
     """Return the value of a JSON file; raise InputError, naming the path, if it cannot be read.
 
-    A file of more than 256 MiB is rejected before it is read.
+    A file of more than 256 MiB is rejected. `remedy` ends the error message.
     """
     try:
         with open_files.open_regular(path, remedy) as file:
@@ -64,11 +65,12 @@ def read_json_file(path: Path, remedy: str = "restore it") -> Any:
 def read_json_lines(
     path: Path, field: str, *, unfinished: bool = False
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the objects of a JSONL file, possibly gzipped, each with "FILE, line N".
+    """Yield "FILE, line N" and the object on that line, for each line of a JSONL file.
 
-    Empty lines are skipped. The file, which may be a pipe, is read line by line. With `unfinished`,
-    a last line without a line break is skipped, since its writer was killed. Raises InputError with
-    file and line for a line that is not a JSON object, and with `field` for an unreadable file.
+    The file may be gzipped, or a pipe; it is read line by line, and empty lines are skipped. With
+    `unfinished`, a last line without a line break is skipped, since its writer was killed. Raises
+    InputError that names file and line for a line that is not a JSON object, and one that names
+    `field` for an unreadable file.
     """
     number = 0
     try:
@@ -96,7 +98,7 @@ def read_json_lines(
 @contextmanager
 def _opened(path: Path) -> Iterator[io.BufferedReader | gzip.GzipFile]:
     with path.open("rb") as file:
-        # A look ahead, not a second opening: the file may be a pipe.
+        # Peeked at, since the file may be a pipe, which cannot be opened twice.
         if file.peek(1)[:1] != _GZIP_BEGINS:
             yield file
             return

@@ -1,6 +1,6 @@
 """The logger `specjax`, which announces long operations on stderr.
 
-It stays silent if the application configures logging itself, or after
+It is silent if the application configures logging itself, or after
 `logging.getLogger("specjax").setLevel("WARNING")`.
 """
 
@@ -12,18 +12,18 @@ from typing import TextIO
 
 
 class _Stderr(logging.StreamHandler):
-    """Writes to what `sys.stderr` is now, and only where no logging is configured."""
+    """A handler that writes to the current `sys.stderr`, unless logging is configured elsewhere."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
 
     @property
     def stream(self) -> TextIO:
-        """The current stderr."""
+        """The stream that `sys.stderr` is now."""
         return sys.stderr
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a record, unless the root logger has handlers and so writes it too."""
+        """Write `record`, unless the root logger has handlers, which write it too."""
         if not logging.getLogger().handlers:
             super().emit(record)
 

@@ -1,4 +1,4 @@
-"""Open files in folders that may hold a pipe, a device or a folder instead."""
+"""Opening of files in folders that may hold a pipe, a device or a folder in their place."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from specjax.errors import InputError
 
 
 def regular_file(path: Path, remedy: str = "put a file there") -> Path:
-    """Return the path of a file inside a folder, for a reader that opens it by name.
+    """Return `path` after verifying that a reader can open it by name without blocking.
 
-    Raises InputError, naming it, for a folder, a pipe or a device, which a reader might block on.
-    The reader handles missing and unreadable files.
+    Raises InputError, naming the path, if it is a folder, a pipe or a device. Missing and
+    unreadable files pass, since the reader reports them.
     """
     with suppress(OSError):
         _check_regular(path, path.stat(), remedy)
@@ -23,9 +23,10 @@ def regular_file(path: Path, remedy: str = "put a file there") -> Path:
 
 
 def regular_files(folder: Path, remedy: str = "take it away") -> Path:
-    """Return a folder whose files another library reads. Raises as `regular_file` does.
+    """Return `folder` after verifying that all files in it and its subfolders are regular.
 
-    Subfolders are checked; links to folders are not followed.
+    Use it before another library reads the folder. Links to folders are not followed. Raises
+    InputError as `regular_file` does.
     """
     for inside, _, names in os.walk(folder):
         for name in names:
@@ -34,7 +35,10 @@ def regular_files(folder: Path, remedy: str = "take it away") -> Path:
 
 
 def open_regular(path: Path, remedy: str = "put a file there") -> io.BufferedReader:
-    """Open a regular file. Raises OSError, and InputError as `regular_file` does."""
+    """Open a regular file for reading.
+
+    Raises OSError if that fails, and InputError for a folder, a pipe or a device.
+    """
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         _check_regular(path, os.fstat(handle), remedy)

@@ -1,4 +1,4 @@
-"""Versions of Python and packages, on which results depend."""
+"""The versions of Python and of packages that results depend on."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import platform
 
 
 def versions() -> dict[str, str]:
-    """Return the versions on which a result depends, by name."""
-    found = {"python": platform.python_version()}
+    """Return the versions of Python, jax, jaxlib, flax and specjax by name."""
+    version_of = {"python": platform.python_version()}
     for name in ("jax", "jaxlib", "flax", "specjax"):
         try:
-            found[name] = importlib.metadata.version(name)
+            version_of[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            found[name] = "not installed"
-    return found
+            version_of[name] = "not installed"
+    return version_of

@@ -1,8 +1,8 @@
-"""Check user-supplied paths of files or folders to read or write.
+"""Checks of paths that users supply, of files or folders to read or write.
 
 Each function takes the name of the field that held the path, and raises InputError naming field,
 value and remedy if the path does not suit the field. Nothing is created or written. `open_files`
-handles files inside a folder, which no field names.
+checks files inside a folder, whose names users did not supply.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from pathlib import Path
 from specjax.errors import InputError, shown
 
 _DEVICES = ("/dev", "/proc", "/sys")
-"""Names below these are devices or processes, even where they look like files."""
+"""Folders whose entries are devices or processes, even where they look like files."""
 
 _SHARED_MEMORY = "/dev/shm"
-"""Exceptions, which hold ordinary files."""
+"""A folder of ordinary files inside /dev."""
 
 
 def user_path(field: str, value: str | os.PathLike[str]) -> Path:
@@ -35,7 +35,7 @@ def user_path(field: str, value: str | os.PathLike[str]) -> Path:
         raise InputError(f"{field}={shown(text, 200)}: a path holds no NUL; write it without")
     try:
         path = Path(text).expanduser().absolute()
-    except (RuntimeError, OSError) as error:  # a user, or a working directory, that is not there
+    except (RuntimeError, OSError) as error:  # no such user, or no working directory
         raise InputError(
             f"{field}={shown(text, 200)}: {str(error).rstrip('.')}; write the path in full"
         ) from None
@@ -46,8 +46,8 @@ def user_path(field: str, value: str | os.PathLike[str]) -> Path:
 def input_file(field: str, value: str | os.PathLike[str], *, pipe: bool = False) -> Path:
     """Return the path of a readable file; raise InputError if there is none.
 
-    With `pipe` it may be a pipe: one made with mkfifo, or /dev/stdin and /proc/self/fd/N if these
-    are pipes.
+    With `pipe` it may also be a pipe: one made with mkfifo, or /dev/stdin and /proc/self/fd/N if
+    they refer to pipes.
     """
     path = user_path(field, value)
     status = _status(field, value, path)
@@ -65,7 +65,7 @@ def input_file(field: str, value: str | os.PathLike[str], *, pipe: bool = False)
 
 
 def input_folder(field: str, value: str | os.PathLike[str]) -> Path:
-    """Return the path of a listable folder; raise InputError if there is none."""
+    """Return the path of a folder whose files can be listed; raise InputError if there is none."""
     path = user_path(field, value)
     status = _status(field, value, path)
     if status is None:
@@ -78,13 +78,13 @@ def input_folder(field: str, value: str | os.PathLike[str]) -> Path:
 
 
 def output_file(field: str, value: str | os.PathLike[str]) -> Path:
-    """Return the path of a regular file, new or existing, whose folder exists or can be created.
+    """Return the path of a file to write, whose folder exists or can be created.
 
-    Links are followed. Raises InputError for folders, devices, pipes, and anything else that a file
-    must not replace.
+    Links are followed. Raises InputError if the path is a folder, a device, a pipe or anything else
+    that a file must not replace.
     """
     path = user_path(field, value)
-    # As it is written too: /dev/stdout may lead to an ordinary file.
+    # Both spellings: /dev/stdout may be a link to an ordinary file.
     if any(map(_is_device, (Path(os.path.normpath(path)), path.resolve()))):
         raise _refusal(field, value, " is a device: name a file")
     status = _status(field, value, path)
@@ -94,28 +94,31 @@ def output_file(field: str, value: str | os.PathLike[str]) -> Path:
     if status is not None and not stat.S_ISREG(status.st_mode):
         raise _refusal(field, value, " is no regular file: name another")
     path = path.resolve()
-    there = next(one for one in path.parents if one.exists())
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise _refusal(field, value, f": {there} may not be written to; choose another folder")
+    existing = next(parent for parent in path.parents if parent.exists())
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise _refusal(field, value, f": {existing} may not be written to; choose another folder")
     return path
 
 
 def output_folder(field: str, value: str | os.PathLike[str]) -> Path:
-    """Return the path of a folder that exists or can be created; see `folders` for owners."""
+    """Return the path of a folder to write into, which exists or can be created.
+
+    Raises InputError if it is a file or cannot be written. `folders` checks whose files it holds.
+    """
     path = user_path(field, value)
     status = _status(field, value, path)
     if status is not None and not stat.S_ISDIR(status.st_mode):
         raise _refusal(field, value, " is a file: name a folder")
-    there = next(one for one in (path, *path.parents) if one.exists())
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise _refusal(field, value, f": {there} may not be written to; choose another folder")
+    existing = next(folder for folder in (path, *path.parents) if folder.exists())
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise _refusal(field, value, f": {existing} may not be written to; choose another folder")
     return path
 
 
 def cache_folder(part: str) -> Path:
-    """Return the folder of one of specjax's caches, under XDG_CACHE_HOME or ~/.cache.
+    """Return the folder named `part` among specjax's caches, under XDG_CACHE_HOME or ~/.cache.
 
-    It need not exist. Raises as `output_folder` does.
+    It need not exist. Raises InputError as `output_folder` does.
     """
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return output_folder("XDG_CACHE_HOME", f"{home}/specjax/{part}")
@@ -127,7 +130,7 @@ def _is_device(path: Path) -> bool:
 
 
 def _status(field: str, value: str | os.PathLike[str], path: Path) -> os.stat_result | None:
-    """Return the status of what exists at a path, following links; None if nothing does."""
+    """Return the status of the file or folder at `path`, following links, or None if absent."""
     try:
         return path.stat()
     except FileNotFoundError:

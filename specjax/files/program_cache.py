@@ -1,7 +1,7 @@
 """JAX's persistent compilation cache on disk, set up so that its errors never stop a run.
 
-JAX warns about each entry that it cannot read and compiles again, but never overwrites an entry, so
-it would warn about a damaged one in every run. Such entries are deleted here before JAX writes.
+JAX warns about an entry that it cannot read and compiles the program again, but does not overwrite
+the entry, so that it would warn in every run. Such entries are deleted here before JAX writes.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _WARNING = r"Error (reading|writing) persistent compilation cache entry for '"
 def keep(tell: Callable[[str], Any]) -> None:
     """Cache compiled programs under JAX_COMPILATION_CACHE_DIR or ~/.cache/specjax/xla.
 
-    `tell` receives a line if that folder cannot be used or entries are damaged. Damaged entries are
-    replaced, and the run continues in any case.
+    If the folder cannot be used, or entries are damaged, `tell` is called with a line that says so,
+    and the run continues. Damaged entries are replaced.
     """
     named = os.environ.get(_FOLDER)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-    if named and "://" in named:  # not on this machine: JAX's own to open
+    if named and "://" in named:  # remote storage, which JAX opens itself
         jax.config.update("jax_compilation_cache_dir", named)
         return
     try:
@@ -54,15 +54,15 @@ def keep(tell: Callable[[str], Any]) -> None:
 def keep_in_library() -> None:
     """Cache compiled programs for the Python API, unless the caller configured JAX's cache.
 
-    The caller may have set up the cache, or disabled it by `jax_enable_compilation_cache`. Lines of
-    `keep` become warnings.
+    The caller may have set up a cache, or disabled it by `jax_enable_compilation_cache`. Problems
+    are reported as warnings.
     """
     if jax.config.jax_enable_compilation_cache and jax.config.jax_compilation_cache_dir is None:
         keep(lambda line: warnings.warn(line, stacklevel=3))
 
 
 def _replace_damaged_entries(folder: Path, tell: Callable[[str], Any]) -> None:
-    """Install a warning handler that deletes what JAX warns that it cannot read."""
+    """Install a warning handler that deletes the cache entries that JAX cannot read."""
     show_warning, told = warnings.showwarning, set()
 
     def replace_or_show(
@@ -90,15 +90,15 @@ def _replace_damaged_entries(folder: Path, tell: Callable[[str], Any]) -> None:
                 f"free space, change its permissions, or name another folder by {_FOLDER}"
             )
 
-    # Python shows a warning once for each text, and two entries may have the same.
+    # By default Python shows equal warnings once, and two entries may have the same text.
     warnings.filterwarnings("always", message=_WARNING, category=UserWarning)
     warnings.showwarning = replace_or_show
 
 
 def _delete_entries(folder: Path, program: str) -> bool:
-    """Delete the entries of all programs of a name, and say whether any went.
+    """Delete the cache entries of all programs with this name; return whether there were any.
 
-    JAX reports the name only; what was not damaged is compiled once more.
+    JAX reports only the name of a damaged entry's program; undamaged entries are compiled again.
     """
     deleted = False
     for path in folder.glob(f"{glob.escape(program)}-*"):

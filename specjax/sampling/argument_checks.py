@@ -1,6 +1,7 @@
-"""Check the arguments of `verify_chain` and `verify_tree`, unless they are being traced.
+"""Checks of the arguments of `verify_chain` and `verify_tree`.
 
-The checks raise ValueError with a line that names the argument, its value and the remedy.
+Every check raises ValueError with one line that names the argument, its value and the remedy.
+Shapes and dtypes are always checked; values only if the arrays are not being traced by JAX.
 """
 
 from __future__ import annotations
@@ -13,20 +14,22 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
 _NORMALISED = 1e-2
-"""How far from 1 the sum of probabilities may be, in half precision too."""
+"""The tolerance for sums of probabilities, wide enough for half precision."""
 
 
 def is_traced(*arrays: Any) -> bool:
-    """Return whether some array is traced, so that its values are unknown."""
+    """Return whether any of the arrays is a JAX tracer, whose values cannot be read."""
     return any(isinstance(array, jax.core.Tracer) for array in arrays)
 
 
 def check_shapes(
     tokens: Array, logq: Array | None, logp: Array, rows_of_logq: int | None, letter: str
 ) -> None:
-    """Check shapes and integers; `letter` names the tokens' last axis in errors, K or N.
+    """Raise ValueError unless the arrays' shapes agree and `tokens` are integers.
 
-    `rows_of_logq` is the required number of rows of `logq`, or None for any number.
+    `tokens` is [length] or [B, length]; `letter`, "K" for a chain or "N" for a tree, names that
+    length in messages. `logp` needs length + 1 distributions per sequence, and `logq`, unless it is
+    None, `rows_of_logq` of them, or any number if `rows_of_logq` is None.
     """
     if tokens.ndim not in (1, 2) or not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise ValueError(
@@ -55,7 +58,10 @@ def check_shapes(
 
 
 def check_log_probabilities(name: str, values: Array) -> None:
-    """Check that values are log-probabilities; a row of only -inf is allowed."""
+    """Raise ValueError unless each row of `values` [..., V] is a normalized log-distribution.
+
+    `name` is the argument's name in messages. Rows in which every entry is -inf are accepted too.
+    """
     if not jnp.issubdtype(values.dtype, jnp.floating):
         raise ValueError(f"{name} is of {values.dtype}: pass log-probabilities, such as warp(...)")
     if is_traced(values) or not values.size:
@@ -73,7 +79,10 @@ def check_log_probabilities(name: str, values: Array) -> None:
 
 
 def one_per_row(name: str, values: Any, batch: int) -> Int[Array, "B"]:
-    """Return a whole number for each of B rows, given one for all or one each."""
+    """Return `values`, one integer or an array of `batch` integers, as an int32 array [B].
+
+    `name` is the argument's name in messages. Raises ValueError for any other dtype or shape.
+    """
     values = jnp.asarray(values)
     if not jnp.issubdtype(values.dtype, jnp.integer) or values.shape not in ((), (batch,)):
         raise ValueError(
@@ -83,7 +92,11 @@ def one_per_row(name: str, values: Any, batch: int) -> Int[Array, "B"]:
 
 
 def one_key_per_row(keys: Any, batch: int) -> Key[Array, "B"]:
-    """Return the keys of B rows, given one key or one each, in any form that JAX accepts."""
+    """Return `keys` as one typed JAX key per row.
+
+    `keys` is one key or `batch` keys: typed, legacy uint32 keys, or for a single key an integer
+    seed. A single key is split. Raises ValueError for any other value.
+    """
     given = keys
     if isinstance(keys, str) or keys is None:
         raise ValueError(f"keys={keys!r}: pass a key, made by jax.random.key, or a whole number")
@@ -103,7 +116,7 @@ def one_key_per_row(keys: Any, batch: int) -> Key[Array, "B"]:
 
 
 def check_tokens(tokens: Int[Array, "B N"], num_valid: Int[Array, "B"], vocab: int) -> None:
-    """Check that drafted tokens are in the vocabulary and `num_valid` is at most their number."""
+    """Raise ValueError unless `num_valid` is in 0..N and each drafted token in 0..vocab - 1."""
     if is_traced(tokens, num_valid):
         return
     lengths, most = np.asarray(num_valid), tokens.shape[1]
@@ -119,7 +132,10 @@ def check_tokens(tokens: Int[Array, "B N"], num_valid: Int[Array, "B"], vocab: i
 
 
 def check_parents(parents: Any, tokens: Array) -> None:
-    """Check that each node's parent is the root or an earlier node."""
+    """Raise ValueError unless the parent of each node is the root or an earlier node.
+
+    `parents` is an array of slots, [N] or of the shape of `tokens`.
+    """
     if not jnp.issubdtype(parents.dtype, jnp.integer) or (
         parents.shape not in (tokens.shape, tokens.shape[-1:])
     ):
@@ -140,7 +156,11 @@ def check_parents(parents: Any, tokens: Array) -> None:
 
 
 def check_rows(row: Any, tokens: Array, logq: Array | None) -> None:
-    """Check `logq_row`: the row of `logq` that each node was drawn from, or -1."""
+    """Raise ValueError unless each entry of `row` is -1 or the index of a row of `logq`.
+
+    `row` is the argument `logq_row`: for each node the row of `logq` that it was drawn from, [N] or
+    of the shape of `tokens`.
+    """
     if not jnp.issubdtype(row.dtype, jnp.integer) or (
         row.shape not in (tokens.shape, tokens.shape[-1:])
     ):
@@ -166,10 +186,10 @@ def check_drawn(
     logq_row: Int[Array, "B N"],
     logq: Float[Array, "B Q V"],
 ) -> None:
-    """Check that nodes can have been drawn from their rows of `logq`.
+    """Raise ValueError if some drafted node cannot have been drawn from its row of `logq`.
 
-    Their tokens need a probability above 0, and siblings from one row must differ, since they are
-    drawn without replacement.
+    Each such token needs a probability above 0, and siblings from one row must differ, since they
+    are drawn without replacement.
     """
     if is_traced(tokens, num_valid, parents, logq_row, logq) or not tokens.size:
         return

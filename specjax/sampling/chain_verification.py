@@ -1,9 +1,10 @@
-"""Verification of a drafted chain: the number of accepted tokens, and the next token.
+"""Verification of a drafted chain: how many tokens are accepted, and the token that follows.
 
-The functions here take explicit uniforms and noise; `verify_arrays` draws them from keys. Slot 0 is
-the last committed token and slot i the i-th drafted one. A rule sees distributions through two
-functions of slots: `target(slots)` is p and `draft(slots)` is q of the token that follows slot
-`slots[b]` in row b. So a decoding loop warps the slots it visits and never all of [B, W, V].
+The functions here are deterministic: uniforms and Gumbel noise are arguments, which `verify_arrays`
+draws from keys. Slot 0 is the last committed token and slot i the i-th drafted one. Distributions
+are passed as two functions of one slot per row: `target(slots)` returns p and `draft(slots)`
+returns q for the token after slot `slots[b]` of row b. A decoding loop therefore applies
+temperature and top-k only at the slots that are visited, and never to all of [B, W, V].
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from specjax.sampling.distributions import excess, log_ratio, residual
 from specjax.sampling.warp import argmax
 
 Distributions = Callable[[Int[Array, "B"]], Float[Array, "B V"]]
-"""A function from one slot of each row to the log-probabilities there."""
+"""A function from one slot per row to the log-probabilities of the token after it."""
 
 
 class Verification(NamedTuple):
@@ -54,7 +55,7 @@ class Verification(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """The number of accepted tokens, and the log-probabilities of the next token."""
+    """The number of accepted tokens of each row, and the log-probabilities of its next token."""
 
     num_accepted: Int[Array, "B"]
     next_logp: Float[Array, "B V"]
@@ -69,10 +70,10 @@ def rejection(
 ) -> Decision:
     """Apply token-wise rejection sampling (Leviathan et al. 2211.17192; Chen et al. 2302.01318).
 
-    Row b drafted `num_valid[b]` tokens, each from `draft` at the slot before it. They are accepted
-    up to the first with u q >= p or q = 0, after which the next token is distributed as norm(max(0,
-    p - q)); if all are accepted, as p. The number of slots visited is one more than the largest
-    number of accepted tokens in a row.
+    In row b, `num_valid[b]` tokens were drafted, each from `draft` at the slot before it. Tokens
+    are accepted up to the first for which u q >= p or q = 0, where u is its uniform. The next token
+    is then distributed as norm(max(0, p - q)), or as p if all drafted tokens were accepted. The
+    number of slots visited is one more than the largest number of accepted tokens in any row.
     """
 
     def visit(state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
@@ -147,26 +148,30 @@ def block(
 def block_height(
     log_mass: Float[Array, "B"], logw: Float[Array, "B"], last: Bool[Array, "B"]
 ) -> Float[Array, "B"]:
-    """Return h_i, from the logarithms of r and w_i; `last` marks rows at their last token."""
+    """Return h_i of `block` from log r and log w_i; `last` marks rows at their last draft token."""
     mass, lost = jnp.exp(log_mass), -jnp.expm1(logw)  # lost = 1 - w
     inner = jnp.where(lost > 0, mass / jnp.where(lost > 0, mass + lost, 1), 1)
     return jnp.where(last, jnp.exp(logw), inner)
 
 
 def next_block_weight(logw: Float[Array, "B"], odds: Float[Array, "B"]) -> Float[Array, "B"]:
-    """Return log w_i from log w_{i-1} and the logarithm of p(x_i) / q(x_i)."""
+    """Return log w_i of `block`, given log w_{i-1} and `odds`, the logarithm of p(x_i) / q(x_i)."""
     alive = (logw > -jnp.inf) & jnp.isfinite(odds)
     return jnp.where(alive, jnp.minimum(jnp.where(alive, logw + odds, 0), 0), -jnp.inf)
 
 
 def conclude(decision: Decision, gumbel: Float[Array, "B V"], longest: int) -> Verification:
-    """Draw the next token of a decision with Gumbel noise; `longest` is the length P of paths."""
+    """Draw each row's next token from its decision, and return the complete result.
+
+    The draw is argmax(next_logp + gumbel). `longest` (P) is the length of `path_slots` in the
+    result.
+    """
     next_token = argmax(decision.next_logp + gumbel)
     return _verification(decision.num_accepted, next_token, longest)
 
 
 def pick(rows: Shaped[Array, "B N *rest"], index: Int[Array, "B"]) -> Shaped[Array, "B *rest"]:
-    """Return `rows[b, index[b]]` for each row b; an index out of range gives an arbitrary entry."""
+    """Return `rows[b, index[b]]` for each row b; the result is arbitrary if it is out of range."""
     batch, count, *rest = rows.shape
     if not count:
         return jnp.zeros((batch, *rest), rows.dtype)
@@ -175,16 +180,17 @@ def pick(rows: Shaped[Array, "B N *rest"], index: Int[Array, "B"]) -> Shaped[Arr
 
 
 def by_slot(rows: Float[Array, "B N V"]) -> Distributions:
-    """Return a function that looks up the distributions of `rows` [B, N, V] by slot."""
+    """Return a function from one slot per row to the row's distribution at that slot of `rows`."""
     return lambda slots: pick(rows, slots)
 
 
 def draft_distributions(
     tokens: Int[Array, "B K"], logq_row: Int[Array, "B K"], logq: Float[Array, "B Q V"]
 ) -> Distributions:
-    """Return a function that gives the draft distributions of a chain by slot.
+    """Return a function from one slot per row to the draft distribution of the token after it.
 
-    Node i was drawn from row `logq_row[:, i]` of `logq`; for -1 the distribution is one-hot.
+    Token i of row b was drawn from `logq[b, logq_row[b, i]]`; an index of -1 marks a token that was
+    chosen without drawing, whose distribution is one-hot.
     """
 
     def distributions(slots: Int[Array, "B"]) -> Float[Array, "B V"]:
@@ -198,7 +204,7 @@ def draft_distributions(
 def one_hot_distributions(
     tokens: Int[Array, "B K"], vocab: int, dtype: jnp.dtype | type
 ) -> Distributions:
-    """Return the draft distributions of deterministic tokens by slot: one-hot at each token."""
+    """Return a function from one slot per row to the one-hot distribution of the token after it."""
     return lambda slots: _one_hot(pick(tokens, slots), vocab, jnp.dtype(dtype))
 
 

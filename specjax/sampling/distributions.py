@@ -1,4 +1,7 @@
-"""Overlap, ratio and residual of the target's distribution p and the draft's q of a token."""
+"""Acceptance probability, overlap and residual of two distributions over the next token.
+
+p is the target's distribution and q the drafter's; both are passed as log-probabilities.
+"""
 
 from __future__ import annotations
 
@@ -10,24 +13,24 @@ from jaxtyping import Array, Float
 def acceptance_probability(
     logp: Float[Array, "*rows V"], logq: Float[Array, "*rows V"]
 ) -> Float[Array, "*rows V"]:
-    """Return min(1, p/q) of each token: the probability of accepting it once drafted.
+    """Return min(1, p/q) of each token: the probability that it is accepted if it is drafted.
 
-    It is 0 where p = 0, and otherwise 1 where q = 0. (Leviathan et al. 2211.17192.)
+    The result is 0 where p = 0, and 1 where q = 0 < p. (Leviathan et al. 2211.17192.)
     """
     return jnp.exp(jnp.minimum(log_ratio(logp, logq), 0))
 
 
 def overlap(logp: Float[Array, "*rows V"], logq: Float[Array, "*rows V"]) -> Float[Array, "*rows"]:
-    """Return sum of min(p, q) = 1 - TV(p, q), the probability that a draft is accepted."""
+    """Return the sum of min(p, q) = 1 - TV(p, q), the probability that a draft is accepted."""
     return jnp.sum(jnp.exp(jnp.minimum(logp, logq)), axis=-1)
 
 
 def residual(
     logp: Float[Array, "*rows V"], logq: Float[Array, "*rows V"]
 ) -> Float[Array, "*rows V"]:
-    """Return the log-probabilities norm(max(0, p - q)) of the token after a rejected draft.
+    """Return the log-probabilities norm(max(0, p - q)) of the token that replaces a rejected one.
 
-    If p = q, returns p.
+    Where p = q, so that there is no residual, the result is p.
     """
     excess_logp = excess(logp, logq)
     log_mass = logsumexp(excess_logp, axis=-1, keepdims=True)
@@ -37,13 +40,13 @@ def residual(
 
 
 def log_ratio(logp: Float[Array, "*rows"], logq: Float[Array, "*rows"]) -> Float[Array, "*rows"]:
-    """Return log(p / q): -inf if p = 0, otherwise +inf if q = 0."""
+    """Return log(p / q): -inf where p = 0, and +inf where q = 0 < p."""
     possible = logp > -jnp.inf
     return jnp.where(possible, jnp.where(possible, logp, 0) - logq, -jnp.inf)
 
 
 def excess(logp: Float[Array, "*rows V"], logq: Float[Array, "*rows V"]) -> Float[Array, "*rows V"]:
-    """Return log(max(0, p - q)); neither p nor q need be normalized."""
+    """Return log(max(0, p - q)); p and q need not be normalized."""
     above = logp > logq
     gap = jnp.where(above, logq - jnp.where(above, logp, 0), -1)
     return jnp.where(above, logp + jnp.log(-jnp.expm1(gap)), -jnp.inf)

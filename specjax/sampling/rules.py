@@ -1,7 +1,7 @@
-"""Verification rules as values: what each rule requires, and how it verifies a draft.
+"""Verification rules: values that decide which drafted tokens are accepted.
 
 A rule is a frozen dataclass without arrays, so that equal rules share a compiled program. `RULES`
-maps names to the rules that come with specjax.
+maps the names of the rules that come with specjax to their values.
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ from specjax.sampling.warp import argmax
 
 
 class Target(NamedTuple):
-    """The target's distributions p by slot, over `vocab` tokens, as log-probabilities in `dtype`.
+    """The target's distributions p for the tokens of one round, as log-probabilities.
 
-    `positions` are the absolute positions of the tokens that follow the roots.
+    `distributions` maps one slot per row to [B, V] log-probabilities of the given `dtype`, `vocab`
+    (V) is the number of tokens, and `positions` are the absolute positions of the tokens after the
+    roots.
     """
 
     distributions: Distributions
@@ -36,41 +38,40 @@ class Rule:
     """The base class of rules; subclass it or `UniformRule` as a frozen dataclass."""
 
     name: ClassVar[str] = "own"
-    """Its name in messages and on the command line."""
+    """The rule's name in messages and on the command line."""
     description: ClassVar[str] = ""
-    """A phrase for help texts and tables."""
+    """A short description for help texts and tables."""
     position_noise: ClassVar[bool] = False
-    """Whether its draws, and those of drafters, use only the row's key and the absolute position.
+    """Whether the rule and the drafters draw with the same noise, fixed by row key and position.
 
-    Otherwise every round has keys of its own, and drafters draw from noise that the rule never
-    sees.
+    Otherwise each round has separate keys, and drafters use noise that the rule never sees.
     """
     needs_logq: ClassVar[bool] = True
-    """Whether a drafter that samples has to return the distributions it drew from."""
+    """Whether drafters that sample must return the distributions they drew from."""
     greedy_walk: ClassVar[bool] = False
-    """Whether it emits the target's likeliest tokens where p is one-hot, as exact rules do."""
+    """Whether greedy rows emit the target's most likely tokens, as they do under exact rules."""
     takes_trees: ClassVar[bool] = False
-    """Whether it verifies every topology, rather than chains only."""
+    """Whether the rule verifies trees as well as chains."""
     exact: ClassVar[bool] = True
     """Whether the output has the target's distribution."""
 
     def verify(self, keys: Key[Array, "B"], drafted: Drafted, target: Target) -> Verification:
         """Accept a path of each row's tree, and draw the token that follows it.
 
-        `keys` are the row keys if `position_noise` is set, and otherwise one key per row for this
-        call only.
+        `keys` are the row keys if `position_noise` is set; otherwise they are one fresh key per
+        row, used only in this call.
         """
         raise NotImplementedError
 
 
 class UniformRule(Rule):
-    """A rule on chains that uses one uniform per drafted token; implement `decide`.
+    """The base class of rules on chains with one uniform per token; subclasses implement `decide`.
 
-    Its draws differ from round to round, so `position_noise` stays False.
+    The draws differ from round to round, so `position_noise` stays False.
     """
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Raise TypeError if `position_noise` is set, with which uniforms would repeat."""
+        """Raise TypeError if a subclass sets `position_noise`, with which uniforms would repeat."""
         super().__init_subclass__(**options)
         if cls.position_noise:
             raise TypeError(f"{cls.__name__}.position_noise: uniforms have a key per round")
@@ -87,13 +88,18 @@ class UniformRule(Rule):
         draft: Distributions,
         uniforms: Float[Array, "B K"],
     ) -> Decision:
-        """Return each row's number of accepted tokens, and log-probabilities of the next token."""
+        """Return each row's number of accepted tokens, and the log-probabilities of its next token.
+
+        The first `num_valid[b]` tokens of row b were drafted. `target` and `draft` map one slot per
+        row to the distributions of the token after it; slot 0 is the root and slot i the i-th
+        drafted token.
+        """
         raise NotImplementedError
 
     def verify(self, keys: Key[Array, "B"], drafted: Drafted, target: Target) -> Verification:
-        """Call `decide` with uniforms, and draw the next token with a key of its own.
+        """Draw uniforms, call `decide`, and draw the next token with a separate key.
 
-        Raises ValueError for a tree.
+        Raises ValueError if the draft is a tree.
         """
         if isinstance(drafted.parents, tuple) and not drafted.is_chain:
             raise ValueError(
@@ -113,7 +119,7 @@ class UniformRule(Rule):
 
 @dataclass(frozen=True)
 class Rejection(UniformRule):
-    """Token-wise rejection sampling; see `chain_verification.rejection`."""
+    """Token-wise rejection sampling, exact on chains and trees: `chain_verification.rejection`."""
 
     name: ClassVar[str] = "rejection"
     description: ClassVar[str] = (
@@ -126,7 +132,8 @@ class Rejection(UniformRule):
     def verify(self, keys: Key[Array, "B"], drafted: Drafted, target: Target) -> Verification:
         """Verify a chain by `decide` and a tree by `tree_verification.recursion`.
 
-        Deterministic drafts are compared with the target's draws (`tree_verification.walk`).
+        Drafts without distributions, whose tokens are deterministic, are compared with tokens drawn
+        from the target instead (`tree_verification.walk`).
         """
         _, accept, final = split_keys(keys)
         if drafted.logq is None:
@@ -148,7 +155,7 @@ class Rejection(UniformRule):
 
 @dataclass(frozen=True)
 class Block(UniformRule):
-    """Block verification; see `chain_verification.block`."""
+    """Block verification, exact and for chains only; see `chain_verification.block`."""
 
     name: ClassVar[str] = "block"
     description: ClassVar[str] = "verify the draft as a whole; accepts no less than rejection"
@@ -158,9 +165,9 @@ class Block(UniformRule):
 
 @dataclass(frozen=True)
 class Coupled(Rule):
-    """Accept a draft token if it equals the target's own draw at its position.
+    """Accept a draft token if it equals the token that the target draws at that position.
 
-    The noise of that draw depends on row and position only (Daliri et al. 2408.07978), so the
+    The noise of that draw depends only on row and position (Daliri et al. 2408.07978), so the
     output equals that of plain decoding with the same keys, whatever was drafted.
     """
 
@@ -172,7 +179,10 @@ class Coupled(Rule):
     takes_trees: ClassVar[bool] = True
 
     def verify(self, keys: Key[Array, "B"], drafted: Drafted, target: Target) -> Verification:
-        """Walk along the draft with the noise of each position."""
+        """Follow the draft along the tokens that the target draws with the noise of each position.
+
+        `keys` are the row keys.
+        """
         noise = coupled_noise(keys, target.positions, target.vocab, target.dtype)
         return tree_verification.walk(
             drafted, lambda slots, depth: argmax(target.distributions(slots) + noise(depth))
@@ -181,11 +191,11 @@ class Coupled(Rule):
 
 @dataclass(frozen=True)
 class Typical(Rule):
-    """Medusa's typical acceptance, which changes the output distribution.
+    """Typical acceptance (Medusa, 2401.10774), which changes the distribution of the output.
 
-    A drafted token is accepted if p(x) > min(epsilon, delta exp(-H(p))), with H in nats. Greedy
-    rows keep their tokens. See `tree_verification.typical`. Raises ValueError unless both numbers
-    are above 0.
+    A drafted token x is accepted if p(x) > min(epsilon, delta exp(-H(p))), with the entropy H in
+    nats. Greedy rows still emit the target's most likely tokens. See `tree_verification.typical`.
+    Raises ValueError unless both numbers are above 0.
     """
 
     epsilon: float = 0.09
@@ -204,7 +214,7 @@ class Typical(Rule):
                 raise ValueError(f"Typical.{name}={getattr(self, name)!r}: must be above 0")
 
     def verify(self, keys: Key[Array, "B"], drafted: Drafted, target: Target) -> Verification:
-        """Accept the longest path of sufficiently likely tokens, and draw the next token."""
+        """Accept the longest path of sufficiently likely tokens, and draw the token after it."""
         final = split_keys(keys).final
         path, accepted, last = tree_verification.typical(
             drafted, target.distributions, self.epsilon, self.delta

@@ -1,4 +1,4 @@
-"""Draw the tokens of sibling nodes of a tree."""
+"""Drawing the tokens of sibling nodes of a tree."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ def draw_siblings(
 ) -> Int[Array, "*rows count"]:
     """Draw `count` tokens from each distribution, in the order in which rules test siblings.
 
-    They are drawn without replacement, as `verify_tree` expects, or independently with `replace`.
-    If a distribution has fewer than `count` tokens, these come first; the rest have probability 0
-    and `rejection` never accepts them. Raises ValueError for an invalid key, values that are not
-    log-probabilities, and a `count` outside 1 to V.
+    `key` is a typed JAX key, a legacy uint32 key or an integer seed. Tokens are drawn without
+    replacement, as `verify_tree` expects, or independently if `replace` is set. If fewer than
+    `count` tokens of a distribution have positive probability, they come first, and the others,
+    whose probability is 0, are never accepted by `rejection`. Raises ValueError for an invalid key,
+    for values that are not log-probabilities, and for a `count` outside 1 to V.
     """
     logq = jnp.asarray(logq)
     if not logq.ndim:

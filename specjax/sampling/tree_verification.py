@@ -1,9 +1,9 @@
-"""Verification of a drafted token tree: the accepted path, and the next token.
+"""Verification of a drafted token tree: the accepted path, and the token that follows.
 
-A chain is a tree without branches. As in `chain_verification`, the functions take explicit uniforms
-and noise, and read the target's distributions through a function of slots: slot 0 is the last
-committed token and slot i + 1 is node i. The path is walked from the root and each of its slots is
-visited once, so that every choice belongs to a node, not to one of the paths through it.
+A chain is a tree without branches. As in `chain_verification`, uniforms and noise are arguments,
+and the target's distributions are given by a function of one slot per row: slot 0 is the last
+committed token and slot i + 1 is node i. Rules walk from the root down and visit each slot of the
+path once, so that every random choice belongs to a node, not to one of the paths through it.
 """
 
 from __future__ import annotations
@@ -28,18 +28,19 @@ from specjax.sampling.chain_verification import (
 from specjax.sampling.distributions import log_ratio, residual
 
 Choose = Callable[[Int[Array, "B"], Int[Array, "B"]], Int[Array, "B"]]
-"""(slots, their depths) -> the target's own token that follows each row's slot."""
+"""A function from one slot per row, and its depth, to the token that the target draws after it."""
 
 
 class Drafted(NamedTuple):
     """A drafted tree in the form that rules read.
 
     Slot 0 of the window is the root, and slot i + 1 is node i with token `tokens[:, i]`. The parent
-    of node i is slot `parents[i]` (one shape for all rows) or `parents[b, i]`. A node was proposed
-    if it is `valid`, which implies that its ancestors are. It was drawn from row `logq_row[:, i]`
-    of `logq`, or is deterministic if that index is -1 or `logq` is None. Siblings from the same row
-    of `logq` were drawn without replacement and are numbered in the order drawn; if one is valid,
-    so are the earlier ones. No path has more than `depth` nodes (P).
+    of node i is slot `parents[i]` (one shape for all rows) or `parents[b, i]`. Nodes that are not
+    `valid` were not proposed; a valid node has valid ancestors. Node i was drawn from row
+    `logq_row[:, i]` of `logq`; if that index is -1, or `logq` is None, the node is deterministic.
+    Siblings from the same row of `logq` were drawn without replacement and are numbered in the
+    order drawn; if one is valid, so are those drawn before it. No path has more than `depth` nodes
+    (P).
     """
 
     tokens: Int[Array, "B N"]
@@ -51,12 +52,12 @@ class Drafted(NamedTuple):
 
     @property
     def num_valid(self) -> Int[Array, "B"]:
-        """The number of proposed nodes per row; in a chain these come first."""
+        """The number of proposed nodes in each row; those of a chain are its first nodes."""
         return self.valid.sum(axis=1, dtype=jnp.int32)
 
     @property
     def is_chain(self) -> bool:
-        """Whether the shape is a static chain."""
+        """Whether the tree is a chain whose shape is known at compile time."""
         return isinstance(self.parents, tuple) and self.parents == tuple(range(len(self.parents)))
 
     @property
@@ -66,7 +67,10 @@ class Drafted(NamedTuple):
         return jnp.broadcast_to(jnp.atleast_2d(parents), self.tokens.shape)
 
     def distributions(self, vocab: int, dtype: jnp.dtype | type = jnp.float32) -> Distributions:
-        """Return the draft distributions q of a chain, by the slot before each token."""
+        """Return a function from one slot per row to the distribution q of the token after it.
+
+        The draft must be a chain.
+        """
         if self.logq is None:
             return one_hot_distributions(self.tokens, vocab, dtype)
         return draft_distributions(self.tokens, self.logq_row, self.logq)
@@ -75,9 +79,10 @@ class Drafted(NamedTuple):
 def chain_drafted(
     tokens: Int[Array, "B K"], num_valid: Int[Array, "B"], logq: Float[Array, "B K V"] | None = None
 ) -> Drafted:
-    """Return a chain of which row b proposes its first `num_valid[b]` tokens.
+    """Return a chain of tokens, the first `num_valid[b]` of which were proposed in row b.
 
-    With `logq`, node i was drawn from `logq[:, i]`; without it, every node is deterministic.
+    If `logq` is given, token i was drawn from `logq[:, i]`; without it, every token is
+    deterministic.
     """
     batch, length = tokens.shape
     step = jnp.broadcast_to(jnp.arange(length), (batch, length))
@@ -86,12 +91,13 @@ def chain_drafted(
 
 
 def walk(drafted: Drafted, choose: Choose) -> Verification:
-    """Draw the target's token at each slot, and step to the child with that token.
+    """Draw the target's token at each slot, and step to the child that has that token, if any.
 
-    This is exact for any tree whose tokens do not depend on the noise of those draws, and also if
-    they share the noise by position (`coupled`, Daliri et al. 2408.07978): then the output is that
-    of plain decoding with the same noise, whatever was drafted. The number of slots visited is one
-    more than the largest number of accepted tokens in a row.
+    `choose` maps one slot per row and its depth to the tokens that the target draws there. The
+    result is exact for every tree whose tokens do not depend on the noise of these draws. It is
+    also exact if the tokens were drawn with the same noise by position (`coupled`, Daliri et al.
+    2408.07978): the output is then that of plain decoding with that noise, whatever was drafted.
+    The number of slots visited is one more than the largest number of accepted tokens in any row.
     """
 
     def visit(state: tuple[Array, ...]) -> tuple[Array, ...]:
@@ -111,9 +117,9 @@ def walk(drafted: Drafted, choose: Choose) -> Verification:
 
 
 def walk_greedy(drafted: Drafted, choices: Int[Array, "B W"]) -> Verification:
-    """Walk greedy rows, given the target's most likely token at each slot, `choices`.
+    """Walk down the tree along `choices`, the target's most likely token at each slot.
 
-    Equivalent to `walk`, but compares all slots at once instead of looping along the path.
+    This is equivalent to `walk`, but compares all slots at once instead of looping along the path.
     """
     batch, slots = choices.shape
     parents = drafted.parent_slots
@@ -152,20 +158,20 @@ class Recursion(NamedTuple):
 def recursion(drafted: Drafted, target: Distributions, uniforms: Float[Array, "B N"]) -> Recursion:
     """Apply rejection sampling to a tree, testing children one at a time in the order drawn.
 
-    At a slot with distribution p, a child x drawn from q is accepted if u q(x) < p(x), and the walk
-    continues from it. Otherwise p becomes norm(max(0, p - q)), x is removed from q, which is
-    renormalized, and the next child is tested. If no child is accepted, the next token is drawn
-    from the remaining p. A deterministic child has one-hot q. On a chain this equals
-    `chain_verification.rejection`. The loop runs as long as the row that tests the most children.
-    (SpecInfer, 2305.09781, section 4.3, with children drawn without replacement as in Sequoia,
-    2402.12374, section 3.2.)
+    At a slot with distribution p, a child x drawn from q is accepted if u q(x) < p(x), where u is
+    the child's uniform, and the walk continues from x. Otherwise p becomes norm(max(0, p - q)), x
+    is removed from q, which is renormalized, and the next child is tested. If no child is accepted,
+    the next token is distributed as the remaining p. A deterministic child has one-hot q. On a
+    chain this equals `chain_verification.rejection`. The number of iterations is that of the row
+    that tests the most children. (SpecInfer, 2305.09781, section 4.3, with children drawn without
+    replacement as in Sequoia, 2402.12374, section 3.2.)
     """
     batch = drafted.tokens.shape[0]
     nodes = jnp.arange(1, drafted.tokens.shape[1] + 1)[None, :]
     parents = drafted.parent_slots
 
     def next_child(slots: Int[Array, "B"], tested: Int[Array, "B"]) -> Int[Array, "B"]:
-        """Return the slot of the first child that was not tested yet; 0 where there is none."""
+        """Return the slot of the first child not yet tested, or 0 if there is none."""
         children = drafted.valid & (parents == slots[:, None])
         return _first_slot(children & (nodes > tested[:, None]))
 
@@ -206,9 +212,9 @@ def recursion(drafted: Drafted, target: Distributions, uniforms: Float[Array, "B
 def node_distribution(
     drafted: Drafted, node: Int[Array, "B"], vocab: int, dtype: jnp.dtype | type = jnp.float32
 ) -> Float[Array, "B V"]:
-    """Return the log-probabilities that node `node[b]` of each row was drawn from.
+    """Return the log-probabilities from which node `node[b]` of each row b was drawn.
 
-    This is the node's row of `logq` without the siblings drawn before it, renormalized.
+    These are the node's row of `logq` with the siblings drawn before it removed, renormalized.
     """
     certain = one_hot_distributions(drafted.tokens, vocab, dtype)(node)
     if drafted.logq is None:
@@ -234,9 +240,10 @@ def typical(
 ) -> tuple[Int[Array, "B P"], Int[Array, "B"], Int[Array, "B"]]:
     """Return the longest path of sufficiently likely nodes (typical acceptance; not exact).
 
-    A node x is accepted if p(x) > min(epsilon, delta exp(-H(p))), where p follows its parent and H
-    is the entropy in nats (Medusa, 2401.10774, section 2.3.1). The likeliest of the longest paths
-    is chosen. p is computed for every slot. Returns the path's slots, its length and its last slot.
+    A node x is accepted if p(x) > min(epsilon, delta exp(-H(p))), where p is the distribution after
+    its parent and H the entropy in nats (Medusa, 2401.10774, section 2.3.1). Of several longest
+    paths the most likely one is chosen. Unlike in `walk`, p is computed for every slot. Returns the
+    path's slots, padded with -1, its length, and its last slot.
     """
     batch, count = drafted.tokens.shape
     parents, root = drafted.parent_slots, jnp.zeros(batch, jnp.int32)
@@ -256,7 +263,7 @@ def typical(
     node_logp = lax.fori_loop(0, count, accept_children, jnp.full((batch, count), -jnp.inf))
 
     def extend_path(node: Int[Array, ""], state: tuple[Array, Array]) -> tuple[Array, Array]:
-        """Return depth and log-probability of the path to each slot; -inf where not accepted."""
+        """Add the depth and log-probability of the path to `node`, -inf if it is not accepted."""
         depth, logp = state
         parent = parents[:, node]
         path_logp = pick(logp, parent) + node_logp[:, node]
@@ -284,7 +291,7 @@ def typical(
 
 
 def _first_slot(nodes: Bool[Array, "B N"]) -> Int[Array, "B"]:
-    """Return the slot of each row's first marked node; 0 where no node is marked."""
+    """Return the slot of the first marked node of each row, or 0 if no node is marked."""
     if not nodes.shape[1]:
         return jnp.zeros(nodes.shape[0], jnp.int32)
     return jnp.where(nodes.any(axis=1), 1 + jnp.argmax(nodes, axis=1), 0).astype(jnp.int32)
@@ -296,6 +303,6 @@ def _extended(
     slot: Int[Array, "B"],
     extended_rows: Bool[Array, "B"],
 ) -> Int[Array, "B P"]:
-    """Return the paths with `slot` entered at `depth` in some rows."""
+    """Return `path` with `slot[b]` written at index `depth[b]` in the rows b that are extended."""
     new_entry = extended_rows[:, None] & (jnp.arange(path.shape[1])[None, :] == depth[:, None])
     return jnp.where(new_entry, slot[:, None], path)

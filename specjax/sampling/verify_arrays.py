@@ -18,7 +18,7 @@ from specjax.sampling.tree_verification import Drafted
 
 Keys = Key[Array, "..."] | UInt[Array, "..."] | np.integer | int
 ByNode = Sequence[int] | Sequence[Sequence[int]]
-"""A whole number for each node of a tree, or of each row's."""
+"""An integer for each node of a tree, or for each node of each row's tree."""
 
 
 def verify_chain(
@@ -33,18 +33,19 @@ def verify_chain(
 ) -> Verification:
     """Accept a prefix of a drafted chain and draw the token after it, exactly from p.
 
-    Arrays describe one chain, or B chains along a leading axis: one call verifies [K] tokens or [B,
-    K]. `logq[..., i, :]` is the log-probabilities that `tokens[..., i]` was drawn from, after all
-    warping; None means that the tokens are deterministic. `logp[..., i, :]` is the target's warped
-    log-probabilities at the position of `tokens[..., i]`, and `logp[..., K, :]` at the next
-    position. Only the first `num_valid` tokens (by default K) were drafted.
+    The arrays describe one chain, or B chains along a leading axis: one call verifies [K] tokens or
+    [B, K]. `logq[..., i, :]` are the log-probabilities that `tokens[..., i]` was drawn from, after
+    all warping; None means that the tokens are deterministic. `logp[..., i, :]` are the target's
+    warped log-probabilities at the position of `tokens[..., i]`, and `logp[..., K, :]` those at the
+    next position. Only the first `num_valid` tokens (by default K) were drafted.
 
-    `keys` has one key per chain, used for nothing else unless the rule is `coupled`; a single key
-    is split. A key is a result of `jax.random.key`, a legacy key of two words, or an integer.
+    `keys` has one key per chain; a single key is split. Unless the rule is `coupled`, use these
+    keys for nothing else. A key is a result of `jax.random.key`, a legacy key of two words, or an
+    integer.
 
     `rule` is a `Rule` or a name in `RULES`. `coupled` requires `positions`, the absolute position
-    of each chain's first drafted token: its noise there is `position_gumbel(keys, position, V)`, so
-    that plain decoding with the same keys gives the same tokens.
+    of each chain's first drafted token: the noise at a position is `position_gumbel(keys, position,
+    V)`, so that plain decoding with the same keys gives the same tokens.
 
     Returns `num_accepted`, `next_token` and `path_slots`; `Verification.tokens(tokens)` are the
     tokens to emit. Raises ValueError for an unknown rule, missing positions, inconsistent shapes,
@@ -75,15 +76,15 @@ def verify_tree(
 
     Slot 0 is the root, the last committed token, and slot i + 1 is node i. `parents[..., i]` is the
     slot of node i's parent, so that a chain has the parents 0, 1, 2, ...; parents come before their
-    children. `parents` is [N] if all rows have the same shape. `logp[..., s, :]` is the target's
+    children. `parents` is [N] if all rows have the same shape. `logp[..., s, :]` are the target's
     warped log-probabilities of the token after slot s, and `logq[..., s, :]` those that the
     children of slot s were drawn from, with Q = N + 1; rows of slots without children are ignored.
-    `logq` None means that all nodes are deterministic.
+    If `logq` is None, all nodes are deterministic.
 
     Siblings must be drawn without replacement and numbered in the order drawn, as by
     `draw_siblings`; with `replace` they were drawn independently, so that two may be equal.
-    `logq_row[..., i]` overrides the row of `logq` that node i was drawn from, before any sibling
-    was removed, by default its parent's slot; -1 means that the node is deterministic. With
+    `logq_row[..., i]` is the row of `logq` that node i was drawn from, before any sibling was
+    removed; by default it is the parent's slot, and -1 means that the node is deterministic. With
     `logq_row`, Q is arbitrary.
 
     The other arguments and the result are as in `verify_chain`; `num_valid` is the number of
@@ -119,7 +120,11 @@ def _verify(
     positions: Any,
     num_valid: Any,
 ) -> Verification:
-    """Check the numbers of arrays whose shapes fit, and verify them."""
+    """Check the values of arrays whose shapes agree, and verify the draft.
+
+    The arguments are those of `verify_tree`. `keys`, `positions` and `num_valid` may still be in
+    any form that it accepts.
+    """
     for name, distributions in (("logq", logq), ("logp", logp)):
         if distributions is not None:
             checks.check_log_probabilities(name, distributions)
@@ -154,7 +159,7 @@ def _verify(
         depth=_depth(parents),
         rule=rule,
     )
-    return jax.tree.map(lambda part: part[0], result) if one_row else result
+    return jax.tree.map(lambda array: array[0], result) if one_row else result
 
 
 @functools.partial(jax.jit, static_argnames=("depth", "rule"))
@@ -171,7 +176,10 @@ def _verify_arrays(
     depth: int,
     rule: Rule,
 ) -> Verification:
-    """Verify B rows; the shape of a chain, whose `parents` are None, is part of the program."""
+    """Verify B rows of checked arrays in one compiled program.
+
+    `parents` is None for a chain, whose shape is then a constant of the program.
+    """
     valid = jnp.arange(tokens.shape[1])[None, :] < num_valid[:, None]
     shape = tuple(range(tokens.shape[1])) if parents is None else parents
     drafted = Drafted(tokens, valid, shape, depth, logq_row, logq)
@@ -183,19 +191,19 @@ def _arrays(tokens: Any, logp: Any, logq: Any) -> tuple[Array, Array, Array | No
 
 
 def _node_numbers(values: Any) -> Array | np.ndarray:
-    """Return numbers of nodes, on the host unless traced: shapes are read from them."""
+    """Return `values` as a NumPy array, whose entries can be read, or unchanged if traced."""
     return values if checks.is_traced(values) else np.asarray(values)
 
 
 def _is_chain(parents: Int[Array | np.ndarray, "*#B N"]) -> bool:
-    """Return whether it is known that node i follows node i - 1 in every row."""
+    """Return whether node i is known to follow node i - 1 in every row; False if traced."""
     return not checks.is_traced(parents) and bool(
         np.all(parents == np.arange(parents.shape[-1]).reshape((1,) * (parents.ndim - 1) + (-1,)))
     )
 
 
 def _depth(parents: Int[Array | np.ndarray, "*#B N"]) -> int:
-    """Return the nodes on the longest path, or their number if parents are traced."""
+    """Return the number of nodes on the longest path, or its upper bound N if traced."""
     if checks.is_traced(parents):
         return parents.shape[-1]
     depths = np.zeros((*parents.shape[:-1], parents.shape[-1] + 1), int)
@@ -206,7 +214,10 @@ def _depth(parents: Int[Array | np.ndarray, "*#B N"]) -> int:
 
 
 def _rule(rule: str | Rule, positions: Any) -> Rule:
-    """Return the rule of that name, or the rule itself."""
+    """Return the rule called `rule`, or `rule` itself if it is a Rule.
+
+    Raises ValueError for any other value, and if the rule needs `positions` but they are None.
+    """
     if isinstance(rule, str):
         if rule not in RULES:
             raise ValueError(f"rule={rule!r} is unknown: use one of {', '.join(RULES)}, or a Rule")

@@ -1,4 +1,4 @@
-"""From logits to the distribution to sample: temperature, top-k, top-p, min-p."""
+"""From logits to the distribution to sample from: temperature, top-k, top-p, min-p."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from jaxtyping import Array, Bool, Float, Int, Real
 Parameter = Real[Array | np.ndarray, "*#rows"] | float | int
 
 _BLOCK = 128
-"""Values per block of `top_k`: a row of a TPU's registers."""
+"""The number of values per block in `top_k`: the lanes of a TPU register."""
 
 
 @dataclass(frozen=True)
 class WarpFlags:
-    """Which sampling parameters some row uses; code for the others is not compiled.
+    """Which sampling parameters at least one row uses; code for the others is not compiled.
 
-    `greedy` means that some row has temperature 0, `sampled` that some row does not. A flag that is
-    needlessly True costs time; one that is wrongly False gives wrong distributions, so derive flags
-    with `of`.
+    `greedy` means that some row has temperature 0, `sampled` that some row has another one. A flag
+    that is needlessly True costs time; one that is wrongly False gives wrong distributions, so
+    create flags with `of`.
     """
 
     greedy: bool = True
@@ -42,7 +42,7 @@ class WarpFlags:
         top_p: Parameter = 1.0,
         min_p: Parameter = 0.0,
     ) -> WarpFlags:
-        """Return the flags for parameters on the host; for JAX arrays every flag is set."""
+        """Return the flags for the parameters; all are set for JAX arrays, which may be traced."""
 
         def any_row(value: Any, needs: Callable[[Any], Any]) -> bool:
             # Reading a device array here would make the host wait for it.
@@ -57,7 +57,7 @@ class WarpFlags:
         )
 
     def union(self, other: WarpFlags) -> WarpFlags:
-        """Return flags that serve the rows of both."""
+        """Return flags that are sufficient for the rows of both batches."""
         pairs = zip(astuple(self), astuple(other), strict=True)
         return WarpFlags(*(flag or other_flag for flag, other_flag in pairs))
 
@@ -80,8 +80,8 @@ def warp(
     the smallest set of most likely tokens whose mass reaches `top_p`, min-p the tokens with at
     least `min_p` times the largest probability. Tokens tied at a threshold are all kept.
 
-    Half precision is computed in float32. A row without a finite logit stays -inf. `flags` omit
-    parameters that no row uses from the program, and are derived if None. Raises ValueError for
+    Half precision is computed in float32. A row without a finite logit stays -inf. `flags` say
+    which parameters to compile, and are derived from the parameters if None. Raises ValueError for
     values out of range and for arrays that do not match the rows.
     """
     _check_numbers(temperature, top_k, top_p, min_p)
@@ -128,9 +128,10 @@ def warp(
 def argmax(
     values: Real[Array, "*rows V"], largest: Real[Array, "*rows 1"] | None = None
 ) -> Int[Array, "*rows"]:
-    """Return the first index of the largest value, as int32; on CPU twice as fast as `jnp.argmax`.
+    """Return the first index of the largest value along the last axis, as int32.
 
-    `largest` are the largest values, if already known.
+    `largest` are the largest values, if already known. On CPU this is twice as fast as
+    `jnp.argmax`.
     """
     return _first(values, jnp.max(values, axis=-1, keepdims=True) if largest is None else largest)
 
@@ -167,7 +168,7 @@ def top_k(
 
 @partial(jnp.vectorize, signature="(v),(k)->(k,b)")
 def _blocks_of(row: Float[Array, "V"], starts: Int[Array, " k"]) -> Float[Array, "k block"]:
-    """Return the block of each row that begins at each of `starts`."""
+    """Return the `_BLOCK` consecutive entries of a row that begin at each of `starts`."""
     take = partial(lax.dynamic_slice_in_dim, row, slice_size=_BLOCK)
     return jax.vmap(take)(starts)
 
@@ -210,7 +211,7 @@ def _in_top_k(
 def _in_top_p(
     weights: Float[Array, "*rows V"], top_p: Float[Array, "*rows 1"]
 ) -> Bool[Array, "*rows V"]:
-    """Return which tokens are in the smallest likeliest set of mass `top_p`, ties included."""
+    """Return which tokens are in the smallest set of most likely ones of mass `top_p`, or tied."""
     wanted_mass = top_p * jnp.sum(weights, axis=-1, keepdims=True)
     smallest_weight = _last_float(
         lambda limit: jnp.where(weights >= limit, weights, 0),

@@ -4,11 +4,11 @@
     speedup(alpha, k, c)                   over plain decoding; c is the cost of a draft step
     optimal_k(alpha, c)                    the draft length with the greatest speed-up
     break_even_alpha(k, c)                 the acceptance at which drafting begins to pay
-    acceptance_from_tv(tv)                 acceptance that a distance of p and q allows
-    pass_seconds, memory, roofline         a `ModelShape` on a `Chip`, by data sheet
+    acceptance_from_tv(tv)                 acceptance probability, given the distance of p and q
+    pass_seconds, memory, roofline         of a `ModelShape` on a `Chip`, from data sheets
     MODELS["llama-3.1-8b"], CHIPS["h200"]  published sizes of both, by name
     roofline_tree                          the fastest token tree on a chip
-    stored_bits(bits, group=32)            bits per weight, its share of the scales included
+    stored_bits(bits, group=32)            bits per weight, including its share of the scales
 
     speedup(0.8, np.arange(1, 9), 0.05)    # an array: one speed-up for each draft length
     roofline(shape, "h100-sxm", batch=8, context=1000, k=4, alpha=0.8).speedup
@@ -17,7 +17,7 @@
 and independent (Leviathan et al. 2023, "Fast Inference from Transformers via Speculative Decoding",
 section 3). Numbers may be scalars or NumPy arrays, which broadcast (except in `roofline_tree`);
 results are floats if all arguments are scalars. Bad input raises `specjax.errors.InputError`.
-Published tables, and published figures that are wrong: docs/theory.md.
+docs/theory.md compares the results with published tables, some of which are wrong.
 """
 
 from specjax.theory.chip_roofline import (

@@ -1,4 +1,4 @@
-"""Check the arguments of `specjax.theory`, which are scalars or NumPy arrays."""
+"""Checks of the arguments of `specjax.theory`, which are scalars or NumPy arrays."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def checked_count(name: str, value: Count, least: int) -> int | Int[np.ndarray, 
 def check_broadcast(**arguments: object) -> None:
     """Raise InputError naming the first argument whose shape does not broadcast with the others.
 
-    What is not an array, such as None or a function, counts as a scalar.
+    Arguments that are neither numbers nor arrays, such as None or a function, count as scalars.
     """
     shapes: dict[str, tuple[int, ...]] = {}
     for name, value in arguments.items():
@@ -62,7 +62,7 @@ def check_broadcast(**arguments: object) -> None:
 
 
 def _numbers(name: str, value: object) -> np.ndarray:
-    """Return the value as an array; raise InputError unless it holds real numbers."""
+    """Return `value` as an array; raise InputError unless its elements are real numbers."""
     try:
         array = np.asarray(value)
     except ValueError:
@@ -73,5 +73,5 @@ def _numbers(name: str, value: object) -> np.ndarray:
 
 
 def unwrap(array: np.ndarray | float) -> Result:
-    """Return a float for a 0-d array, and any other array unchanged."""
+    """Return a 0-d array as a float, and any other array unchanged."""
     return array if np.ndim(array) else float(array)

@@ -121,7 +121,8 @@ class ModelShape:
     def num_params(self) -> int:
         """Return the number of parameters, counting a tied embedding once.
 
-        A multi-token prediction module counts only its own.
+        The parameters that a multi-token prediction module shares with another model are not
+        counted.
         """
         head = self.vocab_size * self.hidden_size
         tables = 0 if self.mtp_module else head * (1 if self.tie_word_embeddings else 2)
@@ -138,15 +139,15 @@ class ModelShape:
         return self._weights(used) + self._norms() + self.vocab_size * self.hidden_size
 
     def num_matmul_params(self) -> int:
-        """Return the number of parameters that each token is multiplied by.
+        """Return the number of weights that take part in the matrix products of one token.
 
-        These are projections, MLP or active experts, and head.
+        These are the weights of the projections, of the MLP or the active experts, and of the head.
         """
         used = self.experts.per_token if self.experts else 0
         return int(self._weights(used)) + self.vocab_size * self.hidden_size
 
     def kv_elements(self) -> int:
-        """Return how many numbers the cache stores per token: keys and values, 2 L G C."""
+        """Return how many numbers the cache stores per token: keys and values, 2 L G C in all."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim
 
     def seen_tokens(self, context: Real) -> Result:
@@ -158,11 +159,18 @@ class ModelShape:
         return unwrap((1 - share) * context + share * np.minimum(context, self.window))
 
     def _norms(self) -> int:
-        """Return the parameters of norms: two per layer, the last, two for a module's inputs."""
+        """Return the number of parameters of all norms.
+
+        There are two norms per layer, the final one, and two more for the inputs of an MTP module.
+        """
         return (2 * self.num_layers + 1 + 2 * self.mtp_module) * self.hidden_size
 
     def _weights(self, used_experts: Result) -> Result:
-        """Return the parameters of projections and MLPs, with `used_experts` per sparse layer."""
+        """Return the number of parameters of projections and MLPs.
+
+        `used_experts` is the number of experts to count in each layer with experts; it may be
+        fractional.
+        """
         attention = 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
         dense = self.num_layers
         weights = self.num_layers * attention
@@ -188,7 +196,7 @@ _SIZES = (
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """The memory of a deployment on the device by purpose, in bytes."""
+    """The device memory that a deployment needs, by purpose, in bytes."""
 
     target_weights: Count
     draft_weights: Count
@@ -199,7 +207,7 @@ class Memory:
 
     @property
     def total(self) -> Count:
-        """The sum of all parts, in bytes."""
+        """The sum of all fields, in bytes."""
         return sum(getattr(self, field.name) for field in dataclasses.fields(self))
 
 
@@ -217,14 +225,14 @@ def memory(
     weight_bits: Real | None = None,
     draft_weight_bits: Real | None = None,
 ) -> Memory:
-    """Return the bytes that speculative decoding needs during a round, without activations.
+    """Return the memory that speculative decoding needs during a round, without activations.
 
-    They are the weights of the target and `draft`; for each of them a cache of 2 L G C S B numbers
-    (S = `capacity`, B = `batch`) and a window of W = `num_nodes` + 1 slots; logits [B, W, V] and
-    draft distributions [B, Q, V] (Q = `num_distributions`, 0 for deterministic drafts). For plain
-    decoding omit nodes, draft and distributions. Item sizes are in bytes. `weight_bits`, the mean
-    bits per weight (`stored_bits`), overrides `weight_itemsize`; `draft_weight_bits` is that of
-    `draft`, by default the same.
+    It consists of the weights of the target and of `draft`; for each of them a cache of 2 L G C S B
+    numbers (S = `capacity`, B = `batch`) and a window of W = `num_nodes` + 1 slots; logits [B, W,
+    V]; and draft distributions [B, Q, V] (Q = `num_distributions`, 0 for deterministic drafts). For
+    plain decoding, omit nodes, draft and distributions. Item sizes are in bytes per number.
+    `weight_bits`, the mean bits per weight (`stored_bits`), overrides `weight_itemsize`;
+    `draft_weight_bits` does the same for `draft`, and is `weight_bits` by default.
     """
     _check_shape("target", target)
     if draft is not None:
@@ -278,7 +286,7 @@ def _whole_bytes(num_params: int, bits: Real) -> Count:
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """An accelerator by its data sheet: peak dense bf16 FLOP/s, memory bytes/s, memory bytes."""
+    """An accelerator: peak dense bf16 FLOP/s, memory bandwidth in bytes/s, memory in bytes."""
 
     name: str
     flops: float
@@ -290,7 +298,7 @@ class Chip:
             checked(name, getattr(self, name), above=True)
 
     def times(self, num_chips: int) -> Chip:
-        """Return several of this chip as one: a model split over all, without communication."""
+        """Return `num_chips` chips as one, as for a model split over them without communication."""
         checked_count("num_chips", num_chips, 1)
         sums = {name: num_chips * getattr(self, name) for name in ("flops", "bandwidth", "memory")}
         return Chip(f"{num_chips} x {self.name}", **sums)
@@ -352,12 +360,12 @@ def pass_seconds(
 
 @dataclasses.dataclass(frozen=True)
 class Roofline:
-    """Speculative and plain decoding at the chip's limits; fields are floats or arrays.
+    """Speculative and plain decoding at the chip's limits; the fields are floats or arrays.
 
-    Times are in seconds: of a plain pass, of a round's draft, of its verify pass. `fits` says
-    whether weights, caches and logits fit into memory; otherwise ignore the other fields.
-    `break_even_alpha` is the least alpha at which a round is no slower than plain decoding, inf if
-    there is none.
+    Times are in seconds: of a plain pass, of drafting in one round, and of the round's verify pass.
+    `fits` says whether weights, caches and logits fit into memory; where it is false, ignore the
+    other fields. `break_even_alpha` is the least alpha at which a round is no slower than plain
+    decoding, inf if there is none.
     """
 
     plain_seconds: Result
@@ -386,12 +394,13 @@ def roofline(
 ) -> Roofline:
     """Return the speed-up of k draft tokens per round on a chip, by batch size and context.
 
-    `context` is the number of committed tokens per row. `draft_cost` is the cost of a draft step in
-    plain target passes, or the shape of a draft model, whose k one-token passes are timed on the
-    same chip. Bits are as in `memory`; for a target that drafts in fewer bits, give
-    `draft_cost=shape` and its `draft_weight_bits`. All numbers broadcast: `roofline(shape,
-    "h100-sxm", batch[:, None], context[None], 4, 0.8)` is a table. tokens/s are totals over rows.
-    For several chips give `CHIPS[name].times(num_chips)`.
+    `context` is the number of committed tokens per row. `draft_cost` is the time of a draft step as
+    a fraction of a plain target pass, or the shape of a draft model, whose k one-token passes are
+    timed on the same chip. `itemsize` and the bits of weights are as in `pass_seconds`; for a
+    target that drafts with fewer bits itself, pass `draft_cost=shape` and `draft_weight_bits`. All
+    numbers broadcast: `roofline(shape, "h100-sxm", batch[:, None], context[None], 4, 0.8)` is a
+    table. Results in tokens/s are totals over rows. For several chips, pass
+    `CHIPS[name].times(num_chips)`.
     """
     _check_shape("shape", shape)
     chip = _chip(chip)

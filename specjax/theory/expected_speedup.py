@@ -23,7 +23,7 @@ def expected_tokens(alpha: Real, k: Count) -> Result:
     """Return the mean number of tokens that a round with k draft tokens emits, bonus included.
 
     This is (1 - alpha^(k+1)) / (1 - alpha), or k + 1 at alpha = 1 (Leviathan et al. 2023, equation
-    1), and already counts the bonus token: do not add one.
+    1). The bonus token is already counted: do not add one.
     """
     alpha, k = checked("alpha", alpha, high=1.0), checked_count("k", k, 0)
     check_broadcast(alpha=alpha, k=k)
@@ -38,8 +38,8 @@ def expected_tokens(alpha: Real, k: Count) -> Result:
 def acceptance_from_tv(tv: Real) -> Result:
     """Return the probability that a token drafted from q is accepted, given TV(p, q).
 
-    This is 1 - TV(p, q) = sum_x min(p(x), q(x)) (Leviathan et al. 2023, section 3.2), the maximum
-    for any rule that keeps the target's distribution and drafts one token.
+    This is 1 - TV(p, q) = sum_x min(p(x), q(x)) (Leviathan et al. 2023, section 3.2). No rule that
+    drafts one token and keeps the target's distribution accepts more often.
     """
     return unwrap(1.0 - checked("tv", tv, high=1.0))
 
@@ -49,10 +49,11 @@ def speedup(
 ) -> Result:
     """Return the speed-up of k draft tokens per round over plain decoding.
 
-    Costs are in plain target passes. `c` is the cost of drafting: with `per_step`, of each of the k
-    draft steps (divide by k c + 1; Leviathan et al. 2023, theorem 3.8); with `per_draft`, of the
-    whole draft (divide by c + 1; no cost at k = 0). `verify_cost` is T(k+1) / T(1), the cost of a
-    target pass over k + 1 tokens, and replaces the 1.
+    Costs are in units of one plain target pass. With the `convention` "per_step", `c` is the cost
+    of each of the k draft steps, and expected tokens are divided by k c + 1 (Leviathan et al. 2023,
+    theorem 3.8); with "per_draft", `c` is the cost of the whole draft, and they are divided by c +
+    1, or by 1 at k = 0. `verify_cost` is T(k+1) / T(1), the cost of a target pass over k + 1
+    tokens, and replaces the 1 in these denominators.
     """
     alpha = checked("alpha", alpha, high=1.0)
     check_broadcast(alpha=alpha, k=k, c=c, verify_cost=verify_cost)
@@ -71,8 +72,8 @@ def optimal_k(
     """Return the least k in 0..max_k with the greatest `speedup`; 0 if plain decoding is fastest.
 
     `verify_cost` may be a function of k, such as measured T(k+1) / T(1). A constant other than 1 is
-    the cost for each k > 0, since k = 0 is plain decoding. With `per_draft` and a constant cost,
-    more draft tokens cost nothing, so the result is 0 or the largest k that still adds to the
+    the cost for each k > 0, since k = 0 is plain decoding. With "per_draft" and a constant cost,
+    more draft tokens cost nothing, so the result is 0 or the largest k that still increases the
     speed-up.
     """
     max_k = np.asarray(checked_count("max_k", max_k, 0))
@@ -111,7 +112,7 @@ def break_even_alpha(
 def least_alpha(cost: Float[np.ndarray, "..."] | float, k: Count) -> Float[np.ndarray, "..."]:
     """Return the least alpha at which k draft tokens emit `cost` tokens per round, by bisection.
 
-    It is 0 for a cost of at most 1, and inf if no alpha suffices.
+    The result is 0 for a cost of at most 1, and inf if no alpha suffices.
     """
     cost, k = np.broadcast_arrays(np.asarray(cost, np.float64), k)
     low, high = np.zeros_like(cost), np.ones_like(cost)
@@ -122,7 +123,7 @@ def least_alpha(cost: Float[np.ndarray, "..."] | float, k: Count) -> Float[np.nd
 
 
 def _round_cost(k: Count, c: Real, convention: str, verify_cost: Real) -> Float[np.ndarray, "..."]:
-    """Return the cost of a round, in plain target passes."""
+    """Return the cost of a round with k draft tokens in plain target passes; see `speedup`."""
     k = checked_count("k", k, 0)
     c = checked("c", c)
     verify_cost = checked("verify_cost", verify_cost, above=True)

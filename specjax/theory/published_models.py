@@ -1,4 +1,4 @@
-"""Sizes of published models, for `roofline`, `memory` and their kin."""
+"""Sizes of published models, for `roofline`, `memory` and the other functions of a `ModelShape`."""
 
 from __future__ import annotations
 

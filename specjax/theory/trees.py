@@ -1,4 +1,4 @@
-"""The fastest token tree on a chip whose passes take their minimum time."""
+"""The fastest token tree on a chip, if each pass takes its minimum time."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def roofline_tree(
     weight_bits: float | None = None,
     draft_weight_bits: float | None = None,
 ) -> FastestTree:
-    """Return the tree with the most tokens per second if each pass takes its minimum time.
+    """Return the tree with the most tokens per second, if each pass takes its minimum time.
 
     `acceptance` is as in `specjax.trees.fastest_tree`. Each level of the draft costs `draft_cost`
-    target passes over one token per row, or, given a model shape, one pass of that model over
-    `candidates` tokens per row. Bits are as in `memory`. `context` is the number of committed
-    tokens per row. For several chips give `CHIPS[name].times(num_chips)`. Raises InputError for
-    arrays and for numbers out of range.
+    target passes over one token per row, or, if `draft_cost` is a model shape, one pass of that
+    model over `candidates` tokens per row. `itemsize` and the bits of weights are as in
+    `pass_seconds`. `context` is the number of committed tokens per row. For several chips, pass
+    `CHIPS[name].times(num_chips)`. Raises InputError for arrays and for numbers out of range.
     """
     deployment = {"batch": batch, "context": context, "itemsize": itemsize}
     for name, value in {**deployment, "candidates": candidates}.items():

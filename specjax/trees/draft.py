@@ -1,4 +1,4 @@
-"""A drafter's proposal for one round: a token tree in buffers of fixed shape."""
+"""The draft of one round: a token tree in buffers of fixed shape."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from specjax.trees.topology import AnyTopology, chain_topology
 class Draft:
     """Up to N nodes of a token tree under the root (the last committed token).
 
-    A node is proposed if it is `valid`; the loop makes `valid` closed under ancestors. `logq_row`
-    is the row of `logq` that a node was drawn from, before any sibling was removed; -1 means that
-    the node is deterministic (q is one-hot). `steps` is the number of times that the drafter of a
-    chain ran after its first token, including runs that gave no token; None if each run gave a
-    token. A tree does not need it, since drafting a tree counts as one run.
+    Only nodes that are `valid` are proposed; the decoding loop drops nodes with invalid ancestors.
+    `logq_row` is the row of `logq` that a node was drawn from, before any sibling was removed; -1
+    means that the node is deterministic (q is one-hot). `steps` is the number of times that the
+    drafter of a chain ran after its first token, including runs that gave no token; None if each
+    run gave a token. A tree does not need it, since drafting a tree counts as one run.
     """
 
     tokens: Int[Array, "B N"]
@@ -33,9 +33,9 @@ def chain(
     num_valid: Int[Array, "B"],
     logq: Float[Array, "B K V"] | None = None,
 ) -> Draft:
-    """Return a draft without branches of which row b proposes its first `num_valid[b]` tokens.
+    """Return a draft without branches, of which row b proposes the first `num_valid[b]` tokens.
 
-    With `logq`, node i was drawn from `logq[:, i]`; without it, every node is deterministic.
+    If `logq` is given, node i was drawn from `logq[:, i]`; without it, every node is deterministic.
     """
     batch, length = tokens.shape
     step = jnp.broadcast_to(jnp.arange(length), (batch, length))

@@ -10,7 +10,7 @@ from specjax.trees.static_trees import RankedTree
 from specjax.trees.topology import Topology
 
 _LINE, _LETTER, _GAP = 22, 7.3, 34
-"""Pixels: between rows, of a letter, and between columns."""
+"""In pixels: the height of a row, the width of a letter, the gap between columns."""
 _PLAIN = "#59636e"
 
 
@@ -24,8 +24,9 @@ def svg(
 ) -> str:
     """Return an SVG picture of a tree from left to right, with one column per depth.
 
-    `labels` are the texts of the nodes, such as their tokens, and `colours` their CSS backgrounds,
-    grey by default. Raises InputError unless both have one entry per node.
+    `labels` are the texts of the nodes, such as their tokens; `colours` are CSS colours for their
+    backgrounds, grey by default; `root` labels the root, and `title` describes the picture to
+    screen readers. Raises InputError unless `labels` and `colours` have one entry per node.
     """
     topology = tree.topology if isinstance(tree, RankedTree) else tree
     colours = [_PLAIN] * topology.num_nodes if colours is None else colours
@@ -73,7 +74,7 @@ def svg(
 
 
 def _rows(topology: Topology) -> list[float]:
-    """Return each slot's row: one per leaf, and for parents the middle of their children."""
+    """Return each slot's vertical position in rows: a row per leaf, parents amid their children."""
     children: list[list[int]] = [[] for _ in range(topology.width)]
     for slot, parent in enumerate(topology.parents, start=1):
         children[parent].append(slot)

@@ -12,10 +12,11 @@ from specjax.trees.topology import Topology
 def draw(
     tree: Topology | RankedTree, labels: Sequence[str] | None = None, root: str = "root"
 ) -> str:
-    """Return a tree as text, with one node per line under its parent.
+    """Return a tree as text, with one node per line, indented under its parent.
 
     `labels` are the texts of the nodes, such as their tokens; by default the ranks of a
-    `RankedTree` or the slots of a `Topology`. Raises InputError unless there is one label per node.
+    `RankedTree` or the slots of a `Topology`. `root` labels the root. Raises InputError unless
+    there is one label per node.
     """
     topology = tree.topology if isinstance(tree, RankedTree) else tree
     if labels is None:

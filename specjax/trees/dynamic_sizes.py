@@ -9,12 +9,12 @@ from specjax.errors import InputError
 
 @dataclass(frozen=True)
 class DynamicTree:
-    """The sizes of a tree that is chosen anew for each round and row, on the device.
+    """The sizes of a tree whose shape is chosen on the device, in each round and for each row.
 
     The candidates are the `topk` most likely tokens after the root and, on each further level,
-    after each of the `topk` best candidates of the level before, down to `depth` levels (P). The
+    after each of the `topk` best candidates of the previous level, down to `depth` levels (P). The
     best `num_nodes` (N) of all candidates form the tree. Raises InputError for negative numbers,
-    `topk` 0, or more nodes than candidates.
+    for `topk` 0, and for more nodes than there are candidates.
     """
 
     topk: int
@@ -37,6 +37,6 @@ class DynamicTree:
         return self.topk + (self.depth - 1) * self.topk**2 if self.depth else 0
 
     def limited(self, depth: int) -> DynamicTree:
-        """Return the tree limited to a depth."""
+        """Return the sizes with at most `depth` levels, and no more nodes than candidates."""
         shallow = replace(self, depth=min(self.depth, depth), num_nodes=0)
         return replace(shallow, num_nodes=min(self.num_nodes, shallow.num_candidates))

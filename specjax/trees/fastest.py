@@ -1,4 +1,4 @@
-"""The tree with the most tokens per second, rather than the most tokens per round."""
+"""The choice of the tree with the most tokens per second, rather than per round."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from specjax.trees.static_trees import RankedTree, Rates, best_tree
 
 _WIDTHS = (*range(1, 33), *range(33, 65, 4), *range(65, 129, 8), *range(129, 257, 16))
 _WIDTHS += tuple(range(257, 514, 32))
-"""Widths that are tried: fewer among wide passes, where one more slot changes little."""
+"""Pass widths to compare, sparser among wide passes, where one more slot changes little."""
 
 
 class FastestTree(NamedTuple):
-    """A tree and its predicted speed; it has no nodes if plain decoding is fastest.
+    """A tree and its predicted speed; the tree has no nodes if plain decoding is fastest.
 
     `tokens_per_round` is per row and includes the bonus token; `round_seconds` is the time of the
     draft plus `pass_seconds` at the tree's width.
@@ -50,9 +50,9 @@ def fastest_tree(
     `acceptance[d][r]` is the probability that the candidate of rank r at depth d (from 0) is the
     target's token, given that its parent is. `pass_seconds(w)` is the time of a round without
     drafting at a pass width of w slots, root included; `draft_seconds(d)` is the time to draft a
-    tree of depth d. Plain decoding and the best tree by Medusa's rule for each of `widths` and each
-    depth up to `max_depth` (by default that of `acceptance`) are compared. Raises InputError for
-    widths below 1, rates outside [0, 1], or a plain pass of zero time.
+    tree of depth d. The candidates are plain decoding and, for each of `widths` and each depth up
+    to `max_depth` (by default the depth of `acceptance`), the tree of `best_tree`. Raises
+    InputError for widths below 1, for rates outside [0, 1], and if a pass of width 1 takes no time.
     """
     if not widths or min(widths) < 1:
         raise InputError(f"widths={tuple(widths)}: give slots of passes, from 1 on")

@@ -1,9 +1,9 @@
-"""Merge drafts with a common root into one tree, on the device.
+"""Merging of drafts with a common root into one tree, on the device.
 
-The drafts are those of several drafters (SpecInfer, 2305.09781, section 3), or several
-continuations by one drafter. Common nodes are verified once as far as exactness allows: a sampled
-node is tested even if a sibling has the same token, while a deterministic node adds nothing to an
-earlier sibling with the same token.
+The drafts come from several drafters (SpecInfer, 2305.09781, section 3), or are several
+continuations by one drafter. Nodes that they share are verified once as far as exactness allows: a
+sampled node must be tested even if a sibling has the same token, while a deterministic node is
+redundant if an earlier sibling has its token.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from specjax.trees.topology import AnyTopology, DynamicTopology, Topology
 def merge(*drafts: Draft) -> Draft:
     """Return the drafts as one tree under their common root, without duplicates.
 
-    N is the sum of the drafts' N; see `merge_duplicates`.
+    The result has as many nodes (N) as all drafts together, some of them invalid;
+    `merge_duplicates` states its order.
     """
     return merge_duplicates(side_by_side(*drafts))
 
 
 def side_by_side(*drafts: Draft) -> Draft:
-    """Return the drafts as one tree under their common root, concatenating their nodes."""
+    """Return the drafts as one tree under their common root, with duplicates, draft after draft."""
     if len(drafts) == 1:
         return drafts[0]
     logq_rows, distributions, offset = [], [], 0
@@ -54,9 +55,9 @@ def merge_duplicates(draft: Draft) -> Draft:
     deterministic nodes. A sampled node is always kept. A deterministic node is removed if an
     earlier sibling has its token; its children move to that sibling, where they may be duplicates
     in turn. Kept nodes come first, sorted by depth, so that a row with few of them fits a narrow
-    width; the others become invalid. Within a depth sampled nodes come first: whether a node is
-    among the first n then depends only on tokens above its depth, and truncating a tree to n nodes
-    adds no bias.
+    width; removed nodes become invalid and come last. Within a depth, sampled nodes come first:
+    whether a node is among the first n then depends only on tokens above its depth, and truncating
+    a tree to n nodes adds no bias.
 
     Sampled nodes whose parents are deterministic duplicates must not share a row of `logq`.
     """
@@ -71,7 +72,7 @@ def merge_duplicates(draft: Draft) -> Draft:
     same_token &= valid[:, :, None] & valid[:, None, :]
 
     def level(depth: Int[Array, ""], stands_for: Int[Array, "B W"]) -> Int[Array, "B W"]:
-        """Return the slot that stands for each slot, with duplicates at `depth` resolved too."""
+        """Update, for nodes at `depth`, the slot of the node that each duplicate is merged into."""
         kept_parents = jnp.take_along_axis(stands_for, parents, axis=1)
         duplicates = same_token & (kept_parents[:, :, None] == kept_parents[:, None, :])
         first = 1 + jnp.argmin(jnp.where(duplicates, test_order[:, None, :], 3 * count), axis=2)
@@ -101,7 +102,10 @@ def merge_duplicates(draft: Draft) -> Draft:
 
 
 def _one_root(topologies: Sequence[AnyTopology], batch: int) -> AnyTopology:
-    """Return the trees under one root, their nodes one tree after another; static if all are."""
+    """Return a topology with the nodes of all trees under one root, tree after tree.
+
+    It is static if all of them are, and otherwise has `batch` rows.
+    """
     offsets = itertools.accumulate((tree.num_nodes for tree in topologies[:-1]), initial=0)
     pairs = list(zip(topologies, offsets, strict=True))
     if all(isinstance(tree, Topology) for tree in topologies):

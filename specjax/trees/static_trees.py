@@ -1,7 +1,7 @@
 """Static trees whose nodes are the most likely candidates after their parents.
 
-Medusa ([2401.10774](https://arxiv.org/abs/2401.10774), section 2.1.2 and appendix C), Sequoia
-([2402.12374](https://arxiv.org/abs/2402.12374), section 3.1).
+The methods are those of Medusa ([2401.10774](https://arxiv.org/abs/2401.10774), section 2.1.2 and
+appendix C) and Sequoia ([2402.12374](https://arxiv.org/abs/2402.12374), section 3.1).
 """
 
 from __future__ import annotations
@@ -19,20 +19,24 @@ from specjax.errors import InputError
 from specjax.trees.topology import Topology
 
 Path = tuple[int, ...]
-"""A node as the ranks on the way to it from the root: (0,) is the likeliest first token, (0, 1) the
-second likeliest after it."""
+"""A node, given by the ranks on the path from the root to it.
+
+(0,) is the most likely first token, and (0, 1) the second most likely token after it.
+"""
 Rates = Sequence[Sequence[float] | Float[np.ndarray, "ranks"]] | Float[np.ndarray, "depths ranks"]
-"""[d][r]: the chance that the candidate of rank r at depth d (from 0) is the target's, given that
-its parent is."""
+"""Acceptance rates: entry [d][r] is the probability that the candidate of rank r at depth d
+(from 0) is the target's token, given that its parent is.
+"""
 
 
 @dataclass(frozen=True)
 class RankedTree:
-    """A topology with the rank of each node among its parent's candidates; rank 0 is the likeliest.
+    """A tree of fixed shape in which each node is its parent's candidate of a given rank.
 
-    Nodes come after their parents and after their siblings of lower rank, so that any first nodes
-    form a tree. Hashable. Raises InputError for another order, or unless siblings have ranks 0, 1,
-    2, ...
+    Rank 0 is the most likely candidate. `choices` are the nodes as paths of ranks from the root. A
+    node comes after its parent and after its siblings of lower rank, so that the first n nodes form
+    a tree for every n. Hashable. Raises InputError for another order, and if the ranks of siblings
+    are not 0, 1, 2, ...
     """
 
     choices: tuple[Path, ...]
@@ -82,7 +86,7 @@ class RankedTree:
         return max(map(len, self.choices), default=0)
 
     def limited(self, depth: int) -> RankedTree:
-        """Return the tree limited to a depth."""
+        """Return the tree without the nodes deeper than `depth`."""
         return RankedTree(tuple(path for path in self.choices if len(path) <= depth))
 
     @property
@@ -92,14 +96,14 @@ class RankedTree:
 
     @property
     def most_candidates(self) -> int:
-        """The largest number of candidates that a drafter must propose after a token."""
+        """The largest number of children of a slot: the candidates that a drafter must propose."""
         return max(self.ranks, default=-1) + 1
 
     def expected_tokens(self, acceptance: Rates) -> float:
-        """Return the expected tokens per round, bonus token included.
+        """Return the expected number of tokens per round, bonus token included.
 
         `acceptance[d][r]` is the probability that the candidate of rank r at depth d (from 0) is
-        the target's token, given that its parent is. Raises InputError if it lacks an entry for a
+        the target's token, given that its parent is. Raises InputError if it has no entry for some
         node.
         """
         rates = _rates(acceptance)
@@ -109,18 +113,19 @@ class RankedTree:
 def tree_of_choices(choices: Iterable[Sequence[int]]) -> RankedTree:
     """Return the tree with the given paths of ranks, such as `medusa_choices`, sorted by depth.
 
-    The paths may be in any order. Raises InputError for a path that repeats, skips a rank or lacks
-    its parent.
+    The paths may be in any order. Raises InputError if a path is repeated, skips a rank, or has no
+    parent among the paths.
     """
     paths = (tuple(path) for path in choices)
     return RankedTree(tuple(sorted(paths, key=lambda path: (len(path), path))))
 
 
 def expansion_tree(expansion: Sequence[int]) -> RankedTree:
-    """Return the tree whose nodes of depth d (0 is the root) have `expansion[d]` children each.
+    """Return the tree in which each node at depth d (0 is the root) has `expansion[d]` children.
 
-    SpecInfer's expansion (2305.09781, section 3) (1, 1, 3, 1) is a chain of two tokens, three
-    candidates after it, and one more after each. Raises InputError for a level without nodes.
+    For example, SpecInfer's expansion (1, 1, 3, 1) (2305.09781, section 3) is a chain of two
+    tokens, three candidates after it, and one token after each of these. Raises InputError for a
+    level without nodes.
     """
     if any(count < 1 for count in expansion):
         raise InputError(f"expansion={tuple(expansion)}: a level has at least one node per parent")
@@ -133,10 +138,11 @@ def expansion_tree(expansion: Sequence[int]) -> RankedTree:
 def best_tree(acceptance: Rates, num_nodes: int, max_depth: int | None = None) -> RankedTree:
     """Return the tree of `num_nodes` nodes with the most expected accepted tokens (Medusa's rule).
 
-    It repeatedly adds the node with the largest probability, the product of `acceptance[d][r]`
-    along its path, and prefers shallow nodes at equal probability. This is optimal if acceptance
-    decreases with rank, as measured rates do. With too few candidates the tree is smaller. Raises
-    InputError for rates outside [0, 1].
+    `acceptance[d][r]` is the probability that the candidate of rank r at depth d (from 0) is the
+    target's token, given that its parent is. The tree grows by repeatedly adding the node with the
+    largest product of these rates along its path, the shallowest one if several are equal. This is
+    optimal if acceptance decreases with rank, as measured rates do. The tree is smaller if there
+    are fewer than `num_nodes` candidates. Raises InputError for rates outside [0, 1].
     """
     _check_size(num_nodes)
     rates = _rates(acceptance)
@@ -205,7 +211,10 @@ def sequoia_tree(acceptance: Sequence[float], num_nodes: int, max_depth: int) ->
 
 
 def _chance(path: Path, rates: Sequence[Float[np.ndarray, "..."]]) -> float:
-    """Return the chance that all tokens of a path are the target's."""
+    """Return the probability that all tokens of a path are the target's.
+
+    Raises InputError if `rates` has no entry for one of them.
+    """
     chance = 1.0
     for depth, rank in enumerate(path):
         if depth >= len(rates) or rank >= len(rates[depth]):

@@ -1,7 +1,7 @@
 """The shape of a token tree, static at compile time or chosen on the device.
 
-Both kinds of topology have the same properties. Those named `row_...` have a leading axis of rows,
-of length 1 if all rows have the same shape.
+`Topology` and `DynamicTopology` have the same properties. Those named `row_...` have a leading axis
+of rows, of length 1 if all rows have the same shape.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class Topology:
     """The shape of a token tree: `parents[i]` is the window slot of node i's parent.
 
     The root (the last committed token) is slot 0 and node i is slot i + 1. Parents come before
-    children, so a chain has the parents 0, 1, 2, ... Hashable: equal shapes compile once. Raises
-    ValueError if a parent does not come before its child.
+    children, so a chain has the parents 0, 1, 2, ... Hashable, so that equal shapes share a
+    compiled program. Raises ValueError if a parent does not come before its child.
     """
 
     parents: tuple[int, ...]
@@ -53,12 +53,12 @@ class Topology:
 
     @property
     def is_chain(self) -> bool:
-        """Whether no slot has two children, so that the number of nodes equals the depth."""
+        """Whether no slot has more than one child, so that the depth equals the number of nodes."""
         return self.parents == tuple(range(len(self.parents)))
 
     @cached_property
     def ancestors(self) -> Bool[np.ndarray, "W W"]:
-        """Whether slot j is slot i or one of its ancestors, so that node i attends to it."""
+        """Whether slot j is slot i or an ancestor of it, so that i attends to j; indexed [i, j]."""
         seen = np.eye(self.width, dtype=bool)
         for node, parent in enumerate(self.parents, start=1):
             seen[node] |= seen[parent]
@@ -89,13 +89,16 @@ class Topology:
         return Topology(self.parents[:num_nodes])
 
     def close(self, valid: Bool[Array, "B N"]) -> Bool[Array, "B N"]:
-        """Return which nodes are valid together with all of their ancestors."""
+        """Return which nodes are valid and have only valid ancestors."""
         if self.is_chain:
             return jnp.cumprod(valid, axis=1, dtype=jnp.int32).astype(bool)
         return _closed(valid, self.row_ancestors)
 
     def along_paths(self, each: Float[Array, "B N"]) -> Float[Array, "B N"]:
-        """Return for each node the product of `each` (in [0, 1]) over it and its ancestors."""
+        """Return for each node the product of `each` over the node and its ancestors.
+
+        The entries of `each` are in [0, 1].
+        """
         if self.is_chain:
             return jnp.cumprod(each, axis=1)
         return _along_paths(each, self.row_ancestors)
@@ -103,10 +106,10 @@ class Topology:
 
 @struct.dataclass
 class DynamicTopology:
-    """A separate tree shape per row: `row_parents[b, i]` is the slot of node i's parent in row b.
+    """A tree shape per row: `row_parents[b, i]` is the window slot of node i's parent in row b.
 
-    Slots are those of `Topology`, and parents come before children. `depth` (P) bounds the number
-    of nodes on a path. Entries of invalid nodes are arbitrary.
+    Slots are numbered as in `Topology`, and parents come before children. `depth` (P) is an upper
+    bound on the number of nodes on a path. Entries of invalid nodes are arbitrary.
     """
 
     row_parents: Int[Array, "B N"]
@@ -129,7 +132,7 @@ class DynamicTopology:
 
     @property
     def row_ancestors(self) -> Bool[Array, "B W W"]:
-        """Whether slot j of a row is slot i or one of its ancestors, root included."""
+        """Whether slot j of row b is slot i or an ancestor of it, indexed [b, i, j]."""
         slots = jnp.arange(self.width)
         ancestors_by_step, seen = self._ancestors_by_step(), jnp.zeros((1, 1, 1), bool)
         for slot in ancestors_by_step:
@@ -142,7 +145,7 @@ class DynamicTopology:
         return sum((slot > 0).astype(jnp.int32) for slot in self._ancestors_by_step())
 
     def _ancestors_by_step(self) -> list[Int[Array, "B W"]]:
-        """Return each slot, then its parent, and so on to the root, which is its own parent."""
+        """Return each slot, its parent, its grandparent, and so on; the root is its own parent."""
         parents = jnp.pad(self.row_parents, ((0, 0), (1, 0)))
         ancestors_by_step = [jnp.broadcast_to(jnp.arange(self.width), parents.shape)]
         for _ in range(self.depth):
@@ -154,16 +157,19 @@ class DynamicTopology:
         return DynamicTopology(self.row_parents[:, :num_nodes], min(self.depth, num_nodes))
 
     def close(self, valid: Bool[Array, "B N"]) -> Bool[Array, "B N"]:
-        """Return which nodes are valid together with all of their ancestors."""
+        """Return which nodes are valid and have only valid ancestors."""
         return _closed(valid, self.row_ancestors)
 
     def along_paths(self, each: Float[Array, "B N"]) -> Float[Array, "B N"]:
-        """Return for each node the product of `each` (in [0, 1]) over it and its ancestors."""
+        """Return for each node the product of `each` over the node and its ancestors.
+
+        The entries of `each` are in [0, 1].
+        """
         return _along_paths(each, self.row_ancestors)
 
 
 AnyTopology = Topology | DynamicTopology
-"""A shape that is known when programs are compiled, or chosen on the device."""
+"""A tree shape, known at compile time or chosen on the device."""
 
 
 def chain_topology(length: int) -> Topology:
