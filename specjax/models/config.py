@@ -25,7 +25,7 @@ _LARGEST = {
 to them within a round, are int32."""
 
 _SMALLEST_REAL, _LARGEST_REAL = 1e-15, 1e15
-"""Quotients of two reals of a config must be finite and non-zero in float32 too."""
+"""Limits that keep the quotient of any two of a config's reals finite and non-zero in float32."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class Norm:
-    """The norms of the layers and before the head.
+    """The kind of norm in the layers and before the output head.
 
     `kind` is `rms` (with a scale) or `layer` (subtracts the mean; with a scale and a bias). Scales
     are stored minus `offset`, which is 1 in Gemma, whose norms multiply by 1 + scale. With `after`,
@@ -63,10 +63,10 @@ class Norm:
 
 @dataclass(frozen=True)
 class Attention:
-    """Properties of attention that differ between families.
+    """The properties of attention in which model families differ.
 
-    With `attention_bias`, `output_bias` says whether the output projection has a bias too.
-    `qk_norm` is an RMS norm of each head's queries and keys before rotation. `query_scale`
+    If the decoder has `attention_bias`, `output_bias` says whether the output projection has a bias
+    too. `qk_norm` is an RMS norm of each head's queries and keys before rotation. `query_scale`
     multiplies queries (None: 1/sqrt(C)). `softcap` limits scores to c tanh(score/c). `rotary_width`
     is the number of leading dimensions of a head that are rotated: None for all, 0 for none.
     """
@@ -80,10 +80,10 @@ class Attention:
 
 @dataclass(frozen=True)
 class SlidingWindow:
-    """Layers in which a token attends to only the last `size` tokens, itself included.
+    """The layers in which a token attends to only the last `size` tokens, itself included.
 
-    `pattern` marks these layers and repeats over the layers. `rope_theta` is their own rotary base,
-    without scaling, if they have one (Gemma 3).
+    `pattern` marks these layers and repeats over the layers. `rope_theta` is a separate rotary base
+    for these layers, without scaling (Gemma 3), or None.
     """
 
     size: int
@@ -91,7 +91,7 @@ class SlidingWindow:
     rope_theta: float | None = None
 
     def layers(self, num_layers: int) -> tuple[bool, ...]:
-        """Return whether each of `num_layers` layers has the window."""
+        """Return for each of `num_layers` layers whether it has the window."""
         return tuple(self.pattern[layer % len(self.pattern)] for layer in range(num_layers))
 
 
@@ -132,7 +132,7 @@ class Experts:
 
 
 class LayerRun(NamedTuple):
-    """Consecutive layers of one structure, and the name of their stacked parameters."""
+    """Consecutive layers of the same structure, and the name of their stacked parameters."""
 
     name: str
     first: int
@@ -240,14 +240,14 @@ class DecoderConfig:
 
     @property
     def windowed(self) -> tuple[bool, ...]:
-        """Whether each layer has the sliding window."""
+        """Whether each layer has the sliding window, by layer."""
         window = self.sliding_window
         return (False,) * self.num_layers if window is None else window.layers(self.num_layers)
 
     def llama_layers(self, num_layers: int) -> DecoderConfig:
-        """Return a Llama decoder with `num_layers` layers of these sizes, for trained heads.
+        """Return the config of a Llama decoder with `num_layers` layers, for trained heads.
 
-        Biases and fields of other families are dropped.
+        Its sizes are those of this config; biases, and fields that other families use, are reset.
         """
         if self.unlike_llama is None:
             return replace(self, num_layers=num_layers, family="llama")
@@ -256,7 +256,7 @@ class DecoderConfig:
         return replace(self, num_layers=num_layers, family="llama", **_LLAMA, **rest)
 
     def some_layers(self, layers: Sequence[int]) -> DecoderConfig:
-        """Return the decoder with only the given layers, which keep their sliding windows."""
+        """Return the config with only the given layers, which keep their sliding windows."""
         window, windowed = self.sliding_window, self.windowed
         if window is not None:
             window = replace(window, pattern=tuple(windowed[layer] for layer in layers))
@@ -281,7 +281,7 @@ class DecoderConfig:
 
     @property
     def unlike_llama(self) -> str | None:
-        """The first field that differs from Llama, as `name=value`, or None."""
+        """The first field whose value differs from Llama's, as `name=value`, or None."""
         for name, default in _LLAMA.items():
             if getattr(self, name) != default:
                 return f"{name}={getattr(self, name)}"
@@ -310,7 +310,7 @@ def _check_unused(ids: tuple[int, ...], vocab_size: int) -> None:
 
 
 def _check_nested(config: DecoderConfig) -> None:
-    """Raise InputError for nested values that are out of range."""
+    """Raise InputError if a value of a nested config is out of range."""
     for field, value, choices in (
         ("norm.kind", config.norm.kind, ("rms", "layer")),
         ("norm.offset", config.norm.offset, (0, 1)),

@@ -56,15 +56,16 @@ from specjax.models.top_tokens import (
 
 @dataclass(frozen=True)
 class Form:
-    """The layout of layers and of cache attention for a backend; numbers agree up to rounding.
+    """How a backend lays out layers and computes attention over the cache.
 
-    `layers` is `stacked`, one array per parameter of all layers and a loop over it; `apart`,
-    separate arrays per layer and a loop whose products select the layer's kernel, for models
-    without experts; or `unrolled`, separate arrays and code per layer. `cache_attention` is `rows`,
-    a loop over each row's filled blocks of the cache (for few tokens a C++ kernel); `blocks`, a
-    loop over the blocks of the longest row, all rows at once; `whole`, one product over its
-    capacity; or `kernel`, a GPU kernel over the filled slots and the window, which falls back to
-    `blocks` for head widths that are no powers of two. Raises InputError for other values.
+    All forms give the same numbers up to rounding. `layers` is `stacked`, one array per parameter
+    of all layers and a loop over it; `apart`, separate arrays per layer and a loop whose products
+    select the layer's kernel, for models without experts; or `unrolled`, separate arrays and code
+    per layer. `cache_attention` is `rows`, a loop over each row's filled blocks of the cache (for
+    few tokens a C++ kernel); `blocks`, a loop over the blocks of the longest row, all rows at once;
+    `whole`, one product over the whole capacity; or `kernel`, a GPU kernel over the filled slots
+    and the window, which falls back to `blocks` for head widths that are no powers of two. Raises
+    InputError for other values.
     """
 
     layers: str = "stacked"
@@ -79,23 +80,23 @@ class Form:
             )
 
     def check(self, config: DecoderConfig) -> None:
-        """Raise InputError for a config that the form does not support."""
+        """Raise InputError if this form does not support `config`."""
         if self.layers == "apart" and config.experts is not None:
             raise InputError("form: layers='apart' is not for experts; use stacked or unrolled")
 
     @property
     def stacked(self) -> bool:
-        """Whether the parameters of layers are stacked; see `parameter_table`."""
+        """Whether the parameters of all layers are stacked; see `parameter_table`."""
         return self.layers == "stacked"
 
     @classmethod
     def of(cls, platform: str, config: DecoderConfig, num_devices: int = 1) -> Form:
-        """Return the form for a platform: cpu, tpu, or the name of a GPU.
+        """Return the best form for a platform: "cpu", "tpu", or the name of a GPU.
 
-        A CPU gains nothing from attention over several rows at once. XLA copies each layer's slice
+        On a CPU, attention over several rows at once brings no gain. XLA copies each layer's slice
         of stacked weights before a product with several tokens, which costs most on a CPU when
         other work fills the shared cache: layers are separate if one of the MLP's kernels exceeds 1
-        MiB in float32, which does not fit in a core's own cache. On GPU XLA also copies slices of
+        MiB in float32, which does not fit in a core's own cache. On GPUs XLA also copies slices of
         the key/value cache, and the host waits for each iteration of a loop
         (`scripts/inspect_compiled_round.py`).
         """
@@ -108,7 +109,7 @@ class Form:
 
     @classmethod
     def for_training(cls, platform: str) -> Form:
-        """Return the form for training, where branches per layer would copy gradients."""
+        """Return the form for training, where separate branches per layer would copy gradients."""
         if platform not in ("cpu", "tpu"):
             return cls("unrolled", "kernel")
         return cls("stacked", "rows" if platform == "cpu" else "blocks")
@@ -118,13 +119,13 @@ _LARGE_KERNEL_BYTES = 1 << 20
 
 
 def _is_large(config: DecoderConfig) -> bool:
-    """Return whether one of the MLP's kernels, in float32, exceeds a core's own cache."""
+    """Return whether one of the MLP's kernels, in float32, exceeds the cache of a CPU core."""
     return 4 * config.hidden_size * config.intermediate_size > _LARGE_KERNEL_BYTES
 
 
 DEFAULT_FORM = Form()
 EXPERTS = "experts"
-"""The feature with each token's experts, of models that have experts."""
+"""The name of the feature with each token's experts, for models that have experts."""
 
 
 IMPOSSIBLE = -1e30
@@ -132,7 +133,7 @@ IMPOSSIBLE = -1e30
 
 
 def unused_mask(config: DecoderConfig) -> Bool[np.ndarray, "V"]:
-    """Return which ids have no token in the tokenizer."""
+    """Return a mask of the ids without a token in the tokenizer."""
     mask = np.zeros(config.vocab_size, np.bool_)
     mask[list(config.unused_tokens)] = True
     return mask
@@ -177,7 +178,7 @@ class Decoder:
 
     @property
     def arithmetic(self) -> DecoderLayer:
-        """The arithmetic of a single layer."""
+        """The arithmetic of a single layer, as configured for this decoder."""
         return DecoderLayer(self.config, self.dtype, self.shards, self.multiply)
 
     def make_cache(self, batch: int, capacity: int) -> KVCache:
@@ -270,7 +271,7 @@ class Decoder:
         return self._outputs(params, carry, requested, logits=logits)
 
     def _heads_of(self, window: Window | None) -> int:
-        """Return the number of key/value heads: the window's, or the model's without a window."""
+        """Return the number of key/value heads, from `window` or, without one, from the config."""
         return self.config.num_kv_heads if window is None else window.k.shape[2]
 
     def _embed(
@@ -315,7 +316,7 @@ class Decoder:
     def _outputs(
         self, params: dict[str, Any], carry: LayerCarry, requested: _Features, *, logits: bool
     ) -> Extension:
-        """Return the logits, if requested, and the features, from the carry of the last layer."""
+        """Return the features and, if requested, the logits, from the last layer's carry."""
         available = {**carry.layer_inputs, "pre_norm": carry.x}
         if carry.experts is not None:
             available[EXPERTS] = jnp.moveaxis(carry.experts, 0, 2)
@@ -346,7 +347,7 @@ class Decoder:
     def _weights(
         self, params: dict[str, Any], run: LayerRun, last: int
     ) -> Callable[[Int[Array, ""]], dict[str, Any]]:
-        """Return a function from a traced index to a layer's weights, of layers < `last`."""
+        """Return a function from a traced layer index below `last` to the weights of that layer."""
         if self.form.layers == "apart":
             return layer_chooser([params["layers"][str(index)] for index in range(last)])
         stacked = params[run.name]
@@ -420,13 +421,13 @@ class _Features:
         self.names = names
         self._config = config
         self.counts = wanted_counts(names, config.vocab_size)
-        """The number of likeliest tokens to keep, by feature."""
+        """The number of most likely tokens to return, by feature name."""
         of_layers = [name for name in names if name not in self.counts and name != EXPERTS]
         check_features(of_layers, config.num_layers)
         self.tapped_layers = {
             name: int(name.partition(":")[2]) for name in names if name.startswith("layer_input:")
         }
-        """The layers whose inputs are features, by feature."""
+        """The layer whose input is the feature, by feature name."""
 
     def no_experts(self, tokens_shape: tuple[int, int]) -> Int[Array, "M B T K"] | None:
         """Return a zero array for the experts of tokens [B, T] in each of the M sparse layers."""

@@ -1,4 +1,4 @@
-"""The interface of language models for the decoding loop: plain functions without Flax."""
+"""The interface between language models and the decoding loop: pure functions without Flax."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ from specjax.cache import KVCache, Window
 
 @struct.dataclass
 class Extension:
-    """The result of a forward pass: float32 logits if requested, features, and the new window."""
+    """The result of a forward pass.
+
+    `logits` are in float32, or None if they were not requested; `features` are arrays by name;
+    `window` is the window with the new keys and values.
+    """
 
     logits: Float[Array, "B T V"] | None
     features: dict[str, Float[Array, "B T D"] | Int[Array, "B T ..."]]
@@ -51,12 +55,13 @@ class LanguageModel(Protocol):
         logits: bool = True,
         num_layers: int | None = None,
     ) -> Extension:
-        """Run T tokens through the model; the cache is read but not changed.
+        """Run T tokens per row through the model; the cache is read but not changed.
 
-        The tokens fill the window's slots start..start+T, and attend to each row's committed tokens
-        and to the window slots that `visible` allows, their own included. With `num_layers`, only
-        that many layers run before the final norm (early exit). Without cache and window
-        (training), the T tokens attend to each other by `visible` [#B, T, T], and nothing is kept.
-        Features are `final_norm`, `pre_norm` and `layer_input:i` [B, T, D], `top_tokens:k` [B, T,
-        k], and `experts`, the experts of each token in the M sparse layers [B, T, M, K].
+        The tokens fill the window's slots start..start+T. Each attends to its row's committed
+        tokens, which are in the cache, and to the window slots that `visible` allows, which include
+        its own. With `num_layers`, only that many layers run before the final norm (early exit).
+        Without cache and window (training), the T tokens attend to each other by `visible` [#B, T,
+        T], and no keys are returned. Features are `final_norm`, `pre_norm` and `layer_input:i` [B,
+        T, D], `top_tokens:k` [B, T, k], and `experts`, the experts of each token in the M sparse
+        layers [B, T, M, K].
         """

@@ -1,12 +1,12 @@
-"""Kernels joined along their outputs, and the parts of which they consist.
+"""Kernels that are joined along their outputs, so that a layer multiplies once by each.
 
-Queries, keys and values are one kernel [D, (H + 2 G) C], and the MLP's gate and up one [D, 2 F], so
-that a layer multiplies once by each. Outputs are in equal blocks with a section of every part: for
-each key/value head its H / G query heads, its key and its value; and one of the gcd(H, F) sections
-of gate and of up. A mesh shards outputs between blocks wherever it can shard a decoder
+Queries, keys and values are one kernel [D, (H + 2 G) C], and the MLP's gate and up projections one
+[D, 2 F]. The outputs are divided into equal blocks, and each block has a section of every part: for
+each key/value head its H / G query heads, its key and its value; and one of gcd(H, F) sections of
+the gate and of up. A mesh shards outputs between blocks wherever it can shard a decoder
 (`build_parameters.can_split`) and has no more devices than key/value heads, so that each device
-holds whole heads, and the gates of its own part of up. Biases, and the norms of queries and keys,
-are joined likewise, the norms in one block.
+holds whole heads, and the gates that belong to its share of up. Biases are joined likewise, and so
+are the norms of queries and keys, in a single block.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PARTS = {
     "qk_norm": ("query_norm", "key_norm"),
     "gate_up": ("gate", "up"),
 }
-"""What is joined, by the name of the module, in the order of a block's sections."""
+"""The parts of each joined module, in the order of a block's sections."""
 
 
 class Section(NamedTuple):
@@ -39,18 +39,20 @@ class Section(NamedTuple):
 
     @property
     def width(self) -> int:
-        """The number of outputs of the part in a block."""
+        """The number of the part's outputs in each block."""
         return self.stop - self.start
 
     def of(self, rows: Any) -> Any:
-        """Return the part [blocks, width, ...] of rows [outputs, ...], a view of a host array."""
+        """Return the part [blocks, width, ...] of an array [outputs, ...], a view for NumPy."""
         return rows.reshape(-1, self.size, *rows.shape[1:])[:, self.start : self.stop]
 
 
 class Part(NamedTuple):
-    """A part of a leaf: the path of the leaf, the part's shape [..., outputs], and its section.
+    """A part of a joined parameter, such as the queries of a joined kernel.
 
-    A leaf that is not joined is a single part with blocks of one output.
+    `path` is that of the whole parameter in the tree, `shape` [..., outputs] that of the part, and
+    `section` says where its outputs are. A parameter that is not joined has a single part, with
+    blocks of one output.
     """
 
     path: Path
@@ -59,16 +61,16 @@ class Part(NamedTuple):
 
 
 def gate_up_block(num_heads: int, width: int) -> int:
-    """Return the number of gates in a block of joined gate and up kernels of F = `width`."""
+    """Return the number of gates in a block of a joined gate and up kernel of F = `width`."""
     return width // math.gcd(num_heads, width)
 
 
 def parts(table: dict[str, Any], config: DecoderConfig) -> dict[Path, Part]:
-    """Return the parts of all leaves of a parameter table, by path ending in the part's name.
+    """Return the parts of all parameters of a table, by their paths, which end in the part's name.
 
-    `table` may also hold arrays. `config` is that of the layers, whichever tree they are in.
+    `table` may have arrays instead of `Parameter`s. `config` is the config of the layers in it.
     """
-    found: dict[Path, Part] = {}
+    parts_by_path: dict[Path, Part] = {}
     for steps, entry in jax.tree_util.tree_leaves_with_path(
         table, is_leaf=lambda node: isinstance(node, Parameter)
     ):
@@ -76,20 +78,20 @@ def parts(table: dict[str, Any], config: DecoderConfig) -> dict[Path, Part]:
         *lead, outputs = entry.shape
         module = next((name for name in path if name in PARTS), None)
         if module is None:
-            found[path] = Part(path, entry.shape, Section())
+            parts_by_path[path] = Part(path, entry.shape, Section())
             continue
         widths = _widths(module, outputs, config)
         size, start = sum(widths), 0
         for name, width in zip(PARTS[module], widths, strict=True):
-            own = tuple(name if step == module else step for step in path)
+            part_path = tuple(name if step == module else step for step in path)
             section = Section(size, start, start + width)
-            found[own] = Part(path, (*lead, outputs // size * width), section)
+            parts_by_path[part_path] = Part(path, (*lead, outputs // size * width), section)
             start += width
-    return found
+    return parts_by_path
 
 
 def _widths(module: str, outputs: int, config: DecoderConfig) -> list[int]:
-    """Return the widths of the sections of a joined module's block."""
+    """Return the widths of the sections in a block of the joined module `module`, in order."""
     width = config.head_dim
     if module == "qkv":
         return [config.num_heads // config.num_kv_heads * width, width, width]
@@ -99,7 +101,7 @@ def _widths(module: str, outputs: int, config: DecoderConfig) -> list[int]:
 
 
 def in_parts(params: dict[str, Any], config: DecoderConfig) -> dict[str, Any]:
-    """Return a tree in which each part of a leaf is a leaf of its own; `with_joined` inverts it."""
+    """Return the parameters with each part as a separate array; `with_joined` inverts this."""
     tree: dict[str, Any] = {}
     for path, part in parts(params, config).items():
         leaf = functools.reduce(lambda node, step: node[step], part.path, params)
@@ -111,10 +113,10 @@ def in_parts(params: dict[str, Any], config: DecoderConfig) -> dict[str, Any]:
 
 
 def with_joined(params: dict[str, Any], table: dict[str, Any], config: DecoderConfig) -> Any:
-    """Return the tree of a table from one in which each part is a leaf of its own.
+    """Return parameters in the layout of `table`, given a tree with each part as a separate array.
 
-    `table` may also hold arrays. Trees that earlier versions saved have separate axes for heads and
-    their width. A tree of another kind is returned as it is.
+    `table` may have arrays instead of `Parameter`s. Trees saved by earlier versions, with separate
+    axes for heads and their width, are accepted. A tree of another kind is returned unchanged.
     """
     known = parts(table, config)
     if len(jax.tree.leaves(params)) != len(known):

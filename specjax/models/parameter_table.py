@@ -1,4 +1,4 @@
-"""The names, shapes and axes of a decoder's parameters."""
+"""The names, shapes and logical axes of a decoder's parameters."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from specjax.models.parameters import Parameter
 
 UP_AXES = ("experts", "embed", "mlp")
 DOWN_AXES = ("experts", "mlp", "embed")
-"""The logical axes of experts' kernels."""
+"""The logical axes of the experts' kernels, before and after the activation."""
 
 
 def parameter_table(config: DecoderConfig, scan_layers: bool = True) -> dict[str, Any]:
@@ -45,7 +45,7 @@ def parameter_table(config: DecoderConfig, scan_layers: bool = True) -> dict[str
 
 
 def _layer(config: DecoderConfig, sparse: bool) -> dict[str, Any]:
-    """Return the parameters of one layer; a `sparse` one has experts in place of the MLP."""
+    """Return the parameters of one layer, with experts in place of the MLP if `sparse`."""
     layer: dict[str, Any] = {
         "attention_norm": norm_table(config),
         "attention": attention_table(config, config.hidden_size),
@@ -83,7 +83,7 @@ def norm_table(
 
 
 def linear(*shape: int, axes: tuple[str | None, ...], bias: bool = False) -> dict[str, Parameter]:
-    """Return a kernel [..., in, out], and its bias if there is one."""
+    """Return the parameters of a linear layer: a kernel [..., in, out] and, if `bias`, a bias."""
     table = {"kernel": Parameter(shape, axes)}
     if bias:
         table["bias"] = Parameter(shape[-1:], axes[-1:], "zeros")

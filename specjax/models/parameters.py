@@ -19,7 +19,7 @@ from specjax.errors import InputError
 class Parameter:
     """One parameter: its shape, the logical name of each axis, and its initializer.
 
-    `always` overrides the model's dtype.
+    `always` is a dtype that overrides the model's.
     """
 
     shape: tuple[int, ...]
@@ -31,7 +31,7 @@ class Parameter:
         assert len(self.shape) == len(self.axes), (self.shape, self.axes)
 
     def dtype(self, of_model: Any) -> np.dtype:
-        """Return the parameter's dtype in a model of dtype `of_model`."""
+        """Return the dtype of the parameter in a model whose dtype is `of_model`."""
         return np.dtype(of_model if self.always is None else self.always)
 
     def with_layers(self, count: int) -> Parameter:
@@ -39,7 +39,7 @@ class Parameter:
         return replace(self, shape=(count, *self.shape), axes=("layers", *self.axes))
 
     def initializer(self) -> nn.initializers.Initializer:
-        """Return the initializer, with named axes; `normal` has standard deviation 0.02."""
+        """Return a Flax initializer with named axes; `normal` has standard deviation 0.02."""
         start = {
             "normal": nn.initializers.normal(0.02),
             "ones": nn.initializers.ones_init(),
@@ -50,13 +50,13 @@ class Parameter:
 
 
 def _identity(key: Key[Array, ""], shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
-    """Return the identity in the last two axes."""
+    """Return an array whose last two axes are identity matrices."""
     del key
     return jnp.broadcast_to(jnp.eye(*shape[-2:], dtype=dtype), shape)
 
 
 class ParameterTable(nn.Module):
-    """A Flax module that declares every entry of a nested table, for `init`."""
+    """A Flax module that declares every entry of a nested table, so that Flax initializes them."""
 
     table: Mapping[str, Parameter | Mapping]
     dtype: jnp.dtype
@@ -73,9 +73,10 @@ class ParameterTable(nn.Module):
 
 
 def checked(table: Mapping[str, Any], params: Any, path: str = "params") -> dict[str, Any]:
-    """Return the parameters of a table as a plain nested dict, without boxes of axis names.
+    """Return the parameters that `table` lists as a plain nested dict, without boxes of axis names.
 
-    Raises InputError for a missing parameter or one with the wrong shape.
+    `path` is the name of the tree in messages. Raises InputError for a parameter that is missing or
+    has the wrong shape.
     """
     values = {}
     for name, entry in table.items():
@@ -94,5 +95,5 @@ def checked(table: Mapping[str, Any], params: Any, path: str = "params") -> dict
 
 
 def cast(params: Any, table: Any, dtype: Any) -> Any:
-    """Return the arrays of a nested table in the dtypes of a model of dtype `dtype`."""
+    """Return a nested table of arrays in the dtypes that they have in a model of dtype `dtype`."""
     return jax.tree.map(lambda entry, leaf: jnp.asarray(leaf, entry.dtype(dtype)), table, params)

@@ -1,4 +1,4 @@
-"""Prefill: run prompts into caches in chunks of a few fixed sizes."""
+"""Prefill: running prompts into caches, in chunks of a few fixed sizes."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from specjax.cache import KVCache, commit
 from specjax.models.interface import LanguageModel
 
 Follow = Callable[[Any, KVCache, Int[Array, ""], Int[Array, "B"], dict[str, Array], int], Any]
-"""(carry, cache, first, count, features [B, T, D], T) -> carry: called after a chunk of T tokens.
+"""A function (carry, cache, first, count, features, T) -> carry, called after a chunk of T tokens.
 
-`cache` holds the chunk's `count` tokens already, whose positions begin at `first`.
+`cache` already holds the chunk's tokens, `count` [B] per row, at positions from `first` on;
+`features` are arrays [B, T, D] by name.
 """
 
 
@@ -35,11 +36,11 @@ def prefill(
 ) -> tuple[KVCache, Any]:
     """Run each row's tokens from `begin` to `end`; return the extended cache, and the carry.
 
-    The cache holds the tokens before `begin`. Row b has `lengths[b]` tokens, which is the default
-    of `end`. Each pass covers [B, chunk] tokens without logits, with the first size in `chunks`
-    (descending) while it fits, then the next; `end` is rounded up to a multiple of the last. A row
-    commits nothing past its length. After each pass `follow` is called with the chunk's named
-    features, which are then discarded.
+    The cache holds the tokens before `begin`. Row b has `lengths[b]` tokens, and commits nothing
+    beyond them; `end` is by default the longest length. Each pass covers [B, chunk] tokens without
+    logits. The chunk sizes `chunks` are descending: the first is used while it fits into the rest,
+    then the next, and `end` is rounded up to a multiple of the last. After each pass `follow`
+    updates `carry` with the chunk's `features`, which are then discarded.
     """
     batch, available = tokens.shape
     # Padded so that the last chunk fits: a slice that extends past the end would be shifted.

@@ -1,4 +1,4 @@
-"""Find the most likely next tokens, also as a feature, `top_tokens:k`, with their ids."""
+"""The most likely next tokens, also as a feature of the target: `top_tokens:k`."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from specjax.sampling import top_k
 
 _PREFIX = "top_tokens:"
 _BLOCK = 32
-"""Positions whose logits are computed at a time if only the top tokens are needed."""
+"""The number of positions whose logits are computed at a time if only top tokens are needed."""
 
 
 def likeliest(
     logits: Float[Array, "B T V"], count: int
 ) -> tuple[Float[Array, "B T k"], Int[Array, "B T k"]]:
-    """Return the `count` largest logits, or other scores of tokens, and their ids.
+    """Return the `count` largest logits of each position, or other scores, and their token ids.
 
     If the vocabulary is sharded, each device first finds the largest of its shard.
     """
@@ -45,7 +45,7 @@ def feature_name(count: int) -> str:
 
 
 def wanted_counts(features: Iterable[str], vocab_size: int) -> dict[str, int]:
-    """Return k of each `top_tokens:k` feature. Raises InputError unless k is 1 to V."""
+    """Return the k of each `top_tokens:k` in `features`; raise InputError unless it is in 1..V."""
     counts = {}
     for name in features:
         prefix, colon, number = name.partition(":")
@@ -63,7 +63,7 @@ def wanted_counts(features: Iterable[str], vocab_size: int) -> dict[str, int]:
 def top_tokens(
     logits: Float[Array, "B T V"], counts: Mapping[str, int]
 ) -> dict[str, Int[Array, "B T _"]]:
-    """Return the `top_tokens:k` features of logits, given k by name of the feature."""
+    """Return the `top_tokens:k` features of `logits`, given each feature's k by name."""
     if not counts:
         return {}
     return _by_name(likeliest(logits, max(counts.values()))[1], counts)

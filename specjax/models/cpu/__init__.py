@@ -1,1 +1,1 @@
-"""C++ kernels for CPUs, and the library built from them."""
+"""C++ kernels for CPUs, and the shared library that is built from them."""

@@ -1,7 +1,7 @@
-"""Compile and load the C++ kernels for CPUs, once per machine.
+"""Building and loading of the C++ kernels for CPUs, once per machine.
 
-The first use on a machine takes some seconds and a C++ compiler; the library is kept in the user's
-cache folder. If it cannot be built, callers use XLA instead (`available`).
+The first use on a machine takes some seconds and needs a C++ compiler; the library is kept in the
+user's cache folder. If it cannot be built, callers use XLA instead (`available`).
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-w")
 _SECONDS = 180
 QUANTIZED_PRODUCT, ATTENTION = "specjax_quantized_product", "specjax_attention"
 NORM = "specjax_norm"
-"""The names of the custom calls, and of their functions in the library."""
+"""The names of the custom calls in XLA, equal to those of the library's functions."""
 _MOST_TOKENS = 64
-"""XLA is faster for more tokens at a time: chunks of prompts."""
+"""The most tokens per row for which the library is used; XLA is faster for chunks of prompts."""
 
 
 def is_for(tokens: int, dtype: jnp.dtype) -> bool:
@@ -48,9 +48,9 @@ def is_for(tokens: int, dtype: jnp.dtype) -> bool:
 
 @functools.cache
 def available() -> bool:
-    """Return whether the library is available, building it at the first call if necessary.
+    """Return whether the library can be used; the first call builds it if necessary.
 
-    Without a compiler or a folder for the library, a line on stderr says so once.
+    If there is no compiler, or no folder for the library, a line on stderr says so once.
     """
     try:
         library = ctypes.CDLL(str(_built()))
@@ -64,7 +64,7 @@ def available() -> bool:
 
 
 def _built() -> Path:
-    """Return the path of the library for this machine, and build it where it is not there yet."""
+    """Return the path of the library for this machine, building it if it does not exist yet."""
     compiler = _compiler()
     machine = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
     command = [compiler, *_FLAGS, machine]
@@ -88,24 +88,24 @@ def _built() -> Path:
 def _compiler() -> str:
     named = os.environ.get("CXX")
     for name in [named] if named else ["c++", "g++", "clang++"]:
-        if (found := shutil.which(name)) is not None:
-            return found
+        if (compiler := shutil.which(name)) is not None:
+            return compiler
     raise FileNotFoundError(f"{named or 'a C++ compiler'} is not installed; install g++ or clang++")
 
 
 def _digest(command: list[str]) -> str:
-    """Return a digest of what the library is made from: source, compiler, processor, headers."""
+    """Return a digest of everything the library depends on: sources, compiler, processor, flags."""
     version = subprocess.run(
         [command[0], "--version"], check=True, capture_output=True, timeout=_SECONDS
     ).stdout
     texts = [path.read_bytes() for path in (*_SOURCES, *_HEADERS)]
-    parts = (*texts, version, _processor(), jax.__version__, *command)
-    encoded = (part if isinstance(part, bytes) else str(part).encode() for part in parts)
+    inputs = (*texts, version, _processor(), jax.__version__, *command)
+    encoded = (item if isinstance(item, bytes) else str(item).encode() for item in inputs)
     return hashlib.sha256(b"\0".join(encoded)).hexdigest()[:20]
 
 
 def _processor() -> str:
-    """Return what identifies the processor's instructions: a library may not run on another."""
+    """Return a text that differs between processors with different instruction sets."""
     try:
         lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
     except OSError:
@@ -115,7 +115,7 @@ def _processor() -> str:
 
 
 def _folder() -> Path:
-    """Return the folder for libraries, of this user and writable by nobody else."""
+    """Return the folder for libraries, which only this user may write; raise OSError otherwise."""
     folder = cache_folder("kernels")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     _check_owned(folder)
@@ -123,16 +123,16 @@ def _folder() -> Path:
 
 
 def _check_owned(path: Path) -> None:
-    """Raise OSError unless the path is this user's and nobody else may write it."""
+    """Raise OSError unless `path` belongs to this user and is not writable by others."""
     status = path.stat(follow_symlinks=False)
     if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise PermissionError(f"{path} may be written by other users; remove it")
 
 
 def _reason(error: Exception) -> str:
-    """Return an error in one line; of a compiler that failed, the first line that says why."""
+    """Return an error's message; for a failed compiler, the first output line with "error"."""
     if isinstance(error, subprocess.CalledProcessError):
         lines = error.stderr.decode(errors="replace").splitlines()
-        wrong = next((line for line in lines if "error" in line), "")
-        return f"{error.cmd[0]} failed: {wrong}"
+        first_error = next((line for line in lines if "error" in line), "")
+        return f"{error.cmd[0]} failed: {first_error}"
     return str(error)

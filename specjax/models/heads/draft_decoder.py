@@ -1,4 +1,4 @@
-"""A small language model that shares its target's embedding and columns of its head."""
+"""A small language model that shares its target's embedding and columns of its output head."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from specjax.models.layers.decoder_layer import limited
 
 @dataclass(frozen=True)
 class DraftModelConfig:
-    """A decoder with the target's width and vocabulary, and logits for Vd tokens."""
+    """A decoder of the target's width and vocabulary, with logits for Vd tokens only."""
 
     decoder: DecoderConfig
     draft_vocab_size: int
@@ -45,17 +45,17 @@ class DraftModelConfig:
 
 @dataclass(frozen=True)
 class ReducedDecoder:
-    """The model as plain functions: a `LanguageModel` except that logits are [.., Vd]; hashable.
+    """The draft model as pure functions; a `LanguageModel`, but with logits [B, T, Vd]; hashable.
 
-    `params` are "layers" and "final_norm" of its own, and under "shared" the target's embedding and
-    the columns of its head (`shared.share`).
+    `params` has the model's own "layers" and "final_norm", and under "shared" the target's
+    embedding and the columns of its output head (`shared_parameters.share`).
     """
 
     decoder: Decoder
 
     @property
     def vocab_size(self) -> int:
-        """The number of tokens that it reads (V)."""
+        """The number of tokens in its input vocabulary (V)."""
         return self.decoder.vocab_size
 
     @property

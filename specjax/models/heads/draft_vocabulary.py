@@ -23,7 +23,7 @@ def expand(
 
 
 def check_draft_vocab_size(size: int, vocab_size: int) -> None:
-    """Raise InputError unless a draft vocabulary's size is between 1 and the target's."""
+    """Raise InputError unless `size`, that of a draft vocabulary, is from 1 to `vocab_size`."""
     if not 1 <= size <= vocab_size:
         raise InputError(
             f"draft_vocab_size={size}: must be in 1..{vocab_size}, the target's vocabulary"
@@ -52,6 +52,9 @@ def check_draft_ids(draft_ids: np.ndarray, vocab_size: int) -> None:
 
 
 def most_frequent(counts: np.ndarray, size: int) -> np.ndarray:
-    """Return the `size` token ids with the highest counts, ascending; ties go to the lower id."""
+    """Return the `size` token ids with the highest counts, in ascending order.
+
+    `counts` [V] has the count of each token id. Of equal counts, that of the lower id is chosen.
+    """
     order = np.argsort(-counts, kind="stable")[:size]
     return np.sort(order).astype(np.int32)

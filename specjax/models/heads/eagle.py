@@ -1,9 +1,9 @@
-"""EAGLE heads: one decoder layer that predicts the target's next features from its last ones.
+"""EAGLE heads: one decoder layer that predicts the target's next feature from its last ones.
 
-EAGLE-1 (Li et al. 2401.15077) reads concat(embedding, feature) through a linear layer and the
-target's own head; EAGLE-3 (Li et al. 2503.01840) fuses features of three layers, attends to
-concat(norm(embedding), norm(feature)) and has a head of its own. The pair at position t is
-(x_{t+1}, f_t); its output predicts x_{t+2}.
+EAGLE-1 (Li et al. 2401.15077) reads concat(embedding, feature) through a linear layer and uses the
+target's output head. EAGLE-3 (Li et al. 2503.01840) fuses features of three layers, attends to
+concat(norm(embedding), norm(feature)) and has its own output head. The head's input at position t
+is the pair (x_{t+1}, f_t), and its output there predicts x_{t+2}.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ from specjax.models.parameters import Parameter
 class EagleConfig:
     """The shape and published flags of an EAGLE head.
 
-    `decoder` describes its one layer, with the target's vocabulary (V). `taps` are the names of the
-    target's features of width `target_hidden_size` (Dt); `draft_vocab_size` (Vd) is the number of
-    logits. Flags of version 3: `norm_before_residual` (the residual is the normed feature),
-    `norm_before_fc` (one norm over all taps), `fc_norm` (a norm per tap), `norm_output` (the normed
-    output is fed back), `own_embedding`. Raises InputError for inconsistent sizes or flags.
+    `decoder` describes the head's layer, with the target's vocabulary (V). `taps` are the names of
+    the target's features that the head reads, each of width `target_hidden_size` (Dt);
+    `draft_vocab_size` (Vd) is the number of logits. Flags of version 3: `norm_before_residual` (the
+    residual is the normed feature), `norm_before_fc` (one norm over all taps), `fc_norm` (a norm
+    per tap), `norm_output` (the normed output is fed back), `own_embedding`. Raises InputError for
+    inconsistent sizes or flags.
     """
 
     decoder: DecoderConfig
@@ -78,7 +79,7 @@ class EagleConfig:
 
     @property
     def shares_output(self) -> bool:
-        """Whether logits use the target's output head on this head's features."""
+        """Whether logits are computed with the target's output head, from this head's features."""
         return self.version == 1
 
     @property
@@ -140,7 +141,7 @@ class Eagle(PairHead):
     def fuse(
         self, params: dict[str, Any], features: dict[str, Float[Array, "B T Dt"]]
     ) -> Float[Array, "B T D"]:
-        """Return the first hidden states: all taps through one linear layer."""
+        """Return the first hidden states: one linear layer applied to all taps."""
         taps = [features[name].astype(self.dtype) for name in self.config.taps]
         if self.config.version == 1:
             return taps[0]

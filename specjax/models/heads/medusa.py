@@ -23,11 +23,12 @@ from specjax.models.parameters import Parameter, ParameterTable
 
 @dataclass(frozen=True)
 class MedusaConfig:
-    """K = `num_heads` heads of `num_layers` residual blocks on features of width `hidden_size`.
+    """The shape of Medusa heads: K = `num_heads` heads of `num_layers` residual blocks each.
 
-    `draft_vocab_size` (Vd) is the number of their logits, out of `vocab_size` (V). With
-    `original_lm_head` they use the target's output head, and with `projection` a matrix before it.
-    Raises InputError for inconsistent sizes, and for a projection before trained output heads.
+    They read features of width `hidden_size`. `draft_vocab_size` (Vd) is the number of logits, out
+    of a vocabulary of `vocab_size` (V). With `original_lm_head` the heads use the target's output
+    head, and with `projection` a matrix before it. Raises InputError for inconsistent sizes, and
+    for a projection before trained output heads.
     """
 
     hidden_size: int
@@ -55,7 +56,7 @@ class MedusaConfig:
 
     @property
     def shares_output(self) -> bool:
-        """Whether logits use the target's output head on the heads' features."""
+        """Whether logits are computed with the target's output head, from the heads' features."""
         return self.original_lm_head
 
 
@@ -81,10 +82,10 @@ def parameter_table(config: MedusaConfig) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Medusa:
-    """Medusa heads as plain functions of their parameters; hashable.
+    """Medusa heads as pure functions of their parameters; hashable.
 
-    `params` are the heads' own, and "shared" holds the target's arrays (`shared_parameters.share`),
-    with `original_lm_head` including the columns of its output head.
+    `params` has the heads' own parameters, and under "shared" the target's arrays
+    (`shared_parameters.share`), including the columns of its output head with `original_lm_head`.
     """
 
     config: MedusaConfig

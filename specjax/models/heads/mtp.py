@@ -36,8 +36,8 @@ Recursion = Literal["normed", "raw"]
 class MtpConfig:
     """The shape of MTP modules, and the conventions in which checkpoints differ.
 
-    `decoder` describes the layer of each of the D = `num_modules` modules, with the target's width
-    and vocabulary (V); `draft_vocab_size` (Vd) is the number of logits. `concat`, `hidden` and
+    `decoder` describes the layer of each of the `num_modules` modules, with the target's width and
+    vocabulary (V); `draft_vocab_size` (Vd) is the number of logits. `concat`, `hidden` and
     `recursion` are documented at their types; with `zero_first_embedding` the embedding of the pair
     at position 0 is zero. Raises InputError for values out of range.
     """
@@ -67,7 +67,7 @@ class MtpConfig:
 
     @property
     def shares_output(self) -> bool:
-        """Whether logits use the target's output head on the modules' features."""
+        """Whether logits are computed with the target's output head, from the modules' features."""
         return True
 
     @property
@@ -77,11 +77,11 @@ class MtpConfig:
 
     @property
     def target_hidden_size(self) -> int:
-        """The width of that feature, equal to the modules' width."""
+        """The width of the target's features, equal to the modules' width."""
         return self.decoder.hidden_size
 
     def check_target(self, target: DecoderConfig) -> None:
-        """Raise InputError unless the modules have the width and vocabulary of a model."""
+        """Raise InputError unless the modules have the width and vocabulary of `target`."""
         for name, own_size, target_size in (
             ("hidden_size", self.decoder.hidden_size, target.hidden_size),
             ("vocab_size", self.decoder.vocab_size, target.vocab_size),
@@ -108,7 +108,7 @@ class MtpConfig:
 
 @dataclass(frozen=True, eq=False)
 class MtpModules:
-    """The modules of a model; `params` are the entries of `config.parameter_table`."""
+    """The MTP modules of a model: their config, and the parameters that its table lists."""
 
     config: MtpConfig
     params: dict[str, Any] = field(repr=False)
@@ -116,15 +116,15 @@ class MtpModules:
 
 @dataclass(frozen=True)
 class Mtp(PairHead):
-    """MTP modules as plain functions of their parameters; hashable.
+    """MTP modules as pure functions of their parameters; hashable.
 
-    "shared" holds the target's embedding and the columns of its output head.
+    `params` has, under "shared", the target's embedding and the columns of its output head.
     """
 
     config: MtpConfig
 
     def module(self, params: dict[str, Any], index: int) -> dict[str, Any]:
-        """Return the parameters of one module, with the shared ones under "shared"."""
+        """Return the parameters of module `index`, with the shared ones under "shared"."""
         return {**params["modules"][str(index)], "shared": params["shared"]}
 
     def fuse(

@@ -1,9 +1,9 @@
 """Draft heads that read pairs of a token and a hidden state: the base of EAGLE and MTP modules.
 
-A head has D modules of one decoder layer each. The pair of module k (0-based) at position t is
-x_{t+1+k} and a hidden state: the target's feature f_t for module 0, the output of module k - 1 at t
-for the others. Its output predicts x_{t+k+2}. Pairs at further positions, with the last module's
-own outputs as hidden states, predict further tokens.
+A head has D modules of one decoder layer each. At position t, module k (0-based) reads the pair of
+token x_{t+1+k} and a hidden state: the target's feature f_t for module 0, the output of module k -
+1 at t for the others. Its output predicts x_{t+k+2}. Pairs at further positions, whose hidden
+states are the last module's own outputs, predict further tokens.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class PairConfig(Protocol):
 
     @property
     def target_hidden_size(self) -> int:
-        """The width of those features (Dt)."""
+        """The width of the target's features (Dt)."""
 
     @property
     def num_modules(self) -> int:
@@ -54,13 +54,14 @@ class PairConfig(Protocol):
 
 @dataclass(frozen=True)
 class PairHead:
-    """A head as plain functions of its parameters; hashable.
+    """A head as pure functions of its parameters; hashable.
 
-    `params` are the head's own, and "shared" holds the target's arrays (`share`). The functions
-    from `inputs` to `extend` take the parameters of one module (`module`). `shards` is the number
-    of devices over which keys and values are sharded, and `multiply` the dtype to which products
-    round their operands, as in `Decoder`. `differentiable` allows gradients of experts. `form`
-    selects the attention over its caches, which store entries in `cache_dtype` (`Decoder`).
+    `params` has the head's own parameters, and under "shared" the target's arrays (`share`). The
+    functions from `inputs` to `extend` take the parameters of one module (`module`). `shards` is
+    the number of devices over which keys and values are sharded, and `multiply` the dtype to which
+    products round their operands, as in `Decoder`. `differentiable` allows gradients of experts.
+    `form` selects the attention over the head's caches, which store entries in `cache_dtype`
+    (`Decoder`).
     """
 
     config: PairConfig
@@ -91,13 +92,13 @@ class PairHead:
         return self._decoder.make_window(batch, slots)
 
     def module(self, params: dict[str, Any], index: int) -> dict[str, Any]:
-        """Return the parameters of one module, with the shared ones under "shared"."""
+        """Return the parameters of module `index`, with the shared ones under "shared"."""
         raise NotImplementedError
 
     def fuse(
         self, params: dict[str, Any], features: dict[str, Float[Array, "B T Dt"]]
     ) -> Float[Array, "B T D"]:
-        """Return the hidden states of module 0, from the target's features of `config.taps`."""
+        """Return the hidden states that module 0 reads, from the target's features of `taps`."""
         raise NotImplementedError
 
     def inputs(
@@ -169,8 +170,9 @@ class PairHead:
     ) -> tuple[Float[Array, "B Q D"], Window]:
         """Run a module over T pairs; return its outputs, and the window with those pairs written.
 
-        The pairs fill slots start..start+T. With `only`, each row returns the output of the pair at
-        that index (Q = 1); keys and values of all pairs are written.
+        The pairs fill slots start..start+T of the window and attend to those that `visible` allows.
+        With `only`, each row returns the output of one pair, at that index (Q = 1; otherwise Q =
+        T); keys and values of all pairs are written.
         """
         residual, attended = self.inputs(params, tokens, hidden, positions)
         query, key, value = self.heads(params, attended, positions)
@@ -198,7 +200,7 @@ class PairHead:
 
     @property
     def _decoder(self) -> Decoder:
-        """A decoder of the one layer, which lays out keys and values."""
+        """A decoder that consists of the module's layer, used to lay out keys and values."""
         return Decoder(self.config.decoder, self.dtype, self.shards, cache_dtype=self.cache_dtype)
 
     def _layer(self, params: dict[str, Any]) -> dict[str, Any]:

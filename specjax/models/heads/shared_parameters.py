@@ -1,4 +1,4 @@
-"""Parameters of the target that a trained head uses instead of storing its own."""
+"""The target's parameters that a trained head uses instead of storing copies."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from specjax.models.layers.quantized import QuantizedKernel
 def share(
     target_params: dict[str, Any], draft_ids: Int[Array, "Vd"] | None, *, head: bool
 ) -> dict[str, Any]:
-    """Return the target's embedding, without a copy: "embed", or "head" if it is tied.
+    """Return the target's embedding, without copying it, under "embed", or "head" if it is tied.
 
-    With `head`, also returns "draft_head": the target's head, or a copy of its columns `draft_ids`.
+    If `head` is set, the result also has "draft_head": the target's output head, or a copy of its
+    columns `draft_ids`.
     """
     source = "embed" if "embed" in target_params else "head"
     shared = {source: target_params[source]}
@@ -29,7 +30,7 @@ def share(
 
 
 def share_anew(params: dict[str, Any], target_params: dict[str, Any]) -> dict[str, Any]:
-    """Return a head's parameters with the shared ones taken from `target_params`."""
+    """Return a head's parameters with the shared ones replaced by those of `target_params`."""
     shares_head = "draft_head" in params["shared"]
     shared = share(target_params, params.get("draft_ids"), head=shares_head)
     return {**params, "shared": shared}

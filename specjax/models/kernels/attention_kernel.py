@@ -3,9 +3,9 @@
 Each program handles one row, one key/value head, a tile of its queries and a share of the committed
 keys, which it reads in place; the last share also reads the window. The shares' partial results are
 merged by their log-sum-exp (flash decoding: Dao et al. 2023,
-https://pytorch.org/blog/flash-decoding/). There are as many shares as keep the processors busy, and
-they divide what is committed, not the capacity. The layer is an operand, so that all layers run the
-same code.
+https://pytorch.org/blog/flash-decoding/). There are enough shares to keep all processors busy, and
+they divide the committed keys, not the capacity. The layer index is an operand, so that all layers
+run the same code.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from specjax.cached_entries import Entries, Int8Entries, powers_of_two
 from specjax.models.layers.attention import Partial, on_each_device
 
 _STEP = 64
-"""Keys that a program reads at a time."""
+"""The number of keys that a program reads at a time."""
 _PROGRAMS = 264
-"""Programs that keep a GPU busy: two for each multiprocessor of an H100."""
+"""The number of programs that keeps a GPU busy: two per multiprocessor of an H100."""
 _SMALLEST_SHARE = 128
-"""Keys of a full cache that are worth a program of their own."""
+"""The least number of keys, of a full cache, for which a program pays."""
 _FEWEST_QUERIES = 16
-"""The smallest matrix product of the hardware."""
+"""The number of rows in the hardware's smallest matrix product."""
 _MOST_NUMBERS = 64 * 128
-"""Of a tile of queries, so that it fits into registers."""
+"""The most elements in a tile of queries, so that it fits into registers."""
 
 
 def takes(width: int) -> bool:
-    """Return whether the kernel supports heads of a width: Triton's blocks are powers of two."""
+    """Return whether the kernel supports heads of this width, which must be a power of two."""
     return width == pl.next_power_of_2(width) >= _FEWEST_QUERIES
 
 
@@ -56,8 +56,8 @@ def attend_window_and_cache(
     """Return attention over one layer's committed keys and the keys of the window that are `seen`.
 
     With `oldest`, each query attends to committed keys from that position on, and blocks before the
-    oldest of a tile are skipped. `softcap` limits scores to c tanh(score/c). On a mesh the heads
-    are sharded over `model` if `split`, otherwise replicated.
+    oldest position of a tile are skipped. `softcap` limits scores to c tanh(score/c). On a mesh the
+    heads are sharded over `model` if `split`, otherwise replicated.
     """
     seen = jnp.broadcast_to(seen[:, 0], (len(query), *seen.shape[2:])).astype(jnp.int8)
     operands = {
@@ -76,7 +76,7 @@ def attend_window_and_cache(
 
 
 class _Operands(NamedTuple):
-    """What programs read: arrays outside of the kernel, references within."""
+    """The operands of the kernel: arrays for its caller, references inside the program."""
 
     layer: Any
     length: Any
@@ -159,7 +159,7 @@ def _attend(
         name="attend_window_and_cache",
     )
     if shares == 1:
-        return Partial(*(part[:, :, 0, :queries] for part in (peak, denominator, weighted)))
+        return Partial(*(array[:, :, 0, :queries] for array in (peak, denominator, weighted)))
 
     def of_query(size: int | None) -> pl.BlockSpec:
         return pl.BlockSpec((None, None, shares, None, size), lambda b, h, x: (b, h, 0, x, 0))
@@ -178,7 +178,7 @@ def _attend(
 
 
 def _call(program: Callable[..., None], operands: Any, name: str, **arguments: Any) -> Any:
-    """Run a kernel; on a CPU, for tests, Pallas interprets it."""
+    """Run a kernel; on a CPU, as in tests, Pallas interprets it."""
 
     def run(interpret: bool, operands: Any) -> Any:
         parameters = plgpu.CompilerParams(num_warps=4, num_stages=2)
@@ -193,16 +193,16 @@ def _call(program: Callable[..., None], operands: Any, name: str, **arguments: A
 
 
 def _num_shares(programs: int, capacity: int) -> int:
-    """Return into how many shares, a power of two, a row's committed keys are divided.
+    """Return the number of shares, a power of two, into which a row's committed keys are divided.
 
-    There are so many `programs` for each share.
+    `programs` is the number of programs per share.
     """
     most = max(1, min(_PROGRAMS // programs, capacity // _SMALLEST_SHARE))
     return 1 << (most.bit_length() - 1)
 
 
 def _merge(refs: tuple[Any, Any, Any], merged_ref: Any) -> None:
-    """Write one query's mean of values, weighted over the keys of all shares."""
+    """Write one query's weighted mean of the values, over the keys of all shares."""
     peak, denominator, weighted = (ref[...] for ref in refs)
     scale = jnp.exp(peak - _finite(peak.max(axis=0)))
     total = (weighted * scale[:, None]).sum(axis=0)
@@ -211,7 +211,7 @@ def _merge(refs: tuple[Any, Any, Any], merged_ref: Any) -> None:
 
 
 def _finite(peak: jax.Array) -> jax.Array:
-    """Return a number to subtract from scores: a peak, or 0 where there is no visible key."""
+    """Return the number to subtract from scores: `peak`, or 0 if there is no visible key."""
     return jnp.where(peak == -jnp.inf, 0.0, peak)
 
 
@@ -229,7 +229,7 @@ def _program(
     rows, width = weighted_ref.shape
     queries, slots = refs.seen.shape
     tile, share = pl.program_id(1) % tiles, pl.program_id(2)
-    # Beyond the last query it is read again: Triton has no partial blocks.
+    # Rows beyond the last query read it again, since Triton has no partial blocks.
     row = jnp.minimum(tile * rows + lax.iota(jnp.int32, rows), queries - 1)
     layer, length = refs.layer[0], refs.length[0]
     query = refs.query[row, :]
@@ -294,7 +294,7 @@ def _program(
 
 
 def _load(ref: Any, layer: Any, slots: Any, dtype: jnp.dtype) -> tuple[Any, Any]:
-    """Return a layer's keys or values at some slots, and the numbers [1, Y] that they are times."""
+    """Return a layer's keys or values at some slots, and factors [1, Y] to multiply them with."""
     if not isinstance(ref, Int8Entries):
         return ref[layer, slots, :].astype(dtype), 1.0
     powers = powers_of_two(ref.exponents[layer, slots, 0])[None]

@@ -23,11 +23,11 @@ from specjax.distributed.sharding import DATA, partition
 from specjax.models.layers.matmul import full_precision
 
 CACHE_BLOCK = 256
-"""Committed tokens of all rows read at a time; a cache's capacity is a multiple of it."""
+"""The committed tokens per row that are read at a time; a cache's capacity is a multiple of it."""
 _ROW_BLOCK = 128
-"""Committed tokens read at a time of one row."""
+"""The committed tokens that are read at a time when each row is read separately."""
 _MOST_SCORES = {"cpu": 1 << 21, "accelerator": 1 << 27}
-"""Scores held at a time in training, on each device."""
+"""The number of attention scores computed at a time in training, on each device."""
 
 
 class Partial(NamedTuple):
@@ -44,7 +44,10 @@ class Partial(NamedTuple):
 def group_queries(
     query: Float[Array, "B T H C"], kv_heads: int, scale: float | None = None
 ) -> Float[Array, "B G X C"]:
-    """Return queries grouped by the key/value head they share, times `scale` (1/sqrt(C))."""
+    """Return queries grouped by the key/value head that they share, multiplied by `scale`.
+
+    `scale` is 1/sqrt(C) by default.
+    """
     batch, tokens, heads, width = query.shape
     grouped = query.reshape(batch, tokens, kv_heads, heads // kv_heads, width)
     grouped = grouped.transpose(0, 2, 1, 3, 4).reshape(batch, kv_heads, -1, width)
@@ -54,7 +57,7 @@ def group_queries(
 
 
 def ungroup(mixed: Float[Array, "B G X C"], tokens: int) -> Float[Array, "B T H C"]:
-    """Undo `group_queries`, except for the scale."""
+    """Return [B, T, H, C], the inverse of `group_queries` except for the scale."""
     batch, kv_heads, queries, width = mixed.shape
     split = mixed.reshape(batch, kv_heads, tokens, queries // tokens, width)
     return split.transpose(0, 2, 1, 3, 4).reshape(batch, tokens, -1, width)
@@ -101,8 +104,8 @@ def attend_in_blocks(
 ) -> Partial:
     """Return the result of `attend`, computing about `most_scores` scores at a time.
 
-    A block is a group of rows, or a block of queries of one large row; scores are recomputed for
-    gradients. The default of `most_scores` fits into a CPU's cache and is much larger on
+    A block is a group of rows, or a block of queries of one large row. Gradients recompute the
+    scores. By default `most_scores` is chosen to fit into a CPU's cache; it is much larger on
     accelerators.
     """
     if most_scores is None:
@@ -149,7 +152,7 @@ def _attend_queries(
     block: int,
     attend_some: Callable[..., Partial],
 ) -> Partial:
-    """Call `attend_some` with `block` queries at a time, and return the result for all."""
+    """Return `attend_some` of all queries, calling it with `block` queries at a time."""
     batch, heads, queries, _ = query.shape
     count = -(-queries // block)
     if count == 1:
@@ -174,7 +177,7 @@ def _attend_queries(
 
 
 def merge(a: Partial, b: Partial) -> Partial:
-    """Return the softmax over the keys of both parts; associative, exact up to rounding."""
+    """Return the softmax over the keys of both partial results; associative up to rounding."""
     peak = jnp.maximum(a.peak, b.peak)
     anchor = jnp.where(jnp.isneginf(peak), 0.0, peak)
     scale_a, scale_b = jnp.exp(a.peak - anchor), jnp.exp(b.peak - anchor)
@@ -188,7 +191,7 @@ def merge(a: Partial, b: Partial) -> Partial:
 def _read(
     entries: Entries, where: tuple, size: tuple[int, ...], dtype: jnp.dtype
 ) -> Float[Array, "B G Y C"]:
-    """Return a part of one layer's cached keys or values, in floating point."""
+    """Return a slice of one layer's cached keys or values as a floating-point array."""
 
     def part(array: jax.Array) -> jax.Array:
         # Indices are never negative; without this, XLA code to wrap negative ones is generated.
@@ -199,7 +202,7 @@ def _read(
 
 
 def cached_blocks(cache: KVCache) -> Int[Array, ""]:
-    """Return the number of blocks that hold the longest row, which determines the cost."""
+    """Return the number of cache blocks that the longest row fills."""
     step = min(CACHE_BLOCK, cache.capacity)
     return (cache.length.max() + step - 1) // step
 
@@ -243,7 +246,7 @@ def attend_rows(
     softcap: float | None = None,
     split: bool = False,
 ) -> Partial:
-    """Return the result of `attend_cache`, computed row by row over each row's own length.
+    """Return the result of `attend_cache`, computed row by row, each over its own length.
 
     On a mesh each device computes its own rows; heads are sharded over `model` if `split`,
     otherwise replicated.
@@ -299,10 +302,11 @@ def _attend_rows(
 def on_each_device(
     attend: Callable[..., Partial], operands: Mapping[str, tuple[str, Any]], split: bool
 ) -> Partial:
-    """Call `attend` with operands by name, each given with its kind.
+    """Return `attend(**operands)`; on a mesh, each device computes its own rows and heads.
 
-    On a mesh each device calls it for its own rows and, if `split`, its own heads. Kinds: `heads`
-    [B, G, ...], `cache` [L, B, G, ...], `rows` [B, ...], and `whole`, which all devices get.
+    `operands` maps names to pairs (kind, value), where the kind says how the value is sharded:
+    `heads` [B, G, ...], `cache` [L, B, G, ...], `rows` [B, ...], or `whole` for values that all
+    devices get. Heads are replicated unless `split` is set.
     """
     values = {name: value for name, (_, value) in operands.items()}
     mesh = jax.sharding.get_abstract_mesh()
@@ -352,7 +356,7 @@ def attend_whole_cache(
 def _committed(
     length: Int[Array, "B"], positions: Int[Array, " Y"], oldest: Int[Array, "B X"] | None
 ) -> Bool[Array, "B 1 #X Y"]:
-    """Return whether each query sees the cached keys at `positions`, given the rows' lengths."""
+    """Return whether each query attends to the cached keys at `positions`, given rows' lengths."""
     visible = (positions[None, :] < length[:, None])[:, None, None, :]
     if oldest is None:
         return visible

@@ -1,6 +1,6 @@
-"""Attention over the cache and the window as one C++ kernel for CPUs (`models/cpu`).
+"""Attention over the cache and the window by a C++ kernel for CPUs (`models/cpu`).
 
-It reads each row's committed keys in place, in one call instead of some twenty XLA kernels.
+The kernel reads each row's committed keys in place, in one call instead of some twenty XLA kernels.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _LANES = 8
 
 
 def attends(cache: KVCache, tokens: int) -> bool:
-    """Return whether the kernel is available and supports T `tokens` over this cache."""
+    """Return whether the kernel is available and supports T `tokens` per row with this cache."""
     return (
         cache.k.dtype in (jnp.float32, jnp.bfloat16, jnp.int8)
         and cache.k.shape[-1] % _LANES == 0

@@ -36,9 +36,9 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 class DecoderLayer:
     """The arithmetic of one layer of a decoder or of a trained head.
 
-    `dtype` is that of activations; products round their operands to `multiply`, by default `dtype`.
-    `shards` is the number of devices over which weights are sharded. `differentiable` allows
-    gradients of experts.
+    Activations have the dtype `dtype`; products round their operands to `multiply`, by default
+    `dtype`. `shards` is the number of devices over which weights are sharded. `differentiable`
+    allows gradients of experts.
     """
 
     config: DecoderConfig
@@ -64,7 +64,10 @@ class DecoderLayer:
     def project(
         self, equation: str, x: jax.Array, weights: dict[str, Any], out: Any = None
     ) -> jax.Array:
-        """Apply a linear layer: kernel [in, out], and an optional bias."""
+        """Apply a linear layer, of a kernel [in, out] and an optional bias, as `equation` says.
+
+        `equation` is that of an einsum of `x` and the kernel, and `out` the dtype of the result.
+        """
         y = product(equation, x, weights["kernel"], multiply=self.multiply, out=out)
         if "bias" not in weights:
             return y
@@ -77,7 +80,7 @@ class DecoderLayer:
         rotation: Rotation | None,
         copies: int,
     ) -> tuple[Float[Array, "B G X C"], Float[Array, "B T G C"], Float[Array, "B T G C"]]:
-        """Return queries grouped by the key head they share, keys and values.
+        """Return queries, grouped by the key head that they share, keys and values.
 
         Key and value heads are repeated `copies` times. One product computes all of them.
         """
@@ -127,7 +130,7 @@ class DecoderLayer:
         return self.whole(x + out), chosen
 
     def mlp(self, h: Float[Array, "B T D"], mlp: dict[str, Any]) -> Float[Array, "B T D"]:
-        """Apply the MLP, gated or plain."""
+        """Return the result of the MLP, with or without a gate."""
         if self.config.mlp.gated:
             gate_up = self.project("btd,df->btf", h, mlp["gate_up"])
             hidden = self.gated(self.config.intermediate_size)(gate_up)
@@ -137,9 +140,10 @@ class DecoderLayer:
         return self.project("btf,fd->btd", hidden, mlp["down"])
 
     def gated(self, width: int) -> Callable[[jax.Array], jax.Array]:
-        """Return the activation of an MLP of F = `width` from joined gate and up, [..., 2 F].
+        """Return the activation of an MLP of width `width`, F: a function of gate and up.
 
-        On a mesh also from the part of a device.
+        It maps their joined outputs [..., 2 F], or the part of them that a device of a mesh holds,
+        to [..., F].
         """
         activation = ACTIVATIONS[self.config.mlp.activation]
         block = gate_up_block(self.config.num_heads, width)
@@ -171,7 +175,7 @@ class DecoderLayer:
         return out, routes.experts.reshape(*h.shape[:2], -1)
 
     def whole(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """Return the residual stream with a constraint against sharding over `model`."""
+        """Return the residual stream with the constraint that it is not sharded over `model`."""
         return constrain(x, "batch", None, None)
 
     def _split(self, x: Float[Array, "B T N C"], heads: str) -> Float[Array, "B T N C"]:
@@ -181,7 +185,7 @@ class DecoderLayer:
 def at_layer(
     stacked: Shaped[Array, "L ..."] | QuantizedKernel, index: Int[Array, ""] | int
 ) -> jax.Array | QuantizedKernel:
-    """Return a layer's entry of an array stacked over layers; the index must not be negative."""
+    """Return the entry of layer `index`, which is not negative, of an array stacked over layers."""
     if isinstance(stacked, QuantizedKernel):
         return stacked.at_layer(index)
     if isinstance(index, int):
@@ -190,7 +194,7 @@ def at_layer(
 
 
 def one_layer(layers: dict[str, Any], index: Int[Array, ""] | int) -> dict[str, Any]:
-    """Return one layer of stacked layers; its experts stay stacked, next to the index."""
+    """Return the weights of layer `index`; experts stay stacked, with the index beside them."""
     if "experts" not in layers["mlp"]:
         return _at_layer(layers, index)
     kernels = layers["mlp"]["experts"]
@@ -210,9 +214,9 @@ def _at_layer(layers: dict[str, Any], index: Int[Array, ""] | int) -> dict[str, 
 def layer_chooser(
     layers: Sequence[dict[str, Any]],
 ) -> Callable[[Int[Array, ""]], dict[str, Any]]:
-    """Return a function that maps a traced index to the weights of one of several separate layers.
+    """Return a function from a traced index to the weights of that one of several separate layers.
 
-    Kernels are not moved (`ChosenKernel`); vectors, which are small, are stacked.
+    Kernels are not copied (`ChosenKernel`); vectors, which are small, are stacked.
     """
 
     def of_leaf(*leaves: jax.Array) -> Callable[[Int[Array, ""]], Any]:
@@ -226,7 +230,7 @@ def layer_chooser(
 
 
 def with_experts(layer: dict[str, Any]) -> dict[str, Any]:
-    """Return a separate layer with its experts, if any, as a stack of one layer."""
+    """Return a layer with its experts, if it has any, in the form of a stack of one layer."""
     if "experts" not in layer["mlp"]:
         return layer
     kernels = jax.tree.map(lambda leaf: leaf[None], layer["mlp"]["experts"])
@@ -260,7 +264,7 @@ def limited(x: jax.Array, softcap: float | None) -> jax.Array:
 def rotate_by(
     positions: Int[Array, "B T"], config: DecoderConfig, windowed: bool = False
 ) -> Rotation | None:
-    """Return cosines and sines of each position's rotation, one per pair of dimensions.
+    """Return the cosine and sine of each rotation angle, by position and pair of dimensions.
 
     Returns None if the config has no rotation. `windowed` selects layers with a sliding window.
     """
@@ -274,7 +278,10 @@ def rotate_by(
 def rotate(
     x: Float[Array, "B T N C"], cos: Float[Array, "B T 1 R2"], sin: Float[Array, "B T 1 R2"]
 ) -> Float[Array, "B T N C"]:
-    """Rotate each head's pairs (i, i + R/2), i < R/2, by the angles of its position, in float32."""
+    """Return `x` with each pair (i, i + R/2) of a head, i < R/2, rotated, in float32.
+
+    `cos` and `sin` are those of the pairs' angles.
+    """
     width = 2 * cos.shape[-1]
     if width < x.shape[-1]:
         return jnp.concatenate([rotate(x[..., :width], cos, sin), x[..., width:]], axis=-1)

@@ -20,14 +20,14 @@ from specjax.models.layers.matmul import full_precision, product
 from specjax.models.layers.quantized import QuantizedKernel
 
 _TILE = 64
-"""Tokens of one expert that are multiplied at a time."""
+"""The number of an expert's tokens that are multiplied at a time."""
 
 Gated = Callable[[Float[Array, "*N F2"]], Float[Array, "*N F"]]
 """The activation of an MLP from its joined gate and up (`DecoderLayer.gated`)."""
 
 
 class Routes(NamedTuple):
-    """The experts of each of N tokens, and the weights of their outputs, in float32."""
+    """The experts that each of N tokens uses, and the float32 weights of their outputs."""
 
     experts: Int[Array, "N K"]
     weights: Float[Array, "N K"]
@@ -45,7 +45,7 @@ class StackedExperts(NamedTuple):
     layer: Int[Array, ""] | int
 
     def kernel(self, name: str, expert: Int[Array, ""]) -> Float[Array, "I O"] | QuantizedKernel:
-        """Return the kernel `name` (gate_up or down) of an expert."""
+        """Return the kernel called `name` ("gate_up" or "down") of an expert."""
         leaf = getattr(self, name)
         if isinstance(leaf, QuantizedKernel):
             count = leaf.shape[1]
@@ -55,7 +55,7 @@ class StackedExperts(NamedTuple):
 
 
 def route(h: Float[Array, "N D"], router: dict[str, Any], config: Experts) -> Routes:
-    """Return the experts of each token; ties go to lower indices."""
+    """Return the experts of each token, and their weights; of equal scores the lower index wins."""
     logits = product("nd,de->ne", h, router["kernel"], out=jnp.float32)
     scores = jax.nn.sigmoid(logits) if config.router == "sigmoid" else jax.nn.softmax(logits)
     choice = scores
@@ -73,7 +73,7 @@ def route(h: Float[Array, "N D"], router: dict[str, Any], config: Experts) -> Ro
 
 
 def _best_groups(choice: Float[Array, "N E"], config: Experts) -> Float[Array, "N E"]:
-    """Return the scores, with minus infinity outside each token's best groups."""
+    """Return the scores, with -inf for experts outside each token's best groups."""
     grouped = choice.reshape(len(choice), config.groups, -1)
     of_groups = lax.top_k(grouped, 2)[0].sum(axis=-1)
     _, best = lax.top_k(of_groups, config.groups_per_token)
@@ -164,7 +164,7 @@ def _grouped(
     gated: Gated,
     multiply: Any,
 ) -> Float[Array, "M D"]:
-    """Apply to each row its expert; rows are sorted by expert, `sizes` per expert."""
+    """Return the output of each row's expert; rows are sorted by expert, `sizes` counts them."""
     gate_up, down = kernels
     dtype = x.dtype if multiply is None else multiply
 

@@ -1,4 +1,4 @@
-"""A mixture of experts on a mesh, with a single sum over the devices that share the kernels."""
+"""A mixture of experts on a mesh, with one sum over the devices that share the kernels."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def mix_on_mesh(
         return mix(h, routes, stacked, shared=shared).astype(h.dtype)
 
     def split(kernel: jax.Array | QuantizedKernel, axes: tuple[str, ...]) -> list[PartitionSpec]:
-        """Return the partition of each array of a kernel."""
+        """Return the partition of each array of a kernel whose axes have these logical names."""
         if shards == 1:
             return [PartitionSpec()] * len(jax.tree.leaves(kernel))
         stacked_axes = ("layers",) * (kernel.ndim - len(axes))

@@ -1,8 +1,8 @@
-"""Products with kernels of 4 bits in groups of 32 as one GPU kernel, written in Pallas for Triton.
+"""Products with 4-bit kernels in groups of 32 as one GPU kernel, written in Pallas for Triton.
 
 Each program unpacks the weights of some outputs, a few groups at a time, in registers, and
-multiplies them by all tokens: memory traffic is that of the packed integers. XLA would first write
-the weights out in bfloat16.
+multiplies them by all tokens, so that only the packed integers are read from memory. XLA would
+first write the unpacked weights to memory in bfloat16.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Float32, UInt8
 
 _HALF = 16
-"""Weights of half a group: a byte has one of the first half and one of the second."""
+"""Half the size of a group; a byte holds one weight of each half."""
 _OUTPUTS = 32
-"""Outputs of a program."""
+"""The number of outputs that a program computes."""
 _BYTES = 64
-"""Packed bytes of an output that a program reads at a time: 128 weights."""
+"""The packed bytes per output that a program reads at a time; they hold 128 weights."""
 _FEWEST_TOKENS, _MOST_TOKENS = 16, 64
-"""Limits of a program: the smallest matrix product of the hardware, and what fits into it."""
+"""The fewest tokens, due to the hardware's smallest product, and the most that fit a program."""
 
 
 def takes(tokens: int, inputs: int, outputs: int) -> bool:
-    """Return whether the kernel multiplies N tokens by a kernel [D, F]."""
+    """Return whether the kernel can multiply `tokens` rows by weights [`inputs`, `outputs`]."""
     return tokens <= _MOST_TOKENS and inputs % (2 * _BYTES) == 0 and outputs % _OUTPUTS == 0
 
 
@@ -39,9 +39,9 @@ def multiply(
     minimums: Float32[Array, "F J"],
     interpret: bool = False,
 ) -> Float[Array, "N F"]:
-    """Return the product with a `QuantizedKernel`'s arrays in float32.
+    """Return x times a quantized kernel in float32, given the arrays of a `QuantizedKernel`.
 
-    Weights are rounded to x's dtype.
+    Weights are rounded to the dtype of `x`. `interpret` runs the kernel without a GPU, for tests.
     """
     tokens, inputs = x.shape
     outputs, groups = scales.shape
@@ -94,6 +94,6 @@ def _program(
 
 
 def _spread(numbers: Float[Array, "F J"]) -> Float[Array, "F J_times_16"]:
-    """Return each group's number for each of its bytes."""
+    """Return each group's number repeated for each of the group's bytes."""
     outputs, groups = numbers.shape
     return jnp.broadcast_to(numbers[:, :, None], (outputs, groups, _HALF)).reshape(outputs, -1)

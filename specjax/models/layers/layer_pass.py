@@ -1,4 +1,4 @@
-"""One layer of a pass over T tokens, and the state carried between layers."""
+"""The step of one layer in a pass over T tokens, and the state carried between layers."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from specjax.models.layers.local_and_global_layers import LayerView
 class LayerCarry:
     """The state carried from one layer to the next.
 
-    `window` has the keys and values of the layers so far; `layer_inputs` are features by name, and
-    `experts` are each token's experts in the M sparse layers.
+    `window` has the keys and values of the layers so far, `layer_inputs` are the requested features
+    by name, and `experts` are each token's experts in the M sparse layers.
     """
 
     x: Float[Array, "B T D"]
@@ -33,11 +33,11 @@ class LayerCarry:
 
 @dataclass(frozen=True)
 class LayerPass:
-    """The step of one layer: a function of its index, its weights and the carry.
+    """The step of one layer: a function of the layer's index, its weights and the carry.
 
-    Without a window (training) tokens attend only to each other. `attend_all` is the attention over
-    window and cache, if there is a cache; new keys are written to the window's slots from `start`.
-    `tapped_layers` maps feature names to the layers whose inputs are kept.
+    Without a window (training) tokens attend only to each other. If there is a cache, `attend_all`
+    is the attention over window and cache. New keys are written to the window's slots from `start`
+    on. `tapped_layers` maps feature names to the layers whose inputs are kept.
     """
 
     layer: DecoderLayer
@@ -77,7 +77,7 @@ class LayerPass:
         key: Float[Array, "B T G C"],
         value: Float[Array, "B T G C"],
     ) -> tuple[Partial, Window | None]:
-        """Return the attention, and the window with the new keys and values."""
+        """Return the attention result, and the window with the new keys and values written."""
         softcap = self.layer.config.attention.softcap
         if window is None:
             mixed = attend_in_blocks(

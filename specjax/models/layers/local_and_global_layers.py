@@ -1,4 +1,4 @@
-"""Differences between a decoder's layers: rotations, and masks of sliding windows."""
+"""What differs between a decoder's layers: rotations, and masks of sliding windows."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from specjax.models.layers.decoder_layer import Rotation, rotate_by
 
 
 class LayerView(NamedTuple):
-    """One layer's rotation, mask of the window, and oldest visible committed key of each query.
+    """The rotation, the mask of the window, and the oldest visible committed key, for one layer.
 
-    X counts the queries of one key/value head. Without sliding windows `oldest` is None.
+    X counts the queries of one key/value head. `oldest` has a position per query, and is None
+    without sliding windows.
     """
 
     rotation: Rotation | None
@@ -35,9 +36,9 @@ def layer_views(
 ) -> Callable[[Int[Array, ""] | int], LayerView]:
     """Return a function from a layer's index to its `LayerView`.
 
-    `repeats` queries share a key head and a token. The views with and without sliding window are
-    computed once; a traced index selects between them. Without `window` (training) the T tokens
-    attend to each other.
+    `repeats` is the number of query heads per key/value head. The views with and without sliding
+    window are computed once; a traced index selects between them. Without `window` (training) the T
+    tokens attend to each other.
     """
 
     def spread(mask: jax.Array, axis: int = 1) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Matrix products in one dtype, accumulated and returned in another, with their gradients."""
+"""Matrix products that round operands to one dtype and accumulate in another, with gradients."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from specjax.models.layers.quantized import QuantizedKernel, quantized_product
 
 
 class ChosenKernel(NamedTuple):
-    """Kernels [D, F] of separate layers, and the index of the layer to use; for CPUs.
+    """The kernels [D, F] of separate layers, and the index of the layer to use; for CPUs.
 
-    A product with it branches over the kernels and reads the chosen one in place, while XLA would
+    A product with it branches over the kernels and reads the selected one in place, while XLA would
     first copy a slice of stacked kernels.
     """
 
@@ -26,7 +26,7 @@ class ChosenKernel(NamedTuple):
 
 
 Kernel = jax.Array | ChosenKernel | QuantizedKernel
-"""What a product multiplies by."""
+"""The right operand of a product, in any of its forms."""
 
 
 def product(
@@ -37,12 +37,12 @@ def product(
     multiply: Any = None,
     out: Any = None,
 ) -> jax.Array:
-    """Return the `einsum` of two arrays in full precision, in x's dtype or `out`.
+    """Return the einsum of `x` and a kernel in full precision, in the dtype of `x` or in `out`.
 
     With `multiply` (bfloat16, in training and on CPUs) both operands and the gradient are first
     rounded to that dtype, and sums are in float32. This is two to five times as fast on devices
     with hardware support for the dtype. A quantized kernel is multiplied in float32. Raises
-    InputError for a chosen kernel of another dtype.
+    InputError for a `ChosenKernel` of another dtype.
     """
     if isinstance(kernel, ChosenKernel):
         return _chosen_product(equation, x, kernel, multiply, out)
@@ -69,7 +69,10 @@ seven. Two rows take as long as three, and are padded to three.
 def _chosen_product(
     equation: str, x: Float[Array, "*B D"], kernel: ChosenKernel, multiply: Any, out: Any
 ) -> Float[Array, "*B F"]:
-    """Return the product with the chosen kernel, in a branch of its own; it is not rounded."""
+    """Return the product with the selected kernel, in a branch of the program for each layer.
+
+    The kernels are not rounded. Raises InputError if their dtype is not that of the product.
+    """
     _check_matrix_product(equation)
     dtype = jnp.dtype(x.dtype if multiply is None else multiply)
     if any(of_layer.dtype != dtype for of_layer in kernel.kernels):
@@ -98,7 +101,7 @@ def _chosen_product(
 
 
 def _check_matrix_product(equation: str) -> None:
-    """Check that an equation multiplies the last axis of x by a matrix [D, F]."""
+    """Assert that `equation` multiplies the last axis of x by a matrix [D, F]."""
     inputs, result = equation.split("->")
     left_axes, right_axes = inputs.split(",")
     assert right_axes[0] == left_axes[-1], equation
@@ -106,7 +109,7 @@ def _check_matrix_product(equation: str) -> None:
 
 
 def full_precision(dtype: Any) -> lax.Precision | None:
-    """Return the `precision` of a product whose operands must not be rounded.
+    """Return the `precision` argument of a product whose operands must not be rounded.
 
     It is HIGHEST for float32, which accelerators multiply in fewer bits by default (TF32 on an H200
     gave attention over several tokens a relative error of 3e-4), and None otherwise.

@@ -44,7 +44,7 @@ def _xla_norm(x: jax.Array, scale: jax.Array, bias: jax.Array | None, eps: float
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(3,))
 def _cpu_norm(x: jax.Array, scale: jax.Array, bias: jax.Array | None, eps: float) -> jax.Array:
-    """Return the norm by a kernel in C++ (`models/cpu`), whose bits do not depend on T."""
+    """Return the norm by a C++ kernel (`models/cpu`), whose rounding does not depend on T."""
     call = jax.ffi.ffi_call(
         library.NORM, jax.ShapeDtypeStruct(x.shape, jnp.float32), vmap_method="sequential"
     )

@@ -1,4 +1,4 @@
-"""Kernels in 4 or 8 bits, in groups of 32 inputs with a scale each, and their products.
+"""Kernels of 4-bit or 8-bit integers, in groups of 32 inputs with a scale each, and their products.
 
 The layout is that of GGUF's Q8_0, Q4_0 and Q4_1: a row of integers per output. A weight is `scale *
 integer`, plus a minimum in Q4_1. Products are computed in float32 from unrounded activations, so
@@ -28,12 +28,12 @@ GROUP = 32
 class QuantizedKernel:
     """A kernel [*L, D, F] stored as F rows of D integers each; L are stacked layers.
 
-    A row has J groups of integers with a scale each: of 32, or, per channel, one of them all.
-    `values` are int8, or two 4-bit integers per byte: byte i of the sixteen of a group holds
-    integer i in its low half, and i + 16 in its high half. Scales are float32, with which products
-    are faster than with the half precision of files. With `layer` it is that layer's kernel [D, F]
-    of the stack, which products read in place. If `activation_bits` is given, products round
-    activations to that many bits.
+    Each row has J scales, one per group of 32 integers, or a single one for the whole row (per
+    channel). `values` are int8, or two 4-bit integers per byte: in a group's 16 bytes, byte i has
+    integer i in its low half and integer i + 16 in its high half. Scales are float32, with which
+    products are faster than with the half precision of files. With `layer`, the value stands for
+    that layer's kernel [D, F] of the stack, which products read in place. With `activation_bits`,
+    products round activations to that many bits.
     """
 
     values: Int8[Array | np.ndarray, "*L F D"] | UInt8[Array | np.ndarray, "*L F D_over_2"]
@@ -49,14 +49,14 @@ class QuantizedKernel:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the kernel: that of stacked layers, or [D, F]."""
+        """The shape of the kernel: [*L, D, F], or [D, F] if `layer` is set."""
         *lead, outputs, _ = self.scales.shape
         inputs = self.values.shape[-1] * 8 // self.bits
         return (*(lead if self.layer is None else ()), inputs, outputs)
 
     @property
     def per_channel(self) -> bool:
-        """Whether each output has one scale."""
+        """Whether each output has a single scale instead of one per group."""
         return self.scales.shape[-1] == 1 != self.shape[-2] // GROUP
 
     @property
@@ -70,15 +70,15 @@ class QuantizedKernel:
         return math.prod(self.shape)
 
     def at_layer(self, index: Int[Array, ""] | int) -> QuantizedKernel:
-        """Return the kernel of one of the stacked layers."""
+        """Return the kernel of layer `index` of the stack, without copying it."""
         return self.replace(layer=jnp.asarray(index, jnp.int32))
 
     def with_one_stack(self) -> QuantizedKernel:
-        """Return the kernel with its stacked axes as one, such as those of layers and experts."""
+        """Return the kernel with all stacked axes, such as layers and experts, as one axis."""
         return jax.tree.map(lambda array: array.reshape(-1, *array.shape[-2:]), self)
 
     def partitions(self, kernel: PartitionSpec) -> list[PartitionSpec]:
-        """Return the partition of each of its arrays, from that of the kernel's axes."""
+        """Return the partition of each array in this kernel, from that of the kernel's axes."""
         if self.layer is None:
             return array_partitions(kernel, self.ndim, self.bits, self.per_channel)
         of_stack = PartitionSpec(None, *kernel)
@@ -86,12 +86,12 @@ class QuantizedKernel:
         return [*split, PartitionSpec()]
 
     def columns(self, ids: Int[Array, "*N"]) -> Float[Array, "*N D"]:
-        """Return the weights of the given outputs, in float32."""
+        """Return the weights [*N, D] of the outputs `ids`, in float32."""
         chosen = self.take(ids)
         return _weights(chosen.values, chosen.scales, chosen.minimums)
 
     def take(self, ids: Int[Array, "*N"]) -> QuantizedKernel:
-        """Return the kernel [D, F] restricted to the given outputs."""
+        """Return the kernel [D, F] restricted to the outputs `ids`."""
         return jax.tree.map(lambda rows: jnp.take(rows, ids, axis=0), self)
 
     def resized(self, outputs: int) -> QuantizedKernel:
@@ -104,7 +104,7 @@ class QuantizedKernel:
         return jax.tree.map(fitted, self)
 
     def of_layer(self) -> QuantizedKernel:
-        """Return the layer's kernel [D, F], which is a copy, or without `layer` the kernel."""
+        """Return a copy of the kernel [D, F] of `layer`, or the kernel itself without `layer`."""
         if (index := self.layer) is None:
             return self
 
@@ -114,7 +114,7 @@ class QuantizedKernel:
         return jax.tree.map(chosen, self.replace(layer=None))
 
     def dequantized(self, dtype: Any = jnp.float32) -> Float[Array, "*L D F"]:
-        """Return the weights as an array, computed in float32."""
+        """Return the weights as an array of `dtype`, computed in float32."""
         kernel = self.of_layer()
         rows = _weights(kernel.values, kernel.scales, kernel.minimums)
         return jnp.swapaxes(rows, -1, -2).astype(dtype)
@@ -123,11 +123,11 @@ class QuantizedKernel:
 def quantize(
     kernel: Float[Array, "*L D F"], bits: int, per_channel: bool = False
 ) -> QuantizedKernel:
-    """Return a kernel rounded to the nearest integers of each group, or of each output.
+    """Return a kernel rounded to the nearest integers in groups of 32 inputs, or per output.
 
-    With 8 bits they are -127 to 127 and the largest magnitude is exact; with 4 bits 0 to 15, and
-    the largest and smallest weights are exact. D must be a multiple of 32, and `bits` 4 or 8, or 8
-    where it is `per_channel`.
+    `bits` is 4 or 8, and must be 8 if `per_channel` is set; D must be a multiple of 32. With 8 bits
+    the integers are -127 to 127 and the largest magnitude is exact; with 4 bits they are 0 to 15,
+    and the largest and smallest weights are exact.
     """
     rows = jnp.swapaxes(kernel, -1, -2).astype(jnp.float32)
     groups = rows.reshape(*rows.shape[:-1], -1, rows.shape[-1] if per_channel else GROUP)
@@ -147,7 +147,7 @@ def quantize(
 def array_partitions(
     kernel: PartitionSpec, ndim: int, bits: int, per_channel: bool
 ) -> list[PartitionSpec]:
-    """Return the partition of each array of a quantised kernel, from that of the kernel's axes."""
+    """Return the partition of each array in a quantized kernel, given that of the kernel's axes."""
     *lead, inputs, outputs = (*kernel, *[None] * (ndim - len(kernel)))
     of_groups = None if per_channel else inputs
     axes = (inputs, of_groups) if bits == 8 else (inputs, of_groups, of_groups)
@@ -174,7 +174,7 @@ def _divisor(scales: Float[Array, "*L F J"]) -> Float[Array, "*L F J 1"]:
 def _weights(
     values: jax.Array, scales: Float[Array, "*L F J"], minimums: jax.Array | None
 ) -> Float[Array, "*L F D"]:
-    """Return rows of weights in float32."""
+    """Return the rows of weights that integers, scales and minimums stand for, in float32."""
     groups = values.reshape(*scales.shape, -1)
     if minimums is not None:
         groups = jnp.concatenate([groups & 15, groups >> 4], axis=-1)
@@ -185,11 +185,12 @@ def _weights(
 
 
 def quantized_product(x: Float[Array, "N D"], kernel: QuantizedKernel) -> Float[Array, "N F"]:
-    """Return the product of activations with a kernel [D, F], in float32.
+    """Return the product of activations and a kernel [D, F], in float32.
 
-    On one CPU a C++ kernel reads the integers in place (`models/cpu`); on one GPU a Pallas kernel
-    reads those of 4 bits. Integers with a scale per channel XLA converts within its product.
-    Otherwise it first writes out the weights of the layer. All round activations in the same way.
+    On one CPU a C++ kernel reads the integers in place (`models/cpu`). On one GPU a Pallas kernel
+    does so for 4-bit integers in groups. With one scale per channel, XLA converts the integers
+    within its product. In all other cases XLA first writes the layer's weights to memory. All of
+    them round activations in the same way.
     """
     if (bits := kernel.activation_bits) is not None:
         x = round_activations(x, bits)
@@ -213,7 +214,7 @@ def quantized_product(x: Float[Array, "N D"], kernel: QuantizedKernel) -> Float[
 
 
 def _per_channel_product(x: Float[Array, "N D"], kernel: QuantizedKernel) -> Float[Array, "N F"]:
-    """Return the product of integers, which have no copy in x's dtype, times the scales."""
+    """Return the product with the integers, multiplied by the scales, without copying weights."""
     product = lax.dot_general(
         x,
         jnp.asarray(kernel.values).astype(x.dtype),
@@ -227,7 +228,10 @@ def _per_channel_product(x: Float[Array, "N D"], kernel: QuantizedKernel) -> Flo
 def _grouped_product(
     x: Float[Array, "N D"], kernel: QuantizedKernel, alone: bool
 ) -> Float[Array, "N F"]:
-    """Return the product of integers in groups, on one device or several, by Pallas or by XLA."""
+    """Return the product with integers in groups, by Pallas if possible and otherwise by XLA.
+
+    `alone` says that the program is for a single device.
+    """
 
     def by_xla(x: jax.Array, *arrays: jax.Array | None) -> jax.Array:
         weights = QuantizedKernel(*arrays).dequantized(x.dtype)
