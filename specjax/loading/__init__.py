@@ -1,1 +1,1 @@
-"""Load and save models, heads and tokenizers."""
+"""Loading and saving of models, trained heads and tokenizers."""

@@ -1,4 +1,4 @@
-"""Files of measured acceptance rates by rank of a drafter's candidates, stored with heads."""
+"""Files of measured acceptance rates of a drafter's candidates by rank, stored beside heads."""
 
 from __future__ import annotations
 
@@ -16,22 +16,23 @@ from specjax.loading.find_head import SHIPPED
 from specjax.loading.model import Model
 
 Acceptance = tuple[tuple[float, ...], ...]
-"""[d][r]: the chance that the candidate of rank r at depth d (from 0) is the target's, given that
-its parent is."""
+"""Rates [d][r]: the probability that the candidate of rank r at depth d (from 0) is the target's
+token, given that its parent is.
+"""
 
 
 def ranks_file(folder: Path, drafter: str) -> Path:
-    """Return the file of a drafter's rates in a folder of heads for one target."""
+    """Return the path of a drafter's rates in `folder`, which has the heads for one target."""
     return folder / f"{drafter}.ranks.json"
 
 
 def known_acceptance(
     drafter: str, target: Model, path: str | os.PathLike | Model | None = None
 ) -> Acceptance | None:
-    """Return the measured rates of a drafter for a target, or None.
+    """Return the measured acceptance rates of a drafter for a target, or None if there are none.
 
-    Without `path` they are the bundled ones; otherwise they are in a file beside `path`. Raises
-    InputError for a file without rates.
+    Without `path` they are the rates that come with specjax; otherwise they are in a file beside
+    the head at `path`. Raises InputError for a file without valid rates.
     """
     if isinstance(path, Model):
         return None
@@ -42,7 +43,7 @@ def known_acceptance(
 
 
 def read_acceptance(file: Path) -> Acceptance:
-    """Return the rates in a file; raise InputError if it holds none."""
+    """Return the rates in a file; raise InputError if it has none."""
     content = read_json_file(file)
     rates = content.get("acceptance") if isinstance(content, dict) else None
     whole = isinstance(rates, list) and rates and all(isinstance(level, list) for level in rates)
@@ -54,7 +55,7 @@ def read_acceptance(file: Path) -> Acceptance:
 
 
 def write_acceptance(file: Path, acceptance: Acceptance, measured: Mapping[str, Any]) -> None:
-    """Write rates and how they were measured. Raises OSError."""
+    """Write rates, and in `measured` how they were measured, to a file, or raise OSError."""
     rows = ",\n    ".join(json.dumps([round(rate, 4) for rate in level]) for level in acceptance)
     rest = "".join(f',\n  "{name}": {json.dumps(value)}' for name, value in measured.items())
     write_text(file, f'{{\n  "acceptance": [\n    {rows}\n  ]{rest}\n}}\n')

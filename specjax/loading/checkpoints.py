@@ -1,4 +1,4 @@
-"""Save and load checkpoints of models (with config and tokenizer) and of drafters."""
+"""Checkpoints of models (with config and tokenizer) and of drafters."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _REMEDY = "take both from one model"
 
 @dataclass(frozen=True)
 class _Metadata:
-    """What is saved of a model beside its arrays; `dtype` and `scan_layers` describe these."""
+    """The metadata of a saved model; `dtype` and `scan_layers` describe its arrays."""
 
     config: DecoderConfig
     dtype: Literal["float32", "bfloat16", "float16"]
@@ -47,11 +47,11 @@ class _Metadata:
 
     @property
     def table(self) -> dict[str, Any]:
-        """The parameters that are saved."""
+        """The parameters in the checkpoint, MTP modules included."""
         return array_table(self.config, self.mtp, self.scan_layers)
 
     def joined(self, arrays: dict[str, Any]) -> dict[str, Any]:
-        """Return the arrays of a checkpoint, joined if saved in parts (`with_joined`)."""
+        """Return a checkpoint's arrays in the current layout, joining kernels saved in parts."""
         return with_joined(arrays, self.table, self.config)
 
     def in_parts(self, arrays: dict[str, Any]) -> bool:
@@ -60,10 +60,11 @@ class _Metadata:
 
 
 def save_checkpoint(model: Model, directory: str | Path, *, overwrite: bool = False) -> None:
-    """Write a model, its tokenizer and its MTP modules atomically, for `load_model`.
+    """Write a model, its tokenizer and its MTP modules to `directory`, for `load_model`.
 
-    Every process must call it. Raises InputError, leaving the directory unchanged, if it holds a
-    checkpoint already (unless `overwrite`) or anything else, or cannot be written.
+    The directory is written atomically, and every process must call this. Raises InputError,
+    leaving the directory unchanged, if it has a checkpoint already (unless `overwrite`) or other
+    files, or cannot be written.
     """
     MODEL_KIND.check("model", model)
     path = _writable(directory, overwrite)
@@ -90,13 +91,13 @@ def read_model(
     stacks: Callable[[DecoderConfig], bool] = lambda config: True,
     tell_narrow: Callable[[DecoderConfig, MtpConfig | None], None] = lambda config, mtp: None,
 ) -> tuple[DecoderConfig, Tokenizer | None, tuple[int, ...], dict[str, Any], MtpModules | None]:
-    """Return the parts of a saved model; each device reads its own part of each array.
+    """Return the config, tokenizer, `stated_ends`, parameters and MTP modules of a saved model.
 
-    The parts are the config, the tokenizer, the `stated_ends`, the parameters and the MTP modules.
-    Every process must call it. `stacks` decides from the config whether layers are stacked, however
-    they were saved; `tell_narrow` is called before arrays saved in 16 bits are read. Raises
-    InputError, before reading arrays, for a checkpoint that is damaged, not a model's, or
-    inconsistent with its config, and for a mesh that does not fit the model.
+    Every process must call it; each device reads only its part of each array. `stacks` decides from
+    the config whether layers are stacked, however they were saved; `tell_narrow` is called before
+    arrays saved in 16 bits are read. Raises InputError, before reading arrays, for a checkpoint
+    that is damaged, not a model's, or inconsistent with its config, and for a mesh that does not
+    fit the model.
     """
     path = user_path("directory", directory)
 
@@ -138,7 +139,7 @@ def save_drafter(
     *,
     overwrite: bool = False,
 ) -> None:
-    """Write a drafter's nested dict of arrays and JSON-ready metadata, for `load_drafter`.
+    """Write a drafter's nested dict of arrays and its JSON metadata, for `load_drafter`.
 
     Every process must call it. Raises InputError as `save_checkpoint` does, and for names with
     dots, leaves that are not numeric arrays, and metadata that is not JSON.
@@ -152,10 +153,10 @@ def save_drafter(
 def load_drafter(
     directory: str | Path, mesh: Mesh | None = None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the params and metadata of `save_drafter`; on a mesh the arrays are replicated.
+    """Return the arrays and metadata that `save_drafter` wrote.
 
-    Every process must call it. Tuples in the metadata become lists. Raises InputError for a
-    directory that is not an intact checkpoint of a drafter.
+    On a mesh the arrays are replicated. Every process must call it. Tuples in the metadata become
+    lists. Raises InputError for a directory that is not an intact checkpoint of a drafter.
     """
     MESH_KIND.check("mesh", mesh)
     path = user_path("directory", directory)
@@ -167,7 +168,7 @@ def load_drafter(
 
 
 def _look_at_model(path: Path) -> tuple[orbax_checkpoint.Found, _Metadata, Tokenizer | None]:
-    """Return a checkpoint's index, metadata and tokenizer, checked against the arrays it lists."""
+    """Return a checkpoint's index, metadata and tokenizer, after checking that they agree."""
     found = orbax_checkpoint.look(path, "model")
     saved = dataclass_json.read_dataclass("metadata", _Metadata, found.metadata)
     config, tokenizer = saved.config, read_tokenizer(path / TOKENIZER)
@@ -195,7 +196,7 @@ def _writable(directory: str | Path, overwrite: bool) -> Path:
 def _arrays(
     config: DecoderConfig, mtp: MtpConfig | None, dtype: np.dtype, scan_layers: bool
 ) -> dict[str, Any]:
-    """Return the arrays of a model as shapes."""
+    """Return the shapes and dtypes of a model's arrays."""
     return jax.tree.map(
         lambda entry: jax.ShapeDtypeStruct(entry.shape, entry.dtype(dtype)),
         array_table(config, mtp, scan_layers),
@@ -210,7 +211,7 @@ def _placed_arrays(
     shards: int,
     scan_layers: bool,
 ) -> dict[str, Any]:
-    """Return the arrays of a model as shapes, each with its sharding."""
+    """Return the shapes, dtypes and shardings of a model's arrays."""
     arrays = _arrays(config, mtp, dtype, scan_layers)
     if mesh is None:
         return jax.tree.map(lambda leaf: _placed(leaf, _default_device()), arrays)

@@ -1,4 +1,4 @@
-"""Compare arrays by name with those that a config requires."""
+"""Comparison of arrays, by name, with those that a config requires."""
 
 from __future__ import annotations
 
@@ -10,18 +10,21 @@ import jax
 from specjax.errors import InputError
 
 Described = tuple[int, ...] | str
-"""What is compared of an array: its shape, or a text such as `float32[64, 32]`."""
+"""The description of an array to compare: its shape, or a text such as `float32[64, 32]`."""
 
 
 def leaf_name(path: tuple) -> str:
-    """Return a path in a tree of parameters as a dotted name."""
+    """Return the path of a leaf in a tree of parameters as a dotted name."""
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
 def differences(
     found: Mapping[str, Described], wanted: Mapping[str, Described], optional: Iterable[str] = ()
 ) -> dict[str, list[str]]:
-    """Return the missing, unexpected and mis-shaped arrays; `optional` ones may be missing."""
+    """Return the names of "missing", "unexpected" and mis-shaped arrays.
+
+    `found` and `wanted` describe arrays by name; `optional` ones may be missing from `found`.
+    """
     known = {*wanted, *optional}
     return {
         "missing": [name for name in wanted if name not in found],
@@ -35,7 +38,10 @@ def differences(
 
 
 def in_words(problems: Mapping[str, list[str]], limit: int = 8) -> str:
-    """Return the problems as text, with at most `limit` names of each; empty without any."""
+    """Return the result of `differences` as text, with at most `limit` names of each kind.
+
+    The text is empty if there are none.
+    """
 
     def some(names: list[str]) -> str:
         more = f" and {len(names) - limit} more" if len(names) > limit else ""
@@ -45,7 +51,7 @@ def in_words(problems: Mapping[str, list[str]], limit: int = 8) -> str:
 
 
 def compare_arrays(where: Any, found: Any, wanted: Any, remedy: str) -> None:
-    """Raise InputError if two trees differ in names, shapes or dtypes.
+    """Raise InputError if two trees of arrays differ in names, shapes or dtypes.
 
     `where` begins the message and `remedy` ends it.
     """

@@ -1,4 +1,4 @@
-"""Read dataclasses from the JSON in checkpoints, checking every field."""
+"""Reading of dataclasses from the JSON in checkpoints, with a check of every field."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _LARGEST, _LARGEST_INT = 1e30, 2**31 - 1
 
 
 def read_dataclass(where: str, kind: type[T], metadata: dict[str, Any]) -> T:
-    """Return a dataclass from the JSON form of `dataclasses.asdict`.
+    """Return an instance of the dataclass `kind`, from the JSON form of `dataclasses.asdict`.
 
-    Fields may be dataclasses and tuples; those with a default may be missing. Raises InputError for
-    unknown, missing and invalid fields.
+    Fields may be dataclasses and tuples; those with a default may be missing. `where` begins
+    messages. Raises InputError for unknown, missing and invalid fields.
     """
     hints = get_type_hints(kind)
     optional = [
@@ -28,7 +28,7 @@ def read_dataclass(where: str, kind: type[T], metadata: dict[str, Any]) -> T:
         if isinstance(raw, list):
             return tuple(raw)
         inner = [
-            one for one in (hints[name], *get_args(hints[name])) if dataclasses.is_dataclass(one)
+            hint for hint in (hints[name], *get_args(hints[name])) if dataclasses.is_dataclass(hint)
         ]
         return read_dataclass(name, inner[0], raw) if inner and isinstance(raw, dict) else raw
 
@@ -39,7 +39,10 @@ def read_dataclass(where: str, kind: type[T], metadata: dict[str, Any]) -> T:
 def _check_fields(
     where: str, metadata: dict[str, Any], kinds: Mapping[str, Any], optional: Collection[str]
 ) -> None:
-    """Raise InputError unless the metadata's names and types are the given ones."""
+    """Raise InputError unless the names and types of `metadata` are those of `kinds`.
+
+    Names in `optional` may be missing.
+    """
     unknown = sorted(metadata.keys() - kinds.keys())
     missing = sorted(kinds.keys() - metadata.keys() - set(optional))
     for label, names in (("unknown", unknown), ("missing", missing)):
@@ -56,10 +59,10 @@ def _check_fields(
 
 
 def _fits(value: Any, kind: Any) -> bool:
-    """Return whether a value from JSON is of a type; numbers of an absurd size are not."""
+    """Return whether a JSON value has the type `kind`; implausibly large numbers do not."""
     origin, inside = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
-        return any(_fits(value, one) for one in inside)
+        return any(_fits(value, member) for member in inside)
     if origin is Literal:
         return value in inside
     if origin in (list, tuple):

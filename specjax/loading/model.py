@@ -1,4 +1,4 @@
-"""A loaded model: its functions, its parameters, its tokenizer."""
+"""A loaded model: its functions, its parameters and its tokenizer."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from specjax.models.parameter_table import parameter_table
 CACHE_DTYPE = Choice(("auto", "bfloat16", "int8"))
 """How a cache stores keys and values; `auto` is the dtype of the model's activations."""
 MTP = "mtp"
-"""The name of the modules among a model's arrays."""
+"""The name under which a model's arrays include those of its MTP modules."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Model:
-    """The result of `load_model`; `tokenizer` is None for models without one.
+    """A loaded model, the result of `load_model`; `tokenizer` is None if it has none.
 
     `params` is a plain nested dict of arrays, on a `mesh` sharded over `shards` devices or
     replicated (1). `form` is the layout of layers for the backend. `mtp` are the model's
     multi-token prediction modules, if any. `stated_ends` are the end-of-sequence ids in the config
     of a model without a tokenizer. `kv_cache_dtype` (`CACHE_DTYPE`) is how caches store keys and
-    values, including those of drafters. Raises InputError for another such dtype, and for modules
-    of another model.
+    values, including those of drafters. Raises InputError for an unknown `kv_cache_dtype`, and for
+    modules of another model.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Model:
     kv_cache_dtype: str = "auto"
 
     def __repr__(self) -> str:
-        """Return the name, the size and the placement on one line."""
+        """Return name, size and placement on one line."""
         size = count_weights(self.params)
         mesh = "" if self.mesh is None else f", mesh {dict(self.mesh.shape)}"
         shape = f"{self.config.num_layers} layers, {self.config.vocab_size} tokens"
@@ -61,7 +61,7 @@ class Model:
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """The end-of-sequence ids from all files; the first is the model's own."""
+        """The end-of-sequence ids stated in all files; the first is the model's own."""
         return self.stated_ends if self.tokenizer is None else self.tokenizer.eos_ids
 
     @property
@@ -76,7 +76,7 @@ class Model:
 
     @property
     def multiply(self) -> jnp.dtype | None:
-        """The dtype to which products round their operands, or None for that of activations."""
+        """The dtype to which products round their operands; None for the activations' dtype."""
         return None if self.activation_dtype == self.dtype else self.dtype
 
     @property
@@ -99,7 +99,7 @@ class Model:
 
     @property
     def num_params(self) -> int:
-        """The number of parameters, MTP modules included, with a tied head counted once."""
+        """The number of parameters, including MTP modules; a tied head is counted once."""
         return count_weights(self.arrays)
 
     @property
@@ -111,12 +111,12 @@ class Model:
 
     @property
     def arrays(self) -> dict[str, Any]:
-        """All arrays: `params`, with those of the MTP modules under "mtp"."""
+        """All arrays of the model: `params`, and under "mtp" those of the MTP modules."""
         return self.params if self.mtp is None else {**self.params, MTP: self.mtp.params}
 
 
 def count_weights(params: Any) -> int:
-    """Return the number of weights in a tree of parameters, whatever their bits."""
+    """Return the number of weights in a tree of parameters, quantized or not."""
     return sum(leaf.size for leaf in jax.tree.leaves(params, is_leaf=_is_quantized))
 
 
@@ -138,7 +138,7 @@ def array_table(config: DecoderConfig, mtp: MtpConfig | None, scan_layers: bool)
 def split_arrays(
     arrays: dict[str, Any], mtp: MtpConfig | None
 ) -> tuple[dict[str, Any], MtpModules | None]:
-    """Return a model's `params` and `mtp`, from its `arrays` and the modules' config."""
+    """Return a model's `params` and `mtp` from its `arrays` and the modules' config."""
     if mtp is None:
         return arrays, None
     params = {name: part for name, part in arrays.items() if name != MTP}

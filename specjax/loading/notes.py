@@ -1,4 +1,4 @@
-"""Messages of loading to the user: single lines on stderr, through Python's logging."""
+"""Messages to the user while loading: single lines on stderr, through Python's logging."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _LOGGER = logging.getLogger("specjax")
 def note(line: str) -> None:
     """Log a line to the user, on stderr unless the application configures logging.
 
-    Unprintable characters, which may be in a file's names, are escaped. With several processes only
-    the first logs.
+    Unprintable characters, which names in a file may contain, are escaped. With several processes
+    only process 0 logs.
     """
     if processes.is_first():
         _LOGGER.warning("%s", printable(line))

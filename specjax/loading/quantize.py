@@ -1,4 +1,4 @@
-"""Convert models between floating-point and low-bit weights."""
+"""Conversion of models between floating-point and low-bit weights."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from specjax.models.parameter_table import parameter_table
 from specjax.models.parameters import Parameter
 
 WEIGHTS = Choice(("auto", "float", "file", "int8", "int4"))
-"""How a model's weights may be stored.
+"""Ways to store a model's weights.
 
-`float` in the model's dtype; `file` as the blocks of 4 or 8 bits that a GGUF has; `int8` and `int4`
-rounded in groups of 32, with the head in 8 bits; `auto` as `file` where that is
-possible (on one CPU, if neither a dtype nor a form is asked for), and otherwise as `float`.
+`float` is the model's dtype; `file` keeps the 4-bit or 8-bit blocks of a GGUF file; `int8` and
+`int4` round in groups of 32, with the output head in 8 bits; `auto` is `file` where possible (on
+one CPU, if neither a dtype nor a form is requested), and otherwise `float`.
 """
 DRAFT_WEIGHTS = Choice(("auto", "float", "int8", "int4"))
-"""How a trained drafter's weights may be stored; `auto` is int8 beside a target in few bits."""
+"""Ways to store a trained drafter's weights; `auto` is int8 if the target is quantized."""
 _BITS = {"int8": 8, "int4": 4}
 ACTIVATION_BITS = {"float": None, **_BITS}
-"""The bits to which a quantized drafter's activations are rounded, by name; None for not at all."""
+"""The bits to which a quantized drafter rounds activations, by option; None means no rounding."""
 _UNCHANGED = frozenset({"router", "mtp"})
 
 
@@ -45,10 +45,10 @@ def has_quantized(params: dict[str, Any]) -> bool:
 
 
 def quantized_model(model: Model, weights: str) -> Model:
-    """Return a model with kernels in `weights` (int8 or int4); norms and biases stay as is.
+    """Return a model with kernels rounded to `weights`, "int8" or "int4", and the head to int8.
 
-    A quantized kernel is rounded again only if it has more bits. On a mesh its parts stay on the
-    devices of the kernel's. Raises InputError for a form with separate layers, and for a width
+    Norms, biases and kernels that already have so few bits are unchanged. On a mesh, the parts of a
+    kernel stay on its devices. Raises InputError for a form with separate layers, and for a width
     that, on each device, is not a multiple of 32.
     """
     if model.form.layers == "apart":
@@ -59,10 +59,11 @@ def quantized_model(model: Model, weights: str) -> Model:
 def quantized_params(
     table: dict[str, Any], params: dict[str, Any], weights: str, *, fitting: bool = False
 ) -> dict[str, Any]:
-    """Return the parameters with kernels in `weights` (int8 or int4), and the output head in int8.
+    """Return parameters with kernels rounded to `weights`, "int8" or "int4", and the head to int8.
 
-    Routers and multi-token prediction modules stay as they are. Raises InputError for a
-    kernel whose number of inputs is not a multiple of 32; with `fitting` it stays as it is instead.
+    `table` describes the parameters. Routers and multi-token prediction modules are unchanged. A
+    kernel whose number of inputs per device is not a multiple of 32 raises InputError, or with
+    `fitting` is left unchanged.
     """
 
     def converted(path: tuple[Any, ...], entry: Parameter, leaf: Any) -> Any:
@@ -90,9 +91,10 @@ def quantized_params(
 def quantized_head_params(
     table: dict[str, Any], params: dict[str, Any], target: Model, weights: str
 ) -> dict[str, Any]:
-    """Return the parameters of a head, with kernels in `weights` (one of `DRAFT_WEIGHTS`).
+    """Return the parameters of a trained head with kernels in `weights`, one of `DRAFT_WEIGHTS`.
 
-    Raises InputError for widths that are not multiples of 32.
+    `table` describes the parameters. Raises InputError for widths that are not multiples of 32,
+    except with "auto".
     """
     is_auto = DRAFT_WEIGHTS.check("drafter.weights", weights) == "auto"
     if weights == "float" or (is_auto and not has_quantized(target.params)):
@@ -101,7 +103,7 @@ def quantized_head_params(
 
 
 def float_model(model: Model) -> Model:
-    """Return the model with all weights as arrays of its dtype, shaped as in its table."""
+    """Return the model with all weights as floating-point arrays of its dtype."""
     if not has_quantized(model.arrays):
         return model
 
@@ -132,9 +134,9 @@ def float_kernel(kernel: Any) -> jax.Array:
 
 
 def _quantized(kernel: jax.Array, bits: int) -> QuantizedKernel:
-    """Return a kernel in fewer bits, on the devices that hold the kernel.
+    """Return a kernel rounded to `bits` bits, on the devices that hold the kernel.
 
-    On accelerators integers of 8 bits have a scale per channel, which products there want.
+    On accelerators, 8-bit integers have one scale per output, which makes products faster there.
     """
     per_channel = bits == 8 and jax.default_backend() != "cpu"
     shardings = None
@@ -148,7 +150,7 @@ def _quantized(kernel: jax.Array, bits: int) -> QuantizedKernel:
 
 @functools.cache
 def _program(bits: int, per_channel: bool, shardings: tuple[NamedSharding, ...] | None) -> Any:
-    """Return a compiled function from a kernel to the arrays of it in fewer bits."""
+    """Return a compiled function from a kernel to the arrays of its quantized form."""
 
     def arrays(kernel: jax.Array) -> tuple[jax.Array, ...]:
         return tuple(jax.tree.leaves(quantize(kernel, bits, per_channel)))
@@ -160,7 +162,7 @@ _dequantize = jax.jit(QuantizedKernel.dequantized)
 
 
 def _devices_of_inputs(kernel: jax.Array) -> int:
-    """Return the number of devices that a kernel's inputs are split over."""
+    """Return the number of devices over which the input axis of a kernel is sharded."""
     where = kernel.sharding
     if not isinstance(where, NamedSharding) or len(where.spec) < kernel.ndim - 1:
         return 1
@@ -173,7 +175,7 @@ def _table(model: Model) -> dict[str, Any]:
 
 
 def _map(convert: Callable[..., Any], table: dict[str, Any], arrays: dict[str, Any]) -> Any:
-    """Return the arrays of a table's entries after `convert(path, entry, array)`."""
+    """Return the tree of `convert(path, entry, array)` for each entry of a table and its array."""
     return jax.tree_util.tree_map_with_path(
         convert, table, arrays, is_leaf=lambda node: isinstance(node, Parameter)
     )
@@ -185,7 +187,7 @@ def _with_arrays(model: Model, arrays: dict[str, Any]) -> Model:
 
 
 def stacked_form(form: Form) -> Form:
-    """Return the form for quantized kernels, which are read in place from stacked layers."""
+    """Return `form` with stacked layers, from which quantized kernels are read in place."""
     return replace(form, layers="stacked") if form.layers == "apart" else form
 
 

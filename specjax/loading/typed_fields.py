@@ -12,10 +12,10 @@ _LARGEST_COUNT = 2**31 - 1
 
 
 class Fields:
-    """The fields of an object in a file, read by name; `asked` are the names that were read.
+    """The fields of an object in a file, read by name; `asked` are the names read so far.
 
     `where` names file and object in errors, `prefix` precedes the names ("llama."), and `remedy`
-    ends the error for a value of the wrong type. A null field counts as missing, and has its
+    ends the error for a value of the wrong type. A null field counts as missing, and takes its
     default. The methods that return a field raise InputError for a value of another type.
     """
 
@@ -89,7 +89,7 @@ class Fields:
         return value or None
 
     def only(self, name: str, *allowed: Any) -> None:
-        """Raise InputError unless a field is missing or one of the `allowed` values."""
+        """Raise InputError unless the field `name` is missing or one of the `allowed` values."""
         value = self.get(name)
         comparable = value is None or isinstance(value, bool | int | float | str)
         if not comparable or value not in (None, *allowed):
@@ -97,13 +97,13 @@ class Fields:
             raise self.fail(name, f"is not supported; only {supported} is")
 
     def unknown(self, names: list[str], remedy: str) -> InputError:
-        """Return an InputError for fields that nothing reads."""
+        """Return an InputError for the fields `names`, which nothing reads."""
         listed = ", ".join(names[:8])
         return self.fail(names[0], f"is unknown ({len(names)} such in all: {listed}); {remedy}")
 
 
 def is_number(value: Any) -> bool:
-    """Return whether a value is a non-NaN number (not a boolean) that a float can hold."""
+    """Return whether a value is a number, not NaN or a boolean, that a float can represent."""
     return type(value) in (int, float) and abs(value) <= _LARGEST
 
 

@@ -1,1 +1,1 @@
-"""Corpora of text: documents of files and of TFDS datasets, their tokens, and an index of these."""
+"""Corpora of text: documents in files and TFDS datasets, their tokens, and an index of them."""

@@ -1,8 +1,8 @@
-"""Documents in a user's own files.
+"""Documents in users' files.
 
 Each file is a document, except that a JSON-lines file (.jsonl, .jsonl.gz) has one per line: an
-object with the key "text" and optionally "source" and "licence". Where tokens are wanted, a line
-may hold those of a conversation instead: "prompt_token_ids" and "response_token_ids".
+object with the key "text" and optionally "source" and "licence". For readers of tokens, a line may
+instead have the tokens of a conversation: "prompt_token_ids" and "response_token_ids".
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from specjax.files.path_checks import user_path
 _JSON_LINES = (".jsonl", ".jsonl.gz")
 _TOKENS = ("prompt_token_ids", "response_token_ids")
 _LARGEST_FILE = 1 << 30
-"""Bytes of a file that is one document."""
+"""The maximum size in bytes of a file that is a single document."""
 _REMEDY = "take it away, or name the files one by one"
 
 
 @dataclass(frozen=True)
 class DocumentFiles:
-    """Comma-separated files and folders of documents."""
+    """A comma-separated list of files and folders of documents."""
 
     def check(self, name: str, value: Any) -> tuple[Path, ...]:
-        """Return the paths; raise InputError listing all that are missing."""
+        """Return the paths; raise one InputError that lists all missing ones."""
         problems, found = Problems(), []
         for path in Text().check(name, value).split(","):
             with problems.collect():
@@ -47,23 +47,23 @@ class DocumentFiles:
 
 @dataclass(frozen=True)
 class Documents:
-    """The documents in files and in folders, without hidden files, in order.
+    """The documents in files and in folders, in order; hidden files are skipped.
 
-    Iterating raises InputError, naming file and line, for one that is not UTF-8 text or not a
-    document.
+    Each is a text with a dict of its "source" and "licence". Iterating raises InputError, naming
+    file and line, for one that is not UTF-8 text or not a document.
     """
 
     files: tuple[Path, ...]
     label: str = "text"
-    """What to call them."""
+    """What messages call the documents."""
 
     @property
     def num_bytes(self) -> int:
-        """The size of the files in bytes."""
+        """The total size of the files in bytes."""
         return sum(file.stat().st_size for file in self.files)
 
     def __len__(self) -> int:
-        """Return how many there are; reads them all."""
+        """Return the number of documents, which takes a pass over all files."""
         return sum(1 for _ in iter(self))
 
     def __iter__(self) -> Iterator[tuple[str, dict[str, str]]]:
@@ -76,9 +76,10 @@ class Documents:
 
 
 def texts_or_tokens(files: Sequence[Path]) -> Iterator[str | Int32[np.ndarray, "T"]]:
-    """Iterate over the documents: texts, or the token ids of lines that hold conversations.
+    """Yield each document: its text, or the token ids of a line that has a conversation.
 
-    Raises InputError, naming file and line, as `Documents` does and for what cannot be token ids.
+    Raises InputError, naming file and line, as `Documents` does, and for values that are not token
+    ids.
     """
     for file in files:
         if not file.name.endswith(_JSON_LINES):
@@ -92,17 +93,17 @@ def texts_or_tokens(files: Sequence[Path]) -> Iterator[str | Int32[np.ndarray, "
 
 
 def num_documents(files: Sequence[Path]) -> int:
-    """Return the number of documents in files, whose lines are read and not checked further."""
+    """Return the number of documents in `files`; lines are counted without further checks."""
     lines = [file for file in files if file.name.endswith(_JSON_LINES)]
     count = sum(1 for file in lines for _ in read_json_lines(file, "input"))
     return count + len(files) - len(lines)
 
 
 def document_files(paths: Sequence[str | Path], field: str = "files") -> list[Path]:
-    """Return the files, with each folder's sorted by name.
+    """Return the files among `paths` and, sorted by name, the files in folders among them.
 
     Hidden files, whose names begin with a dot, are skipped in folders. Raises InputError, naming
-    the field of the paths, for an empty folder.
+    `field`, for a folder without files.
     """
     found: list[Path] = []
     for path in map(Path, paths):

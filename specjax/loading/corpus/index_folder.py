@@ -1,7 +1,7 @@
-"""The index of a corpus in a folder: its tokens and their sorted positions, for memory mapping.
+"""The folder of a corpus index: tokens and their sorted positions, for memory mapping.
 
-`tokens.npy` and `order.npy` are those of a `SortedText`, `index.json` says which tokenizer made the
-tokens, and the folder's marker has the checksum of each file.
+`tokens.npy` and `order.npy` are the arrays of a `SortedText`, `index.json` identifies the
+tokenizer, and the folder's marker has the checksum of each file.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True)
 class IndexFolder:
-    """The path of a folder with an index."""
+    """The path of a folder with a corpus index."""
 
     def check(self, name: str, value: Any) -> str:
-        """Return the absolute path; raises InputError for a folder without an index."""
+        """Return the absolute path; raise InputError if the folder has no index."""
         folder = input_folder(name, value)
         marker = read_marker(folder)
         if marker is None or marker.kind != KIND:
@@ -53,7 +53,7 @@ class IndexFolder:
 
 @dataclass(frozen=True)
 class IndexMetadata:
-    """What an index was made of; `tokenizer` is a hash of the tokenizer's token strings."""
+    """The source and size of an index; `tokenizer` is a hash of the tokenizer's token strings."""
 
     source: str
     documents: int
@@ -69,11 +69,12 @@ def write_index(
     metadata: Callable[[int], IndexMetadata],
     tell: Callable[[int, int], object] = lambda done, total: None,
 ) -> IndexMetadata:
-    """Sort the positions of documents' tokens, and write the index, whole or not at all.
+    """Sort the positions of documents' tokens and write the index; return its metadata.
 
-    `metadata` returns the metadata for a number of positions; `tell` is called with the number of
-    positions that are sorted so far, and of all. They are sorted in the file itself. Raises
-    InputError as `folders.replacing` does, and if no token has a successor.
+    `metadata` is called with the number of positions and returns the metadata; `tell` is called
+    with the number of positions sorted so far and their total number. The folder is written
+    atomically, and positions are sorted in the mapped file. Raises InputError as
+    `folders.replacing` does, and if no token has a successor.
     """
     chosen = have_successor(tokens)
     count = int(np.count_nonzero(chosen))
@@ -92,10 +93,10 @@ def write_index(
 
 
 def open_index(field: str, path: str, target: Model) -> SortedText:
-    """Return the index in a folder, memory-mapped, for a target; all checksums are compared.
+    """Return the index in the folder `path`, memory-mapped, after comparing all checksums.
 
-    Raises InputError, naming the field, for a folder without an index, one that is damaged, of
-    another tokenizer or vocabulary, or larger than the free memory.
+    Raises InputError, naming `field`, for a folder without an index and for an index that is
+    damaged, made by another tokenizer than the target's, or larger than the free memory.
     """
     folder, where = Path(IndexFolder().check(field, path)), f"{field}={path!r}"
     marker = read_marker(folder)

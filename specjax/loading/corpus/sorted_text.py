@@ -1,8 +1,8 @@
-"""Text as token ids, with its positions sorted by what ends there: where any few tokens occur.
+"""Text as token ids, with positions sorted by the tokens that precede them, for fast search.
 
-It is a suffix array of the reversed text that compares `LONGEST_MATCH` tokens: positions that the
-same tokens lead up to follow each other, so that a binary search finds the longest match of a row's
-last tokens, and all of its occurrences.
+This is a suffix array of the reversed text, in which `LONGEST_MATCH` tokens are compared: positions
+preceded by the same tokens are adjacent, so that a binary search finds the longest match of a row's
+last tokens, and all occurrences of it.
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ import numpy as np
 from jaxtyping import Array, Bool, Int, Int32, Integer
 
 LONGEST_MATCH = 16
-"""The tokens that positions are sorted by, and so the longest match that can be found."""
+"""The number of tokens by which positions are sorted, and thus the length of the longest match."""
 _CHUNK = 1 << 20
-"""Positions that are sorted together, unless a single token has more."""
+"""The number of positions that are sorted at once, unless a single token has more."""
 
 
 class SortedText(NamedTuple):
     """Documents as token ids, each followed by a separator: the largest number of the dtype.
 
     `order[:count]` are the positions of tokens with a successor, sorted by the token at the
-    position, then by the one before it, and so on; before the text there are separators.
+    position, then by the token before it, and so on; separators stand in for tokens before the
+    text.
     """
 
     tokens: Integer[Array | np.ndarray, "T"]
@@ -32,7 +33,7 @@ class SortedText(NamedTuple):
 
 
 def token_dtype(vocab_size: int) -> Any:
-    """Return the smallest dtype for the token ids of a vocabulary and a separator."""
+    """Return the smallest dtype that holds the token ids of a vocabulary, and a separator."""
     return np.uint16 if vocab_size <= np.iinfo(np.uint16).max else np.int32
 
 
@@ -45,7 +46,7 @@ def with_separator(
 
 
 def sorted_text(documents: Sequence[np.ndarray], size: int, dtype: Any) -> SortedText:
-    """Return documents, each with its separator, in arrays for `size` tokens."""
+    """Return a `SortedText` of documents that end with separators, in arrays for `size` tokens."""
     tokens = np.full(size, np.iinfo(dtype).max, dtype)
     first = 0
     for document in documents:
@@ -58,7 +59,7 @@ def sorted_text(documents: Sequence[np.ndarray], size: int, dtype: Any) -> Sorte
 
 
 def have_successor(tokens: Integer[np.ndarray, "T"]) -> Bool[np.ndarray, "T"]:
-    """Return which positions hold a token with a successor in the same document."""
+    """Return a mask of the positions of tokens with a successor in the same document."""
     is_token = tokens != np.iinfo(tokens.dtype).max
     is_token[:-1] &= is_token[1:]
     is_token[-1:] = False
@@ -71,11 +72,10 @@ def sort_positions(
     order: Int32[np.ndarray, "n"],
     tell: Callable[[int], object] = lambda done: None,
 ) -> None:
-    """Fill `order` with the n chosen positions, sorted as those of a `SortedText`.
+    """Fill `order` with the positions marked in `chosen`, sorted as in a `SortedText`.
 
-    `tell` is called with the number of positions that are sorted so far. Working memory is about
-    80 bytes per position for a million of them, or for those of the most frequent token if these
-    are more.
+    `tell` is called with the number of positions sorted so far. Working memory is about 80 bytes
+    per position that is sorted at once: a million, or more if the most frequent token has more.
     """
     ends = _distribute(tokens, chosen, order)
     first = 0
@@ -93,16 +93,16 @@ def _distribute(
     chosen: Bool[np.ndarray, "T"],
     order: Int32[np.ndarray, "n"],
 ) -> Int[np.ndarray, "V"]:
-    """Fill `order` with the chosen positions by token; return where each token's positions end."""
+    """Fill `order` with the chosen positions, grouped by token; return where each group ends."""
     size = int(np.max(tokens, where=chosen, initial=0)) + 1
-    parts = [slice(first, first + _CHUNK) for first in range(0, len(tokens), _CHUNK)]
+    chunks = [slice(first, first + _CHUNK) for first in range(0, len(tokens), _CHUNK)]
     counts = np.zeros(size, np.int64)
-    for part in parts:
-        counts += np.bincount(tokens[part][chosen[part]], minlength=size)
+    for chunk in chunks:
+        counts += np.bincount(tokens[chunk][chosen[chunk]], minlength=size)
     ends = np.cumsum(counts)
     free = ends - counts
-    for part in parts:
-        positions = part.start + np.flatnonzero(chosen[part])
+    for chunk in chunks:
+        positions = chunk.start + np.flatnonzero(chosen[chunk])
         positions = positions[np.argsort(tokens[positions], kind="stable")]
         ids = tokens[positions]
         counts = np.bincount(ids, minlength=size)
@@ -115,13 +115,13 @@ def _distribute(
 def _keys(
     tokens: Integer[np.ndarray, "T"], positions: Int32[np.ndarray, "n"]
 ) -> list[Integer[np.ndarray, "n"]]:
-    """Return the sort keys, the most significant last: NumPy sorts 16 bits in linear time."""
+    """Return the sort keys, least significant first, in 16 bits: NumPy then needs linear time."""
     keys = []
     for back in reversed(range(LONGEST_MATCH)):
-        found = tokens[np.maximum(positions - back, 0)]
-        found[positions < back] = np.iinfo(tokens.dtype).max
+        key = tokens[np.maximum(positions - back, 0)]
+        key[positions < back] = np.iinfo(tokens.dtype).max
         if tokens.dtype != np.uint16:
-            keys.append((found & 0xFFFF).astype(np.uint16))
-            found = found >> 16
-        keys.append(found.astype(np.uint16))
+            keys.append((key & 0xFFFF).astype(np.uint16))
+            key = key >> 16
+        keys.append(key.astype(np.uint16))
     return keys

@@ -1,4 +1,4 @@
-"""Documents as token ids: the tokenizer of a corpus and the token that ends each document."""
+"""Documents as token ids: the tokenizer of a corpus, and the token that ends each document."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from specjax.loading.tokenizers.tokenizer import Tokenizer, refused
 def open_tokenizer(name: str, remedy: str = "use another one") -> Tokenizer:
     """Return the tokenizer of a directory in Hugging Face's layout, or of a known model.
 
-    Raises InputError, with the remedy, if there is none, or if it has no end-of-text token.
+    Raises InputError, ending with `remedy`, if there is none, or if it has no end-of-text token.
     """
     path = user_path("tokenizer", name)
     found = read_tokenizer(path) if path.is_dir() else None
@@ -47,12 +47,12 @@ def encode_documents(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[in
 
 
 def encode_document(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Return the tokens of one document, as `encode_documents`."""
+    """Return the tokens of one document as `encode_documents` does."""
     return encode_documents(tokenizer, [text])[0]
 
 
 def _side_by_side(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]] | None:
-    """Return the tokens of each text, encoded in parallel; None if one cannot be encoded."""
+    """Return the tokens of each text, encoded in parallel, or None if a text cannot be encoded."""
     try:
         with refused("texts", "change them"):
             encoded = [each.ids for each in tokenizer.backend.encode_batch_fast(list(texts))]

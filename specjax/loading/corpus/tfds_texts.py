@@ -1,4 +1,4 @@
-"""The texts of TFDS datasets, and TFDS itself, imported where it is used."""
+"""The texts of TFDS datasets; TFDS itself is imported on first use."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from specjax.files.open_files import regular_files
 
 
 def import_tfds() -> Any:
-    """Import and return TensorFlow Datasets, on demand since that takes a second."""
+    """Import TensorFlow Datasets on first use, since that takes a second, and return the module."""
     try:
         import tensorflow_datasets as tfds
         from array_record.python import array_record_module  # noqa: F401
@@ -28,7 +28,7 @@ def import_tfds() -> Any:
 
 @dataclass(frozen=True)
 class FieldNames:
-    """Names in errors of the fields for a dataset and its text, with the remedy."""
+    """The names that errors use for the options of the dataset and its text field, and a remedy."""
 
     dataset: str
     text: str
@@ -37,7 +37,7 @@ class FieldNames:
 
 @dataclass(frozen=True, eq=False)
 class Texts:
-    """The texts of a TFDS dataset's split in order, each with the record's other strings by name.
+    """The texts of a split of a TFDS dataset, each with the record's other strings by name.
 
     `label` is the name of the dataset, and `num_bytes` the size of the split.
     """
@@ -53,7 +53,7 @@ class Texts:
         return len(self._source)
 
     def __getitem__(self, index: int) -> tuple[str, dict[str, str]]:
-        """Raises InputError for a record that has no text or cannot be read."""
+        """Return the text and other strings of a record; raise InputError if it cannot be read."""
         if not 0 <= index < len(self):
             raise IndexError(f"text {index} of {len(self)}")
         try:
@@ -83,10 +83,10 @@ class Texts:
 def open_texts(
     name: str, data_dir: Path | None, split: str, text_field: str, names: FieldNames
 ) -> Texts:
-    """Open the texts of a TFDS dataset: a directory that holds one, or a name that TFDS knows.
+    """Open the texts of a TFDS dataset: a directory that has one, or a name that TFDS knows.
 
-    An unprepared dataset is first prepared as array_record files. Raises InputError if that fails,
-    or if a split or field is missing.
+    `data_dir` is TFDS's folder of datasets. An unprepared dataset is first prepared as array_record
+    files. Raises InputError, using `names`, if that fails, or if a split or field is missing.
     """
     tfds = import_tfds()
     in_folder = Path(name).is_dir()
@@ -116,7 +116,7 @@ def open_texts(
 
 
 def _prepared(name: str, data_dir: Path | None) -> Any:
-    """Return the builder of a name, its dataset prepared, without TFDS's own reports of that."""
+    """Return the TFDS builder of a dataset after preparing it, without showing TFDS's own logs."""
     tfds = import_tfds()
     tfds.disable_progress_bar()
     logger = logging.getLogger("absl")

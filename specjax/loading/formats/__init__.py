@@ -1,1 +1,1 @@
-"""Model formats: GGUF files and Hugging Face directories."""
+"""Formats of models: GGUF files and Hugging Face directories."""

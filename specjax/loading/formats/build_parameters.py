@@ -1,4 +1,4 @@
-"""Build a parameter tree on the devices from a file's tensors, one at a time."""
+"""Building of a parameter tree on the devices from a file's tensors, one at a time."""
 
 from __future__ import annotations
 
@@ -28,21 +28,22 @@ from specjax.models.layers.quantized import QuantizedKernel
 from specjax.models.parameter_table import parameter_table
 
 Read = Callable[[parameter_names.Location, slice, slice], Any]
-"""(location, rows, inputs) -> some of the location's rows, and of those some of the numbers.
+"""A function (location, rows, inputs) that returns the slice `[rows, inputs]` of a tensor.
 
-As the tree's leaf has them (`tensor_layout.from_stored`); a QuantizedKernel of such rows for one in
-blocks. A location whose rows are reordered is asked for whole heads.
+The values are in the layout of the tree (`tensor_layout.from_stored`), as an array, or as a
+QuantizedKernel if the file's blocks are kept. If rows are reordered, `rows` are those of whole
+heads.
 """
 
 _THREADS = 2
 _CHUNK_BYTES = 1 << 21
-"""What a thread of the host reads at a time: it fits in a core's own cache."""
+"""The number of bytes that a host thread reads at a time, which fit into the core's cache."""
 _PADDING = 24
-"""Numbers after a row: rows a power of two apart would evict each other from the cache."""
+"""Elements of padding per row; rows a power of two apart would evict each other from the cache."""
 
 
 def can_split(config: DecoderConfig, shards: int) -> bool:
-    """Return whether a decoder's heads, MLP and experts can be sharded over `shards` devices."""
+    """Return whether a decoder's heads, MLPs and experts can be sharded over `shards` devices."""
     heads, kv_heads, experts = config.num_heads, config.num_kv_heads, config.experts
     grouped = kv_heads % shards == 0 or shards % kv_heads == 0
     if heads % shards or not grouped or any(size % shards for size in _widths(config)):
@@ -53,7 +54,7 @@ def can_split(config: DecoderConfig, shards: int) -> bool:
 
 
 def _widths(config: DecoderConfig) -> list[int]:
-    """Return the widths of a decoder's MLPs, those that its experts share included."""
+    """Return the widths of a decoder's dense MLPs, including the one beside its experts."""
     if config.experts is None:
         return [config.intermediate_size]
     widths = {config.experts.shared_size} - {0}
@@ -61,7 +62,7 @@ def _widths(config: DecoderConfig) -> list[int]:
 
 
 def check_shards(config: DecoderConfig, shards: int) -> None:
-    """Raise InputError unless heads, MLP and experts can be sharded over `shards` devices."""
+    """Raise InputError unless heads, MLPs and experts can be sharded over `shards` devices."""
     if can_split(config, shards):
         return
     parts = [f"{config.num_heads} heads, {config.num_kv_heads} key/value heads"]
@@ -95,7 +96,11 @@ def table_shardings(table: dict[str, Any], mesh: Mesh, shards: int) -> dict[str,
 
 
 class _Slot(NamedTuple):
-    """One leaf in one layer and of one expert: its path, its index there, and what fills it."""
+    """A leaf of the tree in one layer and for one expert, as a unit of reading.
+
+    `path` is that of the leaf, `index` selects layer and expert on its first axes, and `locations`
+    are the tensors in the file that fill it.
+    """
 
     path: parameter_names.Path
     index: tuple[int, ...]
@@ -103,43 +108,44 @@ class _Slot(NamedTuple):
 
     @property
     def is_kernel(self) -> bool:
-        """Whether the leaf is [in, out], and so the transpose of its rows."""
+        """Whether the slot is a kernel [in, out], the transpose of its rows."""
         return self.locations[0].is_kernel
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """The shape of its rows: [out, in] of a kernel."""
+        """The shape of the slot's rows: [out, in] for a kernel."""
         shape = self.locations[0].leaf_shape
         return shape[::-1] if self.is_kernel else shape
 
     @property
     def block(self) -> int:
-        """The number of rows in which each location has its section."""
+        """The number of rows per block; each block has a section of every location."""
         return self.locations[0].section.size
 
     def fill(self, target: Any, read: Read, first: int, inputs: slice = slice(None)) -> None:
-        """Write its rows from `first` on into a host array of them, or such a QuantizedKernel.
+        """Write the slot's rows, from `first` on, into `target`, in the columns `inputs`.
 
-        Both `first` and the number of rows are multiples of `block`.
+        `target` is a host array of rows, or a QuantizedKernel of them; `first` and its number of
+        rows are multiples of `block`.
         """
         for location in self.locations:
             section = location.section
             start = first // self.block * section.width
 
             def write(target: np.ndarray, rows: np.ndarray, section: Section = section) -> None:
-                part = section.of(target)
-                np.copyto(part, rows.reshape(part.shape), casting="unsafe")
+                section_rows = section.of(target)
+                np.copyto(section_rows, rows.reshape(section_rows.shape), casting="unsafe")
 
             count = len(jax.tree.leaves(target)[0]) // self.block * section.width
             jax.tree.map(write, target, read(location, slice(start, start + count), inputs))
 
 
 def _slots(locations: Iterable[parameter_names.Location], scan_layers: bool) -> list[_Slot]:
-    """Return the leaves that locations fill, in the order of the first location of each."""
-    found: dict[Any, list[parameter_names.Location]] = {}
+    """Return the slots that `locations` fill, each at the position of its first location."""
+    locations_of: dict[Any, list[parameter_names.Location]] = {}
     for location in locations:
-        found.setdefault(location.within(scan_layers), []).append(location)
-    return [_Slot(*where, tuple(own)) for where, own in found.items()]
+        locations_of.setdefault(location.within(scan_layers), []).append(location)
+    return [_Slot(*leaf, tuple(filling)) for leaf, filling in locations_of.items()]
 
 
 def build(
@@ -154,14 +160,14 @@ def build(
     threads: int = _THREADS,
     bits: Mapping[parameter_names.Path, int] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """Return the filled tree of `array_table`, on the default device or split over a mesh.
+    """Return the filled tree of `array_table`, on the default device or sharded over a mesh.
 
-    Kernels are moved to the devices as files have them, [out, in], and transposed there; each
-    process reads what its devices hold. The host holds one or two leaves of a layer at a time,
-    unless the device is the CPU without a mesh: then the tree is filled in host memory directly.
-    `threads` is the number of threads that read concurrently. Kernels at the paths of `bits` are
-    quantized ones of 4 or 8 bits, on a CPU without a mesh only. Raises InputError if the mesh does
-    not fit the model.
+    `read` returns rows of a location. Kernels are moved to the devices as rows [out, in], as in
+    files, and transposed there; each process reads only the parts of its devices. The host holds
+    one or two slots at a time, unless the device is a CPU without a mesh: then the tree is filled
+    in host memory directly. `threads` threads read concurrently. Kernels at the paths in `bits`
+    become quantized ones of 4 or 8 bits, on a CPU without a mesh only. Raises InputError if the
+    mesh does not fit the model.
     """
     table, slots = array_table(config, mtp, scan_layers), _slots(locations, scan_layers)
     if mesh is not None:
@@ -198,7 +204,7 @@ def build(
 
 
 def _put(slot: _Slot, target: Sharding, rows: dict[Any, np.ndarray]) -> jax.Array:
-    """Return a slot's rows on the devices, from the parts that this process has read."""
+    """Return a slot's rows as a device array, from the parts that this process has read."""
     return jax.make_array_from_callback(slot.rows, target, lambda part: rows[_ranges(part)])
 
 
@@ -207,9 +213,9 @@ def _ranges(part: tuple[slice, ...]) -> tuple[tuple[int | None, int | None], ...
 
 
 def _read_part(slot: _Slot, part: tuple[slice, ...], dtype: Any, read: Read) -> np.ndarray:
-    """Return the part of a slot's rows that a device holds."""
+    """Return the part of a slot's rows that one device holds, in `dtype`."""
     first, stop, _ = part[0].indices(slot.rows[0])
-    # Whole blocks: a little more, where there are more devices than key/value heads.
+    # Whole blocks are read: a little more if there are more devices than key/value heads.
     begin, end = first // slot.block * slot.block, -(-stop // slot.block) * slot.block
     sizes = zip(part[1:], slot.rows[1:], strict=True)
     rows = np.empty((end - begin, *(len(range(size)[axis]) for axis, size in sizes)), dtype)
@@ -218,7 +224,10 @@ def _read_part(slot: _Slot, part: tuple[slice, ...], dtype: Any, read: Read) -> 
 
 
 def _of_rows(leaf: Sharding, axes: int, is_kernel: bool) -> Sharding:
-    """Return the sharding of a leaf's rows, without its first `axes`, over which it is stacked."""
+    """Return the sharding of a slot's rows, given that of the leaf.
+
+    `axes` is the number of the leaf's leading axes that a slot indexes.
+    """
     if not isinstance(leaf, NamedSharding):
         return leaf
     split = leaf.spec[axes:]
@@ -229,11 +238,11 @@ def _of_rows(leaf: Sharding, axes: int, is_kernel: bool) -> Sharding:
 def stored_tree(
     locations: Iterable[parameter_names.Location], tensors: Mapping[str, np.ndarray]
 ) -> dict[str, Any]:
-    """Return the tree of host arrays that tensors in memory fill, in their own dtypes."""
+    """Return a tree of host arrays filled from tensors in memory, whose dtypes it keeps."""
 
     def read(location: parameter_names.Location, rows: slice, inputs: slice) -> np.ndarray:
-        own = tensor_layout.own_rows(location, rows, inputs)
-        return tensor_layout.from_stored(tensors[location.name][own], location)
+        index = tensor_layout.own_rows(location, rows, inputs)
+        return tensor_layout.from_stored(tensors[location.name][index], location)
 
     params: dict[str, Any] = {}
     for slot in _slots(locations, scan_layers=True):
@@ -253,7 +262,7 @@ def _on_host(
     threads: int,
     bits: Mapping[parameter_names.Path, int],
 ) -> dict[str, Any]:
-    """Return the tree in host memory, filled a few rows at a time."""
+    """Return the tree in host memory, filled in chunks of rows."""
     params = parameter_names.allocate(table, dtype)
     for slot in slots:
         if slot.path in bits:
@@ -266,14 +275,14 @@ def _on_host(
     def write(chunk: tuple[_Slot, int, int]) -> None:
         slot, first, stop = chunk
         leaf = parameter_names.lookup(params, slot.path)
-        own = jax.tree.map(lambda array: array[slot.index], leaf)
+        target = jax.tree.map(lambda array: array[slot.index], leaf)
         if isinstance(leaf, QuantizedKernel) or not slot.is_kernel:
-            slot.fill(jax.tree.map(lambda rows: rows[first:stop], own), read, first)
+            slot.fill(jax.tree.map(lambda rows: rows[first:stop], target), read, first)
             return
         width = slot.rows[1]
-        rows = np.empty((stop - first, width + _PADDING), own.dtype)[:, :width]
+        rows = np.empty((stop - first, width + _PADDING), target.dtype)[:, :width]
         slot.fill(rows, read, first)
-        own[:, first:stop] = rows.T
+        target[:, first:stop] = rows.T
 
     with ThreadPoolExecutor(threads) as pool:
         list(
@@ -283,9 +292,10 @@ def _on_host(
 
 
 def _chunks(slot: _Slot, whole: bool) -> Iterator[tuple[_Slot, int, int]]:
-    """Yield ranges of a slot's rows, of whole blocks and about `_CHUNK_BYTES` in float32.
+    """Yield (slot, first, stop) for chunks of a slot's rows: whole blocks of about `_CHUNK_BYTES`.
 
-    One range of all rows if `whole`: quantized kernels are not transposed.
+    Sizes count float32. If `whole`, yield a single chunk of all rows: quantized kernels, which are
+    not transposed, need no smaller ones.
     """
     count, *rest = slot.rows
     step = (
@@ -301,7 +311,7 @@ Item, Result = TypeVar("Item"), TypeVar("Result")
 def _read_ahead(
     items: Iterable[Item], read: Callable[[Item], Result], threads: int
 ) -> Iterator[Result]:
-    """Yield the result for each item, in the same order on all processes."""
+    """Yield `read(item)` for each item in order, with `threads` items being read at any time."""
     waiting = iter(items)
     with ThreadPoolExecutor(threads) as pool:
         reading = collections.deque(
@@ -314,12 +324,13 @@ def _read_ahead(
 
 @functools.cache
 def _setter(target: Sharding, is_kernel: bool) -> Callable[..., jax.Array]:
-    """Return a program that writes rows into a leaf, at an index on its first axes."""
+    """Return a compiled function (leaf, index, rows) that writes rows at an index of the leaf."""
 
     def put(leaf: jax.Array, index: jax.Array, rows: jax.Array) -> jax.Array:
-        part = rows.T if is_kernel else rows
+        values = rows.T if is_kernel else rows
         lead = [index[axis] for axis in range(index.shape[0])]
-        where = (*lead, *[0] * part.ndim)
-        return lax.dynamic_update_slice(leaf, part.reshape((1,) * len(lead) + part.shape), where)
+        start = (*lead, *[0] * values.ndim)
+        values = values.reshape((1,) * len(lead) + values.shape)
+        return lax.dynamic_update_slice(leaf, values, start)
 
     return jax.jit(put, donate_argnums=0, out_shardings=target)

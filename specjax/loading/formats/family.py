@@ -1,4 +1,4 @@
-"""The description of a family: its config fields, and its tensor names in each format."""
+"""The description of a family of models: its config fields, and its tensor names by format."""
 
 from __future__ import annotations
 
@@ -31,12 +31,13 @@ _PARTS = {
 
 @dataclass(frozen=True)
 class MtpLayout:
-    """The names of a family's multi-token prediction modules among its tensors.
+    """The tensor names of a family's multi-token prediction modules.
 
     `prefix` begins the names of a module's tensors; it contains `{module}`, or `{layer}` if modules
-    are numbered after the decoder's layers. `names` maps the norms and the projection from their
-    names in the tree; the layer's names are the family's. `copies` are optional repeated tensors of
-    the decoder. `concat` is the order of the projection's inputs.
+    are numbered after the decoder's layers. `names` maps names in the tree to names in files for
+    the norms and the projection; the layer's tensors are named as in the decoder. `copies` are
+    optional tensors that repeat tensors of the decoder. `concat` is the order of the projection's
+    inputs.
     """
 
     prefix: str
@@ -47,10 +48,10 @@ class MtpLayout:
 
 @dataclass(frozen=True)
 class GgufLayout:
-    """A family in GGUF files: its architecture name and its tensors.
+    """The architecture name and tensors of a family in GGUF files.
 
     `fixed` are metadata fields with a single valid value. If families share an architecture, the
-    one with `experts` reads files that have some. Without `mtp` a file has no multi-token
+    family with `experts` reads the files that have some. Without `mtp`, files have no multi-token
     prediction modules.
     """
 
@@ -63,11 +64,12 @@ class GgufLayout:
 
 @dataclass(frozen=True)
 class Family:
-    """A family by its `model_type` in config.json, with the transformers class that runs it.
+    """A family of models, identified by its `model_type` in config.json.
 
-    `parts` are the fields of its config, except vocabulary and family. Extra tensors whose names
-    match the pattern `ignored` are accepted. A family without `gguf` cannot be read from GGUF
-    files, and one without `mtp` has no multi-token prediction modules.
+    `architecture` is the transformers class that runs it, and `parts` are the fields of its config,
+    except vocabulary and family. Extra tensors whose names match the pattern `ignored` are
+    accepted. A family without `gguf` cannot be read from GGUF files, and one without `mtp` has no
+    multi-token prediction modules.
     """
 
     model_type: str
@@ -81,7 +83,7 @@ class Family:
     def read(
         self, fields: Fields, vocab_size: int, unused_tokens: tuple[int, ...] = ()
     ) -> DecoderConfig:
-        """Return the config described by a config.json or, as `GgufFields`, by a GGUF's metadata.
+        """Return the config that config.json describes or, given `GgufFields`, a GGUF's metadata.
 
         Raises InputError for features that the decoder lacks. The caller checks for unread fields.
         """
@@ -100,7 +102,7 @@ class Family:
         return DecoderConfig(family=self.model_type, **values)
 
     def write(self, config: DecoderConfig) -> dict[str, Any]:
-        """Return the fields of config.json that `read` reads."""
+        """Return the fields of config.json that `read` would read as `config`."""
         fields: dict[str, Any] = {}
         for part in self.parts:
             fields |= part.write(config)

@@ -1,4 +1,4 @@
-"""Models in GGUF files: config, and weights dequantized to the requested dtype."""
+"""Models in GGUF files: config, and weights dequantized to a dtype or kept in their blocks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _UNROUNDED = ("F32", "F16", "BF16")
 
 
 def family_of(file: GgufFile) -> Family:
-    """Return the family of a file's architecture; raise InputError for an unknown one."""
+    """Return the family of a file's architecture; raise InputError if it is unknown."""
     name = file.metadata.get("general.architecture")
     families = registry.gguf_architectures().get(name) if isinstance(name, str) else None
     if families is None:
@@ -42,7 +42,7 @@ def family_of(file: GgufFile) -> Family:
 
 
 def embedding_rows(file: GgufFile) -> int | None:
-    """Return the number of rows of the embedding, or None if there is no such matrix."""
+    """Return the number of rows of the embedding, or None if the file has no such matrix."""
     tensor = file.tensors.get("token_embd.weight")
     return tensor.shape[0] if tensor is not None and len(tensor.shape) == 2 else None
 
@@ -50,10 +50,10 @@ def embedding_rows(file: GgufFile) -> int | None:
 def read_config(
     file: GgufFile, vocab_size: int, unused_tokens: tuple[int, ...] = ()
 ) -> tuple[DecoderConfig, MtpConfig | None]:
-    """Return the decoder that a file describes, and its multi-token prediction modules.
+    """Return the decoder and the multi-token prediction modules that a file describes.
 
-    V is truncated to `vocab_size`, of which `unused_tokens` have no token. Raises InputError for an
-    unknown architecture and for features that the decoder lacks.
+    The vocabulary is truncated to `vocab_size` ids, of which `unused_tokens` have no token. Raises
+    InputError for an unknown architecture and for features that the decoder lacks.
     """
     family = family_of(file)
     assert family.gguf is not None
@@ -76,12 +76,12 @@ def read_params(
     mtp: MtpConfig | None = None,
     keep_blocks: bool = False,
 ) -> dict[str, Any]:
-    """Return the parameter tree of `parameter_names.param_shapes`, dequantized in place.
+    """Return the parameters of a decoder and, under "mtp", of its MTP modules, if any.
 
-    With `mtp`, the parameters of the modules are under "mtp". With `keep_blocks`, kernels that the
-    file has in 4 or 8 bits stay so (`kept_bits`), on a CPU without a mesh. Raises InputError,
-    before allocating anything, listing tensors that are missing, unexpected, mis-shaped or of a
-    type that cannot be dequantized.
+    With `keep_blocks`, kernels that the file has in 4 or 8 bits keep these bits (`kept_bits`), on a
+    CPU without a mesh; other tensors are dequantized to `dtype`. Raises InputError, before
+    allocating anything, that lists tensors that are missing, unexpected, mis-shaped or of a type
+    that cannot be dequantized.
     """
     layout = registry.family(config.family).gguf
     assert layout is not None
@@ -126,7 +126,7 @@ def read_params(
 def kept_bits(
     file: GgufFile, config: DecoderConfig, scan_layers: bool = True
 ) -> dict[parameter_names.Path, int]:
-    """Return the bits of kernels that can stay as a file has them, by their paths in the tree.
+    """Return the bits of the kernels that can keep the file's blocks, by their paths in the tree.
 
     These are kernels with 4 bits in all layers (Q4_0, Q4_1) or 8 in all (Q8_0), except experts.
     """
@@ -142,9 +142,10 @@ def kept_bits(
 
 
 def _check_copies(file: GgufFile, copies: Mapping[str, str]) -> None:
-    """Raise InputError where a tensor is not the one that it ought to repeat.
+    """Raise InputError if a tensor differs from the one that it must repeat.
 
-    Quantized copies may have been rounded differently.
+    `copies` maps the names of copies to those of their originals. Quantized copies may have been
+    rounded differently.
     """
     for copy, original in copies.items():
         if copy not in file.tensors:
@@ -163,7 +164,7 @@ def _check_copies(file: GgufFile, copies: Mapping[str, str]) -> None:
 def _read_blocks(
     raw: UInt8[np.ndarray, "bytes"], kind: str, location: parameter_names.Location, rows: slice
 ) -> QuantizedKernel:
-    """Return some rows of a tensor's blocks: a scale in half precision, a minimum, integers."""
+    """Return some rows of a tensor in blocks: a half-precision scale, a minimum, integers."""
     count, width = location.rows
     index, parts = location.entry.part
     groups = width // GROUP

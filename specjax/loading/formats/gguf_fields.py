@@ -1,4 +1,4 @@
-"""The metadata of a GGUF file as typed fields, and the fields all architectures share."""
+"""The metadata of a GGUF file as typed fields, and the fields that all architectures share."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from specjax.loading.typed_fields import Fields
 from specjax.models.config import RopeScaling
 
 MTP_MODULES = "nextn_predict_layers"
-"""The key of the number of modules for multi-token prediction."""
+"""The key that states the number of multi-token prediction modules."""
 
 _UNREAD = (
     "vocab_size",
@@ -22,7 +22,7 @@ _UNREAD = (
     "rope.scaling.finetuned",
     "expert_used_count",
 )
-"""Keys without effect on what is computed."""
+"""Keys that do not affect the computation."""
 
 _NEUTRAL = {
     "attention.causal": True,
@@ -38,11 +38,11 @@ _NEUTRAL = {
     "rope.scaling.attn_factor": 1.0,
     "pooling_type": 0,
 }
-"""Keys that may be there with the value that changes nothing, unless a family reads them."""
+"""Keys that are accepted with the value that has no effect, unless a family reads them."""
 
 
 class GgufFields(Fields):
-    """The `{architecture}.*` keys of a file.
+    """The fields `{architecture}.*` of a file's metadata.
 
     An array of equal values, one per layer, counts as that value. A number is converted to the
     shortest decimal with the same float32: 1e-05, not 9.99999975e-06.
@@ -59,9 +59,9 @@ class GgufFields(Fields):
         self.file = file
 
     def check_others(self, fixed: Mapping[str, Any]) -> None:
-        """Raise InputError for an unread key, unless its value has no effect.
+        """Raise InputError for a field that was not read, unless its value has no effect.
 
-        `fixed` are the values that keys have in every file of the family.
+        `fixed` are fields with the values that they have in every file of the family.
         """
         for name, value in {**_NEUTRAL, **fixed}.items():
             if name not in self.asked:
@@ -81,7 +81,10 @@ def _normalised(value: Any) -> Any:
 
 
 def read_scaling(fields: GgufFields, rotary_width: int) -> RopeScaling | None:
-    """Return the scaling of the rotary frequencies; `rotary_width` dimensions are rotated."""
+    """Return the scaling of the rotary frequencies, or None.
+
+    `rotary_width` is the number of rotated dimensions of a head.
+    """
     file = fields.file
     kind = fields.text("rope.scaling.type", "none")
     factor = fields.number("rope.scaling.factor", fields.number("rope.scale_linear", 1.0))

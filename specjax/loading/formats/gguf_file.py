@@ -3,9 +3,9 @@
 Every count, length and offset is compared with the file's size before memory is allocated, so that
 a damaged or hostile file raises an error instead of hanging. (Format: ggml-org/ggml docs/gguf.md.)
 
-The reader of the gguf package is no substitute: it treats bytes beyond the end as empty arrays, so
+The reader of the gguf package is no substitute. It treats bytes beyond the end as empty arrays, so
 that a length of 2^40 in a file of 130 bytes keeps it allocating, and it needs 5 seconds for the
-98,000 strings of the default model (here 0.1).
+98,000 strings of the default model, which take 0.1 seconds here.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Tensor(NamedTuple):
 
 @dataclass(frozen=True)
 class GgufFile:
-    """A scanned file: metadata by key, and tensors by name."""
+    """A mapped GGUF file with a scanned header: metadata by key, and tensors by name."""
 
     path: Path
     metadata: dict[str, Any]
@@ -67,7 +67,7 @@ class GgufFile:
         return np.frombuffer(tensor.data, np.uint8, tensor.size, tensor.offset)
 
     def values(self, tensor: Tensor, own: tuple[int | slice, ...] = ()) -> Float[np.ndarray, "..."]:
-        """Return a tensor's values as float32, indexed by the slices and integers `own`."""
+        """Return the values of a tensor as float32; `own` is an index of slices and integers."""
         block, block_bytes = GGML_QUANT_SIZES[tensor.kind]
         *lead, width = tensor.shape
         *rows, inputs = (*own, *[slice(None)] * (len(tensor.shape) - len(own)))

@@ -1,4 +1,4 @@
-"""Models in one GGUF file, or in several written by llama.cpp's gguf-split."""
+"""Models in one GGUF file, or in several parts as written by llama.cpp's gguf-split."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ _NUMBER, _COUNT, _TENSORS = "split.no", "split.count", "split.tensors.count"
 
 @contextmanager
 def open_parts(path: Path) -> Iterator[GgufFile]:
-    """Map a GGUF file, or all parts of a split one given the first.
+    """Map a GGUF file, or all parts of a split one, given the first part.
 
-    Yields a file with the metadata of the first part and the tensors of all. Raises InputError as
-    `open_gguf` does, for a part other than the first, and for missing or mismatched parts.
+    Yields a `GgufFile` with the metadata of the first part and the tensors of all. Raises
+    InputError as `open_gguf` does, for a part other than the first, and for missing or mismatched
+    parts.
     """
     with ExitStack() as files:
         first = files.enter_context(open_gguf(path))

@@ -43,13 +43,13 @@ _READ_IF_THERE = (
     "generation_config.json",
     "chat_template.jinja",
 )
-"""Files that change what a model says."""
+"""Files that affect a model's output, but may be missing."""
 
 
 def read_headers(directory: Path, family: Family) -> dict[str, StoredTensor]:
-    """Return a directory's tensors by their names in `family.tensors`, without their values.
+    """Return a directory's tensors, without their values, by their names in `family.tensors`.
 
-    They are those of model.safetensors or its shards. Prefixes that other tools add or omit
+    The tensors are those in model.safetensors or its shards. Prefixes that other tools add or omit
     ("model.", "module.") are normalized. Raises InputError for missing shards, damaged files,
     pickles, and a directory that changed since `save` wrote it.
     """
@@ -82,10 +82,10 @@ def read_params(
     scan_layers: bool = True,
     mtp: MtpConfig | None = None,
 ) -> dict[str, Any]:
-    """Return the parameter tree of `parameter_names.param_shapes`, from the files of a directory.
+    """Return the parameters of a decoder and, under "mtp", of its MTP modules, if any.
 
-    With `mtp`, the parameters of the modules are under "mtp". Raises InputError for tensors that
-    are missing, unexpected or mis-shaped.
+    `stored` is the result of `read_headers` for `directory`. Raises InputError for tensors that are
+    missing, unexpected or mis-shaped.
     """
     family = registry.family(config.family)
     head, embedding = (

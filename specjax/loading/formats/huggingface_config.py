@@ -21,7 +21,7 @@ from specjax.models.config import DecoderConfig
 
 
 def embedding_rows(directory: Path) -> int | None:
-    """Return the number of rows of the embedding by config.json, or None if not stated."""
+    """Return the number of embedding rows that config.json states, or None."""
     value = read_json(directory / "config.json").get("vocab_size")
     return value if type(value) is int and value > 0 else None
 
@@ -31,9 +31,9 @@ def read_config(
 ) -> tuple[DecoderConfig, int]:
     """Return the decoder that config.json describes, and the number of MTP modules it announces.
 
-    V is truncated to `vocab_size` if known; `unused_tokens` have no token. Raises InputError,
-    naming the field, for an unknown model type and for features that the decoder or the family
-    lacks.
+    The vocabulary is truncated to `vocab_size` ids if given; `unused_tokens` are ids without a
+    token. Raises InputError, naming the field, for an unknown model type and for features that the
+    decoder or the family lacks.
     """
     path = directory / "config.json"
     raw = read_json(path)
@@ -61,7 +61,7 @@ def read_config(
 
 
 def _check_architecture(fields: Fields, family: Family) -> None:
-    """Raise InputError for a class of transformers that is neither the family's nor its base."""
+    """Raise InputError if config.json names a class that is not the family's or its base class."""
     named = fields.get("architectures")
     if not named:
         return

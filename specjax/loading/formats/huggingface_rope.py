@@ -36,11 +36,10 @@ class Rope(NamedTuple):
 def read_rope(
     fields: Fields, max_positions: int, *, theta: float = 10000.0, partial: float | None = None
 ) -> Rope:
-    """Return the rotary settings in `rope_parameters` (transformers 5) or the older fields.
+    """Return the rotary settings in `rope_parameters` (transformers 5) or in the older fields.
 
-    `theta` and `partial` are defaults; without `partial` the model rotates all dimensions, and
-    another fraction raises InputError. Raises InputError also if old and new fields contradict each
-    other.
+    `theta` and `partial` are defaults. If `partial` is None, the model rotates all dimensions, and
+    another fraction raises InputError, as do old and new fields that contradict each other.
     """
     theta = fields.number("rope_theta", theta)
     rotated = fields.number(_PARTIAL, 1.0 if partial is None else partial)
@@ -63,7 +62,7 @@ def read_rope(
 
 
 def _read_section(fields: Fields, name: str, default: Rope, max_positions: int) -> Rope:
-    """Return the settings in one of the two objects, with `default` for missing ones."""
+    """Return the settings in the object `name` of config.json; missing ones are as in `default`."""
     rope = fields.get(name) or {}
     if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
         raise fields.fail(name, "must be one set of values for all layers")
@@ -108,7 +107,7 @@ def _read_section(fields: Fields, name: str, default: Rope, max_positions: int) 
 
 
 def write_rope(config: DecoderConfig, **more: Any) -> dict[str, Any]:
-    """Return the fields that `read_rope` reads; `more` is added to the newer ones."""
+    """Return the fields that `read_rope` reads; `more` is added to `rope_parameters`."""
     scaling = write_scaling(config)
     return {
         "rope_theta": config.rope_theta,
@@ -119,7 +118,7 @@ def write_rope(config: DecoderConfig, **more: Any) -> dict[str, Any]:
 
 
 def write_scaling(config: DecoderConfig) -> dict[str, Any]:
-    """Return the scaling as an object of config.json, without the base."""
+    """Return the scaling as an object of config.json, without the rotary base."""
     scaling = config.rope_scaling
     if scaling is None:
         return {"rope_type": "default"}

@@ -1,4 +1,4 @@
-"""Multi-token prediction modules inside checkpoints, among the decoder's own tensors."""
+"""Multi-token prediction modules in checkpoints, among the decoder's own tensors."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _COUNTS = (
     "mtp_num_layers",
     "n_predict",
 )
-"""What config.json calls the number of modules: DeepSeek, GLM and MiMo; Qwen; other tools."""
+"""Names of the number of modules in config.json: DeepSeek, GLM and MiMo; Qwen; other tools."""
 
 _MOST_MODULES = 64
 _OF_MODULE = re.compile(
     r"(model\.)?mtp(_layers)?\.|model\.layers\.\d+\.(enorm|hnorm|eh_proj|shared_head)\."
 )
-"""Names of tensors of DeepSeek's, GLM's, MiMo's, Qwen's and Step's modules."""
+"""Matches the tensor names of DeepSeek's, GLM's, MiMo's, Qwen's and Step's modules."""
 
 
 def announced(fields: Fields) -> int:
@@ -47,11 +47,13 @@ def stored(
     layout: MtpLayout | None,
     names: Collection[str],
 ) -> int:
-    """Return how many modules to read from a checkpoint: all that are announced, or 0.
+    """Return how many modules to read from a checkpoint: all that are announced, or none.
 
-    Some tools drop all modules but keep the announcement, which is noted in a line. A checkpoint
-    with only some of the tensors is truncated, which reading detects. Raises InputError for tensors
-    of modules that are not announced or that the family lacks.
+    `count` is the number that the config announces, and `names` are those of the checkpoint's
+    tensors. Some tools drop all modules but keep the announcement, which is logged. If only some of
+    the tensors are missing, the checkpoint is truncated, and reading it fails later. Raises
+    InputError for tensors of modules that are not announced or that the family lacks; `source`
+    begins the message.
     """
     starts: tuple[str, ...] = ()
     if layout is not None:
@@ -80,10 +82,11 @@ def stored(
 
 
 def module_config(config: DecoderConfig, count: int, layout: MtpLayout | None) -> MtpConfig | None:
-    """Return the config of `count` modules of a checkpoint, or None if there are none.
+    """Return the config of a checkpoint's `count` modules, or None if there are none.
 
-    They read the state after the final norm, and their own after theirs; the embedding of the pair
-    at position 0 is zero, as in vLLM. If the model has experts, so does a module's layer.
+    The modules read the decoder's state after its final norm, and each other's after the module's
+    norm; the embedding of the pair at position 0 is zero, as in vLLM. If the model has experts, so
+    does a module's layer.
     """
     if not count or layout is None:
         return None
@@ -104,7 +107,7 @@ def locations(
 ) -> list[Location]:
     """Return the locations of all modules' tensors in the tree of `array_table`.
 
-    `tensors` are the entries of the decoder, whose layer names also name a module's layer.
+    `tensors` are the entries of the decoder, which also name the tensors of a module's layer.
     """
     if mtp is None or layout is None:
         return []
@@ -128,7 +131,7 @@ def locations(
 def copies(
     config: DecoderConfig, mtp: MtpConfig | None, layout: MtpLayout | None
 ) -> dict[str, str]:
-    """Return the names of optional tensors of modules with those of the decoder they repeat."""
+    """Return, for the modules' optional tensors by name, the tensors of the decoder they repeat."""
     if mtp is None or layout is None:
         return {}
     return {

@@ -2,7 +2,7 @@
 
 One table per family and file format serves reading and writing (`families`). The tree is a plain
 nested dict; layers are stacked on the first axis, and kernels are matrices [in, out], some of which
-hold several of a file's tensors (`models.joined`).
+combine several of a file's tensors (`models.joined`).
 """
 
 from __future__ import annotations
@@ -28,20 +28,21 @@ _ALIGNMENT = 64  # bytes; XLA's CPU client copies a host array that starts anywh
 
 
 def param_shapes(config: DecoderConfig, scan_layers: bool = True) -> dict[str, Any]:
-    """Return the nested dict of parameter shapes of a decoder with this config."""
+    """Return the shapes of a decoder's parameters as a nested dict."""
     return jax.tree.map(lambda entry: entry.shape, parameter_table(config, scan_layers))
 
 
 class TensorEntry(NamedTuple):
-    """One row of a table: a tensor's name in the file and its location in the tree.
+    """One row of a table: the name of a tensor in files, and its place in the tree.
 
-    `path` is that of a part (`joined.parts`), such as the queries' kernel. `name` holds `{layer}`
-    for a tensor that exists once per layer, and `{expert}` for one that exists once per expert;
-    with `merged` one tensor holds all experts on a first axis. `paired` marks rows whose rotated
-    dimensions are stored as pairs of neighbours instead of half-split. `tied` limits the row to
-    models whose head is, or is not, the embedding. `part` is (index, count) where the file's tensor
-    holds several of the tree's parts, one after the other along the outputs. `transposed` marks
-    kernels that are stored [in, out]. The file's numbers are the tree's plus `added`.
+    `path` is that of a part (`joined.parts`), such as the queries' kernel. `name` contains
+    `{layer}` if there is one tensor per layer, and `{expert}` if there is one per expert; with
+    `merged` a single tensor has all experts on its first axis. `paired` marks rows whose rotated
+    dimensions are stored as pairs of neighbours instead of half-split. `tied`, unless None, limits
+    the row to models whose output head is, or is not, the embedding. `part` is (index, count) if
+    the file's tensor combines several of the tree's parts, one after the other along the outputs.
+    `transposed` marks kernels that are stored [in, out]. Numbers in files are those of the tree
+    plus `added`.
     """
 
     name: str
@@ -55,11 +56,12 @@ class TensorEntry(NamedTuple):
 
 
 class Location(NamedTuple):
-    """One tensor of one checkpoint: its file name and entry, and where in the tree it belongs.
+    """One tensor of a checkpoint, and the place in the parameter tree where its values belong.
 
-    It is the `section` of the leaf at `path`, and has `shape` there, in one layer and of one
-    expert; `layer` is counted from the first one that is stacked with it, `first`. `head_dim` is
-    the width of a head, and `rotary_width` the number of its rotated dimensions.
+    `name` is that of the tensor, and `entry` its row of the table. The values are the `section` of
+    the leaf at `path`, and have `shape` there, for one layer and one expert. `layer` is None
+    outside of layers; `first` is the first layer that is stacked with it. `head_dim` is the width
+    of a head, and `rotary_width` the number of its rotated dimensions.
     """
 
     name: str
@@ -74,9 +76,9 @@ class Location(NamedTuple):
     expert: int | None = None
 
     def within(self, scan_layers: bool) -> tuple[Path, tuple[int, ...]]:
-        """Return the leaf it belongs to, and its index (layer, expert or none) on the first axes.
+        """Return the path of the leaf, and the index (layer, expert or neither) on its first axes.
 
-        Without `scan_layers` each layer has its own leaves.
+        Without `scan_layers` each layer has separate leaves.
         """
         expert = () if self.expert is None else (self.expert,)
         if self.layer is None:
@@ -87,17 +89,17 @@ class Location(NamedTuple):
 
     @property
     def is_kernel(self) -> bool:
-        """Whether it is a matrix that multiplies activations."""
+        """Whether the tensor is a matrix that multiplies activations."""
         return self.path[-1] == "kernel"
 
     @property
     def rows(self) -> Shape:
-        """The shape [out, in] of a kernel's own rows, or that of another tensor."""
+        """The shape of the location's values in rows: [out, in] for a kernel."""
         return self.shape[::-1] if self.is_kernel else self.shape
 
     @property
     def leaf_shape(self) -> Shape:
-        """The shape of its leaf, in one layer and of one expert."""
+        """The shape of the whole leaf, for one layer and one expert."""
         count, *rest = self.rows
         rows = (count // self.section.width * self.section.size, *rest)
         return rows[::-1] if self.is_kernel else rows
@@ -112,50 +114,50 @@ class Location(NamedTuple):
 
 
 def locations(table: Iterable[TensorEntry], config: DecoderConfig) -> Iterator[Location]:
-    """Yield every part of a tensor that a checkpoint of this config must hold, in table order.
+    """Yield the location of each tensor that a checkpoint of this config must have, in order.
 
-    Raises InputError for a parameter without a name in the table.
+    The order is that of `table`. Raises InputError for a parameter without a name in the table.
     """
     known = parts(parameter_table(config), config)
     unnamed = set(known)
-    found = []
+    in_order = []
     for entry in table:
         if entry.tied not in (None, config.tie_word_embeddings):
             continue
         if entry.path[0] != "layers":
             if (part := known.get(entry.path)) is not None:
                 unnamed.discard(entry.path)
-                found += of_entry(entry, part, config)
+                in_order += of_entry(entry, part, config)
             continue
         for run in config.runs:
             path = (run.name, *entry.path[1:])
             if (part := known.get(path)) is None:
                 continue
             unnamed.discard(path)
-            own = part._replace(shape=part.shape[1:])
+            layer_part = part._replace(shape=part.shape[1:])
             for layer in range(run.first, run.first + run.count):
                 of_layer = entry._replace(name=entry.name.replace("{layer}", str(layer)))
-                for location in of_entry(of_layer, own, config):
-                    found.append(location._replace(layer=layer, first=run.first))
+                for location in of_entry(of_layer, layer_part, config):
+                    in_order.append(location._replace(layer=layer, first=run.first))
     if unnamed:
         raise InputError(
             f"family={config.family!r}: it has no name for {'.'.join(min(unnamed))} "
             f"({len(unnamed)} such parameters in all); use the family that has such layers"
         )
-    yield from found
+    yield from in_order
 
 
 def of_entry(entry: TensorEntry, part: Part, config: DecoderConfig) -> Iterator[Location]:
-    """Yield the locations of a tensor, or of each expert's, that is a part of a layer's leaf."""
+    """Yield the location of a tensor, or one location per expert if the part has experts."""
     whole = Location(entry.name, entry, *part, config.head_dim, config.rotary_width)
     if not (entry.merged or "{expert}" in entry.name):
         yield whole
         return
     count, *rest = part.shape
     for expert in range(count):
-        own = entry._replace(part=(expert, count)) if entry.merged else entry
+        of_expert = entry._replace(part=(expert, count)) if entry.merged else entry
         name = entry.name.replace("{expert}", str(expert))
-        yield whole._replace(name=name, entry=own, shape=tuple(rest), expert=expert)
+        yield whole._replace(name=name, entry=of_expert, shape=tuple(rest), expert=expert)
 
 
 def lookup(tree: dict[str, Any], path: Path) -> Any:
@@ -168,12 +170,12 @@ def lookup(tree: dict[str, Any], path: Path) -> Any:
 
 
 def allocate(table: dict[str, Any], dtype: Any) -> dict[str, Any]:
-    """Return a table's parameters, uninitialized and aligned so that a CPU device adopts them."""
+    """Return uninitialized arrays for a table, aligned so that a CPU device need not copy them."""
     return jax.tree.map(lambda entry: _empty(entry.shape, entry.dtype(dtype)), table)
 
 
 def empty_quantized(rows: Shape, bits: int) -> QuantizedKernel:
-    """Return an uninitialized, aligned kernel of `bits` with the shape `rows` [*L, F, D]."""
+    """Return an uninitialized, aligned kernel of `bits` bits, with rows of shape [*L, F, D]."""
     *lead, width = rows
     groups = (*lead, width // GROUP)
     if bits == 8:
@@ -190,11 +192,12 @@ def _empty(shape: Shape, dtype: Any) -> np.ndarray:
 
 
 def canonical(table: Collection[TensorEntry], names: Collection[str]) -> dict[str, str]:
-    """Return the table's name of each tensor of a checkpoint whose name differs only in its prefix.
+    """Return the name in the table for each name of a checkpoint's tensor.
 
-    Some tools omit the prefix of layer names ("model."), or put names of wrapping modules before or
-    in place of it ("language_model.model.", "model.language_model.", "module."). The first layer's
-    norm tells which; a head may have all or some of the wrapping modules.
+    They may differ in their prefix: some tools omit that of layer names ("model."), or put names of
+    wrapping modules before or in place of it ("language_model.model.", "model.language_model.",
+    "module."). The norm of the first layer shows which prefix is used; the name of the output head
+    may begin with all or some of the wrapping modules.
     """
     names_of = {entry.path: entry.name for entry in table}
     norm = names_of["layers", "attention_norm", "scale"]
@@ -226,11 +229,12 @@ def match(
     others: Iterable[Location] = (),
     ignored: Collection[str] = (),
 ) -> list[Location]:
-    """Return the locations of a decoder's tensors, after checking that a checkpoint is complete.
+    """Return the locations of a decoder's tensors after checking that a checkpoint has them all.
 
-    Embedding and head may have extra rows (padding, which is dropped). Raises InputError listing
-    what is missing, unexpected or mis-shaped; the tensors of `others` are required too, and
-    `ignored` names are optional.
+    `found` are the shapes of its tensors by name. Embedding and head may have extra rows (padding,
+    which is dropped). The tensors of `others` are required too, and names in `ignored` are
+    optional. Raises InputError that begins with `source` and lists missing, unexpected and
+    mis-shaped tensors.
     """
     if config.num_layers > len(found):
         raise InputError(

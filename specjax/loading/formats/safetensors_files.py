@@ -1,4 +1,4 @@
-"""Find and open the safetensors files of a directory, checking headers by its index."""
+"""Safetensors files of a directory: finding, opening, and checking their headers by the index."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from specjax.loading.tokenizers.huggingface_tokenizer import read_json
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-"""Suffixes of files that run code when they are read."""
+"""Suffixes of weight files that can run code when they are loaded."""
 
 FLOATS, HALVES = ("F32", "F16", "BF16", "F64"), ("F16", "BF16")
 PRODUCER = {"format": "pt", "producer": "specjax"}
-"""The header of the safetensors files that specjax writes."""
+"""Metadata in the header of every safetensors file that specjax writes."""
 
 _BUFFERS = re.compile(r".*\.rotary_emb\.(inv_freq|original_inv_freq|cos_cached|sin_cached)")
-"""Names of buffers that old checkpoints kept."""
+"""Matches the names of buffers that old checkpoints contain."""
 
 Shards = Mapping[Path, list[str] | None]
-"""Weight files, each with the tensors that an index puts there, or None without an index."""
+"""Weight files, each with the tensors that the index says it has, or None without an index."""
 
 
 class StoredTensor(NamedTuple):
-    """A tensor in a file: the file, its name there, its shape and type."""
+    """A tensor in a file: the file, the tensor's name in it, its shape, and its type."""
 
     path: Path
     name: str
@@ -41,7 +41,7 @@ class StoredTensor(NamedTuple):
 
 
 def refuse_pickle(path: Path) -> InputError:
-    """Return the error for weights in a pickle."""
+    """Return the InputError for weights in a pickle, which could run code."""
     return InputError(
         f"{path}: a pickle can run code and is not read; use safetensors files, or make them where "
         "torch is installed: save_pretrained in transformers, or save_file in safetensors.torch "
@@ -50,7 +50,7 @@ def refuse_pickle(path: Path) -> InputError:
 
 
 def find_shards(directory: Path, names: Collection[str] = (WEIGHTS,)) -> Shards:
-    """Return the weight files of a directory: one with one of the `names`, or those of its index.
+    """Return the weight files of a directory: one called like one of `names`, or those of an index.
 
     Raises InputError if there are none.
     """
@@ -99,9 +99,9 @@ def open_file(path: Path) -> Iterator[Any]:
 
 @contextmanager
 def open_tensors(tensors: Iterable[StoredTensor]) -> Iterator[Callable[..., np.ndarray]]:
-    """Yield a function `read(tensor, index)` for the values of the tensors, with their files open.
+    """Yield a function `read(tensor, index)` for the values of the tensors, whose files stay open.
 
-    `index` selects slices; a tensor without axes takes none.
+    `index` is a tuple of slices, empty for a tensor without axes.
     """
     with ExitStack() as stack:
         paths = {tensor.path for tensor in tensors}
@@ -115,10 +115,10 @@ def open_tensors(tensors: Iterable[StoredTensor]) -> Iterator[Callable[..., np.n
 
 
 def read_headers(shards: Shards, dtypes: Collection[str]) -> list[StoredTensor]:
-    """Return the tensors of files without values, omitting obsolete buffers.
+    """Return the tensors of files without their values, omitting obsolete buffers.
 
-    Raises InputError for a tensor in the index but not in the file, and for types other than
-    `dtypes`.
+    Raises InputError for a tensor that is in the index but not in its file, and for types other
+    than `dtypes`.
     """
     found = []
     for path, listed in shards.items():
@@ -143,18 +143,21 @@ def read_headers(shards: Shards, dtypes: Collection[str]) -> list[StoredTensor]:
 
 
 def read_notes(path: Path) -> dict[str, str]:
-    """Return the notes in a file's header."""
+    """Return the metadata in a file's header, by name."""
     with open_file(path) as file:
         return file.metadata() or {}
 
 
 def is_ours(notes: Mapping[str, str]) -> bool:
-    """Return whether the notes say that specjax wrote the file."""
+    """Return whether the metadata of a header says that specjax wrote the file."""
     return notes.get("producer") == PRODUCER["producer"]
 
 
 def write_tensors(tensors: Mapping[str, np.ndarray], path: Path, notes: Mapping[str, str]) -> None:
-    """Write a safetensors file whose header names specjax and holds the notes. Raises OSError."""
+    """Write a safetensors file, with `notes` and the name of specjax in its header.
+
+    Raises OSError on failure.
+    """
     try:
         whole = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
         save_file(whole, path, metadata={**notes, **PRODUCER})

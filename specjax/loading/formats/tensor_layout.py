@@ -1,8 +1,8 @@
-"""Convert tensors between a checkpoint's layout and the parameter tree's.
+"""Conversion of tensors between a checkpoint's layout and the parameter tree's.
 
-Files have kernels as rows [out, in], joined in other ways than the tree's, transposed ones, and
-rotary halves interleaved, pair by pair; the tree has kernels [in, out] and halves one after the
-other. Which of these a tensor has, its `parameter_names.TensorEntry` says.
+Files have kernels as rows [out, in] or transposed, joined in other ways than in the tree, and some
+have rotary dimensions in adjacent pairs. The tree has kernels [in, out] with rotary dimensions in
+two halves. A tensor's `parameter_names.TensorEntry` says which of these apply.
 """
 
 from __future__ import annotations
@@ -21,22 +21,23 @@ from specjax.models.config import DecoderConfig
 def own_rows(
     location: Location, rows: slice = slice(None), inputs: slice = slice(None)
 ) -> tuple[int | slice, ...]:
-    """Return the index in the file's tensor of some rows of a location, and of some inputs."""
+    """Return the index, in the file's tensor, of some rows and inputs of a location."""
     number, _ = location.entry.part
     first, stop, _ = rows.indices(location.rows[0])
     if location.entry.merged:
         return (number, slice(first, stop), inputs)
     before = number * location.rows[0]
-    own = slice(before + first, before + stop)
+    stored_rows = slice(before + first, before + stop)
     if location.entry.transposed:
-        return (inputs, own)
-    return (own, inputs)[: len(location.rows)]
+        return (inputs, stored_rows)
+    return (stored_rows, inputs)[: len(location.rows)]
 
 
 def from_stored(stored: Shaped[np.ndarray, "..."], location: Location) -> Shaped[np.ndarray, "..."]:
-    """Return a location's rows as the tree has them, from those of the file (`own_rows`).
+    """Return rows of a location in the tree's layout, given the same rows in the file's layout.
 
-    Of a kernel they are [out, in]. Whole heads where rows are reordered.
+    For a kernel the result is [out, in]. If rotary dimensions are reordered, `stored` must consist
+    of whole heads.
     """
     entry = location.entry
     if entry.transposed:
@@ -47,7 +48,10 @@ def from_stored(stored: Shaped[np.ndarray, "..."], location: Location) -> Shaped
 
 
 def to_stored(leaf: Shaped[np.ndarray, "..."], location: Location) -> Shaped[np.ndarray, "..."]:
-    """Return a location's rows as the file has them, from its leaf; `_joined` joins parts."""
+    """Return a location's rows in the file's layout, given the leaf that they are in.
+
+    Parts that a file joins are returned separately (`_joined`).
+    """
     entry = location.entry
     rows = location.section.of(leaf.T if location.is_kernel else leaf)
     stored = rows.reshape(location.rows)
@@ -61,7 +65,7 @@ def to_stored(leaf: Shaped[np.ndarray, "..."], location: Location) -> Shaped[np.
 def stored_tensors(
     table: Iterable[TensorEntry], config: DecoderConfig, params: dict[str, Any]
 ) -> dict[str, Shaped[np.ndarray, "..."]]:
-    """Return a model's parameters with the names and in the layouts of a table.
+    """Return a model's parameters by the names, and in the layouts, of a table.
 
     Raises InputError for parameters whose shape does not match the config.
     """
@@ -80,22 +84,25 @@ def stored_tensors(
 
 
 def _joined(entries: Sequence[tuple[Location, np.ndarray]]) -> np.ndarray:
-    """Return a file's tensor from its parts, which follow each other along the outputs."""
+    """Return a file's tensor, given the parts that it consists of along the outputs."""
     ordered = sorted(entries, key=lambda pair: pair[0].entry.part)
     axis = -1 if ordered[0][0].entry.transposed else 0
     joined = np.concatenate([part for _, part in ordered], axis=axis)
     return np.ascontiguousarray(joined.reshape(ordered[0][0].stored_shape))
 
 
-def same_numbers(one: np.ndarray, other: np.ndarray, rows: int | None = None) -> bool:
-    """Return whether two arrays, or their first `rows`, agree in the coarser of their dtypes."""
-    one, other = one[:rows], other[:rows]
-    if one.shape != other.shape:
+def same_numbers(first: np.ndarray, second: np.ndarray, rows: int | None = None) -> bool:
+    """Return whether two arrays are equal in the coarser of their dtypes.
+
+    If `rows` is given, only that many leading rows are compared.
+    """
+    first, second = first[:rows], second[:rows]
+    if first.shape != second.shape:
         return False
     with np.errstate(over="ignore"):
         return np.array_equal(
-            one.astype(other.dtype).astype(np.float32),
-            other.astype(one.dtype).astype(other.dtype).astype(np.float32),
+            first.astype(second.dtype).astype(np.float32),
+            second.astype(first.dtype).astype(second.dtype).astype(np.float32),
         )
 
 
@@ -116,7 +123,7 @@ def _reordered(
     location: Location,
     order: Callable[[int], np.ndarray],
 ) -> Shaped[np.ndarray, "..."]:
-    """Return the rows of each head, the rotated ones in another order."""
+    """Return the rows with the rotated ones of each head permuted by `order(rotary_width)`."""
     width, rotated = location.head_dim, location.rotary_width
     rows = np.concatenate([order(rotated).reshape(-1), np.arange(rotated, width)])
     heads = stored.reshape(-1, width, *stored.shape[1:])

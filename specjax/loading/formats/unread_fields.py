@@ -1,4 +1,4 @@
-"""Check config.json fields that no reader uses, which must not change the model.
+"""Checks of config.json fields that no reader used, and which must not change the model.
 
 A field is accepted if its name has no effect (`_INERT`), if its value agrees with the model that
 was read (`implied`), or if it is empty: null, false, 0, "", [] or {}. Any other field would change
@@ -17,7 +17,7 @@ from specjax.loading.typed_fields import Fields, is_empty
 from specjax.models.config import DecoderConfig, Experts
 
 Implied = Mapping[str, Collection[Any]]
-"""For names of fields the values that change nothing."""
+"""The values of fields, by name, that agree with a model and thus have no effect."""
 
 _QUANTISED = ("quantization_config", "quantization", "compression_config")
 
@@ -58,7 +58,7 @@ _INERT = re.compile(
         )
     )
 )
-"""Names of fields of which no value changes the logits."""
+"""Matches the names of fields that never affect the logits."""
 
 _CONSTANT: Implied = {
     "logit_scale": (1,),
@@ -68,7 +68,7 @@ _CONSTANT: Implied = {
     "is_causal": (True,),
     "scale_attn_weights": (True,),
 }
-"""Values that every model has which specjax reads."""
+"""Values that are the same in all supported models."""
 
 _ACTIVATIONS = {
     "silu": ("silu", "swish"),
@@ -78,7 +78,7 @@ _ACTIVATIONS = {
 
 
 def implied(config: DecoderConfig) -> Implied:
-    """Return a decoder's properties by the names that config.json has for them."""
+    """Return the values that fields of config.json must have to agree with a decoder, by name."""
     attention, window = config.attention, config.sliding_window
     rotary = config.rotary_width
     epsilon, act = config.rms_norm_eps, _ACTIVATIONS[config.mlp.activation]
@@ -138,7 +138,7 @@ def _of_experts(experts: Experts) -> dict[tuple[str, ...], Any]:
 def check_unread(fields: Fields, allowed: Implied, what: str) -> None:
     """Raise InputError for a field that was not read and would change the model.
 
-    `allowed` are values such as `implied` returns, and `what` names in errors what was read.
+    `allowed` are values by name, as returned by `implied`; `what` names in messages what was read.
     """
     values = fields.values
     for name in _QUANTISED:

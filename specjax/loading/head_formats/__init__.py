@@ -1,7 +1,7 @@
 """Trained heads in the layouts of other tools: Medusa, EAGLE-1/2, EAGLE-3 and speculators.
 
-Tensors are stored as safetensors. Every name, shape and flag is checked; an error lists whatever is
-missing or unexpected.
+Tensors are stored as safetensors. Every name, shape and flag is checked, and an error lists all
+that are missing or unexpected.
 """
 
 from specjax.loading.head_formats.read_write import (

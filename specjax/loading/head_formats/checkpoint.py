@@ -27,15 +27,15 @@ from specjax.loading.tokenizers.huggingface_tokenizer import read_json
 
 CONFIG, MEDUSA_WEIGHTS = "config.json", "medusa_lm_head.safetensors"
 _WRAPPERS = re.compile(r"^((model|module|_orig_mod|draft_model|eagle_module)\.)+")
-"""Names of modules around a head, which tools put in front of its tensors' names."""
+"""Matches the names of wrapping modules, which tools prefix to the names of a head's tensors."""
 
 _MAPS = ("BOOL", "I8", "I16", "I32", "I64", "U8", "U16", "U32", "U64")
-"""Types of maps of vocabularies."""
+"""The types of tensors that map draft vocabularies to tokens."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A directory's config, its tensors by name, and the notes in their header."""
+    """The config of a head's directory, its tensors by name, and the metadata in their header."""
 
     directory: Path
     config: dict[str, Any]
@@ -44,7 +44,7 @@ class Checkpoint:
 
     @property
     def is_ours(self) -> bool:
-        """Whether specjax wrote it."""
+        """Whether specjax wrote the checkpoint."""
         return is_ours(self.notes)
 
 
@@ -75,7 +75,7 @@ def read_checkpoint(directory: Path) -> Checkpoint:
 
 
 def _with_layers_fields(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the config with the layer's fields, which vLLM's EAGLEConfig puts in "model"."""
+    """Return `config` plus the fields in its section "model", where vLLM's EAGLEConfig has them."""
     inner = config.get("model")
     if config.get("model_type") != "eagle" or not isinstance(inner, dict):
         return config
@@ -84,12 +84,12 @@ def _with_layers_fields(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def tensor_names(directory: Path) -> set[str]:
-    """Return the names of a directory's tensors, as in `read_checkpoint`."""
+    """Return the names of a directory's tensors, as they are in `read_checkpoint`."""
     return set(_find_tensors(directory))
 
 
 def _find_tensors(directory: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of a directory's files by their names without modules around the head."""
+    """Return the tensors of a directory by name, without prefixes of modules around the head."""
     shards = find_shards(directory, (WEIGHTS, MEDUSA_WEIGHTS))
     found: dict[str, StoredTensor] = {}
     for tensor in read_headers(shards, (*FLOATS, *_MAPS)):

@@ -24,10 +24,10 @@ def read_decoder(
 ) -> DecoderConfig:
     """Return the single Llama layer that a config describes, with the target's vocabulary.
 
-    `names` are the tensor names. They determine the number of layers, whatever the config states,
-    and, if it does not say, whether queries, keys and values have biases. The caller reads `extra`
-    fields. A vocabulary padded beyond the target's is truncated. Raises InputError for another kind
-    of layer and for fields that would change it.
+    `names` are the names of the tensors. They determine the number of layers, whatever the config
+    states, and whether queries, keys and values have biases if the config does not say. The caller
+    reads the fields `extra`. A vocabulary padded beyond the target's is truncated. Raises
+    InputError for another kind of layer and for fields that would change it.
     """
     names = list(names)
     # EAGLE's code for Qwen2 copies the target's type; its layer is Llama's with biases.
@@ -61,7 +61,7 @@ def read_decoder(
 
 
 def say_count(fields: Fields, name: str, found: int) -> None:
-    """Log a line if a config states another number of something than its file has."""
+    """Log a line if the field `name`, a number, differs from the number that the file has."""
     stated = fields.get(name)
     if stated not in (None, found):
         fields.integer(name)

@@ -1,4 +1,4 @@
-"""The draft vocabulary of a head as other tools store it.
+"""The draft vocabulary of a head in the forms that other tools store.
 
 It is stored as offsets (`d2t`: target token = i + d2t[i]) with a mask over the target's tokens
 (`t2d`), or as plain ids (vLLM's `token_map` for Medusa).
@@ -17,14 +17,17 @@ Tensors = dict[str, np.ndarray]
 
 
 def offsets(draft_ids: np.ndarray, vocab_size: int) -> dict[str, np.ndarray]:
-    """Return `d2t` int64 [Vd] and `t2d` bool [V] for ascending token ids."""
+    """Return the tensors `d2t` int64 [Vd] and `t2d` bool [V] for ascending token ids."""
     known = np.zeros(vocab_size, np.bool_)
     known[draft_ids] = True
     return {"d2t": draft_ids.astype(np.int64) - np.arange(len(draft_ids)), "t2d": known}
 
 
 def read_offsets(where: Path, tensors: Tensors, size: int) -> np.ndarray | None:
-    """Return the token ids [Vd] of `d2t`, unsorted and unchecked, or None if there is none."""
+    """Return the token ids [Vd] that `d2t` stands for, or None if there is no such tensor.
+
+    They are neither sorted nor checked. Raises InputError unless there are `size` (Vd) of them.
+    """
     d2t = tensors.get("d2t")
     if d2t is None:
         if "t2d" in tensors:
@@ -45,11 +48,11 @@ def drop_padding(
     stated: int,
     vocab_size: int,
 ) -> tuple[Tensors, np.ndarray | None]:
-    """Return the tensors and token ids of a head without rows that have no token of the target.
+    """Return a head's tensors and token ids without the rows of padding tokens.
 
-    The target has `vocab_size` tokens, and the head's config states `stated` with padding. The
-    tensors `heads` have a row for each id, or for each token. A map may point to padding if its
-    training data had too few tokens.
+    The target has `vocab_size` tokens, and the head's config states `stated`, which counts padding.
+    The tensors named in `heads` have a row for each of `ids`, or for each token. `ids` may contain
+    padding tokens if the training data had too few others.
     """
     kept = None if ids is None else (ids < vocab_size) | (ids >= stated)
 
@@ -67,7 +70,7 @@ def drop_padding(
 
 
 def check_mask(where: Path, tensors: Tensors, ids: np.ndarray) -> None:
-    """Raise InputError if a mask `t2d` exists and disagrees with the token ids."""
+    """Raise InputError if the mask `t2d` exists and disagrees with the token ids."""
     t2d = tensors.get("t2d")
     if t2d is None:
         return
@@ -82,7 +85,10 @@ def check_mask(where: Path, tensors: Tensors, ids: np.ndarray) -> None:
 
 
 def check_ids(where: Path, name: str, ids: np.ndarray, vocab_size: int) -> np.ndarray:
-    """Return the ids; raise InputError unless they are distinct tokens of the target."""
+    """Return `ids`; raise InputError unless they are distinct tokens of the target.
+
+    `name` is the name of the tensor in messages.
+    """
     wrong = (ids < 0) | (ids >= vocab_size)
     if wrong.any():
         index = int(np.argmax(wrong))
@@ -100,7 +106,7 @@ def check_ids(where: Path, name: str, ids: np.ndarray, vocab_size: int) -> np.nd
 
 
 def ascending(ids: np.ndarray | None) -> tuple[np.ndarray | None, np.ndarray | slice]:
-    """Return the ids in ascending order as int32, and the order of their rows."""
+    """Return the ids in ascending order as int32, and the permutation that sorts their rows."""
     if ids is None:
         return None, slice(None)
     order = np.argsort(ids)

@@ -1,10 +1,10 @@
-"""EAGLE heads in SafeAILab's layouts, and EAGLE-3 heads in that of the speculators library.
+"""EAGLE heads in SafeAILab's layouts, and EAGLE-3 heads in the layout of the speculators library.
 
 EAGLE-1 and 2: `fc`, whose input is concat(embedding, feature), and `layers.0` without an input norm
 (model/cnets1.py of SafeAILab/EAGLE). EAGLE-3: `fc` over the taps, `midlayer`, `norm`, `lm_head` and
 the maps `d2t` and `t2d` (model/cnets.py). Speculators (config version 0.9) has the same tensors,
-with `layers.0` for `midlayer`, and puts the layer's fields under `transformer_layer_config`. Rotary
-halves are as in transformers and here.
+with `layers.0` for `midlayer`, and the layer's fields in the section `transformer_layer_config`.
+Rotary dimensions are in two halves, as in transformers and specjax.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from specjax.models.heads.eagle import EagleConfig
 from specjax.models.joined import parts
 
 _FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-"""Flags of EAGLE-3 under the names that all tools use; missing ones are false."""
+"""Flags of EAGLE-3 whose names all tools share; they default to false."""
 
 _FC_BIAS = ("bias", "eagle_fc_bias")
 _VLLM_FIELDS = {"method": "eagle", "skip_prenorm": True, "skip_output_norm": True}
-"""Fields of EAGLE-1 in vLLM's EAGLEConfig, with what is supported."""
+"""Fields of EAGLE-1 in vLLM's EAGLEConfig, with the supported value."""
 
 _LAYER, _EAGLE = "transformer_layer_config", "eagle_config"
 _EAGLE3_FIELDS = (
@@ -52,7 +52,7 @@ _SUPPORTED = {
     "parallel_draft_step": (1,),
     "parallel_draft_heads_num_layers": (1,),
 }
-"""Fields of `eagle_config`, which tools of vLLM and ModelOpt write, with what is supported."""
+"""Fields of `eagle_config`, written by tools of vLLM and ModelOpt, with the supported values."""
 
 _SPECULATORS_FIELDS = (
     "speculators_model_type",
@@ -92,10 +92,10 @@ def read_eagle1(
     stated, vocab_size = fields.count("vocab_size"), target.config.vocab_size
     extra = ("embed_tokens.weight", "lm_head.weight")
     tensors, _ = draft_vocabulary.drop_padding(checkpoint.tensors, None, extra, stated, vocab_size)
-    for name, own in (("embed_tokens.weight", "embedding"), ("lm_head.weight", "head")):
+    for name, part in (("embed_tokens.weight", "embedding"), ("lm_head.weight", "head")):
         if name in tensors and not _is_targets(name, tensors, target):
             raise InputError(
-                f"{checkpoint.directory}: {name} differs from the {own} of {target.name}, which "
+                f"{checkpoint.directory}: {name} differs from the {part} of {target.name}, which "
                 "EAGLE-1 uses; use the weights that the head was trained for (those of a quantised "
                 "file are others)"
             )
@@ -130,7 +130,7 @@ def read_eagle3(
 ) -> Head:
     """Return an EAGLE-3 head from either layout; a stored embedding is kept if it differs.
 
-    Raises InputError for inconsistent flags, names or shapes.
+    `layer_ids` is as in `read_foreign`. Raises InputError for inconsistent flags, names or shapes.
     """
     where = checkpoint.directory
     fields = Fields(str(where / "config.json"), checkpoint.config)
@@ -183,7 +183,7 @@ def read_eagle3(
 
 
 def _check_speculators(fields: Fields) -> None:
-    """Raise InputError for what only another version of the library reads, or reads otherwise."""
+    """Raise InputError for fields that only another version of speculators reads, or reads so."""
     fields.only("speculators_model_type", "eagle3")
     if fields.get("norm_before_residual") is None:
         raise fields.fail(
@@ -197,9 +197,10 @@ def _check_speculators(fields: Fields) -> None:
 def _read_vocabulary(
     checkpoint: Checkpoint, target: Model, size: int, stated: int
 ) -> tuple[dict[str, np.ndarray], np.ndarray | None]:
-    """Return the tensors without padding rows, and the token ids of a draft vocabulary.
+    """Return the tensors without rows of padding, and the token ids of a draft vocabulary, if any.
 
-    `size` is that of the config, and `stated` the number of the target's tokens there.
+    `size` is the draft vocabulary's size by the config, and `stated` the target's, padding
+    included.
     """
     where, vocab_size = checkpoint.directory, target.config.vocab_size
     ids = draft_vocabulary.read_offsets(where, checkpoint.tensors, size)
@@ -221,7 +222,7 @@ def _read_vocabulary(
 def write_eagle3(
     head: Head, layer_ids: eagle3_layer_ids.Convention, *, speculators: bool = False
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Return the config and the tensors of an EAGLE-3 head, in SafeAILab's or speculators' layout.
+    """Return the config and tensors of an EAGLE-3 head, in SafeAILab's or speculators' layout.
 
     Flags and taps without a name in SafeAILab's code get vLLM's names. Raises InputError for parts
     that neither layout has.
@@ -297,22 +298,25 @@ _MODULES = {
 
 
 def _locations(config: EagleConfig, layer: str) -> dict[str, parameter_names.Location]:
-    """Where each tensor of a head belongs, by name; its layer is "midlayer" or "layers.0"."""
+    """Return the place of each tensor in the head's tree, by the tensor's name.
+
+    `layer` is the name of the head's layer, "midlayer" or "layers.0".
+    """
     known = parts(parameter_table(config), config.decoder)
     modules = {name.format(layer=layer): path for name, path in _MODULES.items()}
     modules |= {f"fc_norm.{tap}": ("fc_norm", str(tap)) for tap in range(len(config.taps))}
-    found = {}
+    location_of = {}
     for module, path in modules.items():
         for leaf in ("kernel", "scale", "embedding", "bias"):
             if (part := known.get((*path, leaf))) is not None:
                 name = f"{module}.{'bias' if leaf == 'bias' else 'weight'}"
                 entry = parameter_names.TensorEntry(name, (*path, leaf))
-                (found[name],) = parameter_names.of_entry(entry, part, config.decoder)
-    return found
+                (location_of[name],) = parameter_names.of_entry(entry, part, config.decoder)
+    return location_of
 
 
 def _named_tensors(head: Head, layer: str) -> dict[str, np.ndarray]:
-    """Return a head's own tensors and its map, by the names of SafeAILab."""
+    """Return a head's tensors, and those of its draft vocabulary, under SafeAILab's names."""
     config = head.config
     assert isinstance(config, EagleConfig)
     tensors = {
@@ -333,15 +337,18 @@ def _named_tensors(head: Head, layer: str) -> dict[str, np.ndarray]:
 def _is_targets(
     name: str, tensors: dict[str, np.ndarray], target: Model, exactly: bool = False
 ) -> bool:
-    """Whether a tensor equals the target's; with `exactly` bit for bit in the target's dtype."""
+    """Return whether a tensor equals the target's embedding or output head.
+
+    They are compared in the coarser of their dtypes or, with `exactly`, in the target's dtype.
+    """
     embedding = name.startswith("embed_tokens")
-    own = (
+    of_target = (
         shared_with_target.target_embedding(target)
         if embedding
         else shared_with_target.target_head(target)
     )
     stored = tensors[name].astype(target.dtype) if exactly else tensors[name]
-    return tensor_layout.same_numbers(stored, own)
+    return tensor_layout.same_numbers(stored, of_target)
 
 
 def _read_params(
@@ -351,7 +358,7 @@ def _read_params(
     layer: str,
     extra: tuple[str, ...],
 ) -> dict[str, Any]:
-    """Return the parameter tree of the tensors; `extra` names are allowed and ignored."""
+    """Return the parameter tree of the tensors; those named in `extra` are allowed and ignored."""
     table = _locations(config, layer)
     bias = f"{layer}.self_attn.o_proj.bias"
     if config.decoder.attention_bias:

@@ -1,8 +1,8 @@
-"""The target layers that an EAGLE-3 head reads: ids in files, feature names here.
+"""The target layers that an EAGLE-3 head reads: ids in files, and names of features.
 
-Beware of an off-by-one: EAGLE's own code, vLLM and speculators count the *input* of layer i, like
-`layer_input:i` (i = L, after the last layer, is `pre_norm`). SpecForge and SGLang count the
-*output* of layer i, which is the input of layer i + 1. Files do not say which convention they use.
+The conventions differ by one. EAGLE's own code, vLLM and speculators number the *inputs* of layers,
+as `layer_input:i` does (i = L, after the last layer, is `pre_norm`). SpecForge and SGLang number
+the *outputs*: the output of layer i is the input of layer i + 1. Files do not say which they use.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ KEYS = (_IDS, _COUNT)
 
 
 def check_convention(layer_ids: str | None) -> None:
-    """Raise InputError for an unknown convention."""
+    """Raise InputError unless `layer_ids` is None or the name of a convention."""
     if layer_ids not in (None, *CONVENTIONS):
         raise InputError(f"layer_ids={layer_ids!r}: use input or output")
 
@@ -31,10 +31,11 @@ def check_convention(layer_ids: str | None) -> None:
 def read(
     sections: Sequence[Fields], target: Model, layer_ids: Convention | None
 ) -> tuple[str, ...]:
-    """Return the features for the layer ids of a config, by default the published (2, L/2, L - 3).
+    """Return the features for the layer ids in a config, by default EAGLE-3's (2, L/2, L - 3).
 
-    Raises InputError for ids out of range or order, sections that disagree and, if `layer_ids` is
-    None (inputs), ids that are SpecForge's defaults and so count outputs.
+    `sections` are the parts of the config that may state them. Raises InputError for ids out of
+    range or order and for sections that disagree. If `layer_ids` is None, ids number inputs, and
+    SpecForge's default ids, which number outputs, raise InputError too.
     """
     layers = target.config.num_layers
     given = [(fields, ids) for fields in sections if (ids := fields.integers(_IDS)) is not None]
@@ -64,7 +65,7 @@ def read(
 
 
 def write(taps: Sequence[str], num_layers: int, layer_ids: Convention) -> list[int]:
-    """Return the layer ids of features; raise InputError for features without an id."""
+    """Return the layer ids of the features `taps`; raise InputError for a feature without one."""
     ids = []
     for tap in taps:
         if tap != "pre_norm" and not tap.startswith("layer_input:"):

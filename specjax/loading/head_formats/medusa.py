@@ -35,21 +35,21 @@ _BLOCK = re.compile(
 )
 _HEAD = re.compile(r"lm_heads\.(\d+)\.weight")
 _IDLE = re.compile(r"medusa_\w+|max_paths|topk|max_medusa_\w+")
-"""Names of fields about training or trees."""
+"""Matches the names of fields about training or trees, which do not affect the head."""
 
 
 def is_medusa(names: Iterable[str]) -> bool:
-    """Return whether any name is that of a Medusa block."""
+    """Return whether any of the names is that of a Medusa block."""
     return any(_BLOCK.fullmatch(_short(name)) for name in names)
 
 
 def _short(name: str) -> str:
-    """Return the name without the prefix that a whole Medusa model has."""
+    """Return a tensor's name without the prefix that it has in a complete Medusa model."""
     return re.sub(r"^medusa_heads?\.", "", name)
 
 
 def _published(name: str, num_layers: int) -> str:
-    """Return the published name of a tensor that may have vLLM's."""
+    """Return FasterDecoding's name of a tensor that may have vLLM's name."""
     name = _short(name)
     if found := _HEAD.fullmatch(name):
         return f"{found[1]}.{num_layers}.weight"
@@ -122,14 +122,14 @@ def read(checkpoint: Checkpoint, target: Model, metadata: TargetMetadata, traini
 
 
 def _counts(where: Path, names: Iterable[str]) -> tuple[int, int]:
-    """How many heads and how many blocks of each a file has, by the largest numbers in its names.
+    """Return the number of heads, and of blocks per head, that the tensors' names imply.
 
-    What a config states may be another head's: published ones say 2 of 5. Raises InputError for
-    numbers beyond what is there.
+    The config is not used: published ones state 2 heads for files with 5. Raises InputError if
+    there are fewer tensors than the largest numbers imply.
     """
-    blocks = [found for name in names if (found := _BLOCK.fullmatch(_short(name)))]
-    heads = max(int(found["h"] or found["bh"]) for found in blocks) + 1
-    layers = max(int(found["l"] or found["bl"]) for found in blocks) + 1
+    blocks = [match for name in names if (match := _BLOCK.fullmatch(_short(name)))]
+    heads = max(int(match["h"] or match["bh"]) for match in blocks) + 1
+    layers = max(int(match["l"] or match["bl"]) for match in blocks) + 1
     if heads * layers > len(blocks):
         raise InputError(
             f"{where}: names of tensors number {heads} heads of {layers} blocks, and only "
@@ -139,7 +139,10 @@ def _counts(where: Path, names: Iterable[str]) -> tuple[int, int]:
 
 
 def _check_fields(fields: Fields, target: Model) -> None:
-    """Raise InputError for a field that would change the head; a base model's fields do not."""
+    """Raise InputError for a field that would change the head.
+
+    Fields of the base model's config, which tools copy, are accepted.
+    """
     base = {*implied(target.config), "max_position_embeddings", "tie_word_embeddings"}
     base |= {"rope_theta", "rope_scaling", "rope_parameters", "num_hidden_layers"}
     for name in fields.values:
@@ -149,18 +152,18 @@ def _check_fields(fields: Fields, target: Model) -> None:
 
 
 _MOST_PADDING = 1024
-"""More rows than the target has tokens are another vocabulary's."""
+"""The most rows of padding; a head with more has another vocabulary than the target."""
 
 
 def _stated_tokens(fields: Fields, head: np.ndarray | None, vocab_size: int) -> int:
-    """The number of tokens, padding included, by the config, else by the first head's rows."""
+    """Return the config's number of tokens, padding included, or that of the first head's rows."""
     rows = 0 if head is None else len(head)
     padded = vocab_size < rows <= vocab_size + _MOST_PADDING
     return fields.count("vocab_size", rows if padded else vocab_size)
 
 
 def _read_ids(fields: Fields, tensors: dict[str, np.ndarray], stated: int) -> np.ndarray | None:
-    """Return the token ids of `token_map`, not checked; None for a head of all tokens."""
+    """Return the token ids in `token_map`, unchecked, or None for a head of all tokens."""
     ids = tensors.get("token_map")
     size = fields.count("truncated_vocab_size", stated)
     if ids is None:
@@ -178,9 +181,9 @@ def _read_ids(fields: Fields, tensors: dict[str, np.ndarray], stated: int) -> np
 def _check_original(
     checkpoint: Checkpoint, stored: np.ndarray, ids: np.ndarray | None, target: Model
 ) -> None:
-    own = shared_with_target.target_head(target)
-    own = own if ids is None else own[ids]
-    if not tensor_layout.same_numbers(stored, own):
+    head = shared_with_target.target_head(target)
+    head = head if ids is None else head[ids]
+    if not tensor_layout.same_numbers(stored, head):
         raise InputError(
             f"{checkpoint.directory}: original_lm_head is true, but lm_head.weight differs from "
             f"the head of {target.name}; use the weights that the head was trained for (those of a "
@@ -189,7 +192,7 @@ def _check_original(
 
 
 def with_own_heads(head: Head, target: Model) -> Head:
-    """Return a head with its projections multiplied by the target's head, in float32.
+    """Return a head in which projections are multiplied by the target's output head, in float32.
 
     The logits are the same. A head without projections is returned unchanged.
     """
@@ -208,7 +211,7 @@ def with_own_heads(head: Head, target: Model) -> Head:
 
 
 def write(head: Head, target: Model) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Return the config and the tensors of a head, in the layout that `read` reads."""
+    """Return the config and tensors of a head in the layout that `read` reads."""
     config = head.config
     assert isinstance(config, MedusaConfig)
     blocks, layers = head.params["blocks"], config.num_layers

@@ -1,4 +1,4 @@
-"""Read and write directories with heads in other tools' layouts."""
+"""Reading and writing of directories with heads in the layouts of other tools."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _NOTES = "specjax"
 
 @dataclasses.dataclass(frozen=True)
 class _Notes:
-    """What the header of an exported file says."""
+    """The contents of the header that specjax writes into a head's file."""
 
     target: TargetMetadata
     training: dict
@@ -46,12 +46,13 @@ class _Notes:
 def read_foreign(
     directory: str | Path, target: Model, *, layer_ids: eagle3_layer_ids.Convention | None = None
 ) -> Head:
-    """Return the head of a directory in any of `FORMATS`, detected by config and tensor names.
+    """Return the head in a directory of any layout in `FORMATS`.
 
-    `layer_ids` says whether the config's layer ids count inputs or outputs of layers
-    (`head_formats.eagle3_layer_ids`). Parameters keep their stored dtype. For a head that specjax
-    wrote, the notes and the tokenizer are checked. Raises InputError for anything missing,
-    unexpected, out of range or made for another target.
+    The layout is detected from the config and the names of tensors. `layer_ids` says whether the
+    config's layer ids number inputs or outputs of layers (`eagle3_layer_ids`). Parameters keep
+    their stored dtype. If specjax wrote the head, the target and tokenizer in its header are
+    checked. Raises InputError for anything missing, unexpected, out of range or made for another
+    target.
     """
     eagle3_layer_ids.check_convention(layer_ids)
     checkpoint = read_checkpoint(user_path("directory", directory))
@@ -87,13 +88,13 @@ def write_foreign(
     *,
     layer_ids: eagle3_layer_ids.Convention = "input",
 ) -> None:
-    """Write a head in another tool's layout, atomically; an earlier export is replaced.
+    """Write a head in another tool's layout, atomically, in place of an earlier export.
 
     Tensors keep the head's dtype; Medusa's projections are multiplied out in float32. `layer_ids`
-    says whether the config's ids count inputs (EAGLE, vLLM) or outputs of layers (SpecForge,
+    says whether the config's ids number inputs (EAGLE, vLLM) or outputs of layers (SpecForge,
     SGLang). The new directory is read back and compared bit by bit before it replaces another.
-    Raises InputError for a head that the layout cannot hold, a head of another target, and a
-    directory that holds anything else.
+    Raises InputError for a head that the layout cannot express, a head of another target, and a
+    directory that has other files.
     """
     path = output_folder("directory", directory)
     check_format(head, format)
@@ -117,7 +118,7 @@ def write_foreign(
 
 
 def check_format(head: Head, format: str) -> None:
-    """Raise InputError unless a format is known and supports the head."""
+    """Raise InputError unless `format` is known and supports the head."""
     if format not in FORMATS:
         raise InputError(f"format={format!r} is unknown; use {', '.join(FORMATS)}")
     if head.kind != KINDS[format]:
@@ -127,7 +128,7 @@ def check_format(head: Head, format: str) -> None:
 
 
 def whole_vocabulary(head: Head) -> Head:
-    """Return a head with the target's output head in place of a draft vocabulary.
+    """Return a head that uses the target's output head for all tokens, not a draft vocabulary.
 
     Logits of the draft vocabulary are unchanged. Raises InputError for a head whose own output head
     covers only a draft vocabulary.
@@ -146,7 +147,10 @@ def whole_vocabulary(head: Head) -> Head:
 
 
 def head_format(directory: Path) -> Format | None:
-    """Return the format of a directory's head, by names only, or None if it holds none."""
+    """Return the format of the head in a directory, or None if there is no head.
+
+    Only the config and the names of tensors are read.
+    """
     try:
         return _format(read_json(directory / CONFIG), tensor_names(directory))
     except InputError:  # whatever reads the directory says what is wrong
@@ -181,9 +185,9 @@ def _format(config: Mapping[str, Any], names: Collection[str]) -> Format | None:
 def _notes(
     checkpoint: Checkpoint, target: Model, form: str
 ) -> tuple[TargetMetadata, dict[str, Any], eagle3_layer_ids.Convention | None]:
-    """Return target, training and layer-id convention from the header of specjax's file.
+    """Return the target, training metadata and layer-id convention in a header by specjax.
 
-    For other files, the given target.
+    For a file of another tool, they are those of `target`, a note of the import, and None.
     """
     if not checkpoint.is_ours:
         imported = {"format": form, "path": str(checkpoint.directory)}

@@ -1,4 +1,4 @@
-"""Arrays that a head shares with its target: the embedding, and columns of the head."""
+"""The arrays that a head shares with its target: the embedding, and columns of the output head."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Trained heads: the class, saving and reading, and completion with the target's arrays."""
+"""Trained heads: the class, saving and loading, and completion with the target's arrays."""

@@ -1,4 +1,4 @@
-"""The parameters of a head together with those that it shares with its target."""
+"""The parameters of a head, together with those that it shares with its target."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from specjax.models.parameters import cast
 
 
 def complete_parameters(head: Head, target: Model, weights: str = "auto") -> dict[str, Any]:
-    """Return the parameters in the target's dtype, with "shared" and, for part of V, "draft_ids".
+    """Return a head's parameters in the target's dtype, with the target's arrays under "shared".
 
-    Shared arrays are the target's, not copies. `weights` are the bits of kernels (`DRAFT_WEIGHTS`),
-    except Medusa's, which stay in floating point. Raises InputError for a head of another target,
-    and for weights that it cannot have.
+    Shared arrays are not copied. For a draft vocabulary, "draft_ids" are its token ids. `weights`
+    is the storage of kernels (`DRAFT_WEIGHTS`), except Medusa's, which stay in floating point.
+    Raises InputError for a head of another target, and for a storage that the head does not
+    support.
     """
     check_head(head, target)
     table = parameter_table(head.config)

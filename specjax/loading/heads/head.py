@@ -39,7 +39,7 @@ KINDS = tuple(_CONFIGS)
 
 @dataclass(frozen=True)
 class TargetMetadata:
-    """The identity of a target; `tokenizer` is a hash of its token strings, or None."""
+    """Properties that identify a target; `tokenizer` is a hash of its token strings, or None."""
 
     name: str
     hidden_size: int
@@ -60,11 +60,11 @@ class TargetMetadata:
         )
 
     def matches(self, other: TargetMetadata) -> bool:
-        """Return whether both can be the same target; names may differ."""
+        """Return whether both can describe the same target; names may differ."""
         return self.difference(other) is None
 
     def check(self, where: str, target: Model) -> None:
-        """Raise InputError unless a model matches; names may differ."""
+        """Raise InputError, beginning with `where`, unless `target` matches; names may differ."""
         other = TargetMetadata.of(target)
         if (name := self.difference(other)) is not None:
             mine, theirs = getattr(self, name), getattr(other, name)
@@ -74,7 +74,7 @@ class TargetMetadata:
             )
 
     def difference(self, other: TargetMetadata) -> str | None:
-        """Return the first differing field, or None; an unknown tokenizer matches any."""
+        """Return the first field that differs, or None; an unknown tokenizer matches any other."""
         for name in ("hidden_size", "vocab_size", "num_layers", "tokenizer"):
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs and not (name == "tokenizer" and None in (mine, theirs)):
@@ -84,7 +84,7 @@ class TargetMetadata:
 
 @dataclass(frozen=True)
 class _Metadata:
-    """What is saved of a head beside its arrays; `config` is that of its kind."""
+    """The metadata saved with a head's arrays; the type of `config` depends on the kind."""
 
     kind: Literal["draft_model", "medusa", "eagle", "eagle3", "mtp"]
     config: dict
@@ -94,11 +94,11 @@ class _Metadata:
 
 @dataclass(frozen=True, eq=False)
 class Head:
-    """A trained drafter, as exported and bundled.
+    """A trained drafter in the form in which it is exported and comes with specjax.
 
-    `params` is a nested dict of float arrays, without those of its target. `draft_ids` are the
-    ascending token ids of its Vd logits (None: all V). `training` is JSON-ready metadata of the
-    training run. Raises InputError for inconsistent parts.
+    `params` is a nested dict of float arrays, without those of the target. `draft_ids` are the
+    ascending token ids of its Vd logits (None: all V). `training` is JSON metadata of the training
+    run. Raises InputError for inconsistent parts.
     """
 
     kind: str
@@ -134,7 +134,7 @@ class Head:
 
 
 def own_modules(model: Model) -> Head | None:
-    """Return the MTP modules of a model as a head for it, or None if it has none."""
+    """Return a model's MTP modules as a head for that model, or None if it has none."""
     if model.mtp is None:
         return None
     return Head("mtp", model.mtp.config, model.mtp.params, None, TargetMetadata.of(model))
@@ -166,8 +166,8 @@ def save_head(head: Head, directory: str | Path, *, overwrite: bool = False) -> 
 def read_head(directory: str | Path, mesh: Mesh | None = None) -> Head:
     """Return a head that `save_head` wrote; on a mesh its arrays are replicated.
 
-    One that was saved in parts is joined (`joined.with_joined`). Every process makes the call.
-    Raises InputError for anything that is not an intact head.
+    Kernels that an earlier version saved in parts are joined (`joined.with_joined`). Every process
+    must call it. Raises InputError for anything that is not an intact head.
     """
     params, metadata = checkpoints.load_drafter(directory, mesh)
     try:
@@ -183,7 +183,7 @@ def read_head(directory: str | Path, mesh: Mesh | None = None) -> Head:
 
 
 def check_head(head: Head, target: Model, where: str = "drafter.path") -> None:
-    """Raise InputError unless a head fits a target, by shape and tokenizer."""
+    """Raise InputError unless a head fits a target by shapes and tokenizer."""
     head.target.check(where, target)
     if isinstance(head.config, EagleConfig | MtpConfig):
         try:
@@ -193,7 +193,7 @@ def check_head(head: Head, target: Model, where: str = "drafter.path") -> None:
 
 
 def check_same(head: Head, again: Head, where: str) -> None:
-    """Raise InputError unless two heads have equal configs, token ids and numbers."""
+    """Raise InputError unless two heads have equal configs, token ids and parameters."""
     (leaves, tree), (others, other_tree) = (
         jax.tree.flatten((each.params, each.draft_ids)) for each in (head, again)
     )
@@ -215,7 +215,7 @@ def _without_unused(config: Config) -> Config:
 
 
 def _compare(params: dict[str, Any], config: Config) -> None:
-    """Raise InputError listing the parameters that are missing, unexpected or of another shape."""
+    """Raise InputError listing parameters that are missing, unexpected or of another shape."""
     found, wanted = (
         {leaf_name(path): np.shape(leaf) for path, leaf in jax.tree.leaves_with_path(tree)}
         for tree in (params, parameter_table(config))

@@ -1,4 +1,4 @@
-"""The folder of a checkpoint: files beside the arrays, and the checks of them.
+"""The folder of a checkpoint: the files beside the arrays, and their checks.
 
 The metadata is a JSON file. A marker (`files.folder_checksums`), written last, lists the files.
 """
@@ -20,24 +20,24 @@ from specjax.files.json_files import parse_json
 Kind = Literal["model", "drafter"]
 
 CONTENT = "specjax_checkpoint.json"
-"""The metadata of a checkpoint, beside its arrays."""
+"""The name of the file with a checkpoint's metadata."""
 ARRAYS = "params"
-"""The folder of the arrays."""
+"""The name of the folder with the arrays."""
 TOKENIZER = "tokenizer"
-"""The folder of a model's tokenizer."""
+"""The name of the folder with a model's tokenizer."""
 INDEX = (f"{ARRAYS}/manifest.ocdbt", f"{ARRAYS}/_METADATA")
-"""The files that describe the arrays."""
+"""The names of the files that describe the arrays."""
 _FORMAT = 1
 _READERS = {"model": "specjax.load_model", "drafter": "specjax.loading.checkpoints.load_drafter"}
 
 
 def is_checkpoint(directory: Path) -> bool:
-    """Return whether a directory holds a checkpoint, complete or not."""
+    """Return whether a directory has a checkpoint, complete or not."""
     return any((directory / name).is_file() for name in (CONTENT, INDEX[0]))
 
 
 def read_marker(directory: Path, kind: Kind | None = None) -> folder_checksums.Marker:
-    """Return the marker of a checkpoint of a kind; raise InputError if there is none."""
+    """Return the marker of a checkpoint of this kind; raise InputError if there is none."""
     if not directory.is_dir():
         raise InputError(f"{directory}: no such directory; give one that specjax saved")
     if not is_checkpoint(directory):
@@ -61,7 +61,7 @@ def read_marker(directory: Path, kind: Kind | None = None) -> folder_checksums.M
 
 
 def damaged(directory: Path, how: str) -> InputError:
-    """Return the error for a checkpoint that changed since it was saved."""
+    """Return the InputError for a checkpoint that changed since it was saved, with detail `how`."""
     return InputError(
         f"{directory}: the checkpoint is damaged or truncated ({how}); copy it again, or save "
         "elsewhere"
@@ -69,7 +69,10 @@ def damaged(directory: Path, how: str) -> InputError:
 
 
 def content_text(directory: Path, params: dict[str, Any], metadata: dict[str, Any]) -> str:
-    """Return the text to write beside the arrays; raise InputError if it cannot be saved."""
+    """Return the JSON text of the metadata, to be written beside the arrays.
+
+    Raises InputError if the arrays or the metadata cannot be saved; the message names `directory`.
+    """
     _check_params(directory, params)
     try:
         content = {"specjax_checkpoint": _FORMAT, "metadata": metadata}
@@ -85,7 +88,7 @@ def content_text(directory: Path, params: dict[str, Any], metadata: dict[str, An
 
 
 def metadata_of(directory: Path, content: Any) -> dict[str, Any]:
-    """Return the metadata in the content of that file; raise InputError if invalid."""
+    """Return the metadata in `content`, the value of that JSON; raise InputError if invalid."""
     fields = content if isinstance(content, dict) else {}
     version, metadata = fields.get("specjax_checkpoint"), fields.get("metadata")
     if type(version) is int and version != _FORMAT:
@@ -104,10 +107,10 @@ def _check_params(directory: Path, params: dict[str, Any]) -> None:
         keys = [getattr(key, "key", None) for key in path]
         # Orbax joins names by dots.
         named = all(isinstance(key, str) and key and "." not in key for key in keys)
-        numbers = isinstance(leaf, jax.Array | np.ndarray) and leaf.size
-        if numbers:
-            numbers = jnp.issubdtype(leaf.dtype, jnp.number) or leaf.dtype == bool
-        if not named or not numbers:
+        numeric = isinstance(leaf, jax.Array | np.ndarray) and leaf.size
+        if numeric:
+            numeric = jnp.issubdtype(leaf.dtype, jnp.number) or leaf.dtype == bool
+        if not named or not numeric:
             raise InputError(
                 f"{directory}: params{jax.tree_util.keystr(path)} is {type(leaf).__name__}"
                 f"{list(np.shape(leaf))}: a checkpoint holds a nested dict of arrays of numbers, "

@@ -1,8 +1,8 @@
 """Arrays and metadata in an Orbax checkpoint, saved atomically and restored onto any mesh.
 
 Orbax writes and reads the arrays. Added here are the metadata, the checksums
-(`files.folder_checksums`) and the replacement of an earlier checkpoint. Every process makes these
-calls, on a shared file system. `checkpoint_directory` describes the other files of a folder.
+(`files.folder_checksums`) and the replacement of an earlier checkpoint. Every process must call
+these functions, on a shared file system. `checkpoint_directory` describes the other files.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ from specjax.loading.storage.checkpoint_directory import (
 )
 
 _CHUNK_BYTES = 64 << 20
-"""Arrays are stored in chunks of this size, so that a device reads little more than its part."""
+"""The chunk size of stored arrays, so that a device reads little more than its part."""
 _READ_BYTES = 2 << 30
-"""The most that the host holds while reading; twice the largest array where that is more."""
+"""The most bytes that the host holds while reading, or twice the largest array if that is more."""
 _WEIGHED_BYTES = 1 << 20
-"""Smaller arrays may be compressed in Orbax's index; others take their full size on disk."""
+"""The size from which arrays take their full size on disk; Orbax may compress smaller ones."""
 _LAST_WORDS_S = 0.2
-"""After this time a failed call is assumed to have no more pending reads and writes."""
+"""The seconds after which a failed call is assumed to have no pending reads and writes."""
 
 Result = TypeVar("Result")
 
 
 class Found(NamedTuple):
-    """A checkpoint whose metadata was read; `arrays` are still shapes and dtypes."""
+    """A checkpoint whose metadata was read; its `arrays` are still only shapes and dtypes."""
 
     directory: Path
     metadata: dict[str, Any]
@@ -66,11 +66,12 @@ def save(
     overwrite: bool,
     write_more: Callable[[Path], None] = lambda new: None,
 ) -> None:
-    """Write a nested dict of arrays and its metadata, replacing an earlier checkpoint if asked.
+    """Write a nested dict of arrays and its metadata as a checkpoint.
 
-    `write_more` is called on the first process with the new folder, to write further files. Raises
-    InputError if the directory holds anything else, cannot be written, or is not seen by all
-    processes, and for parameters that are not arrays or metadata that is not JSON.
+    It replaces an earlier one if `overwrite` is set. `write_more` is called on process 0 with the
+    new folder, to write further files. Raises InputError if the directory has other files, cannot
+    be written, or is not seen by all processes, and for parameters that are not arrays or metadata
+    that is not JSON.
     """
     text = processes.together(
         lambda: content_text(directory, params, metadata),
@@ -104,10 +105,10 @@ def save(
 
 
 def writable(params: dict[str, Any]) -> dict[str, Any]:
-    """Return the arrays in the form that Orbax saves, on every process."""
+    """Return the arrays in the form that Orbax saves with several processes."""
 
     def for_the_first(leaf: Any) -> Any:
-        """One that each process holds separately is written by the first, from its memory."""
+        """Return an array that each process has entirely in the form that process 0 writes."""
         separate = isinstance(leaf, jax.Array) and leaf.is_fully_addressable
         return np.asarray(leaf) if separate else leaf
 
@@ -115,7 +116,7 @@ def writable(params: dict[str, Any]) -> dict[str, Any]:
 
 
 def saving_context(ocp: Any) -> Any:
-    """Return Orbax's options for saving."""
+    """Return Orbax's options for saving; `ocp` is Orbax's module."""
     context = ocp.Context()
     context.array.saving.use_compression = False
     context.array.saving.enable_write_sharding_file = False
@@ -124,7 +125,7 @@ def saving_context(ocp: Any) -> Any:
 
 
 def written(directory: Path, work: Callable[[Any], Result]) -> Result:
-    """Return the result of `work`, called with Orbax; raise InputError if it fails anywhere.
+    """Return the result of `work`, called with Orbax's module; raise InputError if it fails.
 
     The error is raised on all processes and names `directory`.
     """
@@ -139,9 +140,9 @@ def written(directory: Path, work: Callable[[Any], Result]) -> Result:
 
 
 def write_content(folder: Path, text: str) -> None:
-    """Write a checkpoint's `content_text` beside its arrays. Raises OSError."""
+    """Write a checkpoint's `content_text` beside its arrays, or raise OSError."""
     for path in (folder / ORBAX_SUCCESS, folder / ARRAYS / ORBAX_SUCCESS):
-        path.unlink(missing_ok=True)  # they say where the checkpoint was made
+        path.unlink(missing_ok=True)  # they contain the path where the checkpoint was made
     (folder / CONTENT).write_text(text, encoding="utf-8")
 
 
@@ -182,7 +183,7 @@ def look(directory: Path, kind: Kind) -> Found:
 def verify(found: Found) -> None:
     """Raise InputError, naming the file, if a file of a checkpoint changed since it was saved.
 
-    Each process reads its share of the files.
+    Each process reads a share of the files.
     """
 
     def check() -> None:
@@ -195,7 +196,7 @@ def verify(found: Found) -> None:
 
 
 def restore(found: Found, wanted: dict[str, Any]) -> dict[str, Any]:
-    """Return the arrays with the dtypes and shardings of `wanted`, each device reading its part.
+    """Return the arrays with the dtypes and shardings of `wanted`; each device reads its part.
 
     `wanted` is a tree of ShapeDtypeStruct. Raises InputError if an array cannot be read; use
     `verify` to check that files are unchanged.
@@ -215,12 +216,12 @@ def restore(found: Found, wanted: dict[str, Any]) -> dict[str, Any]:
 
 
 def shapes(tree: Any) -> Any:
-    """Return the tree with a ShapeDtypeStruct for each array."""
+    """Return a tree of arrays as a tree of ShapeDtypeStruct."""
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
 
 
 def attempt(work: Callable[[Any], Result]) -> tuple[Result | None, str | None]:
-    """Call `work` with Orbax; return (result, None), or (None, the error in one line).
+    """Call `work` with Orbax's module; return (result, None), or (None, the error on one line).
 
     After a failure each pending read and write logs another error when it ends and when it is
     freed; this function waits for them and silences those messages.
@@ -243,7 +244,7 @@ def attempt(work: Callable[[Any], Result]) -> tuple[Result | None, str | None]:
 
 @contextmanager
 def silenced() -> Iterator[None]:
-    """Suppress Orbax's logs and Python's messages of failures, which are also raised."""
+    """Suppress Orbax's logs and Python's messages of failures, which are raised as well."""
     hook, never = sys.unraisablehook, lambda record: False
     sys.unraisablehook = lambda _: None
     with ExitStack() as stack:
@@ -265,10 +266,10 @@ def _check_shared(work: Path, directory: Path) -> None:
 
 
 def _weigh(found: Found) -> None:
-    """Raise InputError where the files are too small for the arrays that the index promises."""
+    """Raise InputError if the files are too small for the arrays that the index lists."""
     sizes = [leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(found.arrays)]
     needed = sum(size for size in sizes if size >= _WEIGHED_BYTES)
     files = (found.directory / ARRAYS).rglob("*")
-    there = sum(path.stat().st_size for path in files if path.is_file())
-    if there < needed:
-        raise damaged(found.directory, f"{there} bytes are there, its arrays take {needed}")
+    existing = sum(path.stat().st_size for path in files if path.is_file())
+    if existing < needed:
+        raise damaged(found.directory, f"{existing} bytes are there, its arrays take {needed}")

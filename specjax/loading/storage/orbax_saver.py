@@ -1,4 +1,4 @@
-"""Numbered checkpoints of a run, written in the background; only the newest are kept.
+"""Numbered checkpoints of a training run, written in the background; the newest are kept.
 
 Orbax's checkpoint manager writes, commits and deletes them. Added here are the checksums
 (`files.folder_checksums`), written just before the commit, and the rule that no folder with a
@@ -29,14 +29,14 @@ from specjax.loading.storage.orbax_checkpoint import (
 )
 
 _UNFINISHED = ".orbax-checkpoint-tmp"
-"""What Orbax appends to the name of a folder while it writes it."""
+"""The suffix of a folder's name while Orbax writes the folder."""
 
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
 class Numbered:
-    """Folder names made of a prefix and a number, zero-padded to `digits` digits.
+    """Names of folders: a prefix and a number, zero-padded to `digits` digits.
 
     The methods with `step` implement Orbax's `NameFormat`.
     """
@@ -45,20 +45,20 @@ class Numbered:
     digits: int = 1
 
     def path(self, directory: Path, number: int) -> Path:
-        """Return the folder of a checkpoint."""
+        """Return the path of checkpoint `number` in `directory`."""
         return directory / self.build_name(number)
 
     def unfinished(self, directory: Path, number: int) -> Path:
-        """Return the temporary folder in which Orbax writes a checkpoint."""
+        """Return the path of the temporary folder in which Orbax writes checkpoint `number`."""
         return directory / (self.build_name(number) + _UNFINISHED)
 
     def all_unfinished(self, directory: Path) -> list[Path]:
-        """Return the temporary folders of interrupted writes."""
+        """Return the temporary folders that interrupted writes left in `directory`."""
         numbers = self._found(directory, _UNFINISHED)
         return [self.unfinished(directory, number) for number in numbers]
 
     def numbers(self, directory: Path) -> list[int]:
-        """Return the numbers of the finished folders, in order."""
+        """Return the numbers of the finished checkpoints in `directory`, ascending."""
         return self._found(directory, "")
 
     def _found(self, directory: Path, suffix: str) -> list[int]:
@@ -70,27 +70,27 @@ class Numbered:
         return sorted(int(match[1]) for match in map(pattern.fullmatch, names) if match)
 
     def build_name(self, step: int) -> str:
-        """Return the name of a folder."""
+        """Return the name of the folder for checkpoint `step`."""
         return f"{self.prefix}-{step:0{self.digits}d}"
 
     def find_step(self, base_path: Any, step: int) -> Any:
-        """Return Orbax's metadata of an existing folder."""
+        """Return Orbax's metadata of an existing checkpoint in the folder `base_path`."""
         # Slow to import, and needed only for saving.
         from orbax.checkpoint.path import step as orbax_step
 
         return orbax_step.Metadata(step=step, path=base_path / self.build_name(step))
 
     def find_all(self, base_path: Any) -> list[Any]:
-        """Return Orbax's metadata of all existing folders."""
+        """Return Orbax's metadata of all existing checkpoints in the folder `base_path`."""
         return [self.find_step(base_path, step) for step in self.numbers(Path(base_path))]
 
 
 class Saver:
-    """A context that saves numbered checkpoints of one kind into a directory, in the background.
+    """A context that saves numbered checkpoints into a directory, in the background.
 
     It keeps the newest `kept` checkpoints, and all that contain a file which specjax did not write.
-    A directory may be used by one process (or one group of connected processes) at a time. Leaving
-    the context waits for the last save. All errors are InputErrors of one line.
+    Only one process, or one group of connected processes, may use the directory at a time. Leaving
+    the context waits for the last save. All errors are InputErrors.
     """
 
     def __init__(self, directory: Path, kind: Kind, names: Numbered, kept: int) -> None:
@@ -108,15 +108,15 @@ class Saver:
     def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> None:
         with self._stack:
             try:
-                if kind is None:  # else that error is the one to report
+                if kind is None:  # otherwise the error in the block is the one to report
                     self.wait()
             finally:
                 attempt(lambda ocp: self._manager.close())
 
     def save(self, number: int, params: dict[str, Any], metadata: dict[str, Any]) -> None:
-        """Start to write a nested dict of arrays and JSON-ready metadata, after the previous save.
+        """Start to write a nested dict of arrays and JSON metadata, after the previous save.
 
-        The arrays are copied first, and may be donated afterwards. Raises InputError as
+        The arrays are copied before this returns, and may then be donated. Raises InputError as
         `orbax_checkpoint.save` does.
         """
         content = processes.together(lambda: content_text(self._directory, params, metadata))
@@ -136,7 +136,7 @@ class Saver:
             self._attempt(lambda ocp: pending.result())
 
     def _delete_unfinished(self) -> None:
-        """Delete the folders of saves that were killed, but for those with a file of others."""
+        """Delete the folders of interrupted saves, unless they have a file not by specjax."""
         for path in self._names.all_unfinished(self._directory):
             with suppress(OSError):
                 if not _holds_more(path):
@@ -146,24 +146,24 @@ class Saver:
         if processes.is_first():
             self._delete_unfinished()
         context = saving_context(ocp)
-        # Orbax copies its options deeply: a function is not copied, the object of a method is.
+        # Orbax deep-copies its options, which would copy the object of a bound method.
         context.asynchronous.post_finalization_callback = lambda: self._seal()
         self._manager = ocp.training.Checkpointer(
             self._directory,
             context=context,
             step_name_format=self._names,
             preservation_policy=_Preservation(self._directory, self._names, self._kept),
-            cleanup_tmp_directories=False,  # it would take any folder of such a name
+            cleanup_tmp_directories=False,  # it would delete any folder with such a name
         )
 
     def _seal(self) -> None:
-        """Called by Orbax, on the first process, when everything but the commit is done."""
+        """Write metadata and checksums; Orbax calls this on process 0 just before the commit."""
         writing = self._names.unfinished(self._directory, self._number)
         write_content(writing, self._content)
         folder_checksums.seal(writing, self._kind)
 
     def _attempt(self, work: Callable[[Any], Result]) -> Result:
-        """Return as `written`; what a failure left of the latest checkpoint is deleted."""
+        """Return the result of `written`; if it fails, delete the unfinished checkpoint."""
         try:
             return written(self._directory, work)
         except InputError:
@@ -175,24 +175,24 @@ class Saver:
 
 @dataclass(frozen=True)
 class _Preservation:
-    """Which checkpoints Orbax keeps: the newest, and those with a file that is not specjax's."""
+    """Orbax's policy of checkpoints to keep: the newest, and those with a file not by specjax."""
 
     directory: Path
     names: Numbered
     kept: int
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
-        """Return for each checkpoint, ascending by number, whether to keep it."""
+        """Return for each of `checkpoints`, ascending by number, whether to keep it."""
         paths = [self.names.path(self.directory, checkpoint.step) for checkpoint in checkpoints]
         older = len(paths) - self.kept
         return [number >= older or _holds_more(path) for number, path in enumerate(paths)]
 
 
 def _holds_more(path: Path) -> bool:
-    """Return whether a folder holds a file that its marker does not list.
+    """Return whether a folder has a file that its marker does not list.
 
-    Without a marker, which a deletion that was interrupted may leave, the names of Orbax's files
-    are known.
+    If the marker is missing, which an interrupted deletion may cause, all files are compared with
+    the names that Orbax uses.
     """
     try:
         marker = folder_checksums.read_marker(path)

@@ -1,4 +1,4 @@
-"""Render chat templates, which convert a conversation to the text of a prompt.
+"""Rendering of chat templates, which convert a conversation to the text of a prompt.
 
 A template is an untrusted Jinja program in a model file. It runs in jinja2's sandbox, in a separate
 process with limits (`template_process`).
@@ -15,15 +15,15 @@ from specjax.fields import Text
 from specjax.loading.tokenizers import template_process
 
 _LARGEST_TEMPLATE = 1 << 20
-"""Characters; the longest template in use has some 20,000."""
+"""The maximum length of a template in characters; the longest in use has some 20,000."""
 _REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Names of a message's reasoning, as transformers looks for them."""
+"""Names that a message's reasoning may have, in the order in which transformers tries them."""
 _MARK = "~#"
 _INSTEAD_OF_CONTENT = ("tool_calls", "function_call", *_REASONING)
 
 
 def check_template(where: str, value: Any) -> str:
-    """Return a chat template from a file; `where` names file and field in errors.
+    """Return `value`, a chat template from a file; `where` names file and field in errors.
 
     Raises InputError unless it is a string of at most a million characters that UTF-8 can encode.
     """
@@ -37,11 +37,11 @@ def check_template(where: str, value: Any) -> str:
 
 
 def check_messages(messages: Any, where: str = "messages") -> None:
-    """Raise InputError unless `messages` is a non-empty list of messages; `where` names it.
+    """Raise InputError unless `messages` is a non-empty list of messages.
 
     A message is a dict with a "role" and a "content": a string, or a list of parts {"type": "text",
     "text": ...}. The content may be missing if there are tool calls or reasoning. Other fields are
-    passed to the template unchecked.
+    passed to the template unchecked. `where` names the list in errors.
     """
     if isinstance(messages, str) or not isinstance(messages, Sequence) or not messages:
         raise InputError(
@@ -102,10 +102,11 @@ def render(
 ) -> str:
     """Return the prompt text that `template` renders for `messages`, as transformers does.
 
-    Values must be JSON. Content in parts is passed to the template if it prints parts, and
-    otherwise joined to one text with a line per part, as in vLLM. `special_tokens` maps names such
-    as `bos_token` that the template may print. Raises InputError if the messages are malformed, the
-    template fails, or it exceeds `template_process.LIMITS`.
+    Values must be JSON. A content that is a list of parts is passed to the template as a list if
+    the template prints parts, and otherwise joined to one text with a line per part, as in vLLM.
+    `special_tokens` maps names such as `bos_token` to the texts that the template may print. Raises
+    InputError if the messages are malformed, the template fails, or it exceeds
+    `template_process.LIMITS`.
     """
     check_messages(messages)
     chat = [_as_in_transformers(message) for message in messages]
@@ -130,7 +131,7 @@ def _render(template: str, variables: Mapping[str, Any], chat: Sequence[dict[str
 
 
 def _as_in_transformers(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message without None fields, with its reasoning under known names."""
+    """Return a message without fields that are None, with its reasoning under known names."""
     message = {name: value for name, value in message.items() if value is not None}
     reasoning = next((message[name] for name in _REASONING if name in message), None)
     if reasoning is None:
@@ -141,26 +142,26 @@ def _as_in_transformers(message: Mapping[str, Any]) -> dict[str, Any]:
 def _with_printed_parts(
     template: str, variables: Mapping[str, Any], chat: Sequence[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Return the chat, with parts only in the messages of roles whose parts the template prints.
+    """Return the chat, with parts kept as lists for the roles whose parts the template prints.
 
-    A template may also fail on a list, leave it out, or print it as Python writes it. Which it is
-    shows in what it makes of the chat where each part's text ends with a mark.
+    Given a list, a template may instead fail, omit it, or print it as Python does. To find out, the
+    template is rendered with a distinct mark at the end of each part's text.
     """
     joined = [_with_joined_parts(message) for message in chat]
     chosen = list(joined)
     lists = [index for index, message in enumerate(chat) if joined[index] is not message]
     for role in dict.fromkeys(chat[index]["role"] for index in lists):
-        asked = [index for index in lists if chat[index]["role"] == role and chat[index]["content"]]
+        of_role = [i for i in lists if chat[i]["role"] == role and chat[i]["content"]]
         marked = list(joined)
-        for index in asked:
+        for index in of_role:
             marked[index] = _with_marks(chat[index], index)
         try:
             text = _render(template, variables, marked)
         except InputError:
             continue
-        parts = [part for index in asked for part in marked[index]["content"]]
+        parts = [part for index in of_role for part in marked[index]["content"]]
         if all(_mark_of(part) in text and str(part) not in text for part in parts):
-            for index in asked:
+            for index in of_role:
                 chosen[index] = chat[index]
     return chosen
 
@@ -177,7 +178,7 @@ def _with_joined_parts(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_marks(message: dict[str, Any], number: int) -> dict[str, Any]:
-    """Return the message with a mark of its own at the end of each part."""
+    """Return the message with a distinct mark at the end of each part's text."""
     marked = [
         {**part, "text": f"{part['text']}{_MARK}{number}.{index}~"}
         for index, part in enumerate(message["content"])

@@ -1,11 +1,11 @@
-"""Convert token ids to text, for complete outputs and for growing ones.
+"""Conversion of token ids to text, for complete outputs and for growing ones.
 
 In decoders of the tokenizers package the text of a token can depend on later tokens. Here every
-token has bytes of its own, and the text is their concatenation read as UTF-8, so that emitted text
-never changes. For byte-level vocabularies this equals the package's text. In SentencePiece
-vocabularies tokens such as `<0x0A>` stand for bytes: a valid character stays valid whatever bytes
-follow, as in SentencePiece and llama.cpp, while the package replaces a whole run of such tokens if
-any byte of it is invalid.
+token has fixed bytes, and the text is their concatenation read as UTF-8, so that emitted text never
+changes. For byte-level vocabularies this equals the package's text. In SentencePiece vocabularies
+tokens such as `<0x0A>` stand for bytes: a valid character stays valid whatever bytes follow, as in
+SentencePiece and llama.cpp, while the package replaces a whole run of such tokens if any byte of it
+is invalid.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from specjax.files.json_files import parse_json
 _REPLACEMENT = "\ufffd"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _EACH_BYTE = "specjax.each_byte"
-"""Errors of UTF-8 where each invalid byte becomes U+FFFD, not each invalid sequence."""
+"""The name of an error handler that replaces each invalid byte, not sequence, by U+FFFD."""
 _METASPACE_KEPT = "never"
 
 
@@ -37,7 +37,7 @@ codecs.register_error(_EACH_BYTE, _replace_each_byte)
 
 
 def _byte_characters() -> dict[str, int]:
-    """Return the characters that stand for bytes in byte-level vocabularies, as in GPT-2."""
+    """Return the bytes by the characters that stand for them in GPT-2's byte-level vocabularies."""
     shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(256) if byte not in shown]
     return {chr(byte): byte for byte in shown} | {chr(256 + n): b for n, b in enumerate(hidden)}
@@ -54,7 +54,7 @@ class Detokenizer:
 
     @cached_property
     def special(self) -> Mapping[int, str]:
-        """The text of special tokens by id, which is hidden from readers of the output."""
+        """The texts of special tokens by id, which are normally left out of the output."""
         added = self.backend.get_added_tokens_decoder()
         return {index: token.content for index, token in added.items() if token.special}
 
@@ -71,7 +71,7 @@ class Detokenizer:
 
     @cached_property
     def _piecewise(self) -> bool:
-        """Whether pieces are decoded one by one, joined, and stripped at the beginning."""
+        """Whether tokens are decoded one by one, joined, and stripped at the beginning."""
         names = [step["type"] for step in self._steps]
         fuse = names.index("Fuse") if "Fuse" in names else len(names)
         return (
@@ -83,17 +83,17 @@ class Detokenizer:
 
     @cached_property
     def errors(self) -> str:
-        """The error handler for invalid bytes, by name."""
+        """The name of the error handler for invalid bytes."""
         return _EACH_BYTE if any(s["type"] == "ByteFallback" for s in self._steps) else "replace"
 
     @cached_property
     def stripped(self) -> tuple[str, int]:
-        """The character to strip at the start of the text, and how many of it."""
+        """The character to strip from the start of the text, and how many of them at most."""
         last = self._steps[-1] if self._piecewise else {}
         return last.get("content", "") if last.get("type") == "Strip" else "", last.get("start", 0)
 
     def piece(self, index: int, previous: int | None) -> bytes | None:
-        """Return the bytes that a token adds to the text, or None for an id without a token.
+        """Return the bytes that token `index` adds to the text, or None if there is no such token.
 
         `previous` is the preceding token, None at the start of the text.
         """
@@ -147,7 +147,7 @@ class TextStream:
         return self._strip(self._utf8.decode(b"".join(pieces)))
 
     def flush(self) -> str:
-        """Return the remaining text, with an incomplete character as U+FFFD."""
+        """Return the remaining text, in which an incomplete character becomes U+FFFD."""
         return self._strip(self._utf8.decode(b"", True))
 
     def _strip(self, text: str) -> str:
@@ -166,9 +166,9 @@ def _flat(decoder: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _is_local(step: dict[str, Any]) -> bool:
-    """Return whether a step changes each token by itself, but for the first one."""
-    plain = step["type"] == "Replace" and "String" in step["pattern"]
-    return plain or step["type"] in ("ByteFallback", "Metaspace")
+    """Return whether a decoding step changes each token separately, apart from the first one."""
+    is_text_replacement = step["type"] == "Replace" and "String" in step["pattern"]
+    return is_text_replacement or step["type"] in ("ByteFallback", "Metaspace")
 
 
 def _is_strip_of_beginning(step: dict[str, Any]) -> bool:

@@ -1,8 +1,8 @@
-"""Recognize end-of-sequence tokens by name, in every file format.
+"""Recognition of end-of-sequence tokens by their names, in every file format.
 
 The names are those at which llama.cpp ends (`special_eog_ids` in llama-vocab.cpp), and two more of
-chat models. Files seldom list all of them: a GGUF has room for three ids, and a base model's
-generation_config.json omits the end of a turn.
+chat models. Files rarely list all of them: a GGUF has fields for three ids, and a base model's
+generation_config.json omits the token that ends a turn.
 """
 
 from __future__ import annotations
@@ -57,19 +57,19 @@ _PARTS_OF_A_TURN = {
     ),
     "</s>": ({"<|tool_response>"},),
 }
-"""Names that end nothing in a vocabulary that has all names of one of the sets."""
+"""Names that end no sequence if the vocabulary has all names of one of the sets."""
 
 
 def named_ends(ids: Mapping[str, int], plain_text: Collection[str] = ()) -> list[int]:
-    """Return the ids of end-of-sequence tokens by name, ascending.
+    """Return the ids of end-of-sequence tokens, recognized by name, in ascending order.
 
     `ids` maps a vocabulary's tokens to ids. `plain_text` are tokens that also stand for ordinary
-    text; `</s>` among them is an HTML tag, as in Gemma's vocabulary, and no end.
+    text; `</s>` among them, as in Gemma's vocabulary, is an HTML tag and not an end.
     """
-    found = _NAMES & ids.keys()
+    ends = _NAMES & ids.keys()
     for name, others in _PARTS_OF_A_TURN.items():
         if any(names <= ids.keys() for names in others):
-            found -= {name}
+            ends -= {name}
     if "</s>" in plain_text:
-        found -= {"</s>"}
-    return sorted(ids[name] for name in found)
+        ends -= {"</s>"}
+    return sorted(ids[name] for name in ends)

@@ -1,4 +1,4 @@
-"""Build the tokenizer that a GGUF file's metadata describes."""
+"""Construction of the tokenizer that a GGUF file's metadata describes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PREFIX = "tokenizer."
 _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5
 _LONGEST = 1000  # characters; every way to split a SentencePiece token in two is tried
 _ENDS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
-"""Keys of tokens at which llama.cpp ends."""
+"""The keys of tokens that end a sequence in llama.cpp."""
 
 _INSTEAD = "load the model from a directory with its tokenizer.json"
 
@@ -38,9 +38,9 @@ _TEKKEN = (
 
 
 class _Splitting(NamedTuple):
-    """How a byte-level vocabulary splits text before merging.
+    """The rules by which a byte-level vocabulary splits text before merging.
 
-    Each pattern splits the pieces that the ones before it left.
+    Each pattern splits the pieces that the previous ones left.
     """
 
     patterns: tuple[str, ...]
@@ -49,7 +49,7 @@ class _Splitting(NamedTuple):
 
 
 _DEFAULT = _Splitting((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]"))
-"""llama.cpp's for a file that does not name any, or "default"."""
+"""llama.cpp's splitting for a file that names none, or "default"."""
 
 _SPLITTINGS = {
     name: splitting
@@ -77,7 +77,7 @@ _SPLITTINGS = {
     )
     for name in names
 }
-"""By the names that llama.cpp gives to what the models were trained with."""
+"""The splitting for each name of a pre-tokenizer in llama.cpp."""
 
 
 def _strings(fields: Fields, name: str) -> list[str]:
@@ -162,7 +162,7 @@ def _byte_level(fields: Fields, vocabulary: dict[str, int]) -> tuple[tokenizers.
 def _sentencepiece(
     fields: Fields, tokens: list[str], vocabulary: dict[str, int], kinds: np.ndarray
 ) -> tokenizers.Tokenizer:
-    """SentencePiece BPE: the piece with the best score is merged first."""
+    """Return the SentencePiece BPE tokenizer, which merges the piece with the best score first."""
     scores = _numbers(fields, "ggml.scores", len(tokens), np.floating).tolist()
     unknown = _token_id(fields, "unknown", len(tokens), 0)
     if max(map(len, tokens)) > _LONGEST:
@@ -208,7 +208,7 @@ def _add_tokens(
     special: Collection[int],
     plain_text: Collection[str],
 ) -> None:
-    """Special and user-defined tokens are found whole in text, before any splitting."""
+    """Add special and user-defined tokens, which are found in text before it is split."""
     in_order = sorted(vocabulary.items(), key=operator.itemgetter(1))
     specials = [token for token, index in in_order if token and index in special]
     others = [token for token, index in in_order if token in plain_text and index not in special]
@@ -226,9 +226,10 @@ def _assemble(
     named: Sequence[int],
     add_bos: bool,
 ) -> Tokenizer:
-    """Return the tokenizer with the ids that the file names, and what it adds to a text.
+    """Return the tokenizer with the special ids and added tokens that the file states.
 
-    `named` are the ends by their names; `add_bos` is what its kind does by default.
+    `named` are the end-of-sequence ids recognized by name; `add_bos` says whether tokenizers of
+    this kind start text with bos unless the file states it.
     """
     # llama.cpp's own ids for a SentencePiece file that does not state them.
     sentencepiece = fields.get("ggml.model") == "llama"

@@ -19,11 +19,11 @@ from specjax.loading.tokenizers.tokenizer import Tokenizer, refused
 _NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
 _AGAIN = "download it again, or update the package tokenizers if another version wrote it"
 _ROWS = "embedding_rows"
-"""Our field of tokenizer_config.json for `Tokenizer.rows`."""
+"""The field of tokenizer_config.json in which specjax stores `Tokenizer.rows`."""
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file, or an empty one if there is no such file.
+    """Return the JSON object in a file, or an empty dict if there is no such file.
 
     Raises InputError for a file that is not a JSON object.
     """
@@ -90,7 +90,7 @@ def read_tokenizer(directory: Path) -> Tokenizer | None:
 
 
 def _text(token: Any) -> str | None:
-    """Return the text of a special token, given as text or object; None if empty."""
+    """Return the text of a special token, which files state as text or object; None if empty."""
     token = token.get("content") if isinstance(token, dict) else token
     # JSON can spell half of a surrogate pair, which is not text.
     return token if isinstance(token, str) and token and _is_text(token) else None
@@ -127,7 +127,7 @@ def stated_ends(directory: Path, vocab_size: int) -> list[int]:
 
 
 def _template(directory: Path, settings: dict[str, Any]) -> str | None:
-    """Return the chat template from its own file or a field; among named ones the default."""
+    """Return the chat template from its file or its field, the default one if there are several."""
     path = directory / "chat_template.jinja"
     if path.exists():
         try:
@@ -156,7 +156,10 @@ def _template(directory: Path, settings: dict[str, Any]) -> str | None:
 def write_tokenizer(
     tokenizer: Tokenizer, directory: Path, max_positions: int | None = None
 ) -> None:
-    """Write the files that `read_tokenizer` reads; `max_positions` is for other readers."""
+    """Write the files that `read_tokenizer` reads.
+
+    `max_positions`, the longest sequence in tokens, is written for other tools.
+    """
     tokenizer.backend.save(str(directory / "tokenizer.json"))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -173,7 +176,10 @@ def write_tokenizer(
 
 
 def end_fields(tokenizer: Tokenizer | None, ends: Sequence[int]) -> dict[str, Any]:
-    """Return the begin and end ids, as fields of config.json and generation_config.json."""
+    """Return the ids that begin and end a sequence, as fields of config.json.
+
+    generation_config.json has the same fields.
+    """
     fields: dict[str, Any] = {}
     if tokenizer is not None and tokenizer.bos_id is not None:
         fields["bos_token_id"] = tokenizer.bos_id
@@ -183,5 +189,5 @@ def end_fields(tokenizer: Tokenizer | None, ends: Sequence[int]) -> dict[str, An
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Write indented JSON with a newline at the end."""
+    """Write `value` as indented JSON with a newline at the end."""
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

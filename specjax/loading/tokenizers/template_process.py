@@ -30,7 +30,7 @@ _REMEDY = "give the prompt as raw text (chat=false for a command)"
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of one template: wall-clock seconds, bytes of memory, and size of text.
+    """Limits of rendering one template: seconds of wall-clock time, bytes of memory, size of text.
 
     `memory` bounds the address space of the process, interpreter included, on systems with such a
     limit (Linux). `text` bounds the conversation in bytes, and the rendered prompt in characters.
@@ -45,7 +45,7 @@ LIMITS = Limits()
 
 
 def render(request: bytes, limits: Limits = LIMITS) -> str:
-    """Return the text that a request's template renders; `request` is JSON [template, variables].
+    """Return the text that a template renders; `request` is JSON [template, variables].
 
     Raises InputError if the template fails or exceeds the limits.
     """
@@ -77,7 +77,7 @@ def close() -> None:
 
 
 class _Child:
-    """A running `template_renderer.py` and the connection to it."""
+    """A running `template_renderer.py`, and the connection to it."""
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
@@ -111,7 +111,7 @@ class _Child:
             ) from None
 
     def ask(self, request: bytes) -> tuple[str, str]:
-        """Return the kind of a request's answer, "text" or "error", and its text.
+        """Return the child's answer to a request: its kind, "text" or "error", and its text.
 
         Raises InputError if the template exceeded the limits.
         """
@@ -138,7 +138,7 @@ class _Child:
         return kind, text
 
     def serves(self, limits: Limits) -> bool:
-        """Return whether it is still running with these limits."""
+        """Return whether the child is still running, with these limits."""
         return self.limits == limits and self.process.poll() is None
 
     def close(self) -> None:
@@ -163,7 +163,7 @@ atexit.register(close)
 
 
 def _connected(limits: Limits) -> _Child:
-    """Return the child of this process with these limits, started where there is none."""
+    """Return this process's child with these limits, started if necessary."""
     global _child
     if _child is not None and not _child.serves(limits):
         close()

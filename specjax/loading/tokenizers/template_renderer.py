@@ -2,8 +2,8 @@
 
     python template_renderer.py SECONDS MEMORY TEXT     (a socket as standard input)
 
-Globals and filters are those of transformers, so that a template renders as it does there. It
-imports nothing of specjax, so that it starts quickly.
+Globals and filters are those of transformers, so that a template renders as it does there. The
+program imports nothing of specjax, so that it starts quickly.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 _LONGEST_ERROR = 400
 _IMPORTED_LATE = (jinja2.constants, jinja2.debug, pprint, textwrap)
-"""Modules that jinja2 imports on first use, when files can no longer be opened."""
+"""Modules that jinja2 would import on first use, when files can no longer be opened."""
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` marks text to be trained on; rendering outputs its body."""
+    """The tag `{% generation %}`, which marks text to be trained on; rendering outputs its body."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2 reads a plain class attribute
 
@@ -103,7 +103,7 @@ def _answer(request: bytes, longest: int) -> tuple[str, str]:
 
 
 def _limit(memory: int) -> None:
-    """Bound memory, and take away what rendering does not need: files, processes, core dumps."""
+    """Limit memory, and forbid what rendering does not need: files, processes, core dumps."""
     for name, value in (("CORE", 0), ("FSIZE", 0), ("NOFILE", 0), ("NPROC", 0), ("AS", memory)):
         kind = getattr(resource, f"RLIMIT_{name}", None)
         if kind is not None:

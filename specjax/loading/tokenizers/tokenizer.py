@@ -1,4 +1,4 @@
-"""Convert text to token ids and back, with one class for all file formats."""
+"""Conversion of text to token ids and back, with one class for all file formats."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _FILLER = re.compile(r"\[PAD(\d+)\]|<dummy\d{5}>")
 def is_filler(token: str, index: int) -> bool:
     """Return whether a token is a placeholder that converters write for an unused embedding row.
 
-    Some of these names contain the row's id.
+    Some of these names contain the row's id, `index`.
     """
     if not token.startswith(("[PAD", "<dummy")):
         return False
@@ -35,9 +35,9 @@ def is_filler(token: str, index: int) -> bool:
 
 @contextmanager
 def refused(problem: str, remedy: str) -> Iterator[None]:
-    """Raise InputError in place of an exception of the tokenizers package.
+    """Raise InputError, with `problem` and `remedy`, in place of the tokenizers package's errors.
 
-    That may be a bare Exception, or a BaseException if its Rust code panics.
+    They may be bare Exceptions, or BaseExceptions if the package's Rust code panics.
     """
     try:
         yield
@@ -52,10 +52,10 @@ class Tokenizer:
     """A vocabulary with its segmentation rules and special ids.
 
     The backend's post-processor adds tokens at the start and end of raw text; a chat template
-    writes its own. `eos_ids` end a sequence (end of text, end of turn); the first is the model's
-    own. `special_tokens` are the names (`bos_token`, ...) that templates may print. `rows` is the
-    number of rows of the model's embedding if the tokenizer has more tokens: the rest are not in
-    the vocabulary.
+    writes such tokens itself. `eos_ids` end a sequence (end of text, end of turn); the first is the
+    model's own. `special_tokens` are pairs of a name, such as `bos_token`, and the text that
+    templates print for it. `rows`, unless None, is the number of rows of the model's embedding;
+    tokens beyond them are not in the vocabulary.
     """
 
     backend: tokenizers.Tokenizer
@@ -78,7 +78,7 @@ class Tokenizer:
 
     @cached_property
     def _strings(self) -> tuple[str | None, ...]:
-        """The token of each id; None for an id without one."""
+        """The token of each id, or None for an id without a token."""
         vocabulary = self.backend.get_vocab(with_added_tokens=True)
         size = max(vocabulary.values(), default=-1) + 1
         # Ids may have gaps, but a table of all ids must not be far larger than the file.
@@ -100,8 +100,8 @@ class Tokenizer:
         """Return the tokenizer of a model whose embedding has `rows` rows.
 
         Only tokens that were added to the vocabulary may lack a row (Gemma 3 up to 1B has one for
-        images). Raises InputError, with `what` as the name of that number, if others do, since the
-        tokenizer is then another model's.
+        images). If others do, the tokenizer is another model's, and InputError is raised; `what` is
+        the name of the number of rows in its message.
         """
         if self.vocab_size <= rows:
             return self
@@ -113,7 +113,7 @@ class Tokenizer:
                     f"{self._strings[index]!r:.40} ({index}) is none that was added to a model's; "
                     "take weights and tokenizer from one model"
                 )
-        # What cannot be produced ends nothing.
+        # A token that the model cannot produce cannot end a sequence.
         return replace(self, rows=rows, eos_ids=tuple(end for end in self.eos_ids if end < rows))
 
     @property
@@ -128,7 +128,7 @@ class Tokenizer:
 
     @cached_property
     def vocabulary_hash(self) -> str:
-        """Return a hash of all token strings in order of ids, to identify the vocabulary."""
+        """A hash of all token strings in the order of their ids, to identify the vocabulary."""
         tokens = [string or "" for string in self._strings]
         return hashlib.sha256(json.dumps(tokens).encode()).hexdigest()
 
@@ -141,12 +141,12 @@ class Tokenizer:
         return self._strings[index] or ""
 
     def name_beyond(self, index: int) -> str | None:
-        """Return the backend's name of an id outside the vocabulary, None for other ids."""
+        """Return the backend's name of an id outside the vocabulary, or None for other ids."""
         known = 0 <= index < self.vocab_size and self._strings[index] is not None
         return None if known or not 0 <= index < 2**31 else self.backend.id_to_token(index)
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of raw text, with those that the tokenizer adds before and after.
+        """Return the token ids of raw text, including tokens that the tokenizer adds around it.
 
         Special tokens in the text are recognized. Raises InputError for text that is not Unicode (a
         lone surrogate), and for a token without a row in the model's embedding.
@@ -160,7 +160,7 @@ class Tokenizer:
 
     @cached_property
     def detokenizer(self) -> Detokenizer:
-        """The rules by which its tokens become text."""
+        """The rules by which the tokens become text."""
         return Detokenizer(self.backend)
 
     def apply_chat_template(
@@ -202,7 +202,7 @@ class Tokenizer:
         return ids
 
     def first_difference(self, other: Tokenizer, *, shared: bool = False) -> str | None:
-        """Describe where two vocabularies first differ; return None if all ids agree.
+        """Return a description of the first difference of two vocabularies, or None if they agree.
 
         With `shared`, only ids that have a token in both are compared.
         """
@@ -222,7 +222,10 @@ class Tokenizer:
 def frame(
     backend: tokenizers.Tokenizer, first: tuple[str, int] | None, last: tuple[str, int] | None
 ) -> None:
-    """Make a backend add a token (string and id) before and after every raw text."""
+    """Make a backend add tokens before and after every raw text.
+
+    `first` and `last` are pairs of a token's string and id, or None to add none.
+    """
     around = [f"{token[0]} " if token else "" for token in (first, last)]
     one = f"{around[0]}$A {around[1]}".strip()
     backend.post_processor = processors.TemplateProcessing(
@@ -231,7 +234,7 @@ def frame(
 
 
 class StreamDecoder(TextStream):
-    """A decoder of a growing output.
+    """A decoder of growing output.
 
     The concatenated results of `feed` and a final `flush` equal `Tokenizer.decode` of all ids.
     """
@@ -240,6 +243,6 @@ class StreamDecoder(TextStream):
         super().__init__(tokenizer.detokenizer, skip_special_tokens=skip_special_tokens)
 
     def feed(self, ids: Iterable[int]) -> str:
-        """Return the text that `ids` complete. Raises InputError for invalid ids."""
+        """Return the text that `ids` complete; raise InputError for invalid ids."""
         with refused("token ids: the tokenizer cannot decode them", "use ids of its vocabulary"):
             return super().feed(ids)

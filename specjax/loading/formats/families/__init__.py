@@ -1,1 +1,1 @@
-"""Families of models: config fields and tensor names of each, one file per family."""
+"""Families of models: the config fields and tensor names of each, one file per family."""

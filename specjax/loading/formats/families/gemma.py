@@ -24,7 +24,7 @@ from specjax.loading.typed_fields import Fields
 from specjax.models.config import DecoderConfig, SlidingWindow
 
 _GLOBAL, _LOCAL = 1_000_000.0, 10_000.0
-"""Gemma 3's rotary bases where a config does not state them."""
+"""Gemma 3's rotary bases of layers without and with a window, unless a config states them."""
 _PERIOD = 6
 _SCALAR = "query_pre_attn_scalar"
 _SCALE = "attention.query_scale"
@@ -44,7 +44,11 @@ def _write_query_scale(config: DecoderConfig) -> dict[str, Any]:
 
 
 def _query_scale(layers_of_27b: int) -> Part:
-    """1/sqrt of the scalar in config.json; llama.cpp knows it by the model's size."""
+    """Return a part for the query scale, 1/sqrt(`query_pre_attn_scalar`) in config.json.
+
+    GGUF files lack it, and llama.cpp infers it from the model's size: `layers_of_27b` is the number
+    of layers of the 27B model.
+    """
 
     def read_gguf(fields: GgufFields, known: Values) -> Values:
         if known["num_layers"] == layers_of_27b:
@@ -60,7 +64,7 @@ def _ignore_activation(fields: Fields, known: Values) -> Values:
 
 
 def _shared(max_positions: int, layers_of_27b: int) -> tuple[Part, ...]:
-    """Return the parts that Gemma 2 and 3 share, except for rotary bases and windows."""
+    """Return the parts that Gemma 2 and 3 share: all except rotary bases and windows."""
     return (
         *schema.sizes(head_dim=256, max_positions=max_positions, tied=True),
         schema.fixed({"norm.offset": 1, "norm.after": True, "mlp.activation": "gelu_tanh"}),
@@ -111,7 +115,7 @@ GEMMA2 = Family(
 
 
 def _read_ropes(fields: Fields, max_positions: int) -> tuple[Rope, float]:
-    """Return the rope of layers that see everything, and the rotary base of those with a window."""
+    """Return the rope of layers without a window, and the rotary base of layers with one."""
     theta = fields.number("rope_theta", _GLOBAL)
     local = fields.number("rope_local_base_freq", _LOCAL)
     full = {"rope_theta": theta, "rope_scaling": fields.get("rope_scaling")}
@@ -129,7 +133,7 @@ def _read_ropes(fields: Fields, max_positions: int) -> tuple[Rope, float]:
 
 
 def _read_layers3(fields: Fields, known: Values) -> Values:
-    """Return the window of five layers of six, and the ropes of both types of layers."""
+    """Return the sliding window, on five of six layers, and the ropes of both types of layers."""
     num_layers = known["num_layers"]
     size, period = fields.integer("sliding_window", 4096), _PERIOD
     for name in ("_sliding_window_pattern", "sliding_window_pattern"):

@@ -58,7 +58,7 @@ def _write_shared(config: DecoderConfig) -> dict[str, Any]:
 
 
 def _read_gguf_rest(fields: GgufFields, known: Values) -> Values:
-    """Return the fields that a GGUF counts or scales differently."""
+    """Return the fields that GGUF files count or scale differently than config.json."""
     width = known["experts.intermediate_size"]
     return {
         "experts.shared_size": width * fields.integer("expert_shared_count"),

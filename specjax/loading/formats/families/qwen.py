@@ -18,7 +18,7 @@ from specjax.models.config import DecoderConfig
 
 
 def _read_window(fields: Fields, known: Values) -> Values:
-    """Return the window of layers from `max_window_layers` on, if windows are used."""
+    """Return the sliding window of the layers from `max_window_layers` on, if windows are used."""
     used, first = fields.flag("use_sliding_window"), fields.integer("max_window_layers", 28)
     size, num_layers = schema.window_size(fields), known["num_layers"]
     windowed = [used and size is not None and layer >= first for layer in schema.layers(num_layers)]

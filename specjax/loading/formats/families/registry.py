@@ -1,4 +1,4 @@
-"""The supported families, by `model_type` and by GGUF architecture."""
+"""The supported families, by `model_type` of config.json and by GGUF architecture."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ _REFUSED = {
     "deepseek_v3": "multi-head latent attention",
     "qwen3_next": "linear attention",
 }
-"""Families that are often asked for, and what of them the decoder does not have."""
+"""Unsupported families that users often try, and the features that the decoder lacks."""
 
 
 def family(model_type: object) -> Family:
-    """Return the family of a `model_type`; raise InputError for an unknown one."""
+    """Return the family with this `model_type`; raise InputError if it is unknown."""
     if isinstance(model_type, str) and model_type in FAMILIES:
         return FAMILIES[model_type]
     reason = ""
@@ -51,7 +51,7 @@ def family(model_type: object) -> Family:
 
 
 def gguf_architectures() -> dict[str, list[Family]]:
-    """Return the families that can be read from GGUF, by their architecture there."""
+    """Return the families that can be read from GGUF files, by the files' architecture."""
     found: dict[str, list[Family]] = {}
     for one in FAMILIES.values():
         if one.gguf is not None:

@@ -1,7 +1,7 @@
 """The schema of configs: the name of each field in config.json and in GGUF files.
 
-A field serves both formats and both directions. What a field cannot express is a `Part` with
-functions of its own. Fields shared by several families follow below.
+A field serves both formats, and reading as well as writing. What a field cannot express is a `Part`
+with special functions. Fields shared by several families follow below.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from specjax.loading.typed_fields import Fields
 from specjax.models.config import MOST_LAYERS, DecoderConfig, SlidingWindow
 
 Values = Mapping[str, Any]
-"""Values of fields of a `DecoderConfig` by name; those of its parts are "attention.softcap"."""
+"""Fields of a `DecoderConfig` by name; those of nested configs are dotted: "attention.softcap"."""
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-"""The types of layers in config.json."""
+"""The names that config.json uses for types of layers."""
 
 
 def _nothing(*_: Any) -> dict[str, Any]:
@@ -30,10 +30,10 @@ def _nothing(*_: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Part:
-    """Some fields of a config, read and written together.
+    """One or several fields of a config that are read and written together.
 
-    `read` and `read_gguf` return their values, given the fields of the file and the values of
-    earlier parts; `write` returns the fields of config.json.
+    `read` (config.json) and `read_gguf` return their values, given the fields of the file and the
+    values read by earlier parts; `write` returns the fields of config.json.
     """
 
     read: Callable[[Fields, Values], Values] = _nothing
@@ -49,15 +49,18 @@ def _row(
     default: Any = None,
     gguf_default: Any = None,
 ) -> Part:
-    """Return a field of a config: its type, its name in config.json, and in a GGUF if it has one.
+    """Return the part for the field `path` of a config.
 
-    Of several names the first that is stated counts, or else the last. The defaults are what files
-    mean that do not state it, or functions of the values read so far; without, it must be there.
+    `kind` reads a value of its type. `json` is its name in config.json; of several names the first
+    that a file states counts. `gguf` is its key in a GGUF file, or a function of the file's fields;
+    a field without it is not read from GGUF. `default` and `gguf_default` apply to files without
+    the field, and may be functions of the values read so far; without a default the field is
+    required.
     """
     names = (json,) if isinstance(json, str) else json
 
-    def evaluated(given: Any, known: Values) -> Any:
-        return given(known) if callable(given) else given
+    def evaluated(default: Any, known: Values) -> Any:
+        return default(known) if callable(default) else default
 
     def read(fields: Fields, known: Values) -> Values:
         stated = [name for name in names if fields.values.get(name) is not None]
@@ -86,12 +89,12 @@ flag = functools.partial(_row, Fields.flag)
 
 
 def has_tensor(name: str) -> Callable[[GgufFields], bool]:
-    """Return a function that reads a flag from the presence of a tensor in a GGUF file."""
+    """Return a function that reads a flag: whether a GGUF file has the tensor `name`."""
     return lambda fields: name in fields.file.tensors
 
 
 def computed(path: str, function: Callable[[Values], Any]) -> Part:
-    """Return a part for a field computed from earlier ones, in every file."""
+    """Return a part for a field that `function` computes from the values of earlier parts."""
 
     def read(_: Fields, known: Values) -> Values:
         return {path: function(known)}
@@ -100,19 +103,19 @@ def computed(path: str, function: Callable[[Values], Any]) -> Part:
 
 
 def fixed(values: Values) -> Part:
-    """Return a part for values that every model of a family has."""
+    """Return a part for fields that have these values in every model of a family."""
     return Part(lambda *_: values, _nothing, lambda *_: values)
 
 
 def written(fields: Mapping[str, Any]) -> Part:
-    """Return a part for constant fields that are written to config.json and ignored when read."""
+    """Return a part for constants that are written to config.json and ignored when it is read."""
     return Part(write=lambda _: fields)
 
 
 def constant(name: str, value: Any) -> Part:
-    """Return a part that accepts only `value`, or no value, for a field of config.json.
+    """Return a part for a field of config.json that must have `value`, or be missing.
 
-    Reading it gives no field of the decoder's config; writing gives `value`.
+    No field of the decoder's config is read from it; `value` is written.
     """
 
     def read(fields: Fields, known: Values) -> Values:
@@ -139,9 +142,9 @@ def sizes(
     tied: bool = False,
     epsilon: float = 1e-6,
 ) -> tuple[Part, ...]:
-    """Return parts for sizes and epsilon, as in most families.
+    """Return the parts for sizes and epsilon that most families share.
 
-    The arguments are defaults of config.json. Without `head_dim` the default is D/H, as in GGUF
+    The arguments are the defaults of config.json. Without `head_dim` the default is D/H, as in GGUF
     files.
     """
     width = head_dim or width_of_head
@@ -159,7 +162,10 @@ def sizes(
 
 
 def tied_head(default: bool) -> Part:
-    """Return a part for whether embedding and head are tied, by config.json or GGUF tensors."""
+    """Return a part for whether embedding and head are tied.
+
+    config.json states it, by default as `default`; a GGUF file shows it by its tensors.
+    """
 
     def in_gguf(fields: GgufFields) -> bool:
         return "output.weight" not in fields.file.tensors
@@ -168,9 +174,9 @@ def tied_head(default: bool) -> Part:
 
 
 def experts(count: str, intermediate_size: int) -> tuple[Part, ...]:
-    """Return parts for the number and width of experts.
+    """Return the parts for the number and width of experts.
 
-    `count` is the family's own field name besides that of transformers 5.
+    `count` is the family's name of the number, accepted beside that of transformers 5.
     """
     width = ("moe_intermediate_size", "expert_feed_forward_length", intermediate_size)
     return (
@@ -187,9 +193,9 @@ SILU = written({"hidden_act": "silu"})
 def rope(
     *, theta: float = 10000.0, gguf_theta: float = 10000.0, partial: float | None = None
 ) -> Part:
-    """Return a part for one rotary base and scaling, and with `partial` the rotated fraction.
+    """Return a part for rotary base and scaling and, with `partial`, the rotated share of a head.
 
-    The arguments are the defaults for files that do not state them.
+    The arguments are the defaults for files that do not state these values.
     """
 
     def values(base: float, scaling: Any, rotary_width: int) -> Values:
@@ -217,9 +223,9 @@ def rope(
 
 
 def window_size(fields: Fields) -> int | None:
-    """Return the size of sliding windows, or None if it is null.
+    """Return the size of sliding windows, or None if the file says null.
 
-    If missing it is 4096, as in transformers.
+    By default it is 4096, as in transformers.
     """
     if fields.get("sliding_window") is None and "sliding_window" in fields.values:
         return None
@@ -229,7 +235,7 @@ def window_size(fields: Fields) -> int | None:
 def read_window(
     fields: Fields, size: int | None, num_layers: int, default: Sequence[bool]
 ) -> SlidingWindow | None:
-    """Return the window of `size` on the layers that `layer_types` lists, else those of `default`.
+    """Return the window of `size` on the layers that `layer_types` marks, or on those of `default`.
 
     Raises InputError for unknown types, a wrong number of them, and windowed layers without a size.
     """
@@ -252,12 +258,15 @@ def read_window(
 
 
 def layers(num_layers: int) -> range:
-    """Return the layer indices of a possibly damaged config, up to `DecoderConfig`'s maximum."""
+    """Return the indices of `num_layers` layers, at most as many as `DecoderConfig` allows.
+
+    The number may come from a damaged file.
+    """
     return range(min(num_layers, MOST_LAYERS))
 
 
 def write_window(config: DecoderConfig) -> dict[str, Any]:
-    """Return the config.json fields of the window's size and of each layer's type."""
+    """Return the fields of config.json for the window's size and the type of each layer."""
     window = config.sliding_window
     return {
         "sliding_window": None if window is None else window.size,
@@ -266,14 +275,15 @@ def write_window(config: DecoderConfig) -> dict[str, Any]:
 
 
 def layer_types(config: DecoderConfig) -> list[str]:
-    """Return the type of each layer, for `layer_types` in config.json."""
+    """Return the type of each layer, as config.json lists them under `layer_types`."""
     return [SLIDING if windowed else FULL for windowed in config.windowed]
 
 
 def shortest_period(flags: Sequence[bool]) -> tuple[bool, ...]:
-    """Return the shortest prefix that generates the sequence by repetition.
+    """Return the shortest prefix of `flags` that generates it by repetition.
 
-    It takes linear time (Knuth, Morris and Pratt 1977), since a damaged file may claim many layers.
+    This takes linear time (Knuth, Morris and Pratt 1977), since a damaged file may claim many
+    layers.
     """
     longest = [0] * len(flags)  # the longest proper beginning that each part ends with
     for index in range(1, len(flags)):

@@ -1,6 +1,6 @@
-"""Names of a decoder's modules in Hugging Face's layout and in GGUF, one row per module.
+"""The names of a decoder's modules in Hugging Face's layout and in GGUF, one row per module.
 
-The names are those of Llama and of additions by other families; a family whose names differ
+They are the names of Llama, and of modules that other families add; a family with other names
 overrides them (`table`).
 """
 
@@ -14,9 +14,10 @@ from specjax.loading.formats.parameter_names import TensorEntry
 
 
 class _Module(NamedTuple):
-    """A module's location in the tree, its kind, and its name in each format.
+    """The location of a module in the tree, its kind, and its name in each format.
 
-    A vector is one tensor, whose name is whole. Without a name the format has none for Llama.
+    A vector is a single tensor, whose complete name is given. An empty name means that Llama has no
+    such module in that format.
     """
 
     path: str
@@ -55,7 +56,7 @@ _LAYER_MODULES = (
     _Module("mlp.up", "linear", "mlp.up_proj", "ffn_up"),
     _Module("mlp.down", "linear", "mlp.down_proj", "ffn_down"),
 )
-"""Modules of a layer, in whose names the layer's own is left out."""
+"""The modules of a layer; their names here lack the prefix of the layer."""
 
 _OUTER_NAMES = {
     "huggingface": {
@@ -77,12 +78,12 @@ def table(
     norms_added: int = 0,
     fused: Collection[Sequence[str]] = (),
 ) -> tuple[TensorEntry, ...]:
-    """Return the tensor entries of a format, with `names` overriding Llama's module names.
+    """Return the tensor entries of a format, with Llama's module names unless `names` has others.
 
     `paired` means that rotated dimensions of queries and keys are stored as adjacent pairs,
-    `transposed` that kernels are stored [in, out], and `norms_added` is the offset of the file's
-    norm scales over the tree's. Each of `fused` lists modules stored in one tensor in that order
-    under one name. Experts without `{expert}` in their name share one tensor.
+    `transposed` that kernels are stored [in, out], and `norms_added` is what the file's norm scales
+    exceed the tree's by. Each sequence in `fused` lists modules that are stored, in this order, in
+    one tensor under one name. Experts whose name lacks `{expert}` share one tensor.
     """
     outer = {name: names.get(name, own) for name, own in _OUTER_NAMES[format].items()}
     entries = [
