@@ -10,23 +10,26 @@ from jaxtyping import Float
 from specjax.controllers.base import StepRecord, StepSizes
 
 _MEMORY = 400.0
-"""Row rounds after which a count weighs 1/e."""
+"""The number of row rounds (rounds times rows) after which a count has decayed to 1/e."""
 _FIRST_NODE = 0.55
-"""The chance of a first node that nothing is known of; that of node n is taken to be 1/(n+1) of
-it, which lies between chains and trees."""
+"""The assumed acceptance probability of a draft's first node, before any data.
+
+That of node n (from 0) is 1/(n+1) of it, which lies between chains and trees.
+"""
 _DRAFTS = 0.7
-"""The chance that a drafter drafts when it has its turn, likewise."""
+"""The assumed probability that a drafter drafts when it is its turn, before any data."""
 _WEIGHT = 4.0
-"""Row rounds that these count as."""
+"""The weight of these assumptions, as a number of row rounds."""
 
 
 class Acceptance(NamedTuple):
     """Exponentially decayed counts by drafter and node.
 
-    `asked` counts the row rounds in which no earlier drafter drafted, `turns` those in which this
-    drafter did. For each node, `open_turns` counts the turns whose limit allowed the node,
-    `accepted` those in which it was accepted, `open_rounds` the rounds in which the drafter ran
-    with such a limit, and `drafted` those in which some row drafted the node.
+    A row round is one round of one row. `asked` counts the row rounds in which no earlier drafter
+    drafted, `turns` those in which this drafter did. For each node, `open_turns` counts the turns
+    whose limit allowed the node, `accepted` those in which it was accepted, `open_rounds` the
+    rounds in which the drafter ran with such a limit, and `drafted` those in which some row drafted
+    the node.
     """
 
     asked: Float[np.ndarray, "drafters"]
@@ -38,7 +41,7 @@ class Acceptance(NamedTuple):
 
 
 class Forecast(NamedTuple):
-    """Expected behavior of each drafter when it runs, with standard deviations.
+    """The expected behavior of each drafter when it runs, with standard deviations.
 
     `drafts` is the probability that a drafter drafts when it is its turn. `tokens[:, k]` is the
     expected number of tokens that it adds under limit k. `reaches[:, n]` is the probability that
@@ -55,15 +58,16 @@ class Forecast(NamedTuple):
 
 
 def no_counts(sizes: StepSizes) -> Acceptance:
-    """Return the counts before the first step."""
+    """Return the counts before the first step, all 0."""
     count = len(sizes.drafters)
     by_drafter = np.zeros(count)
-    by_node = np.zeros((count, max((one.num_nodes for one in sizes.drafters), default=0)))
+    most_nodes = max((drafter.num_nodes for drafter in sizes.drafters), default=0)
+    by_node = np.zeros((count, most_nodes))
     return Acceptance(by_drafter, by_drafter, by_node, by_node, by_node, by_node)
 
 
 def learn_acceptance(counts: Acceptance, record: StepRecord) -> Acceptance:
-    """Return the counts updated with a step's record."""
+    """Return the counts updated with a step's record; older counts decay."""
     longest = np.array(record.limits.longest, int)
     opened = np.arange(counts.accepted.shape[1])[None, :] < longest[:, None]
     earlier = np.cumsum(record.turns) - record.turns

@@ -25,32 +25,32 @@ from specjax.controllers.cost_estimates import initial_costs, learn_costs
 from specjax.controllers.throughput import Estimates, Rates, arms_of, deviations, expected_rates
 
 _SHORT_TRIAL = 2
-"""Tokens of the first draft of a drafter whose every token costs a pass."""
+"""The length of the first draft of a drafter that needs a pass for each token."""
 _FIRST_ROUNDS = (4, 2)
-"""Rounds of the first step with drafts, and of the first without, if wide passes are cheap."""
+"""The rounds of the first step with drafts, and of the first without, if wide passes are cheap."""
 _FIRST_STEPS = 2
-"""Steps that trials may cost beside `first_credit`."""
+"""The number of steps whose overhead trials may cost in addition to `first_credit`."""
 _ROUNDS_TO_CONSTANT = 2.0
-"""How long the rounds of a step take, at least, beside what it costs by itself."""
+"""The minimum ratio of the time of a step's rounds to the overhead of the step."""
 _WORTH_A_TRIAL = 1.01
-"""How much better than the best limits others have to be, if all goes well, to be tried."""
+"""The factor by which limits must beat the best ones, optimistically, to be tried."""
 _LITTLE = 0.01
-"""The share of a step's time that a trial may lose in any case."""
+"""The share of a step's time that a trial may always lose."""
 _LEAST_CREDIT = 0.5
-"""Plain rounds that a step of the best limits may lose in any case."""
+"""The plain rounds that a step with the best limits may always lose."""
 _MOST_HOPE = 10.0
-"""The logarithm of the most that others are hoped to be better."""
+"""The logarithm of the largest factor by which limits are hoped to be better."""
 _LEAST_HOPE = 0.7
-"""The least factor of `optimism`, where the credit is spent."""
+"""The factor of `optimism` when the credit is spent."""
 _DOUBTFUL_ROUNDS = 8
-"""Rounds of a drafter after which it is tried again half as often, if it did not pay."""
+"""The rounds of a drafter that did not pay, after which it is tried again half as often."""
 _CONFIDENT_ROUNDS = 24
-"""Rounds of a drafter after which its confidence is limited."""
+"""The rounds of a drafter after which a confidence threshold applies to it."""
 _CONFIDENCES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5)
 
 
 class Planned(NamedTuple):
-    """A chosen step: its limits, and the largest number of rounds it could have had.
+    """A step that was chosen: its limits, and the largest number of rounds allowed for it.
 
     `instead_of` are the limits that a trial is compared with, or None if the step uses the best
     limits.
@@ -64,7 +64,8 @@ class Planned(NamedTuple):
 class AutoState(NamedTuple):
     """The estimates of `Auto`, and the steps in progress.
 
-    `credit` is the budget for trials in plain rounds, `chosen` the number of steps chosen so far.
+    `credit` is the budget for trials, measured in plain rounds; `chosen` is the number of steps
+    chosen so far.
     """
 
     estimates: Estimates
@@ -80,18 +81,18 @@ class AutoState(NamedTuple):
 
 
 class Compared(NamedTuple):
-    """Limits compared with the `best` of those whose drafters were all `timed`.
+    """All limits compared with the best ones of those that are `timed`: their drafters have run.
 
-    `ratio` is the quotient of tokens per second, `deviation` its relative standard deviation, and
-    `told` the part of it that one step would resolve; `least` is the minimum number of rounds of a
-    step.
+    `best` is the index of the best limits. `ratio` is the quotient of tokens per second,
+    `deviation` its relative standard deviation, and `resolved` the part of it that one step would
+    resolve; `least` is the minimum number of rounds of a step.
     """
 
     rates: Rates
     best: int
     ratio: Float[np.ndarray, "A"]
     deviation: Float[np.ndarray, "A"]
-    told: Float[np.ndarray, "A"]
+    resolved: Float[np.ndarray, "A"]
     timed: Bool[np.ndarray, "A"]
     least: Float[np.ndarray, "A"]
     most_rounds: int
@@ -118,7 +119,7 @@ class Auto:
                 raise ValueError(f"Auto.{name}={value!r}: use a number of at least 0")
 
     def init(self, sizes: StepSizes) -> AutoState:
-        """Return the initial state, which knows the sizes only."""
+        """Return the initial state, in which only the sizes are known."""
         counts = no_counts(sizes)
         estimates = Estimates(sizes, initial_costs(sizes), forecast(counts))
         return AutoState(estimates, counts, self.first_credit)
@@ -147,11 +148,11 @@ class Auto:
         return limits, rounds, state._replace(under_way=under_way, chosen=state.chosen + 1)
 
     def update(self, state: AutoState, record: StepRecord) -> AutoState:
-        """Return the state after a step, charging its cost to the budget if it was a trial."""
+        """Return the state after a step; the cost of a trial is charged to the budget."""
         longest, rounds = record.limits.longest, record.rounds
         under_way = list(state.under_way)
         planned = Planned(longest, max(rounds, 1))
-        while under_way:  # steps that were given up are not reported
+        while under_way:  # abandoned steps have no record
             planned = under_way.pop(0)
             if planned.longest == longest:
                 break
@@ -173,11 +174,11 @@ class Auto:
         )
 
     def _plan(self, state: AutoState, rates: Rates, most_rounds: int) -> tuple[int, int, int]:
-        """Return the next step's limits and the best ones, by number, and the step's rounds."""
+        """Return the indices of the next step's limits and of the best ones, and its rounds."""
         costs = state.estimates.costs
         timed = ((rates.arms == 0) | (costs.rounds > 0)).all(axis=1)
         best = int(np.argmax(np.where(timed, rates.mean, 0)))
-        # A step's own cost should be small beside its rounds.
+        # The overhead of a step should be small beside the time of its rounds.
         least = np.ceil(_ROUNDS_TO_CONSTANT * costs.seconds[0] / rates.round_s)
         compared = Compared(
             rates,
@@ -194,12 +195,12 @@ class Auto:
         return trial[0], best, trial[1]
 
     def _trial(self, state: AutoState, compared: Compared) -> tuple[int, int] | None:
-        """Return the limits that are worth a trial, if any, by number, and its rounds."""
-        rates, best, ratio, deviation, told, timed, least, most_rounds = compared
+        """Return the index of limits that are worth a trial, and its rounds, or None."""
+        rates, best, ratio, deviation, resolved, timed, least, most_rounds = compared
         sizes, costs, _ = state.estimates
-        # The more may be spent, the more is hoped for.
+        # The larger the budget, the more optimistic the estimates.
         optimism = self.optimism * max(state.credit / max(self.first_credit, 1e-9), _LEAST_HOPE)
-        hopes = ratio * np.exp(np.minimum(optimism * told, _MOST_HOPE))
+        hopes = ratio * np.exp(np.minimum(optimism * resolved, _MOST_HOPE))
         # A short step loses less in its rounds, plus its share of the overhead of a step.
         lost = rates.round_s * (1 - ratio)
         rounds = np.where(timed & (lost * most_rounds < costs.seconds[0]), most_rounds, least)
@@ -218,14 +219,14 @@ class Auto:
         arm = int(np.argmax(np.where(allowed, hopes, 0)))
         if not timed[arm]:
             return arm, int(rounds[arm])
-        # As long as the credit lasts if all goes badly.
+        # As many rounds as the credit allows if the limits turn out badly.
         share = 1 - float(ratio[arm] * np.exp(-self.optimism * deviation[arm]))
         budget = min(state.credit, self.first_credit) * state.estimates.plain_s
         longer = min(budget / (rates.round_s[arm] * max(share, 1e-9)), most_rounds)
         return arm, max(int(rounds[arm]), int(longer))
 
     def _rounds(self, state: AutoState, compared: Compared) -> int:
-        """Return how many rounds of the best limits cost little if others are better."""
+        """Return for how many rounds the best limits lose little if others are better."""
         rates, best, most_rounds = compared.rates, compared.best, compared.most_rounds
         costs, least = state.estimates.costs, int(compared.least[best])
         runs = rates.arms[best] > 0
@@ -242,11 +243,11 @@ class Auto:
 
 
 def _first_steps(state: AutoState, most_rounds: int) -> tuple[int, int, int]:
-    """Return as `_plan`, before anything is known: a plain step and one with short drafts.
+    """Return the same as `Auto._plan` for the first two steps, before anything is known.
 
-    Where wide passes are cheap (accelerators) all drafters draft in the very first step, since each
-    further step would cost the host; elsewhere one drafter does, after a
-    plain step.
+    One is a plain step, the other has short drafts. If wide passes are cheap (accelerators), all
+    drafters draft in the very first step, since each further step would cost time on the host;
+    otherwise one drafter does, after a plain step.
     """
     sizes = state.estimates.sizes
     drafts = state.chosen == (0 if sizes.wide_is_cheap else 1)
@@ -262,7 +263,7 @@ def _first_steps(state: AutoState, most_rounds: int) -> tuple[int, int, int]:
 
 
 def _first_trial(sizes: StepSizes) -> Int[np.ndarray, "drafters"]:
-    """Short drafts: as wide as the narrowest pass for drafts."""
+    """Return the limits of a first trial: drafts as wide as the narrowest pass for drafts."""
     width = next((width for width in sizes.widths if width > 1), 1)
     short = width if sizes.wide_is_cheap else _SHORT_TRIAL
     return np.array(
@@ -274,11 +275,12 @@ def _first_trial(sizes: StepSizes) -> Int[np.ndarray, "drafters"]:
 
 
 def _confidence(estimates: Estimates, rates: Rates, arm: int, rows: int) -> tuple[float, ...]:
-    """Return the least confidence at which one more token pays for its pass and for a wider window.
+    """Return for each drafter the least confidence at which one more token pays for its cost.
 
-    A token counts only if those before it are accepted, and where several rows draft, the others
-    mostly continue anyway. What a limit changes in acceptance and in lengths is learned under it,
-    so there are few `_CONFIDENCES`.
+    The cost is that of the token's own pass and of a wider window. A token counts only if those
+    before it are accepted, and if several rows draft, the others mostly continue anyway. The effect
+    of a threshold on acceptance and lengths is learned only while it applies, so there are few
+    `_CONFIDENCES`.
     """
     sizes, costs, outlook = estimates
     longest = rates.arms[arm].tolist()

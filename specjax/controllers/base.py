@@ -29,7 +29,7 @@ class Limits(NamedTuple):
 
 @dataclass(frozen=True)
 class DrafterSizes:
-    """The number of nodes N of a drafter's drafts, and whether it `stops`.
+    """The number of nodes (N) of a drafter's drafts, and whether it can stop early.
 
     A drafter that `stops` drafts token by token, with a pass for each, and ends once its confidence
     is below the limit. Other drafters produce their whole draft at once.
@@ -56,14 +56,14 @@ class StepSizes:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """What a step did, as counts over its rounds and rows.
+    """The counts of a finished step over its rounds and rows, and its time.
 
-    `seconds` is None if the time is meaningless (the step waited for something else). `passes`
-    counts the rounds at each compiled width, `ran` the rounds in which each drafter ran, and
-    `further` each drafter's passes after the first of a round. `drafted[i, n]` counts the rounds in
-    which drafter i drafted node n in some row, and `accepted[i, n]` the row rounds in which it was
-    accepted. `row_rounds` is the number of rounds summed over rows, and `turns[i]` how many of them
-    drafter i drafted in.
+    A row round is one round of one row. `seconds` is None if the time is meaningless (the step
+    waited for something else). `passes` counts the rounds at each compiled width, `ran` the rounds
+    in which each drafter ran, and `further` each drafter's passes after the first of a round.
+    `drafted[i, n]` counts the rounds in which drafter i drafted node n in some row, and
+    `accepted[i, n]` the row rounds in which it was accepted. `row_rounds` is the number of row
+    rounds, and `turns[i]` how many of them drafter i drafted in.
     """
 
     limits: Limits
@@ -84,7 +84,7 @@ class StepRecord:
 
 @runtime_checkable
 class Controller(Protocol):
-    """A frozen value with pure functions that keep what they learn in a state."""
+    """A frozen value with pure functions, which keep everything learned in a separate state."""
 
     def init(self, sizes: StepSizes) -> Any:
         """Return the state before the first step."""

@@ -14,39 +14,39 @@ from jaxtyping import Float, Int, Real
 from specjax.controllers.base import StepRecord, StepSizes
 
 NOISE = 0.07
-"""Of a step's seconds, relative."""
+"""The relative standard deviation of a step's measured seconds."""
 _FIRST_RUN_NOISE = 0.3
-"""Where a drafter runs for the first time, which takes up to twice as long."""
-# Before the first step, in plain passes: a mean and a standard deviation each.
+"""The same for a step in which a drafter runs for the first time, which may take twice as long."""
+# Assumptions before the first step, in units of a plain pass: mean and standard deviation.
 _CONSTANT = (0.0, 0.03)
-"""Beside `StepSizes.dispatch_s`, which may be off by half as much."""
+"""The overhead of a step, in addition to `StepSizes.dispatch_s`, which may be off by half."""
 _PASS = (1.0, 1.0)
 _SLOT = (0.1, 0.1)
-"""Each further slot of a pass; a fifth of it where wide passes are cheap."""
+"""The cost of each further slot of a pass; a fifth of this if wide passes are cheap."""
 _NOTICED = 0.2
-"""The share of a first step on a CPU, of one round, below which its dispatch is left out."""
+"""The share of a first step's time below which its dispatch is ignored on a CPU."""
 _FIRST = (0.15, 0.5)
 _FURTHER = (0.1, 0.2)
 _COMMON_DRIFT, _OWN_DRIFT = 0.03, 0.015
-"""How much all costs together, and each by itself, may change from one step to the next."""
+"""The relative change from one step to the next of all costs together, and of each separately."""
 _JUMP = 30.0
-"""The factor by which a clock may jump before its first reading is ignored."""
+"""The factor of a deviation above which a time is ignored, unless the next one deviates too."""
 _OUTLIER = 3.0
-"""Standard deviations beyond which a step counts as no further off."""
+"""The number of standard deviations to which a step's deviation is clipped."""
 _WELL_KNOWN = 0.2
 """The relative standard deviation below which a step's cost counts as known."""
 _LEAST, _MOST = 1e-7, 1e6
-"""Seconds of a step that are believed."""
+"""The range of a step's seconds that are plausible."""
 
 
 class Costs(NamedTuple):
     """Estimates of the unknowns, in the order of `count_work`, and their covariance.
 
     The unknown of a compiled width is the extra cost of its pass over the next narrower one, so
-    that widths that never ran follow those that did. `seconds` are the estimates clipped to
-    plausible values. `rounds` counts the rounds in which each drafter was timed. `known` is False
-    before the first step, when all values are in plain passes. `surprise` is the sign of the last
-    step's deviation if it was an outlier, else 0.
+    that the estimates of widths that never ran follow those of others. `seconds` are the estimates
+    clipped to plausible values. `rounds` counts the rounds in which each drafter was timed. `known`
+    is False before the first step, when all values are in units of a plain pass. `surprise` is the
+    sign of the last step's deviation if it was an outlier, else 0.
     """
 
     estimates: Float[np.ndarray, "unknowns"]
@@ -58,7 +58,7 @@ class Costs(NamedTuple):
 
 
 def initial_costs(sizes: StepSizes) -> Costs:
-    """Return the costs assumed before the first step, in plain passes."""
+    """Return the costs assumed before the first step, in units of a plain pass."""
     gaps, count = np.diff(sizes.widths), len(sizes.drafters)
     slot = np.array(_SLOT) / (5 if sizes.wide_is_cheap else 1)
     kinds = zip(_CONSTANT, _PASS, slot, _FIRST, _FURTHER, strict=True)
@@ -75,7 +75,11 @@ def count_work(
     ran: Real[np.ndarray, "*A drafters"],
     further: Real[np.ndarray, "*A drafters"],
 ) -> Real[np.ndarray, "*A unknowns"]:
-    """Return how often each unknown occurs: the constant, passes at least so wide, draft passes."""
+    """Return how often each unknown occurs in the time of a step, or of each of A steps.
+
+    The unknowns are the constant of a step, a pass at least as wide as each compiled width, and the
+    first and further passes of each drafter.
+    """
     at_least = np.cumsum(passes[..., ::-1], axis=-1)[..., ::-1]
     return np.concatenate([steps[..., None], at_least, ran, further], axis=-1)
 
@@ -120,14 +124,17 @@ def learn_costs(costs: Costs, sizes: StepSizes, record: StepRecord) -> Costs:
 
 
 def _jump(seconds: float, expected: float) -> int:
-    """Return the sign of a deviation too large for changes of load, such as a clock's; else 0."""
+    """Return the sign of a deviation that is too large to come from a changing load, else 0.
+
+    Such jumps come from a clock, for example.
+    """
     return int(seconds > _JUMP * expected) - int(seconds * _JUMP < expected)
 
 
 def _in_seconds(
     costs: Costs, seconds: float, sizes: StepSizes, work: Float[np.ndarray, "unknowns"]
 ) -> Costs:
-    """Return the costs converted from plain passes to seconds by the first step's seconds."""
+    """Return the costs converted from plain passes to seconds, given the first step's seconds."""
     constant = min(sizes.dispatch_s, 0.75 * seconds)
     if not sizes.wide_is_cheap and constant < _NOTICED * seconds:
         constant = 0.0
@@ -143,11 +150,12 @@ def _plausible(
     covariance: Float[np.ndarray, "unknowns unknowns"],
     num_widths: int,
 ) -> Float[np.ndarray, "unknowns"]:
-    """Return plausible estimates: no cost below 0, passes at least half of the first.
+    """Return estimates corrected so that no cost is negative and no pass too cheap.
 
-    (On accelerators a pass over five slots took 0.86 of one over one.) What corrects one changes
-    the others as far as they are known together only. The estimates themselves stay as they are, so
-    that later steps correct them likewise.
+    A wider pass costs at least half of the narrowest one (on accelerators, a pass over five slots
+    took 0.86 of the time of a pass over one). Correcting one estimate changes others by their
+    covariance. The stored estimates do not change, so that later steps correct them in the same
+    way.
     """
     values = estimates.copy()
     for number in (0, *range(num_widths + 1, len(values))):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from specjax.controllers.base import Limits, StepRecord, StepSizes
 
 _ROUNDS = 4
-"""After so many rounds `ByBatch` looks again at how many rows are unfinished."""
+"""The rounds of a step of `ByBatch`, after which it counts unfinished rows again."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class ByBatch:
 
     Each entry (low, high, longest) of `table` applies to low to high unfinished rows at the start
     of a step. For other numbers of rows the length is `longest`, by default all nodes. Raises
-    ValueError for negative numbers and steps of another form.
+    ValueError for negative numbers and entries of another form.
     """
 
     table: tuple[tuple[int, int, int], ...]
@@ -69,7 +69,7 @@ class ByBatch:
     def choose(
         self, state: StepSizes, unfinished: int, most_rounds: int
     ) -> tuple[Limits, int, StepSizes]:
-        """Return the limits for `unfinished` rows, for only a few rounds, since rows may finish."""
+        """Return the limits for `unfinished` rows, and few rounds, since rows may finish."""
         steps = (longest for low, high, longest in self.table if low <= unfinished <= high)
         return up_to(state, next(steps, self.longest)), min(most_rounds, _ROUNDS), state
 
@@ -125,7 +125,10 @@ def _check_length(name: str, value: int) -> None:
 
 
 def up_to(sizes: StepSizes, longest: int | None) -> Limits:
-    """Return limits of `longest` nodes for each drafter, whatever its confidence."""
+    """Return limits of `longest` nodes for each drafter, with any confidence.
+
+    By default all nodes are allowed.
+    """
     counts = [one.num_nodes for one in sizes.drafters]
     most = counts if longest is None else [min(count, longest) for count in counts]
     return Limits(tuple(most), (0.0,) * len(counts))

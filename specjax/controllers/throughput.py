@@ -1,4 +1,4 @@
-"""Expected tokens per second under given limits, and their uncertainty."""
+"""Expected tokens per second under given limits, and the uncertainty of this estimate."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from specjax.controllers.base import StepSizes
 from specjax.controllers.cost_estimates import NOISE, Costs, count_work
 
 _MOST_ARMS = 256
-"""Limits that are compared: where all lengths of all drafters are more, some of them."""
+"""The largest number of limits to compare; if all lengths would give more, some are omitted."""
 _ALL_LENGTHS = 8
-"""Drafters of more nodes are tried with some numbers of them only."""
+"""The number of nodes up to which all lengths of a drafter are considered."""
 
 
 class Estimates(NamedTuple):
@@ -28,16 +28,16 @@ class Estimates(NamedTuple):
 
     @property
     def plain_s(self) -> float:
-        """The seconds of a plain pass."""
+        """The time of a plain pass in seconds."""
         return float(self.costs.seconds[1])
 
 
 class Rates(NamedTuple):
-    """The expected tokens and cost of a round under each of several limits (`arms`).
+    """The expected tokens and time of a round under each of A limits (`arms`).
 
     `seconds` include the round's share of the step's overhead, `round_s` do not. `work` counts how
     often each unknown of the costs occurs in a round, and `turns` in how many rows each drafter
-    drafts.
+    drafts. `mean` is the expected number of tokens per second.
     """
 
     arms: Int[np.ndarray, "A drafters"]
@@ -51,10 +51,10 @@ class Rates(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def arms_of(sizes: StepSizes) -> Int[np.ndarray, "A drafters"]:
-    """Return the limits to compare; the first are those of plain decoding."""
+    """Return the limits to compare, one row each; the first are those of plain decoding."""
     grids = [_lengths(sizes, drafter.num_nodes) for drafter in sizes.drafters]
     while np.prod([len(grid) for grid in grids]) > _MOST_ARMS and max(map(len, grids)) > 2:
-        # Of the most lengths every second is left out, the longest and none stay.
+        # Omit every second length of the drafter with the most, but not 0 and the longest.
         longest = max(grids, key=len)
         grids[grids.index(longest)] = [0, *reversed(longest[:0:-2])]
     if np.prod([len(grid) for grid in grids]) <= _MOST_ARMS:
@@ -64,7 +64,7 @@ def arms_of(sizes: StepSizes) -> Int[np.ndarray, "A drafters"]:
 
 
 def _lengths(sizes: StepSizes, most: int) -> list[int]:
-    """Return the limits that are considered for a drafter of `most` nodes: all, or some of them."""
+    """Return the limits to consider for a drafter of `most` nodes, ascending: all, or some."""
     if most <= _ALL_LENGTHS:
         return list(range(most + 1))
     powers = {2**power for power in range(most.bit_length())}
@@ -74,7 +74,7 @@ def _lengths(sizes: StepSizes, most: int) -> list[int]:
 def expected_rates(
     estimates: Estimates, arms: Int[np.ndarray, "A drafters"], rows: float, rounds: int
 ) -> Rates:
-    """Return the expected tokens and cost of a round under each limit.
+    """Return the expected tokens and time of a round under each of the limits `arms`.
 
     A step has `rounds` rounds of `rows` rows. Drafters take turns: each drafts in the rows in which
     no earlier one did.
@@ -83,7 +83,7 @@ def expected_rates(
     widths = np.array(sizes.widths)
     waiting = np.ones(len(arms))
     turns, ran, further = np.zeros((3, *arms.shape))
-    narrower = np.ones((len(arms), len(widths)))  # the chance that a pass is no wider
+    narrower = np.ones((len(arms), len(widths)))  # the probability that a pass is no wider
     nodes = np.minimum(widths, outlook.reaches.shape[1]) - 1
     tokens = np.full(len(arms), float(rows))
     for number, drafter in enumerate(sizes.drafters):
@@ -108,11 +108,11 @@ def expected_rates(
 def deviations(
     estimates: Estimates, rates: Rates, base: int
 ) -> tuple[Float[np.ndarray, "A"], Float[np.ndarray, "A"]]:
-    """Return the uncertainty of each arm's rate relative to arm number `base`, as two arrays [A].
+    """Return two measures of each arm's uncertainty, relative to arm number `base`.
 
-    The first is the relative standard deviation of the quotient of the two rates. The second is the
-    part of it that one measured step under the arm's limits would resolve. Nodes that both arms
-    draft, and the overall speed of the machine, cancel.
+    The first is the relative standard deviation of the quotient of the two arms' rates. The second
+    is the part of it that one measured step under the arm's limits would resolve. Nodes that both
+    arms draft, and the overall speed of the machine, cancel.
     """
     _, costs, outlook = estimates
     work = rates.work / rates.seconds[:, None]
@@ -120,12 +120,13 @@ def deviations(
     spread = difference @ costs.covariance
     variance = (spread * difference).sum(axis=1)
     measured = ((work @ costs.covariance) * work).sum(axis=1) + NOISE**2
-    told = (spread * work).sum(axis=1) ** 2 / measured
+    resolved = (spread * work).sum(axis=1) ** 2 / measured
     tokens = np.zeros(len(rates.arms))
     for number, longest in enumerate(rates.arms.T):
         sums, shared = outlook.tokens_deviation[number], np.minimum(longest, longest[base])
-        own = sums[longest] - sums[shared]
-        own += (shared == 0) * outlook.drafts_deviation[number] * outlook.tokens[number][longest]
-        tokens += rates.turns[:, number] * own
+        per_turn = sums[longest] - sums[shared]
+        unshared = (shared == 0) * outlook.tokens[number][longest]
+        per_turn += unshared * outlook.drafts_deviation[number]
+        tokens += rates.turns[:, number] * per_turn
     tokens = (tokens / rates.tokens) ** 2
-    return np.sqrt(np.maximum(variance, 0) + tokens), np.sqrt(told + tokens)
+    return np.sqrt(np.maximum(variance, 0) + tokens), np.sqrt(resolved + tokens)

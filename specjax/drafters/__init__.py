@@ -8,10 +8,10 @@
 
     specjax.generate(model, prompts, drafter=make_drafter("ngram", model, prompt_lookup_max=3))
 
-`DRAFTERS` maps names to classes, and `TRAINED` lists the names that need weights. A `Drafter` is a
-frozen dataclass with pure methods; a `LoadedDrafter` adds its arrays. `Context` is what a drafter
-may read, and `Accepted` what it observes. `python -m specjax.decode --list` shows all names and
-options; docs/extending.md shows how to write a drafter.
+`DRAFTERS` maps names to classes, and `TRAINED` lists the names of those that need weights. A
+`Drafter` is a frozen dataclass with pure methods; a `LoadedDrafter` combines it with its arrays.
+`Context` is what a drafter may read, and `Accepted` what it observes. `python -m specjax.decode
+--list` shows all names and options; docs/extending.md shows how to write a drafter.
 """
 
 from specjax.drafters.base import DRAFT_TOKENS, Accepted, Context, Drafter, LoadedDrafter, Noise

@@ -19,7 +19,7 @@ from specjax.trees import Draft, DynamicTree, RankedTree
 
 SampleMethod = Literal["probabilistic", "greedy"]
 LeastProbability = Annotated[float, Number(0.0, 0.999999, remedy="use a number in [0, 1)")]
-"""The least probability of the likeliest next token with which drafting continues."""
+"""The probability of the most likely next token below which drafting stops."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,10 +29,10 @@ class ChainDrafter(Drafter):
     With a `tree` (a shape, or a `TreeOptions`, which is converted to one) several tokens are
     drafted after each token. The longest path is then the depth of the tree; a smaller
     `num_speculative_tokens` removes deeper nodes. `draft_sample_method` "probabilistic" draws each
-    token under the row's own sampling parameters and gives the rules its distribution; "greedy"
+    token under the row's own sampling parameters and gives the rule its distribution; "greedy"
     takes the most likely token. By default tokens are drawn, except in a dynamic tree, which cannot
     be sampled. A row stops drafting if the most likely token has a probability below `draft_p_min`.
-    Raises InputError for bad options.
+    Raises InputError for invalid options.
     """
 
     num_speculative_tokens: Annotated[int, optional(DRAFT_TOKENS)] = None  # as __post_init__ says
@@ -41,7 +41,7 @@ class ChainDrafter(Drafter):
     tree: Annotated[RankedTree | DynamicTree | None, TREE] = None
 
     usual_length: ClassVar[int] = 4
-    """The longest path where none is specified."""
+    """The length of the longest path unless one is specified."""
 
     def __post_init__(self) -> None:
         check_instance(self, "drafter.")
@@ -56,7 +56,7 @@ class ChainDrafter(Drafter):
             self._check_tree(tree)
 
     def _check_tree(self, tree: RankedTree | DynamicTree) -> None:
-        """Raise InputError where other options do not fit a tree."""
+        """Raise InputError if other options are incompatible with `tree`."""
         if self.longest_path is not None and tree.depth > self.longest_path:
             raise InputError(
                 f"tree.depth={tree.depth}: {self.name} drafts at most {self.longest_path} tokens "
@@ -75,28 +75,28 @@ class ChainDrafter(Drafter):
 
     @property
     def longest_path(self) -> int | None:
-        """The largest number of consecutive tokens that it can draft, or None if unlimited."""
+        """The largest number of consecutive tokens that can be drafted, or None if unlimited."""
         return None
 
     @property
     def shape(self) -> RankedTree | DynamicTree | None:
-        """The tree limited to the longest path, or None for a chain."""
+        """The tree without levels beyond the longest path, or None for a chain."""
         return None if self.tree is None else self.tree.limited(self.num_speculative_tokens)
 
     @property
     def num_nodes(self) -> int:
-        """The number of nodes of its tree, or of tokens of its chain."""
+        """The number of nodes of the tree, or of tokens of the chain."""
         return self.num_speculative_tokens if self.tree is None else self.shape.num_nodes
 
     @property
     def branches(self) -> bool:
-        """Whether it drafts a tree that is not known to be a chain."""
+        """Whether drafts are trees that are not known to be chains."""
         shape = self.shape
         return isinstance(shape, DynamicTree) or (shape is not None and not shape.topology.is_chain)
 
     @property
     def stops(self) -> bool:
-        """Whether it drafts token by token (chains only)."""
+        """Whether drafting is token by token, as it is for chains, and can stop early."""
         return self.tree is None
 
     @property
@@ -131,11 +131,12 @@ class ChainDrafter(Drafter):
         noise: Noise,
         draft_ids: Int[Array, "Vd"] | None = None,
     ) -> tuple[Draft, Any]:
-        """Draft a chain or a tree with this drafter's options; return it and the carry.
+        """Draft a chain or a tree with this drafter's options; return it and the last carry.
 
         `logits` follow the root; `step` returns the logits after the tokens of each further level,
-        for a window of `window_slots` slots with the root in slot 0. If the logits cover only part
-        of the vocabulary, `draft_ids` are its token ids.
+        for a window of `window_slots` slots with the root in slot 0. `carry` is any state that
+        `step` passes on. If the logits cover only part of the vocabulary, `draft_ids` are its token
+        ids.
         """
         shape, start = self.shape, (logits, step, carry, context)
         options = {"p_min": self.draft_p_min, "draft_ids": draft_ids}
@@ -149,21 +150,21 @@ class ChainDrafter(Drafter):
 
 @dataclass(frozen=True, kw_only=True)
 class SelfDrafter(ChainDrafter):
-    """A drafter that runs the target's layers, or a copy of them, over the target's cache.
+    """A drafter that runs the target's layers, or a copy of them, with the target's cache.
 
-    The cache already holds the keys and values of all committed tokens; the drafter has only the
-    round's window of its own.
+    That cache already has the keys and values of all committed tokens; the drafter adds only a
+    window for the round's tokens.
     """
 
     def layers(self, params: Any, context: Context) -> tuple[LanguageModel, Any, int | None]:
-        """Return a model whose layers fit the target's cache, its parameters and how many to run.
+        """Return a model whose layers fit the target's cache, its parameters, and how many to run.
 
-        None stands for all layers.
+        The number is None for all layers.
         """
         raise NotImplementedError
 
     def propose(self, params: Any, state: Any, context: Context, noise: Noise) -> tuple[Draft, Any]:
-        """Draft a chain or a tree with the model, reading the target's cache."""
+        """Draft a chain or a tree with the model of `layers`, reading the target's cache."""
         model, model_params, num_layers = self.layers(params, context)
 
         def step(level: Level, window: Window) -> tuple[Float[Array, "B T V"], Window]:

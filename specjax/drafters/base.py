@@ -22,14 +22,14 @@ from specjax.sampling import WarpFlags, argmax, warp
 from specjax.trees import Draft
 
 DRAFT_TOKENS = Whole(0, 1024, remedy="use a whole number from 0 to 1024")
-"""The range of draft lengths."""
+"""The range of draft lengths, in tokens."""
 OWN_DRAFTER = (
     "subclass specjax.Drafter as a frozen dataclass with a method propose(self, params, state, "
     "context, noise) -> (Draft, state), and pass an instance, or LoadedDrafter(instance, params)"
 )
-"""How to write a drafter of one's own, for error messages."""
+"""Advice on writing a drafter, for error messages."""
 Noise = Callable[[Int[Array, ""] | int], Float[Array, "B V"]]
-"""Gumbel noise of a draft at depth 0, 1, ...; under `coupled` it is the target's noise."""
+"""A function from a depth (0, 1, ...) to Gumbel noise; under `coupled`, the target's noise."""
 
 
 @struct.dataclass
@@ -57,15 +57,15 @@ class Limits:
 
 @struct.dataclass
 class Context:
-    """What a drafter may read: committed tokens, and the state of the target.
+    """The values that a drafter may read: committed tokens, and the state of the target.
 
-    `tokens[b, :length[b]]` are the n committed tokens of row b, the first `prompt_length[b]` of
-    them the prompt; `cache` holds the keys and values of the first n - 1. `limit` is the longest
-    path that each row may draft in this round: at most the drafter's `num_speculative_tokens`, and
-    0 in finished rows. `index` is the index of a row's prompt in the whole input.
-    `features[name][b, t % M]` is the target's feature at position t, for at most the last M
-    positions before n - 1; read it with `feature_from`. A drafter that drafts token by token stops
-    if the most likely next token has a probability below `least_confidence`.
+    `tokens[b, :length[b]]` are the n committed tokens of row b, of which the first
+    `prompt_length[b]` are the prompt; `cache` has the keys and values of the first n - 1. `limit`
+    is the longest path that each row may draft in this round: at most the drafter's
+    `num_speculative_tokens`, and 0 in finished rows. `index` is the index of a row's prompt in the
+    whole input. `features[name][b, t % M]` is the target's feature at position t, for at most the
+    last M positions before n - 1; read it with `feature_from`. A drafter that drafts token by token
+    stops if the most likely next token has a probability below `least_confidence`.
     """
 
     tokens: Int[Array, "B S"]
@@ -86,27 +86,27 @@ class Context:
     least_confidence: Float[Array, ""] | float = 0.0
 
     def token_at(self, position: Int[Array, "B"]) -> Int[Array, "B"]:
-        """Return each row's committed token at a position; the first token for negative ones."""
+        """Return each row's committed token at its position, or its first token if negative."""
         position = jnp.maximum(position, 0)[:, None]
         return jnp.take_along_axis(self.tokens, position, axis=1)[:, 0]
 
     def tokens_from(self, first: Int[Array, "B"], count: int) -> Int[Array, "B T"]:
-        """Return `count` tokens of each row from position `first`; 0 outside its tokens."""
+        """Return `count` tokens of each row from position `first` on; 0 outside of its tokens."""
         positions = first[:, None] + jnp.arange(count)[None, :]
         tokens = jnp.take_along_axis(self.tokens, positions, axis=1, mode="fill", fill_value=0)
         return jnp.where((positions >= 0) & (positions < self.length[:, None]), tokens, 0)
 
     def feature_from(self, name: str, first: Int[Array, "B"], count: int) -> Float[Array, "B T D"]:
-        """Return a feature at `count` positions of each row from `first`.
+        """Return the feature `name` at `count` positions of each row, from `first` on.
 
-        The loop must still hold the feature at these positions.
+        The decoding loop must still hold the feature at these positions.
         """
         kept = self.features[name]
         slots = (first[:, None] + jnp.arange(count)[None, :]) % kept.shape[1]
         return jnp.take_along_axis(kept, slots[:, :, None], axis=1)
 
     def warp(self, logits: Float[Array, "B *slots V"]) -> Float[Array, "B *slots V"]:
-        """Return log-probabilities under each row's sampling parameters.
+        """Return the log-probabilities of `logits` under each row's sampling parameters.
 
         The result is replicated, not sharded over the vocabulary.
         """
@@ -118,7 +118,8 @@ class Context:
     ) -> tuple[Int[Array, "B"], Float[Array, "B V"]]:
         """Draw one token per row; return it and the log-probabilities it was drawn from.
 
-        If no row is sampled, returns the most likely token and the logits.
+        `noise` gives the noise for the draw at `depth`. If no row is sampled, return the most
+        likely token and the logits.
         """
         if not self.flags.sampled:
             return argmax(logits), logits
@@ -129,7 +130,7 @@ class Context:
 def warp_rows(
     logits: Float[Array, "B *slots V"], sampling: Sampling, flags: WarpFlags
 ) -> Float[Array, "B *slots V"]:
-    """Return `sampling.warp` of the logits with each row's parameters."""
+    """Return `sampling.warp` of the logits, with the sampling parameters of each row."""
     slots = logits.shape[1:-1]
 
     def every(parameter: Array) -> Array:
@@ -147,10 +148,10 @@ def warp_rows(
 
 @struct.dataclass
 class Accepted:
-    """Committed tokens of a prompt or of rounds: the last `count[b]` tokens of row b.
+    """The tokens to observe, of a prompt or of rounds: the last `count[b]` tokens of row b.
 
-    `features[b, i]` is the feature of the position before `tokens[b, i]`, so that a drafter that
-    reads pairs (x_{t+1}, f_t) finds both at the same index.
+    `features[name][b, i]` is the feature of the position before `tokens[b, i]`, so that a drafter
+    that reads pairs (x_{t+1}, f_t) finds both at the same index.
     """
 
     tokens: Int[Array, "B T"]
@@ -160,7 +161,7 @@ class Accepted:
 
 @struct.dataclass
 class TargetPass:
-    """One pass of the target: a chunk of a prompt, or a round's root and draft.
+    """One pass of the target: over a chunk of a prompt, or over a round's root and draft.
 
     `parents` are the indices of the preceding tokens; the entry of the first token is 0. Entries
     that are not `computed` (slots without a node, finished rows, positions after a prompt) are
@@ -187,16 +188,16 @@ class TargetPass:
 class Drafter:
     """The base class of drafters; subclass it as a frozen dataclass with static configuration.
 
-    Arrays are separate: `params`, as in `LoadedDrafter`, and a state each leaf of which has rows as
-    its first axis or belongs to a `KVCache` or a `Window`. `init`, `propose`, `observe` and, if
+    Arrays are separate: `params`, as in `LoadedDrafter`, and a state, each leaf of which has rows
+    as its first axis or belongs to a `KVCache` or a `Window`. `init`, `propose`, `observe` and, if
     implemented, `observe_pass` are traced and derive no keys. Equal drafters share one compiled
     program.
     """
 
     trained: ClassVar[bool] = False
-    """Whether a registered drafter has weights of its own, and so a path."""
+    """Whether a registered drafter has its own weights, so that it accepts a path."""
     alone: ClassVar[str] = ""
-    """Why a registered drafter cannot be joined with others by name; "" if it can."""
+    """The reason why a registered drafter cannot be joined with others by name; "" if it can."""
 
     num_speculative_tokens: Annotated[int, DRAFT_TOKENS] = 4
     """K: the longest path of a draft."""
@@ -209,17 +210,17 @@ class Drafter:
 
     @property
     def name(self) -> str:
-        """The name in messages and reports; a class may define it as an attribute instead."""
+        """The name in messages and reports; a subclass may define it as an attribute instead."""
         return type(self).__name__.lower()
 
     @property
     def num_nodes(self) -> int:
-        """The number of nodes (N) of every draft; exceeds the longest path if it branches."""
+        """The number of nodes (N) of every draft, larger than the longest path if it branches."""
         return self.num_speculative_tokens
 
     @property
     def branches(self) -> bool:
-        """Whether its drafts are trees in which a token may have several successors."""
+        """Whether drafts are trees, in which a token may have several successors."""
         return self.num_nodes != self.num_speculative_tokens
 
     @property
@@ -249,18 +250,18 @@ class Drafter:
 
     @classmethod
     def load(cls, name: str, target: Model, path: Any = None, **options: Any) -> LoadedDrafter:
-        """Return the drafter registered as `name` for a target; `path` is the path of its weights.
+        """Return the drafter registered as `name` for a target, with weights from `path`, if any.
 
-        `options` are the keyword-only fields. Raises InputError for bad options.
+        `options` are the keyword-only fields. Raises InputError for invalid options.
         """
         del name, target, path
         return LoadedDrafter(cls(**options))
 
     @classmethod
     def check_together(cls, **options: Any) -> None:
-        """Raise InputError for options that do not fit each other, before a target is loaded.
+        """Raise InputError for options that are incompatible, before a target is loaded.
 
-        A drafter with fields that depend on the target is checked when it is made.
+        A drafter with fields that depend on the target is checked when it is created.
         """
         required = (field.default is field.default_factory is MISSING for field in fields(cls))
         if not any(required):
@@ -275,9 +276,10 @@ class Drafter:
     def with_outputs(
         self, params: Any, outputs: Sequence[tuple[Sequence[int], Sequence[int]]]
     ) -> Any:
-        """Return its parameters with an engine's latest outputs in place of earlier ones.
+        """Return `params` with an engine's latest outputs in place of earlier ones.
 
-        Each is the prompt and the output of a request, the latest one last. Shapes and dtypes stay.
+        `outputs` are pairs of the prompt and the output of a request, the latest one last. Shapes
+        and dtypes of `params` do not change.
         """
         del outputs
         return params
@@ -295,14 +297,15 @@ class Drafter:
     def propose(self, params: Any, state: Any, context: Context, noise: Noise) -> tuple[Draft, Any]:
         """Return a draft after each row's last token, and the new state.
 
-        No path may be longer than `context.limit`. Whether a node is proposed may depend on
-        committed tokens, its ancestors, and the distribution that it will be drawn from, but never
-        on its own token, unless the node is deterministic.
+        `noise` gives the noise for draws by depth. No path may be longer than `context.limit`.
+        Whether a node is proposed may depend on committed tokens, its ancestors, and the
+        distribution that it will be drawn from, but never on its own token, unless the node is
+        deterministic.
         """
         raise NotImplementedError
 
     def observe(self, params: Any, state: Any, context: Context, accepted: Accepted) -> Any:
-        """Return the state after further committed tokens; `context` is the one after them.
+        """Return the state after further committed tokens; `context` is that after them.
 
         A prompt is observed in chunks, starting with its second token (the first is in
         `context.tokens`). Later calls have the tokens committed by one or several rounds, whichever
@@ -315,7 +318,7 @@ class Drafter:
     def observe_pass(self, params: Any, state: Any, target_pass: TargetPass) -> Any:
         """Return the state after a pass of the target, for drafters with `pass_features`.
 
-        It is called after each chunk of a prompt and in each round, whichever drafter drafted,
+        This is called after each chunk of a prompt and in each round, whichever drafter drafted,
         before `observe` is called with the committed tokens.
         """
         del params, target_pass
@@ -334,6 +337,6 @@ class LoadedDrafter(NamedTuple):
         return self.drafter.name
 
     def __repr__(self) -> str:
-        """Return the drafter and its number of parameters."""
+        """Return the drafter and the number of its parameters."""
         count = sum(leaf.size for leaf in jax.tree.leaves(self.params) if hasattr(leaf, "size"))
         return f"LoadedDrafter({self.drafter.name}, {count / 1e6:.1f}M parameters)"

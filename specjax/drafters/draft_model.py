@@ -1,9 +1,10 @@
 """A drafter with a smaller language model (Leviathan et al. 2211.17192; Chen et al. 2302.01318).
 
-Its cache always holds x_0 .. x_{n-3}, and a round's first window is [x_{n-2}, x_{n-1}]. So full
-acceptance, in which the last draft token was never fed, leaves no gap, and all rows stay aligned.
-The window keeps the tokens that the model was fed with their visibility. The path that equals the
-committed tokens moves into the cache; tokens of a prompt or another drafter are read.
+Its cache always holds x_0 .. x_{n-3}, and a round begins with the tokens [x_{n-2}, x_{n-1}]. Thus
+full acceptance, after which the last draft token was never fed to the model, leaves no gap, and all
+rows stay aligned. The window keeps the tokens that were fed, with their visibility. When tokens are
+committed, the path that equals them moves from the window into the cache; other committed tokens,
+of a prompt or by another drafter, are run through the model.
 """
 
 from __future__ import annotations
@@ -36,16 +37,16 @@ from specjax.models.masks import causal
 from specjax.trees import Draft
 
 _NOTHING = -1
-"""The token of a slot of the window that holds none."""
+"""The entry of a window slot to which no token was fed."""
 
 
 @struct.dataclass
 class State:
     """The cache of committed keys, and the window of the latest round with the tokens it was fed.
 
-    `seen` marks each slot's path in the window: its ancestors and itself. Paths begin right after
-    the cache. Slot 0 holds x_{n-2}; in a row of a single token it is on no path. A slot that was
-    not fed holds -1 and has no path.
+    `seen` has for each slot its path in the window: its ancestors and itself. Paths begin right
+    after the cache. Slot 0 holds x_{n-2}; in a row of a single token it is on no path. In slots
+    that were not fed, `fed` is -1, and the path is empty.
     """
 
     cache: KVCache
@@ -56,11 +57,11 @@ class State:
 
 @dataclass(frozen=True, kw_only=True)
 class DraftModel(ChainDrafter):
-    """A drafter that decodes with a separate model that shares the target's tokenizer.
+    """A drafter that runs a separate, smaller model that shares the target's tokenizer.
 
     Either vocabulary may have extra tokens at its end, which are not drafted. If the model's logits
     cover only part of the vocabulary, "draft_ids" among its parameters are the token ids. Options
-    are those of `ChainDrafter`. Raises InputError for bad options.
+    are those of `ChainDrafter`. Raises InputError for invalid options.
     """
 
     name: ClassVar[str] = "draft_model"
@@ -80,7 +81,7 @@ class DraftModel(ChainDrafter):
         """Load a distilled head or a model from `path`, anything that `load_model` accepts.
 
         `path` may also be a `Model`, whose kernels by default keep their bits; otherwise `weights`
-        are the bits of the kernels. Raises InputError if loading fails, and for a model with a
+        is the storage of the kernels. Raises InputError if loading fails, and for a model with a
         different tokenizer.
         """
         if not isinstance(path, Model):
@@ -111,11 +112,11 @@ class DraftModel(ChainDrafter):
 
     @property
     def _slots(self) -> int:
-        """Slots of its window: x_{n-2}, the root, and every draft token that is fed."""
+        """The number of window slots: for x_{n-2}, the root, and every draft token that is fed."""
         return 1 + self.window_slots
 
     def for_target(self, params: Any, target_params: Any) -> Any:
-        """Return `params` with those that a distilled model shares taken from the target."""
+        """Return `params` with those that a distilled model shares taken from `target_params`."""
         if isinstance(self.model, ReducedDecoder):
             return share_anew(params, target_params)
         return params
@@ -212,7 +213,10 @@ class DraftModel(ChainDrafter):
         wanted_length: Int[Array, "B"],
         chunk: int,
     ) -> KVCache:
-        """Return the cache after running up to `chunk` more of each row's committed tokens."""
+        """Return the cache after running up to `chunk` more committed tokens of each row.
+
+        Rows whose cache already holds `wanted_length` tokens do not change.
+        """
         batch, step = cache.length.shape[0], jnp.arange(chunk)
         result = self.model.extend(
             params,
@@ -229,6 +233,6 @@ class DraftModel(ChainDrafter):
 
 
 def _nothing_fed(batch: int, slots: int) -> tuple[Int[Array, "B W"], Bool[Array, "B W W"]]:
-    """Return `fed` and `seen` of an empty window."""
+    """Return the fields `fed` and `seen` of an empty window."""
     fed = jnp.full((batch, slots), _NOTHING, jnp.int32)
     return constrain_rows((fed, jnp.zeros((batch, slots, slots), bool)))

@@ -1,4 +1,4 @@
-"""A drafter that runs the target's first layers, then its final norm and head.
+"""A drafter that runs the target's first layers, then its final norm and output head.
 
 (LayerSkip: Elhoushi et al. 2404.16710.)
 """
@@ -20,7 +20,7 @@ from specjax.models.interface import LanguageModel
 class EarlyExit(SelfDrafter):
     """A drafter that runs the first `exit_layer` of the target's layers, by default half of them.
 
-    Raises InputError for a layer out of range and for bad options.
+    Raises InputError for a layer out of range and for invalid options.
     """
 
     name: ClassVar[str] = "early_exit"

@@ -1,4 +1,4 @@
-"""The base class of drafters with trained heads; loading heads and comparing tokenizers."""
+"""The base class of drafters with trained heads; loading of heads; comparison of tokenizers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from specjax.loading.model import Model
 from specjax.loading.quantize import DRAFT_WEIGHTS
 
 DraftWeights = Annotated[str, DRAFT_WEIGHTS]
-"""How a trained drafter's kernels are stored."""
+"""The storage of a trained drafter's kernels."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,10 +34,10 @@ class HeadDrafter(ChainDrafter):
         weights: DraftWeights = "auto",
         **options: Any,
     ) -> LoadedDrafter:
-        """Load the head at a path, by default the head bundled for the target.
+        """Load the head at `path`, by default the head that comes with specjax for the target.
 
-        `weights` are the bits of its kernels. Raises InputError if there is none, for a head of
-        another kind or target, and for bad options.
+        `weights` is the storage of its kernels (`DRAFT_WEIGHTS`). Raises InputError if there is
+        none, for a head of another kind or target, and for invalid options.
         """
         return cls.of_head(*load_head(name, path, target, weights), target, **options)
 
@@ -48,20 +48,20 @@ class HeadDrafter(ChainDrafter):
 
 
 def load_head(kind: str, path: Any, target: Model, weights: str = "auto") -> tuple[Head, Any]:
-    """Return a head of a kind and its complete parameters, by default the bundled head.
+    """Return a head of the given kind, and its parameters completed by the target's.
 
-    `weights` are the bits of its kernels (`DRAFT_WEIGHTS`). Raises InputError if there is none, and
-    for a head of another kind or target.
+    `path` is None for the head that comes with specjax, and `weights` is the storage of kernels
+    (`DRAFT_WEIGHTS`). Raises InputError if there is none, and for a head of another kind or target.
     """
     head = open_head(kind, path, target)
     return head, complete_parameters(head, target, weights)
 
 
 def check_tokenizers(target: Model, draft: Model) -> None:
-    """Raise InputError, with the first differing tokens, unless both models share one tokenizer.
+    """Raise InputError, naming the first tokens that differ, unless the tokenizers agree.
 
     Extra tokens at the end of one vocabulary are allowed, since models of a family are published
-    with them. Without a tokenizer only the vocabulary sizes are compared.
+    with them. If a model has no tokenizer, only the vocabulary sizes are compared.
     """
     if target.tokenizer is None or draft.tokenizer is None:
         sizes = (target.config.vocab_size, draft.config.vocab_size)

@@ -27,7 +27,10 @@ from specjax.trees import Draft
 
 @struct.dataclass
 class State:
-    """The target's `final_norm` at each row's position n - 2; zeros in a row of one token."""
+    """The feature that the heads read: the target's `final_norm` at each row's position n - 2.
+
+    It is zero in a row of one token.
+    """
 
     feature: Float[Array, "B D"]
 
@@ -36,11 +39,11 @@ class State:
 class MedusaDrafter(HeadDrafter):
     """A drafter with Medusa heads, each of which predicts one later token.
 
-    Its parameters hold "shared" and, for part of V, "draft_ids".
+    Its parameters have "shared" and, for a draft vocabulary, "draft_ids".
 
     Options are those of `ChainDrafter`. It drafts at most one token per head, and none in the first
-    round of a row of one token, which has no feature. Raises InputError for bad options and for a
-    tree with more levels than heads.
+    round of a row of one token, which has no feature. Raises InputError for invalid options and for
+    a tree with more levels than heads.
     """
 
     name: ClassVar[str] = "medusa"
@@ -96,7 +99,7 @@ class MedusaDrafter(HeadDrafter):
         return draft, state
 
     def observe(self, params: Any, state: State, context: Context, accepted: Accepted) -> State:
-        """Keep the feature at the position before the latest token."""
+        """Return the feature at the position before each row's latest token."""
         del params, context
         features = accepted.features["final_norm"]
         last = jnp.maximum(accepted.count - 1, 0)[:, None, None]
@@ -104,7 +107,7 @@ class MedusaDrafter(HeadDrafter):
         return State(jnp.where((accepted.count > 0)[:, None], latest, state.feature))
 
     def _logits(self, params: Any, feature: Float[Array, "B D"]) -> Float[Array, "B K Vd"]:
-        """Return the logits of the heads in use; in one product if they share a matrix."""
+        """Return the logits of the heads in use, by one product if they share a matrix."""
         used = max(min(self.head.config.num_heads, self.num_speculative_tokens), 1)
         states = self.head.states(params, feature[:, None])[:used, :, 0]
         if self.head.config.original_lm_head:

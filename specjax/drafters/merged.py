@@ -2,7 +2,7 @@
 
 SpecInfer ([2305.09781](https://arxiv.org/abs/2305.09781), section 3). Unlike the drafters in
 `Turns`, the parts of a `Merged` draft in the same rounds, observe together and share one limit, so
-that the loop treats them as a single drafter.
+that the decoding loop treats them as a single drafter.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from specjax.trees import Draft
 class Merged(Drafter):
     """A drafter whose drafts merge those of its `parts`; parameters and states are tuples.
 
-    `num_speculative_tokens` bounds that of each part, and defaults to the largest of them. It is
-    exact if each part is: the parts draw with separate noise, so that the proposals of one are
-    independent of the draws of another, and a sampled node is never dropped
+    `num_speculative_tokens` is the longest path of each part, by default the largest of theirs. The
+    drafter is exact if each part is: the parts draw with separate noise, so that the proposals of
+    one are independent of the draws of another, and a sampled node is never dropped
     (`trees.merge_duplicates`).
     """
 
@@ -85,21 +85,21 @@ class Merged(Drafter):
 
     @property
     def max_cached_requests(self) -> int:
-        """The most outputs that any of them keeps."""
+        """The largest number of outputs that any part keeps."""
         return max(drafter.max_cached_requests for drafter in self.parts)
 
     def with_outputs(
         self, params: tuple, outputs: Sequence[tuple[Sequence[int], Sequence[int]]]
     ) -> tuple:
-        """Return each part's parameters with an engine's outputs."""
+        """Return each part's parameters with an engine's latest outputs."""
         return tuple(drafter.with_outputs(own, outputs) for drafter, own in self._each(params))
 
     def for_target(self, params: tuple, target_params: dict) -> tuple:
-        """Return each part's parameters with the shared ones from `target_params`."""
+        """Return each part's parameters with the shared ones taken from `target_params`."""
         return tuple(drafter.for_target(own, target_params) for drafter, own in self._each(params))
 
     def init(self, params: tuple, batch: int, capacity: int) -> tuple:
-        """Return each part's state of empty rows."""
+        """Return each part's state for empty rows."""
         return tuple(drafter.init(own, batch, capacity) for drafter, own in self._each(params))
 
     def propose(
@@ -135,7 +135,7 @@ class Merged(Drafter):
         )
 
     def _each(self, *values: tuple) -> Iterator[tuple]:
-        """Iterate over the parts, each with its own of the values."""
+        """Yield each part together with its entries of `values`."""
         return zip(self.parts, *values, strict=True)
 
 

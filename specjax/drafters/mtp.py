@@ -38,9 +38,9 @@ class MtpDrafter(PairDrafter):
         weights: DraftWeights = "auto",
         **options: Any,
     ) -> LoadedDrafter:
-        """Load the head at a path, by default the target's own modules or the bundled head.
+        """Load the head at `path`, by default the target's own modules or the bundled head.
 
-        Raises InputError if there is none.
+        `weights` is the storage of kernels (`DRAFT_WEIGHTS`). Raises InputError if there is none.
         """
         if path is not None:
             return super().load(name, target, path, weights=weights, **options)

@@ -1,11 +1,11 @@
 """Drafters whose heads read pairs of a token and a hidden state, starting from target features.
 
 These are EAGLE (Li et al. 2401.15077 and 2503.01840) and multi-token prediction (DeepSeek-V3,
-2412.19437). Module k has its own cache with the committed pairs at 0 .. n-2-k, all made of
-committed tokens and true features of the target: `observe` runs each module once over newly
-committed tokens. The last output of module 0, at n-2, gives the distribution of the first draft
-token. Draft token i < D comes from module i at the same position; module D-1 continues from its own
-outputs.
+2412.19437). A head has D modules. Module k has its own cache with the committed pairs at 0 ..
+n-2-k, all made of committed tokens and true features of the target: `observe` runs each module once
+over newly committed tokens. The last output of module 0, at n-2, gives the distribution of the
+first draft token. Draft token i < D comes from module i at the same position; module D-1 continues
+from its own outputs.
 """
 
 from __future__ import annotations
@@ -37,7 +37,10 @@ from specjax.trees import Draft
 
 @struct.dataclass
 class State:
-    """Each module's committed keys, and its output at each row's last pair (zeros if none)."""
+    """The state of each module: the cache of its committed keys, and its output at the last pair.
+
+    Outputs are zero in rows without a pair.
+    """
 
     caches: tuple[KVCache, ...]
     outputs: Float[Array, "B M D"]
@@ -48,8 +51,8 @@ class Carry:
     """The state carried between draft steps, for each of the T tokens of a level.
 
     `tokens` are the first tokens on each path from the root, which modules after the first read.
-    `outputs` are those of the latest module on the path, with the latest position last, or those of
-    the last module at the tokens themselves. `window` belongs to the last module.
+    `outputs` are those of the latest module along the path, in order of position, or those of the
+    last module at the tokens themselves. `window` belongs to the last module.
     """
 
     tokens: Int[Array, "B T M"]
@@ -59,10 +62,11 @@ class Carry:
 
 @dataclass(frozen=True, kw_only=True)
 class PairDrafter(HeadDrafter):
-    """A drafter with a head of pairs; its parameters hold "shared" and, for part of V, "draft_ids".
+    """A drafter with a head that reads pairs of a token and a hidden state.
 
-    Options are those of `ChainDrafter`. A row of one token has no pair and drafts nothing in its
-    first round. Raises InputError for bad options.
+    Its parameters have "shared" and, for a draft vocabulary, "draft_ids". Options are those of
+    `ChainDrafter`. A row of one token has no pair and drafts nothing in its first round. Raises
+    InputError for invalid options.
     """
 
     head: PairHead = field(kw_only=False)
@@ -195,9 +199,9 @@ class PairDrafter(HeadDrafter):
 class _DraftSteps:
     """The draft steps of one round, each a function of the tokens of a level.
 
-    The tokens on the path from the root to a token of level D (the number of modules) are read by
-    modules 1 to D-1, which need the pairs before it that are not committed. So the window of the
-    last module has D-1 slots for the path to each token of its first level, then one slot for each
+    Modules 1 to D-1 read the tokens on the path from the root to a token of level D (the number of
+    modules), since they need the uncommitted pairs before that token. The window of the last module
+    therefore has D-1 slots for the path to each token of its first level, then one slot for each
     token of further levels.
     """
 
@@ -218,7 +222,7 @@ class _DraftSteps:
 
     @property
     def slots_before(self) -> int:
-        """The number of window slots of the draft before the last module's first level."""
+        """The number of slots that the draft's levels up to the last module's first one take."""
         return sum(self._level_sizes[: self.last + 1])
 
     @property
@@ -240,7 +244,7 @@ class _DraftSteps:
         )
 
     def next_level(self, level: Level, carry: Carry) -> tuple[Float[Array, "B T Vd"], Carry]:
-        """Return the logits after the tokens of a level: the `step` of `HeadDrafter.draft`."""
+        """Return the logits after the tokens of a level; the `step` of `HeadDrafter.draft`."""
         parents = level.parents[:, :, None]
         carry = carry.replace(
             tokens=jnp.take_along_axis(carry.tokens, parents, axis=1),
@@ -264,7 +268,10 @@ class _DraftSteps:
         return lax.switch(jnp.minimum(level.depth, len(steps)) - 1, steps, carry)
 
     def run_module(self, index: int, carry: Carry) -> tuple[Float[Array, "B T Vd"], Carry]:
-        """Run module `index` over the paths to the tokens of a level."""
+        """Run module `index` over the paths to the tokens of a level.
+
+        Returns the logits after these tokens, and the new carry.
+        """
         head, is_last = self.drafter.head, index == self.last
         batch, count, _ = carry.tokens.shape
         width = self.state.outputs.shape[2]
@@ -296,7 +303,10 @@ class _DraftSteps:
     def repeat_last_module(
         self, level: Level, carry: Carry
     ) -> tuple[Float[Array, "B T Vd"], Carry]:
-        """Run the last module over further tokens, on its own outputs at their parents."""
+        """Run the last module over further tokens, on its own outputs at their parents.
+
+        Returns the logits after these tokens, and the new carry.
+        """
         head, last, module = self.drafter.head, self.last, self.modules[self.last]
         first_level_size = self._level_sizes[last]
         latest = max(last - 1, 0)
@@ -321,7 +331,7 @@ class _DraftSteps:
     def _existing_pairs(self, index: int, count: int, slots: int) -> Bool[Array, "B W"]:
         """Return which pairs in the window of module `index` exist: not those before position 0.
 
-        The pairs on the paths to `count` tokens come first; all others exist.
+        The pairs on the paths to `count` tokens come first in the window; all others exist.
         """
         position_on_path = np.tile(np.arange(index), count)
         exists = (self.context.length - 1 - index)[:, None] + position_on_path[None, :] >= 0
@@ -329,12 +339,12 @@ class _DraftSteps:
 
 
 def _padded(visible: Bool[Array | np.ndarray, "#B T _"], slots: int) -> Bool[Array, "#B T W"]:
-    """Return the mask for a window of W = `slots` slots, whose further ones nothing sees."""
+    """Return `visible` for a window of W = `slots` slots, the added ones being visible to none."""
     return jnp.pad(jnp.asarray(visible), ((0, 0), (0, 0), (0, slots - visible.shape[2])))
 
 
 def _zeros_after(output: Float[Array, "B T D"]) -> Int[Array, "B"]:
-    """Return zeros that are computed from a module's output, whatever its values.
+    """Return zeros that depend on a module's output, so that XLA computes the output first.
 
     A layer's keys do not depend on the attention that reads its cache, and XLA would append keys
     that do not depend on that attention to a copy of the cache.

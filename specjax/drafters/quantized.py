@@ -31,10 +31,11 @@ _DECODER = Instance(Decoder, "use the architecture of a target")
 class Quantized(SelfDrafter):
     """A drafter with the target's layers in fewer bits.
 
-    `model` holds the layers as functions of quantized parameters, with kernels in `weights` (int8
-    or int4). With `activations`, the inputs of the kernels are rounded to that many bits too. The
-    rounding is emulated: acceptance is that of low-bit products, but the time is that of floats.
-    The output head always multiplies floats. Raises InputError for bad options.
+    `model` has the layers as functions of quantized parameters, with kernels in `weights` (int8 or
+    int4). With `activations`, the inputs of the kernels are rounded to that many bits too. The
+    rounding is emulated: acceptance is that of low-bit products, but the time is that of products
+    in floating point. The output head always multiplies in floating point. Raises InputError for
+    invalid options.
     """
 
     name: ClassVar[str] = "quantized"
@@ -44,7 +45,7 @@ class Quantized(SelfDrafter):
 
     @classmethod
     def load(cls, name: str, target: Model, path: Any = None, **options: Any) -> LoadedDrafter:
-        """Return the drafter of a target, with parameters of its own.
+        """Return the drafter for a target, with parameters of its own.
 
         `weights` defaults to 8 bits, or 4 if the target has 8; a drafter with rounded `activations`
         shares the kernels of a quantized target. Raises InputError for a target on a mesh, or one

@@ -1,7 +1,7 @@
 """A drafter of known quality that replays the tokens of plain decoding with random mistakes.
 
-It measures the speed-up at a given acceptance, such as 0.8, for any weights, to compare it with
-`specjax.theory`.
+It shows which speed-up a given acceptance rate, such as 0.8, brings with any weights, for
+comparison with `specjax.theory`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CONTINUATIONS = Items(
 class Simulated(Drafter):
     """A drafter that replays a plain run, with each token correct at the rate `acceptance`.
 
-    Its parameters are made by `load` from `continuations[i]` for prompt i: the token ids of plain
+    `load` makes its parameters from `continuations[i]` for prompt i: the token ids of plain
     decoding (greedy, or `coupled` with the same seed), in the order of the prompts. The wrong
     tokens depend only on `mistake_seed`, the prompt and the position. Raises InputError for a rate
     outside [0, 1] or missing continuations.
@@ -53,7 +53,7 @@ class Simulated(Drafter):
         continuations: Annotated[Sequence[Sequence[int]], CONTINUATIONS],
         **options: Any,
     ) -> LoadedDrafter:
-        """Return the drafter that replays `continuations`. Raises InputError for bad ones."""
+        """Return the drafter that replays `continuations`; raise InputError if they are invalid."""
         del name, path
         CONTINUATIONS.check("drafter.continuations", continuations)
         drafter = cls(**options)

@@ -1,8 +1,8 @@
-"""Drafters that take turns; a drafter that does not draft does not run.
+"""Drafters that take turns; a drafter that may not draft does not run.
 
 In each row the first drafter with a draft is used. A drafter runs only in rounds in which some row
-may draft with it. Tokens committed meanwhile are observed before it proposes again, or once no more
-of the target's features can be kept. A single drafter is a tuple of one.
+may draft with it. Tokens committed meanwhile are observed before it proposes again, or earlier,
+when no more of the target's features can be kept. A single drafter is a tuple of one.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ from specjax.sampling import drafter_noise
 from specjax.trees import Draft, DynamicTopology, chain_topology
 
 NO_DRAFTER = -1
-"""The number of the drafter for a row without a draft."""
+"""The value of `Proposal.drafter` in a row without a draft."""
 _KEPT_ROUNDS = 8
-"""Rounds of full drafts whose features are kept for drafters that do not run."""
+"""The number of rounds, with full drafts, whose features are kept for drafters that do not run."""
 
 
 @struct.dataclass
 class PartState:
-    """A drafter's state, and how many of each row's latest tokens it has yet to observe."""
+    """A drafter's state, and how many of each row's latest tokens it has not observed yet."""
 
     drafter: Any
     unobserved: Int[Array, "B"]
 
 
 class Proposal(NamedTuple):
-    """The proposal of drafters that take turns.
+    """The drafts of one round by drafters that take turns, and what it took.
 
     `drafter` is the index of the drafter that each row's draft is from, or `NO_DRAFTER`. `ran` says
     which drafters ran, and `further` how many times each ran after its first token.
@@ -68,7 +68,7 @@ class Turns:
 
     The result is exact if each drafter is: whether a drafter drafts depends on tokens that it does
     not draw, on distributions and on its own noise, which are independent of the draws of the next
-    drafter. Raises InputError, while tracing, for what a drafter must not return.
+    drafter. Raises InputError, while tracing, for drafts and states that a drafter must not return.
     """
 
     parts: tuple[Drafter, ...]
@@ -123,7 +123,7 @@ class Turns:
         )
 
     def init(self, params: tuple, batch: int, capacity: int) -> tuple[PartState, ...]:
-        """Return the drafters' states of empty rows."""
+        """Return the drafters' states for empty rows."""
         return tuple(
             PartState(
                 drafter.init(drafter_params, batch, capacity),
@@ -163,7 +163,7 @@ class Turns:
         )
 
     def commit(self, state: tuple[PartState, ...], count: Int[Array, "B"]) -> tuple[PartState, ...]:
-        """Return the states after a round that committed `count` tokens, yet to be observed."""
+        """Return the states after a round that committed `count` tokens, not observed yet."""
         return tuple(
             drafter_state.replace(unobserved=constrain(drafter_state.unobserved + count, "batch"))
             if drafter.observes and drafter.num_speculative_tokens
@@ -221,7 +221,10 @@ def take_turns(*drafters: LoadedDrafter | Drafter) -> LoadedDrafter:
 def flattened(
     drafters: Sequence[LoadedDrafter | Drafter], joint: type
 ) -> tuple[tuple[Drafter | Turns, ...], tuple]:
-    """Return drafters and parameters, with those of type `joint` replaced by their parts."""
+    """Return drafters and their parameters, replacing joined drafters by their parts.
+
+    `joint` is the class of joined drafters to replace, `Turns` or `Merged`.
+    """
     parts: tuple[Drafter | Turns, ...] = ()
     params: tuple = ()
     for drafter in drafters:
@@ -235,7 +238,7 @@ def flattened(
 def _own_context(
     drafter: Drafter, context: Context, waiting: Bool[Array, "B"], limits: Limits, number: int
 ) -> Context:
-    """Return the context of drafter `number`, which may draft only in rows still `waiting`."""
+    """Return the context of drafter `number`, which may draft only in the rows `waiting`."""
     longest = limits.longest[number]
     if drafter.branches:  # a limit is a number of nodes, and does not shorten the paths
         longest = jnp.where(longest > 0, drafter.num_speculative_tokens, 0)
@@ -250,7 +253,7 @@ def _take_turn(
 ) -> tuple[Draft, PartState]:
     """Return a drafter's draft and its state; it does not run if no row may draft.
 
-    Raises InputError for a draft of another size than the drafter says.
+    Raises InputError for a draft of another size than the drafter declares.
     """
     if not drafter.num_speculative_tokens:
         return empty_draft(context.length.shape[0], 0), state
@@ -284,7 +287,7 @@ def _take_turn(
 
 
 def _further_passes(drafter: Drafter, draft: Draft) -> Int[Array, ""]:
-    """Return how often a drafter ran after its first token; a tree counts as one pass."""
+    """Return how many times a drafter ran after its first token; a tree counts as one run."""
     if drafter.branches:
         return jnp.int32(0)
     if draft.steps is not None:
@@ -297,7 +300,7 @@ def _observe_missed(
 ) -> PartState:
     """Return the state after wide passes over unobserved tokens, until at most a round's are left.
 
-    The passes are made if the drafter is `wanted`, or would lose features otherwise.
+    The passes are made only if the drafter is `wanted`, or would otherwise lose features.
     """
     narrow = drafter.num_speculative_tokens + 1
     needed = wanted
@@ -311,7 +314,7 @@ def _observe_missed(
 
 
 def _would_lose_features(state: PartState, context: Context) -> Bool[Array, ""]:
-    """Return whether a round might overwrite features that were not observed."""
+    """Return whether the next round might overwrite features that were not observed."""
     kept = next(iter(context.features.values())).shape[1]
     return kept - state.unobserved.max() < context.longest_commit
 
@@ -334,9 +337,10 @@ def _observe(
 
 
 def check_proposal(drafter: Drafter, proposal: Any, before: Any) -> tuple[Draft, Any]:
-    """Return the output of `propose`, checked while tracing; `before` is the state it was given.
+    """Return the draft and the state that `propose` returned, checked while tracing.
 
-    Raises InputError unless it is a draft and a state, with the expected types and shapes.
+    `before` is the state that was passed. Raises InputError unless `proposal` is a draft and a
+    state, with the expected types and shapes.
     """
     name = f"drafter {drafter.name!r}: propose returned"
     is_pair = isinstance(proposal, tuple) and len(proposal) == 2
@@ -365,7 +369,10 @@ def check_proposal(drafter: Drafter, proposal: Any, before: Any) -> tuple[Draft,
 
 
 def check_state(drafter: Drafter, function: str, state: Any, before: Any) -> None:
-    """Raise InputError, while tracing, for a state with another structure than `before`."""
+    """Raise InputError, while tracing, if `state` differs from `before` in structure or shapes.
+
+    `function` is the name of the method that returned it.
+    """
     given, wanted = (
         jax.tree.map(lambda leaf: (jnp.shape(leaf), jnp.result_type(leaf)), tree)
         for tree in (state, before)
@@ -378,7 +385,7 @@ def check_state(drafter: Drafter, function: str, state: Any, before: Any) -> Non
 
 
 def _in_words(state: Any) -> str:
-    """Return the dtypes and shapes of the arrays of a state, as text."""
+    """Return the dtypes and shapes of a state's arrays as text."""
     leaves = jax.tree.leaves(state)
     if not leaves:
         return f"{state!r:.80}"
@@ -390,7 +397,7 @@ def _in_words(state: Any) -> str:
 def _observed(
     drafter: Drafter, params: Any, state: Any, context: Context, accepted: Accepted
 ) -> Any:
-    """Return a drafter's state after a chunk of the prompts."""
+    """Return a drafter's state after a chunk of the prompts, checked."""
     after = drafter.observe(params, state, context, accepted)
     check_state(drafter, "observe", after, state)
     return after
@@ -407,7 +414,7 @@ def check_size(drafter: Drafter, draft: Draft) -> None:
 
 
 def joined(first: Draft, second: Draft, length: int) -> Draft:
-    """Return a draft of `length` nodes with each row's from the first draft that proposes any."""
+    """Return a draft of `length` nodes, in each row the first of two drafts that proposes any."""
     distributions = [draft.logq for draft in (first, second) if draft.logq is not None]
     offset = 0 if first.logq is None else first.logq.shape[1]
     second = second.replace(logq_row=jnp.where(second.logq_row < 0, -1, second.logq_row + offset))

@@ -1,4 +1,4 @@
-"""Check a drafter that is passed as a value rather than by name."""
+"""The check of a drafter that is passed as a value rather than by name."""
 
 from __future__ import annotations
 
@@ -12,10 +12,14 @@ from specjax.errors import InputError, one_line, shown
 
 @dataclass(frozen=True)
 class DrafterKind:
-    """The kind of drafters: a `Drafter`, or a `LoadedDrafter` with its parameters."""
+    """The kind of arguments that are a `Drafter`, or a `LoadedDrafter` with its parameters."""
 
     def check(self, name: str, value: Any) -> LoadedDrafter:
-        """Return the value as drafters that take turns (often just one), with parameters."""
+        """Return `value` as drafters that take turns (often just one), with their parameters.
+
+        Raises InputError for any other value, and for a drafter without `propose`, with fields that
+        are not hashable, or with an invalid number of tokens.
+        """
         loaded = LoadedDrafter(value) if isinstance(value, Drafter | Turns) else value
         pair = isinstance(loaded, tuple) and len(loaded) == 2
         if not pair or not isinstance(loaded[0], Drafter | Turns):

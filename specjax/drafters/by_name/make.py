@@ -1,4 +1,4 @@
-"""Make drafters by name, from a head, or by a user-defined function."""
+"""Construction of drafters by name, from a head, or by a user-defined function."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def make_drafter(
     """Return a drafter for a target by name, or by a function "package.module:function".
 
     `path` is a trained head, exported by training or in a published layout
-    (`specjax.loading.head_formats`), by default the head bundled for the target. For `draft_model`
-    it may also be anything that `load_model` accepts, or a loaded model. A function is called as
-    function(target, **options), with path=path if given, and returns a Drafter or a LoadedDrafter.
-    Drafters that run a model accept a `tree`, such as {"kind": "dynamic"} (`TreeOptions`). Names
-    joined by + ("ngram+eagle3") take turns (`turns.take_turns`); names joined by | draft together
-    (`merged.merge_drafters`). Each option goes to the drafters that accept it,
-    `num_speculative_tokens` to all. Raises InputError for an unknown drafter or option, and for a
-    head or draft model of another target.
+    (`specjax.loading.head_formats`); by default it is the head that comes with specjax for the
+    target. For `draft_model` it may also be anything that `load_model` accepts, or a loaded model.
+    A function is called as function(target, **options), with path=path if given, and returns a
+    Drafter or a LoadedDrafter. Drafters that run a model accept a `tree`, such as {"kind":
+    "dynamic"} (`TreeOptions`). Names joined by + ("ngram+eagle3") take turns (`turns.take_turns`);
+    names joined by | draft together (`merged.merge_drafters`). Each option goes to the drafters
+    that accept it, `num_speculative_tokens` to all. Raises InputError for an unknown drafter or
+    option, and for a head or draft model of another target.
     """
     MODEL_KIND.check("target", target)
     length = optional(DRAFT_TOKENS).check("num_speculative_tokens", num_speculative_tokens)
@@ -66,10 +66,10 @@ def make_drafter(
 
 
 def head_drafter(head: Head, target: Model, **options: Any) -> LoadedDrafter:
-    """Return the drafter of a head for its target, sharing the target's arrays.
+    """Return the drafter for a trained head and its target, sharing the target's arrays.
 
     `options` are those of the drafter for this kind of head. Raises InputError for a head of
-    another target and for bad options.
+    another target and for invalid options.
     """
     params = complete_parameters(head, target)
     return DRAFTERS[head.kind].of_head(head, params, target, **options)
@@ -78,7 +78,10 @@ def head_drafter(head: Head, target: Model, **options: Any) -> LoadedDrafter:
 def _call_own(
     name: str, target: Model, path: Mapping[str, Any], options: Mapping[str, Any]
 ) -> LoadedDrafter:
-    """Call a function of the caller's own; return its drafter, or raise InputError."""
+    """Call the user-defined function `name` and return its drafter.
+
+    Raises InputError if the function fails or returns anything else.
+    """
     try:
         drafter = constructor(name)(target, **path, **options)
     except InputError:

@@ -1,4 +1,4 @@
-"""The options of drafters made by name, and the checks of their values."""
+"""The options of drafters constructed by name, and the checks of their values."""
 
 from __future__ import annotations
 
@@ -24,7 +24,11 @@ from specjax.loading.model import Model
 
 
 def drafter_options(name: str) -> dict[str, inspect.Parameter]:
-    """Return a drafter's options by name: its keyword-only fields and arguments, with types."""
+    """Return a drafter's options by name, as parameters with their types.
+
+    They are the keyword-only fields of its class and the keyword-only arguments of `load`. Raises
+    InputError for an unknown drafter.
+    """
     kind = registered(name)
     options: dict[str, inspect.Parameter] = {}
     for function in (kind, kind.load):
@@ -37,7 +41,7 @@ def drafter_options(name: str) -> dict[str, inspect.Parameter]:
 
 
 def option_type(parameter: inspect.Parameter) -> type | None:
-    """Return the type of an option on a command line, or None if only code can give it."""
+    """Return the type of an option on a command line, or None if it is for Python only."""
     for candidate in (parameter.annotation, *get_args(parameter.annotation)):
         candidate = get_args(candidate)[0] if get_origin(candidate) is Annotated else candidate
         candidate = type(get_args(candidate)[0]) if get_origin(candidate) is Literal else candidate
@@ -102,9 +106,9 @@ def check_options(
 def divide_joined(
     name: str, path: Any, options: Mapping[str, Any]
 ) -> list[tuple[str, Any, dict[str, Any]]]:
-    """Return the result of `divide_options` for a name joined by + or |.
+    """Return (name, path, options) for each drafter in a name joined by + or |.
 
-    Also raises InputError for drafters that cannot be joined by name.
+    Raises InputError as `divide_options` does, and for drafters that cannot be joined by name.
     """
     joint = joint_of(name)
     parts = name.split(joint)
@@ -125,7 +129,7 @@ def divide_joined(
 def divide_options(
     names: Sequence[str], path: Any, options: Mapping[str, Any]
 ) -> list[tuple[str, Any, dict[str, Any]]]:
-    """Return the name, the path and the accepted options of each of several drafters.
+    """Return (name, path, options) for each of several drafters, with the options that it accepts.
 
     Raises InputError for an unknown drafter, an option that none accepts, and a path unless exactly
     one kind of drafter among them accepts one.
@@ -154,7 +158,7 @@ def divide_options(
 
 
 def constructor(name: str) -> Callable[..., Any]:
-    """Return the class of a drafter by name, or the function "package.module:function".
+    """Return the class of the drafter `name`, or the function "package.module:function".
 
     Raises InputError if there is none.
     """
@@ -174,21 +178,21 @@ def constructor(name: str) -> Callable[..., Any]:
 
 
 def _taken(name: str) -> Container[str]:
-    """Return the options that a drafter, or any of the joined drafters, takes."""
+    """Return the names of the options that the drafter, or any of the joined drafters, accepts."""
     if joint_of(name):
         return {option for part_name in parts_of(name) for option in _taken(part_name)}
     return _arguments(name) if ":" in name else drafter_options(name)
 
 
 def _trained(name: str) -> list[str]:
-    """Return the names of drafters in a name that take a path."""
+    """Return those names of drafters in `name` whose drafters accept a path."""
     if ":" in name:
         return [name] if "path" in _arguments(name) else []
     return [part_name for part_name in parts_of(name) if part_name in TRAINED]
 
 
 def _arguments(name: str) -> list[str]:
-    """Return the names of the parameters after the target of a function of the caller's own."""
+    """Return the parameters of a user-defined function, by name, except the first: the target."""
     try:
         _, *parameters = inspect.signature(constructor(name)).parameters.values()
     except (TypeError, ValueError) as error:
@@ -200,24 +204,24 @@ def _arguments(name: str) -> list[str]:
 
 
 def _is_chain(value: Any) -> bool:
-    """Return whether a value asks for a chain, which drafters without trees draft anyway."""
+    """Return whether `value` asks for a chain, which drafters without trees draft anyway."""
     return value == TreeOptions()
 
 
 def _field(option: str) -> str:
-    """Return an option's field for error messages: `tree` is a section of its own."""
+    """Return the field that messages name for an option; `tree` has its own section."""
     return option if option == "tree" else f"drafter.{option}"
 
 
 def _given(option: str, value: Any) -> str:
-    """Return an option and its value for error messages."""
+    """Return an option and its value in the form used by error messages."""
     if isinstance(value, TreeOptions):
         return f"tree.kind={value.kind}"
     return f"{_field(option)}={shown(value)}"
 
 
 def _hints(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the annotations of a function of the caller's own; none if they cannot be resolved."""
+    """Return the annotations of a user-defined function, or none if they cannot be resolved."""
     try:
         return get_type_hints(function, include_extras=True)
     except Exception:  # annotations are code, and may name what is not there
@@ -225,7 +229,7 @@ def _hints(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _checked(annotation: Any, option: str, value: Any) -> Any:
-    """Return an option's value, checked if its annotation declares a kind."""
+    """Return an option's value, checked if the annotation declares a kind."""
     try:
         kind = kind_of(annotation)
     except TypeError:  # a plain number or text

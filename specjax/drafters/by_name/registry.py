@@ -41,11 +41,11 @@ DRAFTERS: dict[str, type[Drafter]] = {
     "lookup": Lookup,
     "simulated": Simulated,
 }
-"""The class of each drafter by its name."""
+"""The classes of drafters by name."""
 JOINTS: dict[str, Callable[..., LoadedDrafter]] = {"+": take_turns, "|": merge_drafters}
 """The signs that join names of drafters, and the functions that join the drafters."""
 TRAINED = tuple(name for name, kind in DRAFTERS.items() if kind.trained)
-"""Drafters with weights of their own, and so a path; some are shipped with specjax."""
+"""The names of drafters that need trained weights; some of these come with specjax."""
 
 
 def all_registered(drafters: Iterable[Drafter]) -> bool:
@@ -59,7 +59,7 @@ def all_registered(drafters: Iterable[Drafter]) -> bool:
 
 
 def registered(name: str) -> type[Drafter]:
-    """Return the class of a drafter by name. Raises InputError for an unknown name."""
+    """Return the class of the drafter `name`; raise InputError if it is unknown."""
     if name not in DRAFTERS:
         near = difflib.get_close_matches(name, DRAFTERS, n=1)
         hint = f"did you mean {near[0]}? " if near else ""

@@ -1,6 +1,6 @@
-"""Convert vLLM's `--speculative-config` to a drafter and options of `generate`.
+"""Conversion of vLLM's `--speculative-config` to a drafter and options of `generate`.
 
-Names and defaults follow vLLM 0.32 (`vllm/config/speculative.py`), even if specjax's own defaults
+Names and defaults follow vLLM 0.32 (`vllm/config/speculative.py`), even where those of specjax
 differ.
 """
 
@@ -42,7 +42,7 @@ _KEYS_OF = {
         "suffix_decoding_min_token_prob",
     ),
 }
-"""The keys that one method alone takes."""
+"""The keys that only one method accepts, by method."""
 _SAMPLE_METHODS = ("greedy", "probabilistic")
 _KEYS = (
     "method",
@@ -82,7 +82,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_heterogeneous_vocab": (False,),
     "use_local_argmax_reduction": (False,),
 }
-"""vLLM's other keys, each with the values (and always null) that have no effect."""
+"""Other keys of vLLM, with the values that have no effect (as null never has)."""
 
 
 @dataclass(frozen=True)
@@ -104,14 +104,14 @@ class Speculation:
 def from_vllm_speculative_config(config: Mapping[str, Any] | str, target: Model) -> Speculation:
     """Return the drafter and options of `generate` for a vLLM speculative config.
 
-    `config` is a dict or its JSON. Methods are `METHODS` or vLLM's aliases of them. `model` is a
-    directory written by specjax or in a layout of `loading.head_formats`; for draft_model it may be
-    anything that `load_model` accepts; for mtp it may be omitted or name the target, whose own
+    `config` is a dict or its JSON text. Methods are `METHODS` or vLLM's aliases of them. `model` is
+    a directory written by specjax or in a layout of `loading.head_formats`; for draft_model it may
+    be anything that `load_model` accepts; for mtp it may be omitted or name the target, whose own
     modules then draft. As in vLLM, the method may be omitted if the model implies it, mtp drafts as
     many tokens as there are modules, suffix as many as its tree depth allows, and drafts are greedy
-    unless `draft_sample_method` says otherwise. Unlike vLLM's, suffix uses only the row's own text,
-    not earlier answers. Raises InputError naming keys and values that are unknown, unsupported or
-    do not fit the method.
+    unless `draft_sample_method` says otherwise. Unlike in vLLM, suffix uses only the row's own
+    text, not earlier answers. Raises InputError naming keys and values that are unknown,
+    unsupported or inconsistent with the method.
     """
     settings = _parse(config)
     method = _method(settings, target)
@@ -149,7 +149,7 @@ def from_vllm_speculative_config(config: Mapping[str, Any] | str, target: Model)
 
 
 def _parse(config: Mapping[str, Any] | str) -> dict[str, Any]:
-    """Return the settings that have an effect. Raises InputError for those not supported."""
+    """Return the settings that have an effect; raise InputError for those that are unsupported."""
     if isinstance(config, str):
         config = parse_json(config, "speculative_config", "write a JSON object")
     if not isinstance(config, Mapping):
@@ -174,7 +174,7 @@ def _whole(settings: dict[str, Any], key: str) -> int | None:
 
 
 def _method(settings: dict[str, Any], target: Model) -> str:
-    """Return the method; as in vLLM it may be left out if it follows from the model."""
+    """Return the method of a config; as in vLLM, the model may imply it."""
     method, model = settings.get("method"), settings.get("model")
     if method is None:
         if model is None:
@@ -190,7 +190,7 @@ def _method(settings: dict[str, Any], target: Model) -> str:
 
 
 def _method_of(model: Any, target: Model) -> str:
-    """Return the method for a model: n-grams, the target's own modules, a head or a draft model."""
+    """Return the method that `model` implies: ngram, mtp, the kind of a head, or draft_model."""
     if model in _NGRAM:
         return "ngram"
     if target.mtp is not None and model == target.name:
@@ -213,7 +213,11 @@ def _schedule(settings: dict[str, Any]) -> tuple[tuple[int, int, int], ...]:
 
 
 def _without_model(settings: dict[str, Any], method: str, *names: str) -> None:
-    """Raise InputError for a model or a way of drawing, which a method that copies has not."""
+    """Raise InputError if the settings have a model or a way of sampling.
+
+    Methods that copy tokens use neither; `names` are the values of `model` that mean the method
+    itself.
+    """
     if settings.get("model", method) not in names:
         raise _fail(settings, "model", f"{method} takes no model; leave it out")
     if settings.get("draft_sample_method", "greedy") != "greedy":
@@ -225,7 +229,7 @@ def _without_model(settings: dict[str, Any], method: str, *names: str) -> None:
 
 
 def _ngram(settings: dict[str, Any], target: Model) -> LoadedDrafter:
-    """Return prompt lookup as in vLLM: the earliest longest match, and bounds of 5 by default."""
+    """Return prompt lookup as in vLLM: the earliest longest match, with bounds of 5 by default."""
     _without_model(settings, "ngram", *_NGRAM)
     high, low = _whole(settings, "prompt_lookup_max"), _whole(settings, "prompt_lookup_min")
     return make_drafter(

@@ -1,1 +1,1 @@
-"""Build drafts from a drafter's logits: chains, and token trees level by level."""
+"""Growing drafts from a drafter's logits: chains, and token trees level by level."""

@@ -1,4 +1,4 @@
-"""Draft chains token by token, while the drafter is confident."""
+"""Drafting of chains token by token, as long as the drafter is confident."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from specjax.trees import Draft
 
 
 def level_sizes(length: int) -> tuple[int, ...]:
-    """Return the number of tokens processed at each depth: one, but none at the last depth."""
+    """Return the number of tokens processed at each depth: one, and none at the last depth."""
     return (1,) * max(length, 1)
 
 
@@ -35,14 +35,14 @@ def draft_chain(
     p_min: float = 0.0,
     draft_ids: Int[Array, "Vd"] | None = None,
 ) -> tuple[Draft, Any]:
-    """Draft a chain of up to `longest` tokens per row, sampled or greedy; return it and the carry.
+    """Draft a chain of up to `longest` tokens per row; return it and the last carry.
 
-    `logits` follow the root, and `step` (a `level.Step`), starting from `carry`, returns the logits
-    after the token of each further level. A row stops at its limit, or if the most likely next
-    token has a probability below `p_min` or `context.least_confidence`. This is tested before
-    sampling parameters apply and before the token is drawn, so that the draft stays exact. The loop
-    ends with its longest row. If the logits cover only part of the vocabulary, `draft_ids` are its
-    token ids.
+    Tokens are drawn if `sampled`, else the most likely ones. `logits` follow the root, and `step`
+    (a `level.Step`), starting from `carry`, returns the logits after the token of each further
+    level. A row stops at its limit, or if the most likely next token has a probability below
+    `p_min` or `context.least_confidence`. This is tested before sampling parameters apply and
+    before the token is drawn, so that the draft stays exact. The loop ends with its longest row. If
+    the logits cover only part of the vocabulary, `draft_ids` are its token ids.
     """
     keeps_logq = sampled and context.needs_logq and longest > 0
     least = jnp.maximum(p_min, context.least_confidence)
@@ -92,7 +92,10 @@ class _Chain:
 
 
 def _empty_chain(root: Int[Array, "B"], longest: int, vocab: int | None, carry: Any) -> _Chain:
-    """Return chains without tokens; `vocab` is V if distributions are kept, and None if not."""
+    """Return chains without tokens, each after its `root`.
+
+    `vocab` is V if distributions are to be kept, and None otherwise.
+    """
     batch = len(root)
     return _Chain(
         token=root,
@@ -104,7 +107,7 @@ def _empty_chain(root: Int[Array, "B"], longest: int, vocab: int | None, carry: 
 
 
 def _put(into: Array, new: Array, depth: Int[Array, ""] | int) -> Array:
-    """Return an array with `new` at index `depth` of its second axis."""
+    """Return `into` with `new` written at index `depth` of its second axis."""
     return lax.dynamic_update_slice(into, new[:, None], (0, depth, *[0] * (into.ndim - 2)))
 
 
@@ -117,7 +120,7 @@ def _choose(
     sampled: bool,
     draft_ids: Int[Array, "Vd"] | None,
 ) -> tuple[Int[Array, "B"], Float[Array, "B V"] | None]:
-    """Return one token per row: drawn, with its distribution, or the likeliest, with None."""
+    """Return one token per row: drawn, with its distribution, or the most likely one, with None."""
     if sampled and context.flags.sampled:
         return context.draw(expand(logits, draft_ids, context.target.vocab_size), noise, depth)
     token = argmax(logits)

@@ -1,4 +1,4 @@
-"""Draft the best tree of each round by draft probabilities (EAGLE-2, 2406.16858)."""
+"""Drafting of the best tree in each round, by draft probabilities (EAGLE-2, 2406.16858)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Candidates(NamedTuple):
 
 
 def level_sizes(tree: DynamicTree) -> tuple[int, ...]:
-    """Return the number of tokens processed at each depth; the deepest are not processed."""
+    """Return the number of tokens processed at each depth; the deepest tokens are not processed."""
     return (1, *[tree.topk] * (tree.depth - 1))
 
 
@@ -44,14 +44,15 @@ def draft_dynamic_tree(
     p_min: float = 0.0,
     draft_ids: Int[Array, "Vd"] | None = None,
 ) -> tuple[Draft, Any]:
-    """Draft the tree of the most likely candidates (deterministic); return it and the carry.
+    """Draft the tree of the most likely candidates (deterministic); return it and the last carry.
 
     The value of a candidate is the log-probability of its path under the draft's logits without a
     temperature. `logits` follow the root, and `step` (a `level.Step`), starting from `carry`,
     returns those of further levels. Nodes are sorted by value, shallower first at equal values, so
     that parents precede children and the first n nodes are the best tree of n nodes. Candidates
     beyond a row's limit are omitted, as are those after a token whose most likely successor has a
-    probability below `p_min`.
+    probability below `p_min`. If the logits cover only part of the vocabulary, `draft_ids` are its
+    token ids.
     """
     batch, topk, slots = context.length.shape[0], tree.topk, sum(level_sizes(tree))
     likeliest_after = functools.partial(
@@ -90,7 +91,7 @@ def draft_dynamic_tree(
 def _likeliest_after(
     logits: Float[Array, "B T Vd"], topk: int, p_min: float, draft_ids: Int[Array, "Vd"] | None
 ) -> tuple[Float[Array, "B T topk"], Int[Array, "B T topk"]]:
-    """Return the log-probabilities and ids of the likeliest tokens after each token."""
+    """Return the log-probabilities and ids of the `topk` most likely tokens after each token."""
     scores, ids = top(logits, topk)
     logp = scores - logsumexp(logits, axis=-1, keepdims=True)
     logp = jnp.where(scores > -jnp.inf, logp, -jnp.inf).astype(jnp.float32)
@@ -100,10 +101,10 @@ def _likeliest_after(
 
 
 def best_nodes(tree: DynamicTree, levels: Sequence[Candidates], context: Context) -> Draft:
-    """Return the `num_nodes` best of all candidates within each row's limit, as a draft.
+    """Return the `num_nodes` best candidates within each row's limit, as a draft.
 
-    Nodes are sorted by value; at equal values the shallower comes first, then the earlier
-    candidate.
+    `levels` are the candidates of each depth. Nodes are sorted by value; at equal values the
+    shallower comes first, then the earlier candidate.
     """
     depths = np.repeat(np.arange(len(levels)) + 1, [level.value.shape[1] for level in levels])
     value, tokens, parents = (

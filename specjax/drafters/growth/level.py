@@ -1,4 +1,4 @@
-"""One level of a growing draft: the drafter's input, and the selection of its children."""
+"""One level of a growing draft: the input of the drafter, and the choice of its children."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from specjax.models.top_tokens import likeliest
 
 @struct.dataclass
 class Level:
-    """The tokens of one depth, which a drafter processes together; a chain has one per depth.
+    """The tokens at one depth, which a drafter processes together; in a chain, a single token.
 
     `depth` is 0 at the root. `parents` are indices among the tokens of the previous level. The
     tokens occupy slots start..start+T of a window with the root in slot 0, and attend to the slots
@@ -36,15 +36,17 @@ class Level:
 
 
 Step = Callable[[Level, Any], tuple[Float[Array, "B #T Vd"], Any]]
-"""(level, carry) -> logits of the tokens after each token of the level, carry. The logits have one
-entry if they are the same after all tokens."""
+"""A function (level, carry) that returns the logits after each token of the level, and a new carry.
+
+The logits have a single entry along the level if they are the same after all tokens.
+"""
 
 
 class Children(NamedTuple):
     """The `count` best candidates after each token of a level, in order.
 
     `exists` is False beyond the last candidate. `sampled` marks rows whose candidates were drawn,
-    and `logq` holds the distributions that they were drawn from, if the rule needs them.
+    and `logq` has the distributions that they were drawn from, if the rule needs them.
     """
 
     tokens: Int[Array, "B #T k"]
@@ -70,11 +72,11 @@ def draw_children(
     sampled: bool,
     draft_ids: Int[Array, "Vd"] | None,
 ) -> Children:
-    """Return the candidates after the tokens of a level: drawn without replacement, or most likely.
+    """Return `count` candidates after each token of a level: drawn without replacement, or best.
 
     Candidates are drawn by the largest sums of log-probability and noise (Gumbel top-k: Kool et al.
     1903.06059). All tokens of a depth share the noise, since only one of them is on the verified
-    path. Rows with temperature 0 take the most likely candidates.
+    path. Rows with temperature 0, and all rows unless `sampled`, take the most likely candidates.
     """
     greedy = context.sampling.temperature <= 0
     if not (sampled and context.flags.sampled):

@@ -1,4 +1,4 @@
-"""Draft fixed trees level by level, as in EAGLE-1 (Li et al. 2401.15077) and Medusa."""
+"""Drafting of fixed trees level by level, as in EAGLE-1 (Li et al. 2401.15077) and Medusa."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from specjax.trees import Draft, RankedTree
 
 
 class _LevelShape(NamedTuple):
-    """One depth of a tree: its nodes with children, and these children.
+    """The nodes with children at one depth of a tree, and their children.
 
-    `nodes` are indices into the root and nodes in the order they are drawn, level by level, and
-    `parents` indices into `nodes` of the level before. `start` is the first of their slots in the
-    drafter's window, and `visible` the slots they see. Each child has a parent, as an index into
-    `nodes`, and a rank among the candidates after its parent.
+    `nodes` index the root and all nodes in the order in which they are drawn, level by level, and
+    `parents` index `nodes` of the previous level. `start` is the first of their slots in the
+    drafter's window, and `visible` the slots that each attends to. Each child has a parent, as an
+    index into `nodes`, and a rank among the candidates after its parent.
     """
 
     nodes: Int[np.ndarray, "T"]
@@ -58,11 +58,12 @@ def draft_static_tree(
     p_min: float = 0.0,
     draft_ids: Int[Array, "Vd"] | None = None,
 ) -> tuple[Draft, Any]:
-    """Draft the tokens of a tree, sampled without replacement or greedy; return it and the carry.
+    """Draft the tokens of a tree, drawn without replacement or greedy; return it and the carry.
 
     `logits` follow the root, and `step` (a `level.Step`), starting from `carry`, returns those of
     further levels. Nodes beyond a row's limit are invalid, as are those after a token whose most
-    likely successor has a probability below `p_min`.
+    likely successor has a probability below `p_min`. If the logits cover only part of the
+    vocabulary, `draft_ids` are its token ids.
     """
     batch = context.length.shape[0]
     tokens: list[Int[Array, "B nodes"]] = [context.token_at(context.length - 1)[:, None]]
@@ -107,7 +108,7 @@ def draft_static_tree(
 
 
 def _level_order(tree: RankedTree) -> Int[np.ndarray, "W"]:
-    """Return the index of the root and of each node among all of them sorted by depth."""
+    """Return the rank of each slot, the root's included, in the order of depths."""
     depths = tree.topology.depths
     order = np.empty(len(depths), np.int32)
     order[np.argsort(depths, kind="stable")] = np.arange(len(depths))
@@ -115,7 +116,10 @@ def _level_order(tree: RankedTree) -> Int[np.ndarray, "W"]:
 
 
 def _level_shapes(tree: RankedTree, drawn_as: Int[np.ndarray, "W"]) -> list[_LevelShape]:
-    """Return the levels with children, from the root down."""
+    """Return the shapes of the levels that have children, from the root down.
+
+    `drawn_as` is the result of `_level_order`.
+    """
     topology, ranks = tree.topology, np.array(tree.ranks, np.int32)
     parents = np.array((0, *topology.parents), np.int32)
     inner = np.array(sorted({0, *topology.parents}, key=lambda slot: drawn_as[slot]), np.int32)

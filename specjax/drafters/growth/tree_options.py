@@ -26,7 +26,7 @@ USUAL_DEPTH, USUAL_TOPK, USUAL_NODES = 5, 8, 32
 class TreeOptions:
     """The kind and size of the tree that a drafter drafts.
 
-    - `chain` is no tree.
+    - `chain` means no tree.
     - `static` has the paths `choices`, each a sequence of ranks, such as Medusa's; or the tree with
       the most expected accepted tokens of `num_nodes` nodes, `depth` levels and at most `topk`
       children per node.
@@ -35,8 +35,8 @@ class TreeOptions:
       `specjax.tuning` and the decode command determine.
 
     `acceptance[d][r]` is the measured rate at which the candidate of rank r at depth d (from 0) is
-    accepted if its parent is; bundled drafters have their own rates. Raises InputError for numbers
-    out of range and for incompatible options.
+    accepted if its parent is; the heads that come with specjax have such rates. Raises InputError
+    for numbers out of range and for incompatible options.
     """
 
     kind: TreeKind = "chain"
@@ -117,7 +117,10 @@ class TreeOptions:
             raise InputError(f"tree.{error}") from error
 
     def _nodes(self, most: int, topk: int, depth: int, ranked: int | None = None) -> int:
-        """Return the number of nodes, at most `most`; there are rates of `ranked` candidates."""
+        """Return the number of nodes; raise InputError if more than `most` are requested.
+
+        `ranked` is the number of candidates with known rates, if that is a limit.
+        """
         if self.num_nodes is None:
             return min(USUAL_NODES, most)
         if self.num_nodes > most:
@@ -133,7 +136,7 @@ class TreeOptions:
 
 
 def usual_rates(topk: int) -> tuple[tuple[float, ...], ...]:
-    """Return the acceptance rate assumed for each rank, at any depth, without measurements.
+    """Return the acceptance rate of each rank that is assumed, at any depth, if none was measured.
 
     The rates are 0.5, 0.25, ...: each rank half as often as the one before.
     """
@@ -142,12 +145,12 @@ def usual_rates(topk: int) -> tuple[tuple[float, ...], ...]:
 
 @dataclass(frozen=True)
 class TreeKindOfValue:
-    """The kind of trees: a shape, `TreeOptions` or a mapping of them, or None for a chain."""
+    """The kind of arguments that are a tree: a shape, `TreeOptions` or a dict of them, or None."""
 
     def check(self, name: str, value: Any) -> TreeOptions | RankedTree | DynamicTree | None:
-        """Return the value, with a mapping as `TreeOptions` and a chain as None.
+        """Return a shape unchanged, a mapping as `TreeOptions`, and a chain as None.
 
-        Raises InputError.
+        Raises InputError for any other value.
         """
         if isinstance(value, TreeOptions) and value.kind == "chain":
             return None

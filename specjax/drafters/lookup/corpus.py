@@ -1,7 +1,7 @@
-"""Retrieval: copying from a corpus, and from earlier outputs of an engine.
+"""Retrieval: copying tokens from a corpus, and from earlier outputs of an engine.
 
 The datastore is that of REST (He et al. 2311.08252), with the counts of suffix decoding (Oliaro et
-al. 2411.04975): it drafts the most frequent continuation of the longest match of a row's last
+al. 2411.04975): the drafts are the most frequent continuations of the longest match of a row's last
 tokens in a sorted text. A binary search in the compiled loop finds the match; the texts are
 operands of the program, shared by all rows.
 """
@@ -43,8 +43,8 @@ class Corpus(Suffix):
     occurrences as `Suffix` does, with the same options. With `suffix_decoding_max_cached_requests`,
     an engine's latest finished outputs are a second text of up to
     `suffix_decoding_max_cached_tokens`, which is preferred if its match is as long. Parameters are
-    a tuple of `SortedText`, the outputs first. There is no state. Raises InputError for options out
-    of range.
+    a tuple of `SortedText`, that of the outputs first. There is no state. Raises InputError for
+    options out of range.
     """
 
     prompt_lookup_max: Annotated[int, _LENGTH] = LONGEST_MATCH
@@ -71,7 +71,10 @@ class Corpus(Suffix):
         corpus: Annotated[str, IndexFolder()] | None = None,
         **options: Any,
     ) -> LoadedDrafter:
-        """Return the drafter for a target, with an index, cached requests, or both."""
+        """Return the drafter for a target, with an index of a corpus, cached requests, or both.
+
+        `corpus` is the folder of the index. Raises InputError if it cannot be read.
+        """
         del name, path
         cls.check_together(corpus=corpus, **options)
         drafter = cls(**options)
@@ -86,7 +89,7 @@ class Corpus(Suffix):
 
     @classmethod
     def check_together(cls, *, corpus: str | None = None, **options: Any) -> None:
-        """Raise InputError also where there is nothing to copy from."""
+        """Raise InputError if there is neither a corpus nor cached requests to copy from."""
         if corpus is None and not cls(**options).max_cached_requests:
             raise InputError(
                 f"drafter.corpus is missing: {_BY_INDEX}, or copy from finished requests with "
@@ -103,8 +106,8 @@ class Corpus(Suffix):
     ) -> tuple[SortedText, ...]:
         """Return the parameters with the latest of `outputs` in place of earlier ones.
 
-        They include as many outputs as fit, and of the oldest its end. Each output follows the end
-        of its prompt, so that its first tokens can be matched.
+        As many outputs are included as fit; the oldest may be truncated at its start. Each output
+        follows the end of its prompt, so that its first tokens can be matched.
         """
         if not self.max_cached_requests:
             return params

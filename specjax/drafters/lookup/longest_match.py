@@ -1,4 +1,4 @@
-"""The longest match of rows' last tokens in sorted texts, and what followed it, on the device."""
+"""The longest match of rows' last tokens in sorted texts, and its continuations, on the device."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from jaxtyping import Array, Bool, Int
 from specjax.loading.corpus.sorted_text import SortedText
 
 SEPARATOR = np.iinfo(np.int32).max
-"""What a text has between documents, before the first and after the last one, as int32."""
+"""The token id that stands between documents, before the first and after the last one."""
 _COUNTED = 32
-"""The most occurrences of a match whose continuations are counted, spread evenly over all."""
+"""The most occurrences of a match that are counted; they are spread evenly over all."""
 
 
 class Match(NamedTuple):
-    """The longest match of each row: its tokens (0 without one), and what followed it.
+    """The longest match of each row, and the tokens that followed it.
 
-    `tokens` are the continuations of up to m occurrences that are `known`, with `SEPARATOR` after
-    the end of a document.
+    `length` is the number of matched tokens, 0 without a match. `tokens` are the continuations of
+    up to m occurrences, of which the `known` ones exist, with `SEPARATOR` after the end of a
+    document.
     """
 
     length: Int[Array, "B"]
@@ -31,9 +32,10 @@ class Match(NamedTuple):
 
 
 def find_longest(texts: Sequence[SortedText], last: Int[Array, "B L"], num_tokens: int) -> Match:
-    """Return the longest match of each row's `last` tokens in any text, the first one of several.
+    """Return the longest match of each row's `last` tokens in any text.
 
-    The last token comes first in `last`; continuations have `num_tokens` (K).
+    `last` has the last token first; continuations have `num_tokens` (K) tokens. Of equally long
+    matches that in the first text is returned.
     """
     longest, *others = (_match(text, last, num_tokens) for text in texts)
     for match in others:
@@ -50,7 +52,7 @@ def _match(text: SortedText, last: Int[Array, "B L"], num_tokens: int) -> Match:
     """Return the longest match of each row in one text."""
     batch, most = last.shape
     rank = _rank(text, last, jnp.full(batch, most, jnp.int32), after=False)
-    # The positions beside a row's place among the sorted ones have the most in common with it.
+    # The two sorted positions next to where the row would be inserted match it best.
     beside = jnp.stack([rank - 1, rank], axis=1)
     same = _tokens_to(text, beside, most) == last[:, None, :]
     exists = (beside >= 0) & (beside < text.count)
@@ -73,17 +75,17 @@ def _rank(
 ) -> Int[Array, "B"]:
     """Return how many sorted positions come before each row's `length` last tokens.
 
-    With `after` those that have the same tokens are included.
+    With `after`, positions preceded by the same tokens are counted too.
     """
     compared = jnp.arange(last.shape[1])[None, :] < length[:, None]
 
     def halve(_: Int[Array, ""], bounds: tuple[Int[Array, "B"], Int[Array, "B"]]) -> Any:
         low, high = bounds
         middle = low + (high - low) // 2
-        found = _tokens_to(text, middle[:, None], last.shape[1])[:, 0]
-        differs = (found != last) & compared
+        tokens = _tokens_to(text, middle[:, None], last.shape[1])[:, 0]
+        differs = (tokens != last) & compared
         at = jnp.argmax(differs, axis=1)[:, None]
-        is_before = (jnp.take_along_axis(found, at, 1) < jnp.take_along_axis(last, at, 1))[:, 0]
+        is_before = (jnp.take_along_axis(tokens, at, 1) < jnp.take_along_axis(last, at, 1))[:, 0]
         is_before = jnp.where(differs.any(axis=1), is_before, after) & (low < high)
         return jnp.where(is_before, middle + 1, low), jnp.where(is_before, high, middle)
 
@@ -92,13 +94,13 @@ def _rank(
 
 
 def _tokens_to(text: SortedText, ranks: Int[Array, "B m"], count: int) -> Int[Array, "B m L"]:
-    """Return the `count` tokens up to the sorted positions of some ranks, the last one first."""
+    """Return the `count` tokens up to the sorted positions `ranks`, the last token first."""
     ends = text.order[jnp.clip(ranks, 0, len(text.order) - 1)]
     return _tokens_at(text, ends[:, :, None] - jnp.arange(count)[None, None, :])
 
 
 def _tokens_at(text: SortedText, positions: Int[Array, "*shape"]) -> Int[Array, "*shape"]:
-    """Return the tokens at some positions, `SEPARATOR` outside of documents."""
+    """Return the tokens at `positions`, or `SEPARATOR` outside of documents."""
     size = len(text.tokens)
     tokens = text.tokens[jnp.clip(positions, 0, size - 1)]
     outside = (positions < 0) | (positions >= size) | (tokens == jnp.iinfo(tokens.dtype).max)

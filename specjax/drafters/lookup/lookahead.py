@@ -29,15 +29,16 @@ from specjax.trees import Draft, Topology
 
 _UNKNOWN = -1
 _SEARCHED = 4
-"""How many of the latest n-grams are searched for each one that is drafted: some are equal."""
+"""The number of n-grams that are searched for each one drafted, since some are duplicates."""
 
 
 @struct.dataclass
 class State:
-    """The window for rows of `length` tokens, and the pool with `count` n-grams written so far.
+    """The window of guesses for rows of `length` tokens, and the pool of n-grams.
 
-    Unknown entries are -1; the entry for the root's own position is unused. An n-gram has N tokens,
-    one more than the window has rows; number i is stored at index i modulo M.
+    Unknown entries of the window are -1; the entry for the root's own position is unused. `count`
+    n-grams were written to the pool so far; each has N tokens, one more than the window has rows,
+    and number i is stored at index i modulo M.
     """
 
     window: Int[Array, "B rows columns"]
@@ -54,8 +55,8 @@ class Lookahead(Drafter):
     and no guesses it is Jacobi decoding. The pool holds the latest `pool_size` (M) n-grams,
     including those of the text, and takes 4 * M * N bytes per row. A draft has (N - 1) * (W +
     guesses) - 1 nodes before duplicates are removed. The longest path is W + N - 3; a smaller
-    `num_speculative_tokens` reduces W, then N. Nodes are deterministic. Raises InputError for bad
-    options.
+    `num_speculative_tokens` reduces W, then N. Nodes are deterministic. Raises InputError for
+    invalid options.
     """
 
     num_speculative_tokens: Annotated[int, optional(DRAFT_TOKENS)] = None  # as __post_init__ says
@@ -94,7 +95,7 @@ class Lookahead(Drafter):
 
     @property
     def observes(self) -> bool:
-        """Whether n-grams are drafted, including those of the text."""
+        """Whether n-grams are drafted, so that those of the text must be observed."""
         return self.guesses > 0
 
     @property
@@ -103,7 +104,7 @@ class Lookahead(Drafter):
         return (feature_name(1),)
 
     def init(self, params: Any, batch: int, capacity: int) -> State:
-        """Return an unknown window and an empty pool."""
+        """Return a window of unknown guesses and an empty pool, for each row."""
         del params, capacity
         zeros = jnp.zeros(batch, jnp.int32)
         window = jnp.full((batch, self.rows, self.columns), _UNKNOWN, jnp.int32)
@@ -140,7 +141,7 @@ class Lookahead(Drafter):
         return added(state, jnp.stack(ngrams, axis=2), known)
 
     def observe_pass(self, params: Any, state: State, target_pass: TargetPass) -> State:
-        """Return the state after a pass that computed the whole window, if it did."""
+        """Return the state after a pass, in which the guesses improve if it computed the window."""
         del params
         window = state.window
         first_row = [jnp.zeros((len(window), 1), jnp.int32)]
@@ -160,7 +161,7 @@ class Lookahead(Drafter):
         return state.replace(window=window, length=state.length + computed)
 
     def _drafted_ngrams(self, state: State, context: Context) -> list[Draft]:
-        """Return the latest different n-grams that begin with the root, without it, as chains."""
+        """Return the latest distinct n-grams that begin with the root, as chains without it."""
         root, size, most = context.token_at(context.length - 1), self.pool_size, self.guesses
         recency = 1 + (jnp.arange(size)[None, :] - state.count[:, None]) % size
         recency = jnp.where(state.pool[:, :, 0] == root[:, None], recency, 0)
@@ -192,7 +193,7 @@ def moved(
 
 
 def added(state: State, ngrams: Int[Array, "B T n"], known: Bool[Array, "B T"]) -> State:
-    """Return the state with the `known` n-grams added to the pool in order."""
+    """Return the state with the n-grams marked `known` added to the pool, in order."""
     size = state.pool.shape[1]
     number = jnp.cumsum(known, axis=1)
     known = known & (number > number[:, -1:] - size)

@@ -17,10 +17,10 @@ from specjax.loading.model import Model
 
 @dataclass(frozen=True, kw_only=True)
 class Lookup(Merged):
-    """A drafter that merges the drafts of `suffix` and `token_recycling`, and of `corpus` if given.
+    """A drafter that merges the drafts of `suffix`, `token_recycling` and, if given, `corpus`.
 
-    Of these `suffix` drafts up to 4 tokens per token of its match. For other options join them by
-    name. docs/results.md has what was measured.
+    Of these, `suffix` drafts up to 4 tokens per token of its match. To set other options, join the
+    drafters by name instead. docs/results.md has measurements.
     """
 
     name: ClassVar[str] = "lookup"
@@ -43,7 +43,7 @@ class Lookup(Merged):
         corpus: Annotated[str, IndexFolder()] | None = None,
         **options: Any,
     ) -> LoadedDrafter:
-        """Return the drafter for a target's vocabulary, with an index of texts if given."""
+        """Return the drafter for a target, with the corpus index in the folder `corpus`, if any."""
         del name, path
         texts = () if corpus is None else (Corpus.load("corpus", target, corpus=corpus).params,)
         drafter = cls(target.config.vocab_size, bool(texts), **options)

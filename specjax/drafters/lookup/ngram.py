@@ -20,9 +20,9 @@ from specjax.fields import Whole, check_instance
 from specjax.trees import Draft
 
 _LENGTH = Whole(1, 64)
-"""The length of a match: each further token adds code to the compiled loop."""
+"""The range of match lengths; each further token adds code to the compiled loop."""
 _MATCHES = Whole(1, 64)
-"""The number of matches, each of which is a branch of the draft."""
+"""The range of the number of matches, each of which is a branch of the draft."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class Ngram(Drafter):
     It uses the longest match of the last `prompt_lookup_min`..`prompt_lookup_max` tokens; among
     matches of equal length `match` selects the latest or the earliest. With `num_matches` > 1 that
     many matches of this length form a tree with a branch of up to `num_speculative_tokens` tokens
-    each, joined as long as they agree. Raises InputError for bad bounds.
+    each, joined as long as they agree. Raises InputError for invalid bounds.
     """
 
     num_speculative_tokens: Annotated[int, DRAFT_TOKENS] = 8
@@ -74,9 +74,9 @@ class Ngram(Drafter):
 
 
 def copied_tokens(context: Context, ends: Int[Array, "B m"], count: int) -> Int[Array, "B m K"]:
-    """Return the `count` tokens after each of the given positions, all before the last token.
+    """Return the `count` tokens after each of the positions `ends`, all before the last token.
 
-    Past the last committed token, a copy continues with its own tokens.
+    Beyond the last committed token, a copy continues with its own tokens.
     """
     period = jnp.maximum(context.length[:, None] - 1 - ends, 1)
     step = jnp.arange(count)[None, None, :] % period[:, :, None]
@@ -95,8 +95,9 @@ def find_matches(
 ) -> tuple[Int[Array, "B m"], Int[Array, "B m"]]:
     """Return the last positions and the lengths of earlier occurrences of each row's last tokens.
 
-    Up to `most` (m) matches of the greatest length are returned, the latest or the earliest first.
-    Lengths are 0 if there are no more matches or if none has at least `shortest` tokens.
+    Row b has `length[b]` tokens, and matches have from `shortest` to `longest` tokens. Up to `most`
+    (m) matches of the greatest length are returned, the latest first if `latest`, else the
+    earliest. Lengths are 0 if there are no more matches.
     """
     count = tokens.shape[1]
     position = jnp.arange(count)[None, :]

@@ -1,10 +1,10 @@
 """Suffix decoding: copying the most frequent continuation of the longest match of the last tokens.
 
-Rule and options are those of ArcticInference (Oliaro et al. 2411.04975), applied to the row's own
-text: a chain of the most frequent tokens, or a tree. Instead of a suffix tree, whose extension
-takes dependent pointer steps, each position stores the length of the text that ends there and
-equals the end of the row. One pass over the row per committed token updates these lengths, which
-give all matches of any length.
+The algorithm and its options are those of ArcticInference (Oliaro et al. 2411.04975), applied to
+the row's own text: a chain of the most frequent tokens, or a tree. A suffix tree would be extended
+by dependent pointer steps. Here each position stores instead how many tokens up to it equal the
+last tokens of the row. One pass over the row per committed token updates these lengths, from which
+all matches of any length follow.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from specjax.fields import Number, Whole, check_instance, optional
 from specjax.trees import Draft, DynamicTree, RankedTree
 
 _COUNTED = 32
-"""The most matches whose continuations are counted, the latest ones."""
+"""The number of matches, the latest ones, whose continuations are counted."""
 _ROUNDING = 1e-6
-"""Added to the length that a match allows, so that 0.7 * 10 tokens are 7."""
+"""A number added to the length that a match allows before rounding down, so that 0.7 * 10 is 7."""
 _USUAL_LENGTH = 8
-"""The longest draft where neither it nor a tree is specified."""
+"""The longest draft if neither its length nor a tree is specified."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Suffix(Drafter):
     """A drafter that copies continuations of the longest earlier matches of a row's last tokens.
 
-    After each token it drafts the one that followed most of the matches that contain the draft so
+    After each token it drafts the token that followed most of the matches that contain the draft so
     far, and of equally frequent ones the latest. The estimated probability of a draft is the
     fraction of all matches that contain it; the draft ends before this falls below
     `suffix_decoding_min_token_prob`. A match of l tokens allows `suffix_decoding_max_spec_factor` *
@@ -87,12 +87,12 @@ class Suffix(Drafter):
 
     @property
     def num_nodes(self) -> int:
-        """The maximum number of nodes of its tree, or tokens of its chain."""
+        """The maximum number of nodes of the tree, or of tokens of the chain."""
         return self.num_speculative_tokens if self.tree is None else self.shape.num_nodes
 
     @property
     def branches(self) -> bool:
-        """Whether it drafts a tree."""
+        """Whether drafts are trees."""
         return self.tree is not None
 
     @property
@@ -142,7 +142,7 @@ class Suffix(Drafter):
     def observe(
         self, params: Any, state: Int[Array, "B S"], context: Context, accepted: Accepted
     ) -> Int[Array, "B S"]:
-        """Return the lengths of the matches with the new end of each row."""
+        """Return the match lengths at all positions, updated for the new end of each row."""
         del params
         position = jnp.arange(state.shape[1])[None, :]
         first = context.length - accepted.count
@@ -161,12 +161,13 @@ class Suffix(Drafter):
 def counted(
     continuations: Int[Array, "B m K"], known: Bool[Array, "B m"], topk: int, least: float
 ) -> Candidates:
-    """Return the candidates after each token in the m continuations of a row that are `known`.
+    """Return the candidates after each token in the continuations of each row's matches.
 
-    Arrays are [K, B, m], with the candidates of each depth. The value of a candidate is the
-    fraction of known continuations that contain its path; among identical paths the first has the
-    candidate. Values are at least `least`, and each token is followed by the `topk` most frequent
-    candidates, the first ones among equals.
+    Each row has m `continuations` of K tokens, of which the `known` ones count. The result's arrays
+    are [K, B, m], with the candidates of each depth. The value of a candidate is the fraction of
+    known continuations that contain its path; of identical paths, the first has the candidate.
+    Values are at least `least`, and each token is followed by the `topk` most frequent candidates,
+    the first ones among equals.
     """
     index = jnp.arange(known.shape[1])
     is_earlier = jnp.tril(jnp.ones((1, len(index), len(index)), bool), -1)

@@ -1,9 +1,10 @@
 """Token recycling: looking up the target's candidates from earlier passes (Luo et al. 2408.08696).
 
-Each row has a table of the target's k most likely next tokens after each token of the vocabulary,
-as of the last time that the target read the token in this row: in the prompt, the output or a
-rejected draft. A tree is drafted by looking up the tokens after the root, then after those, and so
-on. Nothing is trained; the only extra work is computing logits at each position of a prompt.
+Each row has a table of the target's k most likely next tokens after each token of the vocabulary.
+An entry dates from the last time that the target read the token in this row: in the prompt, the
+output or a rejected draft. A tree is drafted by looking up the tokens after the root, then after
+those, and so on. Nothing is trained; the only extra work is computing logits at each position of a
+prompt.
 """
 
 from __future__ import annotations
@@ -39,8 +40,10 @@ _RATES = (
     (0.58, 0.07, 0.061, 0.035, 0.016, 0.012, 0.012, 0.012),
     (0.62, 0.061, 0.057, 0.04, 0.02, 0.012, 0.012, 0.012),
 )
-"""How often the candidate of each rank is the target's next token at each depth, given that its
-parent is: measured on SmolLM2-135M-Instruct, greedy, with tables of committed tokens only."""
+"""Rates [d][r] at which the candidate of rank r at depth d is the target's token, if its parent is.
+
+They were measured on SmolLM2-135M-Instruct, greedy, with tables of committed tokens only.
+"""
 _UNKNOWN = -1
 
 
@@ -48,13 +51,13 @@ _UNKNOWN = -1
 class TokenRecycling(Drafter):
     """A drafter that copies the tokens which the target found likely after the same token before.
 
-    A table per row holds them; the node of rank r after a token is its r-th most likely successor.
-    The `tree` (a shape, or a
-    `TreeOptions`, which is converted to one) is static; None means a chain of the most likely
-    successors. A smaller `num_speculative_tokens` removes deeper nodes. The table has as many
-    candidates (k) as the tree has ranks and takes V * k * 4 bytes per row, 1.6 MB for 49,152 tokens
-    and k = 8. Nodes are deterministic. Raises InputError for a dynamic tree, a tree with fewer
-    levels than requested tokens, and one with more ranks than there are tokens.
+    They are in a table per row; the node of rank r after a token is its r-th most likely successor.
+    The `tree` (a shape, or a `TreeOptions`, which is converted to one) is static; None means a
+    chain of the most likely successors. A smaller `num_speculative_tokens` removes deeper nodes.
+    The table has as many candidates (k) as the tree has ranks and takes V * k * 4 bytes per row,
+    1.6 MB for 49,152 tokens and k = 8. Nodes are deterministic. Raises InputError for a dynamic
+    tree, a tree with fewer levels than requested tokens, and one with more ranks than there are
+    tokens.
     """
 
     name: ClassVar[str] = "token_recycling"
@@ -123,7 +126,7 @@ class TokenRecycling(Drafter):
 
     @property
     def pass_features(self) -> tuple[str, ...]:
-        """The target's feature that fills the table."""
+        """The name of the target's feature that fills the table."""
         return (feature_name(self.num_candidates),)
 
     def init(self, params: Any, batch: int, capacity: int) -> Int[Array, "B V k"]:
