@@ -322,7 +322,7 @@ def optional(*kinds: Kind) -> Either:
 
 @functools.cache
 def type_hints(annotated: Callable[..., Any]) -> Mapping[str, Any]:
-    """Return the annotations of a function or class by name, including inherited ones."""
+    """Return the annotations of a function or class by name, including those that are inherited."""
     return get_type_hints(annotated, include_extras=True)
 
 
@@ -517,7 +517,7 @@ def dotted(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def first_difference(first: Any, second: Any) -> tuple[str, Any, Any] | None:
     """Return the dotted name of the first field in which two dataclass instances differ.
 
-    Both values follow the name. Returns None if all fields are equal.
+    The values of `first` and `second` follow the name. Returns None if all fields are equal.
     """
     values, others = (dotted(dataclasses.asdict(instance)) for instance in (first, second))
     for name in {**values, **others}:

@@ -269,10 +269,11 @@ def summarize(
     width: Widths,
     positions: int | None = None,
 ) -> Summary:
-    """Return all metrics of a run, given its counts [B, R] (`width` may be [R]).
+    """Return all metrics of a run, given the counts [B, R] of its passes.
 
-    `positions` is the number of per-position entries: the drafter's longest path, by default the
-    longest draft in the counts. Raises ValueError if the counts are inconsistent.
+    `width` may be [R]. `positions` is the number of per-position entries: the drafter's longest
+    path, by default the longest draft in the counts. Raises ValueError if the counts are
+    inconsistent.
     """
     width = _checked_width(drafted, accepted, emitted, width)
     slots = width[drafted >= 0]

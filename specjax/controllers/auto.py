@@ -76,7 +76,7 @@ class AutoState(NamedTuple):
 
     @property
     def tries(self) -> bool:
-        """Whether a trial is in progress, or one of the first two steps."""
+        """Whether a trial, or the second step, which serves as one, may be in progress."""
         return any(step.instead_of for step in self.under_way) or self.chosen == 2
 
 
@@ -226,7 +226,7 @@ class Auto:
         return arm, max(int(rounds[arm]), int(longer))
 
     def _rounds(self, state: AutoState, compared: Compared) -> int:
-        """Return for how many rounds the best limits lose little if others are better."""
+        """Return the number of rounds in which the best limits would lose little to better ones."""
         rates, best, most_rounds = compared.rates, compared.best, compared.most_rounds
         costs, least = state.estimates.costs, int(compared.least[best])
         runs = rates.arms[best] > 0

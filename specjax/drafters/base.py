@@ -86,7 +86,7 @@ class Context:
     least_confidence: Float[Array, ""] | float = 0.0
 
     def token_at(self, position: Int[Array, "B"]) -> Int[Array, "B"]:
-        """Return each row's committed token at its position, or its first token if negative."""
+        """Return each row's committed token at `position`; its first token if that is negative."""
         position = jnp.maximum(position, 0)[:, None]
         return jnp.take_along_axis(self.tokens, position, axis=1)[:, 0]
 
@@ -215,7 +215,7 @@ class Drafter:
 
     @property
     def num_nodes(self) -> int:
-        """The number of nodes (N) of every draft, larger than the longest path if it branches."""
+        """The number of nodes (N) of every draft; in trees it may exceed the longest path."""
         return self.num_speculative_tokens
 
     @property
@@ -305,7 +305,7 @@ class Drafter:
         raise NotImplementedError
 
     def observe(self, params: Any, state: Any, context: Context, accepted: Accepted) -> Any:
-        """Return the state after further committed tokens; `context` is that after them.
+        """Return the state after further committed tokens, which `context` already includes.
 
         A prompt is observed in chunks, starting with its second token (the first is in
         `context.tokens`). Later calls have the tokens committed by one or several rounds, whichever

@@ -222,7 +222,7 @@ class _DraftSteps:
 
     @property
     def slots_before(self) -> int:
-        """The number of slots that the draft's levels up to the last module's first one take."""
+        """The number of window slots of the draft's levels up to the last module's first level."""
         return sum(self._level_sizes[: self.last + 1])
 
     @property

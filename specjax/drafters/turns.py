@@ -49,7 +49,7 @@ class PartState:
 
 
 class Proposal(NamedTuple):
-    """The drafts of one round by drafters that take turns, and what it took.
+    """The drafts of one round by drafters that take turns, and counts of the drafters' runs.
 
     `drafter` is the index of the drafter that each row's draft is from, or `NO_DRAFTER`. `ran` says
     which drafters ran, and `further` how many times each ran after its first token.

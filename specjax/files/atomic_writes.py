@@ -22,7 +22,7 @@ _NAME = re.compile(r"\.specjax-[a-z0-9_]{8}\.tmp", re.ASCII)
 
 
 def is_temporary(name: str) -> bool:
-    """Return whether `name` is one that specjax gives to temporary files."""
+    """Return whether `name` has the form of the names that specjax gives to temporary files."""
     return _NAME.fullmatch(name) is not None
 
 

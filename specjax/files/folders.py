@@ -47,7 +47,7 @@ def check_claimable(folder: Path, kind: Kind, where: str) -> None:
 
 
 def claim(folder: Path, kind: Kind, where: str) -> None:
-    """Mark a folder as that of a run, before anything else is written to it.
+    """Mark a folder as the folder of a run, before anything else is written to it.
 
     Temporary files of a killed process in an earlier run's folder are deleted, so the caller must
     hold the folder's lock. Raises InputError as `check_claimable` does, and if the folder cannot be

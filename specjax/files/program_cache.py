@@ -62,7 +62,10 @@ def keep_in_library() -> None:
 
 
 def _replace_damaged_entries(folder: Path, tell: Callable[[str], Any]) -> None:
-    """Install a warning handler that deletes the cache entries that JAX cannot read."""
+    """Install a warning handler that deletes the cache entries that JAX cannot read.
+
+    `tell` is called with a line about the first entries that cannot be read or written.
+    """
     show_warning, told = warnings.showwarning, set()
 
     def replace_or_show(

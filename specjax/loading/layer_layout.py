@@ -35,7 +35,10 @@ def stack_layers(
 def split_layers(
     params: dict[str, Any], shardings: dict[str, Any], config: DecoderConfig
 ) -> dict[str, Any]:
-    """Return parameters whose stacked layers are separate, the inverse of `stack_layers`."""
+    """Return parameters whose stacked layers are separate, the inverse of `stack_layers`.
+
+    `shardings` is a tree of the result's shardings.
+    """
     layers: dict[str, Any] = {}
     for run in config.runs:
         leaves, tree = jax.tree.flatten(params.pop(run.name))

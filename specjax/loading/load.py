@@ -395,7 +395,10 @@ def _naming(path: Path) -> Iterator[None]:
 
 
 def default_model_file() -> Path:
-    """Return the GGUF file in the installed wheel, without importing it (it needs llama.cpp)."""
+    """Return the path of the default model's GGUF file in its installed wheel.
+
+    The wheel's module is not imported, since it needs llama.cpp.
+    """
     spec = importlib.util.find_spec(_WHEEL)
     for folder in (spec.submodule_search_locations or ()) if spec else ():
         path = Path(folder) / _WHEEL_FILE

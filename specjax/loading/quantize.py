@@ -103,7 +103,7 @@ def quantized_head_params(
 
 
 def float_model(model: Model) -> Model:
-    """Return the model with all weights as floating-point arrays of its dtype."""
+    """Return the model with quantized kernels as floating-point arrays of the model's dtype."""
     if not has_quantized(model.arrays):
         return model
 
@@ -175,7 +175,7 @@ def _table(model: Model) -> dict[str, Any]:
 
 
 def _map(convert: Callable[..., Any], table: dict[str, Any], arrays: dict[str, Any]) -> Any:
-    """Return the tree of `convert(path, entry, array)` for each entry of a table and its array."""
+    """Return a tree with `convert(path, entry, array)` for each array and its entry in a table."""
     return jax.tree_util.tree_map_with_path(
         convert, table, arrays, is_leaf=lambda node: isinstance(node, Parameter)
     )

@@ -148,14 +148,21 @@ def block(
 def block_height(
     log_mass: Float[Array, "B"], logw: Float[Array, "B"], last: Bool[Array, "B"]
 ) -> Float[Array, "B"]:
-    """Return h_i of `block` from log r and log w_i; `last` marks rows at their last draft token."""
+    """Return h_i = r / (r + 1 - w_i) of block verification, or w_i in rows marked `last`.
+
+    `log_mass` is log r, and `logw` is log w_i; `block` defines them.
+    """
     mass, lost = jnp.exp(log_mass), -jnp.expm1(logw)  # lost = 1 - w
     inner = jnp.where(lost > 0, mass / jnp.where(lost > 0, mass + lost, 1), 1)
     return jnp.where(last, jnp.exp(logw), inner)
 
 
 def next_block_weight(logw: Float[Array, "B"], odds: Float[Array, "B"]) -> Float[Array, "B"]:
-    """Return log w_i of `block`, given log w_{i-1} and `odds`, the logarithm of p(x_i) / q(x_i)."""
+    """Return log w_i = min(0, log w_{i-1} + `odds`) of block verification.
+
+    `logw` is log w_{i-1}, and `odds` is the logarithm of p(x_i) / q(x_i). The result is -inf if
+    `odds` is infinite, since p or q is then 0.
+    """
     alive = (logw > -jnp.inf) & jnp.isfinite(odds)
     return jnp.where(alive, jnp.minimum(jnp.where(alive, logw + odds, 0), 0), -jnp.inf)
 
@@ -171,7 +178,7 @@ def conclude(decision: Decision, gumbel: Float[Array, "B V"], longest: int) -> V
 
 
 def pick(rows: Shaped[Array, "B N *rest"], index: Int[Array, "B"]) -> Shaped[Array, "B *rest"]:
-    """Return `rows[b, index[b]]` for each row b; the result is arbitrary if it is out of range."""
+    """Return `rows[b, index[b]]` for each row b; an index out of range gives an arbitrary entry."""
     batch, count, *rest = rows.shape
     if not count:
         return jnp.zeros((batch, *rest), rows.dtype)

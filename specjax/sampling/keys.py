@@ -76,9 +76,9 @@ def fold_round(
 
 
 def split_keys(keys: Key[Array, "B"]) -> RoundKeys:
-    """Return the draft, accept and final keys of a round, split from its keys.
+    """Return the draft, accept and final keys of a round, split from `keys`.
 
-    `keys` must not be used for anything else.
+    Do not use `keys` for anything else.
     """
     three_keys = jax.vmap(lambda key: jax.random.split(key, 3))(keys)
     return RoundKeys(three_keys[:, 0], three_keys[:, 1], three_keys[:, 2])

@@ -211,7 +211,10 @@ def _in_top_k(
 def _in_top_p(
     weights: Float[Array, "*rows V"], top_p: Float[Array, "*rows 1"]
 ) -> Bool[Array, "*rows V"]:
-    """Return which tokens are in the smallest set of most likely ones of mass `top_p`, or tied."""
+    """Return a mask of the smallest set of most likely tokens whose mass is at least `top_p`.
+
+    Tokens tied with the least likely one in the set are included.
+    """
     wanted_mass = top_p * jnp.sum(weights, axis=-1, keepdims=True)
     smallest_weight = _last_float(
         lambda limit: jnp.where(weights >= limit, weights, 0),

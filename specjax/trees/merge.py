@@ -102,9 +102,9 @@ def merge_duplicates(draft: Draft) -> Draft:
 
 
 def _one_root(topologies: Sequence[AnyTopology], batch: int) -> AnyTopology:
-    """Return a topology with the nodes of all trees under one root, tree after tree.
+    """Return a topology with the nodes of several trees under one root, tree after tree.
 
-    It is static if all of them are, and otherwise has `batch` rows.
+    It is static if all of `topologies` are, and otherwise has `batch` rows.
     """
     offsets = itertools.accumulate((tree.num_nodes for tree in topologies[:-1]), initial=0)
     pairs = list(zip(topologies, offsets, strict=True))

@@ -185,7 +185,7 @@ def _taken(name: str) -> Container[str]:
 
 
 def _trained(name: str) -> list[str]:
-    """Return those names of drafters in `name` whose drafters accept a path."""
+    """Return those of the drafters in `name`, by name, that accept a path."""
     if ":" in name:
         return [name] if "path" in _arguments(name) else []
     return [part_name for part_name in parts_of(name) if part_name in TRAINED]
@@ -209,7 +209,7 @@ def _is_chain(value: Any) -> bool:
 
 
 def _field(option: str) -> str:
-    """Return the field that messages name for an option; `tree` has its own section."""
+    """Return the name of an option's field for messages; `tree` is a section, not an option."""
     return option if option == "tree" else f"drafter.{option}"
 
 

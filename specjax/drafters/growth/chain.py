@@ -120,7 +120,7 @@ def _choose(
     sampled: bool,
     draft_ids: Int[Array, "Vd"] | None,
 ) -> tuple[Int[Array, "B"], Float[Array, "B V"] | None]:
-    """Return one token per row: drawn, with its distribution, or the most likely one, with None."""
+    """Return one token per row, drawn with its distribution, or the most likely one with None."""
     if sampled and context.flags.sampled:
         return context.draw(expand(logits, draft_ids, context.target.vocab_size), noise, depth)
     token = argmax(logits)

@@ -88,7 +88,7 @@ class Lookahead(Drafter):
 
     @property
     def num_nodes(self) -> int:
-        """The number of nodes: the window without the root, and n-grams without first tokens."""
+        """The number of nodes: those of the window and of n-grams, both without the root."""
         if not self.num_speculative_tokens:
             return 0
         return self.rows * (self.columns + self.guesses) - 1
@@ -141,7 +141,7 @@ class Lookahead(Drafter):
         return added(state, jnp.stack(ngrams, axis=2), known)
 
     def observe_pass(self, params: Any, state: State, target_pass: TargetPass) -> State:
-        """Return the state after a pass, in which the guesses improve if it computed the window."""
+        """Return the state after a pass; if the pass computed the window, its guesses improve."""
         del params
         window = state.window
         first_row = [jnp.zeros((len(window), 1), jnp.int32)]

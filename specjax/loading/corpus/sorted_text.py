@@ -33,20 +33,23 @@ class SortedText(NamedTuple):
 
 
 def token_dtype(vocab_size: int) -> Any:
-    """Return the smallest dtype that holds the token ids of a vocabulary, and a separator."""
+    """Return the smallest dtype that can represent a vocabulary's token ids and a separator."""
     return np.uint16 if vocab_size <= np.iinfo(np.uint16).max else np.int32
 
 
 def with_separator(
     document: Sequence[int] | Integer[np.ndarray, "T"], dtype: Any
 ) -> Integer[np.ndarray, "n"]:
-    """Return the tokens of a document, followed by the separator."""
+    """Return the tokens of a document as an array of `dtype`, followed by the separator."""
     separator = np.full(1, np.iinfo(dtype).max, dtype)
     return np.concatenate([np.asarray(document, dtype), separator])
 
 
 def sorted_text(documents: Sequence[np.ndarray], size: int, dtype: Any) -> SortedText:
-    """Return a `SortedText` of documents that end with separators, in arrays for `size` tokens."""
+    """Return a `SortedText` of documents that end with separators, in arrays for `size` tokens.
+
+    The tokens have the given `dtype`, from `token_dtype`.
+    """
     tokens = np.full(size, np.iinfo(dtype).max, dtype)
     first = 0
     for document in documents:

@@ -28,7 +28,7 @@ def import_tfds() -> Any:
 
 @dataclass(frozen=True)
 class FieldNames:
-    """The names that errors use for the options of the dataset and its text field, and a remedy."""
+    """The names of the options for a dataset and its text field, and a remedy, for messages."""
 
     dataset: str
     text: str

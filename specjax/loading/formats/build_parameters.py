@@ -54,7 +54,7 @@ def can_split(config: DecoderConfig, shards: int) -> bool:
 
 
 def _widths(config: DecoderConfig) -> list[int]:
-    """Return the widths of a decoder's dense MLPs, including the one beside its experts."""
+    """Return the widths of a decoder's dense MLPs, including the MLP that experts share."""
     if config.experts is None:
         return [config.intermediate_size]
     widths = {config.experts.shared_size} - {0}
@@ -238,7 +238,7 @@ def _of_rows(leaf: Sharding, axes: int, is_kernel: bool) -> Sharding:
 def stored_tree(
     locations: Iterable[parameter_names.Location], tensors: Mapping[str, np.ndarray]
 ) -> dict[str, Any]:
-    """Return a tree of host arrays filled from tensors in memory, whose dtypes it keeps."""
+    """Return a tree of host arrays filled from `tensors` in memory, in the tensors' dtypes."""
 
     def read(location: parameter_names.Location, rows: slice, inputs: slice) -> np.ndarray:
         index = tensor_layout.own_rows(location, rows, inputs)
@@ -262,7 +262,10 @@ def _on_host(
     threads: int,
     bits: Mapping[parameter_names.Path, int],
 ) -> dict[str, Any]:
-    """Return the tree in host memory, filled in chunks of rows."""
+    """Return the tree of `table` in host memory, filled in chunks of rows.
+
+    The arguments are those of `build`; `dtype` is the model's.
+    """
     params = parameter_names.allocate(table, dtype)
     for slot in slots:
         if slot.path in bits:
@@ -324,7 +327,7 @@ def _read_ahead(
 
 @functools.cache
 def _setter(target: Sharding, is_kernel: bool) -> Callable[..., jax.Array]:
-    """Return a compiled function (leaf, index, rows) that writes rows at an index of the leaf."""
+    """Return a compiled function (leaf, index, rows) that writes rows into a leaf at an index."""
 
     def put(leaf: jax.Array, index: jax.Array, rows: jax.Array) -> jax.Array:
         values = rows.T if is_kernel else rows

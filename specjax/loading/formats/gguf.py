@@ -142,7 +142,7 @@ def kept_bits(
 
 
 def _check_copies(file: GgufFile, copies: Mapping[str, str]) -> None:
-    """Raise InputError if a tensor differs from the one that it must repeat.
+    """Raise InputError if a tensor differs from the tensor that it must repeat.
 
     `copies` maps the names of copies to those of their originals. Quantized copies may have been
     rounded differently.

@@ -97,7 +97,7 @@ class _Reader:
         return InputError(f"{self.path}: {problem}; download or convert the file again")
 
     def take(self, count: int, what: str) -> int:
-        """Advance by `count` bytes; return the offset before them."""
+        """Advance the cursor by `count` bytes; return the offset before them."""
         if count > self.size - self.at:
             raise self.fail(
                 f"GGUF truncated: {what} needs {count} bytes at {self.at}, the file has {self.size}"

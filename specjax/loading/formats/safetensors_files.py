@@ -50,7 +50,7 @@ def refuse_pickle(path: Path) -> InputError:
 
 
 def find_shards(directory: Path, names: Collection[str] = (WEIGHTS,)) -> Shards:
-    """Return the weight files of a directory: one called like one of `names`, or those of an index.
+    """Return the weight files of a directory: a file named in `names`, or the files of an index.
 
     Raises InputError if there are none.
     """

@@ -48,9 +48,9 @@ def from_stored(stored: Shaped[np.ndarray, "..."], location: Location) -> Shaped
 
 
 def to_stored(leaf: Shaped[np.ndarray, "..."], location: Location) -> Shaped[np.ndarray, "..."]:
-    """Return a location's rows in the file's layout, given the leaf that they are in.
+    """Return a location's rows in the file's layout, given the leaf that has them.
 
-    Parts that a file joins are returned separately (`_joined`).
+    If the file's tensor has several parts, the rows are one of them; `_joined` combines the parts.
     """
     entry = location.entry
     rows = location.section.of(leaf.T if location.is_kernel else leaf)

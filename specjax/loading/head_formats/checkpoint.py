@@ -84,7 +84,7 @@ def _with_layers_fields(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def tensor_names(directory: Path) -> set[str]:
-    """Return the names of a directory's tensors, as they are in `read_checkpoint`."""
+    """Return the names of a directory's tensors, as `read_checkpoint` returns them."""
     return set(_find_tensors(directory))
 
 

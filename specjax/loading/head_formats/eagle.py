@@ -69,7 +69,8 @@ def read_eagle1(
 ) -> Head:
     """Return an EAGLE-1 or 2 head; an embedding or head stored with it must equal the target's.
 
-    Raises InputError for inconsistent flags, names or shapes.
+    `metadata` identifies the target, and `training` is stored with the head. Raises InputError for
+    inconsistent flags, names or shapes.
     """
     fields = Fields(str(checkpoint.directory / "config.json"), checkpoint.config)
     for name, value in (*_VLLM_FIELDS.items(), ("truncated_vocab_size", fields.get("vocab_size"))):
@@ -130,7 +131,8 @@ def read_eagle3(
 ) -> Head:
     """Return an EAGLE-3 head from either layout; a stored embedding is kept if it differs.
 
-    `layer_ids` is as in `read_foreign`. Raises InputError for inconsistent flags, names or shapes.
+    `metadata` identifies the target, and `training` is stored with the head. `layer_ids` is as in
+    `read_foreign`. Raises InputError for inconsistent flags, names or shapes.
     """
     where = checkpoint.directory
     fields = Fields(str(where / "config.json"), checkpoint.config)
@@ -183,7 +185,7 @@ def read_eagle3(
 
 
 def _check_speculators(fields: Fields) -> None:
-    """Raise InputError for fields that only another version of speculators reads, or reads so."""
+    """Raise InputError for fields that this version of speculators lacks or reads differently."""
     fields.only("speculators_model_type", "eagle3")
     if fields.get("norm_before_residual") is None:
         raise fields.fail(

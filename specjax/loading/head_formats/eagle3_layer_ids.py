@@ -65,7 +65,7 @@ def read(
 
 
 def write(taps: Sequence[str], num_layers: int, layer_ids: Convention) -> list[int]:
-    """Return the layer ids of the features `taps`; raise InputError for a feature without one."""
+    """Return the layer ids of the features `taps`; raise InputError for a feature that has none."""
     ids = []
     for tap in taps:
         if tap != "pre_norm" and not tap.startswith("layer_input:"):

@@ -49,7 +49,7 @@ def _short(name: str) -> str:
 
 
 def _published(name: str, num_layers: int) -> str:
-    """Return FasterDecoding's name of a tensor that may have vLLM's name."""
+    """Return FasterDecoding's name of a tensor whose name may be vLLM's."""
     name = _short(name)
     if found := _HEAD.fullmatch(name):
         return f"{found[1]}.{num_layers}.weight"
@@ -156,7 +156,10 @@ _MOST_PADDING = 1024
 
 
 def _stated_tokens(fields: Fields, head: np.ndarray | None, vocab_size: int) -> int:
-    """Return the config's number of tokens, padding included, or that of the first head's rows."""
+    """Return the number of tokens, padding included, that a head was made for.
+
+    It is stated in the config or, failing that, shown by the rows of the first head.
+    """
     rows = 0 if head is None else len(head)
     padded = vocab_size < rows <= vocab_size + _MOST_PADDING
     return fields.count("vocab_size", rows if padded else vocab_size)

@@ -16,5 +16,5 @@ def target_embedding(target: Model) -> np.ndarray:
 
 
 def target_head(target: Model) -> np.ndarray:
-    """Return the target's output head as other tools store it [V, D]."""
+    """Return the target's output head [V, D], the layout in which other tools store it."""
     return np.asarray(float_kernel(target.params["head"]["kernel"])).T

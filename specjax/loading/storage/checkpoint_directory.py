@@ -61,7 +61,7 @@ def read_marker(directory: Path, kind: Kind | None = None) -> folder_checksums.M
 
 
 def damaged(directory: Path, how: str) -> InputError:
-    """Return the InputError for a checkpoint that changed since it was saved, with detail `how`."""
+    """Return the InputError for a checkpoint that changed since it was saved; `how` says how."""
     return InputError(
         f"{directory}: the checkpoint is damaged or truncated ({how}); copy it again, or save "
         "elsewhere"
@@ -88,7 +88,10 @@ def content_text(directory: Path, params: dict[str, Any], metadata: dict[str, An
 
 
 def metadata_of(directory: Path, content: Any) -> dict[str, Any]:
-    """Return the metadata in `content`, the value of that JSON; raise InputError if invalid."""
+    """Return the metadata in `content`, the value of a checkpoint's JSON file.
+
+    Raises InputError, naming `directory`, if the content is invalid.
+    """
     fields = content if isinstance(content, dict) else {}
     version, metadata = fields.get("specjax_checkpoint"), fields.get("metadata")
     if type(version) is int and version != _FORMAT:

@@ -108,7 +108,7 @@ def writable(params: dict[str, Any]) -> dict[str, Any]:
     """Return the arrays in the form that Orbax saves with several processes."""
 
     def for_the_first(leaf: Any) -> Any:
-        """Return an array that each process has entirely in the form that process 0 writes."""
+        """Return an array that each process has completely as NumPy's, for process 0 to write."""
         separate = isinstance(leaf, jax.Array) and leaf.is_fully_addressable
         return np.asarray(leaf) if separate else leaf
 

@@ -37,7 +37,7 @@ codecs.register_error(_EACH_BYTE, _replace_each_byte)
 
 
 def _byte_characters() -> dict[str, int]:
-    """Return the bytes by the characters that stand for them in GPT-2's byte-level vocabularies."""
+    """Return the byte that each character of a byte-level vocabulary stands for, as in GPT-2."""
     shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(256) if byte not in shown]
     return {chr(byte): byte for byte in shown} | {chr(256 + n): b for n, b in enumerate(hidden)}
@@ -88,7 +88,7 @@ class Detokenizer:
 
     @cached_property
     def stripped(self) -> tuple[str, int]:
-        """The character to strip from the start of the text, and how many of them at most."""
+        """The character to strip from the start of the text, and the maximum number to strip."""
         last = self._steps[-1] if self._piecewise else {}
         return last.get("content", "") if last.get("type") == "Strip" else "", last.get("start", 0)
 

@@ -90,7 +90,10 @@ def read_tokenizer(directory: Path) -> Tokenizer | None:
 
 
 def _text(token: Any) -> str | None:
-    """Return the text of a special token, which files state as text or object; None if empty."""
+    """Return the text of a special token, or None if it is empty.
+
+    `token` is a string, or an object with the key "content".
+    """
     token = token.get("content") if isinstance(token, dict) else token
     # JSON can spell half of a surrogate pair, which is not text.
     return token if isinstance(token, str) and token and _is_text(token) else None
@@ -127,7 +130,10 @@ def stated_ends(directory: Path, vocab_size: int) -> list[int]:
 
 
 def _template(directory: Path, settings: dict[str, Any]) -> str | None:
-    """Return the chat template from its file or its field, the default one if there are several."""
+    """Return a tokenizer's chat template from its file, or from `settings`.
+
+    If there are several, the one called default is returned.
+    """
     path = directory / "chat_template.jinja"
     if path.exists():
         try:
@@ -176,9 +182,10 @@ def write_tokenizer(
 
 
 def end_fields(tokenizer: Tokenizer | None, ends: Sequence[int]) -> dict[str, Any]:
-    """Return the ids that begin and end a sequence, as fields of config.json.
+    """Return config.json's fields for the ids that begin and end a sequence.
 
-    generation_config.json has the same fields.
+    The begin id is the tokenizer's, and `ends` are the end ids. generation_config.json has the same
+    fields.
     """
     fields: dict[str, Any] = {}
     if tokenizer is not None and tokenizer.bos_id is not None:

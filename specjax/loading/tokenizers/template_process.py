@@ -111,7 +111,7 @@ class _Child:
             ) from None
 
     def ask(self, request: bytes) -> tuple[str, str]:
-        """Return the child's answer to a request: its kind, "text" or "error", and its text.
+        """Send a request to the child; return its answer's kind, "text" or "error", and text.
 
         Raises InputError if the template exceeded the limits.
         """

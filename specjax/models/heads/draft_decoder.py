@@ -55,7 +55,7 @@ class ReducedDecoder:
 
     @property
     def vocab_size(self) -> int:
-        """The number of tokens in its input vocabulary (V)."""
+        """The number of tokens in the model's input vocabulary (V)."""
         return self.decoder.vocab_size
 
     @property

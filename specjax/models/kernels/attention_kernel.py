@@ -178,7 +178,7 @@ def _attend(
 
 
 def _call(program: Callable[..., None], operands: Any, name: str, **arguments: Any) -> Any:
-    """Run a kernel; on a CPU, as in tests, Pallas interprets it."""
+    """Run a Pallas kernel on `operands`; on a CPU, as in tests, Pallas interprets it."""
 
     def run(interpret: bool, operands: Any) -> Any:
         parameters = plgpu.CompilerParams(num_warps=4, num_stages=2)
@@ -202,7 +202,10 @@ def _num_shares(programs: int, capacity: int) -> int:
 
 
 def _merge(refs: tuple[Any, Any, Any], merged_ref: Any) -> None:
-    """Write one query's weighted mean of the values, over the keys of all shares."""
+    """Write one query's mean of the values, weighted over the keys of all shares, to `merged_ref`.
+
+    `refs` are the peaks, denominators and weighted sums of the shares.
+    """
     peak, denominator, weighted = (ref[...] for ref in refs)
     scale = jnp.exp(peak - _finite(peak.max(axis=0)))
     total = (weighted * scale[:, None]).sum(axis=0)
@@ -294,7 +297,10 @@ def _program(
 
 
 def _load(ref: Any, layer: Any, slots: Any, dtype: jnp.dtype) -> tuple[Any, Any]:
-    """Return a layer's keys or values at some slots, and factors [1, Y] to multiply them with."""
+    """Return keys or values of a layer at some slots, and factors [1, Y] to multiply them with.
+
+    `ref` is the reference to the arrays of a cache or window.
+    """
     if not isinstance(ref, Int8Entries):
         return ref[layer, slots, :].astype(dtype), 1.0
     powers = powers_of_two(ref.exponents[layer, slots, 0])[None]

@@ -57,7 +57,10 @@ def group_queries(
 
 
 def ungroup(mixed: Float[Array, "B G X C"], tokens: int) -> Float[Array, "B T H C"]:
-    """Return [B, T, H, C], the inverse of `group_queries` except for the scale."""
+    """Return grouped attention results as [B, T, H, C], with T = `tokens`.
+
+    This inverts `group_queries`, except for the scale.
+    """
     batch, kv_heads, queries, width = mixed.shape
     split = mixed.reshape(batch, kv_heads, tokens, queries // tokens, width)
     return split.transpose(0, 2, 1, 3, 4).reshape(batch, tokens, -1, width)

@@ -38,7 +38,8 @@ class DecoderLayer:
 
     Activations have the dtype `dtype`; products round their operands to `multiply`, by default
     `dtype`. `shards` is the number of devices over which weights are sharded. `differentiable`
-    allows gradients of experts.
+    allows gradients of experts. The methods take a layer's parameters, or those of one of its
+    modules, as nested dicts with the names in `models.parameter_table`.
     """
 
     config: DecoderConfig
@@ -48,13 +49,13 @@ class DecoderLayer:
     differentiable: bool = False
 
     def norm(self, x: Float[Array, "B T D"], weights: dict[str, Any]) -> Float[Array, "B T D"]:
-        """Apply the config's norm (RMS or layer norm) to `x`."""
+        """Return `x` normed as the config says, by an RMS norm or a layer norm."""
         if self.config.norm.kind == "layer":
             return layer_norm(x, weights["scale"], weights["bias"], self.config.rms_norm_eps)
         return self.rms_norm(x, weights["scale"])
 
     def rms_norm(self, x: jax.Array, scale: Float[Array, "D"]) -> jax.Array:
-        """Apply an RMS norm over the last axis, with the config's epsilon and offset."""
+        """Return the RMS norm of `x` over the last axis, with the config's epsilon and offset."""
         if self.config.norm.offset:
             # In float32 to the end: 1 + scale has too few bits in the weights' dtype.
             wide = scale.astype(jnp.float32) + self.config.norm.offset
@@ -64,9 +65,9 @@ class DecoderLayer:
     def project(
         self, equation: str, x: jax.Array, weights: dict[str, Any], out: Any = None
     ) -> jax.Array:
-        """Apply a linear layer, of a kernel [in, out] and an optional bias, as `equation` says.
+        """Return the einsum `equation` of `x` and a kernel, plus the bias if there is one.
 
-        `equation` is that of an einsum of `x` and the kernel, and `out` the dtype of the result.
+        `weights` has the kernel [in, out] and the bias; `out` is the dtype of the result.
         """
         y = product(equation, x, weights["kernel"], multiply=self.multiply, out=out)
         if "bias" not in weights:
@@ -194,7 +195,10 @@ def at_layer(
 
 
 def one_layer(layers: dict[str, Any], index: Int[Array, ""] | int) -> dict[str, Any]:
-    """Return the weights of layer `index`; experts stay stacked, with the index beside them."""
+    """Return the weights of layer `index` of stacked layers.
+
+    Experts stay stacked, in a value that includes the index (`StackedExperts`).
+    """
     if "experts" not in layers["mlp"]:
         return _at_layer(layers, index)
     kernels = layers["mlp"]["experts"]
@@ -214,7 +218,7 @@ def _at_layer(layers: dict[str, Any], index: Int[Array, ""] | int) -> dict[str, 
 def layer_chooser(
     layers: Sequence[dict[str, Any]],
 ) -> Callable[[Int[Array, ""]], dict[str, Any]]:
-    """Return a function from a traced index to the weights of that one of several separate layers.
+    """Return a function that selects one of several separate layers by a traced index.
 
     Kernels are not copied (`ChosenKernel`); vectors, which are small, are stacked.
     """

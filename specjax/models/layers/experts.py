@@ -55,7 +55,10 @@ class StackedExperts(NamedTuple):
 
 
 def route(h: Float[Array, "N D"], router: dict[str, Any], config: Experts) -> Routes:
-    """Return the experts of each token, and their weights; of equal scores the lower index wins."""
+    """Return the experts of each token and their weights, as the config's router selects them.
+
+    Of experts with equal scores, the lower index is selected.
+    """
     logits = product("nd,de->ne", h, router["kernel"], out=jnp.float32)
     scores = jax.nn.sigmoid(logits) if config.router == "sigmoid" else jax.nn.softmax(logits)
     choice = scores
@@ -93,10 +96,12 @@ def mix(
 ) -> Float[Array, "N D"]:
     """Return the weighted sum of each token's experts, plus the `shared` MLP if any, in float32.
 
-    The tokens of each expert are gathered, and only experts with tokens are read, so that for a few
-    tokens the bytes read are proportional to the distinct experts. Experts out of range add
-    nothing. `differentiable` (training, since a loop of unknown length has no gradient) uses
-    grouped products over all experts, which CPUs compute as masked products.
+    `gated` and `gated_shared` are the activations of the experts and of the shared MLP; products
+    round their operands to `multiply`. The tokens of each expert are gathered, and only experts
+    with tokens are read, so that for a few tokens the bytes read are proportional to the distinct
+    experts. Experts out of range add nothing. `differentiable` (training, since a loop of unknown
+    length has no gradient) uses grouped products over all experts, which CPUs compute as masked
+    products.
     """
     total = _sum(h, routes, stacked, gated, multiply, differentiable)
     if shared is None:
@@ -115,7 +120,7 @@ def _sum(
     multiply: Any,
     differentiable: bool,
 ) -> Float[Array, "N D"]:
-    """Return the weighted sum of each token's experts."""
+    """Return the weighted sum of each token's experts; the arguments are those of `mix`."""
     count, (num_tokens, per_token) = stacked.down.shape[1], routes.experts.shape
     expert_of_route = routes.experts.reshape(-1)
     in_range = (expert_of_route >= 0) & (expert_of_route < count)
@@ -164,7 +169,10 @@ def _grouped(
     gated: Gated,
     multiply: Any,
 ) -> Float[Array, "M D"]:
-    """Return the output of each row's expert; rows are sorted by expert, `sizes` counts them."""
+    """Return the output of each row's expert, by one grouped product per kernel.
+
+    Rows are sorted by expert, and `sizes` has the number of rows of each.
+    """
     gate_up, down = kernels
     dtype = x.dtype if multiply is None else multiply
 

@@ -71,7 +71,8 @@ def _chosen_product(
 ) -> Float[Array, "*B F"]:
     """Return the product with the selected kernel, in a branch of the program for each layer.
 
-    The kernels are not rounded. Raises InputError if their dtype is not that of the product.
+    `multiply` and `out` are as in `product`. The kernels are not rounded. Raises InputError if
+    their dtype is not that of the product.
     """
     _check_matrix_product(equation)
     dtype = jnp.dtype(x.dtype if multiply is None else multiply)
@@ -109,7 +110,7 @@ def _check_matrix_product(equation: str) -> None:
 
 
 def full_precision(dtype: Any) -> lax.Precision | None:
-    """Return the `precision` argument of a product whose operands must not be rounded.
+    """Return the `precision` argument of a product of `dtype` whose operands must not be rounded.
 
     It is HIGHEST for float32, which accelerators multiply in fewer bits by default (TF32 on an H200
     gave attention over several tokens a relative error of 3e-4), and None otherwise.

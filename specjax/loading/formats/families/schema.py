@@ -275,7 +275,7 @@ def write_window(config: DecoderConfig) -> dict[str, Any]:
 
 
 def layer_types(config: DecoderConfig) -> list[str]:
-    """Return the type of each layer, as config.json lists them under `layer_types`."""
+    """Return the type of each layer, in the form of the field `layer_types` of config.json."""
     return [SLIDING if windowed else FULL for windowed in config.windowed]
 
 
