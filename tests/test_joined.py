@@ -24,7 +24,7 @@ from specjax.loading.model import array_table
 from specjax.loading.storage import orbax_checkpoint
 from specjax.models.config import Attention, Experts
 from specjax.models.decoder import Form
-from specjax.models.joined import in_parts, parts, with_joined
+from specjax.models.joined_kernels import in_parts, parts, with_joined
 from specjax.models.parameters import Parameter
 
 EVERY_PART = tiny_config(

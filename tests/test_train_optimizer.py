@@ -11,7 +11,7 @@ from conftest import tiny_config
 
 from specjax.errors import InputError
 from specjax.models.config import Attention
-from specjax.models.joined import in_parts
+from specjax.models.joined_kernels import in_parts
 from specjax.models.parameter_table import parameter_table
 from train.run.optimizer import Optimization, learning_rate, make_optimizer
 

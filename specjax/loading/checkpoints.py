@@ -29,7 +29,7 @@ from specjax.loading.tokenizers.huggingface_tokenizer import read_tokenizer, wri
 from specjax.loading.tokenizers.tokenizer import Tokenizer
 from specjax.models.config import DecoderConfig
 from specjax.models.heads.mtp import MtpConfig, MtpModules
-from specjax.models.joined import with_joined
+from specjax.models.joined_kernels import with_joined
 from specjax.models.parameters import cast
 
 _REMEDY = "take both from one model"

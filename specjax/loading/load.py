@@ -35,7 +35,6 @@ from specjax.loading.formats.gguf_parts import open_parts
 from specjax.loading.formats.safetensors_files import HALVES, PICKLES, refuse_pickle
 from specjax.loading.layer_layout import stack_layers
 from specjax.loading.model import CACHE_DTYPE, MODEL_KIND, Model, array_table, split_arrays
-from specjax.loading.notes import note
 from specjax.loading.quantize import (
     WEIGHTS,
     float_model,
@@ -47,6 +46,7 @@ from specjax.loading.storage.checkpoint_directory import is_checkpoint
 from specjax.loading.tokenizers import huggingface_tokenizer as files
 from specjax.loading.tokenizers.gguf_tokenizer import read_tokenizer
 from specjax.loading.tokenizers.tokenizer import Tokenizer
+from specjax.loading.user_messages import note
 from specjax.models.config import DecoderConfig
 from specjax.models.cpu import library as cpu_library
 from specjax.models.decoder import Form

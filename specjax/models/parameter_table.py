@@ -18,10 +18,10 @@ DOWN_AXES = ("experts", "mlp", "embed")
 def parameter_table(config: DecoderConfig, scan_layers: bool = True) -> dict[str, Any]:
     """Return every parameter of a decoder as a nested dict of `Parameter`.
 
-    Kernels are matrices [in, out], some of them joined (`models.joined`). Layers of one structure
-    (`config.runs`) are stacked on the first axis; without `scan_layers` each layer is a separate
-    entry "0", "1", ... A tied head and embedding are stored once, as the head [D, V], since the
-    head reads all of it and the embedding only a few columns.
+    Kernels are matrices [in, out], some of them joined (`models.joined_kernels`). Layers of one
+    structure (`config.runs`) are stacked on the first axis; without `scan_layers` each layer is a
+    separate entry "0", "1", ... A tied head and embedding are stored once, as the head [D, V],
+    since the head reads all of it and the embedding only a few columns.
     """
     width = config.hidden_size
     table: dict[str, Any] = {

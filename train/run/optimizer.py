@@ -19,7 +19,7 @@ from specjax.errors import InputError
 from specjax.fields import Number, Text, Whole, optional
 from specjax.loading.compare_arrays import leaf_name
 from specjax.models.config import DecoderConfig
-from specjax.models.joined import in_parts, with_joined
+from specjax.models.joined_kernels import in_parts, with_joined
 
 _VOCABULARY = frozenset(("embed", "head"))
 """Parameters whose rows or columns are tokens: Muon leaves them to Adam."""

@@ -23,7 +23,7 @@ from specjax.loading.formats import parameter_names, tensor_layout
 from specjax.loading.model import array_table
 from specjax.models.config import DecoderConfig
 from specjax.models.heads.mtp import MtpConfig
-from specjax.models.joined import Section
+from specjax.models.joined_kernels import Section
 from specjax.models.layers.quantized import QuantizedKernel
 from specjax.models.parameter_table import parameter_table
 

@@ -9,11 +9,11 @@ from specjax.errors import InputError
 from specjax.loading.formats.family import MtpLayout
 from specjax.loading.formats.parameter_names import Location, TensorEntry, of_entry
 from specjax.loading.model import MTP
-from specjax.loading.notes import note
 from specjax.loading.typed_fields import Fields
+from specjax.loading.user_messages import note
 from specjax.models.config import DecoderConfig
 from specjax.models.heads.mtp import MtpConfig
-from specjax.models.joined import parts
+from specjax.models.joined_kernels import parts
 
 _COUNTS = (
     "num_nextn_predict_layers",

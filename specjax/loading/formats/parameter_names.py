@@ -2,7 +2,7 @@
 
 One table per family and file format serves reading and writing (`families`). The tree is a plain
 nested dict; layers are stacked on the first axis, and kernels are matrices [in, out], some of which
-combine several of a file's tensors (`models.joined`).
+combine several of a file's tensors (`models.joined_kernels`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 from specjax.errors import InputError
 from specjax.loading.compare_arrays import differences, in_words
 from specjax.models.config import DecoderConfig
-from specjax.models.joined import Part, Path, Section, parts
+from specjax.models.joined_kernels import Part, Path, Section, parts
 from specjax.models.layers.quantized import GROUP, QuantizedKernel
 from specjax.models.parameter_table import parameter_table
 
@@ -35,7 +35,7 @@ def param_shapes(config: DecoderConfig, scan_layers: bool = True) -> dict[str, A
 class TensorEntry(NamedTuple):
     """One row of a table: the name of a tensor in files, and its place in the tree.
 
-    `path` is that of a part (`joined.parts`), such as the queries' kernel. `name` contains
+    `path` is that of a part (`joined_kernels.parts`), such as the queries' kernel. `name` contains
     `{layer}` if there is one tensor per layer, and `{expert}` if there is one per expert; with
     `merged` a single tensor has all experts on its first axis. `paired` marks rows whose rotated
     dimensions are stored as pairs of neighbours instead of half-split. `tied`, unless None, limits

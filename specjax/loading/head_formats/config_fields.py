@@ -12,8 +12,8 @@ from specjax.errors import InputError
 from specjax.loading.formats.families.llama import LLAMA
 from specjax.loading.formats.unread_fields import check_unread, implied
 from specjax.loading.model import Model
-from specjax.loading.notes import note
 from specjax.loading.typed_fields import Fields
+from specjax.loading.user_messages import note
 from specjax.models.config import DecoderConfig
 
 _LAYERS = re.compile(r"layers\.(\d+)\.")

@@ -24,7 +24,7 @@ from specjax.loading.heads.head import Head, TargetMetadata, parameter_table
 from specjax.loading.model import Model
 from specjax.loading.typed_fields import Fields
 from specjax.models.heads.eagle import EagleConfig
-from specjax.models.joined import parts
+from specjax.models.joined_kernels import parts
 
 _FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 """Flags of EAGLE-3 whose names all tools share; they default to false."""

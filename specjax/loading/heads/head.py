@@ -23,7 +23,7 @@ from specjax.models.heads.draft_vocabulary import check_draft_ids
 from specjax.models.heads.eagle import EagleConfig
 from specjax.models.heads.medusa import MedusaConfig
 from specjax.models.heads.mtp import MtpConfig
-from specjax.models.joined import with_joined
+from specjax.models.joined_kernels import with_joined
 from specjax.models.parameter_table import parameter_table as decoder_table
 
 Config = DraftModelConfig | MedusaConfig | EagleConfig | MtpConfig
@@ -166,8 +166,8 @@ def save_head(head: Head, directory: str | Path, *, overwrite: bool = False) -> 
 def read_head(directory: str | Path, mesh: Mesh | None = None) -> Head:
     """Return a head that `save_head` wrote; on a mesh its arrays are replicated.
 
-    Kernels that an earlier version saved in parts are joined (`joined.with_joined`). Every process
-    must call it. Raises InputError for anything that is not an intact head.
+    Kernels that an earlier version saved in parts are joined (`joined_kernels.with_joined`). Every
+    process must call it. Raises InputError for anything that is not an intact head.
     """
     params, metadata = checkpoints.load_drafter(directory, mesh)
     try:

@@ -90,7 +90,7 @@ def read_tokenizer(directory: Path) -> Tokenizer | None:
 
 
 def _text(token: Any) -> str | None:
-    """Return the text of a special token, or None if it is empty.
+    """Return the text of a special token, or None if it is empty or not valid text.
 
     `token` is a string, or an object with the key "content".
     """

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from specjax.distributed.sharding import constrain
 from specjax.models.config import DecoderConfig
-from specjax.models.joined import gate_up_block
+from specjax.models.joined_kernels import gate_up_block
 from specjax.models.layers import experts
 from specjax.models.layers.attention import Partial, group_queries, ungroup
 from specjax.models.layers.experts_on_mesh import mix_on_mesh
