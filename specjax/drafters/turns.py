@@ -251,7 +251,7 @@ def _own_context(
 def _take_turn(
     drafter: Drafter, params: Any, state: PartState, context: Context, noise: Noise
 ) -> tuple[Draft, PartState]:
-    """Return a drafter's draft and its state; it does not run if no row may draft.
+    """Return a drafter's draft and state; the drafter is not run if no row may draft.
 
     Raises InputError for a draft of another size than the drafter declares.
     """

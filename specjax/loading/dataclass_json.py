@@ -59,7 +59,7 @@ def _check_fields(
 
 
 def _fits(value: Any, kind: Any) -> bool:
-    """Return whether a JSON value has the type `kind`; implausibly large numbers do not."""
+    """Return whether a JSON value has the type `kind`; implausibly large numbers have none."""
     origin, inside = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
         return any(_fits(value, member) for member in inside)

@@ -45,7 +45,10 @@ def feature_name(count: int) -> str:
 
 
 def wanted_counts(features: Iterable[str], vocab_size: int) -> dict[str, int]:
-    """Return the k of each `top_tokens:k` in `features`; raise InputError unless it is in 1..V."""
+    """Return the k of each feature named `top_tokens:k`, by the name of the feature.
+
+    Raises InputError unless k is from 1 to `vocab_size`.
+    """
     counts = {}
     for name in features:
         prefix, colon, number = name.partition(":")

@@ -178,7 +178,7 @@ def _attend(
 
 
 def _call(program: Callable[..., None], operands: Any, name: str, **arguments: Any) -> Any:
-    """Run a Pallas kernel on `operands`; on a CPU, as in tests, Pallas interprets it."""
+    """Return the outputs of a Pallas kernel; on a CPU, as in tests, Pallas interprets it."""
 
     def run(interpret: bool, operands: Any) -> Any:
         parameters = plgpu.CompilerParams(num_warps=4, num_stages=2)
