@@ -8,7 +8,8 @@ the same prompts (a file may hold several drafters). Writes report.md, report.ht
 its pictures, in one file), report.csv, one JSONL file per run and pictures to DIR, fastest run
 first. `--predict` loads the target and times the parts of each run's rounds to predict the
 speed-up. An earlier report in DIR is replaced, unless it changed or DIR holds anything else.
-Interrupted runs are marked. `--html` loads the target, computes the rounds of the first
+Interrupted runs are marked; beside them only prompts
+that all runs answered are compared. `--html` loads the target, computes the rounds of the first
 answers again, and writes them into one page that shows them step by step (docs/playground.md).
 
 Exit codes: 0; 2 for bad input; 130 after Ctrl-C or SIGTERM.
@@ -31,7 +32,7 @@ from specjax.files.path_checks import output_folder
 from specjax.playground import page
 from specjax.reporting import csv_jsonl, html_page, picture_files, plots, tables
 from specjax.reporting.records import read_reports
-from specjax.reporting.runs import Entry, by_conditions, check_together, in_order, labels
+from specjax.reporting.runs import Entry, by_conditions, comparable, in_order, labels
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -78,8 +79,7 @@ def write(
     if pictures and not plots.has_matplotlib():
         print("no pictures: matplotlib is missing; pip install 'specjax[plots]'", file=sys.stderr)
         pictures = False
-    runs = [run for path in paths for run in read_reports(path)]
-    check_together(runs)
+    runs = comparable([run for path in paths for run in read_reports(path)])
     check_out(out)
     predicted = [None] * len(runs)
     if predict:

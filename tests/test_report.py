@@ -481,12 +481,58 @@ def test_bad_input_is_one_line_and_exit_code_2(wrong, says, write, tmp_path, cap
     assert not (tmp_path / "out").exists()
 
 
-def test_an_interrupted_run_is_named(write, tmp_path, capsys):
-    part = content(rows=ROWS[:1], prompts="fewer")
+def stopped(**changes):
+    part = content(**changes)
     part["summary"]["interrupted"] = True
-    paths = write(whole=content(), part=part)
+    return part
+
+
+def test_of_a_run_that_was_stopped_the_common_prompts_are_reported(write, tmp_path, capsys):
+    """As if the others had been stopped at the same prompt; what is left out is counted."""
+    paths = write(whole=content(), part=stopped(name="suffix", rows=ROWS[:2]))
+    assert report.main([*paths, f"--out={tmp_path / 'out'}"]) == 0
+    left = "Only prompts that all runs answered are compared: left out are ngram (1 answer)."
+    named = "Interrupted: suffix (2 answers)."
+    text = (tmp_path / "out" / "report.md").read_text()
+    assert named in text
+    assert left in text
+    assert left in capsys.readouterr().out
+
+    paths = write(whole=stopped(rows=ROWS[:2]), part=stopped(name="suffix", rows=ROWS[:2]))
+    assert report.main([*paths, f"--out={tmp_path / 'same'}"]) == 0
+    same = (tmp_path / "same" / "report.md").read_text()
+    assert table(same, "Tokens per pass") == table(text, "Tokens per pass")
+
+
+def test_other_conditions_do_not_take_prompts_from_a_table(write, tmp_path):
+    """A run at another temperature, stopped after a prompt, says nothing of the first table."""
+    warm = dict(sampling={"temperature": 1.0})
+    paths = write(
+        a=content(), b=content(name="suffix"), c=content(**warm), d=stopped(rows=ROWS[:1], **warm)
+    )
+    assert report.main([*paths, f"--out={tmp_path / 'out'}"]) == 0
+    cold, _, warm = (tmp_path / "out" / "report.md").read_text().partition("temperature 1,")
+    assert "left out" not in cold
+    assert "Only prompts that all runs answered are compared: left out are ngram" in warm
+
+
+def test_a_batch_is_left_out_as_a_whole(write, tmp_path):
+    """Its seconds are those of all of its rows."""
+    together = [{**ROWS[0], "batch": 0}, {**ROWS[1], "batch": 0}, ROWS[2]]
+    part = stopped(name="suffix", rows=[ROWS[0]])
+    part["rows"].append({**content()["rows"][2], "drafter": "suffix"})
+    paths = write(whole=content(rows=together), part=part)
+    assert report.main([*paths, f"--out={tmp_path / 'out'}"]) == 0
+    text = (tmp_path / "out" / "report.md").read_text()
+    assert "Only prompts that all runs answered are compared: left out are " in text
+    assert "ngram (2 answers)" in text
+    assert "suffix (1 answer)." in text
+
+
+def test_stopped_runs_without_a_common_prompt_are_refused(write, tmp_path, capsys):
+    paths = write(whole=content(), part=stopped(rows=ROWS[:1], prompts="others"))
     assert report.main([*paths, f"--out={tmp_path / 'out'}"]) == 2
-    assert "part.jsonl' was interrupted: run it again" in capsys.readouterr().err
+    assert "no answered prompt in common" in capsys.readouterr().err
     assert report.main([paths[1], f"--out={tmp_path / 'out'}"]) == 0
     assert "Interrupted: ngram" in (tmp_path / "out" / "report.md").read_text()
 

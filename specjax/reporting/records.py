@@ -199,11 +199,15 @@ class RunEnd:
 
 @dataclass(frozen=True)
 class Run(RunHeader):
-    """The run of one drafter in a report; a killed run counts as interrupted."""
+    """The run of one drafter in a report; a killed run counts as interrupted.
+
+    `num_left_out` counts the answers that `rows` lacks since a run beside it has none.
+    """
 
     path: Path
     rows: tuple[Row, ...]
     end: RunEnd
+    num_left_out: int = 0
 
     @property
     def exact(self) -> bool:

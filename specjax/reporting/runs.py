@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from specjax.errors import InputError
 from specjax.fields import dotted
-from specjax.reporting.records import Conditions, Run
+from specjax.reporting.records import Conditions, Row, Run
 from specjax.reporting.statistics import OVERALL, Figures, figures_by_task
 
 
@@ -60,8 +63,12 @@ def by_conditions(entries: Iterable[Entry]) -> dict[Conditions, list[Entry]]:
     return dict(sorted(groups.items()))
 
 
-def check_together(runs: Sequence[Run]) -> None:
-    """Raise InputError unless all runs decoded the same prompts with the same target."""
+def comparable(runs: Sequence[Run]) -> list[Run]:
+    """Return the runs with the answers that can be compared, those to the same prompts.
+
+    If a run was stopped, the others lose what it did not answer, under the same conditions. Raises
+    InputError for runs of different targets, or on other prompts without having been stopped.
+    """
     first = runs[0]
     for run in runs[1:]:
         if run.target != first.target:
@@ -69,20 +76,53 @@ def check_together(runs: Sequence[Run]) -> None:
                 f"target: {str(run.path)!r} is of {run.target}, {str(first.path)!r} of "
                 f"{first.target}; report each target separately"
             )
-        if run.prompts != first.prompts:
-            both = (run, first)
-            sizes = " and ".join(f"{str(one.path)!r} ({len(one.rows)} rows)" for one in both)
-            remedies = [
-                f"{str(one.path)!r} was interrupted: run it again"
-                if one.end.interrupted
-                else f"a later turn of {str(one.path)!r} was refused: {one.end.refused}"
-                for one in both
-                if one.end.interrupted or one.end.refused
-            ]
+    groups: dict[Conditions, list[Run]] = {}
+    for run in runs:
+        # Where nothing was stopped, tables under different conditions cover the same prompts, too.
+        conditions = run.conditions if any(_stopped(one) for one in runs) else first.conditions
+        groups.setdefault(conditions, []).append(run)
+    found = {id(run): new for group in groups.values() for run, new in _same_prompts(group)}
+    return [found[id(run)] for run in runs]
+
+
+def _same_prompts(runs: Sequence[Run]) -> Iterator[tuple[Run, Run]]:
+    """Yield each run, and the same with only its answers to prompts that all runs answered."""
+    kept = [run.rows for run in runs]
+    while len({tuple(sorted(map(_prompt, rows))) for rows in kept}) > 1:
+        if not any(_stopped(run) for run in runs):
+            other = next(run for run in runs if run.prompts != runs[0].prompts)
+            sizes = (f"{str(one.path)!r} ({len(one.rows)} rows)" for one in (other, runs[0]))
             raise InputError(
-                f"prompts: {sizes} answer other prompts; "
-                + next(iter(remedies), "report each set separately")
+                f"prompts: {' and '.join(sizes)} answer other prompts; report each set separately"
             )
+        shared = functools.reduce(operator.and_, (Counter(map(_prompt, rows)) for rows in kept))
+        kept = [_answering(shared, rows) for rows in kept]
+    if not all(kept):
+        names = " and ".join(repr(str(run.path)) for run in runs)
+        raise InputError(f"prompts: {names} have no answered prompt in common; run them further")
+    for run, rows in zip(runs, kept, strict=True):
+        yield run, replace(run, rows=rows, num_left_out=len(run.rows) - len(rows))
+
+
+def _answering(prompts: Counter, rows: Sequence[Row]) -> tuple[Row, ...]:
+    """Return the rows that answer some prompts, of batches whose rows all do.
+
+    The seconds of a batch are those of all of its rows.
+    """
+    left, partial = Counter(prompts), set()
+    for row in rows:
+        left[_prompt(row)] -= 1
+        if left[_prompt(row)] < 0:
+            partial.add(row.batch)
+    return tuple(row for row in rows if row.batch not in partial)
+
+
+def _prompt(row: Row) -> tuple[int, str]:
+    return row.turn, row.prompt_hash
+
+
+def _stopped(run: Run) -> bool:
+    return run.end.interrupted or run.end.refused is not None
 
 
 def labels(runs: Sequence[Run]) -> list[str]:

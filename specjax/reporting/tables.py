@@ -50,21 +50,32 @@ def markdown(
 
 
 def incomplete(group: Sequence[Entry]) -> str:
-    """Return which runs are incomplete, why, and their number of answers; empty if none are."""
+    """Return which runs are incomplete, why, and their number of answers; empty if none are.
+
+    With the number of answers that are left out, since other runs have none to their prompts.
+    """
     lines = []
     if stopped := [_answers(entry) for entry in group if entry.run.end.interrupted]:
         end = "ended, or was killed, before all of its prompts were answered"
-        lines.append(f"Interrupted: {', '.join(stopped)}. Such a run {end}.\n")
+        lines.append(f"Interrupted: {'; '.join(stopped)}. Such a run {end}.\n")
     lines += [
         f"Later turns refused: {_answers(entry)}: {_plain_text(entry.run.end.refused)}.\n"
         for entry in group
         if entry.run.end.refused
     ]
+    if left := [
+        _answers(entry, entry.run.num_left_out) for entry in group if entry.run.num_left_out
+    ]:
+        lines.append(
+            f"Only prompts that all runs answered are compared: left out are {'; '.join(left)}.\n"
+        )
     return "\n".join(lines)
 
 
-def _answers(entry: Entry) -> str:
-    count = len(entry.run.rows)
+def _answers(entry: Entry, count: int | None = None) -> str:
+    """Return an entry's label with a number of answers, by default of all that it has."""
+    if count is None:
+        count = len(entry.run.rows) + entry.run.num_left_out
     return f"{_plain_text(entry.label)} ({count} answer{'' if count == 1 else 's'})"
 
 
