@@ -1,5 +1,6 @@
 """Numbers of any size: refused by name, or without effect on time and memory."""
 
+import jax
 import numpy as np
 import pytest
 from decoding import PROMPTS, Shifting, decode, greedy
@@ -7,7 +8,7 @@ from decoding import PROMPTS, Shifting, decode, greedy
 from specjax.decoding.generate import generate
 from specjax.decoding.options import DecodeOptions
 from specjax.decoding.programs import compile_session
-from specjax.decoding.rows import batch_arguments
+from specjax.decoding.rows import batch_arguments, row_arguments
 from specjax.decoding.session import plan_session
 from specjax.distributed import device_memory
 from specjax.drafters.lookup.ngram import Ngram
@@ -50,9 +51,39 @@ def test_each_step_of_a_ladder_runs_at_the_width_that_holds_it(tiny):
 
 def test_too_little_memory_is_said_before_the_first_token(tiny, monkeypatch):
     session = plan_session(tiny, [[1, 2, 3]], requests=WISH)
+    programs = compile_session(session)
+    state = programs.empty(session.params, *row_arguments(session, [], session.num_rows))
+    caches, weights, everything = (
+        sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+        for tree in (state.cache, tiny.params, (state, state))
+    )
+    memory = programs.memory
+    assert (memory.arrays[device_memory.CACHES], memory.weights) == (caches, weights)
+    # One row is read apart, and moved to its slot. Beside that there are limits and keys of rows.
+    assert 0 < everything - sum(memory.arrays.values()) < 2000
     monkeypatch.setattr(device_memory, "free_bytes", lambda: 1000)
     with pytest.raises(InputError, match=r"memory: .* GiB are free; lower batch_size, max_length"):
         compile_session(session)
+
+
+def test_the_message_says_how_many_rows_and_tokens_fit(monkeypatch):
+    gib = 1 << 30
+    arrays = {device_memory.CACHES: 8 * gib, "drafters": gib}
+    plan = device_memory.MemoryPlan(weights=16 * gib, arrays=arrays, temporaries=gib)
+    monkeypatch.setattr(device_memory, "free_bytes", lambda: 10 * gib)
+    plan.check(8, 4096, "lower batch_size")
+    monkeypatch.setattr(device_memory, "free_bytes", lambda: 5 * gib)
+    with pytest.raises(
+        InputError,
+        match=r"10\.0 GiB .* 5\.0 GiB .*batch_size \(about 4 rows or 1536 tokens per row",
+    ):
+        plan.check(8, 4096, "lower batch_size")
+    plan.check(8, 4096, "lower batch_size", begun=True)
+    monkeypatch.setattr(device_memory, "free_bytes", lambda: gib // 100)
+    with pytest.raises(
+        InputError, match=r"lower batch_size\. Per device: weights 16\.00 GiB, caches"
+    ):
+        plan.check(8, 4096, "lower batch_size")
 
 
 def test_free_memory_of_a_container(tmp_path):

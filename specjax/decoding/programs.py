@@ -20,6 +20,7 @@ from specjax.decoding.rows import row_arguments
 from specjax.decoding.session import Session
 from specjax.decoding.state import State, admit, release, take
 from specjax.distributed import device_memory
+from specjax.distributed.device_memory import MemoryPlan
 from specjax.distributed.sharding import use
 from specjax.drafters.by_name.registry import all_registered
 from specjax.errors import InputError, one_line
@@ -47,7 +48,7 @@ class Programs(NamedTuple):
     - `step(params, state, limits, host_ended, max_rounds, stop_after_finished)` is `loop.step`.
 
     `read` and `admit` also return an array that becomes ready when they are done. A changed state
-    is donated. `sizes` are the memory analyses of `empty`, `read` and `step`.
+    is donated. `memory` is what they need.
     """
 
     empty: Any
@@ -56,7 +57,7 @@ class Programs(NamedTuple):
     read: Any
     admit: Any
     step: Any
-    sizes: tuple[Any, ...]
+    memory: MemoryPlan
     seconds: float
 
 
@@ -69,10 +70,10 @@ def compile_session(session: Session, *, begun: bool = False) -> Programs:
     key = _key(session)
     programs = _compile(*key)
     _made.add(hash(key))
-    device_memory.check_fits(
-        programs.sizes,
+    programs.memory.check(
+        session.num_rows,
+        session.plan.capacity,
         "lower batch_size, max_length, max_new_tokens or num_speculative_tokens",
-        session.mesh,
         begun=begun,
     )
     return programs
@@ -147,9 +148,28 @@ def _compile(plan: Plan, mesh: Mesh | None, tree: Any, leaves: tuple[_Leaf, ...]
         # The compiler runs outside of Python's lock: the large ones side by side.
         with ThreadPoolExecutor() as threads:
             renew, read, put, step = threads.map(lambda one: one.compile(), lowered)
-    sizes = tuple(program.memory_analysis() for program in (empty, read, step))
     seconds = time.perf_counter() - begin
-    return Programs(empty, new, renew, read, put, step, sizes, seconds)
+    memory = _memory(params, state, rows, (read, step), 1 if mesh is None else mesh.size)
+    memory.log_if_large()
+    return Programs(empty, new, renew, read, put, step, memory, seconds)
+
+
+def _memory(
+    params: Any, state: State, rows: State, programs: Sequence[Any], num_devices: int
+) -> MemoryPlan:
+    """Return the memory of the state of all slots, of new rows, and of programs' temporaries."""
+    analyses = [program.memory_analysis() for program in programs]
+    temporaries = max((each.temp_size_in_bytes for each in analyses if each), default=0)
+    if jax.default_backend() == "cpu":
+        temporaries *= num_devices
+    parts = {
+        device_memory.CACHES: state.cache,
+        "drafters": (state.drafter, state.features),
+        "prompts being read": rows,
+        "tokens": (state.tokens, state.logprobs),
+    }
+    arrays = {name: device_memory.bytes_per_device(part) for name, part in parts.items()}
+    return MemoryPlan(device_memory.bytes_per_device(params), arrays, temporaries)
 
 
 @jax.jit

@@ -1,43 +1,86 @@
-"""Checks, before compiled programs run, that they fit into free memory."""
+"""Plans of the memory that compiled programs need, compared with the free memory."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
 
 from specjax.distributed import processes
 from specjax.errors import InputError
+from specjax.files.log import LOGGER
 
+CACHES = "caches of the target"
+"""The name of the target's caches in the arrays of a `MemoryPlan`."""
 _GIB = 1 << 30
 
 
-def check_fits(
-    sizes: Sequence[Any], remedy: str, mesh: Mesh | None = None, *, begun: bool = False
-) -> None:
-    """Raise InputError unless programs that run one after another fit into free memory.
+@dataclass(frozen=True)
+class MemoryPlan:
+    """The bytes per device that compiled programs need: planned before the arrays are made.
 
-    `sizes` are the `memory_analysis()` of the compiled programs; their arguments already exist and
-    do not count. The outputs of the first program are kept throughout; they exist too if the run
-    has `begun`. `remedy` ends the error message. Nothing is checked if free memory is unknown, or
-    with several processes, which might get different results.
+    `weights` exist already. `arrays` are allocated by the first program and kept, by what they
+    hold. `temporaries` are those of the program with the most, since the programs run in turn.
     """
-    free = free_bytes()
-    if free is None or None in sizes or processes.count() > 1:
-        return
-    output_bytes = 0 if begun else sizes[0].output_size_in_bytes - sizes[0].alias_size_in_bytes
-    needed = output_bytes + max(size.temp_size_in_bytes for size in sizes)
-    if mesh is not None and jax.default_backend() == "cpu":
-        # Simulated devices of one host share its memory.
-        needed *= mesh.size
-    if needed > free:
+
+    weights: int
+    arrays: dict[str, int]
+    temporaries: int
+
+    @property
+    def needed(self) -> int:
+        """The bytes beside the weights."""
+        return sum(self.arrays.values()) + self.temporaries
+
+    def __str__(self) -> str:
+        parts = {"weights": self.weights, **self.arrays, "temporary arrays": self.temporaries}
+        return ", ".join(f"{name} {size / _GIB:.2f} GiB" for name, size in parts.items())
+
+    def log_if_large(self) -> None:
+        """Log the plan if at least one GiB is needed."""
+        if self.needed >= _GIB:
+            LOGGER.info("memory per device: %s", self)
+
+    def check(self, rows: int, capacity: int, remedy: str, *, begun: bool = False) -> None:
+        """Raise InputError, with the remedy and about how much fits, if free memory is too small.
+
+        The arrays are for `rows` rows of `capacity` tokens, and already exist if the programs have
+        `begun`. Nothing is checked if free memory is unknown, or if processes might get different
+        results.
+        """
+        free = free_bytes()
+        if free is None or processes.count() > 1:
+            return
+        missing = self.temporaries if begun else self.needed
+        if missing <= free:
+            return
+        # Arrays and most temporary arrays have rows as an axis, and caches are most of the rest.
+        fits = [f"{count} rows" for count in [int(rows * free / missing)] if count]
+        room = free - (missing - self.arrays.get(CACHES, 0))
+        if not begun and room > 0:
+            fits.append(f"{int(capacity * room / self.arrays[CACHES])} tokens per row")
+        fit = f" (about {' or '.join(fits)} would fit)" if fits else ""
         raise InputError(
-            f"memory: {needed / _GIB:.1f} GiB are needed beside the weights, and "
-            f"{free / _GIB:.1f} GiB are free; {remedy}"
+            f"memory: {missing / _GIB:.1f} GiB are needed beside the weights, and "
+            f"{free / _GIB:.1f} GiB are free; {remedy}{fit}. Per device: {self}"
         )
+
+
+def bytes_per_device(tree: Any) -> int:
+    """Return the bytes of arrays, or of shapes with shardings, on one device.
+
+    Simulated devices of a CPU share the memory of their host, so there the bytes of all count.
+    """
+    on_host = jax.default_backend() == "cpu"
+    total = 0
+    for leaf in jax.tree.leaves(tree):
+        whole = on_host or leaf.sharding is None
+        shape = leaf.shape if whole else leaf.sharding.shard_shape(leaf.shape)
+        total += math.prod(shape) * leaf.dtype.itemsize
+    return total
 
 
 def free_bytes() -> int | None:
