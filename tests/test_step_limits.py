@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import slow
+from conftest import slow, tiny_config
 from decoding import (
     PROMPTS,
     Scripted,
@@ -27,12 +27,16 @@ from decoding import (
     mixed,
     observed,
 )
+from jax.extend.core import jaxprs_in_params
 from tiny_models import eagle_head, medusa_head, mtp_head
 
 from specjax.cache import KVCache
 from specjax.controllers import Auto, ByBatch, Fixed, Recorded
+from specjax.decoding import initial_state
+from specjax.decoding import session as sessions
 from specjax.decoding.engine import engine as engines
 from specjax.decoding.generate import decode_session, expected_acceptance, generate, open_engine
+from specjax.decoding.round import one_round
 from specjax.decoding.rows import Row, row_arguments, session_row
 from specjax.decoding.sampling_params import SamplingParams
 from specjax.decoding.state import admit
@@ -43,6 +47,8 @@ from specjax.drafters.early_exit import EarlyExit
 from specjax.drafters.lookup.ngram import Ngram
 from specjax.drafters.lookup.suffix import Suffix
 from specjax.drafters.lookup.token_recycling import TokenRecycling
+from specjax.loading.load import random_model
+from specjax.models.decoder import Form
 
 NEW = 48
 """Enough that features would be lost if nobody observed."""
@@ -320,6 +326,90 @@ CONTROLLERS = {
     "by_batch": ByBatch(((1, 1, 4), (2, 3, 3), (4, 4, 1))),
     "auto": Auto(),
 }
+
+
+WAITS = {
+    "ngram": 0,
+    "suffix": 1,
+    "medusa": 0,
+    "eagle3": 0,
+    "eagle3/static": 0,
+    "eagle3/dynamic": 0,
+    "early_exit": 0,
+    "merged": 0,
+    "mtp": 0,
+    "draft_model": 1,
+}
+"""Branches and loops of a greedy round of full drafts that depend on data: a lookup, and reading
+what a cache lacks."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["eagle3", "mtp", *slow("ngram", "merged", "early_exit", "medusa/static", "draft_model")],
+)
+def test_full_drafts_are_those_of_fixed_lengths(name, session_of, assert_plain):
+    session = session_of(name, controller=Fixed())
+    first = decode_session(session)
+    assert_plain(first.token_ids)
+    assert_same_run(decode_session(with_full_drafts(session)), first)
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_full_drafts_wait_for_no_data(name):
+    """With the attention kernel, which does not wait either."""
+    config, form = tiny_config(head_dim=16), Form("stacked", "kernel")
+    target, similar = (
+        replace(random_model(config, seed, dtype="float32"), form=form) for seed in (0, 1)
+    )
+    session = make_session(target, [[1, 2, 3]], drafter=made(name, target, similar))
+    full = waits(with_full_drafts(session))
+    assert full == WAITS[name]
+    plan = replace(session.plan, widths=sessions.widths(session.plan.drafter.num_nodes, "cuda"))
+    assert waits(replace(session, plan=plan)) >= full + 2
+
+
+def test_an_accelerator_has_full_drafts_at_fixed_lengths(session_of, monkeypatch):
+    on_cpu = session_of("eagle3", controller=Fixed())
+    assert not on_cpu.plan.full_drafts
+    monkeypatch.setattr(
+        sessions, "first_device", lambda placement: types.SimpleNamespace(platform="cuda")
+    )
+    fixed = on_cpu.controlled_by(None).plan
+    assert (fixed.full_drafts, fixed.widths) == (True, (3,))
+    for controller in (Auto(), Fixed(1), ByBatch(((1, 2, 1),))):
+        plan = on_cpu.controlled_by(None).controlled_by(controller).plan
+        assert (plan.full_drafts, plan.widths) == (False, (1, 3))
+    # Drafters that take turns sleep in most rounds.
+    assert not session_of("ngram+eagle3", controller=Fixed()).plan.full_drafts
+
+
+def with_full_drafts(session):
+    plan = replace(session.plan, full_drafts=True, widths=(1 + session.plan.drafter.num_nodes,))
+    return replace(session, plan=plan)
+
+
+def waits(session):
+    """The number of branches and loops of a round that depend on data, other than platforms."""
+    arguments = session.params, *row_arguments(session, [], session.num_rows)
+    state = jax.eval_shape(functools.partial(initial_state.start, session.plan), *arguments)
+    round_ = functools.partial(one_round, session.plan)
+    found = equations(jax.make_jaxpr(round_)(session.params, state).jaxpr)
+    names = [
+        equation.primitive.name
+        for equation in found
+        if equation.params.get("branches_platforms") is None
+    ]
+    return names.count("while") + names.count("cond")
+
+
+def equations(jaxpr):
+    """All equations of a jaxpr outside of kernels, those of inner ones included."""
+    for equation in jaxpr.eqns:
+        yield equation
+        if equation.primitive.name != "pallas_call":
+            for inner in jaxprs_in_params(equation.params):
+                yield from equations(inner)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,9 @@ class Plan:
     `widths` are the window sizes that a round can run at, ascending up to N + 1. `chunks` are the
     sizes of the passes that read prompts, descending (`prefill`). `rounds_per_step` (R) bounds the
     rounds of one call. `overlaps` also records sum_x min(p, q) at each verified node, at the cost
-    of one warp per node.
+    of one warp per node. With `full_drafts` the single drafter runs in each round for its full
+    length, whatever the limits say: they only truncate its drafts. Loops and branches then wait for
+    no data, which an accelerator would have to send to the host.
     """
 
     target: LanguageModel
@@ -29,3 +31,4 @@ class Plan:
     rounds_per_step: int = 64
     logprobs: bool = False
     overlaps: bool = False
+    full_drafts: bool = False

@@ -9,7 +9,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from specjax import sampling
-from specjax.controllers import Controller, DrafterSizes, StepSizes
+from specjax.controllers import Controller, DrafterSizes, Fixed, StepSizes
 from specjax.decoding.options import DecodeOptions
 from specjax.decoding.plan import Plan
 from specjax.decoding.prompts import Prompts, as_prompts, encode_prompt
@@ -23,7 +23,7 @@ from specjax.distributed.sharding import (
     placement_of,
     spread,
 )
-from specjax.drafters import DRAFTER_KIND, Drafter, LoadedDrafter
+from specjax.drafters import DRAFTER_KIND, Drafter, LoadedDrafter, Turns
 from specjax.drafters.none import NoDrafter
 from specjax.errors import InputError
 from specjax.loading.model import MODEL_KIND, Model
@@ -134,7 +134,12 @@ class Session:
 
     def controlled_by(self, controller: Controller | None) -> Session:
         """Return the session with a controller of draft lengths, or fixed ones for None."""
-        return replace(self, options=self.options.controlled_by(controller))
+        options = self.options.controlled_by(controller)
+        platform = first_device(self.placement).platform
+        lengths = _lengths(options, self.plan.drafter, platform)
+        if lengths["full_drafts"] == self.plan.full_drafts:
+            return replace(self, options=options)
+        return replace(self, options=options, plan=replace(self.plan, **lengths))
 
     def with_options(self, **changes: Any) -> Session:
         """Return the session with other values of options that the plan does not depend on."""
@@ -245,12 +250,12 @@ def _plan(
         target=target.architecture,
         drafter=turns,
         rule=rule,
-        widths=widths(turns.num_nodes, platform),
         flags=flags,
         capacity=capacity,
         chunks=options.chunks(_chunks(platform, capacity, axis_size(target.mesh, DATA))),
         rounds_per_step=max(Plan.rounds_per_step, options.rounds_per_step),
         logprobs=logprobs,
+        **_lengths(options, turns, platform),
     )
     for part in turns.parts:
         if part.branches and not rule.takes_trees:
@@ -267,6 +272,17 @@ def check_request(target: Model, request: SamplingParams) -> None:
     """Raise InputError for parameters that the target does not support."""
     if target.tokenizer is None and request.stop:
         raise InputError(f"sampling.stop: {target.name} has no tokenizer; use stop_token_ids")
+
+
+def _lengths(options: DecodeOptions, drafter: Turns, platform: str) -> dict[str, Any]:
+    """Return the fields of the plan that depend on whether draft lengths vary.
+
+    On an accelerator a drafter whose drafts have a fixed length runs without waiting for data.
+    """
+    fixed = options.length_controller == Fixed() and len(drafter.parts) == 1
+    if platform == "cpu" or not fixed or not drafter.num_nodes:
+        return {"widths": widths(drafter.num_nodes, platform), "full_drafts": False}
+    return {"widths": (1 + drafter.num_nodes,), "full_drafts": True}
 
 
 def widths(most: int, platform: str) -> tuple[int, ...]:

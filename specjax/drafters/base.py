@@ -83,6 +83,8 @@ class Context:
     """Whether the rule reads q, so that a sampled draft must have its distributions."""
     longest_commit: int = struct.field(pytree_node=False)
     """The most tokens that a round commits per row."""
+    full_drafts: bool = struct.field(pytree_node=False, default=False)
+    """Whether drafters run for their full length in each round, and `limit` only truncates."""
     least_confidence: Float[Array, ""] | float = 0.0
 
     def token_at(self, position: Int[Array, "B"]) -> Int[Array, "B"]:

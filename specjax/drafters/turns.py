@@ -251,14 +251,18 @@ def _own_context(
 def _take_turn(
     drafter: Drafter, params: Any, state: PartState, context: Context, noise: Noise
 ) -> tuple[Draft, PartState]:
-    """Return a drafter's draft and state; the drafter is not run if no row may draft.
+    """Return a drafter's draft and state.
+
+    The drafter is not run if no row may draft, unless the context has `full_drafts`.
 
     Raises InputError for a draft of another size than the drafter declares.
     """
     if not drafter.num_speculative_tokens:
         return empty_draft(context.length.shape[0], 0), state
     wanted = jnp.any(context.limit > 0)
-    if drafter.observes:
+    if drafter.observes and context.full_drafts:
+        state = _observe(drafter, params, state, context, context.longest_commit)
+    elif drafter.observes:
         state = _observe_missed(drafter, params, state, context, wanted)
         # Not in the branch of `propose`: if one branch writes a cache and reads it in a loop, XLA
         # copies the cache.
@@ -283,7 +287,7 @@ def _take_turn(
     def sleep(state: PartState) -> tuple[Draft, PartState]:
         return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes), state
 
-    return lax.cond(wanted, propose, sleep, state)
+    return propose(state) if context.full_drafts else lax.cond(wanted, propose, sleep, state)
 
 
 def _further_passes(drafter: Drafter, draft: Draft) -> Int[Array, ""]:

@@ -82,10 +82,17 @@ class DeviceRows:
         able = replace(plan, flags=flags, logprobs=plan.logprobs or request.logprobs)
         if able == plan:
             return
-        session = replace(self.session, plan=able)
-        if self._programs is not None:
-            self._programs = self._compiled(session)
-        self._widen()
+        self.replace_session(replace(self.session, plan=able))
+
+    def replace_session(self, session: Session) -> None:
+        """Continue with another session of the same rows; compile if it has another plan.
+
+        Raises InputError without changing anything.
+        """
+        if session.plan != self.session.plan:
+            if self._programs is not None:
+                self._programs = self._compiled(session)
+            self._widen()
         self.session = session
 
     def begin(self) -> None:

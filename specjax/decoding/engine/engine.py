@@ -323,11 +323,12 @@ class Engine:
     def control(self, controller: Controller | None) -> None:
         """Let another controller choose draft lengths from now on, or fixed ones for None.
 
-        Nothing is compiled, since lengths are numbers that the program takes. What the earlier
-        controller learned is discarded. Raises InputError for what is no controller.
+        Lengths are numbers that a program takes, so nothing is compiled, except on an accelerator
+        where one drafter had a fixed length so far, or will have. What the earlier controller
+        learned is discarded. Raises InputError for what is no controller.
         """
         self._check_open()
-        self._rows.session = self.session.controlled_by(controller)
+        self._rows.replace_session(self.session.controlled_by(controller))
         self._controller_state = self.session.controller.init(self.session.step_sizes)
 
     def close(self) -> None:

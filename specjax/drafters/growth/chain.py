@@ -41,8 +41,9 @@ def draft_chain(
     (a `level.Step`), starting from `carry`, returns the logits after the token of each further
     level. A row stops at its limit, or if the most likely next token has a probability below
     `p_min` or `context.least_confidence`. This is tested before sampling parameters apply and
-    before the token is drawn, so that the draft stays exact. The loop ends with its longest row. If
-    the logits cover only part of the vocabulary, `draft_ids` are its token ids.
+    before the token is drawn, so that the draft stays exact. The loop ends with its longest row, or
+    at `longest` if the context has `full_drafts`. If the logits cover only part of the vocabulary,
+    `draft_ids` are its token ids.
     """
     keeps_logq = sampled and context.needs_logq and longest > 0
     least = jnp.maximum(p_min, context.least_confidence)
@@ -75,7 +76,11 @@ def draft_chain(
 
     vocab = context.target.vocab_size if keeps_logq else None
     chain = grow(0, logits[:, 0], _empty_chain(root, longest, vocab, carry))
-    depth, chain = lax.while_loop(unfinished, draft_next, (jnp.int32(1), chain))
+    first = jnp.int32(1), chain
+    if context.full_drafts:
+        depth, chain = lax.fori_loop(1, longest, lambda _, loop: draft_next(loop), first)
+    else:
+        depth, chain = lax.while_loop(unfinished, draft_next, first)
     draft = trees.chain(chain.tokens, chain.count, chain.distributions)
     return draft.replace(steps=depth - 1), chain.carry
 
