@@ -6,10 +6,10 @@
 
 Needs the platform's compiler (`pip install -e '.[cuda13]'` or `.[tpu]`), not the device: XLA
 compiles for a description of it. The target is Llama-8B-shaped with `--layers` layers, in bfloat16,
-after an n-gram drafter, or after its own first layer, which drafts chains or trees. Printed are the
-collectives, and every instruction outside of a matrix product that only moves data and makes at
-least `--megabytes`: a copy of a weight or of the cache shows up here. Exit code 1 if there is one
-in the loop.
+after an n-gram drafter, an EAGLE-3 head, or its own first layer; the last two draft chains or
+trees. Printed are the collectives, and every instruction outside of a matrix product that only
+moves data and makes at least `--megabytes`: a copy of a weight or of the cache shows up here. Exit
+code 1 if there is one in the loop.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ _LAYERS = flags.DEFINE_integer("layers", 4, "Layers of the target.")
 _BATCH = flags.DEFINE_integer("batch", 8, "Rows.")
 _CAPACITY = flags.DEFINE_integer("capacity", 2048, "Tokens that the cache can hold.")
 _TOKENS = flags.DEFINE_integer("num_speculative_tokens", 7, "Longest draft.")
-_DRAFTER = flags.DEFINE_enum("drafter", "ngram", ["ngram", "early_exit"], "What drafts.")
+_DRAFTER = flags.DEFINE_enum("drafter", "ngram", ["ngram", "early_exit", "eagle3"], "What drafts.")
+_LENGTHS = flags.DEFINE_enum("lengths", "fixed", ["fixed", "varying"], "Draft lengths.")
 _TREE = flags.DEFINE_enum("tree", "chain", ["chain", "static", "dynamic"], "What it drafts.")
 _NODES = flags.DEFINE_integer("nodes", 32, "Nodes of a tree.")
 _DATA = flags.DEFINE_integer("data", 1, "Devices along `data`.")
@@ -131,10 +132,13 @@ def compile_round(devices: list[Any]) -> Any:
     from specjax.distributed import sharding
     from specjax.drafters import TreeOptions, Turns
     from specjax.drafters.base import Sampling
+    from specjax.drafters.eagle import EagleDrafter
     from specjax.drafters.early_exit import EarlyExit
     from specjax.drafters.lookup.ngram import Ngram
     from specjax.loading.formats import build_parameters, parameter_names
     from specjax.models.decoder import Decoder, Form
+    from specjax.models.heads import shared_parameters
+    from specjax.models.heads.eagle import Eagle
 
     data, model, batch = _DATA.value, _MODEL.value, _BATCH.value
     mesh = sharding.make_mesh(data, model, devices[: data * model])
@@ -148,20 +152,27 @@ def compile_round(devices: list[Any]) -> Any:
         is_leaf=lambda node: isinstance(node, tuple),
     )
     sampled = _TEMPERATURE.value > 0
-    drafter = Ngram(num_speculative_tokens=_TOKENS.value)
+    nodes = None if _TREE.value == "chain" else _NODES.value
+    tree = TreeOptions(kind=_TREE.value, num_nodes=nodes)
+    options = {"num_speculative_tokens": _TOKENS.value, "tree": tree}
+    drafter, draft_params = Ngram(num_speculative_tokens=_TOKENS.value), ()
     if _DRAFTER.value == "early_exit":
-        nodes = None if _TREE.value == "chain" else _NODES.value
-        tree = TreeOptions(kind=_TREE.value, num_nodes=nodes)
-        drafter = EarlyExit(
-            config.num_layers, exit_layer=1, num_speculative_tokens=_TOKENS.value, tree=tree
-        )
+        drafter = EarlyExit(config.num_layers, exit_layer=1, **options)
+    elif _DRAFTER.value == "eagle3":
+        head = _eagle3(config)
+        drafter = EagleDrafter(Eagle(head, jnp.dtype(jnp.bfloat16), form=form), **options)
+        draft_params = _replicated(head.parameter_table(), mesh) | {
+            "shared": shared_parameters.share(params, None, head=False)
+        }
     elif _TREE.value != "chain":
-        raise app.UsageError("--tree needs --drafter=early_exit")
+        raise app.UsageError("--tree needs --drafter=early_exit or eagle3")
+    full = _LENGTHS.value == "fixed"
     plan = Plan(
         target=Decoder(config, jnp.dtype(jnp.bfloat16), model, form),
         drafter=Turns((drafter,)),
         rule=sampling.Rejection(),
-        widths=widths(drafter.num_nodes, _PLATFORM.value),
+        widths=(1 + drafter.num_nodes,) if full else widths(drafter.num_nodes, _PLATFORM.value),
+        full_drafts=full,
         flags=sampling.WarpFlags(not sampled, sampled, False, False, False),
         capacity=_CAPACITY.value,
         chunks=(512,),
@@ -181,7 +192,7 @@ def compile_round(devices: list[Any]) -> Any:
         stop_ids=whole(1),
     )
     arguments = (whole(_CAPACITY.value), described, whole(), whole())
-    params = params, ((),)
+    params = params, (draft_params,)
     with sharding.use(mesh):
         state = programs.start.lower(plan, params, *arguments)
         placed = state.compile().output_shardings
@@ -194,6 +205,35 @@ def compile_round(devices: list[Any]) -> Any:
             loop.run, static_argnums=0, donate_argnums=2, out_shardings=(placed, None, None)
         )
         return run.lower(plan, params, state, jax.ShapeDtypeStruct((), np.int32)).compile()
+
+
+def _eagle3(config: Any) -> Any:
+    """The config of a head for a target: one of its layers, and its whole vocabulary."""
+    from specjax.models.heads.eagle import EagleConfig, default_taps
+
+    return EagleConfig(
+        decoder=dataclasses.replace(config, num_layers=1),
+        version=3,
+        target_hidden_size=config.hidden_size,
+        draft_vocab_size=config.vocab_size,
+        taps=default_taps(config.num_layers),
+    )
+
+
+def _replicated(table: Any, mesh: Any) -> Any:
+    """Shapes of a table's parameters in bfloat16, whole on each device."""
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    from specjax.models.parameters import Parameter
+
+    whole = NamedSharding(mesh, PartitionSpec())
+    return jax.tree.map(
+        lambda entry: jax.ShapeDtypeStruct(entry.shape, jnp.bfloat16, sharding=whole),
+        table,
+        is_leaf=lambda node: isinstance(node, Parameter),
+    )
 
 
 def big_moves(text: str, smallest: float) -> Iterator[tuple[str, str, str]]:

@@ -39,7 +39,7 @@ def one_round(
     # The narrowest compiled width that holds every row's draft, up to its last node.
     slots = jnp.arange(1, draft.topology.width)[None, :]
     last = jnp.where(draft.valid, slots, 0).max(initial=0)
-    branch = jnp.searchsorted(np.asarray(plan.widths), 1 + last)
+    branch = (np.asarray(plan.widths) < 1 + last).sum(dtype=jnp.int32)
     arguments = plan, target_params, state, draft, noise_keys(plan, state)
     branches = [functools.partial(verify_draft, *arguments, width) for width in plan.widths]
     verified = lax.switch(branch, branches)

@@ -263,17 +263,7 @@ def _take_turn(
     if drafter.observes and context.full_drafts:
         state = _observe(drafter, params, state, context, context.longest_commit)
     elif drafter.observes:
-        state = _observe_missed(drafter, params, state, context, wanted)
-        # Not in the branch of `propose`: if one branch writes a cache and reads it in a loop, XLA
-        # copies the cache.
-        state = lax.cond(
-            wanted,
-            lambda state: _observe(
-                drafter, params, state, context, drafter.num_speculative_tokens + 1
-            ),
-            lambda state: state,
-            state,
-        )
+        state = _observe_all(drafter, params, state, context, wanted)
 
     def propose(state: PartState) -> tuple[Draft, PartState]:
         proposal = drafter.propose(params, state.drafter, context, noise)
@@ -299,22 +289,29 @@ def _further_passes(drafter: Drafter, draft: Draft) -> Int[Array, ""]:
     return jnp.maximum(draft.valid.sum(axis=1).max() - 1, 0)
 
 
-def _observe_missed(
+def _observe_all(
     drafter: Drafter, params: Any, state: PartState, context: Context, wanted: Bool[Array, ""]
 ) -> PartState:
-    """Return the state after wide passes over unobserved tokens, until at most a round's are left.
+    """Return the state after passes over all unobserved tokens, if the drafter is `wanted`.
 
-    The passes are made only if the drafter is `wanted`, or would otherwise lose features.
+    The passes are wide until at most a round's tokens are left, and these are read by a narrow one.
+    A drafter that is not wanted makes the wide passes only, if it would lose features otherwise.
     """
     narrow = drafter.num_speculative_tokens + 1
-    needed = wanted
+    keeps = wanted
     if drafter.features:
-        needed |= _would_lose_features(state, context)
-    return lax.while_loop(
-        lambda state: needed & jnp.any(state.unobserved > narrow),
-        lambda state: _observe(drafter, params, state, context, _KEPT_ROUNDS * narrow),
-        state,
-    )
+        keeps |= _would_lose_features(state, context)
+
+    def observe_until(left: int, width: int, needed: Bool[Array, ""], state: PartState) -> Any:
+        # XLA updates a cache in place in a loop, but copies one that a branch returns.
+        return lax.while_loop(
+            lambda state: needed & jnp.any(state.unobserved > left),
+            lambda state: _observe(drafter, params, state, context, width),
+            state,
+        )
+
+    state = observe_until(narrow, _KEPT_ROUNDS * narrow, keeps, state)
+    return observe_until(0, narrow, wanted, state)
 
 
 def _would_lose_features(state: PartState, context: Context) -> Bool[Array, ""]:
