@@ -221,9 +221,8 @@ def _caught_up(plan, params, state):
     def all_observed(drafter, drafter_params, before):
         if not drafter.observes:
             return before.drafter
-        missed = turns._observe_missed(drafter, drafter_params, before, context, jnp.bool_(True))
-        width = drafter.num_speculative_tokens + 1
-        return turns._observe(drafter, drafter_params, missed, context, width).drafter
+        wanted = jnp.bool_(True)
+        return turns._observe_all(drafter, drafter_params, before, context, wanted).drafter
 
     return tuple(map(all_observed, plan.drafter.parts, params[1], state.drafter))
 
