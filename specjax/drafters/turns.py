@@ -350,7 +350,7 @@ def check_proposal(drafter: Drafter, proposal: Any, before: Any) -> tuple[Draft,
         if isinstance(proposal, tuple):
             kind = f"({', '.join(type(entry).__name__ for entry in proposal)})"
         raise InputError(
-            f"{name} {kind}; return (Draft, state), the state also where it is as before"
+            f"{name} {kind}; return (Draft, state), even if the state has not changed"
         )
     draft, state = proposal
     for field, kind, wanted in (
@@ -410,7 +410,7 @@ def check_size(drafter: Drafter, draft: Draft) -> None:
     if count != drafter.num_nodes:
         raise InputError(
             f"drafter {drafter.name!r}: proposes a tree of {count} nodes where its num_nodes is "
-            f"{drafter.num_nodes}; propose that many, those that are not there invalid"
+            f"{drafter.num_nodes}; always propose {drafter.num_nodes}, and mark unused ones invalid"
         )
 
 

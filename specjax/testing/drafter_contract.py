@@ -82,7 +82,7 @@ def _check_draft(plan: Plan, params: tuple[Any, Any], arguments: tuple, number: 
         row = int(np.argmax(depths > limit))
         raise InputError(
             f"drafter {part.name!r}: proposes more than its limit, {depths[row]} tokens where "
-            f"context.limit is {limit[row]}; make them invalid"
+            f"context.limit is {limit[row]}; make the nodes beyond it invalid"
         )
     if not (np.asarray(draft.topology.close(draft.valid)) == valid).all():
         raise InputError(

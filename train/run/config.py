@@ -123,6 +123,7 @@ def set_size(config: ConfigDict, size: str) -> None:
         config.log_every = 1
         config.checkpoint_every = 3
         config.eval.every = 0
+        config.eval.batches = 2
         config.eval.prompts = 1
         config.eval.new_tokens = 8
         config.eval.temperatures = (0.0,)

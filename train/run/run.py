@@ -199,8 +199,8 @@ def _introduce(writer: MetricsWriter, setup: Setup, params: Any) -> None:
         )
     epochs = steps * shape.rows / rows
     writer.say(
-        f"{steps} steps of {shape.rows} rows: {epochs:.1f} epochs, about "
-        f"{tokens * epochs / 1e6:.2f}M tokens"
+        f"{steps} steps of {shape.rows} rows: {epochs:.3g} epochs, about "
+        f"{tokens * epochs:,.0f} tokens"
     )
     if _shipped_alone(setup.config.data):
         writer.say(
