@@ -130,7 +130,7 @@ def test_few_answers_are_neither_ranked_nor_bold(write, capsys):
     assert (first[0], second[0]) == ("early_exit, 4 draft tokens", "ngram, 2 draft tokens")
     for printed in (shown, text):
         assert "**" not in printed
-        assert "\u2020 of fewer than 5 answers: a first look, neither ranked nor in bold" in printed
+        assert "\u2020 from fewer than 5 answers: neither ranked nor in bold" in printed
 
 
 def test_ranges_of_repeats_are_over_all_batches():

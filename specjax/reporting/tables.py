@@ -32,7 +32,7 @@ def leaderboard(entries: Sequence[Entry]) -> str:
         ),
         mark_partial=True,
     )
-    few = f"\n{_FEW} of fewer than {FEW} answers: a first look, neither ranked nor in bold.\n"
+    few = f"\n{_FEW} from fewer than {FEW} answers: neither ranked nor in bold.\n"
     return table + few * (_FEW in table.partition("\n")[0])
 
 
@@ -86,7 +86,7 @@ def _section(group: Sequence[Entry]) -> list[str]:
         "Tokens per second with the drafter over those of plain decoding, in the same loop and "
         "over the same prompts, pooled, without prefill and compiling."
         + (" \\* over the batches that hold only this task." if _any_partial(group) else "")
-        + " In brackets: answers.\n",
+        + " In brackets: the number of answers.\n",
     ]
     if note := incomplete(group):
         parts.append(note)
@@ -185,7 +185,11 @@ _DETAILS: tuple[tuple[str, Callable[[Figures], Any], Callable[..., str]], ...] =
     ("with prefill", lambda one: one.speedup_with_prefill, lambda value: _times(value)),
     ("tokens per pass", lambda one: one.counts.acceptance_length, lambda value: _number(value)),
     ("with a draft", lambda one: one.counts.tau_drafted, lambda value: _number(value)),
-    ("less truncated ones", lambda one: one.counts.tokens_per_round, lambda value: _number(value)),
+    (
+        "output tokens per pass",
+        lambda one: one.counts.tokens_per_round,
+        lambda value: _number(value),
+    ),
     ("accepted / drafted", lambda one: one.counts.acceptance_rate, lambda value: f"{value:.3f}"),
 )
 
