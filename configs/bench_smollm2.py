@@ -1,4 +1,4 @@
-"""The benchmark of the default model; `:debug` is a size that runs in seconds.
+"""The benchmark of the default model; `:debug` only shows that all parts run.
 
 `--help` says what each field does.
 """

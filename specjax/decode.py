@@ -248,27 +248,28 @@ def _needs(name: str) -> str:
 
 
 def _usual_length(name: str) -> str:
-    """Return how many tokens a drafter drafts at most unless told otherwise, for the listing."""
+    """Return how many tokens a drafter drafts at most by default, for the listing."""
     if name == "medusa":
-        return "one per head"
+        return "one draft token per head"
     kind = DRAFTERS[name]
     if (length := getattr(kind, "usual_length", None)) is None:
         needed = (
             {"vocab_size": 1 << 16} if "vocab_size" in inspect.signature(kind).parameters else {}
         )
         length = kind(**needed).num_speculative_tokens
-    return str(length)
+    return f"up to {length} draft token{'s' * (length > 1)}"
 
 
 def listing() -> str:
     """Return a text that lists drafters with their options, rules and sampling fields."""
-    lines = ["drafters (--config.drafter.name=NAME, then --config.drafter.OPTION=VALUE):"]
+    lines = ["drafters (--config.drafter.name=NAME, then --config.drafter.OPTION=VALUE;"]
+    lines.append("docs/support.md#options says what each option means):")
     for name, constructor in DRAFTERS.items():
         summary = inspect.getdoc(constructor).splitlines()[0]
         lines.append(f"  {name}: {summary}")
         if name == "none":
             continue
-        lines.append(f"      up to {_usual_length(name)} draft tokens; needs {_needs(name)}")
+        lines.append(f"      {_usual_length(name)}; needs {_needs(name)}")
         for option, parameter in drafter_options(name).items():
             if option_type(parameter) is not None:
                 shown = "" if parameter.default is None else f" = {parameter.default}"

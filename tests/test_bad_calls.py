@@ -601,7 +601,7 @@ def test_a_draft_of_another_size_than_its_drafter_says_is_refused(tiny):
         return changed(Ngram(num_speculative_tokens=2), propose=propose)
 
     for length in (1, 4):
-        says = f"^drafter 'changed': proposes a tree of {length} nodes where its num_nodes is 2; p"
+        says = f"^drafter 'changed': proposes a tree of {length} nodes where its num_nodes is 2; a"
         with pytest.raises(InputError, match=says):
             specjax.generate(tiny, [[1, 2]], drafter=resized(length))
 

@@ -211,8 +211,8 @@ class Screen:
             self._table(title, result_table(runs, compared, verbose=verbose))
         if short := [one.counts.num_emitted_tokens for one in all_figures if too_short(one)]:
             self.say(
-                f"{min(short)} new tokens are too few to tell a speed-up: it takes {LEAST_TOKENS}; "
-                "use longer answers (sampling.max_new_tokens) or more prompts"
+                f"{min(short)} new tokens are too few to tell a speed-up, at least {LEAST_TOKENS} "
+                "are needed; use longer answers (sampling.max_new_tokens) or more prompts"
             )
         elif all_figures[0].plain_tokens_per_second is not None:
             for run, found in zip(runs, all_figures, strict=True):

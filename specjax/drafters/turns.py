@@ -349,9 +349,7 @@ def check_proposal(drafter: Drafter, proposal: Any, before: Any) -> tuple[Draft,
         kind = type(proposal).__name__
         if isinstance(proposal, tuple):
             kind = f"({', '.join(type(entry).__name__ for entry in proposal)})"
-        raise InputError(
-            f"{name} {kind}; return (Draft, state), even if the state has not changed"
-        )
+        raise InputError(f"{name} {kind}; return (Draft, state), even if the state has not changed")
     draft, state = proposal
     for field, kind, wanted in (
         ("tokens", jnp.integer, "int32[B, N], by jnp.argmax or .astype(jnp.int32)"),

@@ -122,9 +122,7 @@ class Rejection(UniformRule):
     """Token-wise rejection sampling, exact on chains and trees: `chain_verification.rejection`."""
 
     name: ClassVar[str] = "rejection"
-    description: ClassVar[str] = (
-        "accept with probability min(1, p/q), else draw from what p has left"
-    )
+    description: ClassVar[str] = "accept with probability min(1, p/q), else draw from max(0, p - q)"
     greedy_walk: ClassVar[bool] = True
     takes_trees: ClassVar[bool] = True
     decide = staticmethod(chain_verification.rejection)
@@ -158,7 +156,7 @@ class Block(UniformRule):
     """Block verification, exact and for chains only; see `chain_verification.block`."""
 
     name: ClassVar[str] = "block"
-    description: ClassVar[str] = "verify the draft as a whole; accepts no less than rejection"
+    description: ClassVar[str] = "verify the draft as a whole; accepts no fewer tokens on average"
     greedy_walk: ClassVar[bool] = True
     decide = staticmethod(chain_verification.block)
 
@@ -202,7 +200,7 @@ class Typical(Rule):
     delta: float = 0.3
 
     name: ClassVar[str] = "typical"
-    description: ClassVar[str] = "lossy: accept what is likely enough, whatever it was drawn from"
+    description: ClassVar[str] = "lossy: accept tokens that the target finds likely enough"
     needs_logq: ClassVar[bool] = False
     greedy_walk: ClassVar[bool] = True
     takes_trees: ClassVar[bool] = True
