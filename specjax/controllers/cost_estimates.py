@@ -63,8 +63,8 @@ def initial_costs(sizes: StepSizes) -> Costs:
     slot = np.array(_SLOT) / (5 if sizes.wide_is_cheap else 1)
     kinds = zip(_CONSTANT, _PASS, slot, _FIRST, _FURTHER, strict=True)
     mean, deviation = (
-        np.concatenate([[constant, one], slot * gaps, [first] * count, [further] * count])
-        for constant, one, slot, first, further in kinds
+        np.concatenate([[constant, plain_pass], slot * gaps, [first] * count, [further] * count])
+        for constant, plain_pass, slot, first, further in kinds
     )
     return Costs(mean, np.diag(deviation**2), mean, np.zeros(count, int))
 
@@ -95,7 +95,7 @@ def learn_costs(costs: Costs, sizes: StepSizes, record: StepRecord) -> Costs:
         sign = _jump(seconds, float(work @ costs.seconds))
         if sign and sign != costs.surprise:
             return costs._replace(surprise=sign)
-        if sign:  # twice in the same direction: all begins anew
+        if sign:  # two jumps in the same direction: start again
             costs = initial_costs(sizes)
     if not costs.known:
         costs = _in_seconds(costs, seconds, sizes, work)
@@ -111,7 +111,7 @@ def learn_costs(costs: Costs, sizes: StepSizes, record: StepRecord) -> Costs:
     if variance < (_WELL_KNOWN * expected) ** 2:
         surprise = int(np.sign(deviation)) * (deviation**2 > _OUTLIER**2 * (variance + noise))
     if surprise and surprise == costs.surprise:
-        # Twice in the same direction: the machine's speed has changed, and with it all costs.
+        # Two outliers in the same direction: the machine's speed changed, and with it all costs.
         covariance = covariance + (deviation / expected) ** 2 * common
         variance = work @ covariance @ work
     bound = _OUTLIER * (variance + noise) ** 0.5

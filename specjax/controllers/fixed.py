@@ -129,6 +129,6 @@ def up_to(sizes: StepSizes, longest: int | None) -> Limits:
 
     By default all nodes are allowed.
     """
-    counts = [one.num_nodes for one in sizes.drafters]
+    counts = [drafter.num_nodes for drafter in sizes.drafters]
     most = counts if longest is None else [min(count, longest) for count in counts]
     return Limits(tuple(most), (0.0,) * len(counts))

@@ -267,8 +267,8 @@ class Drafter:
         """
         required = (field.default is field.default_factory is MISSING for field in fields(cls))
         if not any(required):
-            own = {field.name for field in fields(cls)}
-            cls(**{name: value for name, value in options.items() if name in own})
+            field_names = {field.name for field in fields(cls)}
+            cls(**{name: value for name, value in options.items() if name in field_names})
 
     @property
     def max_cached_requests(self) -> int:

@@ -92,15 +92,24 @@ class Merged(Drafter):
         self, params: tuple, outputs: Sequence[tuple[Sequence[int], Sequence[int]]]
     ) -> tuple:
         """Return each part's parameters with an engine's latest outputs."""
-        return tuple(drafter.with_outputs(own, outputs) for drafter, own in self._each(params))
+        return tuple(
+            drafter.with_outputs(drafter_params, outputs)
+            for drafter, drafter_params in self._each(params)
+        )
 
     def for_target(self, params: tuple, target_params: dict) -> tuple:
         """Return each part's parameters with the shared ones taken from `target_params`."""
-        return tuple(drafter.for_target(own, target_params) for drafter, own in self._each(params))
+        return tuple(
+            drafter.for_target(drafter_params, target_params)
+            for drafter, drafter_params in self._each(params)
+        )
 
     def init(self, params: tuple, batch: int, capacity: int) -> tuple:
         """Return each part's state for empty rows."""
-        return tuple(drafter.init(own, batch, capacity) for drafter, own in self._each(params))
+        return tuple(
+            drafter.init(drafter_params, batch, capacity)
+            for drafter, drafter_params in self._each(params)
+        )
 
     def propose(
         self, params: tuple, state: tuple, context: Context, noise: Noise
@@ -123,15 +132,15 @@ class Merged(Drafter):
     def observe(self, params: tuple, state: tuple, context: Context, accepted: Accepted) -> tuple:
         """Return each part's state after further committed tokens."""
         return tuple(
-            drafter.observe(own, drafter_state, context, accepted)
-            for drafter, own, drafter_state in self._each(params, state)
+            drafter.observe(drafter_params, drafter_state, context, accepted)
+            for drafter, drafter_params, drafter_state in self._each(params, state)
         )
 
     def observe_pass(self, params: tuple, state: tuple, target_pass: TargetPass) -> tuple:
         """Return each part's state after a pass of the target."""
         return tuple(
-            drafter.observe_pass(own, drafter_state, target_pass)
-            for drafter, own, drafter_state in self._each(params, state)
+            drafter.observe_pass(drafter_params, drafter_state, target_pass)
+            for drafter, drafter_params, drafter_state in self._each(params, state)
         )
 
     def _each(self, *values: tuple) -> Iterator[tuple]:

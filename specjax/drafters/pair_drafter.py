@@ -252,7 +252,7 @@ class _DraftSteps:
         )
         if not self.last:
             return self.repeat_last_module(level, carry)
-        # Tokens from depth D on go into the last entry, which is not read any more.
+        # Tokens from depth D on are written to the last entry, which is no longer read.
         start = (0, 0, level.depth - 1)
         tokens = lax.dynamic_update_slice(carry.tokens, level.tokens[:, :, None], start)
         carry = carry.replace(tokens=tokens)
@@ -275,7 +275,7 @@ class _DraftSteps:
         head, is_last = self.drafter.head, index == self.last
         batch, count, _ = carry.tokens.shape
         width = self.state.outputs.shape[2]
-        # Its committed pairs end `index` positions earlier, where the tokens to read end.
+        # The module's committed pairs end `index` positions before those of module 0.
         committed_output = self.state.outputs[:, None, index - 1 : index]
         committed_output = jnp.broadcast_to(committed_output, (batch, count, 1, width))
         before = jnp.concatenate([committed_output, carry.outputs[:, :, : index - 1]], axis=2)

@@ -372,11 +372,11 @@ def check_state(drafter: Drafter, function: str, state: Any, before: Any) -> Non
 
     `function` is the name of the method that returned it.
     """
-    given, wanted = (
+    returned, wanted = (
         jax.tree.map(lambda leaf: (jnp.shape(leaf), jnp.result_type(leaf)), tree)
         for tree in (state, before)
     )
-    if given != wanted:
+    if returned != wanted:
         raise InputError(
             f"drafter {drafter.name!r}: {function} returned the state {_in_words(state)} where "
             f"init made {_in_words(before)}; return one of the same arrays, shapes and dtypes"

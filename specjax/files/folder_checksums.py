@@ -130,7 +130,7 @@ def find_damage(
             return f"{name} has {size} bytes, {record.bytes} were written"
     if share is None:
         return None
-    # Assigned in turn, the largest first, so that the parts take similar times.
+    # Files are assigned in turn, the largest first, so that the shares take similar times.
     names = sorted(files, key=lambda name: (-files[name].bytes, name))[share[0] :: share[1]]
     try:
         with _hashing(len(names)) as pool:
@@ -237,5 +237,5 @@ def _records(file: Path, files: Any) -> dict[str, Record]:
 
 
 def _hashing(files: int) -> ThreadPoolExecutor:
-    # Hashing lets other threads run.
+    # Threads suffice, since hashing releases the interpreter's lock.
     return ThreadPoolExecutor(max(1, min(files, os.cpu_count() or 1, 8)))

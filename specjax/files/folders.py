@@ -39,7 +39,7 @@ def check_claimable(folder: Path, kind: Kind, where: str) -> None:
     check_is_folder(folder, where)
     marker = read_marker(folder)
     if marker is None:
-        # A claim that was killed leaves the temporary file of its marker.
+        # A process killed while claiming the folder leaves a temporary file.
         if foreign := _first_foreign(folder, ()):
             raise InputError(f"{where}: holds {foreign!r}, and no {kind} of specjax; {_REMEDY}")
     elif marker.kind != kind or marker.files is not None:

@@ -145,5 +145,5 @@ def _status(field: str, value: str | os.PathLike[str], path: Path) -> os.stat_re
 
 
 def _refusal(field: str, value: str | os.PathLike[str], what: str) -> InputError:
-    # The limit is high because the end of a path says more than its beginning.
+    # The limit is high because the end of a path matters more than its beginning.
     return InputError(f"{field}={shown(str(value), 200)}{what}")

@@ -102,26 +102,26 @@ def read_model(
     path = user_path("directory", directory)
 
     def look() -> tuple[orbax_checkpoint.Found, _Metadata, Tokenizer | None]:
-        found, saved, tokenizer = _look_at_model(path)
+        checkpoint, saved, tokenizer = _look_at_model(path)
         if mesh is not None:
             build_parameters.check_shards(saved.config, shards)
-            if saved.in_parts(found.arrays):
+            if saved.in_parts(checkpoint.arrays):
                 raise InputError(
                     f"{path}: saved when queries, keys and values were kernels of their own; load "
                     "it without a mesh, and save it again"
                 )
         stacks(saved.config)
-        return found, saved, tokenizer
+        return checkpoint, saved, tokenizer
 
-    found, saved, tokenizer = processes.together(look)
+    checkpoint, saved, tokenizer = processes.together(look)
     config = saved.config
     if saved.dtype != "float32":
         tell_narrow(config, saved.mtp)
-    orbax_checkpoint.verify(found)
+    orbax_checkpoint.verify(checkpoint)
     placed = _placed_arrays(config, saved.mtp, dtype, mesh, shards, saved.scan_layers)
-    if saved.in_parts(found.arrays):
-        placed = jax.tree.map(lambda leaf: _placed(leaf, _default_device()), found.arrays)
-    arrays = saved.joined(orbax_checkpoint.restore(found, placed))
+    if saved.in_parts(checkpoint.arrays):
+        placed = jax.tree.map(lambda leaf: _placed(leaf, _default_device()), checkpoint.arrays)
+    arrays = saved.joined(orbax_checkpoint.restore(checkpoint, placed))
     params, mtp = split_arrays(cast(arrays, saved.table, dtype), saved.mtp)
     scan_layers = stacks(config)
     if saved.scan_layers != scan_layers:
@@ -160,22 +160,22 @@ def load_drafter(
     """
     MESH_KIND.check("mesh", mesh)
     path = user_path("directory", directory)
-    found = processes.together(lambda: orbax_checkpoint.look(path, "drafter"))
-    orbax_checkpoint.verify(found)
+    checkpoint = processes.together(lambda: orbax_checkpoint.look(path, "drafter"))
+    orbax_checkpoint.verify(checkpoint)
     sharding = _default_device() if mesh is None else NamedSharding(mesh, PartitionSpec())
-    placed = jax.tree.map(lambda leaf: _placed(leaf, sharding), found.arrays)
-    return orbax_checkpoint.restore(found, placed), found.metadata
+    placed = jax.tree.map(lambda leaf: _placed(leaf, sharding), checkpoint.arrays)
+    return orbax_checkpoint.restore(checkpoint, placed), checkpoint.metadata
 
 
 def _look_at_model(path: Path) -> tuple[orbax_checkpoint.Found, _Metadata, Tokenizer | None]:
     """Return a checkpoint's index, metadata and tokenizer, after checking that they agree."""
-    found = orbax_checkpoint.look(path, "model")
-    saved = dataclass_json.read_dataclass("metadata", _Metadata, found.metadata)
+    checkpoint = orbax_checkpoint.look(path, "model")
+    saved = dataclass_json.read_dataclass("metadata", _Metadata, checkpoint.metadata)
     config, tokenizer = saved.config, read_tokenizer(path / TOKENIZER)
     if tokenizer is not None:
         tokenizer = tokenizer.limited(config.vocab_size, "vocab_size")
-    # Unstacked layers have an entry each, so that their number has to be bounded first.
-    if not saved.scan_layers and config.num_layers > len(jax.tree.leaves(found.arrays)):
+    # Each separate layer has an entry in the table, so their number must be bounded first.
+    if not saved.scan_layers and config.num_layers > len(jax.tree.leaves(checkpoint.arrays)):
         raise InputError(
             f"{path}: the config asks for {config.num_layers} layers, which are not there; "
             "take parameters and config from one model"
@@ -184,8 +184,8 @@ def _look_at_model(path: Path) -> tuple[orbax_checkpoint.Found, _Metadata, Token
         saved.mtp.check_target(config)
     stored = np.dtype(jnp.dtype(saved.dtype))
     wanted = _arrays(config, saved.mtp, stored, saved.scan_layers)
-    compare_arrays(path, jax.eval_shape(saved.joined, found.arrays), wanted, _REMEDY)
-    return found, saved, tokenizer
+    compare_arrays(path, jax.eval_shape(saved.joined, checkpoint.arrays), wanted, _REMEDY)
+    return checkpoint, saved, tokenizer
 
 
 def _writable(directory: str | Path, overwrite: bool) -> Path:

@@ -230,17 +230,17 @@ def random_model(
             return (noise * np.float32(location.shape[0] ** -0.5)).T
         if kind == "embedding":
             return noise
-        # A scale is stored less the norms' offset.
+        # A scale is stored minus the norms' offset.
         neutral = kind == "scale" and not config.norm.offset
         return np.float32(neutral) + np.float32(0.1) * noise
 
     locations = list(parameter_names.locations(registry.tensors(config), config))
-    # All drawn in this order before any is placed.
+    # All arrays are drawn in this order before any is placed on a device.
     drawn = {location: rows_of(location) for location in locations}
 
     def read(location: parameter_names.Location, rows: slice, inputs: slice) -> np.ndarray:
-        own = drawn[location][rows]
-        return own[:, inputs] if own.ndim > 1 else own
+        values = drawn[location][rows]
+        return values[:, inputs] if values.ndim > 1 else values
 
     params = build_parameters.build(
         config, None, target.dtype, locations, read, mesh, target.shards, stacks
@@ -254,15 +254,15 @@ class _Target(NamedTuple):
     dtype: np.dtype
     mesh: Mesh | None
     shards: int
-    asked: Form | None
+    requested: Form | None
     auto: bool = False
     weights: str = "float"
 
     def form(self, config: DecoderConfig) -> Form:
         """Return the form for a model; raise InputError if its config does not support it."""
         num_devices = 1 if self.mesh is None else self.mesh.size
-        form = self.asked or Form.of(jax.default_backend(), config, num_devices)
-        if self.asked is None and self.weights in ("int8", "int4"):
+        form = self.requested or Form.of(jax.default_backend(), config, num_devices)
+        if self.requested is None and self.weights in ("int8", "int4"):
             form = stacked_form(form)
         form.check(config)
         return form
@@ -273,7 +273,7 @@ class _Target(NamedTuple):
         `bits` are the bits of the kernels that could (`kept_bits`). Raises InputError if keeping
         them was requested but is impossible.
         """
-        by_itself = self.weights == "auto" and self.auto and self.asked is None
+        by_itself = self.weights == "auto" and self.auto and self.requested is None
         if not by_itself and self.weights != "file":
             return False
         problem = None
@@ -338,7 +338,7 @@ def _load_gguf(name: str, path: Path, target: _Target) -> Model:
         config, modules = gguf.read_config(file, tokenizer.vocab_size, tokenizer.unused_ids)
         keep = target.keeps_blocks(path, set(gguf.kept_bits(file, config).values()))
         if keep:
-            target = target._replace(asked=stacked_form(target.form(config)))
+            target = target._replace(requested=stacked_form(target.form(config)))
         elif any(tensor.kind.name != "F32" for tensor in file.tensors.values()):
             target.say_size(name, config, modules)
         layout = target.layout(config)

@@ -198,7 +198,7 @@ def in_stacked_form(model: Model) -> Model:
     form = stacked_form(model.form)
     where = jax.tree.leaves(model.params)[0].sharding
     shardings = jax.tree.map(lambda _: where, parameter_table(model.config, scan_layers=True))
-    # Layers are taken out of the dict that is stacked, and the model keeps its own.
+    # Stacking empties the dict, so that the model's own dict is copied.
     apart = {**model.params, "layers": dict(model.params["layers"])}
     params = stack_layers(apart, shardings, model.config)
     return replace(model, params=params, form=form)

@@ -293,7 +293,7 @@ class Decoder:
         """Run the first `depth` layers and return the carry after them."""
         if self.form.layers == "unrolled":
             for index in range(depth):
-                # Without it XLA splits the heads again, and transposes kernels for a single token.
+                # Without the barrier XLA splits the heads again, and transposes kernels for T = 1.
                 weights = with_experts(lax.optimization_barrier(params["layers"][str(index)]))
                 carry = run_layer(index, weights, carry)
             return carry

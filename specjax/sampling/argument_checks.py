@@ -97,7 +97,7 @@ def one_key_per_row(keys: Any, batch: int) -> Key[Array, "B"]:
     `keys` is one key or `batch` keys: typed, legacy uint32 keys, or for a single key an integer
     seed. A single key is split. Raises ValueError for any other value.
     """
-    given = keys
+    original = keys
     if isinstance(keys, str) or keys is None:
         raise ValueError(f"keys={keys!r}: pass a key, made by jax.random.key, or a whole number")
     if isinstance(keys, int | np.integer) and not isinstance(keys, bool):
@@ -106,10 +106,10 @@ def one_key_per_row(keys: Any, batch: int) -> Key[Array, "B"]:
     if keys.dtype == jnp.uint32 and keys.shape[-1:] == jax.random.PRNGKey(0).shape:
         keys = jax.random.wrap_key_data(keys)
     if not jnp.issubdtype(keys.dtype, jax.dtypes.prng_key) or keys.shape not in ((), (batch,)):
-        kind = getattr(given, "dtype", type(given).__name__)
+        kind = getattr(original, "dtype", type(original).__name__)
         several = f", or {batch} of them, made by jax.random.split" if batch > 1 else ""
         raise ValueError(
-            f"keys are {kind}{list(jnp.shape(given))}: pass one key, made by jax.random.key"
+            f"keys are {kind}{list(jnp.shape(original))}: pass one key, made by jax.random.key"
             f"{several}"
         )
     return keys if keys.ndim else jax.random.split(keys, batch)

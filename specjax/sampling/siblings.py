@@ -30,7 +30,7 @@ def draw_siblings(
     vocab = logq.shape[-1]
     if isinstance(count, bool) or not isinstance(count, int | np.integer) or not 0 < count <= vocab:
         raise ValueError(f"count={count!r}: use a whole number from 1 to V = {vocab}")
-    # One key for all rows: JAX draws noise of its own for each.
+    # One key suffices for all rows: JAX draws different noise for each of them.
     key = one_key_per_row(key, 1)[0]
     shape = (count, *logq.shape[:-1])
     drawn = jax.random.categorical(key, logq, shape=shape, replace=replace, mode="high")

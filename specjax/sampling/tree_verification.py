@@ -135,7 +135,7 @@ def walk_greedy(drafted: Drafted, choices: Int[Array, "B W"]) -> Verification:
     accepted = jnp.max(jnp.where(accept, depth, 0), axis=1)
     step = jnp.arange(1, drafted.depth + 1)
     on_path_at_depth = accept[:, None, :] & (depth[:, None, :] == step[None, :, None])
-    # Siblings with one token make the same path: the first is as good.
+    # Siblings with equal tokens make equal paths, so the first one is taken.
     path = jnp.where(on_path_at_depth.any(axis=2), jnp.argmax(on_path_at_depth, axis=2), -1).astype(
         jnp.int32
     )

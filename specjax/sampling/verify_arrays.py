@@ -142,7 +142,7 @@ def _verify(
     else:
         logq = logq.reshape(batch, -1, vocab)
         if replace:
-            # To draw again from one distribution is to draw from a distribution of one's own.
+            # Repeated independent draws equal single draws, each from a copy of the distribution.
             logq = jnp.take_along_axis(logq, jnp.maximum(logq_row, 0)[:, :, None], axis=1)
             logq_row = jnp.where(logq_row < 0, -1, jnp.arange(nodes)[None, :])
         if rule.needs_logq:

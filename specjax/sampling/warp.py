@@ -176,7 +176,7 @@ def _blocks_of(row: Float[Array, "V"], starts: Int[Array, " k"]) -> Float[Array,
 def _first(values: Real[Array, "*rows V"], largest: Real[Array, "*rows 1"]) -> Int[Array, "*rows"]:
     vocab = values.shape[-1]
     index = lax.broadcasted_iota(jnp.int32, values.shape, values.ndim - 1)
-    # Without a match (NaN) the last token, not one past the end, is the one to show up.
+    # Without a match (NaN), return the last token rather than an index past the end.
     return jnp.min(jnp.where(values == largest, index, vocab - 1), axis=-1)
 
 

@@ -52,7 +52,7 @@ def check_broadcast(**arguments: object) -> None:
         try:
             np.broadcast_shapes(shape, *shapes.values())
         except ValueError:
-            others = " and ".join(f"{other} {one}" for other, one in shapes.items())
+            others = " and ".join(f"{other} {other_shape}" for other, other_shape in shapes.items())
             raise InputError(
                 f"{name} has shape {shape}, which does not broadcast with {others}: give shapes "
                 f"such as {name}[:, None], one axis for each argument that varies"

@@ -86,11 +86,11 @@ def _call_own(
         drafter = constructor(name)(target, **path, **options)
     except InputError:
         raise
-    except SystemExit as ended:  # its text may be any value's, the model's among them
+    except SystemExit as ended:  # its code may be any value, even the model
         raise InputError(
             f"drafter={name!r} calls sys.exit({shown(ended.code)}); call it in Python to see where"
         ) from ended
-    except Exception as error:  # whatever a function of somebody's own raises
+    except Exception as error:  # a user-defined function may raise anything
         raise InputError(
             f"drafter={name!r} fails ({type(error).__name__}: {one_line(error):.120}); call it in "
             "Python to see where"

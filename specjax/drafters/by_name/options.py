@@ -72,7 +72,7 @@ def check_options(
         try:
             function, path_argument = constructor(name), {} if path is None else {"path": path}
             inspect.signature(function).bind(None, **path_argument, **options)
-        except (TypeError, ValueError) as error:  # ValueError: a function of C without a signature
+        except (TypeError, ValueError) as error:  # ValueError: a C function without a signature
             if isinstance(error, InputError):
                 raise
             raise InputError(
@@ -166,7 +166,7 @@ def constructor(name: str) -> Callable[..., Any]:
         module, _, attribute = name.partition(":")
         try:
             function = getattr(importlib.import_module(module), attribute)
-        except (Exception, SystemExit) as error:  # a module of somebody's own runs when imported
+        except (Exception, SystemExit) as error:  # importing runs the user's module
             raise InputError(
                 f"drafter={name!r}: {type(error).__name__}: {one_line(error):.160}; use "
                 "package.module:function of something importable"
@@ -224,7 +224,7 @@ def _hints(function: Callable[..., Any]) -> dict[str, Any]:
     """Return the annotations of a user-defined function, or none if they cannot be resolved."""
     try:
         return get_type_hints(function, include_extras=True)
-    except Exception:  # annotations are code, and may name what is not there
+    except Exception:  # annotations are code, and may use undefined names
         return {}
 
 

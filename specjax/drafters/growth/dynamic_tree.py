@@ -60,8 +60,8 @@ def draft_dynamic_tree(
     )
     logp, tokens = likeliest_after(logits)
     levels = [Candidates(logp[:, 0], tokens[:, 0], jnp.full((batch, topk), -1))]
-    # `best` are the candidates of the latest level that are run, and `parents` theirs among the
-    # `best` of the level before.
+    # `best` are the candidates of the latest level that the drafter runs, and `parents` are their
+    # parents, as indices into `best` of the previous level.
     best = jnp.broadcast_to(jnp.arange(topk), (batch, topk))
     parents = jnp.zeros((batch, topk), jnp.int32)
     visible = (jnp.arange(slots) == 0)[None, None, :]

@@ -132,7 +132,7 @@ class Corpus(Suffix):
         count = self.num_speculative_tokens
         match = find_longest(params, self._last_tokens(context), count)
         length = jnp.where(match.length >= self.prompt_lookup_min, match.length, 0)
-        # `Suffix` counts occurrences in a row's own text, the latest first: they become one.
+        # `Suffix` counts occurrences in a row's text, so concatenate them into one, latest first.
         matched = jnp.where(match.known, length[:, None], 0)[:, ::-1, None]
         matched = jnp.pad(matched, ((0, 0), (0, 0), (0, count))).reshape(len(length), -1)
         text = jnp.pad(match.tokens[:, ::-1], ((0, 0), (0, 0), (1, 0)))

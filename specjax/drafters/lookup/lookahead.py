@@ -122,7 +122,7 @@ class Lookahead(Drafter):
         if self.rows == 1 and not self.guesses:
             return trees.chain(guesses, context.limit), state
         exists, row = jnp.ones(guesses.shape, bool), jnp.full(guesses.shape, -1)
-        # The guess of row r and column c is in slot r * W + c, after the one to its left or above.
+        # The guess of row r and column c is in slot r * W + c; its parent is to its left or above.
         shape = Topology((*range(self.columns - 1), *range((self.rows - 1) * self.columns)))
         tree = Draft(guesses, exists, row, None, shape)
         draft = trees.merge(*self._drafted_ngrams(state, context), tree)
@@ -166,13 +166,13 @@ class Lookahead(Drafter):
         recency = 1 + (jnp.arange(size)[None, :] - state.count[:, None]) % size
         recency = jnp.where(state.pool[:, :, 0] == root[:, None], recency, 0)
         recency, index = lax.top_k(recency, min(_SEARCHED * most, size))
-        found = jnp.take_along_axis(state.pool[:, :, 1:], index[:, :, None], axis=1)
-        equal = (found[:, :, None] == found[:, None, :]).all(axis=3)
+        ngrams = jnp.take_along_axis(state.pool[:, :, 1:], index[:, :, None], axis=1)
+        equal = (ngrams[:, :, None] == ngrams[:, None, :]).all(axis=3)
         known = (recency > 0) & ~jnp.tril(equal, -1).any(axis=2)
         order = jnp.argsort(~known, axis=1, stable=True)[:, :most]
-        found = jnp.take_along_axis(found, order[:, :, None], axis=1)
+        ngrams = jnp.take_along_axis(ngrams, order[:, :, None], axis=1)
         count = jnp.where(jnp.take_along_axis(known, order, axis=1), self.rows, 0)
-        return [trees.chain(found[:, i], count[:, i]) for i in range(most)]
+        return [trees.chain(ngrams[:, i], count[:, i]) for i in range(most)]
 
 
 def moved(

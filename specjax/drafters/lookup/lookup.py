@@ -29,8 +29,8 @@ class Lookup(Merged):
     parts: tuple[Drafter, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        own = Suffix(suffix_decoding_max_spec_factor=4.0), TokenRecycling(self.vocab_size)
-        object.__setattr__(self, "parts", (*own, Corpus()) if self.reads_corpus else own)
+        defaults = Suffix(suffix_decoding_max_spec_factor=4.0), TokenRecycling(self.vocab_size)
+        object.__setattr__(self, "parts", (*defaults, Corpus()) if self.reads_corpus else defaults)
         super().__post_init__()
 
     @classmethod

@@ -167,7 +167,7 @@ class TokenRecycling(Drafter):
         """Return the tables with the successors of every token of the pass."""
         del params
         tokens, computed = target_pass.tokens, target_pass.computed
-        # Of a token that occurs more than once the last is written: scatters have no order.
+        # Write only the last occurrence of each token, since scatters have no order.
         step = jnp.arange(tokens.shape[1])
         same_token = (tokens[:, :, None] == tokens[:, None, :]) & computed[:, None, :]
         last = computed & ~(same_token & (step[None, :] > step[:, None])[None]).any(axis=2)

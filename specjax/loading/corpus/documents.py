@@ -35,14 +35,14 @@ class DocumentFiles:
 
     def check(self, name: str, value: Any) -> tuple[Path, ...]:
         """Return the paths; raise one InputError that lists all missing ones."""
-        problems, found = Problems(), []
+        problems, paths = Problems(), []
         for path in Text().check(name, value).split(","):
             with problems.collect():
-                found.append(user_path(name, path.strip()))
-                if not found[-1].exists():
+                paths.append(user_path(name, path.strip()))
+                if not paths[-1].exists():
                     raise InputError(f"{name}={shown(path, 200)}: no such file or folder")
         problems.check()
-        return tuple(found)
+        return tuple(paths)
 
 
 @dataclass(frozen=True)
@@ -105,19 +105,21 @@ def document_files(paths: Sequence[str | Path], field: str = "files") -> list[Pa
     Hidden files, whose names begin with a dot, are skipped in folders. Raises InputError, naming
     `field`, for a folder without files.
     """
-    found: list[Path] = []
+    files: list[Path] = []
     for path in map(Path, paths):
         if not path.is_dir():
-            found.append(path)
+            files.append(path)
             continue
         inside: list[Path] = []
         for folder, folders_inside, names in os.walk(path):
-            folders_inside[:] = [one for one in folders_inside if not one.startswith(".")]
+            folders_inside[:] = [
+                folder_name for folder_name in folders_inside if not folder_name.startswith(".")
+            ]
             inside += [Path(folder, name) for name in names if not name.startswith(".")]
         if not inside:
             raise InputError(f"{field}={shown(str(path), 200)}: an empty folder; put texts there")
-        found += sorted(inside)
-    return found
+        files += sorted(inside)
+    return files
 
 
 def _document(row: Mapping[str, Any], where: str, name: str) -> tuple[str, dict[str, str]]:

@@ -17,13 +17,13 @@ def open_tokenizer(name: str, remedy: str = "use another one") -> Tokenizer:
     Raises InputError, ending with `remedy`, if there is none, or if it has no end-of-text token.
     """
     path = user_path("tokenizer", name)
-    found = read_tokenizer(path) if path.is_dir() else None
-    if found is None:
-        found = load_model(name, field="tokenizer").tokenizer
-    if found is None or not found.eos_ids:
-        missing = "no tokenizer" if found is None else "no token that ends a text"
+    tokenizer = read_tokenizer(path) if path.is_dir() else None
+    if tokenizer is None:
+        tokenizer = load_model(name, field="tokenizer").tokenizer
+    if tokenizer is None or not tokenizer.eos_ids:
+        missing = "no tokenizer" if tokenizer is None else "no token that ends a text"
         raise InputError(f"tokenizer={name!r}: has {missing}; {remedy}")
-    return found
+    return tokenizer
 
 
 def encode_documents(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
@@ -37,7 +37,7 @@ def encode_documents(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[in
     backend.encode_special_tokens = True
     try:
         encoded = _side_by_side(tokenizer, texts)
-        if encoded is None:  # one by one, which names what is wrong
+        if encoded is None:  # encoded separately, so that the error names the text
             encoded = [tokenizer.encode(text) for text in texts]
     finally:
         backend.encode_special_tokens = before

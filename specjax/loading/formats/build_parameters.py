@@ -231,7 +231,7 @@ def _of_rows(leaf: Sharding, axes: int, is_kernel: bool) -> Sharding:
     if not isinstance(leaf, NamedSharding):
         return leaf
     split = leaf.spec[axes:]
-    # Axes that a spec leaves out are not split.
+    # Axes that a spec omits are not sharded.
     return NamedSharding(leaf.mesh, PartitionSpec(*(split[::-1] if is_kernel else split)))
 
 

@@ -85,8 +85,8 @@ def read_params(
     """
     layout = registry.family(config.family).gguf
     assert layout is not None
-    found = {name: tensor.shape for name, tensor in file.tensors.items()}
-    for name in filter(_OF_ONE_EXPERT.fullmatch, found):
+    shapes = {name: tensor.shape for name, tensor in file.tensors.items()}
+    for name in filter(_OF_ONE_EXPERT.fullmatch, shapes):
         raise InputError(
             f"{file.path}: the tensor {name} is of one expert, as in old files; "
             "convert the model again, into one tensor of all experts"
@@ -97,7 +97,7 @@ def read_params(
         str(file.path),
         layout.tensors,
         config,
-        found,
+        shapes,
         others=modules,
         ignored=["rope_freqs.weight", *copies],
     )
@@ -115,8 +115,8 @@ def read_params(
         tensor, (path, _) = file.tensors[location.name], location.within(scan_layers)
         if path in bits:
             return _read_blocks(file.raw(tensor), tensor.kind.name, location, rows)
-        own = tensor_layout.own_rows(location, rows, inputs)
-        return tensor_layout.from_stored(file.values(tensor, own), location)
+        index = tensor_layout.own_rows(location, rows, inputs)
+        return tensor_layout.from_stored(file.values(tensor, index), location)
 
     return build_parameters.build(
         config, mtp, dtype, [*locations, *modules], read, mesh, shards, scan_layers, bits=bits
@@ -132,13 +132,17 @@ def kept_bits(
     """
     layout = registry.family(config.family).gguf
     assert layout is not None
-    found: dict[parameter_names.Path, set[int | None]] = {}
+    bits_of_path: dict[parameter_names.Path, set[int | None]] = {}
     for location in parameter_names.locations(layout.tensors, config):
         tensor = file.tensors.get(location.name)
         fits = location.is_kernel and not location.entry.transposed and location.expert is None
         bits = _BLOCK_BITS.get(tensor.kind.name) if tensor is not None and fits else None
-        found.setdefault(location.within(scan_layers)[0], set()).add(bits)
-    return {path: min(bits) for path, bits in found.items() if len(bits) == 1 and None not in bits}
+        bits_of_path.setdefault(location.within(scan_layers)[0], set()).add(bits)
+    return {
+        path: min(bits)
+        for path, bits in bits_of_path.items()
+        if len(bits) == 1 and None not in bits
+    }
 
 
 def _check_copies(file: GgufFile, copies: Mapping[str, str]) -> None:
@@ -152,10 +156,10 @@ def _check_copies(file: GgufFile, copies: Mapping[str, str]) -> None:
             continue
         # A tied head is stored as the embedding.
         original = original if original in file.tensors else "token_embd.weight"
-        one, other = file.tensors[copy], file.tensors[original]
-        if one.kind != other.kind or one.kind.name not in _UNROUNDED:
+        duplicate, other = file.tensors[copy], file.tensors[original]
+        if duplicate.kind != other.kind or duplicate.kind.name not in _UNROUNDED:
             continue
-        if not np.array_equal(file.raw(one), file.raw(other)):
+        if not np.array_equal(file.raw(duplicate), file.raw(other)):
             raise InputError(
                 f"{file.path}: {copy} differs from {original}; modules of this kind share it"
             )

@@ -66,11 +66,13 @@ class GgufFile:
         """Return the bytes of a tensor."""
         return np.frombuffer(tensor.data, np.uint8, tensor.size, tensor.offset)
 
-    def values(self, tensor: Tensor, own: tuple[int | slice, ...] = ()) -> Float[np.ndarray, "..."]:
-        """Return the values of a tensor as float32; `own` is an index of slices and integers."""
+    def values(
+        self, tensor: Tensor, index: tuple[int | slice, ...] = ()
+    ) -> Float[np.ndarray, "..."]:
+        """Return the values of a tensor as float32; `index` has slices and integers."""
         block, block_bytes = GGML_QUANT_SIZES[tensor.kind]
         *lead, width = tensor.shape
-        *rows, inputs = (*own, *[slice(None)] * (len(tensor.shape) - len(own)))
+        *rows, inputs = (*index, *[slice(None)] * (len(tensor.shape) - len(index)))
         first, stop, _ = inputs.indices(width)
         of_row = slice(first // block, -(-stop // block))
         blocks = self.raw(tensor).reshape(*lead, -1, block_bytes)[(*rows, of_row)]

@@ -32,7 +32,7 @@ def open_parts(path: Path) -> Iterator[GgufFile]:
 
 def _all_tensors(first: GgufFile, files: ExitStack) -> dict[str, Tensor]:
     count = _whole(first, _COUNT)
-    found = dict(first.tensors)
+    tensors = dict(first.tensors)
     for number, path in enumerate(_other_parts(first, count), 1):
         if not path.exists():
             raise InputError(
@@ -45,19 +45,19 @@ def _all_tensors(first: GgufFile, files: ExitStack) -> dict[str, Tensor]:
                 f"{first.path}: {path.name} has {_NUMBER}={numbers[0]} and {_COUNT}={numbers[1]}, "
                 f"not {number} and {count}; download the parts again"
             )
-        for name in filter(found.__contains__, part.tensors):
+        for name in filter(tensors.__contains__, part.tensors):
             raise InputError(
                 f"{first.path}: the tensor {short(name)} is in {path.name} and in a part before "
                 "it; download the parts again"
             )
-        found |= part.tensors
+        tensors |= part.tensors
     total = _whole(first, _TENSORS)
-    if len(found) != total:
+    if len(tensors) != total:
         raise InputError(
-            f"{first.path}: its parts hold {len(found)} tensors, not {_TENSORS}={total}; "
+            f"{first.path}: its parts hold {len(tensors)} tensors, not {_TENSORS}={total}; "
             "download the parts again"
         )
-    return found
+    return tensors
 
 
 def _other_parts(first: GgufFile, count: int) -> Iterator[Path]:

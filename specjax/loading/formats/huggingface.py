@@ -58,10 +58,10 @@ def read_headers(directory: Path, family: Family) -> dict[str, StoredTensor]:
     read += [name for name in _READ_IF_THERE if (directory / name).exists()]
     ours = any(is_ours(read_notes(path)) for path in shards)
     folder_checksums.verify(directory, ("model",), ours, read)
-    found = safetensors_files.read_headers(shards, FLOATS)
-    names = parameter_names.canonical(family.tensors, [tensor.name for tensor in found])
+    stored = safetensors_files.read_headers(shards, FLOATS)
+    names = parameter_names.canonical(family.tensors, [tensor.name for tensor in stored])
     tensors: dict[str, StoredTensor] = {}
-    for tensor in found:
+    for tensor in stored:
         name = names[tensor.name]
         if name in tensors:
             raise InputError(
@@ -98,7 +98,7 @@ def read_params(
         if embedding in tensors:
             copies[head] = embedding
         else:
-            # Of tensors that share their memory, safetensors stores one, which may be the head.
+            # Safetensors stores one of the tensors that share memory; it may be the head.
             tensors[embedding] = tensors.pop(head)
     copies = {name: original for name, original in copies.items() if name in tensors}
     ignored = [name for name in tensors if family.ignored and re.fullmatch(family.ignored, name)]
@@ -119,8 +119,8 @@ def read_params(
                 raise InputError(f"{directory}: {name} differs from {original}; {why}")
 
         def read_rows(location: parameter_names.Location, rows: slice, inputs: slice) -> np.ndarray:
-            own = tensor_layout.own_rows(location, rows, inputs)
-            return tensor_layout.from_stored(read(tensors[location.name], own), location)
+            index = tensor_layout.own_rows(location, rows, inputs)
+            return tensor_layout.from_stored(read(tensors[location.name], index), location)
 
         return build_parameters.build(
             config, mtp, dtype, [*locations, *modules], read_rows, mesh, shards, scan_layers

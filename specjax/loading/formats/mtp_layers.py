@@ -59,8 +59,10 @@ def stored(
     if layout is not None:
         modules = range(min(count, _MOST_MODULES))
         starts = tuple(_prefix(layout, config, module) + "." for module in modules)
-    found = [name for name in sorted(names) if _OF_MODULE.match(name) or name.startswith(starts)]
-    if found and (layout is None or not count):
+    module_tensors = [
+        name for name in sorted(names) if _OF_MODULE.match(name) or name.startswith(starts)
+    ]
+    if module_tensors and (layout is None or not count):
         remedy = (
             f"model_type={config.family!r} does not have; use a checkpoint without it"
             if layout is None
@@ -68,10 +70,10 @@ def stored(
             "tensors to use the model without"
         )
         raise InputError(
-            f"{source}: {found[0]} belongs to an MTP layer ({len(found)} tensors in all), which "
-            f"{remedy}"
+            f"{source}: {module_tensors[0]} belongs to an MTP layer ({len(module_tensors)} tensors "
+            f"in all), which {remedy}"
         )
-    if found:
+    if module_tensors:
         return count
     if count:
         note(
@@ -111,21 +113,21 @@ def locations(
     """
     if mtp is None or layout is None:
         return []
-    found = []
+    in_order = []
     known = parts({MTP: mtp.parameter_table()}, mtp.decoder)
     entries = [entry for entry in tensors if entry.path[0] == "layers"]
     for module in range(mtp.num_modules):
-        own, prefix = (MTP, "modules", str(module)), _prefix(layout, config, module)
+        root, prefix = (MTP, "modules", str(module)), _prefix(layout, config, module)
         for part, name in layout.names.items():
-            path = (*own, part, "kernel" if part == "projection" else "scale")
+            path = (*root, part, "kernel" if part == "projection" else "scale")
             entry = TensorEntry(f"{prefix}.{name}.weight", path)
-            found += of_entry(entry, known[path], config)
+            in_order += of_entry(entry, known[path], config)
         for entry in entries:
-            path = (*own, "layer", *entry.path[1:])
+            path = (*root, "layer", *entry.path[1:])
             if path in known:
                 name = prefix + entry.name.partition("{layer}")[2]
-                found += of_entry(entry._replace(name=name, path=path), known[path], config)
-    return found
+                in_order += of_entry(entry._replace(name=name, path=path), known[path], config)
+    return in_order
 
 
 def copies(

@@ -120,7 +120,7 @@ def read_headers(shards: Shards, dtypes: Collection[str]) -> list[StoredTensor]:
     Raises InputError for a tensor that is in the index but not in its file, and for types other
     than `dtypes`.
     """
-    found = []
+    stored = []
     for path, listed in shards.items():
         with open_file(path) as file:
             present = set(file.keys())
@@ -138,8 +138,8 @@ def read_headers(shards: Shards, dtypes: Collection[str]) -> list[StoredTensor]:
                         f"{path}: {name} has the type {dtype}, which is not supported; use a "
                         f"checkpoint in {', '.join(FLOATS)}"
                     )
-                found.append(StoredTensor(path, name, tuple(entry.get_shape()), dtype))
-    return found
+                stored.append(StoredTensor(path, name, tuple(entry.get_shape()), dtype))
+    return stored
 
 
 def read_notes(path: Path) -> dict[str, str]:

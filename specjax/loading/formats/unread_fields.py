@@ -108,10 +108,10 @@ def implied(config: DecoderConfig) -> Implied:
     }
     if config.experts is not None:
         values |= _of_experts(config.experts)
-    found = {name: (value,) for names, value in values.items() for name in names}
+    accepted = {name: (value,) for names, value in values.items() for name in names}
     positions = ("rope", "rotary", "rotary_embedding") if rotary else ("absolute", "learned")
-    found |= dict.fromkeys(("hidden_act", "hidden_activation", "activation_function"), act)
-    return {**_CONSTANT, **found, "position_embedding_type": positions}
+    accepted |= dict.fromkeys(("hidden_act", "hidden_activation", "activation_function"), act)
+    return {**_CONSTANT, **accepted, "position_embedding_type": positions}
 
 
 def _of_experts(experts: Experts) -> dict[tuple[str, ...], Any]:

@@ -63,15 +63,15 @@ def read_checkpoint(directory: Path) -> Checkpoint:
     with open_tensors(stored.values()) as numbers:
         tensors = {name: numbers(tensor) for name, tensor in stored.items()}
     notes = {key: text for path in files for key, text in read_notes(path).items()}
-    found = Checkpoint(directory, _with_layers_fields(config), tensors, notes)
+    checkpoint = Checkpoint(directory, _with_layers_fields(config), tensors, notes)
     read = [CONFIG, *(path.name for path in files)]
-    folder_checksums.verify(directory, ("head",), found.is_ours, read)
+    folder_checksums.verify(directory, ("head",), checkpoint.is_ours, read)
     for name, tensor in tensors.items():
         if tensor.dtype.kind not in "iub" and not np.isfinite(tensor.astype(np.float32)).all():
             raise InputError(
                 f"{directory}: {name} holds numbers that are not finite; download it again"
             )
-    return found
+    return checkpoint
 
 
 def _with_layers_fields(config: dict[str, Any]) -> dict[str, Any]:
@@ -91,15 +91,15 @@ def tensor_names(directory: Path) -> set[str]:
 def _find_tensors(directory: Path) -> dict[str, StoredTensor]:
     """Return the tensors of a directory by name, without prefixes of modules around the head."""
     shards = find_shards(directory, (WEIGHTS, MEDUSA_WEIGHTS))
-    found: dict[str, StoredTensor] = {}
+    tensor_of: dict[str, StoredTensor] = {}
     for tensor in read_headers(shards, (*FLOATS, *_MAPS)):
         name = _WRAPPERS.sub("", tensor.name)
-        if name in found:
+        if name in tensor_of:
             raise InputError(
                 f"{tensor.path}: {tensor.name} is there twice, once without its prefix; delete one"
             )
-        found[name] = tensor
-    return found
+        tensor_of[name] = tensor
+    return tensor_of
 
 
 def match(

@@ -33,7 +33,7 @@ def read_decoder(
     # EAGLE's code for Qwen2 copies the target's type; its layer is Llama's with biases.
     if fields.get("model_type") not in (None, "llama", "qwen2"):
         raise fields.fail("model_type", "use a head whose layer is Llama's")
-    layers = max((int(found[1]) for found in map(_LAYERS.match, names) if found), default=0) + 1
+    layers = max((int(match[1]) for match in map(_LAYERS.match, names) if match), default=0) + 1
     if layers > 1:
         raise InputError(
             f"{fields.where}: the file has {layers} layers, and heads of one layer are supported; "
@@ -60,12 +60,12 @@ def read_decoder(
     return decoder
 
 
-def say_count(fields: Fields, name: str, found: int) -> None:
+def say_count(fields: Fields, name: str, actual: int) -> None:
     """Log a line if the field `name`, a number, differs from the number that the file has."""
     stated = fields.get(name)
-    if stated not in (None, found):
+    if stated not in (None, actual):
         fields.integer(name)
-        note(f"{fields.where}: {name}={stated}, and the file has {found}: these are used")
+        note(f"{fields.where}: {name}={stated}, and the file has {actual}: these are used")
 
 
 def decoder_fields(config: DecoderConfig, dtype: np.dtype) -> dict[str, Any]:

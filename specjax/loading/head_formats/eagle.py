@@ -39,7 +39,7 @@ _EAGLE3_FIELDS = (
     "draft_vocab_size",
     "target_hidden_size",
     _EAGLE,
-    # Of a stored head of no effect: whose the numbers were when training began.
+    # These describe how training began, and have no effect on a stored head.
     "reuse_target_lm_head",
     "target_model_type",
     *eagle3_layer_ids.KEYS,
@@ -328,7 +328,7 @@ def _named_tensors(head: Head, layer: str) -> dict[str, np.ndarray]:
         for name, location in _locations(config, layer).items()
     }
     if config.decoder.attention_bias:
-        # In transformers the flag also means a bias that our heads do not have.
+        # In transformers the flag also adds a bias of the output, which these heads lack.
         kernel = tensors[f"{layer}.self_attn.o_proj.weight"]
         tensors[f"{layer}.self_attn.o_proj.bias"] = np.zeros(len(kernel), kernel.dtype)
     if head.draft_ids is not None:

@@ -38,14 +38,14 @@ def read(
     SpecForge's default ids, which number outputs, raise InputError too.
     """
     layers = target.config.num_layers
-    given = [(fields, ids) for fields in sections if (ids := fields.integers(_IDS)) is not None]
-    if not given:
+    stated = [(fields, ids) for fields in sections if (ids := fields.integers(_IDS)) is not None]
+    if not stated:
         fields, inputs = sections[0], [2, layers // 2, layers - 3]
         if not 0 < inputs[0] < inputs[1] < inputs[2]:
             raise fields.fail(_IDS, f"must name layers of a target that has only {layers}")
     else:
-        fields, ids = given[0]
-        if any(other != ids for _, other in given):
+        fields, ids = stated[0]
+        if any(other != ids for _, other in stated):
             raise fields.fail(_IDS, "two sections disagree; repair config.json")
         if layer_ids is None and ids == [1, layers // 2 - 1, layers - 4]:
             raise fields.fail(

@@ -51,10 +51,10 @@ def _short(name: str) -> str:
 def _published(name: str, num_layers: int) -> str:
     """Return FasterDecoding's name of a tensor whose name may be vLLM's."""
     name = _short(name)
-    if found := _HEAD.fullmatch(name):
-        return f"{found[1]}.{num_layers}.weight"
-    if (found := _BLOCK.fullmatch(name)) and found["bh"]:
-        return f"{found['bh']}.{found['bl']}.linear.{found['bp']}"
+    if match := _HEAD.fullmatch(name):
+        return f"{match[1]}.{num_layers}.weight"
+    if (match := _BLOCK.fullmatch(name)) and match["bh"]:
+        return f"{match['bh']}.{match['bl']}.linear.{match['bp']}"
     return name
 
 
@@ -228,9 +228,9 @@ def write(head: Head, target: Model) -> tuple[dict[str, Any], dict[str, np.ndarr
             tensors[f"{index}.{layers}.weight"] = np.asarray(head.params["head"]["kernel"][index]).T
     if config.original_lm_head:
         # vLLM does not share it with the target.
-        own = shared_with_target.target_head(target)
-        own = own if head.draft_ids is None else own[head.draft_ids]
-        tensors["lm_head.weight"] = own
+        head_rows = shared_with_target.target_head(target)
+        head_rows = head_rows if head.draft_ids is None else head_rows[head.draft_ids]
+        tensors["lm_head.weight"] = head_rows
     if head.draft_ids is not None:
         tensors["token_map"] = np.asarray(head.draft_ids, np.int64)
     return {

@@ -153,7 +153,7 @@ def head_format(directory: Path) -> Format | None:
     """
     try:
         return _format(read_json(directory / CONFIG), tensor_names(directory))
-    except InputError:  # whatever reads the directory says what is wrong
+    except InputError:  # reported by whatever reads the directory
         return None
 
 
@@ -176,7 +176,7 @@ def _format(config: Mapping[str, Any], names: Collection[str]) -> Format | None:
         return "medusa"
     if any(name.startswith("midlayer.") or name.endswith(".hidden_norm.weight") for name in names):
         return "eagle3"
-    # A whole model has such layers too.
+    # Complete models have such layers too.
     if "fc.weight" in names and any(name.startswith("layers.0.") for name in names):
         return "eagle"
     return None

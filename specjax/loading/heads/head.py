@@ -202,8 +202,8 @@ def check_same(head: Head, again: Head, where: str) -> None:
         raise InputError(f"{where}: read again, it is another head; report this")
 
 
-def _same_bits(one: Any, other: Any) -> bool:
-    return one.dtype == other.dtype and np.array_equal(one, other)
+def _same_bits(first: Any, second: Any) -> bool:
+    return first.dtype == second.dtype and np.array_equal(first, second)
 
 
 def _without_unused(config: Config) -> Config:
@@ -216,11 +216,11 @@ def _without_unused(config: Config) -> Config:
 
 def _compare(params: dict[str, Any], config: Config) -> None:
     """Raise InputError listing parameters that are missing, unexpected or of another shape."""
-    found, wanted = (
+    actual, wanted = (
         {leaf_name(path): np.shape(leaf) for path, leaf in jax.tree.leaves_with_path(tree)}
         for tree in (params, parameter_table(config))
     )
-    if listed := in_words(differences(found, wanted)):
+    if listed := in_words(differences(actual, wanted)):
         raise InputError(
             f"head: the parameters do not fit the config ({listed}); take both from one head"
         )

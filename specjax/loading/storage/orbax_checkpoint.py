@@ -81,8 +81,8 @@ def save(
 
         def begin() -> str:
             new = stack.enter_context(folders.replacing(directory, kind, overwrite=overwrite))
-            # Orbax makes it. Told to overwrite it, its processes may wait for each other for ever:
-            # they look for it while the first one deletes it.
+            # Orbax creates the folder. If it had to overwrite one, its processes might wait for
+            # each other for ever: they look for the folder while process 0 deletes it.
             new.rmdir()
             return str(new)
 

@@ -44,7 +44,7 @@ class _Splitting(NamedTuple):
     """
 
     patterns: tuple[str, ...]
-    whole_words: bool = False  # a piece that is a token is taken without merging
+    whole_words: bool = False  # a piece that is a token becomes that token without merging
     add_bos: bool = False
 
 

@@ -60,7 +60,7 @@ def read_tokenizer(directory: Path) -> Tokenizer | None:
         backend.no_truncation()
         ids = {name: backend.token_to_id(text) for name, text in names.items()}
         added = {token.content for token in backend.get_added_tokens_decoder().values()}
-        # As in transformers, tokens with a role are found whole in a text.
+        # As in transformers, special tokens are found in a text before it is split.
         named = [text for name, text in names.items() if ids[name] is not None]
         backend.add_special_tokens([text for text in named if text not in added])
         added_tokens = backend.get_added_tokens_decoder().values()
@@ -76,8 +76,8 @@ def read_tokenizer(directory: Path) -> Tokenizer | None:
     ends += stated_ends(directory, max(vocabulary.values(), default=-1) + 1)
     ends += named_ends(vocabulary, plain_text)
     rows = settings.get(_ROWS)
-    # What the tokenizer adds to a text is its post-processor's alone: transformers 5 ignores
-    # add_bos_token and add_eos_token beside a tokenizer.json.
+    # Only the post-processor adds tokens to a text: transformers 5 ignores add_bos_token and
+    # add_eos_token if there is a tokenizer.json.
     tokenizer = Tokenizer(
         backend=backend,
         bos_id=ids.get("bos_token"),

@@ -123,7 +123,7 @@ class _Child:
                 f"chat template: it takes more than {self.limits.seconds} seconds; {_REMEDY}"
             ) from None
         except (OSError, EOFError, ValueError):
-            # Ended without a message: out of memory where Python cannot raise an error.
+            # The child ended without a message: it ran out of memory.
             raise InputError(
                 f"chat template: it ended the process that renders it, as happens with more than "
                 f"{self.limits.memory >> 20} MiB; {_REMEDY}"

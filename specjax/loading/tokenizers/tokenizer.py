@@ -190,7 +190,7 @@ class Tokenizer:
             with refused("text: the tokenizer cannot encode it", "change the text"):
                 ids = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
         except InputError:
-            # Of half of a surrogate pair the package's own error only says that it is not text.
+            # The package's error for half of a surrogate pair only says that it is not text.
             Text(empty=True).check("text", text)
             raise
         for index in ids:
@@ -227,9 +227,9 @@ def frame(
     `first` and `last` are pairs of a token's string and id, or None to add none.
     """
     around = [f"{token[0]} " if token else "" for token in (first, last)]
-    one = f"{around[0]}$A {around[1]}".strip()
+    single_text = f"{around[0]}$A {around[1]}".strip()
     backend.post_processor = processors.TemplateProcessing(
-        one, f"{one} $B:1", [token for token in (first, last) if token]
+        single_text, f"{single_text} $B:1", [token for token in (first, last) if token]
     )
 
 

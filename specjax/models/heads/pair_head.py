@@ -204,5 +204,5 @@ class PairHead:
         return Decoder(self.config.decoder, self.dtype, self.shards, cache_dtype=self.cache_dtype)
 
     def _layer(self, params: dict[str, Any]) -> dict[str, Any]:
-        # As in the decoder: without it XLA may split the heads again, and transpose kernels.
+        # Without the barrier, as in the decoder, XLA may split the heads again.
         return with_experts(lax.optimization_barrier(params["layer"]))

@@ -57,7 +57,7 @@ class DecoderLayer:
     def rms_norm(self, x: jax.Array, scale: Float[Array, "D"]) -> jax.Array:
         """Return the RMS norm of `x` over the last axis, with the config's epsilon and offset."""
         if self.config.norm.offset:
-            # In float32 to the end: 1 + scale has too few bits in the weights' dtype.
+            # Added in float32, since 1 + scale has too few bits in the weights' dtype.
             wide = scale.astype(jnp.float32) + self.config.norm.offset
             return rms_norm(x.astype(jnp.float32), wide, self.config.rms_norm_eps).astype(x.dtype)
         return rms_norm(x, scale, self.config.rms_norm_eps)
@@ -89,7 +89,7 @@ class DecoderLayer:
         heads, kv_heads, width = config.num_heads, config.num_kv_heads, config.head_dim
         y = self.project("btd,dn->btn", h, attention["qkv"])
         if kv_heads % self.shards:
-            # The part of a device is not whole heads.
+            # A device's part does not consist of whole heads.
             y = self.whole(y)
         blocks = y.reshape(batch, tokens, kv_heads, -1, width)
         query = blocks[:, :, :, :-2].reshape(batch, tokens, heads, width)

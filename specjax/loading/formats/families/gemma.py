@@ -153,7 +153,7 @@ def _write_layers3(config: DecoderConfig) -> dict[str, Any]:
     local = _LOCAL if window is None or window.rope_theta is None else window.rope_theta
     return {
         **schema.write_window(config),
-        # Where no layer has a window, its size says nothing, but must be a number.
+        # If no layer has a window, its size has no effect, but must be a number.
         "sliding_window": 4096 if window is None else window.size,
         **write_rope(config),
         "rope_local_base_freq": local,

@@ -13,8 +13,8 @@ from specjax.loading.formats.parameter_names import TensorEntry
 from specjax.models.config import DecoderConfig
 
 FAMILIES: dict[str, Family] = {
-    one.model_type: one
-    for one in (
+    member.model_type: member
+    for member in (
         LLAMA,
         MISTRAL,
         MIXTRAL,
@@ -52,11 +52,11 @@ def family(model_type: object) -> Family:
 
 def gguf_architectures() -> dict[str, list[Family]]:
     """Return the families that can be read from GGUF files, by the files' architecture."""
-    found: dict[str, list[Family]] = {}
-    for one in FAMILIES.values():
-        if one.gguf is not None:
-            found.setdefault(one.gguf.architecture, []).append(one)
-    return found
+    by_architecture: dict[str, list[Family]] = {}
+    for member in FAMILIES.values():
+        if member.gguf is not None:
+            by_architecture.setdefault(member.gguf.architecture, []).append(member)
+    return by_architecture
 
 
 def tensors(config: DecoderConfig) -> tuple[TensorEntry, ...]:

@@ -203,8 +203,8 @@ def rope(
         return {"rope_theta": base, "rope_scaling": scaling, **rotated}
 
     def read(fields: Fields, known: Values) -> Values:
-        found = read_rope(fields, known["max_positions"], theta=theta, partial=partial)
-        return values(found.theta, found.scaling, int(known["head_dim"] * found.partial))
+        rotary = read_rope(fields, known["max_positions"], theta=theta, partial=partial)
+        return values(rotary.theta, rotary.scaling, int(known["head_dim"] * rotary.partial))
 
     def write(config: DecoderConfig) -> dict[str, Any]:
         part = config.rotary_width / config.head_dim
@@ -285,7 +285,7 @@ def shortest_period(flags: Sequence[bool]) -> tuple[bool, ...]:
     This takes linear time (Knuth, Morris and Pratt 1977), since a damaged file may claim many
     layers.
     """
-    longest = [0] * len(flags)  # the longest proper beginning that each part ends with
+    longest = [0] * len(flags)  # the longest proper prefix that is a suffix of each prefix
     for index in range(1, len(flags)):
         length = longest[index - 1]
         while length and flags[index] != flags[length]:

@@ -85,7 +85,7 @@ def table(
     exceed the tree's by. Each sequence in `fused` lists modules that are stored, in this order, in
     one tensor under one name. Experts whose name lacks `{expert}` share one tensor.
     """
-    outer = {name: names.get(name, own) for name, own in _OUTER_NAMES[format].items()}
+    outer = {name: names.get(name, default) for name, default in _OUTER_NAMES[format].items()}
     entries = [
         TensorEntry(f"{outer['embed']}.weight", ("head", "kernel"), tied=True),
         TensorEntry(f"{outer['embed']}.weight", ("embed", "embedding"), tied=False),
