@@ -1,6 +1,9 @@
 """GGUF files: what was written is what is loaded, and bad files are one-line errors."""
 
+import collections
 import dataclasses
+import re
+from pathlib import Path
 
 import gguf
 import jax
@@ -16,7 +19,7 @@ from model_files import (
     write_gguf,
 )
 
-from specjax.loading.formats import parameter_names, tensor_layout
+from specjax.loading.formats import build_parameters, parameter_names, tensor_layout
 from specjax.loading.formats.gguf_file import open_gguf
 from specjax.loading.formats.gguf_parts import open_parts
 from specjax.loading.load import load_model
@@ -40,6 +43,47 @@ def test_a_written_model_is_loaded_with_its_dequantised_weights(tmp_path, kind):
         path, index = location.within(scan_layers=True)
         leaf = np.asarray(parameter_names.lookup(model.params, path))[index]
         np.testing.assert_array_equal(tensor_layout.to_stored(leaf, location), stored)
+
+
+@pytest.mark.parametrize(
+    ("kind", "weights"), [("F32", "float"), ("Q8_0", "float"), ("Q4_1", "file")]
+)
+def test_rows_read_a_few_at_a_time_are_the_same(tmp_path, monkeypatch, kind, weights):
+    """Of queries and keys whole heads, since theirs are in another order in the file."""
+    path = write_gguf(tmp_path / "a.gguf", gguf_metadata(), gguf_tensors(), kind)
+    whole = load_model(path, weights=weights)
+    count, read = collections.Counter(), tensor_layout.from_stored
+
+    def counted(stored, location):
+        count[location] += 1
+        return read(stored, location)
+
+    monkeypatch.setattr(build_parameters, "_PIECE_BYTES", 1)
+    monkeypatch.setattr(tensor_layout, "from_stored", counted)
+    pieces = load_model(path, weights=weights)
+    jax.tree.map(np.testing.assert_array_equal, pieces.params, whole.params)
+    for location, number in count.items():
+        unit = location.head_dim if location.entry.paired else 1
+        assert number == location.rows[0] // unit, location
+
+
+def test_what_was_read_of_a_file_is_no_memory_of_the_process(tmp_path):
+    arrays = {"a": np.ones((64, 1 << 14), np.float32), "b": np.ones((4, 32), np.float32)}
+    path = write_gguf(tmp_path / "a.gguf", gguf_metadata(), arrays)
+    with open_gguf(path) as file:
+        for _ in range(2):
+            assert file.values(file.tensors["a"]).sum() == 1 << 20
+            assert mapped_kilobytes(path) > 3_500
+            file.release(file.tensors["a"])
+            assert mapped_kilobytes(path) < 500
+
+
+def mapped_kilobytes(path):
+    """How much of a mapped file is in this process's memory."""
+    text = Path("/proc/self/smaps").read_text()
+    found = re.findall(rf"{re.escape(str(path))}\n(?:.*\n)*?Rss: +(\d+) kB", text)
+    assert found
+    return sum(map(int, found))
 
 
 def test_untied_biased_and_scaled_models_are_read(tmp_path):

@@ -12,6 +12,7 @@ from model_files import GOLDENS
 from safetensors.numpy import load_file
 
 from specjax.errors import InputError
+from specjax.loading.formats import build_parameters, safetensors_files
 from specjax.loading.load import load_model, random_model, save_model
 from specjax.models.config import DecoderConfig, RopeScaling
 from specjax.models.layers import rope
@@ -102,6 +103,23 @@ def test_a_random_model_survives_saving(tmp_path, scaling, dtype):
     assert again.tokenizer is None
     assert jax.tree.all(jax.tree.map(np.array_equal, model.params, again.params))
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["model"]
+
+
+def test_files_are_mapped_anew_and_read_a_few_rows_at_a_time(tmp_path, monkeypatch):
+    model = random_model(CONFIG, 3, dtype="float32")
+    save_model(model, tmp_path / "model")
+    opened, open_again = [], safetensors_files._opened
+    monkeypatch.setattr(
+        safetensors_files, "_opened", lambda path: opened.append(path) or open_again(path)
+    )
+    load_model(tmp_path / "model")
+    once = len(opened)
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
+    monkeypatch.setattr(safetensors_files, "_MAPPED_BYTES", size // 5)
+    monkeypatch.setattr(build_parameters, "_PIECE_BYTES", 500)
+    again = load_model(tmp_path / "model", dtype="float32")
+    assert once + 3 <= len(opened) - once <= once + 5
+    assert jax.tree.all(jax.tree.map(np.array_equal, model.params, again.params))
 
 
 def test_random_models_depend_on_the_seed_alone():

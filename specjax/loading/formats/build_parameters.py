@@ -23,7 +23,6 @@ from specjax.loading.formats import parameter_names, tensor_layout
 from specjax.loading.model import array_table
 from specjax.models.config import DecoderConfig
 from specjax.models.heads.mtp import MtpConfig
-from specjax.models.joined_kernels import Section
 from specjax.models.layers.quantized import QuantizedKernel
 from specjax.models.parameter_table import parameter_table
 
@@ -36,8 +35,8 @@ heads.
 """
 
 _THREADS = 2
-_CHUNK_BYTES = 1 << 21
-"""The number of bytes that a host thread reads at a time, which fit into the core's cache."""
+_PIECE_BYTES = 1 << 21
+"""The number of bytes, in float32, that a host thread reads at a time, which fit into its cache."""
 _PADDING = 24
 """Elements of padding per row; rows a power of two apart would evict each other from the cache."""
 
@@ -95,6 +94,34 @@ def table_shardings(table: dict[str, Any], mesh: Mesh, shards: int) -> dict[str,
     return jax.tree.map(sharded, table)
 
 
+class _Piece(NamedTuple):
+    """Some of a location's rows: those `within` its section, in some of the leaf's `blocks`."""
+
+    location: parameter_names.Location
+    blocks: slice
+    within: slice
+
+    @property
+    def rows(self) -> slice:
+        """The range of these rows among those of the location."""
+        width = self.location.section.width
+        first, stop = self.blocks.start * width, (self.blocks.stop - 1) * width
+        return slice(first + self.within.start, stop + self.within.stop)
+
+    def write(self, rows: Any, target: Any, first: int = 0) -> None:
+        """Write the rows into those of the leaf from block `first` on, in the target's dtype.
+
+        Both are host arrays, or QuantizedKernels of them.
+        """
+        blocks = slice(self.blocks.start - first, self.blocks.stop - first)
+
+        def write(target: np.ndarray, rows: np.ndarray) -> None:
+            part = self.location.section.of(target)[blocks, self.within]
+            np.copyto(part, rows.reshape(part.shape), casting="unsafe")
+
+        jax.tree.map(write, target, rows)
+
+
 class _Slot(NamedTuple):
     """A leaf of the tree in one layer and for one expert, as a unit of reading.
 
@@ -122,22 +149,30 @@ class _Slot(NamedTuple):
         """The number of rows per block; each block has a section of every location."""
         return self.locations[0].section.size
 
-    def fill(self, target: Any, read: Read, first: int, inputs: slice = slice(None)) -> None:
-        """Write the slot's rows, from `first` on, into `target`, in the columns `inputs`.
-
-        `target` is a host array of rows, or a QuantizedKernel of them; `first` and its number of
-        rows are multiples of `block`.
-        """
+    def pieces(self, count: int, first: int = 0) -> Iterator[_Piece]:
+        """Yield the rows of `count` blocks from `first` on, in pieces of about `_PIECE_BYTES`."""
+        most = max(1, _PIECE_BYTES // (4 * math.prod(self.rows[1:])))
         for location in self.locations:
-            section = location.section
-            start = first // self.block * section.width
+            width = location.section.width
+            # Rows that are reordered are read in whole heads.
+            unit = location.head_dim if location.entry.paired else 1
+            parts = -(-width // max(unit, most // unit * unit))
+            step = -(-width // (parts * unit)) * unit
+            blocks = max(1, most // width)
+            for block in range(first, first + count, blocks):
+                some = slice(block, min(block + blocks, first + count))
+                for row in range(0, width, step):
+                    yield _Piece(location, some, slice(row, min(row + step, width)))
 
-            def write(target: np.ndarray, rows: np.ndarray, section: Section = section) -> None:
-                section_rows = section.of(target)
-                np.copyto(section_rows, rows.reshape(section_rows.shape), casting="unsafe")
+    def fill(
+        self, target: np.ndarray, read: Read, first: int = 0, inputs: slice = slice(None)
+    ) -> None:
+        """Write the slot's rows into `target`, a host array of whole blocks from `first` on.
 
-            count = len(jax.tree.leaves(target)[0]) // self.block * section.width
-            jax.tree.map(write, target, read(location, slice(start, start + count), inputs))
+        `inputs` selects the columns.
+        """
+        for piece in self.pieces(len(target) // self.block, first):
+            piece.write(read(piece.location, piece.rows, inputs), target, first)
 
 
 def _slots(locations: Iterable[parameter_names.Location], scan_layers: bool) -> list[_Slot]:
@@ -216,11 +251,11 @@ def _read_part(slot: _Slot, part: tuple[slice, ...], dtype: Any, read: Read) -> 
     """Return the part of a slot's rows that one device holds, in `dtype`."""
     first, stop, _ = part[0].indices(slot.rows[0])
     # Whole blocks are read: a little more if there are more devices than key/value heads.
-    begin, end = first // slot.block * slot.block, -(-stop // slot.block) * slot.block
-    sizes = zip(part[1:], slot.rows[1:], strict=True)
-    rows = np.empty((end - begin, *(len(range(size)[axis]) for axis, size in sizes)), dtype)
+    begin, end = first // slot.block, -(-stop // slot.block)
+    sizes = [len(range(size)[axis]) for axis, size in zip(part[1:], slot.rows[1:], strict=True)]
+    rows = np.empty(((end - begin) * slot.block, *sizes), dtype)
     slot.fill(rows, read, begin, *part[1:])
-    return rows[first - begin : stop - begin]
+    return rows[first - begin * slot.block : stop - begin * slot.block]
 
 
 def _of_rows(leaf: Sharding, axes: int, is_kernel: bool) -> Sharding:
@@ -247,7 +282,7 @@ def stored_tree(
     params: dict[str, Any] = {}
     for slot in _slots(locations, scan_layers=True):
         rows = np.empty(slot.rows, tensors[slot.locations[0].name].dtype)
-        slot.fill(rows, read, 0)
+        slot.fill(rows, read)
         *parents, last = slot.path
         node = functools.reduce(lambda node, name: node.setdefault(name, {}), parents, params)
         node[last] = rows.T if slot.is_kernel else rows
@@ -275,37 +310,27 @@ def _on_host(
                 lead = node[last].shape[: len(slot.index)]
                 node[last] = parameter_names.empty_quantized((*lead, *slot.rows), bits[slot.path])
 
-    def write(chunk: tuple[_Slot, int, int]) -> None:
-        slot, first, stop = chunk
+    def write(task: tuple[_Slot, _Piece]) -> None:
+        slot, piece = task
         leaf = parameter_names.lookup(params, slot.path)
         target = jax.tree.map(lambda array: array[slot.index], leaf)
-        if isinstance(leaf, QuantizedKernel) or not slot.is_kernel:
-            slot.fill(jax.tree.map(lambda rows: rows[first:stop], target), read, first)
-            return
-        width = slot.rows[1]
-        rows = np.empty((stop - first, width + _PADDING), target.dtype)[:, :width]
-        slot.fill(rows, read, first)
-        target[:, first:stop] = rows.T
+        rows = read(piece.location, piece.rows, slice(None))
+        if slot.is_kernel and not isinstance(leaf, QuantizedKernel):
+            rows, target = _padded(rows, target.dtype), target.T
+        piece.write(rows, target)
 
+    pieces = ((slot, piece) for slot in slots for piece in slot.pieces(slot.rows[0] // slot.block))
     with ThreadPoolExecutor(threads) as pool:
-        list(
-            pool.map(write, (chunk for slot in slots for chunk in _chunks(slot, slot.path in bits)))
-        )
+        list(pool.map(write, pieces))
     return params
 
 
-def _chunks(slot: _Slot, whole: bool) -> Iterator[tuple[_Slot, int, int]]:
-    """Yield (slot, first, stop) for chunks of a slot's rows: whole blocks of about `_CHUNK_BYTES`.
-
-    Sizes count float32. If `whole`, yield a single chunk of all rows: quantized kernels, which are
-    not transposed, need no smaller ones.
-    """
-    count, *rest = slot.rows
-    step = (
-        count if whole else max(1, _CHUNK_BYTES // (4 * math.prod(rest) * slot.block)) * slot.block
-    )
-    for first in range(0, count, step):
-        yield slot, first, min(first + step, count)
+def _padded(rows: np.ndarray, dtype: Any) -> np.ndarray:
+    """Return a copy in `dtype`, with padding between rows, which is quicker to transpose."""
+    width = rows.shape[1]
+    padded = np.empty((len(rows), width + _PADDING), dtype)[:, :width]
+    np.copyto(padded, rows, casting="unsafe")
+    return padded
 
 
 Item, Result = TypeVar("Item"), TypeVar("Result")

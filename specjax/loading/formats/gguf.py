@@ -114,9 +114,12 @@ def read_params(
     def read(location: parameter_names.Location, rows: slice, inputs: slice) -> Any:
         tensor, (path, _) = file.tensors[location.name], location.within(scan_layers)
         if path in bits:
-            return _read_blocks(file.raw(tensor), tensor.kind.name, location, rows)
-        index = tensor_layout.own_rows(location, rows, inputs)
-        return tensor_layout.from_stored(file.values(tensor, index), location)
+            found: Any = _read_blocks(file.raw(tensor), tensor.kind.name, location, rows)
+        else:
+            index = tensor_layout.own_rows(location, rows, inputs)
+            found = tensor_layout.from_stored(file.values(tensor, index), location)
+        file.release(tensor)
+        return found
 
     return build_parameters.build(
         config, mtp, dtype, [*locations, *modules], read, mesh, shards, scan_layers, bits=bits

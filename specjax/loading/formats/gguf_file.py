@@ -66,6 +66,11 @@ class GgufFile:
         """Return the bytes of a tensor."""
         return np.frombuffer(tensor.data, np.uint8, tensor.size, tensor.offset)
 
+    def release(self, tensor: Tensor) -> None:
+        """Drop the pages of a tensor that were read, which count as memory of the process."""
+        start = tensor.offset // mmap.PAGESIZE * mmap.PAGESIZE
+        tensor.data.madvise(mmap.MADV_DONTNEED, start, tensor.offset + tensor.size - start)
+
     def values(
         self, tensor: Tensor, index: tuple[int | slice, ...] = ()
     ) -> Float[np.ndarray, "..."]:

@@ -27,8 +27,8 @@ from specjax.loading.formats.safetensors_files import (
     WEIGHTS,
     StoredTensor,
     is_ours,
-    open_tensors,
     read_notes,
+    tensor_reader,
     write_tensors,
 )
 from specjax.loading.tokenizers.huggingface_tokenizer import write_tokenizer
@@ -109,22 +109,22 @@ def read_params(
     )
     # In the order of the shards, so that each is opened once.
     locations.sort(key=lambda location: str(tensors[location.name].path))
-    with open_tensors(tensors.values()) as read:
-        for name, original in copies.items():
-            # A tied head is stored as the embedding.
-            original = original if original in tensors else embedding
-            why = _UNTIE if name == head else "modules of this kind share it"
-            both = read(tensors[name]), read(tensors[original])
-            if not tensor_layout.same_numbers(*both, config.vocab_size):
-                raise InputError(f"{directory}: {name} differs from {original}; {why}")
+    read = tensor_reader()
+    for name, original in copies.items():
+        # A tied head is stored as the embedding.
+        original = original if original in tensors else embedding
+        why = _UNTIE if name == head else "modules of this kind share it"
+        both = read(tensors[name]), read(tensors[original])
+        if not tensor_layout.same_numbers(*both, config.vocab_size):
+            raise InputError(f"{directory}: {name} differs from {original}; {why}")
 
-        def read_rows(location: parameter_names.Location, rows: slice, inputs: slice) -> np.ndarray:
-            index = tensor_layout.own_rows(location, rows, inputs)
-            return tensor_layout.from_stored(read(tensors[location.name], index), location)
+    def read_rows(location: parameter_names.Location, rows: slice, inputs: slice) -> np.ndarray:
+        index = tensor_layout.own_rows(location, rows, inputs)
+        return tensor_layout.from_stored(read(tensors[location.name], index), location)
 
-        return build_parameters.build(
-            config, mtp, dtype, [*locations, *modules], read_rows, mesh, shards, scan_layers
-        )
+    return build_parameters.build(
+        config, mtp, dtype, [*locations, *modules], read_rows, mesh, shards, scan_layers
+    )
 
 
 _UNTIE = "tie_word_embeddings is true: set it to false in config.json"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ FLOATS, HALVES = ("F32", "F16", "BF16", "F64"), ("F16", "BF16")
 PRODUCER = {"format": "pt", "producer": "specjax"}
 """Metadata in the header of every safetensors file that specjax writes."""
 
+_MAPPED_BYTES = 1 << 28
 _BUFFERS = re.compile(r".*\.rotary_emb\.(inv_freq|original_inv_freq|cos_cached|sin_cached)")
 """Matches the names of buffers that old checkpoints contain."""
 
@@ -87,31 +88,42 @@ def find_shards(directory: Path, names: Collection[str] = (WEIGHTS,)) -> Shards:
 @contextmanager
 def open_file(path: Path) -> Iterator[Any]:
     """Open a safetensors file; raise InputError if it is not one."""
+    with _opened(path) as file:
+        yield file
+
+
+def _opened(path: Path) -> Any:
     try:
-        file = safe_open(regular_file(path, "download it again"), framework="numpy")
+        return safe_open(regular_file(path, "download it again"), framework="numpy")
     except (SafetensorError, OSError) as error:
         raise InputError(
             f"{path}: not a safetensors file ({one_line(error)}); download it again"
         ) from None
-    with file:
-        yield file
 
 
-@contextmanager
-def open_tensors(tensors: Iterable[StoredTensor]) -> Iterator[Callable[..., np.ndarray]]:
-    """Yield a function `read(tensor, index)` for the values of the tensors, whose files stay open.
+def tensor_reader() -> Callable[..., np.ndarray]:
+    """Return a function `read(tensor, index)` for the values of tensors, for use by any thread.
 
-    `index` is a tuple of slices, empty for a tensor without axes.
+    `index` is a tuple of slices, empty for a tensor without axes. Files stay open until the
+    function is deleted, but are mapped anew after every `_MAPPED_BYTES`: the pages that were read
+    of a mapped file count as memory of the process.
     """
-    with ExitStack() as stack:
-        paths = {tensor.path for tensor in tensors}
-        files = {path: stack.enter_context(open_file(path)) for path in paths}
+    files: dict[Path, Any] = {}
+    bytes_read = 0
 
-        def read(tensor: StoredTensor, index: tuple[slice, ...] = ()) -> np.ndarray:
-            file = files[tensor.path]
-            return file.get_slice(tensor.name)[index] if index else file.get_tensor(tensor.name)
+    def read(tensor: StoredTensor, index: tuple[slice, ...] = ()) -> np.ndarray:
+        nonlocal bytes_read
+        if bytes_read > _MAPPED_BYTES:
+            # A file that another thread is reading is closed after that.
+            bytes_read = 0
+            files.clear()
+        if (file := files.get(tensor.path)) is None:
+            file = files[tensor.path] = _opened(tensor.path)
+        values = file.get_slice(tensor.name)[index] if index else file.get_tensor(tensor.name)
+        bytes_read += values.nbytes
+        return values
 
-        yield read
+    return read
 
 
 def read_headers(shards: Shards, dtypes: Collection[str]) -> list[StoredTensor]:

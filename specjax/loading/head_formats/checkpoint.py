@@ -19,9 +19,9 @@ from specjax.loading.formats.safetensors_files import (
     StoredTensor,
     find_shards,
     is_ours,
-    open_tensors,
     read_headers,
     read_notes,
+    tensor_reader,
 )
 from specjax.loading.tokenizers.huggingface_tokenizer import read_json
 
@@ -60,8 +60,8 @@ def read_checkpoint(directory: Path) -> Checkpoint:
     files = dict.fromkeys(tensor.path for tensor in stored.values())
     if not config:
         raise InputError(f"{directory}: no {CONFIG}; download it beside its weights")
-    with open_tensors(stored.values()) as numbers:
-        tensors = {name: numbers(tensor) for name, tensor in stored.items()}
+    numbers = tensor_reader()
+    tensors = {name: numbers(tensor) for name, tensor in stored.items()}
     notes = {key: text for path in files for key, text in read_notes(path).items()}
     checkpoint = Checkpoint(directory, _with_layers_fields(config), tensors, notes)
     read = [CONFIG, *(path.name for path in files)]
