@@ -9,7 +9,7 @@ compiles for a description of it. The target is Llama-8B-shaped with `--layers` 
 after an n-gram drafter, an EAGLE-3 head, or its own first layer; the last two draft chains or
 trees. Printed are the collectives, and every instruction outside of a matrix product that only
 moves data and makes at least `--megabytes`: a copy of a weight or of the cache shows up here. Exit
-code 1 if there is one in the loop.
+code 1 if there is one in the loop, or before it, which is at every call.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def main(argv: list[str]) -> int:
     )
     inside = sum(number for (where, _, _), number in moved.items() if where == "in the loop")
     print(f"{inside} large copies in the loop, {sum(moved.values()) - inside} before it")
-    return 1 if inside else 0
+    return 1 if moved else 0
 
 
 def _describe() -> list[Any]:

@@ -25,6 +25,7 @@ from specjax.loading.storage import orbax_checkpoint
 from specjax.models.config import Attention, Experts
 from specjax.models.decoder import Form
 from specjax.models.joined_kernels import in_parts, parts, with_joined
+from specjax.models.layers.matmul import product
 from specjax.models.parameters import Parameter
 
 EVERY_PART = tiny_config(
@@ -184,6 +185,34 @@ def test_a_layer_multiplies_four_times(layers):
     text = jax.jit(run).lower(model.params, cache, window).compile().as_text()
     times = 1 if layers == "stacked" else config.num_layers
     assert products_by_outputs(text, 1) == {80: times, 26: 2 * times, 84: times, 67: 1}
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_outputs_are_split_after_a_barrier(tokens):
+    """On TPUs the layout of the parts would otherwise be that of the kernel, through the product.
+
+    `scripts/inspect_compiled_round.py --platform=tpu` finds the copies of kernels without it.
+    """
+    config = tiny_config(**UNLIKE)
+    model = random_model(config, 0, dtype="float32", form=Form("unrolled"))
+    decoder, ids = model.architecture, jnp.zeros((1, tokens), jnp.int32)
+
+    def run(params, cache, window):
+        return decoder.extend(params, ids, ids, cache, window, 0, causal(tokens)).logits
+
+    cache, window = decoder.make_cache(1, 128), decoder.make_window(1, tokens)
+    text = jax.jit(run).lower(model.params, cache, window).as_text()
+    found = re.findall(rf"optimization_barrier %\S+ : tensor<1x{tokens}x(\d+)xf32>", text)
+    assert collections.Counter(map(int, found)) == dict.fromkeys((80, 84), config.num_layers)
+
+
+@pytest.mark.parametrize(("rows", "sums"), [(1, "f32"), (2, "bf16")])
+def test_a_single_row_is_summed_in_float32(rows, sums):
+    """XLA multiplies it by itself, on a TPU with sums in the type of the product's result."""
+    x, kernel = jnp.ones((1, rows, 64), jnp.bfloat16), jnp.ones((64, 48), jnp.bfloat16)
+    program = jax.jit(functools.partial(product, "btd,df->btf"))
+    assert program(x, kernel).dtype == jnp.bfloat16
+    assert f"-> tensor<1x{rows}x48x{sums}>" in program.lower(x, kernel).as_text()
 
 
 @pytest.mark.usefixtures("as_shipped")

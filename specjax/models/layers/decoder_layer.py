@@ -91,7 +91,7 @@ class DecoderLayer:
         if kv_heads % self.shards:
             # A device's part does not consist of whole heads.
             y = self.whole(y)
-        blocks = y.reshape(batch, tokens, kv_heads, -1, width)
+        blocks = _as_multiplied(y).reshape(batch, tokens, kv_heads, -1, width)
         query = blocks[:, :, :, :-2].reshape(batch, tokens, heads, width)
         key, value = blocks[:, :, :, -2], blocks[:, :, :, -1]
         if config.attention.qk_norm:
@@ -150,7 +150,7 @@ class DecoderLayer:
         block = gate_up_block(self.config.num_heads, width)
 
         def hidden(gate_up: Float[Array, "*N F2"]) -> Float[Array, "*N F"]:
-            blocks = gate_up.reshape(*gate_up.shape[:-1], -1, 2, block)
+            blocks = _as_multiplied(gate_up).reshape(*gate_up.shape[:-1], -1, 2, block)
             out = activation(blocks[..., 0, :]) * blocks[..., 1, :]
             return out.reshape(*gate_up.shape[:-1], -1)
 
@@ -181,6 +181,15 @@ class DecoderLayer:
 
     def _split(self, x: Float[Array, "B T N C"], heads: str) -> Float[Array, "B T N C"]:
         return constrain(x, "batch", None, heads if self.shards > 1 else None, None)
+
+
+def _as_multiplied(y: Float[Array, "*N F"]) -> Float[Array, "*N F"]:
+    """Return the result of a product, before its outputs are split into blocks.
+
+    The layout of the blocks would otherwise reach the kernel through the product: on TPUs XLA then
+    writes out all layers' kernels in another layout at every call.
+    """
+    return lax.optimization_barrier(y)
 
 
 def at_layer(

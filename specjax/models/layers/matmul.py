@@ -51,9 +51,12 @@ def product(
         y = quantized_product(x.reshape(-1, x.shape[-1]), kernel)
         return y.reshape(*x.shape[:-1], -1).astype(x.dtype if out is None else out)
     if multiply is None or jnp.dtype(multiply) == x.dtype:
-        return jnp.einsum(
-            equation, x, kernel, precision=full_precision(x.dtype), preferred_element_type=out
+        # XLA multiplies a single row by itself, on TPUs with sums in the type of the result.
+        sums = jnp.float32 if x.size == x.shape[-1] else out
+        y = jnp.einsum(
+            equation, x, kernel, precision=full_precision(x.dtype), preferred_element_type=sums
         )
+        return y.astype(x.dtype if out is None else out)
     result = _einsum_rounded(equation, jnp.dtype(multiply), x, kernel)
     return result.astype(x.dtype if out is None else out)
 
