@@ -14,7 +14,7 @@
 PYTHON ?= python3
 ACCELERATOR ?=
 MINUTES ?= 10
-# Of `make compare`: transformers,llama_cpp for both, and WEIGHTS=auto for those of the file.
+# Of `make compare`: transformers,llama_cpp,openvino for all, and WEIGHTS=auto for those of the file.
 PEERS ?= transformers
 WEIGHTS ?= float
 # Its answer repeats much of it, which a drafter without a model of its own can draft.
@@ -95,7 +95,11 @@ wheel: setup
 	.venv-peers/bin/python -m pip install --quiet --disable-pip-version-check 'llama-cpp-python==0.3.36'
 	touch $@
 
-compare: setup .venv-peers/ready $(if $(findstring llama_cpp,$(PEERS)),.venv-peers/llama_cpp)
+.venv-peers/openvino: .venv-peers/ready
+	.venv-peers/bin/python -m pip install --quiet --disable-pip-version-check 'openvino-genai==2026.4.1.0'
+	touch $@
+
+compare: setup .venv-peers/ready $(foreach peer,llama_cpp openvino,$(if $(findstring $(peer),$(PEERS)),.venv-peers/$(peer)))
 	$(RUN) scripts/compare_peers.py --peers=$(PEERS) --weights=$(WEIGHTS)
 
 clean:

@@ -1,11 +1,12 @@
 """Decode the same token ids with specjax and with other engines, in turn, and print the ratios.
 
     python scripts/compare_peers.py --prompts=FILE.jsonl [--per_task=2] [--max_new_tokens=96]
-    python scripts/compare_peers.py --peers=transformers,llama_cpp --weights=auto
+    python scripts/compare_peers.py --peers=transformers,llama_cpp,openvino --weights=auto
 
 All decode greedily on the CPU: plainly and with prompt lookup; specjax also with `ngram+eagle3` and
 draft lengths of `auto`, the costs measured in the first iteration. transformers computes in
-float32, llama.cpp with the file's weights and activations of 8 bits. They run in a virtual
+float32, llama.cpp with the file's weights and activations of 8 bits, OpenVINO with the file's
+weights and what it chooses for the processor. They run in a virtual
 environment of their own, named by --peer_python (`make compare` builds it), as processes that
 answer one request per line (`peers/`). Times exclude loading and compiling; each is the median of
 --runs runs, alternating between the systems.
@@ -27,7 +28,7 @@ _NEW_TOKENS = flags.DEFINE_integer("max_new_tokens", 96, "New tokens at most.")
 _RUNS = flags.DEFINE_integer("runs", 3, "Timed runs of each system.")
 _LOOKUP = flags.DEFINE_integer("num_speculative_tokens", 8, "Draft length of both prompt lookups.")
 _PREFILL = flags.DEFINE_integer("prefill_tokens", 1000, "Prompt length of the prefill comparison.")
-_PEERS = flags.DEFINE_list("peers", ["transformers"], "transformers, llama_cpp, or both.")
+_PEERS = flags.DEFINE_list("peers", ["transformers"], "transformers, llama_cpp, openvino.")
 _WEIGHTS = flags.DEFINE_string("weights", "float", "Those of specjax: float, auto, int8, int4.")
 _PYTHON = flags.DEFINE_string("peer_python", ".venv-peers/bin/python", "Python with the peers.")
 
