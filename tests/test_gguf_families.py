@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import shutil
 
 import gguf
 import jax
@@ -14,11 +15,13 @@ from model_files import GGUF_TOKENS, gguf_converted, gguf_metadata, refusal, wri
 from safetensors.numpy import load_file, save_file
 from tiny_models import noisy
 
+import specjax
 from specjax.distributed import sharding
 from specjax.errors import InputError
 from specjax.loading.formats import mtp_layers, parameter_names, tensor_layout
 from specjax.loading.formats.families import registry
 from specjax.loading.load import load_model, random_model, save_model
+from specjax.loading.quantize import float_model, is_quantized
 from specjax.models.config import (
     Attention,
     DecoderConfig,
@@ -226,6 +229,26 @@ def test_each_expert_is_dequantised_into_its_place(tmp_path, how):
         both = np.stack([part.reshape(4, -1, block, part.shape[-1]) for part in (gate, up)], axis=2)
         joined = both.reshape(4, 128, -1).swapaxes(1, 2)
         np.testing.assert_array_equal(experts["gate_up"]["kernel"], joined)
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
+@pytest.mark.parametrize("kind", ["Q8_0", *slow("Q4_1")])
+def test_experts_in_blocks_are_those_of_the_dequantised_file(tmp_path, kind):
+    config = dataclasses.replace(
+        config_of("mixtral"), head_dim=16, intermediate_size=64, experts=Experts(4, 2, 64)
+    )
+    keys = {"llama.expert_count": np.uint32(4)}
+    path = write(tmp_path / "a.gguf", config, change=keys, kind=kind)
+    model, wide = load_model(path), load_model(path, weights="float", form=Form())
+    kernels = model.params["layers"]["mlp"]["experts"]
+    assert all(is_quantized(kernels[name]["kernel"]) for name in ("gate_up", "down"))
+    jax.tree.map(np.testing.assert_array_equal, float_model(model).params, wide.params)
+    prompts = ["the thin", "in the"]
+    found, wanted = (
+        specjax.generate(one, prompts, drafter="ngram", max_new_tokens=12).token_ids
+        for one in (model, wide)
+    )
+    assert found == wanted
 
 
 def test_keys_that_are_missing_mean_what_they_do_in_llama_cpp(tmp_path):

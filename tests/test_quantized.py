@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from conftest import row_count, slow, tiny_config
 from model_files import gguf_metadata, gguf_tensors, write_gguf
+from test_experts import WIDE
 
 import specjax
 from specjax.cache import commit
@@ -124,6 +125,17 @@ def test_logits_have_the_same_bits_in_passes_of_any_width(quantized, weights, kv
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 61, (1, 70)), jnp.int32)
     one_by_one = logits_in_passes(model, tokens, [1] * 70)
     for widths in ([5] * 14, [33, 37], [2, 8, 16, 44]):
+        np.testing.assert_array_equal(logits_in_passes(model, tokens, widths), one_by_one)
+
+
+@needs_library
+@pytest.mark.parametrize("weights", ["int8", *slow("int4")])
+def test_experts_have_the_same_bits_in_passes_of_any_width(weights):
+    """Whichever experts the other tokens of a pass need."""
+    model = quantized_model(random_model(WIDE, 0, dtype="float32", form=Form()), weights)
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 60, (1, 24)), jnp.int32)
+    one_by_one = logits_in_passes(model, tokens, [1] * 24)
+    for widths in ([3] * 8, [2, 8, 14]):
         np.testing.assert_array_equal(logits_in_passes(model, tokens, widths), one_by_one)
 
 

@@ -131,14 +131,14 @@ def kept_bits(
 ) -> dict[parameter_names.Path, int]:
     """Return the bits of the kernels that can keep the file's blocks, by their paths in the tree.
 
-    These are kernels with 4 bits in all layers (Q4_0, Q4_1) or 8 in all (Q8_0), except experts.
+    These are kernels with 4 bits in all layers (Q4_0, Q4_1) or 8 in all (Q8_0).
     """
     layout = registry.family(config.family).gguf
     assert layout is not None
     bits_of_path: dict[parameter_names.Path, set[int | None]] = {}
     for location in parameter_names.locations(layout.tensors, config):
         tensor = file.tensors.get(location.name)
-        fits = location.is_kernel and not location.entry.transposed and location.expert is None
+        fits = location.is_kernel and not location.entry.transposed
         bits = _BLOCK_BITS.get(tensor.kind.name) if tensor is not None and fits else None
         bits_of_path.setdefault(location.within(scan_layers)[0], set()).add(bits)
     return {
