@@ -38,6 +38,7 @@ from specjax.cli.decode_config import (
 from specjax.decoding.options import BATCH_SIZE, FIXED
 from specjax.decoding.sampling_params import SEED, SamplingParams
 from specjax.diagnosis import diagnose
+from specjax.diagnosis.declared import check_files
 from specjax.drafters import LoadedDrafter, drafter_options
 from specjax.errors import InputError
 from specjax.fields import Whole, optional, read_values
@@ -109,6 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def examine(config: DoctorConfig, *, verbose: bool = False) -> int:
     """Examine a config's drafter; return the exit code. Raises InputError."""
     (drafter,) = config.decoding.drafters
+    declared = check_files(drafter.name, drafter.path, config.target)
     screen = Screen(Console(width=None if sys.stdout.isatty() else 140))
     with screen.working(f"loading {config.target} and {drafter.name}"):
         model, loaded = _load(config.decoding, drafter)
@@ -124,6 +126,7 @@ def examine(config: DoctorConfig, *, verbose: bool = False) -> int:
             in_float32=_in_float32(config.decoding, drafter, model, loaded),
             tell=screen.say if verbose else lambda line: None,
         )
+    result = replace(result, notes=(*declared, *result.notes))
     for line in str(result).splitlines():
         screen.say(line)
     return FOUND if result.findings else 0

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 
 import broken_heads
 import jax
@@ -18,9 +19,13 @@ from specjax.decoding.generate import generate
 from specjax.decoding.sampling_params import SamplingParams
 from specjax.diagnosis import changes, diagnose
 from specjax.diagnosis.answers import read_answers
+from specjax.diagnosis.declared import check_files
 from specjax.diagnosis.teacher_forced import UNLIMITED, draft_logits, num_programs
 from specjax.drafters import head_drafter, make_drafter, merge_drafters
-from specjax.loading.load import random_model
+from specjax.loading.checkpoints import save_checkpoint
+from specjax.loading.head_formats import write_foreign
+from specjax.loading.heads.head import save_head
+from specjax.loading.load import random_model, save_model
 from specjax.models.decoder import Form
 
 SAMPLING = SamplingParams(temperature=1.0, max_new_tokens=40)
@@ -192,6 +197,11 @@ def test_bad_calls():
     refused(lambda: diagnose(target(), none, PROMPTS), "num_speculative_tokens=0")
     beyond = broken_heads.with_config(head_drafter(head, target()), taps=("layer_input:9",))
     refused(lambda: diagnose(target(), beyond, PROMPTS), "feature 'layer_input:9' is unknown")
+    two = broken_heads.with_config(head_drafter(head, target()), taps=("layer_input:1", "pre_norm"))
+    refused(
+        lambda: diagnose(target(), two, PROMPTS),
+        "2 features of width 24, and the head's fc reads 72",
+    )
 
 
 @pytest.mark.parametrize(
@@ -207,6 +217,68 @@ def test_bad_calls():
 )
 def test_bad_configs(flag, said, capsys):
     assert said in refused_command(doctor.main, [f"--config.{flag}"], capsys)
+
+
+def edited(folder, **fields):
+    """The head's folder with other fields in its config."""
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **fields}))
+    return folder
+
+
+@pytest.fixture
+def nothing_loads(monkeypatch):
+    def loads(*_):
+        pytest.fail("it was loaded")
+
+    monkeypatch.setattr(doctor, "_load", loads)
+
+
+@pytest.mark.parametrize("form", ["checkpoint", "eagle3"])
+def test_files_are_checked_before_anything_is_loaded(form, tmp_path, capsys, nothing_loads):
+    """The path, the kind, and the layers of each layout of a head and of a target."""
+    head = eagle_head(target(), vocabulary=50)
+    folder = tmp_path / "head"
+    if form == "checkpoint":
+        save_head(head, folder)
+    else:
+        write_foreign(head, folder, "eagle3", target())
+    shallow = random_model(tiny_config(num_layers=1, max_positions=128), 0, dtype="float32")
+    save_model(shallow, tmp_path / "model")
+    save_checkpoint(shallow, tmp_path / "saved")
+
+    def said(name, path, model="smollm2-135m-instruct"):
+        fields = {"drafter.name": name, "drafter.path": path, "target": model}
+        given = [f"--config.{name}={value}" for name, value in fields.items()]
+        return refused_command(doctor.main, given, capsys)
+
+    assert "no such directory" in said("eagle3", tmp_path / "none")
+    assert "holds no head in a known layout" in said("eagle3", tmp_path / "model")
+    assert "a head of the kind eagle3; use drafter.name=eagle3" in said("medusa", folder)
+    for model in ("model", "saved"):
+        assert "reads the state of layer 2, and " in said("eagle3", folder, tmp_path / model)
+    if form == "eagle3":
+        edited(folder, eagle_aux_hidden_state_layer_ids=[1, 2, 31])
+        assert "reads the state of layer 31, and smollm2-135m-instruct has 30" in said(
+            "eagle3", folder
+        )
+
+
+def test_a_head_of_another_target_by_its_own_files_is_noted(tmp_path):
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    head = eagle_head(target(), vocabulary=50)
+    save_head(
+        dataclasses.replace(head, target=dataclasses.replace(head.target, name="org/Other-1B")),
+        ours,
+    )
+    write_foreign(head, theirs, "eagle3", target())
+    edited(theirs, speculators_config={"verifier": {"name_or_path": "org/Other-1B"}})
+    for folder in (ours, theirs):
+        for same in ("other-1b", "/models/Other-1B-Q4_1.gguf", "org/other_1b"):
+            assert check_files("eagle3", str(folder), same) == ()
+        (note,) = check_files("eagle3", str(folder), "org/Model-1B")
+        assert "made for org/Other-1B by its own files, and the target is org/Model-1B" in note
+    assert check_files("ngram", None, "org/Model-1B") == ()
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from specjax.diagnosis.changes import Change, Finding
 from specjax.diagnosis.teacher_forced import Examined, Reading, Scores, score
 from specjax.diagnosis.weight_checks import weight_notes
 from specjax.drafters import LoadedDrafter, Merged, Turns
+from specjax.drafters.eagle import EagleDrafter
 from specjax.errors import InputError
 from specjax.loading.model import MODEL_KIND, Model
 from specjax.models.decoder import check_features
@@ -273,6 +274,20 @@ def _check_drafter(drafter: LoadedDrafter, target: Model) -> None:
         raise InputError("num_speculative_tokens=0: nothing is drafted; use at least 1")
     if isinstance(drafter.drafter, Examined):
         check_features(drafter.drafter.features, target.config.num_layers)
+        _check_fc(drafter, target)
+
+
+def _check_fc(loaded: LoadedDrafter, target: Model) -> None:
+    """Raise InputError unless an EAGLE-3 head's `fc` reads as many numbers as its taps give."""
+    drafter = loaded.drafter
+    if not isinstance(drafter, EagleDrafter) or drafter.head.config.version != 3:
+        return
+    taps, width = len(drafter.features), target.config.hidden_size
+    if (inputs := loaded.params["fc"]["kernel"].shape[0]) != taps * width:
+        raise InputError(
+            f"taps={drafter.features}: {taps} features of width {width}, and the head's fc reads "
+            f"{inputs} numbers; use the taps and the target that it was trained with"
+        )
 
 
 def _encoded(target: Model, prompts: Prompts, name: str) -> list[list[int]]:

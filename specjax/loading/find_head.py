@@ -52,12 +52,27 @@ def open_head(kind: str, path: str | Path | None, target: Model) -> Head:
             "training exported, or a downloaded head"
         )
     head = read_any_head(path, target, "drafter.path")
-    if head.kind != kind:
-        raise InputError(
-            f"drafter.path={str(path)!r}: a head of the kind {head.kind}; use "
-            f"drafter.name={head.kind}"
-        )
+    check_kind(head.kind, kind, path)
     return head
+
+
+def check_kind(kind: str, wanted: str, path: str | Path) -> None:
+    """Raise InputError, which names the path of a head, unless its kind is the wanted one."""
+    if kind != wanted:
+        raise InputError(
+            f"drafter.path={str(path)!r}: a head of the kind {kind}; use drafter.name={kind}"
+        )
+
+
+def head_directory(field: str, path: str | Path) -> Path:
+    """Return the directory of a head; raise InputError, calling it `field`, if there is none."""
+    directory = user_path(field, path)
+    if not directory.is_dir():
+        raise InputError(
+            f"{field}={str(path)!r}: no such directory; give what training exported, or a "
+            "downloaded head"
+        )
+    return directory
 
 
 def read_any_head(
@@ -69,12 +84,7 @@ def read_any_head(
     `read_foreign`. Raises InputError, calling the path `field`, if there is no such directory, if a
     model has no modules, or if the head cannot be read.
     """
-    typed, path = str(path), user_path(field, path)
-    if not path.is_dir():
-        raise InputError(
-            f"{field}={typed!r}: no such directory; give what training exported, or a "
-            "downloaded head"
-        )
+    typed, path = str(path), head_directory(field, path)
     if is_checkpoint(path):
         if read_marker(path).kind != "model":
             return read_head(path, target.mesh)
