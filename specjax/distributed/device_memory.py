@@ -20,7 +20,7 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The bytes per device that compiled programs need: planned before the arrays are made.
+    """The memory that compiled programs need on each device, in bytes, planned before allocation.
 
     `weights` exist already. `arrays` are allocated by the first program and kept, by what they
     hold. `temporaries` are those of the program with the most, since the programs run in turn.
@@ -32,7 +32,7 @@ class MemoryPlan:
 
     @property
     def needed(self) -> int:
-        """The bytes beside the weights."""
+        """The bytes needed in addition to the weights."""
         return sum(self.arrays.values()) + self.temporaries
 
     def __str__(self) -> str:
@@ -45,11 +45,11 @@ class MemoryPlan:
             LOGGER.info("memory per device: %s", self)
 
     def check(self, rows: int, capacity: int, remedy: str, *, begun: bool = False) -> None:
-        """Raise InputError, with the remedy and about how much fits, if free memory is too small.
+        """Raise InputError if free memory is too small; the message says about how much would fit.
 
         The arrays are for `rows` rows of `capacity` tokens, and already exist if the programs have
-        `begun`. Nothing is checked if free memory is unknown, or if processes might get different
-        results.
+        `begun`. `remedy` is part of the message. Nothing is checked if free memory is unknown, or
+        with several processes, which might get different results.
         """
         free = free_bytes()
         if free is None or processes.count() > 1:
@@ -70,9 +70,9 @@ class MemoryPlan:
 
 
 def bytes_per_device(tree: Any) -> int:
-    """Return the bytes of arrays, or of shapes with shardings, on one device.
+    """Return the bytes that a tree of arrays, or of shapes with shardings, takes on one device.
 
-    Simulated devices of a CPU share the memory of their host, so there the bytes of all count.
+    On CPU, where simulated devices share the host's memory, the bytes of all devices count.
     """
     on_host = jax.default_backend() == "cpu"
     total = 0

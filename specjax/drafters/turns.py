@@ -253,9 +253,8 @@ def _take_turn(
 ) -> tuple[Draft, PartState]:
     """Return a drafter's draft and state.
 
-    The drafter is not run if no row may draft, unless the context has `full_drafts`.
-
-    Raises InputError for a draft of another size than the drafter declares.
+    The drafter is not run if no row may draft, unless the context has `full_drafts`. Raises
+    InputError for a draft of another size than the drafter declares.
     """
     if not drafter.num_speculative_tokens:
         return empty_draft(context.length.shape[0], 0), state
