@@ -394,7 +394,10 @@ def attention(
 def _cache_attention(
     form: Form, config: DecoderConfig, cache: KVCache, split: bool
 ) -> Callable[..., Partial]:
-    """Return `attend(query, cache, layer, start=...)` over the committed tokens."""
+    """Return the function `attend(query, cache, layer, start=...)` with which a form reads a cache.
+
+    It merges `start`, a partial result, with attention over the committed tokens.
+    """
     kind, softcap = form.cache_attention, config.attention.softcap
     if kind == "rows":
         return functools.partial(attend_rows, softcap=softcap, split=split)

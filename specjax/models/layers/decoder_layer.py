@@ -131,7 +131,7 @@ class DecoderLayer:
         return self.whole(x + out), chosen
 
     def mlp(self, h: Float[Array, "B T D"], mlp: dict[str, Any]) -> Float[Array, "B T D"]:
-        """Return the result of the MLP, with or without a gate."""
+        """Return the result of an MLP on `h`, with or without a gate as the config says."""
         if self.config.mlp.gated:
             gate_up = self.project("btd,df->btf", h, mlp["gate_up"])
             hidden = self.gated(self.config.intermediate_size)(gate_up)
