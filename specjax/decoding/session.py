@@ -33,7 +33,8 @@ _DISPATCH_S = {"cpu": 0.001, "accelerator": 0.005}
 """Seconds that a step costs the host, about: 1 to 2 ms with a CPU, 3 to 14 with a GPU."""
 _PREFILL_CHUNKS = {"cpu": (256, 64)}
 """Prompt tokens of one forward, by platform; the smaller size is for what is left of a prompt."""
-_ACCELERATOR_CHUNKS = (256,)
+_ACCELERATOR_CHUNKS = (1024, 256)
+"""At Llama-8B's shape an H100 computes with some 300 tokens as long as it reads the weights."""
 GREEDY = sampling.WarpFlags(sampled=False, top_k=False, top_p=False, min_p=False)
 _ENGINE_LENGTH = 2048
 """Tokens of a row of an engine where the caller does not say, and the target has the positions."""
