@@ -71,19 +71,19 @@ def test_the_message_says_how_many_rows_and_tokens_fit(monkeypatch):
     arrays = {device_memory.CACHES: 8 * gib, "drafters": gib}
     plan = device_memory.MemoryPlan(weights=16 * gib, arrays=arrays, temporaries=gib)
     monkeypatch.setattr(device_memory, "free_bytes", lambda: 10 * gib)
-    plan.check(8, 4096, "lower batch_size")
+    plan.check("lower batch_size", 8, 4096)
     monkeypatch.setattr(device_memory, "free_bytes", lambda: 5 * gib)
     with pytest.raises(
         InputError,
         match=r"10\.0 GiB .* 5\.0 GiB .*batch_size \(about 4 rows or 1536 tokens per row",
     ):
-        plan.check(8, 4096, "lower batch_size")
-    plan.check(8, 4096, "lower batch_size", begun=True)
+        plan.check("lower batch_size", 8, 4096)
+    plan.check("lower batch_size", 8, 4096, begun=True)
     monkeypatch.setattr(device_memory, "free_bytes", lambda: gib // 100)
     with pytest.raises(
         InputError, match=r"lower batch_size\. Per device: weights 16\.00 GiB, caches"
     ):
-        plan.check(8, 4096, "lower batch_size")
+        plan.check("lower batch_size", 8, 4096)
 
 
 def test_free_memory_of_a_container(tmp_path):

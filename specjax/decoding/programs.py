@@ -71,9 +71,9 @@ def compile_session(session: Session, *, begun: bool = False) -> Programs:
     programs = _compile(*key)
     _made.add(hash(key))
     programs.memory.check(
+        "lower batch_size, max_length, max_new_tokens or num_speculative_tokens",
         session.num_rows,
         session.plan.capacity,
-        "lower batch_size, max_length, max_new_tokens or num_speculative_tokens",
         begun=begun,
     )
     return programs
@@ -149,19 +149,14 @@ def _compile(plan: Plan, mesh: Mesh | None, tree: Any, leaves: tuple[_Leaf, ...]
         with ThreadPoolExecutor() as threads:
             renew, read, put, step = threads.map(lambda one: one.compile(), lowered)
     seconds = time.perf_counter() - begin
-    memory = _memory(params, state, rows, (read, step), 1 if mesh is None else mesh.size)
+    temporaries = device_memory.temporary_bytes((read, step), mesh)
+    memory = _memory(params, state, rows, temporaries)
     memory.log_if_large()
     return Programs(empty, new, renew, read, put, step, memory, seconds)
 
 
-def _memory(
-    params: Any, state: State, rows: State, programs: Sequence[Any], num_devices: int
-) -> MemoryPlan:
-    """Return the memory of the state of all slots, of new rows, and of programs' temporaries."""
-    analyses = [program.memory_analysis() for program in programs]
-    temporaries = max((each.temp_size_in_bytes for each in analyses if each), default=0)
-    if jax.default_backend() == "cpu":
-        temporaries *= num_devices
+def _memory(params: Any, state: State, rows: State, temporaries: int) -> MemoryPlan:
+    """Return the memory of the state of all slots, of new rows, and of temporary arrays."""
     parts = {
         device_memory.CACHES: state.cache,
         "drafters": (state.drafter, state.features),

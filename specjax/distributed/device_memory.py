@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from specjax.distributed import processes
 from specjax.errors import InputError
@@ -44,7 +46,7 @@ class MemoryPlan:
         if self.needed >= _GIB:
             LOGGER.info("memory per device: %s", self)
 
-    def check(self, rows: int, capacity: int, remedy: str, *, begun: bool = False) -> None:
+    def check(self, remedy: str, rows: int = 0, capacity: int = 0, *, begun: bool = False) -> None:
         """Raise InputError if free memory is too small; the message says about how much would fit.
 
         The arrays are for `rows` rows of `capacity` tokens, and already exist if the programs have
@@ -60,13 +62,21 @@ class MemoryPlan:
         # Arrays and most temporary arrays have rows as an axis, and caches are most of the rest.
         fits = [f"{count} rows" for count in [int(rows * free / missing)] if count]
         room = free - (missing - self.arrays.get(CACHES, 0))
-        if not begun and room > 0:
+        if capacity and not begun and room > 0:
             fits.append(f"{int(capacity * room / self.arrays[CACHES])} tokens per row")
         fit = f" (about {' or '.join(fits)} would fit)" if fits else ""
         raise InputError(
             f"memory: {missing / _GIB:.1f} GiB are needed beside the weights, and "
             f"{free / _GIB:.1f} GiB are free; {remedy}{fit}. Per device: {self}"
         )
+
+
+def temporary_bytes(programs: Sequence[Any], mesh: Mesh | None) -> int:
+    """Return the bytes per device of the temporary arrays of the compiled program with the most."""
+    analyses = [program.memory_analysis() for program in programs]
+    most = max((each.temp_size_in_bytes for each in analyses if each), default=0)
+    # Simulated devices of a CPU share the memory of their host.
+    return most * (mesh.size if mesh is not None and jax.default_backend() == "cpu" else 1)
 
 
 def bytes_per_device(tree: Any) -> int:

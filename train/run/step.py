@@ -13,7 +13,7 @@ from flax import struct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, UInt32
 
-from specjax.distributed.device_memory import MemoryPlan, bytes_per_device
+from specjax.distributed.device_memory import MemoryPlan, bytes_per_device, temporary_bytes
 from specjax.distributed.sharding import use
 from specjax.models.decoder import Decoder
 from train.data.batches import Batch
@@ -68,17 +68,10 @@ class Program(NamedTuple):
         """Return the step, compiled for batches of this shape."""
         with use(self.mesh):
             compiled = self.step.lower(self.state, target_params, batches).compile()
-        if (sizes := compiled.memory_analysis()) is not None:
-            # Simulated devices of one host share its memory.
-            shared = self.mesh is not None and jax.default_backend() == "cpu"
-            factor = self.mesh.size if shared else 1
-            results = sizes.output_size_in_bytes - sizes.alias_size_in_bytes
-            plan = MemoryPlan(
-                bytes_per_device((self.state, target_params)),
-                {"results": results * factor},
-                sizes.temp_size_in_bytes * factor,
-            )
-            plan.check(0, 0, "lower row_tokens, or raise accumulate")
+        weights = bytes_per_device((self.state, target_params))
+        memory = MemoryPlan(weights, {}, temporary_bytes([compiled], self.mesh))
+        memory.log_if_large()
+        memory.check("lower row_tokens, or raise accumulate")
         return compiled
 
 
