@@ -485,6 +485,13 @@ class Forgetful(Drafter):
     """Without `propose`."""
 
 
+class WithoutNoise(Ngram):
+    """With a `propose` of too few arguments."""
+
+    def propose(self, params, state, context):
+        raise AssertionError
+
+
 class Undeclared(Ngram):
     """With distributions, though it does not say that it draws."""
 
@@ -507,6 +514,10 @@ def with_tokens(draft, dtype):
     [
         (lambda: WithATable(jnp.ones(3)), "unhashable.*params of LoadedDrafter"),
         (lambda: Forgetful(), "no Forgetful.propose; subclass"),
+        (
+            lambda: WithoutNoise(),
+            r"WithoutNoise.propose: too many positional arguments; .* context, noise\)",
+        ),
         (lambda: changed(Ngram(), propose=lambda real, *rest: 1 / 0), "ZeroDivisionError"),
         (lambda: proposing(lambda draft, state: draft), r"returned Draft; return \(Draft, state\)"),
         (lambda: proposing(lambda draft, state: (state, draft)), r"returned \(tuple, Draft\)"),

@@ -72,10 +72,11 @@ class Generation:
 
     def __repr__(self) -> str:
         """Return how much was generated, how fast, and the tokens per pass of the target."""
-        rows, tau = len(self.token_ids), self.summary().acceptance_length
+        count, tau = len(self.token_ids), self.summary().acceptance_length
+        rows = f"{count} row{'s' * (count != 1)}"
         per_pass = "" if tau is None else f", {tau:.2f} tokens per pass"
         speed = f", {self.tokens_per_second:.1f} tokens/s" if self.decode_s else ""
-        return f"Generation({rows} row(s), {self.new_tokens} new tokens{speed}{per_pass})"
+        return f"Generation({rows}, {self.new_tokens} new tokens{speed}{per_pass})"
 
     @property
     def new_tokens(self) -> int:
@@ -165,9 +166,9 @@ def compile(
     """Compile what `generate` needs for rows of up to `num_tokens` tokens, prompt plus output.
 
     Later calls of `generate` with the same target, drafter and `options` start at once, for
-    `batch_size` prompts or a number with the same next power of two. Greedy decoding has its own
-    programs; all other sampling parameters share theirs. Returns the seconds spent, near zero if
-    the programs existed. Raises InputError for bad input.
+    `batch_size` prompts (by default 8; pass 1 for a single prompt) or a number with the same next
+    power of two. Greedy decoding has its own programs; all other sampling parameters share theirs.
+    Returns the seconds spent, near zero if the programs existed. Raises InputError for bad input.
     """
     num_tokens = Whole(2).check("num_tokens", num_tokens)
     options, sampling = read_arguments(options, sampling)

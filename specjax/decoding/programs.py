@@ -112,9 +112,10 @@ def _compile(plan: Plan, mesh: Mesh | None, tree: Any, leaves: tuple[_Leaf, ...]
     ]
     params, every, few = jax.tree.unflatten(tree, shapes)
     LOGGER.info(
-        "compiling %s, %d row(s) of up to %d tokens; kept for later calls",
+        "compiling %s for %d row%s of up to %d tokens, prompt included; later calls reuse it",
         "plain decoding" if not plan.drafter.num_nodes else plan.drafter.name,
         every[2].shape[0],
+        "s" * (every[2].shape[0] > 1),
         plan.capacity,
     )
     _check_drafters(plan, params, every)

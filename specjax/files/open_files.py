@@ -22,7 +22,7 @@ def regular_file(path: Path, remedy: str = "put a file there") -> Path:
     return path
 
 
-def regular_files(folder: Path, remedy: str = "take it away") -> Path:
+def regular_files(folder: Path, remedy: str = "remove it") -> Path:
     """Return `folder` after verifying that all files in it and its subfolders are regular.
 
     Use it before another library reads the folder. Links to folders are not followed. Raises

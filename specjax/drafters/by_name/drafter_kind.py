@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
 from specjax.drafters.base import DRAFT_TOKENS, OWN_DRAFTER, Drafter, LoadedDrafter
 from specjax.drafters.turns import Turns, take_turns
 from specjax.errors import InputError, one_line, shown
+
+_METHODS = {
+    "init": ("params", "batch", "capacity"),
+    "propose": ("params", "state", "context", "noise"),
+    "observe": ("params", "state", "context", "accepted"),
+}
+"""The methods of a drafter, and the arguments that the loop passes to each."""
 
 
 @dataclass(frozen=True)
@@ -17,8 +25,8 @@ class DrafterKind:
     def check(self, name: str, value: Any) -> LoadedDrafter:
         """Return `value` as drafters that take turns (often just one), with their parameters.
 
-        Raises InputError for any other value, and for a drafter without `propose`, with fields that
-        are not hashable, or with an invalid number of tokens.
+        Raises InputError for any other value, and for a drafter without `propose`, with a method of
+        other arguments, with fields that are not hashable, or with an invalid number of tokens.
         """
         loaded = LoadedDrafter(value) if isinstance(value, Drafter | Turns) else value
         pair = isinstance(loaded, tuple) and len(loaded) == 2
@@ -30,6 +38,7 @@ class DrafterKind:
             if type(drafter).propose is Drafter.propose:
                 kind = type(drafter).__name__
                 raise InputError(f"{name}={shown(drafter, 120)}: no {kind}.propose; {OWN_DRAFTER}")
+            _check_arguments(name, drafter)
         try:
             hash(turns.drafter)
         except TypeError as error:
@@ -43,6 +52,18 @@ class DrafterKind:
                 f"{len(turns.params)} params; give each its own"
             )
         return turns
+
+
+def _check_arguments(name: str, drafter: Drafter) -> None:
+    for method, arguments in _METHODS.items():
+        try:
+            inspect.signature(getattr(drafter, method)).bind(*arguments)
+        except TypeError as error:
+            called = f"{type(drafter).__name__}.{method}"
+            raise InputError(
+                f"{name}: {called}: {one_line(error)}; define it with the arguments (self, "
+                f"{', '.join(arguments)})"
+            ) from error
 
 
 DRAFTER_KIND = DrafterKind()

@@ -26,7 +26,7 @@ _JSON_LINES = (".jsonl", ".jsonl.gz")
 _TOKENS = ("prompt_token_ids", "response_token_ids")
 _LARGEST_FILE = 1 << 30
 """The maximum size in bytes of a file that is a single document."""
-_REMEDY = "take it away, or name the files one by one"
+_REMEDY = "remove it, or name the files one by one"
 
 
 @dataclass(frozen=True)
