@@ -1,9 +1,9 @@
 """Compare a run's tokens with plain decoding, excusing near-ties between logits.
 
 Passes of different widths round differently, so a speculative row may depart from plain decoding at
-a near-tie, and continues with another prefix. From there on the row is no longer compared with
-plain decoding: instead, each of its tokens must be the target's choice given the row's own prefix,
-within the resolution of the model's dtype.
+a near-tie and continue with another prefix. From there on the row is no longer compared with plain
+decoding: instead, each of its tokens must be the target's choice given the row's own prefix, within
+the resolution of the model's dtype.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ from specjax.models.interface import LanguageModel
 from specjax.models.prefill import prefill
 
 EXCUSED_MARGIN = 1e-4
-"""In float32 a difference is a near-tie, and no error, where it is so close."""
+"""In float32, a difference with a margin below this is a near-tie and not an error."""
 _DEVIATIONS = 4.0
-"""In a narrower dtype, where it is so many standard deviations of what two passes differ in."""
+"""In a narrower dtype, the resolution in standard deviations of the difference between two passes.
+"""
 _LEAST_STEPS, _MOST_STEPS = 0.75, 4.0
 """But at least and at most so many of the dtype's relative steps of the largest logit.
 
@@ -41,18 +42,19 @@ closer or further apart (the median), 0.7 (the 99th percentile) and at most 1.3.
 changes none was above the resolution that follows from these numbers, 0.93 steps on average.
 """
 _LIKELIEST = 64
-"""The tokens that the deviation is measured on."""
+"""The number of likeliest tokens on which the deviation is measured."""
 _WIDE = 8
-"""The least width of a wide pass, where a drafter's windows are narrower."""
+"""The minimum width of the wide pass, for drafters whose windows are narrower."""
 _HALVINGS = 40
 
 
 @dataclass(frozen=True)
 class NearTie:
-    """A new token, by index, that the target would not have chosen in each of its passes.
+    """A new token that the target would not have chosen in each of two ways to compute its logits.
 
-    `margin` is the least change of logit differences, divided by the temperature, that would choose
-    it. Below `resolution` rounding may decide; otherwise this is not a near-tie.
+    `index` counts the row's new tokens from 0. `margin` is the least change of logit differences,
+    divided by the temperature, with which the target would choose the token. A margin below
+    `resolution` may be due to rounding; a larger one is an error.
     """
 
     index: int
@@ -61,7 +63,7 @@ class NearTie:
 
     @property
     def excused(self) -> bool:
-        """Whether rounding explains it; False if the margin is NaN."""
+        """Whether rounding explains the token; False if the margin is NaN."""
         return self.margin < self.resolution
 
 
@@ -69,26 +71,30 @@ class NearTie:
 class Difference:
     """The near-ties at which a row differs from plain decoding.
 
-    They are the first differing token, where plain decoding's token must be as close, and later
-    tokens given the row's own prefix. The last one may be a token that rounding does not explain;
-    tokens after it are not checked.
+    The first entry is the first token that differs, with the larger of its own margin and that of
+    plain decoding's token. The others are later tokens that the target would not choose given the
+    row's own prefix. Only the last entry may be one that rounding does not explain; tokens after it
+    are not checked.
     """
 
     near_ties: tuple[NearTie, ...]
 
     @property
     def first(self) -> int:
-        """The index of the first new token that differs."""
+        """The index, among the row's new tokens, of the first one that differs."""
         return self.near_ties[0].index
 
     @property
     def excused(self) -> bool:
         """Whether rounding explains the whole row."""
-        return all(one.excused for one in self.near_ties)
+        return all(near_tie.excused for near_tie in self.near_ties)
 
 
 def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
-    """Return the index of the first difference, which may be the end of the shorter list."""
+    """Return the first index at which two lists of tokens differ, or None if they are equal.
+
+    If one list begins with the other, this is the length of the shorter one.
+    """
     for index, (mine, other) in enumerate(zip(ours, theirs, strict=False)):
         if mine != other:
             return index
@@ -98,12 +104,16 @@ def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
 def compare_row(
     session: Session, prompt: int, ours: Sequence[int], plain: Sequence[int]
 ) -> Difference | None:
-    """Return how a row of a session differs from plain decoding, or None if it does not."""
+    """Return where a row of a session differs from plain decoding, or None if it does not.
+
+    `prompt` is the index of the row's prompt in the session; `ours` and `plain` are the new tokens
+    of the row and of plain decoding.
+    """
     first = first_difference(ours, plain)
     if first is None:
         return None
     if first == min(len(ours), len(plain)):
-        # Rows of the same tokens end alike, however those are computed.
+        # Equal tokens end a row at the same length, however their logits are computed.
         return Difference((NearTie(first, math.inf),))
     near_ties, deviations = [], []
     for index, passes in _logits_of_passes(session, prompt, ours):
@@ -111,10 +121,10 @@ def compare_row(
         if index < first:
             continue
         tokens = [ours[index], plain[index]] if index == first else [ours[index]]
-        close = _near_tie(session, prompt, index, tokens, passes, deviations)
-        if index == first or close.margin != 0:
-            near_ties.append(close)
-        if not close.excused:
+        near_tie = _near_tie(session, prompt, index, tokens, passes, deviations)
+        if index == first or near_tie.margin != 0:
+            near_ties.append(near_tie)
+        if not near_tie.excused:
             break
     return Difference(tuple(near_ties))
 
@@ -127,20 +137,22 @@ def _near_tie(
     passes: Float[np.ndarray, "2 V"],
     deviations: Sequence[float],
 ) -> NearTie:
-    """Return how close each token is to being the choice of each pass at an index.
+    """Return how close the target is to choosing each of `tokens` as the new token `index`.
 
-    `deviations` are those of the passes there, the last, and at the row's tokens before.
+    `passes` are the logits there, computed in two ways, and `deviations` the results of
+    `_deviation` for the new tokens so far, this one last. The margin is the largest over passes and
+    tokens.
     """
     request, noise = session.requests[prompt], np.zeros(passes.shape[1])
     largest = max(np.abs(passes.max(axis=1)).max(), np.abs(passes[:, list(tokens)]).max())
-    own_step, cache_step = (
+    model_step, cache_step = (
         relative_step(dtype) * largest for dtype in (session.model.dtype, session.model.cache_dtype)
     )
-    # Passes may happen to agree where others do not.
+    # Two passes may happen to agree at one token, so earlier tokens count as well.
     deviation = max(deviations[-1], float(np.sqrt(np.mean(np.square(deviations)))))
     resolution = _DEVIATIONS * math.sqrt(2) * deviation
-    most = _MOST_STEPS * max(own_step, cache_step)
-    resolution = float(np.clip(resolution, _LEAST_STEPS * own_step, most))
+    largest_resolution = _MOST_STEPS * max(model_step, cache_step)
+    resolution = float(np.clip(resolution, _LEAST_STEPS * model_step, largest_resolution))
     if request.temperature > 0:
         passes, resolution = passes / request.temperature, resolution / request.temperature
         key = session_row(session, prompt).key(session.seed)[None]
@@ -161,11 +173,11 @@ def least_change(
     request: SamplingParams,
     token: int,
 ) -> float:
-    """Return the least change of score differences for `token` to be drawn with the given noise.
+    """Return the least change of score differences for which `token` is drawn with the given noise.
 
     `scores` are logits divided by the temperature. After the change, top-k, top-p and min-p keep
-    the token, and no other kept token has a larger sum with the noise. The result is 0 for the
-    token that is drawn, and inf if no change suffices.
+    the token, and no other kept token has a larger sum of score and noise. The result is 0 if the
+    token is drawn without a change, and inf if no change suffices.
     """
     if not np.isfinite(scores[token]) or not np.isfinite(scores.max()):
         return math.inf
@@ -187,13 +199,13 @@ def least_change(
 
 @dataclass(frozen=True)
 class _Filters:
-    """What top-k, top-p and min-p keep of scores whose differences may change a little."""
+    """The tokens that top-k, top-p and min-p keep if score differences may change a little."""
 
     request: SamplingParams
     order: Float[np.ndarray, "V"]
     """The scores in descending order."""
     mass: Float[np.ndarray, "V+1"]
-    """Of the first 0, 1, ... of them, after top-k."""
+    """The probability of the first 0, 1, ..., V of them, after top-k."""
 
     @classmethod
     def of(cls, scores: Float[np.ndarray, "V"], request: SamplingParams) -> _Filters:
@@ -204,7 +216,7 @@ class _Filters:
         return cls(request, order, np.concatenate([[0.0], np.cumsum(weights) / weights.sum()]))
 
     def maybe(self, score: float, change: float) -> bool:
-        """Return whether a score may be kept."""
+        """Return whether some change of at most `change` keeps a token with this score."""
         k, p = self.request.top_k, self.request.top_p
         kept = not 0 < k < len(self.order) or score + change >= self.order[k - 1]
         if self.request.min_p > 0:
@@ -213,7 +225,7 @@ class _Filters:
         return bool(kept and (p >= 1 or _changed(above, -change) < p))
 
     def surely(self, scores: Float[np.ndarray, "N"], change: float) -> np.ndarray:
-        """Return which scores are kept in any case."""
+        """Return a mask of the scores that are kept under every change of at most `change`."""
         k, p = self.request.top_k, self.request.top_p
         kept = np.ones(scores.shape, bool)
         if 0 < k < len(self.order):
@@ -221,30 +233,33 @@ class _Filters:
         if self.request.min_p > 0:
             kept &= scores - change >= self.order[0] + np.log(self.request.min_p)
         if p < 1:
-            # All that may be likelier is, but for the token itself.
-            own = np.exp(scores - self.order[0]) * self.mass[1]
-            above = self.mass[self._count_above(scores - change, or_equal=True)] - own
+            # In the worst case, every other token that may become likelier does.
+            token_mass = np.exp(scores - self.order[0]) * self.mass[1]
+            above = self.mass[self._count_above(scores - change, or_equal=True)] - token_mass
             kept &= _changed(above, change) < p
         return kept
 
     def _count_above(self, limit: Any, *, or_equal: bool = False) -> Any:
-        """Return how many scores are above a limit."""
+        """Return the number of scores above each limit, or at least the limit with `or_equal`."""
         side = "right" if or_equal else "left"
         return np.searchsorted(-self.order, -limit, side=side)
 
 
 def _changed(mass: Any, change: float) -> Any:
-    """Return a mass whose tokens gain so much on all others, or lose it.
+    """Return the total probability of tokens whose scores rise by `change` relative to all others.
 
-    It is the sum of float32 numbers besides, which rounds as well.
+    A negative `change` lowers them. The result also allows for the rounding of a sum in float32.
     """
     moved = mass / (mass + (1 - mass) * np.exp(np.clip(-change, -700, 700)))
-    own = np.clip(change, -EXCUSED_MARGIN, EXCUSED_MARGIN)
-    return np.maximum(moved, mass + own) if change > 0 else np.minimum(moved, mass + own)
+    rounded = mass + np.clip(change, -EXCUSED_MARGIN, EXCUSED_MARGIN)
+    return np.maximum(moved, rounded) if change > 0 else np.minimum(moved, rounded)
 
 
 def _deviation(passes: Float[np.ndarray, "2 V"]) -> float:
-    """Return the standard deviation of the difference of two passes, over likely tokens."""
+    """Return the standard deviation of the difference between two passes' logits of likely tokens.
+
+    The result is NaN if none of these logits is finite.
+    """
     narrow, wide = passes
     likeliest = np.argsort(narrow)[-_LIKELIEST:]
     likeliest = likeliest[np.isfinite(narrow[likeliest])]
@@ -254,9 +269,10 @@ def _deviation(passes: Float[np.ndarray, "2 V"]) -> float:
 def _logits_of_passes(
     session: Session, prompt: int, new_tokens: Sequence[int]
 ) -> Iterator[tuple[int, Float[np.ndarray, "2 V"]]]:
-    """Yield the target's logits before each new token, computed in two ways.
+    """Yield the index of each new token with the logits [2, V] before it, computed in two ways.
 
-    By passes over one token, as in plain decoding, and by passes over several, as in a round.
+    The first are from passes over one token, as in plain decoding, the second from passes over
+    several tokens, as in a speculative round.
     """
     plan, params = session.plan, session.model.params
     ids = (*session.prompts[prompt], *new_tokens)
@@ -272,13 +288,13 @@ def _logits_of_passes(
     for at in range(begin, end, wide):
         stop, logits = min(at + wide, end), []
         for way, width in enumerate((1, wide)):
-            parts = []
+            pass_logits = []
             for start in range(at, stop, width):
                 count = min(width, stop - start)
                 with use(session.mesh):
-                    caches[way], part = extend(width, params, tokens, start, count, caches[way])
-                parts.append(fetch(part)[:count])
-            logits.append(np.concatenate(parts).astype(np.float64))
+                    caches[way], padded = extend(width, params, tokens, start, count, caches[way])
+                pass_logits.append(fetch(padded)[:count])
+            logits.append(np.concatenate(pass_logits).astype(np.float64))
         for index, passes in enumerate(zip(*logits, strict=True), start=at - begin):
             yield index, np.stack(passes)
 

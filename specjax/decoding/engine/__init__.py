@@ -1,1 +1,1 @@
-"""The engine: requests that arrive at any time share a fixed number of slots."""
+"""The engine, in which requests that arrive at any time share a fixed number of slots."""

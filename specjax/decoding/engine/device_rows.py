@@ -1,4 +1,4 @@
-"""The rows of an engine on the devices: those being decoded, and new ones to be admitted."""
+"""The rows of an engine on the devices: those that decode, and new ones to be admitted."""
 
 from __future__ import annotations
 
@@ -28,30 +28,31 @@ from specjax.drafters.base import Limits
 from specjax.errors import InputError
 
 _SAVED = 0.25
-"""The share of the time that decoding in half the rows is taken to save."""
+"""The share of the decoding time that halving the rows is assumed to save."""
 
 
 class DeviceRows:
-    """A session with its programs and the arrays they work on; it makes no decisions.
+    """A session, its compiled programs, and the arrays that they work on.
 
-    The rows of all slots are in one state, or those of a few slots in a smaller one (`narrow`).
+    The engine decides what runs; this class only runs it. The rows of all slots are in one state,
+    or the rows of a few slots in a smaller one (`narrow`).
     """
 
     def __init__(self, session: Session) -> None:
         self.session = session
         self._few: Session | None = None
-        """The session of fewer rows, while these decode alone."""
+        """The session of fewer rows, while only some slots decode (`narrow`)."""
         self._few_programs: Programs | None = None
         self._slots: tuple[int, ...] = ()
-        """Their slots then."""
+        """The slots of the fewer rows, in their order."""
         self._programs: Programs | None = None
         self._state: State | None = None
         self._new: State | None = None
         self._prompts: list[tuple[int, ...]] = []
-        """Those of the new rows."""
+        """The prompts of the new rows."""
         self._all_read = False
         self.compile_s = 0.0
-        """Seconds spent on making programs; next to nothing where they were there."""
+        """Seconds spent making programs; near zero if they had been compiled before."""
 
     def compile(self) -> Programs:
         """Return the programs, compiling them if necessary. Raises InputError."""
@@ -60,7 +61,7 @@ class DeviceRows:
         return self._programs
 
     def compile_fewer(self) -> None:
-        """Compile the programs of fewer rows that `narrow` may choose. Raises InputError."""
+        """Compile the programs for fewer rows that `narrow` may choose. Raises InputError."""
         rows = self.session.num_rows // 2 if self._narrows else 0
         while rows:
             self._compiled(self.session.with_options(batch_size=rows))
@@ -68,7 +69,7 @@ class DeviceRows:
 
     @property
     def _narrows(self) -> bool:
-        """Whether fewer rows may decode in smaller programs: on one CPU device."""
+        """Whether a smaller program may decode fewer rows, which is so on a single CPU device."""
         placement = self.session.placement
         return self.session.mesh is None and first_device(placement).platform == "cpu"
 
@@ -96,16 +97,16 @@ class DeviceRows:
         self.session = session
 
     def begin(self) -> None:
-        """Allocate the state of all rows, if it does not exist yet."""
+        """Allocate the state of all rows, unless it exists already."""
         if self._state is not None:
             return
         session = self.session
         self._state = self.compile().empty(session.params, *self._arguments([], session.num_rows))
 
     def new_rows(self, rows: Sequence[Row]) -> bool:
-        """Start new rows; return whether their prompts are already read.
+        """Start new rows; return whether their prompts have been read already.
 
-        This is the case if the previous new rows had the same prompts.
+        They have if the previous new rows had the same prompts.
         """
         session, programs = self.session, self.compile()
         arguments = self._arguments(rows, session.prefill_rows)
@@ -118,15 +119,15 @@ class DeviceRows:
         if self._new is None:
             self._new = programs.new(session.params, *arguments)
         else:
-            # The old rows' memory is given away: where that is interrupted there are none.
+            # The old rows' memory is donated, so they are gone even if the call is interrupted.
             old, self._new = self._new, None
             self._new = programs.renew(session.params, old, *arguments)
         return False
 
     def read(self, begin: int, end: int) -> jax.Array:
-        """Read the new rows' prompts from `begin` to `end`.
+        """Read the new rows' prompts from position `begin` to `end`, exclusive.
 
-        Returns an array that becomes ready when reading is done.
+        Returns an array that becomes ready when they have been read.
         """
         self._new, ready = self.compile().read(
             self.session.params, self._new, np.int32(begin), np.int32(end)
@@ -136,9 +137,9 @@ class DeviceRows:
     def admit(self, slots: Sequence[int], *, all_read: bool) -> jax.Array:
         """Move the new rows into `slots`.
 
-        Returns an array that becomes ready when this is done. If all prompts were read
-        (`all_read`), including those of aborted requests, they serve further rows with the same
-        prompts.
+        Returns an array that becomes ready when they have been moved. With `all_read`, which says
+        that all prompts were read, including those of aborted requests, later rows with the same
+        prompts need not read them.
         """
         self._widen()
         out_of_range = self.session.num_rows
@@ -157,7 +158,7 @@ class DeviceRows:
     ) -> Seen:
         """Run a few rounds, as `loop.step` does, and start copying the results to the host.
 
-        Results are in the order of `by_row`.
+        Rows in `ended_slots` are released first. The results are in the order of `by_row`.
         """
         session = self._few or self.session
         programs = self.compile() if self._few is None else self._few_programs
@@ -174,13 +175,13 @@ class DeviceRows:
             np.int32(max_rounds),
             np.int32(stop_after_finished),
         )
-        for part in jax.tree.leaves(seen):
-            part.copy_to_host_async()
+        for array in jax.tree.leaves(seen):
+            array.copy_to_host_async()
         return seen
 
     @property
     def _row_slots(self) -> Sequence[int]:
-        """The slot of each row."""
+        """The slot of each row on the devices."""
         return range(self.session.num_rows) if self._few is None else self._slots
 
     def by_row(self, slots: Sequence[Any]) -> tuple[Any, ...]:
@@ -188,11 +189,12 @@ class DeviceRows:
         return tuple(slots[slot] if slot < len(slots) else None for slot in self._row_slots)
 
     def narrow(self, slots: Sequence[int], seconds_left: float) -> None:
-        """Decode only the rows in `slots`, in programs of at most half the rows, if that pays off.
+        """Decode only the rows in `slots`, in programs for at most half the rows, if that pays off.
 
-        All other rows must have ended. It pays off on a CPU, where fewer rows make a pass faster,
-        if the time saved out of `seconds_left` exceeds the time to compile. On accelerators a pass
-        takes as long as reading the weights, and on a mesh rows belong to devices.
+        The rows of all other slots must have ended. On a CPU, where fewer rows make a pass faster,
+        it pays off if the time saved out of `seconds_left` exceeds the time to compile. Elsewhere
+        nothing is done: on accelerators a pass takes as long as reading the weights, and on a mesh
+        rows belong to devices.
         """
         now = self._few or self.session
         if not self._narrows:
@@ -201,11 +203,11 @@ class DeviceRows:
         if 2 * few.num_rows > now.num_rows:
             return
         compile_s = 0.0 if is_compiled(few) else self.compile().seconds
-        if not _SAVED * seconds_left > compile_s:  # also where a clock gave no number
+        if not _SAVED * seconds_left > compile_s:  # also if `seconds_left` is NaN
             return
         self._few_programs = self._compiled(few)
         rows = [self._row_slots.index(slot) for slot in slots]
-        # Those over are copies of the first, which are released at once.
+        # The rows that pad to a compiled size are copies of the first, and are released at once.
         rows += [rows[0]] * (few.num_rows - len(rows))
         number = np.arange(few.num_rows, dtype=np.int32)
         spare = np.where(number < len(slots), few.num_rows, number)
@@ -213,7 +215,7 @@ class DeviceRows:
         self._few, self._slots = few, tuple(slots)
 
     def _widen(self) -> None:
-        """Have the rows of all slots in one state again."""
+        """Return to a single state with the rows of all slots."""
         if self._few is None:
             return
         session, few = self.session, self._state
@@ -224,37 +226,38 @@ class DeviceRows:
         self._few, self._slots = None, ()
 
     def update_params(self, params: Any, drafter_params: Any = None) -> None:
-        """Decode with new parameters, discarding what was learned with the old ones.
+        """Decode with new parameters, discarding what was computed with the old ones for reuse.
 
-        They are placed like the old ones. A trained head takes the parameters that it shares with
-        the target from the new target. Raises InputError unless trees, shapes and dtypes are
-        unchanged.
+        They are placed like the old ones. Without `drafter_params` the drafter keeps its own, but a
+        trained head takes the parameters that it shares with the target from the new target. Raises
+        InputError unless trees, shapes and dtypes are unchanged.
         """
         session, drafter = self.session, self.session.drafter
         params = _in_place_of("params", session.model.params, params)
         if drafter_params is None:
             pairs = zip(drafter.drafter.parts, drafter.params, strict=True)
-            own = tuple(part.for_target(each, params) for part, each in pairs)
+            new = tuple(part.for_target(each, params) for part, each in pairs)
         elif len(drafter.params) == 1 and _form((drafter_params,)) == _form(drafter.params):
-            own = (drafter_params,)
+            new = (drafter_params,)
         else:
-            own = drafter_params
-        drafter = drafter._replace(params=_in_place_of("drafter_params", drafter.params, own))
+            new = drafter_params
+        drafter = drafter._replace(params=_in_place_of("drafter_params", drafter.params, new))
         self._widen()
         self.session = replace(
             session, model=replace(session.model, params=params), drafter=drafter
         )
-        # Of a prompt that is being read as well, only its own rows continue with the old ones.
+        # Later rows with a prompt read by the old parameters must read it again.
         self._prompts = []
 
     def cache_outputs(self, outputs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> None:
         """Let drafters copy from the prompts and outputs of finished requests, the latest one last.
 
-        They take the place of earlier ones in the drafters' parameters; the rows stay as they are.
+        `outputs` are pairs of token lists, which replace earlier ones in the drafters' parameters.
+        The state of the rows is unchanged.
         """
-        drafter, kept = self.session.drafter, list(outputs)
+        drafter, texts = self.session.drafter, list(outputs)
         pairs = zip(drafter.drafter.parts, drafter.params, strict=True)
-        params = tuple(part.with_outputs(own, kept) for part, own in pairs)
+        params = tuple(part.with_outputs(part_params, texts) for part, part_params in pairs)
         params = _in_place_of("drafter_params", drafter.params, params)
         drafter = drafter._replace(params=params)
         self.session = replace(self.session, drafter=drafter)
@@ -277,17 +280,20 @@ class DeviceRows:
 
 
 def _in_place_of(name: str, old: Any, new: Any) -> Any:
-    """Return a tree placed like another one. Raises InputError unless the leaves match."""
+    """Return the arrays of `new`, placed on devices like those of `old`.
+
+    Raises InputError, which calls the tree `name`, unless their trees, shapes and dtypes are equal.
+    """
     if _form(old) != _form(new):
         raise InputError(
             f"{name}: its tree, shapes or dtypes are not those of the parameters it replaces; give "
             "the same model's, loaded with the same form and weights"
         )
-    return jax.tree.map(lambda mine, before: jax.device_put(mine, before.sharding), new, old)
+    return jax.tree.map(lambda array, replaced: jax.device_put(array, replaced.sharding), new, old)
 
 
 def _form(tree: Any) -> Any:
-    """Return a tree with the shape and dtype of each array; other leaves are unchanged."""
+    """Return a tree with the shape and dtype in place of each array; other leaves are unchanged."""
 
     def of(leaf: Any) -> Any:
         if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):

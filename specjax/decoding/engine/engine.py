@@ -1,9 +1,9 @@
 """`Engine`, which decodes any number of requests together in a fixed number of slots.
 
-The compiled loop returns when a row has finished and requests are waiting. Their prompts are then
-read separately, a bounded number of tokens at a time, and moved into free slots while the other
-rows keep their state. If the host has nothing to decide, the next step starts before the results of
-the last one are read.
+The compiled loop returns when a row has finished and requests are waiting. The waiting prompts are
+then read separately, a bounded number of tokens at a time, and moved into free slots while the
+other rows keep their state. If the host has nothing to decide, the next step starts before the
+results of the last one are read.
 """
 
 from __future__ import annotations
@@ -51,17 +51,20 @@ from specjax.loading.load import place_model
 from specjax.loading.model import MODEL_KIND, Model
 
 _ROUNDS_WHILE_READING = 4
-"""Rounds between two parts of the prompts of waiting requests that have free slots."""
+"""The maximum number of rounds per step while prompts for free slots are being read."""
 _ROUNDS_PER_STOP = 8
-"""The most rounds between two looks for stop strings."""
+"""The maximum number of rounds per step while some row has stop strings."""
 _RECENT_STEPS = 5
-"""Steps by whose seconds it is judged how long rows take."""
+"""The number of latest steps from which the remaining time of rows is estimated."""
 _RUNNING_ROWS = Choice(("continue", "abort"))
 
 
 @dataclass
 class _Prompts:
-    """Prompts that are being read, up to a position of the `longest`, and their slots."""
+    """Requests whose prompts are being read, each with its slot.
+
+    All prompts are read together, up to `position`.
+    """
 
     taken: list[tuple[int, Request]]
     position: int = 0
@@ -69,14 +72,17 @@ class _Prompts:
 
     @property
     def longest(self) -> int:
-        """The number of tokens to read of the longest prompt whose request was not aborted."""
+        """The position up to which the longest prompt of an unaborted request must be read."""
         left = [request for _, request in self.taken if not request.ended]
         return max((self.position, *(len(request.row.prompt) - 1 for request in left)))
 
 
 @dataclass(frozen=True)
 class _Reading:
-    """Parts of prompts that were read, or rows that were admitted, once `ready` is there."""
+    """Prompts being read, or rows being admitted, on the devices; done once `ready` is available.
+
+    `begun` is a clock reading in seconds.
+    """
 
     ready: jax.Array
     begun: float
@@ -101,10 +107,10 @@ class Engine:
         for delta in engine:
             print(delta.text, end="")
 
-    With greedy decoding and with `verify="coupled"` a request's tokens depend only on its prompt,
-    its parameters and its key, which derives from its seed or else its number in order of arrival.
-    With `rejection` and `block` the same holds for fixed draft lengths. If there are several
-    processes, each must make the same calls in the same order.
+    With greedy decoding and with `verify="coupled"`, a request's tokens depend only on its prompt,
+    its parameters and its key, which derives from the request's seed or else from its number in
+    order of arrival. With `rejection` and `block` the same holds for fixed draft lengths. If there
+    are several processes, each must make the same calls in the same order.
     """
 
     @takes_options(DecodeOptions)
@@ -118,7 +124,8 @@ class Engine:
     ) -> None:
         """Create an engine with `batch_size` slots; nothing compiles before the first step.
 
-        `options` are the fields of DecodeOptions. Raises InputError.
+        On a `mesh`, by default that of the target, rows and weights are sharded as in `generate`.
+        `options` are the fields of DecodeOptions. Raises InputError for bad input.
         """
         MODEL_KIND.check("target", target)
         target = target if mesh is None else place_model(target, mesh)
@@ -131,7 +138,7 @@ class Engine:
 
     @classmethod
     def of(cls, session: Session) -> Engine:
-        """Return an engine for a session, without adding the session's prompts."""
+        """Return an engine for a planned session, without adding the session's prompts."""
         engine = cls.__new__(cls)
         engine._open(session)
         return engine
@@ -140,7 +147,7 @@ class Engine:
         self._rows = DeviceRows(session)
         self._controller_state = session.controller.init(session.step_sizes)
         self.step_limits: list[tuple[Limits, int]] = []
-        """What each step could draft, and its most rounds."""
+        """The draft limits and the maximum number of rounds of each step."""
         self._scheduler = Scheduler(session.batch_size)
         self.statistics = Statistics(session.batch_size)
         self._reading: _Prompts | None = None
@@ -173,8 +180,8 @@ class Engine:
     def compile(self, *, fewer_rows: bool = False) -> Programs:
         """Return the programs, compiling them if necessary.
 
-        With `fewer_rows`, those of fewer rows too, which a step may otherwise wait for. Raises
-        InputError.
+        With `fewer_rows`, also compile the programs for fewer rows, which otherwise a later step
+        may have to compile. Raises InputError.
         """
         with self._compiling():
             if fewer_rows:
@@ -183,7 +190,10 @@ class Engine:
 
     @contextlib.contextmanager
     def _compiling(self) -> Iterator[None]:
-        """Around what may compile: its seconds are in `statistics.compile_s` and nowhere else."""
+        """Record the seconds spent compiling in this context as `statistics.compile_s` only.
+
+        They are excluded from the times of steps and requests.
+        """
         before = self._rows.compile_s
         yield
         seconds = self._rows.compile_s - before
@@ -204,12 +214,12 @@ class Engine:
     ) -> RequestId:
         """Add a request; return its id, by default its number in order of arrival.
 
-        Each of `n` samples is a separate row; the first equals the result of the request alone.
-        Rows with the same prompt that enter slots one after another read it once. If prompt and
-        output reach the engine's `max_length`, the output ends with the reason "length". Raises
-        InputError for an id in use, a prompt that cannot be encoded or does not fit, more than
-        eight stop tokens including the model's, and sampling parameters that the target does not
-        support.
+        `sampling` may be a dict of the fields of SamplingParams. Each of `n` samples is a separate
+        row; the first equals the result of the request alone. Consecutive rows with the same prompt
+        read it once. If prompt and output reach the engine's `max_length`, the output ends with the
+        reason "length". Raises InputError for an id in use, a prompt that cannot be encoded or does
+        not fit, more than eight stop tokens including the model's, and sampling parameters that the
+        target does not support.
         """
         self._check_open()
         name = self._free_number() if id is None else id
@@ -247,10 +257,11 @@ class Engine:
 
     def _free_number(self) -> int:
         """Return the number of the next request, or a later one that is not an id in use."""
-        return next(one for one in itertools.count(self._number) if not self._scheduler.has(one))
+        numbers = itertools.count(self._number)
+        return next(number for number in numbers if not self._scheduler.has(number))
 
     def add_rows(self, id: RequestId, rows: list[Row]) -> None:
-        """Add checked rows as the samples of one request.
+        """Add rows, already encoded and checked, as the samples of one request.
 
         Raises InputError if the engine is closed.
         """
@@ -267,8 +278,8 @@ class Engine:
     def step(self) -> list[Delta]:
         """Decode a few rounds; return the new output of each request.
 
-        If slots are free, prompts of waiting requests are read first. Returns an empty list if no
-        request is unfinished. Raises InputError if programs do not fit into memory, or if an
+        If slots are free, prompts of waiting requests are read first. The list is empty if all
+        requests have finished. Raises InputError if programs do not fit into memory, or if an
         earlier step failed and its tokens are lost.
         """
         self._check_open()
@@ -278,7 +289,7 @@ class Engine:
         return deltas
 
     def __iter__(self) -> Iterator[Delta]:
-        """Yield the deltas of all steps, until no request is left."""
+        """Yield the deltas of all steps, until every request has finished."""
         self._check_open()
         while self._scheduler or self._ready:
             if not self._ready:
@@ -307,9 +318,10 @@ class Engine:
 
         Results already in progress with the old ones appear in the next step's deltas. The
         drafter's parameters (`LoadedDrafter.params`) stay if none are given, except those that a
-        trained head shares with its target. Rows that are running or being read `continue` with
-        what the old parameters read, or `abort`. Learned draft lengths are discarded. Raises
-        InputError unless trees, shapes and dtypes are unchanged.
+        trained head shares with its target. If `running` is "continue", rows that are decoding or
+        whose prompts are being read keep the cache computed with the old parameters; if it is
+        "abort", they end. Learned draft lengths are discarded. Raises InputError unless trees,
+        shapes and dtypes are unchanged.
         """
         self._check_open()
         running = _RUNNING_ROWS.check("running", running)
@@ -321,7 +333,7 @@ class Engine:
             self._abort([request for request in self._scheduler.slots if request is not None])
 
     def control(self, controller: Controller | None) -> None:
-        """Let another controller choose draft lengths from now on, or fixed ones for None.
+        """Let another controller choose draft lengths from now on; None stands for fixed lengths.
 
         Lengths are numbers that a program takes, so nothing is compiled, except on an accelerator
         where one drafter had a fixed length so far, or will have. What the earlier controller
@@ -334,8 +346,8 @@ class Engine:
     def close(self) -> None:
         """Free the engine's memory on the devices.
 
-        Unfinished requests and deltas that no step has returned are dropped. If interrupted, it can
-        be called again.
+        Unfinished requests, and deltas that no step has returned, are dropped. If interrupted, it
+        can be called again.
         """
         self._closed = True
         self._scheduler = Scheduler(self.session.batch_size)
@@ -347,7 +359,7 @@ class Engine:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close it."""
+        """Close the engine."""
         self.close()
 
     def _check_open(self) -> None:
@@ -361,7 +373,10 @@ class Engine:
 
     @contextlib.contextmanager
     def _as_a_whole(self) -> Iterator[None]:
-        """For what leaves requests with a part of a step if it is cut off: no step may follow."""
+        """Mark the engine as failed if the code in this context is interrupted or raises.
+
+        Such code would leave requests with only some tokens of a step, so no other step may follow.
+        """
         try:
             yield
         except BaseException:
@@ -376,7 +391,8 @@ class Engine:
             self._reading = None
 
     def _steps_under_way(self) -> int:
-        return sum(isinstance(one, _Running) for one in self._under_way)
+        """Return the number of steps running on the devices."""
+        return sum(isinstance(work, _Running) for work in self._under_way)
 
     def _host_may_end_rows(self) -> bool:
         """Return whether a request in some slot has stop strings, which only the host finds."""
@@ -389,7 +405,7 @@ class Engine:
         return 1 if self._host_may_end_rows() else 2
 
     def _advance(self) -> None:
-        """Begin what can be begun, and look at the oldest step that is under way."""
+        """Start the work that can start now, then wait for the oldest step in progress."""
         while self._steps_under_way() < self._most_under_way() and self._dispatch():
             pass
         if self._under_way:
@@ -435,9 +451,10 @@ class Engine:
         return True
 
     def _choose(self, unfinished: int, most_rounds: int) -> tuple[Limits, int]:
-        """Return the next step's limits and rounds, by the controller; process 0's hold for all.
+        """Return the limits and the number of rounds that the controller chooses for the next step.
 
-        Raises InputError where a controller returns something else.
+        All processes use the choice of process 0. Raises InputError if the controller returns
+        anything else than valid limits, a number of rounds and a state.
         """
         controller, num_drafters = self.session.controller, len(self.session.plan.drafter.parts)
         chosen = controller.choose(self._controller_state, unfinished, most_rounds)
@@ -463,7 +480,7 @@ class Engine:
         return tokens / pace * round_s[(len(round_s) - 1) // 2]  # the median: a clock may jump
 
     def _tokens_left(self, request: Request) -> int:
-        """Return the most tokens that a request may still get."""
+        """Return the maximum number of tokens that a request may still emit."""
         room = self.session.max_length - len(request.row.prompt)
         return min(request.row.sampling.max_new_tokens, room) - len(request.follower.token_ids)
 
@@ -471,7 +488,7 @@ class Engine:
         """Return the requests in the slots, without those whose prompts are being read."""
         reading = [request for _, request in self._reading.taken] if self._reading else []
         return tuple(
-            None if any(request is one for one in reading) else request
+            None if any(request is unread for unread in reading) else request
             for request in self._scheduler.slots
         )
 
@@ -504,8 +521,8 @@ class Engine:
     def _part(self, left: int, budget: int) -> int:
         """Return how many of the `left` tokens of a prompt to read next within `budget`.
 
-        Parts end after whole chunks of the largest size, or with the prompt: so its chunks do not
-        depend on what else is read.
+        Reading stops after a whole chunk of the largest size or at the end of the prompt, so that a
+        prompt's chunks do not depend on what else is read.
         """
         chunks = self.session.plan.chunks
         if _round_up(left, chunks[-1]) <= budget:
@@ -516,6 +533,7 @@ class Engine:
         return min(left, budget - budget % chunks[0])
 
     def _begin(self, reading: _Prompts) -> None:
+        """Allocate the new rows of `reading`, whose prompts may have been read for earlier rows."""
         self._rows.begin()
         now = time.perf_counter()
         for _, request in reading.taken:
@@ -525,14 +543,14 @@ class Engine:
         reading.begun = True
 
     def _admit(self) -> None:
-        """Put the rows whose prompts were read into their slots."""
+        """Move the rows whose prompts have been read into their slots."""
         taken, begun = self._reading.taken, time.perf_counter()
         read = all(len(request.row.prompt) <= self._reading.position + 1 for _, request in taken)
         slots = [slot for slot, _ in taken]
         with self._as_a_whole():
             ready = self._rows.admit(slots, all_read=read)
             self._under_way.append(_Reading(ready, begun))
-            # Those that were aborted meanwhile have no slot any more, but are in one.
+            # Requests aborted meanwhile have given up their slots, but their rows occupy them.
             for slot, request in taken:
                 self._ended_slots.discard(slot)
                 if request.ended:
@@ -540,27 +558,27 @@ class Engine:
             self._reading = None
 
     def _look(self) -> None:
-        """Wait for the oldest step under way, or for prompts; what it added is ready then.
+        """Wait for the oldest step in progress, or for prompts, and collect the new output.
 
-        What is waited for stays the oldest until it is there: the wait may be interrupted.
+        Work is removed from the queue only once it is done, since waiting may be interrupted.
         """
-        while not isinstance(one := self._under_way[0], _Running):
-            jax.block_until_ready(one.ready)
+        while not isinstance(oldest := self._under_way[0], _Running):
+            jax.block_until_ready(oldest.ready)
             self._under_way.popleft()
-            self.statistics.prefill_s += self._lap(one.begun)
+            self.statistics.prefill_s += self._lap(oldest.begun)
             if not self._under_way:
                 return
-        # The program's outputs are there together.
-        seen = jax.tree.map(np.asarray, one.seen)
+        # All outputs of a program become available at the same time.
+        seen = jax.tree.map(np.asarray, oldest.seen)
         with self._as_a_whole():
             self._under_way.popleft()
-            seconds = self._lap(one.begun)
-            self._take(one, seen, seconds)
-        record = _record(self.session, one.limits, seen, seconds)
+            seconds = self._lap(oldest.begun)
+            self._take(oldest, seen, seconds)
+        record = _record(self.session, oldest.limits, seen, seconds)
         self._controller_state = self.session.controller.update(self._controller_state, record)
 
     def _take(self, step: _Running, seen: Seen, seconds: float) -> None:
-        """Make ready what a step added to each of its requests."""
+        """Queue the deltas of a finished step for each of its requests, and count its tokens."""
         first, emitted = self.statistics.rounds, seen.rounds.emitted >= 0
         ran = np.flatnonzero(emitted.any(axis=0))
         rounds = int(ran[-1]) + 1 if len(ran) else 0
@@ -573,8 +591,8 @@ class Engine:
         self.statistics.add_step(Step(end_s, seconds, rounds, row_rounds, tokens, step.waiting))
 
     def _follow(self, request: Request, row: int, seen: Seen, first_round: int) -> int:
-        """Make ready what a step added to the request of a row; its new tokens."""
-        counts = jax.tree.map(lambda part: part[row], seen.rounds)
+        """Queue the delta of the request in `row` of a step; return its number of new tokens."""
+        counts = jax.tree.map(lambda array: array[row], seen.rounds)
         new, status = int(np.maximum(counts.emitted, 0).sum()), int(seen.status[row])
         if not new and status == RUNNING:
             return 0
@@ -583,7 +601,7 @@ class Engine:
             fresh, drafted, text = request.follower.follow(
                 status, seen.tokens[row, :new].tolist(), logprobs, counts, first_round
             )
-        except InputError as refused:  # its tokens have no text; the others' have
+        except InputError as refused:  # tokens without text end this request only
             request.follower.end_without_text(str(refused))
             fresh, drafted, text = [], [], ""
         gap = request.see_tokens(len(fresh), self._clock_s)
@@ -598,7 +616,7 @@ class Engine:
         return len(fresh)
 
     def _end(self, request: Request, fresh: list[int], drafted: list[bool], text: str) -> None:
-        """Make a request's last delta ready; its slot is free, and its id may be used again."""
+        """Queue a request's last delta, and free its slot and its id."""
         slot = self._scheduler.free(request)
         if request.follower.finish_reason == ABORTED and slot is not None:
             self._ended_slots.add(slot)
@@ -624,10 +642,10 @@ class Engine:
         return seconds
 
     def _rest(self) -> None:
-        """Without requests: wait for what is under way, and keep nothing on the devices."""
+        """Wait for work in progress and free the memory on the devices, when no request is left."""
         while self._under_way:
-            one = self._under_way[0]
-            jax.block_until_ready(one.seen if isinstance(one, _Running) else one.ready)
+            oldest = self._under_way[0]
+            jax.block_until_ready(oldest.seen if isinstance(oldest, _Running) else oldest.ready)
             self._under_way.popleft()
         self._reading = None
         self._ended_slots.clear()
@@ -635,13 +653,13 @@ class Engine:
 
 
 def _delta(request: Request, fresh: list[int], drafted: list[bool], text: str) -> Delta:
-    """What a step added to a request."""
+    """Return the delta of a request with the tokens and text that a step added."""
     logprobs = request.follower.newest_logprobs(len(fresh))
     return Delta(request.id, request.row.sample, fresh, drafted, text, logprobs=logprobs)
 
 
 def _record(session: Session, limits: Limits, seen: Seen, seconds: float) -> StepRecord:
-    """Return the record of a step for the length controller."""
+    """Return the record of a step that the length controller learns from."""
     ran = seen.rounds.emitted >= 0
     widths = np.where(ran, seen.rounds.width, 0).max(axis=0)
     drafters = np.arange(len(session.plan.drafter.parts))
@@ -659,7 +677,7 @@ def _record(session: Session, limits: Limits, seen: Seen, seconds: float) -> Ste
 
 
 def _is_choice(chosen: Any, num_drafters: int, most_rounds: int) -> bool:
-    """Return whether a controller returned valid limits, a number of rounds, and a state."""
+    """Return whether a controller's choice has valid limits, a number of rounds, and a state."""
     if not isinstance(chosen, tuple) or len(chosen) != 3 or not isinstance(chosen[0], Limits):
         return False
     (longest, confidence), rounds, _ = chosen

@@ -23,9 +23,9 @@ RequestId = int | str
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds from adding a request to reading its prompt, its first token, and its end.
+    """Seconds from adding a request to reading its prompt, to its first token, and to its end.
 
-    A time is None if the request ended before.
+    A time is None if the request ended before it.
     """
 
     waiting_s: float | None
@@ -50,9 +50,9 @@ class Output:
 
     `token_ids` are the new tokens, stop token included. `finish_reason` is "stop", "length",
     "abort", or "error" if the target's logits were not finite or tokens have no text (then
-    `text_error` says why). `rounds` are the counts of its own rounds, [R] each, starting with the
-    engine's round `first_round`. `logprobs` is None unless requested. `lossy` says that the rule,
-    such as `typical`, changed the distribution of the tokens.
+    `text_error` says why). `rounds` are the counts of the row's own rounds, arrays [R], the first
+    of which was the engine's round `first_round`. `logprobs` is None unless requested. `lossy` says
+    that the rule, such as `typical`, changed the distribution of the tokens.
     """
 
     id: RequestId
@@ -66,7 +66,7 @@ class Output:
     times: Times
     text_error: str | None = None
     error: str | None = None
-    """What went wrong, where the reason is "error"."""
+    """A message about the failure if the finish reason is "error", else None."""
     lossy: bool = False
 
     @property
@@ -85,9 +85,9 @@ class Delta:
     """The output that a step added to one request.
 
     `text` is final, but may lag behind `token_ids` by an incomplete character or a possible stop
-    string. `drafted` says which tokens the drafter had proposed; `logprobs` are those of the
-    tokens, None unless requested. `finish_reason` and `output` are None until the last delta of the
-    request or its sample.
+    string. `drafted` says which tokens the drafter had proposed; `logprobs` are the tokens'
+    log-probabilities, or None unless requested. `finish_reason` and `output` are None until the
+    last delta of the sample.
     """
 
     id: RequestId
@@ -101,18 +101,21 @@ class Delta:
 
 
 def was_drafted(rounds: Rounds) -> list[bool]:
-    """Return, for each token that a row emitted in its rounds, whether it was drafted."""
+    """Return, for each token that a row emitted in `rounds` ([R]), whether it was drafted."""
     return [
-        index < passed
-        for passed, count in zip(rounds.accepted.tolist(), rounds.emitted.tolist(), strict=True)
+        index < accepted
+        for accepted, count in zip(rounds.accepted.tolist(), rounds.emitted.tolist(), strict=True)
         for index in range(max(count, 0))
     ]
 
 
 def failure_message(target: Model, failed: Mapping[str, Failure]) -> str:
-    """Return a message about rows that ended with "error", with one sentence per cause."""
-    broken = [name for name, one in failed.items() if one.text_error is None]
-    unreadable = [name for name, one in failed.items() if one.text_error is not None]
+    """Return a message about rows that ended with "error", with one sentence per cause.
+
+    `failed` maps the name of each row, as messages should show it, to its failure.
+    """
+    broken = [name for name, failure in failed.items() if failure.text_error is None]
+    unreadable = [name for name, failure in failed.items() if failure.text_error is not None]
     sentences = []
     if broken:
         sentences.append(
@@ -133,7 +136,7 @@ def _and_others(names: Sequence[str]) -> str:
 
 
 class Follower:
-    """The output of one row, extended step by step."""
+    """The output of one row, which grows step by step."""
 
     def __init__(
         self, tokenizer: Tokenizer | None, stops: Sequence[str], *, logprobs: bool
@@ -157,9 +160,10 @@ class Follower:
     ) -> tuple[list[int], list[bool], str]:
         """Add a step's tokens; return new tokens, whether each was drafted, and new text.
 
-        `rounds` are the step's counts [R], starting with the engine's round `first_round`. The text
-        is final. The output ends, as `finish_reason` says, with the row or at a stop string. Raises
-        InputError, adding nothing, for tokens that have no text.
+        `status` is the row's status after the step, and `rounds` are the step's counts [R], the
+        first of which was the engine's round `first_round`. The text is final. If the row ended or
+        a stop string was found, the output ends and `finish_reason` is set. Raises InputError,
+        adding nothing, for tokens that have no text.
         """
         participated = rounds.emitted >= 0
         if self.first_round is None:
@@ -167,7 +171,7 @@ class Follower:
         rounds = _columns(rounds, participated)
         reason = REASONS.get(status)
         fresh = list(tokens)
-        # First, since it may raise: then nothing of the step is in the output.
+        # Decoding comes first, since it may raise, and then nothing may have been added.
         if self._text is not None:
             fresh = fresh[: self._text.feed(fresh)]
             if self._text.stopped:
@@ -182,23 +186,26 @@ class Follower:
         return fresh, was_drafted(rounds), text
 
     def newest_logprobs(self, count: int) -> list[float] | None:
-        """Return the log-probabilities of the last `count` tokens, None unless requested."""
+        """Return the log-probabilities of the last `count` tokens, or None unless requested."""
         return None if self.logprobs is None else self.logprobs[len(self.logprobs) - count :]
 
     def end(self, reason: str | None) -> str:
-        """Return the final text since the last call; with a reason to end, all remaining text."""
+        """Set the finish reason, or None to go on; return the final text since the last call.
+
+        With a reason, this is all the remaining text.
+        """
         self.finish_reason = reason
         text = "" if self._text is None else self._text.take(ended=reason is not None)
         self._shown.append(text)
         return text
 
     def end_without_text(self, why: str) -> None:
-        """End the output as it is, since the next tokens have no text."""
+        """End the output with the reason "error", since `why` the next tokens have no text."""
         self._text = None
         self.finish_reason, self.text_error = REASONS[FAILED], why
 
     def output(self, id: RequestId, sample: int, times: Times) -> Output:
-        """Return the complete output, whose text is that of all deltas."""
+        """Return the complete output, whose text is the concatenation of all deltas' texts."""
         return Output(
             id,
             sample,
@@ -214,13 +221,15 @@ class Follower:
 
 
 def _columns(rounds: Rounds, which: Bool[np.ndarray, "R"]) -> Rounds:
-    return jax.tree.map(lambda part: part[which], rounds)
+    """Return the counts of the rounds that `which` marks."""
+    return jax.tree.map(lambda counts: counts[which], rounds)
 
 
 def _first_tokens(rounds: Rounds, count: int) -> Rounds:
-    """Return the counts of a row's first `count` tokens in some rounds."""
-    several = jax.tree.map(lambda part: part[None], rounds)
-    kept = jax.tree.map(lambda part: part[0], truncate_rounds(several, np.array([count])))
+    """Return a row's counts, arrays [R], truncated to the first `count` tokens emitted in them."""
+    as_batch = jax.tree.map(lambda counts: counts[None], rounds)
+    truncated = truncate_rounds(as_batch, np.array([count]))
+    kept = jax.tree.map(lambda counts: counts[0], truncated)
     return _columns(kept, kept.emitted >= 0)
 
 
@@ -228,4 +237,4 @@ def _joined(rounds: Sequence[Rounds]) -> Rounds:
     if not rounds:
         nothing = np.zeros(0, np.int32)
         return Rounds(nothing, nothing, nothing, nothing, nothing)
-    return jax.tree.map(lambda *parts: np.concatenate(parts), *rounds)
+    return jax.tree.map(lambda *counts: np.concatenate(counts), *rounds)

@@ -1,4 +1,4 @@
-"""Assign requests to slots in order of arrival."""
+"""Assignment of requests to slots in order of arrival."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Request:
 
     @property
     def ended(self) -> bool:
-        """Whether its output is complete."""
+        """Whether the request's output is complete."""
         return self.follower.finish_reason is not None
 
     def leave_out(self, seconds: float) -> None:
@@ -34,9 +34,10 @@ class Request:
                 setattr(self, name, time + seconds)
 
     def see_tokens(self, count: int, now: float) -> float | None:
-        """Record new tokens; return the seconds per token since the last ones, None for the first.
+        """Record `count` new tokens; return the seconds per token since the previous ones.
 
-        Tokens that arrive together count as evenly spaced.
+        Tokens that arrive together count as evenly spaced. The result is None without new tokens
+        and for the first ones.
         """
         if not count:
             return None
@@ -47,18 +48,18 @@ class Request:
         return (now - before) / count
 
     def times(self, now: float) -> Times:
-        """Return the request's times if it ends `now`."""
+        """Return the latencies of a request that ends at the clock reading `now`."""
         begun, first = (
-            None if one is None else one - self.added for one in (self.begun, self.first_token)
+            None if time is None else time - self.added for time in (self.begun, self.first_token)
         )
         return Times(begun, first, now - self.added)
 
 
 @dataclass
 class Scheduler:
-    """A queue of requests, and slots with the requests that occupy them.
+    """A queue of requests, and the slots with the requests that occupy them.
 
-    Only iterating over all requests takes time proportional to the number of waiting ones.
+    All methods but iteration take a time that is independent of the number of waiting requests.
     """
 
     num_slots: int

@@ -12,7 +12,7 @@ import numpy as np
 from specjax.decoding.engine.outputs import Times
 
 _KEPT = 100_000
-"""The newest steps and times that are kept, so that memory stays flat."""
+"""The number of latest steps and times that are kept, so that memory use is bounded."""
 
 
 class Step(NamedTuple):
@@ -100,7 +100,7 @@ class Statistics:
     total_s: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
 
     def add_step(self, step: Step) -> None:
-        """Add a step of rounds."""
+        """Add the counts of a step of rounds."""
         self.tokens += step.tokens
         self.rounds += step.rounds
         self.decode_s += step.seconds
@@ -108,7 +108,7 @@ class Statistics:
             self.steps.append(step)
 
     def add_request(self, times: Times, *, aborted: bool = False) -> None:
-        """Add a finished or aborted sample."""
+        """Add the latencies of a finished or aborted sample."""
         self.requests += 1
         self.aborted += aborted
         if times.waiting_s is not None:
@@ -120,7 +120,7 @@ class Statistics:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """The new tokens per second of prefill and decoding, or None before the first."""
+        """The new tokens per second of prefill and decoding, or None before any work."""
         seconds = self.prefill_s + self.decode_s
         return self.tokens / seconds if seconds else None
 

@@ -1,6 +1,6 @@
-"""Stop strings: where the output ends, which tokens and counts remain, and which text is final.
+"""Search for stop strings, which end an output and its counts, and decide which text is final.
 
-The loop knows only token ids; the host searches the decoded text for stop strings between steps.
+The compiled loop knows only token ids; between steps the host searches the decoded text.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ class OutputText:
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = ()) -> None:
         self.stopped = False
-        """Whether a stop string was there."""
+        """Whether a stop string was found."""
         self._decoder, self._special = StreamDecoder(tokenizer), tokenizer.detokenizer.special
         self._stops = tuple(stops)
         self._margin = max(map(len, self._stops), default=1) - 1
         self._text, self._taken = "", 0
-        # The end of the text with special tokens: characters, each with its index in the shown one.
+        # The end of the text with special tokens: each character with its index in the shown text.
         self._whole: list[tuple[str, int]] = []
 
     def feed(self, tokens: Sequence[int]) -> int:
-        """Return how many of `tokens` belong to the output: all, or those up to a stop string."""
+        """Add tokens; return how many of them belong to the output: all, or up to a stop string."""
         if not self._stops:
             self._text += self._decoder.feed(tokens)
             return len(tokens)
@@ -50,7 +50,10 @@ class OutputText:
         return len(tokens)
 
     def _first_stop(self, fresh: int) -> int | None:
-        """Return where a stop string begins in the shown text; `fresh` characters are new."""
+        """Return the index in the shown text where a stop string begins, or None.
+
+        The last `fresh` characters of the shown text are new.
+        """
         first = max(len(self._text) - fresh - self._margin, 0)
         whole = "".join(char for char, _ in self._whole)
         starts = []
