@@ -5,11 +5,11 @@
     result = specjax.generate(model, "Once upon a time", drafter=drafter, max_new_tokens=64)
     print(result.texts[0], result.summary())
 
-    specjax.stream      text as it comes              specjax.sampling   rules, on arrays
-    specjax.Engine      requests that come and go     specjax.metrics    figures from counts
+    specjax.stream      text after every step         specjax.sampling   rules, on arrays
+    specjax.Engine      requests at any time          specjax.metrics    figures from counts
     specjax.compile     compile before the first call specjax.theory     what speculation can gain
-    specjax.Drafter     write a drafter of your own   specjax.trees      token trees
-    specjax.testing     test that it is exact         specjax.drafters   drafters and their options
+    specjax.Drafter     write your own drafter        specjax.trees      token trees
+    specjax.testing     tests of exactness            specjax.drafters   drafters and their options
 
 See `help(specjax.generate)`, `help(specjax.sampling)` and docs/tutorial.md. Names are imported on
 first use, so `import specjax.sampling` imports nothing else.

@@ -29,7 +29,7 @@ COMMANDS = (
     "train.distill",
     "train.mtp",
 )
-"""The commands, in the order in which a newcomer meets them."""
+"""The commands, in the order in which a newcomer is likely to use them."""
 
 
 def module_of(command: str) -> str:
@@ -38,18 +38,18 @@ def module_of(command: str) -> str:
 
 
 def hiding_file() -> str | None:
-    """Return the user's file that shadows specjax's package `train`, or None."""
-    found = importlib.util.find_spec("train")
+    """Return the path of a user's module `train` that shadows specjax's package, or None."""
+    spec = importlib.util.find_spec("train")
     ours = Path(__file__).parents[1] / "train" / "__init__.py"
-    return None if found is None or found.origin == str(ours) else found.origin
+    return None if spec is None or spec.origin == str(ours) else spec.origin
 
 
 def summary(command: str) -> str:
     """Return the first line of a command's docstring, without importing the command."""
     if command.startswith("train.") and (file := hiding_file()):
         return f"Hidden by {file}."
-    found = importlib.util.find_spec(module_of(command))
-    with open(found.origin, encoding="utf-8") as source:
+    spec = importlib.util.find_spec(module_of(command))
+    with open(spec.origin, encoding="utf-8") as source:
         documentation = ast.get_docstring(ast.parse(source.read())) or ""
     return documentation.splitlines()[0]
 
@@ -64,7 +64,7 @@ def usage() -> str:
             "",
             *lines,
             "",
-            "specjax COMMAND --help says what a command takes.",
+            "specjax COMMAND --help shows the options of a command.",
         ]
     )
 

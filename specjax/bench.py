@@ -31,7 +31,7 @@ from specjax.reporting.report_file import ReportFile, check_writable
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit code."""
+    """Run the command with `argv`, by default the process's arguments; return its exit code."""
 
     def run(config: BenchConfig, *, verbose: bool) -> int:
         mesh = open_mesh(config.mesh, config.distributed, asdict(config))

@@ -63,13 +63,16 @@ def parser() -> Parser:
     """Return the parser of the command's flags."""
     flags = Parser("python -m specjax.corpus_index", __doc__)
     flags.add_field("input", CorpusInput(), "files and folders, or tfds:NAME")
-    flags.add_field("tokenizer", PathOrName(), "the directory or the model whose tokenizer it is")
-    flags.add_field("output", OutputFolder(), "the index's directory")
+    flags.add_field("tokenizer", PathOrName(), "the directory or model with the tokenizer")
+    flags.add_field("output", OutputFolder(), "the directory to write the index to")
     flags.add_field(
-        "max_tokens", Whole(2), "take so many tokens, separators included", default=INT32_MAX
+        "max_tokens",
+        Whole(2),
+        "the maximum number of tokens, separators included",
+        default=INT32_MAX,
     )
     flags.add_field("split", Text(), "the split of a TFDS dataset", default="train")
-    flags.add_field("text_field", Text(), "its field with the text", default="text")
+    flags.add_field("text_field", Text(), "the dataset's field with the text", default="text")
     return flags
 
 

@@ -63,11 +63,11 @@ from specjax.sampling import RULES
 
 CONFIG = "decode_smollm2"
 DIFFERENT = 1
-"""Exit code where the output differs from plain decoding's by more than rounding explains."""
+"""Exit code if the output differs from plain decoding by more than rounding explains."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit code."""
+    """Run the command with `argv`, by default the process's arguments; return its exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
     if "--list" in argv:
         print(listing())
@@ -87,7 +87,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def decode(config: DecodeConfig, *, verbose: bool = False) -> int:
-    """Run a config; return the exit code. Raises InputError."""
+    """Decode the prompts of a config; return the exit code. Raises InputError.
+
+    With `verbose` all numbers are shown, and the expected acceptance is computed.
+    """
     mesh = open_mesh(config.mesh, config.distributed, config.written)
     writes = processes.is_first()
 
@@ -107,8 +110,8 @@ def decode(config: DecodeConfig, *, verbose: bool = False) -> int:
         max_new_tokens=config.sampling.max_new_tokens,
     )
     runs = [
-        DrafterRun(_header(config, one, made, conditions), made.trees)
-        for one, made in zip(config.drafters, drafters, strict=True)
+        DrafterRun(_header(config, drafter, made, conditions), made.trees)
+        for drafter, made in zip(config.drafters, drafters, strict=True)
     ]
     screen.say(f"{model.num_params / 1e6:.1f}M parameters, {model.weights}, on {conditions.device}")
     if verbose:
@@ -133,12 +136,13 @@ def decode(config: DecodeConfig, *, verbose: bool = False) -> int:
             raise
         refused = error
     try:
-        # First, since the terminal may be closed. Nothing finished leaves an earlier report as is.
+        # The report comes first, since the terminal may be closed. If no row has finished, an
+        # earlier report is left unchanged.
         if runs[0].rows:
             ended = {"interrupted": interrupted, "refused": refused and one_line(refused)}
             rows = [record for run in runs for record in run.new_records()]
             summaries = [summary(run, clock, **ended) for run in runs]
-            written = file.finish(*rows, *({"record": "summary", **one} for one in summaries))
+            written = file.finish(*rows, *({"record": "summary", **values} for values in summaries))
     finally:
         title = f"{config.target}, {model.weights}, {conditions.device}, "
         title += f"batch size {conditions.batch_size}{_lossy(config)}"
@@ -158,19 +162,20 @@ def decode(config: DecodeConfig, *, verbose: bool = False) -> int:
     if failed := _failed(config, runs):
         raise InputError(failure_message(model, failed))
     differences = [row.difference for run in runs for row in run.rows if row.difference is not None]
-    return 0 if all(one.excused for one in differences) else DIFFERENT
+    return 0 if all(difference.excused for difference in differences) else DIFFERENT
 
 
 def _load(
     config: DecodeConfig, mesh: Mesh | None, screen: Screen, clock: Clock
 ) -> tuple[Model, list[ConfigDrafter]]:
-    """Return the target and the drafters, in all processes the same."""
+    """Return the target and the config's drafters, the same in all processes."""
     begin = time.perf_counter()
 
     def load() -> tuple[Model, list[ConfigDrafter]]:
         model = load_target(config, mesh)
         return model, [
-            make_config_drafter(config, one, model, tell=screen.say) for one in config.drafters
+            make_config_drafter(config, drafter, model, tell=screen.say)
+            for drafter in config.drafters
         ]
 
     with screen.working(f"loading {config.target}"):
@@ -183,7 +188,7 @@ def _load(
 def _header(
     config: DecodeConfig, drafter: DrafterConfig, made: ConfigDrafter, conditions: Conditions
 ) -> RunHeader:
-    """Return the description of a run with one of a config's drafters."""
+    """Return the report's description of a run with one of a config's drafters."""
     return RunHeader(
         drafter=drafter.name,
         target=config.target,
@@ -196,7 +201,7 @@ def _header(
 
 
 def _failed(config: DecodeConfig, runs: Sequence[DrafterRun]) -> dict[str, Failure]:
-    """Return the rows that ended with an error, by their names in errors."""
+    """Return the failures of the rows that ended with an error, by the row's name in messages."""
     return {
         config.prompt_name(row.question_id, row.turn)
         + (f", with {run.drafter}" if len(runs) > 1 else ""): Failure(
@@ -209,7 +214,7 @@ def _failed(config: DecodeConfig, runs: Sequence[DrafterRun]) -> dict[str, Failu
 
 
 def _ends_and_beginning(model: Model) -> str:
-    """Return the tokens that end a sequence, and what is added to raw text."""
+    """Return a line about the tokens that end a sequence and those added to raw text."""
     tokenizer = model.tokenizer
     if tokenizer is None:
         return f"ends at {', '.join(map(str, model.ends)) or 'no token'}; no tokenizer"
@@ -219,7 +224,7 @@ def _ends_and_beginning(model: Model) -> str:
 
 
 def _compared(config: DecodeConfig, figures: Figures) -> str:
-    """Return the text about the comparison with plain decoding."""
+    """Return the text in the results about the comparison of a run with plain decoding."""
     if config.lossy:
         return f"not expected: {config.options.verify.name} is lossy"
     if not config.comparable:
@@ -230,12 +235,12 @@ def _compared(config: DecodeConfig, figures: Figures) -> str:
 
 
 def _lossy(config: DecodeConfig) -> str:
-    """Return the note in a title about a rule that changes the output distribution."""
+    """Return the note in the title for a rule that changes the output distribution, or ""."""
     return f"; LOSSY: {config.options.verify.name} acceptance" if config.lossy else ""
 
 
 def _needs(name: str) -> str:
-    """Return what a drafter needs beside the target, for the listing."""
+    """Return what a drafter needs in addition to the target, for the listing."""
     if name == "corpus":
         return "an index of texts (python -m specjax.corpus_index)"
     if name == "mtp":

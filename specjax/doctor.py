@@ -2,11 +2,11 @@
 
     python -m specjax.doctor --config.drafter.name=eagle3 --config.drafter.path=DIR
 
-The target answers the prompts; then the drafter drafts at every position of its answers, as it is
-and with single changes: other taps, positions, norms, map of the vocabulary, window, template and
-dtype. A change that raises acceptance names the fault (docs/doctor.md).
+The target answers the prompts; then the drafter drafts at every position of the answers, unchanged
+and with one change at a time: other taps, positions, norms, vocabulary map, window, template and
+dtype. A change that raises acceptance identifies the fault (docs/doctor.md).
 
-Exit codes: 0 if nothing is found; 1 if something is; 2 for bad input; 130 after Ctrl-C or SIGTERM.
+Exit codes: 0 if no fault is found; 1 if there is one; 2 for bad input; 130 after Ctrl-C or SIGTERM.
 """
 
 from __future__ import annotations
@@ -47,26 +47,28 @@ from specjax.models.layers.quantized import QuantizedKernel
 
 CONFIG = "doctor_smollm2"
 FOUND = 1
-"""Exit code if something lowers acceptance."""
+"""Exit code if a fault lowers acceptance."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorFields(DrafterFields, PromptFields, TargetFields):
-    """The fields of an examination's config with their defaults; None: specjax chooses."""
+    """The fields of a doctor config with their defaults; None means that specjax chooses."""
 
     num_speculative_tokens: Annotated[int | None, optional(Whole(1, 1024))] = None
-    """The length of drafts; by default as the drafter has it."""
+    """The length of drafts; by default the drafter's own."""
     batch_size: Annotated[int, BATCH_SIZE] = 8
     """Rows that decode together."""
     sampling: SamplingParams = SamplingParams(max_new_tokens=64)  # noqa: RUF009 - frozen
-    """Of the answers. Overlaps are at its temperature, or at 1 if that is 0."""
+    """The sampling parameters of the answers. Overlaps are computed at their temperature, or at 1
+    if that is 0.
+    """
     seed: Annotated[int, SEED] = 0
-    """Of all draws."""
+    """The seed of all draws."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorConfig(DoctorFields):
-    """A checked config of `specjax.doctor`; `decoding` is the decode config of the same fields."""
+    """A checked config of `specjax.doctor`; `decoding` is a decode config with the same fields."""
 
     decoding: DecodeConfig
 
@@ -95,7 +97,7 @@ def read_doctor_config(written: Mapping[str, Any]) -> DoctorConfig:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit code."""
+    """Run the command with `argv`, by default the process's arguments; return its exit code."""
     return command.run_config(
         lambda config, *, verbose: examine(config, verbose=verbose),
         argv,
@@ -103,12 +105,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         read=read_doctor_config,
         documentation=__doc__,
         source=DoctorFields,
-        flags={"verbose": "show each change and what it gives"},
+        flags={"verbose": "show each change and its acceptance"},
     )
 
 
 def examine(config: DoctorConfig, *, verbose: bool = False) -> int:
-    """Examine a config's drafter; return the exit code. Raises InputError."""
+    """Examine a config's drafter and print the findings; return the exit code.
+
+    Raises InputError.
+    """
     (drafter,) = config.decoding.drafters
     declared = check_files(drafter.name, drafter.path, config.target)
     screen = Screen(Console(width=None if sys.stdout.isatty() else 140))
@@ -133,12 +138,17 @@ def examine(config: DoctorConfig, *, verbose: bool = False) -> int:
 
 
 def _load(config: DecodeConfig, drafter: DrafterConfig) -> tuple[Model, LoadedDrafter]:
+    """Return a config's target and one of its drafters."""
     model = load_target(config, None)
     return model, make_config_drafter(config, drafter, model).loaded
 
 
 def _other_prompts(config: DecodeConfig, model: Model) -> dict[str, Any]:
-    """Return the prompts with the chat template if they have none, or without it."""
+    """Return the prompts with the chat template if the config uses none, or without it.
+
+    They are in a dict by the config override that gives them, which is empty for a model without a
+    template.
+    """
     if model.tokenizer is None or model.tokenizer.chat_template is None:
         return {}
     other = "true" if config.chat == "false" else "false"
@@ -148,7 +158,7 @@ def _other_prompts(config: DecodeConfig, model: Model) -> dict[str, Any]:
 def _in_float32(
     config: DecodeConfig, drafter: DrafterConfig, model: Model, loaded: LoadedDrafter
 ) -> Callable[[], tuple[Model, LoadedDrafter]] | None:
-    """Return what loads both without rounding, or None if nothing is rounded."""
+    """Return a function that loads target and drafter in float32, or None if they already are."""
     leaves = jax.tree.leaves(
         (model.params, loaded.params), is_leaf=lambda node: isinstance(node, QuantizedKernel)
     )

@@ -1,8 +1,8 @@
-"""Write a trained head in another tool's layout, or read one of theirs.
+"""Write a trained head in another tool's format, or read a head written by another tool.
 
     python -m specjax.export --head=PATH --format=eagle3 --output=DIR
 
-PATH is a head saved by specjax, a directory in one of the layouts, or the kind of a bundled head,
+PATH is a head saved by specjax, a directory in one of the formats, or the kind of a bundled head,
 such as eagle3. Formats are medusa, eagle, eagle3, speculators and specjax. The written head is read
 back and compared bit by bit. Exit codes: 0; 2 for bad input; 130 after Ctrl-C or SIGTERM.
 """
@@ -34,9 +34,9 @@ FORMATS = (*head_formats.FORMATS, OWN)
 def parser() -> Parser:
     """Return the parser of the command's flags."""
     flags = Parser("python -m specjax.export", __doc__)
-    flags.add_field("head", PathOrName(), "the head to write")
-    flags.add_field("format", Choice(FORMATS), "the layout to write")
-    flags.add_field("output", PathOrName(), "where to write it")
+    flags.add_field("head", PathOrName(), "the head to export")
+    flags.add_field("format", Choice(FORMATS), "the format to write")
+    flags.add_field("output", PathOrName(), "the directory to write")
     flags.add_field("target", PathOrName(), "the head's target model", default=DEFAULT_MODEL)
     flags.add_field("dtype", DTYPE, "in which the target is loaded", default="float32")
     flags.add_field(
@@ -55,14 +55,14 @@ def parser() -> Parser:
     flags.add_field(
         "whole_vocabulary",
         Flag(),
-        "let a head that uses its target's own head use all of it",
+        "let a head that shares the target's output matrix use its whole vocabulary",
         default=False,
     )
     return flags
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit code."""
+    """Run the command with `argv`, by default the process's arguments; return its exit code."""
 
     def act(arguments: list[str]) -> int:
         return export(SimpleNamespace(**parser().read(arguments)))
@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def export(options: SimpleNamespace) -> int:
-    """Export a head as the parsed flags say; return the exit code. Raises InputError."""
+    """Export a head according to the parsed flags; return the exit code. Raises InputError."""
     source, output = user_path("head", options.head), output_folder("output", options.output)
     where = f"output={options.output!r}"
     shipped = options.head in KINDS
@@ -103,15 +103,17 @@ def export(options: SimpleNamespace) -> int:
 
 
 def _prepared(head: Head, options: SimpleNamespace) -> Head:
+    """Return the head to write, after checking that the format can represent it."""
     if options.format != OWN:
         check_format(head, options.format)
     return whole_vocabulary(head) if options.whole_vocabulary else head
 
 
 def _summary(head: Head, target: Model, options: SimpleNamespace) -> str:
-    part = f"{head.config.draft_vocab_size} of {target.config.vocab_size} tokens"
+    """Return a text about the written head."""
+    vocabulary = f"{head.config.draft_vocab_size} of {target.config.vocab_size} tokens"
     lines = [
-        f"{options.output}: {head.kind} for {target.name} as {options.format}, {part}; "
+        f"{options.output}: {head.kind} for {target.name} as {options.format}, {vocabulary}; "
         "read again, it is the same head"
     ]
     if options.format == "medusa" and head.draft_ids is not None:

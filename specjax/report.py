@@ -36,20 +36,21 @@ from specjax.reporting.runs import Entry, by_conditions, comparable, in_order, l
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit code."""
+    """Run the command with `argv`, by default the process's arguments; return its exit code."""
     return command.run(_report, argv, parser().format_help())
 
 
 def _report(argv: list[str]) -> int:
-    given = parser().read(argv)
-    html = given.pop("html")
-    if given["out"] is None and html is None:
+    """Run the command with parsed help and signals; return its exit code. Raises InputError."""
+    flags = parser().read(argv)
+    html = flags.pop("html")
+    if flags["out"] is None and html is None:
         raise InputError("out is missing: pass --out=DIR, or --html=FILE; --help lists the flags")
     if html is not None:
         page.check_page(html)
-    written = [] if given["out"] is None else write(**given)
+    written = [] if flags["out"] is None else write(**flags)
     if html is not None:
-        runs = [run for path in _named(given["paths"]) for run in read_reports(path)]
+        runs = [run for path in _named(flags["paths"]) for run in read_reports(path)]
         page.write_runs(html, runs, lambda doing: print(f"{printable(doing)} ..."))
         written.append(html)
     for path in written:
@@ -58,7 +59,7 @@ def _report(argv: list[str]) -> int:
 
 
 def check_out(out: str | Path) -> None:
-    """Raise InputError, before long work, if no report can be written to a folder."""
+    """Raise InputError, before any long work, if no report can be written to the folder `out`."""
     folders.check_replaceable(output_folder("out", out), "report", f"out={str(out)!r}")
 
 
@@ -70,10 +71,11 @@ def write(
     pictures: bool = True,
     formats: Sequence[str] = picture_files.FORMATS[:1],
 ) -> list[Path]:
-    """Write a report of the runs in some files to a folder, and print the leaderboard.
+    """Write a report of the runs in the files `paths` to the folder `out`; print the leaderboard.
 
-    Pictures are drawn in each of `formats`, or omitted without matplotlib. Returns the files
-    written. Raises InputError for bad input, before anything is written.
+    With `predict`, the speed-ups of the runs are predicted on this machine. Pictures are drawn in
+    each of `formats`, or omitted without matplotlib. Returns the files written. Raises InputError
+    for bad input, before anything is written.
     """
     paths = _named(paths)
     if pictures and not plots.has_matplotlib():
@@ -84,7 +86,7 @@ def write(
     predicted = [None] * len(runs)
     if predict:
         predicted = predicted_speedups(runs, lambda doing: print(f"{printable(doing)} ..."))
-    entries = [Entry.of(*one) for one in zip(runs, labels(runs), predicted, strict=True)]
+    entries = [Entry.of(*fields) for fields in zip(runs, labels(runs), predicted, strict=True)]
     folder = output_folder("out", out)
     with folders.replacing(folder, "report") as new:
         names = _write_files(new, in_order(entries), formats if pictures else ())
@@ -96,14 +98,14 @@ def write(
 
 
 def _named(paths: Sequence[str | Path]) -> Sequence[str | Path]:
-    """Return the paths. Raises InputError if there are none."""
+    """Return `paths`; raise InputError if there are none."""
     if not paths:
         raise InputError("no reports: name the files that specjax.decode wrote")
     return paths
 
 
 def _write_files(folder: Path, entries: Sequence[Entry], formats: Sequence[str]) -> list[str]:
-    """Write a report's files and return their names; raises OSError."""
+    """Write a report's files to a folder and return their names. Raises OSError."""
     drawn = picture_files.draw(folder, entries, formats) if formats else {}
     pictures = sorted(file.name for file in folder.iterdir())
     markdown = tables.markdown(entries, drawn)
@@ -124,20 +126,20 @@ def _write_files(folder: Path, entries: Sequence[Entry], formats: Sequence[str])
 
 
 def _file_names(entries: Sequence[Entry]) -> list[str]:
-    """Return a file name for each entry, none twice."""
+    """Return a distinct file name for each entry."""
     names = [entry.label for entry in entries]
     if len({entry.run.conditions.temperature for entry in entries}) > 1:
-        names = [f"{one.label} t{one.run.conditions.temperature:g}" for one in entries]
+        names = [f"{entry.label} t{entry.run.conditions.temperature:g}" for entry in entries]
     names = [re.sub(r"[^\w.=+-]+", "_", name).strip("_.") or "run" for name in names]
-    taken: Mapping[str, int] = {name.lower(): names.index(name) for name in reversed(names)}
+    first: Mapping[str, int] = {name.lower(): names.index(name) for name in reversed(names)}
     return [
-        name if taken[name.lower()] == index else f"{name}-{index + 1}"
+        name if first[name.lower()] == index else f"{name}-{index + 1}"
         for index, name in enumerate(names)
     ]
 
 
 def parser() -> Parser:
-    """Return the parser of the flags and the files to read."""
+    """Return the parser of the command's flags and of the files to read."""
     flags = Parser("python -m specjax.report", __doc__)
     flags.add_argument("paths", nargs="*", metavar="FILE", help="reports to compare")
     flags.add_field("out", optional(OutputFolder()), "the folder to write into", default=None)
@@ -145,7 +147,7 @@ def parser() -> Parser:
     flags.add_field("predict", Flag(), "time the parts of rounds on this machine", default=False)
     flags.add_field("pictures", Flag(), "draw pictures", default=True)
     kinds = Listed(Choice(picture_files.FORMATS))
-    flags.add_field("formats", kinds, "of pictures: png,svg,pdf or some of them", default="png")
+    flags.add_field("formats", kinds, "picture formats, among png,svg,pdf", default="png")
     return flags
 
 

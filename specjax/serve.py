@@ -2,11 +2,11 @@
 
     python -m specjax.serve --config.drafter.name=ngram --config.port=8000
 
-The programs of an engine are compiled and run once; then "ready" is printed with the URL, which
-the package `openai` takes as `base_url`. docs/serving.md lists what requests may ask for.
+The programs of an engine are compiled and run once; then "ready" is printed with the URL, which the
+package `openai` takes as `base_url`. docs/serving.md lists the fields of requests.
 
 Ctrl-C or SIGTERM ends the server when the running requests have finished, or aborts them after
-`shutdown_s` seconds; a second one does not wait.
+`shutdown_s` seconds; a second signal aborts them at once.
 
 Exit codes: 0 after Ctrl-C, SIGTERM or a closed terminal; 2 for bad input; 130 if interrupted before
 the server is ready.
@@ -43,7 +43,7 @@ CONFIG = "serve_smollm2"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit code."""
+    """Run the command with `argv`, by default the process's arguments; return its exit code."""
     return command.run_config(
         serve,
         argv,
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def serve(config: ServeConfig) -> int:
-    """Serve a config's model until a signal; return the exit code. Raises InputError."""
+    """Serve the model of a config until a signal; return the exit code. Raises InputError."""
     if missing is not None:
         raise InputError(f"serve: {missing} is not installed; pip install 'specjax[serve]'")
     listener = bind(config.host, config.port)

@@ -11,7 +11,7 @@ from typing import Any
 
 _NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _APART_S = 1.0
-"""Seconds within which a repeated signal is the same request, as sent by `timeout`."""
+"""Seconds within which a repeated signal counts as the same request; `timeout` sends two."""
 
 
 @contextmanager
@@ -56,6 +56,7 @@ class _Handler:
 
 
 def _ignores(handler: Any, number: int) -> bool:
+    """Return whether a handler has no effect for a signal."""
     if isinstance(handler, _Handler):
         return number in handler.ignored
     return handler == signal.SIG_IGN

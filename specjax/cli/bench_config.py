@@ -26,46 +26,50 @@ class BenchConfig:
     target: Annotated[str, PathOrName()] = DEFAULT_MODEL
     """A built-in name, a .gguf file, a Hugging Face directory, or org/name on the hub."""
     dtype: Annotated[str, DTYPE] = "auto"
-    """Of activations and float weights; auto: float32 on a CPU, bfloat16 elsewhere."""
+    """The dtype of activations and float weights; auto: float32 on a CPU, bfloat16 elsewhere."""
     weights: Annotated[str, WEIGHTS] = "auto"
-    """The target's, as in a decode config."""
+    """The form of the target's weights, as in a decode config."""
     kv_cache_dtype: Annotated[str, CACHE_DTYPE] = "auto"
-    """How caches store keys and values; auto: as activations."""
+    """The dtype of keys and values in caches; auto: that of activations."""
 
     widths: Annotated[tuple[int, ...], _SIZES] = (1, 2, 4, 8, 16, 32)
-    """Tokens of a pass that is timed, T(width)."""
+    """The numbers of tokens per row of the passes that are timed, T(width)."""
     batch_sizes: Annotated[tuple[int, ...], _SIZES] = (1, 4, 8, 16)
-    """Rows of such a pass."""
+    """The numbers of rows of the passes that are timed."""
     capacities: Annotated[tuple[int, ...], _SIZES] = (512, 8192)
-    """Sizes of its cache, in tokens."""
+    """The cache sizes of the passes that are timed, in tokens."""
     committed: Annotated[int, Whole()] = 100
-    """Tokens that are in that cache."""
+    """The number of tokens in the cache of such a pass."""
 
     prompts: Annotated[Path | None, optional(InputFile(pipe=True))] = None
-    """A JSONL file in Spec-Bench's schema; without it a few built-in prompts."""
+    """A JSONL file in Spec-Bench's format; without it a few built-in prompts are used."""
     num_prompts: Annotated[int, Whole(1)] = 12
-    """At most so many of them, spread over the tasks."""
+    """The maximum number of prompts, spread evenly over the tasks."""
     max_new_tokens: Annotated[int, Whole(1)] = 48
-    """All rows make so many: an end of sequence is ignored."""
+    """The number of tokens that every row emits; ends of sequence are ignored."""
     drafters: Annotated[tuple[str, ...], _DRAFTERS] = (
         "ngram",
         "draft_model",
         "eagle3",
         "ngram+eagle3",
     )
-    """Each is compared with plain decoding, with these draft lengths, batches and temperatures."""
+    """The drafters to compare with plain decoding, at each draft length, batch size and
+    temperature.
+    """
     num_speculative_tokens: Annotated[tuple[int | str, ...], _LENGTHS] = (AUTO, 4)
     """Draft lengths: auto, fixed or numbers."""
     decoded_batch_sizes: Annotated[tuple[int, ...], _SIZES] = (1, 8)
-    """Rows that decode together."""
+    """The numbers of rows that decode together."""
     temperatures: Annotated[tuple[float, ...], _TEMPERATURES] = (0.0, 1.0)
-    """Of sampling; 0 is greedy."""
+    """The sampling temperatures; 0 is greedy."""
     runs: Annotated[int, Whole(1)] = 5
-    """A mean whose 95 % interval is wider than 3 % to a side is called unresolved: take more."""
+    """The number of repeats. A mean whose 95 % interval is wider than 3 % to a side is called
+    unresolved and needs more.
+    """
 
     report: Annotated[Path | None, optional(OutputFile())] = None
-    """A file of JSON lines; its folder is made."""
+    """The file of JSON lines to write; its folder is created."""
     mesh: MeshConfig = ONE_DEVICE
-    """data x model devices: rows are spread over data, weights and heads split over model."""
+    """data x model devices: rows are sharded over data, weights and heads over model."""
     distributed: DistributedConfig = ONE_PROCESS
-    """Several processes, as of specjax.decode."""
+    """Several processes, as for specjax.decode."""

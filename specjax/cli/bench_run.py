@@ -1,4 +1,4 @@
-"""Measure, print and report what `specjax.bench` measures, part by part."""
+"""Measure, print and report the parts of `specjax.bench` one after another."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from specjax.reporting.report_file import ReportFile
 from specjax.tuning import measure_costs
 
 _WIDEST = 1000
-"""The most columns of a table that is not printed on a terminal."""
+"""The maximum number of columns of a table that is not printed on a terminal."""
 _PASS_COLUMNS: Mapping[str, Callable[[Mapping[str, float]], str]] = {
     "capacity": lambda row: str(row["capacity"]),
     "batch": lambda row: str(row["batch"]),
@@ -37,23 +37,23 @@ _PASS_COLUMNS: Mapping[str, Callable[[Mapping[str, float]], str]] = {
     "rows/s": lambda row: f"{row['tokens_per_second']:.1f}",
 }
 _SPEEDUP_COLUMNS: Mapping[str, Callable[[Speedup], str]] = {
-    "drafter": lambda one: one.drafter,
-    "draft tokens": lambda one: str(one.num_speculative_tokens),
-    "batch": lambda one: str(one.batch),
-    "temperature": lambda one: f"{one.temperature:g}",
-    "tokens/s": lambda one: f"{one.tokens_per_second:.1f}",
-    "plain": lambda one: f"{one.plain_tokens_per_second:.1f}",
-    "speed-up": lambda one: str(one.speedup),
-    "tokens per pass": lambda one: f"{one.acceptance_length:.2f}",
-    "same tokens": lambda one: {None: "", True: "yes", False: "NO"}[one.identical],
+    "drafter": lambda row: row.drafter,
+    "draft tokens": lambda row: str(row.num_speculative_tokens),
+    "batch": lambda row: str(row.batch),
+    "temperature": lambda row: f"{row.temperature:g}",
+    "tokens/s": lambda row: f"{row.tokens_per_second:.1f}",
+    "plain": lambda row: f"{row.plain_tokens_per_second:.1f}",
+    "speed-up": lambda row: str(row.speedup),
+    "tokens per pass": lambda row: f"{row.acceptance_length:.2f}",
+    "same tokens": lambda row: {None: "", True: "yes", False: "NO"}[row.identical],
 }
 _MORE_COLUMNS: Mapping[str, Callable[[Speedup], str]] = {
-    "drafted per pass": lambda one: f"{one.mean_draft:.2f}",
-    "with prefill": lambda one: str(one.speedup_with_prefill),
-    "predicted": lambda one: "" if one.predicted is None else f"{one.predicted:.2f}",
-    "measured/predicted": lambda one: "" if one.efficiency is None else f"{one.efficiency:.2f}",
+    "drafted per pass": lambda row: f"{row.mean_draft:.2f}",
+    "with prefill": lambda row: str(row.speedup_with_prefill),
+    "predicted": lambda row: "" if row.predicted is None else f"{row.predicted:.2f}",
+    "measured/predicted": lambda row: "" if row.efficiency is None else f"{row.efficiency:.2f}",
 }
-"""What is shown with --verbose, too."""
+"""The additional columns of the table of speed-ups with --verbose."""
 
 
 def measure_all(
@@ -79,7 +79,7 @@ def measure_all(
             field="target",
         )
         for name in config.drafters:
-            make_drafter(name, model)  # refused before the long work
+            make_drafter(name, model)  # raises InputError before the long work
         return model, questions_of(config.prompts)
 
     model, questions = processes.together(load)
@@ -97,10 +97,10 @@ def measure_all(
         report.add({"record": "pass", **row})
     _print_table(console, "T(width): one pass", _PASS_COLUMNS, passes)
     speedups = []
-    for one in _speedups(model, questions, config, console):
-        speedups.append(one)
-        report.add({"record": "speedup", **asdict(one), "efficiency": one.efficiency})
-        console.print(f"  {one.drafter}: {one.speedup}", highlight=False)
+    for speedup in _speedups(model, questions, config, console):
+        speedups.append(speedup)
+        report.add({"record": "speedup", **asdict(speedup), "efficiency": speedup.efficiency})
+        console.print(f"  {speedup.drafter}: {speedup.speedup}", highlight=False)
     title = "Speed-up over plain decoding: geometric means, 95 % intervals"
     columns = {**_SPEEDUP_COLUMNS, **(_MORE_COLUMNS if verbose else {})}
     _print_table(console, title, columns, speedups)
@@ -109,7 +109,10 @@ def measure_all(
 def _passes(
     model: Model, config: BenchConfig, floor: float, console: Console
 ) -> Iterator[dict[str, float]]:
-    """T(width), and its ratios to T(1) and to the time to read the weights, `floor`."""
+    """Yield a record of each pass: T(width), and its ratios to T(1) and to `floor`.
+
+    `floor` is the time to read the weights once, in seconds.
+    """
     for capacity, batch in itertools.product(config.capacities, config.batch_sizes):
         console.print(f"measuring passes at capacity {capacity}, batch {batch} ...")
         seconds = measure_costs.widths_seconds(
@@ -135,7 +138,7 @@ def _passes(
 def _speedups(
     model: Model, questions: Sequence[prompts.Question], config: BenchConfig, console: Console
 ) -> Iterator[Speedup]:
-    """Yield each drafter over plain decoding, beside plain decoding a second time."""
+    """Yield the speed-up of each drafter, and of plain decoding over itself as a control."""
     ids = [
         prompts.encode_prompt(model, question.first_turn)
         for question in prompts.spread(questions, config.num_prompts)
@@ -165,7 +168,7 @@ def _speedups(
 def _print_table(
     console: Console, title: str, columns: Mapping[str, Callable[[Any], str]], rows: Sequence[Any]
 ) -> None:
-    """Print rows under columns, whole: folded on a terminal, as wide as they are elsewhere."""
+    """Print a table without truncating it, folding its cells on a terminal only."""
     table = Table(title=title)
     for name in columns:
         table.add_column(name, justify="right", overflow="fold")

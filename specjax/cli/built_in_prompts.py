@@ -47,5 +47,8 @@ BUILT_IN = (
 
 
 def questions_of(path: str | os.PathLike | None) -> Sequence[Question]:
-    """Return the questions of a file, or the built-in ones for None. Raises InputError."""
+    """Return the questions of a file, or the built-in ones if `path` is None.
+
+    Raises InputError for a file that has no valid questions.
+    """
     return BUILT_IN if path is None else read_questions(path)

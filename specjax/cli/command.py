@@ -1,4 +1,4 @@
-"""The start and end of every command: help, signals, exit codes, error messages."""
+"""The frame around every command: help, signals, exit codes, error messages."""
 
 from __future__ import annotations
 
@@ -37,9 +37,10 @@ def run_config(
     """Parse `--config=FILE[:size] --config.field=value ...`, call `main`, return the exit code.
 
     `default` is the config if none is given. `read` checks the config's values, by section, and
-    returns the argument of `main`; it raises InputError. `flags` maps flags besides the config to
-    their meanings; `main` receives them by name, such as `verbose=True` for --verbose. `--help`
-    lists flags and fields, with the meanings from the dataclass `source`. Otherwise like `run`.
+    returns the argument of `main`; it raises InputError. `flags` maps the names of flags to their
+    meanings; `main` receives them by name, such as `verbose=True` for --verbose. `--help` prints
+    `documentation`, the flags, and the fields with the meanings declared in the dataclass `source`.
+    Otherwise like `run`.
     """
 
     def run_parsed(argv: list[str]) -> int:
@@ -48,9 +49,9 @@ def run_config(
             config = read_config(files, default)
             print(config_help(documentation or "", config, source, flags))
             return 0
-        given = {name: f"--{name}" in argv for name in flags}
+        flag_values = {name: f"--{name}" in argv for name in flags}
         argv = [argument for argument in argv if argument.removeprefix("--") not in flags]
-        return main(read(read_config(argv, default).to_dict()), **given)
+        return main(read(read_config(argv, default).to_dict()), **flag_values)
 
     return run(run_parsed, argv)
 
@@ -70,7 +71,7 @@ def run(
     that stdout or stderr cannot encode are escaped.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
-    LOGGER.setLevel("WARNING")  # commands show themselves what takes long
+    LOGGER.setLevel("WARNING")  # commands print their own progress
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
@@ -100,13 +101,14 @@ def run(
         where = error.filename or "stdout, or a file that is being written"
         return _ended(BAD_INPUT, f"error: {where}: {error.strerror}; free space there")
     except SystemExit as ended:
-        # Rich ends the process where its console's pipe is closed.
+        # Rich raises SystemExit if its console's pipe is closed.
         if isinstance(ended.__context__, BrokenPipeError):
             return _without_reader()
         raise
 
 
 def _ended(code: int, line: str) -> int:
+    """Print a line on stderr and return the exit code."""
     _tell(line)
     return code
 
@@ -118,12 +120,13 @@ def _tell(line: str) -> None:
 
 
 def _without_reader() -> int:
+    """Discard further output, since the reader of stdout has gone; return the exit code."""
     _discard_stdout()
     return NO_READER
 
 
 def _discard_stdout() -> None:
-    """Redirect stdout to the null device, as Python flushes it once more when it exits."""
+    """Redirect stdout to the null device, since Python flushes it once more when it exits."""
     with suppress(OSError, ValueError, AttributeError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())

@@ -1,6 +1,6 @@
 """Read config files, which are Python, and apply command-line overrides.
 
-A config is named by its file's path. Bundled configs are also found by name, from any working
+A config is given as the path of a file. Bundled configs are also found by name, from any working
 directory: `decode_smollm2`, or `configs/decode_smollm2.py`.
 """
 
@@ -44,7 +44,7 @@ _TYPES = {
 
 
 def read_config(argv: list[str], default: str) -> ml_collections.ConfigDict:
-    """Return the config named on a command line, with its overrides applied, locked.
+    """Return the config named on a command line, locked, with the command line's overrides.
 
     `default` is the config if none is named. Raises InputError for an invalid file, override or
     value.
@@ -54,14 +54,14 @@ def read_config(argv: list[str], default: str) -> ml_collections.ConfigDict:
     overrides = [argument for argument in argv if argument not in files]
     path = files[-1].partition("=")[2] if files else default
     config = overridden(_load(path, packaged_first=not files), overrides)
-    _check_values(path, config)  # some may be computed from what was overridden
+    _check_values(path, config)  # again, since values may depend on those that were overridden
     return config
 
 
 def overridden(
     config: ml_collections.ConfigDict, overrides: Sequence[str]
 ) -> ml_collections.ConfigDict:
-    """Return a config with `--config.field=value` applied, locked. Raises InputError."""
+    """Return a config with overrides `--config.field=value` applied, locked. Raises InputError."""
     for override in overrides:
         if not re.match(_CONFIG_FLAG, override):
             raise InputError(_not_understood(config, override))
@@ -73,7 +73,7 @@ _CONFIG_FLAG = r"--?(no)?config([.=]|$)"
 
 
 def _joined(argv: list[str]) -> Iterator[str]:
-    """Yield the arguments, `--config.field value` as `--config.field=value`."""
+    """Yield the arguments, with `--config.field value` joined as `--config.field=value`."""
     waiting = None
     for argument in argv:
         if waiting is not None and not argument.startswith("--"):
@@ -92,7 +92,7 @@ def _joined(argv: list[str]) -> Iterator[str]:
 
 
 def config_of(source: type) -> ml_collections.ConfigDict:
-    """Return the config that a dataclass of annotated fields declares, with their defaults.
+    """Return the config declared by a dataclass of annotated fields, with its default values.
 
     A section is a dataclass, or a dict with the kinds of its fields in the annotation.
     """
@@ -104,6 +104,7 @@ def config_of(source: type) -> ml_collections.ConfigDict:
 
 
 def _config(kinds: Fields, values: Mapping[str, Any]) -> ml_collections.ConfigDict:
+    """Return a config with the fields of `kinds`; `values` are the defaults by name."""
     config = ml_collections.ConfigDict()
     for name, kind in kinds.items():
         value = values.get(name)
@@ -116,26 +117,30 @@ def _config(kinds: Fields, values: Mapping[str, Any]) -> ml_collections.ConfigDi
 
 
 def _value_type(kind: Kind) -> type:
-    """Return the type in which a command line gives a value of a kind."""
+    """Return the type of a command line's values for fields of a kind."""
     if isinstance(kind, Either):
         return _value_type(kind.kinds[0])
-    return next((one for known, one in _TYPE_OF.items() if isinstance(kind, known)), str)
+    return next((type_ for known, type_ in _TYPE_OF.items() if isinstance(kind, known)), str)
 
 
 _TYPE_OF = {Flag: bool, Whole: int, Number: float, Items: tuple}
-"""Values of other kinds are texts."""
+"""The value types of kinds; other kinds have text values."""
 
 
 def packaged_configs() -> dict[str, Path]:
     """Return the bundled config files by name."""
     package = Path(__file__).parents[1]
     # In a wheel they are inside the package, in the repository beside it.
-    folder = next(one for one in (package / "configs", package.parent / "configs") if one.is_dir())
+    folders = package / "configs", package.parent / "configs"
+    folder = next(folder for folder in folders if folder.is_dir())
     return {file.stem: file for file in sorted(folder.glob("*.py"))}
 
 
 def _find(name: str, packaged_first: bool) -> Path:
-    """Return the file of a config: a path, or the name of one that comes with specjax."""
+    """Return the file of a config, given as a path or as the name of a bundled config.
+
+    If both exist, `packaged_first` prefers the bundled one. Raises InputError if there is none.
+    """
     packaged_files = packaged_configs()
     match = re.fullmatch(r"(?:configs/)?(\w+)(?:\.py)?", name)
     packaged = packaged_files.get(match[1]) if match else None
@@ -152,7 +157,7 @@ def _find(name: str, packaged_first: bool) -> Path:
 
 
 def _load(path: str, packaged_first: bool = False) -> ml_collections.ConfigDict:
-    """Return the result of a config file's `get_config`, given the text after a colon."""
+    """Return the config of a file's `get_config`, called with the text after a colon in `path`."""
     file, *size = path.split(":", 1)
     file = str(_find(file, packaged_first))
     what = "fails"
@@ -189,11 +194,11 @@ def _load(path: str, packaged_first: bool = False) -> ml_collections.ConfigDict:
 
 
 def _check_values(path: str, config: ml_collections.ConfigDict) -> None:
-    """Raise InputError for a value that is required and not set, or computed and fails."""
+    """Raise InputError if a required value is not set, or a computed value fails."""
     for name in field_names(config):
         try:
             field_value(config, name)
-        except Exception as error:  # it may be a function of the config file's own
+        except Exception as error:  # the config file's own function may raise anything
             raise InputError(
                 f"config={path!r}: {name} fails ({type(error).__name__}: {one_line(error):.200}); "
                 "repair the config file, or what overrides its values"
@@ -201,6 +206,7 @@ def _check_values(path: str, config: ml_collections.ConfigDict) -> None:
 
 
 def _overridden(config: ml_collections.ConfigDict, overrides: Sequence[str]) -> Any:
+    """Return the config after parsing overrides as flags of ml_collections. Raises InputError."""
     values = flags.FlagValues()
     line = ["specjax", *overrides]
     config_flags.DEFINE_config_dict(
@@ -218,11 +224,13 @@ def _overridden(config: ml_collections.ConfigDict, overrides: Sequence[str]) -> 
 
 
 def _field_type(config: ml_collections.ConfigDict, name: str) -> type | None:
+    """Return the type of a field by its dotted name."""
     section, _, field = name.rpartition(".")
     return (field_value(config, section) if section else config).get_type(field)
 
 
 def _check_override(config: ml_collections.ConfigDict, override: str) -> None:
+    """Raise InputError if an override names no field of the config."""
     name, _, value = re.sub(r"^--?(no)?config\.?", "", override).partition("=")
     fields = field_names(config)
     inside = [field for field in fields if field.startswith(f"{name}.")]
@@ -238,11 +246,14 @@ def _check_override(config: ml_collections.ConfigDict, override: str) -> None:
 
 
 _LEAST_LIKENESS = 0.6
-"""The share of equal letters from which a name is suggested, as `difflib` has it."""
+"""The minimum `difflib` ratio of a name that is suggested in an error."""
 
 
 def _nearest(name: str, fields: Sequence[str]) -> str | None:
-    """Return the field whose dotted name, or its last part, is close to `name`, if any."""
+    """Return the field most similar to `name`, by its dotted name or the last part of it.
+
+    Returns None if no field is similar.
+    """
 
     def likeness(field: str) -> float:
         pairs = ((name, field), (name.rpartition(".")[2], field.rpartition(".")[2]))
@@ -253,7 +264,7 @@ def _nearest(name: str, fields: Sequence[str]) -> str | None:
 
 
 def _not_understood(config: ml_collections.ConfigDict, argument: str) -> str:
-    """Return the error for an argument that names no field, suggesting a similar field."""
+    """Return the error message for an argument that names no field, with a suggestion."""
     fields = field_names(config)
     name, _, value = argument.lstrip("-").partition("=")
     if not argument.startswith("-"):
@@ -286,5 +297,5 @@ def field_names(config: ml_collections.ConfigDict, prefix: str = "") -> list[str
 
 
 def field_value(config: ml_collections.ConfigDict, name: str) -> Any:
-    """Return the value of a field by its dotted name."""
+    """Return the value of the field with a dotted name."""
     return functools.reduce(lambda section, part: section[part], name.split("."), config)

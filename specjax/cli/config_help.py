@@ -1,4 +1,4 @@
-"""The `--help` of commands with a config: each field with its value and its meaning.
+"""The `--help` of commands with a config: the value and meaning of each field.
 
 The meaning is the docstring below the field in its dataclass; its kind describes valid values.
 """
@@ -37,10 +37,10 @@ def config_help(
     source: type,
     flags: Mapping[str, str],
 ) -> str:
-    """Return a command's documentation, its flags, and the fields of its config with their values.
+    """Return a command's documentation, its flags, and the fields of its config.
 
-    `source` is the dataclass that declares the fields. `flags` maps the names of flags without a
-    value to their meanings.
+    `config` has the values to show, and the dataclass `source` declares the fields. `flags` maps
+    the names of flags without a value to their meanings.
     """
     flags = {
         "--config=FILE": "a config file, or the name of one that comes with specjax",
@@ -69,7 +69,7 @@ def config_help(
 
 
 def _in_order(names: Sequence[str], declared: Sequence[str]) -> list[str]:
-    """Return the fields in the order of their declaration, those of sections last."""
+    """Return fields in the order in which they are declared, with those of sections last."""
     index = {name: number for number, name in enumerate(declared)}
 
     def key(name: str) -> tuple[bool, int, int]:
@@ -80,40 +80,40 @@ def _in_order(names: Sequence[str], declared: Sequence[str]) -> list[str]:
 
 
 def _meanings(source: type, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the meanings of a dataclass's fields and sections, by dotted name."""
+    """Yield the dotted name and the meaning of each field and section of a dataclass."""
     texts = _field_documentation(source)
     hints = type_hints(source)
     for field in dataclasses.fields(source):
         name, hint = prefix + field.name, hints[field.name]
-        inside = dataclass_in(hint)
-        if inside is None or field.name in texts:
+        section = dataclass_in(hint)
+        if section is None or field.name in texts:
             yield name, texts.get(field.name, "")
         else:
-            text = " ".join((inspect.getdoc(inside) or "").split())
+            text = " ".join((inspect.getdoc(section) or "").split())
             yield name, text.partition(" Raises ")[0]
-        if inside is not None:
-            yield from _meanings(inside, prefix if is_inline(hint) else f"{name}.")
+        if section is not None:
+            yield from _meanings(section, prefix if is_inline(hint) else f"{name}.")
 
 
 def _field_documentation(source: type) -> dict[str, str]:
-    """Return the texts below the fields of a dataclass, and of those it inherits from."""
-    found: dict[str, str] = {}
-    for one in reversed(source.__mro__):
-        if not dataclasses.is_dataclass(one):
+    """Return the docstrings below the fields of a dataclass and of its base classes, by field."""
+    texts: dict[str, str] = {}
+    for base in reversed(source.__mro__):
+        if not dataclasses.is_dataclass(base):
             continue
-        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(one))).body
+        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
         for before, after in zip(tree.body, tree.body[1:], strict=False):
             if (
                 isinstance(before, ast.AnnAssign)
                 and isinstance(after, ast.Expr)
                 and isinstance(after.value, ast.Constant)
             ):
-                found[before.target.id] = inspect.cleandoc(after.value.value)
-    return found
+                texts[before.target.id] = inspect.cleandoc(after.value.value)
+    return texts
 
 
 def _kind(kinds: Any, name: str) -> Any:
-    """Return the kind of a field by its dotted name; None where there is none."""
+    """Return the kind of the field with a dotted name, or None if it has none."""
     for part in name.split("."):
         kinds = kinds.fields if isinstance(kinds, OptionalSection) else kinds
         kinds = kinds.get(part) if isinstance(kinds, Mapping) else None
@@ -121,7 +121,7 @@ def _kind(kinds: Any, name: str) -> Any:
 
 
 def _allowed(kind: Any) -> str:
-    """Return which values a kind allows, if that adds to the value shown."""
+    """Return the values that a kind allows, in brackets, or "" if that says nothing new."""
     if isinstance(kind, Either) and not kind.remedy:
         return _allowed(kind.kinds[0])
     if isinstance(kind, Choice):
@@ -135,7 +135,7 @@ def _allowed(kind: Any) -> str:
 
 
 def _wrapped(text: str, indent: int) -> list[str]:
-    """Return a text as indented lines."""
+    """Return a text as lines of limited width, indented by `indent` spaces."""
     space = " " * indent
     text = " ".join(text.split()).replace("`", "")
     return textwrap.wrap(text, _WIDTH, initial_indent=space, subsequent_indent=space)

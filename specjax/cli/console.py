@@ -34,7 +34,7 @@ from specjax.reporting.statistics import figures
 ACCEPTED = "green"
 _OPEN, _CLOSE = "\u27e6", "\u27e7"
 _QUIET_S = 10.0
-"""Seconds between two lines of progress where there is no terminal."""
+"""The minimum seconds between two lines of progress if there is no terminal."""
 
 
 class Marker:
@@ -48,7 +48,7 @@ class Marker:
         self._drafted: list[bool] = []
 
     def mark(self, delta: Delta) -> list[tuple[str, bool]]:
-        """Return the pieces of a delta's text in order, with whether they were drafted."""
+        """Return the pieces of a delta's text in order, each with whether it was drafted."""
         if self._decoder is not None:
             for token, drafted in zip(delta.token_ids, delta.drafted, strict=True):
                 self._drafted += [drafted] * len(self._decoder.feed([token]))
@@ -70,7 +70,7 @@ class Screen:
         self._console = console
         self._inside_text = False
         self._last_line = time.monotonic()
-        # Drawn between steps: a bar that refreshes itself would take time from the timed ones.
+        # The bar is drawn between steps, since refreshing in a thread would slow timed steps.
         self._bar = Progress(
             TextColumn("{task.description}, time left"),
             TimeRemainingColumn(),
@@ -84,14 +84,14 @@ class Screen:
         self._marks = console.is_terminal or _can_print(console, _OPEN + _CLOSE)
 
     def say(self, line: str, style: str = "") -> None:
-        """Print a line."""
+        """Print a line of text in a style of rich."""
         self.rest()
         self._console.print(Text(line, style), soft_wrap=True)
         self._last_line = time.monotonic()
 
     @contextmanager
     def working(self, doing: str) -> Iterator[None]:
-        """Print `doing`, and afterwards how long it took."""
+        """Print `doing` at the start of a context, and at its end how long it took."""
         begin = time.perf_counter()
         if not self._console.is_terminal:
             self.say(f"{doing} ...")
@@ -113,7 +113,10 @@ class Screen:
         self._console.print(legend)
 
     def progress(self, label: str, rows: int, total: int, speed: float, share: float) -> None:
-        """Show finished rows, tokens/s and the time left; `share` is the finished fraction."""
+        """Show finished rows, tokens/s and the time left.
+
+        `label` names what runs; `share` is the fraction of all the work that is done.
+        """
         line = f"{label}: {rows} of {total} rows, {speed:.1f} tokens/s"
         self._bar.update(self._task, description=line, completed=share)
         if self._inside_text:
@@ -139,7 +142,10 @@ class Screen:
         return self._console.is_terminal
 
     def question(self, number: int, questions: Sequence[Question], turn: int) -> None:
-        """Print the heading of a prompt: its number (from 1) and its beginning."""
+        """Print the heading of a prompt: its number (from 1), its category, and its first words.
+
+        `turn` (from 0) is the turn of the conversation that is decoded.
+        """
         self.say("")
         question = questions[number - 1]
         words = " ".join(question.turns[turn].split())
@@ -151,7 +157,7 @@ class Screen:
         self.say(_harmless(head + words), "bold")
 
     def text(self, pieces: Sequence[tuple[str, bool]]) -> None:
-        """Print the next pieces of a prompt's text; `rest` ends it."""
+        """Print the next pieces of a prompt's text; `rest` ends the text."""
         for piece, drafted in pieces:
             if not self._inside_text:
                 self.rest()
@@ -164,25 +170,25 @@ class Screen:
             self._inside_text = True
 
     def row_result(self, row: Row, drafter: str = "", *, brief: bool, timed: bool) -> None:
-        """Print the line after a text: draft tokens, accepted ones, and the speeds.
+        """Print the line after a row's text: draft tokens, accepted ones, and speeds.
 
         With several drafters the line begins with `drafter`; `brief` is set for all but the first
-        of them. `timed` says that the row was decoded alone.
+        of them. `timed` says that the row was decoded alone, so that its speed is known.
         """
-        parts = [] if brief else [f"{row.new_tokens} tokens"]
+        phrases = [] if brief else [f"{row.new_tokens} tokens"]
         if sum(row.drafted) and not brief:
-            parts.append(f"{sum(row.accepted)} of {sum(row.drafted)} draft tokens accepted")
+            phrases.append(f"{sum(row.accepted)} of {sum(row.drafted)} draft tokens accepted")
         if timed:
-            one = figures([row])
-            parts.append(f"{_number(one.tokens_per_second, 1)} tokens/s")
-            if one.plain_tokens_per_second is not None and not brief:
-                parts[-1] += f" against {_number(one.plain_tokens_per_second, 1)}"
+            speeds = figures([row])
+            phrases.append(f"{_number(speeds.tokens_per_second, 1)} tokens/s")
+            if speeds.plain_tokens_per_second is not None and not brief:
+                phrases[-1] += f" against {_number(speeds.plain_tokens_per_second, 1)}"
         if row.identical is not None:
-            parts.append("same tokens" if row.identical else "DIFFERENT TOKENS")
+            phrases.append("same tokens" if row.identical else "DIFFERENT TOKENS")
         if row.finish_reason == "error":
-            parts.append(f"ENDED BY AN ERROR: {row.text_error or 'logits that are not numbers'}")
-        if parts:
-            self.say("    " + f"{drafter}: " * bool(drafter) + ", ".join(parts), "dim")
+            phrases.append(f"ENDED BY AN ERROR: {row.text_error or 'logits that are not numbers'}")
+        if phrases:
+            self.say("    " + f"{drafter}: " * bool(drafter) + ", ".join(phrases), "dim")
 
     def results(
         self,
@@ -192,9 +198,10 @@ class Screen:
         *,
         verbose: bool = False,
     ) -> None:
-        """Print the results of the runs: three lines for one, a table for several or if `verbose`.
+        """Print the results of runs: three lines for one run, a table for several or if `verbose`.
 
-        `title` is the heading, and `compared` describes the comparison with plain decoding, if any.
+        `title` is the heading. `compared` returns the text about the comparison of a run with plain
+        decoding; it is None if they are not compared.
         """
         self.say("")
         all_figures = [run.figures() for run in runs]
@@ -209,20 +216,21 @@ class Screen:
                 self.say(f"{name:<{width}}  {text}", "bold")
         else:
             self._table(title, result_table(runs, compared, verbose=verbose))
-        if short := [one.counts.num_emitted_tokens for one in all_figures if too_short(one)]:
+        if short := [run.counts.num_emitted_tokens for run in all_figures if too_short(run)]:
             self.say(
                 f"{min(short)} new tokens are too few to tell a speed-up, at least {LEAST_TOKENS} "
                 "are needed; use longer answers (sampling.max_new_tokens) or more prompts"
             )
         elif all_figures[0].plain_tokens_per_second is not None:
-            for run, found in zip(runs, all_figures, strict=True):
-                if line := slower(found):
+            for run, run_figures in zip(runs, all_figures, strict=True):
+                if line := slower(run_figures):
                     self.say(f"{run.drafter}: " * (len(runs) > 1) + line)
             if line := drift(all_figures[0]):
                 self.say(line)
             self.say("speeds are without loading, compiling and prefill", "dim")
 
     def _table(self, title: str, rows: Mapping[str, Mapping[str, str]]) -> None:
+        """Print a table with the cells of each row by column name."""
         table = Table(title=Text(title), title_justify="left")
         table.add_column("", no_wrap=True)
         for name in next(iter(rows.values())):
@@ -257,7 +265,7 @@ class Screen:
 
 
 def duration(seconds: float) -> str:
-    """Return seconds as hours, minutes or seconds, whichever say enough."""
+    """Return seconds as a text in hours, minutes or seconds, as precise as is useful."""
     minutes, rest = divmod(round(seconds), 60)
     if minutes >= 60:
         return f"{minutes // 60} h {minutes % 60} min"
@@ -267,11 +275,12 @@ def duration(seconds: float) -> str:
 
 
 def _harmless(text: str) -> str:
-    """Return text without control characters: a model's output must not steer the terminal."""
+    """Return text without control characters, with which a model could control the terminal."""
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "\ufffd", text.replace("\r\n", "\n"))
 
 
 def _between_marks(piece: str) -> str:
+    """Return a piece of text between marks, which leave line ends outside."""
     inner = piece.strip("\n")
     if not inner:
         return piece
@@ -280,6 +289,7 @@ def _between_marks(piece: str) -> str:
 
 
 def _can_print(console: Console, text: str) -> bool:
+    """Return whether the console's encoding has all characters of a text."""
     try:
         text.encode(console.encoding)
     except UnicodeEncodeError:

@@ -64,26 +64,26 @@ from specjax.trees import FastestTree, RankedTree
 from specjax.tuning import with_fastest_trees
 
 SIMULATED = "simulated"
-"""The drafter that needs a plain run before it can be made."""
+"""The drafter that is made from the output of plain decoding."""
 _DRAFT_MODEL = "draft_model"
-"""The drafter that is a model, which each device may hold whole."""
+"""The drafter that is a model of its own, which each device may hold whole."""
 _THRESHOLD = optional(Number(0.0, above=True, remedy="use a number above 0"))
 
 
 @dataclass(frozen=True)
 class DraftLengthText:
-    """`num_speculative_tokens` on a command line: "auto", "fixed", or a whole number."""
+    """The field type of draft lengths on a command line: "auto", "fixed", or a whole number."""
 
     remedy = DRAFT_LENGTH.remedy
 
     def check(self, name: str, value: Any) -> int | str:
-        """Return the number, "auto" or "fixed"."""
+        """Return `value` as a number, "auto" or "fixed"; otherwise raise InputError."""
         number = re.fullmatch(r"[+-]?\d{1,9}", value) if isinstance(value, str) else None
         return DRAFT_LENGTH.check(name, int(value) if number else value)
 
 
 def _drafter_fields() -> Fields:
-    """Return the kinds of the section `drafter`: the options of all drafters that are text."""
+    """Return the kinds of the section `drafter`: all drafters' options that a text can give."""
     options = {
         option: optional(kind_of(parameter.annotation))
         for name in DRAFTERS
@@ -101,28 +101,31 @@ _TYPICAL_FIELDS = {"epsilon": _THRESHOLD, "delta": _THRESHOLD}
 
 @dataclass(frozen=True, kw_only=True)
 class TargetFields:
-    """The fields of a config that say which model is loaded, and how."""
+    """The fields of a config that say which model is loaded, and in which form."""
 
     target: Annotated[str, PathOrName()] = DEFAULT_MODEL
     """A built-in name, a .gguf file, a Hugging Face directory, or org/name on the hub."""
     dtype: Annotated[str, DTYPE] = "auto"
-    """Of activations and float weights; auto: float32 on a CPU, bfloat16 elsewhere."""
+    """The dtype of activations and float weights; auto: float32 on a CPU, bfloat16 elsewhere."""
     weights: Annotated[str, WEIGHTS] = "auto"
-    """The target's: float; int8 or int4; file, as a GGUF has them; or auto, file if possible."""
+    """The form of the target's weights: float, int8, int4, or file, as stored in a GGUF file; auto
+    is file if possible.
+    """
     kv_cache_dtype: Annotated[str, CACHE_DTYPE] = "auto"
-    """How caches store keys and values; auto: as activations."""
+    """The dtype of keys and values in caches; auto: that of activations."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterFields:
-    """The field of a config that says which drafter drafts."""
+    """The field of a config that says which drafter is used."""
 
     drafter: Annotated[Mapping[str, Any], _DRAFTER_FIELDS] = field(
         default_factory=lambda: {"name": "ngram", "replicated": False}
     )
-    """`name` may be several for specjax.decode, as ngram,eagle3,ngram+eagle3, each compared with
-    plain decoding; an option goes to those that take it (specjax.decode --list). `path` is a
-    trained drafter's. With `replicated` each device holds a draft model whole."""
+    """For specjax.decode, `name` may list several, as ngram,eagle3,ngram+eagle3, each compared with
+    plain decoding; an option applies to the drafters that accept it (specjax.decode --list). `path`
+    is the path of a trained drafter. With `replicated` each device holds a whole draft model.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,44 +133,55 @@ class DecodingFields(DrafterFields):
     """The fields of a config that say how an engine decodes."""
 
     tree: Annotated[Mapping[str, Any], _TREE_FIELDS] = field(default_factory=dict)
-    """Several tokens after each, instead of a chain: static ones are the same ranks in each round,
-    dynamic ones are chosen anew; auto is the static one that is fastest here (`TreeOptions`). By
-    default as the drafter has it: token_recycling a static tree, the others a chain."""
+    """Draft a tree instead of a chain: static trees have the same candidate ranks in each round,
+    dynamic trees are chosen in each round, and auto is the static tree that is fastest here
+    (`TreeOptions`). By default each drafter uses its own choice: token_recycling a static tree, all
+    others a chain.
+    """
 
     num_speculative_tokens: Annotated[int | str, DraftLengthText()] = AUTO
-    """auto: as many as make decoding faster; fixed: as each drafter has it, which is what Python's
-    functions do by default; or a number."""
+    """The draft length. auto: the number that makes decoding fastest; fixed: each drafter's own
+    number, which is the default in Python; or a number.
+    """
     num_speculative_tokens_per_batch_size: Annotated[tuple, Ladder()] = ()
-    """((low, high, k), ...): with low..high unfinished rows at most k draft tokens."""
+    """((low, high, k), ...): at most k draft tokens while low to high rows are unfinished."""
     verify: Annotated[str, RULE_NAME] = "rejection"
     """The rule by which draft tokens are accepted; specjax.decode --list describes them."""
     typical: Annotated[Mapping[str, Any], _TYPICAL_FIELDS] = field(default_factory=dict)
-    """The rule `typical` accepts p(x) > min(epsilon, delta exp(-H(p))); 0.09 and 0.3."""
+    """The thresholds of the rule `typical`, which accepts p(x) > min(epsilon, delta exp(-H(p))); by
+    default 0.09 and 0.3.
+    """
     batch_size: Annotated[int, BATCH_SIZE] = 1
-    """Rows that decode together; texts are shown as they come, and prompts timed alone, with 1."""
+    """Rows that decode together. With 1, texts are shown while they are decoded, and prompts are
+    timed one by one.
+    """
     max_length: Annotated[int | None, optional(MAX_LENGTH)] = None
-    """The most tokens of a prompt and its output; by default the target's positions."""
+    """The maximum number of tokens of a prompt and its output; by default the target's positions.
+    """
     sampling: SamplingParams = SamplingParams()  # noqa: RUF009 - frozen
     seed: Annotated[int, SEED] = 0
-    """Of all draws."""
+    """The seed of all draws."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PromptFields:
-    """The fields of a config that say what is decoded."""
+    """The fields of a config that say which prompts are decoded."""
 
     prompt: Annotated[str | None, optional(Text())] = None
-    """One text."""
+    """A single prompt."""
     prompts: Annotated[Path | None, optional(InputFile(pipe=True))] = None
-    """A JSONL file in Spec-Bench's schema; without it and `prompt` a few built-in prompts."""
+    """A JSONL file in Spec-Bench's format; without it and `prompt` a few built-in prompts are used.
+    """
     turns: Literal["first", "all"] = "first"
-    """With all, answers become the history of the next turn."""
+    """The turns of each conversation to decode; with all, answers become the history of the next
+    turn.
+    """
     limit: Annotated[int | None, optional(Whole(1))] = None
-    """The first prompts only."""
+    """The number of prompts to decode, from the first one; by default all."""
     per_task: Annotated[int | None, optional(Whole(1))] = None
-    """The first prompts of each task only."""
+    """The number of prompts of each task to decode, from the first one; by default all."""
     chat: Annotated[str, CHAT] = "auto"
-    """Whether prompts go through the chat template; auto: where there is one."""
+    """Whether prompts go through the chat template; auto: if the tokenizer has one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,18 +189,20 @@ class DecodeFields(DecodingFields, PromptFields, TargetFields):
     """The fields of a decode config with their defaults; None means that specjax chooses."""
 
     compare: bool = True
-    """Also decode plainly, for the speed-up, and check that the output is the same."""
+    """Also decode plainly, to measure the speed-up and to check that the output is the same."""
     repeats: Annotated[int | None, optional(Whole(1))] = None
-    """How often prompts are decoded both ways in turn; the median speed-up counts. By default three
-    times where one prompt takes seconds, and once where there are more."""
+    """How often prompts are decoded plainly and with drafters; the median speed-up is reported. By
+    default three times for a single prompt, if that takes seconds, and once otherwise.
+    """
     report: Annotated[Path | None, optional(OutputFile())] = None
-    """A file of JSON lines; its folder is made."""
+    """The file of JSON lines to write; its folder is created."""
 
     mesh: MeshConfig = ONE_DEVICE
-    """data x model devices: rows are spread over data, weights and heads split over model."""
+    """data x model devices: rows are sharded over data, weights and heads over model."""
     distributed: DistributedConfig = ONE_PROCESS
     """Several processes: coordinator_address, num_processes, process_id; or cluster=true, which
-    asks the scheduler (Slurm, Kubernetes, TPU pods)."""
+    asks the scheduler (Slurm, Kubernetes, TPU pods).
+    """
 
 
 @dataclass(frozen=True)
@@ -207,7 +223,7 @@ class DecodeConfig(DecodeFields):
     drafters: tuple[DrafterConfig, ...]
     options: DecodeOptions
     written: Mapping[str, Any]
-    """The values as the config file and the command line gave them, by section."""
+    """The values of the config file and the command line as they were given, by section."""
 
     @property
     def num_turns(self) -> int:
@@ -228,12 +244,12 @@ class DecodeConfig(DecodeFields):
 
     @property
     def has_expectation(self) -> bool:
-        """Whether to compute the acceptance that p and q imply under `rejection`."""
+        """Whether the acceptance that p and q imply under `rejection` can be computed."""
         sampled = self.sampling.temperature > 0 and self.options.verify.name == "rejection"
         return self.compare and sampled
 
     def written_for(self, drafter: DrafterConfig) -> dict[str, Any]:
-        """Return the config as it would be written for a single drafter."""
+        """Return the config as it would be written for one of its drafters alone."""
         alone = {"name": drafter.name, "path": drafter.path, "replicated": drafter.replicated}
         section = {
             name: alone.get(name, value if name in drafter.options else None)
@@ -249,12 +265,15 @@ class DecodeConfig(DecodeFields):
         return [i for i, question in enumerate(self.questions) if number < len(question.turns)]
 
     def prompt_name(self, question_id: int | str, turn: int) -> str:
-        """Return the name of a turn (from 0) of a question in errors."""
+        """Return the name that errors use for a turn (from 0) of a question."""
         name = f"question {question_id}"
         return f"{name}, turn {turn + 1}" if self.num_turns > 1 else name
 
     def turn_seeds(self, number: int) -> tuple[int, SamplingParams]:
-        """Return the seed and the sampling of a turn; each turn has different draws."""
+        """Return the seed and the sampling parameters of turn `number` (from 0).
+
+        Each turn has different draws.
+        """
         if number == 0:
             return self.seed, self.sampling
         sampling = self.sampling
@@ -264,7 +283,7 @@ class DecodeConfig(DecodeFields):
 
 
 def read_decode_config(written: Mapping[str, Any]) -> DecodeConfig:
-    """Return the checked config, except for checks that need the model. Raises InputError."""
+    """Return the checked config; checks that need the model are made later. Raises InputError."""
     given = read_values(DecodeFields, written)
     drafters = _drafters(given.drafter, given.tree)
     compare = given.compare or len(drafters) > 1
@@ -289,11 +308,14 @@ def read_decode_config(written: Mapping[str, Any]) -> DecodeConfig:
 
 
 def _rule(name: str, thresholds: Mapping[str, float | None]) -> Rule:
-    """Return the rule of that name; `thresholds` are the section `typical`."""
-    given = {option: value for option, value in thresholds.items() if value is not None}
+    """Return the rule with this name; `thresholds` are the section `typical`.
+
+    Raises InputError if another rule has thresholds.
+    """
+    set_thresholds = {option: value for option, value in thresholds.items() if value is not None}
     if name == Typical.name:
-        return Typical(**given)
-    for option, value in given.items():
+        return Typical(**set_thresholds)
+    for option, value in set_thresholds.items():
         raise InputError(
             f"typical.{option}={value}: verify={name} does not take it; leave it out, or use "
             f"verify={Typical.name}"
@@ -302,10 +324,10 @@ def _rule(name: str, thresholds: Mapping[str, float | None]) -> Rule:
 
 
 def _drafters(section: Mapping[str, Any], tree: Mapping[str, Any]) -> tuple[DrafterConfig, ...]:
-    """Return the drafters of the section `drafter`; an option and a tree go to those that take it.
+    """Return the drafters that the section `drafter` names, each with the options it accepts.
 
-    Where the section `tree` says nothing, each drafter has the tree or the chain that it has by
-    default.
+    The section `tree`, unless it is empty, applies to the drafters that accept a tree; otherwise
+    each drafter uses its default tree or chain. Raises InputError for invalid names and options.
     """
     options = {name: value for name, value in section.items() if value is not None}
     written, path = options.pop("name"), options.pop("path", None)
@@ -336,7 +358,7 @@ def _drafters(section: Mapping[str, Any], tree: Mapping[str, Any]) -> tuple[Draf
 
 
 def load_target(config: TargetFields, mesh: Mesh | None) -> Model:
-    """Return a config's target, on a mesh if there is one. Raises InputError."""
+    """Return the target of a config, on a mesh if there is one. Raises InputError."""
     return load_model(
         config.target,
         dtype=config.dtype,
@@ -348,9 +370,10 @@ def load_target(config: TargetFields, mesh: Mesh | None) -> Model:
 
 
 class ConfigDrafter(NamedTuple):
-    """A drafter of a config, with the trees of its parts that `tree.kind=auto` chose.
+    """A drafter of a config, and the trees that `tree.kind=auto` chose, by the drafter's parts.
 
-    With greedy decoding, for which rates are measured, the trees include their predicted speed.
+    With greedy decoding, for which acceptance rates are measured, the trees include predicted
+    speeds.
     """
 
     loaded: LoadedDrafter
@@ -364,10 +387,10 @@ def make_config_drafter(
     continuations: Sequence[Sequence[int]] | None = None,
     tell: Callable[[str], Any] = lambda line: None,
 ) -> ConfigDrafter:
-    """Return one of a config's drafters.
+    """Return one of a config's drafters, made for a target.
 
-    `continuations` are plain decoding's tokens, for the drafter `simulated`. `tell` receives lines
-    about the choice of a tree of the kind `auto` and its predicted speed.
+    `continuations` are the output tokens of plain decoding, for the drafter `simulated`. `tell` is
+    called with lines about the choice of a tree by `tree.kind=auto`. Raises InputError.
     """
     options, path = dict(drafter.options), drafter.path
     tree = options.get("tree")
@@ -399,18 +422,18 @@ def make_config_drafter(
         len(encode_prompt(target, prompt, f"prompts[{number}]"))
         for number, prompt in enumerate(prompts)
     ]
-    made, found = with_fastest_trees(
+    made, fastest_trees = with_fastest_trees(
         target,
         made,
         tree,
         path=drafter.path,
         batch_size=min(config.options.batch_size, len(prompts)),
-        # Of the longest row, when half of its answer is there.
+        # The length of the longest row when half of its answer is decoded.
         context=max(lengths) + config.sampling.max_new_tokens // 2,
         tell=tell,
     )
     greedy = config.sampling.temperature == 0
-    trees = {name: fastest if greedy else fastest.tree for name, fastest in found.items()}
+    trees = {name: fastest if greedy else fastest.tree for name, fastest in fastest_trees.items()}
     for name, chosen in trees.items():
         tell(f"{name}: tree.kind=auto: {chosen}")
     return ConfigDrafter(made, trees)
@@ -419,9 +442,10 @@ def make_config_drafter(
 def turn_prompts(
     config: DecodeConfig, target: Model, turn: int, answers: Mapping[int, Sequence[str]]
 ) -> list[Prompt]:
-    """Return the prompts of a turn; `answers` are those to earlier turns, by question index.
+    """Return the prompts of turn `turn` (from 0).
 
-    Raises InputError if a chat template is required and the model has none.
+    `answers` are the texts of the earlier turns, by question index. Raises InputError if a chat
+    template is required and the model has none.
     """
     has_template = target.tokenizer is not None and target.tokenizer.chat_template is not None
     chat = has_template if config.chat == "auto" else config.chat == "true"
@@ -446,6 +470,7 @@ def turn_prompts(
 
 
 def _questions(given: DecodeFields) -> Sequence[Question]:
+    """Return the questions of a config's prompt or prompt file, or the built-in ones."""
     if given.prompt is None:
         return select(questions_of(given.prompts), given.limit, given.per_task)
     if given.prompts is not None:

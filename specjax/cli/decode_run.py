@@ -40,16 +40,19 @@ from specjax.reporting.records import Row
 ROUNDS_PER_STEP = 4
 """Rounds between two reads from the device: enough for streaming, and cheap."""
 _GROUP = 4
-"""Rows of a group, by slot."""
+"""The number of rows of a group per slot."""
 _REPEATS, _SHORT_S = 3, 30.0
-"""How often a prompt that is alone is decoded both ways, as long as that takes fewer seconds."""
+"""How often a single prompt is decoded, and the seconds within which its repeats must end."""
 SHOWN_ROWS = 24
-"""With more rows than this, texts are only in the report."""
+"""The maximum number of rows whose texts are shown; of more rows, texts are in the report only."""
 
 
 @dataclass
 class _Side:
-    """One drafter's session, or plain decoding's, and its results; compiled when first used."""
+    """The session, engine and results of one drafter or of plain decoding.
+
+    The session is compiled when first used.
+    """
 
     name: str
     session: Session
@@ -76,9 +79,10 @@ def decode_batches(
 ) -> Iterator[None]:
     """Decode a config's prompts with each of its drafters, showing the texts of the first.
 
-    Yields whenever all drafters have finished a group, whose rows are then in their `runs`. With
-    `with_expectation` also computes the expected acceptance, which takes as long as decoding.
-    Raises InputError, and KeyboardInterrupt after the last finished group.
+    Yields whenever all drafters have finished a group, whose rows are then in `runs`, which has one
+    entry per drafter. With `with_expectation` the expected acceptance is computed too, which takes
+    as long as decoding. Raises InputError for prompts that cannot be decoded, and
+    KeyboardInterrupt, if the user interrupts, after the last finished group.
     """
     decoding = _Decoding(config, model, screen, clock)
     for turn in range(config.num_turns):
@@ -93,25 +97,25 @@ def decode_batches(
 
 
 _Repeat = dict[str, Generation]
-"""What a group's drafters, and `PLAIN`, gave in one of its repeats."""
+"""The results of one repeat of a group, by drafter name or `PLAIN`."""
 
 
 @dataclass
 class _Decoding:
-    """A config's prompts while they are decoded; `answers` are those of the first drafter."""
+    """The state of decoding a config's prompts; `answers` are the texts of the first drafter."""
 
     config: DecodeConfig
     model: Model
     screen: Screen
     clock: Clock
     finished_rows: int = 0
-    """Those of plain decoding and of all drafters."""
+    """The rows finished by plain decoding and all drafters together."""
     finished_groups: int = 0
     answers: dict[int, list[str]] = field(default_factory=lambda: defaultdict(list))
 
     @property
     def simulated(self) -> bool:
-        """Whether a drafter needs the tokens of plain decoding."""
+        """Whether some drafter is made from the output of plain decoding."""
         return any(drafter.name == SIMULATED for drafter in self.config.drafters)
 
     @property
@@ -121,12 +125,12 @@ class _Decoding:
 
     @property
     def num_rows(self) -> int:
-        """The number of rows of each drafter."""
+        """The number of rows that each drafter decodes."""
         return sum(len(self.config.turn(turn)) for turn in range(self.config.num_turns))
 
     @property
     def num_repeats(self) -> int:
-        """How often each group is decoded, at most."""
+        """The maximum number of times that each group is decoded."""
         short = self.num_rows == 1 and self.config.compare
         return self.config.repeats or (_REPEATS if short else 1)
 
@@ -138,7 +142,7 @@ class _Decoding:
     def open_sides(
         self, turn: int, drafters: Sequence[LoadedDrafter], runs: Sequence[DrafterRun]
     ) -> tuple[list[_Side], _Side | None]:
-        """Return a turn's sessions with each drafter, and the plain one, if there is one."""
+        """Return the sides of a turn: one for each drafter, and that of plain decoding or None."""
         config = self.config
         seed, sampling = config.turn_seeds(turn)
         plan = functools.partial(
@@ -172,17 +176,17 @@ class _Decoding:
     def decode_turn(self, turn: int, sides: Sequence[_Side], plain: _Side | None) -> Iterator[None]:
         """Decode a turn's groups, each by the first drafter, plainly, and by the other drafters.
 
-        They are timed alternately, so that a slow phase of the machine affects all of them.
+        Drafters alternate, so that a slow phase of the machine affects all of them.
         """
         self.prepare(sides[0])
         for number, index in enumerate(_groups(sides[0].session)):
-            # Where a drafter needs plain decoding's output, that has run before.
+            # If a drafter needs the output of plain decoding, that has already run.
             recorded = plain.results[number] if plain is not None and plain.results else None
             repeats, interrupted = self.decode_group(turn, index, sides, plain, recorded)
-            questions = [self.config.questions[one] for one in self.asked(turn, index)]
+            questions = [self.config.questions[number] for number in self.asked(turn, index)]
             chosen = [self.choose(side, index, repeats) for side in sides]
             rows = []
-            # Quickly: a request to end in between would leave the group to some drafters only.
+            # An interruption within this loop would record the group for some drafters only.
             for side, (result, baseline, differences) in zip(sides, chosen, strict=True):
                 side.results.append(result)
                 speeds = _speeds(side, repeats)
@@ -209,10 +213,11 @@ class _Decoding:
         plain: _Side | None,
         recorded: Generation | None,
     ) -> tuple[list[_Repeat], bool]:
-        """Decode a group with all of `sides` and plainly, in several repeats where that is asked.
+        """Decode a group with all of `sides` and plainly, in several repeats if configured.
 
-        `recorded` is what plain decoding gave, if it has run. Returns the complete repeats, and
-        whether the user ended them. Raises KeyboardInterrupt where none is complete.
+        `recorded` is the result of plain decoding if it has run already. Returns the complete
+        repeats, and whether the user interrupted them. Raises KeyboardInterrupt if none is
+        complete.
         """
         ways = [sides[0], *([] if plain is None else [plain]), *sides[1:]]
         repeats: list[_Repeat] = []
@@ -250,28 +255,29 @@ class _Decoding:
     def choose(
         self, side: _Side, index: Sequence[int], repeats: Sequence[_Repeat]
     ) -> tuple[Generation, Generation | None, list[Difference | None] | None]:
-        """Return the repeat to report: its result, plain decoding's, and their differences.
+        """Return the result to report for a group, plain decoding's, and the differences of rows.
 
-        It is the one with the median speed-up, or the first whose tokens differ.
+        They are from the repeat with the median speed-up, or from the first one whose tokens
+        differ.
         """
-        found = [
+        differences = [
             self.compare(side, index, repeat[side.name], repeat.get(PLAIN)) for repeat in repeats
         ]
-        different = [number for number, rows in enumerate(found) if rows and any(rows)]
+        different = [number for number, rows in enumerate(differences) if rows and any(rows)]
         if different:
             number = different[0]
         elif len(repeats) == 1:
             number = 0
         else:
             number = median_repeat([(repeat[PLAIN], repeat[side.name]) for repeat in repeats])
-        return repeats[number][side.name], repeats[number].get(PLAIN), found[number]
+        return repeats[number][side.name], repeats[number].get(PLAIN), differences[number]
 
     def asked(self, turn: int, index: Sequence[int]) -> list[int]:
-        """Return the questions of a group by their index in the config."""
+        """Return the indices, in the config, of the questions of a group of prompts."""
         return [self.config.turn(turn)[prompt] for prompt in index]
 
     def decode_first(self, turn: int, side: _Side, index: list[int]) -> Generation:
-        """Decode a group with the first drafter, showing the text of a single row."""
+        """Decode a group with the first drafter, showing the text if the group is a single row."""
         (question, *others) = self.asked(turn, index)
         if others or not self.shows_texts:
             return self.decode(side, index)
@@ -297,17 +303,17 @@ class _Decoding:
             if len(index) > 1:
                 self.screen.question(question + 1, self.config.questions, turn)
                 self.screen.text(_pieces(sides[0].session, first, number))
-            for side, of_side in zip(sides, rows, strict=True):
+            for side, side_rows in zip(sides, rows, strict=True):
                 name = side.name if len(sides) > 1 else ""
                 brief = side is not sides[0]
-                if self.num_rows == len(sides) == 1 and of_side[number].finish_reason != "error":
+                if self.num_rows == len(sides) == 1 and side_rows[number].finish_reason != "error":
                     continue  # the results say the same
-                self.screen.row_result(of_side[number], name, brief=brief, timed=len(index) == 1)
+                self.screen.row_result(side_rows[number], name, brief=brief, timed=len(index) == 1)
 
     def compare(
         self, side: _Side, index: Sequence[int], result: Generation, baseline: Generation | None
     ) -> list[Difference | None] | None:
-        """Return the differences of a group's rows from plain decoding; None if not compared."""
+        """Return the differences of a group's rows from plain decoding, or None if not compared."""
         if not self.config.compare or not self.config.comparable or baseline is None:
             return None
         return [
@@ -316,7 +322,7 @@ class _Decoding:
         ]
 
     def prepare(self, side: _Side) -> None:
-        """Compile a session and run its first round, so that timings exclude the warm-up."""
+        """Compile a side's session and run its first round, so that timings exclude the warm-up."""
         session, begin = side.session, time.perf_counter()
         side.engine = open_engine(session, ROUNDS_PER_STEP)
         name = "plain decoding" if side.name == PLAIN else side.name
@@ -326,7 +332,7 @@ class _Decoding:
         warm_up(session)
 
     def decode(self, side: _Side, index: list[int], *, live: bool = False) -> Generation:
-        """Decode a group, with its text on the screen if `live`."""
+        """Decode a group of prompts, showing the text while it is decoded if `live`."""
         if side.engine is None:
             self.prepare(side)
         marker = Marker(side.session.model.tokenizer)
@@ -357,20 +363,20 @@ class _Decoding:
 
 
 def warm_up(session: Session) -> None:
-    """Decode one round of a session's first prompts: the first one's time says nothing of later."""
+    """Decode one round of a session's first prompts, since the first round is unusually slow."""
     with open_engine(session, 1) as engine:
         add_prompts(engine, session, range(min(session.batch_size, len(session.prompts))))
         engine.step()
 
 
 def _groups(session: Session) -> list[list[int]]:
-    """Return the prompts that are decoded before the next drafter's turn."""
+    """Return the indices of prompts in groups; all drafters decode a group before the next one."""
     slots = session.batch_size
     return session.groups(slots if slots == 1 else _GROUP * slots)
 
 
 def _speeds(side: _Side, repeats: Sequence[_Repeat]) -> list[tuple[float, float]]:
-    """A side's tokens/s and plain decoding's in each of several repeats."""
+    """Return a side's tokens/s and plain decoding's in each repeat; empty for a single repeat."""
     if len(repeats) == 1:
         return []
     results = [(repeat[side.name], repeat[PLAIN]) for repeat in repeats]

@@ -1,4 +1,4 @@
-"""Command lines with flags but no config file; each flag has a kind, which checks it."""
+"""Command lines with flags but no config file; each flag has a kind, which checks its value."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from specjax.fields import Choice, Either, Flag, Kind, Number, Whole, check_valu
 
 @dataclass(frozen=True)
 class Listed:
-    """Comma-separated values of one kind; `empty` allows an empty list."""
+    """The field type of comma-separated values of one kind; `empty` allows an empty list."""
 
     kind: Kind
     empty: bool = False
 
     def check(self, name: str, value: Any) -> tuple:
-        """Return the values as a tuple."""
+        """Return the values as a tuple; raise InputError, naming the field, for an invalid one."""
         parts = value.split(",") if isinstance(value, str) else value
         if self.empty and value == "":
             return ()
@@ -27,9 +27,9 @@ class Listed:
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser of flags, each of a kind, without a config file; bad flags raise InputError.
+    """A command-line parser without a config file, whose flags have kinds that check them.
 
-    `documentation` is printed by --help before the flags.
+    Bad flags raise InputError. `documentation` is printed by --help before the flags.
     """
 
     def __init__(self, prog: str, documentation: str | None) -> None:
@@ -39,10 +39,13 @@ class Parser(argparse.ArgumentParser):
         self.needed: list[str] = []
 
     def add_field(self, name: str, kind: Kind, help: str, *, default: Any = ...) -> None:
-        """Add --name=VALUE, required without a default, or --name and --noname for a `Flag`."""
+        """Add --name=VALUE, required without a default, or --name and --noname for a `Flag`.
+
+        `help` is the text that --help shows.
+        """
         self.fields[name] = kind
         if isinstance(kind, Flag):
-            # Help shows the one that changes something.
+            # Help shows only the flag that changes the default.
             yes, no = (
                 (argparse.SUPPRESS, f"do not {help}") if default else (help, argparse.SUPPRESS)
             )
@@ -51,31 +54,34 @@ class Parser(argparse.ArgumentParser):
             return
         if default is ...:
             self.needed.append(name)
-        given = default is not ... and default is not None
+        has_default = default is not ... and default is not None
         self.add_argument(
             f"--{name}",
-            default=default if given else None,
+            default=default if has_default else None,
             metavar="{" + ",".join(kind.names) + "}" if isinstance(kind, Choice) else "VALUE",
-            help=f"{help} ({default})" if given else help,
+            help=f"{help} ({default})" if has_default else help,
         )
 
     def read(self, argv: Sequence[str]) -> dict[str, Any]:
-        """Return the checked values of all flags and other arguments; raise InputError."""
-        given = vars(self.parse_args(argv))
-        if missing := [name for name in self.needed if given[name] is None]:
+        """Return the checked values of all flags and arguments by name; raise InputError."""
+        parsed = vars(self.parse_args(argv))
+        if missing := [name for name in self.needed if parsed[name] is None]:
             listed = [f"{name} is missing: pass --{name}=VALUE" for name in missing]
             raise InputError(f"{'; '.join(listed)}; --help lists the flags")
-        others = {name: value for name, value in given.items() if name not in self.fields}
-        values = {name: _typed(kind, given[name]) for name, kind in self.fields.items()}
+        others = {name: value for name, value in parsed.items() if name not in self.fields}
+        values = {name: _typed(kind, parsed[name]) for name, kind in self.fields.items()}
         return {**others, **check_values(self.fields, values)}
 
     def error(self, message: str) -> NoReturn:
-        """Raise InputError; called by argparse."""
+        """Raise InputError with a message of argparse, which calls this."""
         raise InputError(f"{message}; --help lists the flags")
 
 
 def _typed(kind: Kind, value: Any) -> Any:
-    """Return a flag's text as a number if its kind takes numbers and it is one, else unchanged."""
+    """Return a flag's text as a number if its kind takes numbers and the text is a number.
+
+    Any other value is returned unchanged.
+    """
     kind = kind.kinds[0] if isinstance(kind, Either) else kind
     if not isinstance(value, str) or not isinstance(kind, Whole | Number):
         return value

@@ -25,9 +25,9 @@ from specjax.errors import InputError
 from specjax.loading.model import Model
 
 UNRESOLVED = 0.03
-"""An interval that is wider to either side says nothing."""
+"""The relative half-width above which a confidence interval is too wide to be meaningful."""
 _QUANTILE = 0.975
-"""Of Student's t, on either side of a 95 % interval."""
+"""The quantile of Student's t at the upper end of a 95 % interval."""
 
 
 class Ratio(NamedTuple):
@@ -50,12 +50,12 @@ class Ratio(NamedTuple):
 
 @dataclass(frozen=True)
 class Speedup:
-    """The speed of a drafter against plain decoding, at a batch size and temperature.
+    """The speed of a drafter compared with plain decoding, at a batch size and temperature.
 
     `speedup` is the ratio of tokens/s without prefill, `speedup_with_prefill` with it. `identical`
-    says whether greedy tokens are equal. `predicted` is the speed-up computed from parts that are
-    timed alone, among them a draft of `draft_s` seconds; None for draft lengths that depend on
-    costs.
+    says whether greedy tokens are equal. `predicted` is the speed-up computed from parts of a round
+    that are timed alone, among them a draft of `draft_s` seconds; both are None for draft lengths
+    that depend on costs.
     """
 
     drafter: str
@@ -91,8 +91,8 @@ def measure_speedups(
 ) -> list[Speedup]:
     """Decode batches plainly and with each of `drafters`; return a result for each drafter.
 
-    A drafter of None is plain decoding by another engine; the distance of its ratio from 1 shows
-    how reliable ratios are on this machine.
+    `ids` are the token ids of the prompts. A drafter of None is plain decoding by another engine;
+    the distance of its ratio from 1 shows how reliable ratios are on this machine.
 
     Every repeat decodes a batch in all ways in turn (`turn_order`). All engines exist at once, each
     with its caches. All rows emit `max_new_tokens`. Prompts are repeated to fill the last batch.
@@ -100,8 +100,8 @@ def measure_speedups(
     """
     rows = -(-len(ids) // batch_size) * batch_size
     prompts = list(itertools.islice(itertools.cycle(ids), rows))
-    # Rows of equal length: sampled ones would end elsewhere in each way of decoding, and slots that
-    # are empty until the last row ends would count as slow ones.
+    # Rows have equal lengths, since sampled rows would end at different lengths in each way of
+    # decoding, and slots that stay empty until the last row ends would make that way look slow.
     requests = SamplingParams(
         temperature=temperature, max_new_tokens=max_new_tokens, ignore_eos=True
     )
@@ -121,12 +121,12 @@ def measure_speedups(
     for number in range(repeats + 1):
         order = turn_order(len(sessions), number)
         for batch, index in enumerate(sessions[0].groups(batch_size)):
-            made = {way: _decode(sessions[way], engines[way], index) for way in order}
-            if number:  # the first one warms up
-                runs.setdefault(batch, []).append([made[way] for way in range(len(sessions))])
+            decoded = {way: _decode(sessions[way], engines[way], index) for way in order}
+            if number:  # the first repeat is a warm-up
+                runs.setdefault(batch, []).append([decoded[way] for way in range(len(sessions))])
     results = []
     for way, label in enumerate(drafters, 1):
-        pairs = [[(made[0], made[way]) for made in batch] for batch in runs.values()]
+        pairs = [[(repeat[0], repeat[way]) for repeat in batch] for batch in runs.values()]
         every = [pair for batch in pairs for pair in batch]
         plain, ours = zip(*every, strict=True)
         drafted, accepted, emitted = (
@@ -163,7 +163,7 @@ def measure_speedups(
 
 
 def _decode(session: Session, engine: Engine, index: Sequence[int]) -> Generation:
-    """Decode some of a session's prompts; raises InputError where a row fails."""
+    """Decode the session's prompts at `index` in its engine; raise InputError if a row fails."""
     result = decode_session(session, index=index, engine=engine)
     failed = {f"prompts[{row}]": failure for row, failure in result.failed_rows.items()}
     if failed:
@@ -172,7 +172,7 @@ def _decode(session: Session, engine: Engine, index: Sequence[int]) -> Generatio
 
 
 def turn_order(ways: int, repeat: int) -> list[int]:
-    """Return the order in which repeat 0, 1, ... decodes in each of `ways` ways.
+    """Return the order in which a repeat (from 0) decodes in each of `ways` ways.
 
     Every other repeat runs backwards, so that a machine that slows down steadily affects all ways
     equally, and each pair of repeats starts with another way.
@@ -200,9 +200,10 @@ def speed_ratio(
 ) -> Ratio:
     """Return the geometric mean over batches of a drafter's speed divided by plain decoding's.
 
-    Each batch is a list of (plain, drafter's) results, whose spread over repeats gives the error.
-    Variances differ between batches, so the degrees of freedom are those of Welch and
-    Satterthwaite: between one batch's repeats less one, and the sum of that over batches.
+    Each batch is a list of pairs of results, (plain, drafter's), one pair per repeat; the spread
+    over repeats gives the confidence interval. Variances differ between batches, so the degrees of
+    freedom are those of Welch and Satterthwaite: at least one batch's repeats less one, at most the
+    sum of that over batches.
     """
     means, errors, weights = [], [], []
     for pairs in batches:
@@ -217,4 +218,5 @@ def speed_ratio(
 
 
 def _speed(runs: Sequence[Generation]) -> float:
+    """Return the tokens per second of several results together, without prefill."""
     return sum(run.new_tokens for run in runs) / sum(run.decode_s for run in runs)

@@ -16,40 +16,40 @@ from specjax.fields import Number, Text, Whole, dotted, optional
 
 @dataclass(frozen=True)
 class MeshConfig:
-    """The numbers of devices over which batch rows, and weights, are sharded."""
+    """The numbers of devices over which rows and weights are sharded."""
 
     data: Annotated[int, sharding.DEVICES] = 1
-    """Devices over which rows are divided."""
+    """Devices over which rows are sharded."""
     model: Annotated[int, sharding.DEVICES] = 1
-    """Devices over which weights are divided."""
+    """Devices over which weights are sharded."""
 
 
 @dataclass(frozen=True)
 class DistributedConfig:
-    """The arguments of `processes.join`."""
+    """The processes of a run: the arguments of `processes.join`."""
 
     cluster: bool = False
-    """Whether the cluster says which processes there are."""
+    """Whether the cluster's scheduler knows which processes there are."""
     coordinator_address: Annotated[str | None, optional(Text())] = None
     """HOST:PORT of the first process."""
     num_processes: Annotated[int | None, optional(sharding.DEVICES)] = None
-    """Processes in all."""
+    """The total number of processes."""
     process_id: Annotated[int | None, optional(Whole())] = None
     """The number of this process, from 0."""
     timeout_s: Annotated[float, Number(0.0, 1e9, above=True, remedy="use seconds above 0")] = 300.0
-    """Seconds to wait for the others."""
+    """Seconds to wait for the other processes."""
 
 
 ONE_DEVICE, ONE_PROCESS = MeshConfig(), DistributedConfig()
 
 
 def mesh_fields() -> ml_collections.ConfigDict:
-    """Return the section `mesh` of a config file."""
+    """Return the section `mesh` for a config file."""
     return config_of(MeshConfig)
 
 
 def distributed_fields() -> ml_collections.ConfigDict:
-    """Return the section `distributed` of a config file."""
+    """Return the section `distributed` for a config file."""
     return config_of(DistributedConfig)
 
 
@@ -58,9 +58,9 @@ def open_mesh(
 ) -> Mesh | None:
     """Join the other processes of a run, if there are any, and return its mesh.
 
-    `config` holds the whole config by section, which must be the same on all processes. Returns
-    None, to use the first device only, without a mesh and other processes. Raises InputError, on
-    all processes if two configs differ.
+    `config` has all values of the config by section, which must be the same in all processes.
+    Returns None, so that the first device is used, for a single process without a mesh. Raises
+    InputError, in all processes if their configs differ.
     """
     processes.join(**asdict(distributed))
     if processes.count() == 1 and mesh == ONE_DEVICE:

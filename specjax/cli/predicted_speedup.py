@@ -1,7 +1,7 @@
 """Predict the speed-ups of finished runs from the parts of their rounds, each timed alone.
 
-A run's report holds its whole config, from which the target is loaded, the prompts are encoded and
-the program is planned again; then a draft and a pass of each width are timed.
+A run's report has its whole config. From it the target is loaded, the prompts are encoded and the
+program is planned again; then a draft and a pass of each width are timed.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ from specjax.tuning import measure_costs
 
 @dataclass(frozen=True)
 class RoundCosts:
-    """The seconds of a full draft, and of a pass of each width."""
+    """The seconds of a full draft, and of a pass of the target by width."""
 
     draft_s: float
     width_s: dict[int, float]
 
     def speedup(self, tokens_per_round: float, widths: np.ndarray) -> float | None:
-        """Return the predicted speed-up of rounds with these widths."""
+        """Return the predicted speed-up of rounds whose passes have these widths."""
         return metrics.predicted_speedup(
             tokens_per_round, self.width_s[1], self.draft_s, widths, self.width_s
         )
 
 
 def measure_round_costs(session: Session, new_tokens: float) -> RoundCosts:
-    """Time a draft, and passes after the mean prompt plus half of `new_tokens` tokens."""
+    """Time a draft, and passes after the mean prompt length plus half of `new_tokens` tokens."""
     plan, prompts = session.plan, np.mean([len(ids) for ids in session.prompts])
     room = plan.capacity - max(plan.widths)
     width_s = measure_costs.widths_seconds(
@@ -65,7 +65,8 @@ def measure_round_costs(session: Session, new_tokens: float) -> RoundCosts:
 def predicted_speedups(runs: Sequence[Run], say: Callable[[str], None]) -> list[float | None]:
     """Return the predicted speed-up of each run that drafts, and None for the others.
 
-    Raises InputError, before the long work, unless this machine can time what the runs did.
+    `say` is called with lines of progress. Raises InputError, before any long work, unless this
+    machine can repeat the runs.
     """
     predicted: list[float | None] = [None] * len(runs)
     for index, session in run_sessions(runs, "predict", say):
@@ -81,10 +82,10 @@ def predicted_speedups(runs: Sequence[Run], say: Callable[[str], None]) -> list[
 def run_sessions(
     runs: Sequence[Run], flag: str, say: Callable[[str], None]
 ) -> Iterator[tuple[int, Session]]:
-    """Yield the index and the session of each run that drafts, planned again for its first turns.
+    """Yield the index and session of each run that drafts, planned again for its first turns.
 
-    Raises InputError, which names the `flag` to leave out, before a model is loaded, unless this
-    machine can repeat what all of the runs did.
+    `say` is called with lines of progress. Raises InputError, before a model is loaded, unless this
+    machine can repeat all runs; the error tells the user to leave out `flag`.
     """
     configs = [run_config(run, flag) if run.drafter != "none" else None for run in runs]
     models: dict[str, Model] = {}
@@ -94,7 +95,7 @@ def run_sessions(
         mesh = open_mesh(config.mesh, config.distributed, config.written)
         key = repr((config.target, config.dtype, config.weights, config.kv_cache_dtype, mesh))
         if key not in models:
-            # One at a time: there may be no memory for two.
+            # Only one model is kept, since there may be no memory for two.
             models.clear()
             say(f"loading {config.target}")
             models[key] = load_target(config, mesh)
@@ -104,6 +105,7 @@ def run_sessions(
 
 
 def _session(run: Run, config: DecodeConfig, model: Model) -> Session:
+    """Return the session of a run's first turns, planned again from its config."""
     recorded = [list(row.token_ids) for row in run.rows if row.turn == 0]
     (drafter,) = config.drafters
     continuations = recorded if drafter.name == SIMULATED else None
@@ -118,11 +120,14 @@ def _session(run: Run, config: DecodeConfig, model: Model) -> Session:
 
 
 def run_config(run: Run, flag: str) -> DecodeConfig:
-    """Return the config of a run that this machine can repeat. Raises InputError."""
+    """Return the config of a run that this machine can repeat.
+
+    Raises InputError, naming `flag`, for runs of several processes, other devices or user code.
+    """
     where, here = f"{flag}: {str(run.path)!r}", device_name()
     if re.search(r" in \d+ processes$", run.conditions.device):
         raise InputError(f"{where} ran in several processes; leave --{flag} out")
-    # A mesh's name begins with how many devices it has, and ends with its shape.
+    # The name of a mesh begins with the number of devices and ends with its shape.
     if re.sub(r"^\d+ x | \([^()]*\)$", "", run.conditions.device) != here:
         raise InputError(
             f"{where} ran on {run.conditions.device}, this machine has {here}; run the report "
@@ -130,10 +135,10 @@ def run_config(run: Run, flag: str) -> DecodeConfig:
         )
     if ":" in run.drafter:
         raise InputError(
-            f"{where}: drafter {shown(run.drafter)} is code that the report names, which is not "
-            f"run for that; leave --{flag} out"
+            f"{where}: drafter {shown(run.drafter)} is code named in the report, which is not "
+            f"run; leave --{flag} out"
         )
-    # Nothing is written here: the folder of the run's own report may be gone.
+    # No report is written, and the folder of the run's own report may be gone.
     config: dict[str, Any] = {**run.config, "report": None}
     try:
         return read_decode_config(config)

@@ -35,11 +35,11 @@ _DEVIATIONS = 4.0
 """In a narrower dtype, the resolution in standard deviations of the difference between two passes.
 """
 _LEAST_STEPS, _MOST_STEPS = 0.75, 4.0
-"""But at least and at most so many of the dtype's relative steps of the largest logit.
+"""The bounds of that resolution, in relative steps of the dtype times the largest logit.
 
-Two passes of SmolLM2 in bfloat16 over 1, 4, 8 or 64 tokens put the two best logits 0.09 steps
-closer or further apart (the median), 0.7 (the 99th percentile) and at most 1.3. Of 1,728 such
-changes none was above the resolution that follows from these numbers, 0.93 steps on average.
+Two passes of SmolLM2 in bfloat16 over 1, 4, 8 or 64 tokens changed the distance of the two best
+logits by 0.09 steps (the median), 0.7 (the 99th percentile) and at most 1.3. Of 1,728 such changes
+none was above the resolution that follows from these numbers, 0.93 steps on average.
 """
 _LIKELIEST = 64
 """The number of likeliest tokens on which the deviation is measured."""
@@ -308,7 +308,7 @@ def _read(
     tokens: Int[Array | np.ndarray, "1 S"],
     length: Int[Array | np.ndarray, "1"],
 ) -> KVCache:
-    """Return a cache with a prompt but for its last token."""
+    """Return a cache of `capacity` tokens with all but the last of `length` tokens read."""
     cache = model.make_cache(1, capacity)
     return prefill(model, params, tokens, length - 1, cache, chunks)[0]
 
@@ -323,7 +323,10 @@ def _extend(
     count: Int[Array, ""] | int,
     cache: KVCache,
 ) -> tuple[KVCache, Float[Array, "T V"]]:
-    """Return a cache with `count` tokens more, those from `start` on, and the logits after each."""
+    """Return the cache after reading `count` more tokens, and the logits after `width` tokens.
+
+    The tokens begin at index `start`; logits from `count` on are meaningless.
+    """
     step = jnp.arange(width)[None, :]
     window = jax.lax.dynamic_slice(jnp.asarray(tokens), (0, start), (1, width))
     positions = start + jnp.minimum(step, count - 1)

@@ -41,11 +41,11 @@ class Generation:
     `token_ids` are the new tokens, stop token included. `finish_reasons` are "stop", "length", or
     "error" if the target's logits were not finite or tokens have no text. `logprobs` are None
     unless requested. `width`, `drafted`, `accepted` and `emitted` are counts [B, R] of each row's
-    own rounds, -1 after its last one. `drafter` is the index of the drafter whose turn it was, -1
-    if none drafted. `first_round` [B] is the call's round in which each row began, and `times` are
-    the rows' latencies. `prefill_s`, `decode_s` and `compile_s` are the seconds of reading prompts,
-    running rounds and compiling; they do not overlap. `lossy` says that the rule, such as
-    `typical`, changed the distribution of the tokens.
+    own rounds, -1 after its last one. `drafter` [B, R] is the index of the drafter whose turn it
+    was, -1 if none drafted. `first_round` [B] is the call's round in which each row began, and
+    `times` are the rows' latencies. `prefill_s`, `decode_s` and `compile_s` are the seconds of
+    reading prompts, running rounds and compiling; they do not overlap. `lossy` says that the rule,
+    such as `typical`, changed the distribution of the tokens.
     """
 
     token_ids: list[list[int]]
@@ -64,11 +64,12 @@ class Generation:
     compile_s: float = 0.0
     lossy: bool = False
     longest_path: int | None = None
-    """Of a draft, in tokens."""
+    """The maximum number of nodes on a path of a draft."""
     step_limits: tuple[tuple[Limits, int], ...] = ()
-    """What each step could draft, and its rounds: `controllers.Recorded` repeats the run."""
+    """The draft limits and the number of rounds of each step; `controllers.Recorded` replays them.
+    """
     failed_rows: dict[int, Failure] = field(default_factory=dict)
-    """Those that ended with the reason "error", and what went wrong."""
+    """The failure of each row that ended with the reason "error", by row."""
 
     def __repr__(self) -> str:
         """Return how much was generated, how fast, and the tokens per pass of the target."""
@@ -112,7 +113,7 @@ class Generation:
 
 @dataclass(frozen=True)
 class Progress:
-    """The progress of a call: finished rows, total rows, and new tokens of all rows."""
+    """The progress of a call: finished rows, the number of rows, and new tokens of all rows."""
 
     finished: int
     total: int
@@ -137,12 +138,12 @@ def generate(
     A prompt is a string, a list of messages (through the chat template) or a list of token ids; a
     single prompt needs no list. `sampling` applies to all prompts, or is a list with one entry per
     prompt. `options` are the fields of `SamplingParams`, for all prompts (`max_new_tokens=100`),
-    and of `DecodeOptions`. Unless draft lengths are fixed, a row of `rejection` or `block` may draw
-    different tokens (of the same distribution) in another batch or on another machine. `progress`
-    is called between steps. On a `mesh` (`sharding.make_mesh`; by default that of the target) rows
-    are sharded over `data`, and weights, caches and logits over `model`. A row whose logits are not
-    finite ends with the reason "error" and a RuntimeWarning; other rows are unaffected. Raises
-    InputError for bad input.
+    and of `DecodeOptions`. Unless draft lengths are fixed, a row decoded with `rejection` or
+    `block` may draw different tokens (of the same distribution) in another batch or on another
+    machine. `progress` is called between steps. On a `mesh` (`sharding.make_mesh`; by default that
+    of the target) rows are sharded over `data`, and weights, caches and logits over `model`. A row
+    whose logits are not finite ends with the reason "error" and a RuntimeWarning; other rows are
+    unaffected. Raises InputError for bad input.
     """
     optional(Function("use a function of a Progress")).check("progress", progress)
     session = _open(target, prompts, drafter, sampling, mesh, options)
@@ -163,7 +164,7 @@ def compile(
     mesh: Mesh | None = None,
     **options: Any,
 ) -> float:
-    """Compile what `generate` needs for rows of up to `num_tokens` tokens, prompt plus output.
+    """Compile the programs that `generate` needs for rows of up to `num_tokens` tokens.
 
     Later calls of `generate` with the same target, drafter and `options` start at once, for
     `batch_size` prompts (by default 8; pass 1 for a single prompt) or a number with the same next
@@ -180,9 +181,9 @@ def compile(
 
 
 def open_engine(session: Session, rounds_per_step: int | None = None) -> Engine:
-    """Return an engine for a session's prompts, for throughput rather than latency.
+    """Return an engine for a session's prompts, tuned for throughput rather than latency.
 
-    `rounds_per_step` overrides that of the session's options.
+    `rounds_per_step`, if given, overrides that of the session's options.
     """
     options = session.options.offline()
     if rounds_per_step is not None:
@@ -191,7 +192,7 @@ def open_engine(session: Session, rounds_per_step: int | None = None) -> Engine:
 
 
 def add_prompts(engine: Engine, session: Session, index: Sequence[int]) -> None:
-    """Add the session's prompts with the given indices, in order; their ids are the indices."""
+    """Add the session's prompts at `index` to an engine, in order; their ids are the indices."""
     for prompt in index:
         engine.add_rows(prompt, [session_row(session, prompt)])
 
@@ -206,7 +207,8 @@ def decode_session(
 ) -> Generation:
     """Decode a session's prompts, or those at `index`, in an engine without other requests.
 
-    `progress` is called after every step, and `follow` with the step's deltas.
+    Without `engine` a new one is opened. `progress` is called after every step, and `follow` with
+    the step's deltas.
     """
     index = range(len(session.prompts)) if index is None else index
     engine = engine or open_engine(session)
@@ -247,7 +249,10 @@ def collect(
     compile_s: float = 0.0,
     step_limits: tuple[tuple[Limits, int], ...] = (),
 ) -> Generation:
-    """Return the result of some outputs, in order; the engine began them at `first_round`."""
+    """Return the outputs of some prompts as one result, in order.
+
+    `first_round` is the number of rounds that the engine had run before them.
+    """
     return Generation(
         token_ids=[output.token_ids for output in outputs],
         texts=[output.text for output in outputs],
@@ -273,7 +278,7 @@ def collect(
 
 
 def _padded(rows: Sequence[np.ndarray], value: float = NO_DRAFTER) -> np.ndarray:
-    """Return rows of different lengths as one array, with `value` after their ends."""
+    """Return arrays of different lengths as rows of one array, padded at the end with `value`."""
     longest = max(map(len, rows))
     array = np.full((len(rows), longest, *rows[0].shape[1:]), value, rows[0].dtype)
     for into, row in zip(array, rows, strict=True):
@@ -287,8 +292,8 @@ def expected_acceptance(
     """Return the acceptance that the session's distributions imply, with its standard error.
 
     Decodes once more, recording sum_x min(p, q) at every node that `rejection` tests. If `results`
-    are given, their draft limits are replayed in order, since limits that depend on the clock would
-    not recur.
+    of the session's prompts are given, their draft limits are replayed in order, since limits that
+    depend on the clock would not recur.
     """
     recording = replace(session, plan=replace(session.plan, overlaps=True))
     overlaps: list[np.ndarray] = []
@@ -296,15 +301,15 @@ def expected_acceptance(
     for result in results or [None]:
         index = range(begin, begin + len(result.token_ids) if result else len(session.prompts))
         begin = index.stop
-        own = recording
+        replay = recording
         if result is not None:
-            own = recording.controlled_by(Recorded(result.step_limits))
-        engine = open_engine(own)
-        add_prompts(engine, own, index)
+            replay = recording.controlled_by(Recorded(result.step_limits))
+        engine = open_engine(replay)
+        add_prompts(engine, replay, index)
         ended = {delta.id: delta.output for delta in engine if delta.output is not None}
-        # A row whose first logits are not numbers has no round.
-        found = [ended[prompt].rounds.overlaps for prompt in index]
-        overlaps += [one for one in found if one is not None]
+        recorded = [ended[prompt].rounds.overlaps for prompt in index]
+        # A row whose first logits are not numbers has no round, and so no overlaps.
+        overlaps += [row_overlaps for row_overlaps in recorded if row_overlaps is not None]
     return metrics.expected_acceptance(_padded(overlaps or [np.zeros((0, 1))], np.nan))
 
 
@@ -320,7 +325,7 @@ def stream(
 ) -> Iterator[Delta]:
     """Decode prompts as `generate` does, yielding new tokens and text after every step.
 
-    Takes the arguments of `generate` except `progress`; a step has one round by default
+    The arguments are those of `generate` except `progress`; a step has one round by default
     (`rounds_per_step`). Each delta says which of its tokens were drafted. Raises InputError for bad
     input when called. A row that fails ends with the reason "error" and a RuntimeWarning.
     """
@@ -329,7 +334,7 @@ def stream(
 
 
 def _stream(session: Session) -> Iterator[Delta]:
-    """Yield the deltas of a session; rows that end with "error" also raise a warning."""
+    """Yield the deltas of a session, and warn of each row that ends with the reason "error"."""
     engine = Engine.of(session)
     add_prompts(engine, session, range(len(session.prompts)))
     for delta in engine:
@@ -358,7 +363,7 @@ def _loaded(
     mesh: Mesh | None,
     options: DecodeOptions,
 ) -> tuple[Model, LoadedDrafter | Drafter | None]:
-    """Return the target on the mesh, if one is given, and the drafter of a name."""
+    """Return the target, on the mesh if one is given, and the drafter, made if it is a name."""
     target = target if mesh is None else place_model(target, mesh)
     if isinstance(drafter, str):
         drafter = make_drafter(drafter, target, num_speculative_tokens=options.fixed_draft_length)

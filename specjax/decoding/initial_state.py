@@ -17,7 +17,7 @@ from specjax.drafters.base import Accepted, TargetPass
 from specjax.models.prefill import prefill
 
 _ROWS_FIRST = ("tokens", "length", "status", "undrafted", "features", "rows", "round", "logprobs")
-"""The parts of a state that are spread over devices by their first axis."""
+"""The fields of a state whose first axis, the rows, is sharded over devices."""
 
 
 def start(
@@ -30,7 +30,7 @@ def start(
 ) -> State:
     """Return the state before the first round, with all but the last token of each prompt read.
 
-    `params` are (target's, drafter's).
+    `params` are the target's and the drafters' parameters. The arrays are those of `RowArguments`.
     """
     return read_prompts(plan, params, empty_state(plan, params, tokens, rows, length, status))
 
@@ -44,9 +44,10 @@ def read_prompts(
 ) -> State:
     """Run target and drafter over positions `begin` to `end` (exclusive) of each row's prompt.
 
-    Returns the state with the cache and the drafter's state advanced. `params` are (target's,
-    drafter's). Positions before `begin` must have been read. `end` is rounded up to a multiple of
-    the smallest chunk; by default each prompt is read up to, but without, its last token.
+    Returns the state with the cache and the drafters' states advanced. `params` are the target's
+    and the drafters' parameters. Positions before `begin` must have been read. `end` is rounded up
+    to a multiple of the smallest chunk; by default each prompt is read up to, but without, its last
+    token.
     """
     target_params, draft_params = params
     drafter, length = plan.drafter, state.length
@@ -59,7 +60,7 @@ def read_prompts(
         features: dict[str, Array],
         size: int,
     ) -> Any:
-        # What has been read of each row, and the token after it.
+        # The length of each row's tokens that have been read, and the token after them.
         known = jnp.clip(length - 1, 0, first + count) + 1
         context = make_context(plan, target_params, state.replace(length=known, cache=cache))
         following = context.tokens_from(jnp.broadcast_to(first + 1, count.shape), size)
@@ -97,7 +98,7 @@ def read_prompts(
 
 
 def _named(features: dict[str, Array], names: tuple[str, ...]) -> dict[str, Array]:
-    """Return those of the features that have these names."""
+    """Return the features with the given names."""
     return {name: features[name] for name in names}
 
 
@@ -109,7 +110,7 @@ def empty_state(
     length: Int[Array, "B"],
     status: Int[Array, "B"],
 ) -> State:
-    """Return the state of rows whose tokens have not been read."""
+    """Return the state of rows whose tokens are unread; arguments are those of `start`."""
     batch = tokens.shape[0]
     target_params, draft_params = params
     target, drafter = plan.target, plan.drafter
@@ -136,7 +137,7 @@ def empty_state(
 def _feature_shapes(
     plan: Plan, params: Any, tokens: Int[Array, "B S"]
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return shapes and dtypes of the features that the drafters read, of one token per row."""
+    """Return the shapes [B, 1, D] and dtypes of the drafters' features of one token per row."""
     if not plan.drafter.features:
         return {}
     batch = tokens.shape[0]

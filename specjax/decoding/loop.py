@@ -1,4 +1,4 @@
-"""The compiled loop over rounds: a step of a few rounds, and the part of its result the host reads.
+"""The compiled loop over rounds: steps of a few rounds, and their results for the host.
 
 Everything in this module is traced.
 """
@@ -28,15 +28,15 @@ def step(
     max_rounds: Int[Array, ""],
     stop_after_finished: Int[Array, ""],
 ) -> tuple[State, Seen]:
-    """Run a few rounds, as `run` does; return the state and the results for the host.
+    """Run a few rounds, as `run` does; return the new state and the results for the host.
 
-    Rows that finished earlier, or were ended by the host (`host_ended`), are released, so that
-    their caches are no longer read.
+    Rows that finished earlier, or were ended by the host (`host_ended`), are released first, so
+    that their caches are no longer read.
     """
     status = jnp.where(host_ended & state.active, STOPPED, state.status)
     finished = status != RUNNING
     slots = jnp.where(finished, jnp.arange(len(status)), len(status))
-    # A failed row stays one, whatever it holds.
+    # `release` marks rows as stopped, but a failed row must keep its status.
     state = release(state, slots).replace(status=status)
     first = state.length
     state, rounds, tally = run(plan, params, state, max_rounds, stop_after_finished, limits)
@@ -63,9 +63,9 @@ def run(
 ) -> tuple[State, Rounds, Tally]:
     """Run rounds until all rows, or `stop_after_finished` of them, have finished.
 
-    At most `max_rounds` rounds run. Both numbers are traced; `plan.rounds_per_step` bounds the
-    rounds and is the number of columns of the counts. Without `limits` drafts have their full
-    length.
+    At most `max_rounds` rounds run, and no more than `plan.rounds_per_step` (R), the number of
+    columns of the counts; both numbers are traced. Without `limits` drafts have their full length.
+    Returns the new state, the counts [B, R] by row and round, and the counts by drafter.
     """
     batch, columns = len(state.length), plan.rounds_per_step
     enough = batch if stop_after_finished is None else jnp.minimum(stop_after_finished, batch)

@@ -26,22 +26,22 @@ from specjax.fields import (
 )
 
 AUTO, FIXED = "auto", "fixed"
-"""Draft lengths: as many tokens as make decoding faster, or as many as the drafter has."""
+"""Draft lengths: the number of tokens that decodes fastest, or as many as the drafter proposes."""
 _OWN_RULE = (
     "subclass specjax.sampling.UniformRule as a frozen dataclass with a method decide(self, "
     "tokens, num_valid, target, draft, uniforms) -> Decision, and pass an instance"
 )
-"""How to write a rule of one's own, as errors say it."""
+"""The instructions in error messages for users who write their own rule."""
 RULE_NAME = Choice(tuple(sampling.RULES))
 EXACT_RULE_NAME = Choice(tuple(name for name, rule in sampling.RULES.items() if rule.exact))
 
 
 @dataclass(frozen=True)
 class RuleKind:
-    """The kind of verification rules: a rule or its name."""
+    """The field type of verification rules, which accepts a rule or its name."""
 
     def check(self, name: str, value: Any) -> sampling.Rule:
-        """Return the rule."""
+        """Return `value` as a rule; raise InputError, naming the field, if it is none."""
         if isinstance(value, sampling.Rule):
             return value
         if callable(value):
@@ -63,10 +63,10 @@ MAX_LENGTH = Whole(2, remedy="use 2 (a prompt and a new token) to the positions 
 
 @dataclass(frozen=True)
 class ControllerKind:
-    """The kind of length controllers: an instance, not a class."""
+    """The field type of length controllers, which accepts an instance but not a class."""
 
     def check(self, name: str, value: Any) -> Controller:
-        """Return the controller."""
+        """Return `value` if it is a controller; raise InputError, naming the field, otherwise."""
         if isinstance(value, type) or not isinstance(value, Controller):
             raise InputError(
                 f"{name}={shown(value)}: use a value of specjax.controllers, such as Auto() or "
@@ -80,10 +80,10 @@ CONTROLLER = ControllerKind()
 
 @dataclass(frozen=True)
 class LadderStep:
-    """A step (low, high, k): at most k draft tokens while low..high rows are unfinished."""
+    """A step (low, high, k): at most k draft tokens while low to high rows are unfinished."""
 
     def check(self, name: str, value: Any) -> tuple[int, int, int]:
-        """Return the three numbers."""
+        """Return `value` as three numbers; raise InputError, naming the field, if it is no step."""
         low, high, count = Items(Whole(), length=3).check(name, value)
         if not (1 <= low <= high and count <= DRAFT_TOKENS.most):
             raise InputError(
@@ -95,10 +95,10 @@ class LadderStep:
 
 @dataclass(frozen=True)
 class Ladder:
-    """The steps of `num_speculative_tokens_per_batch_size`, whose row ranges do not overlap."""
+    """The field type of `num_speculative_tokens_per_batch_size`: steps with disjoint row ranges."""
 
     def check(self, name: str, value: Any) -> tuple[tuple[int, int, int], ...]:
-        """Return the steps."""
+        """Return `value` as steps; raise InputError, naming the field, if it is no such list."""
         remedy = "use steps of (low, high, k), such as ((1, 4, 8), (5, 16, 2))"
         Items(Instance(Sequence, remedy), remedy=remedy).check(name, value)
         steps = Items(LadderStep()).check(name, value)
@@ -118,7 +118,7 @@ class DecodeOptions:
     to that K, the number that is fastest according to measured times and acceptance
     (`specjax.controllers.Auto`). `num_speculative_tokens_per_batch_size` gives the number by
     unfinished rows, as (low, high, k). `controller` is a controller of `specjax.controllers` or
-    your own; `Recorded(result.step_limits)` repeats a run.
+    your own; `Recorded(result.step_limits)` repeats the draft lengths of a run.
 
     `verify` is "rejection", "block", "coupled" (the output depends on seed and prompt only, never
     on the drafter), "typical" (lossy), or a `sampling.Rule`, such as `Typical(epsilon, delta)` or
@@ -129,9 +129,9 @@ class DecodeOptions:
     2048 in an engine. The draws of a row derive from `seed`, the row's number and its own seed.
 
     A step ends after `rounds_per_step` rounds (8 if a row has stop strings), or once `refill_rows`
-    rows have finished while requests wait, by default one of sixteen slots; then the host sees new
-    tokens. Between steps at most `max_prefill_tokens` prompt tokens are read while rows decode, in
-    whole chunks, but at least one smallest chunk: by default 512, and unlimited in `generate`,
+    rows have finished while requests wait, by default a sixteenth of the slots; then the host sees
+    new tokens. Between steps at most `max_prefill_tokens` prompt tokens are read while rows decode,
+    in whole chunks, but at least one smallest chunk: by default 512, and unlimited in `generate`,
     where latency of single tokens does not matter.
 
     Raises InputError for values out of range.
@@ -173,7 +173,7 @@ class DecodeOptions:
         return replace(self.controlled_by(None), num_speculative_tokens=FIXED)
 
     def controlled_by(self, controller: Controller | None) -> DecodeOptions:
-        """Return the options with a controller of draft lengths, or fixed ones for None."""
+        """Return the options with `controller` for draft lengths; None stands for fixed lengths."""
         length = self.fixed_draft_length
         return replace(
             self,
@@ -183,15 +183,16 @@ class DecodeOptions:
         )
 
     def offline(self) -> DecodeOptions:
-        """Return the options for requests that are all present from the start and equally urgent.
+        """Return the options for requests that are all present from the start.
 
-        Unless `max_prefill_tokens` is given, prompts are then read as soon as slots are free.
+        Their latencies do not matter, so that prompts are read as soon as slots are free, unless
+        `max_prefill_tokens` is given.
         """
         return replace(self, max_prefill_tokens=self.max_prefill_tokens or INT32_MAX)
 
     @property
     def length_controller(self) -> Controller:
-        """Return the controller of each step's draft lengths."""
+        """The controller that sets each step's draft lengths."""
         if self.controller is not None:
             return self.controller
         if self.num_speculative_tokens == AUTO:
@@ -208,32 +209,33 @@ class DecodeOptions:
 
     @property
     def rows_per_refill(self) -> int:
-        """The number of rows that finish before a step ends for waiting requests."""
+        """The number of rows that must finish to end a step while requests wait."""
         return self.refill_rows or max(1, self.batch_size // _SLOTS_PER_REFILL)
 
     @property
     def prefill_budget(self) -> int:
-        """The number of prompt tokens to read between two steps."""
+        """The maximum number of prompt tokens to read between two steps."""
         return self.max_prefill_tokens or _PREFILL_BUDGET
 
     def chunks(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the chunk sizes (descending) within the budget, or the smallest one."""
+        """Return the chunk sizes (descending) that fit the budget, or else the smallest one."""
         return tuple(size for size in sizes if size <= self.prefill_budget) or sizes[-1:]
 
 
 Sampling = SamplingParams | Mapping[str, Any] | Sequence[SamplingParams | Mapping[str, Any]]
-"""How all prompts are sampled, or each of them."""
+"""Sampling parameters, or a dict of them, for all prompts or for each one."""
 _SAMPLING_FIELDS = tuple(field.name for field in fields(SamplingParams) if field.name != "seed")
-"""Those that `generate` also takes as arguments; its `seed` is that of DecodeOptions."""
+"""The fields that `generate` takes as arguments too; its argument `seed` is that of DecodeOptions.
+"""
 
 
 def read_arguments(
     arguments: Mapping[str, Any], sampling: Sampling | None = None
 ) -> tuple[DecodeOptions, Sampling | None]:
-    """Return the options among keyword arguments, and `sampling` with its own fields updated.
+    """Return the options among keyword arguments, and `sampling` updated with the others.
 
-    Without `sampling` its fields are not accepted. Raises TypeError for other arguments, and
-    InputError for values out of range.
+    If `sampling` is None, arguments that are fields of SamplingParams are not accepted. Raises
+    TypeError for unknown arguments, and InputError for values out of range.
     """
     sampling_fields = () if sampling is None else _SAMPLING_FIELDS
     known = (*inspect.signature(DecodeOptions).parameters, *sampling_fields)
@@ -269,16 +271,16 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 def takes_options(*classes: type) -> Callable[[_Function], _Function]:
     """Document the fields of dataclasses as keyword arguments of a function with `**options`.
 
-    Sets the signature that editors, notebooks and `help` read.
+    This sets the signature that editors, notebooks and `help` show.
     """
 
     def decorate(function: _Function) -> _Function:
         signature = inspect.signature(function)
         *explicit, _ = signature.parameters.values()
         arguments = {parameter.name: parameter for parameter in explicit}
-        for each in classes:
-            types = get_type_hints(each)
-            for name, parameter in inspect.signature(each).parameters.items():
+        for options_class in classes:
+            types = get_type_hints(options_class)
+            for name, parameter in inspect.signature(options_class).parameters.items():
                 option = parameter.replace(
                     kind=inspect.Parameter.KEYWORD_ONLY, annotation=types[name]
                 )

@@ -13,7 +13,7 @@ from specjax.models.interface import LanguageModel
 class Plan:
     """The static configuration for which a loop is compiled.
 
-    `widths` are the window sizes that a round can run at, ascending up to N + 1. `chunks` are the
+    `widths` are the window sizes at which a round can run, ascending up to N + 1. `chunks` are the
     sizes of the passes that read prompts, descending (`prefill`). `rounds_per_step` (R) bounds the
     rounds of one call. `overlaps` also records sum_x min(p, q) at each verified node, at the cost
     of one warp per node. With `full_drafts` the single drafter runs in each round for its full

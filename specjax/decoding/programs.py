@@ -28,13 +28,13 @@ from specjax.files import program_cache
 from specjax.files.log import LOGGER
 
 start = jax.jit(initial_state.start, static_argnums=0)
-"""`initial_state.start`, compiled: for what follows the state of a batch itself."""
+"""`initial_state.start`, compiled for callers that run rounds without an engine."""
 run = jax.jit(loop.run, static_argnums=0, donate_argnums=2)
 """`loop.run`, compiled."""
 put_rows = jax.jit(admit, donate_argnums=0)
 """`state.admit`, compiled."""
 _made: set[int] = set()
-"""The hashes of what `_compile` was called with."""
+"""The hashes of the arguments with which `_compile` was called."""
 
 
 class Programs(NamedTuple):
@@ -42,10 +42,10 @@ class Programs(NamedTuple):
 
     - `empty(params, *arguments)` and `new(params, *arguments)` return the state of all slots and of
       rows to be admitted, from the arrays of `initial_state.start`; nothing is read yet.
-    - `renew(params, state, *arguments)` is `new` in the memory of earlier rows.
-    - `read(params, state, begin, end)` reads the prompts of new rows.
-    - `admit(state, slots, new)` moves new rows into slots.
-    - `step(params, state, limits, host_ended, max_rounds, stop_after_finished)` is `loop.step`.
+    - `renew(params, state, *arguments)` is `new` in the memory of earlier rows. - `read(params,
+    state, begin, end)` reads the prompts of new rows. - `admit(state, slots, new)` moves new rows
+    into slots. - `step(params, state, limits, host_ended, max_rounds, stop_after_finished)` is
+    `loop.step`.
 
     `read` and `admit` also return an array that becomes ready when they are done. A changed state
     is donated. `memory` is what they need.
@@ -64,8 +64,8 @@ class Programs(NamedTuple):
 def compile_session(session: Session, *, begun: bool = False) -> Programs:
     """Return the session's programs, compiled now or earlier in this process.
 
-    Raises InputError if they do not fit into memory, which already holds the state if it has
-    `begun`, or if a user-defined drafter cannot be traced.
+    Raises InputError if they do not fit into memory, or if a user-defined drafter cannot be traced.
+    With `begun`, the state of all rows is already in memory.
     """
     key = _key(session)
     programs = _compile(*key)
@@ -85,14 +85,14 @@ def is_compiled(session: Session) -> bool:
 
 
 def _key(session: Session) -> tuple[Plan, Mesh | None, Any, tuple[_Leaf, ...]]:
-    """Return everything that the programs of a session depend on."""
+    """Return the arguments of `_compile`: everything that a session's programs depend on."""
     shapes = [row_arguments(session, [], rows) for rows in (session.num_rows, session.prefill_rows)]
     leaves, tree = jax.tree.flatten((session.params, *shapes))
     return session.plan, session.mesh, tree, tuple(map(_Leaf.of, leaves))
 
 
 class _Leaf(NamedTuple):
-    """What a program has to know of an argument's array: hashable, as a cache's key must be."""
+    """The shape, dtype and sharding of an argument array, hashable for use in a cache key."""
 
     shape: tuple[int, ...]
     dtype: Any
@@ -146,7 +146,7 @@ def _compile(plan: Plan, mesh: Mesh | None, tree: Any, leaves: tuple[_Leaf, ...]
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), plan.drafter.full_limits()
         )
         lowered.append(step.lower(plan, params, state, limits, ended, number, number))
-        # The compiler runs outside of Python's lock: the large ones side by side.
+        # The compiler releases Python's lock, so that programs compile in parallel.
         with ThreadPoolExecutor() as threads:
             renew, read, put, step = threads.map(lambda one: one.compile(), lowered)
     seconds = time.perf_counter() - begin
@@ -170,40 +170,43 @@ def _memory(params: Any, state: State, rows: State, temporaries: int) -> MemoryP
 
 @jax.jit
 def take_rows(state: State, rows: Int[Array, "A"], spare: Int[Array, "A"]) -> State:
-    """Return `state.take` of `rows`, without the new rows that are `spare`."""
+    """Return the state of `rows`, as `state.take` does, with the new rows `spare` released."""
     return release(take(state, rows), spare)
 
 
 def _renew(plan: Plan, params: Any, old: State, *arguments: Any) -> State:
     """Return `initial_state.empty_state` in the memory of an old state, faster than new zeros.
 
-    The caches are cleared: where a row had keys that are not numbers, masking them is not enough.
+    The caches are cleared, since masking does not hide keys that are not numbers.
     """
     del old
     return _empty()(plan, params, *arguments)
 
 
 def _empty() -> Any:
-    """`initial_state.empty_state`, of which one trace serves all programs of the same rows."""
+    """Return `initial_state.empty_state`, compiled with one trace for all equal programs."""
     return jax.jit(initial_state.empty_state, static_argnums=0, inline=True)
 
 
 def _read(plan: Plan, params: Any, state: State, begin: Any, end: Any) -> tuple[State, Any]:
-    """`initial_state.read_prompts`, and a number that is there when it is done."""
+    """Return the state of `initial_state.read_prompts`, and a number that is ready when it is."""
     return initial_state.read_prompts(plan, params, state, begin, end), end + 0
 
 
 def _admit(state: State, slots: Int[Array, "A"], new: State) -> tuple[State, Int[Array, "A"]]:
-    """`state.admit`, and an array that is there when it is done."""
+    """Return the state of `state.admit`, and an array that is ready when it is."""
     return admit(state, slots, new), slots + 0
 
 
 def _first(plan: Plan, params: Any, arguments: Any, mesh: Mesh | None) -> tuple[Any, Any, Any]:
-    """Return the program that makes a state, the state's shapes, and its placement on a mesh."""
+    """Return the program that makes a state, the state's shapes, and its placement on a mesh.
+
+    The placement is None without a mesh.
+    """
     make = _empty().lower(plan, params, *arguments)
     state, make = make.out_info, make.compile()
     state = jax.tree.map(
-        lambda leaf, there: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=there),
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         state,
         make.output_shardings,
     )
@@ -211,7 +214,7 @@ def _first(plan: Plan, params: Any, arguments: Any, mesh: Mesh | None) -> tuple[
 
 
 def _check_drafters(plan: Plan, params: Any, arguments: Sequence[Any]) -> None:
-    """Raise InputError, its cause with it, where a drafter of a user's own cannot be traced."""
+    """Raise InputError, with its cause, if a user-defined drafter cannot be traced."""
     if all_registered(plan.drafter.parts):
         return
 

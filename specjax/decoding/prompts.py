@@ -16,14 +16,14 @@ from specjax.files.path_checks import input_file
 from specjax.loading.model import Model
 
 CHAT = Choice(("auto", "true", "false"))
-"""Whether prompts go through the chat template; auto: where there is one."""
+"""Whether prompts go through the chat template; "auto" means if the tokenizer has one."""
 _TOKEN_IDS = Items(
     Whole(-INT32_MAX), remedy="use text, token ids, or messages with role and content"
 )
 Prompt = str | Sequence[int] | np.ndarray | Sequence[Mapping[str, Any]]
 """Raw text, token ids, or a conversation for the chat template."""
 Prompts = Sequence[Prompt] | Prompt
-"""Prompts, or one alone; an array has the token ids of one, or of one in each row."""
+"""A list of prompts, a single prompt, or an array of token ids: one prompt, or one per row."""
 
 LARGEST_ID = 2**63 - 1
 """The largest whole number that a question's id may be."""
@@ -33,7 +33,7 @@ _LONGEST_NAME = 1000
 def as_prompts(prompts: Prompts) -> Sequence[Prompt]:
     """Return a list of prompts; a single string, conversation or list of token ids is wrapped.
 
-    Raises InputError if there is none.
+    Raises InputError if there is no prompt.
     """
     dimensions = getattr(prompts, "ndim", None)
     if isinstance(prompts, str) or dimensions == 1:
@@ -86,7 +86,7 @@ def encode_prompt(model: Model, prompt: Prompt, name: str = "prompt") -> list[in
 
 @dataclass(frozen=True)
 class Question:
-    """A line of a prompt file in Spec-Bench's schema."""
+    """A line of a prompt file in Spec-Bench's format."""
 
     question_id: int | str
     category: str
@@ -94,7 +94,7 @@ class Question:
 
     @property
     def first_turn(self) -> list[dict[str, str]]:
-        """The conversation that begins with its first turn."""
+        """The question's first turn as a conversation of one message."""
         return [{"role": "user", "content": self.turns[0]}]
 
 
@@ -130,7 +130,7 @@ def _question(row: dict[str, Any], where: str) -> Question:
         raise InputError(f'{where}: "turns" must be a list of texts that are not empty')
     for turn in turns:
         Text().check(f"{where}: turns", turn)
-    # A float would not be the same number again in every report, and true is 1 to Python.
+    # Reports may round a float, and to Python `true` is the integer 1.
     number = row.get("question_id")
     whole = type(number) is int and abs(number) <= LARGEST_ID
     if not whole and not (isinstance(number, str) and len(number) <= _LONGEST_NAME):
@@ -153,7 +153,7 @@ MT_BENCH = frozenset(
 
 
 def task_of(category: str) -> str:
-    """Return Spec-Bench's task of a category; MT-bench's eight categories form one task."""
+    """Return the Spec-Bench task of a category; MT-bench's eight categories form one task."""
     return "mt_bench" if category in MT_BENCH else category
 
 
@@ -164,10 +164,10 @@ def spread(questions: Sequence[Question], count: int) -> list[Question]:
 
 
 def stratified(questions: Sequence[Question], count: int) -> list[Question]:
-    """Return `count` questions, as many of each task as of the others, evenly spaced in the task.
+    """Return `count` questions, equally many of each task and evenly spaced within it.
 
-    They are in the order of `questions`. Where tasks have too few the others have more. Raises
-    InputError for fewer than one of each task.
+    They are in the order of `questions`. If a task has too few, the others have more. Raises
+    InputError if `count` is less than the number of tasks.
     """
     tasks: dict[str, list[Question]] = {}
     for question in questions:
@@ -179,8 +179,8 @@ def stratified(questions: Sequence[Question], count: int) -> list[Question]:
         )
     chosen: set[int | str] = set()
     left = min(count, len(questions))
-    for number, of_task in enumerate(sorted(tasks.values(), key=len)):
-        share = spread(of_task, left // (len(tasks) - number))
+    for number, task_questions in enumerate(sorted(tasks.values(), key=len)):
+        share = spread(task_questions, left // (len(tasks) - number))
         left -= len(share)
         chosen |= {question.question_id for question in share}
     return [question for question in questions if question.question_id in chosen]
@@ -189,7 +189,7 @@ def stratified(questions: Sequence[Question], count: int) -> list[Question]:
 def select(
     questions: Sequence[Question], limit: int | None = None, per_task: int | None = None
 ) -> list[Question]:
-    """Return the first `per_task` questions of each task, then the first `limit` of those."""
+    """Return the first `per_task` questions of each task, then the first `limit` of these."""
     seen: dict[str, int] = {}
     chosen = []
     for question in questions:

@@ -28,7 +28,8 @@ def one_round(
 ) -> tuple[State, Rounds, Tally]:
     """Run one round: observe, propose, extend, verify, and commit tokens in each unfinished row.
 
-    Returns the new state, and the round's counts. Without `limits` drafts have their full length.
+    `params` are the target's and the drafters' parameters. Returns the new state, the round's
+    counts by row, and its counts by drafter. Without `limits` drafts have their full length.
     """
     target_params, draft_params = params
     limits = plan.drafter.full_limits() if limits is None else limits
@@ -69,9 +70,10 @@ def one_round(
 
 
 def propose(plan: Plan, params: Any, state: State, limits: Limits) -> Proposal:
-    """Return the drafters' proposal for this round within the limits, with their new states.
+    """Return the drafters' proposal for this round within `limits`, with their new states.
 
-    Raises ValueError for a tree under a rule that verifies chains only.
+    `params` are the target's and the drafters' parameters. Raises ValueError for a tree under a
+    rule that verifies chains only.
     """
     target_params, draft_params = params
     context = make_context(plan, target_params, state)
@@ -84,10 +86,10 @@ def propose(plan: Plan, params: Any, state: State, limits: Limits) -> Proposal:
             "build drafts with trees.chain"
         )
     within = draft.topology.row_depths[:, 1:] <= context.limit[:, None]
-    # A token that the target does not know has no embedding, and would spoil the whole row.
+    # A token outside the target's vocabulary has no embedding, and would spoil the whole row.
     within &= (draft.tokens >= 0) & (draft.tokens < plan.target.vocab_size)
     if draft.logq is not None and draft.logq.size:
-        # Nothing is drawn from logits of which all are -inf, or one is NaN or inf.
+        # No token can be drawn if all logits are -inf, or one is NaN or inf.
         drawn = jnp.isfinite(jnp.max(draft.logq, axis=-1))
         drawn = jnp.take_along_axis(drawn, jnp.maximum(draft.logq_row, 0), axis=1)
         within &= drawn | (draft.logq_row < 0)
@@ -99,11 +101,12 @@ def propose(plan: Plan, params: Any, state: State, limits: Limits) -> Proposal:
 def _truncate(
     state: State, verified: VerifiedDraft, drafted: Int[Array, "B"]
 ) -> tuple[Int[Array, "B"], Int[Array, "B"], Bool[Array, "B"]]:
-    """Return how many tokens each row commits, its status then, and whether it drafts no more.
+    """Return each row's number of tokens to commit, its new status, and its new `undrafted` flag.
 
-    The path ends after the first stop token, at the row's longest length, and before the first
-    token whose logits are not numbers. A draft may be what spoiled these, also where it is refused:
-    in attention even a weight of 0 times NaN is NaN. So the row fails without a draft only.
+    The accepted path is cut after the first stop token, at the row's maximum length, and before the
+    first token whose logits are not numbers. The draft may have spoiled these, even where it is
+    refused, since in attention a weight of 0 times NaN is NaN. So the row drafts no more, and fails
+    only if this happens without a draft. `drafted` is the number of nodes of each row's draft.
     """
     step = jnp.arange(verified.tokens.shape[1])[None, :]
     count = verified.verification.num_accepted + 1
@@ -128,7 +131,10 @@ def _truncate(
 def _commit(
     state: State, verified: VerifiedDraft, count: Int[Array, "B"], status: Int[Array, "B"]
 ) -> State:
-    """Return append the root's and the path's keys to the cache, and the new tokens to the row."""
+    """Return the state after committing the first `count` tokens of each row, with new `status`.
+
+    The keys and values of the root and of the accepted path are appended to the cache.
+    """
     step = jnp.arange(verified.tokens.shape[1])[None, :]
     where = jnp.where(step < count[:, None], state.length[:, None] + step, state.tokens.shape[1])
     slots = jnp.pad(jnp.maximum(verified.verification.path_slots, 0), ((0, 0), (1, 0)))
@@ -137,7 +143,7 @@ def _commit(
         logprobs = put(logprobs, where, verified.logprobs)
     features = {}
     for name, kept in state.features.items():
-        # The root's feature, and those of the path, at their positions modulo M.
+        # The features of the root and of the path go to their positions modulo M.
         at = (state.length[:, None] - 1 + step) % kept.shape[1]
         at = jnp.where(step < count[:, None], at, kept.shape[1])
         features[name] = put(kept, at, verified.features[name])
@@ -152,7 +158,7 @@ def _commit(
 
 
 def no_tally(plan: Plan) -> Tally:
-    """Return the tally before the first round."""
+    """Return a tally of zeros."""
     drafters, nodes = len(plan.drafter.parts), plan.drafter.num_nodes
     none, of_nodes = jnp.zeros(drafters, jnp.int32), jnp.zeros((drafters, nodes), jnp.int32)
     return Tally(none, none, of_nodes, of_nodes)
@@ -161,7 +167,7 @@ def no_tally(plan: Plan) -> Tally:
 def _tally(
     plan: Plan, proposal: Proposal, verified: VerifiedDraft, participated: Bool[Array, "B"]
 ) -> Tally:
-    """Return the counts of one round by drafter."""
+    """Return one round's counts by drafter; `participated` marks rows with new tokens."""
     valid = proposal.draft.valid
     numbers = jnp.arange(len(plan.drafter.parts))
     turn = (proposal.drafter[None, :] == numbers[:, None]) & participated[None, :]
@@ -176,7 +182,7 @@ def _tally(
 
 
 def make_context(plan: Plan, params: Any, state: State) -> Context:
-    """Return what drafters may read of a state; `params` are the target's."""
+    """Return what drafters may read of a state; `params` are the target's parameters."""
     # Limit drafts to the tokens that the row may still emit, minus the bonus token.
     room = state.rows.max_length - state.length - 1
     drafts = state.active & ~state.undrafted
@@ -202,7 +208,7 @@ def make_context(plan: Plan, params: Any, state: State) -> Context:
 def noise_keys(plan: Plan, state: State) -> Key[Array, "B"]:
     """Return each row's key for the noise of its next round.
 
-    If the rule's noise depends on positions only, this is the row key.
+    This is the row key if the rule's noise depends on positions only.
     """
     if plan.rule.position_noise:
         return state.rows.key
@@ -210,7 +216,7 @@ def noise_keys(plan: Plan, state: State) -> Key[Array, "B"]:
 
 
 def proposal_noise(plan: Plan, state: State, keys: Key[Array, "B"]) -> Noise:
-    """Return the noise that the drafters draw with; `keys` are from `noise_keys`."""
+    """Return the noise from which drafters draw; `keys` are from `noise_keys`."""
     vocab = plan.target.vocab_size
     if plan.rule.position_noise:
         return sampling.coupled_noise(keys, state.length, vocab)

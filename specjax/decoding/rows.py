@@ -1,4 +1,4 @@
-"""Requests as rows on the devices: the arrays that a state consists of."""
+"""Requests as rows on the devices: the arrays from which a state is made."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from specjax.distributed.sharding import place_keys, place_rows
 from specjax.drafters.base import Sampling
 
 RowArguments = tuple[Int[Array, "B S"], Rows, Int[Array, "B"], Int[Array, "B"]]
-"""Tokens, what the caller fixed, lengths, status: `start.start`'s arrays."""
+"""The arrays of `initial_state.start`: tokens, fixed properties, lengths and status of rows."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A request that becomes one row: its `number`, and the `sample` number within the request."""
+    """A request as one row: its `number`, and the number of the `sample` within the request."""
 
     number: int
     prompt: tuple[int, ...]
@@ -37,18 +37,18 @@ class Row:
 
 
 def session_row(session: Session, prompt: int) -> Row:
-    """Return the row of one of a session's prompts."""
+    """Return the row of the session's prompt with the index `prompt`."""
     return Row(prompt, session.prompts[prompt], session.requests[prompt])
 
 
 def batch_arguments(session: Session, index: Sequence[int]) -> RowArguments:
-    """Return the arrays of some prompts of a session, in as many rows as the session has."""
+    """Return the arrays of the session's prompts at `index`, padded to the session's rows."""
     rows = [session_row(session, prompt) for prompt in index]
     return row_arguments(session, rows, session.num_rows)
 
 
 def row_arguments(session: Session, rows: Sequence[Row], batch: int) -> RowArguments:
-    """Return the arrays of `batch` rows; rows beyond `rows` are finished from the start."""
+    """Return the arrays of `batch` rows: `rows`, then rows that have finished already."""
     spare = batch - len(rows)
     prompts = [row.prompt for row in rows] + [(0,)] * spare
     requests = [row.sampling for row in rows] + [SamplingParams()] * spare

@@ -10,8 +10,8 @@ from specjax.errors import InputError, shown
 from specjax.fields import Items, Number, Text, Whole, check_instance, unknown_name
 
 SEED = Whole(0, 2**32 - 1)
-"""A seed: what a key can be made of."""
-# Beyond these float32 has no number, or none that it can divide by.
+"""The range of seeds, from which keys are made."""
+# Outside this range float32 overflows, or cannot be divided by.
 TEMPERATURE = Number(
     1e-30, 1e30, zero=True, remedy="use 0 for greedy decoding, or a number from 1e-30 to 1e30"
 )
@@ -54,7 +54,7 @@ class SamplingParams:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> SamplingParams:
-        """Return parameters from named values. Raises InputError for an unsupported name."""
+        """Return the parameters in a dict of fields. Raises InputError for an unsupported name."""
         known = [field.name for field in fields(cls)]
         for name in values:
             if name not in known:
@@ -68,7 +68,10 @@ def one_per_prompt(
     sampling: SamplingParams | Mapping[str, Any] | Sequence[SamplingParams | Mapping[str, Any]],
     count: int,
 ) -> list[SamplingParams]:
-    """Return the parameters of each of `count` prompts. Raises InputError if counts differ."""
+    """Return the parameters of each of `count` prompts, from one entry for all or one per prompt.
+
+    Raises InputError if `sampling` is neither, or has another number of entries.
+    """
     if isinstance(sampling, SamplingParams | Mapping):
         sampling = [sampling] * count
     if not isinstance(sampling, Sequence) or isinstance(sampling, str | bytes):
@@ -80,11 +83,13 @@ def one_per_prompt(
         raise InputError(
             f"sampling has {len(sampling)} entries for {count} prompts: pass one, or one per prompt"
         )
-    found = []
-    for at, one in enumerate(sampling):
-        if isinstance(one, Mapping):
-            one = SamplingParams.of(one)
-        if not isinstance(one, SamplingParams):
-            raise InputError(f"sampling[{at}]={shown(one)}: use SamplingParams, or a dict of them")
-        found.append(one)
-    return found
+    requests = []
+    for at, entry in enumerate(sampling):
+        if isinstance(entry, Mapping):
+            entry = SamplingParams.of(entry)
+        if not isinstance(entry, SamplingParams):
+            raise InputError(
+                f"sampling[{at}]={shown(entry)}: use SamplingParams, or a dict of its fields"
+            )
+        requests.append(entry)
+    return requests

@@ -30,16 +30,16 @@ from specjax.loading.model import MODEL_KIND, Model
 from specjax.models.layers.attention import CACHE_BLOCK
 
 _DISPATCH_S = {"cpu": 0.001, "accelerator": 0.005}
-"""Seconds that a step costs the host, about: 1 to 2 ms with a CPU, 3 to 14 with a GPU."""
+"""The host's overhead per step in seconds: measured as 1 to 2 ms with a CPU, 3 to 14 with a GPU."""
 _PREFILL_CHUNKS = {"cpu": (256, 64)}
 """Prompt tokens of one forward, by platform; the smaller size is for what is left of a prompt."""
 _ACCELERATOR_CHUNKS = (1024, 256)
 """At Llama-8B's shape an H100 computes with some 300 tokens as long as it reads the weights."""
 GREEDY = sampling.WarpFlags(sampled=False, top_k=False, top_p=False, min_p=False)
 _ENGINE_LENGTH = 2048
-"""Tokens of a row of an engine where the caller does not say, and the target has the positions."""
+"""The default for an engine's maximum tokens per row, if the target has that many positions."""
 _STOP_IDS = 8
-"""Room for end-of-sequence and stop token ids of a row; more where a call needs more."""
+"""The minimum number of stop token ids per row for which there is room."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ class Session:
     """A target, a drafter, options, and the prompts of a call.
 
     `plan` is the resulting configuration of the compiled loop. `options` have all defaults filled
-    in. At most `num_stop_ids` tokens end a row. An engine's session has no prompts, since they
-    arrive later.
+    in. At most `num_stop_ids` token ids end a row. `prompts` are token ids, and `requests` their
+    sampling parameters; an engine's session has none, since its requests arrive later.
     """
 
     model: Model
@@ -61,7 +61,7 @@ class Session:
 
     @property
     def controller(self) -> Controller:
-        """The controller of each step's draft lengths."""
+        """The controller that sets each step's draft lengths."""
         return self.options.length_controller
 
     @property
@@ -104,7 +104,7 @@ class Session:
 
     @property
     def step_sizes(self) -> StepSizes:
-        """The sizes of the step program that a length controller needs."""
+        """The sizes of the step program, from which a length controller starts."""
         drafters = [DrafterSizes(part.num_nodes, part.stops) for part in self.plan.drafter.parts]
         on_cpu = first_device(self.placement).platform == "cpu"
         return StepSizes(
@@ -122,7 +122,7 @@ class Session:
 
     @property
     def lossy(self) -> bool:
-        """Whether the rule changes the distribution of some row (never of greedy ones)."""
+        """Whether the rule changes the distribution of some row; greedy rows are never changed."""
         return not self.plan.rule.exact and self.plan.flags.sampled
 
     def is_lossy(self, request: SamplingParams) -> bool:
@@ -143,7 +143,7 @@ class Session:
         return replace(self, options=options, plan=replace(self.plan, **lengths))
 
     def with_options(self, **changes: Any) -> Session:
-        """Return the session with other values of options that the plan does not depend on."""
+        """Return the session with some options changed that do not affect the plan."""
         return replace(self, options=replace(self.options, **changes))
 
     def groups(self, size: int) -> list[list[int]]:
@@ -164,7 +164,8 @@ def plan_session(
     """Check and encode the arguments of a call and choose its program; measure nothing.
 
     The arguments are those of `generate.generate`. `requests` is one SamplingParams or dict for all
-    prompts, or one per prompt; `names` are the names of the prompts in errors. Raises InputError.
+    prompts, or one per prompt; `names` are the names of the prompts in errors. Raises InputError
+    for bad input.
     """
     MODEL_KIND.check("target", target)
     prompts = as_prompts(prompts)
@@ -194,7 +195,7 @@ def plan_rows(
 ) -> Session:
     """Return a session for any prompts with up to `num_tokens` tokens per row, output included.
 
-    `requests` determine the sampling parameters to compile for. Raises InputError.
+    The programs support the sampling parameters in `requests`. Raises InputError for bad input.
     """
     MODEL_KIND.check("target", target)
     longest = longest_row(target, options.max_length)
@@ -212,7 +213,7 @@ def plan_rows(
 def plan_engine(
     target: Model, drafter: LoadedDrafter | Drafter | None, options: DecodeOptions
 ) -> Session:
-    """Return the session of an engine, which accepts arbitrary prompts. Raises InputError."""
+    """Return the session of an engine, which takes any prompts. Raises InputError for bad input."""
     longest = longest_row(target, options.max_length)
     if options.max_length is None:
         longest = min(longest, _ENGINE_LENGTH)
@@ -232,7 +233,8 @@ def _plan(
 ) -> Session:
     """Return the session of rows of up to `capacity` tokens, rounded up to share programs.
 
-    `flags` and `logprobs` say what the rows ask for. Raises InputError.
+    The programs support sampling with `flags` and, with `logprobs`, return log-probabilities.
+    Raises InputError for bad input.
     """
     max_length = options.max_length
     drafter = DRAFTER_KIND.check("drafter", NoDrafter() if drafter is None else drafter)
@@ -242,7 +244,7 @@ def _plan(
     most, table = options.fixed_draft_length, options.num_speculative_tokens_per_batch_size
     if most is None:
         most = max(drafter.drafter.num_speculative_tokens, *(count for _, _, count in table), 0)
-    # Of a longer draft no row could emit all, with the target's own token after it.
+    # No row could emit all tokens of a longer draft and the bonus token.
     turns = drafter.drafter.limited(min(most, max(max_length - 2, 1)))
     rule = options.verify
     capacity = _capacity(capacity, max_length)
@@ -270,7 +272,7 @@ def _plan(
 
 
 def check_request(target: Model, request: SamplingParams) -> None:
-    """Raise InputError for parameters that the target does not support."""
+    """Raise InputError for sampling parameters that the target does not support."""
     if target.tokenizer is None and request.stop:
         raise InputError(f"sampling.stop: {target.name} has no tokenizer; use stop_token_ids")
 
@@ -298,12 +300,15 @@ def widths(most: int, platform: str) -> tuple[int, ...]:
 
 
 def _stop_ids(model: Model, request: SamplingParams) -> tuple[int, ...]:
-    own = () if request.ignore_eos else model.ends
-    return tuple(dict.fromkeys((*own, *request.stop_token_ids)))
+    end_ids = () if request.ignore_eos else model.ends
+    return tuple(dict.fromkeys((*end_ids, *request.stop_token_ids)))
 
 
 def longest_row(target: Model, max_length: int | None) -> int:
-    """Return the maximum tokens of a row. Raises InputError if the target has fewer positions."""
+    """Return the maximum number of tokens per row.
+
+    Raises InputError if `max_length` exceeds the target's positions.
+    """
     longest = target.config.max_positions
     if max_length is None:
         return longest
@@ -315,13 +320,17 @@ def longest_row(target: Model, max_length: int | None) -> int:
 
 
 class NoRoomError(InputError):
-    """Raised if a prompt leaves no room for a new token."""
+    """A prompt that leaves no room for a new token."""
 
 
 def check_length(
     target: Model, name: str, count: int, longest: int, max_length: int | None
 ) -> None:
-    """Raise NoRoomError if a prompt of `count` tokens leaves no room for a new token."""
+    """Raise NoRoomError if a prompt of `count` tokens leaves no room for a new token.
+
+    The prompt is called `name` in the error. A row may have `longest` tokens; `max_length` is the
+    user's setting of that, or None.
+    """
     if count < longest:
         return
     room = f"the {longest} positions of {target.name}"
@@ -334,16 +343,20 @@ def check_length(
 
 
 def flags_of(requests: Sequence[SamplingParams]) -> sampling.WarpFlags:
-    """Return flags for greedy requests only, or for any, so that programs are shared."""
+    """Return the warp flags to compile for: those of greedy decoding, or those of any sampling.
+
+    More specific flags would need more programs.
+    """
     if all(request.temperature <= 0 for request in requests):
         return GREEDY
     return sampling.WarpFlags()
 
 
 def _capacity(longest: int, most: int) -> int:
-    """Return one of a few capacities that hold `tokens`; no more than `most` is ever needed.
+    """Return the cache capacity for rows of `longest` tokens; no row has more than `most`.
 
-    Attention reads what is committed, whatever the size.
+    It is one of a few sizes, so that programs are shared. A larger cache is not slower, since
+    attention reads committed tokens only.
     """
     size = CACHE_BLOCK
     while size < longest:
@@ -352,10 +365,10 @@ def _capacity(longest: int, most: int) -> int:
 
 
 def _chunks(platform: str, capacity: int, together: int) -> tuple[int, ...]:
-    """Return the chunk sizes that a prompt in so much room can fill, and the smallest.
+    """Return the sizes of prefill chunks (descending) for a cache of `capacity` tokens.
 
-    Of prompts that are read `together` each has the same chunks whichever the others are: then
-    there is one size.
+    They are those that a prompt can fill, and the smallest. If `together` prompts are read at once,
+    there is only one size, so that the chunks of a prompt do not depend on the others.
     """
     *large, smallest = _PREFILL_CHUNKS.get(platform, _ACCELERATOR_CHUNKS)
     large = [size for size in large if size < capacity and together == 1]

@@ -14,13 +14,13 @@ from specjax.cache import KVCache, Window
 from specjax.drafters.base import Sampling
 
 RUNNING, STOPPED, FULL, FAILED = 0, 1, 2, 3
-"""A row's status: not ended, ended at a stop token or string, at its longest length, or before a
-token whose logits are not numbers."""
+"""A row's status: it decodes, or has ended at a stop token or string, at its maximum length, or
+before a token whose logits are not numbers."""
 
 
 @struct.dataclass
 class Rows:
-    """Fixed properties of each row: the index of its prompt in the input, its key, its limits."""
+    """Fixed properties of each row: its prompt's index in the input, its key, and its limits."""
 
     index: Int[Array, "B"]
     prompt_length: Int[Array, "B"]
@@ -35,8 +35,8 @@ class Rounds:
     """Raw counts by row, of one round or of several in columns; -1 if the row was inactive.
 
     `width` is the number of window slots, `drafted` the number of nodes, and `drafter` the index of
-    their drafter (-1 if nothing was drafted). `overlaps`, if recorded, are sum_x min(p, q) at the
-    visited nodes and NaN elsewhere.
+    the drafter that proposed them (-1 if nothing was drafted). `overlaps`, if recorded, are sum_x
+    min(p, q) at the visited nodes and NaN elsewhere.
     """
 
     width: Int[Array | np.ndarray, "B *R"]
@@ -51,9 +51,9 @@ class Rounds:
 class Tally:
     """Counts per drafter, summed over the rounds and rows of a step.
 
-    `ran` counts the rounds in which each drafter ran, `further` its passes after the first of a
-    round. `drafted[i, n]` counts the rounds in which drafter i drafted node n in some row, and
-    `accepted[i, n]` the row rounds in which it was accepted.
+    `ran` counts the rounds in which each drafter ran, and `further` the passes that it made after
+    its first pass of a round. `drafted[i, n]` counts the rounds in which drafter i drafted node n
+    in some row, and `accepted[i, n]` the pairs of row and round in which this node was accepted.
     """
 
     ran: Int[Array | np.ndarray, "drafters"]
@@ -93,9 +93,9 @@ class State:
 
 @struct.dataclass
 class Seen:
-    """What the host reads after a step: the status of each row, and what the step added.
+    """The results of a step that the host reads: the status, new tokens and counts of each row.
 
-    `tokens[b, i]` is the i-th new token of row b, if there are that many, and `logprobs` its
+    `tokens[b, i]` is the i-th new token of row b, if it has that many, and `logprobs` its
     log-probability if requested.
     """
 
@@ -107,9 +107,10 @@ class Seen:
 
 
 def admit(state: State, slots: Int[Array, "A"], new: State) -> State:
-    """Return the state with the A rows of `new` written at `slots`; slots out of range are dropped.
+    """Return the state with the A rows of `new` written at `slots`.
 
-    Both states have the same plan. Earlier contents of the slots are lost.
+    Both states have the same plan. Slots out of range are skipped; earlier contents of the others
+    are lost.
     """
     slots = _in_range(state, slots)
 
@@ -122,7 +123,7 @@ def admit(state: State, slots: Int[Array, "A"], new: State) -> State:
 
 
 def take(state: State, slots: Int[Array, "A"]) -> State:
-    """Return the state of the rows in A slots."""
+    """Return a state of the A rows in `slots`."""
 
     def of(part: Any) -> Any:
         return part.take(slots) if knows_its_rows(part) else part[slots]
@@ -149,7 +150,7 @@ def release(state: State, slots: Int[Array, "A"]) -> State:
 
 
 def _in_range(state: State, slots: Int[Array, "A"]) -> Int[Array, "A"]:
-    """Slots, of which negative ones would count from the end: they are out of range instead."""
+    """Return `slots` with negative ones moved out of range, since they would count from the end."""
     return jnp.where(slots < 0, len(state.length), slots)
 
 

@@ -23,8 +23,9 @@ from specjax.trees import AnyTopology, Draft, Topology
 class VerifiedDraft(NamedTuple):
     """The result of verifying a draft at one compiled width, padded to the widest.
 
-    `numbers` says at which of `tokens` the target's logits are finite. `features` are those along
-    the path, and `target_pass` has those of the whole window, if a drafter reads any.
+    `tokens` are the accepted ones and, after them, the target's next token. `numbers` marks those
+    before which the target's logits are finite. `features` are those along the path, and
+    `target_pass` has the features of the whole window, if a drafter reads any.
     """
 
     verification: sampling.Verification
@@ -42,7 +43,8 @@ def check_rule_shapes(
 ) -> None:
     """Raise InputError unless a user-defined rule returns the required shapes at every width.
 
-    The rule is called as in a round but evaluated abstractly, so nothing is computed.
+    The rule is called as in a round of `rows` rows, but evaluated abstractly, so nothing is
+    computed.
     """
     remedy = (
         "decide returns Decision(num_accepted [B] whole numbers, next_logp [B, V] "
@@ -86,15 +88,18 @@ def check_rule_shapes(
 def _shapes_returned(
     rule: sampling.Rule, call: Any, arguments: tuple, width: int, remedy: str
 ) -> Any:
-    """Return what a function of a rule returns for arrays of these shapes, as shapes."""
+    """Return the shapes that `call`, a function of a rule, returns for arrays of these shapes.
+
+    Raises InputError, ending with `remedy`, if the call fails.
+    """
     returned: Any = None
 
-    def keep(*given: Any) -> None:
+    def keep(*arrays: Any) -> None:
         nonlocal returned
-        returned = call(*given)
+        returned = call(*arrays)
 
     try:
-        hash(rule)  # compiled programs are kept by it
+        hash(rule)  # a rule is part of the key of compiled programs
         jax.eval_shape(keep, *arguments)
     except Exception as error:  # a rule is the user's own code and may raise anything
         raise InputError(
@@ -112,7 +117,11 @@ def verify_draft(
     keys: Key[Array, "B"],
     width: int,
 ) -> VerifiedDraft:
-    """Run the target over the root and the first `width` - 1 nodes, and verify them."""
+    """Run the target over the root and the first `width` - 1 nodes, and verify these nodes.
+
+    `params` are the target's parameters, and `keys` are from `noise_keys`. All drafted nodes must
+    be among the first `width` - 1.
+    """
     nodes = width - 1
     root = jnp.take_along_axis(state.tokens, state.length[:, None] - 1, axis=1)
     topology = draft.topology.first(nodes)
@@ -129,7 +138,7 @@ def verify_draft(
     )
     logits = result.logits
     if plan.flags.sampled or not plan.rule.greedy_walk:
-        # A draw needs all of a row's distribution; without one, each device looks at its own part.
+        # A draw needs a row's whole distribution; an argmax works on each device's part of it.
         logits = constrain(logits, "batch", None, None)
     # A token may be ruled out (-inf); NaN, inf and -inf alone leave no finite largest one.
     largest = jnp.max(logits, axis=-1, keepdims=True)
@@ -189,7 +198,7 @@ def verify_draft(
 
 
 def as_drafted(draft: Draft, topology: AnyTopology) -> sampling.Drafted:
-    """Return the first nodes of a draft, as rules see it; `topology` is theirs."""
+    """Return the first nodes of a draft in the form that rules read; `topology` has these nodes."""
     nodes = topology.num_nodes
     parents = topology.parents if isinstance(topology, Topology) else topology.row_parents
     return sampling.Drafted(
@@ -208,7 +217,10 @@ def _overlaps(
     target: sampling.Distributions,
     longest: int,
 ) -> Float[Array, "B P"]:
-    """sum_x min(p, q) at each slot of the path with a child, q its first child's; NaN elsewhere."""
+    """Return sum_x min(p, q) at each slot of the path, q being the distribution of its first child.
+
+    Slots without a child, and those after the path, have NaN.
+    """
     batch = drafted.tokens.shape[0]
     nothing = jnp.full((batch, longest), jnp.nan)
     if not drafted.depth:

@@ -1,1 +1,1 @@
-"""Write, read, compare and draw reports of runs."""
+"""Reports of runs: writing, reading, comparing and drawing them."""

@@ -1,4 +1,4 @@
-"""The draft length that is fastest: as measured, and as acceptance and costs imply."""
+"""The fastest draft length of a drafter, as measured and as acceptance and costs imply."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from specjax.reporting.statistics import OVERALL
 class BestLength:
     """The draft lengths of a drafter under the same conditions.
 
-    `best` is the fastest run. `expected` are the speed-ups of 0 to the longest measured length
-    K: the tokens that a round emits, by the acceptance by position of the longest drafts, over its
-    cost, round_cost + token_cost * K passes of plain decoding, fitted to the seconds of all runs
-    by least squares. For trees, in which more tokens than positions are drafted, it is empty. A
-    length of 0 is plain decoding. With the same acceptance at all positions this is
-    `theory.speedup(alpha, K, token_cost, verify_cost=round_cost)`.
+    `best` is the fastest run. `expected` are the expected speed-ups of the lengths 0 to K, the
+    longest one measured: the tokens that a round emits, by the acceptance by position of the
+    longest drafts, divided by its cost in passes of plain decoding, round_cost + token_cost *
+    length, fitted to the seconds of all runs by least squares. For trees, in which more tokens than
+    positions are drafted, it is empty. A length of 0 is plain decoding. With the same acceptance at
+    all positions this is `theory.speedup(alpha, K, token_cost, verify_cost=round_cost)`.
     """
 
     label: str
@@ -31,14 +31,14 @@ class BestLength:
 
     @property
     def expected_length(self) -> int | None:
-        """The least length of the greatest expected speed-up; None for trees."""
+        """The shortest length with the greatest expected speed-up; None for trees."""
         return int(np.argmax(self.expected)) if self.expected else None
 
 
 def best_lengths(group: Sequence[Entry]) -> dict[str, BestLength]:
-    """Return the best length of each family of runs of several lengths, by the family.
+    """Return the best length of each family of runs that has several lengths, by family.
 
-    The runs have the same conditions; runs without a speed-up do not count.
+    All runs have the same conditions. Runs without a speed-up are left out.
     """
     families: dict[str, list[Entry]] = {}
     for entry in group:
@@ -52,6 +52,7 @@ def best_lengths(group: Sequence[Entry]) -> dict[str, BestLength]:
 
 
 def _best(members: Sequence[Entry]) -> BestLength:
+    """Return the best length of a family of runs."""
     costs = [_round_cost(entry) for entry in members]
     slope, intercept = np.polyfit([entry.run.draft_length for entry in members], costs, 1)
     longest = max(members, key=lambda entry: entry.run.draft_length)
@@ -65,9 +66,10 @@ def _best(members: Sequence[Entry]) -> BestLength:
 
 
 def _expected(longest: Entry, round_cost: float, token_cost: float) -> tuple[float, ...]:
+    """Return the expected speed-up of each length from 0 to that of the longest drafts."""
     counts = longest.figures[OVERALL].counts
     accepted = np.array(counts.num_accepted_tokens_per_pos[: longest.run.draft_length])
-    # What the end of an answer cut off was accepted, but not emitted.
+    # Tokens after the end of an answer were accepted, but not emitted.
     share = counts.tokens_per_round / counts.acceptance_length
     tokens = share * (1 + np.cumsum(accepted) / counts.num_rounds)
     lengths = np.arange(1, len(tokens) + 1)
@@ -75,13 +77,13 @@ def _expected(longest: Entry, round_cost: float, token_cost: float) -> tuple[flo
 
 
 def _round_cost(entry: Entry) -> float:
-    """Return the mean seconds of a round over those of a pass of plain decoding."""
+    """Return the mean seconds of a round divided by those of a pass of plain decoding."""
     figures = entry.figures[OVERALL]
     return figures.counts.tokens_per_round / figures.speedup
 
 
 def _is_chain(entry: Entry) -> bool:
-    """Return whether a draft is as long as it has tokens."""
+    """Return whether no draft has more tokens than its longest path."""
     length = entry.run.draft_length
     return all(
         row.longest_path == length and max(row.drafted, default=0) <= length

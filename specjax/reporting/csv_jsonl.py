@@ -1,4 +1,4 @@
-"""Reports as CSV and as Spec-Bench's JSONL, for other programs."""
+"""Exports of reports for other programs, as CSV and as Spec-Bench's JSONL."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from specjax.reporting.statistics import OVERALL, tasks_of
 
 
 def csv_text(entries: Sequence[Entry]) -> str:
-    """Return CSV with a line per run and task, and a line per run over all its tasks.
+    """Return CSV with one line per run and task, and one line per run over all its tasks.
 
     Undefined values are empty. Positions in a draft are counted from 1.
     """
@@ -31,6 +31,7 @@ def csv_text(entries: Sequence[Entry]) -> str:
 
 
 def _csv_row(entry: Entry, task: str, longest: int) -> dict[str, Any]:
+    """Return the values of a line of CSV by column; `longest` is the number of positions."""
     figures, run = entry.figures[task].to_dict(), entry.run
     low, high = figures.pop("speedup_interval") or (None, None)
     tau_low, tau_high = figures.pop("acceptance_length_interval") or (None, None)

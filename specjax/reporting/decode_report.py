@@ -21,17 +21,17 @@ from specjax.reporting.statistics import Figures, figures
 from specjax.trees import FastestTree, RankedTree
 
 PLAIN = "plain"
-"""The name of plain decoding beside those of drafters."""
+"""The name that reports use for plain decoding, where others name a drafter."""
 
 
 @dataclass
 class DrafterRun:
     """The results of one drafter so far, over everything that a command decodes.
 
-    `trees` are the trees chosen for it, by drafter, with their predicted speed if known. `expected`
-    is the acceptance that the distributions imply, by turn, if computed. `engines` are summaries of
-    the engine of each turn (`engine_report.engine_summary`), and `step_limits` the longest drafts,
-    least confidences and rounds of each step.
+    `trees` are the trees chosen for the drafter's parts, by name, with predicted speeds if known.
+    `expected` is the acceptance that the distributions imply, by turn, if computed. `engines` are
+    summaries of the engine of each turn (`engine_report.engine_summary`). `step_limits` are the
+    longest drafts, the minimum confidences and the rounds of each step.
     """
 
     header: RunHeader
@@ -41,7 +41,7 @@ class DrafterRun:
     engines: dict[int, dict[str, Any]] = field(default_factory=dict)
     step_limits: list[tuple[Sequence[int], Sequence[float], int]] = field(default_factory=list)
     num_reported: int = -1
-    """The rows that `new_records` has given; -1 before the first call, which gives the header."""
+    """The number of rows in records so far; -1 before the first record, which is the header."""
 
     @property
     def drafter(self) -> str:
@@ -49,7 +49,7 @@ class DrafterRun:
         return self.header.drafter
 
     def new_records(self) -> list[dict[str, Any]]:
-        """Return the records since the last call: the header, and finished rows."""
+        """Return the records since the last call: first the header, then finished rows."""
         header = {"record": "run", **self.header.record()}
         rows = self.rows[max(self.num_reported, 0) :]
         records = [header] if self.num_reported < 0 else []
@@ -76,9 +76,10 @@ class DrafterRun:
     ) -> list[Row]:
         """Add a finished group of rows, the run's `batch`-th; return its rows.
 
-        `differences` has one entry per row, None if it equals plain decoding; it is None if outputs
-        are not compared. `repeated_speeds` are tokens/s of the drafter and of plain decoding in
-        each repeat, if there were several.
+        `questions` has the rows' questions, `result` and `plain` the outputs of the drafter and of
+        plain decoding. `differences` has one entry per row, None if it equals plain decoding; it is
+        None if outputs are not compared. `repeated_speeds` are tokens/s of the drafter and of plain
+        decoding in each repeat, if there were several.
         """
         self.step_limits += [
             (limits.longest, limits.confidence, rounds) for limits, rounds in result.step_limits
@@ -120,7 +121,7 @@ class DrafterRun:
 
 @dataclass
 class Clock:
-    """Seconds of a command since its `begin`, and of compiling by drafter or `PLAIN`."""
+    """Times of a command in seconds: since its `begin`, and of compiling by drafter or `PLAIN`."""
 
     begin: float = field(default_factory=time.perf_counter)
     load_s: float = 0.0
@@ -128,21 +129,21 @@ class Clock:
     first_token_s: float | None = None
 
     def compiled(self, name: str, seconds: float) -> None:
-        """Add seconds of compiling."""
+        """Add seconds of compiling for the drafter `name`, or for `PLAIN`."""
         self.compile_s[name] = self.compile_s.get(name, 0.0) + seconds
 
 
 def summary(
     run: DrafterRun, clock: Clock, *, interrupted: bool = False, refused: str | None = None
 ) -> dict[str, Any]:
-    """Return the summary of a drafter, JSON-ready; `records.RunEnd` describes how it ended."""
-    found, expected = run.figures(), run.expected_acceptance()
+    """Return the summary record of a drafter, JSON-ready; it contains a `records.RunEnd`."""
+    figures_so_far, expected = run.figures(), run.expected_acceptance()
     return {
         "drafter": run.drafter,
         "interrupted": interrupted,
         "refused": refused,
         "num_rows": len(run.rows),
-        **(found.to_dict() if found else {}),
+        **(figures_so_far.to_dict() if figures_so_far else {}),
         "expected_acceptance": expected.mean if expected else None,
         "load_s": clock.load_s,
         "compile_s": sum(clock.compile_s.get(name, 0.0) for name in (PLAIN, run.drafter)),
@@ -153,7 +154,7 @@ def summary(
 
 
 def tree_record(chosen: FastestTree | RankedTree) -> dict[str, Any]:
-    """Return a chosen tree, with its predicted speed if known; JSON-ready."""
+    """Return the record of a chosen tree, JSON-ready, with its predicted speed if known."""
     if isinstance(chosen, RankedTree):
         return {"choices": [list(path) for path in chosen.choices]}
     return {
@@ -164,7 +165,7 @@ def tree_record(chosen: FastestTree | RankedTree) -> dict[str, Any]:
 
 
 def device_name(mesh: Mesh | None = None) -> str:
-    """Return the kind of JAX's device; for a mesh, with the number of devices and its shape."""
+    """Return the kind of JAX's first device; for a mesh also its size and shape."""
     kind = jax.devices()[0].device_kind
     if mesh is None:
         return kind
@@ -174,7 +175,7 @@ def device_name(mesh: Mesh | None = None) -> str:
 
 
 def _rounds(result: Generation, index: int) -> dict[str, tuple[int, ...]]:
-    """Return the raw counts of the rounds in which a row was active."""
+    """Return the raw counts, by name, of the rounds in which row `index` was active."""
     active = result.emitted[index] >= 0
     counts = {
         "drafted": result.drafted,
@@ -187,18 +188,18 @@ def _rounds(result: Generation, index: int) -> dict[str, tuple[int, ...]]:
 
 
 def _pooled(turns: Sequence[metrics.ExpectedAcceptance]) -> metrics.ExpectedAcceptance | None:
-    """Return the mean over all nodes of all turns, whose errors are assumed to be independent."""
-    turns = [one for one in turns if one.num_nodes]
+    """Return the mean over all nodes of all turns, whose errors are taken as independent."""
+    turns = [turn for turn in turns if turn.num_nodes]
     if len(turns) < 2:
         return turns[0] if turns else None
-    nodes = sum(one.num_nodes for one in turns)
+    nodes = sum(turn.num_nodes for turn in turns)
 
     def error(name: str) -> float | None:
-        errors = [getattr(one, name) for one in turns]
+        errors = [getattr(turn, name) for turn in turns]
         if None in errors:
             return None
-        weighed = [one.num_nodes * each for one, each in zip(turns, errors, strict=True)]
-        return float(np.hypot.reduce(weighed)) / nodes
+        weighted = [turn.num_nodes * error for turn, error in zip(turns, errors, strict=True)]
+        return float(np.hypot.reduce(weighted)) / nodes
 
-    mean = sum(one.mean * one.num_nodes for one in turns) / nodes
+    mean = sum(turn.mean * turn.num_nodes for turn in turns) / nodes
     return metrics.ExpectedAcceptance(mean, error("standard_error"), error("decision_error"), nodes)

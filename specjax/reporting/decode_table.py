@@ -10,7 +10,10 @@ from specjax.reporting.decode_report import PLAIN, DrafterRun
 from specjax.reporting.statistics import Figures
 
 LEAST_TOKENS = 32
-"""With fewer new tokens a speed-up says nothing: controllers try lengths, and clocks are coarse."""
+"""The minimum number of new tokens for which a speed-up is shown.
+
+In shorter runs controllers still try lengths, and clocks are too coarse.
+"""
 SPEEDUP, TOKENS_PER_PASS, SAME_TOKENS = "speed-up", "tokens per pass", "same tokens as plain"
 _ROWS = (
     *("tokens/s", SPEEDUP, "  with prefill", TOKENS_PER_PASS, "draft tokens accepted"),
@@ -21,58 +24,62 @@ _VERBOSE_ROWS = (
     *("conditional acceptance, from position 1", "tree", "draft tokens per pass"),
     *("passes by width", "passes by limit", "prefill, s", "compiling, s"),
 )
-"""Those that a table has with --verbose, too."""
+"""The additional rows of a table with --verbose."""
 _TOO_SHORT = "too short to tell"
 SLOWER_PAGE = "docs/faq.md#why-is-it-slower"
 _SLOWER, _DRIFT = 0.95, 1.2
-"""Below which speed-up it is said why, and how far plain decoding may vary between repeats."""
+"""The speed-up below which a reason is shown, and the ratio of plain decoding's speeds in two
+repeats above which a warning is shown."""
 Compared = Callable[[Figures], str]
-"""What is said of the comparison with plain decoding."""
+"""A function that returns the text about the comparison of a run with plain decoding."""
 
 
 def too_short(figures: Figures) -> bool:
-    """Return whether a compared run is too short for its speed-up to be meaningful."""
+    """Return whether a run compared with plain decoding is too short to show a speed-up."""
     compared = figures.plain_tokens_per_second is not None
     return compared and figures.counts.num_emitted_tokens < LEAST_TOKENS
 
 
 def result_lines(run: DrafterRun, compared: Compared | None) -> dict[str, str]:
-    """Return the results of a run with one drafter: speed, tokens per pass, equality of tokens.
+    """Return the lines for a run of one drafter, by their headings.
 
-    Without a comparison (`compared` None) there is no line on the tokens. The expected acceptance
-    has a line if it was computed.
+    They are the speed, the tokens per pass, the acceptance of tested tokens if its expectation was
+    computed, and the equality with plain decoding unless `compared` is None.
     """
-    found = run.figures()
-    counts, speed = found.counts, f"{_number(found.tokens_per_second, 1)} tokens/s"
+    run_figures = run.figures()
+    counts, speed = run_figures.counts, f"{_number(run_figures.tokens_per_second, 1)} tokens/s"
     lines = {"speed": speed}
-    if too_short(found):
+    if too_short(run_figures):
         lines = {SPEEDUP: _TOO_SHORT}
-    elif found.plain_tokens_per_second is not None:
-        plain = _number(found.plain_tokens_per_second, 1)
-        lines = {SPEEDUP: f"{_speedup(found)}: {speed}, plain decoding {plain}"}
+    elif run_figures.plain_tokens_per_second is not None:
+        plain = _number(run_figures.plain_tokens_per_second, 1)
+        lines = {SPEEDUP: f"{_speedup(run_figures)}: {speed}, plain decoding {plain}"}
     lines[TOKENS_PER_PASS] = _number(counts.acceptance_length)
     if counts.num_draft_tokens:
-        lines[TOKENS_PER_PASS] += f" ({_accepted(found)} draft tokens accepted)"
+        lines[TOKENS_PER_PASS] += f" ({_accepted(run_figures)} draft tokens accepted)"
     if (expected := run.expected_acceptance()) is not None:
-        accepted = _number(found.acceptance_of_tested, 3)
+        accepted = _number(run_figures.acceptance_of_tested, 3)
         lines["accepted of tested"] = f"{accepted} (expected from p and q: {_mean(expected)})"
     if compared is not None:
-        lines[SAME_TOKENS] = compared(found)
+        lines[SAME_TOKENS] = compared(run_figures)
     return lines
 
 
 def result_table(
     runs: Sequence[DrafterRun], compared: Compared | None, *, verbose: bool
 ) -> dict[str, dict[str, str]]:
-    """Return the cells of a table by row and column, omitting rows without information."""
+    """Return the cells of a table by row and column, omitting rows without information.
+
+    The columns are plain decoding, if there is any, and the drafters; `verbose` adds rows.
+    """
     columns: dict[str, dict[str, str]] = {}
     for run in runs:
-        found = run.figures()
-        if found.plain_tokens_per_second is not None:
-            columns.setdefault(PLAIN, _plain_column(found))
-        columns[run.drafter] = _column(run, found)
+        run_figures = run.figures()
+        if run_figures.plain_tokens_per_second is not None:
+            columns.setdefault(PLAIN, _plain_column(run_figures))
+        columns[run.drafter] = _column(run, run_figures)
         if compared is not None:
-            columns[run.drafter][SAME_TOKENS] = compared(found)
+            columns[run.drafter][SAME_TOKENS] = compared(run_figures)
     rows = (*_ROWS, *(_VERBOSE_ROWS if verbose else ()))
     return {
         row: {name: cells.get(row, "") for name, cells in columns.items()}
@@ -82,6 +89,7 @@ def result_table(
 
 
 def _plain_column(figures: Figures) -> dict[str, str]:
+    """Return the cells of plain decoding by row."""
     return {
         "tokens/s": _number(figures.plain_tokens_per_second, 1),
         SPEEDUP: "1.00x",
@@ -92,6 +100,7 @@ def _plain_column(figures: Figures) -> dict[str, str]:
 
 
 def _column(run: DrafterRun, figures: Figures) -> dict[str, str]:
+    """Return the cells of a drafter by row."""
     counts, expected = figures.counts, run.expected_acceptance()
     engines = run.engines.values()
     cells = {
@@ -129,7 +138,7 @@ def _column(run: DrafterRun, figures: Figures) -> dict[str, str]:
 
 
 def slower(figures: Figures) -> str | None:
-    """Return why a drafter is slower than plain decoding, by its measurements; None if it is not.
+    """Return the measured reason why a drafter is slower than plain decoding, or None if it is not.
 
     The cost of a round in plain passes is its tokens divided by the speed-up.
     """
@@ -141,7 +150,7 @@ def slower(figures: Figures) -> str | None:
 
 
 def drift(figures: Figures) -> str | None:
-    """Return a line if plain decoding's speed varied between repeats by more than a fifth."""
+    """Return a warning if plain decoding's speed varied by more than a fifth between repeats."""
     low, high = figures.plain_range or (1.0, 1.0)
     if high <= _DRIFT * low:
         return None
@@ -152,7 +161,10 @@ def drift(figures: Figures) -> str | None:
 
 
 def _speedup(figures: Figures) -> str:
-    """Return the speed-up, the range of its repeats, and whether it is noise beyond any draft."""
+    """Return the speed-up with the range of its repeats.
+
+    It is marked as noise if it exceeds the tokens per pass, the largest possible speed-up.
+    """
     possible = figures.counts.acceptance_length
     noise = figures.speedup is not None and possible is not None and figures.speedup > possible
     text = f"{_number(figures.speedup)}x" + (", noise" if noise else "")

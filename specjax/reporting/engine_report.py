@@ -1,4 +1,4 @@
-"""Statistics of an engine as a JSON-ready report and as pictures over time."""
+"""Statistics of an engine, as a JSON-ready report and as pictures over time."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from specjax.decoding.engine.statistics import Statistics
 from specjax.reporting.plots import Curve, draw_curves
 
 _POINTS = 60
-"""Points of a curve: each stands for a part of the time."""
+"""The number of points of a curve; each shows the mean over an equal part of the time."""
 
 
 def engine_summary(statistics: Statistics) -> dict[str, Any]:
-    """Return the totals, with percentiles by name."""
+    """Return an engine's totals, with percentiles of latencies in seconds by name."""
     summary = asdict(statistics.summary())
     for name in ("waiting", "first_token", "between_tokens", "total"):
         percentiles = summary.pop(name)
@@ -25,7 +25,7 @@ def engine_summary(statistics: Statistics) -> dict[str, Any]:
 
 
 def engine_report(statistics: Statistics) -> dict[str, Any]:
-    """Return the summary, and a row of counts for each of the latest steps."""
+    """Return an engine's summary, and the counts of each of its latest steps."""
     steps = [step._asdict() for step in statistics.steps]
     return {"summary": engine_summary(statistics), "steps": steps}
 

@@ -1,4 +1,4 @@
-"""A report's Markdown as one HTML file, with its pictures inside."""
+"""Conversion of a report's Markdown to a single HTML file that includes the pictures."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ _CELL_END = re.compile(r"(?<!\\)\|")
 
 
 def page(markdown: str, pictures: Mapping[str, bytes]) -> str:
-    """Return the page of a text in `tables.markdown`'s part of Markdown.
+    """Return the HTML page of a report written by `tables.markdown`.
 
-    That is headings, tables, pictures on lines of their own, and paragraphs with bold text.
-    `pictures` are the contents of files by name; those that no browser shows are left out.
+    It may have headings, tables, pictures on lines of their own, and paragraphs with bold text.
+    `pictures` are the contents of picture files by name; formats other than PNG and SVG are
+    omitted.
     """
     title = markdown.partition("\n")[0].lstrip("# ")
     blocks = [block for block in re.split(r"\n{2,}", markdown.strip()) if block]
-    body = "\n".join(part for block in blocks for part in _parts(block, pictures))
+    body = "\n".join(element for block in blocks for element in _elements(block, pictures))
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f"<title>{_inline(title)}</title>\n<style>\n{_STYLE}</style>\n</head>\n"
@@ -37,8 +38,8 @@ def page(markdown: str, pictures: Mapping[str, bytes]) -> str:
     )
 
 
-def _parts(block: str, pictures: Mapping[str, bytes]) -> Iterator[str]:
-    """Yield the elements of lines that no empty line divides."""
+def _elements(block: str, pictures: Mapping[str, bytes]) -> Iterator[str]:
+    """Yield the HTML elements of a block of Markdown, which has no empty lines."""
     for kind, lines in itertools.groupby(block.split("\n"), _kind):
         lines = list(lines)
         if kind == "table":
@@ -50,12 +51,14 @@ def _parts(block: str, pictures: Mapping[str, bytes]) -> Iterator[str]:
 
 
 def _kind(line: str) -> str:
+    """Return the kind of a line: "table", "text", or "line" for a heading or a picture."""
     if line.startswith("| "):
         return "table"
     return "line" if line.startswith("#") or _PICTURE.fullmatch(line) else "text"
 
 
 def _line(line: str, pictures: Mapping[str, bytes]) -> str:
+    """Return the HTML element of a heading or a picture."""
     if picture := _PICTURE.fullmatch(line):
         title, name = picture.groups()
         kind = _TYPES.get(name.rpartition(".")[2])
@@ -68,17 +71,19 @@ def _line(line: str, pictures: Mapping[str, bytes]) -> str:
 
 
 def _table(lines: Sequence[str]) -> str:
+    """Return the HTML of a Markdown table."""
     head, _, *rows = ([cell.strip() for cell in _CELL_END.split(line)[1:-1]] for line in lines)
     elements = [_row("th", head), *(_row("td", cells) for cells in rows)]
     return "<table>\n" + "\n".join(elements) + "\n</table>"
 
 
 def _row(element: str, cells: Sequence[str]) -> str:
+    """Return the HTML of a table row whose cells are `element`, th or td."""
     inside = "".join(f"<{element}>{_inline(cell)}</{element}>" for cell in cells)
     return f"<tr>{inside}</tr>"
 
 
 def _inline(text: str) -> str:
-    """Return a text with its bold parts marked, and what Markdown escapes as it is."""
+    """Return the HTML of a line's text, with bold parts marked and Markdown's escapes removed."""
     bold = re.sub(r"(?<!\\)\*\*(.+?)(?<!\\)\*\*", r"<b>\1</b>", html.escape(text))
     return re.sub(r"\\(\W)", r"\1", bold)

@@ -15,20 +15,21 @@ from specjax.reporting.runs import Entry, by_conditions
 from specjax.reporting.statistics import FEW, OVERALL, heading, tasks_of
 
 FORMATS = ("png", "svg", "pdf")
-"""The kinds of files that pictures can be."""
+"""The file formats of pictures."""
 _NAMES = ("speedup", "speedup_by_length", "tokens_per_pass", "acceptance_by_position")
 
 
 def _ends(num_groups: int) -> list[str]:
+    """Return the suffix of the file names of each group's pictures."""
     return [f"-{number}" for number in range(1, num_groups + 1)] if num_groups > 1 else [""]
 
 
 def draw(
     folder: Path, entries: Sequence[Entry], formats: Sequence[str] = FORMATS[:1]
 ) -> dict[Conditions, list[tuple[str, str]]]:
-    """Write the pictures for each set of conditions; return their (title, file name).
+    """Write the pictures for each set of conditions; return their titles and file names.
 
-    Each is written in all `formats`; the file name is that of the first.
+    Each picture is written in all `formats`; the file name returned is that of the first one.
     """
     groups = by_conditions(entries)
     written: dict[Conditions, list[tuple[str, str]]] = {}
@@ -49,6 +50,7 @@ def draw(
 
 
 def _draw_speedup(path: Path, group: Sequence[Entry], title: str) -> bool:
+    """Draw the speed-up of each run with its interval; return False if no run has one."""
     rows = []
     for entry in group:
         figures = entry.figures[OVERALL]
@@ -73,6 +75,7 @@ def _draw_speedup(path: Path, group: Sequence[Entry], title: str) -> bool:
 
 
 def _draw_acceptance(path: Path, group: Sequence[Entry], title: str) -> bool:
+    """Draw the acceptance by position of each run; return False if nothing was drafted."""
     panels: dict[str, list[Curve]] = {"cumulative": [], "conditional": []}
     for entry in group:
         counts = entry.figures[OVERALL].counts
@@ -100,6 +103,7 @@ def _draw_acceptance(path: Path, group: Sequence[Entry], title: str) -> bool:
 
 
 def _draw_tokens_per_pass(path: Path, group: Sequence[Entry], title: str) -> bool:
+    """Draw the tokens per pass of each run by task; return True."""
     tasks = [*tasks_of(entry.run for entry in group), OVERALL]
     bars = {
         entry.label: [entry.figures[task].counts.acceptance_length for task in tasks]
@@ -118,11 +122,11 @@ def _draw_tokens_per_pass(path: Path, group: Sequence[Entry], title: str) -> boo
 
 
 def _draw_speedup_by_length(path: Path, group: Sequence[Entry], title: str) -> bool:
-    """Draw a line per family of runs that differ in draft length; False if there is none."""
+    """Draw a line per family of runs that differ in draft length; return False without one."""
     curves = []
-    for family, found in best_lengths(group).items():
+    for family, best in best_lengths(group).items():
         members = [entry for entry in group if entry.family == family]
-        curves.append(_curve(sorted(members, key=lambda entry: entry.run.draft_length), found))
+        curves.append(_curve(sorted(members, key=lambda entry: entry.run.draft_length), best))
     if not curves:
         return False
     draw_curves(
@@ -137,12 +141,17 @@ def _draw_speedup_by_length(path: Path, group: Sequence[Entry], title: str) -> b
     return True
 
 
-def _curve(members: Sequence[Entry], found: BestLength) -> Curve:
+def _curve(members: Sequence[Entry], best: BestLength) -> Curve:
+    """Return the speed-ups of a family's runs by draft length, with predicted ones."""
     lengths = [entry.run.draft_length for entry in members]
-    predicted = {k: one.predicted for k, one in zip(lengths, members, strict=True) if one.predicted}
-    expected = predicted or dict(enumerate(found.expected[1:], 1))
+    predicted = {
+        length: entry.predicted
+        for length, entry in zip(lengths, members, strict=True)
+        if entry.predicted
+    }
+    expected = predicted or dict(enumerate(best.expected[1:], 1))
     return Curve(
-        found.label,
+        best.label,
         lengths,
         [entry.figures[OVERALL].speedup for entry in members],
         list(expected),

@@ -18,9 +18,9 @@ _MARKERS = "os^Dv"
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
 
 _MOST_TICKS = 12
-"""At most so many points of a curve have a tick each."""
+"""The maximum number of values on the x axis that have a tick each."""
 _LONGEST_LABEL, _LONGEST_TITLE = 60, 160
-"""Characters of a label, and of a line of a title."""
+"""The maximum number of characters of a label, and of a line of a title."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Interval:
-    """A value with the ends of its interval, if it has one; `few` draws it hollow.
+    """A value with the ends of its interval, if it has one; `few` draws the value as a hollow mark.
 
     `note` is a second line below the label. Intervals of one family share a color.
     """
@@ -64,6 +64,7 @@ def has_matplotlib() -> bool:
 
 
 def _require_matplotlib() -> None:
+    """Raise InputError if matplotlib is not installed."""
     if not has_matplotlib():
         raise InputError(
             "pictures: matplotlib is not installed; pip install 'specjax[plots]', or leave them out"
@@ -83,10 +84,11 @@ def draw_curves(
     log_y: bool = False,
     theory_label: str = "roofline",
 ) -> None:
-    """Write a picture with panels side by side, measured lines solid with dots, theory dashed.
+    """Write a picture with panels of curves side by side: measured lines solid, theory dashed.
 
-    With `log_x` the x axis doubles from tick to tick, and with `log_y` the y axis; `level` draws a
-    thin horizontal line, and `top` limits the y axis. Raises InputError without matplotlib.
+    `panels` maps titles to curves. With `log_x` the x axis doubles from tick to tick, and with
+    `log_y` the y axis; `level` draws a thin horizontal line, and `top` limits the y axis. Raises
+    InputError without matplotlib.
     """
     _require_matplotlib()
     from matplotlib.figure import Figure
@@ -137,10 +139,11 @@ def draw_bars(
     families: Sequence[str] | None = None,
     level: float | None = None,
 ) -> None:
-    """Write a picture with one bar per label in each group and its value above it.
+    """Write a picture with one bar per label in each group, and its value above the bar.
 
-    A value of None leaves a gap. `families` has one family per label, as in `Curve`; `level` draws
-    a thin horizontal line. Raises InputError without matplotlib.
+    `bars` maps labels to one value per group; None leaves a gap. `families` has one family per
+    label, as in `Curve`; `level` draws a thin horizontal line. Raises InputError without
+    matplotlib.
     """
     _require_matplotlib()
     from matplotlib.figure import Figure
@@ -181,7 +184,7 @@ def draw_intervals(
     x_label: str,
     level: float | None = None,
 ) -> None:
-    """Write a picture with a row for each value, top to bottom, with its interval and number.
+    """Write a picture with one row per value, top to bottom, with its interval and its number.
 
     `level` draws a thin vertical line. Raises InputError without matplotlib.
     """
@@ -215,7 +218,7 @@ def draw_intervals(
 
 
 def _add_legend(figure: Any, all_axes: Sequence[Any]) -> None:
-    """Put one legend below all axes, in as many columns as its labels leave room for."""
+    """Put one legend below all axes, in as many columns as the width of its labels allows."""
     entries: dict[str, Any] = {}
     for axes in all_axes:
         handles, labels = axes.get_legend_handles_labels()
@@ -223,7 +226,7 @@ def _add_legend(figure: Any, all_axes: Sequence[Any]) -> None:
             entries.setdefault(label, handle)
     if not entries:
         return
-    inches = 0.5 + 0.085 * max(map(len, entries))  # of a label in small letters, and its handle
+    inches = 0.5 + 0.085 * max(map(len, entries))  # a line and a label in small letters
     columns = min(len(entries), max(1, int(figure.get_figwidth() / inches)))
     rows = -(-len(entries) // columns)
     figure.set_figheight(figure.get_figheight() + 0.2 * rows)
@@ -238,7 +241,10 @@ def _add_legend(figure: Any, all_axes: Sequence[Any]) -> None:
 
 
 def _styles(families: Sequence[str]) -> list[tuple[Any, str, str]]:
-    """Color, marker and hatch of each; the last of a family has the full color."""
+    """Return the color, marker and hatch for each entry of `families`, which may be "".
+
+    Entries of a family have shades of one color, the last one the full color.
+    """
     from matplotlib.colors import to_rgb
 
     names = [family or f"\0{index}" for index, family in enumerate(families)]
@@ -248,17 +254,17 @@ def _styles(families: Sequence[str]) -> list[tuple[Any, str, str]]:
         number, before = order.index(name), names[:index].count(name)
         paleness = 0.65 * (1 - (before + 1) / names.count(name))
         colour = to_rgb(_COLOURS[number % len(_COLOURS)])
-        colour = tuple(part + (1 - part) * paleness for part in colour)
+        colour = tuple(channel + (1 - channel) * paleness for channel in colour)
         again = number // len(_COLOURS)
         styles.append((colour, _MARKERS[(before + again) % len(_MARKERS)], "//" * again))
     return styles
 
 
 def _literal(text: str, longest: int = _LONGEST_LABEL) -> str:
-    """Return a text that matplotlib draws as it is, the middle of a very long one left out.
+    """Return a text that matplotlib draws literally, without the middle of a very long line.
 
-    Formulas and unprintable characters are escaped; a label that begins with _ would be in no
-    legend.
+    Formulas and unprintable characters are escaped. A label that begins with _ is indented, since
+    legends omit such labels.
     """
     lines = [printable(line) for line in text.split("\n")]
     text = "\n".join(_shortened(line, longest) for line in lines)
@@ -267,11 +273,13 @@ def _literal(text: str, longest: int = _LONGEST_LABEL) -> str:
 
 
 def _shortened(text: str, longest: int) -> str:
+    """Return a text without its middle if it has more than `longest` characters."""
     half = (longest - 3) // 2
     return text if len(text) <= longest else f"{text[:half]}...{text[-half:]}"
 
 
 def _save(figure: Any, path: Path) -> None:
+    """Write a figure to a file, whose folder is created."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with warnings.catch_warnings():
         # A character that the font lacks is drawn as a box.

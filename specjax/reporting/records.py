@@ -1,4 +1,4 @@
-"""The records of a decode run's report, one per line of JSON, and their reader.
+"""The records of a decode run's report, one per line of JSON, and a reader for them.
 
 The `run` record of a drafter precedes its `row` records, which are added as prompts finish; a
 `summary` record of each drafter comes at the end.
@@ -30,7 +30,7 @@ from specjax.files.json_files import parse_json, read_json_lines
 from specjax.files.path_checks import input_file
 
 _MOST_COUNTS, _MOST_LEVELS = 1 << 26, 20
-"""Counts of a table of all rows, and levels of a config, whose names are joined recursively."""
+"""The maximum size of a table of all rows' counts, and the maximum nesting of a config."""
 _TEXT = Instance(str, "use a text")
 _ID = Either((Whole(-LARGEST_ID, LARGEST_ID), _TEXT), remedy="use a whole number, or a text")
 _COUNTS = Items(Whole(most=2**53), remedy="use whole numbers of at least 0, one per round")
@@ -43,26 +43,28 @@ _REMEDY = "give a file that `python -m specjax.decode --config.report=FILE` wrot
 
 @dataclass(frozen=True)
 class NearTieKind:
-    """The kind of near-ties in JSON, where a non-finite margin is null."""
+    """The field type of near-ties in JSON, where a non-finite margin is null."""
 
     def check(self, name: str, value: Any) -> NearTie:
-        """Return the near-tie."""
+        """Return `value` as a near-tie; raise InputError, naming the field, if it is none."""
         _OBJECT.check(name, value)
         number = optional(Number(-1e30))
-        given = check_values({"index": Whole(), "margin": number, "resolution": number}, value)
-        return NearTie(**{key: math.nan if one is None else one for key, one in given.items()})
+        fields = check_values({"index": Whole(), "margin": number, "resolution": number}, value)
+        return NearTie(**{name: math.nan if x is None else x for name, x in fields.items()})
 
 
 @dataclass(frozen=True)
 class ConfigKind:
-    """The kind of a whole config, by section."""
+    """The field type of a whole config, a dict by section."""
 
     def check(self, name: str, value: Any) -> dict[str, Any]:
-        """Return the config; raise InputError if it is nested too deeply."""
+        """Return `value`; raise InputError if it is no dict or is nested too deeply."""
         _OBJECT.check(name, value)
         level = [value]
         for _ in range(_MOST_LEVELS):
-            level = [one for part in level for one in part.values() if isinstance(one, dict)]
+            level = [
+                value for section in level for value in section.values() if isinstance(value, dict)
+            ]
         if level:
             raise InputError(f"{name} has more than {_MOST_LEVELS} levels")
         return value
@@ -74,9 +76,9 @@ class Row:
 
     `emitted` counts the tokens of each round, and `drafter_index` is the drafter whose turn it was,
     -1 for none. `prefill_s` and `decode_s` cover all rows of its `batch`, the group decoded
-    together; `plain_*` are the same with plain decoding, None if not run. `first_round` is the
-    group's round in which the row began. `prompt_hash` is a hash of the question. If the
-    group was decoded several times, the row is the repeat with the median speed-up, and
+    together; `plain_*` are the same for plain decoding, None if it was not run. `first_round` is
+    the group's round in which the row began. `prompt_hash` is a hash of the question. If the group
+    was decoded several times, the row is from the repeat with the median speed-up, and
     `repeated_speeds` are tokens/s of the drafter and of plain decoding in each repeat.
     """
 
@@ -117,12 +119,13 @@ class Row:
         for name in ("drafted", "accepted", "width", "drafter_index"):
             if len(getattr(self, name)) != rounds:
                 raise InputError(f"{name} must have one entry per round, as emitted has")
-        if any(taken > made for taken, made in zip(self.accepted, self.drafted, strict=True)):
+        counts = zip(self.accepted, self.drafted, strict=True)
+        if any(accepted > drafted for accepted, drafted in counts):
             raise InputError("accepted exceeds drafted in some round")
         if sum(self.emitted) != len(self.token_ids):
             raise InputError("emitted does not add up to the number of token_ids")
         plain = (self.plain_new_tokens, self.plain_prefill_s, self.plain_decode_s)
-        if len({one is None for one in plain}) > 1:
+        if len({value is None for value in plain}) > 1:
             raise InputError("plain_new_tokens, plain_prefill_s, plain_decode_s: give all or none")
 
     @property
@@ -137,7 +140,7 @@ class Row:
 
     @property
     def task(self) -> str:
-        """The Spec-Bench task; MT-bench's eight categories are one, and no category is `other`."""
+        """The Spec-Bench task; MT-bench's categories are one task, and no category is `other`."""
         return task_of(self.category) or "other"
 
 
@@ -162,8 +165,8 @@ class Conditions:
 class RunHeader:
     """The description of a run with one drafter.
 
-    `config` is that of a command with this drafter alone. `lossy` says that the rule changes the
-    output distribution, and `trees` are the trees chosen, by drafter.
+    `config` is the config of a command with this drafter alone. `lossy` says that the rule changes
+    the output distribution, and `trees` are the trees chosen for the drafter's parts, by name.
     """
 
     drafter: Annotated[str, _TEXT]
@@ -175,19 +178,19 @@ class RunHeader:
     config: Annotated[Mapping[str, Any], ConfigKind()]
 
     def record(self) -> dict[str, Any]:
-        """Return the JSON-ready record."""
+        """Return the header as a JSON-ready record."""
         values = asdict(self)
         return {**values.pop("conditions"), **values}
 
     @property
     def auto(self) -> bool:
-        """Whether draft lengths were chosen during decoding."""
+        """Whether draft lengths were chosen while decoding."""
         return self.config.get("num_speculative_tokens") == "auto"
 
 
 @dataclass(frozen=True)
 class RunEnd:
-    """How a run with one drafter ended.
+    """The way in which a run with one drafter ended.
 
     `interrupted` says that some prompts were not answered, and `refused` is the error of a later
     turn that could not be decoded, for example because it did not fit.
@@ -225,7 +228,7 @@ class Run(RunHeader):
 
     @property
     def draft_length(self) -> int | None:
-        """The K of the config, or the length of the longest draft if the drafter chooses it.
+        """The K of the config, or the length of the longest draft if the drafter sets it.
 
         None for "auto" and for a run that drafted nothing.
         """
@@ -239,17 +242,17 @@ class Run(RunHeader):
 
 
 def read_report(path: str | Path) -> Run:
-    """Return the run in a file with one drafter. Raises InputError for other files."""
-    found = read_reports(path)
-    if len(found) > 1:
+    """Return the run in a report of a single drafter. Raises InputError for other files."""
+    runs = read_reports(path)
+    if len(runs) > 1:
         raise InputError(
-            f"{str(path)!r} has runs of {len(found)} drafters: give the report of one drafter"
+            f"{str(path)!r} has runs of {len(runs)} drafters: give the report of one drafter"
         )
-    return found[0]
+    return runs[0]
 
 
 def read_reports(path: str | Path) -> tuple[Run, ...]:
-    """Return the runs in a file of `specjax.decode`. Raises InputError for other files."""
+    """Return the runs in a report of `specjax.decode`. Raises InputError for other files."""
     headers: dict[str, RunHeader] = {}
     rows: dict[str, list[Row]] = {}
     ends: dict[str, RunEnd] = {}

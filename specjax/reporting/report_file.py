@@ -1,4 +1,4 @@
-"""The file of a report, checked before the run and then written line by line."""
+"""A report's file, which is checked before the run and then written line by line."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from specjax.reporting.records import is_report
 
 
 def check_writable(value: str | os.PathLike[str], field: str = "report") -> Path:
-    """Return the path of a report, checked to be writable before the long work.
+    """Return the path `value` of a report after checking, before long work, that it can be written.
 
-    Creates the folder; an existing file is unchanged. Raises InputError for anything but a regular
-    file, an existing file that is neither empty nor a report, a reserved file name, and a folder or
-    disk that cannot be written.
+    Creates the folder; an existing file is unchanged. Raises InputError, naming `field`, for
+    anything but a regular file, an existing file that is neither empty nor a report, a reserved
+    file name, and a folder or disk that cannot be written.
     """
     path = output_file(field, value)
     named = f"{field}={os.fspath(value)!r}"
@@ -56,6 +56,7 @@ def json_line(record: Mapping[str, Any]) -> str:
 
 
 def _with_finite_numbers(content: Any) -> Any:
+    """Return JSON content with non-finite numbers replaced by None."""
     if isinstance(content, float):
         return content if math.isfinite(content) else None
     if isinstance(content, Mapping):
@@ -70,9 +71,10 @@ def _print_error(line: str) -> None:
 
 
 class ReportFile:
-    """A file of JSON lines that grows during its run; without a path nothing is written.
+    """A file of JSON lines that grows during a run; without a path nothing is written.
 
-    An earlier report is replaced when the first record is added, or continued if `resumed`.
+    An earlier report is replaced when the first record is added, or continued if `resumed`. `tell`
+    is called with a line if records cannot be written.
     """
 
     def __init__(
@@ -87,7 +89,10 @@ class ReportFile:
         self._begun, self._reported = resumed, False
 
     def add(self, *records: Mapping[str, Any]) -> None:
-        """Write records; records that cannot be written are kept, which is reported once."""
+        """Write records; those that cannot be written now are kept for later, with one warning.
+
+        Raises KeyboardInterrupt after writing if a signal to stop arrived meanwhile.
+        """
         requests_to_end: list[int] = []
         try:
             with signals.received_by(requests_to_end.append):
@@ -105,7 +110,7 @@ class ReportFile:
     def finish(self, *records: Mapping[str, Any]) -> bool:
         """Write the last records and those still pending; return whether there is a file.
 
-        If that fails, prints them on stdout and raises InputError.
+        If that fails, print them on stdout and raise InputError.
         """
         try:
             with signals.held_off():
@@ -119,11 +124,11 @@ class ReportFile:
         return self._path is not None
 
     def _write(self, *records: Mapping[str, Any]) -> None:
-        """Append what waits, all of it or nothing."""
+        """Append all pending records and `records`, or nothing if that raises OSError."""
         if self._path is None:
             return
         self._waiting += "".join(map(json_line, records))
-        # What cannot be encoded, half of a surrogate pair, is escaped as JSON does it.
+        # Half of a surrogate pair cannot be encoded, so it is escaped as in JSON.
         lines = self._waiting.encode("utf-8", "backslashreplace")
         with self._path.open("ab" if self._begun else "wb", buffering=0) as file:
             self._begun, before = True, file.tell()

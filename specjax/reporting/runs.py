@@ -1,4 +1,4 @@
-"""The runs of a comparison: labels, order, and which of them are comparable."""
+"""The runs of a comparison: their labels and order, and which of them are comparable."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from specjax.reporting.statistics import OVERALL, Figures, figures_by_task
 
 @dataclass(frozen=True)
 class Entry:
-    """A line of the leaderboard; `predicted` is the speed-up computed from measured parts."""
+    """A line of the leaderboard; `predicted` is the speed-up computed from timed parts."""
 
     label: str
     run: Run
@@ -28,12 +28,12 @@ class Entry:
 
     @classmethod
     def of(cls, run: Run, label: str, predicted: float | None = None) -> Entry:
-        """Return the entry of a run."""
+        """Return the entry of a run, with its figures by task."""
         return cls(label, run, figures_by_task(run), predicted)
 
     @property
     def family(self) -> str:
-        """The label without K, equal for runs that differ only in K."""
+        """A text that is equal for runs of the same config except for the draft length K."""
         apart = ("num_speculative_tokens", "report", "compare")
         fields = dotted(self.run.config)
         return repr([(name, value) for name, value in fields.items() if name not in apart])
@@ -46,17 +46,17 @@ class Entry:
 
 
 def in_order(entries: Sequence[Entry]) -> list[Entry]:
-    """Return the entries by decreasing speed-up; those without one come last.
+    """Return entries by decreasing speed-up, those without a speed-up last.
 
-    Runs of few answers keep the given order, since their speed-ups rank nothing.
+    If some run has few answers, all keep their order, since such speed-ups cannot be ranked.
     """
     if any(entry.figures[OVERALL].few for entry in entries):
         return list(entries)
-    return sorted(entries, key=lambda one: -(one.figures[OVERALL].speedup or 0.0))
+    return sorted(entries, key=lambda entry: -(entry.figures[OVERALL].speedup or 0.0))
 
 
 def by_conditions(entries: Iterable[Entry]) -> dict[Conditions, list[Entry]]:
-    """Return the entries grouped by conditions, within which speeds are comparable; sorted."""
+    """Return entries grouped by conditions, in sorted order; speeds are comparable in a group."""
     groups: dict[Conditions, list[Entry]] = {}
     for entry in entries:
         groups.setdefault(entry.run.conditions, []).append(entry)
@@ -126,21 +126,21 @@ def _stopped(run: Run) -> bool:
 
 
 def labels(runs: Sequence[Run]) -> list[str]:
-    """Return a name for each run in plain words: its drafter, and what distinguishes the runs.
+    """Return a label for each run: its drafter, and the settings in which the runs differ.
 
-    No two runs under the same conditions have the same name.
+    No two runs under the same conditions have the same label.
     """
     fields = [_distinguishing_fields(run) for run in runs]
-    names = dict.fromkeys(name for one in fields for name in one)
-    differing = [name for name in names if len({str(one.get(name)) for one in fields}) > 1]
-    found = []
-    for run, one in zip(runs, fields, strict=True):
-        words = [_words(name, one[name]) for name in differing if one.get(name) is not None]
+    names = dict.fromkeys(name for of_run in fields for name in of_run)
+    differing = [name for name in names if len({str(of_run.get(name)) for of_run in fields}) > 1]
+    short_labels = []
+    for run, values in zip(runs, fields, strict=True):
+        words = [_words(name, values[name]) for name in differing if values.get(name) is not None]
         label = f"{run.drafter} (lossy)" if run.lossy else run.drafter
-        found.append(", ".join([label, *filter(None, words)]))
+        short_labels.append(", ".join([label, *filter(None, words)]))
     conditions = [run.conditions for run in runs]
-    keys = list(zip(found, conditions, strict=True))
-    # The least of a path that tells equal names apart: its stem, then folders above it.
+    keys = list(zip(short_labels, conditions, strict=True))
+    # Equal labels get the shortest end of the path that distinguishes them: the stem, then folders.
     for above in range(max((len(run.path.parts) for run in runs), default=1)):
         named = [
             f"{key[0]} ({Path(*run.path.parts[-1 - above :]).with_suffix('')})"
@@ -150,7 +150,7 @@ def labels(runs: Sequence[Run]) -> list[str]:
         ]
         if len(set(zip(named, conditions, strict=True))) == len(named):
             return named
-    # One file twice, or two that differ by their suffixes.
+    # The same file is given twice, or two files differ only in their suffixes.
     return [f"{label}, {number}" for number, label in enumerate(named, 1)]
 
 
@@ -164,16 +164,19 @@ _SHOWN_ELSEWHERE = (
 
 
 def _distinguishing_fields(run: Run) -> dict[str, Any]:
-    """Return the fields by which runs may differ: the config's, less those shown elsewhere."""
+    """Return the fields in which runs may differ: the config's, without those shown elsewhere."""
     section = run.config.get("tree")
     tree = _tree_words(section) if isinstance(section, Mapping) else None
-    fields = {name: one for name, one in dotted(run.config).items() if name not in _SHOWN_ELSEWHERE}
-    fields = {name: one for name, one in fields.items() if not name.startswith("tree.")}
+    fields = {
+        name: value
+        for name, value in dotted(run.config).items()
+        if name not in _SHOWN_ELSEWHERE and not name.startswith("tree.")
+    }
     return {_LENGTH: "auto" if run.auto else run.draft_length, "tree": tree, **fields}
 
 
 def _words(name: str, value: Any) -> str:
-    """Return a field and its value as part of a label; empty for what the label says already."""
+    """Return a field and its value as words of a label, or "" if the label has them already."""
     last = name.rpartition(".")[2].replace("_", " ")
     if name == "drafter.name":
         return ""
@@ -187,7 +190,10 @@ def _words(name: str, value: Any) -> str:
 
 
 def _tree_words(tree: Mapping[str, Any]) -> str | None:
-    """Return a config's section `tree`, such as "dynamic tree, 32 nodes, depth 5", or None."""
+    """Return the words for a config's section `tree`, or None if it is empty.
+
+    An example is "dynamic tree, 32 nodes, depth 5".
+    """
     options = {name: value for name, value in tree.items() if value is not None}
     if not options:
         return None
@@ -208,5 +214,5 @@ def _counted(number: Any, noun: str) -> str:
 
 
 def without_length(label: str) -> str:
-    """Return a label without its draft length."""
+    """Return a label of `labels` without its draft length."""
     return re.sub(r", (?:\d+ draft tokens?|auto)(?=,|$| \()", "", label, count=1)

@@ -1,8 +1,8 @@
 """The figures of a run by task: acceptance (`specjax.metrics`) and speeds.
 
-A speed is new tokens over seconds of decoding, with each batch's seconds counted once. The speed-up
-is the drafter's speed over plain decoding's, both over the batches decoded both ways. A task's
-speeds cover batches that hold only this task, since tasks in one batch share its seconds.
+A speed is new tokens divided by seconds of decoding, with each batch's seconds counted once. The
+speed-up is the drafter's speed divided by plain decoding's, both over the batches decoded both
+ways. A task's speeds cover batches of this task only, since tasks in one batch share its seconds.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from specjax.reporting.records import Row, Run
 
 OVERALL = "overall"
 FEW = 5
-"""Figures of fewer answers are marked."""
+"""The number of answers below which figures are marked as uncertain."""
 _QUANTILE = 0.975
-"""Of Student's t, on either side of a 95 % interval."""
+"""The quantile of Student's t at the upper end of a 95 % interval."""
 TASKS = {
     "mt_bench": "MT",
     "translation": "Trans",
@@ -32,22 +32,22 @@ TASKS = {
     "rag": "RAG",
     "code": "Code",
 }
-"""Spec-Bench's tasks in its order, with the headings of its columns; others follow by name."""
+"""The headings of Spec-Bench's tasks, in its order; other tasks follow by name."""
 
 
 @dataclass(frozen=True)
 class Figures:
-    """The figures of one task, or of all; None if undefined.
+    """The figures of one task, or of all tasks; None if undefined.
 
     `acceptance_length_interval` is the 95 % confidence interval of the pooled acceptance length
     from the variation between answers, None with fewer than two. `speedup` is pooled, and
-    `speedup_interval` is its interval from the variation between batches. `speedup_range` is the
-    least and largest speed-up of repeats, and `plain_range` of plain decoding's tokens/s in the
-    batch where it varies most, None if batches were decoded once. `speedup_with_prefill` includes
-    the seconds of prefill, and `speedup_per_request` is the mean over requests, which is defined
-    for batch size 1 only.
-    `timed_requests` is the number of requests that the speeds cover. `acceptance_of_tested` is
-    accepted over tested draft tokens (the accepted ones and the first rejected one).
+    `speedup_interval` is its interval from the variation between batches. `speedup_range` has the
+    smallest and the largest speed-up of repeats, and `plain_range` those of plain decoding's
+    tokens/s in the batch where it varies most; both are None if batches were decoded once.
+    `speedup_with_prefill` includes the seconds of prefill, and `speedup_per_request` is the mean
+    over requests, which is defined for batch size 1 only. `timed_requests` is the number of
+    requests that the speeds cover. `acceptance_of_tested` is accepted divided by tested draft
+    tokens (the accepted ones and the first rejected one).
     """
 
     counts: metrics.Summary
@@ -83,7 +83,7 @@ class Figures:
 
 
 def figures(rows: Sequence[Row], timed: Sequence[Row] | None = None) -> Figures:
-    """Return the figures of some rows, with speeds over the rows `timed`, by default all."""
+    """Return the figures of some rows, with speeds over the rows in `timed`, by default all."""
     timed = rows if timed is None else timed
     compared = [row.identical for row in rows if row.identical is not None]
     both = [row for row in timed if row.plain_new_tokens is not None]
@@ -115,17 +115,17 @@ def figures_by_task(run: Run) -> dict[str, Figures]:
     tasks_of_batch: dict[int, set[str]] = {}
     for row in run.rows:
         tasks_of_batch.setdefault(row.batch, set()).add(row.task)
-    found = {OVERALL: figures(run.rows)}
+    by_task = {OVERALL: figures(run.rows)}
     for task in tasks_of([run]):
         rows = [row for row in run.rows if row.task == task]
-        found[task] = figures(rows, [row for row in rows if len(tasks_of_batch[row.batch]) == 1])
-    return found
+        by_task[task] = figures(rows, [row for row in rows if len(tasks_of_batch[row.batch]) == 1])
+    return by_task
 
 
 def tasks_of(runs: Iterable[Run]) -> list[str]:
     """Return the tasks of some runs, in Spec-Bench's order."""
-    found = {row.task for run in runs for row in run.rows}
-    return [task for task in TASKS if task in found] + sorted(found - TASKS.keys())
+    tasks = {row.task for run in runs for row in run.rows}
+    return [task for task in TASKS if task in tasks] + sorted(tasks - TASKS.keys())
 
 
 def heading(task: str) -> str:
@@ -134,14 +134,14 @@ def heading(task: str) -> str:
 
 
 def summarize(rows: Sequence[Row]) -> metrics.Summary:
-    """Return the acceptance metrics of some rows (`specjax.metrics`)."""
+    """Return the acceptance metrics of some rows, as defined in `specjax.metrics`."""
     counts = (_table(rows, name) for name in ("drafted", "accepted", "emitted", "width"))
     paths = [row.longest_path for row in rows if row.longest_path is not None]
     return metrics.summarize(*counts, max(paths, default=None))
 
 
 def batch_widths(rows: Sequence[Row]) -> np.ndarray:
-    """Return the width of each pass [R], which is the same for all rows of a batch."""
+    """Return the width of each pass of the target [R], which all rows of a batch share."""
     passes: dict[tuple[int, int], int] = {}
     for row in rows:
         for number, width in enumerate(row.width, start=row.first_round):
@@ -151,7 +151,7 @@ def batch_widths(rows: Sequence[Row]) -> np.ndarray:
 
 
 def _table(rows: Sequence[Row], name: str) -> np.ndarray:
-    """Return the counts of all rows [B, R], padded with -1."""
+    """Return the counts `name` of all rows as an array [B, R], padded with -1."""
     counts = [getattr(row, name) for row in rows]
     table = np.full((len(rows), max(map(len, counts), default=0)), -1, np.int64)
     for index, values in enumerate(counts):
@@ -168,7 +168,10 @@ def _plain_tokens(rows: Iterable[Row]) -> int:
 
 
 def _seconds(rows: Iterable[Row], name: str) -> float:
-    """Return the seconds of some rows' batches, each batch's counted once."""
+    """Return the sum of the field `name` over the batches of some rows.
+
+    Rows of a batch share its seconds, which count once.
+    """
     return sum({row.batch: getattr(row, name) for row in rows}.values())
 
 
@@ -177,7 +180,7 @@ def _speed(tokens: int, seconds: float) -> float | None:
 
 
 def _speedup(rows: Sequence[Row], *, with_prefill: bool = False) -> float | None:
-    """Return the drafter's speed over plain decoding's, for rows decoded both ways."""
+    """Return the drafter's speed divided by plain decoding's, for rows decoded both ways."""
     ours_s, plain_s = _seconds(rows, "decode_s"), _seconds(rows, "plain_decode_s")
     if with_prefill:
         ours_s += _seconds(rows, "prefill_s")
@@ -187,7 +190,10 @@ def _speedup(rows: Sequence[Row], *, with_prefill: bool = False) -> float | None
 
 
 def _speedup_interval(rows: Sequence[Row]) -> tuple[float, float] | None:
-    """Return the 95 % interval of `_speedup`, by a jackknife of its logarithm over batches."""
+    """Return the 95 % interval of `_speedup`, by a jackknife of its logarithm over batches.
+
+    The result is None for fewer than two batches, or if all but one of them are empty.
+    """
     batches: dict[int, np.ndarray] = {}
     for row in rows:
         counts = batches.setdefault(row.batch, np.zeros(4))
@@ -203,7 +209,7 @@ def _speedup_interval(rows: Sequence[Row]) -> tuple[float, float] | None:
 
 
 def _acceptance_interval(rows: Sequence[Row]) -> tuple[float, float] | None:
-    """Return the 95 % interval of the acceptance length, by a jackknife of its logarithm."""
+    """Return the 95 % interval of the acceptance length, by a jackknife over answers."""
     each = np.array([(sum(row.accepted), len(row.accepted)) for row in rows])
     others = each.sum(axis=0) - each
     if len(each) < 2 or not others[:, 1].all():
@@ -213,7 +219,10 @@ def _acceptance_interval(rows: Sequence[Row]) -> tuple[float, float] | None:
 
 
 def _jackknife(value: float, without: np.ndarray) -> tuple[float, float]:
-    """Return the 95 % interval of a value, given its logarithm without each part in turn."""
+    """Return the 95 % interval of `value` by the jackknife on its logarithm.
+
+    `without` are the logarithms of the value computed without each part in turn.
+    """
     count = len(without)
     error = np.sqrt((count - 1) / count * ((without - without.mean()) ** 2).sum())
     error *= stdtrit(count - 1, _QUANTILE)
@@ -223,10 +232,10 @@ def _jackknife(value: float, without: np.ndarray) -> tuple[float, float]:
 def _ranges_of_repeats(
     rows: Sequence[Row],
 ) -> tuple[tuple[float, float] | None, tuple[float, float] | None]:
-    """Of the repeats: the least and largest speed-up, and speed of plain decoding.
+    """Return the ranges over repeats of the speed-up and of plain decoding's tokens/s.
 
-    A repeat's speed-up is the geometric mean over batches; of plain decoding it is the batch whose
-    speed varies most. None for rows that were not decoded the same number of times.
+    A repeat's speed-up is the geometric mean over batches. For plain decoding the range is that of
+    the batch whose speed varies most. Both are None if batches were not decoded equally often.
     """
     speeds = list({row.batch: row.repeated_speeds for row in rows}.values())
     counts = {len(batch) for batch in speeds}
@@ -242,10 +251,11 @@ def _ranges_of_repeats(
 
 
 def _acceptance_of_tested(rows: Sequence[Row]) -> float | None:
+    """Return the accepted divided by the tested draft tokens, or None if none was tested."""
     accepted = sum(sum(row.accepted) for row in rows)
     tested = sum(
-        min(taken + 1, made)
+        min(accepted_tokens + 1, drafted_tokens)
         for row in rows
-        for taken, made in zip(row.accepted, row.drafted, strict=True)
+        for accepted_tokens, drafted_tokens in zip(row.accepted, row.drafted, strict=True)
     )
     return accepted / tested if tested else None

@@ -14,13 +14,14 @@ from specjax.reporting.statistics import FEW, OVERALL, Figures, heading, tasks_o
 _Value = TypeVar("_Value")
 _TOKENS_PER_PASS = "Tokens per pass"
 _FEW = "\u2020"
-"""The mark of figures of few samples."""
+"""The mark of figures of few answers or drafts."""
 
 
 def leaderboard(entries: Sequence[Entry]) -> str:
-    """Return a table of speed-ups by task and overall, one line per run.
+    """Return a table of speed-ups by task and overall, with one line per run.
 
-    The best of a column is in bold, unless it covers few answers, which a note below says.
+    The best value of a column is in bold, unless it covers few answers, which are marked and
+    explained in a note below the table.
     """
     table = _by_task(
         entries,
@@ -40,13 +41,16 @@ def markdown(
     entries: Sequence[Entry],
     pictures: Mapping[Conditions, Sequence[tuple[str, str]]],
 ) -> str:
-    """Return the whole report; `pictures` are the (title, file) of each section."""
+    """Return the whole report as Markdown.
+
+    `pictures` are the (title, file name) of each set of conditions.
+    """
     first = entries[0].run
-    parts = [f"# {_plain_text(first.target)}\n", _versions(first)]
+    blocks = [f"# {_plain_text(first.target)}\n", _versions(first)]
     for conditions, group in by_conditions(entries).items():
-        parts += [f"## {_plain_text(str(conditions))}\n", *_section(group)]
-        parts += [f"![{title}]({file})\n" for title, file in pictures.get(conditions, ())]
-    return "\n".join(parts)
+        blocks += [f"## {_plain_text(str(conditions))}\n", *_section(group)]
+        blocks += [f"![{title}]({file})\n" for title, file in pictures.get(conditions, ())]
+    return "\n".join(blocks)
 
 
 def incomplete(group: Sequence[Entry]) -> str:
@@ -80,7 +84,8 @@ def _answers(entry: Entry, count: int | None = None) -> str:
 
 
 def _section(group: Sequence[Entry]) -> list[str]:
-    parts = [
+    """Return the blocks of Markdown about runs under the same conditions."""
+    blocks = [
         "### Speed-up over plain decoding\n",
         leaderboard(group),
         "Tokens per second with the drafter over those of plain decoding, in the same loop and "
@@ -89,8 +94,8 @@ def _section(group: Sequence[Entry]) -> list[str]:
         + " In brackets: the number of answers.\n",
     ]
     if note := incomplete(group):
-        parts.append(note)
-    parts += [
+        blocks.append(note)
+    blocks += [
         f"95 % intervals, from the variation between {FEW} answers or more:\n",
         _intervals(group, lambda figures: figures.speedup_interval),
         "### Tokens per pass\n",
@@ -115,16 +120,16 @@ def _section(group: Sequence[Entry]) -> list[str]:
         _positions(group),
     ]
     if lengths := best_lengths(group):
-        parts += ["### The best draft length\n", _lengths(list(lengths.values()))]
+        blocks += ["### The best draft length\n", _lengths(list(lengths.values()))]
     if chosen := [entry for entry in group if entry.run.auto]:
-        parts += ["### What auto chose\n", _auto(chosen)]
-    return parts
+        blocks += ["### What auto chose\n", _auto(chosen)]
+    return blocks
 
 
 def _intervals(
     group: Sequence[Entry], value: Callable[[Figures], tuple[float, float] | None]
 ) -> str:
-    """Return a table of 95 % intervals by task and over all tasks, without those of few answers."""
+    """Return a table of 95 % intervals by task and over all tasks, omitting few answers."""
     tasks = tasks_of(entry.run for entry in group)
     rows = [[_plain_text(entry.label)] for entry in group]
     for row, entry in zip(rows, group, strict=True):
@@ -134,15 +139,18 @@ def _intervals(
 
 
 def _lengths(families: Sequence[BestLength]) -> str:
+    """Return the table of best draft lengths, with an explanation."""
     rows = []
-    for one in families:
-        figures = one.best.figures[OVERALL]
-        cost = f"{one.round_cost:.2f} {one.token_cost:+.3f} K"
-        expected = [str(one.expected_length), _times(max(one.expected))] if one.expected else []
+    for family in families:
+        figures = family.best.figures[OVERALL]
+        cost = f"{family.round_cost:.2f} {family.token_cost:+.3f} K"
+        expected = []
+        if family.expected:
+            expected = [str(family.expected_length), _times(max(family.expected))]
         rows.append(
             [
-                _plain_text(one.label),
-                str(one.best.run.draft_length),
+                _plain_text(family.label),
+                str(family.best.run.draft_length),
                 _times(figures.speedup),
                 _cell(figures.speedup_interval, _interval),
                 *(expected or ["n/a"] * 2),
@@ -159,6 +167,7 @@ def _lengths(families: Sequence[BestLength]) -> str:
 
 
 def _auto(group: Sequence[Entry]) -> str:
+    """Return the table of the draft lengths that the controller `auto` chose."""
     rows = []
     for entry in group:
         counts = entry.figures[OVERALL].counts
@@ -195,6 +204,7 @@ _DETAILS: tuple[tuple[str, Callable[[Figures], Any], Callable[..., str]], ...] =
 
 
 def _details(group: Sequence[Entry]) -> str:
+    """Return a table with all overall figures of each run."""
     predicted = any(entry.predicted is not None for entry in group)
     head = ["Drafter", "answers", *(name for name, _, _ in _DETAILS), "same tokens"]
     rows = []
@@ -213,13 +223,14 @@ def _details(group: Sequence[Entry]) -> str:
 
 
 def _positions(group: Sequence[Entry]) -> str:
+    """Return the table of acceptance by position, with an explanation."""
     all_counts = [entry.figures[OVERALL].counts for entry in group]
     most = max(len(counts.acceptance_at_pos) for counts in all_counts)
     if not most:
         return "Nothing was drafted.\n"
     rows = []
     for entry, counts in zip(group, all_counts, strict=True):
-        # The drafts whose tokens before a position were all accepted.
+        # The number of drafts whose tokens before each position were all accepted.
         reached = (counts.num_drafts, *counts.num_accepted_tokens_per_pos)
         for name, values, samples in (
             ("cumulative", counts.acceptance_at_pos, [counts.num_drafts] * most),
@@ -249,7 +260,11 @@ def _by_task(
     *,
     mark_partial: bool = False,
 ) -> str:
-    """Return a table with one column per task, then those of `last`, which are over all tasks."""
+    """Return a table with a column per task, and the columns `last` over all tasks.
+
+    `value` is the value of a cell and `form` its text. With `mark_partial`, speeds that cover only
+    some of a task's answers are marked.
+    """
     columns: list[tuple[str, list[str]]] = []
     for task in tasks_of(entry.run for entry in group):
         cells = _cells([entry.figures[task] for entry in group], value, form)
@@ -272,6 +287,7 @@ def _by_task(
 
 
 def _partial(figures: Figures) -> bool:
+    """Return whether the speeds cover only some of the answers."""
     return 0 < figures.timed_requests < figures.counts.num_requests
 
 
@@ -284,10 +300,13 @@ def _cells(
     value: Callable[[Figures], float | None],
     form: Callable[[float], str],
 ) -> list[str]:
-    """Return a column, with the greatest of several values in bold unless of few answers."""
-    values = [value(one) for one in figures]
-    cells = [_cell(one, form) for one in values]
-    known = [one for one in values if one is not None]
+    """Return the cells of a column, with the largest value in bold.
+
+    Nothing is in bold if there is only one value, or if there are few answers.
+    """
+    values = [value(of_run) for of_run in figures]
+    cells = [_cell(cell_value, form) for cell_value in values]
+    known = [cell_value for cell_value in values if cell_value is not None]
     if len(known) < 2 or figures[0].few:
         return cells
     best = cells[values.index(max(known))]
@@ -295,6 +314,7 @@ def _cells(
 
 
 def _versions(run: Run) -> str:
+    """Return the line with the number of answers by task and the versions of packages."""
     versions = ", ".join(f"{name} {version}" for name, version in run.versions.items())
     tasks = ", ".join(
         f"{task} {sum(row.task == task for row in run.rows)}" for task in tasks_of([run])
@@ -305,7 +325,7 @@ def _versions(run: Run) -> str:
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a Markdown table with aligned columns; the first to the left, numbers to the right."""
+    """Return a Markdown table whose first column is left-aligned and the others right-aligned."""
     rows = [head, *rows]
     widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
 
@@ -319,6 +339,7 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _cell(value: _Value | None, form: Callable[[_Value], str]) -> str:
+    """Return the text of a value in a cell; "n/a" for None."""
     return "n/a" if value is None else form(value)
 
 
@@ -335,7 +356,7 @@ def _number(value: float) -> str:
 
 
 def _plain_text(text: Any) -> str:
-    """Return a text escaped for Markdown and for a terminal, on one line."""
+    """Return a text on one line, escaped for Markdown and for a terminal."""
     shown = printable(str(text))
     escaped = "".join("\\" + letter if letter in "\\`*<>|" else letter for letter in shown)
     return " ".join(escaped.split())

@@ -226,11 +226,11 @@ class DeviceRows:
         self._few, self._slots = None, ()
 
     def update_params(self, params: Any, drafter_params: Any = None) -> None:
-        """Decode with new parameters, discarding what was computed with the old ones for reuse.
+        """Decode with new parameters; prompts read with the old ones are not reused for later rows.
 
-        They are placed like the old ones. Without `drafter_params` the drafter keeps its own, but a
-        trained head takes the parameters that it shares with the target from the new target. Raises
-        InputError unless trees, shapes and dtypes are unchanged.
+        The arrays are placed like the old ones. Without `drafter_params` the drafter keeps its own,
+        but a trained head takes the parameters that it shares with the target from the new target.
+        Raises InputError unless trees, shapes and dtypes are unchanged.
         """
         session, drafter = self.session, self.session.drafter
         params = _in_place_of("params", session.model.params, params)

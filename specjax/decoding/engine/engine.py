@@ -90,7 +90,10 @@ class _Reading:
 
 @dataclass(frozen=True)
 class _Running:
-    """A step that is under way: the requests of its rows, and what the host will see of it."""
+    """A step running on the devices: its rows' requests, its limits, and the results to come.
+
+    `begun` is a clock reading in seconds, `waiting` the number of waiting requests at that time.
+    """
 
     rows: tuple[Request | None, ...]
     seen: Seen
@@ -239,9 +242,9 @@ class Engine:
     def encode(
         self, prompt: Prompt, sampling: SamplingParams, where: str = "prompt"
     ) -> tuple[int, ...]:
-        """Return the token ids of a prompt that `add` would accept; errors call it `where`.
+        """Return the token ids of a prompt as `add` would encode it; errors call it `where`.
 
-        Changes nothing, and may be called from any thread. Raises InputError as `add` does.
+        This changes nothing and may be called from any thread. Raises InputError as `add` does.
         """
         session = self.session
         check_request(session.model, sampling)
@@ -256,7 +259,7 @@ class Engine:
         return tuple(ids)
 
     def _free_number(self) -> int:
-        """Return the number of the next request, or a later one that is not an id in use."""
+        """Return the number of the next request, or the next larger one that is not in use."""
         numbers = itertools.count(self._number)
         return next(number for number in numbers if not self._scheduler.has(number))
 
@@ -401,7 +404,7 @@ class Engine:
         )
 
     def _most_under_way(self) -> int:
-        """Return how many steps may be under way: one where the host may end rows between them."""
+        """Return how many steps may run at once: one if the host may end rows between steps."""
         return 1 if self._host_may_end_rows() else 2
 
     def _advance(self) -> None:
@@ -414,7 +417,7 @@ class Engine:
             self._rest()
 
     def _dispatch(self) -> bool:
-        """Begin to read prompts, and a step of rounds; False where there is nothing to do."""
+        """Start reading prompts and a step of rounds; return False if nothing can decode."""
         if not self._scheduler:
             return False
         self.compile()
@@ -469,7 +472,7 @@ class Engine:
         return Limits(tuple(longest), tuple(confidence)), rounds
 
     def _seconds_left(self, slots: Sequence[Request | None]) -> float:
-        """Return seconds until the last request in the slots has ended, as the last steps went."""
+        """Estimate the seconds until all requests in the slots end, from recent steps."""
         if not self.statistics.steps:
             return 0.0
         last = self.statistics.steps[-1]
@@ -493,7 +496,7 @@ class Engine:
         )
 
     def _read_prompts(self) -> None:
-        """Read prompts of waiting requests, as far as slots and the tokens of one step allow."""
+        """Read prompts of waiting requests, as far as free slots and token budget allow."""
         budget = self.session.options.prefill_budget
         while True:
             if self._reading is None:
@@ -635,7 +638,10 @@ class Engine:
             self._has_new_outputs = True
 
     def _lap(self, begun: float) -> float:
-        """Return the seconds since the previous work in progress finished, or since this began."""
+        """Return the seconds spent on work that began at the clock reading `begun`.
+
+        The time before earlier work finished is not counted again.
+        """
         now = time.perf_counter()
         seconds = now - max(self._clock_s, begun)
         self._clock_s = now

@@ -190,7 +190,7 @@ class Follower:
         return None if self.logprobs is None else self.logprobs[len(self.logprobs) - count :]
 
     def end(self, reason: str | None) -> str:
-        """Set the finish reason, or None to go on; return the final text since the last call.
+        """Set the finish reason (None if the output continues); return the new final text.
 
         With a reason, this is all the remaining text.
         """

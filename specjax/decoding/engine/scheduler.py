@@ -89,7 +89,7 @@ class Scheduler:
         return list(self._by_id.get(id, ()))
 
     def take(self, most: int) -> list[tuple[int, Request]]:
-        """Assign waiting requests to at most `most` free slots; return the pairs."""
+        """Assign waiting requests to up to `most` free slots; return (slot, request) pairs."""
         taken = []
         for slot, request in enumerate(self.slots):
             if len(taken) == most or not self._waiting:

@@ -16,10 +16,10 @@ _KEPT = 100_000
 
 
 class Step(NamedTuple):
-    """A step of rounds: its end in seconds since the engine was created, and its counts.
+    """A step of rounds: its duration, its end in seconds after the engine's creation, and counts.
 
-    `row_rounds` sums over rows the rounds that each decoded in; `waiting` is the number of waiting
-    requests at the start.
+    `row_rounds` is the sum over rows of the rounds in which each decoded; `waiting` is the number
+    of waiting requests at the start.
     """
 
     end_s: float
@@ -144,6 +144,7 @@ class Statistics:
         )
 
     def _occupancy(self, steps: Iterable[Step]) -> float | None:
+        """Return the fraction of slots that decoded, over all rounds; None without rounds."""
         steps = list(steps)
         rounds = sum(step.rounds for step in steps)
         busy = sum(step.row_rounds for step in steps)
