@@ -1,4 +1,4 @@
-"""What a drafter accepts, position by position, and what explains that it is little.
+"""Diagnosis of a drafter: what it accepts, position by position, and what lowers acceptance.
 
     print(diagnose(model, drafter, prompts))     a table; `Diagnosis` has its numbers
 

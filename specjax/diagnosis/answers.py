@@ -1,4 +1,4 @@
-"""Run the target over its own answers: its distributions and features at each position."""
+"""The target run over its own answers: its distributions and features at each position."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from specjax.models.interface import LanguageModel
 from specjax.models.masks import causal
 
 _STEP = 64
-"""Lengths are rounded up to a multiple of this, so that other prompts need no new program."""
+"""Lengths are rounded up to a multiple of this, so that prompts of other lengths share programs."""
 
 
 @struct.dataclass
 class Answers:
-    """Rows of a prompt and the target's answer, and what the target computes for them.
+    """Rows of a prompt and the target's answer, with the target's distributions and features.
 
-    Label a of row b is the token x at position `first[b] + a`; the row has `count[b]` of them.
-    `logp[b, a]` is the target's distribution of that token, at the temperature of the measurement,
-    and `best` the tokens that it finds most likely. `features[name][b, t]` is the feature at
-    position t.
+    The labels of row b are the tokens of its answer: label a is the token at position `first[b] +
+    a`, and there are `count[b]` of them. `logp[b, a]` are the target's log-probabilities of that
+    token, at the temperature of the measurement, and `best` the likeliest tokens.
+    `features[name][b, t]` is the feature at position t.
     """
 
     tokens: Int[Array, "B T"]
@@ -39,7 +39,7 @@ class Answers:
 
     @property
     def is_label(self) -> np.ndarray:
-        """Whether label a of row b exists and has two tokens before it, as [B, A]."""
+        """A mask [B, A] of the labels that exist and have at least two tokens before them."""
         steps = np.arange(self.logp.shape[1])[None, :]
         first, count = (np.asarray(array)[:, None] for array in (self.first, self.count))
         return (steps < count) & (first + steps >= 2)
@@ -47,9 +47,9 @@ class Answers:
     @property
     def chance(self) -> float:
         """The mean of sum_x min(p, m) where m is the mean of all p: a draft without context."""
-        there = jnp.asarray(self.is_label)[..., None]
+        is_label = jnp.asarray(self.is_label)[..., None]
         p = jnp.exp(self.logp)
-        mean = jnp.where(there, p, 0).sum(axis=(0, 1)) / jnp.maximum(there.sum(), 1)
+        mean = jnp.where(is_label, p, 0).sum(axis=(0, 1)) / jnp.maximum(is_label.sum(), 1)
         overlaps = np.asarray(jnp.minimum(p, mean[None, None]).sum(axis=-1))
         return float(overlaps[self.is_label].mean())
 
@@ -61,7 +61,11 @@ def read_answers(
     features: tuple[str, ...],
     temperature: float,
 ) -> Answers:
-    """Return the target's distributions and features over prompts with given answers, as ids."""
+    """Return the target's distributions and features over prompts and their answers.
+
+    Prompts and answers are token ids; `features` are the names of the features to return, and
+    distributions have the given `temperature`.
+    """
     num_labels = max(map(len, answers))
     longest = max(len(prompt) for prompt in prompts) + num_labels
     width = -(-longest // _STEP) * _STEP
@@ -70,7 +74,7 @@ def read_answers(
         tokens[row, : len(prompt) + len(answer)] = (*prompt, *answer)
     first = np.array([len(prompt) for prompt in prompts], np.int32)
     count = np.array([len(answer) for answer in answers], np.int32)
-    logp, best, found = _run(
+    logp, best, feature_arrays = _run(
         model.architecture,
         features,
         num_labels,
@@ -79,7 +83,8 @@ def read_answers(
         jnp.asarray(first),
         jnp.float32(temperature),
     )
-    return Answers(jnp.asarray(tokens), jnp.asarray(first), jnp.asarray(count), logp, best, found)
+    arrays = (jnp.asarray(array) for array in (tokens, first, count))
+    return Answers(*arrays, logp, best, feature_arrays)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
@@ -92,7 +97,10 @@ def _run(
     first: Int[Array, "B"],
     temperature: Float[Array, ""],
 ) -> tuple[Float[Array, "B A V"], Int[Array, "B A"], dict[str, Float[Array, "B T D"]]]:
-    """Run the rows one after another, since the logits of all their positions need room."""
+    """Return the `logp`, `best` and `features` of `Answers`.
+
+    Rows run one after another, since the logits of all positions of all rows need much memory.
+    """
     width = tokens.shape[1]
     positions = jnp.arange(width)
 

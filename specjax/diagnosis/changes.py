@@ -1,8 +1,8 @@
-"""Single changes of what a drafter reads, each of which would undo one known fault.
+"""Single changes of a drafter's input or head, each of which would undo one known fault.
 
-The faults are those that engines and trainers shipped: features of other layers, features of the
-position before or after, a norm too many or too few, another map of a draft vocabulary, another
-window. Changes are operands of one program, except where the head itself computes otherwise.
+The faults are ones that engines and trainers have shipped: features of other layers or of the
+position before or after, a missing or superfluous norm, a wrong map of a draft vocabulary, another
+attention window. Changes are operands of one program, except where the head computes differently.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ _OUTPUTS = ("final_norm", "pre_norm")
 class Finding:
     """A fault that the measurement shows, with its evidence and its remedy.
 
-    `before` and `after` are the mean of sum_x min(p, q) over all positions of drafts, as the
-    drafter is and with the fault undone; None where nothing undoes it. `error` is the standard
-    error of their difference.
+    `before` and `after` are the mean of sum_x min(p, q) over all positions of drafts, for the
+    drafter unchanged and with the fault undone; `after` is None if no change undoes the fault.
+    `error` is the standard error of their difference.
     """
 
     fault: str
@@ -52,7 +52,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Change:
-    """A change that undoes one fault; `make` returns what is then measured."""
+    """A change that undoes one fault; `make` returns the changed drafter and answers to measure."""
 
     fault: str
     what: str
@@ -61,14 +61,17 @@ class Change:
 
 
 def readable_features(drafter: Drafter, num_layers: int) -> tuple[str, ...]:
-    """Return the drafter's own features and those that a change reads in their place."""
-    own = drafter.features
-    others = [tap for taps in _other_taps(own, num_layers) for tap in taps]
-    return tuple(dict.fromkeys((*own, *others)))
+    """Return the names of the drafter's features and of those that changes read in their place."""
+    names = drafter.features
+    others = [tap for taps in _other_taps(names, num_layers) for tap in taps]
+    return tuple(dict.fromkeys((*names, *others)))
 
 
 def changes(reading: Reading, answers: Answers, target: DecoderConfig) -> Iterator[Change]:
-    """Yield the changes that are possible for a drafter, the likely ones first."""
+    """Yield the changes that are possible for a drafter, those of likely faults first.
+
+    `target` is the config of the target model.
+    """
     drafter = reading.drafter
     if drafter.features:
         yield from _of_taps(reading, answers, target.num_layers)
@@ -80,7 +83,7 @@ def changes(reading: Reading, answers: Answers, target: DecoderConfig) -> Iterat
 
 
 def _other_taps(taps: tuple[str, ...], num_layers: int) -> list[tuple[str, ...]]:
-    """Return taps that engines confuse with the given ones: neighbours, defaults, reversed."""
+    """Return taps often confused with the given ones: neighbours, defaults, reversed order."""
     if len(taps) == 1 and taps[0] in _OUTPUTS:
         return [
             (other,) for other in (*_OUTPUTS, f"layer_input:{num_layers - 1}") if other != taps[0]
@@ -88,15 +91,15 @@ def _other_taps(taps: tuple[str, ...], num_layers: int) -> list[tuple[str, ...]]
     if not taps:
         return []
     inputs = [num_layers if tap in _OUTPUTS else int(tap.partition(":")[2]) for tap in taps]
-    found = [
+    candidates = [
         tuple(_tap(layer + by, num_layers) for layer in inputs)
         for by in (-1, 1)
         if all(0 <= layer + by <= num_layers for layer in inputs)
     ]
     if len(taps) == 3:
-        found.append(default_taps(num_layers))
-    found.append(taps[::-1])
-    return [other for other in dict.fromkeys(found) if other != taps]
+        candidates.append(default_taps(num_layers))
+    candidates.append(taps[::-1])
+    return [other for other in dict.fromkeys(candidates) if other != taps]
 
 
 def _tap(layer: int, num_layers: int) -> str:
@@ -104,14 +107,15 @@ def _tap(layer: int, num_layers: int) -> str:
 
 
 def _of_taps(reading: Reading, answers: Answers, num_layers: int) -> Iterator[Change]:
-    own = reading.drafter.features
-    for taps in _other_taps(own, num_layers):
-        is_norm = {*own, *taps} <= set(_OUTPUTS)
-        features = {name: answers.features[tap] for name, tap in zip(own, taps, strict=True)}
+    """Yield changes to features of other layers or from before or after the final norm."""
+    names = reading.drafter.features
+    for taps in _other_taps(names, num_layers):
+        is_norm = {*names, *taps} <= set(_OUTPUTS)
+        features = {name: answers.features[tap] for name, tap in zip(names, taps, strict=True)}
         named = ", ".join(taps)
         yield Change(
             NORM if is_norm else TAPS,
-            f"reading {named} of the target in place of {', '.join(own)}",
+            f"reading {named} of the target in place of {', '.join(names)}",
             f"hidden={named} in the head's config"
             if isinstance(reading.drafter, MtpDrafter)
             else f"taps={named} in the head's config (eagle_aux_hidden_state_layer_ids)",
@@ -120,6 +124,7 @@ def _of_taps(reading: Reading, answers: Answers, num_layers: int) -> Iterator[Ch
 
 
 def _of_positions(reading: Reading, answers: Answers) -> Iterator[Change]:
+    """Yield changes to the features of the position before and of the position after."""
     for by in (-1, 1):
         features = {name: jnp.roll(value, -by, axis=1) for name, value in reading.features.items()}
         side = "before" if by < 0 else "after"
@@ -133,6 +138,7 @@ def _of_positions(reading: Reading, answers: Answers) -> Iterator[Change]:
 
 
 def _of_norms(reading: Reading, answers: Answers) -> Iterator[Change]:
+    """Yield changes of the norms in a head's config, or of the order of its inputs."""
     drafter = reading.drafter
     if isinstance(drafter, MtpDrafter):
         config = drafter.head.config
@@ -164,6 +170,7 @@ def _of_norms(reading: Reading, answers: Answers) -> Iterator[Change]:
 
 
 def _normed(features: dict[str, Any], eps: float, *, together: bool) -> dict[str, Any]:
+    """Return features divided by their root mean square, each alone or all `together`."""
     squares = {name: jnp.square(value).mean(-1, keepdims=True) for name, value in features.items()}
     whole = sum(squares.values()) / len(squares)
     return {
@@ -173,7 +180,7 @@ def _normed(features: dict[str, Any], eps: float, *, together: bool) -> dict[str
 
 
 def _with_config(reading: Reading, answers: Answers, fault: str, field: str, value: Any) -> Change:
-    """Return a change of a field of the head's config, which is another program."""
+    """Return a change of one field of the head's config, which needs another program."""
     head = reading.drafter.head
     config = replace(head.config, **{field: value})
     drafter = replace(reading.drafter, head=replace(head, config=config))
@@ -187,6 +194,7 @@ def _with_config(reading: Reading, answers: Answers, fault: str, field: str, val
 
 
 def _of_rotation(reading: Reading, answers: Answers, target: DecoderConfig) -> Iterator[Change]:
+    """Yield changes to the target's rotary embedding, if the head has another one."""
     if not isinstance(reading.drafter, PairDrafter):
         return
     own = reading.drafter.head.config.decoder
@@ -202,10 +210,11 @@ def _of_rotation(reading: Reading, answers: Answers, target: DecoderConfig) -> I
 
 
 def _of_vocabulary(reading: Reading, answers: Answers) -> Iterator[Change]:
+    """Yield changes to the maps of a draft vocabulary that common mistakes make."""
     params, drafter = reading.params, reading.drafter
-    own_head = not isinstance(drafter, DraftModel) and not drafter.head.config.shares_output
-    # Columns of the target's head are chosen by the map, and so cannot contradict it.
-    if not own_head or "draft_ids" not in params:
+    has_output = not isinstance(drafter, DraftModel) and not drafter.head.config.shares_output
+    # A head that shares the target's output selects its columns by the map: they always agree.
+    if not has_output or "draft_ids" not in params:
         return
     ids, last = params["draft_ids"], answers.logp.shape[-1] - 1
     others = {
@@ -226,6 +235,7 @@ def _of_vocabulary(reading: Reading, answers: Answers) -> Iterator[Change]:
 
 
 def _of_window(reading: Reading, answers: Answers) -> Iterator[Change]:
+    """Yield changes of the attention window of a head or of a draft model."""
     drafter, width = reading.drafter, answers.tokens.shape[1]
     if not isinstance(drafter, PairDrafter | DraftModel):
         return
@@ -250,6 +260,7 @@ def _of_window(reading: Reading, answers: Answers) -> Iterator[Change]:
 
 
 def _window_of(drafter: DraftModel) -> int | None:
+    """Return the size of a draft model's sliding window, or None if it has none."""
     config = getattr(_decoder_of(drafter), "config", None)
     return None if config is None or config.sliding_window is None else config.sliding_window.size
 

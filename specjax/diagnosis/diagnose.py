@@ -1,4 +1,4 @@
-"""Measure a drafter, teacher-forced and decoded, and try what would explain a low acceptance."""
+"""Measure a drafter, teacher-forced and decoded, and test what may explain a low acceptance."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from specjax.loading.model import MODEL_KIND, Model
 from specjax.models.decoder import check_features
 
 _LEAST_GAIN, _LEAST_ERRORS = 0.02, 4.0
-"""A change explains something if it gains so much, and so many standard errors."""
+"""The minimum gain of overlap that makes a finding, absolute and in standard errors."""
 _NEAR_CHANCE = 0.1
-"""The share of the way from chance to 1 that a drafter of this target has at least."""
+"""The least fraction of the way from chance to 1 that a drafter trained for the target reaches."""
 _LEAST_GAP = 0.1
-"""By how much less decoding accepts where that needs an explanation."""
+"""The minimum difference of acceptance, teacher-forced less decoded, that makes a finding."""
 
 
 class Share(NamedTuple):
@@ -46,11 +46,12 @@ class Share(NamedTuple):
 
 @dataclass(frozen=True)
 class Measured:
-    """Acceptance by position in the draft; None in place of what cannot be measured.
+    """Acceptance by position in the draft; None if it cannot be measured.
 
     `overlap` is sum_x min(p, q) after every true prefix, and `agreement` the share of those
-    prefixes in which the most likely tokens are equal. `given_earlier` is the same acceptance of
-    position i where those before i were accepted, which `decoded` counts in real decoding.
+    prefixes after which the likeliest tokens of p and q are equal. `given_earlier` is the
+    acceptance at a position given that all positions before it were accepted, and `decoded` is the
+    same in real decoding. `chance` is the overlap of a draft without context.
     """
 
     overlap: tuple[Share, ...] | None
@@ -65,7 +66,8 @@ class Measured:
 class Diagnosis:
     """The result of `diagnose`: acceptance, and findings with the most explanatory one first.
 
-    `tried` has each change and the overlap that it gives. `str()` is a table.
+    `tried` has each change and its overlap. `examined` is False for drafters without features or a
+    head, which have nothing to change. `str()` is a table.
     """
 
     drafter: str
@@ -77,7 +79,7 @@ class Diagnosis:
     examined: bool = True
 
     def __str__(self) -> str:
-        """Return acceptance by position, then the findings."""
+        """Return acceptance by position as a table, followed by the findings."""
         measured = self.measured
         lines = [f"{self.drafter} for {self.target}: acceptance by position in the draft"]
         lines += _table(measured)
@@ -107,14 +109,14 @@ def diagnose(
     in_float32: Callable[[], tuple[Model, LoadedDrafter]] | None = None,
     tell: Callable[[str], Any] = lambda line: None,
 ) -> Diagnosis:
-    """Return how much of a drafter is accepted, and what explains that it is not more.
+    """Measure how much of a drafter is accepted, and find what lowers its acceptance.
 
     The prompts are decoded with chains of the drafter; then it drafts at every position of these
-    answers, as it is and with single changes that would each undo a known fault. Overlaps are at
+    answers, unchanged and with single changes that would each undo a known fault. Overlaps are at
     the sampling's temperature, or at 1 if that is 0. `other_prompts` are the same prompts in
     another form, by the setting that gives it ("chat=false"). `in_float32` loads the target and the
-    drafter without rounding; it is called once. `tell` receives a line about each change. Raises
-    InputError for bad prompts, and for drafters that are joined or draft trees.
+    drafter without rounding; it is called at most once. `tell` is called with a line about each
+    change. Raises InputError for bad prompts, and for drafters that are joined or draft trees.
     """
     MODEL_KIND.check("target", target)
     _check_drafter(drafter, target)
@@ -135,7 +137,7 @@ def diagnose(
 
 @dataclass
 class _Examination:
-    """The answers of one call of `diagnose`, and what has been measured on them."""
+    """One call of `diagnose`: its answers, and the changes measured on them so far."""
 
     target: Model
     loaded: LoadedDrafter
@@ -150,7 +152,10 @@ class _Examination:
         others: Mapping[str, Sequence[Sequence[int]]],
         in_float32: Callable[[], tuple[Model, LoadedDrafter]] | None,
     ) -> Diagnosis:
-        """Measure the drafter and every change; return the result."""
+        """Measure the drafter and every change, and return the result.
+
+        `others` are the prompts in other forms by setting; `in_float32` is that of `diagnose`.
+        """
         drafter = self.loaded.drafter
         answers = self.read(self.target, self.prompts)
         if not answers.is_label.any():
@@ -158,16 +163,16 @@ class _Examination:
         reading = _reading(self.loaded, answers)
         before = score(reading, answers, self.noise)
         measured = self.measured(before, answers)
-        found: list[Finding] = []
+        gains: list[Finding] = []
         for change in (
             *faults.changes(reading, answers, self.target.config),
             *self.of_templates(others),
             *self.of_dtype(answers, in_float32),
         ):
             if (finding := self.explains(change, before)) is not None:
-                found.append(finding)
-        found.sort(key=lambda finding: finding.before - finding.after)
-        findings = _ranked(found, measured, before)
+                gains.append(finding)
+        gains.sort(key=lambda finding: finding.before - finding.after)
+        findings = _ranked(gains, measured, before)
         if not findings and (gap := _gap(measured)) is not None:
             findings = (gap,)
         return Diagnosis(
@@ -181,16 +186,16 @@ class _Examination:
 
     @property
     def noise(self) -> float:
-        """The temperature of the distributions that are compared."""
+        """The temperature of the distributions that are compared; 1 if decoding is greedy."""
         return self.temperature or 1.0
 
     def read(self, target: Model, prompts: Sequence[Sequence[int]]) -> Answers:
-        """Return what a target computes over the answers after prompts."""
+        """Return a target's distributions and features over the answers after given prompts."""
         names = faults.readable_features(self.loaded.drafter, target.config.num_layers)
         return read_answers(target, prompts, self.result.token_ids, names, self.noise)
 
     def of_templates(self, others: Mapping[str, Sequence[Sequence[int]]]) -> list[Change]:
-        """Return the change to each other form of the prompts, before the same answers."""
+        """Return a change for each other form of the prompts, followed by the same answers."""
 
         def make(prompts: Sequence[Sequence[int]]) -> tuple[Reading, Answers]:
             answers = self.read(self.target, prompts)
@@ -209,7 +214,7 @@ class _Examination:
     def of_dtype(
         self, answers: Answers, in_float32: Callable[[], tuple[Model, LoadedDrafter]] | None
     ) -> list[Change]:
-        """Return the change of the drafter, and of drafter and target, to float32."""
+        """Return the changes to float32: of the drafter alone, and of drafter and target."""
         if in_float32 is None:
             return []
         loaded: list[tuple[Model, LoadedDrafter]] = []
@@ -217,8 +222,8 @@ class _Examination:
         def make(*, both: bool) -> tuple[Reading, Answers]:
             loaded[:] = loaded or [in_float32()]
             target, drafter = loaded[0]
-            own = self.read(target, self.prompts) if both else answers
-            return _reading(drafter, own), own
+            read = self.read(target, self.prompts) if both else answers
+            return _reading(drafter, read), read
 
         return [
             Change(
@@ -236,7 +241,10 @@ class _Examination:
         ]
 
     def explains(self, change: Change, before: Scores) -> Finding | None:
-        """Measure a change; return a finding if it raises the overlap beyond chance."""
+        """Measure a change; return a finding if it raises the overlap significantly, else None.
+
+        `before` are the scores of the unchanged drafter.
+        """
         after = score(*change.make(), self.noise)
         tested = before.tested & after.tested
         both = tested.any(axis=2)
@@ -251,19 +259,20 @@ class _Examination:
         return Finding(change.fault, evidence, change.remedy, old, new, float(error))
 
     def measured(self, scores: Scores, answers: Answers) -> Measured:
-        """Return acceptance by position from the scores and from decoding."""
-        taken, tested = _taken(scores, sampled=self.temperature > 0), scores.tested
+        """Return acceptance by position, from the teacher-forced scores and from decoding."""
+        acceptance, tested = _acceptance(scores, sampled=self.temperature > 0), scores.tested
         steps = range(scores.tested.shape[2])
         return Measured(
             tuple(_mean(scores.overlap[..., i][tested[..., i]]) for i in steps),
             tuple(_share(scores.agrees[..., i][tested[..., i]]) for i in steps),
-            tuple(_weighted(taken, tested, i) for i in steps),
+            tuple(_weighted(acceptance, tested, i) for i in steps),
             *_decoded(self.result),
             chance=answers.chance,
         )
 
 
 def _check_drafter(drafter: LoadedDrafter, target: Model) -> None:
+    """Raise InputError for drafters that are joined, draft trees, or draft nothing."""
     if not isinstance(drafter, LoadedDrafter):
         raise InputError("drafter: give a LoadedDrafter, as make_drafter returns it")
     if isinstance(drafter.drafter, Turns | Merged):
@@ -291,6 +300,7 @@ def _check_fc(loaded: LoadedDrafter, target: Model) -> None:
 
 
 def _encoded(target: Model, prompts: Prompts, name: str) -> list[list[int]]:
+    """Return the token ids of prompts; errors call them `name`."""
     return [
         encode_prompt(target, prompt, f"{name}[{number}]")
         for number, prompt in enumerate(as_prompts(prompts))
@@ -298,6 +308,7 @@ def _encoded(target: Model, prompts: Prompts, name: str) -> list[list[int]]:
 
 
 def _reading(loaded: LoadedDrafter, answers: Answers) -> Reading:
+    """Return a drafter with the features that it reads of the answers."""
     features = {name: answers.features[name] for name in loaded.drafter.features}
     return Reading(loaded.drafter, loaded.params, features)
 
@@ -305,7 +316,8 @@ def _reading(loaded: LoadedDrafter, answers: Answers) -> Reading:
 def _ranked(found: Sequence[Finding], measured: Measured, before: Scores) -> tuple[Finding, ...]:
     """Return the findings that explain at least half as much as the first, one for each fault.
 
-    A drafter that stays near chance whatever is changed was made for another target.
+    `found` is sorted by decreasing gain. If the first draft token stays near chance with every
+    change, the only finding is that the drafter was made for another target.
     """
     best = found[0].after if found else float(before.values.mean())
     first, limit = measured.overlap[0].value, measured.chance + _NEAR_CHANCE * (1 - measured.chance)
@@ -324,7 +336,10 @@ def _ranked(found: Sequence[Finding], measured: Measured, before: Scores) -> tup
 
 
 def _gap(measured: Measured) -> Finding | None:
-    """Return the finding that decoding accepts less of first tokens than teacher forcing does."""
+    """Return a finding if decoding accepts fewer first draft tokens than teacher forcing.
+
+    The result is None if the difference is within the intervals or small.
+    """
     forced, decoded = measured.given_earlier[0], measured.decoded[0]
     if None in (forced, decoded) or forced.low < decoded.high:
         return None
@@ -341,26 +356,29 @@ def _gap(measured: Measured) -> Finding | None:
 
 
 def _per_label(values: np.ndarray, tested: np.ndarray) -> np.ndarray:
-    """Return each label's mean over the draft positions that were tested, as [B, A]."""
+    """Return each label's mean [B, A] over the draft positions marked in `tested` [B, A, K]."""
     return np.where(tested, values, 0).sum(axis=2) / np.maximum(tested.sum(axis=2), 1)
 
 
-def _taken(scores: Scores, *, sampled: bool) -> np.ndarray:
-    """Return the probability that each draft token is accepted, given those before it."""
+def _acceptance(scores: Scores, *, sampled: bool) -> np.ndarray:
+    """Return the probability [B, A, K] of accepting each draft token after those before it."""
     return scores.overlap if sampled else scores.agrees.astype(np.float32)
 
 
-def _weighted(taken: np.ndarray, tested: np.ndarray, position: int) -> Share | None:
-    """Return the acceptance at a position where all before it are accepted."""
-    reached = np.where(tested[..., position], taken[..., :position].prod(axis=-1), 0)
+def _weighted(acceptance: np.ndarray, tested: np.ndarray, position: int) -> Share | None:
+    """Return the acceptance at a position given that all positions before it are accepted.
+
+    The result is None if fewer than one draft is expected to reach the position.
+    """
+    reached = np.where(tested[..., position], acceptance[..., :position].prod(axis=-1), 0)
     if (total := float(reached.sum())) < 1:
         return None
-    value = float((reached * taken[..., position]).sum()) / total
+    value = float((reached * acceptance[..., position]).sum()) / total
     return _wilson(value, round(total))
 
 
 def _decoded(result: Generation) -> tuple[tuple[Share | None, ...], float | None]:
-    """Return the acceptance given earlier ones by position, and the acceptance length."""
+    """Return the acceptance in decoding, by position given earlier ones, and its length."""
     counts = (result.drafted, result.accepted, result.longest_path)
     values = metrics.cond_acceptance_at_pos(*counts)
     tested = [
@@ -374,16 +392,18 @@ def _decoded(result: Generation) -> tuple[tuple[Share | None, ...], float | None
 
 
 def _mean(values: np.ndarray) -> Share:
+    """Return the mean of values in [0, 1] with a normal interval."""
     mean, error = float(values.mean()), 1.96 * float(values.std() / np.sqrt(len(values)))
     return Share(mean, max(mean - error, 0.0), min(mean + error, 1.0), len(values))
 
 
 def _share(hits: np.ndarray) -> Share:
+    """Return the share of true values with Wilson's interval."""
     return _wilson(float(hits.mean()), len(hits))
 
 
 def _wilson(value: float, count: int, z: float = 1.96) -> Share:
-    """Return a share with Wilson's interval."""
+    """Return the share `value` of `count` observations with Wilson's interval at `z` errors."""
     middle = (value + z * z / (2 * count)) / (1 + z * z / count)
     spread = z / (1 + z * z / count)
     spread *= np.sqrt(value * (1 - value) / count + z * z / (4 * count * count))
@@ -391,6 +411,7 @@ def _wilson(value: float, count: int, z: float = 1.96) -> Share:
 
 
 def _table(measured: Measured) -> list[str]:
+    """Return the lines of the table of acceptance by position."""
     rows: dict[str, Sequence[Share | None] | None] = {
         "teacher-forced, sum min(p, q)": measured.overlap,
         "teacher-forced, greedy": measured.agreement,

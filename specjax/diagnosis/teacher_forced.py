@@ -1,7 +1,7 @@
-"""What a drafter proposes after every true prefix: its acceptance, teacher-forced.
+"""Teacher-forced acceptance: what a drafter proposes after every true prefix.
 
-What a hypothesis changes (features, parameters, token ids, how far attention reaches) are operands,
-so that one program measures nearly all of them.
+Everything that a change replaces (features, parameters, token ids, attention window) is an operand,
+so that one program measures nearly all changes.
 """
 
 from __future__ import annotations
@@ -22,13 +22,16 @@ from specjax.drafters.medusa import MedusaDrafter
 from specjax.drafters.pair_drafter import PairDrafter
 
 Examined = PairDrafter | MedusaDrafter | DraftModel
-"""The drafters whose proposals at all positions one pass computes."""
+"""The drafters whose proposals at all positions are computed in one pass."""
 UNLIMITED = np.int32(1 << 30)
 
 
 @struct.dataclass
 class Reading:
-    """A drafter with the features [B, T, D] that it reads, and how many latest tokens it sees."""
+    """A drafter with its parameters, the features [B, T, D] that it reads, and its window.
+
+    `window` is the number of latest tokens to which it attends.
+    """
 
     drafter: Examined = struct.field(pytree_node=False)
     params: Any
@@ -38,9 +41,10 @@ class Reading:
 
 @struct.dataclass
 class Scores:
-    """Of draft token i of a draft that begins at label a: sum_x min(p, q), and greedy agreement.
+    """The overlap sum_x min(p, q) and the greedy agreement of each draft token.
 
-    Entries [B, A, K] that do not exist (`tested` is False) are arbitrary.
+    Entry [b, a, i] belongs to token i of the draft that begins at label a of row b. Entries that do
+    not exist (`tested` is False) are arbitrary.
     """
 
     overlap: Float[np.ndarray, "B A K"]
@@ -49,12 +53,12 @@ class Scores:
 
     @property
     def values(self) -> Float[np.ndarray, "N"]:
-        """The overlaps that were tested, always in the same order."""
+        """The overlaps of all tested draft tokens, in a fixed order."""
         return self.overlap[self.tested]
 
 
 def score(reading: Reading, answers: Answers, temperature: float) -> Scores:
-    """Return how well a drafter predicts each label, from true tokens before its draft."""
+    """Return how well a drafter predicts each label from the true tokens before its draft."""
     overlap, agrees = _score(reading, answers, jnp.float32(temperature))
     return Scores(np.asarray(overlap), np.asarray(agrees), _tested(reading.drafter, answers))
 
@@ -65,6 +69,7 @@ def num_programs() -> int:
 
 
 def _tested(drafter: Drafter, answers: Answers) -> Bool[np.ndarray, "B A K"]:
+    """Return a mask of the draft tokens that exist: their draft begins and ends at labels."""
     steps = np.arange(drafter.num_speculative_tokens)
     is_label = answers.is_label
     last = np.arange(is_label.shape[1])[None, :, None] + steps[None, None, :]
@@ -75,6 +80,7 @@ def _tested(drafter: Drafter, answers: Answers) -> Bool[np.ndarray, "B A K"]:
 def _score(
     reading: Reading, answers: Answers, temperature: Float[Array, ""]
 ) -> tuple[Float[Array, "B A K"], Bool[Array, "B A K"]]:
+    """Return the overlap and the greedy agreement of each draft token, as in `Scores`."""
     drafter, params = reading.drafter, reading.params
     ids = params.get("draft_ids") if isinstance(params, dict) else None
 
@@ -86,13 +92,13 @@ def _score(
         overlaps, agreements = [], []
         for step in range(drafter.num_speculative_tokens):
             target = jnp.minimum(drafts + step, logp.shape[0] - 1)
-            # A draft model proposes the same after the same prefix, whichever draft it is in.
-            own = logits[0][target] if isinstance(drafter, DraftModel) else logits[step]
-            p, chosen = logp[target], jnp.argmax(own, axis=-1)
+            # A draft model's logits depend on the prefix only, not on where the draft began.
+            draft = logits[0][target] if isinstance(drafter, DraftModel) else logits[step]
+            p, chosen = logp[target], jnp.argmax(draft, axis=-1)
             if ids is not None:
                 p, chosen = p[:, ids], ids[chosen]
-            size = min(p.shape[-1], own.shape[-1])
-            q = jax.nn.log_softmax(own / temperature)
+            size = min(p.shape[-1], draft.shape[-1])
+            q = jax.nn.log_softmax(draft / temperature)
             shared = jnp.minimum(p[:, :size], q[:, :size])
             overlaps.append(jnp.exp(shared).sum(axis=-1))
             agreements.append(chosen == best[target])
@@ -110,9 +116,10 @@ def draft_logits(
     window: Int[Array, ""] | np.integer,
     labels: Int[Array, "A"],
 ) -> list[Float[Array, "A Vd"]]:
-    """Return the logits of each draft token of the drafts that begin at `labels`, in one row.
+    """Return the logits of each draft token, for the drafts of one row that begin at `labels`.
 
-    A draft model has a single entry: its logits of the labels themselves.
+    `labels` are positions, and `params` are the drafter's parameters. For a draft model there is a
+    single entry: its logits of the labels themselves.
     """
     features = {name: value[None] for name, value in features.items()}
     if isinstance(drafter, PairDrafter):
@@ -142,17 +149,17 @@ def _pair_logits(
     window: Int[Array, ""] | np.integer,
     labels: Int[Array, "A"],
 ) -> list[Float[Array, "A Vd"]]:
-    """Return the logits of a head of pairs, every draft step at every position at once.
+    """Return the logits of a pair head's drafts, with each draft step at all positions at once.
 
-    Each module reads the pairs of its own up to a position; the last one then runs on its own
-    outputs, which see those pairs and, at their own position, the steps before them.
+    Each module reads the true pairs up to a position. After the last module, the head reads its own
+    output, which attends to those pairs and, at its own position, to the steps before it.
     """
     head, width = drafter.head, tokens.shape[0]
     last, length = head.config.num_modules - 1, drafter.num_speculative_tokens
     slots = width * max(length - last, 1)
     itself = jnp.eye(width, dtype=bool)
     cache = head.make_cache(1, 64)
-    hidden, found = head.fuse(params, features), []
+    hidden, logits = head.fuse(params, features), []
     for step in range(length):
         further = max(step - last, 0)
         if not further:
@@ -168,12 +175,12 @@ def _pair_logits(
             further * width,
             jnp.pad(seen, ((0, 0), (0, slots - seen.shape[1])))[None],
         )
-        found.append(head.logits(module, output[:, labels - 2])[0])
+        logits.append(head.logits(module, output[:, labels - 2])[0])
         hidden = head.next_hidden(module, output)
-    return found
+    return logits
 
 
 def _within(window: Int[Array, ""] | np.integer, width: int) -> Bool[Array, "T T"]:
-    """Return the mask of the latest `window` tokens up to each."""
+    """Return the attention mask of each token's latest `window` tokens, itself included."""
     ago = jnp.arange(width)[:, None] - jnp.arange(width)[None, :]
     return (ago >= 0) & (ago < window)

@@ -1,4 +1,4 @@
-"""What a drafter's weights show without running it."""
+"""Checks of a drafter's weights without running it."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from specjax.loading.compare_arrays import leaf_name
 
 
 def weight_notes(drafter: Drafter, params: Any) -> Iterator[str]:
-    """Yield a line for each array of a head that cannot be what training left.
+    """Yield a line for each array of a head that training cannot have left as it is.
 
-    Those are norms whose scale is exactly 1, arrays that are 0, and numbers that are not finite.
+    These are norms whose scale is exactly 1, arrays of zeros, and arrays with numbers that are not
+    finite.
     """
     if isinstance(drafter, DraftModel):
         return
-    own = {name: part for name, part in params.items() if name not in ("shared", "draft_ids")}
-    for path, leaf in jax.tree.leaves_with_path(own):
+    trained = {name: tree for name, tree in params.items() if name not in ("shared", "draft_ids")}
+    for path, leaf in jax.tree.leaves_with_path(trained):
         name, values = leaf_name(path), np.asarray(leaf)
         if values.dtype.kind in "iu":
             continue

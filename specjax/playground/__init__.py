@@ -1,1 +1,1 @@
-"""The page that shows a run: its rounds step by step, why it is exact, and what it buys."""
+"""The HTML page of a run: its rounds step by step, why it is exact, and what it gains."""

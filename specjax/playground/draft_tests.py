@@ -1,7 +1,7 @@
-"""Which draws decided a round: the tests of its draft tokens, and the draw of the next token.
+"""The draws that decided a round: the tests of its draft tokens, and the next token's draw.
 
-The rule itself has verified the draft; here its inputs are set beside its result, from the same
-keys and distributions, and whether one follows from the other is checked.
+The rule itself has verified the draft. This module recomputes its inputs from the same keys and
+distributions, and checks whether its result follows from them.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from specjax.sampling import Drafted, Rule, Verification
 from specjax.sampling.chain_verification import block_height, next_block_weight
 
 _SHOWN = 6
-"""The likeliest tokens of a distribution that a trace lists."""
+"""The number of likeliest tokens of a distribution that a trace lists."""
 Likeliest = tuple[tuple[int, float, float | None], ...]
-"""Tokens with their probabilities under p and q; q is None where nothing was drawn from it."""
+"""Tokens with their probabilities under p and q; q is None if nothing was drawn from it."""
 FROM_TARGET, FROM_RESIDUAL = "target", "residual"
 
 
@@ -30,10 +30,10 @@ FROM_TARGET, FROM_RESIDUAL = "target", "residual"
 class DraftTest:
     """The test of the draft token in window slot `slot` (1, 2, ...).
 
-    `p` and `q` are its probabilities under the target, after refused siblings their residual, and
-    the draft. It was accepted if `uniform` is below `threshold`, or, where there is none, if it
-    equals `choice`, the target's own draw; None of both for other rules. `weight` is w of block
-    verification, where a token is kept as well if a later one passes.
+    `p` and `q` are the token's probabilities under the target and under the draft; after refused
+    siblings, p is the residual. The token was accepted if `uniform` is below `threshold` or, if
+    there is no threshold, if it equals `choice`, the target's own draw. Both are None for other
+    rules. `weight` is w of block verification, in which a token is also kept if a later one passes.
     """
 
     slot: int
@@ -51,8 +51,8 @@ class DraftTest:
 class Decided(NamedTuple):
     """The tests of a round, and the draw of the next token.
 
-    `next_source` is its distribution, "target" or "residual", `next_likeliest` are the likeliest
-    tokens there, and `problems` say what does not follow from the draws.
+    `next_source` names the distribution of the next token, "target" or "residual", `next_likeliest`
+    are its likeliest tokens, and `problems` say which results do not follow from the draws.
     """
 
     tests: tuple[DraftTest, ...]
@@ -71,8 +71,8 @@ def decided(
 ) -> Decided:
     """Return the tests that led to the verification of one row's draft.
 
-    `target` are the target's log-probabilities by slot, `keys` those that the rule was given, and
-    `length` the number of committed tokens. Of rules of a user's own only the result is known.
+    `target` are the target's log-probabilities by slot, `keys` the keys that the rule was given,
+    and `length` the number of committed tokens. For user-defined rules only the results are known.
     """
     accepted = int(verification.num_accepted[0])
     path = [0, *np.asarray(verification.path_slots)[0, :accepted].tolist()]
@@ -103,7 +103,10 @@ def decided(
 def _by_ratio(
     keys: Key[Array, "1"], drafted: Drafted, target: Float[Array, "W V"], path: list[int]
 ) -> tuple[tuple[DraftTest, ...], Float[Array, "V"], str]:
-    """Token-wise rejection: siblings in order, with p / q and a uniform each."""
+    """Return the tests of token-wise rejection, the next token's log-probabilities, their source.
+
+    Siblings are tested in order, each by p / q and a uniform.
+    """
     draws = sampling.uniforms(sampling.split_keys(keys).accept, drafted.tokens.shape[1])[0]
     tests: list[DraftTest] = []
     for depth, slot in enumerate(path):
@@ -126,7 +129,10 @@ def _by_ratio(
 def _by_block(
     keys: Key[Array, "1"], drafted: Drafted, target: Float[Array, "W V"], accepted: int
 ) -> tuple[tuple[DraftTest, ...], Float[Array, "V"], str]:
-    """Block verification: w and h of each token, and a uniform each."""
+    """Return the tests of block verification, the next token's log-probabilities and their source.
+
+    Each token is tested by its weight w, its height h and a uniform.
+    """
     count = int(drafted.num_valid[0])
     draws = sampling.uniforms(sampling.split_keys(keys).accept, drafted.tokens.shape[1])[0]
     sources = drafted.distributions(target.shape[1])
@@ -158,7 +164,7 @@ def _by_choice(
     target: Float[Array, "W V"],
     path: list[int],
 ) -> tuple[DraftTest, ...]:
-    """Draft tokens compared with the target's own draw."""
+    """Return the tests that compare draft tokens with the target's own draw at each slot."""
     tests: list[DraftTest] = []
     for depth, slot in enumerate(path):
         choice = int(sampling.argmax(target[slot] + noise(depth)))
@@ -175,7 +181,7 @@ def _by_choice(
 def _by_result(
     drafted: Drafted, target: Float[Array, "W V"], path: list[int]
 ) -> tuple[DraftTest, ...]:
-    """The children along the path, of which the rule accepted one or none."""
+    """Return tests with only the result: along the path, each child and whether it was accepted."""
     return tuple(
         _tested(
             child, int(drafted.tokens[0, child - 1]), target[slot], None, accepted=child in path
@@ -208,6 +214,7 @@ def _tested(
     *,
     accepted: bool,
 ) -> DraftTest:
+    """Return the test of a token, without the draws that decided it."""
     q = None if logq is None else float(jnp.exp(logq[token]))
     p = float(jnp.exp(logp[token]))
     return DraftTest(slot, token, p, q, _likeliest(logp, logq, token), accepted)
@@ -221,7 +228,7 @@ def _likeliest(logp: Float[Array, "V"], logq: Float[Array, "V"] | None, token: i
     if q is not None:
         shown |= set(np.argsort(-q)[: _SHOWN // 2].tolist())
     return tuple(
-        (one, round(float(p[one]), 6), None if q is None else round(float(q[one]), 6))
-        for one in sorted(shown, key=lambda one: -p[one])
-        if p[one] > 0 or one == token or (q is not None and q[one] > 0)
+        (each, round(float(p[each]), 6), None if q is None else round(float(q[each]), 6))
+        for each in sorted(shown, key=lambda each: -p[each])
+        if p[each] > 0 or each == token or (q is not None and q[each] > 0)
     )

@@ -2,8 +2,8 @@
 
 The state before a round comes from the loop itself, run from the prompt with the recorded draft
 lengths. The draft is proposed and verified by the loop's own functions under the row's own keys; a
-rule that wraps the session's keeps the distributions that it was given. What a round emits is
-compared with what was recorded.
+wrapper around the session's rule keeps the distributions that the rule is given. The tokens that a
+round emits are compared with the recorded ones.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from specjax.trees import Draft
 
 @dataclass(frozen=True)
 class RecordedRow:
-    """What a run recorded of a row: its new tokens, and the counts of each of its rounds."""
+    """The record of a row in a run: its new tokens, and the counts of each of its rounds."""
 
     token_ids: tuple[int, ...]
     drafted: tuple[int, ...]
@@ -48,14 +48,14 @@ class RecordedRow:
 
     @classmethod
     def of(cls, result: Generation, row: int) -> RecordedRow:
-        """Return a row of a result of `generate`."""
+        """Return the record of a row of a result of `generate`."""
         active = result.emitted[row] >= 0
         tables = (result.drafted, result.accepted, result.emitted, result.drafter)
         counts = (tuple(table[row][active].tolist()) for table in tables)
         return cls(tuple(result.token_ids[row]), *counts)
 
     def tokens_of(self, number: int) -> tuple[int, ...]:
-        """Return the tokens that a round emitted."""
+        """Return the tokens that round `number` emitted."""
         first = sum(self.emitted[:number])
         return self.token_ids[first : first + self.emitted[number]]
 
@@ -64,11 +64,11 @@ class RecordedRow:
 class RoundTrace:
     """One round of a row.
 
-    `position` is the number of tokens committed before it, and `root` the last of them, in slot 0.
-    Slot i + 1 holds draft token i, whose parent is slot `parents[i]`. `path` are the accepted
-    slots; `next_token` follows them, drawn from `next_source` ("target" or "residual"). `emitted`
-    are the tokens computed here; `problems` say where they differ from the `recorded` ones, or do
-    not follow from the draws.
+    `position` is the number of tokens committed before the round, and `root` the last of them, in
+    slot 0. Slot i + 1 holds draft token i, whose parent is slot `parents[i]`. `path` are the
+    accepted slots; `next_token` follows them, drawn from `next_source` ("target" or "residual").
+    `emitted` are the tokens of the repeated round; `problems` say where they differ from the
+    `recorded` ones, or do not follow from the draws.
     """
 
     number: int
@@ -90,7 +90,7 @@ class RoundTrace:
 def replay_round(session: Session, row: Row, recorded: RecordedRow, number: int) -> RoundTrace:
     """Return round `number` (0, 1, ...) of a row of a session.
 
-    Raises InputError if the row has no such round, or differs from the record before it.
+    Raises InputError if the row has no such round, or if an earlier round differs from the record.
     """
     if not 0 <= number < len(recorded.emitted):
         raise InputError(f"round={number}: the row has {len(recorded.emitted)} rounds")
@@ -101,10 +101,9 @@ def replay_round(session: Session, row: Row, recorded: RecordedRow, number: int)
 
 
 def replay_rounds(session: Session, row: Row, recorded: RecordedRow) -> Iterator[RoundTrace]:
-    """Yield the rounds of a row of a session, up to the first that differs from the record.
+    """Yield the rounds of a row of a session, up to the first one that differs from the record.
 
-    `row` is the request with the number that it had in the recorded run, from which its key
-    derives.
+    `row` has the number that the request had in the recorded run, from which its key derives.
     """
     plan, params = session.plan, session.params
     with use(session.mesh):
@@ -125,7 +124,7 @@ def replay_rounds(session: Session, row: Row, recorded: RecordedRow) -> Iterator
 
 
 class _Kept(NamedTuple):
-    """A verification with the target's distributions that the rule was given."""
+    """A verification, with the target's log-probabilities that the rule was given."""
 
     path_slots: Int[Array, "B P"]
     num_accepted: Int[Array, "B"]
@@ -135,7 +134,7 @@ class _Kept(NamedTuple):
 
 @dataclass(frozen=True)
 class _Keeping(Rule):
-    """A rule whose verification comes with the target's distributions of all slots."""
+    """A wrapper of a rule that returns the target's log-probabilities of all slots, too."""
 
     rule: Rule
 
@@ -145,7 +144,7 @@ class _Keeping(Rule):
     takes_trees = property(lambda self: self.rule.takes_trees)
 
     def verify(self, keys: Key[Array, "B"], drafted: Drafted, target: Target) -> Any:
-        """Verify with the wrapped rule."""
+        """Return the wrapped rule's verification with the target's log-probabilities."""
         verification = self.rule.verify(keys, drafted, target)
         slots = range(drafted.tokens.shape[1] + 1)
         every = [target.distributions(jnp.full_like(drafted.num_valid, slot)) for slot in slots]
@@ -154,7 +153,7 @@ class _Keeping(Rule):
 
 @functools.partial(jax.jit, static_argnums=0)
 def _verified(plan: Plan, params: Any, state: State, limits: Limits) -> tuple[Draft, _Kept]:
-    """Propose and verify a round's draft as the loop does, at the widest width."""
+    """Propose and verify a round's draft as the loop does, at the largest width."""
     plan = replace(plan, rule=_Keeping(plan.rule))
     draft = propose(plan, params, state, limits).draft
     keys = noise_keys(plan, state)
@@ -168,7 +167,7 @@ _advance = jax.jit(one_round, static_argnums=0)
 def _recorded_limits(
     plan: Plan, params: Any, state: State, recorded: RecordedRow, number: int
 ) -> Limits:
-    """Return limits under which the recorded drafter drafts as many nodes as it did."""
+    """Return limits under which the recorded drafter drafts as many nodes as in round `number`."""
     none = np.zeros(len(plan.drafter.parts), np.int32)
     limits = Limits(none, np.zeros(len(none), np.float32))
     drafter, count = recorded.drafter_index[number], recorded.drafted[number]
@@ -179,7 +178,7 @@ def _recorded_limits(
     most = plan.drafter.parts[drafter].num_nodes
     full = Limits(np.where(np.arange(len(none)) == drafter, most, 0), limits.confidence)
     draft, _ = _verified(plan, params, state, jax.tree.map(jnp.asarray, full))
-    # Nodes that were not proposed are among them: those of a tree with fewer matches, say.
+    # Nodes may be invalid below the limit, for example in a tree with fewer matches.
     enough = np.flatnonzero(np.cumsum(np.asarray(draft.valid)[0]) >= count)
     longest = most if not len(enough) else int(enough[0]) + 1
     return limits.replace(longest=np.minimum(full.longest, longest).astype(np.int32))
@@ -189,7 +188,7 @@ def _trace(plan: Plan, state: State, draft: Draft, kept: _Kept, number: int) -> 
     """Return the trace of a verified draft, before it is compared with the record."""
     drafted = as_drafted(draft, draft.topology)
     verification = sampling.Verification(*kept[:3])
-    found = decided(
+    decision = decided(
         plan.rule, noise_keys(plan, state), drafted, kept.target[0], state.length, verification
     )
     position, accepted = int(state.length[0]), int(kept.num_accepted[0])
@@ -201,18 +200,21 @@ def _trace(plan: Plan, state: State, draft: Draft, kept: _Kept, number: int) -> 
         parents=tuple(np.asarray(drafted.parent_slots)[0].tolist()),
         valid=tuple(np.asarray(draft.valid)[0].tolist()),
         path=tuple(np.asarray(kept.path_slots)[0, :accepted].tolist()),
-        tests=found.tests,
+        tests=decision.tests,
         next_token=int(kept.next_token[0]),
-        next_source=found.next_source,
-        next_likeliest=found.next_likeliest,
+        next_source=decision.next_source,
+        next_likeliest=decision.next_likeliest,
         emitted=(),
         recorded=(),
-        problems=found.problems,
+        problems=decision.problems,
     )
 
 
 def _compared(trace: RoundTrace, recorded: RecordedRow, drafted: int, accepted: int) -> RoundTrace:
-    """Return the trace with the recorded tokens, and what differs from the record."""
+    """Return the trace with the recorded tokens, and with any differences among its problems.
+
+    `drafted` and `accepted` are the counts of the repeated round.
+    """
     number = trace.number
     problems = list(trace.problems)
     tokens = recorded.tokens_of(number)

@@ -1,4 +1,4 @@
-"""Expected tokens and speed-ups on the grid of the page's sliders, from `specjax.theory`."""
+"""Expected tokens and speed-ups on the grid of the page's sliders, by `specjax.theory`."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ LLAMA_8B = theory.ModelShape(
 def theory_tables() -> dict[str, Any]:
     """Return the grid and its tables, JSON-ready.
 
-    `tokens[alpha][k]` are expected tokens per round; `speedup[chip][batch]` is a flat table by
-    cost, alpha and k in hundredths, the first chip being one on which a pass over a draft costs as
-    much as one over a single token. `fits` says whether model and caches fit into a chip's memory.
+    `tokens[alpha][k]` are expected tokens per round. `speedup[chip][batch]` is a flat table by
+    cost, alpha and k in hundredths; the first chip is an ideal one, on which a pass over a draft
+    costs as much as over a single token. `fits` says whether model and caches fit into a chip's
+    memory.
     """
     alpha, k = _ALPHA[:, None], _LENGTHS[None, :]
     costs = _COSTS[:, None, None]
@@ -49,8 +50,8 @@ def theory_tables() -> dict[str, Any]:
             )
             for batch in _BATCHES
         ]
-        speedup.append([_hundredths(found.speedup) for found in of_chip])
-        fits.append([bool(np.all(found.fits)) for found in of_chip])
+        speedup.append([_hundredths(roofline.speedup) for roofline in of_chip])
+        fits.append([bool(np.all(roofline.fits)) for roofline in of_chip])
     return {
         "alpha": _ALPHA.tolist(),
         "k": _LENGTHS.tolist(),
@@ -64,7 +65,7 @@ def theory_tables() -> dict[str, Any]:
 
 
 def nearest_alpha(tokens_per_round: float, k: int) -> float:
-    """Return the alpha of the grid with which k draft tokens come closest to so many tokens."""
+    """Return the alpha of the grid whose expected tokens for k draft tokens are closest."""
     expected = np.asarray(theory.expected_tokens(_ALPHA, k))
     return float(_ALPHA[np.argmin(np.abs(expected - tokens_per_round))])
 

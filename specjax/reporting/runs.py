@@ -64,10 +64,11 @@ def by_conditions(entries: Iterable[Entry]) -> dict[Conditions, list[Entry]]:
 
 
 def comparable(runs: Sequence[Run]) -> list[Run]:
-    """Return the runs with the answers that can be compared, those to the same prompts.
+    """Return the runs with only the answers that can be compared, those to the same prompts.
 
-    If a run was stopped, the others lose what it did not answer, under the same conditions. Raises
-    InputError for runs of different targets, or on other prompts without having been stopped.
+    If a run was stopped early, the prompts that it did not answer are left out of the other runs
+    under the same conditions. Raises InputError for runs of different targets, for runs on
+    different prompts that were not stopped, and for runs without an answered prompt in common.
     """
     first = runs[0]
     for run in runs[1:]:
@@ -78,20 +79,20 @@ def comparable(runs: Sequence[Run]) -> list[Run]:
             )
     groups: dict[Conditions, list[Run]] = {}
     for run in runs:
-        # Where nothing was stopped, tables under different conditions cover the same prompts, too.
-        conditions = run.conditions if any(_stopped(one) for one in runs) else first.conditions
+        # If no run was stopped, runs under different conditions must cover the same prompts, too.
+        conditions = run.conditions if any(map(_stopped, runs)) else first.conditions
         groups.setdefault(conditions, []).append(run)
-    found = {id(run): new for group in groups.values() for run, new in _same_prompts(group)}
-    return [found[id(run)] for run in runs]
+    reduced = {id(run): new for group in groups.values() for run, new in _same_prompts(group)}
+    return [reduced[id(run)] for run in runs]
 
 
 def _same_prompts(runs: Sequence[Run]) -> Iterator[tuple[Run, Run]]:
-    """Yield each run, and the same with only its answers to prompts that all runs answered."""
+    """Yield each run, and a copy with only the answers to prompts that all runs answered."""
     kept = [run.rows for run in runs]
     while len({tuple(sorted(map(_prompt, rows))) for rows in kept}) > 1:
         if not any(_stopped(run) for run in runs):
             other = next(run for run in runs if run.prompts != runs[0].prompts)
-            sizes = (f"{str(one.path)!r} ({len(one.rows)} rows)" for one in (other, runs[0]))
+            sizes = (f"{str(run.path)!r} ({len(run.rows)} rows)" for run in (other, runs[0]))
             raise InputError(
                 f"prompts: {' and '.join(sizes)} answer other prompts; report each set separately"
             )
@@ -105,9 +106,9 @@ def _same_prompts(runs: Sequence[Run]) -> Iterator[tuple[Run, Run]]:
 
 
 def _answering(prompts: Counter, rows: Sequence[Row]) -> tuple[Row, ...]:
-    """Return the rows that answer some prompts, of batches whose rows all do.
+    """Return the rows of the batches all of whose rows answer one of `prompts`.
 
-    The seconds of a batch are those of all of its rows.
+    Whole batches are dropped, since the seconds of a batch are those of all its rows.
     """
     left, partial = Counter(prompts), set()
     for row in rows:
@@ -118,10 +119,12 @@ def _answering(prompts: Counter, rows: Sequence[Row]) -> tuple[Row, ...]:
 
 
 def _prompt(row: Row) -> tuple[int, str]:
+    """Return the identity of a row's prompt: its turn and the hash of its question."""
     return row.turn, row.prompt_hash
 
 
 def _stopped(run: Run) -> bool:
+    """Return whether a run ended before all of its prompts were answered."""
     return run.end.interrupted or run.end.refused is not None
 
 

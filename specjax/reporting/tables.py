@@ -54,9 +54,9 @@ def markdown(
 
 
 def incomplete(group: Sequence[Entry]) -> str:
-    """Return which runs are incomplete, why, and their number of answers; empty if none are.
+    """Return lines about incomplete runs and answers that are left out, or "" if there are none.
 
-    With the number of answers that are left out, since other runs have none to their prompts.
+    They say why a run is incomplete, and how many answers are concerned.
     """
     lines = []
     if stopped := [_answers(entry) for entry in group if entry.run.end.interrupted]:
@@ -77,7 +77,7 @@ def incomplete(group: Sequence[Entry]) -> str:
 
 
 def _answers(entry: Entry, count: int | None = None) -> str:
-    """Return an entry's label with a number of answers, by default of all that it has."""
+    """Return the label of a run with a number of answers, by default of all its answers."""
     if count is None:
         count = len(entry.run.rows) + entry.run.num_left_out
     return f"{_plain_text(entry.label)} ({count} answer{'' if count == 1 else 's'})"

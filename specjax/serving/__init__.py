@@ -1,1 +1,1 @@
-"""The HTTP server of `specjax.serve`, over one engine."""
+"""The HTTP server of `specjax.serve`, which answers requests with one engine."""

@@ -1,4 +1,4 @@
-"""Counters of a server, and their text for Prometheus under vLLM's names."""
+"""Counters of a server, and their export to Prometheus under vLLM's names."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class Counters:
-    """Totals of the requests of a server; `positions` is the longest draft path in tokens.
+    """Totals over the requests of a server; `positions` is the longest draft path in tokens.
 
-    Tokens are counted as they come, drafts when their request ends.
+    Tokens are counted when they arrive, drafts when their request ends.
     """
 
     def __init__(self, positions: int) -> None:
@@ -27,7 +27,7 @@ class Counters:
         self.finished: collections.Counter[str] = collections.Counter()
 
     def add(self, delta: Delta) -> None:
-        """Count what a step added to a sample."""
+        """Count the tokens of a delta and, if its sample has ended, its drafts."""
         self.generation_tokens += len(delta.token_ids)
         if delta.output is None:
             return
@@ -43,7 +43,11 @@ class Counters:
         )
 
     def text(self, model: str, *, running: int, waiting: int) -> str:
-        """Return all counters, and the numbers of running and waiting samples, for Prometheus."""
+        """Return all counters in Prometheus's text format.
+
+        `model` is the model's label, and `running` and `waiting` are the current numbers of
+        samples.
+        """
         by_position = enumerate(self.num_accepted_tokens_per_pos.tolist())
         families = [
             ("num_requests_running", "Samples that decode.", [({}, running)]),
@@ -86,6 +90,7 @@ class Counters:
 
 
 def _labels(labels: Mapping[str, str]) -> str:
+    """Return labels in Prometheus's text format."""
     escapes = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
     return (
         "{" + ",".join(f'{name}="{text.translate(escapes)}"' for name, text in labels.items()) + "}"

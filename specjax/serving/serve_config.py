@@ -24,7 +24,7 @@ from specjax.fields import InputFile, Number, Text, Whole, optional, read_values
 from specjax.files.open_files import open_regular
 
 _LONGEST_KEY = 4096
-"""Bytes of a file with an API key."""
+"""The maximum size of an API key in bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,40 +34,43 @@ class ServeFields(DecodingFields, TargetFields):
     batch_size: Annotated[int, BATCH_SIZE] = 8
     """Samples that decode together; others wait for a slot."""
     max_length: Annotated[int | None, optional(MAX_LENGTH)] = None
-    """The most tokens of a prompt and its output; by default 2048, or the target's positions if
-    they are fewer. Each slot reserves a cache of that size."""
+    """The maximum number of tokens of a prompt and its output; by default 2048, or the target's
+    positions if they are fewer. Each slot reserves a cache of that size.
+    """
     rounds_per_step: Annotated[int, ROUNDS_PER_STEP] = 4
-    """Rounds between two looks at the device, when tokens are sent and requests enter and leave."""
+    """Rounds per step; between steps tokens are sent, and requests enter and leave."""
     sampling: SamplingParams = SamplingParams(temperature=1.0, max_new_tokens=512)  # noqa: RUF009
-    """Of what a request leaves out. With `logprobs` requests may ask for log-probabilities, which
-    every step then computes."""
+    """The sampling parameters for fields that a request leaves out. With `logprobs` requests may
+    ask for log-probabilities, which every step then computes.
+    """
 
     host: Annotated[str, Text()] = "127.0.0.1"
-    """The address to listen on: by default for this machine alone."""
+    """The address to listen on; by default only this machine can connect."""
     port: Annotated[int, Whole(0, 65535)] = 8000
-    """The port; 0 takes a free one."""
+    """The port to listen on; 0 chooses a free one."""
     served_model_name: Annotated[str | None, optional(Text())] = None
-    """What requests call the model; by default `target`."""
+    """The model's name in requests; by default `target`."""
     api_key_file: Annotated[Path | None, optional(InputFile())] = None
-    """A file with the key that requests to /v1 must have; by default none is needed."""
+    """A file with the key that requests to /v1 must send; by default they need none."""
     max_waiting: Annotated[int, Whole()] = 256
-    """Samples that may wait for a slot; a request beyond them is refused with status 429."""
+    """The number of samples that may wait for a slot; further requests are refused with status 429.
+    """
     max_body_bytes: Annotated[int, Whole(1)] = 1 << 20
-    """The largest request; larger ones are refused with status 413."""
+    """The maximum size of a request; larger ones are refused with status 413."""
     shutdown_s: Annotated[float, Number(0.0, 1e6)] = 30.0
-    """Seconds that requests may still run after Ctrl-C or SIGTERM, before they are aborted."""
+    """Seconds that running requests get after Ctrl-C or SIGTERM, before they are aborted."""
     mesh: MeshConfig = ONE_DEVICE
-    """data x model devices: rows are spread over data, weights and heads split over model."""
+    """data x model devices: rows are sharded over data, weights and heads over model."""
 
     @property
     def model_name(self) -> str:
-        """What requests call the model."""
+        """The model's name in requests."""
         return self.served_model_name or self.target
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig(ServeFields):
-    """A checked config of `specjax.serve`; `decoding` is the same engine's decode config."""
+    """A checked config of `specjax.serve`; `decoding` is the same engine as a decode config."""
 
     decoding: DecodeConfig
     api_key: str | None
@@ -75,10 +78,10 @@ class ServeConfig(ServeFields):
 
 
 def read_serve_config(written: Mapping[str, Any]) -> ServeConfig:
-    """The checked config; checks that need the model are made later. Raises InputError."""
+    """Return the checked config; checks that need the model are made later. Raises InputError."""
     given = read_values(ServeFields, written)
     shared = {field.name for field in fields(DecodeFields)} & written.keys()
-    # The built-in prompts are those that a tree of the kind `auto` is measured on.
+    # A decode config has prompts: the built-in ones, for which `tree.kind=auto` chooses a tree.
     decoding = read_decode_config(
         {
             **config_of(DecodeFields).to_dict(),
@@ -93,8 +96,8 @@ def read_serve_config(written: Mapping[str, Any]) -> ServeConfig:
         )
     if decoding.drafters[0].name == SIMULATED:
         raise InputError(
-            f"drafter.name={SIMULATED!r}: it drafts what plain decoding gave earlier, which a "
-            "server does not know; use another"
+            f"drafter.name={SIMULATED!r}: it drafts the tokens of an earlier plain run, which a "
+            "server does not have; use another drafter"
         )
     options = replace(decoding.options, rounds_per_step=given.rounds_per_step, seed=given.seed)
     return ServeConfig(
@@ -106,7 +109,7 @@ def read_serve_config(written: Mapping[str, Any]) -> ServeConfig:
 
 
 def _read_key(path: Path) -> str:
-    """The key in a file, without spaces and line ends around it."""
+    """Return the key in a file, without surrounding spaces and line ends. Raises InputError."""
     try:
         with open_regular(path, "give another file") as file:
             key = file.read(_LONGEST_KEY + 1).decode("ascii").strip()

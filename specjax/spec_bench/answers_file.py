@@ -1,4 +1,4 @@
-"""The answers of a cell that earlier runs have finished, read from its file."""
+"""The answers of a cell that earlier runs finished, read from the cell's file."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ def finished_rows(
 ) -> list[Row]:
     """Return the rows of the questions that a cell's file answers in all of their `turns`.
 
-    What a killed process left behind, half of a line or of a conversation, is cut off, which `tell`
-    receives a line about. Raises InputError for a file that is damaged otherwise.
+    `turns` is the number of turns by question id. If a process was killed while writing, the
+    unfinished end of the file is removed, and `tell` is called with a line about it. Raises
+    InputError for a file that is damaged in any other way.
     """
     if not path.exists():
         return []
     try:
         text = path.read_bytes()
         lines = text[: text.rfind(b"\n") + 1].splitlines(keepends=True)
-        # A unit is one write, and the first has the header: without rows no unit is whole.
+        # A question is one write, the first together with the header: without rows none is whole.
         rows = list(read_report(path).rows) if len(lines) > 1 else []
-        while rows and sum(one.question_id == rows[-1].question_id for one in rows) != turns.get(
+        while rows and sum(row.question_id == rows[-1].question_id for row in rows) != turns.get(
             rows[-1].question_id
         ):
             rows.pop()

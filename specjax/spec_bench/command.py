@@ -1,4 +1,4 @@
-"""The command `specjax.spec_bench`: flags in, exit code out."""
+"""The command `specjax.spec_bench`."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from specjax.spec_bench.config import (
 from specjax.spec_bench.run import Measuring
 
 DIFFERENT = 1
-"""Exit code where the output differs from plain decoding's by more than rounding explains."""
+"""Exit code if the output differs from plain decoding by more than rounding explains."""
 _SETTINGS = "settings.json"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit code."""
+    """Run the command with `argv`, by default the process's arguments; return its exit code."""
     return command.run_config(
         run,
         argv,
@@ -46,7 +46,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(config: SpecBenchConfig) -> int:
-    """Run a config, or what is left of it; return the exit code. Raises InputError."""
+    """Measure all that is not finished yet, and write the report; return the exit code.
+
+    Raises InputError.
+    """
     screen = Screen(Console(width=None if sys.stdout.isatty() else 100))
     out = output_folder("out", config.out)
     where = f"out={str(config.out)!r}"
@@ -68,7 +71,7 @@ def run(config: SpecBenchConfig) -> int:
             except KeyboardInterrupt:
                 screen.say(
                     f"stopped: {measuring.num_finished} of {measuring.num_units} units are in "
-                    f"{printable(str(out))}; the same command goes on"
+                    f"{printable(str(out))}; the same command resumes the run"
                 )
                 return command.INTERRUPTED
         for path in report.write(measuring.paths, out / "report", formats=config.formats):
@@ -77,7 +80,10 @@ def run(config: SpecBenchConfig) -> int:
 
 
 def _check_settings(path: Path, settings: dict[str, Any], where: str) -> None:
-    """Raise InputError, naming the field, if an earlier run in the folder had other settings."""
+    """Raise InputError, naming the field, if an earlier run in the folder had other settings.
+
+    `path` is the file with the earlier settings, and `where` names the folder in errors.
+    """
     if not path.exists():
         return
     earlier = read_json_file(path)

@@ -37,63 +37,68 @@ from specjax.reporting import picture_files
 
 ALL = "all"
 _PLAIN = "none"
-"""The drafter of plain decoding, which every question is decoded with."""
+"""The drafter name of plain decoding, with which every question is decoded."""
 _NEEDS_MORE = (_PLAIN, "corpus", "quantized", "simulated")
-"""Drafters without weights of their own that `all` leaves out: they need options, or a target in
-floats."""
+"""Drafters that `all` leaves out although they have no weights: they need options, or a target with
+float weights."""
 _OF_A_DRAFTER = ("drafter.", "tree.", "typical.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpecBenchFields(TargetFields):
-    """The fields of the config of `specjax.spec_bench`."""
+    """The fields of the config of `specjax.spec_bench` with their defaults."""
 
     prompts: Annotated[Path | None, optional(InputFile())] = None
-    """A JSONL file in Spec-Bench's schema; without it a few built-in prompts."""
+    """A JSONL file in Spec-Bench's format; without it a few built-in prompts are used."""
     tasks: Annotated[str | tuple[str, ...], Listed(Text(), empty=True)] = ""
-    """Some of the file's tasks, as qa,rag; by default all."""
+    """The tasks to measure, as qa,rag; by default all tasks of the file."""
     questions: Annotated[int | None, optional(Whole(1))] = None
-    """So many, the same number of each task."""
+    """The number of questions, divided equally among the tasks; by default all."""
     turns: Literal["first", "all"] = "all"
-    """With all, the answers of plain decoding become the history of the next turn."""
+    """The turns to measure; with all, the answers of plain decoding become the history of the next
+    turn.
+    """
 
     drafters: Annotated[str, Text()] = ALL
-    """As ngram,eagle3,ngram+eagle3; all: those that need no training or come with the target. After
-    a name, options as of specjax.decode: eagle3 tree.kind=dynamic tree.num_nodes=32."""
+    """The drafters, as ngram,eagle3,ngram+eagle3; all: those that need no training or come with the
+    target. A name may be followed by options as of specjax.decode: eagle3 tree.kind=dynamic
+    tree.num_nodes=32.
+    """
     temperatures: Annotated[tuple[float, ...], Items(TEMPERATURE, least=1)] = (0.0,)
-    """Of sampling; 0 is greedy."""
+    """The sampling temperatures; 0 is greedy."""
     num_speculative_tokens: Annotated[tuple[int | str, ...], Items(DRAFT_LENGTH, least=1)] = (
         FIXED,
     )
-    """Draft lengths: fixed, as each drafter has it; auto; numbers, of a tree the first nodes. All
-    numbers share one program per drafter, as wide as the longest."""
+    """Draft lengths: fixed, which is each drafter's own length; auto; or numbers, which for a tree
+    count its first nodes. All numbers share one program per drafter, as wide as the longest.
+    """
     verify: Annotated[str, RULE_NAME] = "rejection"
     """The rule by which draft tokens are accepted."""
     max_new_tokens: Annotated[int, Whole(1)] = 128
-    """The most of an answer."""
+    """The maximum number of tokens of an answer."""
     max_length: Annotated[int | None, optional(MAX_LENGTH)] = None
-    """The most tokens of all turns and answers; by default the target's positions."""
+    """The maximum number of tokens of all turns and answers; by default the target's positions."""
     seed: Annotated[int, SEED] = 0
-    """Of all draws."""
+    """The seed of all draws."""
 
     out: Annotated[str | Path, OutputFolder()] = "build/spec_bench"
-    """The folder of the run: the same command resumes there."""
+    """The folder of the run, from which the same command resumes."""
     formats: Annotated[str | tuple[str, ...], Listed(Choice(picture_files.FORMATS))] = "svg,pdf"
-    """Of pictures: png,svg,pdf or some of them."""
+    """Picture formats, among png,svg,pdf."""
     mesh: MeshConfig = ONE_DEVICE
-    """data x model devices, as of specjax.decode."""
+    """data x model devices, as for specjax.decode."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A drafter with its options at a temperature and a draft length, as a config of decode."""
+    """A drafter with its options at one temperature and draft length, as a decode config."""
 
     entry: str
     config: DecodeConfig
 
     @property
     def temperature(self) -> float:
-        """The temperature of sampling."""
+        """The sampling temperature."""
         return self.config.sampling.temperature
 
     @property
@@ -103,17 +108,18 @@ class Cell:
 
     @property
     def file_name(self) -> str:
-        """The name of the file of its answers."""
-        said = f"{self.entry}-{self.length}-t{self.temperature:g}"
-        digest = hashlib.sha256(said.encode()).hexdigest()[:8]
-        return f"{re.sub(r'[^A-Za-z0-9.=+-]+', '_', said)[:100]}-{digest}.jsonl"
+        """The name of the file with the cell's answers."""
+        description = f"{self.entry}-{self.length}-t{self.temperature:g}"
+        digest = hashlib.sha256(description.encode()).hexdigest()[:8]
+        return f"{re.sub(r'[^A-Za-z0-9.=+-]+', '_', description)[:100]}-{digest}.jsonl"
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpecBenchConfig(SpecBenchFields):
-    """A checked config, with its questions; the cells of a temperature begin with plain decoding's.
+    """A checked config with its questions and cells.
 
-    `settings` are what a run may not change when it is resumed, by field.
+    The cells of each temperature begin with that of plain decoding. `settings` are the values, by
+    field, that must not change when a run is resumed.
     """
 
     chosen: tuple[Question, ...]
@@ -122,7 +128,7 @@ class SpecBenchConfig(SpecBenchFields):
 
 
 def read_spec_bench_config(written: dict[str, Any]) -> SpecBenchConfig:
-    """Return the checked config, except for checks that need the model. Raises InputError."""
+    """Return the checked config; checks that need the model are made later. Raises InputError."""
     given = read_values(SpecBenchFields, written)
     for name in ("temperatures", "num_speculative_tokens"):
         _refuse_repeated(name, getattr(given, name))
@@ -133,24 +139,29 @@ def read_spec_bench_config(written: dict[str, Any]) -> SpecBenchConfig:
 
 
 def _chosen(given: SpecBenchFields) -> Sequence[Question]:
-    """Return the questions of the config's tasks, as many as it asks for."""
+    """Return the questions to measure: those of the config's tasks, as many as it asks for."""
     questions = list(questions_of(given.prompts))
-    there = list(dict.fromkeys(task_of(question.category) for question in questions))
+    tasks = list(dict.fromkeys(task_of(question.category) for question in questions))
     _refuse_repeated("tasks", given.tasks)
     for task in given.tasks:
-        if task not in there:
+        if task not in tasks:
             raise InputError(
-                f"tasks={shown(task)}: no question is of that task; use {', '.join(there)}"
+                f"tasks={shown(task)}: no question is of that task; use {', '.join(tasks)}"
             )
     if given.tasks:
-        questions = [one for one in questions if task_of(one.category) in given.tasks]
+        questions = [
+            question for question in questions if task_of(question.category) in given.tasks
+        ]
     if given.turns == "first":
-        questions = [Question(one.question_id, one.category, one.turns[:1]) for one in questions]
+        questions = [
+            Question(question.question_id, question.category, question.turns[:1])
+            for question in questions
+        ]
     return questions if given.questions is None else stratified(questions, given.questions)
 
 
 def _cells(given: SpecBenchFields) -> Iterator[Cell]:
-    """Yield the cells, temperature by temperature."""
+    """Yield the cells by temperature, beginning with that of plain decoding."""
     entries = _entries(given)
     for temperature in given.temperatures:
         yield _cell(given, _PLAIN, temperature, FIXED)
@@ -159,7 +170,7 @@ def _cells(given: SpecBenchFields) -> Iterator[Cell]:
 
 
 def _entries(given: SpecBenchFields) -> list[str]:
-    """Return the drafters with their options, one a text, `all` replaced by those it stands for."""
+    """Return the drafters, each with its options as one text; `all` is replaced by its drafters."""
     entries: list[str] = []
     for text in _split(given.drafters):
         entry = " ".join(text.split())
@@ -175,7 +186,7 @@ def _entries(given: SpecBenchFields) -> list[str]:
 
 
 def _all_drafters(target: str) -> list[str]:
-    """Return the drafters that need no training, and those whose weights come with the target."""
+    """Return the drafters that need no training, and those with weights for the target."""
     shipped = shipped_heads().get(target, [])
     names = [name for name in DRAFTERS if name not in (*_NEEDS_MORE, *TRAINED)]
     names += [name for name in DRAFTERS if name in shipped]
@@ -183,6 +194,7 @@ def _all_drafters(target: str) -> list[str]:
 
 
 def _cell(given: SpecBenchFields, entry: str, temperature: float, length: int | str) -> Cell:
+    """Return the cell of an entry at a temperature and draft length. Raises InputError."""
     config = _decode_fields(entry)
     for name in ("target", "dtype", "weights", "kv_cache_dtype", "turns", "verify", "seed"):
         config[name] = getattr(given, name)
@@ -197,7 +209,7 @@ def _cell(given: SpecBenchFields, entry: str, temperature: float, length: int | 
 
 
 def _decode_fields(entry: str) -> dict[str, Any]:
-    """Return a decode config with a drafter's name and options, as written after it."""
+    """Return a decode config with the drafter and the options of an entry, as a new dict."""
     return {
         name: dict(value) if isinstance(value, dict) else value
         for name, value in _overridden_fields(entry).items()
@@ -206,6 +218,7 @@ def _decode_fields(entry: str) -> dict[str, Any]:
 
 @functools.lru_cache
 def _overridden_fields(entry: str) -> dict[str, Any]:
+    """Return a decode config with the drafter and the options of an entry. Raises InputError."""
     name, *options = entry.split()
     for option in options:
         if not option.startswith(_OF_A_DRAFTER) or "=" not in option:
@@ -221,9 +234,9 @@ def _overridden_fields(entry: str) -> dict[str, Any]:
 
 
 def _settings(given: SpecBenchFields, chosen: Sequence[Question]) -> dict[str, Any]:
-    """Return what makes a run, JSON-ready; of the prompts their number and a digest."""
-    apart = ("out", "formats", "prompts")
-    fields = {name: value for name, value in asdict(given).items() if name not in apart}
+    """Return the values that identify a run, JSON-ready; for prompts, their number and a digest."""
+    left_out = ("out", "formats", "prompts")
+    fields = {name: value for name, value in asdict(given).items() if name not in left_out}
     fields["drafters"] = ",".join(_entries(given))
     digest = hashlib.sha256(repr(chosen).encode()).hexdigest()[:16]
     fields["prompts"] = f"{len(chosen)} questions, {digest}"
@@ -234,13 +247,14 @@ def _settings(given: SpecBenchFields, chosen: Sequence[Question]) -> dict[str, A
 
 
 def _refuse_repeated(name: str, values: Sequence[Any]) -> None:
+    """Raise InputError, naming the field, if a value occurs twice."""
     for value in values:
         if values.count(value) > 1:
             raise InputError(f"{name}: {shown(value)} is given twice; name each once")
 
 
 def _split(values: str) -> Iterator[str]:
-    """Yield the parts between commas that no bracket encloses."""
+    """Yield the texts between commas that are outside of brackets."""
     depth, begin = 0, 0
     for index, letter in enumerate(values):
         depth += (letter in "([{") - (letter in ")]}")

@@ -1,4 +1,4 @@
-"""The programs of a Spec-Bench run: as few as its cells allow, planned but not compiled."""
+"""The programs of a Spec-Bench run, as few as its cells allow; planned but not compiled."""
 
 from __future__ import annotations
 
@@ -14,19 +14,18 @@ from specjax.spec_bench.config import Cell, SpecBenchConfig
 
 
 class Programs:
-    """The plans of a config's cells, whose drafters are loaded once.
+    """The plans of a config's cells, whose drafters are loaded only once.
 
-    All numbers of draft tokens of a drafter are limits of one plan, and temperatures are numbers
-    that it takes, too: greedy decoding alone has a plan of its own, and so has the length that a
-    drafter has by default.
+    Cells of a drafter that differ in a numeric draft length or in a temperature above 0 share a
+    plan. Greedy decoding has a plan of its own, and so has the drafter's default length.
     """
 
     def __init__(
         self, config: SpecBenchConfig, model: Model, capacity: int, screen: Screen
     ) -> None:
-        """Remember the target, and the most tokens of a row."""
+        """Keep the arguments; `capacity` is the maximum number of tokens of a row."""
         lengths = config.num_speculative_tokens
-        self._longest = max((one for one in lengths if isinstance(one, int)), default=None)
+        self._longest = max((k for k in lengths if isinstance(k, int)), default=None)
         self._model, self._capacity, self._screen = model, capacity, screen
         self._drafters: dict[tuple[str, bool], ConfigDrafter] = {}
 
@@ -38,7 +37,7 @@ class Programs:
         return plan_rows(self._model, loaded, options, self._capacity, [cell.config.sampling])
 
     def drafter(self, cell: Cell) -> ConfigDrafter:
-        """Return a cell's drafter; for numbers of draft tokens, a chain as long as the largest."""
+        """Return a cell's drafter; for numeric draft lengths, a chain as long as the largest."""
         numbered = isinstance(cell.length, int)
         key = cell.entry, numbered
         if key not in self._drafters:
@@ -50,6 +49,7 @@ class Programs:
         return self._drafters[key]
 
     def _made(self, cell: Cell, length: int | str) -> ConfigDrafter:
+        """Return a cell's drafter, made with a draft length."""
         config = cell.config
         options = replace(config.options, num_speculative_tokens=length)
         (drafter,) = config.drafters

@@ -1,8 +1,9 @@
-"""Measure the cells of a Spec-Bench run, question by question, and keep what is finished.
+"""Measure the cells of a Spec-Bench run, question by question, saving finished answers.
 
 Plain decoding comes first on each question; its answers are the history of later turns, for all
-drafters alike. The drafters follow, every question in another order. A unit of work is a question
-with one cell: its rows are appended to the cell's file at once, and a resumed run skips it.
+drafters alike. The drafters follow, in an order that varies by question. A unit of work is a
+question with one cell: its rows are appended to the cell's file together, and a resumed run skips
+the unit.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from specjax.spec_bench.programs import Programs
 
 @dataclass
 class _Way:
-    """A cell while it is measured: its program, its answers, and the file of these."""
+    """A cell while it is measured: its program, its answers so far, and its file."""
 
     cell: Cell
     session: Session
@@ -54,17 +55,17 @@ class _Way:
 
     @property
     def name(self) -> str:
-        """The drafter with its options, and its draft length where that is a number."""
+        """The drafter with its options, and its draft length if that is a number."""
         return self.cell.entry if self.limit is None else f"{self.cell.entry}, {self.limit}"
 
     @property
     def limit(self) -> int | None:
-        """The most draft tokens, where the draft length is a number."""
+        """The maximum number of draft tokens, if the draft length is a number."""
         return self.cell.length if isinstance(self.cell.length, int) else None
 
     @property
     def longest_path(self) -> int | None:
-        """The most tokens of a draft's path: in a chain, as many as the limit."""
+        """The maximum number of tokens on a path of a draft; in a chain, at most the limit."""
         drafter = self.session.plan.drafter
         longest = drafter.num_speculative_tokens
         if self.limit is None or any(part.branches for part in drafter.parts):
@@ -73,24 +74,27 @@ class _Way:
 
     @functools.cached_property
     def answered(self) -> set[int | str]:
-        """The ids of the questions that are finished."""
+        """The ids of the finished questions."""
         return {row.question_id for row in self.run.rows}
 
     @property
     def engine_key(self) -> Any:
-        """What cells must agree in to share an engine: `auto` learns, and keeps one to itself."""
+        """A key that is equal for cells that may share an engine.
+
+        The controller `auto` learns, so such a cell shares its engine with no other.
+        """
         return self.cell.entry, self.session.plan, self.cell.length == AUTO
 
 
 class Measuring:
-    """The cells of a config while they are measured into a folder; `paths` are their files."""
+    """The cells of a config while they are measured; `paths` are the files with their answers."""
 
     def __init__(
         self, config: SpecBenchConfig, folder: Path, mesh: Mesh | None, screen: Screen
     ) -> None:
-        """Load the target and its drafters, and read what is finished. Raises InputError."""
+        """Load the target and its drafters, and read finished answers. Raises InputError."""
         self._config, self._screen = config, screen
-        turns = {one.question_id: len(one.turns) for one in config.chosen}
+        turns = {question.question_id: len(question.turns) for question in config.chosen}
         paths = [folder / cell.file_name for cell in config.cells]
         rows = [finished_rows(path, turns, screen.say) for path in paths]
         with screen.working(f"loading {config.target}"):
@@ -119,22 +123,22 @@ class Measuring:
         self._engines: dict[Any, Engine] = {}
         counts = [len(question.turns) for question in config.chosen]
         self._first_batch = list(itertools.accumulate(counts, initial=0))
-        """The number of the first turn of each question, over all questions."""
+        """The number of turns of all earlier questions, by question."""
         self.num_units = len(self._ways) * len(config.chosen)
 
     @property
     def num_finished(self) -> int:
-        """The number of units of work that are finished."""
+        """The number of finished units of work."""
         return sum(len(way.answered) for way in self._ways)
 
     @property
     def paths(self) -> list[Path]:
-        """The files of the cells."""
+        """The files of the cells' answers."""
         return [way.path for way in self._ways]
 
     @property
     def exact(self) -> bool:
-        """Whether all answers equal plain decoding's where they must, except for near-ties."""
+        """Whether all answers that must equal plain decoding's do so, except for near-ties."""
         return all(
             row.difference is not None and row.difference.excused
             for way in self._ways
@@ -153,12 +157,12 @@ class Measuring:
                 left = [w for w in (plain, *order) if question.question_id not in w.answered]
                 if not left:
                     continue
-                # Once more where a run was stopped in between: speeds are of the same minute.
+                # A resumed run repeats plain decoding, so that speeds are of the same minute.
                 baseline = list(self._answers(plain, number, ()))
                 texts = [answer.texts[0] for _, answer in baseline]
                 for way in left:
-                    found = baseline if way is plain else self._answers(way, number, texts)
-                    self._record(way, number, list(found), baseline)
+                    answers = baseline if way is plain else self._answers(way, number, texts)
+                    self._record(way, number, list(answers), baseline)
         for way in self._ways:
             way.file.finish()
         self._screen.rest()
@@ -166,16 +170,16 @@ class Measuring:
     def _answers(
         self, way: _Way, number: int, history: Sequence[str]
     ) -> Iterator[tuple[Session, Generation]]:
-        """Yield the session and the answer of each turn of a question, with a cell.
+        """Yield the session and the answer of a cell to each turn of question `number`.
 
-        `history` are the answers to earlier turns, by default the cell's own.
+        `history` are the answers to earlier turns; if it is empty, they are the cell's texts.
         """
-        engine, own = self._engine(way), []
+        engine, texts = self._engine(way), []
         question = self._config.chosen[number]
         for turn in range(len(question.turns)):
             prompt = self._prompts[number][turn]
             if turn:
-                conversation = _conversation(question, turn, history or own)
+                conversation = _conversation(question, turn, history or texts)
                 prompt = encode_prompt(self.model, conversation, _name(question, turn))
             seed = derived_seed(self._config.seed, self._first_batch[number] + turn)
             request = replace(way.cell.config.sampling, seed=seed)
@@ -184,11 +188,11 @@ class Measuring:
             if answer.failed_rows:
                 failed = {f"{_name(question, turn)}, with {way.name}": answer.failed_rows[0]}
                 raise InputError(failure_message(self.model, failed))
-            own.append(answer.texts[0])
+            texts.append(answer.texts[0])
             yield session, replace(answer, longest_path=way.longest_path)
 
     def _engine(self, way: _Way) -> Engine:
-        """Return the engine of a cell's program, compiled when it is first used."""
+        """Return the engine for a cell, compiled when it is first used."""
         engine = self._engines.get(way.engine_key)
         if engine is None:
             engine = self._engines[way.engine_key] = open_engine(way.session)
@@ -203,7 +207,7 @@ class Measuring:
         return engine
 
     def _close_all_but(self, ways: Sequence[_Way]) -> None:
-        """Free the caches of engines that some cells do not use."""
+        """Free the caches of engines that none of `ways` uses."""
         for key in self._engines.keys() - {way.engine_key for way in ways}:
             self._engines.pop(key).close()
 
@@ -214,7 +218,11 @@ class Measuring:
         found: Sequence[tuple[Session, Generation]],
         baseline: Sequence[tuple[Session, Generation]],
     ) -> None:
-        """Append the rows of a finished unit to the cell's file, and show the progress."""
+        """Append the rows of a finished unit to the cell's file, and show the progress.
+
+        `found` and `baseline` are the sessions and answers of the cell and of plain decoding, by
+        turn.
+        """
         question = self._config.chosen[number]
         for turn, ((session, answer), (_, plain)) in enumerate(zip(found, baseline, strict=True)):
             differences = None
@@ -227,13 +235,15 @@ class Measuring:
         if len(way.answered) == len(self._config.chosen):
             records.append({"record": "summary", **summary(way.run, way.clock)})
         way.file.add(*records)
-        speed = sum(one.new_tokens for _, one in found) / sum(one.decode_s for _, one in found)
+        answers = [answer for _, answer in found]
+        seconds = sum(answer.decode_s for answer in answers)
+        speed = sum(answer.new_tokens for answer in answers) / seconds
         done = self.num_finished
         self._screen.progress(way.name, done, self.num_units, speed, done / self.num_units)
 
 
 def _encoded(config: SpecBenchConfig, model: Model, question: Question) -> list[list[int]]:
-    """Return the token ids of each turn's prompt, with empty answers before it."""
+    """Return the token ids of each turn's prompt, assuming empty answers to earlier turns."""
     chat = model.tokenizer is not None and model.tokenizer.chat_template is not None
     if not chat and len(question.turns) > 1:
         raise InputError(
@@ -252,12 +262,12 @@ def _encoded(config: SpecBenchConfig, model: Model, question: Question) -> list[
 
 
 def _longest(config: SpecBenchConfig, model: Model, question: Question, ids: Sequence[int]) -> int:
-    """Return the most tokens of a question's turns, `ids`, with their answers.
+    """Return the maximum number of tokens of a question's turns and answers.
 
-    Raises InputError if the target has no room for them.
+    `ids` are the tokens of its last prompt. Raises InputError if the target has no room for them.
     """
     longest = longest_row(model, config.max_length)
-    # An answer's text may be encoded in more tokens than were decoded, though seldom.
+    # An answer's text is rarely encoded in more tokens than were decoded.
     needed = len(ids) + len(question.turns) * config.max_new_tokens
     if needed > longest:
         raise InputError(
@@ -269,7 +279,7 @@ def _longest(config: SpecBenchConfig, model: Model, question: Question, ids: Seq
 
 
 def _conversation(question: Question, turn: int, answers: Sequence[str]) -> list[dict[str, str]]:
-    """Return the messages up to the user's in a turn."""
+    """Return the messages of a question up to the user's message of turn `turn`."""
     messages = [{"role": "user", "content": question.turns[0]}]
     for text, answer in zip(question.turns[1 : turn + 1], answers, strict=False):
         messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": text}]
@@ -277,11 +287,12 @@ def _conversation(question: Question, turn: int, answers: Sequence[str]) -> list
 
 
 def _name(question: Question, turn: int) -> str:
+    """Return the name of a turn of a question in errors."""
     return f"question {question.question_id}" + (f", turn {turn + 1}" if turn else "")
 
 
 def _header(cell: Cell, model: Model, mesh: Mesh | None, trees: Any) -> RunHeader:
-    """Return the description of a cell, that of a decode run."""
+    """Return the description of a cell, in the form of a decode run's."""
     config = cell.config
     (drafter,) = config.drafters
     return RunHeader(
