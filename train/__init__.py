@@ -1,1 +1,1 @@
-"""Training: data written by a target, and the drafters trained on it."""
+"""Training of drafters on data that their target wrote, and of new models."""

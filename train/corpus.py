@@ -4,9 +4,9 @@
     python -m train.corpus --config.dataset=TFDS --config.tfds.split=train --config.workdir=W
 
 Documents are your own texts (one per file, or JSON lines with the key text), or those of a TFDS
-dataset. W/tokens then holds pieces of them as token ids, with the tokenizer:
---config.data=W/tokens. Existing parts are kept, so that the same command resumes. Exit codes: 0; 2
-for bad input; 130 after Ctrl-C or SIGTERM.
+dataset. Their token ids, in pieces, are written to W/tokens together with the tokenizer; to train
+on them use --config.data=W/tokens. Finished parts are kept, so that the same command resumes. Exit
+codes: 0; 2 for bad input; 130 after Ctrl-C or SIGTERM.
 """
 
 from __future__ import annotations
@@ -51,11 +51,12 @@ TOKENS = "tokens"
 _KIND = "tokens"
 _MAY_DIFFER = ("workdir",)
 _TOKENIZER_BYTES = 256 << 20
-"""A tokenizer is trained on documents of about so many bytes, spread over the corpus."""
+"""The approximate size of the documents, spread over the corpus, on which a tokenizer is trained.
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit code."""
+    """Run the command with `argv`, by default the process's arguments; return its exit code."""
     return command.run_config(
         make_corpus,
         argv,
@@ -93,7 +94,10 @@ def make_corpus(config: CorpusConfig, console: Console | None = None) -> int:
 
 
 def _record(config: CorpusConfig, documents: Documents | Texts, root: Path) -> None:
-    """Record what the run is; raises InputError where an earlier one there was another."""
+    """Record the settings of a run in its folder.
+
+    Raises InputError if an earlier run in the folder had other settings.
+    """
     if isinstance(documents, Documents):
         text: dict[str, Any] = {"files": _digest(documents.files)}
     else:
@@ -113,7 +117,11 @@ def _digest(files: Sequence[Path]) -> str:
 
 
 def _parts(root: Path, count: int, size: int) -> dict[Path, range]:
-    """Return the documents of each dataset by directory; raise InputError for extra datasets."""
+    """Return the numbers of each dataset's documents, by the dataset's directory.
+
+    `count` documents are divided into datasets of `size`; the last one may have fewer. Raises
+    InputError if the folder has other datasets.
+    """
     parts = {
         root / TOKENS / f"part-{number:05d}": range(first, min(first + size, count))
         for number, first in enumerate(range(0, count, size))
@@ -124,13 +132,13 @@ def _parts(root: Path, count: int, size: int) -> dict[Path, range]:
 
 
 def _kept_tokenizer(parts: Mapping[Path, range]) -> Tokenizer | None:
-    """Return the tokenizer of an earlier run; every part keeps the same one."""
-    there = next((path for path in parts if (path / METADATA).exists()), None)
-    return None if there is None else open_responses(there).tokenizer
+    """Return the tokenizer of the datasets that an earlier run wrote, or None if there are none."""
+    written = next((path for path in parts if (path / METADATA).exists()), None)
+    return None if written is None else open_responses(written).tokenizer
 
 
 def _to_learn_from(documents: Documents | Texts, count: int) -> Iterator[str]:
-    """Return the documents that a tokenizer is trained on: none that is held out."""
+    """Yield the documents on which a tokenizer is trained, none of them held out."""
     stride = max(1, -(-documents.num_bytes // _TOKENIZER_BYTES))
     numbered = enumerate(itertools.islice(documents, count))
     trained = (text for number, (text, _) in numbered if not is_held_out(number))
@@ -144,7 +152,7 @@ def _write_parts(
     tokenizer: Tokenizer,
     screen: Screen,
 ) -> None:
-    """Write the datasets that are not there."""
+    """Write the datasets that do not exist yet."""
     metadata = text_metadata(documents.label, tokenizer)
     generation = {"text": documents.label, "max_tokens": config.max_tokens}
     written = [path for path in parts if (path / METADATA).exists()]

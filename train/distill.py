@@ -33,9 +33,9 @@ class DistillSection:
     """The target's layers that initialize the draft model, and the tokens that it drafts."""
 
     layers: Annotated[tuple[int, ...], _LAYERS]
-    """The target's layers that the draft model starts as."""
+    """The layers of the target from which the draft model is initialized."""
     draft_vocab_size: DraftVocabSize
-    """The number of tokens that it drafts, the commonest of the data; all by default."""
+    """The number of tokens that it drafts, the most common ones of the data; all by default."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +65,7 @@ def make_method(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit code."""
+    """Run the command with `argv`, by default the process's arguments; return its exit code."""
     return run.main(make_method, Config, argv)
 
 

@@ -40,13 +40,13 @@ class EagleSection:
     version: Annotated[int, Whole(1, 3, remedy="use 1 or 3")]
     """1 for EAGLE, 3 for EAGLE-3."""
     draft_vocab_size: DraftVocabSize
-    """The number of tokens that it drafts, the commonest of the data; all by default."""
+    """The number of tokens that it drafts, the most common ones of the data; all by default."""
     taps: Annotated[tuple[str, ...], _TAPS]
-    """The target's features that it reads; () for the inputs of layers 2, L/2 and L - 3 (EAGLE-3)
-    or the final norm (EAGLE)."""
-    start: Annotated[str, START]
-    """Start from the target's last layer and output layer where they fit, or from random weights.
+    """The target features that it reads; () for the inputs of layers 2, L/2 and L - 3 (EAGLE-3) or
+    the final norm (EAGLE).
     """
+    start: Annotated[str, START]
+    """The initial weights: the target's last layer and output layer, or random ones."""
     fc_bias: bool
     """Whether the layer that joins features has a bias."""
     own_embedding: bool
@@ -56,9 +56,9 @@ class EagleSection:
     norm_before_fc: bool
     """Whether features are normed together before they are joined."""
     fc_norm: bool
-    """Whether each feature is normed before they are joined."""
+    """Whether features are normed one by one before they are joined."""
     norm_output: bool
-    """Whether the next step reads the output after the norm."""
+    """Whether the next draft step reads the output after the norm."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,9 +74,9 @@ class Config(TrainingConfig):
 def make_method(
     target: Model, vocabulary: Vocabulary, config: Config, label_loss: LabelLoss | None = None
 ) -> Method:
-    """Return the method of a config. Raises InputError.
+    """Return the training method of a config. Raises InputError.
 
-    `label_loss` replaces the config's loss of each label.
+    `label_loss` replaces the config's loss per label.
     """
     options = dict(vars(config.eagle))
     start, size = options.pop("start"), options.pop("draft_vocab_size")
@@ -99,7 +99,7 @@ def make_method(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit code."""
+    """Run the command with `argv`, by default the process's arguments; return its exit code."""
     return run.main(make_method, Config, argv)
 
 

@@ -3,7 +3,7 @@
     python -m train.features --input=DIR --output=DIR --features=layer_input:2,layer_input:15
 
 Conversations of similar length run together. The output is a folder of datasets, which trainers
-open like a single one. Existing parts are kept, so that the same command resumes. Exit codes: 0; 2
+open as if it were one. Finished parts are kept, so that the same command resumes. Exit codes: 0; 2
 for bad input; 130 after Ctrl-C or SIGTERM.
 """
 
@@ -40,11 +40,11 @@ from train.run.precision import MULTIPLY, as_multiplied, multiply_dtype
 
 _KIND = "features"
 _STEP = 64
-"""Lengths are rounded up to a multiple of this: the number of compiled shapes against padding."""
+"""Lengths are rounded up to a multiple of this, a trade-off between compiled shapes and padding."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit code."""
+    """Run the command with `argv`, by default the process's arguments; return its exit code."""
 
     def act(arguments: list[str]) -> int:
         store_features(**parser().read(arguments))
@@ -84,7 +84,10 @@ def store_features(
     part: int,
     limit: int | None,
 ) -> None:
-    """Run the target over a dataset; the arguments are the flags. Raises InputError."""
+    """Run the target over a dataset and store its features; the arguments are the flags.
+
+    Raises InputError.
+    """
     folder, where = output_folder("output", output), f"output={str(output)!r}"
     folders.check_claimable(folder, _KIND, where)
     form = Form.for_training(jax.default_backend())
@@ -129,7 +132,7 @@ def store_features(
 
 @dataclass
 class _Progress:
-    """Conversations and tokens that are done, of all; the speed is that of this run alone."""
+    """The conversations and tokens finished so far, of the total; speeds are those of this run."""
 
     screen: Screen
     rows: int
@@ -145,7 +148,7 @@ class _Progress:
         self.tokens_before += int(lengths.sum())
 
     def add(self, length: int) -> None:
-        """Count a conversation."""
+        """Count a conversation of `length` tokens that this run has finished."""
         self.rows_done += 1
         self.tokens_now += length
         speed = self.tokens_now / max(time.monotonic() - self.begin, 1e-9)
@@ -185,7 +188,10 @@ def _examples(
     tokens: int,
     progress: _Progress,
 ) -> Iterator[Example]:
-    """Yield the conversations with their features, a batch of similar lengths at a time."""
+    """Yield the conversations `members` with their features, run in batches of similar lengths.
+
+    A batch has at most `tokens` tokens, and `names` are the features to compute.
+    """
     widths = itertools.groupby(members, lambda index: _rounded(int(data.lengths[index])))
     for width, same_width in widths:
         indices, rows = list(same_width), max(1, tokens // width)

@@ -2,10 +2,10 @@
 
     python -m train.generate --config=configs/generate_smollm2.py --config.workdir=DIRECTORY
 
-Finished answers are saved to the work folder as they come, so that the same command resumes where
-it stopped; the dataset is written at the end. Exit codes: 0, also if config.minutes were over
-before the end; 2 for bad input; 130 after Ctrl-C or SIGTERM. With several processes, only the first
-prints and writes.
+Finished answers are saved to the work folder at once, so that the same command resumes where it
+stopped; the dataset is written at the end. Exit codes: 0, also if config.minutes ran out before the
+end; 2 for bad input; 130 after Ctrl-C or SIGTERM. With several processes, only the first prints and
+writes.
 """
 
 from __future__ import annotations
@@ -37,15 +37,16 @@ from train.generation.saved_answers import SavedAnswers, open_answers
 
 CONFIG = "generate_smollm2"
 RESPONSES = "responses"
-"""The dataset in the work folder."""
+"""The name of the dataset in the work folder."""
 _KIND = "answers"
 _MOST_FAILED = 300
-"""After so many failures without an answer the model is to blame: more than prompts of one length
-that follow each other."""
+"""The number of failures without any answer after which the run ends, since the model must be at
+fault: more than there are consecutive prompts of one length.
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit code."""
+    """Run the command with `argv`, by default the process's arguments; return its exit code."""
     return command.run_config(
         generate,
         argv,
@@ -96,7 +97,7 @@ def generate(config: AnswersConfig, console: Console | None = None) -> int:
 
 
 def _check_folders(root: Path, where: str, output: Path) -> None:
-    """Raise InputError where the work folder or the output is not ours to write to."""
+    """Raise InputError if the work folder or the output is nested wrongly or not ours to write."""
     root, output = root.resolve(), output.resolve()
     if root.is_relative_to(output):
         raise InputError(
@@ -121,7 +122,7 @@ def _run(
     screen: Screen,
     begin: float,
 ) -> bool:
-    """Return answer what is not answered; False where the minutes were over before the end."""
+    """Answer the unanswered prompts; return False if the minutes ran out before the end."""
     answered = processes.from_first(sorted(saved.read()) if processes.is_first() else None)
     answered = set(answered) & {row.request.id for row in job.rows}
     todo = [row for row in job.order if job.rows[row].request.id not in answered]
@@ -164,10 +165,10 @@ def _run(
 
 @dataclass
 class _Keeper:
-    """Keeps what has ended: `count` answers in this run, and why prompts have none.
+    """The writer of finished answers: `count` counts this run's, and failures have a reason.
 
-    Nothing is kept before any prompt was `answered`: where every prompt fails, the model is to
-    blame. Of a prompt that failed it is kept that there is no answer.
+    Nothing is saved before the first prompt is `answered`, since the model is at fault if every
+    prompt fails. For a prompt that fails, it is saved that there is no answer.
     """
 
     model: Model
@@ -179,7 +180,7 @@ class _Keeper:
     _waiting: dict[int, Sequence[int]] = field(default_factory=dict)
 
     def take(self, ended: Sequence[Output]) -> None:
-        """Save more finished outputs. Raises InputError if every prompt so far has failed."""
+        """Save finished outputs. Raises InputError if too many prompts fail and none succeeds."""
         for output in ended:
             row = self.job.rows[output.id]
             self._waiting[row.request.id] = [] if output.failure else output.token_ids
@@ -195,12 +196,12 @@ class _Keeper:
             processes.together(lambda: self.saved.add(kept) if processes.is_first() else None)
 
     def check(self) -> None:
-        """Raise InputError if all prompts fail, rather than some."""
+        """Raise InputError if all prompts of the run have failed."""
         if self.failed and not self.answered:
             raise InputError(failure_message(self.model, self.failed))
 
     def say_failures(self, screen: Screen) -> None:
-        """Print which prompts have no answer and why, if others have one."""
+        """Print which prompts have no answer and why, if other prompts have one."""
         if self.failed and self.answered:
             why = failure_message(self.model, self.failed)
             screen.say(f"without an answer: {why}", "yellow")
@@ -211,7 +212,10 @@ def _write(job: Job, saved: SavedAnswers, output: Path, record: dict) -> None:
 
 
 def _already(output: Path, record: dict, screen: Screen) -> int:
-    """The end of a run whose dataset is written: nothing is left to do, or it is another's."""
+    """Return the exit code of a run whose dataset is already written, after printing that.
+
+    Raises InputError if another run wrote the dataset.
+    """
 
     def check() -> None:
         written = open_responses(output, record["target"]) if processes.is_first() else None

@@ -25,7 +25,7 @@ from train.data.write_responses import write_responses
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit code."""
+    """Run the command with `argv`, by default the process's arguments; return its exit code."""
 
     def act(arguments: list[str]) -> int:
         _import(**parser().read(arguments))

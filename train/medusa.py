@@ -34,15 +34,15 @@ class MedusaSection:
     """The shape of the heads, with the names of `MedusaConfig`."""
 
     num_heads: Annotated[int, Whole(1, 64)]
-    """Heads, one for each position after the next."""
+    """The number of heads, one for each position after the next token."""
     num_layers: Annotated[int, Whole(1, 64)]
-    """Residual blocks per head."""
+    """The number of residual blocks per head."""
     draft_vocab_size: DraftVocabSize
-    """The number of tokens that they draft, the commonest of the data; all by default."""
+    """The number of tokens that they draft, the most common ones of the data; all by default."""
     original_lm_head: bool
     """Whether the heads share the target's output layer."""
     projection: bool
-    """Whether blocks project before they add."""
+    """Whether blocks project their output before adding it to the residual."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,16 +57,16 @@ class Config(TrainingConfig):
 
     @property
     def reads_decay_steps(self) -> bool:
-        """Whether the end of the schedule matters, as it does for the ramp of Medusa-2."""
+        """Whether the end of the schedule affects the loss, as with the ramp of Medusa-2."""
         return super().reads_decay_steps or self.joint is not None
 
 
 def make_method(
     target: Model, vocabulary: Vocabulary, config: Config, label_loss: LabelLoss | None = None
 ) -> Method:
-    """Return the method of a config. Raises InputError.
+    """Return the training method of a config. Raises InputError.
 
-    `label_loss` replaces the config's loss of each label.
+    `label_loss` replaces the config's loss per label.
     """
     options = dict(vars(config.medusa))
     vocab_size = target.config.vocab_size
@@ -86,7 +86,7 @@ def make_method(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit code."""
+    """Run the command with `argv`, by default the process's arguments; return its exit code."""
     return run.main(make_method, Config, argv)
 
 

@@ -30,7 +30,7 @@ from train.run.config import DraftVocabSize, TrainingConfig
 from train.run.precision import multiply_dtype
 
 _LOSS_WEIGHT = 0.3
-"""lambda where the config names none (DeepSeek-V3, GLM-4.5)."""
+"""The default of lambda (DeepSeek-V3, GLM-4.5)."""
 
 
 @dataclass(frozen=True)
@@ -41,27 +41,28 @@ class MtpSection:
     """
 
     trains: Annotated[str, TRAINS]
-    """Modules of a frozen target, or all: the target along with them."""
+    """What is trained: modules of a frozen target, or all, which includes the target."""
     num_modules: Annotated[int, Whole(0, 64)]
-    """D: modules; 0, with trains=all, trains the target alone."""
+    """D, the number of modules; 0, with trains=all, trains the target alone."""
     steps: Annotated[int | None, optional(Whole(1, 64))]
-    """Draft steps in the loss; one for each module by default. The last module makes further ones.
+    """The number of draft steps in the loss; by default one per module. The last module runs
+    further ones.
     """
     draft_vocab_size: DraftVocabSize
-    """The number of tokens that they draft, the commonest of the data; all by default."""
+    """The number of tokens that they draft, the most common ones of the data; all by default."""
     start: Annotated[str, START]
-    """What new modules start from."""
+    """The initial weights of new modules."""
     export: Annotated[str, EXPORTS]
-    """The target with the modules inside, or the modules alone as a head."""
+    """What is written: the target with its modules inside, or the modules alone as a head."""
     loss_weight: Annotated[float | None, optional(Number())]
     """lambda, the weight of the MTP loss beside the target's own; 0.3 by default."""
     loss: Annotated[MtpLossOptions, Inline()]
     concat: Concat
     """The order in which embedding and hidden state are joined."""
     hidden: Hidden
-    """The target's feature that is read."""
+    """The target feature that the modules read."""
     recursion: Recursion
-    """Whether the next step reads outputs after the module's final norm or before it."""
+    """Whether the next step reads a module's output after its final norm or before it."""
     zero_first_embedding: bool
     """Whether the embedding of the pair at position 0 is zero."""
 
@@ -101,9 +102,9 @@ def _check_decoding(modules: int, prompts: int) -> None:
 
 
 def _check_steps(trains: str, exports: str, modules: int, steps: int | None) -> None:
-    """Raise InputError where what is trained and exported, D and the steps do not fit each other.
+    """Raise InputError if what is trained and exported, D and `steps` are inconsistent.
 
-    Without `steps` there is one for each module.
+    `steps` of None means one per module.
     """
     if not modules and trains == "modules":
         raise InputError("mtp.num_modules=0: a frozen target learns nothing; use mtp.trains=all")
@@ -121,7 +122,7 @@ def _check_steps(trains: str, exports: str, modules: int, steps: int | None) -> 
 
 @dataclass(frozen=True, kw_only=True)
 class Config(TrainingConfig):
-    """The checked config of this command; without a target, `model` has the sizes of a new one."""
+    """The checked config of this command; without a target, `model` gives the sizes of one."""
 
     DEFAULT = "train_mtp"
     CHECKS = (
@@ -138,16 +139,16 @@ class Config(TrainingConfig):
 
     @property
     def reads_decay_steps(self) -> bool:
-        """Whether the end of the schedule matters, as it does for a late weight."""
+        """Whether the end of the schedule affects the loss, as it does with late_loss_weight."""
         return super().reads_decay_steps or self.mtp.loss.late_loss_weight is not None
 
 
 def make_method(
     target: Model, vocabulary: Vocabulary, config: Config, label_loss: LabelLoss | None = None
 ) -> Method:
-    """Return the method of a config. Raises InputError.
+    """Return the training method of a config. Raises InputError.
 
-    `label_loss` replaces the config's loss of each label.
+    `label_loss` replaces the config's loss per label.
     """
     options = config.mtp
     modules = options.num_modules
@@ -183,7 +184,7 @@ def make_method(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit code."""
+    """Run the command with `argv`, by default the process's arguments; return its exit code."""
     return run.main(make_method, Config, argv)
 
 

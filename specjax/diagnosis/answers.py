@@ -46,7 +46,7 @@ class Answers:
 
     @property
     def chance(self) -> float:
-        """The mean of sum_x min(p, m) where m is the mean of all p: a draft without context."""
+        """The overlap of a draft without context: the mean of sum_x min(p, m) with m the mean p."""
         is_label = jnp.asarray(self.is_label)[..., None]
         p = jnp.exp(self.logp)
         mean = jnp.where(is_label, p, 0).sum(axis=(0, 1)) / jnp.maximum(is_label.sum(), 1)

@@ -147,7 +147,7 @@ class Measuring:
         )
 
     def measure(self) -> None:
-        """Measure what is not finished. Raises InputError if a row fails or a file is full."""
+        """Measure all unfinished units. Raises InputError if a row fails or writing fails."""
         for temperature in self._config.temperatures:
             ways = [way for way in self._ways if way.cell.temperature == temperature]
             self._close_all_but(ways)

@@ -1,1 +1,1 @@
-"""Datasets on disk, as TFDS datasets of array_record files, without TensorFlow."""
+"""Datasets on disk, as TFDS datasets in array_record files; TensorFlow is not needed."""

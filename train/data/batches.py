@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 from train.data.packing import Shape, Source
 
 _CONTEXT = 2
-"""Tokens that must stand before a label: every method drafts from a committed pair."""
+"""The minimum number of tokens before a label, since every method drafts from a committed pair."""
 Rows = Array | np.ndarray
 Item = TypeVar("Item")
 
@@ -25,7 +25,7 @@ class Batch:
 
     `positions` count from 0 in each conversation; `segments` are 0 for padding and 1, 2, ... for
     the conversations of a row. `labels` are the row positions of the tokens to predict, in order,
-    padded with -1. `features` are the target's at the same positions.
+    padded with -1. `features` are the target's features at each position of a row.
     """
 
     tokens: Int[Rows, "B T"]
@@ -36,7 +36,7 @@ class Batch:
 
 
 def build(source: Source, rows: Sequence[Sequence[int]], shape: Shape) -> Batch:
-    """Return the host batch of the given rows of conversations."""
+    """Return the host batch of some rows, each a list of indices of conversations in `source`."""
     count, length = len(rows), shape.tokens
     tokens, positions, segments = (np.zeros((count, length), np.int32) for _ in range(3))
     labels = np.full((count, shape.labels), -1, np.int32)
@@ -60,9 +60,9 @@ def build(source: Source, rows: Sequence[Sequence[int]], shape: Shape) -> Batch:
 
 
 def read_ahead(items: Iterator[Item], depth: int = 2) -> Iterator[Item]:
-    """Yield an iterator's items, which a thread prepares, at most `depth` of them ahead.
+    """Yield the items of an iterator, which a thread prepares up to `depth` items ahead.
 
-    Exceptions of the thread are raised here. Closing this iterator ends the thread.
+    Exceptions in the thread are raised here. Closing this iterator ends the thread.
     """
     worker = ThreadPoolExecutor(1)
     try:

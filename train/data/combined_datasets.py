@@ -22,10 +22,10 @@ from train.data.responses import Responses, open_responses
 
 @dataclass(frozen=True)
 class DataFolders:
-    """Comma-separated directories of conversations, which may include `shipped.NAME`."""
+    """A comma-separated list of directories of conversations, which may include `shipped.NAME`."""
 
     def check(self, name: str, value: Any) -> str:
-        """Return the text; raise InputError if empty, or listing all missing directories."""
+        """Return the text; raise InputError if it is empty or directories are missing."""
         if value is None:
             raise InputError(
                 f"{name} is missing: pass --config.{name}=DIRECTORY, or {shipped.NAME}"
@@ -53,7 +53,7 @@ class Sources:
 
     @property
     def feature_names(self) -> tuple[str, ...]:
-        """The target features that every dataset contains."""
+        """The names of the target features that all datasets contain."""
         return tuple(
             name
             for name in self.parts[0].feature_names
@@ -110,7 +110,8 @@ def open_sources(
 ) -> Sources:
     """Open datasets, folders of datasets (`train.features`), and `shipped.NAME`.
 
-    Raises InputError as `open_responses` does, and if a folder holds no dataset.
+    `target` is the metadata of the target that must have written them, or None for any. Raises
+    InputError as `open_responses` does, and if a folder has no dataset.
     """
     if not directories:
         raise InputError("data is empty: name a dataset's directory")

@@ -1,10 +1,10 @@
 """A conversation written by a target, and the file names of a dataset.
 
-A dataset's directory holds array_record files with one record per conversation, TFDS's own metadata
+A dataset's directory has array_record files with one record per conversation, TFDS's own metadata
 (any TFDS reader can open it: `tfds.builder_from_directory`), `specjax.json` with metadata that the
-records lack, and `records.npy` with each record's id, length and number of labels. Text tokenized
-for models that do not exist yet (`train.corpus`) has the same format: every token is a label, and
-the directory `tokenizer` holds its tokenizer in Hugging Face's layout.
+records lack, and `records.npy` with each record's id, length and number of labels. Text that was
+tokenized for models that do not exist yet (`train.corpus`) has the same format: every token is a
+label, and the directory `tokenizer` has its tokenizer in Hugging Face's format.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TARGET_FIELDS = tuple(one.name for one in fields(TargetMetadata))
 class Example:
     """A conversation of T tokens; `loss_mask` is True for tokens that the target wrote.
 
-    `features` maps names to target features of each token, each of the target's width D.
+    `features` are the target's features of each token, arrays [T, D] by name.
     """
 
     tokens: Int32[np.ndarray, "T"]
@@ -51,9 +51,9 @@ def target_metadata(model: Model) -> dict[str, Any]:
 
 
 def text_metadata(name: str, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return the metadata that a dataset of text stores instead of a target's.
+    """Return the metadata that a dataset of text stores instead of a target's metadata.
 
-    Any model with its tokenizer can be trained on it.
+    Any model with the same tokenizer can be trained on the dataset.
     """
     return {
         "name": name,
@@ -65,9 +65,9 @@ def text_metadata(name: str, tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def check_target(where: str, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
-    """Raise InputError if the metadata of two targets differ in more than their names.
+    """Raise InputError, beginning with `where`, if the metadata of two targets differ.
 
-    A value of None is unknown, and equals every value.
+    Their names may differ. A value of None is unknown, and equals every value.
     """
     known = {name: value for name, value in ours.items() if value is not None}
     mine, other = TargetMetadata(**{**theirs, **known}), TargetMetadata(**theirs)
@@ -80,5 +80,5 @@ def check_target(where: str, ours: Mapping[str, Any], theirs: Mapping[str, Any])
 
 
 def feature_key(name: str) -> str:
-    """Return a feature's name in the form that TFDS and its files allow."""
+    """Return a feature's name in a form that TFDS and file names allow."""
     return name.replace(":", "_")

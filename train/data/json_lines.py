@@ -1,4 +1,4 @@
-"""Conversations as JSON lines written by other programs: `read_rows`.
+"""A reader of conversations that other programs wrote as JSON lines.
 
 Each line is an object with the keys id, category, source, licence, temperature, prompt_token_ids
 and response_token_ids.
@@ -24,10 +24,10 @@ _ABOVE_TOKEN_IDS = 2**31
 
 @dataclass(frozen=True)
 class TokenIds:
-    """A non-empty list of token ids."""
+    """The field type of a non-empty list of token ids."""
 
     def check(self, name: str, value: Any) -> list[int]:
-        """Return the list."""
+        """Return `value`; raise InputError, naming the field, if it is no such list."""
         listed = isinstance(value, list) and len(value) > 0
         if not listed or not all(type(i) is int and 0 <= i < _ABOVE_TOKEN_IDS for i in value):
             raise InputError(f"{name}={shown(value)}: use a list of token ids that is not empty")
@@ -46,7 +46,7 @@ _KINDS = {
 
 
 def read_rows(path: str | Path) -> Iterator[Example]:
-    """Yield the conversations in a file; raise InputError with file and line."""
+    """Yield the conversations in a file. Raises InputError, naming file and line, for bad lines."""
     first: dict[int, str] = {}
     for where, row in read_json_lines(input_file("input", path, pipe=True), "input"):
         example = _example(row, where)

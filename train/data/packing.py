@@ -1,7 +1,8 @@
 """Pack conversations into rows of fixed length, in a seeded order.
 
 The order of an epoch is a pure function of the seed, the epoch and the conversations' lengths. So a
-position is two numbers, and every process knows all rows without reading those of others.
+position in the data is two numbers, and each process knows all rows without reading those of other
+processes.
 """
 
 from __future__ import annotations
@@ -16,14 +17,15 @@ from specjax.errors import InputError
 from train.data.examples import Example
 
 _WINDOW = 4096
-"""Conversations that are packed against each other; more would only cost time."""
+"""The number of conversations that are packed together; larger windows would only take longer."""
 
 
 @runtime_checkable
 class Source(Protocol):
-    """Conversations by index; packing needs their lengths only, without reading them.
+    """Conversations by index, whose lengths are known without reading them.
 
-    `lengths` [n] are numbers of tokens, and `num_labels` [n] of those that the loss mask selects.
+    `lengths` [n] are numbers of tokens, and `num_labels` [n] the numbers of tokens that the loss
+    mask selects.
     """
 
     @property
@@ -35,7 +37,7 @@ class Source(Protocol):
         """The number of tokens of each conversation that count in the loss, int32 [n]."""
 
     def __getitem__(self, index: int) -> Example:
-        """Return one of them."""
+        """Return the conversation at an index."""
 
 
 class Position(NamedTuple):
@@ -62,8 +64,8 @@ class Shape:
 class Packing:
     """The assignment of conversations to rows, epoch by epoch.
 
-    `chosen` are the conversations to pack. Those without a label within the length of a row are
-    omitted; `left_out` is their number. Raises InputError if none remain.
+    `chosen` are the indices of the conversations to pack. Those without a label within the length
+    of a row are omitted; `left_out` is their number. Raises InputError if none remain.
     """
 
     def __init__(self, source: Source, chosen: np.ndarray, shape: Shape, seed: int) -> None:
@@ -82,7 +84,7 @@ class Packing:
         self._known: tuple[int, list[list[int]]] | None = None
 
     def rows(self, epoch: int) -> list[list[int]]:
-        """Return the rows of an epoch, each a list of conversations."""
+        """Return the rows of an epoch, each a list of indices of conversations."""
         if self._known is None or self._known[0] != epoch:
             rng = np.random.default_rng((self._seed, epoch))
             order = rng.permutation(self._chosen)
@@ -93,7 +95,7 @@ class Packing:
         return self._known[1]
 
     def advance(self, position: Position) -> Iterator[tuple[list[int], Position]]:
-        """Yield the rows from a position on, without end, each with the position after it."""
+        """Yield the rows from a position on, endlessly, each with the position after it."""
         epoch, row = position
         while True:
             rows = self.rows(epoch)
@@ -113,11 +115,14 @@ class Packing:
         return int(self._lengths[self._chosen].sum())
 
     def fill_rate(self) -> float:
-        """The fraction of the first epoch's tokens that is not padding."""
+        """The fraction of tokens in the first epoch that are not padding."""
         return self.tokens / (len(self.rows(0)) * self._shape.tokens)
 
     def _pack(self, order: np.ndarray) -> list[list[int]]:
-        """Best fit, longest first: each goes where it leaves the least room, tokens and labels."""
+        """Return rows packed by best fit, starting with the longest conversations.
+
+        Each conversation goes into the row that then has the least room left for tokens and labels.
+        """
         count = len(order)
         sizes = np.stack([self._lengths[order], self._labels[order]], axis=1).astype(np.int64)
         limits = np.array([self._shape.tokens, self._shape.labels])

@@ -1,4 +1,4 @@
-"""Read conversations that a target wrote: `open_responses`."""
+"""A reader of the datasets of conversations that a target wrote."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from train.data.examples import (
 )
 
 VALIDATION_EVERY = 50
-"""Conversations whose id divides by this are held out from training."""
+"""Conversations whose id is divisible by this number are held out from training."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,10 +130,11 @@ class Responses:
 
 
 def open_responses(directory: str | Path, target: Mapping[str, Any] | None = None) -> Responses:
-    """Open a directory that `write_responses` wrote, without reading records.
+    """Open a dataset that `write_responses` wrote, without reading its records.
 
-    Raises InputError for another or a damaged dataset, one without conversations or labels, and one
-    written by another target than that of `target` (a `target_metadata`).
+    Raises InputError for any other directory, a damaged dataset, one without conversations or
+    labels, and one written by another target than `target` (a result of `target_metadata`)
+    describes.
     """
     path = user_path("data", directory)
     metadata = _read_metadata(path)

@@ -1,7 +1,7 @@
 """The bundled dataset of conversations, for training without data of your own.
 
-`train/datasets/` holds the default model's answers as JSON lines, their provenance, and a card.
-They are converted to a dataset in specjax's cache when first opened.
+`train/datasets/` has the default model's answers as JSON lines, their provenance, and a card. They
+are converted to a dataset in specjax's cache when first opened.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from train.data.json_lines import read_rows
 from train.data.write_responses import write_responses
 
 NAME = "shipped"
-"""What stands for these conversations where directories of datasets are expected."""
+"""The name of the bundled conversations in lists of dataset directories."""
 ROWS = Path(__file__).parents[1] / "datasets" / "smollm2-135m-instruct.jsonl.gz"
 """The conversations."""
 METADATA = ROWS.with_name("smollm2-135m-instruct.json")
-"""Of the model that wrote them, and how they were made."""
+"""The metadata of the model that wrote the conversations, and of how they were generated."""
 
 
 def shipped_dataset(tell: Callable[[str], Any] = print) -> Path:
-    """Return the directory of the dataset, writing it at the first call or if it is damaged.
+    """Return the directory of the dataset, writing it on the first call and if it is damaged.
 
-    `tell` receives a line about that. Concurrent processes wait for each other. Raises InputError
-    if the cache cannot be written.
+    `tell` is called with a line before it is written. Concurrent processes wait for each other.
+    Raises InputError if the cache cannot be written.
     """
     digest = hashlib.sha256(ROWS.read_bytes() + METADATA.read_bytes()).hexdigest()[:8]
     directory = cache_folder("data") / f"smollm2-135m-instruct_{digest}"

@@ -1,4 +1,4 @@
-"""Write records as array_record files of a TFDS dataset."""
+"""A writer of records as array_record files of a TFDS dataset."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def write_records(
 ) -> int:
     """Write records as the only split of a dataset to an empty folder; return their number.
 
-    `features` are TFDS features by name. Any TFDS reader can open the folder, unless there was no
-    record. Raises InputError, beginning with `where`, for a full disk.
+    `features` are TFDS features by name. Any TFDS reader can open the folder, unless it has no
+    record. Raises InputError, beginning with `where`, if the disk is full.
     """
     tfds = import_tfds()
     from array_record.python.array_record_module import ArrayRecordWriter

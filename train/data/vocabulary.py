@@ -17,19 +17,19 @@ from train.data.combined_datasets import Sources
 from train.data.responses import Responses
 
 COUNTS = "token_counts.npy"
-"""Beside a dataset's records, once they have been counted: reading them with features is slow."""
+"""The file beside a dataset's records that caches token counts, which are slow to compute."""
 
 Vocabulary = Callable[[int | None], Int32[np.ndarray, "Vd"] | None]
-"""Gives the draft vocabulary of a size, and None for all tokens (size None or V)."""
+"""A function from a size to the ids of a draft vocabulary; None for all tokens (size None or V)."""
 
 
 def draft_vocabulary(
     data: Sources | Responses, size: int | None, vocab_size: int
 ) -> Int32[np.ndarray, "Vd"] | None:
-    """Return the `size` most common tokens among labels, ascending; None for all of them.
+    """Return the ids of the `size` most common tokens among labels, ascending; None for all.
 
-    Held-out conversations do not count. `size` None or V means all tokens. Raises InputError for a
-    size out of range.
+    Held-out conversations are not counted. A `size` of None or V means all tokens. Raises
+    InputError for a size out of range.
     """
     if size is None or size == vocab_size:
         return None

@@ -1,4 +1,4 @@
-"""Write conversations atomically, in the format that `train.data.responses` reads."""
+"""A writer of datasets of conversations, in the format that `train.data.responses` reads."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def write_responses(
     tokenizer: Tokenizer | None = None,
     overwrite: bool = False,
 ) -> None:
-    """Write conversations with their `feature_names`; `metadata` is the target's `target_metadata`.
+    """Write conversations with the features `feature_names` as a dataset, atomically.
 
-    They are written next to the directory, which appears, or with `overwrite` replaces an earlier
-    dataset, once complete. `generation` is stored as it is, and so is the `tokenizer`, for a model
-    that does not exist yet. Raises InputError, leaving the directory unchanged, for examples of
-    another target, without any examples or labels, for a full disk, and as
-    `folders.check_replaceable` does.
+    `metadata` is the target's `target_metadata`. The dataset is written beside the directory, which
+    appears, or with `overwrite` replaces an earlier dataset, once it is complete. `generation`
+    (settings) and `tokenizer` (for a model that does not exist yet) are stored unchanged. Raises
+    InputError, leaving the directory unchanged, for examples of another target, without any
+    examples or labels, for a full disk, and as `folders.check_replaceable` does.
     """
     path = output_folder("output", directory)
     with folders.replacing(path, "dataset", overwrite=overwrite) as beside:

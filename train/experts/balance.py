@@ -1,4 +1,4 @@
-"""Loss-free load balancing of experts (Wang et al. 2408.15664, DeepSeek-V3 2412.19437)."""
+"""Load balancing of experts without a loss (Wang et al. 2408.15664, DeepSeek-V3 2412.19437)."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from train.experts.loads import Loads
 
 
 def balanced(params: Any, loads: Loads, rate: float) -> Any:
-    """Return the parameters after adjusting the routers' biases to the loads of an update.
+    """Return the parameters after adjusting the routers' selection biases to an update's loads.
 
-    An expert's selection bias rises by `rate` if its load was below the mean of its layer, and
-    falls if it was above. Routers without that bias are unchanged.
+    An expert's bias rises by `rate` if its load was below the mean of its layer, and falls if it
+    was above. Routers without selection biases are unchanged.
     """
 
     def moved(path: tuple, leaf: jax.Array) -> jax.Array:
@@ -31,9 +31,10 @@ def balanced(params: Any, loads: Loads, rate: float) -> Any:
 
 
 def imbalance(loads: Mapping[str, Any]) -> float | None:
-    """Return the largest load of a layer over its mean, averaged over layers; None without experts.
+    """Return the largest load of a layer divided by its mean, averaged over layers.
 
-    It is 1 if all experts had the same load. Layers without tokens are omitted.
+    It is 1 if all experts of a layer had the same load. Layers without tokens are omitted; without
+    experts the result is None.
     """
     layers = [layer for load in loads.values() for layer in np.atleast_2d(np.asarray(load))]
     ratios = [layer.max() / layer.mean() for layer in layers if layer.any()]

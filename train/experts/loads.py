@@ -1,4 +1,4 @@
-"""The number of tokens sent to each expert, by the name of the layer's router."""
+"""The number of tokens sent to each expert, by the name of its router."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from specjax.models.decoder import EXPERTS, Decoder
 from train.data.batches import Batch
 
 Loads = dict[str, Float[Array, "... E"]]
-"""By a router's dotted name among the trained parameters, with an axis of layers if stacked."""
+"""Loads by a router's dotted name among the trained parameters, with a layer axis if stacked."""
 
 
 def of_target(decoder: Decoder, chosen: Int[Array, "B T M K"] | None, batch: Batch) -> Loads:
     """Return the loads of a decoder, given its feature `experts`; empty without experts.
 
-    Padding is not counted. Without the feature all loads are 0.
+    `chosen` are the experts of each token, or None, in which case all loads are 0. Padding is not
+    counted.
     """
     experts, count = decoder.config.experts, decoder.config.num_sparse
     if experts is None or not count:
@@ -27,7 +28,7 @@ def of_target(decoder: Decoder, chosen: Int[Array, "B T M K"] | None, batch: Bat
     loads = jnp.zeros((count, experts.num_experts), jnp.float32)
     if chosen is not None:
         tokens = batch.segments > 0
-        loads = jax.vmap(lambda own: _counted(own, tokens, experts), in_axes=2)(chosen)
+        loads = jax.vmap(lambda ids: _counted(ids, tokens, experts), in_axes=2)(chosen)
     if decoder.form.stacked:
         return {"layers.mlp.router": loads}
     first = decoder.config.num_layers - count
@@ -35,7 +36,7 @@ def of_target(decoder: Decoder, chosen: Int[Array, "B T M K"] | None, batch: Bat
 
 
 def feature_of(decoder: Decoder) -> tuple[str, ...]:
-    """Return the names of features that `of_target` reads; empty for a decoder without experts."""
+    """Return the features that `of_target` reads, none for a decoder without experts."""
     return (EXPERTS,) if decoder.config.num_sparse else ()
 
 
@@ -47,24 +48,26 @@ def of_modules(
 ) -> Loads:
     """Return the loads of MTP modules, from the experts of each draft step at its labels.
 
-    Steps beyond the number of modules run the last module.
+    `chosen` has the experts of each step, or None. Steps beyond the number of modules run the last
+    module.
     """
-    found: Loads = {}
-    for step, own in enumerate(chosen):
-        if experts is None or own is None:
+    loads: Loads = {}
+    for step, step_experts in enumerate(chosen):
+        if experts is None or step_experts is None:
             continue
         name = f"modules.{min(step, num_modules - 1)}.layer.mlp.router"
-        found[name] = found.get(name, 0) + _counted(own, labels >= 0, experts)
-    return found
+        loads[name] = loads.get(name, 0) + _counted(step_experts, labels >= 0, experts)
+    return loads
 
 
 def below(name: str, loads: Mapping[str, Array]) -> Loads:
-    """Return the loads with router names below the entry `name` of the trained parameters."""
+    """Return the loads with router names prefixed by `name`, an entry of the trained parameters."""
     return {f"{name}.{router}": load for router, load in loads.items()}
 
 
 def _counted(
     chosen: Int[Array, "B N K"], tokens: Bool[Array, "B N"], experts: Experts
 ) -> Float[Array, " E"]:
+    """Return the number of the marked `tokens` that each expert was chosen for."""
     where = jnp.where(tokens[:, :, None], chosen, experts.num_experts).reshape(-1)
     return jnp.zeros(experts.num_experts, jnp.float32).at[where].add(1.0, mode="drop")

@@ -1,1 +1,1 @@
-"""Prompts for a target, and its answers."""
+"""Generation of answers: prompts for a target, and its answers to them."""

@@ -1,4 +1,4 @@
-"""The config of `train.generate`; plan which prompts to answer, and answer them."""
+"""The config of `train.generate`, the plan of which prompts to answer, and the answers."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ from train.generation.prompts import (
 from train.generation.saved_answers import SavedAnswers
 
 CORPUS = "specjax_corpus"
-"""What `prompts` calls our own ones, which the section `corpus` describes."""
+"""The name of the built-in prompts in `prompts`; the section `corpus` describes them."""
 _ROUNDS_PER_STEP = 16
 _SIMILAR = 256
-"""Rows of similar length that are answered one after the other."""
+"""The number of rows of similar length that are answered one after another."""
 
 
 @dataclass(frozen=True)
@@ -64,13 +64,13 @@ class Row:
 
     @property
     def name(self) -> str:
-        """The name of the prompt in messages: its file and line, or its number."""
+        """The prompt's name in messages: its file and line, or its number."""
         return self.request.where or f"prompt {self.request.id}"
 
 
 @dataclass(frozen=True)
 class Job:
-    """All rows, and the order in which they are answered."""
+    """All rows, and the order in which to answer them."""
 
     rows: tuple[Row, ...]
     order: tuple[int, ...]
@@ -85,7 +85,7 @@ class DatasetConfig:
     data_dir: Annotated[Path | None, optional(OutputFolder())]
     """The folder of TFDS datasets."""
     split: Annotated[str, Text()]
-    """The split."""
+    """The split of the dataset."""
     prompt_field: Annotated[str, Text()]
     """The field with the prompt."""
 
@@ -98,15 +98,15 @@ class CorpusSection:
     """The options of prompts made by `train.generation.prompt_corpus`."""
 
     num_prompts: Annotated[int, Whole(1, 10_000_000)]
-    """Prompts to make."""
+    """The number of prompts to make."""
     seed: Annotated[int, SEED]
     """The seed of the prompts."""
     wikipedia: Annotated[str, CHAT]
-    """Whether they use texts of Wikipedia beside Python's own."""
+    """Whether to use texts of Wikipedia besides Python's own."""
     long: Annotated[float, Number(0.0, 1.0, remedy="use a share from 0 to 1")]
-    """The share of long texts, where texts are given."""
+    """The share of long texts among the prompts that give a text."""
     mix: Annotated[Mapping[str, float], dict.fromkeys(prompt_corpus.DEFAULT_MIX, _SHARE)]
-    """The share of each category."""
+    """The share of each category of prompts."""
 
 
 @dataclass(frozen=True)
@@ -114,9 +114,9 @@ class DrafterSection:
     """A drafter by name, with the path of its weights if trained."""
 
     name: Annotated[str, Text()]
-    """The drafter."""
+    """The drafter's name."""
     path: Annotated[str | None, optional(PathOrName())]
-    """Its weights."""
+    """The path of the drafter's weights."""
 
 
 @dataclass(frozen=True)
@@ -130,49 +130,49 @@ class AnswersConfig:
     workdir: Annotated[Path, OutputFolder()]
     """The folder of finished answers; the same command resumes."""
     output: Annotated[Path | None, optional(OutputFolder())]
-    """The dataset; WORKDIR/responses by default."""
+    """The folder of the dataset; WORKDIR/responses by default."""
     prompts: Annotated[str | None, optional(PathOrName())]
     """Prompts as JSON Lines or a TFDS dataset; made from texts by default."""
     tfds: DatasetConfig
-    """Where the prompts of a TFDS dataset are."""
+    """The location of prompts in a TFDS dataset."""
     limit: Annotated[int | None, optional(Whole(1))]
-    """The first prompts only."""
+    """The number of prompts to answer, from the first one; by default all."""
     chat: Annotated[str, CHAT]
     """Whether plain texts go through the chat template."""
     max_prompt_tokens: Annotated[int, Whole(1)]
-    """Longer prompts are left out."""
+    """The maximum length of a prompt in tokens; longer ones are left out."""
     corpus: CorpusSection
-    """How prompts are made."""
+    """Options of the built-in prompts."""
     temperatures: Annotated[tuple[float, ...], Items(TEMPERATURE, least=1)]
-    """The temperatures; each answers as many prompts."""
+    """The sampling temperatures; equally many prompts are answered at each."""
     top_k: Annotated[int, TOP_K]
     """Sample from the k likeliest tokens; 0 for all."""
     top_p: Annotated[float, TOP_P]
-    """Sample from the likeliest tokens with this share."""
+    """Sample from the likeliest tokens with this total probability."""
     min_p: Annotated[float, MIN_P]
-    """Sample from tokens at least this likely beside the likeliest."""
+    """Sample from tokens at least this likely relative to the likeliest one."""
     max_new_tokens: Annotated[int, Whole(1)]
-    """New tokens per answer, at most."""
+    """The maximum number of new tokens per answer."""
     seed: Annotated[int, SEED]
     """The seed of sampling."""
     batch_size: Annotated[int, BATCH_SIZE]
-    """Prompts at a time."""
+    """The number of prompts that are answered at a time."""
     drafter: DrafterSection
-    """The drafter that answers are decoded with."""
+    """The drafter with which answers are decoded."""
     num_speculative_tokens: Annotated[int | None, optional(DRAFT_TOKENS)]
     """Draft tokens per round."""
     verify: Annotated[str, EXACT_RULE_NAME]
     """The rule by which draft tokens are accepted."""
     minutes: Annotated[float | None, optional(Number(0.0, 1e9, above=True))]
-    """Stop after so many minutes; the same command resumes."""
+    """The number of minutes after which to stop; the same command resumes."""
     mesh: MeshConfig
     distributed: DistributedConfig
     written: Mapping[str, Any] = field(default_factory=dict)
-    """The values as the config file and the command line gave them, by section."""
+    """The values of the config file and the command line as they were given, by section."""
 
     @property
     def options(self) -> DecodeOptions:
-        """Return the decode options for the prompts."""
+        """The decode options for the prompts."""
         length = self.num_speculative_tokens
         return DecodeOptions(
             num_speculative_tokens=FIXED if length is None else length,
@@ -183,7 +183,7 @@ class AnswersConfig:
 
     @property
     def samplings(self) -> list[SamplingParams]:
-        """Return the sampling parameters for each temperature."""
+        """The sampling parameters for each temperature."""
         return [
             SamplingParams(
                 temperature=temperature,
@@ -197,14 +197,17 @@ class AnswersConfig:
 
 
 def read_answers_config(written: Mapping[str, Any]) -> AnswersConfig:
-    """Return the checked config, except for checks that need the model. Raises InputError."""
+    """Return the checked config; checks that need the model are made later. Raises InputError."""
     config = replace(read_values(AnswersConfig, written), written=written)
     check_options(config.drafter.name, config.drafter.path, {})
     return config
 
 
 def find_requests(config: AnswersConfig, screen: Screen) -> list[Request]:
-    """Return the prompts that a config names, by default those of `prompt_corpus`."""
+    """Return the prompts that a config names, by default those of `prompt_corpus`.
+
+    Progress is shown on `screen`. Raises InputError if the prompts cannot be read.
+    """
     path = None if config.prompts is None else user_path("prompts", config.prompts)
     if path is not None and (path.exists() or config.prompts != CORPUS):
         if path.exists() and not path.is_dir():
@@ -228,7 +231,7 @@ def find_requests(config: AnswersConfig, screen: Screen) -> list[Request]:
 
 
 def plan(config: AnswersConfig, model: Model, requests: Sequence[Request]) -> Job:
-    """Encode the prompts, and choose how and in which order they are answered.
+    """Encode the prompts, and choose how and in which order to answer them.
 
     Raises InputError if no prompt is left, or if prompts do not fit the model.
     """
@@ -292,9 +295,10 @@ def open_job(config: AnswersConfig, model: Model, job: Job) -> tuple[Session, En
 def answer(
     engine: Engine, session: Session, job: Job, todo: Sequence[int], screen: Screen
 ) -> Iterator[list[Output]]:
-    """Yield, after each step, the outputs that have ended; ids are the rows' indices.
+    """Yield, after each step of the engine, the outputs that have ended.
 
-    Failed outputs are included. `todo` are the rows to answer.
+    `todo` are the indices in `job` of the rows to answer, which are also the outputs' ids. Failed
+    outputs are included.
     """
     total = len(job.rows)
     left, done = iter(todo), total - len(todo)
@@ -314,7 +318,7 @@ def answer(
 def examples(job: Job, saved: SavedAnswers) -> Iterator[Example]:
     """Yield the conversations in the order of their ids, without unanswered prompts.
 
-    Raises InputError if an answer has disappeared.
+    Raises InputError if a saved answer has disappeared.
     """
     answers = saved.read()
     missing = sum(row.request.id not in answers for row in job.rows)

@@ -1,8 +1,8 @@
-"""Prompts for a target to answer, made from texts that are already installed: `make_corpus`.
+"""Prompts for a target to answer, made from texts that are already installed.
 
-The texts are Python's library and reference, the leads of Wikipedia articles if a package holds
-them, and templates. None are from Spec-Bench. The same seed gives the same prompts with the same
-versions of Python and of that package.
+The texts are Python's library and reference, the first paragraphs of Wikipedia articles if a
+package with them is installed, and templates. None are from Spec-Bench. The same seed gives the
+same prompts with the same versions of Python and of that package.
 """
 
 from __future__ import annotations
@@ -38,13 +38,15 @@ _SKIPPED = frozenset(
     ("test", "tests", "idlelib", "lib2to3", "turtledemo", "site-packages", "encodings", "ensurepip")
 )
 _FUNCTION_LINES = (4, 30)
-"""Functions of fewer lines say nothing, of more fill the model's window."""
+"""The minimum and maximum lines of a function: shorter ones say little, longer ones fill the
+context.
+"""
 _FUNCTION_CHARACTERS, _LEAD_CHARACTERS = 1500, 120
 """The most of a function, and the least of a Wikipedia article's first paragraph."""
 _LONG_TEXT = (1500, 4200)
-"""Characters of a long text, about 350 to 1,000 tokens."""
+"""The minimum and maximum characters of a long text, about 350 to 1,000 tokens."""
 _MOST_REPEATED = 2000
-"""After so many known prompts in succession a stream is assumed to have no other."""
+"""The number of known prompts in succession after which a stream is assumed to have no new ones."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ class Passage:
     licence: str
 
     def sentences(self, most: int) -> str:
-        """Return as many whole sentences as fit into `most` characters, at least one."""
+        """Return as many whole sentences as fit into `most` characters, but at least one."""
         if len(self.text) <= most:
             return self.text
         ends = [match.start() + 1 for match in re.finditer(r"[.!?](?=\s)", self.text)]
@@ -67,26 +69,26 @@ class Passage:
 
 @dataclass(frozen=True)
 class Texts:
-    """The texts in prompts: Wikipedia's leads, or only Python's own texts.
+    """The source of texts in prompts: Wikipedia's first paragraphs, or only Python's own texts.
 
-    `long` is the fraction of long texts among the tasks with texts.
+    `long` is the fraction of long texts among the prompts that give a text.
     """
 
     wikipedia: bool = True
     long: float = 0.35
 
     def passages(self) -> tuple[Passage, ...]:
-        """Return all passages."""
+        """Return all passages of the source."""
         return leads() if self.wikipedia else reference()
 
 
 def make_corpus(
     num_prompts: int, seed: int, mix: Mapping[str, float], texts: Texts
 ) -> list[Request]:
-    """Return distinct prompts, shuffled, in the proportions of `mix` by category.
+    """Return distinct prompts, shuffled, in the proportions that `mix` gives by category.
 
-    Raises InputError if all proportions are 0, for more prompts of a category than there are, and
-    if Wikipedia's leads are requested but not installed.
+    Raises InputError if all proportions are 0, if a category has too few prompts, and if
+    Wikipedia's texts are requested but not installed.
     """
     made = [
         replace(prompt, category=category)
@@ -107,7 +109,7 @@ def sizes_of(num_prompts: int, mix: Mapping[str, float]) -> dict[str, int]:
 
 
 def _different(category: str, size: int, seed: int, texts: Texts) -> Iterator[Request]:
-    """Yield the first different prompts of a category: more of them begin with the same ones."""
+    """Yield the first `size` distinct prompts of a category; a larger `size` only adds to them."""
     stream = CATEGORIES[category](random.Random(f"{seed}:{category}"), texts)
     seen: set[str] = set()
     repeated = 0
@@ -129,21 +131,22 @@ def _different(category: str, size: int, seed: int, texts: Texts) -> Iterator[Re
 
 @functools.cache
 def code_files() -> tuple[Path, ...]:
-    """Return the standard library's files in a fixed order, without tests and tables."""
+    """Return the standard library's files in a fixed order, omitting tests and tables."""
     root = Path(sysconfig.get_path("stdlib"))
     files = sorted(root.rglob("*.py"))
-    return tuple(one for one in files if _SKIPPED.isdisjoint(one.relative_to(root).parts))
+    return tuple(file for file in files if _SKIPPED.isdisjoint(file.relative_to(root).parts))
 
 
 @functools.cache
 def functions(file: Path) -> tuple[Passage, ...]:
-    """Return the functions in one of `code_files`, as written there."""
+    """Return the source of each suitable function in one of `code_files`."""
     inside = file.relative_to(sysconfig.get_path("stdlib")).as_posix()
     source = f"{_PYTHON} standard library, {inside}"
     return tuple(Passage(name, code, source, "PSF-2.0") for name, code in _functions_of(file))
 
 
 def _functions_of(file: Path) -> Iterator[tuple[str, str]]:
+    """Yield the name and the source of each function in a file that is short, but not too short."""
     try:
         text = file.read_text(encoding="utf-8")
         with warnings.catch_warnings():
@@ -167,25 +170,25 @@ def _functions_of(file: Path) -> Iterator[tuple[str, str]]:
 
 @functools.cache
 def reference() -> tuple[Passage, ...]:
-    """Return paragraphs of Python's language reference and of its modules' descriptions."""
+    """Return paragraphs of Python's language reference and of its modules' docstrings."""
     from pydoc_data import topics
 
-    found = []
+    passages = []
     for topic, text in sorted(topics.topics.items()):
         source = f"{_PYTHON} language reference, {topic}"
         title = text.strip().splitlines()[0].replace('"', "")
         for group in _paragraph_groups(text):
-            found.append(Passage(title, group, source, "PSF-2.0"))
+            passages.append(Passage(title, group, source, "PSF-2.0"))
     root = Path(sysconfig.get_path("stdlib"))
     for file in sorted(root.glob("*.py")):
         for group in _paragraph_groups(_module_doc(file)):
             source = f"{_PYTHON} standard library, {file.name}"
-            found.append(Passage(f"the module {file.stem}", group, source, "PSF-2.0"))
-    return tuple(found)
+            passages.append(Passage(f"the module {file.stem}", group, source, "PSF-2.0"))
+    return tuple(passages)
 
 
 def _module_doc(file: Path) -> str:
-    """Return the text that a module begins with; parsing all of them would take ten seconds."""
+    """Return a module's docstring without parsing the module, since parsing all is slow."""
     try:
         text = file.read_text(encoding="utf-8")
     except (UnicodeDecodeError, OSError):
@@ -195,7 +198,7 @@ def _module_doc(file: Path) -> str:
 
 
 def _paragraph_groups(text: str) -> Iterator[str]:
-    """Prose, a few paragraphs at a time; headings, grammars and examples are left out."""
+    """Yield prose, a few paragraphs at a time, omitting headings, grammars and examples."""
     group = ""
     for paragraph in re.split(r"\n\s*\n", text):
         indented = any(line.startswith((" ", "\t")) for line in paragraph.splitlines())
@@ -211,7 +214,7 @@ def _paragraph_groups(text: str) -> Iterator[str]:
 
 
 def has_wikipedia() -> bool:
-    """Return whether the package with Wikipedia's leads is installed."""
+    """Return whether the package with Wikipedia's articles is installed."""
     return importlib.util.find_spec(_WIKIPEDIA_MODULE) is not None
 
 
@@ -219,7 +222,7 @@ def has_wikipedia() -> bool:
 def leads(language: str = "English") -> tuple[Passage, ...]:
     """Return the first paragraphs of Wikipedia's vital articles in English, French or Spanish.
 
-    Raises InputError if the package that holds them is not installed.
+    Raises InputError if the package that contains them is not installed.
     """
     spec = importlib.util.find_spec(_WIKIPEDIA_MODULE)
     if spec is None or spec.origin is None:
@@ -251,7 +254,7 @@ _INTO = ("French", "Spanish", "German", "Italian", "Portuguese")
 
 
 def _lines(text: str) -> tuple[str, ...]:
-    """One template per line; a backslash and an n stand for a line's end."""
+    """Return the lines of a text, one template each; a backslash and an n mean a line break."""
     return tuple(line.replace("\\n", "\n") for line in text.strip().splitlines())
 
 
@@ -461,7 +464,7 @@ _NUMBERS: dict[str, Callable[[random.Random], int]] = {
 
 
 def fill(template: str, rng: random.Random) -> str:
-    """Return a template with its words and numbers drawn, without repeated words."""
+    """Return a template with words and numbers drawn for its fields, no word twice."""
     drawn: dict[str, str] = {}
     for field, kind in re.findall(r"(\{([a-z]+)\d*\})", template):
         if field in drawn:
@@ -516,7 +519,10 @@ def _code_prompt(function: Passage, rng: random.Random) -> str:
 
 
 def _given_text(kind: str, most: int) -> Stream:
-    """Prompts that say what to do with a text of up to `most` characters, or with a long one."""
+    """Return a stream of prompts that give a text of up to `most` characters, or a long one.
+
+    `kind` names the templates, which say what to do with the text.
+    """
 
     def stream(rng: random.Random, texts: Texts) -> Iterator[tuple[str, Passage]]:
         passages = texts.passages()
@@ -531,7 +537,7 @@ def _given_text(kind: str, most: int) -> Stream:
 
 
 def _long_text(passages: Sequence[Passage], most: int) -> str:
-    """Return the first passages, which are mostly of one subject, up to so many characters."""
+    """Return the first passages, mostly on one subject, up to `most` characters."""
     lengths = itertools.accumulate(len(passage.text) for passage in passages)
     fitting = sum(1 for _ in itertools.takewhile(lambda length: length <= most, lengths))
     return "\n\n".join(passage.text for passage in passages[: max(fitting, 1)])
@@ -584,7 +590,7 @@ def _translation(rng: random.Random, texts: Texts) -> Iterator[tuple[str, Passag
 
 
 def _shuffled(rng: random.Random, items: Sequence[Item]) -> Iterator[Item]:
-    """Yield all of them in a random order, and again in another one."""
+    """Yield all items in a random order, then all of them in another order, endlessly."""
     order = list(items)
     while True:
         rng.shuffle(order)

@@ -1,4 +1,4 @@
-"""Prompts to be answered by a target, from JSONL files and TFDS datasets."""
+"""Prompts for a target to answer, read from JSONL files and TFDS datasets."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from specjax.loading.model import Model
 from specjax.loading.tokenizers.chat_templates import check_messages, texts_of
 
 _FORMS = ("prompt", "messages", "turns")
-"""A line of a file holds one of these: a text, a conversation, or Spec-Bench's list of turns."""
+"""The keys of a line of a file, which has one of them: a text, a conversation, or a list of turns.
+"""
 _NOTES = ("category", "source", "licence")
 
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt with its own number and its notes.
+    """A prompt with its number and its notes.
 
     `prompt` is a string, or a conversation whose next turn is the target's. `left_out` is the
     number of later turns, which are dropped. `where` names the prompt in errors: its file and line,
@@ -85,9 +86,9 @@ def read_dataset(
     split: str = "train",
     prompt_field: str = "prompt",
 ) -> list[Request]:
-    """Return the prompts in a TFDS dataset, read as by `tfds_texts.open_texts`.
+    """Return the prompts in a TFDS dataset, which `tfds_texts.open_texts` reads.
 
-    Raises InputError as that function does, for records without a text, and if there are none.
+    Raises InputError as that function does, for records without a text, and for an empty dataset.
     """
     names = FieldNames("prompts", "tfds.prompt_field", "a JSONL file, or a dataset with its split")
     texts = open_texts(name, data_dir, split, prompt_field, names)
@@ -108,9 +109,10 @@ def read_dataset(
 def encode_requests(
     model: Model, requests: Sequence[Request], chat: str
 ) -> Iterator[tuple[Request, list[int]]]:
-    """Yield each request with its token ids; `chat` is auto, true or false.
+    """Yield each request with its token ids; `chat` is "auto", "true" or "false".
 
-    Raises InputError if a chat template is required and the model has none, or if it is unwanted.
+    Raises InputError if chat=true and the model has no chat template, or if a prompt is a
+    conversation and no template is applied.
     """
     has_template = model.tokenizer is not None and model.tokenizer.chat_template is not None
     if chat == "true" and not has_template:

@@ -1,4 +1,4 @@
-"""Answers saved in a work folder, one line each, so that a run can resume."""
+"""A file of finished answers, one per line, from which a run resumes."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from train.run.workdir import check_same_run, write_file
 
 _RECORD, _ANSWERS = "config.json", "answers.jsonl"
 _MAY_DIFFER = ("workdir", "output", "minutes", "batch_size", "mesh.", "distributed.")
-"""Fields, and sections followed by a dot, that a resumed run may set anew."""
+"""Fields, and sections followed by a dot, that may change when a run is resumed."""
 _LARGEST = 2**31
 
 
 @dataclass(frozen=True)
 class SavedAnswers:
-    """The finished answers, as lines of a file; one without tokens means no answer."""
+    """Finished answers, as lines of a file; an answer without tokens means that there is none."""
 
     file: Path
 
     def add(self, answers: Mapping[int, Sequence[int]]) -> None:
-        """Save answers: token ids by the prompt's number.
+        """Save answers: token ids by the number of the prompt.
 
-        Raises InputError on a full disk.
+        Raises InputError if the disk is full.
         """
         lines = [
             json.dumps({"id": number, "token_ids": list(token_ids)}) + "\n"
@@ -43,7 +43,10 @@ class SavedAnswers:
             raise self._unwritable(error) from None
 
     def read(self) -> dict[int, list[int]]:
-        """Return all answers by the prompts' numbers, skipping damaged lines."""
+        """Return all answers by the number of the prompt, skipping damaged lines.
+
+        Raises InputError if the file cannot be read.
+        """
         if not self.file.exists():
             return {}
         answers: dict[int, list[int]] = {}
@@ -66,7 +69,7 @@ class SavedAnswers:
 
 
 def _answer(row: Any) -> dict[int, list[int]]:
-    """Return the answer in a line, or nothing if it is invalid."""
+    """Return the answer in a line as a dict with one entry, or an empty dict if it is invalid."""
     match row:
         case {"id": int(number), "token_ids": list(token_ids)} if all(
             type(token) is int and 0 <= token < _LARGEST for token in token_ids

@@ -1,1 +1,1 @@
-"""Training methods: their losses, labels and initial parameters."""
+"""Training methods: the losses, labels and initial parameters of each kind of drafter."""

@@ -1,9 +1,9 @@
-"""Losses of drafts at labels, computed a block of labels at a time.
+"""Losses of drafts at labels, computed for a block of labels at a time.
 
 Logits over a vocabulary are the largest arrays of a step, and reading them takes most of its time.
-Here they exist for only one block: its gradients are computed along with its losses (as in Liger
-kernels, Hsu et al. 2410.10989), and only arrays of the width of the states are kept for the
-backward pass.
+Here they exist for one block only, whose gradients are computed along with its losses (as in Liger
+kernels, Hsu et al. 2410.10989); only arrays as wide as the hidden states are kept for the backward
+pass.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from train.methods.losses import LabelLoss, Truth
 from train.methods.packed_rows import ahead, at_rows, label_ahead
 
 _BLOCK = 512
-"""Labels at a time, over all rows of the batch."""
+"""The number of labels in a block, over all rows of the batch."""
 
 
 @dataclass(frozen=True)
 class Scoring:
-    """The losses of drafts: `parts` are pairs of a label loss and its weight.
+    """How drafts are scored: `parts` are pairs of a label loss and its weight.
 
-    `trains_kernel` computes the gradient of the kernel that gives the logits. `multiply` is the
-    dtype of products.
+    With `trains_kernel` the gradient of the kernel that computes the logits is computed too.
+    `multiply` is the dtype of products.
     """
 
     parts: tuple[tuple[LabelLoss, float], ...]
@@ -40,12 +40,12 @@ class Scoring:
 
 
 class Teacher(NamedTuple):
-    """The target at each label: its feature before the label, and the columns of its head.
+    """The reference at each label: the target's feature before it, and the target's output columns.
 
-    `token` is the data's token as an index among the columns, wherever `known`; other labels are
-    not trained on. Since tokens were drawn from the target, this weights each label by the
-    probability of the draft vocabulary without a pass over the whole vocabulary. Features and
-    columns are None if only the data's tokens are the teacher.
+    `token` is the data's token as an index among the columns, if `known`; other labels are not
+    trained on. Since tokens were drawn from the target, this weights each label by the probability
+    of the draft vocabulary without a pass over the whole vocabulary. Features and columns are None
+    if only the data's tokens are the reference.
     """
 
     features: Float[Array, "B A D"] | None
@@ -62,7 +62,7 @@ class Teacher(NamedTuple):
     ) -> Teacher:
         """Return the teacher of a batch with `final_norm`; `columns` are those of `draft_ids`.
 
-        Without columns only the batch's tokens are the teacher, and no features are needed.
+        Without columns only the batch's tokens are the reference, and no features are needed.
         """
         features = None
         if columns is not None:
@@ -74,17 +74,20 @@ class Teacher(NamedTuple):
         return cls(features, columns, index, draft_ids[index] == token)
 
     def counts(self, labels: Int[Array, "B A"], drafts: int) -> Bool[Array, "K B A"]:
-        """Return a mask of the labels at which draft i predicts a label that is `known`."""
+        """Return a mask [K, B, A] of the labels at which draft i predicts a `known` label.
+
+        `labels` are padded with -1, and `drafts` is the number of drafts (K).
+        """
         return jnp.stack(
             [label_ahead(labels, draft) & ahead(self.known, draft) for draft in range(drafts)]
         )
 
 
 class Scores(NamedTuple):
-    """Sums of each part over the counted labels by draft, and which drafts are right.
+    """Sums of each part of the loss over the counted labels by draft, and which drafts are right.
 
-    A draft is right if it is the target's most likely token in the draft vocabulary, or the data's
-    token if only that is the teacher. `choices` are the drafts' most likely tokens, as column
+    A draft is right if it is the target's likeliest token in the draft vocabulary, or the data's
+    token if only the data is the reference. `choices` are the drafts' likeliest tokens, as column
     indices.
     """
 
@@ -103,10 +106,10 @@ def score_drafts(
 ) -> tuple[Float[Array, ""], Scores]:
     """Return the differentiable loss of drafts at labels, and its parts.
 
-    Draft i at a label predicts the token i positions later; it contributes if `counted`, in which
+    Draft i at a label predicts the token i positions later. It contributes if `counted`, in which
     case that token is also i places later in the list of labels. `kernel` computes logits from
-    `states`, one kernel for all drafts or one per draft. The loss is the sum over drafts and
-    counted labels, with `weights` [K] per draft.
+    `states`, one kernel for all drafts or one per draft. The loss is summed over drafts, with
+    `weights` [K], and over counted labels.
     """
     drafts, batch, labels, _ = states.shape
     count = max(1, -(-batch * labels // _BLOCK))

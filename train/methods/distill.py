@@ -43,9 +43,9 @@ class DistillLoss:
     tv: Annotated[float, Number()] = 0.0
     """The weight of the total variation distance."""
     depths: Annotated[int, Whole(1, 64)] = 4
-    """Drafts per round that are measured; gradients do not depend on it."""
+    """The number of drafts per round that are measured; it does not affect gradients."""
     label_loss: LabelLoss | None = None
-    """A loss that replaces both."""
+    """A loss per label that replaces both."""
 
     def __post_init__(self) -> None:
         if not self.kl + self.tv > 0:
@@ -70,7 +70,7 @@ def distill_method(
 ) -> Method:
     """Return a method that trains a draft model initialized from some layers of its target.
 
-    `draft_ids` are the tokens that it drafts, None for all; `multiply` is the dtype of products.
+    `draft_ids` are the token ids that it drafts, None for all; `multiply` is the dtype of products.
     Raises InputError for layers that the target lacks.
     """
     count, vocab_size = target.config.num_layers, target.config.vocab_size

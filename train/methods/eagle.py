@@ -1,8 +1,8 @@
 """EAGLE heads for a frozen target: initialization, loss and export.
 
-EAGLE-1 (Li et al. 2401.15077): the next feature by smooth L1 and its token by cross-entropy, from
-true features with noise. EAGLE-3 (2503.01840): cross-entropy only, over several draft steps that
-read the head's own outputs ("training-time test").
+EAGLE-1 (Li et al. 2401.15077) learns the target's next feature by smooth L1 and its token by
+cross-entropy, from true features with noise. EAGLE-3 (2503.01840) uses cross-entropy only, over
+several draft steps that read the head's own outputs ("training-time test").
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from train.methods.target_layers import last_layer
 from train.methods.unroll import unroll
 
 START = Choice(("target", "random"))
-"""What a new head starts from."""
+"""The initial weights of a new head."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class EagleLoss:
     """
 
     steps: Annotated[int, Whole(1, 64)] = 4
-    """Draft steps that are unrolled."""
+    """The number of draft steps that are unrolled."""
     decay: Annotated[float, Number()] = 0.8
     """Step i has the weight decay ** i."""
     cross_entropy: Annotated[float, Number()] = 1.0
@@ -64,7 +64,7 @@ class EagleLoss:
 
     @property
     def part(self) -> tuple[str, LabelLoss]:
-        """Return the label loss, and its name among the measures."""
+        """The name of the label loss among the measures, and the loss."""
         if self.label_loss is not None:
             return "label_loss", self.label_loss
         return "cross_entropy", _against_distribution
@@ -81,7 +81,7 @@ def eagle_method(
 ) -> Method:
     """Return a method that trains an EAGLE head for a frozen target.
 
-    `draft_ids` are the tokens that the head drafts, None for all. `start` is "target" (copy the
+    `draft_ids` are the token ids that the head drafts, None for all. `start` is "target" (copy the
     target's weights that fit) or "random"; `multiply` is the dtype of products.
     """
     head = Eagle(config, jnp.dtype(jnp.float32), multiply)
@@ -108,11 +108,12 @@ def eagle_method(
 def from_target(
     params: dict[str, Any], target: Model, config: EagleConfig, draft_ids: np.ndarray | None
 ) -> dict[str, Any]:
-    """Return random parameters, with those that the target's last layer and head have copied.
+    """Return random parameters in which those of the target's last layer and head are copied.
 
     The layer's inputs are wider than the target's: the part that reads the feature starts as the
-    target's projection, the part that reads the embedding stays random, and the fusion starts as
-    the last tap. Raises InputError if the head's layer has another shape than the target's.
+    target's projection, and the part that reads the embedding stays random. The fusion of taps
+    starts as the last tap. Raises InputError if the head's layer has another shape than the
+    target's.
     """
     shape = target.config.llama_layers(1)
     if (other := target.config.unlike_llama) is not None:

@@ -1,4 +1,4 @@
-"""Losses of drafts per label, and the functions that they consist of.
+"""Losses of drafts per label, and the functions of which they are composed.
 
 They return one value per label or row, not a sum.
 """
@@ -16,30 +16,30 @@ from jaxtyping import Array, Float, Int
 def soft_cross_entropy(
     logits: Float[Array, "... Vd"], distribution: Float[Array, "... Vd"]
 ) -> Float[Array, "..."]:
-    """Return -sum p log q from the logits of q; its gradient is that of KL(p || q)."""
+    """Return -sum p log q, given the logits of q; its gradient equals that of KL(p || q)."""
     return jax.nn.logsumexp(logits, axis=-1) - jnp.sum(distribution * logits, axis=-1)
 
 
 def total_variation(
     logits: Float[Array, "... Vd"], distribution: Float[Array, "... Vd"]
 ) -> Float[Array, "..."]:
-    """Return half of sum |p - q|: one minus the acceptance of rejection (Leviathan 2211.17192).
+    """Return half of sum |p - q|, one minus the acceptance of rejection (Leviathan 2211.17192).
 
-    With a draft vocabulary, p must be the distribution conditioned on it.
+    `logits` are those of q. With a draft vocabulary, p must be the distribution conditioned on it.
     """
     return 0.5 * jnp.sum(jnp.abs(distribution - jax.nn.softmax(logits, axis=-1)), axis=-1)
 
 
 def smooth_l1(x: Float[Array, "... D"], y: Float[Array, "... D"]) -> Float[Array, "..."]:
-    """Return the mean over D of the Huber loss with its corner at 1."""
+    """Return the mean over D of the Huber loss of x - y, with its corner at 1."""
     apart = jnp.abs(x - y)
     return jnp.mean(jnp.where(apart < 1, 0.5 * apart * apart, apart - 0.5), axis=-1)
 
 
 class Truth(NamedTuple):
-    """The reference of a draft: the target's log-probabilities, and the index of the data's token.
+    """The reference for a draft: the target's log-probabilities, and the index of the data's token.
 
-    The log-probabilities are None if only the data is the teacher.
+    The log-probabilities are None if only the data is the reference.
     """
 
     log_probs: Float[Array, "B A Vd"] | None
@@ -47,11 +47,11 @@ class Truth(NamedTuple):
 
 
 LabelLoss = Callable[[Float[Array, "B A Vd"], Truth], Float[Array, "B A"]]
-"""The loss of each label, from a draft's logits and what it is scored by."""
+"""A function that returns the loss of each label, given a draft's logits and the reference."""
 
 
 def kl_divergence(logits: Float[Array, "B A Vd"], truth: Truth) -> Float[Array, "B A"]:
-    """Return KL(p || q), with p the target's distribution and q the draft's."""
+    """Return KL(p || q), where p is the target's distribution and q the draft's."""
     distribution = jnp.exp(truth.log_probs)
     return soft_cross_entropy(logits, distribution) + jnp.sum(
         distribution * truth.log_probs, axis=-1
@@ -59,7 +59,7 @@ def kl_divergence(logits: Float[Array, "B A Vd"], truth: Truth) -> Float[Array, 
 
 
 def variation(logits: Float[Array, "B A Vd"], truth: Truth) -> Float[Array, "B A"]:
-    """Return the total variation of p and q, both over the draft vocabulary."""
+    """Return the total variation distance of p and q over the draft vocabulary."""
     return total_variation(logits, jnp.exp(truth.log_probs))
 
 
@@ -70,7 +70,7 @@ def cross_entropy(logits: Float[Array, "B A Vd"], truth: Truth) -> Float[Array, 
 
 
 def label_loss_of(labels: str, replacement: LabelLoss | None = None) -> LabelLoss:
-    """Return the loss for labels that are the data's "tokens" or the target's "distributions".
+    """Return the label loss whose reference is the data's "tokens" or the target's "distributions".
 
     `replacement`, if given, is returned instead.
     """

@@ -28,22 +28,22 @@ from train.methods.packed_rows import at_rows
 
 @dataclass(frozen=True)
 class MedusaLoss:
-    """The loss: `labels` are the data's "tokens", or the target's "distributions" at them.
+    """The loss of Medusa heads.
 
-    These mean cross-entropy and KL divergence from the target; `label_loss` replaces either. Head i
-    (0-based) has the weight `decay` ** i.
+    `labels` "tokens" means cross-entropy with the data's tokens, and "distributions" KL divergence
+    from the target; `label_loss` replaces either. Head i (0-based) has the weight `decay` ** i.
     """
 
     labels: Literal["tokens", "distributions"] = "distributions"
-    """Tokens of the data, or distributions of the target at them."""
+    """The reference: tokens of the data, or distributions of the target."""
     decay: Annotated[float, Number(above=True)] = 0.8
     """Head i has the weight decay ** i."""
     label_loss: LabelLoss | None = None
-    """A loss that replaces that of the labels."""
+    """A loss per label that replaces the one that `labels` selects."""
 
     @property
     def part(self) -> LabelLoss:
-        """Return the label loss."""
+        """The label loss."""
         return label_loss_of(self.labels, self.label_loss)
 
 
@@ -57,7 +57,7 @@ def medusa_method(
 ) -> Method:
     """Return a method that trains Medusa heads, initialized as copies of a frozen target's head.
 
-    `draft_ids` are the tokens that the heads draft, None for all; `multiply` is the dtype of
+    `draft_ids` are the token ids that the heads draft, None for all; `multiply` is the dtype of
     products.
     """
     head = Medusa(config, jnp.dtype(jnp.float32), multiply)
@@ -86,7 +86,10 @@ def medusa_method(
 def first_params(
     head: Medusa, target: Model, draft_ids: np.ndarray | None, key: Key[Array, ""]
 ) -> dict[str, Any]:
-    """Return initial parameters: zero blocks, and heads copied from the target's."""
+    """Return initial parameters, with output layers copied from the target's.
+
+    The copies have the columns of `draft_ids`, or all for None.
+    """
     params = meta.unbox(head.init(key))
     if not head.config.original_lm_head:
         kernel = np.asarray(target.params["head"]["kernel"], np.float32)
@@ -105,16 +108,17 @@ def heads_loss(
     loss: MedusaLoss,
     trains_columns: bool = False,
 ) -> tuple[Float[Array, ""], Scores]:
-    """Return the weighted sum over heads and labels, and its parts.
+    """Return the loss, summed over heads with their weights and over labels, and its parts.
 
     For label j all heads read row j - 2; head i is scored at label j + i, if there is one.
-    `columns` are those of the target's head, used by heads without their own.
+    `columns` are columns of the target's output layer, for heads without their own; with
+    `trains_columns` their gradient is computed too.
     """
-    own = not head.config.original_lm_head
-    kernel = params["head"]["kernel"] if own else columns
+    has_output = not head.config.original_lm_head
+    kernel = params["head"]["kernel"] if has_output else columns
     states = head.states(params, at_rows(final_norm, labels - 2))
     return score_drafts(
-        Scoring(((loss.part, 1.0),), own or trains_columns, head.multiply),
+        Scoring(((loss.part, 1.0),), has_output or trains_columns, head.multiply),
         states,
         kernel,
         teacher,
@@ -126,6 +130,6 @@ def heads_loss(
 def heads_measures(
     scores: Scores, labels: Int[Array, "B A"], others: dict[str, Float[Array, ""]]
 ) -> Measures:
-    """Return measures of all heads; `others` are additional parts of the loss."""
+    """Return the measures of all heads; `others` are additional parts of the loss by name."""
     each = {f"head_{head}": loss[0] for head, loss in enumerate(scores.losses)}
     return measure({**others, **each}, scores.right, labels)

@@ -40,23 +40,25 @@ class JointOptions:
     """
 
     target: Literal["self", "tokens"] = "self"
-    """The target's own loss: KL divergence from what it was, or cross-entropy with the data."""
+    """The target's own loss: KL divergence from the original target, or cross-entropy with the
+    data.
+    """
     heads: Annotated[float, Number(above=True)] = 0.01
     """The weight of the heads' loss."""
     ramp: bool = True
-    """Whether that weight rises as a quarter of a sine."""
+    """Whether the weight of the heads rises as a quarter of a sine."""
     warm_steps: Annotated[int, Whole()] = 0
-    """Steps in which the heads alone learn."""
+    """The number of first steps in which only the heads learn."""
 
 
 @dataclass(frozen=True)
 class JointLoss(JointOptions):
-    """Options of joint training for a run in which the ramp ends at `steps`."""
+    """The options of joint training, in a run in which the ramp ends at step `steps`."""
 
     steps: Annotated[int, Whole(1)] = 1
 
     def weight(self, step: Int[Array, ""]) -> Float[Array, ""]:
-        """Return the weight of the heads at a joint step."""
+        """Return the weight of the heads' loss at a step of the joint stage."""
         if not self.ramp:
             return jnp.float32(self.heads)
         span = max(self.steps - self.warm_steps, 1)
@@ -75,9 +77,10 @@ def medusa2_method(
     *,
     multiply: Any = None,
 ) -> Method:
-    """Return a method that trains heads and target jointly.
+    """Return a method that trains Medusa heads and their target jointly.
 
-    Parameters are {"target": ..., "heads": ...}.
+    Parameters are {"target": ..., "heads": ...}; `draft_ids` are the token ids that the heads
+    draft, None for all, and `multiply` is the dtype of products.
     """
     dtype = jnp.dtype(jnp.float32)
     head = Medusa(config, dtype, multiply)
@@ -136,8 +139,8 @@ def joint_loss(
 ) -> tuple[Float[Array, ""], Measures]:
     """Return the sum of the loss over the batch's labels at a step, and measures of the heads.
 
-    Distributions, and which tokens are right, are those of the `frozen` target, whose features are
-    in the batch.
+    Distributions, and whether tokens are right, are according to the `frozen` target, whose
+    features are in the batch.
     """
 
     def columns(kernel: Float[Array, "D V"]) -> Float[Array, "D Vd"]:

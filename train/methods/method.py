@@ -1,4 +1,4 @@
-"""The interface of training methods: a few pure functions, and sums that measure them."""
+"""The interface of training methods: a few pure functions, and the measures that they return."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from train.experts.loads import Loads
 from train.methods.packed_rows import label_ahead
 
 Schedule = Callable[[Int[Array, ""]], Float[Array, ""]]
-"""A number by the step."""
+"""A number as a function of the step."""
 
 
 @struct.dataclass
 class Measures:
-    """Sums over labels, which add over micro-batches and devices.
+    """Sums over labels, which can be added over micro-batches and devices.
 
     `weight` is the divisor of losses; `losses` are the parts of the loss by name. Draft i (0-based)
-    predicts the token i positions after a label: `counts` are the labels that have one, `correct`
-    those at which the draft is the target's most likely token, `prefix_correct` those at which all
-    earlier drafts are right too. `loads` are the numbers of tokens sent to experts of trained
-    layers.
+    predicts the token i positions after a label: `counts` are the numbers of labels that have such
+    a token, `correct` of those at which the draft is the target's likeliest token, and
+    `prefix_correct` of those at which all earlier drafts are right too. `loads` are the numbers of
+    tokens sent to experts of trained layers.
     """
 
     weight: Float[Array, ""]
@@ -45,15 +45,16 @@ class Method(NamedTuple):
 
     `init(key) -> params` returns the trained parameters. `loss(params, target_params, batch, key)`
     returns the sum of the loss over labels, and measures; without a key it has no noise. `features`
-    are the frozen target's features that it reads from the batch. `head(params, training)` is the
-    head to measure by decoding, or None. `model(params)` is the target in its current state;
+    are the frozen target's features that the loss reads from the batch. `head(params, training)` is
+    the head to measure by decoding, or None. `model(params)` is the target in its current state;
     `exports` is what a run writes: the "head", "both" in separate folders, or a "model" that
     contains the head.
 
     `trains_target` says that the target is trained too; `drafter` then names the entry of `params`
-    with the head. `takes_step` passes the step, an int32 scalar, as last argument to the loss.
-    `schedules` are logged functions of the step by name. A sequence needs `least_tokens` to have a
-    label for every draft. `layers` is the config of the decoder layers among `params`, if any.
+    with the head. If `takes_step`, the step, an int32 scalar, is the loss's last argument.
+    `schedules` are logged functions of the step by name. A sequence needs `least_tokens` tokens to
+    have a label for every draft. `layers` is the config of the decoder layers among `params`, if
+    any.
     """
 
     name: str
@@ -74,7 +75,10 @@ class Method(NamedTuple):
 def measure(
     losses: dict[str, Float[Array, ""]], right: Bool[Array, "K B A"], labels: Int[Array, "B A"]
 ) -> Measures:
-    """Return the measures of K drafts at each label; K may be 0."""
+    """Return the measures of K drafts at each label; K may be 0.
+
+    `losses` are the sums of the parts of the loss, and `right` marks the drafts that are right.
+    """
     scored = [label_ahead(labels, draft) for draft in range(len(right))]
     scored = jnp.stack(scored) if scored else right
     right = right & scored

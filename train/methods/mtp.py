@@ -22,12 +22,12 @@ from train.methods.method import Measures, Method
 from train.methods.mtp_loss import MtpLoss, frozen_loss, joint_loss
 
 TRAINS = Choice(("modules", "all"))
-"""What learns: the modules of a frozen target, or the target with them."""
+"""What is trained: the modules of a frozen target, or the target with its modules."""
 START = Choice(("target", "random"))
-"""What modules start from: the target's own, or a projection that passes the hidden state through;
-or random weights."""
+"""The initial modules: the target's own or ones that pass the hidden state through, or random ones.
+"""
 EXPORTS = Choice(("model", "head"))
-"""What a run leaves: the target with the modules inside, or the modules alone."""
+"""What a run writes: the target with its modules inside, or the modules alone."""
 
 
 def mtp_method(
@@ -41,12 +41,13 @@ def mtp_method(
     exports: str = "model",
     multiply: Any = None,
 ) -> Method:
-    """Return a method that trains MTP modules; without a `config` (D = 0) the target alone.
+    """Return a method that trains MTP modules, or without a `config` (D = 0) the target alone.
 
-    `draft_ids` are the tokens that the modules draft, None for all. `trains` is "modules" or "all",
-    in which case parameters are {"target": ..., "mtp": ...}. `start` is "target" or "random";
-    `exports` says whether a run writes the modules alone or the target with them inside; `multiply`
-    is the dtype of products. Raises InputError for what does not fit the target.
+    `draft_ids` are the token ids that the modules draft, None for all. `trains` is "modules" or
+    "all", in which case parameters are {"target": ..., "mtp": ...}. `start` is "target" or
+    "random"; `exports` says whether a run writes the target with its modules inside ("model") or
+    the modules alone ("head"); `multiply` is the dtype of products. Raises InputError for settings
+    that do not fit the target.
     """
     trains_target = trains == "all"
     if draft_ids is not None and exports == "model":
@@ -122,22 +123,22 @@ def mtp_method(
 
 
 def _check_own_modules(target: Model, config: MtpConfig | None) -> None:
-    """Raise InputError where a target has modules of another number, shape or convention."""
+    """Raise InputError if a target's own modules differ from `config`, in number for example."""
     if target.mtp is None or target.mtp.config == config:
         return
-    there = target.mtp.config
+    target_config = target.mtp.config
     if config is None:
-        name, here, there = "num_modules", 0, there.num_modules
+        name, given, existing = "num_modules", 0, target_config.num_modules
     else:
-        name, here, there = first_difference(config, there)
+        name, given, existing = first_difference(config, target_config)
     raise InputError(
-        f"mtp.{name}={here!s:.60}: the target's own modules have {there!s:.60}; give the same, or "
-        "use mtp.start=random"
+        f"mtp.{name}={given!s:.60}: the target's own modules have {existing!s:.60}; give the same, "
+        "or use mtp.start=random"
     )
 
 
 def from_target(params: dict[str, Any], target: Model, config: MtpConfig) -> dict[str, Any]:
-    """Return the target's own modules, or random ones that initially pass the hidden state through.
+    """Return the target's own modules, or new ones that initially pass the hidden state through.
 
     Nothing else is copied from the target: its last layer and its final norm expect a residual
     stream of another scale, and modules initialized from them learned more slowly.

@@ -33,18 +33,18 @@ class MtpLossOptions:
 
     `labels` are the data's "tokens" (cross-entropy) or the "distributions" of the original target
     (KL divergence), for the modules and for a jointly trained target. Draft step i has the weight
-    `decay` ** i, normalized to a sum of one, so that without decay each has 1 / D. If
-    `late_loss_weight` is given, lambda has this value after a fraction `late_from` of a run.
+    `decay` ** i, normalized so that the weights of all steps sum to one. If `late_loss_weight` is
+    given, lambda has this value after a fraction `late_from` of the schedule.
     """
 
     labels: Literal["tokens", "distributions"] = "tokens"
-    """Tokens of the data, or distributions of the original target."""
+    """The reference: tokens of the data, or distributions of the original target."""
     decay: Annotated[float, Number(above=True)] = 1.0
-    """Step i has the weight decay ** i, over the sum of all."""
+    """Step i has the weight decay ** i, divided by the sum over all steps."""
     late_loss_weight: Annotated[float | None, optional(Number())] = None
-    """lambda later in the run."""
+    """The value of lambda late in the run."""
     late_from: Annotated[float, Number(0.0, 1.0)] = 0.7
-    """Where later begins, as a share of the schedule."""
+    """The fraction of the schedule after which lambda is late_loss_weight."""
 
 
 @dataclass(frozen=True)
@@ -61,17 +61,17 @@ class MtpLoss(MtpLossOptions):
 
     @property
     def part(self) -> LabelLoss:
-        """Return the label loss."""
+        """The label loss."""
         return label_loss_of(self.labels, self.label_loss)
 
     @property
     def step_weights(self) -> Float[Array, "K"]:
-        """Return the weights of draft steps, which sum to one."""
+        """The weights of draft steps, which sum to one."""
         weights = self.decay ** jnp.arange(self.steps, dtype=jnp.float32)
         return weights / weights.sum()
 
     def weight(self, step: Int[Array, ""]) -> Float[Array, ""]:
-        """Return lambda at a step, as an optax schedule does."""
+        """Return lambda at a step; it may be an optax schedule."""
         parts, changes = [optax.constant_schedule(self.loss_weight)], []
         if self.late_loss_weight is not None:
             parts.append(optax.constant_schedule(self.late_loss_weight))
@@ -90,10 +90,12 @@ def modules_loss(
     loss: MtpLoss,
     trains_target: bool,
 ) -> tuple[Float[Array, ""], Scores, Loads]:
-    """Return the weighted sum over draft steps and labels without lambda, its parts, and loads.
+    """Return the modules' loss without lambda, its parts, and the loads of experts.
 
-    `features` are those that the modules read, and `target_params` those that they share. Step i is
-    scored if the token i positions after a label is a label too, and is in the draft vocabulary.
+    It is the sum over labels and, with their weights, over draft steps. `features` are the features
+    that the modules read, and `target_params` has the parameters that they share. Step i is scored
+    if the token i positions after a label is a label too, and is in the draft vocabulary. With
+    `trains_target` the gradient of the shared output layer is computed too.
     """
     params = {**params, "shared": share(target_params, draft_ids, head=True)}
     taps = {name: features[name].astype(jnp.float32) for name in head.config.taps}
@@ -143,8 +145,8 @@ def joint_loss(
     """Return the loss of a target plus lambda times that of its modules at a step, and measures.
 
     `params` are {"target": ..., "mtp": ...}, the latter only with a `head`. The `frozen` target is
-    used for `labels` "distributions" only. A draft is right if it is the current target's most
-    likely token.
+    used only if `labels` are "distributions". A draft is right if it is the current target's
+    likeliest token.
     """
     target, labels = params["target"], batch.labels
     taps = () if head is None else head.config.taps

@@ -1,4 +1,4 @@
-"""Values at the labels of packed rows, and a target's features of them."""
+"""Values at the labels of packed rows, and a target's features at them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from train.data.batches import Batch
 
 
 def visible(segments: Int[Array, "B T"]) -> Bool[Array, "B T T"]:
-    """Return which tokens each token attends to: itself and earlier ones of its segment."""
+    """Return a mask of the tokens to which each token attends: its segment's, up to itself."""
     same = segments[:, :, None] == segments[:, None, :]
     rows = segments.shape[1]
     return same & jnp.tril(jnp.ones((1, rows, rows), bool))
@@ -23,7 +23,7 @@ def visible(segments: Int[Array, "B T"]) -> Bool[Array, "B T T"]:
 def features_of(
     model: Decoder | ReducedDecoder, params: Any, batch: Batch, names: tuple[str, ...]
 ) -> dict[str, Float[Array, "B T D"]]:
-    """Return the named features of a batch's tokens, differentiable in `params`."""
+    """Return the named features of a batch's tokens, differentiable with respect to `params`."""
     return model.extend(
         params,
         batch.tokens,
@@ -42,7 +42,7 @@ def fill_features(
 ) -> Batch:
     """Return the batch with the named features, computing those that it lacks.
 
-    No gradient flows back through them.
+    No gradient flows through them.
     """
     missing = tuple(name for name in names if name not in batch.features)
     if not missing:
@@ -54,7 +54,7 @@ def fill_features(
 def at_rows(
     values: Shaped[Array, "B T *rest"], rows: Int[Array, "B A"]
 ) -> Shaped[Array, "B A *rest"]:
-    """Return `values` [B, T, ...] at each row's positions; negative positions give the first."""
+    """Return `values` at the positions `rows`; negative positions give the first value."""
     rows = jnp.maximum(rows, 0)
     return jax.vmap(lambda value, positions: value[positions])(values, rows)
 
@@ -66,5 +66,5 @@ def ahead(values: Shaped[Array, "B A *rest"], depth: int) -> Shaped[Array, "B A 
 
 
 def label_ahead(labels: Int[Array, "B A"], depth: int) -> Bool[Array, "B A"]:
-    """Return whether the token `depth` positions after each label is a label too."""
+    """Return a mask of the labels for which the token `depth` positions later is a label too."""
     return (labels >= 0) & (ahead(labels, depth) == labels + depth)

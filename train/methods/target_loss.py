@@ -22,9 +22,9 @@ def target_loss(
 ) -> tuple[Float[Array, ""], Scores]:
     """Return the sum of the target's loss over the batch's labels, and its parts.
 
-    `kernel` and `final_norm` are those of the current target. With `before`, the head of the
-    original target, whose features are in the batch, the loss is the KL divergence from that
-    target; without, the cross-entropy with the data's tokens.
+    `kernel` and `final_norm` are the output layer and the feature of the current target. With
+    `before`, the output layer of the original target, whose features are in the batch, the loss is
+    the KL divergence from that target; otherwise it is the cross-entropy with the data's tokens.
     """
     labels = batch.labels
     teacher = Teacher.of(batch, before, None)

@@ -1,4 +1,4 @@
-"""Draft steps of a head over packed rows, as in decoding."""
+"""Draft steps of a head over packed rows, computed as in decoding."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from train.methods.packed_rows import at_rows, visible
 class DraftStep(NamedTuple):
     """A draft step at each label: the layer's output, and the state from which logits are computed.
 
-    `experts` are those used for the output, if the layer has any.
+    `experts` are the experts that computed the output, if the layer has any.
     """
 
     output: Float[Array, "B A D"]
@@ -34,15 +34,15 @@ def unroll(
     taps: dict[str, Float[Array, "B T Dt"]],
     steps: int,
 ) -> Iterator[DraftStep]:
-    """Yield each of the draft steps of a head (at least D), at each label.
+    """Yield the draft steps of a head, at least one per module (D), at each label.
 
     Label j is predicted from row r = j - 2, and step i predicts x_{j+i}. Step k < D runs module k
     on x_{j-1+k} and the output of module k - 1 at the same row (the target's features for k = 0),
     and attends to its own pairs at rows up to r of the same segment. A further step runs the last
     module on x_{j-1+i} and its own output, at the next position. It attends to the pairs that this
-    module saw and, at its own row, to those of earlier steps, so that scores of shape [B, H, T, T +
-    i] never exist (EAGLE-3's training-time test, 2503.01840). Keys and values are computed for all
-    rows; the rest, if no module follows, only for the rows of labels.
+    module read and, at its own row, to those of earlier steps, so that scores of shape [B, H, T, T
+    + i] never exist (EAGLE-3's training-time test, 2503.01840). Keys and values are computed for
+    all rows; the rest, if no module follows, only for the rows of labels.
     """
     labels, tokens, last = batch.labels, batch.tokens, head.config.num_modules - 1
     # Row 0 for missing labels, since empty attention and its gradient would be NaN.
@@ -98,6 +98,6 @@ def _own(heads: Float[Array, "B A G C"], repeats: int) -> Float[Array, "B G X C"
 def _attend_own(
     query: Float[Array, "B G X C"], key: Float[Array, "B G X C"], value: Float[Array, "B G X C"]
 ) -> Partial:
-    """Each query over the one key at its own row."""
+    """Return the attention of each query to the single key of its own row."""
     score = jnp.sum(query * key, axis=-1, keepdims=True)
     return Partial(score, jnp.ones_like(score), value)

@@ -1,1 +1,1 @@
-"""Training from text alone: the corpus, its tokenizer, a new model."""
+"""Training from text alone: a corpus, its tokenizer, and a new model."""

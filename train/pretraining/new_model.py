@@ -1,4 +1,4 @@
-"""A model with random weights and given sizes, to be trained from scratch."""
+"""A new model with random weights and given sizes, to be trained from scratch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from specjax.models.config import Attention, DecoderConfig, Experts
 from specjax.models.decoder import Decoder, Form
 
 NAME = "new"
-"""What a model is called that has no name yet."""
+"""The name of a model that has none yet."""
 _ADDED = (("attention", "output"), ("mlp", "down"), ("experts", "down"), ("shared", "down"))
 """The products that are added to the residual stream."""
 
@@ -36,25 +36,25 @@ class ExpertSizes:
     """
 
     num_experts: Annotated[int, Whole(1, 1 << 16)]
-    """Experts per layer."""
+    """The number of experts per layer."""
     num_experts_per_tok: Annotated[int, Whole(1, 1 << 16)]
-    """Experts that read a token."""
+    """The number of experts that read a token."""
     moe_intermediate_size: Annotated[int, Whole(1, 1 << 24)]
     """The width of an expert."""
     n_shared_experts: Annotated[int, Whole(0, 1 << 8)]
-    """Experts that read every token."""
+    """The number of experts that read every token."""
     first_k_dense_replace: Annotated[int, Whole(0, 1 << 16)]
-    """Dense layers before the first with experts."""
+    """The number of dense layers before the first layer with experts."""
     n_group: Annotated[int, Whole(1, 1 << 16)]
-    """Groups of experts."""
+    """The number of groups of experts."""
     topk_group: Annotated[int, Whole(1, 1 << 16)]
-    """Groups that a token may choose from."""
+    """The number of groups among which a token's experts are chosen."""
     scoring_func: Literal["sigmoid", "softmax"]
-    """How scores become weights."""
+    """The function that turns scores into weights."""
     norm_topk_prob: bool
     """Whether the weights of the chosen experts sum to one."""
     routed_scaling_factor: Annotated[float, Number(1e-6, 1e6)]
-    """A factor of the weights."""
+    """A factor by which the weights are multiplied."""
 
     def __post_init__(self) -> None:
         count, groups = self.num_experts, self.n_group
@@ -110,9 +110,9 @@ class ExpertSizes:
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """The section `model` of a config; the vocabulary is that of the data.
+    """The section `model` of a config; the vocabulary is determined by the data.
 
-    The fields are those of `DecoderConfig`; `experts` replace the MLPs of layers.
+    The fields are named as in `DecoderConfig`; `experts` replace the MLPs of layers.
     """
 
     hidden_size: Annotated[int, Whole(1, 1 << 20)]
@@ -120,15 +120,15 @@ class ModelSizes:
     intermediate_size: Annotated[int, Whole(1, 1 << 24)]
     """The width of the MLPs."""
     num_layers: Annotated[int, Whole(1, 1 << 16)]
-    """Layers."""
+    """The number of layers."""
     num_heads: Annotated[int, Whole(1, 1 << 16)]
-    """Query heads per layer."""
+    """The number of query heads per layer."""
     num_kv_heads: Annotated[int, Whole(1, 1 << 16)]
-    """Key and value heads per layer."""
+    """The number of key/value heads per layer."""
     head_dim: Annotated[int, Whole(2, 1 << 16)]
     """The width of a head."""
     max_positions: Annotated[int, Whole(2, 1 << 30)]
-    """The longest text, in tokens."""
+    """The maximum length of a text, in tokens."""
     rope_theta: Annotated[float, Number(1.0, 1e12)]
     """The base of the rotary embeddings."""
     tie_word_embeddings: Annotated[bool, Flag()]
@@ -137,7 +137,7 @@ class ModelSizes:
     """A mixture of experts in place of the MLPs."""
 
     def config(self, vocab_size: int) -> DecoderConfig:
-        """Return the decoder of these sizes; raise InputError if they are inconsistent."""
+        """Return a decoder config of these sizes; raise InputError if they are inconsistent."""
         fields = vars(self)
         try:
             if self.experts is not None:
@@ -150,7 +150,7 @@ class ModelSizes:
 def new_model(
     config: DecoderConfig, tokenizer: Tokenizer, seed: int, mesh: Mesh | None = None
 ) -> Model:
-    """Return a model in float32 with random weights, the same for a seed on every mesh.
+    """Return a model in float32 with random weights, which depend on `seed` but not on the mesh.
 
     Weights are normal with a standard deviation of 0.02; kernels whose products are added to the
     residual stream are divided by sqrt(2 L), so that its scale does not grow with the number of

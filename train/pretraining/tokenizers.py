@@ -11,11 +11,11 @@ from specjax.errors import InputError
 from specjax.loading.tokenizers.tokenizer import Tokenizer
 
 TRAIN = "train"
-"""Stands for a tokenizer that is trained on the corpus."""
+"""The value that stands for a tokenizer trained on the corpus."""
 END = "<|endoftext|>"
-"""Ends each document, and so the texts of a model that was trained on them."""
+"""The token that ends each document, and so the output of models trained on them."""
 SMALLEST_VOCABULARY = 257
-"""Every byte, and the end of a document."""
+"""The minimum vocabulary size: one token per byte, and the end of a document."""
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:

@@ -1,4 +1,4 @@
-"""The config of a corpus of token ids, and its datasets of pieces of documents."""
+"""The config of a corpus of token ids, and the division of its documents into pieces."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class TfdsSection:
     data_dir: Annotated[Path | None, optional(OutputFolder())]
     """The folder of TFDS datasets."""
     split: Annotated[str, Text()]
-    """The split."""
+    """The split of the dataset."""
     text_field: Annotated[str, Text()]
     """The field with the text."""
 
@@ -51,23 +51,23 @@ class CorpusConfig:
     dataset: Annotated[str | None, optional(PathOrName())]
     """A TFDS dataset, in place of files."""
     tfds: TfdsSection
-    """Where the texts of a TFDS dataset are."""
+    """The location of texts in a TFDS dataset."""
     tokenizer: Annotated[str, PathOrName()]
-    """A tokenizer by name or path, or train for one of these texts."""
+    """The name or path of a tokenizer, or train to train one on these texts."""
     vocab_size: Annotated[int, Whole(SMALLEST_VOCABULARY, 1 << 20)]
-    """The number of tokens of a tokenizer that is trained."""
+    """The vocabulary size of a tokenizer that is trained."""
     max_tokens: Annotated[int, Whole(4, 1 << 24)]
-    """The longest piece of a document; row_tokens of a trainer is at least that."""
+    """The maximum length of a piece in tokens; a trainer's row_tokens should be at least that."""
     documents_per_part: Annotated[int, Whole(2)]
-    """Documents that are written at a time."""
+    """The number of documents that are written at a time."""
     limit: Annotated[int | None, optional(Whole(2))]
-    """The first documents only."""
+    """The number of documents to use, from the first one; by default all."""
     written: Mapping[str, Any] = field(default_factory=dict)
-    """The values as the config file and the command line gave them, by section."""
+    """The values of the config file and the command line as they were given, by section."""
 
 
 def read_corpus_config(written: Mapping[str, Any]) -> CorpusConfig:
-    """Return the checked config, except for checks that read texts. Raises InputError."""
+    """Return the checked config; checks that read texts are made later. Raises InputError."""
     config = replace(read_values(CorpusConfig, written), written=written)
     if (config.files is None) == (config.dataset is None):
         both = "missing" if config.files is None else "both given"
@@ -83,7 +83,7 @@ def read_corpus_config(written: Mapping[str, Any]) -> CorpusConfig:
 
 
 def open_documents(config: CorpusConfig) -> Documents | Texts:
-    """Open the documents of a config, each a text with notes. Raises InputError."""
+    """Open the documents of a config, each a text with a dict of notes. Raises InputError."""
     if config.files is not None:
         return Documents(tuple(document_files(config.files)))
     assert config.dataset is not None
@@ -98,17 +98,17 @@ def is_held_out(document: int) -> bool:
 
 
 class Numbering:
-    """Numbers for pieces of documents, by which datasets hold out conversations.
+    """A source of numbers for pieces of documents, which decide what is held out.
 
-    A dataset holds out numbers divisible by `VALIDATION_EVERY`; all pieces of a document must be
-    held out, or none.
+    A dataset holds out numbers divisible by `VALIDATION_EVERY`; either all pieces of a document
+    must be held out, or none.
     """
 
     def __init__(self) -> None:
         self._held_out = self._trained = 0
 
     def next(self, held_out: bool) -> int:
-        """Return an unused number for a piece."""
+        """Return an unused number for a piece, one that is held out if `held_out`."""
         if held_out:
             self._held_out += 1
             return VALIDATION_EVERY * (self._held_out - 1)
@@ -121,7 +121,7 @@ def examples(
     tokenizer: Tokenizer,
     max_tokens: int,
 ) -> Iterator[Example]:
-    """Yield pieces of numbered documents with at most `max_tokens` tokens; every token is a label.
+    """Yield pieces, of at most `max_tokens` tokens, of numbered documents; all tokens are labels.
 
     The last piece of a document ends with the end-of-text token.
     """

@@ -1,1 +1,1 @@
-"""A training run: set-up, loop, step, checkpoints, metrics, evaluation."""
+"""A training run: set-up, loop, step, checkpoints, metrics and evaluation."""

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: one atomically written folder per step; the last two are kept."""
+"""Checkpoints of a run, one atomically written folder per step; only the last ones are kept."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from specjax.loading.storage.orbax_saver import Saver
 from train.run.workdir import STEPS, Workdir, unwritable
 
 KEPT = 2
-"""How many checkpoints are kept."""
+"""The number of checkpoints that are kept."""
 
 _KIND = "drafter"
 
 
 class Saved(NamedTuple):
-    """A checkpoint that was found: its step, and its metadata.
+    """A checkpoint found on disk: its step, and its metadata.
 
-    `damaged` are later steps whose checkpoints cannot be read.
+    `damaged` are the later steps whose checkpoints cannot be read.
     """
 
     step: int
@@ -57,7 +57,7 @@ def last_checkpoint(workdir: Workdir) -> Saved | None:
 
 
 def saver(workdir: Workdir, step: int) -> Saver:
-    """Return the saver of a run that continues after a step; it saves `nested` states.
+    """Return the saver of a run that continues after `step`; it saves `nested` states.
 
     Checkpoints of later steps are damaged, since otherwise the run would continue from them; they
     are kept under another name. Raises InputError if they cannot be renamed.
@@ -78,8 +78,8 @@ def saver(workdir: Workdir, step: int) -> Saver:
 def restore(saved: Saved, state: Any) -> Any:
     """Return the saved arrays in the tree of `state`, with its shapes, dtypes and shardings.
 
-    `state` holds arrays or ShapeDtypeStructs with shardings. Raises InputError if the checkpoint
-    has another structure.
+    The leaves of `state` are arrays, or ShapeDtypeStructs with shardings. Raises InputError if the
+    checkpoint has another structure.
     """
     wanted = nested(jax.tree.map(_described, state))
     compare_arrays(saved.found.directory, saved.found.arrays, wanted, "use another workdir")
@@ -93,7 +93,7 @@ def _described(leaf: Any) -> jax.ShapeDtypeStruct:
 
 
 def nested(tree: Any) -> dict[str, Any]:
-    """Return a tree as nested dicts, without nodes that hold no array."""
+    """Return a tree as nested dicts, without nodes that have no array."""
     root: dict[str, Any] = {}
     for path, leaf in tree_flatten_with_path(tree)[0]:
         *above, last = (leaf_name((key,)) for key in path)

@@ -1,4 +1,4 @@
-"""The config of training commands: its fields, their defaults and checks."""
+"""The config of training commands: its fields, their defaults and their checks."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ from train.run.workdir import RunFolder
 
 @dataclass(frozen=True)
 class TargetName:
-    """A model by path or name; it need not exist."""
+    """The field type of a model's path or name; the model need not exist."""
 
     def check(self, name: str, value: Any) -> str:
-        """Return the text; raise InputError for None, since drafters need a target."""
+        """Return `value`; raise InputError for None, since a drafter needs a target."""
         if value is None:
             raise InputError(
                 f"{name} is missing: a drafter is trained for a model; pass --config.{name}=NAME, "
@@ -52,7 +52,7 @@ class TargetName:
 
 
 def training_fields() -> ConfigDict:
-    """Return a config with all common fields, to which a method's config adds sections."""
+    """Return a config with the fields of all methods, to which a method's config adds sections."""
     config = ConfigDict()
     config.target = DEFAULT_MODEL
     config.dtype = "auto"  # of products: auto | float32 | bfloat16
@@ -109,9 +109,9 @@ def default_workdir(name: str, size: str) -> str:
 
 
 def set_size(config: ConfigDict, size: str) -> None:
-    """Change the common fields to those of a size: "debug", "quick", or "" for none.
+    """Set the common fields for a size of run: "debug", "quick", or "" for no change.
 
-    "debug" exercises everything for six steps, and learns nothing. "quick" evaluates before the
+    "debug" exercises everything in six steps, and learns nothing. "quick" evaluates before the
     first and after the last step; its number of steps depends on the method. Raises ValueError for
     another size.
     """
@@ -143,13 +143,13 @@ class BatchConfig:
     """Rows per update, micro-batches per update, and tokens and labels per row."""
 
     batch_size: Annotated[int, Whole(1, 1 << 20)]
-    """Rows per update."""
+    """The number of rows per update."""
     accumulate: Annotated[int, Whole(1, 1 << 20)]
-    """Micro-batches in which an update is computed."""
+    """The number of micro-batches per update."""
     row_tokens: Annotated[int, Whole(4, 1 << 24)]
-    """T: tokens per row."""
+    """T, the number of tokens per row."""
     row_labels: Annotated[int, Whole(1, 1 << 24)]
-    """A: labels per row; further labels are dropped."""
+    """A, the maximum number of labels per row; further labels are dropped."""
 
 
 @dataclass(frozen=True)
@@ -157,37 +157,37 @@ class LoopConfig:
     """The number of updates, a limit in minutes, and intervals of logging and saving."""
 
     steps: Annotated[int, Whole(1)]
-    """Updates in all."""
+    """The total number of updates."""
     minutes: Annotated[float | None, optional(Number(0.0, 1e9, above=True))]
-    """Stop after so many minutes; the same command resumes."""
+    """The number of minutes after which to stop; the same command resumes."""
     log_every: Annotated[int, Whole(1)]
-    """Steps between lines of the log."""
+    """The number of steps between lines of the log."""
     checkpoint_every: Annotated[int, Whole(1)]
-    """Steps between checkpoints."""
+    """The number of steps between checkpoints."""
 
 
 @dataclass(frozen=True)
 class EvalConfig:
-    """When and on how much data a run evaluates; `training_fields` documents the fields."""
+    """The frequency of evaluations and the amount of data that they use."""
 
     every: Annotated[int, Whole()]
-    """Steps between evaluations; 0 evaluates at the end only."""
+    """The number of steps between evaluations; 0 evaluates at the end only."""
     at_start: bool
     """Whether to evaluate before the first step too."""
     batches: Annotated[int, Whole()]
-    """Batches of held-out conversations for the losses."""
+    """The number of batches of held-out conversations on which losses are computed."""
     prompts: Annotated[int, Whole()]
-    """Held-out prompts that are decoded; 0 decodes none."""
+    """The number of held-out prompts that are decoded; 0 decodes none."""
     new_tokens: Annotated[int, Whole(1)]
-    """New tokens per decoded prompt."""
+    """The number of new tokens per decoded prompt."""
     num_speculative_tokens: Annotated[int | None, optional(Whole(1, DRAFT_TOKENS.most))]
-    """Draft tokens per round when decoding."""
+    """The number of draft tokens per round when decoding."""
     temperatures: Annotated[tuple[float, ...], Items(TEMPERATURE)]
-    """Temperatures decoded at the end; before that, the first one only."""
+    """The temperatures used for decoding at the end; earlier evaluations use the first one only."""
 
 
 DraftVocabSize = Annotated[int | None, optional(Whole(1))]
-"""How many of the target's tokens a head can draft; None = all."""
+"""The number of the target's tokens that a head can draft; None for all."""
 
 
 def _check_accumulate(batch_size: int, accumulate: int) -> None:
@@ -224,24 +224,26 @@ class TrainingConfig:
     )
 
     target: Annotated[str | None, TargetName()]
-    """The model that the drafter is for: a name or a directory."""
+    """The model for which the drafter is trained: a name or a directory."""
     model: ModelSizes | None
     """The sizes of a new model, in place of `target`."""
     dtype: Annotated[str, MULTIPLY]
     """The dtype of products."""
     data: Annotated[str, DataFolders()]
-    """Directories of training data, with commas; shipped is the small set of the default model's
-    answers."""
+    """Directories of training data, separated by commas; shipped is the small bundled set of the
+    default model's answers.
+    """
     features: Literal["auto", "stored", "online"]
-    """Target features: stored in the data, computed online in the step, or auto for stored where
-    there are any."""
+    """Target features: stored in the data, computed online in each step, or auto, which means
+    stored if there are any.
+    """
     workdir: Annotated[str, RunFolder()]
     """The folder for checkpoints, logs and the exported head."""
     start_from: Annotated[str | None, optional(HeadFolder())]
-    """A trained head to start from: a directory, or a kind, such as eagle3, that comes with
-    specjax."""
+    """The trained head to start from: a directory, or the kind of a bundled head, such as eagle3.
+    """
     seed: Annotated[int, SEED]
-    """The seed of initialization, order and noise."""
+    """The seed of initialization, data order and noise."""
     batches: Annotated[BatchConfig, Inline()]
     optimization: Annotated[Optimization, Inline()]
     loop: Annotated[LoopConfig, Inline()]
@@ -249,11 +251,11 @@ class TrainingConfig:
     remat: bool
     """Whether the backward pass computes activations again, to save memory."""
     fsdp: bool
-    """Whether the parameters are split over `mesh.data`, as the optimizer's state always is."""
+    """Whether parameters are sharded over `mesh.data`, as the optimizer's state always is."""
     mesh: MeshConfig
     distributed: DistributedConfig
     written: Mapping[str, Any] = field(default_factory=dict)
-    """The values as the config file and the command line gave them, by section."""
+    """The values of the config file and the command line as they were given, by section."""
 
     def __post_init__(self) -> None:
         if self.target is None and self.model is None:
@@ -272,12 +274,12 @@ class TrainingConfig:
 
     @property
     def reads_decay_steps(self) -> bool:
-        """Whether the end of the schedule matters."""
+        """Whether the end of the schedule affects the run."""
         return self.optimization.schedule != "constant"
 
     @property
     def record(self) -> dict[str, Any]:
-        """Return the JSON-ready config to compare on resumption, with defaults filled in."""
+        """Return the JSON-ready config that must match on resumption, with defaults filled in."""
         fields = dict(self.written)
         fields["learning_rate_scales"] = self.optimization.learning_rate_scales
         if self.reads_decay_steps:
@@ -286,7 +288,7 @@ class TrainingConfig:
 
 
 OwnConfig = TypeVar("OwnConfig", bound=TrainingConfig)
-"""The config of one method's command."""
+"""The config class of a method's command."""
 
 
 def read_training_config(kind: type[OwnConfig], written: Mapping[str, Any]) -> OwnConfig:

@@ -1,4 +1,4 @@
-"""Evaluate a drafter: held-out losses, and acceptance length in real decoding."""
+"""Evaluation of a drafter: held-out losses, and acceptance length in real decoding."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from train.run.sharding import gathered
 from train.run.step import Program
 
 _TEXT_PROMPT = 64
-"""Tokens of a text that are a prompt, the rest of the text being an answer to compare with."""
+"""The maximum length of a prompt taken from a text; the rest of the text is the reference answer.
+"""
 
 
 @dataclass(frozen=True)
@@ -42,10 +43,15 @@ class Evaluation:
     config: EvalConfig
     writer: MetricsWriter
     seconds: dict[str, float] = field(default_factory=dict, init=False)
-    """Of an earlier evaluation, without compiling: all losses, and the prompts at a temperature."""
+    """The seconds of an earlier evaluation, without compiling: "losses" of all losses, and
+    "decoding" of all prompts at one temperature.
+    """
 
     def __call__(self, params: Any, step: int, last: bool) -> dict[str, float]:
-        """Numbers of held-out losses (`eval/...`) and of decoding (`eval/tau` ...)."""
+        """Return held-out losses (`eval/...`) and results of decoding (`eval/tau`, ...) by name.
+
+        `last` says that this is the evaluation at the end of a run, which uses all temperatures.
+        """
         numbers: dict[str, float] = {}
         if self.held_out is not None and self.config.batches:
             doing = f"losses of {self._num_batches(self.held_out)} batch(es)"
@@ -107,7 +113,7 @@ def decode_prompts(
     config: EvalConfig,
     temperature: float,
 ) -> Generation:
-    """Decode prompts of token ids with the number of draft tokens in `config`."""
+    """Decode prompts of token ids with the drafter, using the lengths that `config` sets."""
     return generate(
         target,
         [list(prompt) for prompt in prompts],
@@ -131,10 +137,11 @@ def tau_of(result: Generation) -> dict[str, float]:
 
 
 def held_out_prompts(source: Source, chosen: np.ndarray, count: int, room: int) -> list[list[int]]:
-    """Return up to `count` prompts, evenly spaced among the chosen conversations.
+    """Return up to `count` prompts, evenly spaced among the `chosen` conversations.
 
     A prompt ends where the target's first answer begins. In text, where every token is a label, it
-    ends in the middle, after at most `_TEXT_PROMPT` tokens. Prompts longer than `room` are omitted.
+    ends in the middle, after at most `_TEXT_PROMPT` tokens. Prompts longer than `room` tokens are
+    omitted.
     """
     found: list[list[int]] = []
     spread = np.unique(np.linspace(0, len(chosen) - 1, min(2 * count, len(chosen))).astype(int))

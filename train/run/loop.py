@@ -33,9 +33,9 @@ DONE, TIME, INTERRUPTED = "done", "time", "interrupted"
 """Why a run ended: all steps made, `minutes` over, Ctrl-C or SIGTERM."""
 
 _AGREE_EVERY = 10
-"""Steps between two questions whether a process of several wants to stop."""
+"""The number of steps after which several processes ask each other whether one wants to stop."""
 _IN_FLIGHT = 1
-"""Steps that the host may be ahead of the device's results."""
+"""The number of steps by which the host may be ahead of the device's results."""
 
 _SPEED_OVER_S = 5.0
 _BEGIN = Position(0, 0)
@@ -45,7 +45,7 @@ Evaluate = Callable[[Any, int, bool], dict[str, float]]
 
 @dataclass(frozen=True)
 class Result:
-    """The state and step at which a run ended, and the reason."""
+    """The state and step at which a run ended, and the reason for ending."""
 
     state: State
     step: int
@@ -76,7 +76,7 @@ class Feed:
 
 @dataclass
 class Progress:
-    """What a checkpoint stores besides arrays, including sums since the last logged metrics."""
+    """The contents of a checkpoint besides arrays, with sums since the last logged metrics."""
 
     step: int = 0
     position: Position = _BEGIN
@@ -192,10 +192,10 @@ def train(
 
 
 class _Window:
-    """Clocks since the last line of metrics, and of the lines before it.
+    """The times since the last line of metrics, and of earlier lines.
 
-    Steps are settled together where a checkpoint waits for them, so that a line alone may have
-    taken no time: speeds are those of the last seconds.
+    When a checkpoint waits for several steps at once, a line alone may span no time, so speeds are
+    averaged over the last seconds.
     """
 
     def __init__(self) -> None:
@@ -203,13 +203,13 @@ class _Window:
         self.restart()
 
     def restart(self) -> None:
-        """Restart the window."""
+        """Start a new window now."""
         self.begin, self.waited, self.tokens = time.perf_counter(), 0.0, 0
 
     def speeds(self) -> tuple[float, float]:
         """Return tokens per second and the fraction of time spent waiting for data.
 
-        This ends the window.
+        This ends the window and begins a new one.
         """
         self._lines.append((time.perf_counter() - self.begin, self.waited, self.tokens))
         while sum(line[0] for line in self._lines) - self._lines[0][0] >= _SPEED_OVER_S:
@@ -221,7 +221,7 @@ class _Window:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Exclude the time spent inside the context."""
+        """Exclude the time spent inside the context from the window."""
         begin = time.perf_counter()
         yield
         self.begin += time.perf_counter() - begin
@@ -235,7 +235,7 @@ def _take(
     workdir: Workdir,
     saved_step: int | None,
 ) -> None:
-    """Add a step's report to the run's progress; raises InputError where it is not finite."""
+    """Add a step's report to the run's progress; raise InputError if its numbers are not finite."""
     loss, norm = float(report.loss), float(report.grad_norm)
     if not (math.isfinite(loss) and math.isfinite(norm)):
         kept = (
@@ -253,7 +253,7 @@ def _take(
 
 
 def _numbers(progress: Progress, report: Report, window: _Window) -> dict[str, float]:
-    """Return a line of metrics; begins a new window."""
+    """Return the numbers of a line of metrics, and begin a new window."""
     speed, waited = window.speeds()
     numbers = scalars(progress.sums, "train")
     numbers |= {
@@ -267,7 +267,10 @@ def _numbers(progress: Progress, report: Report, window: _Window) -> dict[str, f
 
 
 def _anyone(step: int, mine: bool) -> bool:
-    """Return whether a process wants to stop; several ask each other now and then only."""
+    """Return whether some process wants to stop; `mine` is whether this one does.
+
+    Several processes ask each other only every few steps.
+    """
     if processes.count() == 1:
         return mine
     if step % _AGREE_EVERY:
@@ -279,7 +282,7 @@ def _anyone(step: int, mine: bool) -> bool:
 
 @contextmanager
 def _listening() -> Iterator[threading.Event]:
-    """An event that a request to end sets; a second Ctrl-C is an interrupt as usual."""
+    """Yield an event that is set by a request to stop; a second Ctrl-C interrupts as usual."""
     asked = threading.Event()
 
     def receive(number: int) -> None:
@@ -292,7 +295,10 @@ def _listening() -> Iterator[threading.Event]:
 
 
 def resumed(program: Program, saved: Saved) -> tuple[Program, Progress]:
-    """Return the program with a checkpoint's arrays, each device reading its own part."""
+    """Return the program with a checkpoint's arrays, and its progress.
+
+    Each device reads only its own part of each array.
+    """
     state = checkpoints.restore(saved, program.state)
     jax.block_until_ready(state)
     return program._replace(state=state), Progress.of(saved)

@@ -1,4 +1,4 @@
-"""The metrics and progress of a run: on screen, in metrics.jsonl, in TensorBoard."""
+"""The metrics and progress of a run, on screen, in metrics.jsonl and in TensorBoard."""
 
 from __future__ import annotations
 
@@ -22,26 +22,27 @@ from train.run.workdir import Workdir
 def scalars(sums: Mapping[str, Any], prefix: str) -> dict[str, float]:
     """Return named numbers from sums of `Measures`, as returned by `sums_of`.
 
-    `loss` and its parts are means over labels. For drafts at depth i: `acc_pos_i` is the accuracy
-    given the true tokens before, `full_acc_i` that of the draft with all before it, `cond_acc_i`
-    the same given that all before are right; `tau_sim` is the tokens per round that `full_acc`
-    implies. With experts, `load_imbalance` is the largest load over the mean.
+    Names begin with `prefix`. `loss` and its parts are means over labels. For drafts at depth i:
+    `acc_pos_i` is the accuracy given the true tokens before, `full_acc_i` that of the draft and all
+    drafts before it, `cond_acc_i` the accuracy given that all before are right; `tau_sim` is the
+    tokens per round that `full_acc` implies. With experts, `load_imbalance` is the largest load
+    over the mean.
     """
-    found = {"loss": _ratio(sums["loss"], sums["weight"])}
+    numbers = {"loss": _ratio(sums["loss"], sums["weight"])}
     for name, value in sums["losses"].items():
-        found[f"loss_{name}"] = _ratio(value, sums["weight"])
+        numbers[f"loss_{name}"] = _ratio(value, sums["weight"])
     tau, before = 1.0, 1.0
     rows = zip(sums["correct"], sums["prefix_correct"], sums["counts"], strict=True)
     for depth, (right, along, count) in enumerate(rows):
         full = _ratio(along, count)
-        found[f"acc_pos_{depth}"] = _ratio(right, count)
-        found[f"full_acc_{depth}"] = full
-        found[f"cond_acc_{depth}"] = _ratio(full, before)
+        numbers[f"acc_pos_{depth}"] = _ratio(right, count)
+        numbers[f"full_acc_{depth}"] = full
+        numbers[f"cond_acc_{depth}"] = _ratio(full, before)
         tau, before = tau + full, full
-    found["tau_sim"] = tau
+    numbers["tau_sim"] = tau
     if (uneven := imbalance(sums["loads"])) is not None:
-        found["load_imbalance"] = uneven
-    return {f"{prefix}/{name}": value for name, value in found.items()}
+        numbers["load_imbalance"] = uneven
+    return {f"{prefix}/{name}": value for name, value in numbers.items()}
 
 
 def _ratio(part: float, whole: float) -> float:
@@ -55,12 +56,12 @@ def sums_of(loss: Any, measures: Any) -> dict[str, Any]:
 
 
 def add(total: dict[str, Any] | None, more: dict[str, Any]) -> dict[str, Any]:
-    """Return the sums of two parts of a run."""
+    """Return the sum of two results of `sums_of`; `total` may be None."""
     return jax.tree.map(operator.add, total, more) if total else more
 
 
 class MetricsWriter:
-    """The writer of a run's metrics; a `quiet` one (not the first process) writes nothing."""
+    """The writer of a run's metrics; if `quiet` (not the first process), it writes nothing."""
 
     def __init__(
         self, workdir: Workdir, console: Console, steps: int, step: int, quiet: bool = False
@@ -78,23 +79,23 @@ class MetricsWriter:
             self._tensorboard.close()
 
     def say(self, line: str, style: str = "") -> None:
-        """Print a line."""
+        """Print a line of text in a style of rich."""
         self._console.print(Text(line, style), soft_wrap=True)
 
     @contextmanager
     def working(self, doing: str) -> Iterator[None]:
-        """Print `doing`, and afterwards how long it took."""
+        """Print `doing` at the start of a context, and at its end how long it took."""
         begin = time.perf_counter()
         self.say(f"{doing} ...", "dim")
         yield
         self.say(f"{doing}: {time.perf_counter() - begin:.1f} s", "dim")
 
     def begin_steps(self, step: int) -> None:
-        """Start to measure the time per step, after `step`."""
+        """Start measuring the time per step, after `step`."""
         self._first_step = (step, time.perf_counter())
 
     def finish_step(self, step: int, shown: bool) -> None:
-        """Print that the first step has finished, unless a line of its metrics is `shown`."""
+        """Print that the first step has finished, unless its metrics are `shown` anyway."""
         if self._first_step is not None and step == self._first_step[0] + 1 and not shown:
             seconds = time.perf_counter() - self._first_step[1]
             self.say(f"step {step}/{self._steps}  {seconds:.1f} s{self._remaining(step)}", "dim")
@@ -113,7 +114,7 @@ class MetricsWriter:
         return f"  {clock(left)} left" if left else ""
 
     def seconds_left(self, step: int) -> float | None:
-        """Return the estimated seconds of the steps after this one, or None if unknown."""
+        """Return the estimated seconds for the steps after this one, or None if unknown."""
         first, begin = self._first_step or (step, 0.0)
         if step >= self._steps:
             return 0.0
@@ -123,7 +124,7 @@ class MetricsWriter:
 
 
 def shown(numbers: Mapping[str, float], prefix: str = "train") -> str:
-    """Return the text of a line of numbers on screen."""
+    """Return the text of a line of metrics on screen, from the numbers that begin with `prefix`."""
     at = lambda name: numbers.get(f"{prefix}/{name}")  # noqa: E731
     parts = [f"loss {at('loss'):.4f}"]
     begin = f"{prefix}/loss_"

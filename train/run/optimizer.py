@@ -22,15 +22,15 @@ from specjax.models.config import DecoderConfig
 from specjax.models.joined_kernels import in_parts, with_joined
 
 _VOCABULARY = frozenset(("embed", "head"))
-"""Parameters whose rows or columns are tokens: Muon leaves them to Adam."""
+"""Parameters with an axis over the vocabulary, which Muon leaves to Adam."""
 
 
 @dataclass(frozen=True)
 class Scales:
-    """Factors of the learning rate by parameter name, as comma-separated NAME:FACTOR."""
+    """The field type of learning rate factors by parameter name: NAME:FACTOR, comma-separated."""
 
     def check(self, name: str, value: Any) -> dict[str, float]:
-        """Return the factors by name."""
+        """Return the factors by name; raise InputError, naming the field, for any other text."""
         text = Text(empty=True).check(name, value)
         factors: dict[str, float] = {}
         for pair in text.split(",") if text.strip() else ():
@@ -58,11 +58,11 @@ class Optimization:
     """
 
     learning_rate: Annotated[float, Number(above=True)]
-    """The peak of the learning rate."""
+    """The peak learning rate."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    """How the rate falls after the warmup."""
+    """The schedule by which the rate falls after the warm-up."""
     warmup: Annotated[int, Whole()] = 0
-    """Steps over which the rate rises."""
+    """The number of steps over which the rate rises."""
     decay_steps: Annotated[int | None, optional(Whole(1))] = 1
     """The step at which the schedule ends; all steps by default."""
     final_fraction: Annotated[float, Number()] = 0.1
@@ -70,14 +70,16 @@ class Optimization:
     weight_decay: Annotated[float, Number()] = 0.0
     """The weight decay, as in AdamW."""
     clip: Annotated[float, Number()] = 1.0
-    """The greatest norm of the gradient; 0 does not clip."""
+    """The maximum norm of the gradient; 0 does not clip."""
     learning_rate_scales: Annotated[Mapping[str, float], Scales()] = field(default_factory=dict)
-    """Factors of the rate by parameter name, such as head:0.5,layers.0:0.1; the longest name
-    counts."""
+    """Factors of the rate by parameter name, such as head:0.5,layers.0:0.1; the longest match
+    applies.
+    """
     optimizer: Literal["adamw", "muon"] = "adamw"
-    """Muon orthogonalizes the updates of kernels, except those over the vocabulary."""
+    """The optimizer; muon orthogonalizes the updates of kernels, except those over the vocabulary.
+    """
     balance_rate: Annotated[float, Number()] = 1e-3
-    """The rate of the selection biases of sigmoid routers; 0 leaves them as they are."""
+    """The rate of the selection biases of sigmoid routers; 0 leaves them unchanged."""
 
 
 def learning_rate(optimization: Optimization) -> optax.Schedule:
@@ -101,8 +103,8 @@ def make_optimizer(
 ) -> optax.GradientTransformation:
     """Return the optimizer: clipping by global norm, then AdamW (0.9, 0.95) or Muon (0.95).
 
-    Muon orthogonalizes the parts of joined kernels, such as queries, each by itself; `layers` is
-    the config of the layers among the parameters.
+    Muon orthogonalizes each part of a joined kernel, such as queries, separately; `layers` is the
+    config of the decoder layers among the parameters.
 
     Weight decay skips parameters named `scale` or `bias`. Raises InputError for a name in
     `learning_rate_scales` that matches no parameter.
@@ -120,7 +122,7 @@ def make_optimizer(
 
 
 def _muon(layers: DecoderConfig | None) -> optax.GradientTransformation:
-    """Muon for kernels, Adam for all else, both with Nesterov's momentum."""
+    """Return Muon for kernels and Adam for all else, both with Nesterov momentum."""
 
     def matrices(params: Any) -> Any:
         return jax.tree_util.tree_map_with_path(
@@ -143,9 +145,10 @@ def _muon(layers: DecoderConfig | None) -> optax.GradientTransformation:
 
 
 def _matrix(name: str, rank: int) -> optax.contrib.MuonDimensionNumbers | None:
-    """Return which axes of a kernel are inputs and outputs; None for other parameters.
+    """Return the input and output axes of a kernel, given its name and rank.
 
-    Kernels are [..., in, out]; leading axes are layers or heads of a drafter.
+    Kernels are [..., in, out]; leading axes are layers or heads of a drafter. The result is None
+    for other parameters.
     """
     *above, last = name.split(".")
     if last != "kernel" or not _VOCABULARY.isdisjoint(above):
@@ -161,7 +164,7 @@ def _decays(params: Any) -> Any:
 
 
 def _factors(scales: Mapping[str, float], params: Any) -> Any:
-    """Return each parameter's factor of the learning rate."""
+    """Return a tree with each parameter's factor of the learning rate."""
     used = set()
 
     def factor(path: tuple, _: Any) -> float:

@@ -11,14 +11,14 @@ import numpy as np
 from specjax.fields import Choice
 
 MULTIPLY = Choice(("auto", "float32", "bfloat16"))
-"""Names of the dtypes that products can have."""
+"""The names of dtypes for matrix products."""
 
 
 def multiply_dtype(name: str, field: str = "dtype") -> np.dtype | None:
-    """Return the dtype of products for `auto`, `float32` (None) or `bfloat16`.
+    """Return the dtype of products for "auto", "float32" (None) or "bfloat16".
 
-    `auto` is bfloat16 if the device multiplies it in hardware: accelerators, and CPUs with AMX or
-    AVX-512's bfloat16 instructions. Raises InputError for other names.
+    "auto" is bfloat16 if the device multiplies it in hardware: accelerators, and CPUs with AMX or
+    AVX-512's bfloat16 instructions. Raises InputError, naming `field`, for other names.
     """
     if MULTIPLY.check(field, name) == "auto":
         name = "bfloat16" if jax.default_backend() != "cpu" or _cpu_has_bfloat16() else "float32"
@@ -26,9 +26,10 @@ def multiply_dtype(name: str, field: str = "dtype") -> np.dtype | None:
 
 
 def as_multiplied(params: Any, multiply: np.dtype | None) -> Any:
-    """Return a frozen decoder with its layers' kernels rounded once, instead of at each product.
+    """Return a frozen decoder's parameters with layer kernels rounded once to the dtype `multiply`.
 
-    Routers are excluded, since their products are not rounded.
+    Otherwise they would be rounded at each product. Routers are excluded, since their products are
+    not rounded.
     """
     if multiply is None:
         return params

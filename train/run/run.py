@@ -1,4 +1,4 @@
-"""A training run from its config: set up, train, export; the `main` of every method."""
+"""A training run from its config: set-up, training, export; the `main` of every method."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from train.run.sharding import gathered
 from train.run.step import Program
 
 _PROMPT_TOKENS = 512
-"""Longer prompts are not decoded: an evaluation is to be short."""
+"""The maximum length of prompts that are decoded, to keep evaluations short."""
 _MORE_DATA = (
     "More data: python -m train.generate, then --config.data=build/generate_smollm2/responses and "
     "a new --config.workdir"
@@ -46,7 +46,7 @@ _LEARNED = {
     "loss": "loss",
     "tau": "tau (tokens per target pass; plain decoding has 1) when decoding greedily",
 }
-"""Numbers of an evaluation by which a run's first and last are compared, and their labels."""
+"""The numbers, with labels, that are compared between a run's first and last evaluation."""
 
 
 def main(
@@ -54,9 +54,10 @@ def main(
     kind: type[OwnConfig],
     argv: Sequence[str] | None = None,
 ) -> int:
-    """Run a training command: read the config, train, return the exit code.
+    """Run a training command with `argv`, by default the process's arguments; return its exit code.
 
-    `kind` is the method's config class. `--help` prints the documentation of the method's module.
+    `make_method(target, vocabulary, config)` returns the method, and `kind` is its config class.
+    `--help` prints the documentation of the method's module.
     """
     return command.run_config(
         lambda config: run(config, make_method),
@@ -71,7 +72,7 @@ def main(
 def run(
     config: OwnConfig, make_method: MakeMethod[OwnConfig], console: Console | None = None
 ) -> int:
-    """Train as a config says, and export the result; return the exit code. Raises InputError.
+    """Train according to a config, and export the result; return the exit code. Raises InputError.
 
     `make_method(target, vocabulary, config)` returns the method. The same call resumes an
     interrupted run.
@@ -146,13 +147,13 @@ def _train(
 
 
 def _check_exports(method: Method, workdir: files.Workdir) -> None:
-    """Raise InputError where what is to be exported at the end could not be written."""
+    """Raise InputError if the export at the end of the run could not be written."""
     for kind, directory in _exports(method, workdir).items():
         folders.check_replaceable(directory, kind, str(directory))
 
 
 def _exports(method: Method, workdir: files.Workdir) -> dict[str, Path]:
-    """Return the directories of the head and of the model, those that the method leaves."""
+    """Return the directories of the head and the model that the method exports, by name."""
     return {
         "head": {"drafter": workdir.export},
         "both": {"drafter": workdir.export / "head", "model": workdir.export / "target"},
@@ -217,7 +218,10 @@ def _end(
     result: loop.Result,
     seconds: float | None,
 ) -> int:
-    """Say how the run ended, after `seconds`, None if an earlier one had made all steps."""
+    """Print how the run ended, and return the exit code.
+
+    `seconds` is the duration of this run, None if an earlier run had made all steps.
+    """
     where = f"step {result.step} of {setup.config.loop.steps}, {result.tokens} tokens"
     if result.step:
         writer.say(f"exported: {workdir.export}")
@@ -242,7 +246,7 @@ def _end(
 
 
 def _say_next(writer: MetricsWriter, setup: Setup, workdir: files.Workdir, params: Any) -> None:
-    """Print what the run learned, how to decode with it, and how to make more data."""
+    """Print what the run learned, how to decode with the result, and how to make more data."""
     curve = files.learning_curve(workdir)
     learned = [
         f"{label} {curve[0][name]:.3f} -> {curve[-1][name]:.3f}"
@@ -266,11 +270,11 @@ def _say_next(writer: MetricsWriter, setup: Setup, workdir: files.Workdir, param
 
 
 def _shipped_alone(data: str) -> bool:
-    """Return whether a config's data are nothing but the small set that comes with specjax."""
+    """Return whether a config's data are only the small bundled set."""
     return set(split_names(data)) == {shipped.NAME}
 
 
 def _as_argument(path: Path) -> str:
-    """Return a path as a shell takes it, from the working directory where it is below that."""
+    """Return a path as a shell argument, relative to the working directory if it is below it."""
     here = Path.cwd()
     return shlex.quote(str(path.relative_to(here) if path.is_relative_to(here) else path))

@@ -35,7 +35,7 @@ from train.run.start_from import Earlier, open_earlier
 from train.run.step import Program, make_program
 
 MakeMethod = Callable[[Model, Vocabulary, OwnConfig], Method]
-"""Makes the method of a target, a choice of draft vocabulary, and the command's config."""
+"""A function that returns a method for a target, a choice of draft vocabulary, and a config."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class Setup:
     """Everything that a run needs.
 
     `decoder` and `target_params` are the target as a frozen teacher. `held_out` feeds the
-    validation conversations, None if there are none. `record` must be unchanged when the run is
-    resumed.
+    validation conversations, or is None if there are none. `record` must be unchanged when the run
+    is resumed.
     """
 
     config: TrainingConfig
@@ -60,7 +60,7 @@ class Setup:
 
     @property
     def products(self) -> str:
-        """The dtype of products, in words."""
+        """The dtype of products, as a word for messages."""
         return str(self.decoder.multiply or "float32")
 
     def program(self) -> Program:
@@ -77,7 +77,7 @@ class Setup:
         )
 
     def metadata(self, step: int, tokens: int) -> dict[str, Any]:
-        """Return what an export records of its training, without local paths."""
+        """Return what an export records about its training, without local paths."""
         here = ("data", "target", "workdir", "start_from", "distributed", "mesh")
         config = {name: value for name, value in self.record["config"].items() if name not in here}
         earlier = {} if self.earlier is None else {"earlier": self.earlier.head.training}
@@ -92,7 +92,7 @@ class Setup:
 
 
 def _check_logits(target: Model) -> None:
-    """Raise InputError for a target whose logits are more than a product with its head."""
+    """Raise InputError for a target whose logits are not just a product with its output layer."""
     if (softcap := target.config.logit_softcap) is not None:
         raise InputError(
             f"target: {target.name} limits its logits (logit_softcap={softcap}), and training "
@@ -199,13 +199,13 @@ def set_up(
 
 @dataclass
 class _Noted:
-    """A choice of draft vocabulary, with a hash of the ids that were chosen."""
+    """A choice of draft vocabulary, with a hash of the ids that it returned."""
 
     choose: Vocabulary
     digest: str | None = None
 
     def __call__(self, size: int | None) -> Int32[np.ndarray, "Vd"] | None:
-        """Return the ids."""
+        """Return the ids of a draft vocabulary of a size, and note their hash."""
         ids = self.choose(size)
         if ids is not None:
             self.digest = hashlib.sha256(np.asarray(ids, "<i4").tobytes()).hexdigest()[:16]
@@ -213,7 +213,7 @@ class _Noted:
 
 
 def _check_positions(config: EvalConfig, target: Model) -> None:
-    """Raise InputError where prompts that are decoded would have no room before the new tokens."""
+    """Raise InputError if prompts to decode would leave no room for new tokens."""
     positions = target.config.max_positions
     if config.prompts and config.new_tokens >= positions:
         raise InputError(
@@ -223,7 +223,7 @@ def _check_positions(config: EvalConfig, target: Model) -> None:
 
 
 def _check_lengths(row_tokens: int, data: Sources, method: Method) -> None:
-    """Raise InputError where no row has a label for each draft of the method."""
+    """Raise InputError if no row of `row_tokens` tokens has a label for each draft."""
     least = method.least_tokens
     longest = int(data.lengths.max())
     for field, value in (("row_tokens", row_tokens), ("data", longest)):
@@ -236,7 +236,7 @@ def _check_lengths(row_tokens: int, data: Sources, method: Method) -> None:
 
 
 def _features_read(method: Method, data: Sources, wanted: str) -> tuple[str, ...]:
-    """Return the features that are read from the data set; all that the method needs, or none."""
+    """Return the features to read from the dataset: all that the method needs, or none."""
     missing = [name for name in method.features if name not in data.feature_names]
     if wanted == "stored" and missing:
         there = ", ".join(data.feature_names) or "none"

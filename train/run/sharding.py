@@ -1,4 +1,4 @@
-"""Place a run's arrays: rows over devices, parameters and moments over `data`."""
+"""The placement of a run's arrays: rows over devices, parameters and moments over `data`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from train.run.config import BatchConfig
 
 @dataclass(frozen=True)
 class Placement:
-    """Placement of host rows on the devices, as `micro` micro-batches of `per_micro` rows each.
+    """The placement of host rows on the devices, as `micro` micro-batches of `per_micro` rows.
 
     `held` are the rows of a micro-batch that this process holds.
     """
@@ -57,7 +57,7 @@ def placement_of(config: BatchConfig, mesh: Mesh | None) -> Placement:
 
 
 def gathered(tree: Any, mesh: Mesh | None) -> Any:
-    """Return the tree with every array replicated."""
+    """Return the tree with every array replicated on all devices."""
     if mesh is None:
         return tree
     whole = NamedSharding(mesh, PartitionSpec())
@@ -65,9 +65,9 @@ def gathered(tree: Any, mesh: Mesh | None) -> Any:
 
 
 def split_over_data(tree: Any, mesh: Mesh, split: bool) -> Any:
-    """Return the sharding of each array, with `split` over `data` along its longest divisible axis.
+    """Return shardings of the arrays of a tree: replicated, or with `split` sharded over `data`.
 
-    Other arrays are replicated.
+    An array is sharded along its longest axis that is divisible by the size of `data`, if any.
     """
     devices = axis_size(mesh, DATA)
 
@@ -82,7 +82,7 @@ def split_over_data(tree: Any, mesh: Mesh, split: bool) -> Any:
 
 
 def copied(tree: Any, mesh: Mesh | None, split: bool = False) -> Any:
-    """Return copies of arrays, replicated or `split`, so that they can be donated.
+    """Return copies of arrays, replicated or `split` over `data`, so that they can be donated.
 
     Every process must pass the same values.
     """

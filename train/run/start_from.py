@@ -1,4 +1,4 @@
-"""A trained head from which a run starts: its draft vocabulary and parameters."""
+"""A trained head with which a run starts: its draft vocabulary and parameters."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from train.methods.method import Method
 
 @dataclass(frozen=True)
 class HeadFolder:
-    """A directory with a trained head, or the kind of a bundled head."""
+    """The field type of a trained head: a directory, or the kind of a bundled head."""
 
     def check(self, name: str, value: Any) -> str:
-        """Return the text; raise InputError if it is neither a directory nor a kind."""
+        """Return `value`; raise InputError if it is neither a directory nor a kind."""
         if not isinstance(value, str) or value not in KINDS:
             input_folder(name, value)
         return str(value)
@@ -32,13 +32,13 @@ class HeadFolder:
 
 @dataclass(frozen=True)
 class Earlier:
-    """The head named by `start_from`."""
+    """The head that `start_from` names."""
 
     name: str
     head: Head
 
     def vocabulary(self, size: int | None) -> Int32[np.ndarray, "Vd"] | None:
-        """Return the head's draft vocabulary; raise InputError for another requested size."""
+        """Return the head's draft vocabulary; raise InputError if another size is requested."""
         ids = self.head.draft_ids
         every = self.head.target.vocab_size
         there, wanted = every if ids is None else len(ids), every if size is None else size
@@ -50,7 +50,7 @@ class Earlier:
         return ids
 
     def continued(self, method: Method) -> Method:
-        """Return the method with the head's parameters as initial ones.
+        """Return the method with the head's parameters as initial parameters.
 
         Raises InputError if they do not match the method's. A jointly trained target starts from
         itself.
@@ -82,7 +82,7 @@ class Earlier:
 def open_earlier(name: str, target: Model) -> Earlier:
     """Return the head in a directory, or the bundled head of a kind, after checking its target.
 
-    Raises InputError as the readers do, and for a head of another target.
+    Raises InputError if the head cannot be read or belongs to another target.
     """
     shipped = name in KINDS
     head = shipped_head(name, target) if shipped else read_any_head(name, target, "start_from")

@@ -24,12 +24,12 @@ from train.run.optimizer import Optimization, learning_rate, make_optimizer
 from train.run.sharding import copied, split_over_data
 
 _LATE = np.int32(2**30)
-"""A step that is late in any run."""
+"""A step number that is late in any run."""
 
 
 @struct.dataclass
 class State:
-    """Everything that a step changes, plus `key`, the data of the run's constant key."""
+    """Everything that a step updates, and `key`, the data of the run's constant random key."""
 
     params: Any
     optimizer: Any
@@ -41,7 +41,7 @@ class State:
 class Report:
     """The results of a step: sums over its labels, and the number of tokens without padding.
 
-    `schedules` are the step's learning rate and the method's own numbers, by name.
+    `schedules` are the learning rate and the method's own schedules at this step, by name.
     """
 
     loss: Float[Array, ""]
@@ -88,8 +88,8 @@ def make_program(
     """Return the program of a method, whose random numbers derive from `seed`.
 
     `remat` is that of `loss_function`; with `fsdp` the parameters are sharded over the mesh's
-    `data`, as the optimizer's state always is. Raises InputError for optimization options that do
-    not fit the method's parameters.
+    `data` axis, as the optimizer's state always is. Raises InputError for optimization options that
+    do not fit the method's parameters.
     """
     run_key = jax.random.key(seed)
     init_key, key = jax.random.split(run_key)
@@ -147,11 +147,11 @@ def make_program(
 
 
 def loss_function(method: Method, decoder: Decoder, remat: bool) -> Callable:
-    """Return the method's loss as a function of (params, target_params, batch, key).
+    """Return the method's loss as a function of (params, target_params, batch, key, step).
 
-    `decoder` is the frozen target, which computes features that the batch lacks. The step may
-    follow the key; by default it is late in the run. With `remat` only products of activations and
-    weights are kept for the backward pass.
+    `decoder` is the frozen target, which computes features that the batch lacks. The step may be
+    omitted; it then is one late in the run. With `remat` only products of activations and weights
+    are kept for the backward pass.
     """
 
     def loss(

@@ -1,4 +1,4 @@
-"""Write TensorBoard scalars, which are on disk when `write` returns.
+"""A writer of TensorBoard scalars, which are on disk when `write` returns.
 
 tensorboardX's own `SummaryWriter` passes them to a thread, which dies on a full disk and leaves its
 caller waiting forever. Here its events are written directly, and errors are raised.
@@ -36,7 +36,7 @@ class TensorBoardWriter:
         self._add(step=step + 1, session_log=start)
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Write the numbers of a step."""
+        """Write the numbers of a step by name."""
         values = [
             self._summary.Value(tag=name, simple_value=value) for name, value in numbers.items()
         ]

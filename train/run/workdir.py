@@ -1,6 +1,6 @@
 """The directory of a run: W/{config.json, metrics.jsonl, checkpoints/, tensorboard/, export/}.
 
-The first process writes the small files, but all processes must make the calls. For the content of
+The first process writes the small files, but all processes must make the calls. For the contents of
 checkpoints see `train.run.checkpoints`.
 """
 
@@ -36,10 +36,10 @@ MAY_DIFFER = (
     "mesh.",
     "distributed.",
 )
-"""Fields, and sections followed by a dot, that a resumed run may set anew."""
+"""Fields, and sections followed by a dot, that may change when a run is resumed."""
 
 KIND: Kind = "training run"
-"""What the marker of a run's folder says that it holds."""
+"""The kind of folder that the marker of a run's folder states."""
 STEPS = Numbered("step", digits=9)
 """The folders of checkpoints."""
 
@@ -49,10 +49,10 @@ _SHOWN = 8
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The folder of a run: new, empty, or of an earlier run."""
+    """The field type of a run's folder: new, empty, or of an earlier run."""
 
     def check(self, name: str, value: Any) -> str:
-        """Return the text; raise InputError if empty, or if the folder holds anything else."""
+        """Return `value`; raise InputError if it is empty, or if the folder is not a run's."""
         if value is None:
             raise InputError(f"{name} is missing: pass --config.{name}=DIRECTORY")
         root = output_folder(name, value)
@@ -120,7 +120,7 @@ def open_workdir(directory: str | Path, record: Mapping[str, Any]) -> Workdir:
 
 
 def truncate_metrics(workdir: Workdir, step: int) -> None:
-    """Remove the lines of steps after `step`, and an incomplete last line."""
+    """Remove the lines of steps after `step`, and an incomplete last line, from metrics.jsonl."""
     if processes.is_first() and workdir.metrics.exists():
         kept = [row for row in read_metrics(workdir) if row["step"] <= step]
         write_file(workdir.metrics, "".join(json.dumps(row) + "\n" for row in kept))
@@ -139,7 +139,7 @@ def is_evaluated(workdir: Workdir, step: int) -> bool:
 def read_metrics(workdir: Workdir) -> list[dict[str, Any]]:
     """Return the lines of metrics.jsonl, up to the first incomplete or damaged one.
 
-    Returns an empty list without that file. Raises InputError if it cannot be read.
+    The list is empty without that file. Raises InputError if it cannot be read.
     """
     rows: list[dict[str, Any]] = []
     try:
@@ -167,7 +167,7 @@ def _is_row(row: Any) -> bool:
 
 
 def learning_curve(workdir: Workdir) -> list[dict[str, float]]:
-    """Return the evaluations in order: tokens trained on, and held-out numbers."""
+    """Return the evaluations in order, each with the tokens trained on and held-out numbers."""
     curve, tokens = [], 0.0
     for row in read_metrics(workdir):
         tokens = row.get("train/tokens", tokens)
@@ -182,7 +182,7 @@ def learning_curve(workdir: Workdir) -> list[dict[str, float]]:
 
 
 def append_metrics(workdir: Workdir, row: Mapping[str, Any]) -> None:
-    """Append a line without non-finite numbers; raise InputError on a full disk."""
+    """Append a line to metrics.jsonl without non-finite numbers; raise InputError on failure."""
     row = {name: value for name, value in row.items() if math.isfinite(value)}
     try:
         with workdir.metrics.open("a", encoding="utf-8") as file:
@@ -209,7 +209,7 @@ def _check_seen(workdir: Workdir) -> None:
 
 
 def unwritable(path: Path, error: OSError) -> InputError:
-    """Return the error for a file or folder of a run that cannot be written."""
+    """Return the InputError for a file or folder of a run that cannot be written."""
     return InputError(
         f"{path}: cannot be written ({error.strerror or error}); free space, then start again"
     )
