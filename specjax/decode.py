@@ -253,7 +253,7 @@ def _needs(name: str) -> str:
 
 
 def _usual_length(name: str) -> str:
-    """Return how many tokens a drafter drafts at most by default, for the listing."""
+    """Return a drafter's default maximum draft length as a text, for the listing."""
     if name == "medusa":
         return "one draft token per head"
     kind = DRAFTERS[name]

@@ -15,10 +15,10 @@ class Plan:
 
     `widths` are the window sizes at which a round can run, ascending up to N + 1. `chunks` are the
     sizes of the passes that read prompts, descending (`prefill`). `rounds_per_step` (R) bounds the
-    rounds of one call. `overlaps` also records sum_x min(p, q) at each verified node, at the cost
-    of one warp per node. With `full_drafts` the single drafter runs in each round for its full
-    length, whatever the limits say: they only truncate its drafts. Loops and branches then wait for
-    no data, which an accelerator would have to send to the host.
+    rounds of one call. With `overlaps`, rounds also record sum_x min(p, q) at each verified node,
+    which costs one warp per node. With `full_drafts` the single drafter runs in each round for its
+    full length, and limits only truncate its drafts; loops and branches then wait for no data,
+    which an accelerator would have to send to the host.
     """
 
     target: LanguageModel

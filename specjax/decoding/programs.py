@@ -42,13 +42,13 @@ class Programs(NamedTuple):
 
     - `empty(params, *arguments)` and `new(params, *arguments)` return the state of all slots and of
       rows to be admitted, from the arrays of `initial_state.start`; nothing is read yet.
-    - `renew(params, state, *arguments)` is `new` in the memory of earlier rows. - `read(params,
-    state, begin, end)` reads the prompts of new rows. - `admit(state, slots, new)` moves new rows
-    into slots. - `step(params, state, limits, host_ended, max_rounds, stop_after_finished)` is
-    `loop.step`.
+    - `renew(params, state, *arguments)` is `new` in the memory of earlier rows.
+    - `read(params, state, begin, end)` reads the prompts of new rows.
+    - `admit(state, slots, new)` moves new rows into slots.
+    - `step(params, state, limits, host_ended, max_rounds, stop_after_finished)` is `loop.step`.
 
-    `read` and `admit` also return an array that becomes ready when they are done. A changed state
-    is donated. `memory` is what they need.
+    `read` and `admit` also return an array that becomes ready when they are done. A state that a
+    function changes is donated. `memory` is the memory that they need.
     """
 
     empty: Any

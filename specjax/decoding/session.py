@@ -134,7 +134,7 @@ class Session:
         return _stop_ids(self.model, request)
 
     def controlled_by(self, controller: Controller | None) -> Session:
-        """Return the session with a controller of draft lengths, or fixed ones for None."""
+        """Return the session with `controller` for draft lengths; None stands for fixed lengths."""
         options = self.options.controlled_by(controller)
         platform = first_device(self.placement).platform
         lengths = _lengths(options, self.plan.drafter, platform)

@@ -339,8 +339,9 @@ class Engine:
         """Let another controller choose draft lengths from now on; None stands for fixed lengths.
 
         Lengths are numbers that a program takes, so nothing is compiled, except on an accelerator
-        where one drafter had a fixed length so far, or will have. What the earlier controller
-        learned is discarded. Raises InputError for what is no controller.
+        if a single drafter had a fixed length until now, or will have one. What the earlier
+        controller learned is discarded. Raises InputError if `controller` is not a length
+        controller.
         """
         self._check_open()
         self._rows.replace_session(self.session.controlled_by(controller))
