@@ -19,7 +19,7 @@ from jaxtyping import Bool, Int, Real
 from specjax.controllers.base import Controller, DrafterSizes, Limits, StepRecord, StepSizes
 
 _SAMPLE = 8_000
-"""Row rounds that expectations are means of."""
+"""The number of pairs of row and round over which expectations are averaged."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class SimulatedDrafter:
     probability of accepting token n after the tokens before it; the probability of each single
     token, which is also its confidence, follows a Beta distribution around that mean with the
     weight of `certainty` observations. In a tree, `chances[n]` is the probability of accepting node
-    n. With `stops`, each token after the first costs `further`.
+    n. A draft costs `first`; with `stops`, each token after the first costs `further`.
     """
 
     chances: tuple[float, ...]
@@ -43,7 +43,7 @@ class SimulatedDrafter:
 
     @property
     def sizes(self) -> DrafterSizes:
-        """Return the sizes of this drafter that a controller is given."""
+        """The sizes of this drafter that a controller is given."""
         return DrafterSizes(len(self.chances), self.stops)
 
 
@@ -84,7 +84,7 @@ class Simulation:
 
     @property
     def sizes(self) -> StepSizes:
-        """Return the sizes of the simulated loop that a controller is given."""
+        """The sizes of the simulated loop that a controller is given."""
         parts = tuple(drafter.sizes for drafter in self.drafters)
         machine = self.machine
         return StepSizes(
@@ -97,15 +97,15 @@ class Simulation:
 
     @property
     def halves(self) -> tuple[tuple[tuple[SimulatedDrafter, ...], float], ...]:
-        """Return the drafters and the cost multiplier of the first and the second half."""
+        """The drafters and the cost multiplier of the first and the second half."""
         later = self.drafters if self.later is None else self.later
         dearer = tuple(
             replace(
-                one,
-                first=one.first * self.machine.drafting,
-                further=one.further * self.machine.drafting,
+                drafter,
+                first=drafter.first * self.machine.drafting,
+                further=drafter.further * self.machine.drafting,
             )
-            for one in later
+            for drafter in later
         )
         return (self.drafters, 1.0), (dearer, self.machine.later)
 
@@ -124,7 +124,7 @@ class Step:
 def simulate(
     controller: Controller, simulation: Simulation, seed: int, ahead: int = 0
 ) -> list[Step]:
-    """Return the simulated steps under a controller.
+    """Return the simulated steps under a controller, with random numbers from `seed`.
 
     Limits are chosen `ahead` steps before the record of the latest step is known.
     """
@@ -155,7 +155,7 @@ def simulate(
 
 
 def regret(simulation: Simulation, steps: list[Step]) -> float:
-    """Return the relative extra time of the steps over the best fixed limits for their tokens."""
+    """Return the extra time of the steps relative to the best fixed limits for their tokens."""
     tokens = [sum(step.tokens for step in steps if step.half == half) for half in (0, 1)]
     return sum(step.seconds for step in steps) / best_fixed(simulation, tuple(tokens))[1] - 1
 
@@ -172,13 +172,13 @@ def best_fixed(simulation: Simulation, tokens: tuple[float, float]) -> tuple[Lim
     grids = [_grid(drafter.sizes.num_nodes, simulation) for drafter in simulation.drafters]
     confidence = (0.0,) * len(grids)
     limits = [Limits(longest, confidence) for longest in itertools.product(*grids)]
-    times = [_seconds_of_tokens(simulation, one, tokens) for one in limits]
+    times = [_seconds_of_tokens(simulation, choice, tokens) for choice in limits]
     best = int(np.argmin(times))
     return limits[best], times[best]
 
 
 def _grid(most: int, simulation: Simulation) -> list[int]:
-    """Return the lengths that are compared."""
+    """Return the draft lengths, up to `most`, that `best_fixed` compares."""
     ends = {width - 1 for width in simulation.machine.widths if width <= most}
     return list(range(most + 1)) if most <= 8 else sorted({0, 1, 2, 3, 4, 6, 8, most} | ends)
 
@@ -186,7 +186,7 @@ def _grid(most: int, simulation: Simulation) -> list[int]:
 def _seconds_of_tokens(
     simulation: Simulation, limits: Limits, tokens: tuple[float, float]
 ) -> float:
-    """Return the time of the tokens of each half under fixed limits, in the longest steps."""
+    """Return the seconds for the tokens of each half under fixed limits, in the longest steps."""
     machine, total = simulation.machine, 0.0
     for (drafters, dearer), count in zip(simulation.halves, tokens, strict=True):
         per_round, seconds = expected_round(drafters, machine, limits)
@@ -199,10 +199,7 @@ def _seconds_of_tokens(
 def expected_round(
     drafters: tuple[SimulatedDrafter, ...], machine: Machine, limits: Limits
 ) -> tuple[float, float]:
-    """Return the mean tokens (of all rows) and the mean cost of a round under limits.
-
-    The cost is in plain passes.
-    """
+    """Return the mean tokens of all rows, and the mean cost in plain passes, of a round."""
     rounds = _SAMPLE // machine.rows
     record = _draw_step(drafters, machine, limits, rounds, np.random.default_rng(0))
     seconds = _seconds(drafters, replace(machine, constant=0.0), record) / machine.plain_s
@@ -211,7 +208,7 @@ def expected_round(
 
 
 def _seconds(drafters: tuple[SimulatedDrafter, ...], machine: Machine, record: StepRecord) -> float:
-    """Return the cost of a step."""
+    """Return the seconds that a step costs, given the record of what it ran."""
     first = np.array([drafter.first for drafter in drafters])
     further = np.array([drafter.further for drafter in drafters])
     passes = record.passes @ np.array(machine.passes)
@@ -226,7 +223,7 @@ def _first_runs(
     new_widths: Real[np.ndarray, "widths"],
     new_drafters: Real[np.ndarray, "drafters"],
 ) -> float:
-    """Return the extra cost of each width and drafter that a step ran for the first time."""
+    """Return the extra seconds for the widths and drafters that a step ran for the first time."""
     passes = (record.passes > 0) * new_widths @ np.array(machine.passes)
     drafting = (record.ran > 0) * new_drafters @ np.array([drafter.first for drafter in drafters])
     return float(machine.plain_s * (passes + drafting))
@@ -239,7 +236,7 @@ def _draw_step(
     rounds: int,
     rng: np.random.Generator,
 ) -> StepRecord:
-    """Return the counts of a step."""
+    """Return the record of a step with random drafts, without its seconds."""
     rows, most = machine.rows, max(len(drafter.chances) for drafter in drafters)
     waiting = np.ones((rounds, rows), bool)
     used = np.zeros((rounds, rows), int)
@@ -285,7 +282,11 @@ def _draw_drafts(
     Int[np.ndarray, "rounds rows"],
     Bool[np.ndarray, "rounds rows N"],
 ]:
-    """Return lengths of drafts, further passes made for them, and the accepted nodes."""
+    """Return the lengths of drafts, the further passes made for them, and the accepted nodes.
+
+    `least` is the confidence below which a chain stops, and `waiting` marks the rows without a
+    draft.
+    """
     shape, chances = waiting.shape, np.array(drafter.chances[:limit])
     has = rng.random(shape) < drafter.drafts
     full = np.full(shape, len(chances))
@@ -301,12 +302,12 @@ def _draw_drafts(
 
 
 def _chain(chance: float, length: int, first: float, further: float = 0.0, **more: Any) -> Any:
-    """Return a chain whose every token has the same chance."""
+    """Return a chain in which every token is accepted with probability `chance`."""
     return SimulatedDrafter((chance,) * length, first, further, **more)
 
 
 def _tree(accepted: float, nodes: int, first: float) -> SimulatedDrafter:
-    """Return a tree that adds so many tokens, node n in proportion to 1/(n+1)."""
+    """Return a tree that adds `accepted` tokens on average, node n in proportion to 1/(n+1)."""
     weights = 1 / np.arange(1, nodes + 1)
     return SimulatedDrafter(tuple(accepted * weights / weights.sum()), first, chain=False)
 
@@ -332,9 +333,9 @@ CLOCKS: dict[str, tuple[float, float]] = {
     "50 ms": (0.05, 0.0005),
     "1.5 s": (1.5, 0.0005),
 }
-"""Seconds of a plain pass, and of the host for each step."""
+"""The seconds of a plain pass, and of the host per step, by the machine's name."""
 _SLOT = {1: 0.1, 4: 0.2, 8: 0.35}
-"""What a further slot of a pass costs on a CPU with so many rows, in plain passes."""
+"""The cost of a further window slot on a CPU in plain passes, by the number of rows."""
 
 
 def machine(clock: str, rows: int, most: int, **more: Any) -> Machine:

@@ -30,16 +30,16 @@ from specjax.models.interface import LanguageModel
 from specjax.testing.drafter_contract import check_contract
 
 QUANTILE = 1e-6
-"""How often an exact drafter fails by chance."""
+"""The probability that an exact drafter fails by chance."""
 THIN = 20.0
-"""Outputs that are expected less often than this are counted together."""
+"""The expected count below which outputs are pooled."""
 _BATCH = 20_000
 _MOST_VOCAB, _MOST_OUTPUTS = 16, 1 << 20
 
 
 @dataclass(frozen=True, repr=False)
 class Outcome:
-    """Three consecutive tokens, their probability under the target, and their observed share."""
+    """Three consecutive tokens, their probability under the target, and observed frequency."""
 
     tokens: tuple[int, int, int]
     probability: float
@@ -54,8 +54,8 @@ class DrafterCheck:
     """The result of `check_drafter`, which passes if `chi2` is below `threshold`.
 
     `degrees` are the degrees of freedom. `acceptance_length` is the mean number of tokens per
-    round; at 1 nothing drafted was accepted, and the test has little power. `worst` is the outcome
-    that contributes most to `chi2`.
+    round; if it is 1, no draft token was accepted, and the test has little power. `worst` is the
+    outcome that contributes most to `chi2`.
     """
 
     passed: bool
@@ -135,7 +135,7 @@ def check_drafter(
         request=request,
         capacity=len(prompt) + length + num_speculative_tokens,
     )
-    # Batches of one size, so that one program decodes them all.
+    # All batches have the same size, so that one program decodes them.
     batch = math.ceil(rows / math.ceil(rows / _BATCH))
     some = first_rows(plan, prompt, request, np.arange(max(batch, length)), seed)
     check_contract(plan, (params, loaded.params), some)
@@ -153,12 +153,12 @@ def check_drafter(
         tested.append(accepted[accepted >= 0] + 1)
     distribution = output_distribution(model, params, prompt, request, length)
     distribution = distribution.reshape(-1, model.vocab_size**3).sum(axis=0)
-    found = chi_square(counted, distribution)
+    test = chi_square(counted, distribution)
     return DrafterCheck(
-        passed=bool(found.statistic < found.threshold),
-        chi2=found.statistic,
-        threshold=found.threshold,
-        degrees=found.degrees,
+        passed=bool(test.statistic < test.threshold),
+        chi2=test.statistic,
+        threshold=test.threshold,
+        degrees=test.degrees,
         rows=int(counted.sum()),
         acceptance_length=float(np.concatenate(tested).mean()),
         worst=_worst(counted, distribution, model.vocab_size),
@@ -168,10 +168,10 @@ def check_drafter(
 def _worst(
     counted: Int[np.ndarray, "outputs"], distribution: Float[np.ndarray, "outputs"], vocab: int
 ) -> Outcome:
-    """Return the output that contributes most to the statistic."""
+    """Return the outcome that contributes most to the chi-square statistic."""
     rows = counted.sum()
     expected = distribution * rows
-    # Thin outputs are judged together, so that one more of them is no large distance.
+    # Rare outputs are pooled in the statistic, so one more of them must not count as a large error.
     distance = (counted - expected) ** 2 / np.maximum(expected, THIN)
     index = int(np.argmax(np.where((distribution == 0) & (counted > 0), np.inf, distance)))
     tokens = tuple(int(token) for token in np.unravel_index(index, (vocab,) * 3))
@@ -187,7 +187,7 @@ def make_plan(
     request: SamplingParams,
     capacity: int,
 ) -> Plan:
-    """Return the plan of a loop over short rows with identical requests."""
+    """Return the plan of a loop over rows of `capacity` tokens with identical requests."""
     drafter = drafter.limited(num_speculative_tokens)
     return Plan(
         target=model,
@@ -213,7 +213,8 @@ def decode(
 ) -> tuple[State, Rounds]:
     """Decode `rounds` rounds of rows with the same prompt; return the state and the counts.
 
-    `index` distinguishes the rows' keys; `limits` bound every draft.
+    `index` are the rows' numbers, from which, with `seed`, their keys derive; `limits` bound every
+    draft.
     """
     state = start(plan, params, *first_rows(plan, prompt, request, index, seed))
     return run(plan, params, state, jnp.int32(rounds), limits=limits)[:2]
@@ -226,7 +227,10 @@ def first_rows(
     index: Int[Array | np.ndarray, "B"],
     seed: int,
 ) -> tuple[Int[Array, "B S"], Rows, Int[Array, "B"], Int[Array, "B"]]:
-    """Return the arguments of `initial_state.start` for rows that share a prompt but no key."""
+    """Return the arguments of `initial_state.start` for rows with the same prompt.
+
+    `index` are the rows' numbers, from which, with `seed`, their keys derive.
+    """
     batch = len(index)
 
     def every(value: float, dtype: type) -> Array:
@@ -247,6 +251,7 @@ def first_rows(
 
 
 def _same_sampling(request: SamplingParams, rows: int) -> Sampling:
+    """Return the sampling parameters of `rows` identical requests as arrays."""
     return Sampling(
         temperature=jnp.full(rows, request.temperature, jnp.float32),
         top_k=jnp.full(rows, request.top_k, jnp.int32),
@@ -267,12 +272,15 @@ def output_distribution(
     length: int,
     num_layers: int | None = None,
 ) -> Float[np.ndarray, "outputs"]:
-    """Return P(next `length` tokens) of plain decoding, flattened with the first token slowest."""
+    """Return the probability of each output of `length` tokens under plain decoding.
+
+    The outputs are flattened, with the first token varying slowest.
+    """
     distributions = conditional_distributions(model, params, prompt, request, length, num_layers)
-    done = np.ones(1)
+    outputs = np.ones(1)
     for distribution in distributions:
-        done = (done[:, None] * distribution).ravel()
-    return done
+        outputs = (outputs[:, None] * distribution).ravel()
+    return outputs
 
 
 def conditional_distributions(
@@ -283,9 +291,10 @@ def conditional_distributions(
     length: int,
     num_layers: int | None = None,
 ) -> list[Float[np.ndarray, "_ V"]]:
-    """Return the warped distributions of each of `length` tokens; entry d is [V**d, V].
+    """Return the warped distributions of each of `length` tokens; entry d has shape [V**d, V].
 
-    Each row is conditioned on d tokens. With `num_layers` they are those of an early exit.
+    Row i of entry d is conditioned on the i-th sequence of d tokens. With `num_layers` they are the
+    distributions of an early exit after that many layers.
     """
     vocab = model.vocab_size
     tails = np.indices((vocab,) * (length - 1)).reshape(length - 1, -1).T
@@ -293,7 +302,7 @@ def conditional_distributions(
     every = _every_distribution(model, request, num_layers, params, jnp.asarray(tokens, jnp.int32))
     distributions = np.exp(np.asarray(every, np.float64))
     distributions /= distributions.sum(axis=-1, keepdims=True)
-    # Entry d is the same for every continuation after its d tokens: take the first.
+    # Entry d does not depend on tokens after the first d, so one continuation of each suffices.
     return [
         distributions[:: vocab ** (length - 1 - depth), len(prompt) - 1 + depth]
         for depth in range(length)
@@ -308,7 +317,7 @@ def _every_distribution(
     params: Any,
     tokens: Int[Array, "B T"],
 ) -> Float[Array, "B T V"]:
-    """Return the warped log-probabilities after each token, by one causal pass."""
+    """Return the warped log-probabilities after each token, computed by one causal pass."""
     count, total = tokens.shape
     positions = jnp.broadcast_to(jnp.arange(total), (count, total))
     causal = jnp.tril(jnp.ones((1, total, total), bool))
@@ -333,7 +342,7 @@ def chi_square(
     order = np.argsort(expected)
     expected, counted = expected[order], counted[order]
     thin = int(np.searchsorted(expected, THIN))
-    # The thin ones make one cell, which takes in the least of the others while it is thin itself.
+    # Rare outputs form one cell, which takes in the rarest others until it is no longer rare.
     while 0 < thin < len(expected) and expected[:thin].sum() < THIN:
         thin += 1
     heads = [0, *range(thin, len(expected))] if thin else np.arange(len(expected))
@@ -344,6 +353,7 @@ def chi_square(
 
 
 def _check_sizes(model: LanguageModel, length: int) -> None:
+    """Raise InputError if the vocabulary or the number of outputs is too large to enumerate."""
     vocab = model.vocab_size
     if vocab > _MOST_VOCAB:
         raise InputError(

@@ -1,4 +1,4 @@
-"""The contract of every drafter; `check_drafter` tests it first."""
+"""The contract that every drafter must keep; `check_drafter` checks it first."""
 
 from __future__ import annotations
 
@@ -24,12 +24,14 @@ def check_contract(plan: Plan, params: tuple[Any, Any], arguments: tuple) -> Non
 
     Every leaf of the drafter's state must have rows as its first axis or belong to a cache or a
     window; a draft must have `num_nodes` nodes; no row may propose a path longer than
-    `context.limit`; valid nodes must come after their parents and have valid ancestors. `arguments`
-    are those of `initial_state.start`; each row gets a different limit.
+    `context.limit`; valid nodes must come after their parents and have valid ancestors. `params`
+    are the target's and the drafters' parameters, and `arguments` those of `initial_state.start`;
+    each row gets a different limit.
     """
-    for part, own in zip(plan.drafter.parts, params[1], strict=True):
+    for part, part_params in zip(plan.drafter.parts, params[1], strict=True):
         for rows in (3, 5):
-            state = jax.eval_shape(lambda own, part=part, rows=rows: part.init(own, rows, 8), own)
+            init = lambda params, part=part, rows=rows: part.init(params, rows, 8)  # noqa: E731
+            state = jax.eval_shape(init, part_params)
             for leaf in jax.tree.leaves(state, is_leaf=knows_its_rows):
                 if not knows_its_rows(leaf) and leaf.shape[:1] != (rows,):
                     raise InputError(
@@ -58,6 +60,7 @@ def _propose(
 
 
 def _check_draft(plan: Plan, params: tuple[Any, Any], arguments: tuple, number: int) -> None:
+    """Raise InputError if the first draft of drafter `number` breaks the contract."""
     part = plan.drafter.parts[number]
     draft, limit = _propose(plan, number, params, start(plan, params, *arguments))
     check_size(part, draft)

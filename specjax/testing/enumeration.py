@@ -27,14 +27,18 @@ THIN = 1e-15
 TOP = 1 - 2.0**-53
 
 Table = tuple[Float[np.ndarray, "_ V"], ...]
-"""Distributions by context: entry d has V**d rows, one per d earlier tokens, the first slowest."""
+"""Distributions by context: entry d has V**d rows, one per sequence of d earlier tokens.
+
+The first token varies slowest.
+"""
 
 
 Decide = Callable[
     [sampling.Drafted, sampling.Distributions, Float[Array, "drafts N"]],
     tuple[Int[Array, "drafts"], Float[Array, "drafts V"]],
 ]
-"""(draft, target, uniforms by node) -> the last accepted slot, log-probabilities after it."""
+"""A function (draft, target, uniforms by node) -> last accepted slot, log-probabilities after it.
+"""
 
 
 class Drafts(NamedTuple):
@@ -57,10 +61,10 @@ class Drafts(NamedTuple):
 
 
 class Outcomes(NamedTuple):
-    """A rule's decisions by cell: the draft's index, the cell's volume, and the decision in it.
+    """A rule's decisions by cell of the uniforms: the index of the draft, the volume, the decision.
 
-    `slot` is the last accepted slot, 0 if nothing was accepted; `distribution` is that of the next
-    token.
+    `slot` is the last accepted slot, 0 if nothing was accepted; `distribution` is the distribution
+    of the next token.
     """
 
     item: Int[np.ndarray, "cells"]
@@ -70,18 +74,18 @@ class Outcomes(NamedTuple):
 
 
 class NotAStepFunction(ValueError):
-    """Raised if a rule's decision changes more than once along one of its uniforms."""
+    """A rule's decision that changes more than once along one of its uniforms."""
 
 
 def all_tokens(vocab: int, length: int) -> Int[np.ndarray, "I K"]:
-    """Return every sequence of `length` tokens, with the first token slowest."""
+    """Return every sequence of `length` tokens, with the first token varying slowest."""
     return np.array(list(itertools.product(range(vocab), repeat=length)), np.int32).reshape(
         vocab**length, length
     )
 
 
 def contexts(tokens: Int[np.ndarray, "I K"], vocab: int, depth: int) -> Int[np.ndarray, "I"]:
-    """Return the row of entry `depth` of a `Table` that the first `depth` tokens select."""
+    """Return the row of entry `depth` of a `Table` for each sequence's first `depth` tokens."""
     row = np.zeros(len(tokens), int)
     for column in tokens.T[:depth]:
         row = row * vocab + column
@@ -91,7 +95,7 @@ def contexts(tokens: Int[np.ndarray, "I K"], vocab: int, depth: int) -> Int[np.n
 def slot_contexts(
     topology: Topology, tokens: Int[np.ndarray, "I N"], vocab: int
 ) -> Int[np.ndarray, "I W"]:
-    """Return, for each slot, the row of its table entry that the tokens up to the slot select."""
+    """Return, for each slot, the row of its table entry for the tokens on the path to the slot."""
     row = np.zeros((len(tokens), topology.width), int)
     for node, parent in enumerate(topology.parents):
         row[:, node + 1] = row[:, parent] * vocab + tokens[:, node]
@@ -104,15 +108,18 @@ def distributions_by_slot(
     """Return the distribution after each slot, uniform where the table is not deep enough."""
     vocab = table[0].shape[-1]
     row = slot_contexts(topology, tokens, vocab)
-    found = np.full((*row.shape, vocab), 1 / vocab)
+    distributions = np.full((*row.shape, vocab), 1 / vocab)
     for slot, depth in enumerate(topology.depths):
         if depth < len(table):
-            found[:, slot] = table[depth][row[:, slot]]
-    return found
+            distributions[:, slot] = table[depth][row[:, slot]]
+    return distributions
 
 
 def decisions(rule: Decide, drafts: Drafts) -> Outcomes:
-    """Return every cell of the uniforms with a constant decision, for every draft."""
+    """Return all cells of the uniforms with a constant decision, for every draft.
+
+    Raises NotAStepFunction for a rule whose decision changes more than once along a uniform.
+    """
     run = _Run.of(rule, drafts)
     item, low, high = _cells(run, drafts.tokens.shape[1], len(drafts.tokens))
     slot, distribution = run(item, (low + high) / 2)
@@ -123,7 +130,7 @@ def decisions(rule: Decide, drafts: Drafts) -> Outcomes:
 
 
 def walks(drafts: Drafts) -> Outcomes:
-    """Return every outcome of `sampling.walk`, weighted by the target's probabilities."""
+    """Return all outcomes of `sampling.walk`, weighted by the target's probabilities."""
     depth, vocab = drafts.topology.depth, drafts.logp.shape[-1]
     winners = all_tokens(vocab, depth + 1)
     nothing_sampled = drafts._replace(drafter=np.full_like(drafts.drafter, -1))
@@ -187,7 +194,7 @@ def target_distributions(tables: list[Table]) -> Float[np.ndarray, "G outputs"]:
 
 @dataclass(frozen=True)
 class _Run:
-    """A rule, compiled, on the drafts that an index names."""
+    """A compiled rule, called with indices of drafts and uniforms."""
 
     call: Callable[..., tuple[Array, Array]]
     drafts: Drafts
@@ -228,7 +235,10 @@ def _drafted(
     valid: Bool[Array, "drafts N"],
     logq: Float[Array, "drafts Q V"] | None,
 ) -> sampling.Drafted:
-    """Some of the drafts, as rules see them: a drawn node has its drafter's row of its parent."""
+    """Return drafts in the form that rules read.
+
+    A drawn node refers to its drafter's distribution after its parent.
+    """
     parents = np.array(drafts.topology.parents, np.int32)
     row = np.where(drafts.drafter >= 0, parents + drafts.topology.width * drafts.drafter, -1)
     row = jnp.broadcast_to(jnp.asarray(row, jnp.int32), tokens.shape)
@@ -239,7 +249,7 @@ def _drafted(
 def _chunked(
     call: Callable[..., tuple[Array, Array]], *arrays: Num[np.ndarray, "drafts ..."]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the two results of `call`, in chunks of one size so that it compiles once."""
+    """Return the two results of `call` over chunks of equal size, so that it compiles once."""
     count = len(arrays[0])
     firsts, seconds = [], []
     for start in range(0, count, CHUNK):
@@ -252,6 +262,7 @@ def _chunked(
 
 def _same(one: tuple[np.ndarray, np.ndarray], other: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
     # The same distribution may differ in its last bits between lanes of a vector unit.
+    """Return a mask of equal decisions."""
     close = np.abs(one[1] - other[1]) <= 1e-9
     return (one[0] == other[0]) & np.all(close, axis=-1)
 
@@ -259,7 +270,7 @@ def _same(one: tuple[np.ndarray, np.ndarray], other: tuple[np.ndarray, np.ndarra
 def _cells(
     run: _Run, length: int, count: int
 ) -> tuple[np.ndarray, Float[np.ndarray, "cells K"], Float[np.ndarray, "cells K"]]:
-    """Return draft, lower and upper corner of each box between the steps of the rule."""
+    """Return draft, lower corner and upper corner of each cell between the rule's steps."""
     steps: list[list[list[float]]] = [[[] for _ in range(length)] for _ in range(count)]
     for axis in range(length):
         for corner in itertools.product((0.0, TOP), repeat=length - 1):
@@ -283,7 +294,10 @@ def _cells(
 def _steps(
     run: _Run, count: int, axis: int, corner: tuple[float, ...]
 ) -> tuple[Int[np.ndarray, "steps"], Float[np.ndarray, "steps"]]:
-    """Return where the decision changes along one uniform, with the others fixed at a corner."""
+    """Return the drafts and points at which the decision changes along one uniform.
+
+    The other uniforms are fixed at `corner`.
+    """
 
     def at(item: np.ndarray, point: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         others = np.broadcast_to(np.array(corner, float), (len(item), len(corner)))

@@ -50,8 +50,8 @@ class Check:
 class DistributionPair:
     """A target distribution p and a draft distribution q of a chain, by context.
 
-    Entry d has shape [V**d, V], one row for each context of d tokens, with the first token slowest.
-    p has one entry more than q, for the token after the draft.
+    Entry d has shape [V**d, V], one row for each context of d tokens, with the first token varying
+    slowest. p has one entry more than q, for the token after the draft.
     """
 
     name: str
@@ -73,7 +73,7 @@ class DistributionPair:
 
 @dataclass(frozen=True)
 class _Group:
-    """Drafts whose outputs have one distribution, and how to name them."""
+    """A set of drafts whose outputs have one distribution, and their description in messages."""
 
     distributions: DistributionPair
     drafted: str
@@ -120,29 +120,29 @@ def check_rule(
     distributions = example_distributions(vocab, length) if distributions is None else distributions
     if topology.is_chain:
         topology = chain_topology(len(distributions[0].q))
-    found = []
+    results = []
     try:
         for drafter in _mixtures(topology):
             drafts = _drafts(topology, drafter, distributions, valid)
             if not isinstance(rule, sampling.Coupled):
-                found.append((drafts, decisions(_decide(rule, topology), drafts[0])))
-            # Drafts without distributions take this way.
+                results.append((drafts, decisions(_decide(rule, topology), drafts[0])))
+            # Drafts without distributions are verified by the walk.
             if isinstance(rule, sampling.Coupled | sampling.Rejection) and (drafter < 0).all():
-                found.append((drafts, walks(drafts[0])))
+                results.append((drafts, walks(drafts[0])))
     except NotAStepFunction:
         counterexample = (
             "the decision changes more than once while one uniform goes from 0 to 1: "
             "use each uniform once, against one threshold"
         )
         return Check(False, float("nan"), counterexample)
-    return _compare(found)
+    return _compare(results)
 
 
 def _mixtures(topology: Topology) -> list[Int[np.ndarray, "N"]]:
-    """Return which drafter draws each node, -1 for none: one draws all, or none.
+    """Return the ways to try in which nodes are drawn: the drafter of each node, -1 for none.
 
-    In a tree also the first child of each parent alone, the others being any tokens or those of a
-    second drafter.
+    One drafter draws all nodes, or none. In a tree it also draws only the first child of each
+    parent, while the others are arbitrary tokens or are drawn by a second drafter.
     """
     nodes = topology.num_nodes
     tried = [np.zeros(nodes, int), np.full(nodes, -1)]
@@ -153,7 +153,7 @@ def _mixtures(topology: Topology) -> list[Int[np.ndarray, "N"]]:
 
 
 def _decide(rule: sampling.Rule, topology: Topology) -> Decide:
-    """Return a function of uniforms with a rule's decision: a slot, and what follows it."""
+    """Return a function from uniforms to a rule's decision: the last slot, and what follows it."""
 
     def of_chain(drafted: Any, target: Any, uniforms: Any) -> tuple[Any, Any]:
         draft = drafted.distributions(drafted.logq.shape[-1], drafted.logq.dtype)
@@ -213,15 +213,17 @@ def example_distributions(vocab: int, length: int) -> list[DistributionPair]:
 
 
 def _second(q: Float[np.ndarray, "... V"]) -> Float[np.ndarray, "... V"]:
-    """Return a second drafter's q: the first one's, of other tokens."""
+    """Return a second drafter's q: the first drafter's, shifted by one token."""
     return np.roll(q, 1, axis=-1)
 
 
 def _normal(distribution: Float[np.ndarray, "contexts V"]) -> Float[np.ndarray, "contexts V"]:
+    """Return distributions normalized to a sum of one."""
     return distribution / distribution.sum(axis=-1, keepdims=True)
 
 
 def _log(distribution: Float[np.ndarray, "..."]) -> Float[np.ndarray, "..."]:
+    """Return logarithms, -inf for 0, without a warning."""
     with np.errstate(divide="ignore"):
         return np.log(distribution)
 
@@ -232,13 +234,13 @@ def _kept(
     tokens: Int[np.ndarray, "I N"],
     q: Float[np.ndarray, "I Q V"],
 ) -> list[tuple[str, Bool[np.ndarray, "I N"]]]:
-    """Return which nodes are valid, in each way to try, with a name."""
+    """Return masks of valid nodes, one for each way to try, with a name."""
     count, nodes = tokens.shape
     if valid is not None:
         number = np.asarray(valid(tokens, _log(q[:, :-1])))
         tried = [("as many tokens as `valid` keeps", number)]
     else:
-        # Fewer ways for trees, which have more of them; siblings cover the rest.
+        # Trees have more ways in which nodes are missing, so that only two of them are tried.
         numbers = range(nodes + 1) if topology.is_chain else (nodes - 1, nodes)
         tried = [(f"{n} of {nodes} tokens", np.full(count, n)) for n in numbers]
     return [(name, np.arange(nodes)[None] < number[:, None]) for name, number in tried]
@@ -250,7 +252,10 @@ def _drafts(
     distributions: list[DistributionPair],
     valid: Valid | None,
 ) -> tuple[Drafts, list[_Group]]:
-    """Every draft of a shape, nodes that a drafter drew weighted by q; others may be any tokens."""
+    """Return every draft of a shape, and the groups of drafts.
+
+    Nodes that a drafter drew are weighted by q; other nodes may be any tokens.
+    """
     drafts, groups = [], []
     sampled = drafter >= 0
     source = "q" if drafter.max() < 1 else "the q of two drafters"
@@ -265,14 +270,14 @@ def _drafts(
         tokens, p, by_drafter = tokens[drawn], p[drawn], by_drafter[drawn]
         q = by_drafter.reshape(len(tokens), -1, vocab)
         weight, possible = weight[drawn], possible[drawn]
-        # One group for each way that the nodes may be which are not drawn.
+        # There is one group for each choice of the tokens that are not drawn.
         fixed, group = np.zeros((1, 0), int), np.zeros(len(tokens), int)
         if not sampled.all():
             fixed, group = np.unique(tokens[:, ~sampled], axis=0, return_inverse=True)
         for name, kept in _kept(topology, valid, tokens, q):
             names = [
-                f"{name} {f'of the deterministic {one.tolist()}' if one.size else f'from {source}'}"
-                for one in fixed
+                f"{name} {f'of the deterministic {ids.tolist()}' if ids.size else f'from {source}'}"
+                for ids in fixed
             ]
             drafts.append(
                 Drafts(
@@ -287,8 +292,8 @@ def _drafts(
                 )
             )
             groups.extend(_Group(pair, name, int(drafter.max()) + 1) for name in names)
-    parts = zip(*(one[2:] for one in drafts), strict=True)
-    return Drafts(topology, drafter, *(np.concatenate(part) for part in parts)), groups
+    fields = zip(*(each[2:] for each in drafts), strict=True)
+    return Drafts(topology, drafter, *(np.concatenate(arrays) for arrays in fields)), groups
 
 
 def _weights(
@@ -297,10 +302,11 @@ def _weights(
     tokens: Int[np.ndarray, "I N"],
     q: Float[np.ndarray, "I drafters W V"],
 ) -> tuple[Float[np.ndarray, "I"], Bool[np.ndarray, "I N"]]:
-    """How likely the drawn tokens are, and which nodes there are.
+    """Return the probability of the drawn tokens, and a mask of the nodes that exist.
 
-    A drafter draws siblings without replacement; where its q has nothing left there is no node, and
-    nothing below it. Of what stands there in its place one filler counts.
+    A drafter draws siblings without replacement; once its q has no token left, there are no further
+    siblings and nothing below them. Of the tokens that stand in for such a node only one is
+    counted.
     """
     count, nodes = tokens.shape
     weight, possible = np.ones(count), np.ones((count, nodes + 1), bool)
@@ -321,9 +327,10 @@ def _weights(
     return weight, possible[:, 1:]
 
 
-def _compare(found: list[tuple[tuple[Drafts, list[_Group]], Outcomes]]) -> Check:
+def _compare(results: list[tuple[tuple[Drafts, list[_Group]], Outcomes]]) -> Check:
+    """Return the comparison of output probabilities with the target's, over all results."""
     worst, counterexample = 0.0, None
-    for (drafts, groups), outcomes in found:
+    for (drafts, groups), outcomes in results:
         there = np.pad(drafts.valid, ((0, 0), (1, 0)), constant_values=True)[outcomes.item]
         inside = np.clip(outcomes.slot, 0, there.shape[1] - 1)
         wrong = (inside != outcomes.slot) | ~np.take_along_axis(there, inside[:, None], axis=1)[
@@ -344,7 +351,7 @@ def _compare(found: list[tuple[tuple[Drafts, list[_Group]], Outcomes]]) -> Check
             here, there = got.reshape(shape).sum(axis=2), want.reshape(shape).sum(axis=2)
             error = np.nan_to_num(np.abs(here - there), nan=np.inf)
             group, output = np.unravel_index(error.argmax(), error.shape)
-            # Of errors that are much alike the one in the shorter output is easier to read.
+            # Of similar errors, the one in the shorter output is easier to read.
             if error.max() > 1.01 * worst:
                 worst = float(error.max())
                 prefix = [int(i) for i in np.unravel_index(output, (vocab,) * depth)]
@@ -356,7 +363,10 @@ def _compare(found: list[tuple[tuple[Drafts, list[_Group]], Outcomes]]) -> Check
 
 
 def _counterexample(group: _Group, prefix: list[int], got: float, want: float) -> str:
-    """Return a description of the wrong output, with the distributions of its last token."""
+    """Return a description of a wrong output, with the distributions of its last token.
+
+    `got` and `want` are the output's probability under the rule and under the target.
+    """
     before = prefix[:-1]
     context = contexts(
         np.array([before], np.int32), group.distributions.p[0].shape[-1], len(before)
@@ -384,11 +394,12 @@ def _check_input(
     distributions: list[DistributionPair] | None,
     valid: Valid | None,
 ) -> tuple[sampling.Rule, Topology]:
+    """Return the rule and the topology, after checking all arguments of `check_rule`."""
     rule = RULE.check("rule", rule)
     known = (sampling.UniformRule, sampling.Rejection, sampling.Coupled, sampling.Typical)
-    if type(rule).verify not in [one.verify for one in known]:
+    if type(rule).verify not in [rule_type.verify for rule_type in known]:
         raise InputError(
-            f"rule={shown(rule)}: what is enumerated is decide of a specjax.sampling.UniformRule; "
+            f"rule={shown(rule)}: the check enumerates decide of a specjax.sampling.UniformRule; "
             "leave its verify as it is"
         )
     Whole(2, 5, remedy="every output is enumerated, so use 2 to 5").check("vocab", vocab)

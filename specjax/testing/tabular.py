@@ -14,7 +14,7 @@ from specjax.models.top_tokens import top_tokens, wanted_counts
 
 @dataclass(frozen=True)
 class Tabular:
-    """A `LanguageModel` whose parameters are its logits; it has no layers and an empty cache.
+    """A `LanguageModel` whose parameters are a table of logits; it has no layers or keys.
 
     Parameters of shape [V] give the same distribution after every context. With shape [V, V], row i
     gives the distribution after token i (a bigram model).
@@ -45,7 +45,7 @@ class Tabular:
         logits: bool = True,
         num_layers: int | None = None,
     ) -> Extension:
-        """Implement `LanguageModel.extend`, of whose features only `top_tokens:k` exists.
+        """Implement `LanguageModel.extend`; the only features are `top_tokens:k`.
 
         `num_layers` (early exit) has no effect. Raises ValueError for other features.
         """
@@ -54,5 +54,5 @@ class Tabular:
         if len(counts) < len(features):
             raise ValueError(f"features={features}: a tabular model has only top_tokens:k")
         table = jnp.broadcast_to(params, (self.vocab_size, self.vocab_size))
-        found = top_tokens(table[tokens], counts)
-        return Extension(table[tokens] if logits else None, found, window)
+        likeliest = top_tokens(table[tokens], counts)
+        return Extension(table[tokens] if logits else None, likeliest, window)

@@ -1,4 +1,4 @@
-"""The fastest token tree on this machine, from measured costs and acceptance.
+"""Choice of the token tree that is fastest on this machine, from measured costs and acceptance.
 
     with_fastest_trees(model, drafter, ...)     a drafter with the tree that is fastest here
     measure_ranks(...)                          how often the candidate of each rank is accepted

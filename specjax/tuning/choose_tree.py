@@ -1,4 +1,4 @@
-"""The fastest token tree on this machine, from measured costs and acceptance."""
+"""Choice of the token tree that is fastest on this machine, from measured costs and acceptance."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from specjax.trees import FastestTree, RankedTree, Rates, best_tree, fastest_tre
 from specjax.tuning import measure_costs, round_seconds
 
 _WIDTHS = (1, 2, 3, 5, 9, 17, 33)
-"""Slots of the passes that are timed; those between take what the next wider one does."""
+"""The widths that are timed; for any other width, the cost of the next wider one is used."""
 _CONTEXT = 256
 _JOINED = {Turns: take_turns, Merged: merge_drafters}
 
@@ -39,7 +39,7 @@ _JOINED = {Turns: take_turns, Merged: merge_drafters}
 class TreeCosts:
     """Measured seconds of a draft's first level, of each further level, and of rounds by width.
 
-    `passes` are the seconds of rounds without drafting (pass, verification and commit) for each of
+    `passes` are the seconds of a round without drafting (pass, verification and commit) for each of
     `widths`, made non-decreasing.
     """
 
@@ -74,7 +74,7 @@ def measure_tree_costs(
     context: int = _CONTEXT,
     tell: Callable[[str], Any] = lambda line: None,
 ) -> TreeCosts:
-    """Measure rounds, and drafts of 1 and of `depth` levels, with rows of `context` tokens.
+    """Measure rounds, and drafts of 1 and of `depth` levels, in rows of `context` tokens.
 
     `tell` is called with a progress line before timing starts. Raises InputError for a drafter
     without trees, and if the target has no room for one.
@@ -93,7 +93,7 @@ def measure_tree_costs(
     tell(f"timing rounds and drafts of {drafter.name} ...")
     with sharding.use(target.mesh):
         seconds = _measure(target, drafter, batch_size, context, depth)
-    # Several processes choose one tree.
+    # All processes must choose the same tree.
     seconds = processes.from_first(seconds)
     passes, (first, whole) = seconds[: len(_WIDTHS)], seconds[len(_WIDTHS) :]
     return TreeCosts(
@@ -116,11 +116,11 @@ def choose_tree(
 ) -> FastestTree:
     """Return the static tree with the most tokens per second, and its predicted speed.
 
-    `drafter` has a `tree` field, and `acceptance` holds its rates by depth and rank
-    (`measure_ranks`, `known_acceptance`). Paths are no longer than `max_depth` or the drafter's own
-    limit, and trees have at most `max_nodes` nodes; `options` are those of `measure_tree_costs`:
-    `batch_size`, `context` and `tell`. A tree without nodes means that no draft pays off. Raises
-    InputError as `measure_tree_costs` does.
+    `drafter` has a `tree` field, and `acceptance` are its rates by depth and rank (`measure_ranks`,
+    `known_acceptance`). Paths are no longer than `max_depth` or the drafter's own limit, and trees
+    have at most `max_nodes` nodes; `options` are those of `measure_tree_costs`: `batch_size`,
+    `context` and `tell`. A tree without nodes means that no draft pays off. Raises InputError as
+    `measure_tree_costs` does.
     """
     longest = [len(acceptance), max_depth, getattr(drafter.drafter, "longest_path", None)]
     deepest = min(length for length in longest if length is not None)
@@ -146,27 +146,27 @@ def with_fastest_trees(
     """Return the drafter with the fastest tree of each part that can draft one, and those trees.
 
     Each tree is the fastest for its part alone, even if parts draft together. `tree` limits the
-    sizes, and `path` is the argument of `make_drafter`. `acceptance` maps the parts' names to
-    rates, by default those in NAME.ranks.json at `path`, or of the bundled head, or the drafter's
-    `usual_acceptance`; `options` are those of `choose_tree`. Raises InputError as `choose_tree`
-    does, if no part drafts trees, and if rates are unknown.
+    sizes, and `path` is the argument of `make_drafter`. `acceptance` maps the names of parts to
+    rates; by default they are read from NAME.ranks.json at `path` or beside the bundled head, or
+    are the drafter's `usual_acceptance`. `options` are those of `choose_tree`. Raises InputError as
+    `choose_tree` does, if no part drafts trees, and if rates are unknown.
     """
-    found: dict[str, FastestTree] = {}
+    trees: dict[str, FastestTree] = {}
     tell = options.get("tell", lambda line: None)
 
     def rates_of(part: LoadedDrafter) -> Rates:
         name = part.name
         if acceptance is not None and name in acceptance:
             return acceptance[name]
-        own = path if name in TRAINED else None
-        if (rates := known_acceptance(name, target, own)) is not None:
+        head = path if name in TRAINED else None
+        if (rates := known_acceptance(name, target, head)) is not None:
             return rates
         if (rates := getattr(part.drafter, "usual_acceptance", None)) is not None:
             tell(f"{name}: its usual acceptance rates are taken; no measured ones are kept")
             return rates
         missing = ""
-        if own is not None:
-            beside = own.name if isinstance(own, Model) else os.fspath(own)
+        if head is not None:
+            beside = head.name if isinstance(head, Model) else os.fspath(head)
             missing = f": no {name}.ranks.json is beside drafter.path={shown(beside)}"
         raise InputError(
             f"tree.kind=auto: how often {name}'s candidates are accepted by {target.name} is not "
@@ -177,11 +177,11 @@ def with_fastest_trees(
         for kind, join in _JOINED.items():
             if isinstance(part.drafter, kind):
                 each = zip(part.drafter.parts, part.params, strict=True)
-                return join(*(chosen(LoadedDrafter(*one)) for one in each))
+                return join(*(chosen(LoadedDrafter(*fields)) for fields in each))
         if not hasattr(part.drafter, "tree"):
             return part
         rates = rates_of(part)
-        found[part.name] = choose_tree(
+        trees[part.name] = choose_tree(
             target,
             part,
             [level[: tree.topk] for level in rates],
@@ -189,27 +189,28 @@ def with_fastest_trees(
             max_nodes=tree.num_nodes,
             **options,
         )
-        return with_tree(part, found[part.name].tree)
+        return with_tree(part, trees[part.name].tree)
 
     made = chosen(drafter)
-    if not found:
+    if not trees:
         raise InputError(
             f"tree.kind=auto: {drafter.name} drafts no trees of candidates; leave it out"
         )
-    return made, found
+    return made, trees
 
 
 def with_tree(drafter: LoadedDrafter, tree: RankedTree) -> LoadedDrafter:
-    """Return the drafter with a static tree and the tree's longest path; a chain stays a chain."""
+    """Return the drafter with a static tree and its longest path; a chain remains a chain."""
     shape = tree.topology
     fields = {"tree": None if shape.is_chain else tree, "num_speculative_tokens": shape.depth}
     return drafter._replace(drafter=replace(drafter.drafter, **fields))
 
 
 def _likely_tree(depth: int, topk: int = 8) -> RankedTree:
-    """Return a tree of the widest pass, with each candidate half as likely as the one before.
+    """Return a tree as wide as the widest timed pass, for drafters with typical rates.
 
-    It has at most `depth` levels, and fewer where nodes of these are likelier.
+    Each candidate is taken to be half as likely as the one before. The tree has at most `depth`
+    levels, or fewer if nodes of other levels are likelier.
     """
     return best_tree([[0.5 ** (rank + 1) for rank in range(topk)]] * depth, max(_WIDTHS) - 1)
 
@@ -217,7 +218,10 @@ def _likely_tree(depth: int, topk: int = 8) -> RankedTree:
 def _measure(
     target: Model, drafter: LoadedDrafter, batch_size: int, context: int, deepest: int
 ) -> tuple[float, ...]:
-    """Return seconds of rounds of `_WIDTHS` without drafts, and of drafts: one token, all."""
+    """Return the seconds of rounds of `_WIDTHS` without drafts, and of two drafts.
+
+    The drafts have one level, and up to `deepest` levels.
+    """
     passes = round_seconds.rounds_seconds(
         target,
         drafter.drafter,

@@ -1,6 +1,6 @@
 """Measure the seconds of a pass, of a draft and of reading the weights on this machine.
 
-Each value is the median of several runs of a compiled loop, without compilation, so that many
+Each value is the median of several runs of a compiled loop, without compilation; several
 repetitions share one dispatch.
 """
 
@@ -41,7 +41,8 @@ def widths_seconds(
 ) -> dict[int, float]:
     """Return the median seconds T(width) of a pass at each width.
 
-    Widths are timed alternately, so that a slow phase of the machine affects all of them.
+    A pass runs over `batch` rows with `committed` tokens in a cache of `capacity` tokens. Widths
+    are timed alternately, so that a slow phase of the machine affects all of them.
     """
     cache = model.make_cache(batch, capacity)
     cache = cache.replace(length=cache.length + committed)
@@ -55,7 +56,7 @@ def widths_seconds(
         return argmax(result.logits).astype(tokens.dtype)
 
     def call(width: int) -> Callable[[], Any]:
-        # Different tokens, since of experts only those are read that some token uses.
+        # Tokens differ, since only the experts that some token uses are read.
         tokens = 7919 * jnp.arange(1, batch * width + 1, dtype=jnp.int32) % model.vocab_size
         return _loop(once, tokens.reshape(batch, width), params, cache, repeats=_REPEATS)
 
@@ -64,7 +65,7 @@ def widths_seconds(
 
 
 def propose_seconds(session: Session) -> float:
-    """Return `draft_seconds` of a session's first batch after its prompts."""
+    """Return `draft_seconds` for a session's first batch, after its prompts."""
     index = range(min(session.batch_size, len(session.prompts)))
     state = start(session.plan, session.params, *batch_arguments(session, index))
     return draft_seconds(session.plan, session.params, state)
@@ -73,7 +74,7 @@ def propose_seconds(session: Session) -> float:
 def draft_seconds(plan: Plan, params: Any, state: State) -> float:
     """Return the median seconds of observing one token per row and drafting in full.
 
-    `params` are those of the target and the drafter.
+    `params` are the target's and the drafters' parameters.
     """
     limits = plan.drafter.full_limits()
 
@@ -99,13 +100,13 @@ def read_seconds(params: Any) -> float:
 
 def copy_bandwidth(num_bytes: int) -> float:
     """Return the bytes per second of copying `num_bytes` on the device, reads plus writes."""
-    # Into memory that is there already: on a CPU, new pages cost more than the copy.
+    # The memory is allocated already, since on a CPU new pages cost more than the copy.
     copy = jax.jit(lambda source, into: jnp.copy(source), donate_argnums=1, keep_unused=True)
     source, into = jnp.ones(num_bytes, jnp.int8), jnp.zeros(num_bytes, jnp.int8)
 
     def copies() -> jax.Array:
         nonlocal into
-        # Dispatched together, so that the device never waits for the host.
+        # Copies are dispatched together, so that the device never waits for the host.
         for _ in range(_REPEATS):
             into = copy(source, into)
         return into
@@ -115,7 +116,7 @@ def copy_bandwidth(num_bytes: int) -> float:
 
 
 def matmul_flops(size: int, dtype: Any) -> float:
-    """Return the FLOP/s of random [size, size] matrix products in full precision."""
+    """Return the FLOP/s of products of random [size, size] matrices in full precision."""
     left, right = (
         jax.random.normal(jax.random.key(seed), (size, size), dtype) for seed in range(2)
     )
@@ -133,7 +134,7 @@ def loop_seconds(
 
 
 def _loop(once: Callable[..., Any], carry: Any, *arguments: Any, repeats: int) -> Callable[[], Any]:
-    """Return a call that runs `once` so often in a compiled loop."""
+    """Return a function that calls `once` `repeats` times in a compiled loop."""
 
     @functools.partial(jax.jit, static_argnums=0)
     def run(count: int, carry: Any, *arguments: Any) -> Any:
@@ -143,7 +144,7 @@ def _loop(once: Callable[..., Any], carry: Any, *arguments: Any, repeats: int) -
 
 
 def median_seconds(*calls: Callable[[], Any]) -> list[float]:
-    """Return the median seconds of each call, run alternately after one warm-up (compile) call."""
+    """Return the median seconds of each call; calls alternate, after one warm-up call of each."""
     for call in calls:
         jax.block_until_ready(call())
     seconds: list[list[float]] = [[] for _ in calls]

@@ -1,4 +1,4 @@
-"""Measure the rank of the target's token among a drafter's candidates."""
+"""Measure the ranks of the target's tokens among a drafter's candidates."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from specjax.errors import InputError
 from specjax.loading.model import Model
 
 _CERTAIN = 1e9
-"""Noise that makes a token win."""
+"""Noise so large that its token is always drawn."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class RankCounts:
     """Counts of the rank of the target's greedy token at each depth of a draft.
 
     `tested[d]` counts drafts whose tokens before depth d (from 0) were the target's, and `hits[d,
-    r]` those of them in which the target's token at depth d was the candidate of rank r.
+    r]` those among them in which the target's token at depth d was the candidate of rank r.
     """
 
     tested: Int[np.ndarray, "K"]
@@ -46,7 +46,7 @@ class RankCounts:
 
     @property
     def acceptance(self) -> Float[np.ndarray, "K R"]:
-        """Return the acceptance rate of each rank at each depth, as used to build trees."""
+        """The acceptance rate [d, r] of each rank at each depth, from which trees are built."""
         return self.hits / np.maximum(self.tested, 1)[:, None]
 
 
@@ -62,10 +62,11 @@ def measure_ranks(
 ) -> RankCounts:
     """Return the ranks of plain greedy tokens among a drafter's candidates, by depth.
 
-    The prompts are decoded greedily, then again with chains of the drafter. Before each round it
-    drafts the target's own next tokens, and counts their ranks in its distributions; the rank at a
-    depth thus follows a correct path. `tell` receives the number of finished prompts and the total.
-    Raises InputError for a drafter that does not draft token by token.
+    The prompts are decoded greedily, then again with chains of the drafter. Before each round the
+    drafter is made to draft the target's own next tokens, whose ranks in its distributions are
+    counted; so the rank at each depth is that after a correct path. `candidates` is the number of
+    ranks. `tell` is called with the number of finished prompts and the total. Raises InputError for
+    a drafter that does not draft token by token.
     """
     together = drafter.drafter
     parts = together.parts if isinstance(together, Turns) else (together,)
@@ -110,7 +111,7 @@ def _sampled(session: Session) -> Plan:
 def _truth(
     session: Session, index: Sequence[int], answers: Sequence[Sequence[int]]
 ) -> tuple[Int[Array, "B S"], Int[Array, "B"]]:
-    """Return each row's prompt and greedy answer, and how many tokens they are."""
+    """Return each row's prompt followed by its greedy answer, and the number of these tokens."""
     tokens = np.zeros((session.num_rows, session.plan.capacity), np.int32)
     known = np.zeros(session.num_rows, np.int32)
     for row, prompt in enumerate(index):
@@ -127,7 +128,10 @@ def _count(
     truth: Int[Array, "B S"],
     known: Int[Array, "B"],
 ) -> tuple[Int[Array, "K"], Int[Array, "K R"]]:
-    """One round's part of `RankCounts`, of all rows together."""
+    """Return one round's part of `RankCounts`, summed over all rows.
+
+    `truth` and `known` are from `_truth`.
+    """
     rows = state.length.shape[0]
     ones = jnp.ones(rows)
     warp = Sampling(ones, jnp.zeros(rows, jnp.int32), ones, jnp.zeros(rows))

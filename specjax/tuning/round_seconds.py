@@ -1,4 +1,4 @@
-"""Measure the seconds of a round by pass width, without drafting."""
+"""Measure the seconds of a round, without drafting, by pass width."""
 
 from __future__ import annotations
 
@@ -26,13 +26,15 @@ from specjax.trees import Draft, Topology
 from specjax.tuning import measure_costs
 
 _ROUNDS = 4
-"""Rounds that are timed together."""
+"""The number of rounds that are timed together."""
 _STRIDE = 7919
-"""Between tokens: different ones, since of experts only those are read that some token uses."""
+"""The distance between token ids, which must differ since only experts that some token uses are
+read.
+"""
 
 
 def new_tokens(depth: int) -> int:
-    """Return the number of tokens a row needs for the timed rounds, with paths of `depth`."""
+    """Return the number of tokens that a row needs for the timed rounds, with paths of `depth`."""
     return _ROUNDS * (depth + 1) + 1
 
 
@@ -60,7 +62,7 @@ def rounds_seconds(
     vocab = target.config.vocab_size
     prompts = [[1] * (context - 1) + [_STRIDE * (row + 1) % vocab] for row in range(batch_size)]
     requests = SamplingParams(max_new_tokens=new_tokens(topology.depth), ignore_eos=True)
-    # It is handed from one call to the next and changed in place, as in decoding.
+    # One cache is passed from call to call and updated in place, as in decoding.
     cache: KVCache | None = None
 
     def call(width: int) -> Callable[[], Rounds]:
@@ -76,7 +78,7 @@ def rounds_seconds(
             options=DecodeOptions(batch_size=batch_size),
             requests=requests,
         )
-        # One program for each width: only that one and plain decoding's are compiled.
+        # Only this width and plain decoding's are compiled, so that there is one program per width.
         plan, params = replace(session.plan, widths=tuple(sorted({1, width}))), session.params
         rows = batch_arguments(session, range(batch_size))
 
@@ -96,7 +98,10 @@ def rounds_seconds(
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
 def _run(plan: Plan, params: Any, cache: KVCache, *rows: Any) -> tuple[KVCache, Rounds]:
-    """Return the cache after the rounds, and their counts, for rows with prompts in the cache."""
+    """Return the cache after the timed rounds, and their counts.
+
+    The cache has the prompts of all rows already.
+    """
     state = empty_state(plan, params, *rows)
     state = state.replace(cache=cache.replace(length=state.length - 1))
     state, rounds, _ = run_rounds(plan, params, state, jnp.int32(_ROUNDS))
