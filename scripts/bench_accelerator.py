@@ -4,10 +4,10 @@
 
 Measures on the default device, with random weights and a simulated drafter of a given acceptance;
 `--size=debug` does the same with a tiny model, on a CPU in seconds. Each batch and context is one
-row, appended to --out as JSON when it is measured: the same command continues with the rows that
-are left, so that it may be stopped at any time, or by --minutes. What does not fit the device's
-memory is a row that says so. Tables of all rows come last. Exit codes: 0; 1 where a row failed; 2
-for bad input; 130 after Ctrl-C.
+row, appended to --out as JSON once it is measured: the same command continues with the rows that
+are left, so that it may be stopped at any time, or by --minutes. A row that does not fit the
+device's memory says so. Tables of all rows are printed at the end. Exit codes: 0; 1 if a row
+failed; 2 for bad input; 130 after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Cell:
-    """What a row measures."""
+    """The batch and context that a row measures."""
 
     batch: int
     context: int
@@ -61,7 +61,7 @@ class Cell:
 
 
 class Rows:
-    """The last row of each cell in a file that was measured with these settings."""
+    """The last row of each cell in a file, among those measured with the same settings."""
 
     def __init__(self, path: Path, settings: dict[str, Any]) -> None:
         self.path, self.settings = path, settings
@@ -76,26 +76,26 @@ class Rows:
                 self.by_cell[Cell(**row["cell"])] = row
 
     def add(self, cell: Cell, status: str, **values: Any) -> None:
-        """Append a row at once."""
+        """Append a row to the file at once."""
         row = {"cell": cell.__dict__, "settings": self.settings, "status": status, **values}
         self.by_cell[cell] = row
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
 
     def measured(self) -> Iterator[tuple[Cell, Row]]:
-        """The cells with figures."""
+        """Yield the cells that have figures, each with its row."""
         return ((cell, row) for cell, row in self.by_cell.items() if row["status"] == MEASURED)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Entry point; returns the exit code."""
+    """Run the command; return its exit code."""
     del argv
     logging.set_verbosity(logging.WARNING)
     return command.run(run, [])
 
 
 def run(_: list[str]) -> int:
-    """Measure what is left, and print tables; returns the exit code."""
+    """Measure the rows that are left, and print tables; return the exit code."""
     deadline = math.inf if _MINUTES.value is None else time.monotonic() + 60 * _MINUTES.value
     device, size = jax.local_devices()[0], SIZES[_SIZE.value]
     size = replace(
@@ -121,7 +121,7 @@ def run(_: list[str]) -> int:
 
 
 def _chosen(flag: flags.FlagHolder, known: tuple[int, ...]) -> tuple[int, ...]:
-    """The numbers that a list flag names, all known ones if it is unset."""
+    """Return the numbers that a list flag names, or all known ones if it is unset."""
     by_name = {str(number): number for number in known}
     for name in flag.value or ():
         if name not in by_name:
@@ -130,7 +130,7 @@ def _chosen(flag: flags.FlagHolder, known: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def measure(size: Size, rows: Rows, bandwidth: float, deadline: float) -> list[Cell]:
-    """Add the rows that are not there, cheap ones first; returns the cells not reached in time."""
+    """Add the missing rows, cheap ones first; return the cells not reached before the deadline."""
     cells = [Cell(batch, context) for batch in size.batches for context in size.contexts]
     done = {cell for cell, row in rows.by_cell.items() if row["status"] != FAILED}
     left = sorted(set(cells) - done, key=lambda cell: (cell.batch * cell.context, cell.batch))
@@ -161,7 +161,7 @@ def measure(size: Size, rows: Rows, bandwidth: float, deadline: float) -> list[C
 
 
 def print_tables(rows: Rows, console: Console) -> None:
-    """Print plain rounds, passes by width, speed-ups, and what has no figures."""
+    """Print tables of plain rounds, passes by width, speed-ups, and cells without figures."""
     plain = Table(
         *("row", "ms", "of copy bandwidth", "loop overhead", "tokens/s", "T(N)/T(1)"),
         title="A plain round",

@@ -1,7 +1,7 @@
 """Hooks of mkdocs: the site's pages from the repository's documents, notebooks and code.
 
 Paths on the site are those of the repository, so links lead to the same files on both. Notebooks,
-public modules, and the files of code and the folders that a page links to have pages of their own.
+public modules, and the code files and folders to which a page links have pages of their own.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LINK = re.compile(r"(?<=\]\()([^)#:\s]+)(?=[)#])")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Return the theme's files, and the repository's in place of those in docs_dir."""
+    """Return the theme's files, with the repository's in place of those in docs_dir."""
     site = [file for file in files if file.src_dir != config.docs_dir]
     paths = _paths(*_DOCUMENTS, *_DATA_CARDS, *_OTHER_FILES)
     linked_only = set(_paths(*_DATA_CARDS))
@@ -51,7 +51,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Return a page's text, whose links to code, notebooks and folders lead to their pages."""
+    """Return a page's text with links to code, notebooks and folders replaced by their pages."""
     del config
     folder = (ROOT / page.file.src_uri).parent
 
@@ -74,9 +74,9 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Return a page whose links to a line of code lead to that line.
+    """Return a page in which links to a line of code lead to that line.
 
-    Lines are no anchors for mkdocs, which would warn of them in Markdown.
+    mkdocs does not know lines as anchors, and would warn about them in Markdown.
     """
     del page, config, files
     return re.sub(
@@ -102,25 +102,25 @@ def _page_of(path: Path) -> str:
 
 
 def _linked(name: str, markdown: str) -> set[Path]:
-    """Return the folders and files of code that a page links to."""
+    """Return the folders and code files to which a page links."""
     targets = {((ROOT / name).parent / link).resolve() for link in _LINK.findall(markdown)}
     return {path for path in targets if path.is_dir() or (path.suffix == ".py" and path.exists())}
 
 
 def _folder(path: Path) -> str:
-    """Return the page of a folder: links to those of its files that have pages."""
+    """Return the page of a folder: links to its files that have pages."""
     shown = [each.name for each in sorted(path.iterdir()) if each.suffix in (".md", ".ipynb")]
     return "\n".join([f"# {_name(path)}", "", *(f"- [{name}]({name})" for name in shown)])
 
 
 def _code(path: Path) -> str:
-    """Return the page of a file of code, which the search leaves out."""
+    """Return the page of a code file, which is excluded from the search."""
     head = f"---\nsearch: {{exclude: true}}\n---\n# {_name(path)}\n"
     return f"{head}\n````python linenums='1'\n{path.read_text(encoding='utf-8')}````\n"
 
 
 def _notebook(path: Path) -> str:
-    """Return a notebook's page, with the texts and pictures that are stored in it."""
+    """Return a notebook's page, with the texts and pictures stored in it."""
     cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
     return "\n\n".join(part for cell in cells for part in _cell(cell)) + "\n"
 

@@ -1,18 +1,18 @@
-"""Measure what trees are built from: `python scripts/calibrate_trees.py --drafters=eagle3,medusa`.
+"""Measure the acceptance rates from which trees are built, by rank and depth of candidates.
 
     python scripts/calibrate_trees.py --drafters=NAMES --out=DIR [--prompts=FILE.jsonl] [--limit=N]
     python scripts/calibrate_trees.py --drafters=NAME --path=HEAD --out=DIR
     python scripts/calibrate_trees.py --drafters=NAMES --out=DIR --pictures=docs --nomeasure
 
 Decodes prompts greedily, and counts how often the target's token is the likeliest candidate of a
-drafter, the second likeliest, and so on, at each depth of a draft (`specjax.tuning`). Prompts are a
-JSONL file's in Spec-Bench's schema, by default 36 that come with specjax and are in no training
-data: rates on answers like those that a drafter learnt from are too high. DIR gets a file
-NAME.ranks.json for each drafter, which `tree.kind=static` and `auto` are built from where it stands
-beside the heads: for a head of your own DIR is the folder that HEAD is in. The tree of --num_nodes
-nodes is shown, with what it is expected to accept, and drawn into the folder --pictures, each node
-with the chance that it is accepted. A file NAME.ranks.json that holds no rates is
-not replaced. Exit codes: 0; 2 for bad input; 130 after Ctrl-C or SIGTERM.
+drafter, the second likeliest, and so on, at each depth of a draft (`specjax.tuning`). Prompts are
+read from a JSONL file in Spec-Bench's format; by default they are 36 bundled ones that are in no
+training data, since rates on data that a drafter was trained on are too high. DIR gets a file
+NAME.ranks.json for each drafter. If it stands beside the head, `tree.kind=static` and `auto` use
+it; so for a head of your own, DIR is the folder that contains HEAD. The tree of --num_nodes nodes
+is printed with its expected acceptance, and drawn into the folder --pictures, each node with the
+probability that it is accepted. A file NAME.ranks.json that has no rates is not replaced. Exit
+codes: 0; 2 for bad input; 130 after Ctrl-C or SIGTERM.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ from specjax.trees import RankedTree, best_tree, draw, svg
 from specjax.tuning.measure_ranks import measure_ranks
 
 PROMPTS = Path(__file__).parents[1] / "train" / "datasets" / "calibration_prompts.jsonl"
-"""Written for specjax, of Spec-Bench's tasks (CC0)."""
+"""Prompts of Spec-Bench's tasks, written for specjax (CC0)."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
+    """Run the command with `argv`, by default the process's arguments; return its exit code."""
     act = lambda arguments: run(SimpleNamespace(**parser().read(arguments)))  # noqa: E731
     return command.run(act, argv)
 
 
 def parser() -> Parser:
-    """The flags."""
+    """Return the parser of the command's flags."""
     flags = Parser("python scripts/calibrate_trees.py", __doc__)
     add = flags.add_field
     add("drafters", Listed(Text()), "drafters with distributions, by name")
@@ -71,7 +71,7 @@ def parser() -> Parser:
 
 
 def run(flags: SimpleNamespace) -> int:
-    """Measure each drafter; returns the exit code."""
+    """Measure each drafter, and show its tree; return the exit code."""
     if flags.measure:
         _check_replaceable(flags)
     if flags.pictures is not None:
@@ -90,7 +90,7 @@ def run(flags: SimpleNamespace) -> int:
 
 
 def _picture(tree: RankedTree, acceptance: Acceptance, title: str) -> str:
-    """Each node by its rank and the chance that it is on the accepted path."""
+    """Return an SVG of a tree, each node with its rank and the probability that it is accepted."""
     chances = [
         math.prod(acceptance[depth][rank] for depth, rank in enumerate(path))
         for path in tree.choices
@@ -104,7 +104,7 @@ def _picture(tree: RankedTree, acceptance: Acceptance, title: str) -> str:
 
 
 def _check_replaceable(flags: SimpleNamespace) -> None:
-    """Raise InputError where a file that is to be written is there and holds no rates."""
+    """Raise InputError if a file to be written exists and has no rates."""
     for name in flags.drafters:
         file = ranks_file(flags.out, name)
         if not file.exists():
@@ -118,7 +118,7 @@ def _check_replaceable(flags: SimpleNamespace) -> None:
 
 
 def _measure(flags: SimpleNamespace) -> None:
-    """Measure the rates of each drafter. Raises InputError for a path of several drafters."""
+    """Measure the rates of each drafter. Raises InputError for one path and several drafters."""
     if flags.path is not None and len(flags.drafters) > 1:
         raise InputError(
             f"path={str(flags.path)!r}: --drafters names {len(flags.drafters)}; give the one that "

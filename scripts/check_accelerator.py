@@ -2,13 +2,13 @@
 
     python scripts/check_accelerator.py --out=build/gpu_check [--size=debug] [--stages=kernels]
 
-Stages in order of value (`accelerator/stages.py`), each a process with a time limit: the attention
-kernel against float32, decoding of the default model with fixed lengths, `auto` and trees, an
-engine with 64 requests, rounds at Llama-8B's shape, weights in 8 bits, compiling, training. Each
-ends in a line here and in a line of JSON in OUT/stages.jsonl, with its output beside it; one that
-fails or takes too long does not stop the next. The same command continues with the stages that have
-not passed on this device. `--size=debug` runs on a CPU. Exit codes: 0; 1 where a stage failed; 2
-for bad input; 130 after Ctrl-C.
+Stages run in order of importance (`accelerator/stages.py`), each as a process with a time limit:
+the attention kernel against float32, decoding of the default model with fixed lengths, `auto` and
+trees, an engine with 64 requests, rounds at Llama-8B's shape, weights in 8 bits, compiling,
+training. Each prints one line and adds a line of JSON to OUT/stages.jsonl, with its output in a
+file beside it; a stage that fails or takes too long does not stop the next. The same command
+continues with the stages that have not passed on this device. `--size=debug` runs on a CPU. Exit
+codes: 0; 1 if a stage failed; 2 for bad input; 130 after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ PASSED, FAILED, TOO_LONG = "passed", "failed", "took too long"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Entry point; returns the exit code."""
+    """Run the command; return its exit code."""
     del argv
     logging.set_verbosity(logging.WARNING)
     return command.run(run, [])
@@ -77,7 +77,7 @@ def run(_: list[str]) -> int:
 
 
 def run_stage(stage: Stage, folder: Path) -> dict[str, Any]:
-    """Run a stage in a process of its own, and return its result."""
+    """Run a stage in a process of its own; return its result."""
     begin = time.monotonic()
     log = folder / f"{stage.name.replace(', ', '_').replace(' ', '_')}.log"
     with log.open("w", encoding="utf-8") as file:
@@ -109,7 +109,7 @@ def run_stage(stage: Stage, folder: Path) -> dict[str, Any]:
 
 
 def _device(size: str) -> str:
-    """Return what the accelerator is called. Raises InputError where there is none."""
+    """Return the name of the accelerator. Raises InputError if there is none."""
     found = jax.devices()[0]
     if found.platform == "cpu" and size == "full":
         raise InputError(
@@ -128,7 +128,7 @@ def _chosen(known: list[Stage], names: list[str] | None) -> list[Stage]:
 
 
 def _read(path: Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the results in a file that have these settings; a line cut off is left out."""
+    """Return the results in a file that have these settings, skipping an incomplete last line."""
     lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
     results = map(json.loads, lines)
     return [one for one in results if settings.items() <= one.items()]

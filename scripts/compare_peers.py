@@ -52,14 +52,14 @@ class Peer:
         return json.loads(line)
 
     def decode(self, ids: list[int], new_tokens: int, lookup: int) -> dict[str, Any]:
-        """New ids, and seconds of prefill and of the whole call."""
+        """Return the new token ids, and the seconds of prefill and of the whole call."""
         request = {"ids": ids, "max_new_tokens": new_tokens, "lookup": lookup}
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
         return self._answer()
 
     def decode_all(self, prompts: list[list[int]], lookup: int) -> tuple[list[list[int]], float]:
-        """New ids, and tokens per second without prefill."""
+        """Return the new token ids of all prompts, and the tokens per second without prefill."""
         answers = [self.decode(ids, _NEW_TOKENS.value, lookup) for ids in prompts]
         seconds = sum(one["total_s"] - one["prefill_s"] for one in answers)
         # Their first token comes with the prefill, ours with the first round.
@@ -131,13 +131,13 @@ def main(argv: list[str]) -> None:
 
 
 def _spread(values: list[float], digits: int) -> str:
-    """The median of some runs, and the range."""
+    """Return the median of some runs, and their range, as a text."""
     numbers = statistics.median(values), min(values), max(values)
     return "{:.{d}f} ({:.{d}f}..{:.{d}f})".format(*numbers, d=digits)
 
 
 def compare_prefill(model: Any, name: str, peer: Peer) -> None:
-    """Print the time to read a long prompt on both sides."""
+    """Print the time in which specjax and a peer read a long prompt."""
     import numpy as np
 
     import specjax

@@ -17,7 +17,7 @@ COLOURS = {"fixed": "#56B4E9", "auto": "#0072B2"}
 
 
 def read_table(page: str) -> dict[str, dict[str, tuple[float, float]]]:
-    """(tau, speed-up) by drafter and way of choosing lengths, from the page's first table."""
+    """Return (tau, speed-up) by drafter and kind of draft length, from the first table."""
     rows = re.findall(r"^\| `([\w+]+)`.*$", page.partition("\n## tau")[0], re.MULTILINE)
     figures = {}
     for name in rows:

@@ -70,7 +70,7 @@ _COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", 
 
 
 def main(argv: list[str]) -> int:
-    """Compile and report; returns the exit code."""
+    """Compile a round and report its copies; return the exit code."""
     del argv
     program = compile_round(_describe())
     memory = program.memory_analysis()
@@ -101,7 +101,7 @@ def main(argv: list[str]) -> int:
 
 
 def _describe() -> list[Any]:
-    """Devices of the topology, as the compiler sees them."""
+    """Return the topology's devices, described for the compiler."""
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     # The compiler alone is wanted: no cuDNN, no worker of a slice.
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
@@ -117,7 +117,7 @@ def _describe() -> list[Any]:
 
 
 def compile_round(devices: list[Any]) -> Any:
-    """The compiled loop over rounds, for shapes only."""
+    """Return the compiled loop over rounds, for arguments given as shapes only."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -237,9 +237,10 @@ def _replicated(table: Any, mesh: Any) -> Any:
 
 
 def big_moves(text: str, smallest: float) -> Iterator[tuple[str, str, str]]:
-    """Where, what and which shape: instructions of a program that only move that many bytes.
+    """Yield the instructions of a program that only move at least `smallest` bytes.
 
-    A fusion counts if it only moves data; one that feeds a matrix product is not written to memory.
+    Each is given as its computation, its name and its shape. A fusion counts if it only moves data;
+    one that feeds a matrix product is not written to memory.
     """
     computations, entry = _computations(text)
     called = _fused(text)
@@ -266,7 +267,7 @@ def big_moves(text: str, smallest: float) -> Iterator[tuple[str, str, str]]:
 
 
 def launches(text: str) -> collections.Counter[str]:
-    """Return how many kernels, conditionals and loops a program has outside of its entry.
+    """Return the number of kernels, conditionals and loops of a program outside of its entry.
 
     Each is counted once, however often it runs; a conditional or a loop waits for its condition.
     """

@@ -56,16 +56,16 @@ WHAT = (*METHODS, "generation", "features")
 _USUAL = ("medusa", "mtp", "generation", "features")
 _TIMES = ("train/tokens_per_second", "train/seconds_left", "train/data_wait")
 _FOLDERS = ("workdir", "output")
-"""Fields of a recorded config that name a run's own folder."""
+"""The fields of a recorded config that name a run's own folder."""
 _SHOWN = 5
 _SHORTER = 0.8
 
 Content = dict[str, str]
-"""The results of a run: a digest or a text for each part, by a name with its location."""
+"""The results of a run: a digest or a text for each part, by the part's name and location."""
 
 
 class Failed(Exception):
-    """A run that ended with an error."""
+    """A run that ended with an error, or differently than expected."""
 
 
 @dataclass
@@ -82,13 +82,13 @@ class Result:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
+    """Run the command with `argv`, by default the process's arguments; return its exit code."""
     act = lambda arguments: _run(SimpleNamespace(**parser().read(arguments)))  # noqa: E731
     return command.run(act, argv)
 
 
 def parser() -> Parser:
-    """The flags."""
+    """Return the parser of the command's flags."""
     flags = Parser("python scripts/kill_and_resume.py", __doc__)
     flags.add_field("kills", Whole(), "how often each command is killed", default=20)
     kind = Listed(Choice(WHAT))
@@ -117,7 +117,7 @@ def _run(options: SimpleNamespace) -> int:
 
 
 def command_of(what: str, data: Path, folder: Path) -> list[str]:
-    """The command that works in a folder, on a dataset unless it is generation."""
+    """Return the command that works in a folder; all but generation need the dataset `data`."""
     if what == "generation":
         config = "--config=configs/generate_smollm2.py:debug"
         return ["train.generate", config, f"--config.workdir={folder}", "--config.batch_size=2"]
@@ -181,21 +181,21 @@ def kill_and_compare(
 
 
 def spread(count: int, seconds: float, rng: random.Random) -> list[float]:
-    """`count` moments in random order, one in each equal part of `seconds`."""
+    """Return `count` moments in random order, one in each equal part of `seconds`."""
     moments = [(index + rng.random()) * seconds / count for index in range(count)]
     rng.shuffle(moments)
     return moments
 
 
 def contents(what: str, folder: Path) -> Content:
-    """The results of a finished run in its folder."""
+    """Return the results of a finished run in its folder."""
     found = {"generation": _generation, "features": _features}.get(what, _training)(folder)
     found["the names of its files"] = "\n".join(sorted(_names(folder)))
     return found
 
 
 def differences(reference: Content, other: Content) -> list[str]:
-    """The parts that are missing, additional or different, by name."""
+    """Return the names of the parts that are missing, additional or different."""
     return [
         f"{name} is missing"
         if name not in other
@@ -208,7 +208,7 @@ def differences(reference: Content, other: Content) -> list[str]:
 
 
 def _names(folder: Path) -> list[str]:
-    """The files of a run, without those that each start makes and those with random names."""
+    """Return the names of a run's files, except those made anew at each start or named randomly."""
     found = []
     for path in folder.rglob("*"):
         name = path.relative_to(folder)
@@ -281,7 +281,7 @@ def _digest(array: Any) -> str:
 
 
 def _record(metadata: Mapping[str, Any]) -> str:
-    """Metadata as a text, without the run's own folders."""
+    """Return metadata as a text, without the run's own folders."""
     flat = {
         name: value
         for name, value in dotted(metadata).items()
@@ -304,7 +304,7 @@ def _start(command: Sequence[str], log: Path) -> subprocess.Popen:
 
 
 def _end(process: subprocess.Popen, log: Path) -> None:
-    """Wait for a command; raises Failed unless it ends with exit code 0."""
+    """Wait for a command to end; raise Failed unless its exit code is 0."""
     try:
         _check(process.wait(), log)
     finally:

@@ -1,12 +1,12 @@
-"""Load an engine with requests that come at random, and compare each answer with its own alone.
+"""Load an engine with requests at random times, and compare each answer with decoding it alone.
 
     python scripts/load_test.py --requests=64 --rate=0.5 --drafter=ngram --out=build/load
 
 Requests arrive as a Poisson process of `--rate` per second (0: all at once), with prompts of all
-lengths and answers of `--new_tokens`; a share of them is aborted after a random time. Memory is
-printed on the way. In the end each answer is decoded again alone; those aborted must be beginnings
-of theirs. Everything runs in this process. With `--out` a report and pictures are written. Exit
-code 1 if any answer differs or a request is lost.
+lengths and answers of `--new_tokens`; some are aborted after a random time. Memory use is printed
+meanwhile. At the end each answer is decoded again alone; aborted answers must be the beginnings of
+these. Everything runs in this process. With `--out` a report and pictures are written. Exit code 1
+if any answer differs or a request is lost.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _OUT = flags.DEFINE_string("out", None, "A folder for the report and the picture
 
 @dataclass
 class Client:
-    """One request: when it comes, what it wants, when it is aborted, and what it got."""
+    """One request: when it arrives, its parameters, when it is aborted, and its output."""
 
     number: int
     arrival_s: float
@@ -65,7 +65,7 @@ class Client:
 
 
 def main(argv: list[str]) -> int:
-    """Entry point; returns the exit code."""
+    """Run the command; return its exit code."""
     del argv
     logging.set_verbosity(logging.WARNING)
     model = load_model(_TARGET.value, dtype="float32")
@@ -105,7 +105,7 @@ def main(argv: list[str]) -> int:
 
 
 def make_clients(model: Any, rng: np.random.Generator) -> list[Client]:
-    """The requests in the order of their arrival."""
+    """Return the requests in the order of their arrival."""
     questions = questions_of(_PROMPTS.value)
     fewest, most = map(int, _NEW.value)
     clients, now = [], 0.0
@@ -131,7 +131,7 @@ def make_clients(model: Any, rng: np.random.Generator) -> list[Client]:
 
 
 def run(engine: Engine, clients: list[Client]) -> None:
-    """Give the engine its requests as their time comes, and everyone their tokens."""
+    """Pass requests to the engine when they are due, and collect the tokens of each."""
     engine.compile()
     waiting, running = collections.deque(clients), {}
     begin = said = time.monotonic()
@@ -164,7 +164,7 @@ def run(engine: Engine, clients: list[Client]) -> None:
 
 
 def megabytes() -> float:
-    """Memory of this process now."""
+    """Return the memory that this process uses now, in megabytes."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * resource.getpagesize() / 1e6
 
@@ -172,7 +172,7 @@ def megabytes() -> float:
 def check(
     model: Any, clients: list[Client], longest: int, options: dict[str, Any]
 ) -> list[tuple[int, int]]:
-    """The requests that differ from what they give alone, and where."""
+    """Return the requests that differ from decoding them alone, each with the first difference."""
     # One slot: no other row is ever beside them.
     alone = Engine(model, batch_size=1, max_length=longest, **options)
     for one in clients:

@@ -1,14 +1,14 @@
-"""Train a target's drafters, from answers to exports: `python scripts/reproduce_heads.py`.
+"""Train a target's drafters, from generating answers to exporting heads.
 
     python scripts/reproduce_heads.py --workdir=W [--responses=DIR,...] [--install]
 
 Stages: the target answers prompts, its features are stored, the EAGLE-3 head, the draft model and
-the Medusa heads are trained, and their parameters written in half precision to W/heads. Each stage
-is a command that resumes where it was stopped and has nothing to do once it has finished, so that
-the same call continues. `--responses` adds datasets of answers that exist already, `--nogenerate`
-uses only those. `--install` copies the heads to the folder of shipped heads; their model cards
-there are edited by hand. `--size=debug` runs everything in minutes. Works alike on CPU and GPU.
-Exit codes: 0; 1 where a stage failed; 2 for bad input; 130 after Ctrl-C or SIGTERM.
+the Medusa heads are trained, and their parameters are written in half precision to W/heads. Each
+stage is a command that resumes where it was stopped and does nothing once it has finished, so that
+the same call continues. `--responses` adds existing datasets of answers, `--nogenerate` uses only
+those. `--install` copies the heads to the folder of bundled heads; their model cards there are
+edited by hand. `--size=debug` runs everything in minutes. Works alike on CPU and GPU. Exit codes:
+0; 1 if a stage failed; 2 for bad input; 130 after Ctrl-C or SIGTERM.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from specjax.loading.heads.head import read_head, save_head
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
+    """Run the command with `argv`, by default the process's arguments; return its exit code."""
     act = lambda arguments: reproduce(_options(arguments))  # noqa: E731
     return command.run(act, argv, interrupted=INTERRUPTED)
 
 
 def parser() -> Parser:
-    """The flags."""
+    """Return the parser of the command's flags."""
     flags = Parser("python scripts/reproduce_heads.py", __doc__)
     add = flags.add_field
     default_kinds = ",".join(kind for kind in TRAINERS if kind not in ("eagle", "mtp"))
@@ -63,7 +63,10 @@ def _options(argv: Sequence[str]) -> SimpleNamespace:
 
 
 def reproduce(options: SimpleNamespace) -> int:
-    """Run every stage, then export; returns the exit code. Two runs in a folder are refused."""
+    """Run all stages, then export; return the exit code.
+
+    Raises InputError if another run uses the folder.
+    """
     root = options.workdir
     with folder_lock.lock(root, "recipe", f"workdir={str(root)!r}"):
         return _run_stages(options)
@@ -86,7 +89,7 @@ def _run_stages(options: SimpleNamespace) -> int:
 
 
 def recipe(options: SimpleNamespace, root: Path) -> list[list[str]]:
-    """The commands that make what is exported, in order, without `python -m`."""
+    """Return the commands that make the heads, in order, without `python -m`."""
     size = f":{options.size}" if options.size else ""
     commands, data = [], list(options.responses)
     if options.generate:

@@ -1,13 +1,13 @@
-"""Measure what fewer bits cost: `python scripts/weights_cost.py --weights=int8,int4`.
+"""Measure how much quantized weights change a model's predictions.
 
     python scripts/weights_cost.py [--target=MODEL] [--weights=int8,int4,file] [--text=FILE]
 
 Runs the model with each of `--weights` and with `weights=float` over the same tokens, and prints a
 table: the bytes of the weights; KL(float || weights) in nats per token; how often the likeliest
 token is that of float; the perplexity. FILE is a text, which is split into pieces of `--context`
-tokens that are scored each by itself, or conversations as JSON lines (.jsonl) with the keys that
-`train.import_responses` reads, of which answers are scored. Without it the float model answers the
-built-in prompts greedily: its perplexity of its own answers is low, and only comparable within the
+tokens that are scored separately, or conversations as JSON lines (.jsonl) with the keys that
+`train.import_responses` reads, whose answers are scored. Without it the float model answers the
+built-in prompts greedily: its perplexity on its own answers is low, and only comparable within the
 table. Exit codes: 0; 2 for bad input; 130 after Ctrl-C or SIGTERM.
 """
 
@@ -38,13 +38,13 @@ from train.data.json_lines import read_rows
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
+    """Run the command with `argv`, by default the process's arguments; return its exit code."""
     act = lambda arguments: run(SimpleNamespace(**parser().read(arguments)))  # noqa: E731
     return command.run(act, argv)
 
 
 def parser() -> Parser:
-    """The flags."""
+    """Return the parser of the command's flags."""
     flags = Parser("python scripts/weights_cost.py", __doc__)
     add = flags.add_field
     add("target", PathOrName(), "the model", default=DEFAULT_MODEL)
@@ -57,7 +57,7 @@ def parser() -> Parser:
 
 
 class Piece(NamedTuple):
-    """The ids of T tokens that are run together, and for each whether it is scored."""
+    """The ids of T tokens that are run together, and a mask of those that are scored."""
 
     tokens: np.ndarray
     is_scored: np.ndarray
@@ -65,18 +65,18 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Cost:
-    """What a model's weights cost, per scored token, compared with those in floating point."""
+    """The effect of a model's weights per scored token, compared with float weights."""
 
     num_bytes: int
     kl: float
     """KL(float || weights), in nats."""
     agreement: float
-    """The share of tokens whose likeliest successor is the same."""
+    """The share of tokens at which the likeliest next token is the same."""
     perplexity: float
 
 
 def run(flags: SimpleNamespace) -> int:
-    """Print the table; returns the exit code."""
+    """Measure, and print the table; return the exit code."""
     reference = load_model(flags.target, weights="float", field="target")
     pieces = pieces_of(reference, flags)
     count = sum(int(piece.is_scored[1:].sum()) for piece in pieces)
@@ -101,7 +101,7 @@ def run(flags: SimpleNamespace) -> int:
 
 
 def pieces_of(model: Model, flags: SimpleNamespace) -> list[Piece]:
-    """What is scored; raises InputError for a file that is not of its format."""
+    """Return the pieces to score; raise InputError for a file in another format."""
     if flags.text is None:
         return _answers(model, flags)
     pieces = []
@@ -115,7 +115,7 @@ def pieces_of(model: Model, flags: SimpleNamespace) -> list[Piece]:
 
 
 def _answers(model: Model, flags: SimpleNamespace) -> list[Piece]:
-    """The built-in prompts with the model's greedy answers."""
+    """Return the built-in prompts with the model's greedy answers."""
     chats = [question.first_turn for question in BUILT_IN][: flags.limit]
     prompts = [encode_prompt(model, chat) for chat in chats]
     result = specjax.generate(
@@ -131,7 +131,7 @@ def _answers(model: Model, flags: SimpleNamespace) -> list[Piece]:
 
 
 def _read(model: Model, path: Any) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """The token ids of a file, by document, and which are scored."""
+    """Yield the token ids of each document in a file, and a mask of those that are scored."""
     if path.suffix == ".jsonl":
         for example in read_rows(path):
             ids = encode_prompt(model, example.tokens.tolist(), f"{path}: id={example.id}")
@@ -143,7 +143,7 @@ def _read(model: Model, path: Any) -> Iterator[tuple[np.ndarray, np.ndarray]]:
 
 
 def compare(reference: Model, model: Model, pieces: Sequence[Piece]) -> Cost:
-    """The cost of a model's weights beside the reference's, over all scored tokens of pieces."""
+    """Return the cost of a model's weights compared with the reference's, over all pieces."""
     # One width, so that each model is compiled once.
     width = max(len(piece.tokens) for piece in pieces)
     sums = np.zeros(4)
@@ -164,7 +164,7 @@ def compare(reference: Model, model: Model, pieces: Sequence[Piece]) -> Cost:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _log_probabilities(decoder: Decoder, params: Any, tokens: jax.Array | np.ndarray) -> jax.Array:
-    """The logarithm of each next token's probability, [T, V], after tokens [1, T]."""
+    """Return the log-probabilities [T, V] of the next token after each of `tokens` [1, T]."""
     num_tokens = tokens.shape[1]
     positions = jnp.arange(num_tokens)[None]
     causal = jnp.tril(jnp.ones((1, num_tokens, num_tokens), bool))
@@ -179,9 +179,9 @@ def _sums(
     tokens: jax.Array | np.ndarray,
     is_scored: jax.Array | np.ndarray,
 ) -> jax.Array:
-    """The number of scored tokens; over them, KL, equal choices, and the loss of `found`.
+    """Return the number of scored tokens and, over them, KL, equal choices, `found`'s loss.
 
-    Both are `_log_probabilities` of the T tokens.
+    `expected` and `found` are `_log_probabilities` of the T tokens.
     """
     expected, found, labels = expected[:-1], found[:-1], tokens[1:]
     kl = jnp.sum(jnp.exp(expected) * (expected - found), axis=-1)

@@ -38,11 +38,11 @@ and errors. [tutorial.md](tutorial.md) uses them together, and the [glossary](gl
 the words. This page is written by `python scripts/write_api_reference.py`.
 """
 _SHOWN = 10
-"""Arguments of a function that are shown: decoding has twenty options (docs/support.md)."""
+"""The maximum number of a function's arguments that are shown; decoding has twenty options."""
 
 
 def reference() -> str:
-    """The page, as Markdown."""
+    """Return the page, as Markdown."""
     sections = [_section(importlib.import_module(name)) for name in MODULES]
     return "\n".join([_HEAD, *sections])
 
@@ -74,7 +74,7 @@ def _arguments(function: Any) -> list[str]:
 
 
 def _sentence(docstring: str) -> str:
-    """The first sentence, as a cell of a table."""
+    """Return the first sentence of a docstring, as a cell of a table."""
     paragraph = inspect.cleandoc(docstring).partition("\n\n")[0].replace("\n", " ")
     return re.split(r"(?<=\.) (?=[A-Z`])", paragraph)[0].replace("|", "\\|")
 

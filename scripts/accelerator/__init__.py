@@ -1,1 +1,1 @@
-"""The parts of `scripts/bench_accelerator.py`."""
+"""The parts of `scripts/bench_accelerator.py` and `scripts/check_accelerator.py`."""

@@ -1,4 +1,4 @@
-"""Rounds of the compiled loop after a given context, and what they are predicted to take."""
+"""Rounds of the compiled loop after a given context, measured and predicted."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Loop:
         self._run: Any = None
 
     def state(self, cache: KVCache) -> State:
-        """The first round's state; each row has a different last token."""
+        """Return the first round's state; each row has a different last token."""
         plan, session = self.plan, self._session
         batch = session.batch_size
         _, rows, _, status = batch_arguments(session, list(range(batch)))
@@ -74,9 +74,9 @@ class Loop:
         return state.replace(cache=cache.replace(length=length - 1))
 
     def run(self, cache: KVCache, rounds: int) -> tuple[float, State, Rounds]:
-        """Seconds of `rounds` rounds, compiling excluded, the state after them, and the counts.
+        """Run `rounds` rounds; return their seconds, the state after them, and the counts.
 
-        The cache's keys and values are donated, and are returned in the state.
+        Compiling is excluded. The cache's keys and values are donated; the returned state has them.
         """
         state = self.state(cache)
         params = (self._session.model.params, self.drafter.params)
@@ -90,17 +90,17 @@ class Loop:
 
 
 def read_bytes(size: Size, model: Model, batch: int, context: int) -> int:
-    """Bytes that a pass reads: the weights once, and the committed keys and values."""
+    """Return the bytes that a pass reads: the weights once, and the committed keys and values."""
     shape = model_shape(model.config)
     cached = batch * shape.kv_elements() * size.committed(context)
     return (shape.num_read_params() + cached) * ITEMSIZE[size.dtype]
 
 
 def measure(size: Size, model: Model, batch: int, context: int) -> dict[str, Any]:
-    """Plain rounds, isolated passes by width, and speed-ups by acceptance.
+    """Return a row's figures: plain rounds, isolated passes by width, speed-ups by acceptance.
 
-    The simulated drafter and plain decoding run in turn. A speed-up is tokens per round times the
-    ratio of the two rounds' median times.
+    The simulated drafter and plain decoding run in turn. A speed-up is the tokens per round times
+    the ratio of the two rounds' median times.
     """
     # At the mean committed length of a timed run.
     passes = measure_costs.widths_seconds(
@@ -187,7 +187,7 @@ def _speedup(
 
 
 def _same_rows(state: State, recorded: np.ndarray, context: int) -> int:
-    """The number of rows whose new tokens are those of plain decoding."""
+    """Return the number of rows whose new tokens equal the recorded ones of plain decoding."""
     tokens, lengths = np.asarray(state.tokens), np.asarray(state.length)
     return sum(
         bool((row[context:length] == plain[: length - context]).all())

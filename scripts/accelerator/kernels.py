@@ -1,12 +1,13 @@
 """Compare the GPU kernel for attention with float32 on the CPU.
 
-One line for each case; exit code 1 if an error exceeds what the dtype's rounding explains.
+Prints one line for each case; the exit code is 1 if an error exceeds the dtype's rounding.
 """
 
 from __future__ import annotations
 
 import itertools
 import sys
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,11 +27,11 @@ def main() -> int:
     failed = False
     for dtype, queries, slots, sliding in itertools.product(_LIMITS, (4, 150), (5, 70), (0, 1)):
         softcap = 5.0 if sliding else None
-        operands, oldest = _operands(dtype, queries, slots, bool(sliding))
-        got = np.asarray(_attention(*operands, oldest, softcap), np.float32)
+        operands = _operands(dtype, queries, slots, sliding=bool(sliding))
+        output = np.asarray(_attention(operands, softcap), np.float32)
         with jax.default_device(jax.devices("cpu")[0]):
-            wanted = np.asarray(_reference(*operands, oldest, softcap))
-        error = float(np.abs(got - wanted).max())
+            reference = np.asarray(_reference(operands, softcap))
+        error = float(np.abs(output - reference).max())
         bad = not error <= _LIMITS[dtype]
         failed |= bad
         print(
@@ -40,10 +41,22 @@ def main() -> int:
     return int(failed)
 
 
-def _operands(
-    dtype: str, queries: int, slots: int, sliding: bool
-) -> tuple[tuple[jax.Array, KVCache, Window, jax.Array], jax.Array | None]:
-    """Return random queries, a cache with rows of every filling, a window, its mask and limits."""
+class _Operands(NamedTuple):
+    """The arguments of attention: queries [B, G, X, C], cache, window, and what queries may see.
+
+    `visible` [B, 1, X, W] masks the window. `oldest` [B, X] is the first position of the cache that
+    each query sees, or None for all.
+    """
+
+    query: jax.Array
+    cache: KVCache
+    window: Window
+    visible: jax.Array
+    oldest: jax.Array | None
+
+
+def _operands(dtype: str, queries: int, slots: int, *, sliding: bool) -> _Operands:
+    """Return random operands, whose cache has rows from empty to full."""
     rng = np.random.default_rng(0)
     layers, batch, heads, width = 2, 4, 2, 64
     wide = jnp.float32 if dtype == "int8" else jnp.dtype(dtype)
@@ -55,40 +68,27 @@ def _operands(
     keys, values = (encode(normal(*size), jnp.dtype(dtype)) for _ in range(2))
     lengths = jnp.array([0, 1, 300, _CAPACITY], jnp.int32)
     window = Window(*(normal(layers, batch, heads, slots, width) for _ in range(2)))
-    seen = rng.random((batch, 1, queries, slots)) < 0.5
-    seen[..., 0] = True
+    visible = rng.random((batch, 1, queries, slots)) < 0.5
+    visible[..., 0] = True
     oldest = lengths[:, None] - jnp.asarray(rng.integers(0, 90, (batch, queries)), jnp.int32)
     query = normal(batch, heads, queries, width) / 8
     cache = KVCache(keys, values, lengths)
-    return (query, cache, window, jnp.asarray(seen)), oldest if sliding else None
+    return _Operands(query, cache, window, jnp.asarray(visible), oldest if sliding else None)
 
 
-@jax.jit(static_argnums=5)
-def _attention(
-    query: jax.Array,
-    cache: KVCache,
-    window: Window,
-    seen: jax.Array,
-    oldest: jax.Array | None,
-    softcap: float | None,
-) -> jax.Array:
-    mixed = attend_window_and_cache(query, cache, window, 1, seen, oldest, softcap)
+@jax.jit(static_argnums=1)
+def _attention(operands: _Operands, softcap: float | None) -> jax.Array:
+    """Return the kernel's attention in layer 1."""
+    query, cache, window, visible, oldest = operands
+    mixed = attend_window_and_cache(query, cache, window, 1, visible, oldest, softcap)
     return mixed.weighted / mixed.denominator
 
 
-def _reference(
-    query: jax.Array,
-    cache: KVCache,
-    window: Window,
-    seen: jax.Array,
-    oldest: jax.Array | None,
-    softcap: float | None,
-) -> jax.Array:
-    query, cache, window, seen, oldest = jax.device_put(
-        (query, cache, window, seen, oldest), jax.devices("cpu")[0]
-    )
+def _reference(operands: _Operands, softcap: float | None) -> jax.Array:
+    """Return attention in layer 1 with float32 queries and window, on the CPU."""
+    query, cache, window, visible, oldest = jax.device_put(operands, jax.devices("cpu")[0])
     query, window = jax.tree.map(lambda array: array.astype(jnp.float32), (query, window))
-    start = attend(query, window.k[1], window.v[1], seen, softcap)
+    start = attend(query, window.k[1], window.v[1], visible, softcap)
     mixed = attend_whole_cache(query, cache, 1, start, oldest, softcap)
     return mixed.weighted / mixed.denominator
 

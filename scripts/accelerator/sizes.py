@@ -1,4 +1,4 @@
-"""What is measured at each size."""
+"""The sizes at which the accelerator benchmark measures."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from specjax.models.config import DecoderConfig
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2}
 _CACHE_BLOCK = 256
-"""Tokens that attention reads at a time."""
+"""The number of cached tokens that attention reads at a time."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """A model's shape, cells and repetitions.
+    """A model's shape, and the batches, contexts and repetitions to measure.
 
     `rounds` is the length of a timed speculative run, whose draft length is
     `num_speculative_tokens`, and each time is the median of `runs` runs.
@@ -34,33 +34,33 @@ class Size:
 
     @property
     def reach(self) -> int:
-        """The most tokens that a timed run can commit after its context."""
+        """The maximum number of tokens that a timed run can commit after its context."""
         return (self.rounds + 1) * (self.num_speculative_tokens + 1)
 
     @property
     def plain_rounds(self) -> int:
-        """Rounds of a timed plain run: about as many tokens as a speculative one commits."""
+        """The rounds of a timed plain run, which commits about as much as a speculative one."""
         return 2 * self.rounds
 
     def capacity(self, context: int) -> int:
-        """Cache slots per row, for a timed run after a context."""
+        """Return the cache slots per row for a timed run after a context."""
         return -(-(context + self.reach) // _CACHE_BLOCK) * _CACHE_BLOCK
 
     def committed(self, context: int) -> int:
-        """The mean committed length of a timed plain run, which isolated passes are timed at."""
+        """Return the mean committed length of a timed plain run, to time isolated passes at."""
         return context + self.plain_rounds // 2
 
     def widths_of(self, batch: int) -> list[int]:
-        """The widths whose passes are timed, that of a full draft among them.
+        """Return the widths whose passes are timed, including that of a full draft.
 
-        Those of more than a thousand tokens in all are left out: they are bound by arithmetic.
+        Passes over more than a thousand tokens in all are left out, since arithmetic bounds them.
         """
         widths = {1, self.num_speculative_tokens + 1}
         return sorted(widths | {width for width in self.widths if width * batch <= 1024})
 
 
 def model_shape(config: DecoderConfig) -> theory.ModelShape:
-    """The sizes that `specjax.theory` computes with."""
+    """Return the model's shape as `specjax.theory` needs it."""
     return theory.ModelShape(
         num_layers=config.num_layers,
         hidden_size=config.hidden_size,

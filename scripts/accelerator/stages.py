@@ -1,4 +1,4 @@
-"""The stages of `scripts/check_accelerator.py`, in order of value: commands with time limits."""
+"""The stages of `scripts/check_accelerator.py`, the most important first, with time limits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SPEED = (r"speed-up .*", r"tokens per pass .*", r"same tokens as plain .*")
 
 @dataclass(frozen=True)
 class Stage:
-    """Arguments for Python, the seconds they may take, and patterns of the output to print."""
+    """A command: arguments for Python, its time limit in seconds, patterns of lines to print."""
 
     name: str
     arguments: tuple[str, ...]
@@ -22,11 +22,11 @@ class Stage:
 
     @property
     def command(self) -> list[str]:
-        """The command to run from the root of a clone."""
+        """The command, to be run from the root of a clone."""
         return [sys.executable, *self.arguments]
 
     def summary(self, output: str) -> str:
-        """Return what the patterns match, each once, in one line."""
+        """Return the parts of `output` that match the patterns, each once, in one line."""
         found = (match[0] for one in self.shown for match in re.finditer(one, output))
         return "; ".join(dict.fromkeys(" ".join(one.replace("│", " ").split()) for one in found))
 
@@ -34,8 +34,8 @@ class Stage:
 def stages(size: str, folder: Path) -> list[Stage]:
     """Return the stages at a size: "full" for an accelerator, "debug" for a CPU.
 
-    Files that a stage continues with later are in `folder`. The limits of "full" end in nine
-    minutes altogether.
+    Files that a later stage needs are in `folder`. The time limits of "full" add up to nine
+    minutes.
     """
     debug = size == "debug"
     longer = 10 if debug else 1

@@ -1,4 +1,4 @@
-"""Random weights and caches, made on the device: a large model would take minutes on the host."""
+"""Random weights and caches made on the device, since the host would take minutes for them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from specjax.models.parameters import Parameter
 
 
 def key(number: int) -> jax.Array:
-    """A key of the backend's own generator, which compiles and draws faster than the default."""
+    """Return a key of the backend's own generator, which is faster than the default one."""
     return jax.random.key(number, impl="rbg")
 
 
@@ -31,7 +31,10 @@ def normal(
     scale: float = 1.0,
     layers: int | None = None,
 ) -> jax.Array:
-    """Normal numbers times `scale`; with `layers` that many arrays, stacked, drawn one by one."""
+    """Return normal numbers times `scale`; with `layers`, a stack of that many arrays.
+
+    The arrays of a stack are drawn one by one, to save memory.
+    """
 
     def one(seed: jax.Array) -> jax.Array:
         return jax.random.normal(seed, shape, dtype) * jnp.asarray(scale, dtype)
@@ -41,10 +44,10 @@ def normal(
 
 
 def random_model(name: str, config: DecoderConfig, dtype: str, form: Form) -> Model:
-    """An untied model with random weights whose greedy continuation no rounding can change.
+    """Return an untied random model whose greedy continuation no rounding can change.
 
     Kernels are scaled by 1/sqrt(inputs). The head's column for token t + 1 is the embedding of t,
-    so that after t comes t + 1 by a wide margin. In bfloat16 a pass over several tokens rounds
+    so that t + 1 follows t by a wide margin. In bfloat16 a pass over several tokens rounds
     differently from a pass over one token; with a random head the argmax would soon differ, and a
     recorded continuation would no longer match the one that is verified.
     """
@@ -75,7 +78,7 @@ def random_model(name: str, config: DecoderConfig, dtype: str, form: Form) -> Mo
 
 
 def _draw(entry: Parameter, seed: jax.Array, dtype: str, layers: int | None = None) -> jax.Array:
-    """A kernel, or the scale of a norm, of one layer or of several that are stacked."""
+    """Return a random kernel, or the scale of a norm, of one layer or of several stacked layers."""
     if entry.kind == "ones":
         return jnp.ones(entry.shape if layers is None else (layers, *entry.shape), dtype)
     return normal(seed, entry.shape, dtype, entry.shape[-2] ** -0.5, layers)
@@ -91,7 +94,7 @@ def _successor_head(embedding: jax.Array) -> jax.Array:
 def random_cache(
     config: DecoderConfig, dtype: Any, batch: int, capacity: int, length: int
 ) -> KVCache:
-    """A cache of random keys and values, `length` tokens of each row committed."""
+    """Return a cache of random keys and values, with `length` committed tokens in each row."""
     shape = (batch, config.num_kv_heads, capacity, config.head_dim)
     keys, values = (
         normal(key(number), shape, dtype, layers=config.num_layers) for number in (1, 2)

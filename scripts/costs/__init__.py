@@ -1,1 +1,1 @@
-"""What rounds, drafts and memory cost, measured or simulated."""
+"""Costs of compiling and of controllers, measured or simulated."""

@@ -1,10 +1,11 @@
-"""CPU-seconds of compiling, by program, of this checkout and of an earlier commit beside it.
+"""Measure the CPU-seconds of compiling, by program, of this checkout and of an earlier commit.
 
     python scripts/costs/compile_seconds.py --commit=HEAD~5 --drafters=none,ngram,eagle3 --auto
 
-Each measurement is a process of its own without a cache of compiled programs: it compiles what
-`specjax.generate` runs of the default model (`--toy`: a random model of three layers). Seconds are
-the process's own CPU time, all threads together, so that other work on the machine adds little.
+Each measurement is a process of its own without a cache of compiled programs: it compiles the
+programs that `specjax.generate` runs for the default model (`--toy`: a random model of three
+layers). Seconds are the process's own CPU time, all threads together, so that other work on the
+machine adds little.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ def main(argv: list[str]) -> None:
 
 
 def _measure(checkout: Path, drafter: str) -> dict[str, float]:
-    """CPU-seconds by program of an engine of a checkout."""
+    """Return the CPU-seconds of compiling an engine of a checkout, by program."""
     settings = drafter, _AUTO.value, _BATCH.value, _TOY.value, _TEMPERATURE.value
     arguments = json.dumps(settings)
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""What `Auto` loses to the best fixed limits, on a simulated clock.
+"""Simulate how much slower the controller `Auto` is than the best fixed limits.
 
     python scripts/costs/simulate_controllers.py --seeds=20
 
@@ -32,7 +32,7 @@ _ONLY = flags.DEFINE_list("only", [], "Only lines whose name has all of these.")
 
 
 def all_simulations() -> dict[str, Simulation]:
-    """Drafters on machines, by name."""
+    """Return simulations of drafters on machines, by name."""
     found = {}
     for clock, rows, drafter, later in itertools.product(CLOCKS, (1, 4, 8), DRAFTERS, (1.0, 3.0)):
         name = f"{clock}, B = {rows}, {drafter}{'; costs treble' if later > 1 else ''}"

@@ -1,1 +1,1 @@
-"""Corpora, datasets and goldens that come with specjax."""
+"""Writers of the goldens in tests/goldens."""

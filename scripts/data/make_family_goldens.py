@@ -1,6 +1,6 @@
-"""Write tests/goldens/families: tiny random models of each family, and what transformers computes.
+"""Write tests/goldens/families: tiny random models of each family, with transformers' outputs.
 
-Beside them, in tests/goldens/variants, models of the same families with other routers.
+Models of the same families with other routers are in tests/goldens/variants beside them.
 
 Run it from the repository root, with a Python that has torch and transformers; with names, only
 those families are written:
@@ -10,9 +10,10 @@ those families are written:
 Each folder is a checkpoint as `save_pretrained` writes it, and golden.npz: `tokens` [2, 40], the
 `logits` after each of them [2, 40, V], and the 24 tokens that follow greedily, `greedy` [2, 24].
 Windows are shorter than the text, soft caps small enough to matter, biases and norms random.
-Families with modules for multi-token prediction have one: `mtp_logits` [2, 39, V] are those of all
-its pairs, computed with transformers' layers in the order of vLLM's `glm4_moe_mtp` and `mimo_mtp`,
-and `mtp_drafts` [2, 3] the tokens that it drafts after the last one on its own outputs.
+Families with modules for multi-token prediction have one: `mtp_logits` [2, 39, V] are its logits
+for all pairs, computed with transformers' layers in the order of vLLM's `glm4_moe_mtp` and
+`mimo_mtp`, and `mtp_drafts` [2, 3] the tokens that it drafts after the last pair from its own
+outputs.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ GOLDENS = Path(__file__).parents[2] / "tests" / "goldens"
 ROWS, TOKENS, GREEDY = 2, 40, 24
 VOCAB = 96
 MARGIN = 2e-3
-"""The smallest difference of the two best logits that a greedy token may have been chosen by."""
+"""The minimum difference of the two best logits for a greedy token."""
 
 SIZES = {
     "vocab_size": VOCAB,
@@ -131,7 +132,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mimo": SIZES | {"rope_parameters": ROPE, "use_sliding_window": False},
 }
 WRITTEN_AS = {"mimo": "qwen2"}
-"""Families that transformers does not have, and the one whose decoder they have."""
+"""Families that transformers lacks, each with a family that has the same decoder."""
 VARIANTS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"norm_topk_prob": True},
     "glm4_moe": {
@@ -141,8 +142,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "num_nextn_predict_layers": 1,
     },
 }
-"""Changes of a family's settings: scores over their sum; a choice from all experts, and a module
-announced whose tensors transformers does not write, as where it saves GLM-4.5."""
+"""Changes of families' settings: router scores divided by their sum; a choice among all experts;
+and an announced module whose tensors transformers does not write, as when it saves GLM-4.5.
+"""
 DRAFTS = 3
 
 
@@ -167,7 +169,7 @@ class Module(torch.nn.Module):
         self.names = NAMES_OF_MIMO if name == "mimo" else NAMES_OF_GLM
 
     def forward(self, model: Any, tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """The normed outputs at positions 0, 1, ... for the pairs of tokens and states there."""
+        """Return the normed outputs at positions 0, 1, ... for pairs of tokens and states."""
         embedded = model.model.embed_tokens(tokens)
         embedded[:, 0] = 0.0
         both = [self.embedding_norm(embedded), self.hidden_norm(hidden)]
@@ -184,9 +186,10 @@ class Module(torch.nn.Module):
         return self.final_norm(out[0] if isinstance(out, tuple) else out)
 
     def stored(self, model: Any) -> dict[str, torch.Tensor]:
-        """Its tensors by their names in a checkpoint; GLM's repeat the embedding and the head.
+        """Return the module's tensors by their names in a checkpoint.
 
-        transformers holds all experts in one tensor, checkpoints in one each.
+        GLM's module repeats the embedding and the head. transformers holds all experts in one
+        tensor, and checkpoints have one tensor per expert.
         """
         found = {}
         for name, value in self.state_dict().items():
@@ -225,7 +228,7 @@ NAMES_OF_MIMO = {
 
 
 def modules_outputs(module: Module, model: Any, tokens: torch.Tensor) -> dict[str, np.ndarray]:
-    """What is saved of a module, and of its recursion."""
+    """Return the arrays to save of a module: its logits, and the drafts of its recursion."""
     hidden = model.model(tokens, use_cache=False).last_hidden_state[:, :-1]
     read, drafts, logits = tokens[:, 1:], [], []
     for _ in range(DRAFTS):
@@ -241,7 +244,7 @@ def modules_outputs(module: Module, model: Any, tokens: torch.Tensor) -> dict[st
 
 
 def add_module(folder: Path, name: str, module: Module, model: Any) -> None:
-    """Put a module into a saved checkpoint, under the family's name."""
+    """Add a module to a saved checkpoint, under the family's names."""
     path = folder / "model.safetensors"
     tensors = {
         key: value.to(torch.bfloat16).contiguous() for key, value in module.stored(model).items()
@@ -255,7 +258,7 @@ def add_module(folder: Path, name: str, module: Module, model: Any) -> None:
 
 
 def randomise(model: Any) -> None:
-    """Weights of a spread with which each part matters."""
+    """Give a model random weights with a spread at which every part matters."""
     offset = 0.0 if "gemma" in model.config.model_type else 1.0
     with torch.no_grad():
         for name, value in model.named_buffers():
@@ -279,7 +282,7 @@ def randomise(model: Any) -> None:
 
 
 def write(name: str, folder: Path, settings: dict[str, Any], module: bool) -> None:
-    """Save one model and its outputs; the first seed whose greedy choices are clear."""
+    """Save one model and its outputs, using the first seed whose greedy choices are clear."""
     for seed in range(50):
         shutil.rmtree(folder, ignore_errors=True)
         torch.manual_seed(seed)

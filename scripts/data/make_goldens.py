@@ -1,4 +1,4 @@
-"""Write tests/goldens: what transformers computes for tiny models and for the default one.
+"""Write tests/goldens: transformers' outputs for tiny models and for the default model.
 
 Run it from the repository root, with a Python that has torch, transformers, accelerate,
 sentencepiece and gguf:
@@ -269,7 +269,7 @@ def default_model(path: Path) -> None:
 
 
 def greedy_row(model: Any, tokenizer: Any, prompt: str | list) -> dict[str, Any]:
-    """Greedy tokens of one prompt, end of sequence ignored, and the smallest top-2 margin."""
+    """Return a prompt's greedy tokens, ignoring end of sequence, and the smallest top-2 margin."""
     if isinstance(prompt, str):
         ids = tokenizer(prompt).input_ids
     else:
@@ -291,7 +291,7 @@ def greedy_row(model: Any, tokenizer: Any, prompt: str | list) -> dict[str, Any]
 
 
 def _write_lines(path: Path, tables: dict[str, list[dict]]) -> None:
-    """JSON with one row per line, so that a change shows as one line."""
+    """Write JSON with one row per line, so that a change shows as one line."""
     parts = [
         json.dumps(name) + ": [\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]"
         for name, rows in tables.items()

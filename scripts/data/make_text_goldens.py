@@ -32,7 +32,7 @@ CONTROL, BYTE, BPE = 3, 6, 2
 
 
 def processor(golden: dict) -> sentencepiece.SentencePieceProcessor:
-    """A processor of sentencepiece with the vocabulary of a golden file."""
+    """Return a processor of sentencepiece with the vocabulary of a golden file."""
     model = sentencepiece_model_pb2.ModelProto()
     for token, score, kind in zip(golden["tokens"], golden["scores"], golden["kinds"], strict=True):
         model.pieces.add(piece=token, score=score, type=kind)
@@ -46,11 +46,11 @@ TEMPLATES = {
     path.stem: path.read_text(encoding="utf-8").removesuffix("\n")
     for path in sorted((Path(__file__).parent / "chat_templates").glob("*.jinja"))
 }
-"""Small ones, with the constructs of the supported families' own."""
+"""Small chat templates by name, with the constructs of the supported families' templates."""
 
 
 def parts(*texts: str) -> list[dict[str, str]]:
-    """Content as a list of text parts."""
+    """Return content as a list of text parts."""
     return [{"type": "text", "text": text} for text in texts]
 
 
@@ -92,14 +92,14 @@ CHATS = [
 
 
 def joined(message: dict[str, Any]) -> dict[str, Any]:
-    """The message with its parts as one text."""
+    """Return the message with its parts joined as one text."""
     if not isinstance(message.get("content"), list):
         return message
     return {**message, "content": "\n".join(part["text"] for part in message["content"])}
 
 
 def chats() -> None:
-    """Write what transformers makes of each conversation with each template."""
+    """Write the text that transformers makes of each conversation with each template."""
     backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<s>": 0, "</s>": 1}, "<s>"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
 
@@ -131,7 +131,7 @@ def chats() -> None:
 
 
 def detokenized() -> None:
-    """Write what sentencepiece reads in sequences of tokens, the same ones each time."""
+    """Write the texts that sentencepiece decodes from fixed sequences of tokens."""
     golden = json.loads((GOLDENS / "sentencepiece.json").read_text())
     model = processor(golden)
     for text, ids in golden["lines"].items():

@@ -51,7 +51,7 @@ COMBINATIONS = {
 
 
 def base() -> dict[str, Any]:
-    """Tokens and merges of a byte-level BPE whose merges know no words."""
+    """Return the tokens and merges of a byte-level BPE without merges into words."""
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(False, use_regex=False)
     trainer = trainers.BpeTrainer(
@@ -71,7 +71,7 @@ def base() -> dict[str, Any]:
 
 
 def directory_cases(model: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """What transformers adds to a text, by post-processor and flags."""
+    """Yield the tokens that transformers adds to a text, by post-processor and flags."""
     ids = {token: index for index, token in enumerate(SPECIAL)}
     template = processors.TemplateProcessing
 
@@ -140,7 +140,7 @@ def directory_cases(model: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def distinct(cases: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The cases without those that differ from an earlier one in the tokenizer's class only."""
+    """Return the cases, omitting those that repeat an earlier one for another class."""
     kept: dict[str, dict[str, Any]] = {}
     for case in cases:
         plain = {key: value for key, value in case["settings"].items() if key != "tokenizer_class"}
@@ -149,7 +149,7 @@ def distinct(cases: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def gguf_case(tokens: list[str], kinds: list[int], keys: dict[str, Any]) -> dict[str, Any]:
-    """What llama.cpp makes of a vocabulary with such keys."""
+    """Return how llama.cpp encodes texts with a vocabulary that has these metadata keys."""
     with tempfile.TemporaryDirectory() as folder:
         path = f"{folder}/vocabulary.gguf"
         writer = gguf.GGUFWriter(path, "llama")
@@ -182,7 +182,7 @@ def gguf_case(tokens: list[str], kinds: list[int], keys: dict[str, Any]) -> dict
 
 
 def llama_cases(model: dict[str, Any]) -> dict[str, Any]:
-    """Ends by name and by key, splitting by `pre`, and what is added to a text."""
+    """Return llama.cpp's end tokens by name and by key, splitting by `pre`, added tokens."""
     tokens, merges = model["tokens"], model["merges"]
     plain = {"model": "gpt2", "merges": merges, "bos_token_id": 0, "eos_token_id": 2}
     kinds = [CONTROL] * len(SPECIAL) + [NORMAL] * (len(tokens) - len(SPECIAL))

@@ -1,1 +1,1 @@
-"""What several commands use."""
+"""Modules that several commands share."""

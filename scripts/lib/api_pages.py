@@ -1,4 +1,4 @@
-"""The site's pages of the API: each public name with its signature, its docstring and its source.
+"""The site's pages of the API: each public name with its signature, docstring and source.
 
 Signatures are shown as they are written, with the shapes of arrays; docstrings say what goes in and
 comes out, in which units, and which errors are raised.
@@ -36,7 +36,7 @@ def api_page(name: str) -> str:
 
 
 def constant(module: ModuleType, name: str) -> tuple[Path, _Constant, str] | None:
-    """Return a constant's file, definition and the text below it; None for anything else."""
+    """Return a constant's file, definition and docstring; None if `name` is no constant."""
     path = Path(module.__file__)
     files = sorted(path.parent.rglob("*.py")) if path.name == "__init__.py" else [path]
     for file in files:
@@ -89,7 +89,7 @@ def _definition(file: Path, node: _Definition) -> list[str]:
 
 
 def _options(function: Callable[..., Any], node: ast.FunctionDef) -> str:
-    """Return the keywords that a function takes as its `**options`, known by its __signature__."""
+    """Return the keywords that a function takes as its `**options`, read from its __signature__."""
     written = {argument.arg for argument in ast.walk(node.args) if isinstance(argument, ast.arg)}
     lines = []
     for name, parameter in inspect.signature(function).parameters.items():

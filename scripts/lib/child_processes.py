@@ -1,4 +1,4 @@
-"""Running commands in child processes that always end with the script."""
+"""Child processes that always end with the script."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from typing import IO
 from specjax import signals
 
 INTERRUPTED = "interrupted; the same command resumes it"
-"""The message of Ctrl-C where finished work is kept."""
+"""The message after Ctrl-C if finished work is kept."""
 
 GRACE_S = 120.0
-"""Seconds that a process has to save its work."""
+"""The seconds that a process gets to save its work."""
 
 _POLL_S = 0.25
 
 
 def run_child(command: Sequence[str], *, log: IO[str] | None = None) -> int:
-    """Run a command in a process of its own, its output in `log`; returns its exit code.
+    """Run a command in a process of its own, with its output in `log`; return its exit code.
 
-    Ctrl-C, SIGTERM and a closed terminal reach it as Ctrl-C. It then has GRACE_S to end; afterwards
-    KeyboardInterrupt is raised. At a second request it is killed. (`subprocess.run` would kill it
-    after a quarter of a second.)
+    Ctrl-C, SIGTERM and a closed terminal reach it as Ctrl-C. It then has GRACE_S seconds to end,
+    after which KeyboardInterrupt is raised. At a second request it is killed. (`subprocess.run`
+    would kill it after a quarter of a second.)
     """
     requests: list[int] = []
     # Recorded, not raised, so that nothing ends at a wrong moment.

@@ -1,4 +1,4 @@
-"""How each kind of drafter is trained: the command, and its config file."""
+"""The training command and the config file of each kind of drafter."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from typing import NamedTuple
 
 
 class Trainer(NamedTuple):
-    """A training command: a module, its config file, and the fields that differ from that file."""
+    """A training command: its module, its config file, and overrides of the file's fields."""
 
     module: str
     config: str
     options: tuple[str, ...] = ()
 
     def command(self, size: str = "") -> list[str]:
-        """The arguments after `python -m`; `size` is appended to the config (":debug", or "")."""
+        """Return the arguments after `python -m`, with `size` (":debug", or "") in the config."""
         return [self.module, f"--config={self.config}{size}", *self.options]
 
 
@@ -24,7 +24,7 @@ TRAINERS = {
     "eagle": Trainer("train.eagle", "configs/train_eagle1.py"),
     "mtp": Trainer("train.mtp", "configs/train_mtp.py", ("--config.mtp.export=head",)),
 }
-"""The kinds that `reproduce_heads.py` trains; each exports a head."""
+"""The kinds of heads that `reproduce_heads.py` trains."""
 
 METHODS = {**TRAINERS, "medusa2": Trainer("train.medusa", "configs/train_medusa2.py")}
 """All training methods, by the names that checkpoints record."""

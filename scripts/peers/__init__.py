@@ -1,1 +1,1 @@
-"""Other engines, each in an environment of its own."""
+"""Other engines for comparison, each run in an environment of its own."""

@@ -15,7 +15,7 @@ import time
 
 
 def serve(gguf: str) -> None:
-    """Answer until the input ends."""
+    """Answer requests until the input ends."""
     from llama_cpp import Llama
     from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 

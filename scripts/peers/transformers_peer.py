@@ -16,7 +16,7 @@ from pathlib import Path
 
 
 def serve(gguf: str) -> None:
-    """Answer until the input ends."""
+    """Answer requests until the input ends."""
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
