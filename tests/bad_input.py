@@ -1,9 +1,9 @@
-"""What bad input must end in, and properties of untrusted input.
+"""Checks of error messages, and property tests of untrusted input.
 
 An error is one line. A property is a Hypothesis test with `@examples(number)`: `make test` runs
-that number, always the same ones. With `--fuzz=MINUTES` (`make fuzz`) the properties share the
-time: each is repeated with new random inputs until its share is over, and a table says how many
-there were.
+that number of examples, always the same ones. With `--fuzz=MINUTES` (`make fuzz`) the properties
+share the time: each is repeated with new random inputs until its share is over, and a table shows
+how many there were.
 """
 
 import collections
@@ -20,7 +20,7 @@ from specjax.errors import InputError
 
 
 def refused(call, said):
-    """The error's text, which is one line."""
+    """Return the message of the InputError that `call` raises: one line with `said` in it."""
     with pytest.raises(InputError, match=said) as caught:
         call()
     assert "\n" not in str(caught.value)
@@ -41,14 +41,14 @@ _fuzzing = False
 
 
 def begin(config):
-    """Note whether the session is a long one; called before tests are collected."""
+    """Note whether the session is a fuzzing session; called before tests are collected."""
     global _fuzzing
     _fuzzing = config.getoption("--fuzz") is not None
     config.addinivalue_line("markers", "fuzz: a property of untrusted input")
 
 
 def examples(number):
-    """The decorator of a property: how many examples an ordinary session takes."""
+    """Return the decorator of a property with the number of its examples in an ordinary session."""
 
     def decorate(test):
         inner = test.hypothesis.inner_test
@@ -73,10 +73,10 @@ def examples(number):
 
 
 def outcome(action, *, memory=16_000_000, seconds=30.0):
-    """What an action gives, or None where it raises InputError; anything else is a finding.
+    """Return the result of an action, or None if it raises InputError.
 
-    Other exceptions pass through. The message must be one printable line, and Python may take so
-    many bytes and seconds.
+    Other exceptions pass through. The message must be one printable line, and Python may allocate
+    at most `memory` bytes and take at most `seconds`.
     """
     result, message, started = None, "", time.monotonic()
     tracemalloc.start()
@@ -96,7 +96,7 @@ def outcome(action, *, memory=16_000_000, seconds=30.0):
 
 
 def choose(config, items):
-    """With `--fuzz` the session is the properties, and no other test."""
+    """Keep only the properties in `items` if the session is a fuzzing session."""
     if config.getoption("--fuzz") is not None:
         others = [item for item in items if "fuzz" not in item.keywords]
         items[:] = [item for item in items if "fuzz" in item.keywords]
@@ -118,7 +118,7 @@ def pytest_pyfunc_call(pyfuncitem):
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    """How many examples there were of each property, and whether something was found."""
+    """Print the number of examples of each property, and whether one failed."""
     if config.getoption("--fuzz") is None:
         return
     failed = {report.location[2].split("[")[0] for report in terminalreporter.getreports("failed")}
@@ -163,7 +163,7 @@ VALUES = st.recursive(
 
 @st.composite
 def changed(draw, content, changes=3):
-    """A document in which a few values, at any depth, are replaced, removed, renamed or doubled."""
+    """Draw a document in which up to `changes` values are replaced, removed, renamed or doubled."""
     content = copy.deepcopy(content)
     for _ in range(draw(st.integers(1, changes))):
         content = _change(draw, content)

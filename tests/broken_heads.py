@@ -1,4 +1,4 @@
-"""Heads with one planted fault each, made from sound ones; examined, they give a table.
+"""Heads with one planted fault each, made from sound heads, for tests of the doctor.
 
 `python tests/broken_heads.py [NAME ...]` examines those of the default model, and its sound heads.
 """
@@ -23,32 +23,32 @@ from specjax.models.heads.medusa import Medusa
 
 @dataclasses.dataclass(frozen=True)
 class LateEagle(Eagle):
-    """An engine that pairs each token with the feature of one position too early."""
+    """An EAGLE head that pairs each token with the feature one position too early."""
 
     def fuse(self, params, features):
-        """Return the hidden states of the positions before."""
+        """Return the hidden states, shifted by one position."""
         early = {name: jnp.roll(value, 1, axis=1) for name, value in features.items()}
         return super().fuse(params, early)
 
 
 @dataclasses.dataclass(frozen=True)
 class LateMedusa(Medusa):
-    """The same of Medusa heads, in a pass over whole rows."""
+    """Medusa heads that read the feature one position too early, in a pass over whole rows."""
 
     def states(self, params, features):
-        """Return the states of the positions before."""
+        """Return the states, shifted by one position."""
         return super().states(params, jnp.roll(features, 1, axis=1))
 
 
 def with_config(loaded, **fields):
-    """The drafter with other fields in the config of its head."""
+    """Return the drafter with some fields of its head's config changed."""
     head = loaded.drafter.head
     head = dataclasses.replace(head, config=dataclasses.replace(head.config, **fields))
     return loaded._replace(drafter=dataclasses.replace(loaded.drafter, head=head))
 
 
 def shifted(loaded):
-    """The drafter with features of the position before the right one."""
+    """Return the drafter with a head that reads features one position too early."""
     head = loaded.drafter.head
     kind = LateMedusa if isinstance(head, Medusa) else LateEagle
     head = kind(**{one.name: getattr(head, one.name) for one in dataclasses.fields(head)})
@@ -56,18 +56,21 @@ def shifted(loaded):
 
 
 def other_layers(loaded, by):
-    """The drafter that counts outputs of layers where inputs are meant (1), or the reverse (-1)."""
+    """Return the drafter with its taps moved by `by` layers.
+
+    With 1 it counts outputs of layers where inputs are meant; -1 is the reverse.
+    """
     layers = [int(tap.partition(":")[2]) + by for tap in loaded.drafter.features]
     return with_config(loaded, taps=tuple(f"layer_input:{layer}" for layer in layers))
 
 
 def next_tokens(loaded):
-    """The drafter whose map of the vocabulary names the token after each."""
+    """Return the drafter with a vocabulary map in which each id is one too high."""
     return loaded._replace(params={**loaded.params, "draft_ids": loaded.params["draft_ids"] + 1})
 
 
 def narrow(loaded, size):
-    """The draft model with a sliding window that it was not trained with."""
+    """Return the draft model with a sliding window with which it was not trained."""
     model = loaded.drafter.model
     is_reduced = isinstance(model, ReducedDecoder)
     decoder = model.decoder if is_reduced else model
@@ -78,7 +81,7 @@ def narrow(loaded, size):
 
 
 def of_another_target(loaded, seed=0):
-    """The head as another target of these shapes would have: its features are in another order."""
+    """Return the head with permuted features, as a target with the same shapes would have them."""
     kernel = loaded.params["fc"]["kernel"]
     size = loaded.drafter.head.config.target_hidden_size
     order = np.random.default_rng(seed).permutation(size)
@@ -87,7 +90,7 @@ def of_another_target(loaded, seed=0):
 
 
 def in_four_bits(loaded):
-    """The head with kernels of four bits that have one scale each, not one per group."""
+    """Return the head with kernels of four bits and one scale each instead of one per group."""
 
     def rounded(leaf):
         scale = jnp.abs(leaf).max() / 7
@@ -128,7 +131,7 @@ CASES = {
 
 
 def examine(name):
-    """The diagnosis of a case on the default model."""
+    """Return the diagnosis of a case on the default model."""
     from specjax.cli.built_in_prompts import BUILT_IN
 
     chats, raw = [one.first_turn for one in BUILT_IN], [one.turns[0] for one in BUILT_IN]

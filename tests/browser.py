@@ -1,4 +1,4 @@
-"""A headless Chromium that tests drive over its DevTools pipe, without another package."""
+"""A headless Chromium that tests control through its DevTools pipe, without a package for it."""
 
 import contextlib
 import json
@@ -16,7 +16,7 @@ _PATIENCE_S = 60
 
 
 class Page:
-    """A page of a browser; `errors` are its console's errors and uncaught exceptions."""
+    """A page of a browser; `errors` are its console's errors and its uncaught exceptions."""
 
     def __init__(self, commands, answers):
         self._commands, self._answers, self._buffer, self._number = commands, answers, b"", 0
@@ -29,7 +29,7 @@ class Page:
             self.call(f"{domain}.enable")
 
     def call(self, method, **params):
-        """The result of a DevTools command."""
+        """Return the result of a DevTools command."""
         self._number += 1
         message = {"id": self._number, "method": method, "params": params}
         if self._session:
@@ -41,14 +41,14 @@ class Page:
         return answer["result"]
 
     def open(self, url, width=1100, height=900):
-        """Load a page in a window of that size."""
+        """Load a page in a window of the given size."""
         size = dict(width=width, height=height, deviceScaleFactor=1, mobile=width < 600)
         self.call("Emulation.setDeviceMetricsOverride", **size)
         self.call("Page.navigate", url=url)
         self.until("document.readyState === 'complete' && !!document.getElementById('links')")
 
     def run(self, script):
-        """The value of a JavaScript expression."""
+        """Return the value of a JavaScript expression."""
         result = self.call(
             "Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True
         )
@@ -56,7 +56,7 @@ class Page:
         return result["result"].get("value")
 
     def until(self, script):
-        """Wait until an expression is true; return its value."""
+        """Wait until a JavaScript expression is true; return its value."""
         end = time.monotonic() + _PATIENCE_S
         while not (value := self.run(script)):
             assert time.monotonic() < end, script
@@ -70,7 +70,7 @@ class Page:
         self.run(f"document.querySelector({selector!r}).click()")
 
     def slide(self, selector, value):
-        """Move a slider, as a user's input does."""
+        """Move a slider as user input does."""
         self.run(
             f"{{const s = document.querySelector({selector!r}); s.value = {value};"
             "s.dispatchEvent(new Event('input', {bubbles: true})); 0}"
@@ -104,7 +104,7 @@ class Page:
 
 @contextlib.contextmanager
 def browser(folder):
-    """A page of a new browser, whose profile is in `folder`."""
+    """Yield a page of a new browser, whose profile is in `folder`."""
     (to_browser, commands), (answers, from_browser) = os.pipe(), os.pipe()
     # The browser reads commands from file 3 and writes answers to file 4; the copies have higher
     # numbers than these.

@@ -1,4 +1,4 @@
-"""Commands: as processes, and scripts as modules of this process."""
+"""Commands run as processes, and scripts imported as modules."""
 
 import contextlib
 import importlib
@@ -18,7 +18,7 @@ SCRIPTS = ROOT / "scripts"
 
 @contextlib.contextmanager
 def script_module(name):
-    """A script beside which others can be imported, all of them forgotten afterwards."""
+    """Yield a script as a module that can import its neighbours; all are forgotten afterwards."""
     sys.path.insert(0, str(SCRIPTS))
     try:
         yield importlib.import_module(name)
@@ -39,7 +39,7 @@ def free_port():
 
 
 def start(arguments, *, program=("-m", "specjax.decode"), devices=1, folder=ROOT):
-    """A process of its own with so many fake devices; what it prints is kept."""
+    """Return a process that runs a program with `devices` fake devices; its output is captured."""
     environment = {**os.environ, "XLA_FLAGS": xla_flags(devices), "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(
         [sys.executable, *program, *arguments],
@@ -67,7 +67,7 @@ def joined(address, number, count=2, timeout=60):
 
 @contextlib.contextmanager
 def files_limited_to(size):
-    """As a disk that is full: no file of this process may become larger."""
+    """Limit the size of files that this process writes, to simulate a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:

@@ -1,4 +1,4 @@
-"""A strict session: warnings are errors, ranks never broadcast, every shape is checked."""
+"""Fixtures of a strict session: warnings are errors, ranks never broadcast, shapes are checked."""
 
 import collections
 import contextlib
@@ -44,7 +44,7 @@ if jaxlib.version.__version_info__ < (0, 11):
 
 
 def xla_flags(devices=8):
-    """`XLA_FLAGS` for a process that has so many devices."""
+    """Return `XLA_FLAGS` for a process with the given number of fake devices."""
     options = {**XLA, "xla_force_host_platform_device_count": devices}
     return " ".join(f"--{name}={value}" for name, value in options.items())
 
@@ -85,10 +85,10 @@ register_dataclass = jax.tree_util.register_dataclass
 
 
 def register_unchecked(nodetype, data_fields=None, meta_fields=None, **rest):
-    """`register_dataclass`, but JAX rebuilds our nodes without __init__ and its checks.
+    """Register a dataclass so that JAX rebuilds it without __init__ and its checks.
 
-    JAX puts shapes, booleans and placeholders where arrays are declared; only what we ourselves
-    build is to be checked.
+    JAX puts shapes, booleans and placeholders where arrays are declared; only values that specjax
+    itself builds are to be checked.
     """
     if data_fields is None or nodetype.__module__.split(".")[0] not in _OURS:
         return register_dataclass(nodetype, data_fields, meta_fields, **rest)
@@ -135,7 +135,7 @@ def pytest_collection_finish(session):
 
 
 def row_count(few):
-    """The rows whose outputs are counted: so many, and 200,000 where the whole suite runs."""
+    """Return the number of rows to sample: `few`, or 200,000 if the whole suite runs."""
     return 200_000 if full else few
 
 
@@ -169,8 +169,8 @@ jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: mad
 def few_programs():
     """Forget compiled programs before their memory maps reach the kernel's limit for a process.
 
-    That is 65,530; XLA crashes there. A large program has a few hundred. Counting the maps takes
-    time: it is done for every 50 programs.
+    The limit is 65,530, at which XLA crashes; a large program has a few hundred. Since counting the
+    maps takes time, it is done for every 50 programs.
     """
     yield
     if made[PROGRAM] < 50:
@@ -184,7 +184,7 @@ def few_programs():
 
 @contextlib.contextmanager
 def compiled_with(**options):
-    """What is given to `jax.jit` here is compiled with other options of XLA than the suite's."""
+    """Compile with other options of XLA than the suite's inside this context."""
     programs._compile.cache_clear()
     plain = jax.jit
 
@@ -201,27 +201,30 @@ def compiled_with(**options):
 
 @pytest.fixture
 def fast_programs():
-    """Programs take thrice as long to compile and a third to run: for many rows."""
+    """Compile programs with optimizations, for tests of many rows.
+
+    They take thrice as long to compile and a third of the time to run.
+    """
     with compiled_with(**FAST):
         yield
 
 
 @pytest.fixture
 def every_pass():
-    """XLA changes programs as it does for users: for tests that read what devices exchange."""
+    """Apply all of XLA's passes, as for users: for tests of what devices exchange."""
     with compiled_with(xla_disable_hlo_passes=""):
         yield
 
 
 @pytest.fixture
 def as_shipped():
-    """The instructions of programs are those that users get: for tests that read them all."""
+    """Compile programs exactly as for users: for tests that read their instructions."""
     with compiled_with(**SHIPPED):
         yield
 
 
 def slow(*cases):
-    """Cases of `parametrize` that repeat what others show: run with --slow."""
+    """Return cases of `parametrize` that repeat what others show; they run with --slow only."""
     return [
         pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow)
         for case in cases
@@ -244,13 +247,13 @@ def tiny_config(**changes):
 
 @pytest.fixture(scope="session")
 def tiny():
-    """A random target without a tokenizer: V = 61, three layers."""
+    """Return a random target without a tokenizer, with 61 tokens and three layers."""
     return random_model(tiny_config(), 0, dtype="float32")
 
 
 @pytest.fixture(scope="session")
 def chatty():
-    """A random target with a small tokenizer and a chat template."""
+    """Return a random target with a small tokenizer and a chat template."""
     tokenizer = read_tokenizer(Path(__file__).parent / "goldens" / "grouped_tied")
     config = tiny_config(vocab_size=tokenizer.vocab_size)
     return random_model(config, 2, tokenizer, dtype="float32")
@@ -258,14 +261,17 @@ def chatty():
 
 @pytest.fixture(scope="session")
 def unrelated():
-    """A random draft model of another shape, which the target seldom agrees with."""
+    """Return a random draft model of another shape, which seldom agrees with the target."""
     shape = tiny_config(hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8)
     return random_model(shape, 1, dtype="float32")
 
 
 @pytest.fixture(scope="session")
 def similar(tiny):
-    """The target with noise on its weights: a draft model that is right about half of the time."""
+    """Return the target with noise on its weights, as a draft model.
+
+    It is right about half of the time.
+    """
     leaves, tree = jax.tree.flatten(tiny.params)
     rng = np.random.default_rng(0)
     noisy = [
@@ -277,5 +283,5 @@ def similar(tiny):
 
 @pytest.fixture(scope="session")
 def smollm2():
-    """The default model in float32."""
+    """Return the default model in float32."""
     return load_model("smollm2-135m-instruct", dtype="float32")

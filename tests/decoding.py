@@ -1,4 +1,4 @@
-"""Sessions, models and drafters for the tests of the decoding loop."""
+"""Sessions, models and drafters for tests of the decoding loop."""
 
 import dataclasses
 import functools
@@ -78,11 +78,11 @@ def make_session(
     every_width=False,
     **options,
 ):
-    """`plan_session`.
+    """Return the result of `plan_session`, by default with few compiled widths.
 
-    Drafts of a fixed length are verified in passes as wide as the longest, however short they are,
-    unless `every_width` is compiled, or the whole suite runs: each is another copy of the pass and
-    the rule.
+    Drafts of a fixed length are verified in passes of the largest width, however short they are,
+    unless `every_width` is set or the whole suite runs, since each width is another copy of the
+    pass and the rule.
     """
     requests = SamplingParams() if sampling is None else sampling
     session = plan_session(
@@ -99,21 +99,19 @@ def make_session(
 
 
 def decode(target, prompts, **options):
-    """`generate`, with the widths of `make_session`."""
+    """Return the result of `generate` with the widths of `make_session`."""
     return decode_session(make_session(target, prompts, **options))
 
 
 def coupled(target, drafter=None, new_tokens=24, **options):
-    """All prompts under `coupled`, greedy rows beside sampled ones."""
+    """Decode all prompts under the rule `coupled`, with greedy and sampled rows."""
     options = dict(verify="coupled", sampling=mixed(max_new_tokens=new_tokens), **options)
     return decode(target, PROMPTS, drafter=drafter, **options)
 
 
 @dataclasses.dataclass(frozen=True)
 class Scripted:
-    """A length controller: the limits and rounds of `steps`, (longest, confidence, rounds), again
-    and again.
-    """
+    """A length controller that repeats the given `steps`: (longest, confidence, rounds) each."""
 
     steps: tuple
 
@@ -129,7 +127,7 @@ class Scripted:
 
 
 def assert_ends(target, drafter):
-    """Rows end as in plain decoding: at the last position, and at a stop token in any slot."""
+    """Check that rows end as in plain decoding: at the last position, and at stop tokens."""
     rng = np.random.default_rng(1)
     lengths = (570, 590, 598, 599)
     prompts = [rng.integers(target.config.vocab_size, size=length).tolist() for length in lengths]
@@ -152,27 +150,27 @@ def assert_ends(target, drafter):
 
 
 def first_state(session):
-    """The state of the session's first batch before its first round."""
+    """Return the state of the session's first batch before its first round."""
     arguments = batch_arguments(session, session.groups(session.batch_size)[0])
     with use(session.mesh):
         return start(session.plan, session.params, *arguments)
 
 
 def empty_state(session):
-    """The state of an engine that has no row yet, of the programs that decode the session."""
+    """Return the state of an engine without rows, for the programs that decode the session."""
     arguments = row_arguments(session, [], session.num_rows)
     return compile_session(session).empty(session.params, *arguments)
 
 
 def loop_arguments(session):
-    """The arguments of `loop.run` after the plan, for the first batch; the state as shapes."""
+    """Return the first batch's arguments of `loop.run` after the plan, the state as shapes."""
     arguments = batch_arguments(session, range(session.batch_size))
     start = functools.partial(initial_state.start, session.plan)
     return session.params, jax.eval_shape(start, session.params, *arguments), jnp.int32(1)
 
 
 def rounds(session, state, counts=None):
-    """The state after each round, until all rows are finished; `counts` collects each round's.
+    """Yield the state after each round until all rows are finished; `counts` collects each round's.
 
     The session's controller chooses limits before each round, and learns nothing.
     """
@@ -194,17 +192,17 @@ def rounds(session, state, counts=None):
 
 
 def device_limits(longest, confidence):
-    """Limits of a step as its program takes them."""
+    """Return the limits of a step in the form that its program takes."""
     return base.Limits(np.array(longest, np.int32), np.array(confidence, np.float32))
 
 
 def columns(counts):
-    """The counts of several rounds as [B, R]."""
+    """Return the counts of several rounds as arrays [B, R]."""
     return jax.tree.map(lambda *of_rounds: np.stack(of_rounds, axis=1), *counts)
 
 
 def accepted_lengths(counts):
-    """The numbers of accepted tokens that occur among the counts of several rounds."""
+    """Return the set of numbers of accepted tokens in the counts of several rounds."""
     counts = columns(counts)
     return set(counts.accepted[counts.emitted > 0].tolist())
 
@@ -228,13 +226,13 @@ def _caught_up(plan, params, state):
 
 
 def observed(session, state):
-    """Each drafter's own state once it has observed all that is committed."""
+    """Return the state of each drafter after it has observed all committed tokens."""
     return _caught_up(session.plan, session.params, state)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shifting(Drafter):
-    """A drafter of one's own: the token before, plus `step`, as long as the row may draft."""
+    """A user-defined drafter that proposes the token before plus `step`, up to the limit."""
 
     vocab: int = dataclasses.field(kw_only=False)
     step: int = 7
@@ -248,7 +246,10 @@ class Shifting(Drafter):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RandomDistribution(Drafter):
-    """A drafter of one's own: distributions that only depend on depth, some rows short."""
+    """A user-defined drafter whose distributions depend on the depth only.
+
+    Some rows have short drafts.
+    """
 
     sampled = True
 
@@ -267,7 +268,7 @@ class RandomDistribution(Drafter):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Changed(Drafter):
-    """A drafter with other functions: each is given the real one, and then its arguments."""
+    """A drafter with replaced functions, which get the original function and its arguments."""
 
     drafter: Drafter = dataclasses.field(kw_only=False)
     propose_with: object = None
@@ -298,7 +299,7 @@ class Changed(Drafter):
 
 
 def changed(loaded, *, propose=None, observe=None):
-    """A loaded drafter whose functions are replaced; a new value each time, compiled anew."""
+    """Return a loaded drafter with replaced functions, a new value each time, so compiled anew."""
     drafter, params = loaded if isinstance(loaded, LoadedDrafter) else (loaded, ())
     length = drafter.num_speculative_tokens
     other = Changed(
@@ -312,7 +313,7 @@ def changed(loaded, *, propose=None, observe=None):
 
 
 def tampered(drafter, change):
-    """A drafter whose drafts are changed by `change(draft, context)`."""
+    """Return a drafter whose drafts are replaced by `change(draft, context)`."""
 
     def propose(real, params, state, context, noise):
         draft, state = real(params, state, context, noise)
@@ -323,7 +324,7 @@ def tampered(drafter, change):
 
 @dataclasses.dataclass(frozen=True)
 class Deciding(UniformRule):
-    """A rule of one's own out of a function."""
+    """A user-defined rule made from a function."""
 
     function: object
 
@@ -337,13 +338,13 @@ def random_distribution(vocab, spread=1.0):
 
 
 def draft_model(model, **options):
-    """A drafter of a whole model."""
+    """Return a drafter that runs a whole model."""
     architecture, params = model if isinstance(model, tuple) else (model.architecture, model.params)
     return LoadedDrafter(DraftModel(architecture, **options), params)
 
 
 def drafters(tiny, unrelated, similar):
-    """Every drafter that needs no plain run, by name."""
+    """Return all drafters that need no plain run, by name."""
     layers = tiny.config.num_layers
     return {
         "ngram": Ngram(prompt_lookup_min=1),
@@ -367,5 +368,5 @@ def drafters(tiny, unrelated, similar):
 
 
 def replay(tiny, plain, acceptance):
-    """`simulated` on a plain run."""
+    """Return the drafter `simulated` for a plain run, with an acceptance."""
     return make_drafter("simulated", tiny, continuations=plain.token_ids, acceptance=acceptance)

@@ -1,4 +1,4 @@
-"""Files of models and heads as other tools write them, whole or changed by an accident."""
+"""Files of models and heads in other tools' formats, intact or damaged."""
 
 import contextlib
 import json
@@ -25,18 +25,18 @@ WEIGHTS = "model.safetensors"
 
 
 def edit_json(path, **fields):
-    """Merge fields into a JSON file; None drops one."""
+    """Merge fields into a JSON file; None removes a field."""
     content = json.loads(path.read_text()) | fields
     path.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
 
 
 def edit_tensors(path, change):
-    """Replace the tensors of a safetensors file by what `change` makes of them."""
+    """Replace the tensors of a safetensors file by the result of `change`."""
     save_file(change(dict(load_file(path))), path)
 
 
 def changed(source, folder, tensors=None, **fields):
-    """A copy of a golden model, with its config and its tensors changed."""
+    """Return a copy of a golden model with its config and tensors changed."""
     path = Path(shutil.copytree(GOLDENS / source, folder / "model"))
     edit_json(path / "config.json", **fields)
     if tensors is not None:
@@ -45,14 +45,17 @@ def changed(source, folder, tensors=None, **fields):
 
 
 def without(*starts):
-    """A change of tensors: those whose names start so are left out."""
+    """Return a change of tensors that drops those whose names begin with one of `starts`."""
     return lambda tensors: {
         name: value for name, value in tensors.items() if not name.startswith(starts)
     }
 
 
 def refusal(source):
-    """The message of the error that loading gives: one printable line that names the source."""
+    """Return the message of the error that loading raises.
+
+    It must be one printable line that names the source.
+    """
     with pytest.raises(InputError) as caught:
         load_model(source)
     message = str(caught.value)
@@ -69,7 +72,7 @@ def written_head(tmp_path, head, form, target, **options):
 
 
 def edit_head(path, config=None, tensors=None, drop=()):
-    """Change an export as another tool, or an accident, might have."""
+    """Change the config and tensors of an exported head, as another tool or an accident might."""
     values = json.loads((path / "config.json").read_text()) | (config or {})
     (path / "config.json").write_text(json.dumps(values))
     (file,) = path.glob("*.safetensors")
@@ -98,7 +101,7 @@ GGUF_CONFIG = DecoderConfig(
 
 
 def gguf_metadata(config=GGUF_CONFIG):
-    """The keys of a plain file, but for the architecture."""
+    """Return the metadata of a plain GGUF file, without the architecture."""
     return {
         "llama.block_count": np.uint32(config.num_layers),
         "llama.context_length": np.uint32(config.max_positions),
@@ -120,13 +123,13 @@ def gguf_metadata(config=GGUF_CONFIG):
 
 
 def gguf_tensors(config=GGUF_CONFIG, seed=0):
-    """Every tensor of a random model, as the file names and lays them out."""
+    """Return the tensors of a random model with the names and layout of a GGUF file."""
     params = random_model(config, seed, dtype="float32").params
     return tensor_layout.stored_tensors(GGUF_TABLE, config, params)
 
 
 def gguf_converted(tensors, architecture, config):
-    """Tensors of Hugging Face's layout with the names and rows of llama.cpp's converter."""
+    """Return tensors in Hugging Face's layout with the names and rows of llama.cpp's converter."""
     number = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(number, config.num_layers + 1)
     whole, experts = {}, {}
@@ -152,9 +155,9 @@ def gguf_converted(tensors, architecture, config):
 
 
 def write_gguf(path, keys, arrays, kind="F32", architecture="llama", **split):
-    """Write a file with the matrices quantised to `kind` and the vectors in float32.
+    """Write a GGUF file with matrices quantized to `kind` and vectors in float32; return its path.
 
-    `split` says how the writer splits it into parts, and the path of the first comes out.
+    `split` are options of the writer for several files, the first of which is returned.
     """
     writer = gguf.GGUFWriter(path, architecture, **split)
     for key, value in keys.items():
@@ -188,7 +191,7 @@ def _add(writer, key, value):
 
 
 def open_files(folder):
-    """The files in a folder that this process has open."""
+    """Return the files in a folder that this process has open."""
     opened = []
     for descriptor in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):

@@ -1,11 +1,11 @@
-"""Reports of decode runs: made by hand, and as parts of their records."""
+"""Reports of decode runs for tests: hand-made records, and readers."""
 
 import copy
 import json
 
 
 def row(number, category, rounds, seconds, plain_seconds, prefill=0.25, **changes):
-    """A record of a row; `rounds` are (drafted, accepted, emitted)."""
+    """Return the record of a row; `rounds` are tuples (drafted, accepted, emitted)."""
     drafted, accepted, emitted = (list(counts) for counts in zip(*rounds, strict=True))
     tokens = sum(emitted)
     return {
@@ -51,7 +51,7 @@ ROWS = [
 
 
 def content(name="ngram", length="2", rows=ROWS, prompts="abc", sampling=(), **config):
-    """The records of one drafter: `run`, `rows` and `summary`."""
+    """Return the records of one drafter: `run`, `rows` and `summary`."""
     sampling = {"temperature": 0.0, "max_new_tokens": 5} | dict(sampling)
     config = {
         "target": "model",
@@ -88,7 +88,7 @@ def content(name="ngram", length="2", rows=ROWS, prompts="abc", sampling=(), **c
 
 
 def as_lines(*contents):
-    """The file of some drafters' records; a part that is None is left out."""
+    """Return the lines of a file with some drafters' records; records of None are left out."""
     records = []
     for kind in ("run", "rows", "summary"):
         for one in contents:
@@ -99,7 +99,7 @@ def as_lines(*contents):
 
 
 def read(path):
-    """The records of each drafter in a file."""
+    """Return the records of each drafter in a file."""
     found = {}
     for line in path.read_text().splitlines():
         record = json.loads(line)
@@ -113,6 +113,6 @@ def read(path):
 
 
 def read_one(path):
-    """The records of a file with one drafter."""
+    """Return the records of a file with one drafter."""
     (found,) = read(path)
     return found

@@ -1,8 +1,8 @@
-"""Checks of shapes and types that cost little where few of the functions are called.
+"""Checks of array shapes and types that cost little for functions that are never called.
 
-To make a checker takes a millisecond or two: it is made at the first call. Functions that are local
-to another one share theirs: tracing makes thousands of them. Arguments and result are checked in
-one call of the checker; `jaxtyping.jaxtyped` binds and checks the arguments once more.
+Making a checker takes a millisecond or two, so it is made at the first call. Local functions with
+the same code share a checker, since tracing makes thousands of them. Arguments and result are
+checked in one call of the checker, whereas `jaxtyping.jaxtyped` binds and checks arguments twice.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ _shapes_of_a_call = _jaxtyped("context")
 
 
 def jaxtyped(*, typechecker):
-    """`jaxtyping.jaxtyped` with checkers that are made at the first call and shared."""
+    """Return a decorator like `jaxtyping.jaxtyped` with shared checkers, made at the first call."""
 
     def decorate(function):
         try:
@@ -89,7 +89,7 @@ def jaxtyped(*, typechecker):
 
 
 def _with_types(function):
-    """The function with types instead of texts in its annotations; Any where there is no such."""
+    """Return the function with its annotations evaluated to types; Any if that is impossible."""
 
     def evaluated(annotation):
         alone = types.FunctionType((lambda: None).__code__, function.__globals__)
@@ -116,7 +116,7 @@ def _with_types(function):
 
 
 def _latest_like(function, calls=_calls):
-    """A function with the signature of another one, which calls the function called last."""
+    """Return a function with another's signature, which calls the function that was called last."""
 
     def latest(*args, **kwargs):
         return calls.stack[-1](*args, **kwargs)

@@ -28,7 +28,7 @@ SOME = np.sort(np.random.default_rng(0).choice(61, VOCABULARY, replace=False)).a
 
 @functools.cache
 def small_model(vocab_size, num_layers=2, seed=0):
-    """A random model with so few tokens that its outputs can be enumerated."""
+    """Return a random model with so few tokens that its outputs can be enumerated."""
     shape = dict(hidden_size=8, intermediate_size=8, num_heads=1, num_kv_heads=1, head_dim=4)
     config = tiny_config(vocab_size=vocab_size, num_layers=num_layers, max_positions=64, **shape)
     return random_model(config, seed, dtype="float32")
@@ -36,7 +36,7 @@ def small_model(vocab_size, num_layers=2, seed=0):
 
 @functools.cache
 def bigrams(vocab):
-    """A target that is a table of bigrams."""
+    """Return a target that is a table of bigrams."""
     return Tabular(vocab), 1.2 * jax.random.normal(jax.random.key(0), (vocab, vocab))
 
 
@@ -53,7 +53,7 @@ def eagle_config(target, version=3, vocabulary=None, **flags):
 
 
 def noisy(table, seed, spread):
-    """Parameters of noise: norms and biases that are not neutral, logits that are."""
+    """Return random parameters in which norms, biases and logits have a noticeable effect."""
     entries, tree = jax.tree.flatten(table, is_leaf=lambda node: isinstance(node, Parameter))
     rng = np.random.default_rng(seed)
     leaves = []
@@ -95,7 +95,7 @@ def mtp_head(target, num_modules=1, vocabulary=None, seed=0, spread=1.0, **conve
 
 
 def with_modules(target, num_modules=1, **options):
-    """The target with MTP modules of its own."""
+    """Return the target with MTP modules of its own."""
     head = mtp_head(target, num_modules, **options)
     return dataclasses.replace(target, mtp=MtpModules(head.config, head.params))
 
@@ -116,7 +116,7 @@ def medusa_config(target, heads=3, num_layers=1, original_lm_head=True, projecti
 
 
 def medusa_head(target, ids=None, spread=1.0, seed=0, **options):
-    """Random heads; own ones are the target's, with noise."""
+    """Return random Medusa heads; if they have their own output layers, these are noisy copies."""
     config = medusa_config(target, ids=ids, **options)
     rng = np.random.default_rng(seed)
 
@@ -153,7 +153,7 @@ _PAIRS = 6
 
 
 def draft_logits(head, target, seed=0):
-    """Float32 logits [n, Vd] of a Medusa or EAGLE head on random tokens and features."""
+    """Return float32 logits [n, Vd] of a Medusa or EAGLE head on random tokens and features."""
     params, rng = complete_parameters(head, target), np.random.default_rng(seed)
 
     def feature(width):
@@ -177,7 +177,7 @@ def _medusa_logits(medusa, params, feature):
 
 @functools.partial(jax.jit, static_argnums=0)
 def _eagle_logits(eagle, params, features, tokens):
-    """Of a few pairs, and of one step further on the head's own output."""
+    """Return the logits for a few pairs, and for one further step on the head's own output."""
     positions = jnp.arange(_PAIRS + 1)
     seen, cache = causal(positions, _PAIRS + 1), eagle.make_cache(1, _PAIRS)
     window, hidden = eagle.make_window(1, _PAIRS + 1), eagle.fuse(params, features)

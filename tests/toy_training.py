@@ -44,12 +44,12 @@ SHAPE = dict(
 
 
 def toy_target(mesh=None):
-    """A random target without a tokenizer."""
+    """Return a random target without a tokenizer."""
     return random_model(DecoderConfig(**SHAPE), 0, dtype="float32", mesh=mesh)
 
 
 def conversations(count=60, seed=0, features=()):
-    """Conversations of a pattern that can be learned, ids 0, 1, ..."""
+    """Return conversations with a pattern that can be learned, with ids 0, 1, ..."""
     rng = np.random.default_rng(seed)
     found = []
     for number in range(count):
@@ -63,7 +63,7 @@ def conversations(count=60, seed=0, features=()):
 
 
 class Listed(list):
-    """Conversations in memory, as a dataset on disk shows them."""
+    """Conversations in memory with the interface of a dataset on disk."""
 
     feature_names = ()
     quick, read = 10**9, 0
@@ -76,42 +76,42 @@ class Listed(list):
 
     @property
     def lengths(self):
-        """Tokens of each."""
+        """The number of tokens of each conversation."""
         return np.array([len(one.tokens) for one in self], np.int32)
 
     @property
     def num_labels(self):
-        """Tokens of each that count."""
+        """The number of labels of each conversation."""
         return np.array([one.loss_mask.sum() for one in self], np.int32)
 
     @property
     def validation(self):
-        """Those that are held out."""
+        """A mask of the held-out conversations."""
         return np.array([one.id % 50 == 0 for one in self])
 
     @property
     def parts(self):
-        """The datasets it is made of."""
+        """The datasets of which it consists."""
         return (self,)
 
     directory = "memory"
 
     @property
     def target(self):
-        """Who is said to have written them."""
+        """The metadata of the target that supposedly wrote the conversations."""
         return target_metadata(toy_target())
 
 
 def write_data(directory, **options):
-    """A dataset of them."""
+    """Write the conversations as a dataset."""
     names = options.get("features", ())
     write_responses(directory, conversations(**options), target_metadata(toy_target()), names)
 
 
 def toy_method(target, config=None, *, poison=None):
-    """Predicts the labels from the target's feature two positions before; no noise.
+    """Return a method whose drafter predicts labels from the feature two positions before.
 
-    With `poison` the loss is NaN wherever that token is a label.
+    There is no noise. With `poison` the loss is NaN at every label with that token.
     """
     width, vocab = target.config.hidden_size, target.config.vocab_size
     head_config = MedusaConfig(width, vocab, DEPTHS, 1, vocab, original_lm_head=False)
@@ -153,7 +153,7 @@ def toy_method(target, config=None, *, poison=None):
 
 
 def get_config():
-    """A run of a second or two."""
+    """Return the config of a run that takes a second or two."""
     config = training_fields()
     config.steps = 12
     config.batch_size = 4
