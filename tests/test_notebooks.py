@@ -14,6 +14,9 @@ from nbclient import NotebookClient
 
 NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
 MOST_BYTES = 150_000
+COMPUTED = ("batch_economics", "speedup_limits")
+"""Notebooks of formulas, without draws or training: their numbers are compared, too."""
+NUMBER = re.compile(r"[-+]?\d[\d.,]*(?:e[-+]?\d+)?")
 NAMES = [
     "acceptance_rule",
     "batch_economics",
@@ -54,7 +57,11 @@ def execute(cell, names):
 
 def without_numbers(text):
     """A text's words: digits may differ with the version of jax."""
-    return re.sub(r"\s+", " ", re.sub(r"[-+]?\d[\d.,]*(e[-+]?\d+)?", "0", text))
+    return re.sub(r"\s+", " ", NUMBER.sub("0", text))
+
+
+def numbers(text):
+    return [float(number.strip(".,").replace(",", "")) for number in NUMBER.findall(text)]
 
 
 def code_cells(name):
@@ -70,6 +77,8 @@ def test_a_notebook_shows_what_is_stored(name, monkeypatch):
         for cell in code_cells(name):
             found = execute(cell, names)
             assert without_numbers(found) == without_numbers(shown(cell)), cell.source
+            if name in COMPUTED:
+                assert numbers(found) == pytest.approx(numbers(shown(cell)), rel=1e-3), cell.source
     finally:
         plt.close("all")
 
