@@ -72,7 +72,7 @@ class Generation:
     """The failure of each row that ended with the reason "error", by row."""
 
     def __repr__(self) -> str:
-        """Return how much was generated, how fast, and the tokens per pass of the target."""
+        """Return the numbers of rows and tokens, the speed, and the tokens per target pass."""
         count, tau = len(self.token_ids), self.summary().acceptance_length
         rows = f"{count} row{'s' * (count != 1)}"
         per_pass = "" if tau is None else f", {tau:.2f} tokens per pass"
@@ -166,10 +166,11 @@ def compile(
 ) -> float:
     """Compile the programs that `generate` needs for rows of up to `num_tokens` tokens.
 
-    Later calls of `generate` with the same target, drafter and `options` start at once, for
-    `batch_size` prompts (by default 8; pass 1 for a single prompt) or a number with the same next
-    power of two. Greedy decoding has its own programs; all other sampling parameters share theirs.
-    Returns the seconds spent, near zero if the programs existed. Raises InputError for bad input.
+    The tokens of a row are its prompt and its output. Later calls of `generate` with the same
+    target, drafter and `options` start at once, for `batch_size` prompts (by default 8; pass 1 for
+    a single prompt) or a number with the same next power of two. Greedy decoding has its own
+    programs; all other sampling parameters share theirs. Returns the seconds spent, near zero if
+    the programs existed. Raises InputError for bad input.
     """
     num_tokens = Whole(2).check("num_tokens", num_tokens)
     options, sampling = read_arguments(options, sampling)

@@ -1,4 +1,4 @@
-"""The page: one HTML file without other files, with its data in it as JSON."""
+"""The page of a run: a single HTML file that contains its data as JSON."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _DATA = "{{data}}"
 
 
 def check_page(path: Path) -> None:
-    """Raise InputError if a page cannot replace the file at `path`: only another page is."""
+    """Raise InputError if the file at `path` exists and is not a page of specjax."""
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
             ours = _MARK in file.read(1000)
@@ -47,7 +47,8 @@ def check_page(path: Path) -> None:
 def write_runs(path: Path, runs: Sequence[Run], say: Callable[[str], None]) -> None:
     """Write a page of some runs, whose rounds are computed again.
 
-    Raises InputError for runs that this machine cannot repeat, and for a file of someone else's.
+    `say` is called with lines of progress. Raises InputError for runs that this machine cannot
+    repeat, and if another file is in the way.
     """
     check_page(path)
     shown = []
@@ -61,7 +62,7 @@ def write_runs(path: Path, runs: Sequence[Run], say: Callable[[str], None]) -> N
 
 
 def page(data: dict[str, Any]) -> str:
-    """Return the page with this data; the tables of `specjax.theory` are added to it."""
+    """Return the HTML of a page with the given data and the tables of `specjax.theory`."""
     content = {"theory": _tables(), **data}
     text = json.dumps(content, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     # Nothing in a text ends the script, or begins another one.
@@ -74,7 +75,7 @@ _tables = functools.cache(theory_tables)
 
 
 def run_data(run: Run, session: Session) -> dict[str, Any]:
-    """Return what a page shows of a run: its measured figures, and its first answers."""
+    """Return the data that a page shows of a run: its figures, and its first answers."""
     figures = figures_by_task(run)[OVERALL]
     counts = figures.counts
     rows = [(index, row) for index, row in enumerate(r for r in run.rows if r.turn == 0)]
@@ -102,7 +103,10 @@ def run_data(run: Run, session: Session) -> dict[str, Any]:
 
 
 def answer_data(session: Session, index: int, recorded: RecordedRow, name: str) -> dict[str, Any]:
-    """Return an answer with its rounds computed again, and the texts of all tokens in them."""
+    """Return an answer with its rounds computed again, and the texts of all its tokens.
+
+    `index` is the prompt's index in the session, and `name` the answer's name on the page.
+    """
     row = session_row(session, index)
     traces = list(islice(replay_rounds(session, row, recorded), _ROUNDS))
     used = {*row.prompt, *recorded.token_ids, *_tokens(traces)}
@@ -117,7 +121,7 @@ def answer_of(
     traces: Sequence[RoundTrace],
     texts: Mapping[int, str],
 ) -> dict[str, Any]:
-    """Return an answer as a page reads it; `texts` are those of all its tokens."""
+    """Return an answer in the form that a page reads; `texts` has the text of each token."""
     return {
         "name": name,
         "prompt": prompt,
@@ -132,7 +136,7 @@ def answer_of(
 
 
 def token_texts(tokenizer: Tokenizer | None, tokens: Iterable[int]) -> dict[int, str]:
-    """Return the text of each token within a text; its number where there is no tokenizer."""
+    """Return the text of each token within a text, or its id without a tokenizer."""
     if tokenizer is None:
         return {token: f"{token} " for token in tokens}
     pieces = {token: tokenizer.detokenizer.piece(token, token) or b"" for token in tokens}
@@ -140,6 +144,7 @@ def token_texts(tokenizer: Tokenizer | None, tokens: Iterable[int]) -> dict[int,
 
 
 def _tokens(traces: Iterable[RoundTrace]) -> set[int]:
+    """Return all tokens that the traces mention."""
     found: set[int] = set()
     for trace in traces:
         found |= {trace.root, trace.next_token, *trace.tokens, *trace.emitted}

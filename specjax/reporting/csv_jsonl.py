@@ -31,7 +31,10 @@ def csv_text(entries: Sequence[Entry]) -> str:
 
 
 def _csv_row(entry: Entry, task: str, longest: int) -> dict[str, Any]:
-    """Return the values of a line of CSV by column; `longest` is the number of positions."""
+    """Return the values of a line of CSV by column, for a run and a task.
+
+    `longest` is the number of draft positions that have columns.
+    """
     figures, run = entry.figures[task].to_dict(), entry.run
     low, high = figures.pop("speedup_interval") or (None, None)
     tau_low, tau_high = figures.pop("acceptance_length_interval") or (None, None)

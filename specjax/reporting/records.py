@@ -294,7 +294,7 @@ def read_reports(path: str | Path) -> tuple[Run, ...]:
 
 
 def is_report(path: Path) -> bool:
-    """Return whether a file begins like a report, finished or not. Raises OSError."""
+    """Return whether a file's first line is the first record of a report. Raises OSError."""
     with path.open("rb") as file:
         line = file.readline(1 << 20)
     try:

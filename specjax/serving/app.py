@@ -25,12 +25,12 @@ from specjax.serving.requests import RequestError, RequestReader
 from specjax.serving.responses import ResponseWriter
 
 _BODY_S = 30.0
-"""Seconds in which the body of a request must arrive."""
+"""Seconds within which the body of a request must arrive."""
 _DISCARDED = 16
 """Of so many times the largest body, the rest is read before it is refused: a client that still
 sends reads no response."""
 _ENCODERS = 2
-"""Bodies that are read and encoded at once, each in a thread."""
+"""The number of bodies that are read and encoded at once, each in a thread."""
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _EVENT_HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
@@ -40,22 +40,22 @@ _EVENT_HEADERS = {
 
 
 class Api:
-    """The endpoints over one engine; bodies of more than `max_body_bytes` are refused."""
+    """The HTTP endpoints of one engine; bodies of more than `max_body_bytes` are refused."""
 
     def __init__(self, engine: EngineThread, reader: RequestReader, max_body_bytes: int) -> None:
         self.engine, self.reader, self._max_body_bytes = engine, reader, max_body_bytes
         self._encoders = anyio.CapacityLimiter(_ENCODERS)
 
     async def chat(self, request: Request) -> ASGIApp:
-        """POST /v1/chat/completions."""
+        """Answer POST /v1/chat/completions."""
         return await self._complete(request, chat=True)
 
     async def text(self, request: Request) -> ASGIApp:
-        """POST /v1/completions."""
+        """Answer POST /v1/completions."""
         return await self._complete(request, chat=False)
 
     async def playground(self, request: Request) -> Response:
-        """GET /: the page with a chat (docs/playground.md)."""
+        """Answer GET / with the page that has a chat (docs/playground.md)."""
         plan = self.engine.engine.session.plan
         served = {
             "model": self.reader.model_name,
@@ -67,22 +67,22 @@ class Api:
         return HTMLResponse(text)
 
     async def models(self, request: Request) -> Response:
-        """GET /v1/models."""
+        """Answer GET /v1/models."""
         return JSONResponse({"object": "list", "data": [self._model()]})
 
     async def model(self, request: Request) -> Response:
-        """GET /v1/models/{name}."""
+        """Answer GET /v1/models/{name}."""
         self.reader.check_model(request.path_params["name"])
         return JSONResponse(self._model())
 
     async def health(self, request: Request) -> Response:
-        """GET /health: 200, or 503 once the engine has failed."""
+        """Answer GET /health with status 200, or 503 once the engine has failed."""
         if self.engine.failure is not None:
             raise RequestError(503, "the engine has failed")
         return JSONResponse({"status": "ok"})
 
     async def metrics(self, request: Request) -> Response:
-        """GET /metrics, for Prometheus."""
+        """Answer GET /metrics in Prometheus's text format."""
         engine = self.engine
         text = engine.counters.text(
             self.reader.model_name, running=engine.num_running, waiting=engine.num_waiting
@@ -114,7 +114,7 @@ class Api:
         return Answer(self.engine, reply, writer)
 
     async def _body(self, request: Request) -> bytes:
-        """The body of a request. Raises RequestError."""
+        """Return the body of a request. Raises RequestError if it is late, too large or no JSON."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             # Also, a browser sends this type to another site only if that site allows it.
@@ -137,7 +137,7 @@ class Api:
 
 @dataclass
 class Answer:
-    """An ASGI response with what a reply becomes; the request is aborted if the client leaves."""
+    """An ASGI response that sends a reply; the request is aborted if the client disconnects."""
 
     engine: EngineThread
     reply: Reply
@@ -177,7 +177,7 @@ class Answer:
 
 
 class RequireKey:
-    """Middleware that refuses requests to /v1 without the key."""
+    """Middleware that refuses requests to /v1 that lack the API key."""
 
     def __init__(self, app: ASGIApp, key: str) -> None:
         self._app, self._expected = app, f"Bearer {key}".encode()
@@ -194,7 +194,7 @@ class RequireKey:
 
 
 def build_app(api: Api, host: str, api_key: str | None = None) -> Starlette:
-    """Return the ASGI application that listens on `host`; with a key /v1 asks for it."""
+    """Return the ASGI application for `host`; with `api_key`, requests to /v1 need it."""
     middleware = []
     if host in _LOOPBACK:
         # A page of another site whose name was made to point here is not answered.
@@ -228,7 +228,10 @@ async def _not_found(request: Request, error: HTTPException) -> Response:
 
 
 async def _failed(request: Request, error: Exception) -> Response:
-    """For errors of this program; the traceback is on stderr."""
+    """Return the response to a request on which this program failed.
+
+    The traceback is printed on stderr.
+    """
     return _error_response(RequestError(500, "the server failed on this request"))
 
 

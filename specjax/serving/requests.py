@@ -1,4 +1,4 @@
-"""Requests of OpenAI's API for completions, read from their bodies and checked."""
+"""Requests of OpenAI's completions API, read from HTTP bodies and checked."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _OF_SAMPLING = {
     for name, kind in fields_of(SamplingParams).items()
     if name not in ("max_new_tokens", "logprobs")
 }
-"""What requests may say of sampling, under the names of SamplingParams: those of vLLM."""
+"""The sampling fields of requests, named as in SamplingParams and vLLM."""
 _SHARED: Fields = {
     **_OF_SAMPLING,
     "model": Text(),
@@ -66,13 +66,13 @@ _WITHOUT_EFFECT = {
     "verbosity": (),
     "web_search_options": (),
 }
-"""Fields of OpenAI's and vLLM's APIs that are not supported, and values that ask for nothing."""
+"""Unsupported fields of OpenAI's and vLLM's APIs, with the values that have no effect."""
 _IGNORED = ("user", "safety_identifier", "prompt_cache_key")
-"""Fields that say who asks."""
+"""Fields that identify the user and are ignored."""
 
 
 class RequestError(Exception):
-    """A request that is refused: HTTP status, message, and the field, or None."""
+    """A refused request: HTTP status, message, field or None, and error code or None."""
 
     def __init__(
         self, status: int, message: str, param: str | None = None, code: str | None = None
@@ -109,10 +109,10 @@ class Completion:
 
 @dataclass(frozen=True)
 class RequestReader:
-    """Reads requests for an engine; `defaults` is the sampling of what they leave out.
+    """A reader of requests for an engine; `defaults` are the sampling of fields they leave out.
 
-    They may ask for log-probabilities if the defaults do. `capacity` is the most samples of one
-    request.
+    Requests may ask for log-probabilities if the defaults do. `capacity` is the maximum number of
+    samples per request.
     """
 
     engine: Engine
@@ -121,7 +121,10 @@ class RequestReader:
     capacity: int
 
     def read(self, body: bytes, *, chat: bool) -> Completion:
-        """Return the request in a body. May be called from any thread. Raises RequestError."""
+        """Return the request in a body; `chat` selects the API for chats.
+
+        It may be called from any thread. Raises RequestError.
+        """
         with _refused(None):
             values = parse_json(body, "the body", "send a JSON object")
         if not isinstance(values, dict):
@@ -150,13 +153,13 @@ class RequestReader:
         )
 
     def check_model(self, name: str) -> None:
-        """Raise RequestError with status 404 unless this is what the model is called."""
+        """Raise RequestError with status 404 unless `name` is the name of the served model."""
         if name != self.model_name:
             message = f"model={shown(name)} is not served here: use {self.model_name!r}"
             raise RequestError(404, message, "model", "model_not_found")
 
     def _sampling(self, given: Mapping[str, Any], *, chat: bool) -> tuple[SamplingParams, bool]:
-        """The sampling parameters, and whether log-probabilities are asked for."""
+        """Return the sampling parameters, and whether log-probabilities are requested."""
         changes = {name: given[name] for name in _OF_SAMPLING if name in given}
         for name in ("max_tokens", "max_completion_tokens"):
             if name in given:
@@ -175,9 +178,9 @@ class RequestReader:
 def _checked(
     values: Mapping[str, Any], kinds: Fields, read_apart: tuple[str, ...]
 ) -> dict[str, Any]:
-    """The values of fields that have a kind. Raises RequestError, also for unsupported fields.
+    """Return the values of the fields in `kinds`, checked.
 
-    Those of `read_apart` are left to others.
+    Fields in `read_apart` are read elsewhere. Raises RequestError, also for unsupported fields.
     """
     checked = {}
     for name, value in values.items():
@@ -201,7 +204,7 @@ def _checked(
 
 @contextmanager
 def _refused(field: str | None) -> Iterator[None]:
-    """Raise RequestError with status 400 in place of InputError."""
+    """Raise RequestError with status 400, naming the field, in place of InputError."""
     try:
         yield
     except NoRoomError as error:
@@ -211,7 +214,10 @@ def _refused(field: str | None) -> Iterator[None]:
 
 
 def _prompts(values: Mapping[str, Any], field: str, most: int) -> list[tuple[str, Prompt]]:
-    """The prompts of a request, each with its name in errors. Raises RequestError."""
+    """Return the prompts of a request, at most `most`, each with its name in errors.
+
+    `field` is the field that has them. Raises RequestError.
+    """
     given = values.get(field)
     if given is None:
         raise RequestError(400, f"{field} is missing: give it a value", field)
@@ -233,10 +239,12 @@ def _prompts(values: Mapping[str, Any], field: str, most: int) -> list[tuple[str
 
 
 def _is_token_ids(prompt: Any) -> bool:
+    """Return whether a prompt is a non-empty list of token ids."""
     return isinstance(prompt, list) and bool(prompt) and all(isinstance(one, int) for one in prompt)
 
 
 def _include_usage(values: Mapping[str, Any], *, stream: bool) -> bool:
+    """Return whether a stream should end with the token counts. Raises RequestError."""
     options = values.get("stream_options")
     if options is None:
         return False

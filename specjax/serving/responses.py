@@ -1,4 +1,4 @@
-"""Responses of OpenAI's API for completions: whole ones, and chunks of a stream."""
+"""Responses of OpenAI's completions API, as a whole or as chunks of a stream."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from specjax.serving.requests import Completion, RequestError
 
 @dataclass(frozen=True)
 class ResponseWriter:
-    """Writes the response to one request, called `model` in it.
+    """A writer of the response to one request, in which the model is called `model`.
 
-    Tokens have no text, and are left out of log-probabilities, if the model has no `tokenizer`.
+    Tokens have no text, and are represented by their ids in log-probabilities, if the model has no
+    `tokenizer`.
     """
 
     request: Completion
@@ -31,7 +32,7 @@ class ResponseWriter:
     created: int = field(default_factory=lambda: int(time.time()))
 
     async def whole(self, reply: Reply) -> dict[str, Any]:
-        """Return the response once all samples have ended. Raises RequestError for failed ones."""
+        """Return the response once all samples have ended. Raises RequestError if one failed."""
         outputs: dict[int, Output] = {}
         async for prompt, delta in reply:
             if delta.output is not None:
@@ -59,7 +60,7 @@ class ResponseWriter:
         return {**self._head(kind), "choices": choices, "usage": self._usage(completion)}
 
     async def events(self, reply: Reply) -> AsyncIterator[bytes]:
-        """The response in server-sent events as it comes; a failure is the last of them."""
+        """Yield the response as server-sent events; a failure is sent as the last event."""
         completion, markers = 0, {}
         try:
             async for prompt, delta in reply:
@@ -132,14 +133,14 @@ class ResponseWriter:
         }
 
     def _token_bytes(self, token: int) -> bytes:
-        """The UTF-8 of a token within a text, or of its id where there is no tokenizer."""
+        """Return the UTF-8 of a token within a text, or of its id without a tokenizer."""
         if self.tokenizer is None:
             return str(token).encode()
         return self.tokenizer.detokenizer.piece(token, token) or b""
 
 
 def acceptance(output: Output) -> dict[str, Any]:
-    """Return what a sample accepted: vLLM's counts, figures of `specjax.metrics`, and rounds."""
+    """Return a sample's acceptance: vLLM's counts, `specjax.metrics`' figures, counts by round."""
     rounds = output.rounds
     drafted, accepted, emitted = (
         counts[None] for counts in (rounds.drafted, rounds.accepted, rounds.emitted)
@@ -160,7 +161,7 @@ def acceptance(output: Output) -> dict[str, Any]:
 
 
 def _tokens(delta: Delta, marker: Marker) -> dict[str, Any]:
-    """The tokens of a delta, and the pieces of its text, each with whether it was drafted."""
+    """Return a delta's tokens and the pieces of its text, each with whether it was drafted."""
     return {
         "token_ids": delta.token_ids,
         "drafted": delta.drafted,

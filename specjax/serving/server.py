@@ -1,4 +1,4 @@
-"""The process of a server: its socket, its signals, and its end."""
+"""The server process: its socket, its signals, and its shutdown."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _MOST_CONNECTIONS = 900
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Return a socket that listens once the server runs. Raises InputError."""
+    """Return a socket bound to `host` and `port`. Raises InputError if that is impossible."""
     listener = None
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -55,10 +55,10 @@ def url_of(listener: socket.socket) -> str:
 
 
 class Server(uvicorn.Server):
-    """A server over an engine, on a bound socket.
+    """A server for an engine, on a bound socket.
 
     A request to stop ends it once the running requests have finished; they are aborted after
-    `shutdown_s` seconds. `ready` is called when it listens.
+    `shutdown_s` seconds. `ready` is called once it listens.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Server(uvicorn.Server):
         super().__init__(config)
 
     def stop(self) -> None:
-        """Begin to end the server; may be called from any thread."""
+        """Ask the server to end; may be called from any thread."""
         self.should_exit = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -98,13 +98,13 @@ class Server(uvicorn.Server):
         self._ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stop listening, and wait for the running requests."""
+        """Stop listening, and wait for the running requests to finish."""
         asyncio.get_running_loop().call_later(self._shutdown_s, self._engine.abort_all)
         await super().shutdown(sockets)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Stop at the first signal, and without waiting for requests at the second."""
+        """Stop at the first signal; at the second, do so without waiting for requests."""
 
         def receive(number: int) -> None:
             self.force_exit = self.should_exit
@@ -114,7 +114,7 @@ class Server(uvicorn.Server):
             yield
 
     def serve_until_stopped(self) -> None:
-        """Serve until a signal, `stop`, or a failure of the engine, which is raised."""
+        """Serve until a signal, a call of `stop`, or a failure of the engine, which is raised."""
         try:
             asyncio.run(self.serve([self._listener]))
         finally:
@@ -125,9 +125,9 @@ class Server(uvicorn.Server):
 
 @contextmanager
 def served(engine: Engine, options: ServeFields, *, api_key: str | None = None) -> Iterator[str]:
-    """Serve an engine from a thread for the length of a `with` block; yields the URL.
+    """Serve an engine from a thread inside a context, which yields the URL.
 
-    Raises what the server ended with.
+    Raises the error with which the server ended, if any.
     """
     listener, ready = bind(options.host, options.port), threading.Event()
     server, url = (

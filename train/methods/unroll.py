@@ -36,6 +36,7 @@ def unroll(
 ) -> Iterator[DraftStep]:
     """Yield the draft steps of a head, at least one per module (D), at each label.
 
+    `taps` are the target's features that the head reads, by name, and `steps` the number of steps.
     Label j is predicted from row r = j - 2, and step i predicts x_{j+i}. Step k < D runs module k
     on x_{j-1+k} and the output of module k - 1 at the same row (the target's features for k = 0),
     and attends to its own pairs at rows up to r of the same segment. A further step runs the last

@@ -235,7 +235,11 @@ def _take(
     workdir: Workdir,
     saved_step: int | None,
 ) -> None:
-    """Add a step's report to the run's progress; raise InputError if its numbers are not finite."""
+    """Add a step's report to the run's progress.
+
+    Raises InputError, naming the last checkpoint `saved_step`, if the loss or gradient is not
+    finite.
+    """
     loss, norm = float(report.loss), float(report.grad_norm)
     if not (math.isfinite(loss) and math.isfinite(norm)):
         kept = (
