@@ -71,7 +71,7 @@ class MtpLoss(MtpLossOptions):
         return weights / weights.sum()
 
     def weight(self, step: Int[Array, ""]) -> Float[Array, ""]:
-        """Return lambda at a step; it may be an optax schedule."""
+        """Return lambda at a step of the run; the method can serve as an optax schedule."""
         parts, changes = [optax.constant_schedule(self.loss_weight)], []
         if self.late_loss_weight is not None:
             parts.append(optax.constant_schedule(self.late_loss_weight))
