@@ -27,6 +27,7 @@ COMMANDS = (
     "train.medusa",
     "train.eagle",
     "train.distill",
+    "train.layerskip",
     "train.mtp",
 )
 """The commands, in the order in which a newcomer is likely to use them."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax import lax
 from jaxtyping import Array, Float, Int, Shaped
@@ -29,6 +30,11 @@ class Window:
             *(_pad(keys_or_values, 3, slots) for keys_or_values in (self.k, self.v)),
             self.positions if self.positions is None else _pad(self.positions, 1, slots),
         )
+
+    def at_slots(self, slots: slice | Int[np.ndarray, "A"]) -> Window:
+        """Return the window with some of its slots."""
+        positions = self.positions if self.positions is None else self.positions[:, slots]
+        return Window(self.k[:, :, :, slots], self.v[:, :, :, slots], positions)
 
     def take(self, rows: Int[Array, "A"]) -> Window:
         """Return the window of the given rows."""

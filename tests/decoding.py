@@ -30,6 +30,7 @@ from specjax.drafters import (
     take_turns,
     turns,
 )
+from specjax.drafters.autoregressive import SelfDrafter
 from specjax.drafters.draft_model import DraftModel
 from specjax.drafters.early_exit import EarlyExit
 from specjax.drafters.lookup.ngram import Ngram
@@ -82,7 +83,8 @@ def make_session(
 
     Drafts of a fixed length are verified in passes of the largest width, however short they are,
     unless `every_width` is set or the whole suite runs, since each width is another copy of the
-    pass and the rule.
+    pass and the rule. Where verification resumes the drafter's pass, rounds without nodes have
+    a width of their own.
     """
     requests = SamplingParams() if sampling is None else sampling
     session = plan_session(
@@ -94,7 +96,9 @@ def make_session(
     )
     if session.controller != Fixed() or every_width or conftest.full:
         return session
-    widest = dataclasses.replace(session.plan, widths=session.plan.widths[-1:])
+    slept = isinstance(session.plan.drafter.parts[0], SelfDrafter) and session.plan.resumes
+    widths = (*session.plan.widths[:slept], session.plan.widths[-1])
+    widest = dataclasses.replace(session.plan, widths=tuple(dict.fromkeys(widths)))
     return dataclasses.replace(session, plan=widest)
 
 

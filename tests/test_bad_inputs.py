@@ -27,7 +27,17 @@ from specjax.loading.corpus import documents, index_folder
 from specjax.serving.serve_config import ServeFields
 from specjax.spec_bench import command as spec_bench
 from specjax.spec_bench.config import SpecBenchFields
-from train import corpus, distill, eagle, features, generate, import_responses, medusa, mtp
+from train import (
+    corpus,
+    distill,
+    eagle,
+    features,
+    generate,
+    import_responses,
+    layerskip,
+    medusa,
+    mtp,
+)
 from train.generation import answers
 from train.pretraining.tokens import CorpusConfig
 from train.run import config as train_config
@@ -47,6 +57,7 @@ COMMANDS = {
     "train.medusa": (medusa.main, fields_of(medusa.Config), "train_medusa2.py"),
     "train.eagle": (eagle.main, fields_of(eagle.Config), "train_eagle3.py"),
     "train.distill": (distill.main, fields_of(distill.Config), "train_distill.py"),
+    "train.layerskip": (layerskip.main, fields_of(layerskip.Config), "train_layerskip.py"),
     "train.mtp": (mtp.main, fields_of(mtp.Config), "train_mtp_scratch.py:glm"),
 }
 
@@ -193,7 +204,7 @@ def test_every_field(command, parts, folder, capsys, monkeypatch):
         monkeypatch.setattr(f"{module}.load_model", None)
     # absl writes the whole config down as a flag's default, which takes most of the time.
     monkeypatch.setattr(ml_collections.ConfigDict, "__str__", lambda self: "a config")
-    if command in ("train.eagle", "train.distill", "train.mtp"):
+    if command in ("train.eagle", "train.distill", "train.layerskip", "train.mtp"):
         # What all methods share is tried with one of them.
         shared = {**fields_of(TrainingConfig), "model": None}
         kinds = {name: kind for name, kind in kinds.items() if kind != shared.get(name)}
@@ -338,6 +349,18 @@ LINES = [
     *(
         (decode.main, f"--config={given}", "config=")
         for given in (".", "/dev/null", "~nosuchuser/config.py")
+    ),
+    *(
+        (layerskip.main, f"--config=train_layerskip{arguments}", said)
+        for arguments, said in (
+            (" --config.layerskip.max_dropout=1.0", r"max_dropout=1.0: use a number in \[0, 1\)"),
+            (" --config.layerskip.max_dropout=-0.1", r"max_dropout=-0.1: use a number in \[0, 1\)"),
+            (" --config.layerskip.e_scale=-1", "layerskip.e_scale=-1: use a number"),
+            (" --config.layerskip.exits=(0,)", "layerskip.exits.*0.*: use"),
+            (" --config.steps=6", "layerskip.rotation=8: the run has steps=6"),
+            (" --config.start_from=eagle3", "start_from='eagle3': no head is trained"),
+            (":scratch --config.layerskip.labels=distributions", "a new model has nothing to say"),
+        )
     ),
     *(
         (mtp.main, f"--config={config} {arguments}", said)

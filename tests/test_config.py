@@ -16,7 +16,7 @@ from specjax.drafters import DRAFTERS, drafter_options, option_type
 from specjax.errors import InputError
 from specjax.fields import dotted
 from specjax.sampling import RULES
-from train import corpus, distill, eagle, generate, medusa, mtp
+from train import corpus, distill, eagle, generate, layerskip, medusa, mtp
 
 DEFAULT = "configs/decode_smollm2.py"
 
@@ -78,6 +78,7 @@ def help_of(main, *argv, capsys):
         (distill.main, "train_distill"),
         (eagle.main, "train_eagle3"),
         (generate.main, "generate_smollm2"),
+        (layerskip.main, "train_layerskip"),
         (medusa.main, "train_medusa"),
         (mtp.main, "train_mtp"),
     ],

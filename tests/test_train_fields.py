@@ -8,7 +8,7 @@ from toy_training import config_of, get_config, read
 
 from specjax.cli.config_file import read_config
 from specjax.errors import InputError
-from train import distill, eagle, medusa, mtp
+from train import distill, eagle, layerskip, medusa, mtp
 from train.run.config import read_training_config
 
 TOY = toy_training.__file__
@@ -54,6 +54,7 @@ def test_folders_that_are_not_named(tmp_path):
         ("train_distill", distill),
         ("train_eagle1", eagle),
         ("train_eagle3", eagle),
+        ("train_layerskip", layerskip),
         ("train_medusa", medusa),
         ("train_medusa2", medusa),
         ("train_mtp", mtp),
@@ -91,6 +92,8 @@ def of_file(name, module, **changes):
         # More steps must not move Medusa-2's ramp, or where lambda becomes another.
         ("train_medusa2", medusa, {}, 12),
         ("train_mtp", mtp, {}, None),
+        ("train_layerskip", layerskip, {}, None),
+        ("train_layerskip", layerskip, {"layerskip.curriculum": "gradual"}, 12),
         ("train_mtp", mtp, {"mtp.trains": "all", "mtp.late_loss_weight": 0.1}, 12),
     ],
 )

@@ -11,7 +11,7 @@ from conftest import slow
 from specjax import decode, make_drafter
 from specjax.loading.heads.head import read_head
 from specjax.loading.load import load_model, save_model
-from train import corpus, distill, eagle, medusa, mtp
+from train import corpus, distill, eagle, layerskip, medusa, mtp
 from train.data.examples import Example, target_metadata
 from train.data.write_responses import write_responses
 from train.run import run
@@ -26,6 +26,7 @@ RUNS = {
     ),
     "train_medusa": (medusa, "medusa", ["--config.medusa.draft_vocab_size=40"]),
     "train_medusa2": (medusa, "medusa", ["--config.medusa.draft_vocab_size=40"]),
+    "train_layerskip": (layerskip, "early_exit", ["--config.layerskip.rotation=2"]),
     "train_mtp": (mtp, "mtp", ["--config.mtp.steps=2"]),
     "train_mtp all": (
         mtp,
@@ -78,8 +79,8 @@ def folders(chatty, tmp_path_factory):
     # model and its modules have a test of their own. One run decodes after it has trained, is
     # resumed, and decodes with what it exported; what the others export is read.
     [
-        *(("train_eagle3", 0), ("train_distill", 1), ("train_medusa2", 0)),
-        *slow(*((name, 1) for name in RUNS if name != "train_distill")),
+        *(("train_eagle3", 0), ("train_distill", 1), ("train_medusa2", 0), ("train_layerskip", 1)),
+        *slow(*((name, 1) for name in RUNS if name not in ("train_distill", "train_layerskip"))),
     ],
 )
 def test_debug_size(name, decoded, folders, tmp_path, capsys):
@@ -99,13 +100,13 @@ def test_debug_size(name, decoded, folders, tmp_path, capsys):
     if name == "train_medusa2":
         export, target = export / "head", export / "target"
     drafter = [f"--config.drafter.path={export}"]
-    if module is mtp:
+    if module in (layerskip, mtp):
         drafter, target = [], export
     if decoded:
         assert module.main(command) == 0
         assert "this run was finished before" in capsys.readouterr().out
     record = json.loads((tmp_path / "run" / "config.json").read_text())
-    assert module is mtp or len(record["draft_vocabulary"]) == 16
+    assert module in (layerskip, mtp) or len(record["draft_vocabulary"]) == 16
     if not decoded:
         loaded = make_drafter(kind, load_model(str(target), dtype="float32"), export)
         assert loaded.drafter.name == kind

@@ -26,5 +26,9 @@ TRAINERS = {
 }
 """The kinds of heads that `reproduce_heads.py` trains."""
 
-METHODS = {**TRAINERS, "medusa2": Trainer("train.medusa", "configs/train_medusa2.py")}
+METHODS = {
+    **TRAINERS,
+    "medusa2": Trainer("train.medusa", "configs/train_medusa2.py"),
+    "layerskip": Trainer("train.layerskip", "configs/train_layerskip.py"),
+}
 """All training methods, by the names that checkpoints record."""

@@ -32,3 +32,15 @@ class Plan:
     logprobs: bool = False
     overlaps: bool = False
     full_drafts: bool = False
+
+    @property
+    def resumes(self) -> bool:
+        """Whether verification may resume the pass of a draft that has a `PartialPass`.
+
+        It may where one drafter drafts alone, and has run: because there is a node, as rounds
+        without nodes have a width of their own, in which all layers run, or because it runs in each
+        round. Features may be those of layers that would not run again.
+        """
+        ran = self.widths[0] == 1 or self.full_drafts
+        reads = self.drafter.features or self.drafter.pass_features
+        return len(self.drafter.parts) == 1 and not reads and ran

@@ -202,6 +202,7 @@ def make_context(plan: Plan, params: Any, state: State) -> Context:
         needs_logq=plan.flags.sampled and plan.rule.needs_logq,
         longest_commit=plan.drafter.num_speculative_tokens + 1,
         full_drafts=plan.full_drafts,
+        resumes=plan.resumes,
     )
 
 

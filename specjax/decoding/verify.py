@@ -120,21 +120,30 @@ def verify_draft(
     """Run the target over the root and the first `width` - 1 nodes, and verify these nodes.
 
     `params` are the target's parameters, and `keys` are from `noise_keys`. All drafted nodes must
-    be among the first `width` - 1.
+    be among the first `width` - 1. Where the draft has a partial pass, only the remaining layers
+    run; at width 1 all layers do, since the drafter may not have run.
     """
     nodes = width - 1
     root = jnp.take_along_axis(state.tokens, state.length[:, None] - 1, axis=1)
     topology = draft.topology.first(nodes)
     window_tokens = jnp.concatenate([root, draft.tokens[:, :nodes]], axis=1)
+    partial = draft.partial if nodes else None
+    resumed: dict[str, Any] = {}
+    if partial is None:
+        window = plan.target.make_window(root.shape[0], width)
+    else:
+        window = partial.window.at_slots(slice(width))
+        resumed = {"first_layer": partial.num_layers, "states": partial.states[:, :width]}
     result = plan.target.extend(
         params,
         window_tokens,
         (state.length - 1)[:, None] + topology.row_depths,
         state.cache,
-        plan.target.make_window(root.shape[0], width),
+        window,
         0,
         jnp.asarray(topology.row_ancestors),
         features=(*plan.drafter.features, *plan.drafter.pass_features),
+        **resumed,
     )
     logits = result.logits
     if plan.flags.sampled or not plan.rule.greedy_walk:

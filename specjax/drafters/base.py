@@ -86,6 +86,8 @@ class Context:
     full_drafts: bool = struct.field(pytree_node=False, default=False)
     """Whether drafters run for their full length in each round, and `limit` only truncates."""
     least_confidence: Float[Array, ""] | float = 0.0
+    resumes: bool = struct.field(pytree_node=False, default=False)
+    """Whether verification resumes the pass of a draft that has a `PartialPass`."""
 
     def token_at(self, position: Int[Array, "B"]) -> Int[Array, "B"]:
         """Return each row's committed token at `position`; its first token if that is negative."""

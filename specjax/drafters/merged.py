@@ -122,7 +122,9 @@ class Merged(Drafter):
                 draft, drafter_state = drafter.propose(
                     params[number],
                     drafter_state,
-                    context.replace(limit=context.limit.clip(max=drafter.num_speculative_tokens)),
+                    context.replace(
+                        limit=context.limit.clip(max=drafter.num_speculative_tokens), resumes=False
+                    ),
                     drafter_noise(noise, number, len(self.parts)) if context.needs_logq else noise,
                 )
                 drafts.append(draft)

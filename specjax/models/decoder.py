@@ -126,6 +126,8 @@ def _is_large(config: DecoderConfig) -> bool:
 DEFAULT_FORM = Form()
 EXPERTS = "experts"
 """The name of the feature with each token's experts, for models that have experts."""
+LAYER_INPUTS = "layer_inputs"
+"""The name of the feature with the inputs of all layers, for passes without a window (training)."""
 
 
 IMPOSSIBLE = -1e30
@@ -232,17 +234,23 @@ class Decoder:
         features: tuple[str, ...] = (),
         logits: bool = True,
         num_layers: int | None = None,
+        first_layer: int = 0,
+        states: Float[Array, "B T D"] | None = None,
+        kept: Bool[Array, "L B"] | None = None,
     ) -> Extension:
         """Run T tokens through the model, as specified by `LanguageModel.extend`.
 
-        Raises InputError for parameters that are missing or have the wrong shape.
+        Where `kept` is False, a row passes a layer by unchanged (layer dropout). In training the
+        feature `layer_inputs` is the inputs of all layers [L, B, T, D].
+        Raises InputError for parameters that are missing or have the wrong shape, and for features
+        of layers before `first_layer`.
         """
-        requested = _Features(features, self.config)
+        requested = _Features(features, self.config, first_layer)
         params = checked(parameter_table(self.config, self.form.stacked), params)
         if window is not None and window.positions is not None:
             window_positions = lax.dynamic_update_slice(window.positions, positions, (0, start))
             window = window.replace(positions=window_positions)
-        x = self._embed(params, tokens, positions)
+        x = self._embed(params, tokens, positions) if states is None else states
         attend_all = None
         if cache is not None:
             attend_all = attention(self.form, self.config, cache, tokens.shape[1], self.shards > 1)
@@ -259,6 +267,7 @@ class Decoder:
             attend_all=attend_all,
             start=start,
             tapped_layers=requested.tapped_layers,
+            kept=kept,
         )
         carry = LayerCarry(
             x,
@@ -267,8 +276,12 @@ class Decoder:
             experts=requested.no_experts(tokens.shape),
         )
         depth = self.config.num_layers if num_layers is None else num_layers
-        carry = self._run_layers(params, run_layer, carry, depth)
-        return self._outputs(params, carry, requested, logits=logits)
+        inputs = [] if LAYER_INPUTS in features else None
+        carry = self._run_layers(params, run_layer, carry, first_layer, depth, inputs)
+        result = self._outputs(params, carry, requested, logits=logits)
+        if inputs is not None:
+            result.features[LAYER_INPUTS] = jnp.concatenate(inputs)
+        return result
 
     def _heads_of(self, window: Window | None) -> int:
         """Return the number of key/value heads, from `window` or, without one, from the config."""
@@ -288,20 +301,31 @@ class Decoder:
         return x
 
     def _run_layers(
-        self, params: dict[str, Any], run_layer: LayerPass, carry: LayerCarry, depth: int
+        self,
+        params: dict[str, Any],
+        run_layer: LayerPass,
+        carry: LayerCarry,
+        start: int,
+        depth: int,
+        inputs: list[Float[Array, "layers B T D"]] | None,
     ) -> LayerCarry:
-        """Run the first `depth` layers and return the carry after them."""
+        """Run layers `start` to `depth` - 1 and return the carry after them.
+
+        If `inputs` is a list, what each layer reads is appended to it.
+        """
         if self.form.layers == "unrolled":
-            for index in range(depth):
+            for index in range(start, depth):
                 # Without the barrier XLA splits the heads again, and transposes kernels for T = 1.
                 weights = with_experts(lax.optimization_barrier(params["layers"][str(index)]))
+                if inputs is not None:
+                    inputs.append(carry.x[None])
                 carry = run_layer(index, weights, carry)
             return carry
         for run in self.config.runs:
-            last = min(depth, run.first + run.count)
-            if run.first >= last:
+            first, last = max(start, run.first), min(depth, run.first + run.count)
+            if first >= last:
                 continue
-            weights_of = self._weights(params, run, last)
+            weights_of = self._weights(params, run, first, last)
 
             def step(
                 index: Int[Array, ""], carry: LayerCarry, weights_of: Callable = weights_of
@@ -310,7 +334,15 @@ class Decoder:
 
             if carry.window is None:
                 step = jax.checkpoint(step, prevent_cse=False)
-            carry = lax.fori_loop(run.first, last, step, carry)
+            if inputs is None:
+                carry = lax.fori_loop(first, last, step, carry)
+                continue
+            carry, of_run = lax.scan(
+                lambda carry, index, step=step: (step(index, carry), carry.x),
+                carry,
+                jnp.arange(first, last),
+            )
+            inputs.append(of_run)
         return carry
 
     def _outputs(
@@ -345,11 +377,12 @@ class Decoder:
         return constrain(logits, "batch", None, "vocab" if self.shards > 1 else None)
 
     def _weights(
-        self, params: dict[str, Any], run: LayerRun, last: int
+        self, params: dict[str, Any], run: LayerRun, first: int, last: int
     ) -> Callable[[Int[Array, ""]], dict[str, Any]]:
-        """Return a function from a traced layer index below `last` to the weights of that layer."""
+        """Return a function from a traced layer index, `first` to `last` - 1, to its weights."""
         if self.form.layers == "apart":
-            return layer_chooser([params["layers"][str(index)] for index in range(last)])
+            choose = layer_chooser([params["layers"][str(index)] for index in range(first, last)])
+            return lambda index: choose(index - first if first else index)
         stacked = params[run.name]
         return lambda index: one_layer(stacked, index - run.first if run.first else index)
 
@@ -418,19 +451,29 @@ def check_features(names: Iterable[str], num_layers: int) -> None:
 
 
 class _Features:
-    """The features requested of a pass. Raises InputError for an unknown name."""
+    """The features requested of a pass from layer `first` on.
 
-    def __init__(self, names: tuple[str, ...], config: DecoderConfig) -> None:
-        self.names = names
+    Raises InputError for an unknown name, or one of an earlier layer.
+    """
+
+    def __init__(self, names: tuple[str, ...], config: DecoderConfig, first: int = 0) -> None:
+        self.names = tuple(name for name in names if name != LAYER_INPUTS)
         self._config = config
         self.counts = wanted_counts(names, config.vocab_size)
         """The number of most likely tokens to return, by feature name."""
-        of_layers = [name for name in names if name not in self.counts and name != EXPERTS]
+        others = (*self.counts, EXPERTS)
+        of_layers = [name for name in self.names if name not in others]
         check_features(of_layers, config.num_layers)
         self.tapped_layers = {
             name: int(name.partition(":")[2]) for name in names if name.startswith("layer_input:")
         }
         """The layer whose input is the feature, by feature name."""
+        earlier = [name for name, layer in self.tapped_layers.items() if layer < first]
+        if earlier or (first and EXPERTS in names):
+            raise InputError(
+                f"feature {(*earlier, EXPERTS)[0]!r}: the pass begins at layer {first}; run all "
+                "layers for it"
+            )
 
     def no_experts(self, tokens_shape: tuple[int, int]) -> Int[Array, "M B T K"] | None:
         """Return a zero array for the experts of tokens [B, T] in each of the M sparse layers."""

@@ -19,7 +19,7 @@ class Extension:
     """
 
     logits: Float[Array, "B T V"] | None
-    features: dict[str, Float[Array, "B T D"] | Int[Array, "B T ..."]]
+    features: dict[str, Float[Array, "B T D"] | Int[Array, "B T ..."] | Float[Array, "L B T D"]]
     window: Window | None
 
 
@@ -54,14 +54,18 @@ class LanguageModel(Protocol):
         features: tuple[str, ...] = (),
         logits: bool = True,
         num_layers: int | None = None,
+        first_layer: int = 0,
+        states: Float[Array, "B T D"] | None = None,
     ) -> Extension:
         """Run T tokens per row through the model; the cache is read but not changed.
 
         The tokens fill the window's slots start..start+T. Each attends to its row's committed
         tokens, which are in the cache, and to the window slots that `visible` allows, which include
         its own. With `num_layers`, only that many layers run before the final norm (early exit).
-        Without cache and window (training), the T tokens attend to each other by `visible` [#B, T,
-        T], and no keys are returned. Features are `final_norm`, `pre_norm` and `layer_input:i` [B,
-        T, D], `top_tokens:k` [B, T, k], and `experts`, the experts of each token in the M sparse
-        layers [B, T, M, K].
+        With `first_layer`, the layers before it do not run again: `states`, the `pre_norm` of an
+        early exit there for the same tokens, are its inputs, and the window already holds the
+        earlier layers' keys and values. Without cache and window (training), the T tokens attend to
+        each other by `visible` [#B, T, T], and no keys are returned. Features are `final_norm`,
+        `pre_norm` and `layer_input:i` [B, T, D], `top_tokens:k` [B, T, k], and `experts`, the
+        experts of each token in the M sparse layers [B, T, M, K].
         """

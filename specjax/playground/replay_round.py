@@ -155,7 +155,8 @@ class _Keeping(Rule):
 def _verified(plan: Plan, params: Any, state: State, limits: Limits) -> tuple[Draft, _Kept]:
     """Propose and verify a round's draft as the loop does, at the largest width."""
     plan = replace(plan, rule=_Keeping(plan.rule))
-    draft = propose(plan, params, state, limits).draft
+    # At the widest width all layers run: with these limits the drafter may not have.
+    draft = propose(plan, params, state, limits).draft.replace(partial=None)
     keys = noise_keys(plan, state)
     verified = verify_draft(plan, params[0], state, draft, keys, draft.topology.width)
     return draft, verified.verification

@@ -18,7 +18,7 @@ are the most likely candidates by rank. A `DynamicTree` has the sizes of trees t
 in each round. More: docs/trees.md.
 """
 
-from specjax.trees.draft import Draft, chain
+from specjax.trees.draft import Draft, PartialPass, chain
 from specjax.trees.draw_svg import svg
 from specjax.trees.draw_text import draw
 from specjax.trees.dynamic_sizes import DynamicTree
@@ -40,6 +40,7 @@ __all__ = [
     "DynamicTopology",
     "DynamicTree",
     "FastestTree",
+    "PartialPass",
     "RankedTree",
     "Rates",
     "Topology",

@@ -6,7 +6,22 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
+from specjax.cache import Window
 from specjax.trees.topology import AnyTopology, chain_topology
+
+
+@struct.dataclass
+class PartialPass:
+    """The target's first layers, run over the root and every node of a draft.
+
+    `states` are the inputs of layer `num_layers` by slot (0 is the root, i + 1 is node i), and
+    `window` has the keys and values of the layers before. Slots of invalid nodes are unspecified,
+    but finite where the model's are.
+    """
+
+    states: Float[Array, "B W D"]
+    window: Window
+    num_layers: int = struct.field(pytree_node=False)
 
 
 @struct.dataclass
@@ -17,7 +32,9 @@ class Draft:
     `logq_row` is the row of `logq` that a node was drawn from, before any sibling was removed; -1
     means that the node is deterministic (q is one-hot). `steps` is the number of times that the
     drafter of a chain ran after its first token, including runs that gave no token; None if each
-    run gave a token. A tree does not need it, since drafting a tree counts as one run.
+    run gave a token. A tree does not need it, since drafting a tree counts as one run. With
+    `partial`, verification runs only the target's remaining layers; code that reorders nodes leaves
+    it out.
     """
 
     tokens: Int[Array, "B N"]
@@ -26,6 +43,7 @@ class Draft:
     logq: Float[Array, "B Q V"] | None
     topology: AnyTopology
     steps: Int[Array, ""] | None = None
+    partial: PartialPass | None = None
 
 
 def chain(

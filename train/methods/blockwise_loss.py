@@ -31,12 +31,18 @@ class Scoring:
     """How drafts are scored: `parts` are pairs of a label loss and its weight.
 
     With `trains_kernel` the gradient of the kernel that computes the logits is computed too.
-    `multiply` is the dtype of products.
+    `multiply` is the dtype of products. Unless they look `ahead`, all drafts predict the label
+    itself.
     """
 
     parts: tuple[tuple[LabelLoss, float], ...]
     trains_kernel: bool
     multiply: Any = None
+    ahead: bool = True
+
+    def offset(self, draft: int) -> int:
+        """Return how many positions after a label the token is that a draft predicts."""
+        return draft if self.ahead else 0
 
 
 class Teacher(NamedTuple):
@@ -106,13 +112,13 @@ def score_drafts(
 ) -> tuple[Float[Array, ""], Scores]:
     """Return the differentiable loss of drafts at labels, and its parts.
 
-    Draft i at a label predicts the token i positions later. It contributes if `counted`, in which
-    case that token is also i places later in the list of labels. `kernel` computes logits from
-    `states`, one kernel for all drafts or one per draft. The loss is summed over drafts, with
-    `weights` [K], and over counted labels.
+    Draft i at a label predicts the token i positions later, or the label itself (`plan.ahead`). It
+    contributes if `counted`, in which case that token is as many places later in the list of
+    labels. `kernel` computes logits from `states`, one kernel for all drafts or one per draft. The
+    loss is summed over drafts, with `weights` [K], and over counted labels.
     """
     drafts, batch, labels, _ = states.shape
-    count = max(1, -(-batch * labels // _BLOCK))
+    count = max(1, -(-batch * labels // (_BLOCK if plan.ahead else _BLOCK // drafts)))
     size = -(-labels // count)
     room = count * size - labels
 
@@ -193,7 +199,7 @@ def _block(
     total, losses, choices = jnp.float32(0), [], []
     for draft in range(states.shape[0]):
         logits = logits_of(states[draft], kernel if kernel.ndim == 2 else kernel[draft])
-        here = slice(draft, draft + size)
+        here = slice(plan.offset(draft), plan.offset(draft) + size)
         truth = Truth(None if log_probs is None else log_probs[:, here], tokens[:, here])
         parts = [
             jnp.where(counted[draft], part(logits, truth), 0.0).sum() for part, _ in plan.parts
@@ -202,6 +208,7 @@ def _block(
         total += weights[draft] * value
         losses.append(jnp.stack(parts))
         choices.append(jnp.argmax(logits, axis=-1))
-    aims = jnp.stack([likeliest[:, draft : draft + size] for draft in range(len(choices))])
+    offsets = [plan.offset(draft) for draft in range(len(choices))]
+    aims = jnp.stack([likeliest[:, offset : offset + size] for offset in offsets])
     choices = jnp.stack(choices)
     return total, (jnp.stack(losses), counted & (choices == aims), choices)

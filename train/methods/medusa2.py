@@ -10,7 +10,6 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -27,6 +26,7 @@ from train.methods.blockwise_loss import Teacher
 from train.methods.medusa import MedusaLoss, first_params, heads_loss, heads_measures
 from train.methods.method import Measures, Method
 from train.methods.packed_rows import features_of
+from train.methods.target_layers import in_float32, with_params
 from train.methods.target_loss import target_loss
 
 
@@ -88,8 +88,7 @@ def medusa2_method(
     ids = None if draft_ids is None else jnp.asarray(draft_ids)
 
     def init(key: Key[Array, ""]) -> dict[str, Any]:
-        whole = jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), target.params)
-        return {"target": whole, "heads": first_params(head, target, draft_ids, key)}
+        return {"target": in_float32(target), "heads": first_params(head, target, draft_ids, key)}
 
     def loss_of(
         params: Any,
@@ -106,10 +105,7 @@ def medusa2_method(
         return Head("medusa", config, params["heads"], draft_ids, metadata, training)
 
     def model_of(params: Any) -> Model:
-        whole = jax.tree.map(
-            lambda leaf, before: leaf.astype(before.dtype), params["target"], target.params
-        )
-        return dataclasses.replace(target, params=whole)
+        return with_params(target, params["target"])
 
     return Method(
         "medusa2",

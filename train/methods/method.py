@@ -29,7 +29,8 @@ class Measures:
     predicts the token i positions after a label: `counts` are the numbers of labels that have such
     a token, `correct` of those at which the draft is the target's likeliest token, and
     `prefix_correct` of those at which all earlier drafts are right too. `loads` are the numbers of
-    tokens sent to experts of trained layers.
+    tokens sent to experts of trained layers. `rates` are further means by name, each a sum and
+    its number of labels.
     """
 
     weight: Float[Array, ""]
@@ -38,6 +39,7 @@ class Measures:
     prefix_correct: Float[Array, "K"]
     counts: Float[Array, "K"]
     loads: Loads = struct.field(default_factory=dict)
+    rates: dict[str, Float[Array, "2"]] = struct.field(default_factory=dict)
 
 
 class Method(NamedTuple):
@@ -46,8 +48,10 @@ class Method(NamedTuple):
     `init(key) -> params` returns the trained parameters. `loss(params, target_params, batch, key)`
     returns the sum of the loss over labels, and measures; without a key it has no noise. `features`
     are the frozen target's features that the loss reads from the batch. `head(params, training)` is
-    the head to measure by decoding, or None. `model(params)` is the target in its current state;
-    `exports` is what a run writes: the "head", "both" in separate folders, or a "model" that
+    the head to measure by decoding, or None; without one, `drafter_options` are those of
+    `make_drafter` for a drafter that needs the target alone, if any. `model(params)` is the target
+    in its current state; `exports` is what a run writes: the "head", "both" in separate folders, or
+    a "model" that
     contains the head.
 
     `trains_target` says that the target is trained too; `drafter` then names the entry of `params`
@@ -70,6 +74,7 @@ class Method(NamedTuple):
     schedules: Mapping[str, Schedule] = MappingProxyType({})
     least_tokens: int = 3
     layers: DecoderConfig | None = None
+    drafter_options: Mapping[str, Any] = MappingProxyType({})
 
 
 def measure(

@@ -20,6 +20,7 @@ from specjax.models.parameters import cast
 from train.data.batches import Batch
 from train.methods.method import Measures, Method
 from train.methods.mtp_loss import MtpLoss, frozen_loss, joint_loss
+from train.methods.target_layers import in_float32, with_params
 
 TRAINS = Choice(("modules", "all"))
 """What is trained: the modules of a frozen target, or the target with its modules."""
@@ -68,9 +69,8 @@ def mtp_method(
         return params if start == "random" else from_target(params, target, config)
 
     def init_both(key: Key[Array, ""]) -> dict[str, Any]:
-        target_params = jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), target.params)
         modules = {} if head is None else {"mtp": init_modules(key)}
-        return {"target": target_params, **modules}
+        return {"target": in_float32(target), **modules}
 
     def loss_of_modules(
         params: Any, target_params: Any, batch: Batch, key: Key[Array, ""] | None
@@ -93,13 +93,12 @@ def mtp_method(
         return Head("mtp", config, modules, draft_ids, TargetMetadata.of(target), training)
 
     def model_of(params: Any) -> Model:
-        trained = params["target"] if trains_target else target.params
-        trained = jax.tree.map(lambda leaf, at: jnp.asarray(leaf, at.dtype), trained, target.params)
         inside = None
         if head is not None:
             modules = params["mtp"] if trains_target else params
             inside = MtpModules(config, cast(modules, config.parameter_table(), target.dtype))
-        return dataclasses.replace(target, params=trained, mtp=inside)
+        trained = with_params(target, params["target"]) if trains_target else target
+        return dataclasses.replace(trained, mtp=inside)
 
     if trains_target:
         features = ("final_norm",) if loss.labels == "distributions" else ()

@@ -1,7 +1,8 @@
-"""Copies of a target's layers, to initialize a draft."""
+"""Copies of a target's layers, to initialize a draft, or to train the target itself."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,6 +23,17 @@ def some_layers(target: Model, layers: Sequence[int]) -> dict[str, Any]:
         taken = jax.tree.map(lambda *leaves: np.stack([np.asarray(x) for x in leaves]), *each)
     params = {"layers": taken, "final_norm": target.params["final_norm"]}
     return jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), params)
+
+
+def in_float32(target: Model) -> Any:
+    """Return all parameters of a model in float32, to be trained."""
+    return jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), target.params)
+
+
+def with_params(target: Model, params: Any) -> Model:
+    """Return the model with trained parameters, in the dtypes of its own."""
+    cast = jax.tree.map(lambda leaf, own: jnp.asarray(leaf, own.dtype), params, target.params)
+    return dataclasses.replace(target, params=cast)
 
 
 def last_layer(target: Model) -> dict[str, Any]:

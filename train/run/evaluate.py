@@ -11,7 +11,7 @@ import numpy as np
 
 from specjax.decoding.generate import Generation, generate
 from specjax.decoding.options import FIXED
-from specjax.drafters import LoadedDrafter, head_drafter
+from specjax.drafters import LoadedDrafter, head_drafter, make_drafter
 from specjax.loading.model import Model
 from train.data.batches import Batch, build
 from train.data.packing import Source
@@ -96,7 +96,10 @@ class Evaluation:
     def _decode(self, params: Any, temperatures: Sequence[float]) -> dict[str, float]:
         params = gathered(params, self.program.mesh)
         target = self.target if self.method.model is None else self.method.model(params)
-        drafter = head_drafter(self.method.head(params, {}), target)
+        if self.method.head is None:
+            drafter = make_drafter(target=target, **self.method.drafter_options)
+        else:
+            drafter = head_drafter(self.method.head(params, {}), target)
         numbers: dict[str, float] = {}
         for temperature in temperatures:
             suffix = "" if temperature == 0 else f"_t{temperature:g}"

@@ -26,7 +26,7 @@ def scalars(sums: Mapping[str, Any], prefix: str) -> dict[str, float]:
     `acc_pos_i` is the accuracy given the true tokens before, `full_acc_i` that of the draft and all
     drafts before it, `cond_acc_i` the accuracy given that all before are right; `tau_sim` is the
     tokens per round that `full_acc` implies. With experts, `load_imbalance` is the largest load
-    over the mean.
+    over the mean. The method's `rates` have their own names.
     """
     numbers = {"loss": _ratio(sums["loss"], sums["weight"])}
     for name, value in sums["losses"].items():
@@ -39,7 +39,10 @@ def scalars(sums: Mapping[str, Any], prefix: str) -> dict[str, float]:
         numbers[f"full_acc_{depth}"] = full
         numbers[f"cond_acc_{depth}"] = _ratio(full, before)
         tau, before = tau + full, full
-    numbers["tau_sim"] = tau
+    if sums["counts"]:
+        numbers["tau_sim"] = tau
+    for name, (part, whole) in sums.get("rates", {}).items():
+        numbers[name] = _ratio(part, whole)
     if (uneven := imbalance(sums["loads"])) is not None:
         numbers["load_imbalance"] = uneven
     return {f"{prefix}/{name}": value for name, value in numbers.items()}
@@ -136,6 +139,11 @@ def shown(numbers: Mapping[str, float], prefix: str = "train") -> str:
         depths = [value for name, value in numbers.items() if name.startswith(begin)]
         if depths:
             parts.append(f"{label} " + " ".join(f"{value:.3f}" for value in depths))
+    begin = f"{prefix}/exit_accept_"
+    exits = {name[len(begin) :]: rate for name, rate in numbers.items() if name.startswith(begin)}
+    if exits:
+        by_exit = sorted(exits.items(), key=lambda item: (len(item[0]), item[0]))
+        parts.append("accepted " + " ".join(f"{exit}:{rate:.3f}" for exit, rate in by_exit))
     if (tau := at("tau_sim")) is not None:
         parts.append(f"tau_sim {tau:.3f}")
     if (uneven := at("load_imbalance")) is not None:

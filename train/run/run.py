@@ -234,9 +234,10 @@ def _end(
         return 0
     if seconds is None:
         exports = _exports(setup.method, workdir)
+        field = "target" if setup.method.head is None else "start_from"
         writer.say(
             f"this run was finished before: {where}. To train further, give another workdir and "
-            f"--config.start_from={_as_argument(next(iter(exports.values())))}",
+            f"--config.{field}={_as_argument(next(iter(exports.values())))}",
             "yellow",
         )
     else:
@@ -258,9 +259,12 @@ def _say_next(writer: MetricsWriter, setup: Setup, workdir: files.Workdir, param
     where = {kind: _as_argument(path) for kind, path in _exports(setup.method, workdir).items()}
     target = where.get("model", setup.config.target)
     options = [] if target == DEFAULT_MODEL else [f"target={target}"]
+    drafter = dict(setup.method.drafter_options)
     if setup.method.head is not None:
-        options += [f"drafter.name={setup.method.head(params, {}).kind}"]
-        options += [f"drafter.path={where['drafter']}"] if "drafter" in where else []
+        drafter = {"name": setup.method.head(params, {}).kind}
+        drafter |= {"path": where["drafter"]} if "drafter" in where else {}
+    if drafter:
+        options += [f"drafter.{name}={value}" for name, value in drafter.items()]
         # The default drafts only if that is faster, which would hide what was learned.
         options += ["num_speculative_tokens=fixed", "compare=true"]
     command = " ".join(f"--config.{option}" for option in options)

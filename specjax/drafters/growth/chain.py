@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from specjax import trees
 from specjax.drafters.base import Context, Noise
@@ -83,6 +83,20 @@ def draft_chain(
         depth, chain = lax.while_loop(unfinished, draft_next, first)
     draft = trees.chain(chain.tokens, chain.count, chain.distributions)
     return draft.replace(steps=depth - 1), chain.carry
+
+
+def last_level(draft: Draft, slots: int) -> tuple[Level, Bool[Array, ""]]:
+    """Return a chain's last tokens as a level, and whether any of them was not run yet.
+
+    Rows with fewer tokens have run all of theirs.
+    """
+    depth = draft.steps + 1
+    token, valid = (
+        lax.dynamic_slice_in_dim(nodes, draft.steps, 1, axis=1)
+        for nodes in (draft.tokens, draft.valid)
+    )
+    visible = causal(depth[None], slots)
+    return Level(depth, token, jnp.zeros_like(token), depth, visible), valid.any()
 
 
 @struct.dataclass

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax.scipy.special import logsumexp
 from jaxtyping import Array, Bool, Float, Int
@@ -19,12 +20,12 @@ from specjax.models.top_tokens import likeliest
 class Level:
     """The tokens at one depth, which a drafter processes together; in a chain, a single token.
 
-    `depth` is 0 at the root. `parents` are indices among the tokens of the previous level. The
-    tokens occupy slots start..start+T of a window with the root in slot 0, and attend to the slots
-    in `visible`: their ancestors and themselves.
+    `depth` is 0 at the root; leaves that run together have one each. `parents` are indices among
+    the tokens of the previous level. The tokens occupy slots start..start+T of a window with the
+    root in slot 0, and attend to the slots in `visible`: their ancestors and themselves.
     """
 
-    depth: Int[Array, ""] | int
+    depth: Int[Array, ""] | Int[np.ndarray, "T"] | int
     tokens: Int[Array, "B T"]
     parents: Int[Array, "B T"]
     start: Int[Array, ""] | int
@@ -32,7 +33,8 @@ class Level:
 
     def positions(self, context: Context) -> Int[Array, "B T"]:
         """Return the absolute positions of the tokens."""
-        return jnp.broadcast_to((context.length - 1 + self.depth)[:, None], self.tokens.shape)
+        depths = jnp.asarray(self.depth).reshape(1, -1)
+        return jnp.broadcast_to((context.length - 1)[:, None] + depths, self.tokens.shape)
 
 
 Step = Callable[[Level, Any], tuple[Float[Array, "B #T Vd"], Any]]

@@ -107,6 +107,24 @@ def draft_static_tree(
     return draft, carry
 
 
+def run_order(tree: RankedTree) -> Int[np.ndarray, "W"]:
+    """Return the slots of the root and nodes in the order that they run: by depth, then leaves."""
+    drawn_as, inner = _level_order(tree), {0, *tree.topology.parents}
+    return np.array(
+        sorted(range(len(drawn_as)), key=lambda slot: (slot not in inner, drawn_as[slot]))
+    )
+
+
+def leaf_level(tree: RankedTree, draft: Draft) -> Level:
+    """Return the leaves of a drafted tree as a level, after all other nodes in the window."""
+    order, start = run_order(tree), sum(level_sizes(tree))
+    leaves = order[start:]
+    tokens = draft.tokens[:, leaves - 1]
+    visible = jnp.asarray(tree.topology.ancestors[np.ix_(leaves, order)])
+    depths = tree.topology.depths[leaves]
+    return Level(depths, tokens, jnp.zeros_like(tokens), start, visible[None])
+
+
 def _level_order(tree: RankedTree) -> Int[np.ndarray, "W"]:
     """Return the rank of each slot, the root's included, in the order of depths."""
     depths = tree.topology.depths

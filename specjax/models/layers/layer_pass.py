@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from specjax.cache import KVCache, Window
 from specjax.models.layers.attention import Partial, attend, attend_in_blocks
@@ -37,7 +37,8 @@ class LayerPass:
 
     Without a window (training) tokens attend only to each other. If there is a cache, `attend_all`
     is the attention over window and cache. New keys are written to the window's slots from `start`
-    on. `tapped_layers` maps feature names to the layers whose inputs are kept.
+    on. `tapped_layers` maps feature names to the layers whose inputs are kept. Where
+    `kept` is False, a row leaves a layer out and passes its input on.
     """
 
     layer: DecoderLayer
@@ -46,6 +47,7 @@ class LayerPass:
     attend_all: Callable[..., Partial] | None
     start: Int[Array, ""] | int
     tapped_layers: Mapping[str, int]
+    kept: Bool[Array, "L B"] | None = None
 
     def __call__(
         self, index: Int[Array, ""] | int, weights: dict[str, Any], carry: LayerCarry
@@ -63,6 +65,8 @@ class LayerPass:
         mixed, window = self._attend(index, view, carry.window, query, key, value)
         x = layer.add_attention(x, mixed, weights)
         x, chosen = layer.add_mlp(x, weights)
+        if self.kept is not None:
+            x = jnp.where(self.kept[index][:, None, None], x, carry.x)
         experts = carry.experts
         if experts is not None and chosen is not None:
             experts = experts.at[index - (config.num_layers - config.num_sparse)].set(chosen)
