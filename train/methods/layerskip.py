@@ -220,7 +220,7 @@ def _of_step(found: _Exits, labels: Int[Array, "B A"], enabled: Bool[Array, "n"]
     """Return the measures of a training step: the last layer's loss, and that of its exits."""
     losses, choices = found.scores.losses[:, 0], found.scores.choices
     shares = found.weights[:-1] / jnp.maximum(found.weights[:-1].sum(), 1e-9)
-    agree = (choices[:-1] == choices[-1]) & (labels >= 0) & enabled[:, None, None]
+    agree = (choices[:-1] == choices[-1:]) & (labels >= 0)[None] & enabled[:, None, None]
     counted = enabled.sum() * (labels >= 0).sum()
     each = {"last": losses[-1], "exits": jnp.sum(shares * losses[:-1])}
     measures = measure(each, jnp.zeros((0, *labels.shape), bool), labels)
@@ -235,7 +235,7 @@ def _measured(found: _Exits, labels: Int[Array, "B A"], loss: LayerSkipLoss) -> 
     with `depths` further ones; `exit_accept_E` over all.
     """
     choices = found.scores.choices
-    agree = (choices[:-1] == choices[-1]) & (labels >= 0)
+    agree = (choices[:-1] == choices[-1:]) & (labels >= 0)[None]
     names = [f"exit_{exit}" for exit in loss.measured]
     losses = dict(zip([*names, "last"], found.scores.losses[:, 0], strict=True))
     if found.scores.losses.shape[1] > 1:
