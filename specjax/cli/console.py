@@ -17,6 +17,7 @@ from rich.text import Text
 
 from specjax.decoding.engine.outputs import Delta
 from specjax.decoding.prompts import Question
+from specjax.drafters.turns import NO_DRAFTER
 from specjax.loading.tokenizers.tokenizer import StreamDecoder, Tokenizer
 from specjax.reporting.decode_report import DrafterRun
 from specjax.reporting.decode_table import (
@@ -38,28 +39,28 @@ _QUIET_S = 10.0
 
 
 class Marker:
-    """A splitter of one prompt's text into accepted draft tokens and the rest.
+    """A splitter of one prompt's text by the drafter of its tokens.
 
     A character belongs to the token that completes it.
     """
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._decoder = None if tokenizer is None else StreamDecoder(tokenizer)
-        self._drafted: list[bool] = []
+        self._drafter: list[int] = []
 
-    def mark(self, delta: Delta) -> list[tuple[str, bool]]:
-        """Return the pieces of a delta's text in order, each with whether it was drafted."""
+    def mark(self, delta: Delta) -> list[tuple[str, int]]:
+        """Return the pieces of a delta's text in order, with their drafter's index or -1."""
         if self._decoder is not None:
-            for token, drafted in zip(delta.token_ids, delta.drafted, strict=True):
-                self._drafted += [drafted] * len(self._decoder.feed([token]))
-        pieces: list[tuple[str, bool]] = []
+            for token, drafter in zip(delta.token_ids, delta.drafter, strict=True):
+                self._drafter += [drafter] * len(self._decoder.feed([token]))
+        pieces: list[tuple[str, int]] = []
         for index, character in enumerate(delta.text):
-            drafted = self._drafted[index] if index < len(self._drafted) else False
-            if pieces and pieces[-1][1] == drafted:
-                pieces[-1] = (pieces[-1][0] + character, drafted)
+            drafter = self._drafter[index] if index < len(self._drafter) else NO_DRAFTER
+            if pieces and pieces[-1][1] == drafter:
+                pieces[-1] = (pieces[-1][0] + character, drafter)
             else:
-                pieces.append((character, drafted))
-        del self._drafted[: len(delta.text)]
+                pieces.append((character, drafter))
+        del self._drafter[: len(delta.text)]
         return pieces
 
 
@@ -156,9 +157,10 @@ class Screen:
         words = words if len(words) <= room else words[: room - 3] + "..."
         self.say(_harmless(head + words), "bold")
 
-    def text(self, pieces: Sequence[tuple[str, bool]]) -> None:
-        """Print the next pieces of a prompt's text; `rest` ends the text."""
-        for piece, drafted in pieces:
+    def text(self, pieces: Sequence[tuple[str, int]]) -> None:
+        """Print the next pieces of a prompt's text; `rest` ends it."""
+        for piece, drafter in pieces:
+            drafted = drafter != NO_DRAFTER
             if not self._inside_text:
                 self.rest()
             piece = _harmless(piece)

@@ -383,8 +383,8 @@ def _speeds(side: _Side, repeats: Sequence[_Repeat]) -> list[tuple[float, float]
     return [tuple(run.new_tokens / run.decode_s for run in pair) for pair in results]
 
 
-def _pieces(session: Session, result: Generation, row: int) -> list[tuple[str, bool]]:
-    """Return a row's text in pieces, each with whether it was drafted."""
+def _pieces(session: Session, result: Generation, row: int) -> list[tuple[str, int]]:
+    """Return a row's text in pieces, each with its drafter's index or -1."""
     tokens, text = result.token_ids[row], result.texts[row]
-    whole = Delta(row, 0, tokens, result.was_drafted(row), text)
+    whole = Delta(row, 0, tokens, result.drafter_of_tokens(row), text)
     return Marker(session.model.tokenizer).mark(whole)

@@ -18,8 +18,8 @@ from specjax.decoding.engine.outputs import (
     Failure,
     Output,
     Times,
+    drafter_of_tokens,
     failure_message,
-    was_drafted,
 )
 from specjax.decoding.options import DecodeOptions, Sampling, read_arguments, takes_options
 from specjax.decoding.prompts import Prompts
@@ -96,8 +96,12 @@ class Generation:
 
     def was_drafted(self, row: int) -> list[bool]:
         """Return, for each new token of a row, whether the drafter had proposed it."""
+        return [drafter != NO_DRAFTER for drafter in self.drafter_of_tokens(row)]
+
+    def drafter_of_tokens(self, row: int) -> list[int]:
+        """Return, for each new token of a row, the drafter that had proposed it, or -1."""
         counts = (self.width, self.drafted, self.accepted, self.emitted, self.drafter)
-        return was_drafted(Rounds(*(part[row] for part in counts)))
+        return drafter_of_tokens(Rounds(*(part[row] for part in counts)))
 
     def passes(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the width and the number of rows of each pass of the target, [R] each."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from importlib import resources
 from itertools import islice
@@ -12,14 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from specjax.cli.predicted_speedup import run_sessions
-from specjax.decoding.rows import session_row
+from specjax.decoding.rows import Row, session_row
 from specjax.decoding.session import Session
 from specjax.errors import InputError
 from specjax.files import atomic_writes
 from specjax.loading.tokenizers.tokenizer import Tokenizer
 from specjax.playground.replay_round import RecordedRow, RoundTrace, replay_rounds
 from specjax.playground.theory_tables import nearest_alpha, theory_tables
-from specjax.reporting.records import Row, Run
+from specjax.reporting import records
+from specjax.reporting.records import Run
 from specjax.reporting.statistics import OVERALL, figures_by_task
 
 _ROWS, _ROUNDS = 4, 100
@@ -103,15 +104,25 @@ def run_data(run: Run, session: Session) -> dict[str, Any]:
 
 
 def answer_data(session: Session, index: int, recorded: RecordedRow, name: str) -> dict[str, Any]:
-    """Return an answer with its rounds computed again, and the texts of all its tokens.
+    """Return an answer with its rounds computed again, and the texts of all tokens in them."""
+    answer, *rounds = answer_parts(session, session_row(session, index), recorded, name)
+    answer["rounds"] = [part["round"] for part in rounds]
+    for part in rounds:
+        answer["texts"] |= part["texts"]
+    return answer
 
-    `index` is the prompt's index in the session, and `name` the answer's name on the page.
-    """
-    row = session_row(session, index)
-    traces = list(islice(replay_rounds(session, row, recorded), _ROUNDS))
-    used = {*row.prompt, *recorded.token_ids, *_tokens(traces)}
-    texts = token_texts(session.model.tokenizer, used)
-    return answer_of(name, row.prompt, recorded, traces, texts)
+
+def answer_parts(
+    session: Session, row: Row, recorded: RecordedRow, name: str
+) -> Iterator[dict[str, Any]]:
+    """Yield an answer without rounds, then each `round` as it is computed, with new `texts`."""
+    tokenizer = session.model.tokenizer
+    known = {*row.prompt, *recorded.token_ids}
+    yield answer_of(name, row.prompt, recorded, (), token_texts(tokenizer, known))
+    for trace in islice(replay_rounds(session, row, recorded), _ROUNDS):
+        new = _tokens(trace) - known
+        known |= new
+        yield {"round": asdict(trace), "texts": token_texts(tokenizer, new)}
 
 
 def answer_of(
@@ -143,16 +154,12 @@ def token_texts(tokenizer: Tokenizer | None, tokens: Iterable[int]) -> dict[int,
     return {token: piece.decode(errors="replace") for token, piece in pieces.items()}
 
 
-def _tokens(traces: Iterable[RoundTrace]) -> set[int]:
-    """Return all tokens that the traces mention."""
-    found: set[int] = set()
-    for trace in traces:
-        found |= {trace.root, trace.next_token, *trace.tokens, *trace.emitted}
-        likeliest = [trace.next_likeliest, *(test.likeliest for test in trace.tests)]
-        found |= {token for one in likeliest for token, _, _ in one}
-        found |= {test.choice for test in trace.tests if test.choice is not None}
-    return found
+def _tokens(trace: RoundTrace) -> set[int]:
+    found = {trace.root, trace.next_token, *trace.tokens, *trace.emitted}
+    likeliest = [trace.next_likeliest, *(test.likeliest for test in trace.tests)]
+    found |= {token for one in likeliest for token, _, _ in one}
+    return found | {test.choice for test in trace.tests if test.choice is not None}
 
 
-def _recorded(row: Row) -> RecordedRow:
+def _recorded(row: records.Row) -> RecordedRow:
     return RecordedRow(row.token_ids, row.drafted, row.accepted, row.emitted, row.drafter_index)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import hmac
-from dataclasses import dataclass
 from typing import Any
 
 import anyio
@@ -14,29 +12,20 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from specjax.playground.page import page
-from specjax.serving.engine_thread import EngineThread, Reply
+from specjax.serving.connections import Answer, error_response, read_body
+from specjax.serving.engine_thread import EngineThread
 from specjax.serving.metrics import CONTENT_TYPE
+from specjax.serving.playground_api import Playground
 from specjax.serving.requests import RequestError, RequestReader
 from specjax.serving.responses import ResponseWriter
 
-_BODY_S = 30.0
-"""Seconds within which the body of a request must arrive."""
-_DISCARDED = 16
-"""Of so many times the largest body, the rest is read before it is refused: a client that still
-sends reads no response."""
 _ENCODERS = 2
 """The number of bodies that are read and encoded at once, each in a thread."""
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
-_EVENT_HEADERS = {
-    "content-type": "text/event-stream; charset=utf-8",
-    "cache-control": "no-cache",
-    "x-accel-buffering": "no",  # nginx would collect events
-}
 
 
 class Api:
@@ -53,18 +42,6 @@ class Api:
     async def text(self, request: Request) -> ASGIApp:
         """Answer POST /v1/completions."""
         return await self._complete(request, chat=False)
-
-    async def playground(self, request: Request) -> Response:
-        """Answer GET / with the page that has a chat (docs/playground.md)."""
-        plan = self.engine.engine.session.plan
-        served = {
-            "model": self.reader.model_name,
-            "drafter": plan.drafter.name,
-            "rule": plan.rule.name,
-        }
-        # The first time, the page's tables are computed.
-        text = await anyio.to_thread.run_sync(lambda: page({"served": served, "runs": []}))
-        return HTMLResponse(text)
 
     async def models(self, request: Request) -> Response:
         """Answer GET /v1/models."""
@@ -99,7 +76,7 @@ class Api:
         }
 
     async def _complete(self, request: Request, *, chat: bool) -> ASGIApp:
-        body = await self._body(request)
+        body = await read_body(request, self._max_body_bytes)
         completion = await anyio.to_thread.run_sync(
             lambda: self.reader.read(body, chat=chat), limiter=self._encoders
         )
@@ -110,91 +87,30 @@ class Api:
             message = f"{self.engine.num_unfinished} samples run or wait: try again later"
             raise RequestError(429, message, code="rate_limit_exceeded")
         tokenizer = self.reader.engine.session.model.tokenizer
-        writer = ResponseWriter(completion, self.reader.model_name, tokenizer)
+        drafters = [part.name for part in self.engine.engine.session.plan.drafter.parts]
+        writer = ResponseWriter(completion, self.reader.model_name, tokenizer, drafters)
         return Answer(self.engine, reply, writer)
-
-    async def _body(self, request: Request) -> bytes:
-        """Return the body of a request. Raises RequestError if it is late, too large or no JSON."""
-        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind != "application/json":
-            # Also, a browser sends this type to another site only if that site allows it.
-            raise RequestError(415, f"content-type {kind!r:.60}: send application/json")
-        body, size, most = bytearray(), 0, self._max_body_bytes
-        try:
-            async with asyncio.timeout(_BODY_S):
-                async for piece in request.stream():
-                    size += len(piece)
-                    if size <= most:
-                        body += piece
-                    elif size > _DISCARDED * most:
-                        break
-        except TimeoutError:
-            raise RequestError(408, f"the body took more than {_BODY_S:g} seconds") from None
-        if size > most:
-            raise RequestError(413, f"the body has more than {most} bytes: send a smaller request")
-        return bytes(body)
-
-
-@dataclass
-class Answer:
-    """An ASGI response that sends a reply; the request is aborted if the client disconnects."""
-
-    engine: EngineThread
-    reply: Reply
-    writer: ResponseWriter
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the response, until it is complete or the client has disconnected."""
-        stream = self.writer.request.stream
-        tasks = [
-            asyncio.create_task(
-                self._events(send) if stream else self._whole(scope, receive, send)
-            ),
-            asyncio.create_task(_disconnected(receive)),
-        ]
-        try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            if tasks[0].done():
-                tasks[0].result()
-        finally:
-            for task in tasks:
-                task.cancel()
-            self.engine.cancel(self.reply)
-
-    async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            response = JSONResponse(await self.writer.whole(self.reply))
-        except RequestError as error:
-            response = _error_response(error)
-        await response(scope, receive, send)
-
-    async def _events(self, send: Send) -> None:
-        headers = [(name.encode(), value.encode()) for name, value in _EVENT_HEADERS.items()]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        async for event in self.writer.events(self.reply):
-            await send({"type": "http.response.body", "body": event, "more_body": True})
-        await send({"type": "http.response.body", "body": b""})
 
 
 class RequireKey:
-    """Middleware that refuses requests to /v1 that lack the API key."""
+    """Middleware that refuses requests to /v1 and /playground without the key."""
 
     def __init__(self, app: ASGIApp, key: str) -> None:
         self._app, self._expected = app, f"Bearer {key}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, or answer with status 401."""
-        if scope["type"] == "http" and scope["path"].startswith("/v1"):
+        if scope["type"] == "http" and scope["path"].startswith(("/v1", "/playground")):
             given = dict(scope["headers"]).get(b"authorization", b"")
             if not hmac.compare_digest(given, self._expected):
                 error = RequestError(401, "the API key is missing or wrong", code="invalid_api_key")
-                await _error_response(error)(scope, receive, send)
+                await error_response(error)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
 
-def build_app(api: Api, host: str, api_key: str | None = None) -> Starlette:
-    """Return the ASGI application for `host`; with `api_key`, requests to /v1 need it."""
+def build_app(api: Api, playground: Playground, host: str, api_key: str | None = None) -> Starlette:
+    """Return the ASGI application that listens on `host`; a key is asked for all that decodes."""
     middleware = []
     if host in _LOOPBACK:
         # A page of another site whose name was made to point here is not answered.
@@ -203,7 +119,7 @@ def build_app(api: Api, host: str, api_key: str | None = None) -> Starlette:
     if api_key is not None:
         middleware.append(Middleware(RequireKey, key=api_key))
     routes = [
-        Route("/", api.playground),
+        *playground.routes(),
         Route("/v1/chat/completions", api.chat, methods=["POST"]),
         Route("/v1/completions", api.text, methods=["POST"]),
         Route("/v1/models", api.models),
@@ -219,27 +135,14 @@ def build_app(api: Api, host: str, api_key: str | None = None) -> Starlette:
 
 
 async def _refused(request: Request, error: RequestError) -> Response:
-    return _error_response(error)
+    return error_response(error)
 
 
 async def _not_found(request: Request, error: HTTPException) -> Response:
     message = f"{request.method} {request.url.path!r:.80}: {error.detail}"
-    return _error_response(RequestError(error.status_code, message))
+    return error_response(RequestError(error.status_code, message))
 
 
 async def _failed(request: Request, error: Exception) -> Response:
-    """Return the response to a request on which this program failed.
-
-    The traceback is printed on stderr.
-    """
-    return _error_response(RequestError(500, "the server failed on this request"))
-
-
-def _error_response(error: RequestError) -> Response:
-    return JSONResponse(error.body(), error.status)
-
-
-async def _disconnected(receive: Receive) -> None:
-    """Return when the client has disconnected."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
+    """For errors of this program; the traceback is on stderr."""
+    return error_response(RequestError(500, "the server failed on this request"))

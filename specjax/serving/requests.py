@@ -121,15 +121,11 @@ class RequestReader:
     capacity: int
 
     def read(self, body: bytes, *, chat: bool) -> Completion:
-        """Return the request in a body; `chat` selects the API for chats.
+        """Return the request in a body. May be called from any thread. Raises RequestError."""
+        return self.completion(read_object(body), chat=chat)
 
-        It may be called from any thread. Raises RequestError.
-        """
-        with _refused(None):
-            values = parse_json(body, "the body", "send a JSON object")
-        if not isinstance(values, dict):
-            raise RequestError(400, f"the body is {shown(values)}: send a JSON object")
-        values = {name: value for name, value in values.items() if value is not None}
+    def completion(self, values: Mapping[str, Any], *, chat: bool) -> Completion:
+        """Return the request with these fields. Raises RequestError."""
         field = "messages" if chat else "prompt"
         given = _checked(values, _CHAT if chat else _TEXT, (field, "stream_options"))
         self.check_model(given.get("model", self.model_name))
@@ -140,7 +136,7 @@ class RequestReader:
             raise RequestError(400, f"n={n}: use at most {self.capacity}", "n")
         prompts = []
         for where, prompt in _prompts(values, field, self.capacity // n):
-            with _refused(field):
+            with refused(field):
                 prompts.append(self.engine.encode(prompt, sampling, where))
         return Completion(
             chat=chat,
@@ -175,6 +171,15 @@ class RequestReader:
         return replace(self.defaults, **changes), logprobs
 
 
+def read_object(body: bytes) -> dict[str, Any]:
+    """Return the fields of a JSON object that are not null. Raises RequestError."""
+    with refused(None):
+        values = parse_json(body, "the body", "send a JSON object")
+    if not isinstance(values, dict):
+        raise RequestError(400, f"the body is {shown(values)}: send a JSON object")
+    return {name: value for name, value in values.items() if value is not None}
+
+
 def _checked(
     values: Mapping[str, Any], kinds: Fields, read_apart: tuple[str, ...]
 ) -> dict[str, Any]:
@@ -186,7 +191,7 @@ def _checked(
     for name, value in values.items():
         if name in kinds:
             value = [value] if name == "stop" and isinstance(value, str) else value
-            with _refused(name):
+            with refused(name):
                 checked[name] = kinds[name].check(name, value)
         elif name in _WITHOUT_EFFECT:
             if not any(value == one for one in _WITHOUT_EFFECT[name]):
@@ -203,8 +208,8 @@ def _checked(
 
 
 @contextmanager
-def _refused(field: str | None) -> Iterator[None]:
-    """Raise RequestError with status 400, naming the field, in place of InputError."""
+def refused(field: str | None) -> Iterator[None]:
+    """Raise RequestError with status 400 in place of InputError."""
     try:
         yield
     except NoRoomError as error:
@@ -256,5 +261,5 @@ def _include_usage(values: Mapping[str, Any], *, stream: bool) -> bool:
         if name not in known:
             message = unknown_name("stream_options.", name, value, known)
             raise RequestError(400, message, "stream_options")
-    with _refused("stream_options"):
+    with refused("stream_options"):
         return Flag().check("stream_options.include_usage", options.get("include_usage", False))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,26 +13,34 @@ from specjax import metrics
 from specjax.cli.console import Marker
 from specjax.decoding.engine.outputs import ABORTED, Delta, Output
 from specjax.loading.tokenizers.tokenizer import Tokenizer
-from specjax.serving.engine_thread import Reply
 from specjax.serving.requests import Completion, RequestError
+
+DONE = b"data: [DONE]\n\n"
+"""The last event of a stream."""
 
 
 @dataclass(frozen=True)
 class ResponseWriter:
     """A writer of the response to one request, in which the model is called `model`.
 
-    Tokens have no text, and are represented by their ids in log-probabilities, if the model has no
-    `tokenizer`.
+    Tokens have no text, and are left out of log-probabilities, if the model has no `tokenizer`.
+    `drafters` are the names of the engine's drafters.
     """
 
     request: Completion
     model: str
     tokenizer: Tokenizer | None
+    drafters: Sequence[str]
     id: str = field(default_factory=lambda: f"cmpl-{uuid.uuid4().hex}")
     created: int = field(default_factory=lambda: int(time.time()))
 
-    async def whole(self, reply: Reply) -> dict[str, Any]:
-        """Return the response once all samples have ended. Raises RequestError if one failed."""
+    @property
+    def stream(self) -> bool:
+        """Whether the response is a stream of events."""
+        return self.request.stream
+
+    async def whole(self, reply: AsyncIterable[tuple[int, Delta]]) -> dict[str, Any]:
+        """Return the response once all samples have ended. Raises RequestError for failed ones."""
         outputs: dict[int, Output] = {}
         async for prompt, delta in reply:
             if delta.output is not None:
@@ -41,7 +49,7 @@ class ResponseWriter:
         choices = []
         for index, output in sorted(outputs.items()):
             whole = Delta(
-                output.id, output.sample, output.token_ids, output.was_drafted(), output.text
+                output.id, output.sample, output.token_ids, output.drafter_of_tokens(), output.text
             )
             content: dict[str, Any] = {"text": output.text}
             if self.request.chat:
@@ -52,15 +60,18 @@ class ResponseWriter:
                     **content,
                     "logprobs": self._logprobs(output.token_ids, output.logprobs),
                     "finish_reason": output.finish_reason,
-                    "specjax": {**_tokens(whole, Marker(self.tokenizer)), **acceptance(output)},
+                    "specjax": {
+                        **self._tokens(whole, Marker(self.tokenizer)),
+                        **acceptance(output),
+                    },
                 }
             )
         kind = "chat.completion" if self.request.chat else "text_completion"
         completion = sum(len(output.token_ids) for output in outputs.values())
         return {**self._head(kind), "choices": choices, "usage": self._usage(completion)}
 
-    async def events(self, reply: Reply) -> AsyncIterator[bytes]:
-        """Yield the response as server-sent events; a failure is sent as the last event."""
+    async def events(self, reply: AsyncIterable[tuple[int, Delta]]) -> AsyncIterator[bytes]:
+        """The response in server-sent events as it comes; a failure is the last of them."""
         completion, markers = 0, {}
         try:
             async for prompt, delta in reply:
@@ -71,16 +82,16 @@ class ResponseWriter:
                 first = index not in markers
                 marker = markers.setdefault(index, Marker(self.tokenizer))
                 choice = self._delta_choice(index, delta, first=first)
-                choice["specjax"] = _tokens(delta, marker)
+                choice["specjax"] = self._tokens(delta, marker)
                 if delta.output is not None:
                     choice["specjax"] |= acceptance(delta.output)
                 yield self._event([choice])
         except RequestError as error:
-            yield _event(error.body())
+            yield event(error.body())
         else:
             if self.request.include_usage:
                 yield self._event([], self._usage(completion))
-        yield b"data: [DONE]\n\n"
+        yield DONE
 
     def _index(self, prompt: int, delta: Delta) -> int:
         return prompt * self.request.n + delta.sample
@@ -103,7 +114,7 @@ class ResponseWriter:
         kind = "chat.completion.chunk" if self.request.chat else "text_completion"
         # As in OpenAI's API, every chunk has the field where the last one has its value.
         with_usage = {"usage": usage} if self.request.include_usage else {}
-        return _event({**self._head(kind), "choices": choices, **with_usage})
+        return event({**self._head(kind), "choices": choices, **with_usage})
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
@@ -130,6 +141,16 @@ class ResponseWriter:
                 {"token": name, "logprob": logprob, "bytes": list(text), "top_logprobs": []}
                 for name, logprob, text in zip(shown, logprobs, texts, strict=True)
             ]
+        }
+
+    def _tokens(self, delta: Delta, marker: Marker) -> dict[str, Any]:
+        """The tokens of a delta, and the pieces of its text, each with the name of its drafter."""
+        names = dict(enumerate(self.drafters))
+        return {
+            "token_ids": delta.token_ids,
+            "drafted": delta.drafted,
+            "drafter": [names.get(index) for index in delta.drafter],
+            "pieces": [[text, names.get(index)] for text, index in marker.mark(delta)],
         }
 
     def _token_bytes(self, token: int) -> bytes:
@@ -160,15 +181,6 @@ def acceptance(output: Output) -> dict[str, Any]:
     }
 
 
-def _tokens(delta: Delta, marker: Marker) -> dict[str, Any]:
-    """Return a delta's tokens and the pieces of its text, each with whether it was drafted."""
-    return {
-        "token_ids": delta.token_ids,
-        "drafted": delta.drafted,
-        "pieces": [list(piece) for piece in marker.mark(delta)],
-    }
-
-
 def _check(output: Output) -> None:
     """Raise RequestError for a sample that was aborted or has failed."""
     if output.finish_reason == ABORTED:
@@ -177,5 +189,6 @@ def _check(output: Output) -> None:
         raise RequestError(500, output.error)
 
 
-def _event(value: dict[str, Any]) -> bytes:
+def event(value: dict[str, Any]) -> bytes:
+    """Return a server-sent event with a JSON value."""
     return b"data: " + json.dumps(value, separators=(",", ":")).encode() + b"\n\n"

@@ -16,6 +16,7 @@ from specjax.decoding.engine.engine import Engine
 from specjax.errors import InputError
 from specjax.serving.app import Api, build_app
 from specjax.serving.engine_thread import EngineThread
+from specjax.serving.playground_api import Playground
 from specjax.serving.requests import RequestReader
 from specjax.serving.serve_config import ServeFields
 
@@ -74,8 +75,15 @@ class Server(uvicorn.Server):
         self._listener, self._shutdown_s, self._ready = listener, options.shutdown_s, ready
         reader = RequestReader(engine, options.model_name, options.sampling, self._engine.capacity)
         api = Api(self._engine, reader, options.max_body_bytes)
+        self._playground = Playground(
+            engine.session,
+            options.model_name,
+            options.sampling,
+            options.max_body_bytes,
+            needs_key=api_key is not None,
+        )
         config = uvicorn.Config(
-            build_app(api, options.host, api_key),
+            build_app(api, self._playground, options.host, api_key),
             http="h11",
             ws="none",
             lifespan="off",
@@ -98,9 +106,14 @@ class Server(uvicorn.Server):
         self._ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stop listening, and wait for the running requests to finish."""
-        asyncio.get_running_loop().call_later(self._shutdown_s, self._engine.abort_all)
+        """Stop listening, and wait for the running requests."""
+        asyncio.get_running_loop().call_later(self._shutdown_s, self._abort_all)
         await super().shutdown(sockets)
+        await self._playground.engines.stop()
+
+    def _abort_all(self) -> None:
+        self._engine.abort_all()
+        self._playground.engines.abort_all()
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -602,25 +602,25 @@ class Engine:
             return 0
         logprobs = None if seen.logprobs is None else seen.logprobs[row, :new]
         try:
-            fresh, drafted, text = request.follower.follow(
+            fresh, drafter, text = request.follower.follow(
                 status, seen.tokens[row, :new].tolist(), logprobs, counts, first_round
             )
         except InputError as refused:  # tokens without text end this request only
             request.follower.end_without_text(str(refused))
-            fresh, drafted, text = [], [], ""
+            fresh, drafter, text = [], [], ""
         gap = request.see_tokens(len(fresh), self._clock_s)
         if gap is not None:
             self.statistics.between_tokens_s.extend([gap] * len(fresh))
         if not request.ended:
-            self._ready.append(_delta(request, fresh, drafted, text))
+            self._ready.append(_delta(request, fresh, drafter, text))
             return len(fresh)
         if status == RUNNING:
             self._ended_slots.add(self._scheduler.slots.index(request))
-        self._end(request, fresh, drafted, text)
+        self._end(request, fresh, drafter, text)
         return len(fresh)
 
-    def _end(self, request: Request, fresh: list[int], drafted: list[bool], text: str) -> None:
-        """Queue a request's last delta, and free its slot and its id."""
+    def _end(self, request: Request, fresh: list[int], drafter: list[int], text: str) -> None:
+        """Make a request's last delta ready; its slot is free, and its id may be used again."""
         slot = self._scheduler.free(request)
         if request.follower.finish_reason == ABORTED and slot is not None:
             self._ended_slots.add(slot)
@@ -632,7 +632,7 @@ class Engine:
         if output.failure is not None:
             failed = {f"request {shown(request.id)}": output.failure}
             output = replace(output, error=failure_message(self.session.model, failed))
-        last = _delta(request, fresh, drafted, text)
+        last = _delta(request, fresh, drafter, text)
         self._ready.append(replace(last, finish_reason=output.finish_reason, output=output))
         if self._outputs.maxlen and output.failure is None and output.finish_reason != ABORTED:
             self._outputs.append((request.row.prompt, output.token_ids))
@@ -659,10 +659,10 @@ class Engine:
         self._rows.free()
 
 
-def _delta(request: Request, fresh: list[int], drafted: list[bool], text: str) -> Delta:
-    """Return the delta of a request with the tokens and text that a step added."""
+def _delta(request: Request, fresh: list[int], drafter: list[int], text: str) -> Delta:
+    """What a step added to a request."""
     logprobs = request.follower.newest_logprobs(len(fresh))
-    return Delta(request.id, request.row.sample, fresh, drafted, text, logprobs=logprobs)
+    return Delta(request.id, request.row.sample, fresh, drafter, text, logprobs=logprobs)
 
 
 def _record(session: Session, limits: Limits, seen: Seen, seconds: float) -> StepRecord:

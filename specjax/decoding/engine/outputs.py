@@ -12,6 +12,7 @@ from jaxtyping import Bool, Float
 
 from specjax.decoding.engine.stop_strings import OutputText, truncate_rounds
 from specjax.decoding.state import FAILED, FULL, STOPPED, Rounds
+from specjax.drafters.turns import NO_DRAFTER
 from specjax.loading.model import Model
 from specjax.loading.tokenizers.tokenizer import Tokenizer
 
@@ -77,7 +78,11 @@ class Output:
 
     def was_drafted(self) -> list[bool]:
         """Return, for each new token, whether the drafter had proposed it."""
-        return was_drafted(self.rounds)
+        return [drafter != NO_DRAFTER for drafter in self.drafter_of_tokens()]
+
+    def drafter_of_tokens(self) -> list[int]:
+        """Return, for each new token, the index of the drafter that had proposed it, or -1."""
+        return drafter_of_tokens(self.rounds)
 
 
 @dataclass(frozen=True)
@@ -85,26 +90,32 @@ class Delta:
     """The output that a step added to one request.
 
     `text` is final, but may lag behind `token_ids` by an incomplete character or a possible stop
-    string. `drafted` says which tokens the drafter had proposed; `logprobs` are the tokens'
-    log-probabilities, or None unless requested. `finish_reason` and `output` are None until the
-    last delta of the sample.
+    string. `drafter` is the index of the drafter that had proposed each token, or -1 for tokens of
+    the target's own; `logprobs` are those of the tokens, None unless requested. `finish_reason` and
+    `output` are None until the last delta of the request or its sample.
     """
 
     id: RequestId
     sample: int
     token_ids: list[int]
-    drafted: list[bool]
+    drafter: list[int]
     text: str
     finish_reason: str | None = None
     output: Output | None = field(default=None, repr=False)
     logprobs: list[float] | None = None
 
+    @property
+    def drafted(self) -> list[bool]:
+        """Whether a drafter had proposed each token."""
+        return [drafter != NO_DRAFTER for drafter in self.drafter]
 
-def was_drafted(rounds: Rounds) -> list[bool]:
-    """Return, for each token that a row emitted in `rounds` ([R]), whether it was drafted."""
+
+def drafter_of_tokens(rounds: Rounds) -> list[int]:
+    """Return, for each token that a row emitted in its rounds, its drafter's index or -1."""
+    counts = (part.tolist() for part in (rounds.drafter, rounds.accepted, rounds.emitted))
     return [
-        index < accepted
-        for accepted, count in zip(rounds.accepted.tolist(), rounds.emitted.tolist(), strict=True)
+        drafter if index < passed else NO_DRAFTER
+        for drafter, passed, count in zip(*counts, strict=True)
         for index in range(max(count, 0))
     ]
 
@@ -157,8 +168,8 @@ class Follower:
         logprobs: Float[np.ndarray, "T"] | None,
         rounds: Rounds,
         first_round: int,
-    ) -> tuple[list[int], list[bool], str]:
-        """Add a step's tokens; return new tokens, whether each was drafted, and new text.
+    ) -> tuple[list[int], list[int], str]:
+        """Add a step's tokens; return new tokens, the drafter of each or -1, and new text.
 
         `status` is the row's status after the step, and `rounds` are the step's counts [R], the
         first of which was the engine's round `first_round`. The text is final. If the row ended or
@@ -183,7 +194,7 @@ class Follower:
             self.logprobs += logprobs[: len(fresh)].tolist()
         if len(rounds.emitted):
             self._rounds.append(rounds)
-        return fresh, was_drafted(rounds), text
+        return fresh, drafter_of_tokens(rounds), text
 
     def newest_logprobs(self, count: int) -> list[float] | None:
         """Return the log-probabilities of the last `count` tokens, or None unless requested."""

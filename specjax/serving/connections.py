@@ -1,0 +1,109 @@
+"""Bodies of requests, and responses that end when their client leaves."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterable, AsyncIterator
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from specjax.decoding.engine.outputs import Delta
+from specjax.serving.engine_thread import EngineThread, Reply
+from specjax.serving.requests import RequestError
+
+_BODY_S = 30.0
+"""Seconds in which the body of a request must arrive."""
+_DISCARDED = 16
+"""Of so many times the largest body, the rest is read before it is refused: a client that still
+sends reads no response."""
+_EVENT_HEADERS = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",  # nginx would collect events
+}
+
+
+@runtime_checkable
+class Writer(Protocol):
+    """Writes a reply as a whole, or as events if `stream` is true."""
+
+    stream: bool
+
+    async def whole(self, reply: AsyncIterable[tuple[int, Delta]]) -> dict[str, Any]:
+        """Return the JSON of the response. Raises RequestError."""
+
+    def events(self, reply: AsyncIterable[tuple[int, Delta]]) -> AsyncIterator[bytes]:
+        """The events of the response; a failure is one of them."""
+
+
+@dataclass
+class Answer:
+    """An ASGI response with what a reply becomes; the request is aborted if the client leaves."""
+
+    engine: EngineThread
+    reply: Reply
+    writer: Writer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the response, until it is complete or the client has disconnected."""
+        sending = self._events(send) if self.writer.stream else self._whole(scope, receive, send)
+        tasks = [asyncio.create_task(sending), asyncio.create_task(_disconnected(receive))]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if tasks[0].done():
+                tasks[0].result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            self.engine.cancel(self.reply)
+
+    async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            response = JSONResponse(await self.writer.whole(self.reply))
+        except RequestError as error:
+            response = error_response(error)
+        await response(scope, receive, send)
+
+    async def _events(self, send: Send) -> None:
+        headers = [(name.encode(), value.encode()) for name, value in _EVENT_HEADERS.items()]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        async for event in self.writer.events(self.reply):
+            await send({"type": "http.response.body", "body": event, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+
+async def read_body(request: Request, most: int) -> bytes:
+    """Return the body of a request, of at most so many bytes. Raises RequestError."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        # Also, a browser sends this type to another site only if that site allows it.
+        raise RequestError(415, f"content-type {kind!r:.60}: send application/json")
+    body, size = bytearray(), 0
+    try:
+        async with asyncio.timeout(_BODY_S):
+            async for piece in request.stream():
+                size += len(piece)
+                if size <= most:
+                    body += piece
+                elif size > _DISCARDED * most:
+                    break
+    except TimeoutError:
+        raise RequestError(408, f"the body took more than {_BODY_S:g} seconds") from None
+    if size > most:
+        raise RequestError(413, f"the body has more than {most} bytes: send a smaller request")
+    return bytes(body)
+
+
+def error_response(error: RequestError) -> Response:
+    """Return OpenAI's error object with its status."""
+    return JSONResponse(error.body(), error.status)
+
+
+async def _disconnected(receive: Receive) -> None:
+    """Return when the client has disconnected."""
+    while (await receive())["type"] != "http.disconnect":
+        pass

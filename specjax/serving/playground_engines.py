@@ -1,0 +1,285 @@
+"""Engines of the playground: one for each drafter and rule chosen on the page, and few at a time.
+
+They decode one row each, over the weights that the server has loaded, beside the engine that serves
+/v1. Draft lengths are numbers that their programs take, so that length 0 is plain decoding.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import anyio.to_thread
+
+from specjax.controllers import Auto, Controller, Limits, StepRecord, StepSizes
+from specjax.controllers.fixed import up_to
+from specjax.decoding.engine.engine import Engine
+from specjax.decoding.options import AUTO, FIXED, RULE_NAME
+from specjax.decoding.sampling_params import SamplingParams
+from specjax.decoding.session import Session, plan_engine
+from specjax.drafters import DRAFTERS, LoadedDrafter, check_options, make_drafter
+from specjax.drafters.by_name.registry import TRAINED
+from specjax.errors import InputError
+from specjax.fields import Choice, Either, Whole
+from specjax.loading.find_head import shipped_heads
+from specjax.sampling import RULES
+from specjax.serving.engine_thread import EngineThread, warm_up
+from specjax.serving.requests import RequestError, refused
+
+MOST_ENGINES = 3
+"""The most engines of the playground; the one not used for longest makes room for another."""
+_MOST_ASKING = 16
+"""Requests of the playground that may run or wait at once."""
+_NOT_OFFERED = {
+    "none": "a draft length of 0 is plain decoding",
+    "quantized": "it needs another copy of the weights; start the server with it",
+}
+
+
+class ChosenLength(Controller):
+    """A controller of the length that was chosen last; keeps what `auto` has learned meanwhile."""
+
+    def __init__(self) -> None:
+        self.length: int | str = AUTO
+        self._auto = Auto()
+
+    def init(self, sizes: StepSizes) -> tuple[StepSizes, Any]:
+        """Return the sizes and the state of `Auto`."""
+        return sizes, self._auto.init(sizes)
+
+    def choose(
+        self, state: tuple[StepSizes, Any], unfinished: int, most_rounds: int
+    ) -> tuple[Limits, int, tuple[StepSizes, Any]]:
+        """Return the limits of the chosen length, or those of `Auto`."""
+        sizes, learned = state
+        if isinstance(self.length, int):
+            return up_to(sizes, self.length), most_rounds, state
+        limits, rounds, learned = self._auto.choose(learned, unfinished, most_rounds)
+        return limits, rounds, (sizes, learned)
+
+    def update(self, state: tuple[StepSizes, Any], record: StepRecord) -> tuple[StepSizes, Any]:
+        """Return what was learned from a step, if `Auto` chose it."""
+        sizes, learned = state
+        return (
+            state if isinstance(self.length, int) else (sizes, self._auto.update(learned, record))
+        )
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a page has chosen: a drafter and a rule by name, and a draft length or "auto"."""
+
+    drafter: str
+    rule: str
+    length: int | str = AUTO
+
+
+@dataclass(eq=False)
+class PlaygroundEngine:
+    """An engine for one drafter and rule; `lock` is held while it answers."""
+
+    thread: EngineThread
+    lengths: ChosenLength
+    compile_s: float
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    num_asking: int = 0
+
+    @property
+    def session(self) -> Session:
+        """The session that it decodes with."""
+        return self.thread.engine.session
+
+    @property
+    def longest(self) -> int:
+        """The longest draft, in tokens of a chain or nodes of a tree."""
+        return self.session.plan.drafter.num_nodes
+
+
+class PlaygroundEngines:
+    """At most `MOST_ENGINES` engines beside the one of `session`, by drafter and rule.
+
+    Only drafters of the server's own session, those without weights, and heads that come with
+    specjax are made: nothing that a request says is a path or the name of a model. `defaults` is
+    the sampling that their programs are compiled for.
+    """
+
+    def __init__(self, session: Session, defaults: SamplingParams) -> None:
+        self._session, self._defaults = session, defaults
+        self._kept: OrderedDict[tuple[str, str], PlaygroundEngine] = OrderedDict()
+        self._making = asyncio.Lock()
+        self._num_asking = 0
+        self._own = _own_drafters(session)
+
+    @property
+    def longest(self) -> int:
+        """The longest draft of the drafter that the server was started with."""
+        return self._session.plan.drafter.num_nodes
+
+    @property
+    def default(self) -> Setting:
+        """The drafter, the rule and the length that the server was started with."""
+        options = self._session.options
+        length = options.fixed_draft_length
+        if options.num_speculative_tokens == FIXED:
+            length = self.longest
+        return Setting(
+            self._session.plan.drafter.name, options.verify.name, AUTO if length is None else length
+        )
+
+    def offers(self) -> dict[str, dict[str, Any]]:
+        """Return, for each drafter by name, why it or some rules with it cannot be chosen.
+
+        `reason` is None for a drafter that can be, and `rules` has a reason or None for each rule.
+        Nothing large is loaded, but this takes a moment.
+        """
+        heads = shipped_heads().get(self._session.model.name, [])
+        joined = [f"ngram+{kind}" for kind in heads if not DRAFTERS[kind].alone]
+        names = dict.fromkeys((*self._own, *DRAFTERS, *joined))
+        return {name: self._offer(name, heads) for name in names}
+
+    def read(self, values: dict[str, Any]) -> Setting:
+        """Return the setting of a request, and remove it from the fields. Raises RequestError."""
+        default = self.default
+        names = (*dict.fromkeys((*self._own, *DRAFTERS, *(f"ngram+{one}" for one in TRAINED))),)
+        given = {name: values.pop(name, getattr(default, name)) for name in vars(default)}
+        kinds = {
+            "drafter": Choice(names),
+            "rule": RULE_NAME,
+            "length": Either((Choice((AUTO,)), Whole(0)), remedy="use auto or a whole number"),
+        }
+        for name, kind in kinds.items():
+            with refused(name):
+                given[name] = kind.check(name, given[name])
+        return Setting(**given)
+
+    @asynccontextmanager
+    async def using(self, setting: Setting) -> AsyncIterator[PlaygroundEngine]:
+        """The engine for a setting, to this caller alone, made if there is none.
+
+        Raises RequestError for a setting that the model does not allow, and if too many ask.
+        """
+        if self._num_asking >= _MOST_ASKING:
+            raise _busy(f"{self._num_asking} requests of the playground run or wait")
+        self._num_asking += 1
+        try:
+            engine = await self._engine(setting)
+            try:
+                async with engine.lock:
+                    if engine.thread.failure is not None:
+                        raise RequestError(500, "the engine has failed: ask again")
+                    if setting.length != AUTO and setting.length > engine.longest:
+                        message = f"length={setting.length}: {setting.drafter} drafts at most "
+                        raise RequestError(400, f"{message}{engine.longest} tokens", "length")
+                    engine.lengths.length = setting.length
+                    yield engine
+            finally:
+                engine.num_asking -= 1
+        finally:
+            self._num_asking -= 1
+
+    async def stop(self) -> None:
+        """End them, and what they decode."""
+        for engine in list(self._kept.values()):
+            await anyio.to_thread.run_sync(engine.thread.stop)
+        self._kept.clear()
+
+    def abort_all(self) -> None:
+        """Abort what they decode."""
+        for engine in self._kept.values():
+            engine.thread.abort_all()
+
+    async def _engine(self, setting: Setting) -> PlaygroundEngine:
+        key = (setting.drafter, setting.rule)
+        async with self._making:
+            if key not in self._kept:
+                if len(self._kept) >= MOST_ENGINES:
+                    await self._remove_one()
+                made = await anyio.to_thread.run_sync(self._make, setting)
+                made.thread.start(on_failure=lambda: self._kept.pop(key, None))
+                self._kept[key] = made
+            self._kept.move_to_end(key)
+            self._kept[key].num_asking += 1
+            return self._kept[key]
+
+    async def _remove_one(self) -> None:
+        """Remove the engine that was not used for longest. Raises RequestError if all are used."""
+        unused = [key for key, engine in self._kept.items() if not engine.num_asking]
+        if not unused:
+            raise _busy(f"all {MOST_ENGINES} engines of the playground are in use")
+        await anyio.to_thread.run_sync(self._kept.pop(unused[0]).thread.stop)
+
+    def _make(self, setting: Setting) -> PlaygroundEngine:
+        """Return a compiled engine. Raises RequestError for what the model does not allow."""
+        begun, lengths = time.perf_counter(), ChosenLength()
+        with refused("drafter"):
+            heads = shipped_heads().get(self._session.model.name, [])
+            if reason := self._not_offered(setting.drafter, heads):
+                raise InputError(f"drafter={setting.drafter}: {reason}")
+            drafter = self._drafter(setting.drafter)
+            engine = Engine.of(self._planned(drafter, setting.rule, lengths))
+            warm_up(engine, self._defaults)
+        thread = EngineThread(engine, max_waiting=0)
+        return PlaygroundEngine(thread, lengths, time.perf_counter() - begun)
+
+    def _planned(self, drafter: LoadedDrafter, rule: str, lengths: ChosenLength) -> Session:
+        own = self._session.options
+        verify = own.verify if own.verify.name == rule else RULES[rule]
+        options = replace(own.controlled_by(lengths), batch_size=1, verify=verify)
+        return plan_engine(self._session.model, drafter, options)
+
+    def _drafter(self, name: str) -> LoadedDrafter:
+        if name in self._own:
+            return self._own[name]
+        length = self._session.options.fixed_draft_length
+        return make_drafter(name, self._session.model, num_speculative_tokens=length)
+
+    def _offer(self, name: str, heads: list[str]) -> dict[str, Any]:
+        rules: dict[str, str | None] = dict.fromkeys(RULES)
+        reason = self._not_offered(name, heads)
+        # A head drafts a chain, which all rules take; to load it takes long.
+        if reason is None and (name in self._own or not _trained_parts(name)):
+            for rule in RULES:
+                try:
+                    self._planned(self._drafter(name), rule, ChosenLength())
+                except InputError as error:
+                    rules[rule] = str(error)
+        return {"reason": reason, "rules": rules}
+
+    def _not_offered(self, name: str, heads: list[str]) -> str | None:
+        """Return why a drafter cannot be made, or None."""
+        if name in self._own:
+            return None
+        if name in _NOT_OFFERED:
+            return _NOT_OFFERED[name]
+        if missing := [part for part in _trained_parts(name) if part not in heads]:
+            return (
+                f"no {missing[0]} head comes with specjax for {self._session.model.name}; start "
+                "the server with one"
+            )
+        try:
+            check_options(name, None, {})
+        except InputError as error:
+            return str(error)
+        return None
+
+
+def _own_drafters(session: Session) -> dict[str, LoadedDrafter]:
+    """Return the drafters that a session has loaded, together and each alone, by name."""
+    turns, params = session.drafter
+    alone = {
+        part.name: LoadedDrafter(part, own) for part, own in zip(turns.parts, params, strict=True)
+    }
+    return {turns.name: session.drafter, **alone}
+
+
+def _trained_parts(name: str) -> list[str]:
+    return [part for part in name.split("+") if part in TRAINED]
+
+
+def _busy(message: str) -> RequestError:
+    return RequestError(429, f"{message}: try again later", code="rate_limit_exceeded")
