@@ -446,7 +446,7 @@ def test_many_clients_of_whom_some_vanish(engine, count):
 
 
 def test_slow_bodies_and_connections_that_say_nothing(url, monkeypatch):
-    monkeypatch.setattr("specjax.serving.app._BODY_S", 0.2)
+    monkeypatch.setattr("specjax.serving.connections._BODY_S", 0.2)
     with contextlib.closing(connect(url)) as quiet, contextlib.closing(connect(url)) as slow:
         quiet.connect()
         slow.putrequest("POST", "/v1/completions")
