@@ -93,7 +93,7 @@ class Api:
 
 
 class RequireKey:
-    """Middleware that refuses requests to /v1 and /playground without the key."""
+    """Middleware that refuses requests to /v1 and /playground that lack the API key."""
 
     def __init__(self, app: ASGIApp, key: str) -> None:
         self._app, self._expected = app, f"Bearer {key}".encode()
@@ -110,7 +110,7 @@ class RequireKey:
 
 
 def build_app(api: Api, playground: Playground, host: str, api_key: str | None = None) -> Starlette:
-    """Return the ASGI application that listens on `host`; a key is asked for all that decodes."""
+    """Return the ASGI application for `host`; with `api_key`, all that decodes requires the key."""
     middleware = []
     if host in _LOOPBACK:
         # A page of another site whose name was made to point here is not answered.
@@ -144,5 +144,5 @@ async def _not_found(request: Request, error: HTTPException) -> Response:
 
 
 async def _failed(request: Request, error: Exception) -> Response:
-    """For errors of this program; the traceback is on stderr."""
+    """Return the response to a request on which this program failed; stderr has the traceback."""
     return error_response(RequestError(500, "the server failed on this request"))

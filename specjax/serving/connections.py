@@ -1,4 +1,4 @@
-"""Bodies of requests, and responses that end when their client leaves."""
+"""Read the bodies of requests, and send responses that end when the client disconnects."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from specjax.serving.engine_thread import EngineThread, Reply
 from specjax.serving.requests import RequestError
 
 _BODY_S = 30.0
-"""Seconds in which the body of a request must arrive."""
+"""Seconds within which the body of a request must arrive."""
 _DISCARDED = 16
-"""Of so many times the largest body, the rest is read before it is refused: a client that still
-sends reads no response."""
+"""A body of up to this many times the largest size is read to its end before it is refused, since a
+client that is still sending reads no response."""
 _EVENT_HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache",
@@ -29,7 +29,7 @@ _EVENT_HEADERS = {
 
 @runtime_checkable
 class Writer(Protocol):
-    """Writes a reply as a whole, or as events if `stream` is true."""
+    """A writer of an engine's reply: as one JSON object, or as events if `stream` is true."""
 
     stream: bool
 
@@ -37,12 +37,12 @@ class Writer(Protocol):
         """Return the JSON of the response. Raises RequestError."""
 
     def events(self, reply: AsyncIterable[tuple[int, Delta]]) -> AsyncIterator[bytes]:
-        """The events of the response; a failure is one of them."""
+        """Yield the events of the response; a failure is an event too."""
 
 
 @dataclass
 class Answer:
-    """An ASGI response with what a reply becomes; the request is aborted if the client leaves."""
+    """An ASGI response that sends a reply; the request is aborted if the client disconnects."""
 
     engine: EngineThread
     reply: Reply
@@ -77,7 +77,10 @@ class Answer:
 
 
 async def read_body(request: Request, most: int) -> bytes:
-    """Return the body of a request, of at most so many bytes. Raises RequestError."""
+    """Return the body of a request, of at most `most` bytes.
+
+    Raises RequestError if the body is late, too large or not JSON.
+    """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         # Also, a browser sends this type to another site only if that site allows it.
@@ -99,11 +102,11 @@ async def read_body(request: Request, most: int) -> bytes:
 
 
 def error_response(error: RequestError) -> Response:
-    """Return OpenAI's error object with its status."""
+    """Return a response with OpenAI's error object and the status of `error`."""
     return JSONResponse(error.body(), error.status)
 
 
 async def _disconnected(receive: Receive) -> None:
-    """Return when the client has disconnected."""
+    """Wait until the client has disconnected."""
     while (await receive())["type"] != "http.disconnect":
         pass

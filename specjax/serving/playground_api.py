@@ -1,4 +1,4 @@
-"""The playground's page, and what it asks for: chats with a setting, rounds, plain decoding."""
+"""The playground's page and its endpoints: chats, rounds of answers, plain decoding."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from specjax.serving.requests import Completion, RequestError, RequestReader, re
 from specjax.serving.responses import DONE, ResponseWriter, event
 
 MOST_ANSWERS = 16
-"""Answers whose rounds can be asked for; later ones take the place of the first."""
+"""The number of answers that are kept, so that their rounds can be requested."""
 _MOST_REPLAYS = 4
-"""Answers whose rounds may be asked for at once; they are computed one after another."""
+"""The number of requests for rounds that may wait or run at once; they run one after another."""
 _SEEDS = 1 << 31
 
 
 @dataclass(frozen=True)
 class KeptAnswer:
-    """An answer, and what its rounds and plain decoding are computed from.
+    """An answer, with everything needed to compute its rounds and its plain decoding.
 
     `speed` is in tokens per second after the first step, None for an answer of one step.
     """
@@ -51,7 +51,7 @@ class KeptAnswer:
 
 
 class Playground:
-    """The endpoints of the page; `defaults` is the sampling of what its requests leave out."""
+    """The endpoints of the page; `defaults` has the sampling parameters that a request omits."""
 
     def __init__(
         self,
@@ -81,20 +81,20 @@ class Playground:
         ]
 
     async def page(self, request: Request) -> Response:
-        """GET /: the page (docs/playground.md)."""
+        """Answer GET / with the page (docs/playground.md)."""
         if self._text is None:
             # Its tables and what it offers are computed once.
             self._text = await anyio.to_thread.run_sync(self._page)
         return HTMLResponse(self._text)
 
     async def engine(self, request: Request) -> Response:
-        """POST /playground/engine: make the engine of a setting, and say how long that took."""
+        """Answer POST /playground/engine: make the engine of a setting; return its seconds."""
         setting = await self._setting(request)
         async with self.engines.using(setting) as engine:
             return JSONResponse({"compile_s": engine.compile_s, "longest": engine.longest})
 
     async def chat(self, request: Request) -> ASGIApp:
-        """POST /playground/chat: /v1/chat/completions with a setting, as a stream."""
+        """Answer POST /playground/chat, which is /v1/chat/completions with a setting, streamed."""
         values = await self._values(request)
         setting = self.engines.read(values)
 
@@ -117,7 +117,7 @@ class Playground:
         return _Turn(self.engines, setting, answer)
 
     async def plain(self, request: Request) -> ASGIApp:
-        """POST /playground/answers/{id}/plain: plain decoding of as many tokens, and its speed."""
+        """Answer POST /playground/answers/{id}/plain with the speed of plain decoding."""
         await self._values(request)
         kept = self._kept(request)
         count = len(kept.output.token_ids)
@@ -130,7 +130,7 @@ class Playground:
         return _Turn(self.engines, replace(kept.setting, length=0), answer)
 
     async def rounds(self, request: Request) -> Response:
-        """GET /playground/answers/{id}/rounds: the answer, then a line of JSON for each round."""
+        """Answer GET /playground/answers/{id}/rounds with a line of JSON for each round."""
         answer = self._kept(request)
         if self._num_replays >= _MOST_REPLAYS:
             raise RequestError(429, "the rounds of other answers are being computed: try later")
@@ -185,7 +185,7 @@ class Playground:
 
 
 class _TimedReply:
-    """A reply of one sample; once it was read, `output` is there, and `speed` in tokens/s.
+    """A reply of one sample that, once read, has its `output` and its `speed` in tokens/s.
 
     The speed leaves out the first step, whose tokens come with the prompt's pass. It is None for an
     answer of one step.
@@ -210,12 +210,12 @@ class _TimedReply:
 
 @dataclass(frozen=True)
 class _KeepingWriter(ResponseWriter):
-    """Writes a stream that says at its end under `answer` which answer it was; `keep` gets it."""
+    """A writer whose stream ends with the id of the answer, which it passes to `keep`."""
 
     keep: Callable[[str, Output, float | None], None] = field(kw_only=True)
 
     async def events(self, reply: AsyncIterable[tuple[int, Delta]]) -> AsyncIterator[bytes]:
-        """The events of a chat, and one with the answer's id and tokens per second."""
+        """Yield the events of a chat, then one with the answer's id and tokens per second."""
         timed = _TimedReply(reply)
         async for one in super().events(timed):
             if one == DONE and timed.output is not None:
@@ -226,7 +226,7 @@ class _KeepingWriter(ResponseWriter):
 
 @dataclass(frozen=True)
 class _PlainWriter:
-    """Writes the speed of plain decoding beside that of an answer."""
+    """A writer of two speeds: that of an answer (`speed`) and that of plain decoding."""
 
     speed: float | None
     stream = False
@@ -241,7 +241,7 @@ class _PlainWriter:
 
 @dataclass(frozen=True)
 class _Turn:
-    """An ASGI response by the engine of a setting, once it is made and free."""
+    """An ASGI response that waits for the engine of a setting to exist and to be free."""
 
     engines: PlaygroundEngines
     setting: Setting

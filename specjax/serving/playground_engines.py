@@ -1,4 +1,4 @@
-"""Engines of the playground: one for each drafter and rule chosen on the page, and few at a time.
+"""The playground's engines: one per drafter and rule chosen on the page, and few at a time.
 
 They decode one row each, over the weights that the server has loaded, beside the engine that serves
 /v1. Draft lengths are numbers that their programs take, so that length 0 is plain decoding.
@@ -42,7 +42,7 @@ _NOT_OFFERED = {
 
 
 class ChosenLength(Controller):
-    """A controller of the length that was chosen last; keeps what `auto` has learned meanwhile."""
+    """A controller that uses the length chosen last, and keeps what `auto` has learned."""
 
     def __init__(self) -> None:
         self.length: int | str = AUTO
@@ -91,7 +91,7 @@ class PlaygroundEngine:
 
     @property
     def session(self) -> Session:
-        """The session that it decodes with."""
+        """The session of the engine."""
         return self.thread.engine.session
 
     @property
@@ -159,7 +159,7 @@ class PlaygroundEngines:
 
     @asynccontextmanager
     async def using(self, setting: Setting) -> AsyncIterator[PlaygroundEngine]:
-        """The engine for a setting, to this caller alone, made if there is none.
+        """Yield the engine for a setting, for this caller alone; make it if there is none.
 
         Raises RequestError for a setting that the model does not allow, and if too many ask.
         """
@@ -183,13 +183,13 @@ class PlaygroundEngines:
             self._num_asking -= 1
 
     async def stop(self) -> None:
-        """End them, and what they decode."""
+        """Stop all engines and abort their requests."""
         for engine in list(self._kept.values()):
             await anyio.to_thread.run_sync(engine.thread.stop)
         self._kept.clear()
 
     def abort_all(self) -> None:
-        """Abort what they decode."""
+        """Abort the requests of all engines."""
         for engine in self._kept.values():
             engine.thread.abort_all()
 
@@ -207,7 +207,7 @@ class PlaygroundEngines:
             return self._kept[key]
 
     async def _remove_one(self) -> None:
-        """Remove the engine that was not used for longest. Raises RequestError if all are used."""
+        """Remove the engine unused for the longest time; raise RequestError if all are in use."""
         unused = [key for key, engine in self._kept.items() if not engine.num_asking]
         if not unused:
             raise _busy(f"all {MOST_ENGINES} engines of the playground are in use")
