@@ -106,7 +106,7 @@ def test_a_chat_with_a_setting_and_its_rounds(url, chatty, drafter, rule, length
         texts |= one["texts"]
         assert {str(token) for token in one["round"]["tokens"]} <= set(texts)
     status, speeds = post(url, f"/playground/answers/{id}/plain", {})
-    assert status == 200
+    assert status == 200, speeds
     assert all(speed > 0 for speed in speeds.values())
     # Neither is a request of a user.
     assert metrics(url) == before

@@ -24,7 +24,7 @@ from specjax.decoding.session import Session
 from specjax.errors import InputError
 from specjax.playground.page import answer_parts, page
 from specjax.playground.replay_round import RecordedRow
-from specjax.serving.connections import Answer, error_response, read_body
+from specjax.serving.connections import Answer, Writer, error_response, read_body
 from specjax.serving.playground_engines import PlaygroundEngine, PlaygroundEngines, Setting
 from specjax.serving.requests import Completion, RequestError, RequestReader, read_object
 from specjax.serving.responses import DONE, ResponseWriter, event
@@ -225,7 +225,7 @@ class _KeepingWriter(ResponseWriter):
 
 
 @dataclass(frozen=True)
-class _PlainWriter:
+class _PlainWriter(Writer):
     """A writer of two speeds: that of an answer (`speed`) and that of plain decoding."""
 
     speed: float | None
