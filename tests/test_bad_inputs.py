@@ -355,7 +355,7 @@ LINES = [
         for arguments, said in (
             (" --config.layerskip.max_dropout=1.0", r"max_dropout=1.0: use a number in \[0, 1\)"),
             (" --config.layerskip.max_dropout=-0.1", r"max_dropout=-0.1: use a number in \[0, 1\)"),
-            (" --config.layerskip.e_scale=-1", "layerskip.e_scale=-1: use a number"),
+            (" --config.layerskip.e_scale=-1", "layerskip.e_scale=-1.0: use a number"),
             (" --config.layerskip.exits=(0,)", "layerskip.exits.*0.*: use"),
             (" --config.steps=6", "layerskip.rotation=8: the run has steps=6"),
             (" --config.start_from=eagle3", "start_from='eagle3': no head is trained"),

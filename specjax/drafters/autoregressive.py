@@ -211,7 +211,10 @@ class SelfDrafter(ChainDrafter):
 
         if self.shape is None:
             level, missing = chain.last_level(draft, slots)
-            kept = lax.cond(missing, run_leaves, lambda level, kept: kept, level, kept)
+            if context.full_drafts:
+                kept = run_leaves(level, kept)
+            else:
+                kept = lax.cond(missing, run_leaves, lambda level, kept: kept, level, kept)
         else:
             kept = run_leaves(static_tree.leaf_level(self.shape, draft), kept)
             kept = kept.at_slots(np.argsort(static_tree.run_order(self.shape)))
