@@ -70,8 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command with `argv`, by default the process's arguments; return its exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
     if "--list" in argv:
-        print(listing())
-        return 0
+        return command.run(lambda _: print(listing()) or 0, argv)
     return command.run_config(
         lambda config, *, verbose, **_: decode(config, verbose=verbose),
         argv,

@@ -83,3 +83,14 @@ def test_mistakes_are_named(changes, message, monkeypatch):
     given = {"keys": KEY, "tokens": TOKENS, "logq": LOGQ, "logp": LOGP, **changes}
     with pytest.raises(ValueError, match=message):
         sampling.verify_chain(**given)
+
+
+@pytest.mark.parametrize("name", ["overlap", "acceptance_probability", "residual"])
+def test_functions_of_two_distributions_refuse_probabilities(name):
+    function = getattr(sampling, name)
+    p, q = jnp.array([[0.5, 0.5]]), jnp.array([[0.25, 0.75]])
+    function(jnp.log(p), jnp.log(q))
+    with pytest.raises(ValueError, match=r"logp\[0, 0\] is 0.5: pass log-probabilities"):
+        function(p, jnp.log(q))
+    with pytest.raises(ValueError, match=r"logq\[0, 0\] is 0.25: pass log-probabilities"):
+        function(jnp.log(p), q)

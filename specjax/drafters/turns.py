@@ -348,7 +348,10 @@ def check_proposal(drafter: Drafter, proposal: Any, before: Any) -> tuple[Draft,
         kind = type(proposal).__name__
         if isinstance(proposal, tuple):
             kind = f"({', '.join(type(entry).__name__ for entry in proposal)})"
-        raise InputError(f"{name} {kind}; return (Draft, state), even if the state has not changed")
+        cure = "return (Draft, state), even if the state has not changed"
+        if is_pair:
+            cure = "return (Draft, state); trees.chain(tokens, count) makes a Draft of tokens"
+        raise InputError(f"{name} {kind}; {cure}")
     draft, state = proposal
     for field, kind, wanted in (
         ("tokens", jnp.integer, "int32[B, N], by jnp.argmax or .astype(jnp.int32)"),

@@ -1,4 +1,4 @@
-"""Checks of the arguments of `verify_chain` and `verify_tree`.
+"""Checks of the arguments of functions on arrays, such as `verify_chain`.
 
 Every check raises ValueError with one line that names the argument, its value and the remedy.
 Shapes and dtypes are always checked; values only if the arrays are not being traced by JAX.
@@ -76,6 +76,20 @@ def check_log_probabilities(name: str, values: Array) -> None:
             f"{name}{entry}: its probabilities sum to {mass[index]:.4g}; "
             "pass log-probabilities, such as warp(logits, temperature) or jax.nn.log_softmax"
         )
+
+
+def check_at_most_zero(**arrays: Any) -> None:
+    """Raise ValueError for log-probabilities, by name, above 0, such as probabilities are."""
+    for name, values in arrays.items():
+        if is_traced(values):
+            continue
+        above = np.argwhere(np.asarray(values) > _NORMALISED)
+        if len(above):
+            index = tuple(above[0].tolist())
+            raise ValueError(
+                f"{name}[{', '.join(map(str, index))}] is {np.asarray(values)[index]:.4g}: pass "
+                "log-probabilities, such as warp(logits, temperature) or jax.nn.log_softmax"
+            )
 
 
 def one_per_row(name: str, values: Any, batch: int) -> Int[Array, "B"]:

@@ -9,19 +9,27 @@ import jax.numpy as jnp
 from jax.scipy.special import logsumexp
 from jaxtyping import Array, Float
 
+from specjax.sampling.argument_checks import check_at_most_zero
+
 
 def acceptance_probability(
     logp: Float[Array, "*rows V"], logq: Float[Array, "*rows V"]
 ) -> Float[Array, "*rows V"]:
     """Return min(1, p/q) of each token: the probability that it is accepted if it is drafted.
 
-    The result is 0 where p = 0, and 1 where q = 0 < p. (Leviathan et al. 2211.17192.)
+    The result is 0 where p = 0, and 1 where q = 0 < p. Raises ValueError for values above 0.
+    (Leviathan et al. 2211.17192.)
     """
+    check_at_most_zero(logp=logp, logq=logq)
     return jnp.exp(jnp.minimum(log_ratio(logp, logq), 0))
 
 
 def overlap(logp: Float[Array, "*rows V"], logq: Float[Array, "*rows V"]) -> Float[Array, "*rows"]:
-    """Return the sum of min(p, q) = 1 - TV(p, q), the probability that a draft is accepted."""
+    """Return the sum of min(p, q) = 1 - TV(p, q), the probability that a draft is accepted.
+
+    Raises ValueError for values above 0.
+    """
+    check_at_most_zero(logp=logp, logq=logq)
     return jnp.sum(jnp.exp(jnp.minimum(logp, logq)), axis=-1)
 
 
@@ -30,8 +38,10 @@ def residual(
 ) -> Float[Array, "*rows V"]:
     """Return the log-probabilities norm(max(0, p - q)) of the token that replaces a rejected one.
 
-    Where p = q, so that there is no residual, the result is p.
+    Where p = q, so that there is no residual, the result is p. Raises ValueError for values above
+    0.
     """
+    check_at_most_zero(logp=logp, logq=logq)
     excess_logp = excess(logp, logq)
     log_mass = logsumexp(excess_logp, axis=-1, keepdims=True)
     return jnp.where(

@@ -33,8 +33,8 @@ _LOG2 = float(np.log(2))
 class LayerSkipOptions:
     """Layer dropout, the loss of early exits, and the exits that are measured.
 
-    Layers are numbered from 0, and an exit by the number of layers before it, as `exit_layer` of
-    the drafter `early_exit`.
+    Layers are numbered from 0, and an exit by the number of layers before it, which is the
+    drafter's `exit_layer`.
     """
 
     max_dropout: Annotated[float, Number(0.0, 0.999999, remedy="use a number in [0, 1)")] = 0.1
