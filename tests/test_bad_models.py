@@ -35,7 +35,23 @@ LLAMA_CONFIGS = [
     ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types="),
     ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config="),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
-    ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "yarn"),
+    (
+        {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
+        "default, linear, llama3, yarn",
+    ),
+    ({"rope_parameters": {"rope_type": "yarn", "factor": "2"}}, "factor must be a number"),
+    (
+        {"rope_parameters": {"rope_type": "yarn", "factor": -2.0}},
+        "must be a positive number",
+    ),
+    ({"rope_parameters": {"rope_type": "yarn", "truncate": 0}}, "truncate must be true or false"),
+    ({"rope_parameters": {"rope_type": "yarn", "beta_fast": 0.5}}, "must exceed beta_slow=1.0"),
+    ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}}, "rope_theta=1.0: must exceed"),
+    ({"rope_parameters": {"rope_type": "longrope"}}, "long_factor must be lists of numbers"),
+    (
+        {"rope_parameters": {"rope_type": "longrope", "short_factor": [1], "long_factor": [2]}},
+        "rope_scaling.factors: 1 entries",
+    ),
     ({"rope_parameters": {"rope_type": "linear"}}, "factor must be a number"),
     ({"rope_parameters": {"rope_type": "linear", "factor": -1}}, "factor=-1"),
     ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "one set of values"),
@@ -60,7 +76,7 @@ LLAMA_CONFIGS = [
 ]
 FAMILY_CONFIGS = [
     ("qwen3", {"hidden_act": "gelu"}, "hidden_act='gelu': is not supported"),
-    ("qwen3", {"rope_scaling": {"type": "yarn"}, "rope_parameters": None}, "yarn"),
+    ("qwen3", {"rope_scaling": {"type": "ntk"}, "rope_parameters": None}, "ntk"),
     ("qwen3", {"rope_parameters": {"mrope_section": [1]}}, "mrope_section is unknown"),
     ("qwen3", {"layer_types": ["chunked_attention"] * 3}, "layer_types="),
     ("qwen2", {"layer_types": ["sliding_attention"]}, "an entry for each of 3 layers"),
@@ -315,7 +331,7 @@ def test_a_model_whose_announced_modules_are_none(tmp_path):
         ({"llama.expert_count": np.uint32(8)}, "expert_used_count=None: must be a whole number"),
         ({"llama.attention.sliding_window": np.uint32(64)}, "sliding_window=64"),
         ({"llama.rope.dimension_count": np.uint32(8)}, "rope.dimension_count=8"),
-        ({"llama.rope.scaling.type": "yarn"}, "yarn"),
+        ({"llama.rope.scaling.type": "longrope"}, "longrope"),
         ({"llama.surprise": np.uint32(1)}, "llama.surprise"),
         ({"llama.block_count": np.uint32(60_000)}, "60000 layers"),
         ({"llama.block_count": np.uint32(2**32 - 1)}, "num_layers=4294967295: must be"),

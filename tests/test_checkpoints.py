@@ -50,7 +50,8 @@ SCALINGS = {
     "none": None,
     "linear": RopeScaling("linear", factor=4.0),
     "llama3": RopeScaling("llama3", 8.0, 1.0, 4.0, 128),
-    "factors": RopeScaling("factors", factors=(1.0, 1.5, 2.25, 1 / 3)),
+    "factors": RopeScaling("factors", factors=(1.0, 1.5, 2.25, 1 / 3), short_factors=(1.0,) * 4),
+    "yarn": RopeScaling("yarn", factor=4.0, attention_factor=1.1, beta_fast=9.5, truncate=False),
 }
 
 

@@ -105,6 +105,26 @@ def test_untied_biased_and_scaled_models_are_read(tmp_path):
     assert parameter_names.param_shapes(config).keys() == model.params.keys()
 
 
+def test_yarn_is_read(tmp_path):
+    """llama.cpp multiplies the factor that the file states by that of the paper."""
+    keys = gguf_metadata() | {
+        "llama.rope.scaling.type": "yarn",
+        "llama.rope.scaling.factor": np.float32(4),
+        "llama.rope.scaling.original_context_length": np.uint32(16),
+        "llama.rope.scaling.attn_factor": np.float32(1.5),
+        "llama.rope.scaling.yarn_beta_fast": np.float32(8),
+    }
+    path = write_gguf(tmp_path / "a.gguf", keys, gguf_tensors())
+    attention_factor = 1.5 * (0.1 * np.log(4) + 1)
+    assert load_model(path).config.rope_scaling == RopeScaling(
+        "yarn",
+        factor=4.0,
+        original_max_positions=16,
+        attention_factor=attention_factor,
+        beta_fast=8.0,
+    )
+
+
 def test_frequency_factors_are_read(tmp_path):
     factors = np.linspace(1, 8, 8, dtype=np.float32)
     arrays = gguf_tensors() | {"rope_freqs.weight": factors}

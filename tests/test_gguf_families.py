@@ -362,7 +362,12 @@ def u32(name, value):
     [
         ("qwen3", u32("expert_count", 8), "qwen3.expert_count=8"),
         ("qwen3", u32("surprise", 1), "qwen3.surprise=1: is unknown"),
-        ("qwen3", {"rope.scaling.type": "yarn"}, "qwen3.rope.scaling.type='yarn'"),
+        ("qwen3", {"rope.scaling.type": "longrope"}, "qwen3.rope.scaling.type='longrope'"),
+        (
+            "qwen3",
+            {"rope.scaling.type": "yarn", "rope.scaling.yarn_log_multiplier": np.float32(0.1)},
+            "yarn_log_multiplier=0.1: is not supported",
+        ),
         ("qwen2", u32("attention.sliding_window", 5), "sliding_window=5"),
         ("gemma2", {"attn_logit_softcapping": np.float32(-1)}, "attention.softcap=-1"),
         ("glm4", u32("rope.dimension_count", 16), "rotary_width=16"),

@@ -8,7 +8,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from model_files import GOLDENS
+from model_files import GOLDENS, changed
 from safetensors.numpy import load_file
 
 from specjax.errors import InputError
@@ -29,12 +29,43 @@ CONFIG = DecoderConfig(
 )
 
 
-@pytest.mark.parametrize("name", ["grouped_tied", "biased_untied", "llama3", "linear"])
+SCALED = ["llama3", "linear", "yarn", "longrope"]
+
+
+@pytest.mark.parametrize("name", ["grouped_tied", "biased_untied", *SCALED])
 def test_rotary_frequencies_equal_those_of_transformers(name):
     expected = np.load(GOLDENS / name / "golden.npz")["frequencies"]
     actual = rope.frequencies(load_model(GOLDENS / name).config)
     assert actual.dtype == np.float32
     np.testing.assert_allclose(actual, expected, rtol=3e-7)
+
+
+def test_a_model_of_no_more_than_the_original_positions_uses_the_short_factors():
+    """As transformers does for rows of that length; the attention factor stays."""
+    config = load_model(GOLDENS / "longrope").config
+    short = dataclasses.replace(config, max_positions=16)
+    expected = np.load(GOLDENS / "longrope" / "golden.npz")["short_frequencies"]
+    np.testing.assert_allclose(rope.frequencies(short), expected, rtol=3e-7)
+    assert rope.attention_factor(short) == rope.attention_factor(config) == np.sqrt(1.5)
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"factor": 4.0}, 1 + 0.1 * np.log(4)),
+        ({"original_max_position_embeddings": 16}, 1 + 0.1 * np.log(4)),
+        ({"factor": 0.5}, 1.0),
+        ({"factor": 4.0, "attention_factor": 1.5}, 1.5),
+        (
+            {"factor": 4.0, "mscale": 2.0, "mscale_all_dim": 0.5},
+            (1 + 0.2 * np.log(4)) / (1 + 0.05 * np.log(4)),
+        ),
+    ],
+)
+def test_attention_factors_of_yarn(fields, expected, tmp_path):
+    """By the formulas of transformers; without a factor it is the ratio of 64 positions to 16."""
+    copy = changed("linear", tmp_path, rope_parameters={"rope_type": "yarn", **fields})
+    assert rope.attention_factor(load_model(copy).config) == pytest.approx(expected)
 
 
 def test_rows_beyond_the_tokenizer_are_truncated():
@@ -87,6 +118,8 @@ SCALINGS = [
     RopeScaling("linear", factor=2.5),
     RopeScaling("llama3", 8.0, 1.0, 4.0, 16),
     RopeScaling("factors", factors=(1.0, 1.5, 2.0, 32.0)),
+    RopeScaling("factors", 1.0, 1.0, 4.0, 16, (1.0, 1.5, 2.0, 32.0), (1.0, 1.0, 1.5, 2.0), 1.25),
+    RopeScaling("yarn", 4.0, 1.0, 4.0, 16, (), (), 1.1, 8.0, 2.0, truncate=False),
 ]
 
 

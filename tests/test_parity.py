@@ -12,7 +12,7 @@ from specjax.cache import commit
 from specjax.loading.load import load_model
 
 GOLDENS = Path(__file__).parent / "goldens"
-TINY = ("grouped_tied", "biased_untied", "llama3", "linear")
+TINY = ("grouped_tied", "biased_untied", "llama3", "linear", "yarn", "longrope")
 
 
 @pytest.fixture(scope="module")

@@ -76,6 +76,36 @@ MODELS: dict[str, tuple[dict[str, Any], torch.dtype, dict[str, Any]]] = {
         torch.float32,
         {},
     ),
+    "yarn": (
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 100.0,
+                "factor": 4.0,
+                "beta_fast": 4.0,
+                "original_max_position_embeddings": 16,
+            },
+            "num_key_value_heads": 4,
+            "head_dim": 8,
+        },
+        torch.bfloat16,
+        {},
+    ),
+    # Its text exceeds the original positions, so that transformers uses the long factors.
+    "longrope": (
+        {
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 100.0,
+                "short_factor": [1.0, 1.25, 1.5, 1.75],
+                "long_factor": [1.0, 1.5, 2.5, 4.0],
+                "original_max_position_embeddings": 16,
+            },
+            "head_dim": 8,
+        },
+        torch.bfloat16,
+        {},
+    ),
 }
 
 LINES = [
@@ -161,12 +191,15 @@ def tiny_model(name: str) -> None:
     tokens = torch.randint(0, 80, (1, TOKENS))
     with torch.no_grad():
         out = model(tokens, output_hidden_states=True)
+    rotary = model.model.rotary_emb
+    short = {"short_frequencies": rotary.original_inv_freq.numpy()} if name == "longrope" else {}
     np.savez_compressed(
         GOLDENS / name / "golden.npz",
+        **short,
         tokens=tokens.numpy().astype(np.int32),
         logits=out.logits.numpy(),
         layer_input_1=out.hidden_states[1].numpy(),
-        frequencies=model.model.rotary_emb.inv_freq.numpy(),
+        frequencies=rotary.inv_freq.numpy(),
     )
 
 

@@ -27,6 +27,7 @@ from specjax.drafters import DRAFTER_KIND, Drafter, LoadedDrafter, Turns
 from specjax.drafters.none import NoDrafter
 from specjax.errors import InputError
 from specjax.loading.model import MODEL_KIND, Model
+from specjax.loading.user_messages import note
 from specjax.models.layers.attention import CACHE_BLOCK
 
 _DISPATCH_S = {"cpu": 0.001, "accelerator": 0.005}
@@ -178,12 +179,31 @@ def plan_session(
     for name, ids in zip(names, encoded, strict=True):
         check_length(target, name, len(ids), longest, options.max_length)
     totals = [
-        min(len(ids) + request.max_new_tokens, longest)
-        for ids, request in zip(encoded, requests, strict=True)
+        len(ids) + request.max_new_tokens for ids, request in zip(encoded, requests, strict=True)
     ]
+    if options.max_length is None:
+        _say_beyond(target, names, encoded, totals)
     options = replace(options, batch_size=min(options.batch_size, len(prompts)))
-    session = plan_rows(target, drafter, options, max(totals), requests)
+    session = plan_rows(target, drafter, options, min(max(totals), longest), requests)
     return replace(session, prompts=tuple(map(tuple, encoded)), requests=tuple(requests))
+
+
+def _say_beyond(
+    target: Model, names: Sequence[str], prompts: Sequence[Sequence[int]], totals: Sequence[int]
+) -> None:
+    """Log a line if rows of `totals` tokens would exceed the positions that the target has."""
+    positions = target.config.max_positions
+    beyond = [index for index, total in enumerate(totals) if total > positions]
+    if not beyond:
+        return
+    first = beyond[0]
+    others = f" ({len(beyond)} such prompts)" if len(beyond) > 1 else ""
+    count = len(prompts[first])
+    note(
+        f"{names[first]} has {count} tokens, and max_new_tokens={totals[first] - count} would "
+        f"exceed the {positions} positions for which {target.name} is configured; its output ends "
+        f"after {positions - count} tokens{others}"
+    )
 
 
 def plan_rows(

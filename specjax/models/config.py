@@ -34,16 +34,26 @@ class RopeScaling:
 
     `linear` divides every frequency by `factor`. `llama3` (Llama 3.1) divides low frequencies by
     `factor`, keeps high ones, and interpolates between wavelengths of original_max_positions /
-    high_freq_factor and original_max_positions / low_freq_factor tokens. `factors` divides each of
-    the C/2 frequencies by its own factor.
+    high_freq_factor and original_max_positions / low_freq_factor tokens. `yarn` (2309.00071) also
+    keeps high and divides low frequencies; it interpolates by the frequency's index, between the
+    frequencies that turn `beta_fast` and `beta_slow` times in original_max_positions tokens, whose
+    indices are rounded outwards if `truncate`. `factors` divides each of the C/2 frequencies by its
+    own factor; with `short_factors` (LongRoPE, 2402.13753) a model of at most
+    original_max_positions positions uses these. Rotated dimensions of queries and keys are
+    multiplied by `attention_factor`.
     """
 
-    kind: Literal["linear", "llama3", "factors"]
+    kind: Literal["linear", "llama3", "factors", "yarn"]
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_positions: int = 8192
     factors: tuple[float, ...] = ()
+    short_factors: tuple[float, ...] = ()
+    attention_factor: float = 1.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
 
 
 @dataclass(frozen=True)
@@ -208,7 +218,7 @@ class DecoderConfig:
                 f"head_dim={self.head_dim}"
             )
         if self.rope_scaling is not None:
-            _check_scaling(self.rope_scaling, self.rotary_width)
+            _check_scaling(self.rope_scaling, self.rotary_width, self.rope_theta)
         _check_unused(self.unused_tokens, self.vocab_size)
         _check_nested(self)
 
@@ -383,10 +393,10 @@ def _check_experts(experts: Experts) -> None:
         )
 
 
-def _check_scaling(scaling: RopeScaling, width: int) -> None:
-    if scaling.kind not in ("linear", "llama3", "factors"):
-        raise InputError(f"rope_scaling.kind={scaling.kind!r}: use linear, llama3 or factors")
-    positive = {"factor": scaling.factor}
+def _check_scaling(scaling: RopeScaling, width: int, theta: float) -> None:
+    if scaling.kind not in ("linear", "llama3", "factors", "yarn"):
+        raise InputError(f"rope_scaling.kind={scaling.kind!r}: use linear, llama3, factors or yarn")
+    positive = {"factor": scaling.factor, "attention_factor": scaling.attention_factor}
     if scaling.kind == "llama3":
         positive["low_freq_factor"] = scaling.low_freq_factor
         positive["original_max_positions"] = scaling.original_max_positions
@@ -396,13 +406,28 @@ def _check_scaling(scaling: RopeScaling, width: int) -> None:
                 f"rope_scaling.high_freq_factor={scaling.high_freq_factor}: must exceed "
                 f"low_freq_factor={scaling.low_freq_factor}"
             )
-    if scaling.kind == "factors":
-        if len(scaling.factors) != width // 2:
+    if scaling.kind == "yarn":
+        for name in ("original_max_positions", "beta_fast", "beta_slow"):
+            positive[name] = getattr(scaling, name)
+        if not scaling.beta_slow < scaling.beta_fast:
             raise InputError(
-                f"rope_scaling.factors: {len(scaling.factors)} entries, must be one for each of "
-                f"the head_dim/2={width // 2} frequencies"
+                f"rope_scaling.beta_fast={scaling.beta_fast}: must exceed "
+                f"beta_slow={scaling.beta_slow}"
             )
-        positive |= {f"factors[{i}]": value for i, value in enumerate(scaling.factors)}
+        if theta <= 1:
+            raise InputError(f"rope_theta={theta}: must exceed 1 for yarn; repair the config")
+    if scaling.kind == "factors":
+        sets = {"factors": scaling.factors}
+        if scaling.short_factors:
+            sets["short_factors"] = scaling.short_factors
+            positive["original_max_positions"] = scaling.original_max_positions
+        for name, values in sets.items():
+            if len(values) != width // 2:
+                raise InputError(
+                    f"rope_scaling.{name}: {len(values)} entries, must be one for each of "
+                    f"the head_dim/2={width // 2} frequencies"
+                )
+            positive |= {f"{name}[{i}]": value for i, value in enumerate(values)}
     for field, value in positive.items():
         _check_real(f"rope_scaling.{field}", value)
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from specjax.errors import InputError
 from specjax.loading.formats.gguf_file import GgufFile, check_type
+from specjax.loading.formats.huggingface_rope import yarn_attention_factor
 from specjax.loading.typed_fields import Fields
 from specjax.models.config import RopeScaling
 
@@ -36,6 +37,8 @@ _NEUTRAL = {
     "residual_scale": 1.0,
     "embedding_scale": 1.0,
     "rope.scaling.attn_factor": 1.0,
+    "rope.scaling.yarn_attn_factor": 1.0,
+    "rope.scaling.yarn_log_multiplier": 0.0,
     "pooling_type": 0,
 }
 """Keys that are accepted with the value that has no effect, unless a family reads them."""
@@ -88,18 +91,42 @@ def read_scaling(fields: GgufFields, rotary_width: int) -> RopeScaling | None:
     file = fields.file
     kind = fields.text("rope.scaling.type", "none")
     factor = fields.number("rope.scaling.factor", fields.number("rope.scale_linear", 1.0))
-    fields.only("rope.scaling.type", "none", "linear")
+    fields.only("rope.scaling.type", "none", "linear", "yarn")
     # Without a type, a factor means linear scaling, as it does for llama.cpp.
     stated = "rope.scaling.type" in fields.values
-    linear = factor not in (0.0, 1.0) and (kind == "linear" or not stated)
+    scaling = None
+    if kind == "yarn":
+        scaling = _read_yarn(fields, factor or 1.0)
+    elif factor not in (0.0, 1.0) and (kind == "linear" or not stated):
+        scaling = RopeScaling("linear", factor=factor)
     tensor = file.tensors.get("rope_freqs.weight")
     if tensor is None:
-        return RopeScaling("linear", factor=factor) if linear else None
-    if linear or tensor.shape != (rotary_width // 2,):
+        return scaling
+    if scaling is not None or tensor.shape != (rotary_width // 2,):
+        other = "" if scaling is None else f" with {scaling.kind} factor {scaling.factor}"
         raise InputError(
-            f"{file.path}: rope_freqs.weight {list(tensor.shape)} with linear factor {factor} is "
+            f"{file.path}: rope_freqs.weight {list(tensor.shape)}{other} is "
             f"not supported; it must be [{rotary_width // 2}] and the only scaling"
         )
     check_type(file, "rope_freqs.weight")
     factors = file.values(tensor)
     return RopeScaling("factors", factors=tuple(float(str(value)) for value in factors))
+
+
+def _read_yarn(fields: GgufFields, factor: float) -> RopeScaling:
+    """Return the scaling as llama.cpp computes it, with `factor` times the original context."""
+    if not factor > 0:
+        raise fields.fail("rope.scaling.factor", "must be a positive number")
+    fields.only("rope.scaling.yarn_ext_factor", 1.0, -1.0)
+    original = fields.integer(
+        "rope.scaling.original_context_length", fields.integer("context_length")
+    )
+    attention = fields.number("rope.scaling.attn_factor", 1.0)
+    return RopeScaling(
+        "yarn",
+        factor=factor,
+        original_max_positions=original,
+        attention_factor=attention * yarn_attention_factor(factor),
+        beta_fast=fields.number("rope.scaling.yarn_beta_fast", 32.0),
+        beta_slow=fields.number("rope.scaling.yarn_beta_slow", 1.0),
+    )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from specjax.errors import InputError, shown
@@ -10,6 +12,7 @@ from specjax.models.config import DecoderConfig, RopeScaling
 
 _PARTIAL = "partial_rotary_factor"
 _OLDER, _NEWER = "rope_scaling", "rope_parameters"
+_ORIGINAL = "original_max_position_embeddings"
 _KNOWN = {
     "rope_theta",
     "rope_type",
@@ -17,11 +20,16 @@ _KNOWN = {
     "factor",
     "low_freq_factor",
     "high_freq_factor",
-    "original_max_position_embeddings",
+    _ORIGINAL,
     _PARTIAL,
     "attention_factor",
     "short_factor",
     "long_factor",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+    "truncate",
 }
 
 
@@ -83,9 +91,12 @@ def _read_section(fields: Fields, name: str, default: Rope, max_positions: int) 
         return Rope(theta, None, partial)
     if kind == "linear":
         return Rope(theta, RopeScaling("linear", factor=number("factor")), partial)
-    original = rope.get("original_max_position_embeddings", max_positions)
-    if type(original) is not int:
-        raise fields.fail(name, "original_max_position_embeddings must be a whole number")
+    original = next(
+        (value for value in (fields.get(_ORIGINAL), rope.get(_ORIGINAL)) if value is not None),
+        max_positions,
+    )
+    if type(original) is not int or original < 1:
+        raise fields.fail(name, f"{_ORIGINAL} must be a whole number of at least 1")
     if kind == "llama3":
         scaling = RopeScaling(
             "llama3",
@@ -95,15 +106,51 @@ def _read_section(fields: Fields, name: str, default: Rope, max_positions: int) 
             original_max_positions=original,
         )
         return Rope(theta, scaling, partial)
-    factors = rope.get("long_factor")
-    same = isinstance(factors, list) and factors == rope.get("short_factor")
-    if kind == "longrope" and rope.get("attention_factor") == 1.0 and same:
-        # One set of factors for every length: how `write_scaling` spells the factors of a GGUF.
-        if not all(map(is_number, factors)):
-            raise fields.fail(name, "the factors must be numbers")
-        scaling = RopeScaling("factors", factors=tuple(map(float, factors)))
+    if kind not in ("yarn", "longrope"):
+        supported = "default, linear, llama3, yarn or longrope"
+        raise fields.fail(name, f"this rope_type is not supported; use {supported}")
+    factor = number("factor", max_positions / original)
+    if not factor > 0:
+        raise fields.fail(name, "factor must be a positive number")
+    if kind == "yarn":
+        truncate = rope.get("truncate", True)
+        if type(truncate) is not bool:
+            raise fields.fail(name, "truncate must be true or false")
+        usual = yarn_attention_factor(factor)
+        if all(scales := [number(key, 0.0) for key in ("mscale", "mscale_all_dim")]):
+            of_one, of_all = (yarn_attention_factor(factor, scale) for scale in scales)
+            usual = of_one / of_all
+        scaling = RopeScaling(
+            "yarn",
+            factor=factor,
+            original_max_positions=original,
+            attention_factor=number("attention_factor", usual),
+            beta_fast=number("beta_fast", 0.0) or 32.0,
+            beta_slow=number("beta_slow", 0.0) or 1.0,
+            truncate=truncate,
+        )
         return Rope(theta, scaling, partial)
-    raise fields.fail(name, "this rope_type is not supported; use default, linear or llama3")
+    long, short = rope.get("long_factor"), rope.get("short_factor")
+    for factors in (long, short):
+        if not isinstance(factors, list) or not all(map(is_number, factors)):
+            raise fields.fail(name, "short_factor and long_factor must be lists of numbers")
+    usual = 1.0
+    if factor > 1 and original > 1:
+        usual = math.sqrt(1 + math.log(factor) / math.log(original))
+    scaling = RopeScaling(
+        "factors",
+        factors=tuple(map(float, long)),
+        attention_factor=number("attention_factor", usual),
+    )
+    if short != long:
+        short = tuple(map(float, short))
+        scaling = replace(scaling, short_factors=short, original_max_positions=original)
+    return Rope(theta, scaling, partial)
+
+
+def yarn_attention_factor(factor: float, scale: float = 1.0) -> float:
+    """Return YaRN's attention factor for `factor` times the context (2309.00071, equation 22)."""
+    return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
 
 def write_rope(config: DecoderConfig, **more: Any) -> dict[str, Any]:
@@ -130,13 +177,24 @@ def write_scaling(config: DecoderConfig) -> dict[str, Any]:
             "factor": scaling.factor,
             "low_freq_factor": scaling.low_freq_factor,
             "high_freq_factor": scaling.high_freq_factor,
-            "original_max_position_embeddings": scaling.original_max_positions,
+            _ORIGINAL: scaling.original_max_positions,
         }
+    if scaling.kind == "yarn":
+        return {
+            "rope_type": "yarn",
+            "factor": scaling.factor,
+            "attention_factor": scaling.attention_factor,
+            "beta_fast": scaling.beta_fast,
+            "beta_slow": scaling.beta_slow,
+            "truncate": scaling.truncate,
+            _ORIGINAL: scaling.original_max_positions,
+        }
+    short = scaling.short_factors
     return {
         "rope_type": "longrope",
         "factor": 1.0,
-        "attention_factor": 1.0,
-        "short_factor": list(scaling.factors),
+        "attention_factor": scaling.attention_factor,
+        "short_factor": list(short or scaling.factors),
         "long_factor": list(scaling.factors),
-        "original_max_position_embeddings": config.max_positions,
+        _ORIGINAL: scaling.original_max_positions if short else config.max_positions,
     }

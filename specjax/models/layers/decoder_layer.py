@@ -22,7 +22,7 @@ from specjax.models.layers.experts_on_mesh import mix_on_mesh
 from specjax.models.layers.matmul import ChosenKernel, product
 from specjax.models.layers.norm import layer_norm, rms_norm
 from specjax.models.layers.quantized import QuantizedKernel
-from specjax.models.layers.rope import frequencies
+from specjax.models.layers.rope import attention_factor, frequencies
 
 Rotation = tuple[Float[Array, "B T 1 R2"], Float[Array, "B T 1 R2"]]
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -279,13 +279,16 @@ def rotate_by(
 ) -> Rotation | None:
     """Return the cosine and sine of each rotation angle, by position and pair of dimensions.
 
-    Returns None if the config has no rotation. `windowed` selects layers with a sliding window.
+    Both are multiplied by the attention factor. Returns None if the config has no rotation.
+    `windowed` selects layers with a sliding window.
     """
     if not config.rotary_width:
         return None
     pairs = frequencies(config, windowed)
     angles = positions[:, :, None].astype(jnp.float32) * pairs[None, None, :]
-    return jnp.cos(angles)[:, :, None, :], jnp.sin(angles)[:, :, None, :]
+    cos, sin = jnp.cos(angles)[:, :, None, :], jnp.sin(angles)[:, :, None, :]
+    factor = attention_factor(config, windowed)
+    return (cos, sin) if factor == 1.0 else (cos * factor, sin * factor)
 
 
 def rotate(
