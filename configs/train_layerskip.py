@@ -7,7 +7,7 @@ the settings below, for a loaded model. Memory: docs/training.md.
 
 from ml_collections import config_dict
 
-from train.run.config import default_workdir, set_size, training_fields
+from train.run.config import default_workdir, new_model_fields, set_size, training_fields
 
 
 def get_config(size=""):
@@ -45,17 +45,8 @@ def get_config(size=""):
     elif size == "debug":
         config.layerskip.rotation = 3
     if new:
-        config.target = config_dict.placeholder(str)  # a new model, of these sizes
-        config.model = config_dict.ConfigDict()
-        config.model.hidden_size = 256
-        config.model.intermediate_size = 768
-        config.model.num_layers = 8
-        config.model.num_heads = 4
-        config.model.num_kv_heads = 2
-        config.model.head_dim = 64
-        config.model.max_positions = 2048
-        config.model.rope_theta = 10000.0
-        config.model.tie_word_embeddings = True
+        config.target = config_dict.placeholder(str)  # a new model
+        config.model = new_model_fields()
         config.data = "build/corpus/tokens"
         config.row_labels = config.row_tokens  # every token of a text is a label
         config.optimizer = "muon"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ml_collections import config_dict
 
-from train.run.config import default_workdir
+from train.run.config import default_workdir, new_model_fields
 
 _MTP = Path(__file__).with_name("train_mtp.py")
 
@@ -22,17 +22,8 @@ def get_config(size=""):
     debug = size.endswith("debug")
     config = runpy.run_path(str(_MTP))["get_config"]("debug" if debug else "")
     config.workdir = default_workdir("train_mtp_scratch", size)
-    config.target = config_dict.placeholder(str)  # a new model, of these sizes
-    config.model = config_dict.ConfigDict()
-    config.model.hidden_size = 256
-    config.model.intermediate_size = 768
-    config.model.num_layers = 8
-    config.model.num_heads = 4
-    config.model.num_kv_heads = 2
-    config.model.head_dim = 64
-    config.model.max_positions = 2048
-    config.model.rope_theta = 10000.0
-    config.model.tie_word_embeddings = True
+    config.target = config_dict.placeholder(str)  # a new model
+    config.model = new_model_fields()
 
     if size.startswith("glm"):
         config.model.experts = config_dict.ConfigDict()

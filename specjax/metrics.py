@@ -22,6 +22,8 @@ the row was not active:
 An undefined number, such as an acceptance rate without drafts, is None and never NaN. Functions
 pool over all passes of all requests, which weights long outputs more; `per_request_mean` weights
 requests equally.
+
+After this text `help` lists classes, then functions; `help(summarize)` explains one of them.
 """
 
 from __future__ import annotations
@@ -205,9 +207,14 @@ def truncate_rounds(
 class Summary:
     """All metrics of a run, in fields named after this module's functions.
 
-    Fields ending in `_per_request` are means over requests; all others are pooled.
-    `rounds_by_width` counts passes by their width over all rows, and `mean_width` is the mean
-    width.
+    Fields ending in `_per_request` are means over requests; all others are pooled. A round is a
+    pass of the target over one row. `rounds_by_width` counts passes by their width in slots, and
+    `mean_width` is the mean width. Undefined metrics are None.
+
+    `print(summary)` shows `num_requests` as "requests", `num_emitted_tokens` as "new tokens",
+    `num_rounds` as "passes of the target", `acceptance_length` as "tokens per pass (tau)",
+    `acceptance_rate` by its name, `acceptance_at_pos` as "cumulative acceptance", and
+    `rounds_by_width` as "passes by width".
     """
 
     num_requests: int

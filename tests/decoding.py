@@ -28,7 +28,7 @@ from specjax.drafters import (
     make_drafter,
     merge_drafters,
     take_turns,
-    turns,
+    turn_taking,
 )
 from specjax.drafters.autoregressive import SelfDrafter
 from specjax.drafters.draft_model import DraftModel
@@ -224,7 +224,7 @@ def _caught_up(plan, params, state):
         if not drafter.observes:
             return before.drafter
         wanted = jnp.bool_(True)
-        return turns._observe_all(drafter, drafter_params, before, context, wanted).drafter
+        return turn_taking._observe_all(drafter, drafter_params, before, context, wanted).drafter
 
     return tuple(map(all_observed, plan.drafter.parts, params[1], state.drafter))
 

@@ -220,7 +220,7 @@ def job(**changes):
     )
 
 
-def test_turns():
+def test_turn_taking():
     first, both = job(), job(turns="all")
     assert (first.num_turns, both.num_turns) == (1, 2)
     assert [both.turn(number) for number in (0, 1)] == [[0, 1], [0]]
@@ -247,7 +247,7 @@ def test_answers_become_history(chatty):
     ]
 
 
-def test_turns_need_a_chat_template(chatty, tiny):
+def test_turn_taking_need_a_chat_template(chatty, tiny):
     with pytest.raises(InputError, match="turns='all' needs a chat template"):
         turn_prompts(job(turns="all"), tiny, 0, {})
     with pytest.raises(InputError, match="chat=auto"):

@@ -17,8 +17,8 @@ from specjax.drafters.early_exit import EarlyExit
 from specjax.drafters.lookup.ngram import Ngram
 from specjax.errors import InputError
 from specjax.loading.load import random_model
+from specjax.models.causal_mask import causal
 from specjax.models.decoder import Decoder, Form
-from specjax.models.masks import causal
 from specjax.testing import check_drafter
 from specjax.trees import DynamicTree, tree_of_choices
 

@@ -21,7 +21,7 @@ from decoding import (
 )
 from test_drafters import context_of, silence
 from test_pair_heads import assert_alike, drafter_of, fresh
-from test_turns import Bigrams, lookup, model, says
+from test_turn_taking import Bigrams, lookup, model, says
 from tiny_models import bigrams
 
 import specjax

@@ -16,8 +16,8 @@ from tiny_models import mtp_config, mtp_drafter, mtp_head
 from specjax.decoding.round import make_context, noise_keys, proposal_noise
 from specjax.errors import InputError
 from specjax.loading.heads.complete_parameters import complete_parameters
+from specjax.models.causal_mask import causal
 from specjax.models.heads.mtp import Mtp
-from specjax.models.masks import causal
 from specjax.trees import best_tree
 
 CONVENTIONS = {

@@ -222,7 +222,7 @@ def test_pictures_of_other_kinds(write, tmp_path):
     assert not list(out.glob("*.png"))
 
 
-def test_turns_of_a_question_are_one_line(write):
+def test_turn_taking_of_a_question_are_one_line(write):
     later = row(0, "writing", [(2, 1, 2)], 0.5, 0.5, turn=1, batch=3, text="second")
     (path,) = write(a=content(rows=[dict(ROWS[0], turn=0), ROWS[1], later]))
     entry = Entry.of(read_report(path), "label")

@@ -41,7 +41,7 @@ from specjax.decoding.rows import Row, row_arguments, session_row
 from specjax.decoding.sampling_params import SamplingParams
 from specjax.decoding.state import admit
 from specjax.distributed import processes
-from specjax.drafters import TreeOptions, head_drafter, merge_drafters, take_turns, turns
+from specjax.drafters import TreeOptions, head_drafter, merge_drafters, take_turns, turn_taking
 from specjax.drafters import draft_model as draft_models
 from specjax.drafters.early_exit import EarlyExit
 from specjax.drafters.lookup.ngram import Ngram
@@ -156,13 +156,13 @@ BROKEN = 1000
 @pytest.fixture(scope="module", autouse=True)
 def one_program():
     """The number of a row says whether it is one, so that a program serves both."""
-    would_lose = turns._would_lose_features
+    would_lose = turn_taking._would_lose_features
 
     def by_number(state, context):
         return would_lose(state, context) & ~(context.index >= BROKEN).any()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(turns, "_would_lose_features", by_number)
+        patch.setattr(turn_taking, "_would_lose_features", by_number)
         # Programs of fewer rows are for one test to compile.
         patch.setattr(engines.Engine, "_seconds_left", lambda *_: 0.0)
         yield

@@ -16,11 +16,11 @@ from toy_training import two_rows, with_features
 from specjax.cache import commit
 from specjax.errors import InputError
 from specjax.loading.load import random_model
+from specjax.models.causal_mask import causal
 from specjax.models.decoder import check_features
 from specjax.models.heads.eagle import Eagle
 from specjax.models.heads.shared_parameters import share
 from specjax.models.layers.decoder_layer import embed
-from specjax.models.masks import causal
 from train.methods import eagle as losses
 from train.methods.eagle import EagleLoss, eagle_method, from_target
 from train.methods.unroll import unroll

@@ -12,10 +12,10 @@ from specjax.drafters import head_drafter
 from specjax.loading.heads.complete_parameters import complete_parameters
 from specjax.loading.heads.head import Head, TargetMetadata
 from specjax.loading.load import random_model
+from specjax.models.causal_mask import causal
 from specjax.models.heads.eagle import Eagle, EagleConfig, default_taps
 from specjax.models.heads.medusa import Medusa, MedusaConfig, parameter_table
 from specjax.models.heads.mtp import MtpConfig, MtpModules
-from specjax.models.masks import causal
 from specjax.models.parameters import Parameter
 from specjax.testing import Tabular
 from train.methods.medusa import first_params

@@ -68,7 +68,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def make_corpus(config: CorpusConfig, console: Console | None = None) -> int:
-    """Make the dataset that a config describes; return the exit code. Raises InputError."""
+    """Make the dataset of tokens that a config describes, and return the command's exit code.
+
+    Progress is printed on `console`, by default the terminal. Raises InputError.
+    """
     root, where = config.workdir, f"workdir={str(config.workdir)!r}"
     folders.check_claimable(root, _KIND, where)
     given = None

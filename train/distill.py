@@ -40,7 +40,7 @@ class DistillSection:
 
 @dataclass(frozen=True, kw_only=True)
 class Config(TrainingConfig):
-    """The checked config of this command."""
+    """The checked config of `train.distill`."""
 
     DEFAULT = "train_distill"
 
@@ -51,9 +51,11 @@ class Config(TrainingConfig):
 def make_method(
     target: Model, vocabulary: Vocabulary, config: Config, label_loss: LabelLoss | None = None
 ) -> Method:
-    """Return the method of a config. Raises InputError.
+    """Return the training method of a config.
 
-    `label_loss` replaces the config's loss of each label.
+    `vocabulary(size)` returns the ids of the tokens that the draft model drafts, None for all.
+    `label_loss` replaces the config's loss of each label. Raises InputError for settings that do
+    not fit `target`.
     """
     return distill_method(
         target,

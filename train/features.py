@@ -84,9 +84,10 @@ def store_features(
     part: int,
     limit: int | None,
 ) -> None:
-    """Run the target over a dataset and store its features; the arguments are the flags.
+    """Run the target over a dataset and write a folder of datasets that also have its features.
 
-    Raises InputError.
+    The arguments are the values of the command's flags, which `--help` explains. Raises InputError
+    for bad ones.
     """
     folder, where = output_folder("output", output), f"output={str(output)!r}"
     folders.check_claimable(folder, _KIND, where)

@@ -58,7 +58,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def generate(config: AnswersConfig, console: Console | None = None) -> int:
-    """Generate the answers that a config describes; return the exit code. Raises InputError."""
+    """Let the target answer the prompts of a config; write its answers and return the exit code.
+
+    Progress is printed on `console`, by default the terminal. Raises InputError.
+    """
     begin = time.monotonic()
     mesh = open_mesh(config.mesh, config.distributed, config.written)
     writes = processes.is_first()

@@ -53,7 +53,7 @@ def _check_rotation(curriculum: str, rotation: int, steps: int) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Config(TrainingConfig):
-    """The checked config of this command; without a target, `model` has the sizes of a new one."""
+    """The checked config of `train.layerskip`; without a target, `model` has a new one's sizes."""
 
     DEFAULT = "train_layerskip"
     CHECKS = (
@@ -68,7 +68,7 @@ class Config(TrainingConfig):
 
     @property
     def reads_decay_steps(self) -> bool:
-        """Whether the end of the schedule matters, as it does for a curriculum or dropout."""
+        """Whether the loss depends on where the schedule ends, as curriculum and dropout do."""
         rises = self.layerskip.dropout_schedule != "constant"
         return super().reads_decay_steps or rises or self.layerskip.curriculum == "gradual"
 
@@ -76,9 +76,10 @@ class Config(TrainingConfig):
 def make_method(
     target: Model, vocabulary: Vocabulary, config: Config, label_loss: LabelLoss | None = None
 ) -> Method:
-    """Return the method of a config. Raises InputError.
+    """Return the training method of a config.
 
-    `label_loss` replaces the config's loss of each label.
+    `vocabulary` is not used, since all tokens are drafted. `label_loss` replaces the config's loss
+    of each label. Raises InputError for settings that do not fit `target`.
     """
     del vocabulary
     loss = LayerSkipLoss(
@@ -91,7 +92,7 @@ def make_method(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit code."""
+    """Run the command with `argv`, by default the process's arguments; return its exit code."""
     return run.main(make_method, Config, argv)
 
 

@@ -47,7 +47,7 @@ class MedusaSection:
 
 @dataclass(frozen=True, kw_only=True)
 class Config(TrainingConfig):
-    """The checked config of this command; the section `joint` also trains the target."""
+    """The checked config of `train.medusa`; with the section `joint` the target is trained too."""
 
     DEFAULT = "train_medusa"
 
@@ -57,16 +57,18 @@ class Config(TrainingConfig):
 
     @property
     def reads_decay_steps(self) -> bool:
-        """Whether the end of the schedule affects the loss, as with the ramp of Medusa-2."""
+        """Whether the loss depends on where the schedule ends, as with the ramp of Medusa-2."""
         return super().reads_decay_steps or self.joint is not None
 
 
 def make_method(
     target: Model, vocabulary: Vocabulary, config: Config, label_loss: LabelLoss | None = None
 ) -> Method:
-    """Return the training method of a config. Raises InputError.
+    """Return the training method of a config.
 
-    `label_loss` replaces the config's loss per label.
+    `vocabulary(size)` returns the ids of the tokens that the heads draft, None for all.
+    `label_loss` replaces the config's loss of each label. Raises InputError for settings that do
+    not fit `target`.
     """
     options = dict(vars(config.medusa))
     vocab_size = target.config.vocab_size

@@ -122,7 +122,7 @@ def _check_steps(trains: str, exports: str, modules: int, steps: int | None) -> 
 
 @dataclass(frozen=True, kw_only=True)
 class Config(TrainingConfig):
-    """The checked config of this command; without a target, `model` gives the sizes of one."""
+    """The checked config of `train.mtp`; without a target, `model` has the sizes of a new one."""
 
     DEFAULT = "train_mtp"
     CHECKS = (
@@ -139,16 +139,18 @@ class Config(TrainingConfig):
 
     @property
     def reads_decay_steps(self) -> bool:
-        """Whether the end of the schedule affects the loss, as it does with late_loss_weight."""
+        """Whether the loss depends on where the schedule ends, as with `late_loss_weight`."""
         return super().reads_decay_steps or self.mtp.loss.late_loss_weight is not None
 
 
 def make_method(
     target: Model, vocabulary: Vocabulary, config: Config, label_loss: LabelLoss | None = None
 ) -> Method:
-    """Return the training method of a config. Raises InputError.
+    """Return the training method of a config.
 
-    `label_loss` replaces the config's loss per label.
+    `vocabulary(size)` returns the ids of the tokens that the modules draft, None for all.
+    `label_loss` replaces the config's loss of each label. Raises InputError for settings that do
+    not fit `target`.
     """
     options = config.mtp
     modules = options.num_modules

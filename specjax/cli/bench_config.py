@@ -21,7 +21,7 @@ _TEMPERATURES = Items(Number(0.0), least=1, remedy="use numbers of at least 0, s
 
 @dataclass(frozen=True)
 class BenchConfig:
-    """The config of `specjax.bench`."""
+    """The fields of `specjax.bench`'s config, with their defaults."""
 
     target: Annotated[str, PathOrName()] = DEFAULT_MODEL
     """A built-in name, a .gguf file, a Hugging Face directory, or org/name on the hub."""

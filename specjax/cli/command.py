@@ -134,5 +134,8 @@ def _discard_stdout() -> None:
 
 
 def use_compilation_cache() -> None:
-    """Cache compiled programs in JAX_COMPILATION_CACHE_DIR or ~/.cache/specjax/xla."""
+    """Make JAX cache compiled programs on disk, so that later runs of a command start sooner.
+
+    The folder is JAX_COMPILATION_CACHE_DIR, or ~/.cache/specjax/xla.
+    """
     program_cache.keep(_tell)

@@ -94,7 +94,8 @@ def _joined(argv: list[str]) -> Iterator[str]:
 def config_of(source: type) -> ml_collections.ConfigDict:
     """Return the config declared by a dataclass of annotated fields, with its default values.
 
-    A section is a dataclass, or a dict with the kinds of its fields in the annotation.
+    A field whose default is a dataclass or a dict becomes a section. A dict's annotation has the
+    kinds of the section's fields.
     """
     defaults: dict[str, Any] = {}
     for field in dataclasses.fields(source):
@@ -128,7 +129,7 @@ _TYPE_OF = {Flag: bool, Whole: int, Number: float, Items: tuple}
 
 
 def packaged_configs() -> dict[str, Path]:
-    """Return the bundled config files by name."""
+    """Return the paths of the config files that come with specjax, by name without ".py"."""
     package = Path(__file__).parents[1]
     # In a wheel they are inside the package, in the repository beside it.
     folders = package / "configs", package.parent / "configs"
@@ -283,7 +284,11 @@ def _not_understood(config: ml_collections.ConfigDict, argument: str) -> str:
 
 
 def field_names(config: ml_collections.ConfigDict, prefix: str = "") -> list[str]:
-    """Return the dotted names of all fields, sections last, without computing values."""
+    """Return the dotted names of all fields of a config, such as "drafter.name".
+
+    `prefix` precedes each name. Fields of sections come after the other fields. Values that a
+    config computes on access are not computed.
+    """
     values = dict(config.items(preserve_field_references=True))
     sections = {
         name: value
@@ -297,5 +302,5 @@ def field_names(config: ml_collections.ConfigDict, prefix: str = "") -> list[str
 
 
 def field_value(config: ml_collections.ConfigDict, name: str) -> Any:
-    """Return the value of the field with a dotted name."""
+    """Return the value of a config's field, given its dotted name, such as "drafter.name"."""
     return functools.reduce(lambda section, part: section[part], name.split("."), config)

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from specjax.decoding.engine.outputs import Delta
 from specjax.decoding.prompts import Question
-from specjax.drafters.turns import NO_DRAFTER
+from specjax.drafters.turn_taking import NO_DRAFTER
 from specjax.loading.tokenizers.tokenizer import StreamDecoder, Tokenizer
 from specjax.reporting.decode_report import DrafterRun
 from specjax.reporting.decode_table import (
@@ -39,9 +39,10 @@ _QUIET_S = 10.0
 
 
 class Marker:
-    """A splitter of one prompt's text by the drafter of its tokens.
+    """A splitter of one prompt's text into pieces, by the drafter that proposed their tokens.
 
-    A character belongs to the token that completes it.
+    A character belongs to the token that completes it. Without a tokenizer no token counts as
+    drafted.
     """
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
@@ -49,7 +50,11 @@ class Marker:
         self._drafter: list[int] = []
 
     def mark(self, delta: Delta) -> list[tuple[str, int]]:
-        """Return the pieces of a delta's text in order, with their drafter's index or -1."""
+        """Return the next text of the prompt as (piece, drafter) pairs, in order.
+
+        `delta` has the new tokens and text. `drafter` is the index of the drafter that proposed the
+        piece's tokens, or -1 for tokens that the target chose.
+        """
         if self._decoder is not None:
             for token, drafter in zip(delta.token_ids, delta.drafter, strict=True):
                 self._drafter += [drafter] * len(self._decoder.feed([token]))
@@ -65,7 +70,7 @@ class Marker:
 
 
 class Screen:
-    """The terminal output of one run."""
+    """The terminal output of one run of `decode`, on a console of the package rich."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -85,14 +90,14 @@ class Screen:
         self._marks = console.is_terminal or _can_print(console, _OPEN + _CLOSE)
 
     def say(self, line: str, style: str = "") -> None:
-        """Print a line of text in a style of rich."""
+        """Print a line of text; `style` is a style of the package rich, such as "bold red"."""
         self.rest()
         self._console.print(Text(line, style), soft_wrap=True)
         self._last_line = time.monotonic()
 
     @contextmanager
     def working(self, doing: str) -> Iterator[None]:
-        """Print `doing` at the start of a context, and at its end how long it took."""
+        """Print `doing`, such as "loading", when a context begins, and at its end the seconds."""
         begin = time.perf_counter()
         if not self._console.is_terminal:
             self.say(f"{doing} ...")
@@ -114,9 +119,10 @@ class Screen:
         self._console.print(legend)
 
     def progress(self, label: str, rows: int, total: int, speed: float, share: float) -> None:
-        """Show finished rows, tokens/s and the time left.
+        """Show that `rows` of `total` rows have finished at `speed` tokens/s, and the time left.
 
-        `label` names what runs; `share` is the fraction of all the work that is done.
+        `label` names what runs, such as a drafter. `share`, from 0 to 1, is the fraction of all the
+        work that is done.
         """
         line = f"{label}: {rows} of {total} rows, {speed:.1f} tokens/s"
         self._bar.update(self._task, description=line, completed=share)
@@ -158,7 +164,10 @@ class Screen:
         self.say(_harmless(head + words), "bold")
 
     def text(self, pieces: Sequence[tuple[str, int]]) -> None:
-        """Print the next pieces of a prompt's text; `rest` ends it."""
+        """Print the next (piece, drafter) pairs of a prompt's text, as `Marker.mark` returns them.
+
+        The line remains open until `rest` is called.
+        """
         for piece, drafter in pieces:
             drafted = drafter != NO_DRAFTER
             if not self._inside_text:
@@ -171,13 +180,19 @@ class Screen:
             self._console.print(shown, end="", soft_wrap=True, highlight=False)
             self._inside_text = True
 
-    def row_result(self, row: Row, drafter: str = "", *, brief: bool, timed: bool) -> None:
-        """Print the line after a row's text: draft tokens, accepted ones, and speeds.
+    def row_length(self, row: Row) -> None:
+        """Print how many tokens a row's answer has, if it was cut at the limit."""
+        if row.finish_reason == "length":
+            self.say("    " + _length(row), "dim")
 
-        With several drafters the line begins with `drafter`; `brief` is set for all but the first
-        of them. `timed` says that the row was decoded alone, so that its speed is known.
+    def row_result(self, row: Row, drafter: str = "", *, brief: bool, timed: bool) -> None:
+        """Print a line about one row, after its text: its length, acceptance, speed and comparison.
+
+        The line begins with `drafter`, the drafter's name, unless that is empty. With `brief`, for
+        all drafters but the first one, it leaves out the numbers of tokens. `timed` says that the
+        row was decoded alone, so that its speed in tokens/s is known.
         """
-        phrases = [] if brief else [f"{row.new_tokens} tokens"]
+        phrases = [] if brief else [_length(row)]
         if sum(row.drafted) and not brief:
             phrases.append(f"{sum(row.accepted)} of {sum(row.drafted)} draft tokens accepted")
         if timed:
@@ -202,8 +217,8 @@ class Screen:
     ) -> None:
         """Print the results of runs: three lines for one run, a table for several or if `verbose`.
 
-        `title` is the heading. `compared` returns the text about the comparison of a run with plain
-        decoding; it is None if they are not compared.
+        `title` is the heading. `compared(run)` returns a text about the run's comparison with plain
+        decoding; `compared` is None if runs are not compared.
         """
         self.say("")
         all_figures = [run.figures() for run in runs]
@@ -266,8 +281,13 @@ class Screen:
             )
 
 
+def _length(row: Row) -> str:
+    """Return the number of a row's tokens, and whether a limit on their number ended the row."""
+    return f"{row.new_tokens} tokens" + ", cut at the limit" * (row.finish_reason == "length")
+
+
 def duration(seconds: float) -> str:
-    """Return seconds as a text in hours, minutes or seconds, as precise as is useful."""
+    """Return a number of seconds as text, such as "1 h 5 min", "12 min" or "3 min 20 s"."""
     minutes, rest = divmod(round(seconds), 60)
     if minutes >= 60:
         return f"{minutes // 60} h {minutes % 60} min"

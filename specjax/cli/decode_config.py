@@ -77,7 +77,10 @@ class DraftLengthText:
     remedy = DRAFT_LENGTH.remedy
 
     def check(self, name: str, value: Any) -> int | str:
-        """Return `value` as a number, "auto" or "fixed"; otherwise raise InputError."""
+        """Return `value` as a number, "auto" or "fixed".
+
+        Raises InputError, which names the field `name`, for any other value.
+        """
         number = re.fullmatch(r"[+-]?\d{1,9}", value) if isinstance(value, str) else None
         return DRAFT_LENGTH.check(name, int(value) if number else value)
 
@@ -101,7 +104,7 @@ _TYPICAL_FIELDS = {"epsilon": _THRESHOLD, "delta": _THRESHOLD}
 
 @dataclass(frozen=True, kw_only=True)
 class TargetFields:
-    """The fields of a config that say which model is loaded, and in which form."""
+    """The fields of a config that name the target, and the dtypes of its weights and caches."""
 
     target: Annotated[str, PathOrName()] = DEFAULT_MODEL
     """A built-in name, a .gguf file, a Hugging Face directory, or org/name on the hub."""
@@ -207,7 +210,12 @@ class DecodeFields(DecodingFields, PromptFields, TargetFields):
 
 @dataclass(frozen=True)
 class DrafterConfig:
-    """One drafter of a config: its name, its path, and the options that it accepts."""
+    """One drafter of a config.
+
+    `path` has its weights, if it needs any, and `options` are the values of the fields in the
+    section `drafter` that this drafter accepts. With `replicated`, each device of a mesh has all
+    its weights.
+    """
 
     name: str
     path: str | None
@@ -217,7 +225,11 @@ class DrafterConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeConfig(DecodeFields):
-    """A checked config of `specjax.decode`, with its prompts read."""
+    """A checked config of `specjax.decode`, with its prompts read.
+
+    `questions` are the conversations to decode, `drafters` those that `drafter.name` lists, and
+    `options` the arguments of `generate` that the fields imply.
+    """
 
     questions: tuple[Question, ...]
     drafters: tuple[DrafterConfig, ...]
@@ -244,12 +256,15 @@ class DecodeConfig(DecodeFields):
 
     @property
     def has_expectation(self) -> bool:
-        """Whether the acceptance that p and q imply under `rejection` can be computed."""
+        """Whether the acceptance expected from p and q can be computed: for sampled, compared rows.
+
+        p and q are the distributions of target and drafter; the rule must be `rejection`.
+        """
         sampled = self.sampling.temperature > 0 and self.options.verify.name == "rejection"
         return self.compare and sampled
 
     def written_for(self, drafter: DrafterConfig) -> dict[str, Any]:
-        """Return the config as it would be written for one of its drafters alone."""
+        """Return the config, by section, of a command that would run only one of the drafters."""
         alone = {"name": drafter.name, "path": drafter.path, "replicated": drafter.replicated}
         section = {
             name: alone.get(name, value if name in drafter.options else None)
@@ -270,9 +285,9 @@ class DecodeConfig(DecodeFields):
         return f"{name}, turn {turn + 1}" if self.num_turns > 1 else name
 
     def turn_seeds(self, number: int) -> tuple[int, SamplingParams]:
-        """Return the seed and the sampling parameters of turn `number` (from 0).
+        """Return the seed and the sampling parameters with which turn `number` (from 0) is decoded.
 
-        Each turn has different draws.
+        Both contain other seeds in each turn, so that turns do not share random draws.
         """
         if number == 0:
             return self.seed, self.sampling
@@ -283,7 +298,11 @@ class DecodeConfig(DecodeFields):
 
 
 def read_decode_config(written: Mapping[str, Any]) -> DecodeConfig:
-    """Return the checked config; checks that need the model are made later. Raises InputError."""
+    """Return the checked config, given the fields of a config file by section.
+
+    Files of prompts are read. Checks that need the model are made later. Raises InputError for an
+    invalid field.
+    """
     given = read_values(DecodeFields, written)
     drafters = _drafters(given.drafter, given.tree)
     compare = given.compare or len(drafters) > 1
@@ -358,7 +377,7 @@ def _drafters(section: Mapping[str, Any], tree: Mapping[str, Any]) -> tuple[Draf
 
 
 def load_target(config: TargetFields, mesh: Mesh | None) -> Model:
-    """Return the target of a config, on a mesh if there is one. Raises InputError."""
+    """Return the target of a config, on `mesh` if given; raise InputError if that fails."""
     return load_model(
         config.target,
         dtype=config.dtype,

@@ -232,7 +232,7 @@ class _Decoding:
                     elif first and way is plain and recorded is not None:
                         result = recorded
                     else:
-                        result = self.decode(way, index)
+                        result = self.decode(way, index, repeat=len(repeats))
                     repeats[-1][way.name] = result
         except KeyboardInterrupt:
             interrupted = True
@@ -307,7 +307,8 @@ class _Decoding:
                 name = side.name if len(sides) > 1 else ""
                 brief = side is not sides[0]
                 if self.num_rows == len(sides) == 1 and side_rows[number].finish_reason != "error":
-                    continue  # the results say the same
+                    self.screen.row_length(side_rows[number])  # the results say the rest
+                    continue
                 self.screen.row_result(side_rows[number], name, brief=brief, timed=len(index) == 1)
 
     def compare(
@@ -331,14 +332,20 @@ class _Decoding:
         self.clock.compiled(side.name, time.perf_counter() - begin)
         warm_up(session)
 
-    def decode(self, side: _Side, index: list[int], *, live: bool = False) -> Generation:
-        """Decode a group of prompts, showing the text while it is decoded if `live`."""
+    def decode(
+        self, side: _Side, index: list[int], *, live: bool = False, repeat: int = 1
+    ) -> Generation:
+        """Decode a group of prompts, showing the text while it is decoded if `live`.
+
+        `repeat` (from 1) is the number of the repeat, for the lines of progress.
+        """
         if side.engine is None:
             self.prepare(side)
         marker = Marker(side.session.model.tokenizer)
         decoded, ended = sum(len(result.token_ids) for result in side.results), 0
         ways = len(self.config.drafters) + self.with_plain
         total = self.num_rows * ways * self.num_repeats
+        label = side.name + f", repeat {repeat}" * (self.num_repeats > 1)
 
         def follow(deltas: list[Delta]) -> None:
             nonlocal ended
@@ -349,7 +356,7 @@ class _Decoding:
                     self.screen.text(marker.mark(delta))
                 ended += delta.output is not None
             self.screen.progress(
-                side.name,
+                label,
                 decoded + ended,
                 len(side.session.prompts),
                 side.speed,
@@ -363,7 +370,7 @@ class _Decoding:
 
 
 def warm_up(session: Session) -> None:
-    """Decode one round of a session's first prompts, since the first round is unusually slow."""
+    """Run one round on a session's first prompts and discard it, since first rounds are slow."""
     with open_engine(session, 1) as engine:
         add_prompts(engine, session, range(min(session.batch_size, len(session.prompts))))
         engine.step()

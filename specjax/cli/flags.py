@@ -19,7 +19,10 @@ class Listed:
     empty: bool = False
 
     def check(self, name: str, value: Any) -> tuple:
-        """Return the values as a tuple; raise InputError, naming the field, for an invalid one."""
+        """Return a text of comma-separated values as a tuple of checked values.
+
+        Raises InputError, which names the field `name`, for an invalid value.
+        """
         parts = value.split(",") if isinstance(value, str) else value
         if self.empty and value == "":
             return ()
@@ -63,7 +66,10 @@ class Parser(argparse.ArgumentParser):
         )
 
     def read(self, argv: Sequence[str]) -> dict[str, Any]:
-        """Return the checked values of all flags and arguments by name; raise InputError."""
+        """Return the checked values of all flags and arguments in `argv`, by name.
+
+        Raises InputError for unknown, missing and invalid ones.
+        """
         parsed = vars(self.parse_args(argv))
         if missing := [name for name in self.needed if parsed[name] is None]:
             listed = [f"{name} is missing: pass --{name}=VALUE" for name in missing]
@@ -73,7 +79,7 @@ class Parser(argparse.ArgumentParser):
         return {**others, **check_values(self.fields, values)}
 
     def error(self, message: str) -> NoReturn:
-        """Raise InputError with a message of argparse, which calls this."""
+        """Raise InputError with `message`; argparse calls this for invalid command lines."""
         raise InputError(f"{message}; --help lists the flags")
 
 

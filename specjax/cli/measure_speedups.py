@@ -39,7 +39,7 @@ class Ratio(NamedTuple):
 
     @property
     def resolved(self) -> bool:
-        """Whether the interval is narrow enough to be meaningful."""
+        """Whether both ends of the interval are within the factor 1 + `UNRESOLVED` of the mean."""
         widest = 1 + UNRESOLVED
         return self.high <= widest * self.mean and self.mean <= widest * self.low
 
@@ -52,10 +52,11 @@ class Ratio(NamedTuple):
 class Speedup:
     """The speed of a drafter compared with plain decoding, at a batch size and temperature.
 
-    `speedup` is the ratio of tokens/s without prefill, `speedup_with_prefill` with it. `identical`
-    says whether greedy tokens are equal. `predicted` is the speed-up computed from parts of a round
-    that are timed alone, among them a draft of `draft_s` seconds; both are None for draft lengths
-    that depend on costs.
+    `acceptance_length` is in tokens per pass of the target, and `mean_draft` in draft tokens per
+    pass. `speedup` is the ratio of tokens/s without prefill, `speedup_with_prefill` with it.
+    `identical` says whether greedy tokens are equal, and is None for sampled ones. `predicted` is
+    the speed-up computed from parts of a round that are timed alone, among them a draft of
+    `draft_s` seconds; both are None for draft lengths that depend on costs.
     """
 
     drafter: str
@@ -74,7 +75,7 @@ class Speedup:
 
     @property
     def efficiency(self) -> float | None:
-        """Measured divided by predicted speed-up."""
+        """The measured speed-up divided by the predicted one; None without a prediction."""
         return None if self.predicted is None else self.speedup.mean / self.predicted
 
 
@@ -181,7 +182,10 @@ def turn_order(ways: int, repeat: int) -> list[int]:
 
 
 def speedup_of(plain: Generation, drafted: Generation, *, with_prefill: bool = False) -> float:
-    """Return a run's tokens/s divided by plain decoding's, optionally including prefill."""
+    """Return the tokens/s of `drafted` divided by those of `plain`.
+
+    Seconds of prefill count only with `with_prefill`.
+    """
 
     def seconds_per_token(run: Generation) -> float:
         return (run.decode_s + with_prefill * run.prefill_s) / run.new_tokens
@@ -190,7 +194,10 @@ def speedup_of(plain: Generation, drafted: Generation, *, with_prefill: bool = F
 
 
 def median_repeat(pairs: Sequence[tuple[Generation, Generation]]) -> int:
-    """Return the index of the (plain, drafted) pair with the (lower) median speed-up."""
+    """Return the index of the (plain, drafted) pair of results with the median speed-up.
+
+    Of an even number of pairs, it is the lower of the two in the middle.
+    """
     ratios = [speedup_of(plain, drafted) for plain, drafted in pairs]
     return sorted(range(len(pairs)), key=ratios.__getitem__)[(len(pairs) - 1) // 2]
 

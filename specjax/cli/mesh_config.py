@@ -16,7 +16,7 @@ from specjax.fields import Number, Text, Whole, dotted, optional
 
 @dataclass(frozen=True)
 class MeshConfig:
-    """The numbers of devices over which rows and weights are sharded."""
+    """The numbers of devices over which rows (`data`) and weights (`model`) are sharded."""
 
     data: Annotated[int, sharding.DEVICES] = 1
     """Devices over which rows are sharded."""
@@ -44,12 +44,12 @@ ONE_DEVICE, ONE_PROCESS = MeshConfig(), DistributedConfig()
 
 
 def mesh_fields() -> ml_collections.ConfigDict:
-    """Return the section `mesh` for a config file."""
+    """Return the section `mesh` for a config file, with the defaults of `MeshConfig`."""
     return config_of(MeshConfig)
 
 
 def distributed_fields() -> ml_collections.ConfigDict:
-    """Return the section `distributed` for a config file."""
+    """Return the section `distributed` for a config file: the defaults of `DistributedConfig`."""
     return config_of(DistributedConfig)
 
 

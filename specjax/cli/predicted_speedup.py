@@ -35,20 +35,28 @@ from specjax.tuning import measure_costs
 
 @dataclass(frozen=True)
 class RoundCosts:
-    """The seconds of a full draft, and of a pass of the target by width."""
+    """The seconds of a draft of full length, and of a pass of the target by its width in slots."""
 
     draft_s: float
     width_s: dict[int, float]
 
     def speedup(self, tokens_per_round: float, widths: np.ndarray) -> float | None:
-        """Return the predicted speed-up of rounds whose passes have these widths."""
+        """Return the predicted speed-up over plain decoding, or None without passes.
+
+        `tokens_per_round` is the mean number of tokens that a round emits, and `widths` [R] the
+        width of each pass in slots.
+        """
         return metrics.predicted_speedup(
             tokens_per_round, self.width_s[1], self.draft_s, widths, self.width_s
         )
 
 
 def measure_round_costs(session: Session, new_tokens: float) -> RoundCosts:
-    """Time a draft, and passes after the mean prompt length plus half of `new_tokens` tokens."""
+    """Return the measured seconds of the drafter's draft, and of passes of the target by width.
+
+    The cache has as many tokens as in the middle of a run: the mean prompt length plus half of
+    `new_tokens`, the number of new tokens per row.
+    """
     plan, prompts = session.plan, np.mean([len(ids) for ids in session.prompts])
     room = plan.capacity - max(plan.widths)
     width_s = measure_costs.widths_seconds(
@@ -63,10 +71,10 @@ def measure_round_costs(session: Session, new_tokens: float) -> RoundCosts:
 
 
 def predicted_speedups(runs: Sequence[Run], say: Callable[[str], None]) -> list[float | None]:
-    """Return the predicted speed-up of each run that drafts, and None for the others.
+    """Return the predicted speed-up of each run that drafts, and None for each other run.
 
-    `say` is called with lines of progress. Raises InputError, before any long work, unless this
-    machine can repeat the runs.
+    `say` is called with lines of progress. Raises InputError, before any long work, unless all runs
+    can be repeated on this machine.
     """
     predicted: list[float | None] = [None] * len(runs)
     for index, session in run_sessions(runs, "predict", say):
@@ -120,9 +128,10 @@ def _session(run: Run, config: DecodeConfig, model: Model) -> Session:
 
 
 def run_config(run: Run, flag: str) -> DecodeConfig:
-    """Return the config of a run that this machine can repeat.
+    """Return the checked config with which a run can be repeated on this machine.
 
-    Raises InputError, naming `flag`, for runs of several processes, other devices or user code.
+    Raises InputError, which tells the user to leave out `flag`, for runs of several processes, on
+    other devices or with user code.
     """
     where, here = f"{flag}: {str(run.path)!r}", device_name()
     if re.search(r" in \d+ processes$", run.conditions.device):

@@ -28,7 +28,7 @@ from specjax.decoding.sampling_params import SamplingParams, one_per_prompt
 from specjax.decoding.session import Session, plan_rows, plan_session
 from specjax.decoding.state import Rounds
 from specjax.drafters import Drafter, LoadedDrafter, make_drafter
-from specjax.drafters.turns import NO_DRAFTER
+from specjax.drafters.turn_taking import NO_DRAFTER
 from specjax.fields import Function, Whole, optional
 from specjax.loading.load import place_model
 from specjax.loading.model import Model
@@ -141,13 +141,14 @@ def generate(
 
     A prompt is a string, a list of messages (through the chat template) or a list of token ids; a
     single prompt needs no list. `sampling` applies to all prompts, or is a list with one entry per
-    prompt. `options` are the fields of `SamplingParams`, for all prompts (`max_new_tokens=100`),
-    and of `DecodeOptions`. Unless draft lengths are fixed, a row decoded with `rejection` or
-    `block` may draw different tokens (of the same distribution) in another batch or on another
-    machine. `progress` is called between steps. On a `mesh` (`sharding.make_mesh`; by default that
-    of the target) rows are sharded over `data`, and weights, caches and logits over `model`. A row
-    whose logits are not finite ends with the reason "error" and a RuntimeWarning; other rows are
-    unaffected. Raises InputError for bad input.
+    prompt. `options` are keyword arguments: fields of `SamplingParams`, such as
+    `max_new_tokens=100, temperature=0.8`, which then hold for all prompts, and of `DecodeOptions`,
+    such as `verify="coupled", batch_size=16`. Unless draft lengths are fixed, a row decoded with
+    `rejection` or `block` may draw different tokens (of the same distribution) in another batch or
+    on another machine. `progress` is called between steps. On a `mesh` (`sharding.make_mesh`; by
+    default that of the target) rows are sharded over `data`, and weights, caches and logits over
+    `model`. A row whose logits are not finite ends with the reason "error" and a RuntimeWarning;
+    other rows are unaffected. Raises InputError for bad input.
     """
     optional(Function("use a function of a Progress")).check("progress", progress)
     session = _open(target, prompts, drafter, sampling, mesh, options)

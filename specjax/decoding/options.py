@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import itertools
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, TypeVar, get_type_hints
@@ -271,7 +272,8 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 def takes_options(*classes: type) -> Callable[[_Function], _Function]:
     """Document the fields of dataclasses as keyword arguments of a function with `**options`.
 
-    This sets the signature that editors, notebooks and `help` show.
+    Returns a decorator. It sets the signature that editors, notebooks and `help` show, and ends the
+    docstring with the names of the fields.
     """
 
     def decorate(function: _Function) -> _Function:
@@ -280,11 +282,15 @@ def takes_options(*classes: type) -> Callable[[_Function], _Function]:
         arguments = {parameter.name: parameter for parameter in explicit}
         for options_class in classes:
             types = get_type_hints(options_class)
-            for name, parameter in inspect.signature(options_class).parameters.items():
+            parameters = inspect.signature(options_class).parameters
+            for name, parameter in parameters.items():
                 option = parameter.replace(
                     kind=inspect.Parameter.KEYWORD_ONLY, annotation=types[name]
                 )
                 arguments.setdefault(name, option)
+            known = ", ".join(map("`{}`".format, parameters))
+            line = textwrap.fill(f"The fields of `{options_class.__name__}` are {known}.", 96)
+            function.__doc__ = f"{inspect.cleandoc(function.__doc__ or '')}\n\n{line}"
         function.__signature__ = signature.replace(parameters=list(arguments.values()))
         return function
 

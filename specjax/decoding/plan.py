@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from specjax import sampling
-from specjax.drafters.turns import Turns
+from specjax.drafters.turn_taking import Turns
 from specjax.models.interface import LanguageModel
 
 

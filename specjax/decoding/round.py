@@ -20,7 +20,7 @@ from specjax.decoding.plan import Plan
 from specjax.decoding.state import FAILED, FULL, RUNNING, STOPPED, Rounds, State, Tally
 from specjax.decoding.verify import VerifiedDraft, verify_draft
 from specjax.drafters.base import Context, Limits, Noise
-from specjax.drafters.turns import Proposal
+from specjax.drafters.turn_taking import Proposal
 
 
 def one_round(

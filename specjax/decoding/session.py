@@ -1,4 +1,7 @@
-"""`Session`: a call to decode, checked, encoded and planned before any long work."""
+"""Sessions: calls whose arguments were checked, prompts encoded, and compiled program chosen.
+
+All this happens before any long work. (Conversations are another matter: `decoding.prompts`.)
+"""
 
 from __future__ import annotations
 

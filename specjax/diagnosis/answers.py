@@ -13,8 +13,8 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from specjax.loading.model import Model
+from specjax.models.causal_mask import causal
 from specjax.models.interface import LanguageModel
-from specjax.models.masks import causal
 
 _STEP = 64
 """Lengths are rounded up to a multiple of this, so that prompts of other lengths share programs."""

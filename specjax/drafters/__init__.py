@@ -12,6 +12,8 @@
 `Drafter` is a frozen dataclass with pure methods; a `LoadedDrafter` combines it with its arrays.
 `Context` is what a drafter may read, and `Accepted` what it observes. `python -m specjax.decode
 --list` shows all names and options; docs/extending.md shows how to write a drafter.
+
+After this text `help` lists classes, then functions; `help(make_drafter)` explains one of them.
 """
 
 from specjax.drafters.base import DRAFT_TOKENS, Accepted, Context, Drafter, LoadedDrafter, Noise
@@ -27,7 +29,7 @@ from specjax.drafters.by_name.registry import DRAFTERS, TRAINED
 from specjax.drafters.growth.tree_options import TreeOptions
 from specjax.drafters.lookup.token_recycling import TokenRecycling
 from specjax.drafters.merged import Merged, merge_drafters
-from specjax.drafters.turns import Turns, take_turns
+from specjax.drafters.turn_taking import Turns, take_turns
 
 __all__ = [
     "DRAFTERS",

@@ -29,11 +29,11 @@ from specjax.loading.heads.head import Head
 from specjax.loading.load import load_model, with_vocabulary
 from specjax.loading.model import Model
 from specjax.loading.quantize import in_stacked_form, quantized_model
+from specjax.models.causal_mask import causal
 from specjax.models.decoder import Decoder, Form
 from specjax.models.heads.draft_decoder import ReducedDecoder
 from specjax.models.heads.shared_parameters import share_anew
 from specjax.models.interface import LanguageModel
-from specjax.models.masks import causal
 from specjax.trees import Draft
 
 _NOTHING = -1

@@ -21,7 +21,7 @@ from specjax.drafters.base import (
     Noise,
     TargetPass,
 )
-from specjax.drafters.turns import Turns, flattened
+from specjax.drafters.turn_taking import Turns, flattened
 from specjax.errors import InputError, shown
 from specjax.sampling import drafter_noise
 from specjax.trees import Draft

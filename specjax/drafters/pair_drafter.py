@@ -29,9 +29,9 @@ from specjax.drafters.head_drafter import HeadDrafter
 from specjax.loading.formats.build_parameters import can_split
 from specjax.loading.heads.head import Head
 from specjax.loading.model import Model
+from specjax.models.causal_mask import causal
 from specjax.models.heads.pair_head import PairHead
 from specjax.models.heads.shared_parameters import share_anew
-from specjax.models.masks import causal
 from specjax.trees import Draft
 
 

@@ -60,9 +60,10 @@ def write_text(path: Path, text: str) -> None:
 
 @contextmanager
 def exclusive(folder: Path, what: str) -> Iterator[None]:
-    """Hold a lock against other threads and processes that use the same `folder` and `what`.
+    """Hold a lock while in the context; other threads and processes with the same lock wait.
 
-    `what` is any string. Raises OSError if the folder cannot be written or does not support locks.
+    A lock is identified by `folder`, which has its file, and by any string `what`. Raises OSError
+    if the folder cannot be written or does not support locks.
     """
     path = folder / temporary_name(f"lock of {what}")
     with FileLock(path, fallback_to_soft=False):
@@ -73,7 +74,7 @@ def exclusive(folder: Path, what: str) -> Iterator[None]:
 
 
 def temporary_name(what: str) -> str:
-    """Return the name of a temporary file or folder for the string `what`.
+    """Return a temporary name for the file or folder identified by the string `what`.
 
     It is the same in every process.
     """

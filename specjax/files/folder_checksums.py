@@ -59,9 +59,9 @@ class Record:
 
 @dataclass(frozen=True)
 class Marker:
-    """The kind of a folder, and records of its files by relative path.
+    """What a folder made by specjax says of itself: its kind, and a record of each of its files.
 
-    `files` is None while the folder still changes.
+    `files` are records by relative path; None while the folder still changes.
     """
 
     kind: str
@@ -88,7 +88,7 @@ def read_marker(folder: Path) -> Marker | None:
 
 
 def write_marker(folder: Path, marker: Marker) -> None:
-    """Replace the marker of a folder, or raise OSError."""
+    """Write the marker of a folder, replacing an earlier one. Raises OSError if that fails."""
     content: dict[str, Any] = {"specjax_folder": _FORMAT, "kind": marker.kind}
     if marker.files is not None:
         content["files"] = {name: asdict(record) for name, record in marker.files.items()}
@@ -96,9 +96,9 @@ def write_marker(folder: Path, marker: Marker) -> None:
 
 
 def seal(folder: Path, kind: Kind) -> None:
-    """Record all files of a finished folder in its marker, or raise OSError.
+    """Write the marker of a finished folder, with a record of every file in it.
 
-    The marker makes the folder complete.
+    From then on the folder counts as complete. Raises OSError if that fails.
     """
     names = [name for name in contents(folder) if not name.endswith("/")]
     with _hashing(len(names)) as pool:
@@ -181,7 +181,7 @@ def record_of(file: Path) -> Record:
 def is_kept(file: Path) -> bool:
     """Return whether a file's name is reserved by specjax, or listed in its folder's marker.
 
-    A damaged marker counts as an empty list.
+    A damaged marker counts as one that lists no files.
     """
     if file.name in (MARKER, LOCK) or atomic_writes.is_temporary(file.name):
         return True

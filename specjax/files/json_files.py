@@ -65,12 +65,12 @@ def read_json_file(path: Path, remedy: str = "restore it") -> Any:
 def read_json_lines(
     path: Path, field: str, *, unfinished: bool = False
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield "FILE, line N" and the object on that line, for each line of a JSONL file.
+    """Yield (where, object) for each line of a JSON Lines file; `where` is "FILE, line N".
 
     The file may be gzipped, or a pipe; it is read line by line, and empty lines are skipped. With
-    `unfinished`, a last line without a line break is skipped, since its writer was killed. Raises
-    InputError that names file and line for a line that is not a JSON object, and one that names
-    `field` for an unreadable file.
+    `unfinished`, a last line without a line break is skipped, since the process that wrote it was
+    killed. Raises InputError that names file and line for a line that is not a JSON object, and one
+    that names `field` for an unreadable file.
     """
     number = 0
     try:

@@ -31,6 +31,7 @@ class _Stderr(logging.StreamHandler):
 LOGGER = logging.getLogger("specjax")
 if not LOGGER.handlers:
     LOGGER.addHandler(_Stderr())
-    LOGGER.handlers[0].setFormatter(logging.Formatter("specjax: %(message)s"))
+    # The format of `basicConfig`, which absl calls once a library logs: lines look the same after.
+    LOGGER.handlers[0].setFormatter(logging.Formatter(logging.BASIC_FORMAT))
     if LOGGER.level == logging.NOTSET:
         LOGGER.setLevel(logging.INFO)

@@ -35,9 +35,10 @@ def regular_files(folder: Path, remedy: str = "remove it") -> Path:
 
 
 def open_regular(path: Path, remedy: str = "put a file there") -> io.BufferedReader:
-    """Open a regular file for reading.
+    """Return a regular file, open for reading bytes.
 
-    Raises OSError if that fails, and InputError for a folder, a pipe or a device.
+    Raises OSError if that fails, and InputError, ending with `remedy`, for a folder, a pipe or a
+    device.
     """
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:

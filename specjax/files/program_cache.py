@@ -52,10 +52,10 @@ def keep(tell: Callable[[str], Any]) -> None:
 
 @functools.cache
 def keep_in_library() -> None:
-    """Cache compiled programs for the Python API, unless the caller configured JAX's cache.
+    """Turn on the cache of compiled programs for users of the Python API, with its default folder.
 
-    The caller may have set up a cache, or disabled it by `jax_enable_compilation_cache`. Problems
-    are reported as warnings.
+    Does nothing if the caller has set up JAX's cache, or disabled it by
+    `jax_enable_compilation_cache`. Problems are reported as warnings.
     """
     if jax.config.jax_enable_compilation_cache and jax.config.jax_compilation_cache_dir is None:
         keep(lambda line: warnings.warn(line, stacklevel=3))

@@ -55,7 +55,10 @@ def read_acceptance(file: Path) -> Acceptance:
 
 
 def write_acceptance(file: Path, acceptance: Acceptance, measured: Mapping[str, Any]) -> None:
-    """Write rates, and in `measured` how they were measured, to a file, or raise OSError."""
+    """Write acceptance rates to a file, with a record `measured` of how they were measured.
+
+    Raises OSError if that fails.
+    """
     rows = ",\n    ".join(json.dumps([round(rate, 4) for rate in level]) for level in acceptance)
     rest = "".join(f',\n  "{name}": {json.dumps(value)}' for name, value in measured.items())
     write_text(file, f'{{\n  "acceptance": [\n    {rows}\n  ]{rest}\n}}\n')

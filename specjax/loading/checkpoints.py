@@ -139,10 +139,11 @@ def save_drafter(
     *,
     overwrite: bool = False,
 ) -> None:
-    """Write a drafter's nested dict of arrays and its JSON metadata, for `load_drafter`.
+    """Write a drafter's nested dict of arrays and its JSON metadata to `directory`.
 
-    Every process must call it. Raises InputError as `save_checkpoint` does, and for names with
-    dots, leaves that are not numeric arrays, and metadata that is not JSON.
+    `load_drafter` reads them. Every process must call it. Raises InputError as `save_checkpoint`
+    does, and for names with dots, leaves that are not numeric arrays, and metadata that is not
+    JSON.
     """
     path = _writable(directory, overwrite)
     for name, value in (("params", params), ("metadata", metadata)):

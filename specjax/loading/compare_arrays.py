@@ -14,16 +14,18 @@ Described = tuple[int, ...] | str
 
 
 def leaf_name(path: tuple) -> str:
-    """Return the path of a leaf in a tree of parameters as a dotted name."""
+    """Return the path of a leaf, as JAX's tree functions give it, as a dotted name."""
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
 def differences(
     found: Mapping[str, Described], wanted: Mapping[str, Described], optional: Iterable[str] = ()
 ) -> dict[str, list[str]]:
-    """Return the names of "missing", "unexpected" and mis-shaped arrays.
+    """Return what differs between described arrays, as lists of text by kind of problem.
 
-    `found` and `wanted` describe arrays by name; `optional` ones may be missing from `found`.
+    `found` and `wanted` map names to the shapes and dtypes of arrays. "missing" are the names in
+    `wanted` only, "unexpected" those in `found` only, except `optional` ones, and "mis-shaped" has
+    a line for each name that is described differently.
     """
     known = {*wanted, *optional}
     return {

@@ -20,7 +20,7 @@ SHIPPED = Path(__file__).parents[1] / "shipped_heads"
 
 
 def shipped_heads() -> dict[str, list[str]]:
-    """Return the kinds of heads that come with specjax, by the name of their target."""
+    """Return the kinds of heads that come with specjax, such as "eagle3", by target name."""
     kinds_of_target: dict[str, list[str]] = {}
     for folder in sorted(path for path in SHIPPED.iterdir() if path.is_dir()):
         kinds = [kind for kind in KINDS if is_checkpoint(folder / kind)]

@@ -145,9 +145,10 @@ def place_model(model: Model, mesh: Mesh | None, *, replicated: bool = False) ->
 
 
 def with_vocabulary(model: Model, size: int) -> Model:
-    """Return a model whose vocabulary has `size` tokens, as many as a target's.
+    """Return a model whose vocabulary has `size` tokens, so that it can draft for a target.
 
-    Extra tokens are dropped; missing tokens are never drafted, and their embeddings are zero.
+    Tokens beyond `size` are dropped. Tokens that the model lacks are never drafted, and their
+    embeddings are zero.
     """
     have = model.config.vocab_size
     if size == have:
@@ -323,7 +324,10 @@ def _shards(mesh: Mesh | None, replicated: bool) -> int:
 
 
 def resolve_dtype(dtype: str) -> np.dtype:
-    """Return the dtype called `dtype`, or auto's; raise InputError for another name."""
+    """Return the NumPy dtype called `dtype`: float32, bfloat16, float16 or auto.
+
+    "auto" is float32 on a CPU and bfloat16 elsewhere. Raises InputError for another name.
+    """
     if DTYPE.check("dtype", dtype) == "auto":
         dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     return np.dtype(jnp.dtype(dtype))

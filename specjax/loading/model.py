@@ -104,7 +104,7 @@ class Model:
 
     @property
     def weights(self) -> str:
-        """The storage of the weights: their dtype, or the bits of quantized kernels."""
+        """The storage of the weights as a word: their dtype, or the bits of quantized kernels."""
         kernels = jax.tree.leaves(self.params, is_leaf=_is_quantized)
         bits = sorted({kernel.bits for kernel in kernels if _is_quantized(kernel)})
         return " and ".join(f"{number}-bit" for number in bits) or str(self.dtype)
@@ -130,7 +130,10 @@ def _is_quantized(node: Any) -> bool:
 
 
 def array_table(config: DecoderConfig, mtp: MtpConfig | None, scan_layers: bool) -> dict[str, Any]:
-    """Return every entry of `Model.arrays` as a nested dict of `Parameter`."""
+    """Return the names, shapes and dtypes of a model's arrays, as a nested dict of `Parameter`.
+
+    It has the structure of `Model.arrays`. With `scan_layers` layers are stacked.
+    """
     table = parameter_table(config, scan_layers)
     return table if mtp is None else {**table, MTP: mtp.parameter_table()}
 

@@ -1,4 +1,4 @@
-"""Fields of files by name and type: the single reader of config.json and GGUF metadata."""
+"""Fields of files by name and type, for the readers of config.json and GGUF metadata."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ class Fields:
     """The fields of an object in a file, read by name; `asked` are the names read so far.
 
     `where` names file and object in errors, `prefix` precedes the names ("llama."), and `remedy`
-    ends the error for a value of the wrong type. A null field counts as missing, and takes its
-    default. The methods that return a field raise InputError for a value of another type.
+    ends the error for a value of the wrong type. A null field counts as missing. The methods that
+    return a field raise InputError for a value of another type, and for a missing field without a
+    default.
     """
 
     def __init__(
@@ -30,7 +31,10 @@ class Fields:
         self.asked = set[str]()
 
     def get(self, name: str) -> Any:
-        """Return the field `name` unchecked, or None if missing; it counts as read."""
+        """Return the value of the field `name` unchecked, or None if it is missing.
+
+        The field then counts as read.
+        """
         self.asked.add(name)
         return self.values.get(name)
 
@@ -48,18 +52,18 @@ class Fields:
         return value
 
     def count(self, name: str, default: int | None = None) -> int:
-        """Return the field `name`, a whole number of at least 1."""
+        """Return the field `name`, a whole number of at least 1; `default` if it is missing."""
         value = self._typed(name, default, (int,), wanted := "a whole number of at least 1")
         if not 0 < value <= _LARGEST_COUNT:
             raise self.fail(name, f"must be {wanted}; {self.remedy}")
         return value
 
     def integer(self, name: str, default: int | None = None) -> int:
-        """Return the field `name`, a whole number whose range the config checks."""
+        """Return the field `name`, any whole number; `default` if it is missing."""
         return self._typed(name, default, (int,), "a whole number")
 
     def number(self, name: str, default: float | None = None) -> float:
-        """Return the field `name`, a number, as a float."""
+        """Return the field `name`, a number, as a float; `default` if it is missing."""
         return float(self._typed(name, default, (int, float), "a number"))
 
     def optional_number(self, name: str, default: float | None = None) -> float | None:
@@ -69,15 +73,15 @@ class Fields:
         return self.number(name)
 
     def flag(self, name: str, default: bool | None = None) -> bool:
-        """Return the field `name`, a boolean, by default False."""
+        """Return the field `name`, a boolean; if it is missing, `default` or else False."""
         return self._typed(name, bool(default), (bool,), "true or false")
 
     def text(self, name: str, default: str) -> str:
-        """Return the field `name`, a string."""
+        """Return the field `name`, a string; `default` if it is missing."""
         return self._typed(name, default, (str,), "a text")
 
     def section(self, name: str) -> Fields:
-        """Return the nested object `name`, empty if missing."""
+        """Return the nested object `name` as `Fields`, which are empty if it is missing."""
         value = self._typed(name, {}, (dict,), "a JSON object")
         return Fields(f"{self.where}: {name}", value, self.remedy)
 
@@ -97,7 +101,7 @@ class Fields:
             raise self.fail(name, f"is not supported; only {supported} is")
 
     def unknown(self, names: list[str], remedy: str) -> InputError:
-        """Return an InputError for the fields `names`, which nothing reads."""
+        """Return an InputError for the fields `names`, which specjax does not know."""
         listed = ", ".join(names[:8])
         return self.fail(names[0], f"is unknown ({len(names)} such in all: {listed}); {remedy}")
 

@@ -36,9 +36,10 @@ class BestLength:
 
 
 def best_lengths(group: Sequence[Entry]) -> dict[str, BestLength]:
-    """Return the best length of each family of runs that has several lengths, by family.
+    """Return the best draft length of each family of runs that has runs of several lengths.
 
-    All runs have the same conditions. Runs without a speed-up are left out.
+    A family is the runs whose configs differ only in the draft length. All runs have the same
+    conditions. Runs without a speed-up are left out.
     """
     families: dict[str, list[Entry]] = {}
     for entry in group:

@@ -26,12 +26,14 @@ PLAIN = "plain"
 
 @dataclass
 class DrafterRun:
-    """The results of one drafter so far, over everything that a command decodes.
+    """The results of one drafter so far, over all prompts that a command decodes.
 
-    `trees` are the trees chosen for the drafter's parts, by name, with predicted speeds if known.
-    `expected` is the acceptance that the distributions imply, by turn, if computed. `engines` are
-    summaries of the engine of each turn (`engine_report.engine_summary`). `step_limits` are the
-    longest drafts, the minimum confidences and the rounds of each step.
+    `trees` are the trees that `tree.kind=auto` chose, by the name of the drafter that drafts them.
+    `rows` are the finished answers. `expected` is the acceptance that the distributions of target
+    and drafter imply, one entry per turn, empty if it was not computed. `engines` are summaries of
+    the engine of each turn (`engine_report.engine_summary`). `step_limits` has for each step the
+    longest draft and the least confidence of each drafter, and the number of rounds. `num_reported`
+    counts the rows that `new_records` has returned; -1 before the header.
     """
 
     header: RunHeader
@@ -49,7 +51,7 @@ class DrafterRun:
         return self.header.drafter
 
     def new_records(self) -> list[dict[str, Any]]:
-        """Return the records since the last call: first the header, then finished rows."""
+        """Return records since the last call, JSON-ready: first the header, then finished rows."""
         header = {"record": "run", **self.header.record()}
         rows = self.rows[max(self.num_reported, 0) :]
         records = [header] if self.num_reported < 0 else []
@@ -61,7 +63,7 @@ class DrafterRun:
         return figures(self.rows) if self.rows else None
 
     def expected_acceptance(self) -> metrics.ExpectedAcceptance | None:
-        """Return the acceptance that the distributions imply, or None if not computed."""
+        """Return the acceptance implied by the distributions in all turns; None if not computed."""
         return _pooled(self.expected)
 
     def add(
@@ -74,12 +76,14 @@ class DrafterRun:
         differences: Sequence[Difference | None] | None,
         repeated_speeds: Sequence[tuple[float, float]] = (),
     ) -> list[Row]:
-        """Add a finished group of rows, the run's `batch`-th; return its rows.
+        """Add the rows that were decoded together as one group; return their records.
 
-        `questions` has the rows' questions, `result` and `plain` the outputs of the drafter and of
-        plain decoding. `differences` has one entry per row, None if it equals plain decoding; it is
-        None if outputs are not compared. `repeated_speeds` are tokens/s of the drafter and of plain
-        decoding in each repeat, if there were several.
+        `batch` is the number of the group in the run, and `turn` (from 0) the turn of its
+        conversations. Entry i of `questions` is what row i answers; row i of `result` is the
+        drafter's answer, and row i of `plain` that of plain decoding, which is None if it was not
+        run. Entry i of `differences` is None if both answers are equal; `differences` is None if
+        they are not compared. `repeated_speeds` has, for each of several repeats, tokens/s of the
+        drafter and of plain decoding.
         """
         self.step_limits += [
             (limits.longest, limits.confidence, rounds) for limits, rounds in result.step_limits
@@ -121,7 +125,12 @@ class DrafterRun:
 
 @dataclass
 class Clock:
-    """Times of a command in seconds: since its `begin`, and of compiling by drafter or `PLAIN`."""
+    """Times of a command, in seconds.
+
+    `begin` is when it started, by `time.perf_counter`. `compile_s` has the seconds of compiling by
+    drafter or `PLAIN`. `first_token_s` is the time from `begin` until the first new token; None
+    before.
+    """
 
     begin: float = field(default_factory=time.perf_counter)
     load_s: float = 0.0
@@ -129,14 +138,18 @@ class Clock:
     first_token_s: float | None = None
 
     def compiled(self, name: str, seconds: float) -> None:
-        """Add seconds of compiling for the drafter `name`, or for `PLAIN`."""
+        """Add `seconds` to the time of compiling of the drafter `name`, or of `PLAIN`."""
         self.compile_s[name] = self.compile_s.get(name, 0.0) + seconds
 
 
 def summary(
     run: DrafterRun, clock: Clock, *, interrupted: bool = False, refused: str | None = None
 ) -> dict[str, Any]:
-    """Return the summary record of a drafter, JSON-ready; it contains a `records.RunEnd`."""
+    """Return the summary record of a drafter, JSON-ready, with the fields of `records.RunEnd`.
+
+    `interrupted` says that some prompts were not answered, and `refused` is the error of a turn
+    that could not be decoded.
+    """
     figures_so_far, expected = run.figures(), run.expected_acceptance()
     return {
         "drafter": run.drafter,

@@ -35,16 +35,19 @@ Compared = Callable[[Figures], str]
 
 
 def too_short(figures: Figures) -> bool:
-    """Return whether a run compared with plain decoding is too short to show a speed-up."""
+    """Return whether a run has too few new tokens to tell its speed-up over plain decoding.
+
+    False if it was not compared with plain decoding.
+    """
     compared = figures.plain_tokens_per_second is not None
     return compared and figures.counts.num_emitted_tokens < LEAST_TOKENS
 
 
 def result_lines(run: DrafterRun, compared: Compared | None) -> dict[str, str]:
-    """Return the lines for a run of one drafter, by their headings.
+    """Return the lines that describe a run of one drafter: text by heading.
 
-    They are the speed, the tokens per pass, the acceptance of tested tokens if its expectation was
-    computed, and the equality with plain decoding unless `compared` is None.
+    They give the speed, the tokens per pass, the acceptance of tested tokens if its expectation was
+    computed, and, unless `compared` is None, `compared(run)`: the equality with plain decoding.
     """
     run_figures = run.figures()
     counts, speed = run_figures.counts, f"{_number(run_figures.tokens_per_second, 1)} tokens/s"
@@ -68,9 +71,11 @@ def result_lines(run: DrafterRun, compared: Compared | None) -> dict[str, str]:
 def result_table(
     runs: Sequence[DrafterRun], compared: Compared | None, *, verbose: bool
 ) -> dict[str, dict[str, str]]:
-    """Return the cells of a table by row and column, omitting rows without information.
+    """Return the cells of a table of results, as texts by row and then by column.
 
-    The columns are plain decoding, if there is any, and the drafters; `verbose` adds rows.
+    The columns are plain decoding, if it was run, and the drafters. Rows without information are
+    omitted; `verbose` adds rows. `compared(run)` is the text of the row about equality with plain
+    decoding, which is missing if `compared` is None.
     """
     columns: dict[str, dict[str, str]] = {}
     for run in runs:
@@ -138,9 +143,10 @@ def _column(run: DrafterRun, figures: Figures) -> dict[str, str]:
 
 
 def slower(figures: Figures) -> str | None:
-    """Return the measured reason why a drafter is slower than plain decoding, or None if it is not.
+    """Return a line that says why a drafter is slower than plain decoding, or None if it is not.
 
-    The cost of a round in plain passes is its tokens divided by the speed-up.
+    It compares the tokens that a round emits with the cost of a round in passes of plain decoding,
+    which is that number of tokens divided by the speed-up.
     """
     speedup, emitted = figures.speedup, figures.counts.acceptance_length
     if speedup is None or emitted is None or speedup >= _SLOWER or too_short(figures):

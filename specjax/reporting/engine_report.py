@@ -16,7 +16,7 @@ _POINTS = 60
 
 
 def engine_summary(statistics: Statistics) -> dict[str, Any]:
-    """Return an engine's totals, with percentiles of latencies in seconds by name."""
+    """Return an engine's totals by name, with percentiles of waiting and first-token seconds."""
     summary = asdict(statistics.summary())
     for name in ("waiting", "first_token", "between_tokens", "total"):
         percentiles = summary.pop(name)
@@ -25,7 +25,10 @@ def engine_summary(statistics: Statistics) -> dict[str, Any]:
 
 
 def engine_report(statistics: Statistics) -> dict[str, Any]:
-    """Return an engine's summary, and the counts of each of its latest steps."""
+    """Return an engine's summary and, in lists, the counts of each of its latest steps.
+
+    The result is JSON-ready.
+    """
     steps = [step._asdict() for step in statistics.steps]
     return {"summary": engine_summary(statistics), "steps": steps}
 
@@ -33,9 +36,10 @@ def engine_report(statistics: Statistics) -> dict[str, Any]:
 def draw_engine(path: Path, statistics: Statistics, title: str) -> None:
     """Write PNGs of tokens/s, busy slots and waiting requests over the seconds of an engine.
 
-    Time begins with the engine, compiling included, or with the oldest recorded step. Between steps
-    no slot is busy and the number of waiting requests is unknown. The file names add `_tokens`,
-    `_slots` and `_waiting` to that of `path`. Raises InputError without matplotlib.
+    The file names add `_tokens`, `_slots` and `_waiting` to that of `path`, and `title` is the
+    heading of each. Time begins with the engine, compiling included, or with the oldest recorded
+    step. Between steps no slot is busy and the number of waiting requests is unknown. Raises
+    InputError without matplotlib.
     """
     steps = list(statistics.steps)
     ends = np.array([step.end_s for step in steps] or [1.0])

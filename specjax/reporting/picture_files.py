@@ -27,9 +27,10 @@ def _ends(num_groups: int) -> list[str]:
 def draw(
     folder: Path, entries: Sequence[Entry], formats: Sequence[str] = FORMATS[:1]
 ) -> dict[Conditions, list[tuple[str, str]]]:
-    """Write the pictures for each set of conditions; return their titles and file names.
+    """Write the pictures of a report to `folder`, one set for all entries of equal conditions.
 
-    Each picture is written in all `formats`; the file name returned is that of the first one.
+    Each picture is written in all `formats`, such as "png". Returns the (title, file name) of each
+    picture by conditions, with the name in the first format.
     """
     groups = by_conditions(entries)
     written: dict[Conditions, list[tuple[str, str]]] = {}

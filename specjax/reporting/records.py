@@ -46,7 +46,10 @@ class NearTieKind:
     """The field type of near-ties in JSON, where a non-finite margin is null."""
 
     def check(self, name: str, value: Any) -> NearTie:
-        """Return `value` as a near-tie; raise InputError, naming the field, if it is none."""
+        """Return `value`, a dict of a near-tie's fields, as a `NearTie`.
+
+        Raises InputError, which names the field `name`, for any other value.
+        """
         _OBJECT.check(name, value)
         number = optional(Number(-1e30))
         fields = check_values({"index": Whole(), "margin": number, "resolution": number}, value)
@@ -58,7 +61,10 @@ class ConfigKind:
     """The field type of a whole config, a dict by section."""
 
     def check(self, name: str, value: Any) -> dict[str, Any]:
-        """Return `value`; raise InputError if it is no dict or is nested too deeply."""
+        """Return `value` unchanged.
+
+        Raises InputError, which names the field `name`, if it is no dict or is nested too deeply.
+        """
         _OBJECT.check(name, value)
         level = [value]
         for _ in range(_MOST_LEVELS):
@@ -135,12 +141,15 @@ class Row:
 
     @property
     def difference(self) -> Difference | None:
-        """The difference from plain decoding; None if there is none or it was not compared."""
+        """The answer's difference from plain decoding; None if it is equal or was not compared."""
         return Difference(self.near_ties) if self.near_ties else None
 
     @property
     def task(self) -> str:
-        """The Spec-Bench task; MT-bench's categories are one task, and no category is `other`."""
+        """The Spec-Bench task: that of the category, or `other` for a row without a category.
+
+        The categories of MT-bench together are one task.
+        """
         return task_of(self.category) or "other"
 
 
@@ -214,7 +223,7 @@ class Run(RunHeader):
 
     @property
     def exact(self) -> bool:
-        """Whether all rows equal plain decoding, except for near-ties."""
+        """Whether all compared rows equal plain decoding, except at near-ties."""
         return all(
             row.difference is not None and row.difference.excused
             for row in self.rows
@@ -223,7 +232,7 @@ class Run(RunHeader):
 
     @property
     def prompts(self) -> tuple[tuple[int, str], ...]:
-        """The questions and turns answered, equal for runs on the same prompts."""
+        """The number of the turn and a hash of the question of each answer, for comparing runs."""
         return tuple(sorted((row.turn, row.prompt_hash) for row in self.rows))
 
     @property
@@ -294,7 +303,10 @@ def read_reports(path: str | Path) -> tuple[Run, ...]:
 
 
 def is_report(path: Path) -> bool:
-    """Return whether a file's first line is the first record of a report. Raises OSError."""
+    """Return whether a file's first line is the first record of a report.
+
+    Raises OSError if the file cannot be read.
+    """
     with path.open("rb") as file:
         line = file.readline(1 << 20)
     try:

@@ -51,7 +51,10 @@ def check_writable(value: str | os.PathLike[str], field: str = "report") -> Path
 
 
 def json_line(record: Mapping[str, Any]) -> str:
-    """Return a record as a line of JSON, with non-finite numbers as null. Raises TypeError."""
+    """Return a record as one line of JSON, with NaN and infinite numbers as null.
+
+    Raises TypeError for a value that JSON does not have.
+    """
     return json.dumps(_with_finite_numbers(record), ensure_ascii=False, allow_nan=False) + "\n"
 
 
@@ -89,9 +92,10 @@ class ReportFile:
         self._begun, self._reported = resumed, False
 
     def add(self, *records: Mapping[str, Any]) -> None:
-        """Write records; those that cannot be written now are kept for later, with one warning.
+        """Write records to the file, one per line.
 
-        Raises KeyboardInterrupt after writing if a signal to stop arrived meanwhile.
+        Records that cannot be written now are kept for later, with one warning. Raises
+        KeyboardInterrupt after writing if a signal to stop arrived meanwhile.
         """
         requests_to_end: list[int] = []
         try:

@@ -19,7 +19,10 @@ from specjax.reporting.statistics import OVERALL, Figures, figures_by_task
 
 @dataclass(frozen=True)
 class Entry:
-    """A line of the leaderboard; `predicted` is the speed-up computed from timed parts."""
+    """A run with its label and its figures by task, as one line of the leaderboard.
+
+    `predicted` is the speed-up computed from parts of a round that were timed alone, if any.
+    """
 
     label: str
     run: Run
@@ -33,14 +36,14 @@ class Entry:
 
     @property
     def family(self) -> str:
-        """A text that is equal for runs of the same config except for the draft length K."""
+        """A text that is equal for runs whose configs differ only in the draft length K."""
         apart = ("num_speculative_tokens", "report", "compare")
         fields = dotted(self.run.config)
         return repr([(name, value) for name, value in fields.items() if name not in apart])
 
     @property
     def efficiency(self) -> float | None:
-        """Measured divided by predicted speed-up."""
+        """The measured speed-up divided by the predicted one; None if one of them is missing."""
         measured = self.figures[OVERALL].speedup
         return measured / self.predicted if measured and self.predicted else None
 

@@ -69,11 +69,11 @@ class Figures:
 
     @property
     def few(self) -> bool:
-        """Whether there are too few answers to generalize from."""
+        """Whether there are too few answers to draw conclusions about other prompts."""
         return self.counts.num_requests < FEW
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all figures by name, JSON-ready."""
+        """Return all figures by name as JSON types, those of `counts` included."""
         others = {
             name: list(value) if isinstance(value, tuple) else value
             for name, value in vars(self).items()
@@ -83,7 +83,7 @@ class Figures:
 
 
 def figures(rows: Sequence[Row], timed: Sequence[Row] | None = None) -> Figures:
-    """Return the figures of some rows, with speeds over the rows in `timed`, by default all."""
+    """Return the figures of some rows; their speeds cover only the rows in `timed`, if given."""
     timed = rows if timed is None else timed
     compared = [row.identical for row in rows if row.identical is not None]
     both = [row for row in timed if row.plain_new_tokens is not None]
@@ -129,7 +129,7 @@ def tasks_of(runs: Iterable[Run]) -> list[str]:
 
 
 def heading(task: str) -> str:
-    """Return the heading of a task's column."""
+    """Return a task's name as it appears at the head of a column."""
     return TASKS.get(task, task.replace("_", " ").capitalize())
 
 

@@ -41,9 +41,9 @@ def markdown(
     entries: Sequence[Entry],
     pictures: Mapping[Conditions, Sequence[tuple[str, str]]],
 ) -> str:
-    """Return the whole report as Markdown.
+    """Return the whole report as Markdown: for each set of conditions its tables and pictures.
 
-    `pictures` are the (title, file name) of each set of conditions.
+    `pictures` are the (title, file name) of each picture, by conditions.
     """
     first = entries[0].run
     blocks = [f"# {_plain_text(first.target)}\n", _versions(first)]

@@ -19,6 +19,9 @@ Rules are values (`RULES`, `Rejection`, `Block`, `Coupled`, `Typical`); subclass
 write one. `walk`, `recursion` and functions of a `Drafted` serve decoding loops. The package knows
 no model, cache or loop, and importing it loads no other part of specjax. docs/sampling.md has an
 example of each rule, and of a tree.
+
+After this text `help` lists the rules, then the functions; `help(verify_chain)` explains one of
+them. The tuples that they take and return have explanations of their own: `help(Verification)`.
 """
 
 from specjax.sampling.chain_verification import (
@@ -130,3 +133,8 @@ __all__ = [
     "walk_greedy",
     "warp",
 ]
+
+
+def __dir__() -> list[str]:
+    """Return the public names, for `help`, without the tuples: these have pages of methods."""
+    return [name for name in __all__ if not hasattr(globals()[name], "_fields")]

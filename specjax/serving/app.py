@@ -29,7 +29,11 @@ _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 class Api:
-    """The HTTP endpoints of one engine; bodies of more than `max_body_bytes` are refused."""
+    """The HTTP endpoints of a server with one engine.
+
+    Bodies of more than `max_body_bytes` are refused. The methods take a request of Starlette and
+    return its response.
+    """
 
     def __init__(self, engine: EngineThread, reader: RequestReader, max_body_bytes: int) -> None:
         self.engine, self.reader, self._max_body_bytes = engine, reader, max_body_bytes
@@ -110,7 +114,10 @@ class RequireKey:
 
 
 def build_app(api: Api, playground: Playground, host: str, api_key: str | None = None) -> Starlette:
-    """Return the ASGI application for `host`; with `api_key`, all that decodes requires the key."""
+    """Return the ASGI application of a server that listens on `host`.
+
+    With `api_key`, requests to /v1 and /playground must have it as their bearer token.
+    """
     middleware = []
     if host in _LOOPBACK:
         # A page of another site whose name was made to point here is not answered.

@@ -34,7 +34,7 @@ class Writer(Protocol):
     stream: bool
 
     async def whole(self, reply: AsyncIterable[tuple[int, Delta]]) -> dict[str, Any]:
-        """Return the JSON of the response. Raises RequestError."""
+        """Return the JSON of the response once the reply has ended. Raises RequestError."""
 
     def events(self, reply: AsyncIterable[tuple[int, Delta]]) -> AsyncIterator[bytes]:
         """Yield the events of the response; a failure is an event too."""
@@ -102,7 +102,7 @@ async def read_body(request: Request, most: int) -> bytes:
 
 
 def error_response(error: RequestError) -> Response:
-    """Return a response with OpenAI's error object and the status of `error`."""
+    """Return the HTTP response for an error: its status, and OpenAI's error object as JSON."""
     return JSONResponse(error.body(), error.status)
 
 

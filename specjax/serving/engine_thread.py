@@ -26,7 +26,11 @@ _WARM_UP_TOKENS = 16
 
 
 class Reply:
-    """The engine's output for the prompts of one HTTP request, as an asynchronous iterator."""
+    """The engine's output for the prompts of one HTTP request, as an asynchronous iterator.
+
+    Its items are (index of the prompt, delta). It ends when all samples have ended, and raises the
+    RequestError with which the engine ended it, if any.
+    """
 
     def __init__(self, num_samples: int) -> None:
         self.num_unfinished = num_samples

@@ -27,7 +27,7 @@ class Counters:
         self.finished: collections.Counter[str] = collections.Counter()
 
     def add(self, delta: Delta) -> None:
-        """Count the tokens of a delta and, if its sample has ended, its drafts."""
+        """Count the tokens of a delta of one sample and, once the sample has ended, its drafts."""
         self.generation_tokens += len(delta.token_ids)
         if delta.output is None:
             return

@@ -42,20 +42,27 @@ _NOT_OFFERED = {
 
 
 class ChosenLength(Controller):
-    """A controller that uses the length chosen last, and keeps what `auto` has learned."""
+    """A length controller that uses the length chosen last on the page, a number or "auto".
+
+    What `Auto` has learned is kept while a number is chosen.
+    """
 
     def __init__(self) -> None:
         self.length: int | str = AUTO
         self._auto = Auto()
 
     def init(self, sizes: StepSizes) -> tuple[StepSizes, Any]:
-        """Return the sizes and the state of `Auto`."""
+        """Return the initial state: the step's sizes, and the state of `Auto`."""
         return sizes, self._auto.init(sizes)
 
     def choose(
         self, state: tuple[StepSizes, Any], unfinished: int, most_rounds: int
     ) -> tuple[Limits, int, tuple[StepSizes, Any]]:
-        """Return the limits of the chosen length, or those of `Auto`."""
+        """Return the next step's limits, its most rounds, and the new state.
+
+        The limits are those of the chosen length, or those that `Auto` chooses. `unfinished` is the
+        number of rows that decode.
+        """
         sizes, learned = state
         if isinstance(self.length, int):
             return up_to(sizes, self.length), most_rounds, state
@@ -63,7 +70,7 @@ class ChosenLength(Controller):
         return limits, rounds, (sizes, learned)
 
     def update(self, state: tuple[StepSizes, Any], record: StepRecord) -> tuple[StepSizes, Any]:
-        """Return what was learned from a step, if `Auto` chose it."""
+        """Return the state after a step, from which `Auto` learns if it chose the step's limits."""
         sizes, learned = state
         return (
             state if isinstance(self.length, int) else (sizes, self._auto.update(learned, record))
@@ -81,7 +88,12 @@ class Setting:
 
 @dataclass(eq=False)
 class PlaygroundEngine:
-    """An engine for one drafter and rule; `lock` is held while it answers."""
+    """An engine for one drafter and one rule, in its own thread.
+
+    `lengths` sets its draft lengths, `compile_s` is how long its programs took to compile, in
+    seconds, and `lock` is held while it answers. `num_asking` counts the callers that use it or
+    wait for it.
+    """
 
     thread: EngineThread
     lengths: ChosenLength
@@ -132,9 +144,9 @@ class PlaygroundEngines:
         )
 
     def offers(self) -> dict[str, dict[str, Any]]:
-        """Return, for each drafter by name, why it or some rules with it cannot be chosen.
+        """Return, for each drafter by name, whether the page may choose it, and with which rules.
 
-        `reason` is None for a drafter that can be, and `rules` has a reason or None for each rule.
+        Each value has `reason`, why it cannot be chosen or None, and `rules`, the same by rule.
         Nothing large is loaded, but this takes a moment.
         """
         heads = shipped_heads().get(self._session.model.name, [])
@@ -143,7 +155,10 @@ class PlaygroundEngines:
         return {name: self._offer(name, heads) for name in names}
 
     def read(self, values: dict[str, Any]) -> Setting:
-        """Return the setting of a request, and remove it from the fields. Raises RequestError."""
+        """Return the setting in the fields of a request, and remove it from `values`.
+
+        Raises RequestError for an invalid setting.
+        """
         default = self.default
         names = (*dict.fromkeys((*self._own, *DRAFTERS, *(f"ngram+{one}" for one in TRAINED))),)
         given = {name: values.pop(name, getattr(default, name)) for name in vars(default)}
@@ -159,9 +174,10 @@ class PlaygroundEngines:
 
     @asynccontextmanager
     async def using(self, setting: Setting) -> AsyncIterator[PlaygroundEngine]:
-        """Yield the engine for a setting, for this caller alone; make it if there is none.
+        """Yield the engine for a setting, which is the caller's alone while in the context.
 
-        Raises RequestError for a setting that the model does not allow, and if too many ask.
+        It is made if there is none. Raises RequestError for a setting that the model does not
+        allow, and if too many callers wait.
         """
         if self._num_asking >= _MOST_ASKING:
             raise _busy(f"{self._num_asking} requests of the playground run or wait")

@@ -72,7 +72,7 @@ _IGNORED = ("user", "safety_identifier", "prompt_cache_key")
 
 
 class RequestError(Exception):
-    """A refused request: HTTP status, message, field or None, and error code or None."""
+    """A refused request: an HTTP status, a message, and the field and the error code if known."""
 
     def __init__(
         self, status: int, message: str, param: str | None = None, code: str | None = None
@@ -81,7 +81,7 @@ class RequestError(Exception):
         self.status, self.message, self.param, self.code = status, message, param, code
 
     def body(self) -> dict[str, Any]:
-        """Return OpenAI's error object."""
+        """Return the body of the response, with OpenAI's error object."""
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
         kind = {401: "authentication_error", 429: "rate_limit_error"}.get(self.status, kind)
         return {
@@ -96,7 +96,12 @@ class RequestError(Exception):
 
 @dataclass(frozen=True)
 class Completion:
-    """A checked request: `n` samples of each of the encoded `prompts`."""
+    """A checked request: `n` samples of each of the encoded `prompts`.
+
+    `chat` says which of OpenAI's two APIs was called, `logprobs` whether log-probabilities are
+    returned, `stream` whether the response is a stream of events, and `include_usage` whether its
+    last event has the numbers of tokens.
+    """
 
     chat: bool
     prompts: tuple[tuple[int, ...], ...]
@@ -109,10 +114,11 @@ class Completion:
 
 @dataclass(frozen=True)
 class RequestReader:
-    """A reader of requests for an engine; `defaults` are the sampling of fields they leave out.
+    """A reader of requests for an engine whose model is called `model_name`.
 
-    Requests may ask for log-probabilities if the defaults do. `capacity` is the maximum number of
-    samples per request.
+    `defaults` are the sampling parameters for fields that requests leave out; only if they have
+    log-probabilities may requests ask for them. `capacity` is the maximum number of samples per
+    request.
     """
 
     engine: Engine
@@ -121,11 +127,17 @@ class RequestReader:
     capacity: int
 
     def read(self, body: bytes, *, chat: bool) -> Completion:
-        """Return the request in a body. May be called from any thread. Raises RequestError."""
+        """Return the checked request in a JSON body, of the chat or of the text API.
+
+        May be called from any thread. Raises RequestError for an invalid body.
+        """
         return self.completion(read_object(body), chat=chat)
 
     def completion(self, values: Mapping[str, Any], *, chat: bool) -> Completion:
-        """Return the request with these fields. Raises RequestError."""
+        """Return the checked request with the fields `values`, of the chat or of the text API.
+
+        Raises RequestError for an invalid field.
+        """
         field = "messages" if chat else "prompt"
         given = _checked(values, _CHAT if chat else _TEXT, (field, "stream_options"))
         self.check_model(given.get("model", self.model_name))
@@ -209,7 +221,7 @@ def _checked(
 
 @contextmanager
 def refused(field: str | None) -> Iterator[None]:
-    """Raise RequestError with status 400 in place of InputError."""
+    """Turn an InputError in the context into a RequestError with status 400 about `field`."""
     try:
         yield
     except NoRoomError as error:

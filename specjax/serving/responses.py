@@ -71,7 +71,7 @@ class ResponseWriter:
         return {**self._head(kind), "choices": choices, "usage": self._usage(completion)}
 
     async def events(self, reply: AsyncIterable[tuple[int, Delta]]) -> AsyncIterator[bytes]:
-        """The response in server-sent events as it comes; a failure is the last of them."""
+        """Yield the server-sent events of the response; a failure is the last of them."""
         completion, markers = 0, {}
         try:
             async for prompt, delta in reply:
@@ -161,7 +161,10 @@ class ResponseWriter:
 
 
 def acceptance(output: Output) -> dict[str, Any]:
-    """Return a sample's acceptance: vLLM's counts, `specjax.metrics`' figures, counts by round."""
+    """Return a sample's acceptance, JSON-ready.
+
+    It has vLLM's counts, the figures of `specjax.metrics`, and the counts of each round.
+    """
     rounds = output.rounds
     drafted, accepted, emitted = (
         counts[None] for counts in (rounds.drafted, rounds.accepted, rounds.emitted)
@@ -190,5 +193,5 @@ def _check(output: Output) -> None:
 
 
 def event(value: dict[str, Any]) -> bytes:
-    """Return a server-sent event with a JSON value."""
+    """Return a server-sent event whose data is `value` as JSON."""
     return b"data: " + json.dumps(value, separators=(",", ":")).encode() + b"\n\n"

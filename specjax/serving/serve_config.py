@@ -70,7 +70,11 @@ class ServeFields(DecodingFields, TargetFields):
 
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig(ServeFields):
-    """A checked config of `specjax.serve`; `decoding` is the same engine as a decode config."""
+    """A checked config of `specjax.serve`.
+
+    `decoding` has the fields of the engine, as a config of `decode`, and `api_key` is the key in
+    `api_key_file`, None without such a file. `written` has the fields as they were given.
+    """
 
     decoding: DecodeConfig
     api_key: str | None
@@ -78,7 +82,10 @@ class ServeConfig(ServeFields):
 
 
 def read_serve_config(written: Mapping[str, Any]) -> ServeConfig:
-    """Return the checked config; checks that need the model are made later. Raises InputError."""
+    """Return the checked config, given the fields of a config file by section.
+
+    Checks that need the model are made later. Raises InputError for an invalid field.
+    """
     given = read_values(ServeFields, written)
     shared = {field.name for field in fields(DecodeFields)} & written.keys()
     # A decode config has prompts: the built-in ones, for which `tree.kind=auto` chooses a tree.

@@ -138,9 +138,10 @@ class Server(uvicorn.Server):
 
 @contextmanager
 def served(engine: Engine, options: ServeFields, *, api_key: str | None = None) -> Iterator[str]:
-    """Serve an engine from a thread inside a context, which yields the URL.
+    """Serve an engine over HTTP while in the context, from a thread; yield the server's URL.
 
-    Raises the error with which the server ended, if any.
+    `options` are the fields of a server's config, and with `api_key` requests need that key. Raises
+    the error with which the server ended, if any.
     """
     listener, ready = bind(options.host, options.port), threading.Event()
     server, url = (

@@ -10,6 +10,8 @@
 Both return a value with `passed` that prints as an explanation (`Check`, `DrafterCheck`). A
 `Tabular` is a language model made of a table of logits, so that tests take seconds. A
 `DistributionPair` is one pair of p and q for `check_rule`. More: docs/extending.md.
+
+After this text `help` lists classes, then functions; `help(check_rule)` explains one of them.
 """
 
 from specjax.testing.drafter_check import DrafterCheck, check_drafter

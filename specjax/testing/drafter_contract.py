@@ -14,7 +14,7 @@ from specjax.decoding.plan import Plan
 from specjax.decoding.programs import start
 from specjax.decoding.round import make_context, noise_keys, proposal_noise
 from specjax.decoding.state import State, knows_its_rows
-from specjax.drafters.turns import check_proposal, check_size
+from specjax.drafters.turn_taking import check_proposal, check_size
 from specjax.errors import InputError
 from specjax.trees import Draft
 

@@ -18,6 +18,8 @@ and independent (Leviathan et al. 2023, "Fast Inference from Transformers via Sp
 section 3). Numbers may be scalars or NumPy arrays, which broadcast (except in `roofline_tree`);
 results are floats if all arguments are scalars. Bad input raises `specjax.errors.InputError`.
 docs/theory.md compares the results with published tables, some of which are wrong.
+
+After this text `help` lists classes, then functions; `help(speedup)` explains one of them.
 """
 
 from specjax.theory.chip_roofline import (

@@ -16,6 +16,8 @@ A `Topology` is a shape known at compile time, a `DynamicTopology` a shape per r
 device, and a `Draft` the tokens of one round in either. A `RankedTree` is a `Topology` whose nodes
 are the most likely candidates by rank. A `DynamicTree` has the sizes of trees that are chosen anew
 in each round. More: docs/trees.md.
+
+After this text `help` lists classes, then functions; `help(best_tree)` explains one of them.
 """
 
 from specjax.trees.draft import Draft, PartialPass, chain

@@ -25,7 +25,7 @@ from specjax.decoding.session import Session, plan_session
 from specjax.decoding.state import State
 from specjax.drafters import LoadedDrafter
 from specjax.drafters.base import Sampling
-from specjax.drafters.turns import Turns
+from specjax.drafters.turn_taking import Turns
 from specjax.errors import InputError
 from specjax.loading.model import Model
 

@@ -36,7 +36,10 @@ class Batch:
 
 
 def build(source: Source, rows: Sequence[Sequence[int]], shape: Shape) -> Batch:
-    """Return the host batch of some rows, each a list of indices of conversations in `source`."""
+    """Return the batch of some rows as NumPy arrays of the given shape.
+
+    Each row is a list of the indices, in `source`, of the conversations that it contains.
+    """
     count, length = len(rows), shape.tokens
     tokens, positions, segments = (np.zeros((count, length), np.int32) for _ in range(3))
     labels = np.full((count, shape.labels), -1, np.int32)
@@ -62,7 +65,8 @@ def build(source: Source, rows: Sequence[Sequence[int]], shape: Shape) -> Batch:
 def read_ahead(items: Iterator[Item], depth: int = 2) -> Iterator[Item]:
     """Yield the items of an iterator, which a thread prepares up to `depth` items ahead.
 
-    Exceptions in the thread are raised here. Closing this iterator ends the thread.
+    An exception in the thread is raised here, in place of the item that failed. Closing this
+    iterator ends the thread.
     """
     worker = ThreadPoolExecutor(1)
     try:

@@ -22,10 +22,17 @@ from train.data.responses import Responses, open_responses
 
 @dataclass(frozen=True)
 class DataFolders:
-    """A comma-separated list of directories of conversations, which may include `shipped.NAME`."""
+    """The field type of a comma-separated list of directories of conversations.
+
+    `shipped.NAME` stands for the dataset that comes with specjax.
+    """
 
     def check(self, name: str, value: Any) -> str:
-        """Return the text; raise InputError if it is empty or directories are missing."""
+        """Return `value` unchanged.
+
+        Raises InputError, which names the field `name`, for an empty text and for missing
+        directories.
+        """
         if value is None:
             raise InputError(
                 f"{name} is missing: pass --config.{name}=DIRECTORY, or {shipped.NAME}"
@@ -40,13 +47,13 @@ class DataFolders:
 
 
 def split_names(text: str) -> list[str]:
-    """Return the comma-separated directories in a text."""
+    """Return the directories in a comma-separated text, as strings."""
     return [part.strip() for part in text.split(",")]
 
 
 @dataclass(frozen=True, eq=False)
 class Sources:
-    """The conversations of several datasets in sequence, with the interface of `Responses`."""
+    """Several datasets in sequence, as one sequence of conversations like `Responses`."""
 
     parts: tuple[Responses, ...]
     _starts: np.ndarray = field(repr=False)
@@ -61,9 +68,10 @@ class Sources:
         )
 
     def tokenizer(self) -> Tokenizer:
-        """Return the tokenizer stored with the datasets.
+        """Return the tokenizer that the datasets have in common, for a new model.
 
-        Raises InputError if one has none, or a different one.
+        Only datasets of text (`train.corpus`) store one. Raises InputError if a dataset has none,
+        or another one than the first.
         """
         found: Tokenizer | None = None
         for part in self.parts:
@@ -108,10 +116,11 @@ class Sources:
 def open_sources(
     directories: Sequence[str | Path], target: Mapping[str, object] | None = None
 ) -> Sources:
-    """Open datasets, folders of datasets (`train.features`), and `shipped.NAME`.
+    """Open several datasets as one sequence of conversations.
 
-    `target` is the metadata of the target that must have written them, or None for any. Raises
-    InputError as `open_responses` does, and if a folder has no dataset.
+    Each directory is a dataset, or a folder of datasets (`train.features`); `shipped.NAME` is the
+    one that comes with specjax. `target` is the metadata of the target that must have written them,
+    or None for any. Raises InputError as `open_responses` does, and if a folder has no dataset.
     """
     if not directories:
         raise InputError("data is empty: name a dataset's directory")

@@ -46,14 +46,14 @@ class Example:
 
 
 def target_metadata(model: Model) -> dict[str, Any]:
-    """Return the metadata that a dataset stores about its target, JSON-ready."""
+    """Return what a dataset records about the model that wrote it, JSON-ready."""
     return asdict(TargetMetadata.of(model))
 
 
 def text_metadata(name: str, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return the metadata that a dataset of text stores instead of a target's metadata.
+    """Return what a dataset of text records in place of a target, JSON-ready.
 
-    Any model with the same tokenizer can be trained on the dataset.
+    `name` is the tokenizer's. Any model with the same tokenizer can be trained on the dataset.
     """
     return {
         "name": name,
@@ -65,9 +65,10 @@ def text_metadata(name: str, tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def check_target(where: str, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
-    """Raise InputError, beginning with `where`, if the metadata of two targets differ.
+    """Raise InputError unless the metadata of two targets, `ours` and `theirs`, are compatible.
 
-    Their names may differ. A value of None is unknown, and equals every value.
+    The targets' names may differ. A value of None is unknown, and equals every value. `where`
+    begins the message.
     """
     known = {name: value for name, value in ours.items() if value is not None}
     mine, other = TargetMetadata(**{**theirs, **known}), TargetMetadata(**theirs)

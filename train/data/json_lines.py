@@ -27,7 +27,10 @@ class TokenIds:
     """The field type of a non-empty list of token ids."""
 
     def check(self, name: str, value: Any) -> list[int]:
-        """Return `value`; raise InputError, naming the field, if it is no such list."""
+        """Return `value` if it is a non-empty list of token ids.
+
+        Raises InputError, which names the field `name`, otherwise.
+        """
         listed = isinstance(value, list) and len(value) > 0
         if not listed or not all(type(i) is int and 0 <= i < _ABOVE_TOKEN_IDS for i in value):
             raise InputError(f"{name}={shown(value)}: use a list of token ids that is not empty")
@@ -46,7 +49,10 @@ _KINDS = {
 
 
 def read_rows(path: str | Path) -> Iterator[Example]:
-    """Yield the conversations in a file. Raises InputError, naming file and line, for bad lines."""
+    """Yield the conversations in a JSON-lines file.
+
+    Raises InputError, which names file and line, for an invalid line.
+    """
     first: dict[int, str] = {}
     for where, row in read_json_lines(input_file("input", path, pipe=True), "input"):
         example = _example(row, where)

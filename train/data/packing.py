@@ -49,9 +49,9 @@ class Position(NamedTuple):
 
 @dataclass(frozen=True)
 class Shape:
-    """The shape of a batch: `rows` (B) of `tokens` (T) with up to `labels` (A) labels each.
+    """The shape of a batch: `rows` (B) of `tokens` (T), with up to `labels` (A) labels per row.
 
-    `width` is the width D of `features`, if any.
+    `features` are the names of target features in the batch, and `width` is their width D.
     """
 
     rows: int
@@ -95,7 +95,7 @@ class Packing:
         return self._known[1]
 
     def advance(self, position: Position) -> Iterator[tuple[list[int], Position]]:
-        """Yield the rows from a position on, endlessly, each with the position after it."""
+        """Yield the rows from a position on, each with the position after it, without end."""
         epoch, row = position
         while True:
             rows = self.rows(epoch)

@@ -37,10 +37,11 @@ VALIDATION_EVERY = 50
 
 @dataclass(frozen=True, eq=False)
 class Responses:
-    """Conversations on disk, read one at a time: `len(responses)`, `responses[i]`.
+    """A dataset of conversations on disk; `responses[i]` reads conversation i as an `Example`.
 
-    `lengths` [n] and `num_labels` [n] count each conversation's tokens and those that the target
-    wrote; `validation` [n] is True for held-out conversations.
+    `len(responses)` is their number, n. `lengths` [n] and `num_labels` [n] count each
+    conversation's tokens and those that the target wrote; `validation` [n] is True for held-out
+    conversations.
     """
 
     directory: Path

@@ -71,7 +71,10 @@ def write_records(
 
 @contextmanager
 def disk(where: Path) -> Iterator[None]:
-    """Convert disk errors, which array_record raises as RuntimeError, to InputError."""
+    """Turn errors of the disk in the context into InputError, which begins with `where`.
+
+    array_record raises them as RuntimeError.
+    """
     try:
         yield
     except (OSError, RuntimeError) as error:

@@ -26,10 +26,10 @@ Vocabulary = Callable[[int | None], Int32[np.ndarray, "Vd"] | None]
 def draft_vocabulary(
     data: Sources | Responses, size: int | None, vocab_size: int
 ) -> Int32[np.ndarray, "Vd"] | None:
-    """Return the ids of the `size` most common tokens among labels, ascending; None for all.
+    """Return the ids of the `size` most common tokens among labels, in ascending order.
 
-    Held-out conversations are not counted. A `size` of None or V means all tokens. Raises
-    InputError for a size out of range.
+    Held-out conversations are not counted. Returns None, which stands for all tokens, if `size` is
+    None or `vocab_size`. Raises InputError for a size out of range.
     """
     if size is None or size == vocab_size:
         return None
@@ -41,7 +41,7 @@ def draft_vocabulary(
 
 
 def count_labels(data: Sources | Responses, vocab_size: int) -> Int64[np.ndarray, "V"]:
-    """Return how often each token is a label in the training conversations.
+    """Return, for each token id, how often it is a label in the training conversations.
 
     The counts of a dataset are cached in its directory, if that is writable.
     """

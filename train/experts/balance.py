@@ -14,10 +14,11 @@ from train.experts.loads import Loads
 
 
 def balanced(params: Any, loads: Loads, rate: float) -> Any:
-    """Return the parameters after adjusting the routers' selection biases to an update's loads.
+    """Return the parameters with the routers' selection biases adjusted to the loads of an update.
 
-    An expert's bias rises by `rate` if its load was below the mean of its layer, and falls if it
-    was above. Routers without selection biases are unchanged.
+    `loads` are the numbers of tokens by router and expert. The bias of an expert rises by `rate` if
+    its load was below the mean of its layer, and falls by `rate` if it was above. Routers without
+    selection biases are unchanged.
     """
 
     def moved(path: tuple, leaf: jax.Array) -> jax.Array:

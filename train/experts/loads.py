@@ -17,10 +17,10 @@ Loads = dict[str, Float[Array, "... E"]]
 
 
 def of_target(decoder: Decoder, chosen: Int[Array, "B T M K"] | None, batch: Batch) -> Loads:
-    """Return the loads of a decoder, given its feature `experts`; empty without experts.
+    """Return the numbers of tokens of each expert in a decoder, by the name of its router.
 
-    `chosen` are the experts of each token, or None, in which case all loads are 0. Padding is not
-    counted.
+    `chosen` is the decoder's feature `experts`: for each token and layer the experts that read it.
+    None stands for loads of 0. Padding is not counted. The result is empty without experts.
     """
     experts, count = decoder.config.experts, decoder.config.num_sparse
     if experts is None or not count:
@@ -36,7 +36,7 @@ def of_target(decoder: Decoder, chosen: Int[Array, "B T M K"] | None, batch: Bat
 
 
 def feature_of(decoder: Decoder) -> tuple[str, ...]:
-    """Return the features that `of_target` reads, none for a decoder without experts."""
+    """Return the names of the features that `of_target` reads, which are none without experts."""
     return (EXPERTS,) if decoder.config.num_sparse else ()
 
 
@@ -46,10 +46,11 @@ def of_modules(
     experts: Experts | None,
     labels: Int[Array, "B A"],
 ) -> Loads:
-    """Return the loads of MTP modules, from the experts of each draft step at its labels.
+    """Return the numbers of tokens of each expert in MTP modules, by the name of its router.
 
-    `chosen` has the experts of each step, or None. Steps beyond the number of modules run the last
-    module.
+    `chosen` has for each draft step the experts that read each label, or None without experts.
+    Steps beyond the number of modules run the last module. The result is empty if `experts` is
+    None.
     """
     loads: Loads = {}
     for step, step_experts in enumerate(chosen):
@@ -61,7 +62,7 @@ def of_modules(
 
 
 def below(name: str, loads: Mapping[str, Array]) -> Loads:
-    """Return the loads with router names prefixed by `name`, an entry of the trained parameters."""
+    """Return the loads with `name`, an entry of the parameters, put before each router's name."""
     return {f"{name}.{router}": load for router, load in loads.items()}
 
 

@@ -70,7 +70,11 @@ class Row:
 
 @dataclass(frozen=True)
 class Job:
-    """All rows, and the order in which to answer them."""
+    """All prompts to be answered, as rows, and the order in which to decode them.
+
+    `digest` is a hash of the rows, from which a resumed run sees that its prompts have not changed.
+    `remarks` are lines for the user.
+    """
 
     rows: tuple[Row, ...]
     order: tuple[int, ...]
@@ -183,7 +187,7 @@ class AnswersConfig:
 
     @property
     def samplings(self) -> list[SamplingParams]:
-        """The sampling parameters for each temperature."""
+        """The sampling parameters for each of `temperatures`."""
         return [
             SamplingParams(
                 temperature=temperature,
@@ -204,7 +208,7 @@ def read_answers_config(written: Mapping[str, Any]) -> AnswersConfig:
 
 
 def find_requests(config: AnswersConfig, screen: Screen) -> list[Request]:
-    """Return the prompts that a config names, by default those of `prompt_corpus`.
+    """Return the prompts that a config names: of a file, of a TFDS dataset, or `prompt_corpus`.
 
     Progress is shown on `screen`. Raises InputError if the prompts cannot be read.
     """
@@ -231,9 +235,10 @@ def find_requests(config: AnswersConfig, screen: Screen) -> list[Request]:
 
 
 def plan(config: AnswersConfig, model: Model, requests: Sequence[Request]) -> Job:
-    """Encode the prompts, and choose how and in which order to answer them.
+    """Return the rows to decode for some prompts, and the order in which to decode them.
 
-    Raises InputError if no prompt is left, or if prompts do not fit the model.
+    Prompts that are too long are left out, with a remark. Raises InputError if no prompt is left,
+    or if prompts do not fit the model.
     """
     room = model.config.max_positions - config.max_new_tokens
     if config.max_prompt_tokens > room:
@@ -295,10 +300,10 @@ def open_job(config: AnswersConfig, model: Model, job: Job) -> tuple[Session, En
 def answer(
     engine: Engine, session: Session, job: Job, todo: Sequence[int], screen: Screen
 ) -> Iterator[list[Output]]:
-    """Yield, after each step of the engine, the outputs that have ended.
+    """Yield, after each step of the engine, the outputs that ended in it, failed ones included.
 
-    `todo` are the indices in `job` of the rows to answer, which are also the outputs' ids. Failed
-    outputs are included.
+    `todo` are the indices in `job.rows` of the rows to decode, which become the ids of the outputs.
+    Progress is shown on `screen`.
     """
     total = len(job.rows)
     left, done = iter(todo), total - len(todo)
@@ -316,9 +321,9 @@ def answer(
 
 
 def examples(job: Job, saved: SavedAnswers) -> Iterator[Example]:
-    """Yield the conversations in the order of their ids, without unanswered prompts.
+    """Yield a conversation for each answered prompt, in the order of their numbers.
 
-    Raises InputError if a saved answer has disappeared.
+    Raises InputError if an answer that was saved has disappeared.
     """
     answers = saved.read()
     missing = sum(row.request.id not in answers for row in job.rows)

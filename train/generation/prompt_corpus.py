@@ -69,9 +69,9 @@ class Passage:
 
 @dataclass(frozen=True)
 class Texts:
-    """The source of texts in prompts: Wikipedia's first paragraphs, or only Python's own texts.
+    """The texts that prompts are made of: Python's own and, with `wikipedia`, Wikipedia's.
 
-    `long` is the fraction of long texts among the prompts that give a text.
+    `long` is the fraction of long texts among the prompts that contain a text.
     """
 
     wikipedia: bool = True
@@ -139,7 +139,7 @@ def code_files() -> tuple[Path, ...]:
 
 @functools.cache
 def functions(file: Path) -> tuple[Passage, ...]:
-    """Return the source of each suitable function in one of `code_files`."""
+    """Return the source of each suitable function in `file`, one of `code_files`, as a passage."""
     inside = file.relative_to(sysconfig.get_path("stdlib")).as_posix()
     source = f"{_PYTHON} standard library, {inside}"
     return tuple(Passage(name, code, source, "PSF-2.0") for name, code in _functions_of(file))
@@ -464,7 +464,10 @@ _NUMBERS: dict[str, Callable[[random.Random], int]] = {
 
 
 def fill(template: str, rng: random.Random) -> str:
-    """Return a template with words and numbers drawn for its fields, no word twice."""
+    """Return a template with its fields replaced by words and numbers that `rng` chooses.
+
+    No word is chosen twice.
+    """
     drawn: dict[str, str] = {}
     for field, kind in re.findall(r"(\{([a-z]+)\d*\})", template):
         if field in drawn:

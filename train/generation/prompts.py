@@ -24,7 +24,7 @@ _NOTES = ("category", "source", "licence")
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt with its number and its notes.
+    """A prompt for a target, with its number `id` and notes about its origin.
 
     `prompt` is a string, or a conversation whose next turn is the target's. `left_out` is the
     number of later turns, which are dropped. `where` names the prompt in errors: its file and line,
@@ -109,10 +109,11 @@ def read_dataset(
 def encode_requests(
     model: Model, requests: Sequence[Request], chat: str
 ) -> Iterator[tuple[Request, list[int]]]:
-    """Yield each request with its token ids; `chat` is "auto", "true" or "false".
+    """Yield each request with the token ids of its prompt.
 
-    Raises InputError if chat=true and the model has no chat template, or if a prompt is a
-    conversation and no template is applied.
+    `chat` says whether strings go through the chat template: "true", "false", or "auto", if the
+    model has one. Raises InputError if chat=true and the model has no chat template, or if a prompt
+    is a conversation and no template is applied.
     """
     has_template = model.tokenizer is not None and model.tokenizer.chat_template is not None
     if chat == "true" and not has_template:

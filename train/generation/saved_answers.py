@@ -23,7 +23,10 @@ _LARGEST = 2**31
 
 @dataclass(frozen=True)
 class SavedAnswers:
-    """Finished answers, as lines of a file; an answer without tokens means that there is none."""
+    """The finished answers of a run, saved as lines of a file.
+
+    Each is the number of a prompt with token ids; no token ids means that the prompt has no answer.
+    """
 
     file: Path
 
@@ -43,9 +46,10 @@ class SavedAnswers:
             raise self._unwritable(error) from None
 
     def read(self) -> dict[int, list[int]]:
-        """Return all answers by the number of the prompt, skipping damaged lines.
+        """Return the token ids of each saved answer, by the number of its prompt.
 
-        Raises InputError if the file cannot be read.
+        The result is empty if there is no file yet. Damaged lines are skipped, and of several
+        answers to a prompt the last one counts. Raises InputError if the file cannot be read.
         """
         if not self.file.exists():
             return {}

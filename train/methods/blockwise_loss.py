@@ -31,8 +31,8 @@ class Scoring:
     """How drafts are scored: `parts` are pairs of a label loss and its weight.
 
     With `trains_kernel` the gradient of the kernel that computes the logits is computed too.
-    `multiply` is the dtype of products. Unless they look `ahead`, all drafts predict the label
-    itself.
+    `multiply` is the dtype of products, None for that of the states. If `ahead`, draft i predicts
+    the token i positions after the label; otherwise all drafts predict the label itself.
     """
 
     parts: tuple[tuple[LabelLoss, float], ...]
@@ -41,7 +41,7 @@ class Scoring:
     ahead: bool = True
 
     def offset(self, draft: int) -> int:
-        """Return how many positions after a label the token is that a draft predicts."""
+        """Return how many positions after a label the token is that draft `draft` predicts."""
         return draft if self.ahead else 0
 
 
@@ -66,9 +66,11 @@ class Teacher(NamedTuple):
         columns: Float[Array, "D Vd"] | None,
         draft_ids: Int[Array, "Vd"] | None,
     ) -> Teacher:
-        """Return the teacher of a batch with `final_norm`; `columns` are those of `draft_ids`.
+        """Return the teacher of a batch with the feature `final_norm`.
 
-        Without columns only the batch's tokens are the reference, and no features are needed.
+        `columns` are the columns of the target's output layer for the tokens `draft_ids`, or for
+        all tokens if that is None. Without columns only the batch's tokens are the reference, and
+        no features are needed.
         """
         features = None
         if columns is not None:

@@ -23,7 +23,7 @@ from train.data.batches import Batch
 from train.methods.blockwise_loss import Scores, Scoring, Teacher, score_drafts
 from train.methods.losses import LabelLoss, cross_entropy, label_loss_of
 from train.methods.method import Measures, Method, measure
-from train.methods.packed_rows import ahead, at_rows, label_ahead, visible
+from train.methods.packed_rows import ahead, at_rows, features_of, label_ahead
 from train.methods.target_layers import in_float32, with_params
 
 _LOG2 = float(np.log(2))
@@ -67,19 +67,22 @@ class LayerSkipLoss(LayerSkipOptions):
 
     @property
     def decoded_exit(self) -> int:
-        """The exit that is decoded."""
+        """The exit that is decoded: the number of layers before it."""
         return self.exit_layer or max(1, self.num_layers // 3)
 
     @property
     def measured(self) -> tuple[int, ...]:
-        """The measured exits in ascending order, without the last layer."""
+        """The exits that an evaluation measures, ascending; the last layer is not among them."""
         shares = (1 / 6, 1 / 3, 1 / 2, 2 / 3)
         some = self.exits or tuple(round(share * self.num_layers) for share in shares)
         exits = {*some, self.decoded_exit}
         return tuple(sorted(exit for exit in exits if 0 < exit < self.num_layers))
 
     def dropout(self, step: Int[Array, ""]) -> Float[Array, "n"]:
-        """Return p_{l,t} = S(t) D(l) p_max of the n layers at a step."""
+        """Return for each of the n layers the probability of leaving it out at a step.
+
+        In the paper this is p_{l,t} = S(t) D(l) p_max.
+        """
         depth = jnp.arange(self.num_layers, dtype=jnp.float32) / max(self.num_layers - 1, 1)
         done = jnp.float32(1)
         if self.dropout_schedule == "exponential":
@@ -88,9 +91,10 @@ class LayerSkipLoss(LayerSkipOptions):
         return self.max_dropout * rising * jnp.expm1(_LOG2 * depth)
 
     def trained(self, step: Int[Array, ""]) -> tuple[Int[Array, "n"], Bool[Array, "n"]]:
-        """Return exits, and which of them are in the loss of a step (C), without the last layer.
+        """Return n exits, and a mask of those that are in the loss of a step.
 
-        Their number is that of any step.
+        The last layer, which is always in the loss, is not among them. n is the same for all steps.
+        The mask is the paper's C(t, l).
         """
         count = self.num_layers - 1
         if self.curriculum == "gradual":
@@ -102,10 +106,10 @@ class LayerSkipLoss(LayerSkipOptions):
         return jnp.minimum(exits, count), exits <= count
 
     def weights(self, exits: Int[Array, "n"], enabled: Bool[Array, "n"]) -> Float[Array, "n+1"]:
-        """Return the weights of exits and of the last layer, which sum to one.
+        """Return the weights of the given exits and, as the last entry, of the last layer.
 
-        With l = exit - 1: e(l) = e_scale (0 + ... + l), and e(L-1) = L - 1 + e_scale (0 + ... +
-        L-2).
+        They sum to one, and an exit that is not `enabled` has weight 0. Before that, with l = exit
+        - 1, they are e(l) = e_scale (0 + ... + l), and e(L-1) = L - 1 + e_scale (0 + ... + L-2).
         """
         last = self.num_layers - 1
         early = jnp.where(enabled, self.e_scale * (exits * (exits - 1) / 2), 0.0)
@@ -124,7 +128,8 @@ class _Exits(NamedTuple):
 def layerskip_method(target: Model, loss: LayerSkipLoss, *, multiply: Any = None) -> Method:
     """Return a method that trains a whole model with layer dropout and early exits.
 
-    `multiply` is the dtype of products. Raises InputError for options that do not fit the model.
+    `multiply` is the dtype of products, None for float32. Raises InputError for options that do not
+    fit the model.
     """
     _check(target, loss)
     dtype = jnp.dtype(jnp.float32)
@@ -167,8 +172,9 @@ def layerskip_loss(
 ) -> tuple[Float[Array, ""], Measures]:
     """Return the sum of the loss over the batch's labels at a step, and measures.
 
-    Without a key (evaluation) no layer is dropped, and the exits are the measured ones. `frozen` is
-    the original model, whose features are in the batch, for `labels` "distributions" only.
+    `key` draws the layers that are left out. Without a key (evaluation) no layer is left out, and
+    the exits are the measured ones. `frozen` are the parameters of the original model, which are
+    read only if `loss.labels` is "distributions"; the batch then has that model's features.
     """
     labels = batch.labels
     if key is None:
@@ -178,18 +184,7 @@ def layerskip_loss(
         exits, enabled = loss.trained(step)
         shape = (loss.num_layers, len(labels))
         kept = jax.random.bernoulli(key, 1 - loss.dropout(step)[:, None], shape)
-    features = decoder.extend(
-        params,
-        batch.tokens,
-        batch.positions,
-        None,
-        None,
-        0,
-        visible(batch.segments),
-        features=(LAYER_INPUTS, "final_norm"),
-        logits=False,
-        kept=kept,
-    ).features
+    features = features_of(decoder, params, batch, (LAYER_INPUTS, "final_norm"), kept=kept)
 
     def read(exit: Int[Array, ""]) -> Float[Array, "B A D"]:
         states = at_rows(features[LAYER_INPUTS][exit], labels - 1)

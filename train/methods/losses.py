@@ -51,7 +51,7 @@ LabelLoss = Callable[[Float[Array, "B A Vd"], Truth], Float[Array, "B A"]]
 
 
 def kl_divergence(logits: Float[Array, "B A Vd"], truth: Truth) -> Float[Array, "B A"]:
-    """Return KL(p || q), where p is the target's distribution and q the draft's."""
+    """Return KL(p || q) per label, where p is the target's distribution and q the draft's."""
     distribution = jnp.exp(truth.log_probs)
     return soft_cross_entropy(logits, distribution) + jnp.sum(
         distribution * truth.log_probs, axis=-1
@@ -59,20 +59,20 @@ def kl_divergence(logits: Float[Array, "B A Vd"], truth: Truth) -> Float[Array, 
 
 
 def variation(logits: Float[Array, "B A Vd"], truth: Truth) -> Float[Array, "B A"]:
-    """Return the total variation distance of p and q over the draft vocabulary."""
+    """Return per label the total variation distance of p and q over the draft vocabulary."""
     return total_variation(logits, jnp.exp(truth.log_probs))
 
 
 def cross_entropy(logits: Float[Array, "B A Vd"], truth: Truth) -> Float[Array, "B A"]:
-    """Return -log q of the data's token."""
+    """Return -log q(token) per label, where the token is the data's and q the draft's."""
     own = jnp.take_along_axis(logits, truth.token[:, :, None], axis=-1)[:, :, 0]
     return jax.nn.logsumexp(logits, axis=-1) - own
 
 
 def label_loss_of(labels: str, replacement: LabelLoss | None = None) -> LabelLoss:
-    """Return the label loss whose reference is the data's "tokens" or the target's "distributions".
+    """Return the label loss of a reference: "tokens" of the data, or the target's "distributions".
 
-    `replacement`, if given, is returned instead.
+    They are `cross_entropy` and `kl_divergence`. If `replacement` is given, it is returned instead.
     """
     if replacement is not None:
         return replacement

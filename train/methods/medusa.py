@@ -43,7 +43,7 @@ class MedusaLoss:
 
     @property
     def part(self) -> LabelLoss:
-        """The label loss."""
+        """The loss of each label and head."""
         return label_loss_of(self.labels, self.label_loss)
 
 
@@ -86,9 +86,9 @@ def medusa_method(
 def first_params(
     head: Medusa, target: Model, draft_ids: np.ndarray | None, key: Key[Array, ""]
 ) -> dict[str, Any]:
-    """Return initial parameters, with output layers copied from the target's.
+    """Return initial parameters of Medusa heads, whose output layers are copies of the target's.
 
-    The copies have the columns of `draft_ids`, or all for None.
+    The copies have the columns of the tokens `draft_ids`, or all for None. `key` draws the others.
     """
     params = meta.unbox(head.init(key))
     if not head.config.original_lm_head:
@@ -130,6 +130,6 @@ def heads_loss(
 def heads_measures(
     scores: Scores, labels: Int[Array, "B A"], others: dict[str, Float[Array, ""]]
 ) -> Measures:
-    """Return the measures of all heads; `others` are additional parts of the loss by name."""
+    """Return the measures of all heads; `others` are more parts of the loss by name, as sums."""
     each = {f"head_{head}": loss[0] for head, loss in enumerate(scores.losses)}
     return measure({**others, **each}, scores.right, labels)

@@ -49,9 +49,10 @@ class MtpLossOptions:
 
 @dataclass(frozen=True)
 class MtpLoss(MtpLossOptions):
-    """The loss over `steps` draft steps, in a run whose schedule has `schedule_steps`.
+    """The loss over `steps` draft steps; the run's learning rate schedule has `schedule_steps`.
 
-    lambda starts as `loss_weight`. `label_loss` replaces the loss of the modules.
+    `loss_weight` is lambda before `late_loss_weight` applies. `label_loss` replaces the loss of the
+    modules.
     """
 
     steps: Annotated[int, Whole(0, 64)] = 1
@@ -61,7 +62,7 @@ class MtpLoss(MtpLossOptions):
 
     @property
     def part(self) -> LabelLoss:
-        """The label loss."""
+        """The loss of each label and draft step."""
         return label_loss_of(self.labels, self.label_loss)
 
     @property
@@ -121,9 +122,9 @@ def frozen_loss(
     batch: Batch,
     loss: MtpLoss,
 ) -> tuple[Float[Array, ""], Measures]:
-    """Return the loss of modules for a frozen target, and measures.
+    """Return the sum of the loss over labels of modules for a frozen target, and measures.
 
-    The target's features are in the batch.
+    The batch has the target's features.
     """
     columns = share(target_params, draft_ids, head=True)["draft_head"]["kernel"]
     teacher = Teacher.of(batch, columns, draft_ids)
@@ -142,11 +143,11 @@ def joint_loss(
     step: Int[Array, ""],
     loss: MtpLoss,
 ) -> tuple[Float[Array, ""], Measures]:
-    """Return the loss of a target plus lambda times that of its modules at a step, and measures.
+    """Return the loss of a target plus lambda times that of its modules, and measures.
 
-    `params` are {"target": ..., "mtp": ...}, the latter only with a `head`. The `frozen` target is
-    used only if `labels` are "distributions". A draft is right if it is the current target's
-    likeliest token.
+    Both are sums over labels, at `step` of the run. `params` are {"target": ..., "mtp": ...}, the
+    latter only with a `head`. The `frozen` target is used only if `labels` are "distributions". A
+    draft is right if it is the current target's likeliest token.
     """
     target, labels = params["target"], batch.labels
     taps = () if head is None else head.config.taps

@@ -14,16 +14,24 @@ from train.data.batches import Batch
 
 
 def visible(segments: Int[Array, "B T"]) -> Bool[Array, "B T T"]:
-    """Return a mask of the tokens to which each token attends: its segment's, up to itself."""
+    """Return a mask of the tokens to which each token attends: up to itself, in its segment."""
     same = segments[:, :, None] == segments[:, None, :]
     rows = segments.shape[1]
     return same & jnp.tril(jnp.ones((1, rows, rows), bool))
 
 
 def features_of(
-    model: Decoder | ReducedDecoder, params: Any, batch: Batch, names: tuple[str, ...]
-) -> dict[str, Float[Array, "B T D"]]:
-    """Return the named features of a batch's tokens, differentiable with respect to `params`."""
+    model: Decoder | ReducedDecoder,
+    params: Any,
+    batch: Batch,
+    names: tuple[str, ...],
+    **options: Any,
+) -> dict[str, Float[Array, "... T D"]]:
+    """Return the named features of a batch's tokens, differentiable with respect to `params`.
+
+    Most are [B, T, D], and `layer_inputs` is [L, B, T, D]. `options` are further arguments of
+    `extend`.
+    """
     return model.extend(
         params,
         batch.tokens,
@@ -34,15 +42,16 @@ def features_of(
         visible(batch.segments),
         features=names,
         logits=False,
+        **options,
     ).features
 
 
 def fill_features(
     target: Decoder, target_params: Any, batch: Batch, names: tuple[str, ...]
 ) -> Batch:
-    """Return the batch with the named features, computing those that it lacks.
+    """Return the batch with all of the named features, of which those it lacks are computed.
 
-    No gradient flows through them.
+    No gradient flows through the computed ones.
     """
     missing = tuple(name for name in names if name not in batch.features)
     if not missing:
@@ -54,13 +63,16 @@ def fill_features(
 def at_rows(
     values: Shaped[Array, "B T *rest"], rows: Int[Array, "B A"]
 ) -> Shaped[Array, "B A *rest"]:
-    """Return `values` at the positions `rows`; negative positions give the first value."""
+    """Return `values` at the positions `rows` of each sequence.
+
+    Negative positions, which pad labels, give the value at position 0.
+    """
     rows = jnp.maximum(rows, 0)
     return jax.vmap(lambda value, positions: value[positions])(values, rows)
 
 
 def ahead(values: Shaped[Array, "B A *rest"], depth: int) -> Shaped[Array, "B A *rest"]:
-    """Return the values `depth` places later in each row's list of labels, zero-padded."""
+    """Return the values `depth` places later in each row's list of labels, then zeros."""
     room = ((0, 0), (0, depth)) + ((0, 0),) * (values.ndim - 2)
     return jnp.pad(values, room)[:, depth:]
 

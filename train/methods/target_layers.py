@@ -14,7 +14,7 @@ from specjax.loading.model import Model
 
 
 def some_layers(target: Model, layers: Sequence[int]) -> dict[str, Any]:
-    """Return the given layers of a model, stacked, and its final norm, in float32."""
+    """Return the parameters of the given layers, stacked, and of the final norm, in float32."""
     theirs = target.params["layers"]
     if target.form.stacked:
         taken = jax.tree.map(lambda leaf: np.asarray(leaf)[list(layers)], theirs)
@@ -31,12 +31,12 @@ def in_float32(target: Model) -> Any:
 
 
 def with_params(target: Model, params: Any) -> Model:
-    """Return the model with trained parameters, in the dtypes of its own."""
+    """Return the model with trained parameters, which are rounded to the dtypes of its own."""
     cast = jax.tree.map(lambda leaf, own: jnp.asarray(leaf, own.dtype), params, target.params)
     return dataclasses.replace(target, params=cast)
 
 
 def last_layer(target: Model) -> dict[str, Any]:
-    """Return a model's last layer, in float32."""
+    """Return the parameters of a model's last layer, in float32."""
     last = some_layers(target, [target.config.num_layers - 1])
     return jax.tree.map(lambda leaf: leaf[0], last["layers"])

@@ -110,9 +110,10 @@ class ExpertSizes:
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """The section `model` of a config; the vocabulary is determined by the data.
+    """The section `model` of a config: the sizes of a new model, named as in `DecoderConfig`.
 
-    The fields are named as in `DecoderConfig`; `experts` replace the MLPs of layers.
+    The size of the vocabulary is that of the data's tokenizer. With `experts`, layers have experts
+    in place of MLPs.
     """
 
     hidden_size: Annotated[int, Whole(1, 1 << 20)]

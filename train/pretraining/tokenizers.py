@@ -19,11 +19,11 @@ SMALLEST_VOCABULARY = 257
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Train a byte-level BPE of `vocab_size` tokens, `END` included.
+    """Return a byte-level BPE tokenizer with `vocab_size` tokens, trained on texts.
 
-    Every byte is a token, so that every text can be encoded and decoded without loss (Radford et
-    al. 2019, section 2.2). Raises InputError if the texts have too few distinct words for so many
-    tokens.
+    One of the tokens is `END`. Every byte is a token, so that every text can be encoded and decoded
+    without loss (Radford et al. 2019, section 2.2). Raises InputError if the texts have too few
+    distinct words for so many tokens.
     """
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -67,7 +67,10 @@ class CorpusConfig:
 
 
 def read_corpus_config(written: Mapping[str, Any]) -> CorpusConfig:
-    """Return the checked config; checks that read texts are made later. Raises InputError."""
+    """Return the checked config, given the fields of a config file by section.
+
+    Checks that read texts are made later. Raises InputError for an invalid field.
+    """
     config = replace(read_values(CorpusConfig, written), written=written)
     if (config.files is None) == (config.dataset is None):
         both = "missing" if config.files is None else "both given"
@@ -83,7 +86,10 @@ def read_corpus_config(written: Mapping[str, Any]) -> CorpusConfig:
 
 
 def open_documents(config: CorpusConfig) -> Documents | Texts:
-    """Open the documents of a config, each a text with a dict of notes. Raises InputError."""
+    """Return the documents of a config, each a (text, notes) pair; notes are strings by name.
+
+    Raises InputError if they cannot be opened.
+    """
     if config.files is not None:
         return Documents(tuple(document_files(config.files)))
     assert config.dataset is not None
@@ -93,15 +99,15 @@ def open_documents(config: CorpusConfig) -> Documents | Texts:
 
 
 def is_held_out(document: int) -> bool:
-    """Return whether a document is held out from training, by its number in the corpus."""
+    """Return whether the document with this number in the corpus is held out from training."""
     return document % VALIDATION_EVERY == 0
 
 
 class Numbering:
     """A source of numbers for pieces of documents, which decide what is held out.
 
-    A dataset holds out numbers divisible by `VALIDATION_EVERY`; either all pieces of a document
-    must be held out, or none.
+    A dataset holds out the pieces whose numbers are divisible by `VALIDATION_EVERY`; of a document,
+    either all pieces must be held out, or none.
     """
 
     def __init__(self) -> None:
@@ -121,9 +127,10 @@ def examples(
     tokenizer: Tokenizer,
     max_tokens: int,
 ) -> Iterator[Example]:
-    """Yield pieces, of at most `max_tokens` tokens, of numbered documents; all tokens are labels.
+    """Yield numbered documents in pieces of at most `max_tokens` tokens; all tokens are labels.
 
-    The last piece of a document ends with the end-of-text token.
+    `documents` are pairs of a number and a (text, notes) pair. The last piece of a document ends
+    with the end-of-text token.
     """
     numbering = Numbering()
     for document, (text, notes) in documents:

@@ -34,9 +34,10 @@ class Saved(NamedTuple):
 
 
 def last_checkpoint(workdir: Workdir) -> Saved | None:
-    """Return the newest intact checkpoint, or None if nothing was saved yet.
+    """Return the newest intact checkpoint of a run, or None if nothing was saved yet.
 
-    Interrupted saves do not count. Raises InputError if all saved checkpoints are damaged.
+    Saves that were interrupted do not count. Raises InputError if all saved checkpoints are
+    damaged.
     """
     # One process looks, since file systems may show the others an older listing.
     steps = workdir.steps if processes.is_first() else []
@@ -57,10 +58,11 @@ def last_checkpoint(workdir: Workdir) -> Saved | None:
 
 
 def saver(workdir: Workdir, step: int) -> Saver:
-    """Return the saver of a run that continues after `step`; it saves `nested` states.
+    """Return the saver of a run that continues after `step`.
 
-    Checkpoints of later steps are damaged, since otherwise the run would continue from them; they
-    are kept under another name. Raises InputError if they cannot be renamed.
+    It saves states as nested dicts, as `nested` returns them. Checkpoints of later steps are
+    damaged, since otherwise the run would continue from them; they are kept under another name.
+    Raises InputError if they cannot be renamed.
     """
 
     def set_damaged_aside() -> None:
@@ -93,7 +95,7 @@ def _described(leaf: Any) -> jax.ShapeDtypeStruct:
 
 
 def nested(tree: Any) -> dict[str, Any]:
-    """Return a tree as nested dicts, without nodes that have no array."""
+    """Return a tree as nested dicts of arrays, without nodes that have no array."""
     root: dict[str, Any] = {}
     for path, leaf in tree_flatten_with_path(tree)[0]:
         *above, last = (leaf_name((key,)) for key in path)

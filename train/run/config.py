@@ -42,7 +42,11 @@ class TargetName:
     """The field type of a model's path or name; the model need not exist."""
 
     def check(self, name: str, value: Any) -> str:
-        """Return `value`; raise InputError for None, since a drafter needs a target."""
+        """Return `value`, the path or name of a model.
+
+        Raises InputError, which names the field `name`, for None, since a drafter is trained for a
+        target.
+        """
         if value is None:
             raise InputError(
                 f"{name} is missing: a drafter is trained for a model; pass --config.{name}=NAME, "
@@ -52,7 +56,10 @@ class TargetName:
 
 
 def training_fields() -> ConfigDict:
-    """Return a config with the fields of all methods, to which a method's config adds sections."""
+    """Return a config with the fields that all methods have, with their defaults.
+
+    A method's config file adds its own sections.
+    """
     config = ConfigDict()
     config.target = DEFAULT_MODEL
     config.dtype = "auto"  # of products: auto | float32 | bfloat16
@@ -103,8 +110,23 @@ def training_fields() -> ConfigDict:
     return config
 
 
+def new_model_fields() -> ConfigDict:
+    """Return a section `model` for a config file: the sizes of a small new model."""
+    model = ConfigDict()
+    model.hidden_size = 256
+    model.intermediate_size = 768
+    model.num_layers = 8
+    model.num_heads = 4
+    model.num_kv_heads = 2
+    model.head_dim = 64
+    model.max_positions = 2048
+    model.rope_theta = 10000.0
+    model.tie_word_embeddings = True
+    return model
+
+
 def default_workdir(name: str, size: str) -> str:
-    """Return the default work folder for a run of the config file `name`.py."""
+    """Return the default work folder of a run: that of the config file `name`.py and its `size`."""
     return f"build/{name}_{size}" if size else f"build/{name}"
 
 
@@ -140,7 +162,7 @@ def set_size(config: ConfigDict, size: str) -> None:
 
 @dataclass(frozen=True)
 class BatchConfig:
-    """Rows per update, micro-batches per update, and tokens and labels per row."""
+    """The number of rows and of micro-batches per update, and of tokens and labels per row."""
 
     batch_size: Annotated[int, Whole(1, 1 << 20)]
     """The number of rows per update."""
@@ -274,12 +296,12 @@ class TrainingConfig:
 
     @property
     def reads_decay_steps(self) -> bool:
-        """Whether the end of the schedule affects the run."""
+        """Whether the run depends on where the schedule of the learning rate ends."""
         return self.optimization.schedule != "constant"
 
     @property
     def record(self) -> dict[str, Any]:
-        """Return the JSON-ready config that must match on resumption, with defaults filled in."""
+        """Return the config, JSON-ready and with defaults; a resumed run must have the same."""
         fields = dict(self.written)
         fields["learning_rate_scales"] = self.optimization.learning_rate_scales
         if self.reads_decay_steps:
@@ -292,5 +314,8 @@ OwnConfig = TypeVar("OwnConfig", bound=TrainingConfig)
 
 
 def read_training_config(kind: type[OwnConfig], written: Mapping[str, Any]) -> OwnConfig:
-    """Return a method's checked config. Raises one InputError listing all problems."""
+    """Return the checked config of class `kind`, given the fields of a config file by section.
+
+    Raises one InputError that lists all problems.
+    """
     return replace(read_values(kind, written, kind.CHECKS), written=written)

@@ -29,9 +29,10 @@ _TEXT_PROMPT = 64
 
 @dataclass(frozen=True)
 class Evaluation:
-    """An evaluation of parameters, run between steps and at the end of a run.
+    """A function that evaluates parameters, between steps and at the end of a run.
 
-    Losses are computed on `held_out`, if given; `prompts` are decoded.
+    It computes losses on the batches of `held_out`, if given, decodes `prompts` with the drafter,
+    and passes the numbers to `writer`.
     """
 
     method: Method

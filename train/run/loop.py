@@ -63,9 +63,9 @@ class Feed:
     placement: Placement
 
     def batches(self, position: Position) -> Iterator[tuple[Any, Position]]:
-        """Yield batches on the devices from a position on, each with the position after it.
+        """Yield batches on the devices, each with the position after it, without end.
 
-        The iterator is infinite. Each process reads only its own rows of a batch.
+        The first row is that at `position`. Each process reads only its own rows of a batch.
         """
         following = self.packing.advance(position)
         while True:
@@ -76,7 +76,11 @@ class Feed:
 
 @dataclass
 class Progress:
-    """The contents of a checkpoint besides arrays, with sums since the last logged metrics."""
+    """What a checkpoint contains besides arrays.
+
+    `position` is that of the next row in the data, `tokens` are those trained on so far, and `sums`
+    are the sums of losses and measures since the last line of metrics.
+    """
 
     step: int = 0
     position: Position = _BEGIN
@@ -299,7 +303,7 @@ def _listening() -> Iterator[threading.Event]:
 
 
 def resumed(program: Program, saved: Saved) -> tuple[Program, Progress]:
-    """Return the program with a checkpoint's arrays, and its progress.
+    """Return the program with the arrays of a checkpoint, and the progress saved with them.
 
     Each device reads only its own part of each array.
     """

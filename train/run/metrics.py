@@ -64,7 +64,10 @@ def add(total: dict[str, Any] | None, more: dict[str, Any]) -> dict[str, Any]:
 
 
 class MetricsWriter:
-    """The writer of a run's metrics; if `quiet` (not the first process), it writes nothing."""
+    """A writer of a run's metrics to the screen, to metrics.jsonl and to TensorBoard.
+
+    If `quiet`, as on all processes but the first, it writes nothing.
+    """
 
     def __init__(
         self, workdir: Workdir, console: Console, steps: int, step: int, quiet: bool = False
@@ -82,19 +85,19 @@ class MetricsWriter:
             self._tensorboard.close()
 
     def say(self, line: str, style: str = "") -> None:
-        """Print a line of text in a style of rich."""
+        """Print a line of text; `style` is a style of the package rich, such as "bold red"."""
         self._console.print(Text(line, style), soft_wrap=True)
 
     @contextmanager
     def working(self, doing: str) -> Iterator[None]:
-        """Print `doing` at the start of a context, and at its end how long it took."""
+        """Print `doing`, such as "loading", when a context begins, and at its end the seconds."""
         begin = time.perf_counter()
         self.say(f"{doing} ...", "dim")
         yield
         self.say(f"{doing}: {time.perf_counter() - begin:.1f} s", "dim")
 
     def begin_steps(self, step: int) -> None:
-        """Start measuring the time per step, after `step`."""
+        """Start to measure the time per step, when `step` steps have finished."""
         self._first_step = (step, time.perf_counter())
 
     def finish_step(self, step: int, shown: bool) -> None:
@@ -104,7 +107,7 @@ class MetricsWriter:
             self.say(f"step {step}/{self._steps}  {seconds:.1f} s{self._remaining(step)}", "dim")
 
     def log(self, step: int, numbers: Mapping[str, float], show: str | None = None) -> None:
-        """Record the numbers of a step, and print the line `show` if given."""
+        """Write the numbers of a step, by name, to both files; print the line `show` if given."""
         if self._quiet:
             return
         files.append_metrics(self._workdir, {"step": step, **numbers})
@@ -158,7 +161,7 @@ def shown(numbers: Mapping[str, float], prefix: str = "train") -> str:
 
 
 def clock(seconds: float) -> str:
-    """Return a duration in human-readable form."""
+    """Return a number of seconds as text, such as "40 s", "12 min" or "2.5 h"."""
     seconds = round(seconds)
     if seconds < 60:
         return f"{seconds} s"

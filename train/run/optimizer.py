@@ -30,7 +30,10 @@ class Scales:
     """The field type of learning rate factors by parameter name: NAME:FACTOR, comma-separated."""
 
     def check(self, name: str, value: Any) -> dict[str, float]:
-        """Return the factors by name; raise InputError, naming the field, for any other text."""
+        """Return the factors in a text by parameter name.
+
+        Raises InputError, which names the field `name`, for any other text.
+        """
         text = Text(empty=True).check(name, value)
         factors: dict[str, float] = {}
         for pair in text.split(",") if text.strip() else ():

@@ -72,10 +72,10 @@ def main(
 def run(
     config: OwnConfig, make_method: MakeMethod[OwnConfig], console: Console | None = None
 ) -> int:
-    """Train according to a config, and export the result; return the exit code. Raises InputError.
+    """Train according to a config and export the result; return the command's exit code.
 
-    `make_method(target, vocabulary, config)` returns the method. The same call resumes an
-    interrupted run.
+    `make_method(target, vocabulary, config)` returns the training method. The same call resumes an
+    interrupted run. Raises InputError.
     """
     begin = time.perf_counter()
     root, where = output_folder("workdir", config.workdir), f"workdir={config.workdir!r}"

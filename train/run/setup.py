@@ -40,11 +40,12 @@ MakeMethod = Callable[[Model, Vocabulary, OwnConfig], Method]
 
 @dataclass(frozen=True)
 class Setup:
-    """Everything that a run needs.
+    """Everything that a run needs, made from its config.
 
-    `decoder` and `target_params` are the target as a frozen teacher. `held_out` feeds the
-    validation conversations, or is None if there are none. `record` must be unchanged when the run
-    is resumed.
+    `decoder` and `target_params` are the target as a frozen teacher. `feed` has the training
+    conversations, and `held_out` the validation ones, None if there are none. `record` identifies
+    the run, and must be unchanged when it is resumed. `earlier` is the head that it starts from, if
+    any.
     """
 
     config: TrainingConfig
@@ -60,7 +61,7 @@ class Setup:
 
     @property
     def products(self) -> str:
-        """The dtype of products, as a word for messages."""
+        """The dtype of matrix products, as a word for messages."""
         return str(self.decoder.multiply or "float32")
 
     def program(self) -> Program:
@@ -105,9 +106,11 @@ def set_up(
     make_method: MakeMethod[OwnConfig],
     tell: Callable[[str], Any] = lambda line: None,
 ) -> Setup:
-    """Read and check everything; raise InputError, on all processes, for inconsistencies.
+    """Read and check everything that a run needs, and return it.
 
-    On the first process `tell` is called with a line before the target is loaded.
+    `make_method(target, vocabulary, config)` returns the training method. On the first process
+    `tell` is called with a line before the target is loaded. Raises InputError, on all processes,
+    for inconsistencies.
     """
     mesh = open_mesh(config.mesh, config.distributed, config.written)
     if processes.is_first():

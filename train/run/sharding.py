@@ -33,7 +33,7 @@ class Placement:
         return [first * self.per_micro + row for first in range(self.micro) for row in self.held]
 
     def put(self, batch: Batch) -> Batch:
-        """Return a host batch of these rows on the devices, with axes [micro, per_micro]."""
+        """Return a host batch of this process's rows on the devices, as [micro, per_micro, ...]."""
         return jax.tree.map(self._put, batch)
 
     def _put(self, leaf: np.ndarray) -> jax.Array:
@@ -46,7 +46,7 @@ class Placement:
 
 
 def placement_of(config: BatchConfig, mesh: Mesh | None) -> Placement:
-    """Return the placement of batches on a mesh."""
+    """Return the placement of batches on a mesh, or on one device if `mesh` is None."""
     per_micro = config.batch_size // config.accumulate
     held = tuple(range(per_micro))
     if mesh is not None:
@@ -57,7 +57,7 @@ def placement_of(config: BatchConfig, mesh: Mesh | None) -> Placement:
 
 
 def gathered(tree: Any, mesh: Mesh | None) -> Any:
-    """Return the tree with every array replicated on all devices."""
+    """Return the tree with every array replicated on all devices of the mesh."""
     if mesh is None:
         return tree
     whole = NamedSharding(mesh, PartitionSpec())
@@ -65,9 +65,9 @@ def gathered(tree: Any, mesh: Mesh | None) -> Any:
 
 
 def split_over_data(tree: Any, mesh: Mesh, split: bool) -> Any:
-    """Return shardings of the arrays of a tree: replicated, or with `split` sharded over `data`.
+    """Return a sharding for each array of a tree: replicated, or with `split` over the axis `data`.
 
-    An array is sharded along its longest axis that is divisible by the size of `data`, if any.
+    An array is split along its longest axis that is divisible by the size of `data`, if any.
     """
     devices = axis_size(mesh, DATA)
 

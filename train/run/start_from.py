@@ -24,7 +24,11 @@ class HeadFolder:
     """The field type of a trained head: a directory, or the kind of a bundled head."""
 
     def check(self, name: str, value: Any) -> str:
-        """Return `value`; raise InputError if it is neither a directory nor a kind."""
+        """Return `value`: a directory, or the kind of a head that comes with specjax.
+
+        A kind is, for example, "eagle3". Raises InputError, which names the field `name`, for
+        neither.
+        """
         if not isinstance(value, str) or value not in KINDS:
             input_folder(name, value)
         return str(value)
@@ -32,13 +36,17 @@ class HeadFolder:
 
 @dataclass(frozen=True)
 class Earlier:
-    """The head that `start_from` names."""
+    """The head that the field `start_from` of a config names."""
 
     name: str
     head: Head
 
     def vocabulary(self, size: int | None) -> Int32[np.ndarray, "Vd"] | None:
-        """Return the head's draft vocabulary; raise InputError if another size is requested."""
+        """Return the ids of the tokens that the head drafts, None for all.
+
+        `size` is the draft vocabulary's size in the config, None for all tokens. Raises InputError
+        if the head's size is another.
+        """
         ids = self.head.draft_ids
         every = self.head.target.vocab_size
         there, wanted = every if ids is None else len(ids), every if size is None else size

@@ -29,7 +29,7 @@ _LATE = np.int32(2**30)
 
 @struct.dataclass
 class State:
-    """Everything that a step updates, and `key`, the data of the run's constant random key."""
+    """The arrays that a step updates, and `key`, the data of the run's constant random key."""
 
     params: Any
     optimizer: Any
@@ -65,7 +65,7 @@ class Program(NamedTuple):
     mesh: Mesh | None
 
     def compile(self, target_params: Any, batches: Batch) -> Callable:
-        """Return the step, compiled for batches of this shape."""
+        """Return the function `step`, compiled for batches of this shape."""
         with use(self.mesh):
             compiled = self.step.lower(self.state, target_params, batches).compile()
         weights = bytes_per_device((self.state, target_params))
@@ -174,10 +174,11 @@ Loss = Callable[..., tuple[Float[Array, ""], Any]]
 
 
 def summed_gradients(loss: Loss, params: Any, batches: Any, keys: Any) -> tuple[Any, Any, Any]:
-    """Return gradients, loss and measures, each summed over micro-batches along a leading axis.
+    """Return gradients, loss and measures, each summed over micro-batches.
 
-    `loss(params, batch, key)` must return a sum and measures that are sums. Divided by the summed
-    weight, the results equal those of one large batch.
+    `batches` and `keys` have micro-batches as their leading axis. `loss(params, batch, key)` must
+    return a sum over labels, and measures that are sums. Divided by the summed weight, the results
+    equal those of one large batch.
     """
     gradient = jax.value_and_grad(loss, has_aux=True)
 

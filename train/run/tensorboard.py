@@ -36,7 +36,7 @@ class TensorBoardWriter:
         self._add(step=step + 1, session_log=start)
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Write the numbers of a step by name."""
+        """Write the numbers of a step, by name, to disk; raise InputError if that fails."""
         values = [
             self._summary.Value(tag=name, simple_value=value) for name, value in numbers.items()
         ]

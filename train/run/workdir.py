@@ -52,7 +52,10 @@ class RunFolder:
     """The field type of a run's folder: new, empty, or of an earlier run."""
 
     def check(self, name: str, value: Any) -> str:
-        """Return `value`; raise InputError if it is empty, or if the folder is not a run's."""
+        """Return `value`, the path of a folder that is new, empty, or of an earlier run.
+
+        Raises InputError, which names the field `name`, otherwise.
+        """
         if value is None:
             raise InputError(f"{name} is missing: pass --config.{name}=DIRECTORY")
         root = output_folder(name, value)
@@ -83,7 +86,7 @@ class Workdir:
 
     @property
     def steps(self) -> list[int]:
-        """Return the steps of complete checkpoints, in order."""
+        """Return the steps of the complete checkpoints, ascending."""
         return STEPS.numbers(self.checkpoints)
 
     @property
@@ -93,7 +96,7 @@ class Workdir:
 
     @property
     def export(self) -> Path:
-        """The folder of the trained head or model, or of `head` and `target`."""
+        """The folder of the trained head or model; of both, in its folders `head` and `target`."""
         return self.root / "export"
 
 
@@ -127,7 +130,7 @@ def truncate_metrics(workdir: Workdir, step: int) -> None:
 
 
 def is_evaluated(workdir: Workdir, step: int) -> bool:
-    """Return whether the metrics contain a step's evaluation."""
+    """Return whether metrics.jsonl has the evaluation of a step."""
 
     def look() -> bool:
         evaluations = [row for row in read_metrics(workdir) if row["step"] == step]
@@ -137,7 +140,7 @@ def is_evaluated(workdir: Workdir, step: int) -> bool:
 
 
 def read_metrics(workdir: Workdir) -> list[dict[str, Any]]:
-    """Return the lines of metrics.jsonl, up to the first incomplete or damaged one.
+    """Return the lines of metrics.jsonl as dicts, up to the first incomplete or damaged one.
 
     The list is empty without that file. Raises InputError if it cannot be read.
     """
@@ -167,7 +170,10 @@ def _is_row(row: Any) -> bool:
 
 
 def learning_curve(workdir: Workdir) -> list[dict[str, float]]:
-    """Return the evaluations in order, each with the tokens trained on and held-out numbers."""
+    """Return the evaluations of a run in order, each as numbers by name.
+
+    They are the number of tokens trained on, and those computed on held-out data.
+    """
     curve, tokens = [], 0.0
     for row in read_metrics(workdir):
         tokens = row.get("train/tokens", tokens)
@@ -182,7 +188,10 @@ def learning_curve(workdir: Workdir) -> list[dict[str, float]]:
 
 
 def append_metrics(workdir: Workdir, row: Mapping[str, Any]) -> None:
-    """Append a line to metrics.jsonl without non-finite numbers; raise InputError on failure."""
+    """Append `row` as a line to metrics.jsonl, without numbers that are not finite.
+
+    Raises InputError if that fails.
+    """
     row = {name: value for name, value in row.items() if math.isfinite(value)}
     try:
         with workdir.metrics.open("a", encoding="utf-8") as file:

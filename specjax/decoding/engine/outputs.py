@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float
 
 from specjax.decoding.engine.stop_strings import OutputText, truncate_rounds
 from specjax.decoding.state import FAILED, FULL, STOPPED, Rounds
-from specjax.drafters.turns import NO_DRAFTER
+from specjax.drafters.turn_taking import NO_DRAFTER
 from specjax.loading.model import Model
 from specjax.loading.tokenizers.tokenizer import Tokenizer
 

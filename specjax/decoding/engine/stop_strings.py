@@ -11,7 +11,7 @@ import numpy as np
 
 from specjax import metrics
 from specjax.decoding.state import Rounds
-from specjax.drafters.turns import NO_DRAFTER
+from specjax.drafters.turn_taking import NO_DRAFTER
 from specjax.loading.tokenizers.tokenizer import StreamDecoder, Tokenizer
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from specjax.drafters.base import DRAFT_TOKENS, OWN_DRAFTER, Drafter, LoadedDrafter
-from specjax.drafters.turns import Turns, take_turns
+from specjax.drafters.turn_taking import Turns, take_turns
 from specjax.errors import InputError, one_line, shown
 
 _METHODS = {

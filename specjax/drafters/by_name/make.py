@@ -11,7 +11,7 @@ from specjax.drafters.base import DRAFT_TOKENS, Drafter, LoadedDrafter
 from specjax.drafters.by_name.options import check_options, constructor, divide_joined
 from specjax.drafters.by_name.registry import DRAFTERS, JOINTS, joint_of
 from specjax.drafters.growth.tree_options import TreeOptions
-from specjax.drafters.turns import Turns
+from specjax.drafters.turn_taking import Turns
 from specjax.errors import InputError, one_line, shown
 from specjax.fields import optional
 from specjax.loading.acceptance_rates import known_acceptance

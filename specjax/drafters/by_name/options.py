@@ -24,9 +24,10 @@ from specjax.loading.model import Model
 
 
 def drafter_options(name: str) -> dict[str, inspect.Parameter]:
-    """Return a drafter's options by name, as parameters with their types.
+    """Return the options of the drafter called `name`: parameters with annotations, by name.
 
-    They are the keyword-only fields of its class and the keyword-only arguments of `load`. Raises
+    They are the keyword-only fields of its class and the keyword-only arguments of its `load`,
+    except `num_speculative_tokens`, which is an argument of `make_drafter` itself. Raises
     InputError for an unknown drafter.
     """
     kind = registered(name)

@@ -21,7 +21,7 @@ from specjax.drafters.mtp import MtpDrafter
 from specjax.drafters.none import NoDrafter
 from specjax.drafters.quantized import Quantized
 from specjax.drafters.simulated import Simulated
-from specjax.drafters.turns import take_turns
+from specjax.drafters.turn_taking import take_turns
 from specjax.errors import InputError, shown
 
 DRAFTERS: dict[str, type[Drafter]] = {

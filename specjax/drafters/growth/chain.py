@@ -12,8 +12,8 @@ from jaxtyping import Array, Bool, Float, Int
 from specjax import trees
 from specjax.drafters.base import Context, Noise
 from specjax.drafters.growth.level import Level, Step, likeliest_probability
+from specjax.models.causal_mask import causal
 from specjax.models.heads.draft_vocabulary import expand
-from specjax.models.masks import causal
 from specjax.sampling import argmax
 from specjax.trees import Draft
 

@@ -31,10 +31,13 @@ _REMEDY = "remove it, or name the files one by one"
 
 @dataclass(frozen=True)
 class DocumentFiles:
-    """A comma-separated list of files and folders of documents."""
+    """The field type of a comma-separated list of files and folders of documents."""
 
     def check(self, name: str, value: Any) -> tuple[Path, ...]:
-        """Return the paths; raise one InputError that lists all missing ones."""
+        """Return the paths in a comma-separated text.
+
+        Raises one InputError, which names the field `name` and lists all missing paths.
+        """
         problems, paths = Problems(), []
         for path in Text().check(name, value).split(","):
             with problems.collect():
@@ -93,7 +96,10 @@ def texts_or_tokens(files: Sequence[Path]) -> Iterator[str | Int32[np.ndarray, "
 
 
 def num_documents(files: Sequence[Path]) -> int:
-    """Return the number of documents in `files`; lines are counted without further checks."""
+    """Return the number of documents in `files`.
+
+    Every line of a JSON-lines file counts, whether or not it is a valid document.
+    """
     lines = [file for file in files if file.name.endswith(_JSON_LINES)]
     count = sum(1 for file in lines for _ in read_json_lines(file, "input"))
     return count + len(files) - len(lines)

@@ -38,10 +38,13 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True)
 class IndexFolder:
-    """The path of a folder with a corpus index."""
+    """The field type of the path of a folder with a corpus index."""
 
     def check(self, name: str, value: Any) -> str:
-        """Return the absolute path; raise InputError if the folder has no index."""
+        """Return the absolute path `value`.
+
+        Raises InputError, which names the field `name`, if the folder has no index.
+        """
         folder = input_folder(name, value)
         marker = read_marker(folder)
         if marker is None or marker.kind != KIND:

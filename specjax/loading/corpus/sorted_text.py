@@ -62,7 +62,10 @@ def sorted_text(documents: Sequence[np.ndarray], size: int, dtype: Any) -> Sorte
 
 
 def have_successor(tokens: Integer[np.ndarray, "T"]) -> Bool[np.ndarray, "T"]:
-    """Return a mask of the positions of tokens with a successor in the same document."""
+    """Return a mask of the tokens that another token of the same document follows.
+
+    Separators end documents.
+    """
     is_token = tokens != np.iinfo(tokens.dtype).max
     is_token[:-1] &= is_token[1:]
     is_token[-1:] = False

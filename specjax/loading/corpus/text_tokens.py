@@ -12,9 +12,11 @@ from specjax.loading.tokenizers.tokenizer import Tokenizer, refused
 
 
 def open_tokenizer(name: str, remedy: str = "use another one") -> Tokenizer:
-    """Return the tokenizer of a directory in Hugging Face's layout, or of a known model.
+    """Return the tokenizer of a directory or model.
 
-    Raises InputError, ending with `remedy`, if there is none, or if it has no end-of-text token.
+    `name` is a directory with a tokenizer in Hugging Face's layout, or anything that `load_model`
+    accepts, whose tokenizer is then taken. Raises InputError, which ends with `remedy`, if there is
+    no such directory or model, or if its tokenizer is missing or has no token that ends a text.
     """
     path = user_path("tokenizer", name)
     tokenizer = read_tokenizer(path) if path.is_dir() else None
@@ -27,7 +29,7 @@ def open_tokenizer(name: str, remedy: str = "use another one") -> Tokenizer:
 
 
 def encode_documents(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
-    """Return the tokens of each document, followed by the end-of-text token.
+    """Return the token ids of each text, followed by the id of the end-of-text token.
 
     Text that looks like a special token is encoded as text, so that it cannot end the document or
     start a turn of a conversation. Raises InputError for a text that cannot be encoded.
@@ -47,7 +49,7 @@ def encode_documents(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[in
 
 
 def encode_document(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Return the tokens of one document as `encode_documents` does."""
+    """Return the token ids of one text, as `encode_documents` does."""
     return encode_documents(tokenizer, [text])[0]
 
 

@@ -28,7 +28,7 @@ def import_tfds() -> Any:
 
 @dataclass(frozen=True)
 class FieldNames:
-    """The names of the options for a dataset and its text field, and a remedy, for messages."""
+    """What messages call the options for a dataset and for its text field, and a remedy."""
 
     dataset: str
     text: str
@@ -37,9 +37,11 @@ class FieldNames:
 
 @dataclass(frozen=True, eq=False)
 class Texts:
-    """The texts of a split of a TFDS dataset, each with the record's other strings by name.
+    """The texts of a split of a TFDS dataset, as a sequence of (text, other fields).
 
-    `label` is the name of the dataset, and `num_bytes` the size of the split.
+    The other fields are the record's other strings, by name. `label` is the name of the dataset,
+    and `num_bytes` the size of the split. An index raises InputError for a record that cannot be
+    read.
     """
 
     label: str

@@ -50,10 +50,11 @@ def embedding_rows(file: GgufFile) -> int | None:
 def read_config(
     file: GgufFile, vocab_size: int, unused_tokens: tuple[int, ...] = ()
 ) -> tuple[DecoderConfig, MtpConfig | None]:
-    """Return the decoder and the multi-token prediction modules that a file describes.
+    """Return the config of the decoder in a file, and that of its MTP modules or None.
 
-    The vocabulary is truncated to `vocab_size` ids, of which `unused_tokens` have no token. Raises
-    InputError for an unknown architecture and for features that the decoder lacks.
+    MTP is multi-token prediction. The vocabulary is truncated to `vocab_size` ids; `unused_tokens`
+    are the ids among them that have no token. Raises InputError for an unknown architecture and for
+    features that the decoder lacks.
     """
     family = family_of(file)
     assert family.gguf is not None

@@ -61,7 +61,10 @@ def read_marker(directory: Path, kind: Kind | None = None) -> folder_checksums.M
 
 
 def damaged(directory: Path, how: str) -> InputError:
-    """Return the InputError for a checkpoint that changed since it was saved; `how` says how."""
+    """Return the InputError for a checkpoint whose files changed after it was saved.
+
+    `how` describes the change.
+    """
     return InputError(
         f"{directory}: the checkpoint is damaged or truncated ({how}); copy it again, or save "
         "elsewhere"

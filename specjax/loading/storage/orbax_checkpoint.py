@@ -105,7 +105,7 @@ def save(
 
 
 def writable(params: dict[str, Any]) -> dict[str, Any]:
-    """Return the arrays in the form that Orbax saves with several processes."""
+    """Return `params` with leaves that Orbax can save when there are several processes."""
 
     def for_the_first(leaf: Any) -> Any:
         """Return an array that each process has completely as NumPy's, for process 0 to write."""
@@ -221,10 +221,11 @@ def shapes(tree: Any) -> Any:
 
 
 def attempt(work: Callable[[Any], Result]) -> tuple[Result | None, str | None]:
-    """Call `work` with Orbax's module; return (result, None), or (None, the error on one line).
+    """Return (result, None), or (None, message) if `work` raised; message is one line of text.
 
-    After a failure each pending read and write logs another error when it ends and when it is
-    freed; this function waits for them and silences those messages.
+    `work` is called with Orbax's module. MemoryError and JaxRuntimeError, which say that a device
+    lacks memory, are raised again. Orbax's pending reads and writes log further errors after a
+    failure; this function waits for them and silences them.
     """
     # Slow to import, and needed only for checkpoints.
     from orbax.checkpoint import v1 as ocp
@@ -244,7 +245,10 @@ def attempt(work: Callable[[Any], Result]) -> tuple[Result | None, str | None]:
 
 @contextmanager
 def silenced() -> Iterator[None]:
-    """Suppress Orbax's logs and Python's messages of failures, which are raised as well."""
+    """Suppress, in the context, Orbax's logs and Python's messages about unraisable errors.
+
+    What they report is also raised as an exception.
+    """
     hook, never = sys.unraisablehook, lambda record: False
     sys.unraisablehook = lambda _: None
     with ExitStack() as stack:

@@ -36,9 +36,9 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Numbered:
-    """Names of folders: a prefix and a number, zero-padded to `digits` digits.
+    """The names of numbered checkpoint folders: `prefix`, then a number of `digits` digits or more.
 
-    The methods with `step` implement Orbax's `NameFormat`.
+    The methods `build_name`, `find_step` and `find_all` implement Orbax's `NameFormat`.
     """
 
     prefix: str

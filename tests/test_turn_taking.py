@@ -26,7 +26,7 @@ import specjax
 from specjax import trees
 from specjax.drafters import Drafter, LoadedDrafter, take_turns
 from specjax.drafters.lookup.ngram import Ngram
-from specjax.drafters.turns import PartState, joined
+from specjax.drafters.turn_taking import PartState, joined
 from specjax.testing import check_drafter
 
 VOCAB, ROWS = 5, 8_000
