@@ -56,7 +56,7 @@ def summary(command: str) -> str:
 
 
 def usage() -> str:
-    """Return the list of commands, each with the first line of its docstring."""
+    """Return the text of `python -m specjax`: each command with the first line of its docstring."""
     width = max(map(len, COMMANDS))
     lines = [f"  {command:<{width}}  {summary(command)}" for command in COMMANDS]
     return "\n".join(

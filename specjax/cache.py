@@ -25,24 +25,27 @@ class Window:
     positions: Int[Array, "B W"] | None = None
 
     def padded(self, slots: int) -> Window:
-        """Return the window with `slots` zero-filled slots appended."""
+        """Return the window with `slots` more slots, whose keys and values are zero, at its end."""
         return Window(
             *(_pad(keys_or_values, 3, slots) for keys_or_values in (self.k, self.v)),
             self.positions if self.positions is None else _pad(self.positions, 1, slots),
         )
 
     def at_slots(self, slots: slice | Int[np.ndarray, "A"]) -> Window:
-        """Return the window with some of its slots."""
+        """Return the window with only the given slots, in that order."""
         positions = self.positions if self.positions is None else self.positions[:, slots]
         return Window(self.k[:, :, :, slots], self.v[:, :, :, slots], positions)
 
     def take(self, rows: Int[Array, "A"]) -> Window:
-        """Return the window of the given rows."""
+        """Return the window with only the given rows, in that order."""
         positions = self.positions if self.positions is None else self.positions[rows]
         return Window(self.k[:, rows], self.v[:, rows], positions)
 
     def admit(self, rows: Int[Array, "A"], new: Window) -> Window:
-        """Return the window with `new` written at `rows`; rows out of range are dropped."""
+        """Return the window with row i of `new` written at row `rows[i]`.
+
+        Rows whose index is out of range are dropped.
+        """
         positions = self.positions
         if positions is not None:
             positions = positions.at[rows].set(new.positions, mode="drop")
@@ -79,12 +82,15 @@ class KVCache:
         return decode(encode(entries, self.k.dtype), entries.dtype)
 
     def take(self, rows: Int[Array, "A"]) -> KVCache:
-        """Return the cache of the given rows."""
+        """Return the cache with only the given rows, in that order."""
         k, v = jax.tree.map(lambda array: array[:, rows], (self.k, self.v))
         return KVCache(k, v, self.length[rows])
 
     def admit(self, rows: Int[Array, "A"], new: KVCache) -> KVCache:
-        """Return the cache with `new` written at `rows`; rows out of range are dropped."""
+        """Return the cache with row i of `new` written at row `rows[i]`.
+
+        Rows whose index is out of range are dropped.
+        """
 
         def put_rows(into: jax.Array, new: jax.Array) -> jax.Array:
             return into.at[:, rows].set(new, mode="drop")
@@ -93,7 +99,7 @@ class KVCache:
         return KVCache(k, v, self.length.at[rows].set(new.length, mode="drop"))
 
     def release(self, rows: Int[Array, "A"]) -> KVCache:
-        """Return the cache with `rows` emptied."""
+        """Return the cache with the given rows emptied: their length is 0."""
         return self.replace(length=self.length.at[rows].set(0, mode="drop"))
 
 

@@ -53,7 +53,10 @@ class CorpusInput:
     """The value of --input: comma-separated files and folders, or tfds: followed by a dataset."""
 
     def check(self, name: str, value: Any) -> str | tuple[Path, ...]:
-        """Return the paths or the name of the dataset; raise InputError if a file is missing."""
+        """Return the paths in a comma-separated text, or the name after "tfds:".
+
+        Raises InputError, which names the field `name`, if a file is missing.
+        """
         if isinstance(value, str) and value.startswith(_TFDS):
             return PathOrName().check(name, value.removeprefix(_TFDS))
         return DocumentFiles().check(name, value)

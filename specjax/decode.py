@@ -86,9 +86,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def decode(config: DecodeConfig, *, verbose: bool = False) -> int:
-    """Decode the prompts of a config; return the exit code. Raises InputError.
+    """Decode the prompts of a config, show the results, and return the command's exit code.
 
-    With `verbose` all numbers are shown, and the expected acceptance is computed.
+    With `verbose` all numbers are shown, and the expected acceptance is computed. Raises
+    InputError.
     """
     mesh = open_mesh(config.mesh, config.distributed, config.written)
     writes = processes.is_first()

@@ -74,7 +74,10 @@ class DoctorConfig(DoctorFields):
 
 
 def read_doctor_config(written: Mapping[str, Any]) -> DoctorConfig:
-    """Return the checked config; checks that need the model are made later. Raises InputError."""
+    """Return the checked config, given the fields of a config file by section.
+
+    Checks that need the model are made later. Raises InputError for an invalid field.
+    """
     given = read_values(DoctorFields, written)
     shared = {field.name for field in fields(DecodeFields)} & written.keys()
     length = FIXED if given.num_speculative_tokens is None else given.num_speculative_tokens
@@ -110,9 +113,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def examine(config: DoctorConfig, *, verbose: bool = False) -> int:
-    """Examine a config's drafter and print the findings; return the exit code.
+    """Examine a config's drafter, print the findings, and return the command's exit code.
 
-    Raises InputError.
+    With `verbose` every change and its effect is shown. Raises InputError.
     """
     (drafter,) = config.decoding.drafters
     declared = check_files(drafter.name, drafter.path, config.target)

@@ -71,7 +71,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def export(options: SimpleNamespace) -> int:
-    """Export a head according to the parsed flags; return the exit code. Raises InputError."""
+    """Export a head as the parsed flags say, and return the command's exit code.
+
+    Raises InputError.
+    """
     source, output = user_path("head", options.head), output_folder("output", options.output)
     where = f"output={options.output!r}"
     shipped = options.head in KINDS

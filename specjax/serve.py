@@ -55,7 +55,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def serve(config: ServeConfig) -> int:
-    """Serve the model of a config until a signal; return the exit code. Raises InputError."""
+    """Serve the model of a config until a signal arrives, and return the command's exit code.
+
+    Raises InputError.
+    """
     if missing is not None:
         raise InputError(f"serve: {missing} is not installed; pip install 'specjax[serve]'")
     listener = bind(config.host, config.port)

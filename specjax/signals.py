@@ -75,7 +75,7 @@ def raised() -> Iterator[None]:
 
 @contextmanager
 def held_off() -> Iterator[None]:
-    """Ignore signals that ask to stop during short work that must complete, such as a report."""
+    """Ignore, in the context, signals that ask to stop, for short work such as writing a report."""
     with received_by(lambda number: None):
         yield
 

@@ -76,7 +76,7 @@ class AutoState(NamedTuple):
 
     @property
     def tries(self) -> bool:
-        """Whether a trial, or the second step, which serves as one, may be in progress."""
+        """Whether a step that tries other limits may be in progress; the second step counts."""
         return any(step.instead_of for step in self.under_way) or self.chosen == 2
 
 

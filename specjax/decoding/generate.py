@@ -99,7 +99,7 @@ class Generation:
         return [drafter != NO_DRAFTER for drafter in self.drafter_of_tokens(row)]
 
     def drafter_of_tokens(self, row: int) -> list[int]:
-        """Return, for each new token of a row, the drafter that had proposed it, or -1."""
+        """Return, for each new token of a row, the index of the drafter that proposed it, or -1."""
         counts = (self.width, self.drafted, self.accepted, self.emitted, self.drafter)
         return drafter_of_tokens(Rounds(*(part[row] for part in counts)))
 
@@ -117,7 +117,7 @@ class Generation:
 
 @dataclass(frozen=True)
 class Progress:
-    """The progress of a call: finished rows, the number of rows, and new tokens of all rows."""
+    """The progress of a call: finished rows, the number of all rows, and new tokens so far."""
 
     finished: int
     total: int
@@ -198,7 +198,7 @@ def open_engine(session: Session, rounds_per_step: int | None = None) -> Engine:
 
 
 def add_prompts(engine: Engine, session: Session, index: Sequence[int]) -> None:
-    """Add the session's prompts at `index` to an engine, in order; their ids are the indices."""
+    """Add the session's prompts with the given indices to an engine, as requests with these ids."""
     for prompt in index:
         engine.add_rows(prompt, [session_row(session, prompt)])
 
@@ -211,10 +211,10 @@ def decode_session(
     progress: Callable[[Progress], None] | None = None,
     follow: Callable[[list[Delta]], None] | None = None,
 ) -> Generation:
-    """Decode a session's prompts, or those at `index`, in an engine without other requests.
+    """Decode a session's prompts, or those with the given indices, and return the result.
 
-    Without `engine` a new one is opened. `progress` is called after every step, and `follow` with
-    the step's deltas.
+    `engine`, by default a new one, must have no other requests. `progress` is called after every
+    step, and `follow` with the step's deltas.
     """
     index = range(len(session.prompts)) if index is None else index
     engine = engine or open_engine(session)
@@ -255,9 +255,10 @@ def collect(
     compile_s: float = 0.0,
     step_limits: tuple[tuple[Limits, int], ...] = (),
 ) -> Generation:
-    """Return the outputs of some prompts as one result, in order.
+    """Return the outputs of some prompts as the result of one call, in the order given.
 
-    `first_round` is the number of rounds that the engine had run before them.
+    Seconds and step limits are those of the call; `first_round` is the number of rounds that the
+    engine had run before it.
     """
     return Generation(
         token_ids=[output.token_ids for output in outputs],

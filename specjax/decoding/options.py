@@ -42,7 +42,11 @@ class RuleKind:
     """The field type of verification rules, which accepts a rule or its name."""
 
     def check(self, name: str, value: Any) -> sampling.Rule:
-        """Return `value` as a rule; raise InputError, naming the field, if it is none."""
+        """Return `value` as a rule.
+
+        Raises InputError, which names the field `name`, if it is neither a rule nor the name of
+        one.
+        """
         if isinstance(value, sampling.Rule):
             return value
         if callable(value):
@@ -67,7 +71,10 @@ class ControllerKind:
     """The field type of length controllers, which accepts an instance but not a class."""
 
     def check(self, name: str, value: Any) -> Controller:
-        """Return `value` if it is a controller; raise InputError, naming the field, otherwise."""
+        """Return `value` if it is a controller.
+
+        Raises InputError, which names the field `name`, otherwise.
+        """
         if isinstance(value, type) or not isinstance(value, Controller):
             raise InputError(
                 f"{name}={shown(value)}: use a value of specjax.controllers, such as Auto() or "
@@ -84,7 +91,10 @@ class LadderStep:
     """A step (low, high, k): at most k draft tokens while low to high rows are unfinished."""
 
     def check(self, name: str, value: Any) -> tuple[int, int, int]:
-        """Return `value` as three numbers; raise InputError, naming the field, if it is no step."""
+        """Return `value` as three numbers.
+
+        Raises InputError, which names the field `name`, if it is no such step.
+        """
         low, high, count = Items(Whole(), length=3).check(name, value)
         if not (1 <= low <= high and count <= DRAFT_TOKENS.most):
             raise InputError(
@@ -99,7 +109,11 @@ class Ladder:
     """The field type of `num_speculative_tokens_per_batch_size`: steps with disjoint row ranges."""
 
     def check(self, name: str, value: Any) -> tuple[tuple[int, int, int], ...]:
-        """Return `value` as steps; raise InputError, naming the field, if it is no such list."""
+        """Return `value` as a tuple of steps.
+
+        Raises InputError, which names the field `name`, if it is no list of steps, or if two
+        overlap.
+        """
         remedy = "use steps of (low, high, k), such as ((1, 4, 8), (5, 16, 2))"
         Items(Instance(Sequence, remedy), remedy=remedy).check(name, value)
         steps = Items(LadderStep()).check(name, value)
@@ -219,7 +233,10 @@ class DecodeOptions:
         return self.max_prefill_tokens or _PREFILL_BUDGET
 
     def chunks(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the chunk sizes (descending) that fit the budget, or else the smallest one."""
+        """Return those of the chunk sizes, descending, that fit the budget for reading prompts.
+
+        If none fits, it is the smallest.
+        """
         return tuple(size for size in sizes if size <= self.prefill_budget) or sizes[-1:]
 
 

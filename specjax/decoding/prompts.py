@@ -86,7 +86,7 @@ def encode_prompt(model: Model, prompt: Prompt, name: str = "prompt") -> list[in
 
 @dataclass(frozen=True)
 class Question:
-    """A line of a prompt file in Spec-Bench's format."""
+    """A question of one or several turns, as in a line of Spec-Bench's prompt file."""
 
     question_id: int | str
     category: str
@@ -189,7 +189,10 @@ def stratified(questions: Sequence[Question], count: int) -> list[Question]:
 def select(
     questions: Sequence[Question], limit: int | None = None, per_task: int | None = None
 ) -> list[Question]:
-    """Return the first `per_task` questions of each task, then the first `limit` of these."""
+    """Return the first `per_task` questions of each task, and of these the first `limit`.
+
+    None stands for all.
+    """
     seen: dict[str, int] = {}
     chosen = []
     for question in questions:

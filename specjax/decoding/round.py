@@ -158,7 +158,7 @@ def _commit(
 
 
 def no_tally(plan: Plan) -> Tally:
-    """Return a tally of zeros."""
+    """Return the counts by drafter of a step without rounds, all 0."""
     drafters, nodes = len(plan.drafter.parts), plan.drafter.num_nodes
     none, of_nodes = jnp.zeros(drafters, jnp.int32), jnp.zeros((drafters, nodes), jnp.int32)
     return Tally(none, none, of_nodes, of_nodes)
@@ -182,7 +182,10 @@ def _tally(
 
 
 def make_context(plan: Plan, params: Any, state: State) -> Context:
-    """Return what drafters may read of a state; `params` are the target's parameters."""
+    """Return what drafters may read of a state.
+
+    `params` are the target's parameters.
+    """
     # Limit drafts to the tokens that the row may still emit, minus the bonus token.
     room = state.rows.max_length - state.length - 1
     drafts = state.active & ~state.undrafted
@@ -217,7 +220,7 @@ def noise_keys(plan: Plan, state: State) -> Key[Array, "B"]:
 
 
 def proposal_noise(plan: Plan, state: State, keys: Key[Array, "B"]) -> Noise:
-    """Return the noise from which drafters draw; `keys` are from `noise_keys`."""
+    """Return the noise from which drafters draw in a round; `keys` come from `noise_keys`."""
     vocab = plan.target.vocab_size
     if plan.rule.position_noise:
         return sampling.coupled_noise(keys, state.length, vocab)

@@ -23,7 +23,11 @@ RowArguments = tuple[Int[Array, "B S"], Rows, Int[Array, "B"], Int[Array, "B"]]
 
 @dataclass(frozen=True)
 class Row:
-    """A request as one row: its `number`, and the number of the `sample` within the request."""
+    """One sample of a request, which is one row of a batch.
+
+    `number` is that of the request, such as the index of its prompt in the input, and `sample` that
+    of the sample in it.
+    """
 
     number: int
     prompt: tuple[int, ...]
@@ -31,7 +35,7 @@ class Row:
     sample: int = 0
 
     def key(self, seed: int) -> Key[Array, ""]:
-        """Return the key from which all draws of the row derive."""
+        """Return the key from which all draws of the row derive, in a call with this `seed`."""
         key = sampling.row_key(seed, self.number, self.sampling.seed)
         return sampling.sample_key(key, self.sample)
 
@@ -42,13 +46,16 @@ def session_row(session: Session, prompt: int) -> Row:
 
 
 def batch_arguments(session: Session, index: Sequence[int]) -> RowArguments:
-    """Return the arrays of the session's prompts at `index`, padded to the session's rows."""
+    """Return the arrays of the session's prompts with the given indices.
+
+    They are padded with finished rows to the session's number of rows.
+    """
     rows = [session_row(session, prompt) for prompt in index]
     return row_arguments(session, rows, session.num_rows)
 
 
 def row_arguments(session: Session, rows: Sequence[Row], batch: int) -> RowArguments:
-    """Return the arrays of `batch` rows: `rows`, then rows that have finished already."""
+    """Return the arrays of `batch` rows: those of `rows`, then rows that have finished already."""
     spare = batch - len(rows)
     prompts = [row.prompt for row in rows] + [(0,)] * spare
     requests = [row.sampling for row in rows] + [SamplingParams()] * spare

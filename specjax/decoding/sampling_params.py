@@ -54,7 +54,7 @@ class SamplingParams:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> SamplingParams:
-        """Return the parameters in a dict of fields. Raises InputError for an unsupported name."""
+        """Return the parameters in a dict of fields. Raises InputError for an unknown name."""
         known = [field.name for field in fields(cls)]
         for name in values:
             if name not in known:

@@ -85,7 +85,7 @@ class Session:
 
     @property
     def params(self) -> tuple[Any, Any]:
-        """The target's and the drafter's parameters."""
+        """The parameters of the target, and those of the drafter."""
         return self.model.params, self.drafter.params
 
     @property
@@ -108,7 +108,7 @@ class Session:
 
     @property
     def step_sizes(self) -> StepSizes:
-        """The sizes of the step program, from which a length controller starts."""
+        """The sizes of the compiled step, which a length controller is told at the start."""
         drafters = [DrafterSizes(part.num_nodes, part.stops) for part in self.plan.drafter.parts]
         on_cpu = first_device(self.placement).platform == "cpu"
         return StepSizes(
@@ -134,7 +134,7 @@ class Session:
         return not self.plan.rule.exact and request.temperature > 0
 
     def stop_ids(self, request: SamplingParams) -> tuple[int, ...]:
-        """Return the tokens that end a request's output."""
+        """Return the ids of the tokens that end a request's output."""
         return _stop_ids(self.model, request)
 
     def controlled_by(self, controller: Controller | None) -> Session:
@@ -147,7 +147,7 @@ class Session:
         return replace(self, options=options, plan=replace(self.plan, **lengths))
 
     def with_options(self, **changes: Any) -> Session:
-        """Return the session with some options changed that do not affect the plan."""
+        """Return the session with other values of options that do not affect the plan."""
         return replace(self, options=replace(self.options, **changes))
 
     def groups(self, size: int) -> list[list[int]]:
@@ -236,7 +236,10 @@ def plan_rows(
 def plan_engine(
     target: Model, drafter: LoadedDrafter | Drafter | None, options: DecodeOptions
 ) -> Session:
-    """Return the session of an engine, which takes any prompts. Raises InputError for bad input."""
+    """Return the session of an engine, which takes any prompts.
+
+    Raises InputError for options that do not fit the target or the drafter.
+    """
     longest = longest_row(target, options.max_length)
     if options.max_length is None:
         longest = min(longest, _ENGINE_LENGTH)
@@ -343,7 +346,7 @@ def longest_row(target: Model, max_length: int | None) -> int:
 
 
 class NoRoomError(InputError):
-    """A prompt that leaves no room for a new token."""
+    """The error for a prompt that leaves no room for a new token."""
 
 
 def check_length(

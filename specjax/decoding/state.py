@@ -87,7 +87,7 @@ class State:
 
     @property
     def active(self) -> Bool[Array, "B"]:
-        """The rows that still decode."""
+        """A mask of the rows that still decode."""
         return self.status == RUNNING
 
 
@@ -123,7 +123,7 @@ def admit(state: State, slots: Int[Array, "A"], new: State) -> State:
 
 
 def take(state: State, slots: Int[Array, "A"]) -> State:
-    """Return a state of the A rows in `slots`."""
+    """Return the state with only the A rows in `slots`, in that order."""
 
     def of(part: Any) -> Any:
         return part.take(slots) if knows_its_rows(part) else part[slots]

@@ -46,7 +46,11 @@ class Answers:
 
     @property
     def chance(self) -> float:
-        """The overlap of a draft without context: the mean of sum_x min(p, m) with m the mean p."""
+        """The expected acceptance of a draft that ignores the text.
+
+        It is the mean of sum_x min(p(x), m(x)), where m is the mean of the target's distributions
+        p.
+        """
         is_label = jnp.asarray(self.is_label)[..., None]
         p = jnp.exp(self.logp)
         mean = jnp.where(is_label, p, 0).sum(axis=(0, 1)) / jnp.maximum(is_label.sum(), 1)

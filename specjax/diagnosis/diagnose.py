@@ -66,8 +66,8 @@ class Measured:
 class Diagnosis:
     """The result of `diagnose`: acceptance, and findings with the most explanatory one first.
 
-    `tried` has each change and its overlap. `examined` is False for drafters without features or a
-    head, which have nothing to change. `str()` is a table.
+    `tried` has each change and the drafter's overlap with it. `examined` is False for drafters
+    without features or a head, which have nothing to change. `str()` is a table.
     """
 
     drafter: str

@@ -64,7 +64,7 @@ def score(reading: Reading, answers: Answers, temperature: float) -> Scores:
 
 
 def num_programs() -> int:
-    """Return the number of programs that `score` has compiled in this process."""
+    """Return how many programs `score` has compiled so far in this process."""
     return _score._cache_size()
 
 

@@ -34,7 +34,7 @@ class MemoryPlan:
 
     @property
     def needed(self) -> int:
-        """The bytes needed in addition to the weights."""
+        """The bytes per device that are needed in addition to the weights."""
         return sum(self.arrays.values()) + self.temporaries
 
     def __str__(self) -> str:
@@ -42,7 +42,7 @@ class MemoryPlan:
         return ", ".join(f"{name} {size / _GIB:.2f} GiB" for name, size in parts.items())
 
     def log_if_large(self) -> None:
-        """Log the plan if at least one GiB is needed."""
+        """Write a line about the plan to the log if it needs at least one GiB per device."""
         if self.needed >= _GIB:
             LOGGER.info("memory per device: %s", self)
 

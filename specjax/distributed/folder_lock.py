@@ -23,11 +23,12 @@ _LONGEST_COMMAND = 200
 
 @contextmanager
 def hold(folder: Path, kind: Kind, where: str) -> Iterator[None]:
-    """Claim a folder for this run and lock it against other runs until the context exits.
+    """Lock a folder, while in the context, against other runs, and claim it for this run.
 
-    Every process of the run must call it; process 0 claims and locks. `where`, the field that named
-    the folder and its value, begins error messages. Raises InputError as `folders.claim` does, and
-    if another run, which the message names, holds the lock.
+    Claiming marks the folder as one of `kind` (`folders.claim`). Every process of the run must call
+    this; process 0 claims and locks. `where`, the field that named the folder and its value, begins
+    error messages. Raises InputError as `folders.claim` does, and if another run, which the message
+    names, holds the lock.
     """
     with ExitStack() as stack:
         enter = lambda: stack.enter_context(lock(folder, kind, where))  # noqa: E731

@@ -99,7 +99,7 @@ def _check_port(address: str, port: int) -> None:
 
 
 def count() -> int:
-    """Return the number of processes."""
+    """Return the number of processes of this run."""
     return jax.process_count()
 
 
@@ -114,7 +114,7 @@ def is_first() -> bool:
 
 
 def together(work: Callable[[], Result], values: Mapping[str, Any] | None = None) -> Result:
-    """Call `work` on every process and return its result.
+    """Return the result of `work`, which every process calls.
 
     `values` must be equal on all processes. Raises InputError on all of them if `values` differ, or
     if `work` raises it on any.
@@ -161,7 +161,7 @@ def agree(values: Mapping[str, Any], error: str | None = None) -> None:
 
 
 def from_first(value: Any) -> Any:
-    """Return the JSON value of process 0, such as a measured time, on every process."""
+    """Return on every process the JSON value that process 0 passes, such as a measured time."""
     return value if count() == 1 else _exchange(value)[0]
 
 

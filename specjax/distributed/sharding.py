@@ -89,7 +89,7 @@ def use(mesh: Mesh | None) -> contextlib.AbstractContextManager:
 
 
 def partition(axes: Axes, shape: Sequence[int], mesh: Any) -> PartitionSpec:
-    """Return how an array with the logical `axes` is sharded.
+    """Return how an array of the given shape, with the logical `axes`, is sharded over `mesh`.
 
     An axis whose size is not a multiple of the number of devices is not sharded. If several logical
     axes map to one mesh axis, as for experts and their width, the first that can be sharded is.
@@ -115,7 +115,10 @@ def num_parts(axis: str, size: int) -> int:
 
 
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
-    """Return `x` with a sharding constraint by its logical axes, or unchanged without a mesh."""
+    """Return `x` with a sharding constraint: one logical axis, or None, for each of its axes.
+
+    Without a mesh it is unchanged.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return x
@@ -123,7 +126,7 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
 
 
 def constrain_rows(tree: Any) -> Any:
-    """Return a tree of arrays with the constraint that their first axis is sharded over `data`."""
+    """Return a tree of arrays, constrained to have their first axis sharded over `data`."""
 
     def rows(leaf: jax.Array) -> jax.Array:
         return constrain(leaf, "batch", *[None] * (leaf.ndim - 1)) if leaf.ndim else leaf

@@ -84,7 +84,7 @@ class ChainDrafter(Drafter):
 
     @property
     def shape(self) -> RankedTree | DynamicTree | None:
-        """The tree without levels beyond the longest path, or None for a chain."""
+        """The tree, limited to the longest path; None for a chain."""
         return None if self.tree is None else self.tree.limited(self.num_speculative_tokens)
 
     @property

@@ -134,7 +134,10 @@ class Context:
 def warp_rows(
     logits: Float[Array, "B *slots V"], sampling: Sampling, flags: WarpFlags
 ) -> Float[Array, "B *slots V"]:
-    """Return `sampling.warp` of the logits, with the sampling parameters of each row."""
+    """Return the log-probabilities of `logits` under the sampling parameters of each row.
+
+    `flags` say which parameters some row may use, as for `sampling.warp`.
+    """
     slots = logits.shape[1:-1]
 
     def every(parameter: Array) -> Array:
@@ -289,7 +292,7 @@ class Drafter:
         return params
 
     def for_target(self, params: Any, target_params: Any) -> Any:
-        """Return `params` with the shared parameters taken from `target_params`."""
+        """Return `params` with the arrays shared with the target taken from `target_params`."""
         del target_params
         return params
 

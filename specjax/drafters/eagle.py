@@ -17,5 +17,5 @@ class EagleDrafter(PairDrafter):
 
     @property
     def name(self) -> str:
-        """The registered name."""
+        """The name by which the drafter is made: "eagle" or "eagle3"."""
         return "eagle3" if self.head.config.version == 3 else "eagle"

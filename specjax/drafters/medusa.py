@@ -51,7 +51,7 @@ class MedusaDrafter(HeadDrafter):
 
     @classmethod
     def of_head(cls, head: Head, params: Any, target: Model, **options: Any) -> LoadedDrafter:
-        """Return a drafter for trained heads; `params` come from `complete_parameters`."""
+        """Return a drafter for trained heads; `params` are the result of `complete_parameters`."""
         if options.get("tree") is None:
             options = {"num_speculative_tokens": head.config.num_heads, **options}
         functions = Medusa(head.config, target.activation_dtype, target.multiply)

@@ -14,7 +14,7 @@ from specjax.trees import Draft
 
 @dataclass(frozen=True, kw_only=True)
 class NoDrafter(Drafter):
-    """A drafter that proposes nothing; every round emits one token."""
+    """The drafter that proposes nothing, so that every round emits one token (plain decoding)."""
 
     name: ClassVar[str] = "none"
     alone: ClassVar[str] = "it drafts nothing"

@@ -62,7 +62,7 @@ class Simulated(Drafter):
     def replay(
         self, continuations: Sequence[Sequence[int]], vocab_size: int
     ) -> Int[Array, "prompts longest"]:
-        """Return the tokens to propose, mistakes included, padded with -1."""
+        """Return the tokens to propose for each prompt, mistakes included, padded with -1."""
         longest = max(1, *(len(tokens) for tokens in continuations))
         replay = np.full((len(continuations), longest), -1, np.int32)
         for row, tokens in enumerate(continuations):

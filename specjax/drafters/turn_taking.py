@@ -42,7 +42,11 @@ _KEPT_ROUNDS = 8
 
 @struct.dataclass
 class PartState:
-    """A drafter's state, and how many of each row's latest tokens it has not observed yet."""
+    """The state of one of several drafters.
+
+    `drafter` is the state that its methods return, and `unobserved` how many of each row's latest
+    tokens it has not observed yet.
+    """
 
     drafter: Any
     unobserved: Int[Array, "B"]
@@ -64,11 +68,12 @@ class Proposal(NamedTuple):
 
 @dataclass(frozen=True)
 class Turns:
-    """Drafters in order of priority; parameters and states are tuples like `parts`.
+    """Drafters in order of priority: in each row the first one that has a draft drafts.
 
-    The result is exact if each drafter is: whether a drafter drafts depends on tokens that it does
-    not draw, on distributions and on its own noise, which are independent of the draws of the next
-    drafter. Raises InputError, while tracing, for drafts and states that a drafter must not return.
+    Parameters and states are tuples like `parts`. The result is exact if each drafter is: whether a
+    drafter drafts depends on tokens that it does not draw, on distributions and on its own noise,
+    which are independent of the draws of the next drafter. Raises InputError, while tracing, for
+    drafts and states that a drafter must not return.
     """
 
     parts: tuple[Drafter, ...]
@@ -112,7 +117,10 @@ class Turns:
         return _KEPT_ROUNDS * (longest + 1) if self.features else 0
 
     def limited(self, length: int) -> Turns:
-        """Return the drafters limited to drafts of `length`, exactly that for a single drafter."""
+        """Return the drafters with drafts of at most `length` tokens.
+
+        The length of a single drafter is set to `length`, even if its own is shorter.
+        """
         if len(self.parts) == 1:
             return Turns((replace(self.parts[0], num_speculative_tokens=length),))
         return Turns(
@@ -163,7 +171,10 @@ class Turns:
         )
 
     def commit(self, state: tuple[PartState, ...], count: Int[Array, "B"]) -> tuple[PartState, ...]:
-        """Return the states after a round that committed `count` tokens, not observed yet."""
+        """Return the states after a round that committed `count` tokens in each row.
+
+        The drafters have not observed these tokens yet.
+        """
         return tuple(
             drafter_state.replace(unobserved=constrain(drafter_state.unobserved + count, "batch"))
             if drafter.observes and drafter.num_speculative_tokens
@@ -213,7 +224,7 @@ class Turns:
 
 
 def take_turns(*drafters: LoadedDrafter | Drafter) -> LoadedDrafter:
-    """Return a drafter that uses, in each row, the first of `drafters` with a draft."""
+    """Return a drafter that uses, in each row and round, the first of `drafters` with a draft."""
     parts, params = flattened(drafters, Turns)
     return LoadedDrafter(Turns(parts), params)
 
@@ -415,7 +426,7 @@ def check_size(drafter: Drafter, draft: Draft) -> None:
 
 
 def joined(first: Draft, second: Draft, length: int) -> Draft:
-    """Return a draft of `length` nodes, in each row the first of two drafts that proposes any."""
+    """Return a draft of `length` nodes that has in each row the first of two drafts with nodes."""
     distributions = [draft.logq for draft in (first, second) if draft.logq is not None]
     offset = 0 if first.logq is None else first.logq.shape[1]
     second = second.replace(logq_row=jnp.where(second.logq_row < 0, -1, second.logq_row + offset))

@@ -43,7 +43,7 @@ class Section(NamedTuple):
         return self.stop - self.start
 
     def of(self, rows: Any) -> Any:
-        """Return the part [blocks, width, ...] of `rows` [outputs, ...]; a view if from NumPy."""
+        """Return the part [blocks, width, ...] of `rows` [outputs, ...], a view if from NumPy."""
         return rows.reshape(-1, self.size, *rows.shape[1:])[:, self.start : self.stop]
 
 

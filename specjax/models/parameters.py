@@ -56,7 +56,7 @@ def _identity(key: Key[Array, ""], shape: tuple[int, ...], dtype: jnp.dtype) -> 
 
 
 class ParameterTable(nn.Module):
-    """A Flax module that declares every entry of a nested table, so that Flax initializes them."""
+    """A Flax module that declares every entry of a nested table, for Flax to initialize."""
 
     table: Mapping[str, Parameter | Mapping]
     dtype: jnp.dtype

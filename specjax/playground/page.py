@@ -76,7 +76,7 @@ _tables = functools.cache(theory_tables)
 
 
 def run_data(run: Run, session: Session) -> dict[str, Any]:
-    """Return the data that a page shows of a run: its figures, and its first answers."""
+    """Return what a page shows of a run, JSON-ready: its figures, and its first answers."""
     figures = figures_by_task(run)[OVERALL]
     counts = figures.counts
     rows = [(index, row) for index, row in enumerate(r for r in run.rows if r.turn == 0)]

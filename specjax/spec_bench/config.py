@@ -91,7 +91,10 @@ class SpecBenchFields(TargetFields):
 
 @dataclass(frozen=True)
 class Cell:
-    """A drafter with its options at one temperature and draft length, as a decode config."""
+    """One thing to measure: a drafter with its options at one temperature and draft length.
+
+    `entry` is the drafter as the field `drafters` has it, and `config` the decode config.
+    """
 
     entry: str
     config: DecodeConfig

@@ -30,7 +30,7 @@ class Programs:
         self._drafters: dict[tuple[str, bool], ConfigDrafter] = {}
 
     def plan(self, cell: Cell) -> Session:
-        """Return a cell's session, without prompts. Raises InputError."""
+        """Return the session of a cell, without prompts. Raises InputError."""
         length = AUTO if cell.length == AUTO else FIXED
         options = replace(cell.config.options, num_speculative_tokens=length)
         loaded = self.drafter(cell).loaded

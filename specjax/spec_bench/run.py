@@ -87,7 +87,7 @@ class _Way:
 
 
 class Measuring:
-    """The cells of a config while they are measured; `paths` are the files with their answers."""
+    """The measurement of the cells of a config; `paths` are the files with their answers."""
 
     def __init__(
         self, config: SpecBenchConfig, folder: Path, mesh: Mesh | None, screen: Screen

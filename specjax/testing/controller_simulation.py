@@ -43,7 +43,7 @@ class SimulatedDrafter:
 
     @property
     def sizes(self) -> DrafterSizes:
-        """The sizes of this drafter that a controller is given."""
+        """The number of nodes and whether drafts can stop early, as a controller is told."""
         return DrafterSizes(len(self.chances), self.stops)
 
 
@@ -84,7 +84,7 @@ class Simulation:
 
     @property
     def sizes(self) -> StepSizes:
-        """The sizes of the simulated loop that a controller is given."""
+        """The sizes of the simulated loop, as a controller is told."""
         parts = tuple(drafter.sizes for drafter in self.drafters)
         machine = self.machine
         return StepSizes(
@@ -92,12 +92,12 @@ class Simulation:
         )
 
     def over(self, rounds: int) -> Simulation:
-        """Return the same simulation over another number of rounds."""
+        """Return the same simulation with another number of rounds."""
         return replace(self, rounds=rounds)
 
     @property
     def halves(self) -> tuple[tuple[tuple[SimulatedDrafter, ...], float], ...]:
-        """The drafters and the cost multiplier of the first and the second half."""
+        """The drafters, and the factor of all costs, in each half of the run."""
         later = self.drafters if self.later is None else self.later
         dearer = tuple(
             replace(
@@ -112,7 +112,10 @@ class Simulation:
 
 @dataclass(frozen=True)
 class Step:
-    """A simulated step: expected tokens of all rows, true seconds, and the half (0 or 1)."""
+    """A simulated step: the expected tokens of all its rows, and its true seconds.
+
+    `half` is the half of the run in which it began, 0 or 1.
+    """
 
     limits: Limits
     rounds: int
@@ -155,7 +158,10 @@ def simulate(
 
 
 def regret(simulation: Simulation, steps: list[Step]) -> float:
-    """Return the extra time of the steps relative to the best fixed limits for their tokens."""
+    """Return how much longer the steps took than the best fixed limits would have.
+
+    The result is the extra time divided by the time of the best fixed limits for as many tokens.
+    """
     tokens = [sum(step.tokens for step in steps if step.half == half) for half in (0, 1)]
     return sum(step.seconds for step in steps) / best_fixed(simulation, tuple(tokens))[1] - 1
 
@@ -168,7 +174,10 @@ def plain_seconds(simulation: Simulation, steps: list[Step]) -> float:
 
 
 def best_fixed(simulation: Simulation, tokens: tuple[float, float]) -> tuple[Limits, float]:
-    """Return the fastest fixed limits for the given tokens of each half, and their seconds."""
+    """Return the fixed limits that decode fastest, and their seconds.
+
+    `tokens` are the numbers of tokens to decode in each half of the run.
+    """
     grids = [_grid(drafter.sizes.num_nodes, simulation) for drafter in simulation.drafters]
     confidence = (0.0,) * len(grids)
     limits = [Limits(longest, confidence) for longest in itertools.product(*grids)]
@@ -199,7 +208,7 @@ def _seconds_of_tokens(
 def expected_round(
     drafters: tuple[SimulatedDrafter, ...], machine: Machine, limits: Limits
 ) -> tuple[float, float]:
-    """Return the mean tokens of all rows, and the mean cost in plain passes, of a round."""
+    """Return the mean tokens of all rows in a round, and its mean cost in plain passes."""
     rounds = _SAMPLE // machine.rows
     record = _draw_step(drafters, machine, limits, rounds, np.random.default_rng(0))
     seconds = _seconds(drafters, replace(machine, constant=0.0), record) / machine.plain_s

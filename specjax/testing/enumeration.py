@@ -85,7 +85,10 @@ def all_tokens(vocab: int, length: int) -> Int[np.ndarray, "I K"]:
 
 
 def contexts(tokens: Int[np.ndarray, "I K"], vocab: int, depth: int) -> Int[np.ndarray, "I"]:
-    """Return the row of entry `depth` of a `Table` for each sequence's first `depth` tokens."""
+    """Return, for each sequence, the row of a `Table`'s entry `depth` for its first tokens.
+
+    Entry d of a table has a row for each context of d tokens, with the first token varying slowest.
+    """
     row = np.zeros(len(tokens), int)
     for column in tokens.T[:depth]:
         row = row * vocab + column

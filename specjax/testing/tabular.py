@@ -24,11 +24,11 @@ class Tabular:
     max_positions: int = 1 << 20
 
     def make_cache(self, batch: int, capacity: int) -> KVCache:
-        """Return a cache of shape [0, B, 1, S, 1], which only counts tokens."""
+        """Return an empty cache without layers, [0, B, 1, S, 1], which only counts tokens."""
         return make_cache(0, batch, 1, capacity, 1, jnp.dtype(jnp.float32))
 
     def make_window(self, batch: int, slots: int) -> Window:
-        """Return an empty window of shape [0, B, 1, W, 1]."""
+        """Return an empty window without layers, [0, B, 1, W, 1]."""
         return Window(*(jnp.zeros((0, batch, 1, slots, 1)) for _ in range(2)))
 
     def extend(

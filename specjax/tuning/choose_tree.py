@@ -49,9 +49,10 @@ class TreeCosts:
     further_level: float
 
     def pass_seconds(self, width: int) -> float:
-        """Return the seconds of a round without drafting, at the next wider timed width.
+        """Return the seconds of a round, without drafting, whose pass has `width` slots.
 
-        Raises InputError for a pass wider than all timed widths.
+        The value is that of the next wider width that was timed. Raises InputError if there is
+        none.
         """
         if width > self.widths[-1]:
             raise InputError(
@@ -200,7 +201,10 @@ def with_fastest_trees(
 
 
 def with_tree(drafter: LoadedDrafter, tree: RankedTree) -> LoadedDrafter:
-    """Return the drafter with a static tree and its longest path; a chain remains a chain."""
+    """Return the drafter with a static tree, and drafts as long as its longest path.
+
+    If the tree is a chain, so are the drafts.
+    """
     shape = tree.topology
     fields = {"tree": None if shape.is_chain else tree, "num_speculative_tokens": shape.depth}
     return drafter._replace(drafter=replace(drafter.drafter, **fields))

@@ -65,7 +65,7 @@ def widths_seconds(
 
 
 def propose_seconds(session: Session) -> float:
-    """Return `draft_seconds` for a session's first batch, after its prompts."""
+    """Return `draft_seconds` in the state after the prompts of a session's first batch."""
     index = range(min(session.batch_size, len(session.prompts)))
     state = start(session.plan, session.params, *batch_arguments(session, index))
     return draft_seconds(session.plan, session.params, state)
@@ -90,7 +90,7 @@ def draft_seconds(plan: Plan, params: Any, state: State) -> float:
 
 
 def read_seconds(params: Any) -> float:
-    """Return the median seconds of reading every weight once: the minimum time of a round."""
+    """Return the median seconds of reading every parameter once, the least time of a round."""
     read = jax.jit(
         lambda tree: [jnp.sum(leaf, dtype=jnp.float32) for leaf in jax.tree.leaves(tree)]
     )
@@ -116,7 +116,7 @@ def copy_bandwidth(num_bytes: int) -> float:
 
 
 def matmul_flops(size: int, dtype: Any) -> float:
-    """Return the FLOP/s of products of random [size, size] matrices in full precision."""
+    """Return the FLOP/s of products of random [size, size] matrices of `dtype`, not rounded."""
     left, right = (
         jax.random.normal(jax.random.key(seed), (size, size), dtype) for seed in range(2)
     )
@@ -128,7 +128,11 @@ def matmul_flops(size: int, dtype: Any) -> float:
 def loop_seconds(
     once: Callable[..., Any], carry: Any, *arguments: Any, repeats: int = _REPEATS
 ) -> float:
-    """Return the median seconds of `once(turn, carry, *arguments) -> carry` in a compiled loop."""
+    """Return the median seconds of one turn of a compiled loop.
+
+    A turn is `once(turn, carry, *arguments)`, which returns the next carry; the loop has `repeats`
+    turns.
+    """
     (seconds,) = median_seconds(_loop(once, carry, *arguments, repeats=repeats))
     return seconds / repeats
 
@@ -144,7 +148,10 @@ def _loop(once: Callable[..., Any], carry: Any, *arguments: Any, repeats: int) -
 
 
 def median_seconds(*calls: Callable[[], Any]) -> list[float]:
-    """Return the median seconds of each call; calls alternate, after one warm-up call of each."""
+    """Return the median seconds of each call, in the order of `calls`.
+
+    Each is called once to warm up; then they are timed in turn, several times.
+    """
     for call in calls:
         jax.block_until_ready(call())
     seconds: list[list[float]] = [[] for _ in calls]

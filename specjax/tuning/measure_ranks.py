@@ -60,7 +60,7 @@ def measure_ranks(
     batch_size: int = 8,
     tell: Callable[[int, int], Any] = lambda done, total: None,
 ) -> RankCounts:
-    """Return the ranks of plain greedy tokens among a drafter's candidates, by depth.
+    """Return how often the target's greedy tokens have each rank among a drafter's candidates.
 
     The prompts are decoded greedily, then again with chains of the drafter. Before each round the
     drafter is made to draft the target's own next tokens, whose ranks in its distributions are

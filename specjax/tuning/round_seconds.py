@@ -34,7 +34,10 @@ read.
 
 
 def new_tokens(depth: int) -> int:
-    """Return the number of tokens that a row needs for the timed rounds, with paths of `depth`."""
+    """Return how many new tokens a row must have room for in the timed rounds.
+
+    `depth` is the length of the longest path.
+    """
     return _ROUNDS * (depth + 1) + 1
 
 
@@ -112,7 +115,8 @@ def _run(plan: Plan, params: Any, cache: KVCache, *rows: Any) -> tuple[KVCache, 
 class FreeTree(Drafter):
     """A drafter whose tree has the same tokens in each round, so that drafting costs nothing.
 
-    It requests the features `accepted` of accepted tokens, and `computed` of whole passes.
+    It requests features of the target: `accepted` are the names of those of accepted tokens, and
+    `computed` of those of all tokens in a pass.
     """
 
     topology: Topology

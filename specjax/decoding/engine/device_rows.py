@@ -55,7 +55,7 @@ class DeviceRows:
         """Seconds spent making programs; near zero if they had been compiled before."""
 
     def compile(self) -> Programs:
-        """Return the programs, compiling them if necessary. Raises InputError."""
+        """Return the programs for all rows, which are compiled if necessary. Raises InputError."""
         if self._programs is None:
             self._programs = self._compiled(self.session)
         return self._programs

@@ -167,7 +167,7 @@ class Engine:
 
     @property
     def session(self) -> Session:
-        """The session that the engine decodes with."""
+        """The session of the engine: its model, drafter, options and program."""
         return self._rows.session
 
     @property
@@ -177,7 +177,7 @@ class Engine:
 
     @property
     def num_waiting(self) -> int:
-        """The number of samples waiting for a slot."""
+        """The number of samples that wait for a slot."""
         return self._scheduler.num_waiting
 
     def compile(self, *, fewer_rows: bool = False) -> Programs:

@@ -147,7 +147,7 @@ def _and_others(names: Sequence[str]) -> str:
 
 
 class Follower:
-    """The output of one row, which grows step by step."""
+    """The output of one row as it grows step by step, with its text."""
 
     def __init__(
         self, tokenizer: Tokenizer | None, stops: Sequence[str], *, logprobs: bool
@@ -211,7 +211,10 @@ class Follower:
         return text
 
     def end_without_text(self, why: str) -> None:
-        """End the output with the reason "error", since `why` the next tokens have no text."""
+        """End the output with the reason "error".
+
+        `why` says why the next tokens have no text.
+        """
         self._text = None
         self.finish_reason, self.text_error = REASONS[FAILED], why
 

@@ -57,7 +57,7 @@ class Request:
 
 @dataclass
 class Scheduler:
-    """A queue of requests, and the slots with the requests that occupy them.
+    """A queue of requests, and the slots that they occupy, `num_slots` in all.
 
     All methods but iteration take a time that is independent of the number of waiting requests.
     """

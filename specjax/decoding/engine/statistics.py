@@ -125,7 +125,7 @@ class Statistics:
         return self.tokens / seconds if seconds else None
 
     def summary(self) -> EngineSummary:
-        """Return the totals so far."""
+        """Return the totals since the engine was created."""
         return EngineSummary(
             requests=self.requests,
             aborted=self.aborted,

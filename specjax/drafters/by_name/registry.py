@@ -85,6 +85,6 @@ def joint_of(name: str) -> str:
 
 
 def parts_of(name: str) -> list[str]:
-    """Return the names of the single drafters in a joined name."""
+    """Return the names of the single drafters in a name, such as "ngram" and "eagle3"."""
     joint = joint_of(name)
     return name.split(joint) if joint else [name]

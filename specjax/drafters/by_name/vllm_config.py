@@ -87,7 +87,10 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class Speculation:
-    """A drafter and options of `generate`: call `generate(target, prompts, **options)`."""
+    """A drafter and options of `generate`, read from a config of vLLM.
+
+    Use it as `generate(target, prompts, **speculation.options)`.
+    """
 
     drafter: LoadedDrafter
     num_speculative_tokens: int

@@ -32,7 +32,7 @@ class Level:
     visible: Bool[Array, "#B T W"]
 
     def positions(self, context: Context) -> Int[Array, "B T"]:
-        """Return the absolute positions of the tokens."""
+        """Return the absolute position of each token."""
         depths = jnp.asarray(self.depth).reshape(1, -1)
         return jnp.broadcast_to((context.length - 1)[:, None] + depths, self.tokens.shape)
 

@@ -36,7 +36,7 @@ _SEARCHED = 4
 class State:
     """The window of guesses for rows of `length` tokens, and the pool of n-grams.
 
-    Unknown entries of the window are -1; the entry for the root's own position is unused. `count`
+    A guess that is not known yet is -1; the entry for the root's own position is unused. `count`
     n-grams were written to the pool so far; each has N tokens, one more than the window has rows,
     and number i is stored at index i modulo M.
     """

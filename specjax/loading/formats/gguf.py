@@ -42,7 +42,7 @@ def family_of(file: GgufFile) -> Family:
 
 
 def embedding_rows(file: GgufFile) -> int | None:
-    """Return the number of rows of the embedding, or None if the file has no such matrix."""
+    """Return the number of rows of the embedding matrix, or None if the file has none."""
     tensor = file.tensors.get("token_embd.weight")
     return tensor.shape[0] if tensor is not None and len(tensor.shape) == 2 else None
 

@@ -45,7 +45,7 @@ _NEUTRAL = {
 
 
 class GgufFields(Fields):
-    """The fields `{architecture}.*` of a file's metadata.
+    """The fields of a GGUF file's metadata that begin with the name of its architecture.
 
     An array of equal values, one per layer, counts as that value. A number is converted to the
     shortest decimal with the same float32: 1e-05, not 9.99999975e-06.

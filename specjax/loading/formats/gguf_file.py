@@ -45,7 +45,10 @@ _CHUNK = 1 << 17  # values dequantized at a time: what the second-level cache ho
 
 
 class Tensor(NamedTuple):
-    """A tensor's shape, outermost axis first, and its offset and size in bytes in a mapped file."""
+    """A tensor in a mapped file: its shape, outermost axis first, and where its bytes are.
+
+    `offset` and `size` are in bytes.
+    """
 
     shape: tuple[int, ...]
     kind: GGMLQuantizationType
@@ -67,14 +70,18 @@ class GgufFile:
         return np.frombuffer(tensor.data, np.uint8, tensor.size, tensor.offset)
 
     def release(self, tensor: Tensor) -> None:
-        """Drop the pages of a tensor that were read, which count as memory of the process."""
+        """Let the system drop the pages read of a tensor, which count as memory of the process."""
         start = tensor.offset // mmap.PAGESIZE * mmap.PAGESIZE
         tensor.data.madvise(mmap.MADV_DONTNEED, start, tensor.offset + tensor.size - start)
 
     def values(
         self, tensor: Tensor, index: tuple[int | slice, ...] = ()
     ) -> Float[np.ndarray, "..."]:
-        """Return the values of a tensor as float32; `index` has slices and integers."""
+        """Return the values of a tensor as float32.
+
+        `index`, slices and integers for its first axes, selects a part; by default all are
+        returned.
+        """
         block, block_bytes = GGML_QUANT_SIZES[tensor.kind]
         *lead, width = tensor.shape
         *rows, inputs = (*index, *[slice(None)] * (len(tensor.shape) - len(index)))

@@ -29,11 +29,11 @@ def embedding_rows(directory: Path) -> int | None:
 def read_config(
     directory: Path, vocab_size: int | None, unused_tokens: tuple[int, ...] = ()
 ) -> tuple[DecoderConfig, int]:
-    """Return the decoder that config.json describes, and the number of MTP modules it announces.
+    """Return the config of the decoder in config.json, and how many MTP modules it announces.
 
-    The vocabulary is truncated to `vocab_size` ids if given; `unused_tokens` are ids without a
-    token. Raises InputError, naming the field, for an unknown model type and for features that the
-    decoder or the family lacks.
+    MTP is multi-token prediction. The vocabulary is truncated to `vocab_size` ids if given;
+    `unused_tokens` are ids without a token. Raises InputError, naming the field, for an unknown
+    model type and for features that the decoder or the family lacks.
     """
     path = directory / "config.json"
     raw = read_json(path)

@@ -33,7 +33,10 @@ _OF_MODULE = re.compile(
 
 
 def announced(fields: Fields) -> int:
-    """Return the number of modules that config.json announces; raise InputError if ambiguous."""
+    """Return the number of modules that config.json announces.
+
+    Raises InputError if its fields contradict each other.
+    """
     counts = {name: fields.integer(name) for name in _COUNTS if fields.get(name) is not None}
     if len(set(counts.values())) > 1:
         raise fields.fail(min(counts), f"disagrees with {max(counts)}; repair config.json")

@@ -168,7 +168,7 @@ def is_ours(notes: Mapping[str, str]) -> bool:
 def write_tensors(tensors: Mapping[str, np.ndarray], path: Path, notes: Mapping[str, str]) -> None:
     """Write a safetensors file, with `notes` and the name of specjax in its header.
 
-    Raises OSError on failure.
+    Raises OSError if that fails.
     """
     try:
         whole = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}

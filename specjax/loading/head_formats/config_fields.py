@@ -22,12 +22,12 @@ _LAYERS = re.compile(r"layers\.(\d+)\.")
 def read_decoder(
     fields: Fields, target: Model, names: Iterable[str], extra: Collection[str] = ()
 ) -> DecoderConfig:
-    """Return the single Llama layer that a config describes, with the target's vocabulary.
+    """Return the config of the single Llama layer that config.json describes.
 
-    `names` are the names of the tensors. They determine the number of layers, whatever the config
-    states, and whether queries, keys and values have biases if the config does not say. The caller
-    reads the fields `extra`. A vocabulary padded beyond the target's is truncated. Raises
-    InputError for another kind of layer and for fields that would change it.
+    It has the target's vocabulary. `names` are the names of the tensors. They determine the number
+    of layers, whatever config.json states, and whether queries, keys and values have biases if it
+    does not say. The caller reads the fields `extra`. A vocabulary padded beyond the target's is
+    truncated. Raises InputError for another kind of layer and for fields that would change it.
     """
     names = list(names)
     # EAGLE's code for Qwen2 copies the target's type; its layer is Llama's with biases.
@@ -61,7 +61,7 @@ def read_decoder(
 
 
 def say_count(fields: Fields, name: str, actual: int) -> None:
-    """Log a line if the field `name`, a number, differs from the number that the file has."""
+    """Log a line if the field `name`, a number, differs from `actual`, the number in the file."""
     stated = fields.get(name)
     if stated not in (None, actual):
         fields.integer(name)

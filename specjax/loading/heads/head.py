@@ -60,7 +60,7 @@ class TargetMetadata:
         )
 
     def matches(self, other: TargetMetadata) -> bool:
-        """Return whether both can describe the same target; names may differ."""
+        """Return whether both may describe the same target; their names may differ."""
         return self.difference(other) is None
 
     def check(self, where: str, target: Model) -> None:
@@ -74,7 +74,10 @@ class TargetMetadata:
             )
 
     def difference(self, other: TargetMetadata) -> str | None:
-        """Return the first field that differs, or None; an unknown tokenizer matches any other."""
+        """Return the name of the first field that differs, or None.
+
+        A tokenizer of None is unknown, and equals any other.
+        """
         for name in ("hidden_size", "vocab_size", "num_layers", "tokenizer"):
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs and not (name == "tokenizer" and None in (mine, theirs)):

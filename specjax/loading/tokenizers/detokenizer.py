@@ -83,7 +83,7 @@ class Detokenizer:
 
     @cached_property
     def errors(self) -> str:
-        """The name of the error handler for invalid bytes."""
+        """The name of Python's error handler for bytes that are not UTF-8."""
         return _EACH_BYTE if any(s["type"] == "ByteFallback" for s in self._steps) else "replace"
 
     @cached_property

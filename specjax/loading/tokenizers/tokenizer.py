@@ -35,9 +35,10 @@ def is_filler(token: str, index: int) -> bool:
 
 @contextmanager
 def refused(problem: str, remedy: str) -> Iterator[None]:
-    """Raise InputError, with `problem` and `remedy`, in place of the tokenizers package's errors.
+    """Turn errors of the package tokenizers in the context into InputError.
 
-    They may be bare Exceptions, or BaseExceptions if the package's Rust code panics.
+    Its message has `problem` and `remedy`. The errors may be bare Exceptions, or BaseExceptions if
+    the package's Rust code panics.
     """
     try:
         yield

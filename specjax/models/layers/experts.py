@@ -45,7 +45,7 @@ class StackedExperts(NamedTuple):
     layer: Int[Array, ""] | int
 
     def kernel(self, name: str, expert: Int[Array, ""]) -> Float[Array, "I O"] | QuantizedKernel:
-        """Return the kernel called `name` ("gate_up" or "down") of an expert."""
+        """Return the kernel called `name` ("gate_up" or "down") of the expert `expert`."""
         leaf = getattr(self, name)
         if isinstance(leaf, QuantizedKernel):
             count = leaf.shape[1]

@@ -89,7 +89,7 @@ flag = functools.partial(_row, Fields.flag)
 
 
 def has_tensor(name: str) -> Callable[[GgufFields], bool]:
-    """Return a function that reads a flag: whether a GGUF file has the tensor `name`."""
+    """Return a reader of a flag that is True if a GGUF file has the tensor `name`."""
     return lambda fields: name in fields.file.tensors
 
 
@@ -162,9 +162,9 @@ def sizes(
 
 
 def tied_head(default: bool) -> Part:
-    """Return a part for whether embedding and head are tied.
+    """Return a part for whether embedding and output head are one matrix.
 
-    config.json states it, by default as `default`; a GGUF file shows it by its tensors.
+    config.json states it, or else `default` holds; a GGUF file shows it by its tensors.
     """
 
     def in_gguf(fields: GgufFields) -> bool:
@@ -258,7 +258,7 @@ def read_window(
 
 
 def layers(num_layers: int) -> range:
-    """Return the indices of `num_layers` layers, at most as many as `DecoderConfig` allows.
+    """Return the indices of `num_layers` layers, of at most as many as `DecoderConfig` allows.
 
     The number may come from a damaged file.
     """
