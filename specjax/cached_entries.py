@@ -47,13 +47,16 @@ def relative_step(dtype: jnp.dtype) -> float:
 
 
 def empty_entries(shape: tuple[int, ...], dtype: jnp.dtype) -> Entries:
-    """Return all-zero keys or values in the storage format of `dtype`, `Int8Entries` for int8."""
+    """Return keys or values of the given shape that are all zero, stored as `dtype`.
+
+    They are an array, or for int8 `Int8Entries`.
+    """
     zeros = jnp.zeros(shape, dtype)
     return Int8Entries(zeros, zeros[..., :1]) if dtype == jnp.int8 else zeros
 
 
 def encode(entries: Float[Array, "*N C"], dtype: jnp.dtype) -> Entries:
-    """Return keys or values in the storage format of `dtype`, `Int8Entries` for int8."""
+    """Return keys or values stored as `dtype`: an array, or for int8 `Int8Entries`."""
     if dtype != jnp.int8:
         return entries.astype(dtype)
     entries = entries.astype(jnp.float32)
@@ -66,7 +69,7 @@ def encode(entries: Float[Array, "*N C"], dtype: jnp.dtype) -> Entries:
 
 
 def decode(entries: Entries, dtype: jnp.dtype) -> Float[Array, "*N C"]:
-    """Return stored keys or values as a floating-point array."""
+    """Return stored keys or values as an array of the floating-point type `dtype`."""
     if not isinstance(entries, Int8Entries):
         return entries.astype(dtype)
     numbers = entries.integers.astype(jnp.float32) * powers_of_two(entries.exponents)

@@ -84,7 +84,7 @@ def learn_acceptance(counts: Acceptance, record: StepRecord) -> Acceptance:
 
 
 def forecast(counts: Acceptance) -> Forecast:
-    """Return the forecast from the counts, with a prior where counts are few."""
+    """Return what the counts predict of each drafter; where they are few, a prior dominates."""
     drafts = (counts.turns + _WEIGHT * _DRAFTS) / (counts.asked + _WEIGHT)
     drafts_deviation = np.sqrt(drafts * (1 - drafts) / (counts.asked + _WEIGHT))
     weights = 1 / np.arange(1, counts.accepted.shape[1] + 1)

@@ -31,7 +31,7 @@ class Fixed:
     def choose(
         self, state: StepSizes, unfinished: int, most_rounds: int
     ) -> tuple[Limits, int, StepSizes]:
-        """Return the same limits for each step."""
+        """Return the same limits for every step, `most_rounds`, and the state unchanged."""
         del unfinished
         return up_to(state, self.longest), most_rounds, state
 
@@ -69,7 +69,10 @@ class ByBatch:
     def choose(
         self, state: StepSizes, unfinished: int, most_rounds: int
     ) -> tuple[Limits, int, StepSizes]:
-        """Return the limits for `unfinished` rows, and few rounds, since rows may finish."""
+        """Return the limits for `unfinished` rows, a small number of rounds, and the state unchanged.
+
+        Rounds are few because rows may finish in them, after which another length may apply.
+        """
         steps = (longest for low, high, longest in self.table if low <= unfinished <= high)
         return up_to(state, next(steps, self.longest)), min(most_rounds, _ROUNDS), state
 
@@ -104,7 +107,7 @@ class Recorded:
     def choose(
         self, state: tuple[StepSizes, int], unfinished: int, most_rounds: int
     ) -> tuple[Limits, int, tuple[StepSizes, int]]:
-        """Return the recorded limits and rounds of the next step."""
+        """Return the recorded limits and number of rounds of the next step, and the new state."""
         del unfinished
         sizes, chosen = state
         if chosen >= len(self.steps):
@@ -125,10 +128,7 @@ def _check_length(name: str, value: int) -> None:
 
 
 def up_to(sizes: StepSizes, longest: int | None) -> Limits:
-    """Return limits of `longest` nodes for each drafter, with any confidence.
-
-    By default all nodes are allowed.
-    """
+    """Return limits that allow each drafter `longest` nodes, by default all, at any confidence."""
     counts = [drafter.num_nodes for drafter in sizes.drafters]
     most = counts if longest is None else [min(count, longest) for count in counts]
     return Limits(tuple(most), (0.0,) * len(counts))

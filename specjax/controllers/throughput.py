@@ -20,7 +20,7 @@ _ALL_LENGTHS = 8
 
 
 class Estimates(NamedTuple):
-    """The current estimates of costs and acceptance."""
+    """The current estimates of costs and of acceptance."""
 
     sizes: StepSizes
     costs: Costs
@@ -28,7 +28,7 @@ class Estimates(NamedTuple):
 
     @property
     def plain_s(self) -> float:
-        """The time of a plain pass in seconds."""
+        """The time of a pass of plain decoding, in seconds."""
         return float(self.costs.seconds[1])
 
 

@@ -50,7 +50,7 @@ _HALVINGS = 40
 
 @dataclass(frozen=True)
 class NearTie:
-    """A new token that the target would not have chosen in each of two ways to compute its logits.
+    """A new token that at least one of two ways to compute the target's logits would not choose.
 
     `index` counts the row's new tokens from 0. `margin` is the least change of logit differences,
     divided by the temperature, with which the target would choose the token. A margin below

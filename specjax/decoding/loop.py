@@ -28,10 +28,10 @@ def step(
     max_rounds: Int[Array, ""],
     stop_after_finished: Int[Array, ""],
 ) -> tuple[State, Seen]:
-    """Run a few rounds, as `run` does; return the new state and the results for the host.
+    """Run a few rounds, as `run` does; return the new state and what the host reads of it.
 
-    Rows that finished earlier, or were ended by the host (`host_ended`), are released first, so
-    that their caches are no longer read.
+    Rows that finished earlier, and those marked in `host_ended`, which the host ended, are released
+    first, so that their caches are no longer read.
     """
     status = jnp.where(host_ended & state.active, STOPPED, state.status)
     finished = status != RUNNING

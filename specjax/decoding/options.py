@@ -109,10 +109,10 @@ class Ladder:
     """The field type of `num_speculative_tokens_per_batch_size`: steps with disjoint row ranges."""
 
     def check(self, name: str, value: Any) -> tuple[tuple[int, int, int], ...]:
-        """Return `value` as a tuple of steps.
+        """Return `value`, a sequence of steps (low, high, k), as a tuple of tuples.
 
-        Raises InputError, which names the field `name`, if it is no list of steps, or if two
-        overlap.
+        Raises InputError, which names the field `name`, for any other value, and if the rows of two
+        steps overlap.
         """
         remedy = "use steps of (low, high, k), such as ((1, 4, 8), (5, 16, 2))"
         Items(Instance(Sequence, remedy), remedy=remedy).check(name, value)

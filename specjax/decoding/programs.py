@@ -170,7 +170,7 @@ def _memory(params: Any, state: State, rows: State, temporaries: int) -> MemoryP
 
 @jax.jit
 def take_rows(state: State, rows: Int[Array, "A"], spare: Int[Array, "A"]) -> State:
-    """Return the state of `rows`, as `state.take` does, with the new rows `spare` released."""
+    """Return the state of `rows` alone, in that order, of which the rows `spare` are released."""
     return release(take(state, rows), spare)
 
 

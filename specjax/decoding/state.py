@@ -20,7 +20,11 @@ before a token whose logits are not numbers."""
 
 @struct.dataclass
 class Rows:
-    """Fixed properties of each row: its prompt's index in the input, its key, and its limits."""
+    """The properties of each row that do not change while it decodes.
+
+    `index` is that of the row's prompt in the input, `prompt_length` and `max_length` are in
+    tokens, all draws derive from `key`, and `stop_ids` end the output (padded with -1).
+    """
 
     index: Int[Array, "B"]
     prompt_length: Int[Array, "B"]
@@ -155,5 +159,8 @@ def _in_range(state: State, slots: Int[Array, "A"]) -> Int[Array, "A"]:
 
 
 def knows_its_rows(node: Any) -> bool:
-    """Return whether a node of a state is a cache or a window, not an array with rows first."""
+    """Return whether a node of a state is a cache or a window.
+
+    These have methods for their rows; all other nodes are arrays with rows as their first axis.
+    """
     return isinstance(node, KVCache | Window)

@@ -207,7 +207,10 @@ def verify_draft(
 
 
 def as_drafted(draft: Draft, topology: AnyTopology) -> sampling.Drafted:
-    """Return the first nodes of a draft in the form that rules read; `topology` has these nodes."""
+    """Return the first nodes of a draft in the form that rules read.
+
+    `topology` is the shape of these nodes.
+    """
     nodes = topology.num_nodes
     parents = topology.parents if isinstance(topology, Topology) else topology.row_parents
     return sampling.Drafted(

@@ -113,7 +113,7 @@ class ChainDrafter(Drafter):
 
     @property
     def level_sizes(self) -> tuple[int, ...]:
-        """The number of tokens processed at each depth, from the root (0) on."""
+        """The number of tokens that are run at each depth, from the root (depth 0) on."""
         shape = self.shape
         if shape is None:
             return chain.level_sizes(self.num_speculative_tokens)
@@ -123,7 +123,7 @@ class ChainDrafter(Drafter):
 
     @property
     def window_slots(self) -> int:
-        """The number of slots for the root and all tokens processed in a round."""
+        """The number of window slots that a draft needs: the root and all tokens that are run."""
         return sum(self.level_sizes)
 
     def draft(

@@ -34,7 +34,7 @@ Noise = Callable[[Int[Array, ""] | int], Float[Array, "B V"]]
 
 @struct.dataclass
 class Sampling:
-    """The sampling parameters of each row."""
+    """The sampling parameters of each row, as arrays: those of `SamplingParams` that shape p."""
 
     temperature: Float[Array, "B"]
     top_k: Int[Array, "B"]
@@ -110,9 +110,9 @@ class Context:
         return jnp.take_along_axis(kept, slots[:, :, None], axis=1)
 
     def warp(self, logits: Float[Array, "B *slots V"]) -> Float[Array, "B *slots V"]:
-        """Return the log-probabilities of `logits` under each row's sampling parameters.
+        """Return the log-probabilities of `logits` under the sampling parameters of each row.
 
-        The result is replicated, not sharded over the vocabulary.
+        The result is replicated on a mesh, not sharded over the vocabulary.
         """
         logits = constrain(logits, "batch", *[None] * (logits.ndim - 1))
         return warp_rows(logits, self.sampling, self.flags)
@@ -333,7 +333,7 @@ class Drafter:
 
 
 class LoadedDrafter(NamedTuple):
-    """A drafter and its parameters, as returned by `make_drafter`."""
+    """A drafter together with its parameters, which is what `make_drafter` returns."""
 
     drafter: Drafter
     params: Any = ()

@@ -98,7 +98,10 @@ class DraftModel(ChainDrafter):
 
     @classmethod
     def of_head(cls, head: Head, params: Any, target: Model, **options: Any) -> LoadedDrafter:
-        """Return a drafter for a distilled head; `params` come from `complete_parameters`."""
+        """Return a drafter for a distilled head; `params` are the result of `complete_parameters`.
+
+        `options` are those of `ChainDrafter`.
+        """
         kind = target.form.cache_attention
         form = Form("stacked", "blocks" if kind == "kernel" else kind)
         decoder = Decoder(
@@ -116,7 +119,7 @@ class DraftModel(ChainDrafter):
         return 1 + self.window_slots
 
     def for_target(self, params: Any, target_params: Any) -> Any:
-        """Return `params` with those that a distilled model shares taken from `target_params`."""
+        """Return `params` with the arrays that a distilled model shares from `target_params`."""
         if isinstance(self.model, ReducedDecoder):
             return share_anew(params, target_params)
         return params
@@ -132,7 +135,10 @@ class DraftModel(ChainDrafter):
     def propose(
         self, params: Any, state: State, context: Context, noise: Noise
     ) -> tuple[Draft, State]:
-        """Draft a chain or a tree with the model; keep the window and the tokens it was fed."""
+        """Draft a chain or a tree with the model.
+
+        The new state has the window of this round and the tokens that the model was fed.
+        """
         batch, slots, last = context.length.shape[0], self._slots, context.length - 1
         # A row of one token has no x_{n-2}: nothing sees its slot 0.
         holds_token = (jnp.arange(slots) > 0)[None, None, :] | (last > 0)[:, None, None]

@@ -37,11 +37,14 @@ class EarlyExit(SelfDrafter):
 
     @classmethod
     def load(cls, name: str, target: Model, path: Any = None, **options: Any) -> LoadedDrafter:
-        """Return the drafter that runs the first layers of `target`."""
+        """Return the drafter `name` that runs the first layers of `target`; `path` is not used.
+
+        `options` are the keyword-only fields.
+        """
         del name, path
         return LoadedDrafter(cls(target.config.num_layers, **options))
 
     def layers(self, params: Any, context: Context) -> tuple[LanguageModel, Any, int | None]:
-        """Return the target, its parameters and the number of layers to run."""
+        """Return the target, its parameters, and the number of layers to run."""
         del params
         return context.target, context.params, self.exit_layer or max(1, self.num_layers // 2)

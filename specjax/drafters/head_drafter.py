@@ -43,7 +43,10 @@ class HeadDrafter(ChainDrafter):
 
     @classmethod
     def of_head(cls, head: Head, params: Any, target: Model, **options: Any) -> LoadedDrafter:
-        """Return a drafter for a head; `params` come from `complete_parameters`."""
+        """Return a drafter for a head; `params` are the result of `complete_parameters`.
+
+        `options` are those of the drafter.
+        """
         raise NotImplementedError
 
 

@@ -99,7 +99,7 @@ class MedusaDrafter(HeadDrafter):
         return draft, state
 
     def observe(self, params: Any, state: State, context: Context, accepted: Accepted) -> State:
-        """Return the feature at the position before each row's latest token."""
+        """Return the state with the target's feature before each row's last token."""
         del params, context
         features = accepted.features["final_norm"]
         last = jnp.maximum(accepted.count - 1, 0)[:, None, None]

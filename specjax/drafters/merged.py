@@ -29,12 +29,12 @@ from specjax.trees import Draft
 
 @dataclass(frozen=True, kw_only=True)
 class Merged(Drafter):
-    """A drafter whose drafts merge those of its `parts`; parameters and states are tuples.
+    """A drafter that merges the drafts of its `parts` into one tree.
 
-    `num_speculative_tokens` is the longest path of each part, by default the largest of theirs. The
-    drafter is exact if each part is: the parts draw with separate noise, so that the proposals of
-    one are independent of the draws of another, and a sampled node is never dropped
-    (`trees.merge_duplicates`).
+    Its parameters and states are tuples of theirs. `num_speculative_tokens` is the longest path of
+    each part, by default the largest of theirs. The drafter is exact if each part is: the parts
+    draw with separate noise, so that the proposals of one are independent of the draws of another,
+    and a sampled node is never dropped (`trees.merge_duplicates`).
     """
 
     parts: tuple[Drafter, ...]
@@ -75,12 +75,12 @@ class Merged(Drafter):
 
     @property
     def sampled(self) -> bool:
-        """Whether any part draws its drafts."""
+        """Whether any part draws its tokens from distributions."""
         return any(drafter.sampled for drafter in self.parts)
 
     @property
     def observes(self) -> bool:
-        """Whether any part observes."""
+        """Whether any part implements `observe`."""
         return any(drafter.observes for drafter in self.parts)
 
     @property

@@ -18,7 +18,7 @@ from specjax.models.heads.mtp import Mtp
 
 @dataclass(frozen=True, kw_only=True)
 class MtpDrafter(PairDrafter):
-    """A drafter with MTP modules: the target's own, or a head trained for it.
+    """A drafter with MTP modules (multi-token prediction): the target's own, or a trained head.
 
     It drafts one token by default, as the authors of GLM-4.7 recommend for its single module.
     """

@@ -27,5 +27,5 @@ class NoDrafter(Drafter):
 
 
 def empty_draft(batch: int, length: int) -> Draft:
-    """Return a chain of `length` nodes, none of them proposed."""
+    """Return a draft of `batch` rows with `length` nodes, none of which is valid."""
     return trees.chain(jnp.zeros((batch, length), jnp.int32), jnp.zeros(batch, jnp.int32))

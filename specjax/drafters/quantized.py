@@ -71,6 +71,6 @@ class Quantized(SelfDrafter):
         )
 
     def layers(self, params: Any, context: Context) -> tuple[LanguageModel, Any, int | None]:
-        """Return the model of all layers in fewer bits, and its parameters."""
+        """Return the model with fewer bits, its parameters, and None, since all layers run."""
         del context
         return self.model, params, None

@@ -107,7 +107,7 @@ class Turns:
 
     @property
     def sampled(self) -> bool:
-        """Whether any drafter draws its drafts."""
+        """Whether any drafter draws its tokens from distributions."""
         return any(drafter.sampled for drafter in self.parts)
 
     @property
@@ -143,7 +143,7 @@ class Turns:
     def observe_prompt(
         self, params: tuple, state: tuple[PartState, ...], context: Context, accepted: Accepted
     ) -> tuple[PartState, ...]:
-        """Return the drafters' states after a chunk of the prompts."""
+        """Return the drafters' states after a chunk of the prompts, given in `accepted`."""
         return tuple(
             drafter_state.replace(
                 drafter=_observed(drafter, drafter_params, drafter_state.drafter, context, accepted)
@@ -232,7 +232,7 @@ def take_turns(*drafters: LoadedDrafter | Drafter) -> LoadedDrafter:
 def flattened(
     drafters: Sequence[LoadedDrafter | Drafter], joint: type
 ) -> tuple[tuple[Drafter | Turns, ...], tuple]:
-    """Return drafters and their parameters, replacing joined drafters by their parts.
+    """Return drafters and their parameters, with joined drafters replaced by their parts.
 
     `joint` is the class of joined drafters to replace, `Turns` or `Merged`.
     """

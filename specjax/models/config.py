@@ -142,7 +142,11 @@ class Experts:
 
 
 class LayerRun(NamedTuple):
-    """Consecutive layers of the same structure, and the name of their stacked parameters."""
+    """Consecutive layers of the same structure, whose parameters may be stacked under `name`.
+
+    `first` is the index of the first layer, `count` their number, and `sparse` says whether they
+    have experts.
+    """
 
     name: str
     first: int
@@ -152,7 +156,7 @@ class LayerRun(NamedTuple):
 
 @dataclass(frozen=True)
 class Embedding:
-    """The scale of token embeddings, and whether a position embedding is added."""
+    """How token ids become vectors: a factor, and whether a position embedding is added."""
 
     scale: float = 1.0
     positions: bool = False
@@ -230,7 +234,7 @@ class DecoderConfig:
 
     @property
     def runs(self) -> tuple[LayerRun, ...]:
-        """The layers by structure: dense layers before the experts, if any, then the others."""
+        """The layers in groups of equal structure: dense layers first, then those with experts."""
         experts, count = self.experts, self.num_layers
         if experts is None:
             return (LayerRun("layers", 0, count, False),)
@@ -266,7 +270,7 @@ class DecoderConfig:
         return replace(self, num_layers=num_layers, family="llama", **_LLAMA, **rest)
 
     def some_layers(self, layers: Sequence[int]) -> DecoderConfig:
-        """Return the config with only the given layers, which keep their sliding windows."""
+        """Return the config of a decoder with only these layers, which keep their windows."""
         window, windowed = self.sliding_window, self.windowed
         if window is not None:
             window = replace(window, pattern=tuple(windowed[layer] for layer in layers))
@@ -291,7 +295,7 @@ class DecoderConfig:
 
     @property
     def unlike_llama(self) -> str | None:
-        """The first field whose value differs from Llama's, as `name=value`, or None."""
+        """The first field whose value no Llama model has, as text `name=value`, or None."""
         for name, default in _LLAMA.items():
             if getattr(self, name) != default:
                 return f"{name}={getattr(self, name)}"

@@ -91,13 +91,14 @@ class Form:
 
     @classmethod
     def of(cls, platform: str, config: DecoderConfig, num_devices: int = 1) -> Form:
-        """Return the best form for a platform: "cpu", "tpu", or the name of a GPU.
+        """Return the form that is fastest on a platform: "cpu", "tpu", or the name of a GPU.
 
-        On a CPU, attention over several rows at once brings no gain. XLA copies each layer's slice
-        of stacked weights before a product with several tokens, which costs most on a CPU when
-        other work fills the shared cache: layers are separate if one of the MLP's kernels exceeds 1
-        MiB in float32, which does not fit in a core's own cache. On GPUs XLA also copies slices of
-        the key/value cache, and the host waits for each iteration of a loop
+        `num_devices` is the number of devices over which the model is sharded. On a CPU, attention
+        over several rows at once brings no gain. XLA copies each layer's slice of stacked weights
+        before a product with several tokens, which costs most on a CPU when other work fills the
+        shared cache: layers are separate if one of the MLP's kernels exceeds 1 MiB in float32,
+        which does not fit in a core's own cache. On GPUs XLA also copies slices of the key/value
+        cache, and the host waits for each iteration of a loop
         (`scripts/inspect_compiled_round.py`).
         """
         if platform not in ("cpu", "tpu"):
@@ -180,7 +181,7 @@ class Decoder:
 
     @property
     def arithmetic(self) -> DecoderLayer:
-        """The arithmetic of a single layer, as configured for this decoder."""
+        """The arithmetic of one layer of this decoder."""
         return DecoderLayer(self.config, self.dtype, self.shards, self.multiply)
 
     def make_cache(self, batch: int, capacity: int) -> KVCache:
@@ -211,12 +212,12 @@ class Decoder:
         return Window(empty, empty, positions)
 
     def constrain_heads(self, entries: Entries) -> Entries:
-        """Return keys or values [L, B, G, S, C] with their sharding constraint on a mesh."""
+        """Return keys or values [L, B, G, S, C], constrained to be sharded by head on a mesh."""
         axes = (None, "batch", "kv_heads" if self.shards > 1 else None, None, None)
         return jax.tree.map(lambda array: constrain(array, *axes), entries)
 
     def init(self, key: Key[Array, ""]) -> dict[str, Any]:
-        """Return random parameters, each boxed with the logical names of its axes."""
+        """Return random parameters, each in a Flax box that has the logical names of its axes."""
         table = parameter_table(self.config, self.form.stacked)
         module = ParameterTable(table, self.dtype)
         return module.init(key)["params"]
@@ -390,11 +391,11 @@ class Decoder:
 def attention(
     form: Form, config: DecoderConfig, cache: KVCache, tokens: int, split: bool
 ) -> Callable[..., Partial]:
-    """Return the form's `attend(query, cache, window, layer, seen, oldest)` over window and cache.
+    """Return the function `attend(query, cache, window, layer, seen, oldest)` of a form.
 
-    It serves passes over `tokens` tokens through layers described by `config`; on a mesh the heads
+    It is for passes over `tokens` tokens through layers described by `config`; on a mesh the heads
     are sharded over `model` if `split`, otherwise replicated. Queries attend to the keys of the
-    window marked in `seen`, and to committed keys, from `oldest` on if given.
+    window marked in `seen`, and to all committed keys, or only to those from position `oldest` on.
     """
     softcap = config.attention.softcap
     if form.cache_attention == "rows" and cpu_attention.attends(cache, tokens):

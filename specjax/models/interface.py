@@ -25,7 +25,10 @@ class Extension:
 
 @runtime_checkable
 class LanguageModel(Protocol):
-    """A model as pure functions of its parameters; hashable, for use as a static argument."""
+    """A model as pure functions of its parameters, which are an argument of `extend`.
+
+    It is hashable, for use as a static argument of compiled functions.
+    """
 
     @property
     def vocab_size(self) -> int:

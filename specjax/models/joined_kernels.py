@@ -31,7 +31,7 @@ PARTS = {
 
 
 class Section(NamedTuple):
-    """The outputs of one part: those from `start` to `stop` in each block of `size` outputs."""
+    """The outputs of one part of a joined kernel: `start` to `stop` in blocks of `size` outputs."""
 
     size: int = 1
     start: int = 0

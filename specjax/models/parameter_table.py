@@ -16,7 +16,7 @@ DOWN_AXES = ("experts", "mlp", "embed")
 
 
 def parameter_table(config: DecoderConfig, scan_layers: bool = True) -> dict[str, Any]:
-    """Return every parameter of a decoder as a nested dict of `Parameter`.
+    """Return the shapes and logical axes of a decoder's parameters: nested dicts of `Parameter`.
 
     Kernels are matrices [in, out], some of them joined (`models.joined_kernels`). Layers of one
     structure (`config.runs`) are stacked on the first axis; without `scan_layers` each layer is a
@@ -58,7 +58,10 @@ def _layer(config: DecoderConfig, sparse: bool) -> dict[str, Any]:
 
 
 def attention_table(config: DecoderConfig, inputs: int) -> dict[str, Any]:
-    """Return the parameters of attention over inputs of width `inputs`."""
+    """Return the parameters of attention, as a nested dict of `Parameter`.
+
+    `inputs` is the width of the vectors that queries, keys and values are computed from.
+    """
     heads, kv_heads, bias = config.num_heads, config.num_kv_heads, config.attention_bias
     merged, output_bias = heads * config.head_dim, bias and config.attention.output_bias
     outputs = merged + 2 * kv_heads * config.head_dim
@@ -74,7 +77,10 @@ def attention_table(config: DecoderConfig, inputs: int) -> dict[str, Any]:
 def norm_table(
     config: DecoderConfig, size: int | None = None, axis: str = "embed"
 ) -> dict[str, Parameter]:
-    """Return the parameters of a norm over `size` elements, by default D."""
+    """Return the parameters of a norm over `size` elements, by default D, by name.
+
+    `axis` is the logical name of their axis.
+    """
     shape = (config.hidden_size if size is None else size,)
     entry = {"scale": Parameter(shape, (axis,), "zeros" if config.norm.offset else "ones")}
     if config.norm.kind == "layer":
@@ -83,7 +89,10 @@ def norm_table(
 
 
 def linear(*shape: int, axes: tuple[str | None, ...], bias: bool = False) -> dict[str, Parameter]:
-    """Return the parameters of a linear layer: a kernel [..., in, out] and, if `bias`, a bias."""
+    """Return the parameters of a linear layer by name: a kernel and, if `bias`, a bias.
+
+    `shape` is that of the kernel, [..., in, out], and `axes` are the logical names of its axes.
+    """
     table = {"kernel": Parameter(shape, axes)}
     if bias:
         table["bias"] = Parameter(shape[-1:], axes[-1:], "zeros")
@@ -91,7 +100,7 @@ def linear(*shape: int, axes: tuple[str | None, ...], bias: bool = False) -> dic
 
 
 def mlp_table(config: DecoderConfig) -> dict[str, Any]:
-    """Return the parameters of the MLP: gate and up joined, or up alone without a gate."""
+    """Return the parameters of the MLP: gate and up joined (or up without a gate), and down."""
     return _mlp(config.hidden_size, config.intermediate_size, config.mlp.gated, config.mlp_bias)
 
 

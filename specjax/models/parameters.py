@@ -17,7 +17,7 @@ from specjax.errors import InputError
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter: its shape, the logical name of each axis, and its initializer.
+    """One parameter: its shape, the logical name of each axis, and the kind of its initial values.
 
     `always` is a dtype that overrides the model's.
     """
@@ -39,7 +39,10 @@ class Parameter:
         return replace(self, shape=(count, *self.shape), axes=("layers", *self.axes))
 
     def initializer(self) -> nn.initializers.Initializer:
-        """Return a Flax initializer with named axes; `normal` has standard deviation 0.02."""
+        """Return the Flax initializer of this kind, which boxes the value with its axes' names.
+
+        `normal` has standard deviation 0.02.
+        """
         start = {
             "normal": nn.initializers.normal(0.02),
             "ones": nn.initializers.ones_init(),

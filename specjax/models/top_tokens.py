@@ -20,7 +20,7 @@ _BLOCK = 32
 def likeliest(
     logits: Float[Array, "B T V"], count: int
 ) -> tuple[Float[Array, "B T k"], Int[Array, "B T k"]]:
-    """Return the `count` largest logits of each position, or other scores, and their token ids.
+    """Return the `count` largest logits of each position, in descending order, and their token ids.
 
     If the vocabulary is sharded, each device first finds the largest of its shard.
     """
@@ -40,7 +40,7 @@ def likeliest(
 
 
 def feature_name(count: int) -> str:
-    """Return the name of the feature with the `count` most likely tokens."""
+    """Return the name of the feature that has the `count` most likely next tokens."""
     return f"{_PREFIX}{count}"
 
 
@@ -66,7 +66,10 @@ def wanted_counts(features: Iterable[str], vocab_size: int) -> dict[str, int]:
 def top_tokens(
     logits: Float[Array, "B T V"], counts: Mapping[str, int]
 ) -> dict[str, Int[Array, "B T _"]]:
-    """Return the `top_tokens:k` features of `logits`, given each feature's k by name."""
+    """Return the features `top_tokens:k`, token ids by name, of logits.
+
+    `counts` has the k of each feature by its name.
+    """
     if not counts:
         return {}
     return _by_name(likeliest(logits, max(counts.values()))[1], counts)
@@ -77,7 +80,10 @@ def top_tokens_of_states(
     project: Callable[[Float[Array, "B T D"]], Float[Array, "B T V"]],
     counts: Mapping[str, int],
 ) -> dict[str, Int[Array, "B T _"]]:
-    """Return the `top_tokens:k` features of hidden states, a few positions at a time."""
+    """Return the features `top_tokens:k` of hidden states, whose logits `project` computes.
+
+    `counts` has the k of each feature by its name. Logits of only a few positions exist at a time.
+    """
     batch, length, width = states.shape
     most = max(counts.values())
     if length <= _BLOCK or length % _BLOCK:

@@ -104,9 +104,9 @@ class DeviceRows:
         self._state = self.compile().empty(session.params, *self._arguments([], session.num_rows))
 
     def new_rows(self, rows: Sequence[Row]) -> bool:
-        """Start new rows; return whether their prompts have been read already.
+        """Start new rows, whose prompts `read` then reads; return whether that is done already.
 
-        They have if the previous new rows had the same prompts.
+        It is if the previous new rows had the same prompts.
         """
         session, programs = self.session, self.compile()
         arguments = self._arguments(rows, session.prefill_rows)
@@ -185,7 +185,7 @@ class DeviceRows:
         return range(self.session.num_rows) if self._few is None else self._slots
 
     def by_row(self, slots: Sequence[Any]) -> tuple[Any, ...]:
-        """Return the entries of `slots` in the order of rows, with None for rows without a slot."""
+        """Return the entries of `slots`, one per slot, in the order of rows; None for idle rows."""
         return tuple(slots[slot] if slot < len(slots) else None for slot in self._row_slots)
 
     def narrow(self, slots: Sequence[int], seconds_left: float) -> None:

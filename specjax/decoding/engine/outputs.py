@@ -106,7 +106,7 @@ class Delta:
 
     @property
     def drafted(self) -> list[bool]:
-        """Whether a drafter had proposed each token."""
+        """Whether a drafter had proposed the token, for each of `token_ids`."""
         return [drafter != NO_DRAFTER for drafter in self.drafter]
 
 
@@ -197,7 +197,7 @@ class Follower:
         return fresh, drafter_of_tokens(rounds), text
 
     def newest_logprobs(self, count: int) -> list[float] | None:
-        """Return the log-probabilities of the last `count` tokens, or None unless requested."""
+        """Return the log-probabilities of the last `count` tokens, or None if not requested."""
         return None if self.logprobs is None else self.logprobs[len(self.logprobs) - count :]
 
     def end(self, reason: str | None) -> str:

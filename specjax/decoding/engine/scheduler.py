@@ -28,7 +28,7 @@ class Request:
         return self.follower.finish_reason is not None
 
     def leave_out(self, seconds: float) -> None:
-        """Exclude the last `seconds` from the request's times."""
+        """Leave the last `seconds`, such as those of compiling, out of the request's times."""
         for name in ("added", "begun", "first_token", "last_token"):
             if (time := getattr(self, name)) is not None:
                 setattr(self, name, time + seconds)

@@ -100,7 +100,7 @@ class Statistics:
     total_s: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
 
     def add_step(self, step: Step) -> None:
-        """Add the counts of a step of rounds."""
+        """Add the counts and seconds of a finished step."""
         self.tokens += step.tokens
         self.rounds += step.rounds
         self.decode_s += step.seconds
@@ -120,7 +120,7 @@ class Statistics:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """The new tokens per second of prefill and decoding, or None before any work."""
+        """The new tokens divided by the seconds of prefill and decoding; None before any work."""
         seconds = self.prefill_s + self.decode_s
         return self.tokens / seconds if seconds else None
 

@@ -20,7 +20,7 @@ _METHODS = {
 
 @dataclass(frozen=True)
 class DrafterKind:
-    """The kind of arguments that are a `Drafter`, or a `LoadedDrafter` with its parameters."""
+    """The field type of a drafter: a `Drafter`, or a `LoadedDrafter` with its parameters."""
 
     def check(self, name: str, value: Any) -> LoadedDrafter:
         """Return `value` as drafters that take turns (often just one), with their parameters.

@@ -54,10 +54,11 @@ def option_type(parameter: inspect.Parameter) -> type | None:
 def check_options(
     name: str, path: Any, options: Mapping[str, Any], supplied: tuple[str, ...] = ()
 ) -> dict[str, Any]:
-    """Return the checked options of a drafter; those in `supplied` may be missing.
+    """Return the options of the drafter `name`, checked and converted.
 
-    Raises InputError for an unknown drafter, an option that it does not accept, a value of the
-    wrong kind, and a path that is invalid or not accepted. Options of a user-defined function
+    `path` is the path of its weights, if any. Required options that are in `supplied` may be
+    missing. Raises InputError for an unknown drafter, an option that it does not accept, a value of
+    the wrong kind, and a path that is invalid or not accepted. Options of a user-defined function
     ("package.module:function") are checked only if the function declares kinds.
     """
     if not isinstance(name, str):

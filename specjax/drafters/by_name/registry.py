@@ -71,7 +71,7 @@ def registered(name: str) -> type[Drafter]:
 
 
 def joint_of(name: str) -> str:
-    """Return the sign (+ or |) that joins the drafters in a name, or "" for a single drafter.
+    """Return the sign that joins the drafters in a name, "+" or "|"; "" for a single drafter.
 
     Raises InputError if both signs are used.
     """

@@ -86,9 +86,10 @@ def draft_chain(
 
 
 def last_level(draft: Draft, slots: int) -> tuple[Level, Bool[Array, ""]]:
-    """Return a chain's last tokens as a level, and whether any of them was not run yet.
+    """Return the last token of each chain as a level, and whether any of them was not run yet.
 
-    Rows with fewer tokens have run all of theirs.
+    `slots` is the size of the window. Rows with fewer tokens than the longest have run all of
+    theirs.
     """
     depth = draft.steps + 1
     token, valid = (

@@ -20,8 +20,9 @@ from specjax.trees import Draft, DynamicTopology, DynamicTree
 class Candidates(NamedTuple):
     """The candidates of one level: their values, tokens and parents.
 
-    A value of -inf means that there is no candidate; no value exceeds that of the parent. `parents`
-    are indices among the candidates of all levels, or -1 for the root.
+    The values rank the candidates of all levels; no value exceeds that of the parent, and -inf
+    means that there is no candidate. `parents` are indices among the candidates of all levels, or
+    -1 for the root.
     """
 
     value: Float[Array, "B candidates"]

@@ -45,10 +45,11 @@ The logits have a single entry along the level if they are the same after all to
 
 
 class Children(NamedTuple):
-    """The `count` best candidates after each token of a level, in order.
+    """The best k candidates after each token of a level, best first.
 
-    `exists` is False beyond the last candidate. `sampled` marks rows whose candidates were drawn,
-    and `logq` has the distributions that they were drawn from, if the rule needs them.
+    `exists` is False where there are fewer than k. `sampled` marks rows whose candidates were
+    drawn, and `logq` are the log-probabilities that they were drawn from, None unless the rule
+    reads them.
     """
 
     tokens: Int[Array, "B #T k"]
@@ -58,7 +59,7 @@ class Children(NamedTuple):
 
 
 def root_level(context: Context, slots: int) -> Level:
-    """Return the root as a level, for a window of W = `slots` slots."""
+    """Return the root of each row's draft as a level, for a window of W = `slots` slots."""
     root = context.token_at(context.length - 1)[:, None]
     visible = (jnp.arange(slots) == 0)[None, None, :]
     return Level(0, root, jnp.zeros_like(root), 0, visible)
@@ -76,9 +77,11 @@ def draw_children(
 ) -> Children:
     """Return `count` candidates after each token of a level: drawn without replacement, or best.
 
-    Candidates are drawn by the largest sums of log-probability and noise (Gumbel top-k: Kool et al.
-    1903.06059). All tokens of a depth share the noise, since only one of them is on the verified
-    path. Rows with temperature 0, and all rows unless `sampled`, take the most likely candidates.
+    `logits` follow each token of the level, whose children are at `depth`. Candidates are drawn by
+    the largest sums of log-probability and noise (Gumbel top-k: Kool et al. 1903.06059). All tokens
+    of a depth share the noise, since only one of them is on the verified path. Rows with
+    temperature 0, and all rows unless `sampled`, take the most likely candidates. `draft_ids` are
+    the token ids of the logits, None if these cover the whole vocabulary.
     """
     greedy = context.sampling.temperature <= 0
     if not (sampled and context.flags.sampled):
@@ -95,7 +98,10 @@ def draw_children(
 
 
 def top(scores: Float[Array, "B T V"], count: int) -> tuple[Array, Array]:
-    """Return the `count` largest scores of each token and their indices; -inf beyond the last."""
+    """Return the `count` largest scores of each token, and the token ids that have them.
+
+    If there are fewer, the missing scores are -inf.
+    """
     available = min(count, scores.shape[2])
     best_scores, index = likeliest(scores, available)
     # NaN is never a candidate.

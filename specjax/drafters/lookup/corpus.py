@@ -121,7 +121,7 @@ class Corpus(Suffix):
         return (sorted_text(documents, size, dtype), *others)
 
     def init(self, params: Any, batch: int, capacity: int) -> tuple[()]:
-        """Return an empty state."""
+        """Return an empty tuple, since the drafter has no state."""
         del params, batch, capacity
         return ()
 

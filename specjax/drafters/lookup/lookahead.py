@@ -178,9 +178,9 @@ class Lookahead(Drafter):
 def moved(
     window: Int[Array, "B rows columns"], context: Context, count: Int[Array, "B"]
 ) -> Int[Array, "B rows columns"]:
-    """Return the window for a text that is `count` tokens longer, with every guess known.
+    """Return the window of guesses after the text has grown by `count` tokens.
 
-    Unknown guesses are replaced by tokens from pseudo-random positions of the row.
+    Guesses that are not known are replaced by tokens from pseudo-random positions of the row.
     """
     rows, columns = window.shape[1:]
     index = (jnp.arange(columns)[None, :] + count[:, None])[:, None, :]
@@ -193,7 +193,7 @@ def moved(
 
 
 def added(state: State, ngrams: Int[Array, "B T n"], known: Bool[Array, "B T"]) -> State:
-    """Return the state with the n-grams marked `known` added to the pool, in order."""
+    """Return the state with those of the n-grams that are `known` added to the pool, in order."""
     size = state.pool.shape[1]
     number = jnp.cumsum(known, axis=1)
     known = known & (number > number[:, -1:] - size)

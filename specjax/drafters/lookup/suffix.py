@@ -97,7 +97,7 @@ class Suffix(Drafter):
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """The maximum number of nodes after a match of 0, 1, ... tokens; the last entry repeats."""
+        """The most nodes allowed after a match of 0, 1, ... tokens; the last entry repeats."""
         depth = self.suffix_decoding_max_tree_depth
         match = np.arange(1, depth)
         allowed = (

@@ -102,7 +102,7 @@ class TokenRecycling(Drafter):
 
     @property
     def longest_path(self) -> None:
-        """None, since the number of consecutive tokens is unlimited."""
+        """None: any number of consecutive tokens can be drafted."""
         return None
 
     @property

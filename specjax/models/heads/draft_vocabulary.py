@@ -15,7 +15,10 @@ from specjax.errors import InputError
 def expand(
     logits: Float[Array, "*rows Vd"], draft_ids: Int[Array, "Vd"] | None, vocab_size: int
 ) -> Float[Array, "*rows V"]:
-    """Return logits over the whole vocabulary, with -inf outside the draft vocabulary."""
+    """Return logits over the whole vocabulary, which are -inf outside the draft vocabulary.
+
+    `draft_ids` are the token ids of `logits`; with None the logits are returned unchanged.
+    """
     if draft_ids is None:
         return logits
     expanded = jnp.full((*logits.shape[:-1], vocab_size), -jnp.inf, logits.dtype)

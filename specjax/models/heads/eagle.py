@@ -141,7 +141,10 @@ class Eagle(PairHead):
     def fuse(
         self, params: dict[str, Any], features: dict[str, Float[Array, "B T Dt"]]
     ) -> Float[Array, "B T D"]:
-        """Return the first hidden states: one linear layer applied to all taps."""
+        """Return the hidden states that the head reads first: a linear layer over all taps.
+
+        `features` are the target's features by the names in `config.taps`.
+        """
         taps = [features[name].astype(self.dtype) for name in self.config.taps]
         if self.config.version == 1:
             return taps[0]
@@ -163,7 +166,10 @@ class Eagle(PairHead):
         hidden: Float[Array, "B T D"],
         positions: Int[Array, "B T"],
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T Din"]]:
-        """Return the residual stream and attention's input for pairs of token and hidden state."""
+        """Return the residual stream and attention's input for pairs of a token and a hidden state.
+
+        `positions` are the positions of the pairs.
+        """
         del positions
         source = params if self.config.own_embedding else params["shared"]
         embedded = embed(source, tokens, self.dtype)
@@ -191,6 +197,9 @@ class Eagle(PairHead):
         return super().readout(params, output) if self.config.version == 3 else output
 
     def logit_kernel(self, params: dict[str, Any]) -> Float[Array, "D Vd"]:
-        """Return the output projection: the head's own, or columns of the target's."""
+        """Return the matrix that maps the result of `readout` to draft logits.
+
+        It is the head's own, or columns of the target's output head.
+        """
         source = params["head"] if self.config.version == 3 else params["shared"]["draft_head"]
         return source["kernel"]

@@ -99,7 +99,10 @@ class Medusa:
     def states(
         self, params: dict[str, Any], features: Float[Array, "B A D"]
     ) -> Float[Array, "K B A D"]:
-        """Return each head's states before the output projection, from the target's features."""
+        """Return the states of each of the K heads, from which its logits are computed.
+
+        `features` are the target's `final_norm`.
+        """
 
         def states_of_head(head_params: dict[str, Any]) -> jax.Array:
             x, blocks = features.astype(self.dtype), head_params["blocks"]
@@ -123,7 +126,7 @@ class Medusa:
     def logits(
         self, params: dict[str, Any], states: Float[Array, "B A D"], head: int
     ) -> Float[Array, "B A Vd"]:
-        """Return the draft logits of one head, in float32."""
+        """Return the draft logits of head number `head` in float32, given its `states`."""
         if self.config.original_lm_head:
             kernel = params["shared"]["draft_head"]["kernel"]
         else:

@@ -130,7 +130,7 @@ class Mtp(PairHead):
     def fuse(
         self, params: dict[str, Any], features: dict[str, Float[Array, "B T D"]]
     ) -> Float[Array, "B T D"]:
-        """Return the target's feature unchanged, since each module norms its inputs."""
+        """Return the target's feature for module 0, unchanged, since modules norm their inputs."""
         del params
         return features[self.config.hidden].astype(self.dtype)
 
@@ -141,7 +141,10 @@ class Mtp(PairHead):
         hidden: Float[Array, "B T D"],
         positions: Int[Array, "B T"],
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"]]:
-        """Return the residual stream and attention's input for pairs of token and hidden state."""
+        """Return the residual stream and attention's input for pairs of a token and a hidden state.
+
+        `params` are those of one module, and `positions` the positions of the pairs.
+        """
         embedded = embed(params["shared"], tokens, self.dtype)
         if self.config.zero_first_embedding:
             embedded = jnp.where((positions == 0)[:, :, None], 0, embedded)
@@ -164,5 +167,8 @@ class Mtp(PairHead):
         return self.readout(params, output) if self.config.recursion == "normed" else output
 
     def logit_kernel(self, params: dict[str, Any]) -> Float[Array, "D Vd"]:
-        """Return the columns of the target's output head for the draft vocabulary."""
+        """Return the matrix that maps the result of `readout` to draft logits.
+
+        It has the columns of the target's output head for the draft vocabulary.
+        """
         return params["shared"]["draft_head"]["kernel"]

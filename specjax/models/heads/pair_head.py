@@ -108,7 +108,10 @@ class PairHead:
         hidden: Float[Array, "B T D"],
         positions: Int[Array, "B T"],
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T Din"]]:
-        """Return the residual stream and attention's input for pairs of token and hidden state."""
+        """Return the residual stream and attention's input for pairs of a token and a hidden state.
+
+        `params` are those of one module, and `positions` the positions of the pairs.
+        """
         raise NotImplementedError
 
     def heads(
@@ -117,7 +120,10 @@ class PairHead:
         attended: Float[Array, "B T Din"],
         positions: Int[Array, "B T"],
     ) -> tuple[Float[Array, "B G X C"], Float[Array, "B T G C"], Float[Array, "B T G C"]]:
-        """Return queries, keys and values at `positions`."""
+        """Return queries, keys and values, rotated by `positions`, given attention's input.
+
+        Queries are grouped by the key head that they share.
+        """
         rotation = rotate_by(positions, self.config.decoder)
         copies = self._decoder.cached_heads // self.config.decoder.num_kv_heads
         return self.arithmetic.heads(attended, self._layer(params)["attention"], rotation, copies)
@@ -153,7 +159,7 @@ class PairHead:
         return self.arithmetic.norm(output, params["final_norm"])
 
     def logit_kernel(self, params: dict[str, Any]) -> Float[Array, "D Vd"]:
-        """Return the output projection."""
+        """Return the matrix that maps the result of `readout` to draft logits."""
         raise NotImplementedError
 
     def extend(

@@ -13,11 +13,11 @@ from specjax.models.layers.quantized import QuantizedKernel
 def share(
     target_params: dict[str, Any], draft_ids: Int[Array, "Vd"] | None, *, head: bool
 ) -> dict[str, Any]:
-    """Return the parameters of a target that a head uses, without copying the embedding.
+    """Return those of a target's parameters that a head uses.
 
-    The embedding is under "embed", or under "head" if it is tied to the output head. If `head` is
-    set, the result also has "draft_head": the target's output head, or a copy of its columns
-    `draft_ids`.
+    The embedding is under "embed", or under "head" if it is tied to the output head; it is not
+    copied. If `head` is set, the result also has "draft_head": the target's output head, or a copy
+    of its columns `draft_ids`.
     """
     source = "embed" if "embed" in target_params else "head"
     shared = {source: target_params[source]}

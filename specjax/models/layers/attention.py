@@ -180,7 +180,7 @@ def _attend_queries(
 
 
 def merge(a: Partial, b: Partial) -> Partial:
-    """Return the softmax over the keys of both partial results; associative up to rounding."""
+    """Return attention over the keys of both partial results; associative up to rounding."""
     peak = jnp.maximum(a.peak, b.peak)
     anchor = jnp.where(jnp.isneginf(peak), 0.0, peak)
     scale_a, scale_b = jnp.exp(a.peak - anchor), jnp.exp(b.peak - anchor)
@@ -205,7 +205,7 @@ def _read(
 
 
 def cached_blocks(cache: KVCache) -> Int[Array, ""]:
-    """Return the number of cache blocks that the longest row fills."""
+    """Return the number of cache blocks that the longest row fills, as a traced number."""
     step = min(CACHE_BLOCK, cache.capacity)
     return (cache.length.max() + step - 1) // step
 

@@ -81,9 +81,11 @@ class DecoderLayer:
         rotation: Rotation | None,
         copies: int,
     ) -> tuple[Float[Array, "B G X C"], Float[Array, "B T G C"], Float[Array, "B T G C"]]:
-        """Return queries, grouped by the key head that they share, keys and values.
+        """Return the queries, the keys and the values of `h`; one product computes them all.
 
-        Key and value heads are repeated `copies` times. One product computes all of them.
+        Queries are grouped by the key head that they share. `attention` has the parameters of the
+        projection, `rotation` are the cosines and sines of the positions, and each key and value
+        head is repeated `copies` times.
         """
         config, (batch, tokens) = self.config, h.shape[:2]
         heads, kv_heads, width = config.num_heads, config.num_kv_heads, config.head_dim
@@ -106,7 +108,10 @@ class DecoderLayer:
     def add_attention(
         self, x: Float[Array, "B T D"], mixed: Partial, weights: dict[str, Any]
     ) -> Float[Array, "B T D"]:
-        """Return the residual stream plus the projected attention result, normed if configured."""
+        """Return the residual stream `x` plus the output projection of attention's result `mixed`.
+
+        The summand is normed first if the config says so.
+        """
         out = ungroup(mixed.weighted / mixed.denominator, x.shape[1]).astype(x.dtype)
         out = out.reshape(*x.shape[:2], -1)
         out = self.project("btn,nd->btd", out, weights["attention"]["output"])
@@ -117,9 +122,10 @@ class DecoderLayer:
     def add_mlp(
         self, x: Float[Array, "B T D"], weights: dict[str, Any]
     ) -> tuple[Float[Array, "B T D"], Int[Array, "B T K"] | None]:
-        """Return the residual stream plus the MLP or experts, and each token's experts.
+        """Return the residual stream `x` plus the result of the MLP or experts, and the experts.
 
-        The experts are None for an MLP.
+        The second result has the K experts of each token; it is None for an MLP. `weights` are the
+        layer's.
         """
         h, mlp, chosen = self.norm(x, weights["mlp_norm"]), weights["mlp"], None
         if "experts" in mlp:
@@ -141,7 +147,7 @@ class DecoderLayer:
         return self.project("btf,fd->btd", hidden, mlp["down"])
 
     def gated(self, width: int) -> Callable[[jax.Array], jax.Array]:
-        """Return the activation of an MLP of width `width`, F: a function of gate and up.
+        """Return the activation of an MLP of width F = `width`, as a function of gate and up.
 
         It maps their joined outputs [..., 2 F], or the part of them that a device of a mesh holds,
         to [..., F].
@@ -159,7 +165,7 @@ class DecoderLayer:
     def experts(
         self, h: Float[Array, "B T D"], mlp: dict[str, Any]
     ) -> tuple[Float[Array, "B T D"], Int[Array, "B T K"]]:
-        """Return the sum of each token's experts and the shared MLP, and each token's experts."""
+        """Return the sum of each token's experts and of the shared MLP, and the experts' ids."""
         config = self.config.experts
         assert config is not None
         flat = h.reshape(-1, h.shape[-1])
@@ -204,7 +210,7 @@ def at_layer(
 
 
 def one_layer(layers: dict[str, Any], index: Int[Array, ""] | int) -> dict[str, Any]:
-    """Return the weights of layer `index` of stacked layers.
+    """Return the weights of layer `index`, given the weights of all layers as stacked arrays.
 
     Experts stay stacked, in a value that includes the index (`StackedExperts`).
     """

@@ -27,7 +27,7 @@ Gated = Callable[[Float[Array, "*N F2"]], Float[Array, "*N F"]]
 
 
 class Routes(NamedTuple):
-    """The experts that each of N tokens uses, and the float32 weights of their outputs."""
+    """The K experts that each of N tokens uses, and the weights of their outputs in float32."""
 
     experts: Int[Array, "N K"]
     weights: Float[Array, "N K"]

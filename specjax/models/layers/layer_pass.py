@@ -21,8 +21,9 @@ from specjax.models.layers.local_and_global_layers import LayerView
 class LayerCarry:
     """The state carried from one layer to the next.
 
-    `window` has the keys and values of the layers so far, `layer_inputs` are the requested features
-    by name, and `experts` are each token's experts in the M sparse layers.
+    `x` is the residual stream, `window` has the keys and values of the layers so far,
+    `layer_inputs` are the requested features by name, and `experts` are each token's experts in the
+    M sparse layers.
     """
 
     x: Float[Array, "B T D"]
@@ -33,12 +34,13 @@ class LayerCarry:
 
 @dataclass(frozen=True)
 class LayerPass:
-    """The step of one layer: a function of the layer's index, its weights and the carry.
+    """The step of one layer, as a function of the layer's index, its weights and the carry.
 
-    Without a window (training) tokens attend only to each other. If there is a cache, `attend_all`
-    is the attention over window and cache. New keys are written to the window's slots from `start`
-    on. `tapped_layers` maps feature names to the layers whose inputs are kept. Where
-    `kept` is False, a row leaves a layer out and passes its input on.
+    `views(index)` are the rotation and the masks of a layer. `attend_all` is the attention over
+    window and cache, if there is a cache; without a window (training) tokens attend only to each
+    other. New keys are written to the window's slots from `start` on. `tapped_layers` maps feature
+    names to the layers whose inputs are kept. Where `kept` is False, a row leaves a layer out and
+    passes its input on.
     """
 
     layer: DecoderLayer

@@ -78,7 +78,7 @@ class QuantizedKernel:
         return jax.tree.map(lambda array: array.reshape(-1, *array.shape[-2:]), self)
 
     def partitions(self, kernel: PartitionSpec) -> list[PartitionSpec]:
-        """Return the partition of each array in this kernel, from that of the kernel's axes."""
+        """Return how each array in this kernel is sharded, given how the kernel's axes are."""
         if self.layer is None:
             return array_partitions(kernel, self.ndim, self.bits, self.per_channel)
         of_stack = PartitionSpec(None, *kernel)
@@ -147,7 +147,10 @@ def quantize(
 def array_partitions(
     kernel: PartitionSpec, ndim: int, bits: int, per_channel: bool
 ) -> list[PartitionSpec]:
-    """Return the partition of each array in a quantized kernel, given that of the kernel's axes."""
+    """Return how each array in a quantized kernel is sharded, given how the kernel's axes are.
+
+    `ndim` is the number of the kernel's axes; `bits` and `per_channel` are as in `quantize`.
+    """
     *lead, inputs, outputs = (*kernel, *[None] * (ndim - len(kernel)))
     of_groups = None if per_channel else inputs
     axes = (inputs, of_groups) if bits == 8 else (inputs, of_groups, of_groups)
