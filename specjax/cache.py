@@ -106,7 +106,11 @@ class KVCache:
 def make_cache(
     num_layers: int, batch: int, kv_heads: int, capacity: int, head_dim: int, dtype: jnp.dtype
 ) -> KVCache:
-    """Return an empty cache: zeros of shape [L, B, G, S, C] and lengths of 0."""
+    """Return an empty cache: keys and values of shape [L, B, G, S, C], and lengths of 0.
+
+    L is `num_layers`, B `batch`, G `kv_heads`, S `capacity` in tokens, and C `head_dim`. `dtype` is
+    int8 for `Int8Entries`.
+    """
     shape = (num_layers, batch, kv_heads, capacity, head_dim)
     k, v = (empty_entries(shape, jnp.dtype(dtype)) for _ in range(2))
     return KVCache(k, v, jnp.zeros(batch, jnp.int32))

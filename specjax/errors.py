@@ -70,7 +70,7 @@ def _printable(char: str) -> str:
 
 
 def one_line(error: Exception) -> str:
-    """Return an exception's message on one line, or its class name if it has no message."""
+    """Return an exception's message on one line, or its class name if it has none."""
     return " ".join(str(error).split()) or type(error).__name__
 
 

@@ -327,7 +327,7 @@ def type_hints(annotated: Callable[..., Any]) -> Mapping[str, Any]:
 
 
 def kind_of(annotation: Any) -> Any:
-    """Return the kind that an annotation declares, its `Fields` if it is a dataclass, or else None.
+    """Return the kind that an annotation declares: for a dataclass its `Fields`, else None if none.
 
     Raises TypeError for a number or string without a kind, which could not be checked.
     """
@@ -354,7 +354,10 @@ def kind_of(annotation: Any) -> Any:
 
 
 def fields_of(source: type) -> dict[str, Any]:
-    """Return the kinds of a dataclass's annotated fields by name; dataclasses become sections."""
+    """Return the kind of each annotated field of a dataclass, by name.
+
+    A field that is a dataclass itself has its `Fields`, as a section of a config.
+    """
     kinds: dict[str, Any] = {}
     for name, hint in _hints(source).items():
         if is_inline(hint):
@@ -499,14 +502,20 @@ def _checked(
 
 
 def unknown_name(prefix: str, name: Any, value: Any, known: Mapping[str, Any]) -> str:
-    """Return an error message for a field that is not in `known`, suggesting the closest name."""
+    """Return an error message for a field `name` that is not among the `known` ones.
+
+    It suggests the closest known name. `prefix`, such as "sampling.", precedes the name.
+    """
     near = difflib.get_close_matches(str(name), map(str, known), n=1)
     hint = f"did you mean {near[0]}? " if near else ""
     return f"{prefix}{name!s:.60}={shown(value)} is not supported: {hint}use {', '.join(known)}"
 
 
 def dotted(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the values of a nested dict under dotted names, as config overrides spell them."""
+    """Return the values of a nested dict by dotted name, such as "eval.every".
+
+    `prefix` precedes each name.
+    """
     values: dict[str, Any] = {}
     for name, value in tree.items():
         is_section = isinstance(value, Mapping)

@@ -86,8 +86,10 @@ def store_features(
 ) -> None:
     """Run the target over a dataset and write a folder of datasets that also have its features.
 
-    The arguments are the values of the command's flags, which `--help` explains. Raises InputError
-    for bad ones.
+    `input` and `output` are directories, and `target` is a model's path or name. `features` are
+    names of features, separated by commas, by default those that training reads. `products` is the
+    dtype of products, `tokens` the number of tokens per batch, `part` the number of conversations
+    per dataset, and `limit` their number in all, if given. Raises InputError.
     """
     folder, where = output_folder("output", output), f"output={str(output)!r}"
     folders.check_claimable(folder, _KIND, where)

@@ -280,7 +280,7 @@ class DecodeConfig(DecodeFields):
         return [i for i, question in enumerate(self.questions) if number < len(question.turns)]
 
     def prompt_name(self, question_id: int | str, turn: int) -> str:
-        """Return the name that errors use for a turn (from 0) of a question."""
+        """Return what errors call a turn (from 0) of the question with this id."""
         name = f"question {question_id}"
         return f"{name}, turn {turn + 1}" if self.num_turns > 1 else name
 

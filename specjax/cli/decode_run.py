@@ -80,8 +80,9 @@ def decode_batches(
     """Decode a config's prompts with each of its drafters, showing the texts of the first.
 
     Yields whenever all drafters have finished a group, whose rows are then in `runs`, which has one
-    entry per drafter. With `with_expectation` the expected acceptance is computed too, which takes
-    as long as decoding. Raises InputError for prompts that cannot be decoded, and
+    entry per drafter. Progress and texts are shown on `screen`, and `clock` gets the times of
+    compiling and of the first token. With `with_expectation` the expected acceptance is computed
+    too, which takes as long as decoding. Raises InputError for prompts that cannot be decoded, and
     KeyboardInterrupt, if the user interrupts, after the last finished group.
     """
     decoding = _Decoding(config, model, screen, clock)

@@ -69,9 +69,9 @@ class ByBatch:
     def choose(
         self, state: StepSizes, unfinished: int, most_rounds: int
     ) -> tuple[Limits, int, StepSizes]:
-        """Return the limits for `unfinished` rows, a small number of rounds, and the state unchanged.
+        """Return the limits for `unfinished` rows, a number of rounds, and the state unchanged.
 
-        Rounds are few because rows may finish in them, after which another length may apply.
+        The number is small, since rows may finish, after which another length may apply.
         """
         steps = (longest for low, high, longest in self.table if low <= unfinished <= high)
         return up_to(state, next(steps, self.longest)), min(most_rounds, _ROUNDS), state

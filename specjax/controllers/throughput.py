@@ -76,8 +76,8 @@ def expected_rates(
 ) -> Rates:
     """Return the expected tokens and time of a round under each of the limits `arms`.
 
-    A step has `rounds` rounds of `rows` rows. Drafters take turns: each drafts in the rows in which
-    no earlier one did.
+    `estimates` are those of costs and acceptance. A step has `rounds` rounds of `rows` rows.
+    Drafters take turns: each drafts in the rows in which no earlier one did.
     """
     sizes, costs, outlook = estimates
     widths = np.array(sizes.widths)

@@ -91,7 +91,7 @@ class Difference:
 
 
 def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
-    """Return the first index at which two lists of tokens differ, or None if they are equal.
+    """Return the first index at which two lists of token ids differ, or None if they are equal.
 
     If one list begins with the other, this is the length of the shorter one.
     """

@@ -30,7 +30,9 @@ def start(
 ) -> State:
     """Return the state before the first round, with all but the last token of each prompt read.
 
-    `params` are the target's and the drafters' parameters. The arrays are those of `RowArguments`.
+    `params` are the target's and the drafters' parameters. `tokens` has the prompts, of `length`
+    tokens each, `rows` are the rows' fixed properties, and `status` is that of each row, such as
+    RUNNING.
     """
     return read_prompts(plan, params, empty_state(plan, params, tokens, rows, length, status))
 

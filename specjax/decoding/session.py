@@ -317,9 +317,9 @@ def _lengths(options: DecodeOptions, drafter: Turns, platform: str) -> dict[str,
 def widths(most: int, platform: str) -> tuple[int, ...]:
     """Return the window sizes to compile for drafts of up to `most` nodes, ascending.
 
-    On a CPU the cost of a pass grows with its width, so that a program for half the draft pays off.
-    On accelerators a wider pass costs nearly the same (8 tokens took 0.86 of the time of 1 token,
-    with Llama-8B's shape on an H100).
+    `platform` is "cpu" or another name. On a CPU the cost of a pass grows with its width, so that a
+    program for half the draft pays off. On accelerators a wider pass costs nearly the same (8
+    tokens took 0.86 of the time of 1 token, with Llama-8B's shape on an H100).
     """
     half = {1 + -(-most // 2)} if platform == "cpu" else set()
     return tuple(sorted({1, *half, 1 + most}))

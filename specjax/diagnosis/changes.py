@@ -70,7 +70,8 @@ def readable_features(drafter: Drafter, num_layers: int) -> tuple[str, ...]:
 def changes(reading: Reading, answers: Answers, target: DecoderConfig) -> Iterator[Change]:
     """Yield the changes that are possible for a drafter, those of likely faults first.
 
-    `target` is the config of the target model.
+    `reading` is the drafter with what it reads, unchanged, `answers` are those that it is measured
+    on, and `target` is the config of the target model.
     """
     drafter = reading.drafter
     if drafter.features:

@@ -58,7 +58,10 @@ class Scores:
 
 
 def score(reading: Reading, answers: Answers, temperature: float) -> Scores:
-    """Return how well a drafter predicts each label from the true tokens before its draft."""
+    """Return how well a drafter predicts each token of answers, given the true tokens before.
+
+    `reading` is the drafter with what it reads, and p and q are at the given `temperature`.
+    """
     overlap, agrees = _score(reading, answers, jnp.float32(temperature))
     return Scores(np.asarray(overlap), np.asarray(agrees), _tested(reading.drafter, answers))
 

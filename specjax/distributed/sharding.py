@@ -103,9 +103,10 @@ def partition(axes: Axes, shape: Sequence[int], mesh: Any) -> PartitionSpec:
 
 
 def num_parts(axis: str, size: int) -> int:
-    """Return the number of shards of a logical axis on the mesh that a program is traced for.
+    """Return into how many shards an array's axis of `size` elements is divided.
 
-    It is 1 without a mesh, and for an axis that `partition` would not shard.
+    `axis` is its logical name; the mesh is that for which a program is being traced. The result is
+    1 without a mesh, and for an axis that `partition` would not shard.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:

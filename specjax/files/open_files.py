@@ -14,8 +14,8 @@ from specjax.errors import InputError
 def regular_file(path: Path, remedy: str = "put a file there") -> Path:
     """Return `path` after verifying that a reader can open it by name without blocking.
 
-    Raises InputError, naming the path, if it is a folder, a pipe or a device. Missing and
-    unreadable files pass, since the reader reports them.
+    Raises InputError, naming the path and ending with `remedy`, if it is a folder, a pipe or a
+    device. Missing and unreadable files pass, since the reader reports them.
     """
     with suppress(OSError):
         _check_regular(path, path.stat(), remedy)

@@ -40,7 +40,7 @@ def differences(
 
 
 def in_words(problems: Mapping[str, list[str]], limit: int = 8) -> str:
-    """Return the result of `differences` as text, with at most `limit` names of each kind.
+    """Return `problems`, from `differences`, as text with at most `limit` names of each kind.
 
     The text is empty if there are none.
     """
@@ -53,9 +53,10 @@ def in_words(problems: Mapping[str, list[str]], limit: int = 8) -> str:
 
 
 def compare_arrays(where: Any, found: Any, wanted: Any, remedy: str) -> None:
-    """Raise InputError if two trees of arrays differ in names, shapes or dtypes.
+    """Raise InputError if the arrays in two trees differ in names, shapes or dtypes.
 
-    `where` begins the message and `remedy` ends it.
+    `found` is the tree that was read, and `wanted` the tree that it must be like, of arrays or of
+    ShapeDtypeStruct. `where` begins the message and `remedy` ends it.
     """
     if listed := in_words(differences(_described(found), _described(wanted))):
         raise InputError(f"{where}: the parameters do not fit the config ({listed}); {remedy}")

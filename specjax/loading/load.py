@@ -218,7 +218,9 @@ def random_model(
     """Return a model with random weights that depend only on the seed, not on the machine.
 
     Kernels are scaled by 1/sqrt(inputs), so that logits have a spread of about one. Norm scales and
-    biases differ from their neutral values, so that tests fail if one is ignored.
+    biases differ from their neutral values, so that tests fail if one is ignored. `dtype`, `mesh`
+    and `form` are as in `load_model`. Raises InputError for a mesh over which the heads cannot be
+    sharded.
     """
     target = _Target(resolve_dtype(dtype), mesh, _shards(mesh, replicated=False), form)
     stacks = target.stacks(config)

@@ -119,7 +119,8 @@ def float_model(model: Model) -> Model:
 def with_activation_bits(params: dict[str, Any], bits: int | None) -> dict[str, Any]:
     """Return parameters whose quantized kernels round activations to `bits` bits.
 
-    The output head does not round activations. The arrays are shared, not copied.
+    With None they do not round them. The output head does not round activations. The arrays are
+    shared, not copied.
     """
 
     def rounding(node: Any) -> Any:

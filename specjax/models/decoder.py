@@ -241,8 +241,8 @@ class Decoder:
     ) -> Extension:
         """Run T tokens through the model, as specified by `LanguageModel.extend`.
 
-        Where `kept` is False, a row passes a layer by unchanged (layer dropout). In training the
-        feature `layer_inputs` is the inputs of all layers [L, B, T, D].
+        Where `kept` is False, a row leaves a layer out: its input becomes its output (layer
+        dropout). In training the feature `layer_inputs` is the inputs of all layers [L, B, T, D].
         Raises InputError for parameters that are missing or have the wrong shape, and for features
         of layers before `first_layer`.
         """

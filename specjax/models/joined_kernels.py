@@ -61,7 +61,10 @@ class Part(NamedTuple):
 
 
 def gate_up_block(num_heads: int, width: int) -> int:
-    """Return the number of gates in a block of a joined gate and up kernel of F = `width`."""
+    """Return the number of gates in a block of a joined gate and up kernel.
+
+    The MLP has F = `width`, and attention `num_heads` query heads; see the module.
+    """
     return width // math.gcd(num_heads, width)
 
 

@@ -66,9 +66,9 @@ def wanted_counts(features: Iterable[str], vocab_size: int) -> dict[str, int]:
 def top_tokens(
     logits: Float[Array, "B T V"], counts: Mapping[str, int]
 ) -> dict[str, Int[Array, "B T _"]]:
-    """Return the features `top_tokens:k`, token ids by name, of logits.
+    """Return the target's features `top_tokens:k`, which are token ids, by name.
 
-    `counts` has the k of each feature by its name.
+    `counts` has the k of each feature by its name; `logits` are the target's.
     """
     if not counts:
         return {}
@@ -80,9 +80,10 @@ def top_tokens_of_states(
     project: Callable[[Float[Array, "B T D"]], Float[Array, "B T V"]],
     counts: Mapping[str, int],
 ) -> dict[str, Int[Array, "B T _"]]:
-    """Return the features `top_tokens:k` of hidden states, whose logits `project` computes.
+    """Return the target's features `top_tokens:k`, which are token ids, by name.
 
-    `counts` has the k of each feature by its name. Logits of only a few positions exist at a time.
+    `counts` has the k of each feature by its name, and `project` computes the logits of hidden
+    states. Logits of only a few positions exist at a time.
     """
     batch, length, width = states.shape
     most = max(counts.values())

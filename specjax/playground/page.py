@@ -104,7 +104,11 @@ def run_data(run: Run, session: Session) -> dict[str, Any]:
 
 
 def answer_data(session: Session, index: int, recorded: RecordedRow, name: str) -> dict[str, Any]:
-    """Return an answer with its rounds computed again, and the texts of all tokens in them."""
+    """Return an answer as a page reads it, with its rounds computed again.
+
+    `index` is that of its prompt in the session, `recorded` what the run recorded of it, and `name`
+    its heading.
+    """
     answer, *rounds = answer_parts(session, session_row(session, index), recorded, name)
     answer["rounds"] = [part["round"] for part in rounds]
     for part in rounds:
@@ -115,7 +119,11 @@ def answer_data(session: Session, index: int, recorded: RecordedRow, name: str) 
 def answer_parts(
     session: Session, row: Row, recorded: RecordedRow, name: str
 ) -> Iterator[dict[str, Any]]:
-    """Yield an answer without rounds, then each `round` as it is computed, with new `texts`."""
+    """Yield an answer without rounds, then each `round` as it is computed, with new `texts`.
+
+    All are as a page reads them. `recorded` is what the run recorded of the answer, and `name` its
+    heading.
+    """
     tokenizer = session.model.tokenizer
     known = {*row.prompt, *recorded.token_ids}
     yield answer_of(name, row.prompt, recorded, (), token_texts(tokenizer, known))
@@ -132,7 +140,11 @@ def answer_of(
     traces: Sequence[RoundTrace],
     texts: Mapping[int, str],
 ) -> dict[str, Any]:
-    """Return an answer in the form that a page reads; `texts` has the text of each token."""
+    """Return an answer as a page reads it.
+
+    `name` is its heading, `prompt` its token ids, `recorded` what the run recorded of it, and
+    `traces` are its rounds computed again. `texts` has the text of each token in them.
+    """
     return {
         "name": name,
         "prompt": prompt,
@@ -147,7 +159,7 @@ def answer_of(
 
 
 def token_texts(tokenizer: Tokenizer | None, tokens: Iterable[int]) -> dict[int, str]:
-    """Return the text of each token within a text, or its id without a tokenizer."""
+    """Return the text that each token adds to a text, by id; without a tokenizer the id itself."""
     if tokenizer is None:
         return {token: f"{token} " for token in tokens}
     pieces = {token: tokenizer.detokenizer.piece(token, token) or b"" for token in tokens}

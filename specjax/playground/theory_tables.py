@@ -26,7 +26,7 @@ LLAMA_8B = theory.ModelShape(
 
 
 def theory_tables() -> dict[str, Any]:
-    """Return the grid and its tables, JSON-ready.
+    """Return what theory predicts for every position of the page's sliders, JSON-ready.
 
     `tokens[alpha][k]` are expected tokens per round. `speedup[chip][batch]` is a flat table by
     cost, alpha and k in hundredths; the first chip is an ideal one, on which a pass over a draft
@@ -65,7 +65,10 @@ def theory_tables() -> dict[str, Any]:
 
 
 def nearest_alpha(tokens_per_round: float, k: int) -> float:
-    """Return the alpha of the grid whose expected tokens for k draft tokens are closest."""
+    """Return the slider's alpha whose expected tokens for k draft tokens are closest to a number.
+
+    `tokens_per_round` is that number.
+    """
     expected = np.asarray(theory.expected_tokens(_ALPHA, k))
     return float(_ALPHA[np.argmin(np.abs(expected - tokens_per_round))])
 

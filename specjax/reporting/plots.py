@@ -86,9 +86,10 @@ def draw_curves(
 ) -> None:
     """Write a picture with panels of curves side by side: measured lines solid, theory dashed.
 
-    `panels` maps titles to curves. With `log_x` the x axis doubles from tick to tick, and with
-    `log_y` the y axis; `level` draws a thin horizontal line, and `top` limits the y axis. Raises
-    InputError without matplotlib.
+    `panels` maps titles to curves. `title` is above all panels, `x_label` and `y_label` name the
+    axes, and `theory_label` names the dashed lines. With `log_x` the x axis doubles from tick to
+    tick, and with `log_y` the y axis; `level` draws a thin horizontal line, and `top` limits the y
+    axis. Raises InputError without matplotlib.
     """
     _require_matplotlib()
     from matplotlib.figure import Figure
@@ -186,7 +187,8 @@ def draw_intervals(
 ) -> None:
     """Write a picture with one row per value, top to bottom, with its interval and its number.
 
-    `level` draws a thin vertical line. Raises InputError without matplotlib.
+    `title` is the heading, and `x_label` names the axis of the values. `level` draws a thin
+    vertical line. Raises InputError without matplotlib.
     """
     _require_matplotlib()
     from matplotlib.figure import Figure

@@ -31,7 +31,7 @@ class Entry:
 
     @classmethod
     def of(cls, run: Run, label: str, predicted: float | None = None) -> Entry:
-        """Return the entry of a run, with its figures by task."""
+        """Return the entry of a run, computing its figures by task."""
         return cls(label, run, figures_by_task(run), predicted)
 
     @property

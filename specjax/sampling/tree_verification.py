@@ -214,7 +214,8 @@ def node_distribution(
 ) -> Float[Array, "B V"]:
     """Return the log-probabilities from which node `node[b]` of each row b was drawn.
 
-    These are the node's row of `logq` with the siblings drawn before it removed, renormalized.
+    These are the node's row of `logq` with the siblings drawn before it removed, renormalized; for
+    a deterministic node they are one-hot. `vocab` is V, and `dtype` that of the result.
     """
     certain = one_hot_distributions(drafted.tokens, vocab, dtype)(node)
     if drafted.logq is None:

@@ -42,7 +42,10 @@ class WarpFlags:
         top_p: Parameter = 1.0,
         min_p: Parameter = 0.0,
     ) -> WarpFlags:
-        """Return the flags for the parameters; all are set for JAX arrays, which may be traced."""
+        """Return the flags for these sampling parameters, each a number or one number per row.
+
+        A parameter that is a JAX array, whose values may not be known yet, sets its flags.
+        """
 
         def any_row(value: Any, needs: Callable[[Any], Any]) -> bool:
             # Reading a device array here would make the host wait for it.
@@ -57,7 +60,7 @@ class WarpFlags:
         )
 
     def union(self, other: WarpFlags) -> WarpFlags:
-        """Return flags that are sufficient for the rows of both batches."""
+        """Return flags that suffice for a batch with these flags and for one with `other`."""
         pairs = zip(astuple(self), astuple(other), strict=True)
         return WarpFlags(*(flag or other_flag for flag, other_flag in pairs))
 

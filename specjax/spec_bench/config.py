@@ -131,7 +131,10 @@ class SpecBenchConfig(SpecBenchFields):
 
 
 def read_spec_bench_config(written: dict[str, Any]) -> SpecBenchConfig:
-    """Return the checked config; checks that need the model are made later. Raises InputError."""
+    """Return the checked config, given the fields of a config file by section.
+
+    Checks that need the model are made later. Raises InputError for an invalid field.
+    """
     given = read_values(SpecBenchFields, written)
     for name in ("temperatures", "num_speculative_tokens"):
         _refuse_repeated(name, getattr(given, name))

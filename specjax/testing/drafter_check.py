@@ -187,7 +187,10 @@ def make_plan(
     request: SamplingParams,
     capacity: int,
 ) -> Plan:
-    """Return the plan of a loop over rows of `capacity` tokens with identical requests."""
+    """Return the plan of a loop over rows of `capacity` tokens with identical requests.
+
+    Drafts have `num_speculative_tokens` tokens, and `verify` is the rule.
+    """
     drafter = drafter.limited(num_speculative_tokens)
     return Plan(
         target=model,

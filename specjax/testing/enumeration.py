@@ -98,7 +98,10 @@ def contexts(tokens: Int[np.ndarray, "I K"], vocab: int, depth: int) -> Int[np.n
 def slot_contexts(
     topology: Topology, tokens: Int[np.ndarray, "I N"], vocab: int
 ) -> Int[np.ndarray, "I W"]:
-    """Return, for each slot, the row of its table entry for the tokens on the path to the slot."""
+    """Return, for each slot, which row of a `Table`'s entry has the distribution after it.
+
+    The entry is that of the slot's depth, and its row that of the tokens on the path to the slot.
+    """
     row = np.zeros((len(tokens), topology.width), int)
     for node, parent in enumerate(topology.parents):
         row[:, node + 1] = row[:, parent] * vocab + tokens[:, node]
@@ -108,7 +111,7 @@ def slot_contexts(
 def distributions_by_slot(
     table: Table, topology: Topology, tokens: Int[np.ndarray, "I N"]
 ) -> Float[np.ndarray, "I W V"]:
-    """Return the distribution after each slot, uniform where the table is not deep enough."""
+    """Return the distribution in `table` after each slot, or a uniform one beyond its depth."""
     vocab = table[0].shape[-1]
     row = slot_contexts(topology, tokens, vocab)
     distributions = np.full((*row.shape, vocab), 1 / vocab)

@@ -62,7 +62,7 @@ class DistributionPair:
     def constant(
         cls, name: str, p: Float[np.ndarray, "V"], q: Float[np.ndarray, "V"], length: int
     ) -> DistributionPair:
-        """Return a pair with the same p and q in every context."""
+        """Return a pair with the same p and q in every context, for drafts of `length` tokens."""
         rows = [len(p) ** depth for depth in range(length + 1)]
         return cls(
             name,
@@ -175,7 +175,10 @@ def _decide(rule: sampling.Rule, topology: Topology) -> Decide:
 
 
 def example_distributions(vocab: int, length: int) -> list[DistributionPair]:
-    """Return pairs of distributions that together cover every branch of a rule."""
+    """Return pairs of distributions that together cover every branch of a rule.
+
+    They are for drafts of `length` tokens out of `vocab`.
+    """
     rng = np.random.default_rng(0)
 
     def table(spread: float, depths: int, keep: float = 1.0) -> Table:

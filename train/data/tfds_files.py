@@ -25,8 +25,9 @@ def write_records(
 ) -> int:
     """Write records as the only split of a dataset to an empty folder; return their number.
 
-    `features` are TFDS features by name. Any TFDS reader can open the folder, unless it has no
-    record. Raises InputError, beginning with `where`, if the disk is full.
+    `features` are TFDS features by name, and `description` is stored with the dataset. Any TFDS
+    reader can open the folder, unless it has no record. With `compress` the files are smaller.
+    Raises InputError, beginning with `where`, if the disk is full.
     """
     tfds = import_tfds()
     from array_record.python.array_record_module import ArrayRecordWriter

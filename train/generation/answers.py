@@ -201,7 +201,10 @@ class AnswersConfig:
 
 
 def read_answers_config(written: Mapping[str, Any]) -> AnswersConfig:
-    """Return the checked config; checks that need the model are made later. Raises InputError."""
+    """Return the checked config, given the fields of a config file by section.
+
+    Checks that need the model are made later. Raises InputError for an invalid field.
+    """
     config = replace(read_values(AnswersConfig, written), written=written)
     check_options(config.drafter.name, config.drafter.path, {})
     return config
@@ -286,7 +289,7 @@ def plan(config: AnswersConfig, model: Model, requests: Sequence[Request]) -> Jo
 
 
 def open_job(config: AnswersConfig, model: Model, job: Job) -> tuple[Session, Engine]:
-    """Return a session for all rows, and an engine to answer them. Raises InputError."""
+    """Return a session for all rows of a job, and an engine to answer them. Raises InputError."""
     session = plan_session(
         model,
         [row.prompt for row in job.rows],

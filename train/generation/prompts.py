@@ -86,9 +86,11 @@ def read_dataset(
     split: str = "train",
     prompt_field: str = "prompt",
 ) -> list[Request]:
-    """Return the prompts in a TFDS dataset, which `tfds_texts.open_texts` reads.
+    """Return the prompts in a split of a TFDS dataset, numbered in order.
 
-    Raises InputError as that function does, for records without a text, and for an empty dataset.
+    `name` is the dataset's directory or name, `data_dir` TFDS's folder of datasets, and
+    `prompt_field` the field that has the prompt. Raises InputError as `tfds_texts.open_texts` does,
+    for records without a text, and for an empty dataset.
     """
     names = FieldNames("prompts", "tfds.prompt_field", "a JSONL file, or a dataset with its split")
     texts = open_texts(name, data_dir, split, prompt_field, names)

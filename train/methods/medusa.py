@@ -110,9 +110,9 @@ def heads_loss(
 ) -> tuple[Float[Array, ""], Scores]:
     """Return the loss, summed over heads with their weights and over labels, and its parts.
 
-    For label j all heads read row j - 2; head i is scored at label j + i, if there is one.
-    `columns` are columns of the target's output layer, for heads without their own; with
-    `trains_columns` their gradient is computed too.
+    For label j all heads read row j - 2 of `final_norm`; head i is scored at label j + i, if there
+    is one, against `teacher`. `columns` are columns of the target's output layer, for heads without
+    their own; with `trains_columns` their gradient is computed too.
     """
     has_output = not head.config.original_lm_head
     kernel = params["head"]["kernel"] if has_output else columns

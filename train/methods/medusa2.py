@@ -135,7 +135,8 @@ def joint_loss(
 ) -> tuple[Float[Array, ""], Measures]:
     """Return the sum of the loss over the batch's labels at a step, and measures of the heads.
 
-    Distributions, and whether tokens are right, are according to the `frozen` target, whose
+    `decoder` computes the target's features from `params`, and `joint` weighs its loss and the
+    heads'. Distributions, and whether tokens are right, are according to the `frozen` target, whose
     features are in the batch.
     """
 

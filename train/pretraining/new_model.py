@@ -78,7 +78,8 @@ class ExpertSizes:
     def fields(self, num_layers: int, head_dim: int) -> dict[str, Any]:
         """Return the fields of `DecoderConfig` for a model with these experts.
 
-        Raises InputError if all layers are dense.
+        The model has `num_layers` layers with heads of width `head_dim`. Raises InputError if all
+        layers are dense.
         """
         if self.first_k_dense_replace >= num_layers:
             raise InputError(

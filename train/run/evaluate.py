@@ -117,7 +117,7 @@ def decode_prompts(
     config: EvalConfig,
     temperature: float,
 ) -> Generation:
-    """Decode prompts of token ids with the drafter, using the lengths that `config` sets."""
+    """Decode prompts, lists of token ids, with the drafter at a temperature, as `config` says."""
     return generate(
         target,
         [list(prompt) for prompt in prompts],

@@ -59,7 +59,7 @@ def sums_of(loss: Any, measures: Any) -> dict[str, Any]:
 
 
 def add(total: dict[str, Any] | None, more: dict[str, Any]) -> dict[str, Any]:
-    """Return the sum of two results of `sums_of`; `total` may be None."""
+    """Return the sum of two results of `sums_of`; without a `total` it is `more`."""
     return jax.tree.map(operator.add, total, more) if total else more
 
 

@@ -81,7 +81,7 @@ class Workdir:
 
     @property
     def checkpoints(self) -> Path:
-        """The folder with a folder per checkpoint."""
+        """The folder of the checkpoints, each of which is a folder in it."""
         return self.root / "checkpoints"
 
     @property

@@ -104,9 +104,9 @@ class DeviceRows:
         self._state = self.compile().empty(session.params, *self._arguments([], session.num_rows))
 
     def new_rows(self, rows: Sequence[Row]) -> bool:
-        """Start new rows, whose prompts `read` then reads; return whether that is done already.
+        """Start new rows; return whether their prompts need not be read.
 
-        It is if the previous new rows had the same prompts.
+        That is so if the previous new rows had the same prompts. Otherwise `read` reads them.
         """
         session, programs = self.session, self.compile()
         arguments = self._arguments(rows, session.prefill_rows)

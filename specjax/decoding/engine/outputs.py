@@ -147,7 +147,11 @@ def _and_others(names: Sequence[str]) -> str:
 
 
 class Follower:
-    """The output of one row as it grows step by step, with its text."""
+    """The output of one row as it grows step by step: token ids, text and counts.
+
+    `stops` are the request's stop strings, and `logprobs` says whether log-probabilities are kept.
+    Without a tokenizer there is no text.
+    """
 
     def __init__(
         self, tokenizer: Tokenizer | None, stops: Sequence[str], *, logprobs: bool
@@ -219,7 +223,10 @@ class Follower:
         self.finish_reason, self.text_error = REASONS[FAILED], why
 
     def output(self, id: RequestId, sample: int, times: Times) -> Output:
-        """Return the complete output, whose text is the concatenation of all deltas' texts."""
+        """Return the complete output of the row: sample number `sample` of the request `id`.
+
+        Its text is the concatenation of all deltas' texts, and `times` are its latencies.
+        """
         return Output(
             id,
             sample,

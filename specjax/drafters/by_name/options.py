@@ -42,7 +42,10 @@ def drafter_options(name: str) -> dict[str, inspect.Parameter]:
 
 
 def option_type(parameter: inspect.Parameter) -> type | None:
-    """Return the type of an option on a command line, or None if it is for Python only."""
+    """Return the type that a drafter's option has on a command line: bool, int, float or str.
+
+    `parameter` is one of `drafter_options`. Returns None for an option that only Python can set.
+    """
     for candidate in (parameter.annotation, *get_args(parameter.annotation)):
         candidate = get_args(candidate)[0] if get_origin(candidate) is Annotated else candidate
         candidate = type(get_args(candidate)[0]) if get_origin(candidate) is Literal else candidate

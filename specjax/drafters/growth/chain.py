@@ -19,7 +19,10 @@ from specjax.trees import Draft
 
 
 def level_sizes(length: int) -> tuple[int, ...]:
-    """Return the number of tokens processed at each depth: one, and none at the last depth."""
+    """Return the number of tokens run at each depth of a chain of `length` tokens, root included.
+
+    It is one, except that the last token is not run.
+    """
     return (1,) * max(length, 1)
 
 

@@ -31,7 +31,7 @@ class Candidates(NamedTuple):
 
 
 def level_sizes(tree: DynamicTree) -> tuple[int, ...]:
-    """Return the number of tokens processed at each depth; the deepest tokens are not processed."""
+    """Return the number of tokens run at each depth, from the root; the deepest are not run."""
     return (1, *[tree.topk] * (tree.depth - 1))
 
 

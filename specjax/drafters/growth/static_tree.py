@@ -41,7 +41,7 @@ class _LevelShape(NamedTuple):
 
 
 def level_sizes(tree: RankedTree) -> tuple[int, ...]:
-    """Return the number of tokens processed at each depth: the root, and nodes with children."""
+    """Return the number of tokens run at each depth: the root, and the nodes with children."""
     inner = sorted({0, *tree.topology.parents})
     return tuple(np.bincount(tree.topology.depths[inner]).tolist())
 
@@ -58,12 +58,13 @@ def draft_static_tree(
     p_min: float = 0.0,
     draft_ids: Int[Array, "Vd"] | None = None,
 ) -> tuple[Draft, Any]:
-    """Draft the tokens of a tree, drawn without replacement or greedy; return it and the carry.
+    """Draft the tokens of a tree, and return the draft and the last carry.
 
-    `logits` follow the root, and `step` (a `level.Step`), starting from `carry`, returns those of
-    further levels. Nodes beyond a row's limit are invalid, as are those after a token whose most
-    likely successor has a probability below `p_min`. If the logits cover only part of the
-    vocabulary, `draft_ids` are its token ids.
+    Tokens are drawn without replacement if `sampled`, else the most likely ones. `logits` follow
+    the root, and `step` (a `level.Step`), starting from `carry`, returns those of further levels.
+    Nodes beyond a row's limit are invalid, as are those after a token whose most likely successor
+    has a probability below `p_min`. If the logits cover only part of the vocabulary, `draft_ids`
+    are its token ids.
     """
     batch = context.length.shape[0]
     tokens: list[Int[Array, "B nodes"]] = [context.token_at(context.length - 1)[:, None]]

@@ -136,9 +136,9 @@ class TreeOptions:
 
 
 def usual_rates(topk: int) -> tuple[tuple[float, ...], ...]:
-    """Return the acceptance rate of each rank that is assumed, at any depth, if none was measured.
+    """Return the acceptance rate of each of `topk` ranks that is assumed if none was measured.
 
-    The rates are 0.5, 0.25, ...: each rank half as often as the one before.
+    The rates are 0.5, 0.25, ..., at any depth: each rank half as often as the one before.
     """
     return (tuple(0.5 ** (rank + 1) for rank in range(topk)),)
 

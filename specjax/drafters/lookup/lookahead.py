@@ -141,7 +141,10 @@ class Lookahead(Drafter):
         return added(state, jnp.stack(ngrams, axis=2), known)
 
     def observe_pass(self, params: Any, state: State, target_pass: TargetPass) -> State:
-        """Return the state after a pass; if the pass computed the window, its guesses improve."""
+        """Return the state after a pass of the target.
+
+        If the pass computed the window, the target's most likely tokens become its guesses.
+        """
         del params
         window = state.window
         first_row = [jnp.zeros((len(window), 1), jnp.int32)]

@@ -79,12 +79,19 @@ def check_shards(config: DecoderConfig, shards: int) -> None:
 def parameter_shardings(
     config: DecoderConfig, mesh: Mesh, shards: int, scan_layers: bool = True
 ) -> dict[str, Any]:
-    """Return the sharding of each parameter on a mesh: over `model`, or replicated."""
+    """Return the sharding of each of a decoder's parameters on a mesh, as a nested dict.
+
+    A parameter is sharded over `model`, or replicated if `shards`, the number of parts of the
+    weights, is 1.
+    """
     return table_shardings(parameter_table(config, scan_layers), mesh, shards)
 
 
 def table_shardings(table: dict[str, Any], mesh: Mesh, shards: int) -> dict[str, Any]:
-    """Return the sharding of each entry of a nested dict of `Parameter`."""
+    """Return the sharding on a mesh of each `Parameter` in a nested dict, as a nested dict.
+
+    All are replicated if `shards`, the number of parts of the weights, is 1.
+    """
 
     def sharded(entry: Any) -> NamedSharding:
         if shards == 1:
@@ -273,7 +280,10 @@ def _of_rows(leaf: Sharding, axes: int, is_kernel: bool) -> Sharding:
 def stored_tree(
     locations: Iterable[parameter_names.Location], tensors: Mapping[str, np.ndarray]
 ) -> dict[str, Any]:
-    """Return a tree of host arrays filled from `tensors` in memory, in the tensors' dtypes."""
+    """Return a tree of host arrays, in the dtypes of the tensors, filled from tensors in memory.
+
+    `tensors` are arrays by name, and `locations` say where in the tree each belongs.
+    """
 
     def read(location: parameter_names.Location, rows: slice, inputs: slice) -> np.ndarray:
         index = tensor_layout.own_rows(location, rows, inputs)

@@ -92,7 +92,7 @@ def _joined(entries: Sequence[tuple[Location, np.ndarray]]) -> np.ndarray:
 
 
 def same_numbers(first: np.ndarray, second: np.ndarray, rows: int | None = None) -> bool:
-    """Return whether two arrays are equal in the coarser of their dtypes.
+    """Return whether two arrays are equal after rounding to the coarser of their dtypes.
 
     If `rows` is given, only that many leading rows are compared.
     """
@@ -107,9 +107,10 @@ def same_numbers(first: np.ndarray, second: np.ndarray, rows: int | None = None)
 
 
 def unpaired(stored: Shaped[np.ndarray, "..."], location: Location) -> Shaped[np.ndarray, "..."]:
-    """Return each head's rows in half-split order: stored rows 0, 2, ..., then 1, 3, ...
+    """Return rows in half-split order within each head: stored rows 0, 2, ..., then 1, 3, ...
 
-    In the file, rows 0 and 1, 2 and 3, ... form the rotated pairs.
+    In the file, rows 0 and 1, 2 and 3, ... form the rotated pairs. `location` has the widths of a
+    head and of its rotated part.
     """
     return _reordered(stored, location, lambda width: np.arange(width).reshape(-1, 2).T)
 

@@ -110,7 +110,8 @@ def match(
 ) -> None:
     """Raise InputError listing tensors that are missing, unexpected, mis-shaped or not floats.
 
-    `optional` names may be present with any shape and type.
+    `found` are the tensors of the directory `where`, and `wanted` the shapes that they must have,
+    by name. `optional` names may be present with any shape and type.
     """
     shapes = {name: tensor.shape for name, tensor in found.items()}
     problems = differences(shapes, wanted, optional)

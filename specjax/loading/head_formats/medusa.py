@@ -59,7 +59,11 @@ def _published(name: str, num_layers: int) -> str:
 
 
 def read(checkpoint: Checkpoint, target: Model, metadata: TargetMetadata, training: dict) -> Head:
-    """Return the head in a checkpoint. Raises InputError for inconsistent fields or tensors."""
+    """Return the Medusa heads in a checkpoint.
+
+    `metadata` identifies the target, and `training` is stored with the heads. Raises InputError for
+    inconsistent fields or tensors.
+    """
     where = checkpoint.directory
     fields = Fields(str(where / "config.json"), checkpoint.config)
     width, vocab_size = target.config.hidden_size, target.config.vocab_size

@@ -142,7 +142,7 @@ class Tokenizer:
         return self._strings[index] or ""
 
     def name_beyond(self, index: int) -> str | None:
-        """Return the backend's name of an id outside the vocabulary, or None for other ids."""
+        """Return the string of a token beyond the model's vocabulary, or None for other ids."""
         known = 0 <= index < self.vocab_size and self._strings[index] is not None
         return None if known or not 0 <= index < 2**31 else self.backend.id_to_token(index)
 
@@ -167,9 +167,10 @@ class Tokenizer:
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
     ) -> str:
-        """Return the prompt text of a conversation, as `chat_templates.render` does.
+        """Return the text of a prompt, by the model's chat template, from a conversation.
 
-        Raises InputError if the model has no template or the template fails.
+        With `add_generation_prompt` the text ends where the assistant's answer begins. Raises
+        InputError for malformed messages, and if the model has no template or the template fails.
         """
         if self.chat_template is None:
             raise InputError(
@@ -183,7 +184,10 @@ class Tokenizer:
         )
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Return the token ids of a conversation, up to the start of the assistant's turn."""
+        """Return the token ids of a conversation, by the chat template, up to the next answer.
+
+        Raises InputError as `apply_chat_template` does.
+        """
         return self._segment(self.apply_chat_template(messages), add_special_tokens=False)
 
     def _segment(self, text: str, *, add_special_tokens: bool) -> list[int]:

@@ -85,7 +85,10 @@ class ReducedDecoder:
         logits: bool = True,
         num_layers: int | None = None,
     ) -> Extension:
-        """Run T tokens as `LanguageModel.extend` does, with logits [B, T, Vd]."""
+        """Run T tokens as `LanguageModel.extend` does, but with logits [B, T, Vd].
+
+        The arguments are those of `LanguageModel.extend`.
+        """
         shared = dict(params["shared"])
         shared.pop("draft_head", None)
         if "head" not in shared:

@@ -117,7 +117,10 @@ class EagleConfig:
 
 
 def default_taps(num_layers: int) -> tuple[str, ...]:
-    """Return EAGLE-3's published taps: the inputs of layers 2, L/2 and L - 3."""
+    """Return EAGLE-3's published taps for a target with L layers.
+
+    They are the names of the inputs of layers 2, L/2 and L - 3.
+    """
     low, middle, high = 2, num_layers // 2, num_layers - 3
     if not 0 < low < middle < high:
         low, middle, high = 0, num_layers // 2, num_layers - 1

@@ -57,7 +57,7 @@ def group_queries(
 
 
 def ungroup(mixed: Float[Array, "B G X C"], tokens: int) -> Float[Array, "B T H C"]:
-    """Return grouped attention results as [B, T, H, C], with T = `tokens`.
+    """Return the attention results `mixed`, grouped by key head, as [B, T, H, C] with T = `tokens`.
 
     This inverts `group_queries`, except for the scale.
     """
@@ -107,9 +107,9 @@ def attend_in_blocks(
 ) -> Partial:
     """Return the result of `attend`, computing about `most_scores` scores at a time.
 
-    A block is a group of rows, or a block of queries of one large row. Gradients recompute the
-    scores. By default `most_scores` is chosen to fit into a CPU's cache; it is much larger on
-    accelerators.
+    The other arguments are those of `attend`. A block is a group of rows, or a block of queries of
+    one large row. Gradients recompute the scores. By default `most_scores` is chosen to fit into a
+    CPU's cache; it is much larger on accelerators.
     """
     if most_scores is None:
         most_scores = _MOST_SCORES["cpu" if jax.default_backend() == "cpu" else "accelerator"]
@@ -222,7 +222,7 @@ def attend_cache(
     """Return `start` merged with attention over the first `blocks` blocks of one layer's cache.
 
     With `oldest`, each query attends to keys from that position on, and blocks before the oldest of
-    all queries are skipped.
+    all queries are skipped. `softcap` limits scores to c tanh(score/c).
     """
     _, batch, kv_heads, _, _ = cache.k.shape
     step = min(CACHE_BLOCK, cache.capacity)
@@ -251,8 +251,8 @@ def attend_rows(
 ) -> Partial:
     """Return the result of `attend_cache`, computed row by row, each over its own length.
 
-    On a mesh each device computes its own rows; heads are sharded over `model` if `split`,
-    otherwise replicated.
+    The arguments are those of `attend_cache`. On a mesh each device computes its own rows; heads
+    are sharded over `model` if `split`, otherwise replicated.
     """
     operands = {
         "query": ("heads", query),
@@ -344,7 +344,7 @@ def attend_whole_cache(
 ) -> Partial:
     """Return `start` merged with attention over one layer's whole capacity, in one product.
 
-    Uncommitted slots are masked.
+    Slots without a committed token are masked. The arguments are those of `attend_cache`.
     """
     size = (1, *cache.k.shape[1:4])
     key, value = (

@@ -35,10 +35,10 @@ def attend_window_and_cache(
     oldest: Int[Array, "B X"] | None = None,
     softcap: float | None = None,
 ) -> Partial:
-    """Return attention over the committed keys and the keys of the window that are `seen`.
+    """Return attention over one layer's committed keys and the keys of the window in `seen`.
 
-    With `oldest`, each query attends to committed keys from that position on. The result is already
-    divided by its denominator.
+    With `oldest`, each query attends to committed keys from that position on. `softcap` limits
+    scores to c tanh(score/c). The result is already divided by its denominator.
     """
     batch, _, queries, _ = query.shape
     call = jax.ffi.ffi_call(

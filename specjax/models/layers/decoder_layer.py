@@ -49,7 +49,7 @@ class DecoderLayer:
     differentiable: bool = False
 
     def norm(self, x: Float[Array, "B T D"], weights: dict[str, Any]) -> Float[Array, "B T D"]:
-        """Return `x` normed as the config says, by an RMS norm or a layer norm."""
+        """Return `x` normed with `weights`, by an RMS norm or a layer norm as the config says."""
         if self.config.norm.kind == "layer":
             return layer_norm(x, weights["scale"], weights["bias"], self.config.rms_norm_eps)
         return self.rms_norm(x, weights["scale"])

@@ -96,12 +96,12 @@ def mix(
 ) -> Float[Array, "N D"]:
     """Return the weighted sum of each token's experts, plus the `shared` MLP if any, in float32.
 
-    `gated` and `gated_shared` are the activations of the experts and of the shared MLP; products
-    round their operands to `multiply`. The tokens of each expert are gathered, and only experts
-    with tokens are read, so that for a few tokens the bytes read are proportional to the distinct
-    experts. Experts out of range add nothing. `differentiable` (training, since a loop of unknown
-    length has no gradient) uses grouped products over all experts, which CPUs compute as masked
-    products.
+    `routes` are the experts of each token of `h`, and `stacked` has their kernels. `gated` and
+    `gated_shared` are the activations of the experts and of the shared MLP; products round their
+    operands to `multiply`. The tokens of each expert are gathered, and only experts with tokens are
+    read, so that for a few tokens the bytes read are proportional to the distinct experts. Experts
+    out of range add nothing. `differentiable` (training, since a loop of unknown length has no
+    gradient) uses grouped products over all experts, which CPUs compute as masked products.
     """
     total = _sum(h, routes, stacked, gated, multiply, differentiable)
     if shared is None:

@@ -28,12 +28,12 @@ def mix_on_mesh(
     shared: dict[str, Any] | None,
     shards: int,
 ) -> Float[Array, "N D"]:
-    """Return the result of `mix` in h's dtype, in a program for a mesh or for one device.
+    """Return the result of `mix`, in the dtype of `h`, in a program for a mesh or for one device.
 
-    Rows are sharded over `data`. `shards` is the number of devices along `model` over which the
-    kernels are sharded: each device mixes its own experts, or its part of each expert's width, and
-    the results are summed once. XLA's partitioner would sum after each product in the loop over
-    experts.
+    `routes`, `stacked` and `shared` are arguments of `mix`. Rows are sharded over `data`. `shards`
+    is the number of devices along `model` over which the kernels are sharded: each device mixes its
+    own experts, or its part of each expert's width, and the results are summed once. XLA's
+    partitioner would sum after each product in the loop over experts.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:

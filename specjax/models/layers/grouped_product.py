@@ -39,9 +39,10 @@ def multiply(
     minimums: Float32[Array, "F J"],
     interpret: bool = False,
 ) -> Float[Array, "N F"]:
-    """Return x times a quantized kernel in float32, given the arrays of a `QuantizedKernel`.
+    """Return x times a 4-bit kernel, in float32.
 
-    Weights are rounded to the dtype of `x`. `interpret` runs the kernel without a GPU, for tests.
+    `values`, `scales` and `minimums` are the arrays of a `QuantizedKernel`. Weights are rounded to
+    the dtype of `x`. `interpret` runs the kernel without a GPU, for tests.
     """
     tokens, inputs = x.shape
     outputs, groups = scales.shape

@@ -16,14 +16,20 @@ from specjax.models.cpu import library
 def rms_norm(
     x: Float[Array, "B T *N D"], scale: Float[Array, "D"], eps: float
 ) -> Float[Array, "B T *N D"]:
-    """Return `x` divided by its root mean square and scaled (Zhang and Sennrich 1910.07467)."""
+    """Return `x` divided by its root mean square over the last axis, times `scale`.
+
+    `eps` is added to the mean square (Zhang and Sennrich 1910.07467).
+    """
     return _norm(x, scale, None, eps)
 
 
 def layer_norm(
     x: Float[Array, "B T D"], scale: Float[Array, "D"], bias: Float[Array, "D"], eps: float
 ) -> Float[Array, "B T D"]:
-    """Return the layer norm of `x` (Ba et al. 1607.06450)."""
+    """Return the layer norm of `x`: over the last axis, mean 0 and variance 1, scaled and shifted.
+
+    `eps` is added to the variance (Ba et al. 1607.06450).
+    """
     return _norm(x, scale, bias, eps)
 
 

@@ -126,12 +126,12 @@ def constant(name: str, value: Any) -> Part:
 
 
 def heads(known: Values) -> int:
-    """Return the number of query heads (H)."""
+    """Return the number of query heads (H), given the values that earlier parts have read."""
     return known["num_heads"]
 
 
 def width_of_head(known: Values) -> int:
-    """Return D/H, the default width of a head."""
+    """Return D/H, the default width of a head, given the values that earlier parts have read."""
     return known["hidden_size"] // max(known["num_heads"], 1)
 
 
@@ -144,8 +144,9 @@ def sizes(
 ) -> tuple[Part, ...]:
     """Return the parts for sizes and epsilon that most families share.
 
-    The arguments are the defaults of config.json. Without `head_dim` the default is D/H, as in GGUF
-    files.
+    The arguments are the defaults of config.json: the width of a head, the longest context in
+    tokens, whether embedding and head are tied, and the epsilon of norms. Without `head_dim` the
+    default is D/H, as in GGUF files.
     """
     width = head_dim or width_of_head
     return (
@@ -195,7 +196,8 @@ def rope(
 ) -> Part:
     """Return a part for rotary base and scaling and, with `partial`, the rotated share of a head.
 
-    The arguments are the defaults for files that do not state these values.
+    `theta` is the base of a config.json that does not state it, `gguf_theta` that of a GGUF file,
+    and `partial` the share.
     """
 
     def values(base: float, scaling: Any, rotary_width: int) -> Values:
