@@ -197,8 +197,8 @@ class Turns:
     ) -> Proposal:
         """Return each row's draft, from the first drafter that has one, and the states.
 
-        Each drafter has its own noise at depths that no other uses; if the rule reads no
-        distributions, all share the target's noise.
+        Each drafter draws with noise that no other uses; if the rule reads no distributions, all
+        use the target's noise. `limits` are how much each may draft.
         """
         limits = jax.tree.map(jnp.asarray, limits)
         drafted_by = jnp.full(context.length.shape, NO_DRAFTER, jnp.int32)

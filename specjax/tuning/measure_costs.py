@@ -116,7 +116,7 @@ def copy_bandwidth(num_bytes: int) -> float:
 
 
 def matmul_flops(size: int, dtype: Any) -> float:
-    """Return the FLOP/s of products of random [size, size] matrices of `dtype`, not rounded."""
+    """Return the FLOP/s of products of [size, size] matrices of `dtype`, in full precision."""
     left, right = (
         jax.random.normal(jax.random.key(seed), (size, size), dtype) for seed in range(2)
     )

@@ -94,7 +94,7 @@ class Location(NamedTuple):
 
     @property
     def rows(self) -> Shape:
-        """The shape of the location's values in rows: [out, in] for a kernel."""
+        """The shape of the tensor's values as rows, one per output: [out, in] for a kernel."""
         return self.shape[::-1] if self.is_kernel else self.shape
 
     @property
