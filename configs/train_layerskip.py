@@ -28,7 +28,7 @@ def get_config(size=""):
     config.layerskip.max_dropout = 0.1  # p_max: of the last layer, per row
     config.layerskip.dropout_schedule = "constant"  # | exponential: from 0, for new models
     config.layerskip.e_scale = 0.2  # of the losses of early exits; 0 = none
-    config.layerskip.curriculum = "rotational"  # | gradual: from the last exit down
+    config.layerskip.curriculum = "rotational"  # | gradual: last one first | decoded: alone
     config.layerskip.rotation = 8  # steps until every exit was in the loss
     # Compared with: tokens of the data | distributions of the model as it was before the run.
     config.layerskip.labels = "tokens"

@@ -133,8 +133,8 @@ def compile_round(devices: list[Any]) -> Any:
     from specjax.drafters import TreeOptions, Turns
     from specjax.drafters.base import Sampling
     from specjax.drafters.eagle import EagleDrafter
-    from specjax.drafters.early_exit import EarlyExit
     from specjax.drafters.lookup.ngram import Ngram
+    from specjax.drafters.self_speculation.early_exit import EarlyExit
     from specjax.loading.formats import build_parameters, parameter_names
     from specjax.models.decoder import Decoder, Form
     from specjax.models.heads import shared_parameters

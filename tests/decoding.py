@@ -30,11 +30,11 @@ from specjax.drafters import (
     take_turns,
     turn_taking,
 )
-from specjax.drafters.autoregressive import SelfDrafter
 from specjax.drafters.draft_model import DraftModel
-from specjax.drafters.early_exit import EarlyExit
 from specjax.drafters.lookup.ngram import Ngram
 from specjax.drafters.lookup.suffix import Suffix
+from specjax.drafters.self_speculation.early_exit import EarlyExit
+from specjax.drafters.self_speculation.self_drafter import SelfDrafter
 from specjax.sampling import UniformRule
 
 PROMPTS = [

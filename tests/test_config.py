@@ -57,6 +57,7 @@ def test_overrides_in_all_spellings():
     assert (config.seed, config.compare, config.sampling.logprobs) == (7, True, False)
     assert (config.num_speculative_tokens, config.drafter.exit_layer) == ("auto", 3)
     assert config.is_locked
+    assert read("--config.drafter.exit_layer=auto").drafter.exit_layer == "auto"
 
 
 def help_of(main, *argv, capsys):

@@ -13,8 +13,8 @@ from tiny_models import small_model
 
 from specjax.decoding.round import make_context, noise_keys, proposal_noise
 from specjax.drafters import take_turns
-from specjax.drafters.early_exit import EarlyExit
 from specjax.drafters.lookup.ngram import Ngram
+from specjax.drafters.self_speculation.early_exit import EarlyExit
 from specjax.errors import InputError
 from specjax.loading.load import random_model
 from specjax.models.causal_mask import causal

@@ -16,9 +16,9 @@ from specjax.decoding import round as one_round
 from specjax.decoding.sampling_params import SamplingParams
 from specjax.drafters import LoadedDrafter, take_turns
 from specjax.drafters.base import Limits
-from specjax.drafters.early_exit import EarlyExit
 from specjax.drafters.lookup.ngram import Ngram
 from specjax.drafters.none import NoDrafter
+from specjax.drafters.self_speculation.early_exit import EarlyExit
 from specjax.errors import InputError
 from specjax.sampling import Decision, Rejection, RoundKeys, rules
 from specjax.testing import check_drafter

@@ -19,7 +19,7 @@ from specjax.decoding.programs import compile_session
 from specjax.decoding.session import plan_session
 from specjax.distributed.sharding import make_mesh
 from specjax.drafters import LoadedDrafter, TreeOptions, make_drafter
-from specjax.drafters.quantized import Quantized
+from specjax.drafters.self_speculation.quantized import Quantized
 from specjax.errors import InputError
 from specjax.loading.load import load_model, place_model, random_model
 from specjax.loading.quantize import float_model, quantized_model

@@ -29,9 +29,9 @@ from tiny_models import bigrams
 import specjax
 from specjax.decoding.generate import decode_session
 from specjax.drafters import LoadedDrafter, TreeOptions, merge_drafters, take_turns
-from specjax.drafters.early_exit import EarlyExit
 from specjax.drafters.lookup.corpus import Corpus
 from specjax.drafters.lookup.suffix import Suffix
+from specjax.drafters.self_speculation.early_exit import EarlyExit
 from specjax.errors import InputError
 from specjax.loading.corpus.sorted_text import LONGEST_MATCH, sorted_text, with_separator
 from specjax.loading.load import place_model

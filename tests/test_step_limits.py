@@ -43,10 +43,10 @@ from specjax.decoding.state import admit
 from specjax.distributed import processes
 from specjax.drafters import TreeOptions, head_drafter, merge_drafters, take_turns, turn_taking
 from specjax.drafters import draft_model as draft_models
-from specjax.drafters.early_exit import EarlyExit
 from specjax.drafters.lookup.ngram import Ngram
 from specjax.drafters.lookup.suffix import Suffix
 from specjax.drafters.lookup.token_recycling import TokenRecycling
+from specjax.drafters.self_speculation.early_exit import EarlyExit
 from specjax.loading.load import random_model
 from specjax.models.decoder import Form
 

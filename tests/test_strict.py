@@ -28,8 +28,8 @@ from specjax.cache import KVCache, make_cache
 from specjax.decoding import loop
 from specjax.decoding.sampling_params import SamplingParams
 from specjax.drafters import make_drafter
-from specjax.drafters.early_exit import EarlyExit
 from specjax.drafters.lookup.ngram import Ngram
+from specjax.drafters.self_speculation.early_exit import EarlyExit
 from specjax.loading.load import random_model
 from specjax.models.cpu import library
 

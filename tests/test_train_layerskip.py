@@ -77,6 +77,11 @@ def test_the_gradual_curriculum_adds_exits_from_the_last_one_down():
     ]
 
 
+def test_the_decoded_exit_may_be_the_only_one_in_the_loss():
+    loss = LayerSkipLoss(curriculum="decoded", exit_layer=3, num_layers=9, steps=30)
+    assert [enabled(loss, step) for step in (0, 1, 29)] == [[3]] * 3
+
+
 def test_weights_are_the_published_ones():
     loss = LayerSkipLoss(e_scale=0.2, num_layers=5)
     exits = jnp.arange(1, 5)

@@ -36,10 +36,10 @@ from specjax.cli.decode_config import read_decode_config
 from specjax.decoding.sampling_params import SamplingParams
 from specjax.drafters import TokenRecycling, TreeOptions, head_drafter, take_turns
 from specjax.drafters.base import Sampling
-from specjax.drafters.early_exit import EarlyExit
 from specjax.drafters.growth import dynamic_tree, static_tree
 from specjax.drafters.growth.tree_options import USUAL_DEPTH, USUAL_NODES
 from specjax.drafters.lookup.ngram import Ngram
+from specjax.drafters.self_speculation.early_exit import EarlyExit
 from specjax.errors import InputError
 from specjax.testing import Tabular, check_drafter
 from specjax.trees import DynamicTree, RankedTree, tree_of_choices

@@ -120,7 +120,8 @@ def _config(kinds: Fields, values: Mapping[str, Any]) -> ml_collections.ConfigDi
 def _value_type(kind: Kind) -> type:
     """Return the type of a command line's values for fields of a kind."""
     if isinstance(kind, Either):
-        return _value_type(kind.kinds[0])
+        types = {_value_type(each) for each in kind.kinds}
+        return types.pop() if len(types) == 1 else object  # a Python literal, or else a text
     return next((type_ for known, type_ in _TYPE_OF.items() if isinstance(kind, known)), str)
 
 

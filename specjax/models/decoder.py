@@ -151,7 +151,8 @@ class Decoder:
     so that each shard has a copy. `multiply` is the dtype to which products round their operands,
     if other than `dtype` (training, and bfloat16 on a CPU: `matmul.product`); attention may then
     round as the device does by default. `cache_dtype` is the storage of keys and values in caches,
-    by default `dtype` (`cached_entries`).
+    by default `dtype` (`cached_entries`). Layers in `skipped` do not run, and their entries of a
+    window stay empty.
     """
 
     config: DecoderConfig
@@ -160,6 +161,7 @@ class Decoder:
     form: Form = DEFAULT_FORM
     multiply: jnp.dtype | None = None
     cache_dtype: jnp.dtype | None = None
+    skipped: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         self.form.check(self.config)
@@ -315,7 +317,7 @@ class Decoder:
         If `inputs` is a list, what each layer reads is appended to it.
         """
         if self.form.layers == "unrolled":
-            for index in range(start, depth):
+            for index in self._not_skipped(start, depth).tolist():
                 # Without the barrier XLA splits the heads again, and transposes kernels for T = 1.
                 weights = with_experts(lax.optimization_barrier(params["layers"][str(index)]))
                 if inputs is not None:
@@ -335,16 +337,24 @@ class Decoder:
 
             if carry.window is None:
                 step = jax.checkpoint(step, prevent_cse=False)
-            if inputs is None:
+            order = self._not_skipped(first, last)
+            if inputs is None and len(order) == last - first:
                 carry = lax.fori_loop(first, last, step, carry)
                 continue
-            carry, of_run = lax.scan(
-                lambda carry, index, step=step: (step(index, carry), carry.x),
-                carry,
-                jnp.arange(first, last),
-            )
-            inputs.append(of_run)
+
+            def step_and_input(
+                carry: LayerCarry, index: Int[Array, ""], step: Callable = step
+            ) -> tuple[LayerCarry, Any]:
+                return step(index, carry), None if inputs is None else carry.x
+
+            carry, of_run = lax.scan(step_and_input, carry, order)
+            if inputs is not None:
+                inputs.append(of_run)
         return carry
+
+    def _not_skipped(self, first: int, last: int) -> Int[np.ndarray, "A"]:
+        """Return the layers from `first` to `last` - 1 that run."""
+        return np.setdiff1d(np.arange(first, last), self.skipped).astype(np.int32)
 
     def _outputs(
         self, params: dict[str, Any], carry: LayerCarry, requested: _Features, *, logits: bool

@@ -43,8 +43,10 @@ class LayerSkipOptions:
     """S(t): 1, for a trained model; or rising from 0 to 1, from scratch."""
     e_scale: Annotated[float, Number()] = 0.2
     """The scale of the losses of early exits beside that of the last layer; 0 = none."""
-    curriculum: Literal["rotational", "gradual"] = "rotational"
-    """Exits in the loss: every rotation-th, others in each step; or from the last one down."""
+    curriculum: Literal["rotational", "gradual", "decoded"] = "rotational"
+    """Exits in the loss: every rotation-th, others in each step; from the last one down; or the
+    decoded one alone, for short runs.
+    """
     rotation: Annotated[int, Whole(1)] = 8
     """R: of the rotational curriculum, steps until every exit was in the loss."""
     labels: Literal["tokens", "distributions"] = "tokens"
@@ -97,6 +99,8 @@ class LayerSkipLoss(LayerSkipOptions):
         The mask is the paper's C(t, l).
         """
         count = self.num_layers - 1
+        if self.curriculum == "decoded":
+            return jnp.asarray([self.decoded_exit]), jnp.ones(1, bool)
         if self.curriculum == "gradual":
             exits = jnp.arange(1, count + 1)
             opened = jnp.asarray(step, jnp.float32) * (2 * self.num_layers / self.steps)

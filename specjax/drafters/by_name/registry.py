@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable
 from specjax.drafters.base import Drafter, LoadedDrafter
 from specjax.drafters.draft_model import DraftModel
 from specjax.drafters.eagle import EagleDrafter
-from specjax.drafters.early_exit import EarlyExit
 from specjax.drafters.lookup.corpus import Corpus
 from specjax.drafters.lookup.lookahead import Lookahead
 from specjax.drafters.lookup.lookup import Lookup
@@ -19,7 +18,9 @@ from specjax.drafters.medusa import MedusaDrafter
 from specjax.drafters.merged import Merged, merge_drafters
 from specjax.drafters.mtp import MtpDrafter
 from specjax.drafters.none import NoDrafter
-from specjax.drafters.quantized import Quantized
+from specjax.drafters.self_speculation.early_exit import EarlyExit
+from specjax.drafters.self_speculation.layer_skip import LayerSkip
+from specjax.drafters.self_speculation.quantized import Quantized
 from specjax.drafters.simulated import Simulated
 from specjax.drafters.turn_taking import take_turns
 from specjax.errors import InputError, shown
@@ -31,6 +32,7 @@ DRAFTERS: dict[str, type[Drafter]] = {
     "corpus": Corpus,
     "draft_model": DraftModel,
     "early_exit": EarlyExit,
+    "layer_skip": LayerSkip,
     "quantized": Quantized,
     "medusa": MedusaDrafter,
     "eagle": EagleDrafter,

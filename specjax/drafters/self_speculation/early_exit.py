@@ -5,14 +5,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, ClassVar, Literal
 
-from specjax.drafters.autoregressive import SelfDrafter
 from specjax.drafters.base import Context, LoadedDrafter
+from specjax.drafters.self_speculation.layer_choice import choose, draft_cost, exit_acceptance
+from specjax.drafters.self_speculation.self_drafter import SelfDrafter
 from specjax.errors import InputError
 from specjax.fields import Whole
 from specjax.loading.model import Model
+from specjax.loading.user_messages import note
 from specjax.models.interface import LanguageModel
 
 
@@ -36,13 +38,35 @@ class EarlyExit(SelfDrafter):
             )
 
     @classmethod
-    def load(cls, name: str, target: Model, path: Any = None, **options: Any) -> LoadedDrafter:
+    def load(
+        cls,
+        name: str,
+        target: Model,
+        path: Any = None,
+        *,
+        exit_layer: Annotated[int, Whole(1)] | Literal["auto"] | None = None,
+        **options: Any,
+    ) -> LoadedDrafter:
         """Return the drafter `name` that runs the first layers of `target`; `path` is not used.
 
-        `options` are the keyword-only fields.
+        With "auto" the target reads a short text, and the exit is the one with the greatest
+        estimated speed-up by the acceptance and cost of its drafts; a message says which. Raises
+        InputError for a layer out of range, and for "auto" if there is no earlier exit.
         """
         del name, path
-        return LoadedDrafter(cls(target.config.num_layers, **options))
+        count = target.config.num_layers
+        if exit_layer != "auto":
+            return LoadedDrafter(cls(count, exit_layer=exit_layer, **options))
+        drafter = cls(count, **options)
+        if count < 2:
+            raise InputError("drafter.exit_layer='auto': the target has one layer; leave it out")
+        costs = [draft_cost(target, layers) for layers in range(1, count)]
+        best = choose(exit_acceptance(target), costs, drafter.num_speculative_tokens)
+        chosen = replace(drafter, exit_layer=best.index + 1)
+        note(
+            f"early_exit: exit_layer={chosen.exit_layer} of {count} is best on a short text; {best}"
+        )
+        return LoadedDrafter(chosen)
 
     def layers(self, params: Any, context: Context) -> tuple[LanguageModel, Any, int | None]:
         """Return the target, its parameters, and the number of layers to run."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Literal
 
-from specjax.drafters.autoregressive import SelfDrafter
 from specjax.drafters.base import Context, LoadedDrafter
+from specjax.drafters.self_speculation.self_drafter import SelfDrafter
 from specjax.errors import InputError
 from specjax.fields import Instance
 from specjax.loading.model import Model, count_bytes
