@@ -354,7 +354,11 @@ DRAFTER_OPTIONS = [
     ("ngram", {"num_speculative_tokens": -2}, "num_speculative_tokens=-2: use a whole"),
     ("early_exit", {"exit_layer": 4}, "exit_layer=4: .* 3 layers; use 1 to 3"),
     ("early_exit", {"exit_layer": 0}, "exit_layer=0: use a whole number of at least 1"),
-    ("early_exit", {"exit_layer": "best"}, "exit_layer='best' is unknown: use auto"),
+    (
+        "early_exit",
+        {"exit_layer": "best"},
+        "exit_layer='best': use a whole number of at least 1, or a",
+    ),
     ("layer_skip", {"skip_layers": 3}, "skip_layers=3: the target has 3 layers; use 1 to 2"),
     ("layer_skip", {"skip_layers": 0}, "skip_layers=0: use a whole number of at least 1"),
     (

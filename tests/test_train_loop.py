@@ -357,6 +357,17 @@ def timeless(workdir):
     ]
 
 
+def test_a_line_that_is_written_during_a_pause_begins_a_window_then(monkeypatch):
+    now = iter([0.0, 4.0, 9.0, 9.0, 10.0, 12.0, 12.0])
+    monkeypatch.setattr(loop.time, "perf_counter", lambda: next(now))
+    window = loop._Window()
+    window.tokens = 36
+    with window.paused():  # from 4 to 10
+        assert window.speeds()[0] == 36 / 9
+    window.tokens = 8
+    assert window.speeds()[0] == (36 + 8) / (9 + 2)
+
+
 def test_the_last_two_checkpoints_are_kept(target, tmp_path):
     run = Run(tmp_path / "w", target, config_of(steps=17))
     run.train()

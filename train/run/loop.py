@@ -228,7 +228,8 @@ class _Window:
         """Exclude the time spent inside the context from the window."""
         begin = time.perf_counter()
         yield
-        self.begin += time.perf_counter() - begin
+        # A line may have begun a new window inside.
+        self.begin += time.perf_counter() - max(begin, self.begin)
 
 
 def _take(

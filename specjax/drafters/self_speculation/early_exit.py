@@ -17,6 +17,8 @@ from specjax.loading.model import Model
 from specjax.loading.user_messages import note
 from specjax.models.interface import LanguageModel
 
+_EXIT = Whole(1, remedy="use a whole number of at least 1, or auto")
+
 
 @dataclass(frozen=True, kw_only=True)
 class EarlyExit(SelfDrafter):
@@ -44,7 +46,7 @@ class EarlyExit(SelfDrafter):
         target: Model,
         path: Any = None,
         *,
-        exit_layer: Annotated[int, Whole(1)] | Literal["auto"] | None = None,
+        exit_layer: Literal["auto"] | Annotated[int, _EXIT] | None = None,
         **options: Any,
     ) -> LoadedDrafter:
         """Return the drafter `name` that runs the first layers of `target`; `path` is not used.
