@@ -30,6 +30,8 @@ def get_config(size=""):
     config.loss = config_dict.ConfigDict()
     config.loss.kl = 1.0  # of KL(target || draft)
     config.loss.tv = 0.0  # of the total variation
+    # In place of both: ce | kl | reverse_kl | tv | lk | lk_blend, or several as ce:0.1,tv:0.9.
+    config.loss.label_loss = config_dict.placeholder(str)
     config.loss.depths = 4  # drafts per round that are measured
 
     set_size(config, size)

@@ -39,6 +39,9 @@ def get_config(size=""):
     config.loss.steps = 3  # draft steps that are unrolled
     config.loss.decay = 0.8  # the weight of step i is decay ** i
     config.loss.cross_entropy = 1.0
+    # In place of the cross-entropy: ce | kl | reverse_kl | tv | lk | lk_blend, or several as
+    # ce:0.1,tv:0.9.
+    config.loss.label_loss = config_dict.placeholder(str)
     config.loss.feature = 0.0  # smooth L1 to the target's next feature
     config.loss.noise = 0.0  # half-width of the noise on features
 

@@ -32,6 +32,9 @@ def get_config(size=""):
     config.layerskip.rotation = 8  # steps until every exit was in the loss
     # Compared with: tokens of the data | distributions of the model as it was before the run.
     config.layerskip.labels = "tokens"
+    # In its place: ce | kl | reverse_kl | tv | lk | lk_blend, or several as
+    # ce:0.1,tv:0.9.
+    config.layerskip.label_loss = config_dict.placeholder(str)
     # The exit that is decoded: this many layers; a third unless given.
     config.layerskip.exit_layer = config_dict.placeholder(int)
     config.layerskip.exits = ()  # further ones to measure; () = four among the first 2/3

@@ -35,6 +35,8 @@ def get_config(size=""):
     config.loss.labels = (
         "distributions"  # distributions of the target | tokens of the data, as published
     )
+    # In its place: ce | kl | reverse_kl | tv | lk | lk_blend, or several as ce:0.1,tv:0.9.
+    config.loss.label_loss = config_dict.placeholder(str)
     config.loss.decay = 0.8  # the weight of head i is decay ** i
 
     set_size(config, size)

@@ -31,6 +31,8 @@ def get_config(size=""):
     config.mtp.decay = 1.0  # the weight of step i is decay ** i, over their sum
     # Compared with: tokens of the data | distributions of the target as it was before the run.
     config.mtp.labels = "distributions"
+    # In its place: ce | kl | reverse_kl | tv | lk | lk_blend, or several as ce:0.1,tv:0.9.
+    config.mtp.label_loss = config_dict.placeholder(str)
     # lambda, beside the target's own loss: 0.3 unless given; a frozen target has none.
     config.mtp.loss_weight = config_dict.placeholder(float)
     config.mtp.late_loss_weight = config_dict.placeholder(float)  # lambda later in the run

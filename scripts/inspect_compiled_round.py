@@ -132,7 +132,7 @@ def compile_round(devices: list[Any]) -> Any:
     from specjax.distributed import sharding
     from specjax.drafters import TreeOptions, Turns
     from specjax.drafters.base import Sampling
-    from specjax.drafters.eagle import EagleDrafter
+    from specjax.drafters.heads.eagle import EagleDrafter
     from specjax.drafters.lookup.ngram import Ngram
     from specjax.drafters.self_speculation.early_exit import EarlyExit
     from specjax.loading.formats import build_parameters, parameter_names

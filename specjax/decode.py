@@ -256,6 +256,8 @@ def _usual_length(name: str) -> str:
     """Return a drafter's default maximum draft length as a text, for the listing."""
     if name == "medusa":
         return "one draft token per head"
+    if name in ("dflash", "dspark"):
+        return "as many draft tokens as a block has"
     kind = DRAFTERS[name]
     if (length := getattr(kind, "usual_length", None)) is None:
         needed = (

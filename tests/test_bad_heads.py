@@ -7,7 +7,7 @@ import pytest
 from model_files import edit_head, written_head
 from safetensors import safe_open
 from safetensors.numpy import save_file
-from tiny_models import VOCABULARY, eagle_head, noisy_medusa_head
+from tiny_models import VOCABULARY, block_head, eagle_head, noisy_medusa_head
 
 from specjax.errors import InputError
 from specjax.files import folder_checksums
@@ -52,6 +52,29 @@ EAGLE3 = [
         "out of range: random-0 has 3 layers",
     ),
 ]
+DFLASH = [
+    (dict(drop=["fc.weight"]), "in no known layout"),
+    (dict(drop=["norm.weight"]), "missing: norm.weight"),
+    (dict(config={"vocab_size": 60}), "vocab_size=60: random-0 has 61 tokens"),
+    (dict(config={"model_type": "llama"}), "model_type='llama': use a head whose layers are Qwen3"),
+    (dict(config={"block_size": None}), "block_size=None: must be a whole number of at least 1"),
+    (dict(config={"block_size": 1}), "block_size=1: the anchor alone drafts nothing"),
+    (dict(config={"markov_rank": 4}), "markov_rank=4: the tensors say 0"),
+    (dict(config={"norm_twice": True}), "norm_twice=True: is unknown"),
+    (
+        dict(config={"dflash_config": {"mask_token_id": 61, "target_layer_ids": [0, 1]}}),
+        r"mask_token_id=61: the target has the tokens 0\.\.60",
+    ),
+    (
+        dict(config={"dflash_config": {"mask_token_id": 60, "target_layer_ids": [0, 2]}}),
+        r"target_layer_ids=\[0, 2\]: must name outputs of layers 0\.\.1 of random-0",
+    ),
+    (dict(config={"dflash_config": {"mask_token_id": 60}}), "target_layer_ids=None: must name"),
+    (
+        dict(tensors={"lm_head.weight": np.ones((61, 24), np.float32)}),
+        "lm_head.weight differs from that of random-0",
+    ),
+]
 MEDUSA = [
     (dict(drop=["1.0.linear.weight"]), "missing: 1.0.linear.weight"),
     (
@@ -84,6 +107,7 @@ SPECULATORS = [
     [
         *(("eagle3", *case) for case in EAGLE3),
         *(("medusa", *case) for case in MEDUSA),
+        *(("dflash", *case) for case in DFLASH),
         *(("speculators", *case) for case in SPECULATORS),
     ],
 )
@@ -92,6 +116,7 @@ def test_heads_that_do_not_fit(form, change, message, tiny, tmp_path):
         "eagle3": lambda: eagle_head(tiny, vocabulary=VOCABULARY),
         "medusa": lambda: noisy_medusa_head(tiny, VOCABULARY, original=True),
         "speculators": lambda: eagle_head(tiny),
+        "dflash": lambda: block_head(tiny),
     }[form]()
     path = written_head(tmp_path, head, form, tiny)
     edit_head(path, **change)

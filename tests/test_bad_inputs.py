@@ -28,6 +28,7 @@ from specjax.serving.serve_config import ServeFields
 from specjax.spec_bench import command as spec_bench
 from specjax.spec_bench.config import SpecBenchFields
 from train import (
+    block,
     corpus,
     distill,
     eagle,
@@ -56,6 +57,7 @@ COMMANDS = {
     "train.corpus": (corpus.main, fields_of(CorpusConfig), "corpus.py"),
     "train.medusa": (medusa.main, fields_of(medusa.Config), "train_medusa2.py"),
     "train.eagle": (eagle.main, fields_of(eagle.Config), "train_eagle3.py"),
+    "train.block": (block.main, fields_of(block.Config), "train_dflash.py"),
     "train.distill": (distill.main, fields_of(distill.Config), "train_distill.py"),
     "train.layerskip": (layerskip.main, fields_of(layerskip.Config), "train_layerskip.py"),
     "train.mtp": (mtp.main, fields_of(mtp.Config), "train_mtp_scratch.py:glm"),
@@ -204,7 +206,7 @@ def test_every_field(command, parts, folder, capsys, monkeypatch):
         monkeypatch.setattr(f"{module}.load_model", None)
     # absl writes the whole config down as a flag's default, which takes most of the time.
     monkeypatch.setattr(ml_collections.ConfigDict, "__str__", lambda self: "a config")
-    if command in ("train.eagle", "train.distill", "train.layerskip", "train.mtp"):
+    if command in ("train.block", "train.eagle", "train.distill", "train.layerskip", "train.mtp"):
         # What all methods share is tried with one of them.
         shared = {**fields_of(TrainingConfig), "model": None}
         kinds = {name: kind for name, kind in kinds.items() if kind != shared.get(name)}
@@ -349,6 +351,15 @@ LINES = [
     *(
         (decode.main, f"--config={given}", "config=")
         for given in (".", "/dev/null", "~nosuchuser/config.py")
+    ),
+    *(
+        (block.main, f"--config=train_dflash{arguments}", said)
+        for arguments, said in (
+            (" --config.loss.label_loss=kls", "loss.label_loss='kls': use ce, kl, reverse_kl, tv"),
+            (" --config.loss.label_loss=ce:0", r"loss.label_loss.ce=0\.0: use a number above 0"),
+            (" --config.block.block_size=0", "block.block_size=0: use a whole number from 1"),
+            (" --config.block.start=last", "block.start='last' is unknown: use target, random"),
+        )
     ),
     *(
         (layerskip.main, f"--config=train_layerskip{arguments}", said)

@@ -77,8 +77,12 @@ def test_blocks_change_nothing(block, shared, case, monkeypatch):
     states, kernel, teacher, counted, weights = case
     kernel = kernel[0] if shared else kernel
 
+    # Weights of drafts, or of each draft and label.
+    each = weights if shared else jnp.broadcast_to(weights[:, None, None], counted.shape)
+
     def blocked(states, kernel):
-        return score_drafts(Scoring(PARTS, True), states, kernel, teacher, counted, weights)
+        plan = Scoring(PARTS, True, overlaps=True)
+        return score_drafts(plan, states, kernel, teacher, counted, each)
 
     def slowly(states, kernel):
         return whole(states, kernel, teacher, counted, weights)
@@ -87,12 +91,14 @@ def test_blocks_change_nothing(block, shared, case, monkeypatch):
         jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(states, kernel)
         for loss in (blocked, slowly)
     )
-    (total, (losses, right, choices)), grads = got
+    (total, (losses, right, choices, overlaps)), grads = got
     (wanted, (wanted_losses, wanted_right, wanted_choices)), wanted_grads = want
     np.testing.assert_allclose(total, wanted, rtol=1e-5)
     np.testing.assert_allclose(losses, wanted_losses, rtol=1e-5)
     np.testing.assert_array_equal(right, wanted_right)
     np.testing.assert_array_equal(choices, wanted_choices)
+    missed = jnp.where(counted, 1 - overlaps, 0.0).sum(axis=(1, 2))
+    np.testing.assert_allclose(missed, wanted_losses[:, 1], rtol=1e-5)
     assert 0 < right.sum() < counted.sum()
     for mine, theirs in zip(grads, wanted_grads, strict=True):
         np.testing.assert_allclose(mine, theirs, atol=1e-5)

@@ -9,7 +9,15 @@ import numpy as np
 import pytest
 from model_files import edit_head, written_head
 from safetensors.numpy import load_file, save_file
-from tiny_models import SOME, VOCABULARY, draft_logits, eagle_head, medusa_head, noisy_medusa_head
+from tiny_models import (
+    SOME,
+    VOCABULARY,
+    block_head,
+    draft_logits,
+    eagle_head,
+    medusa_head,
+    noisy_medusa_head,
+)
 
 from specjax.errors import InputError
 from specjax.files.folder_checksums import MARKER
@@ -17,6 +25,7 @@ from specjax.loading.head_formats import read_foreign, shared_with_target, write
 from specjax.loading.head_formats.read_write import whole_vocabulary
 from specjax.loading.heads.head import check_same
 from specjax.loading.load import random_model
+from specjax.models.heads.block import Block
 from specjax.models.heads.medusa import Medusa
 
 FORMS = {
@@ -39,6 +48,17 @@ FORMS = {
             norm_output=True,
             own_embedding=True,
         ),
+    ),
+    "dflash_causal": ("dflash", lambda t: block_head(t, causal=True)),
+    "dflash2": (
+        "dflash",
+        lambda t: block_head(
+            t, conv_kernel_size=2, conv_group_size=6, selector_rank=3, selector_top_k=5
+        ),
+    ),
+    "dspark": (
+        "dspark",
+        lambda t: block_head(t, markov_rank=3, sample_from_anchor=True, confidence=True),
     ),
     "eagle3_norm_before_fc": ("eagle3", lambda t: eagle_head(t, norm_before_fc=True)),
 }
@@ -339,6 +359,47 @@ def test_eagle1_with_the_targets_embedding_and_head(tiny, tmp_path):
     edit_head(path, tensors=both, config={"bias": True})
     with pytest.raises(InputError, match="bias=True: the file has no fc.bias"):
         read_foreign(path, tiny)
+
+
+def test_dflash_tensors_mean_what_dflash_does(tiny, tmp_path):
+    """At position 0 nothing is rotated: keys and values of the features are plain products."""
+    head = block_head(tiny, num_layers=1, block_size=2)
+    path = written_head(tmp_path, head, "dflash", tiny)
+    stored = load_file(path / "model.safetensors")
+    config = json.loads((path / "config.json").read_text())
+    assert config["dflash_config"]["target_layer_ids"] == [0, 1]
+    assert head.config.taps == ("layer_input:1", "layer_input:2")
+    assert config["block_size"] == 2
+    rng = np.random.default_rng(0)
+    taps = rng.standard_normal((2, 24)).astype(np.float32)
+    x = torch_linear(stored["fc.weight"], taps.reshape(-1))
+    fused = x / np.sqrt(np.mean(x**2) + 1e-5) * stored["hidden_norm.weight"]
+    layer = {name.removeprefix("layers.0."): value for name, value in stored.items()}
+    key = torch_linear(layer["self_attn.k_proj.weight"], fused).reshape(2, 6)
+    key = key / np.sqrt(np.mean(key**2, axis=1, keepdims=True) + 1e-5)
+    value = torch_linear(layer["self_attn.v_proj.weight"], fused).reshape(2, 6)
+    block = Block(head.config, tiny.dtype)
+    features = dict(zip(head.config.taps, jnp.asarray(taps)[:, None, None], strict=True))
+    window = jax.jit(
+        lambda params: block.context(
+            params, block.fuse(params, features), jnp.zeros((1, 1), jnp.int32)
+        )
+    )(head.params)
+    np.testing.assert_allclose(window.v[0, 0, :, 0], value, rtol=1e-4, atol=1e-4)
+    wanted = key * layer["self_attn.k_norm.weight"]
+    np.testing.assert_allclose(window.k[0, 0, :, 0], wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_a_part_of_the_vocabulary_of_dspark(tiny, tmp_path):
+    options = dict(markov_rank=3, sample_from_anchor=True, confidence=True)
+    head = block_head(tiny, vocabulary=VOCABULARY, **options)
+    with pytest.raises(InputError, match="no draft vocabulary.*whole_vocabulary"):
+        write_foreign(head, tmp_path / "head", "dspark", tiny)
+    whole = whole_vocabulary(head)
+    write_foreign(whole, tmp_path / "head", "dspark", tiny)
+    np.testing.assert_allclose(
+        draft_logits(whole, tiny)[:, head.draft_ids], draft_logits(head, tiny), rtol=1e-5, atol=1e-5
+    )
 
 
 def test_a_part_of_the_vocabulary_in_eagle1(tiny, tmp_path):

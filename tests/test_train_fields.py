@@ -8,7 +8,7 @@ from toy_training import config_of, get_config, read
 
 from specjax.cli.config_file import read_config
 from specjax.errors import InputError
-from train import distill, eagle, layerskip, medusa, mtp
+from train import block, distill, eagle, layerskip, medusa, mtp
 from train.run.config import read_training_config
 
 TOY = toy_training.__file__
@@ -51,7 +51,10 @@ def test_folders_that_are_not_named(tmp_path):
 @pytest.mark.parametrize(
     ("name", "module"),
     [
+        ("train_dflash", block),
         ("train_distill", distill),
+        ("train_dspark", block),
+        ("train_dflash2", block),
         ("train_eagle1", eagle),
         ("train_eagle3", eagle),
         ("train_layerskip", layerskip),

@@ -112,6 +112,27 @@ def test_another_seed_gives_other_losses(target, alone):
     assert np.abs(np.array(losses) - alone[0]).max() > 1e-2
 
 
+def test_the_average_of_the_parameters(target):
+    """It is the result of the run, and the steps are those without it."""
+    wanted = jax.tree.map(np.asarray, run_steps(target, config_of(), steps=0)[1].params)
+    for step in range(3):
+        losses, state = run_steps(target, config_of(average=0.15), steps=step + 1)
+        decay = min(0.15, (1 + step) / (10 + step))
+        wanted = jax.tree.map(
+            lambda old, new, decay=decay: decay * old + (1 - decay) * np.asarray(new),
+            wanted,
+            state.params,
+        )
+        jax.tree.map(
+            lambda mine, own: np.testing.assert_allclose(mine, own, rtol=1e-5, atol=1e-7),
+            state.result,
+            wanted,
+        )
+    plain, without = run_steps(target, config_of(), steps=3)
+    assert losses == plain
+    assert without.result is without.params
+
+
 @pytest.mark.parametrize("fsdp", [False, True])
 def test_the_optimizers_state_is_split(fsdp, target):
     """Each device holds a quarter of it, of the parameters where that is asked for."""

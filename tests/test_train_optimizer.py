@@ -16,12 +16,14 @@ from specjax.models.parameter_table import parameter_table
 from train.run.optimizer import Optimization, learning_rate, make_optimizer
 
 
-@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant", "wsd"])
 def test_the_rate_rises_and_falls(schedule):
-    settings = Optimization(2.0, schedule, warmup=4, decay_steps=24, final_fraction=0.1)
+    settings = Optimization(
+        2.0, schedule, warmup=4, decay_steps=24, final_fraction=0.1, stable_fraction=0.5
+    )
     rates = [float(rate) for rate in map(learning_rate(settings), range(40))]
     np.testing.assert_allclose(rates[:5], [0.4, 0.8, 1.2, 1.6, 2.0], rtol=1e-6)
-    middle = {"cosine": 1.1, "linear": 1.1, "constant": 2.0}[schedule]
+    middle = {"cosine": 1.1, "linear": 1.1, "constant": 2.0, "wsd": 1.7}[schedule]
     assert rates[14] == pytest.approx(middle)
     assert rates[24] == rates[39] == pytest.approx(2.0 if schedule == "constant" else 0.2)
 

@@ -11,11 +11,12 @@ from conftest import slow
 from specjax import decode, make_drafter
 from specjax.loading.heads.head import read_head
 from specjax.loading.load import load_model, save_model
-from train import corpus, distill, eagle, layerskip, medusa, mtp
+from train import block, corpus, distill, eagle, layerskip, medusa, mtp
 from train.data.examples import Example, target_metadata
 from train.data.write_responses import write_responses
 from train.run import run
 
+CONV = "--config.block.conv_group_size=2"
 RUNS = {
     "train_eagle1": (eagle, "eagle", ["--config.eagle.draft_vocab_size=40"]),
     "train_eagle3": (eagle, "eagle3", ["--config.eagle.draft_vocab_size=40"]),
@@ -24,6 +25,9 @@ RUNS = {
         "draft_model",
         ["--config.distill.draft_vocab_size=40", "--config.distill.layers=(0,1)"],
     ),
+    "train_dflash": (block, "dflash", ["--config.block.draft_vocab_size=40"]),
+    "train_dspark": (block, "dspark", ["--config.block.draft_vocab_size=40"]),
+    "train_dflash2": (block, "dflash", ["--config.block.draft_vocab_size=40", CONV]),
     "train_medusa": (medusa, "medusa", ["--config.medusa.draft_vocab_size=40"]),
     "train_medusa2": (medusa, "medusa", ["--config.medusa.draft_vocab_size=40"]),
     "train_layerskip": (layerskip, "early_exit", ["--config.layerskip.rotation=2"]),
@@ -80,6 +84,7 @@ def folders(chatty, tmp_path_factory):
     # resumed, and decodes with what it exported; what the others export is read.
     [
         *(("train_eagle3", 0), ("train_distill", 1), ("train_medusa2", 0), ("train_layerskip", 1)),
+        ("train_dspark", 0),
         *slow(*((name, 1) for name in RUNS if name not in ("train_distill", "train_layerskip"))),
     ],
 )

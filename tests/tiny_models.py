@@ -8,11 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 from conftest import tiny_config
 
+from specjax.cache import commit
 from specjax.drafters import head_drafter
 from specjax.loading.heads.complete_parameters import complete_parameters
 from specjax.loading.heads.head import Head, TargetMetadata
 from specjax.loading.load import random_model
 from specjax.models.causal_mask import causal
+from specjax.models.config import Attention
+from specjax.models.heads.block import Block, BlockConfig
 from specjax.models.heads.eagle import Eagle, EagleConfig, default_taps
 from specjax.models.heads.medusa import Medusa, MedusaConfig, parameter_table
 from specjax.models.heads.mtp import MtpConfig, MtpModules
@@ -108,6 +111,34 @@ def eagle_drafter(target, **options):
     return head_drafter(eagle_head(target, **options), target)
 
 
+def block_config(target, vocabulary=None, num_layers=2, **options):
+    decoder = dataclasses.replace(
+        target.config, num_layers=num_layers, attention=Attention(qk_norm=True)
+    )
+    usual = dict(
+        taps=tuple(f"layer_input:{i}" for i in range(1, target.config.num_layers)),
+        block_size=4,
+        mask_token_id=target.config.vocab_size - 1,
+    )
+    return BlockConfig(
+        decoder=decoder,
+        target_hidden_size=target.config.hidden_size,
+        draft_vocab_size=vocabulary or target.config.vocab_size,
+        **{**usual, **options},
+    )
+
+
+def block_head(target, vocabulary=None, seed=0, spread=1.0, **options):
+    config = block_config(target, vocabulary, **options)
+    params = noisy(config.parameter_table(), seed, spread)
+    ids = None if vocabulary is None else some_ids(target, vocabulary, seed)
+    return Head(config.kind, config, params, ids, TargetMetadata.of(target))
+
+
+def block_drafter(target, **options):
+    return head_drafter(block_head(target, **options), target)
+
+
 def medusa_config(target, heads=3, num_layers=1, original_lm_head=True, projection=False, ids=None):
     vocab = target.config.vocab_size
     size = vocab if ids is None else len(ids)
@@ -163,6 +194,8 @@ def draft_logits(head, target, seed=0):
         medusa = Medusa(head.config, target.dtype)
         return np.asarray(_medusa_logits(medusa, params, feature(head.config.hidden_size)))[0]
     features = {tap: feature(head.config.target_hidden_size) for tap in head.config.taps}
+    if isinstance(head.config, BlockConfig):
+        return np.asarray(_block_logits(Block(head.config, target.dtype), params, features))[0]
     tokens = rng.integers(0, head.config.decoder.vocab_size, (1, _PAIRS + 1))
     eagle = Eagle(head.config, target.dtype)
     return np.asarray(_eagle_logits(eagle, params, features, jnp.asarray(tokens, jnp.int32)))[0]
@@ -173,6 +206,26 @@ def _medusa_logits(medusa, params, feature):
     states = medusa.states(params, feature)
     every = [medusa.logits(params, states[index], index) for index in range(len(states))]
     return jnp.concatenate(every, axis=1)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _block_logits(block, params, features):
+    """Return the logits of a block after a few features, and its estimates of acceptance."""
+    window = block.context(params, block.fuse(params, features), jnp.arange(_PAIRS)[None])
+    slots, count = jnp.arange(_PAIRS)[None], jnp.array([_PAIRS])
+    cache = commit(block.make_cache(1, _PAIRS), window, slots, count)
+    tokens = jnp.arange(block.config.block_size)[None]
+    states = block.extend(params, tokens, _PAIRS + tokens, cache)
+    logits = block.logits(params, states)
+    embedded = block.embed_previous(params, tokens)
+    if block.config.markov_rank:
+        logits += block.bias(params, embedded)
+    if block.config.selector_rank:
+        every = jnp.arange(logits.shape[2])[None, None]
+        logits += block.edges(params, states, tokens, every)
+    if block.config.confidence:
+        logits += block.confidence_logit(params, states, embedded)[:, :, None]
+    return logits
 
 
 @functools.partial(jax.jit, static_argnums=0)

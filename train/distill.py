@@ -61,7 +61,7 @@ def make_method(
         target,
         config.distill.layers,
         vocabulary(config.distill.draft_vocab_size),
-        replace(config.loss, label_loss=label_loss),
+        config.loss if label_loss is None else replace(config.loss, label_loss=label_loss),
         multiply=multiply_dtype(config.dtype),
     )
 

@@ -95,7 +95,7 @@ def make_method(
         taps=taps,
         **options,
     )
-    loss = replace(config.loss, label_loss=label_loss)
+    loss = config.loss if label_loss is None else replace(config.loss, label_loss=label_loss)
     multiply = multiply_dtype(config.dtype)
     return eagle_method(target, shape, draft_ids, loss, start=start, multiply=multiply)
 

@@ -79,7 +79,7 @@ def make_method(
         draft_vocab_size=vocab_size if draft_ids is None else len(draft_ids),
         **options,
     )
-    loss = replace(config.loss, label_loss=label_loss)
+    loss = config.loss if label_loss is None else replace(config.loss, label_loss=label_loss)
     multiply = multiply_dtype(config.dtype)
     if config.joint is None:
         return medusa_method(target, shape, draft_ids, loss, multiply=multiply)

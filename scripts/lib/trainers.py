@@ -23,6 +23,8 @@ TRAINERS = {
     "medusa": Trainer("train.medusa", "configs/train_medusa.py"),
     "eagle": Trainer("train.eagle", "configs/train_eagle1.py"),
     "mtp": Trainer("train.mtp", "configs/train_mtp.py", ("--config.mtp.export=head",)),
+    "dflash": Trainer("train.block", "configs/train_dflash.py"),
+    "dspark": Trainer("train.block", "configs/train_dspark.py"),
 }
 """The kinds of heads that `reproduce_heads.py` trains."""
 

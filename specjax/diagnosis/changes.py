@@ -18,9 +18,9 @@ from specjax.diagnosis.answers import Answers
 from specjax.diagnosis.teacher_forced import Examined, Reading
 from specjax.drafters.base import Drafter
 from specjax.drafters.draft_model import DraftModel
-from specjax.drafters.eagle import EagleDrafter
-from specjax.drafters.mtp import MtpDrafter
-from specjax.drafters.pair_drafter import PairDrafter
+from specjax.drafters.heads.eagle import EagleDrafter
+from specjax.drafters.heads.mtp import MtpDrafter
+from specjax.drafters.heads.pair_drafter import PairDrafter
 from specjax.models.config import DecoderConfig
 from specjax.models.heads.draft_decoder import ReducedDecoder
 from specjax.models.heads.eagle import default_taps

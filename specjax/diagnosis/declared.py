@@ -17,9 +17,11 @@ from specjax.loading.storage.checkpoint_directory import is_checkpoint
 from specjax.loading.storage.orbax_checkpoint import look
 from specjax.loading.tokenizers.huggingface_tokenizer import read_json
 
-_HEADS = ("medusa", "eagle", "eagle3")
+_HEADS = ("medusa", "eagle", "eagle3", "dflash", "dspark")
 """Drafters whose path is always a head; those of others may be a whole model."""
 _IDS = "eagle_aux_hidden_state_layer_ids"
+_OUTPUT_IDS = "target_layer_ids"
+"""The field of block drafters, which numbers outputs of layers."""
 
 
 class _Declared(NamedTuple):
@@ -71,7 +73,10 @@ def _of_head(folder: Path) -> _Declared:
             return _Declared(layers, _section(metadata, "target").get("name"))
         return _Declared((), None)
     config = read_json(folder / "config.json")
-    ids = config.get(_IDS) or _section(config, "eagle_config").get(_IDS) or ()
+    ids = config.get(_IDS) or _section(config, "eagle_config").get(_IDS)
+    if ids is None:
+        outputs = _section(config, "dflash_config").get(_OUTPUT_IDS) or config.get(_OUTPUT_IDS)
+        ids = [index + 1 for index in outputs or () if isinstance(index, int)]
     verifier = _section(_section(config, "speculators_config"), "verifier")
     target = config.get("base_model_name_or_path") or verifier.get("name_or_path")
     layers = [index for index in ids if isinstance(index, int)] if isinstance(ids, list) else ()

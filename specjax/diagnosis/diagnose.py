@@ -18,7 +18,7 @@ from specjax.diagnosis.changes import Change, Finding
 from specjax.diagnosis.teacher_forced import Examined, Reading, Scores, score
 from specjax.diagnosis.weight_checks import weight_notes
 from specjax.drafters import LoadedDrafter, Merged, Turns
-from specjax.drafters.eagle import EagleDrafter
+from specjax.drafters.heads.eagle import EagleDrafter
 from specjax.errors import InputError
 from specjax.loading.model import MODEL_KIND, Model
 from specjax.models.decoder import check_features

@@ -18,8 +18,8 @@ from jaxtyping import Array, Bool, Float, Int
 from specjax.diagnosis.answers import Answers
 from specjax.drafters.base import Drafter
 from specjax.drafters.draft_model import DraftModel
-from specjax.drafters.medusa import MedusaDrafter
-from specjax.drafters.pair_drafter import PairDrafter
+from specjax.drafters.heads.medusa import MedusaDrafter
+from specjax.drafters.heads.pair_drafter import PairDrafter
 
 Examined = PairDrafter | MedusaDrafter | DraftModel
 """The drafters whose proposals at all positions are computed in one pass."""

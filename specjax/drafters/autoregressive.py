@@ -128,13 +128,14 @@ class ChainDrafter(Drafter):
         context: Context,
         noise: Noise,
         draft_ids: Int[Array, "Vd"] | None = None,
+        confidence: chain.Confidence | None = None,
     ) -> tuple[Draft, Any]:
         """Draft a chain or a tree with this drafter's options; return it and the last carry.
 
         `logits` follow the root; `step` returns the logits after the tokens of each further level,
         for a window of `window_slots` slots with the root in slot 0. `carry` is any state that
         `step` passes on. If the logits cover only part of the vocabulary, `draft_ids` are its token
-        ids.
+        ids. `confidence` decides how long a chain grows (`chain.draft_chain`).
         """
         shape, start = self.shape, (logits, step, carry, context)
         options = {"p_min": self.draft_p_min, "draft_ids": draft_ids}
@@ -142,5 +143,7 @@ class ChainDrafter(Drafter):
             return dynamic_tree.draft_dynamic_tree(shape, *start, **options)
         options["sampled"] = self.sampled
         if shape is None:
-            return chain.draft_chain(self.num_speculative_tokens, *start, noise, **options)
+            return chain.draft_chain(
+                self.num_speculative_tokens, *start, noise, confidence=confidence, **options
+            )
         return static_tree.draft_static_tree(shape, *start, noise, **options)

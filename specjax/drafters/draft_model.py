@@ -22,7 +22,7 @@ from specjax.distributed.sharding import constrain_rows
 from specjax.drafters.autoregressive import ChainDrafter
 from specjax.drafters.base import Accepted, Context, LoadedDrafter, Noise
 from specjax.drafters.growth.level import Level
-from specjax.drafters.head_drafter import DraftWeights, check_tokenizers, load_head
+from specjax.drafters.heads.head_drafter import DraftWeights, check_tokenizers, load_head
 from specjax.files.path_checks import user_path
 from specjax.loading.find_head import kind_of_head
 from specjax.loading.heads.head import Head

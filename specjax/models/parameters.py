@@ -48,6 +48,7 @@ class Parameter:
             "ones": nn.initializers.ones_init(),
             "zeros": nn.initializers.zeros_init(),
             "identity": _identity,
+            "first_tap": _first_tap,
         }[self.kind]
         return nn.with_logical_partitioning(start, self.axes)
 
@@ -56,6 +57,12 @@ def _identity(key: Key[Array, ""], shape: tuple[int, ...], dtype: jnp.dtype) -> 
     """Return an array whose last two axes are identity matrices."""
     del key
     return jnp.broadcast_to(jnp.eye(*shape[-2:], dtype=dtype), shape)
+
+
+def _first_tap(key: Key[Array, ""], shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
+    """Return convolution kernels [..., taps, channels] that pass their input through."""
+    del key
+    return jnp.zeros(shape, dtype).at[..., 0, :].set(1)
 
 
 class ParameterTable(nn.Module):

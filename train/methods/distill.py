@@ -24,7 +24,7 @@ from specjax.models.heads.draft_decoder import DraftModelConfig, ReducedDecoder
 from specjax.models.heads.shared_parameters import share
 from train.data.batches import Batch
 from train.methods.blockwise_loss import Scoring, Teacher, score_drafts
-from train.methods.losses import LabelLoss, kl_divergence, variation
+from train.methods.losses import LabelLoss, LossName, kl_divergence, variation
 from train.methods.method import Measures, Method, measure
 from train.methods.packed_rows import ahead, at_rows, features_of
 from train.methods.target_layers import some_layers
@@ -44,8 +44,9 @@ class DistillLoss:
     """The weight of the total variation distance."""
     depths: Annotated[int, Whole(1, 64)] = 4
     """The number of drafts per round that are measured; it does not affect gradients."""
-    label_loss: LabelLoss | None = None
-    """A loss per label that replaces both."""
+    label_loss: LossName = None
+    """A loss that replaces both: ce, kl, reverse_kl, tv, lk, lk_blend, or several as ce:0.1,tv:0.9.
+    """
 
     def __post_init__(self) -> None:
         if not self.kl + self.tv > 0:

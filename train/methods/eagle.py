@@ -26,7 +26,7 @@ from specjax.models.heads.eagle import Eagle, EagleConfig
 from specjax.models.heads.shared_parameters import share
 from train.data.batches import Batch
 from train.methods.blockwise_loss import Scoring, Teacher, score_drafts
-from train.methods.losses import LabelLoss, Truth, smooth_l1, soft_cross_entropy
+from train.methods.losses import LabelLoss, LossName, Truth, smooth_l1, soft_cross_entropy
 from train.methods.method import Measures, Method, measure
 from train.methods.packed_rows import ahead, at_rows, label_ahead
 from train.methods.target_layers import last_layer
@@ -55,8 +55,10 @@ class EagleLoss:
     """The weight of the smooth L1 distance to the target's next feature."""
     noise: Annotated[float, Number()] = 0.0
     """The half-width of the uniform noise on features."""
-    label_loss: LabelLoss | None = None
-    """A loss that replaces the cross-entropy and keeps its weight."""
+    label_loss: LossName = None
+    """A loss that replaces the cross-entropy and keeps its weight: ce (with the data's token), kl,
+    reverse_kl, tv, lk, lk_blend, or several as ce:0.1,tv:0.9.
+    """
 
     def __post_init__(self) -> None:
         if not self.cross_entropy + self.feature > 0:

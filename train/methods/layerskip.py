@@ -21,7 +21,7 @@ from specjax.loading.model import Model
 from specjax.models.decoder import LAYER_INPUTS, Decoder
 from train.data.batches import Batch
 from train.methods.blockwise_loss import Scores, Scoring, Teacher, score_drafts
-from train.methods.losses import LabelLoss, cross_entropy, label_loss_of
+from train.methods.losses import LossName, cross_entropy, label_loss_of
 from train.methods.method import Measures, Method, measure
 from train.methods.packed_rows import ahead, at_rows, features_of, label_ahead
 from train.methods.target_layers import in_float32, with_params
@@ -51,6 +51,10 @@ class LayerSkipOptions:
     """R: of the rotational curriculum, steps until every exit was in the loss."""
     labels: Literal["tokens", "distributions"] = "tokens"
     """Tokens of the data, or distributions of the original model, so that it stays itself."""
+    label_loss: LossName = None
+    """A loss that replaces the one that labels selects: ce, kl, reverse_kl, tv, lk, lk_blend, or
+    several as ce:0.1,tv:0.9. All but ce read distributions.
+    """
     exit_layer: Annotated[int | None, optional(Whole(1))] = None
     """The exit that is decoded, and of which tau_sim is; a third of the layers by default."""
     exits: Annotated[tuple[int, ...], Items(Whole(1))] = ()
@@ -65,7 +69,6 @@ class LayerSkipLoss(LayerSkipOptions):
 
     num_layers: int = 2
     steps: int = 1
-    label_loss: LabelLoss | None = None
 
     @property
     def decoded_exit(self) -> int:

@@ -6,11 +6,16 @@ They return one value per label or row, not a sum.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
+
+from specjax.errors import InputError
+from specjax.fields import Number, Text
 
 
 def soft_cross_entropy(
@@ -67,6 +72,104 @@ def cross_entropy(logits: Float[Array, "B A Vd"], truth: Truth) -> Float[Array, 
     """Return -log q(token) per label, where the token is the data's and q the draft's."""
     own = jnp.take_along_axis(logits, truth.token[:, :, None], axis=-1)[:, :, 0]
     return jax.nn.logsumexp(logits, axis=-1) - own
+
+
+def reverse_kl(logits: Float[Array, "B A Vd"], truth: Truth) -> Float[Array, "B A"]:
+    """Return KL(q || p), which prefers tokens that the target would accept."""
+    logq = jax.nn.log_softmax(logits, axis=-1)
+    return jnp.sum(jnp.exp(logq) * (logq - truth.log_probs), axis=-1)
+
+
+def overlap(logits: Float[Array, "B A Vd"], truth: Truth) -> Float[Array, "B A"]:
+    """Return sum min(p, q), the probability that rejection accepts a token drawn from q."""
+    both = jnp.minimum(jax.nn.softmax(logits, axis=-1), jnp.exp(truth.log_probs))
+    return jnp.sum(both, axis=-1)
+
+
+def log_acceptance(logits: Float[Array, "B A Vd"], truth: Truth) -> Float[Array, "B A"]:
+    """Return -log sum min(p, q) (LK loss, TorchSpec)."""
+    return -jnp.log(jnp.maximum(overlap(logits, truth), _LEAST_OVERLAP))
+
+
+def kl_then_variation(logits: Float[Array, "B A Vd"], truth: Truth) -> Float[Array, "B A"]:
+    """Return a blend of KL(p || q) and the total variation, by the acceptance a = sum min(p, q).
+
+    KL has the weight exp(-3 a), a constant for gradients: it teaches what is far from accepted,
+    where the gradient of the variation vanishes (hybrid LK loss, TorchSpec).
+    """
+    acceptance = jax.lax.stop_gradient(overlap(logits, truth))
+    weight = jnp.exp(-3.0 * acceptance)
+    return weight * kl_divergence(logits, truth) + (1.0 - weight) * variation(logits, truth)
+
+
+LOSSES: dict[str, LabelLoss] = {
+    "ce": cross_entropy,
+    "kl": kl_divergence,
+    "reverse_kl": reverse_kl,
+    "tv": variation,
+    "lk": log_acceptance,
+    "lk_blend": kl_then_variation,
+}
+"""The label losses by name: of q against the data's token (ce) or the target's distribution p."""
+_LEAST_OVERLAP = 1e-6
+
+
+@dataclass(frozen=True)
+class NamedLosses:
+    """The weighted sum of some of `LOSSES`, as pairs of a name and a weight; a label loss."""
+
+    pairs: tuple[tuple[str, float], ...]
+
+    def __call__(self, logits: Float[Array, "B A Vd"], truth: Truth) -> Float[Array, "B A"]:
+        """Return the weighted sum of the losses of each label."""
+        return sum(weight * LOSSES[name](logits, truth) for name, weight in self.pairs)
+
+
+@dataclass(frozen=True)
+class LossNames:
+    """The field type of label losses: a name, or NAME:WEIGHT with commas for a sum, or a function.
+
+    None stands for the loss that a method uses by itself.
+    """
+
+    def check(self, name: str, value: Any) -> LabelLoss | None:
+        """Return None or a label loss; raise InputError for a text that names none."""
+        if value is None or callable(value):
+            return value
+        weights: dict[str, float] = {}
+        for pair in Text().check(name, value).split(","):
+            loss, mark, weight = map(str.strip, pair.partition(":"))
+            if loss not in LOSSES or loss in weights:
+                raise InputError(
+                    f"{name}={value!r}: use {', '.join(LOSSES)}, or several of them with weights, "
+                    "as ce:0.1,tv:0.9"
+                )
+            with suppress(ValueError):
+                weight = float(weight) if mark else 1.0
+            weights[loss] = Number(above=True).check(f"{name}.{loss}", weight)
+        return NamedLosses(tuple(weights.items()))
+
+
+LossName = Annotated[LabelLoss | None, LossNames()]
+"""The label loss of a method: names with weights, a function, or None."""
+
+
+def parts_of(loss: LabelLoss) -> dict[str, tuple[LabelLoss, float]]:
+    """Return the parts of a label loss by name, each with its weight."""
+    if isinstance(loss, NamedLosses):
+        return {name: (LOSSES[name], weight) for name, weight in loss.pairs}
+    return {"label_loss": (loss, 1.0)}
+
+
+def check_reference(labels: str, loss: LabelLoss | None) -> None:
+    """Raise InputError for losses by name that read distributions if `labels` are "tokens"."""
+    names = [name for name, _ in loss.pairs] if isinstance(loss, NamedLosses) else []
+    others = [name for name in names if name != "ce"]
+    if labels == "tokens" and others:
+        raise InputError(
+            f"label_loss={others[0]!r}: reads the target's distributions; use "
+            "labels=distributions, or label_loss=ce"
+        )
 
 
 def label_loss_of(labels: str, replacement: LabelLoss | None = None) -> LabelLoss:

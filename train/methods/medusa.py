@@ -21,7 +21,7 @@ from specjax.models.heads.medusa import Medusa, MedusaConfig
 from specjax.models.heads.shared_parameters import share
 from train.data.batches import Batch
 from train.methods.blockwise_loss import Scores, Scoring, Teacher, score_drafts
-from train.methods.losses import LabelLoss, label_loss_of
+from train.methods.losses import LabelLoss, LossName, label_loss_of
 from train.methods.method import Measures, Method, measure
 from train.methods.packed_rows import at_rows
 
@@ -38,8 +38,10 @@ class MedusaLoss:
     """The reference: tokens of the data, or distributions of the target."""
     decay: Annotated[float, Number(above=True)] = 0.8
     """Head i has the weight decay ** i."""
-    label_loss: LabelLoss | None = None
-    """A loss per label that replaces the one that `labels` selects."""
+    label_loss: LossName = None
+    """A loss that replaces the one that labels selects: ce, kl, reverse_kl, tv, lk, lk_blend, or
+    several as ce:0.1,tv:0.9.
+    """
 
     @property
     def part(self) -> LabelLoss:

@@ -58,7 +58,8 @@ class Method(NamedTuple):
     with the head. If `takes_step`, the step, an int32 scalar, is the loss's last argument.
     `schedules` are logged functions of the step by name. A sequence needs `least_tokens` tokens to
     have a label for every draft. `layers` is the config of the decoder layers among `params`, if
-    any.
+    any. After the last step, `calibrate(params, target_params, batches)` of held-out batches, if
+    given, returns the parameters to export, and numbers to print.
     """
 
     name: str
@@ -74,18 +75,24 @@ class Method(NamedTuple):
     schedules: Mapping[str, Schedule] = MappingProxyType({})
     least_tokens: int = 3
     layers: DecoderConfig | None = None
+    calibrate: Callable[..., tuple[Any, dict[str, float]]] | None = None
     drafter_options: Mapping[str, Any] = MappingProxyType({})
 
 
 def measure(
-    losses: dict[str, Float[Array, ""]], right: Bool[Array, "K B A"], labels: Int[Array, "B A"]
+    losses: dict[str, Float[Array, ""]],
+    right: Bool[Array, "K B A"],
+    labels: Int[Array, "B A"],
+    scored: Bool[Array, "K B A"] | None = None,
 ) -> Measures:
     """Return the measures of K drafts at each label; K may be 0.
 
     `losses` are the sums of the parts of the loss, and `right` marks the drafts that are right.
+    `scored` marks the drafts whose token is a label too, by default found in the list of `labels`.
     """
-    scored = [label_ahead(labels, draft) for draft in range(len(right))]
-    scored = jnp.stack(scored) if scored else right
+    if scored is None:
+        ahead = [label_ahead(labels, draft) for draft in range(len(right))]
+        scored = jnp.stack(ahead) if ahead else right
     right = right & scored
     along = jax.lax.cumprod(right.astype(jnp.int32), axis=0)
     correct, prefix_correct, counts = (

@@ -20,7 +20,7 @@ from specjax.models.heads.shared_parameters import share
 from train.data.batches import Batch
 from train.experts.loads import Loads, below, feature_of, of_modules, of_target
 from train.methods.blockwise_loss import Scores, Scoring, Teacher, score_drafts
-from train.methods.losses import LabelLoss, label_loss_of
+from train.methods.losses import LabelLoss, LossName, label_loss_of
 from train.methods.method import Measures, measure
 from train.methods.packed_rows import ahead, features_of
 from train.methods.target_loss import target_loss
@@ -33,7 +33,8 @@ class MtpLossOptions:
 
     `labels` are the data's "tokens" (cross-entropy) or the "distributions" of the original target
     (KL divergence), for the modules and for a jointly trained target. Draft step i has the weight
-    `decay` ** i, normalized so that the weights of all steps sum to one. If `late_loss_weight` is
+    `decay` ** i, normalized so that the weights of all steps sum to one. `label_loss` replaces the
+    loss of the modules. If `late_loss_weight` is
     given, lambda has this value after a fraction `late_from` of the schedule.
     """
 
@@ -41,6 +42,10 @@ class MtpLossOptions:
     """The reference: tokens of the data, or distributions of the original target."""
     decay: Annotated[float, Number(above=True)] = 1.0
     """Step i has the weight decay ** i, divided by the sum over all steps."""
+    label_loss: LossName = None
+    """A loss that replaces the one that labels selects: ce, kl, reverse_kl, tv, lk, lk_blend, or
+    several as ce:0.1,tv:0.9. All but ce read distributions.
+    """
     late_loss_weight: Annotated[float | None, optional(Number())] = None
     """The value of lambda late in the run."""
     late_from: Annotated[float, Number(0.0, 1.0)] = 0.7
@@ -51,14 +56,12 @@ class MtpLossOptions:
 class MtpLoss(MtpLossOptions):
     """The loss over `steps` draft steps; the run's learning rate schedule has `schedule_steps`.
 
-    `loss_weight` is lambda before `late_loss_weight` applies. `label_loss` replaces the loss of the
-    modules.
+    `loss_weight` is lambda before `late_loss_weight` applies.
     """
 
     steps: Annotated[int, Whole(0, 64)] = 1
     loss_weight: Annotated[float, Number()] = 0.3
     schedule_steps: Annotated[int, Whole(1)] = 1
-    label_loss: LabelLoss | None = None
 
     @property
     def part(self) -> LabelLoss:

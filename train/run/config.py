@@ -82,11 +82,13 @@ def training_fields() -> ConfigDict:
 
     config.optimizer = "adamw"  # adamw | muon
     config.learning_rate = 1e-3
-    config.schedule = "cosine"  # cosine | linear | constant
+    config.schedule = "cosine"  # cosine | linear | constant | wsd
+    config.stable_fraction = 0.8  # of decay_steps, at the peak; wsd
     config.decay_steps = config_dict.placeholder(int)  # where the schedule ends; steps
     config.final_fraction = 0.1  # of the rate, at the end
     config.warmup = 50
     config.weight_decay = 0.0
+    config.average = 0.0  # decay per step of an average of the parameters; 0 = none
     config.clip = 1.0  # of the gradient's global norm; 0 = none
     # Factors by parameter name, such as head:0.5,layers.0:0.1; the longest name counts.
     config.learning_rate_scales = ""

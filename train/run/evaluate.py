@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -78,20 +78,24 @@ class Evaluation:
     def _num_batches(self, feed: Feed) -> int:
         return min(-(-len(feed.packing.rows(0)) // feed.shape.rows), self.config.batches)
 
-    def _losses(self, params: Any, feed: Feed) -> dict[str, float]:
+    def batches(self, feed: Feed) -> Iterator[Batch]:
+        """Yield the batches of held-out conversations on which losses are computed."""
         rows, count, placement = feed.packing.rows(0), feed.shape.rows, feed.placement
-        total, batches = None, self._num_batches(feed)
-        for number in range(batches):
-            begin = time.perf_counter()
+        for number in range(self._num_batches(feed)):
             taken = rows[number * count : (number + 1) * count]
             taken = taken + [[]] * (count - len(taken))
-            batch: Batch = placement.put(
+            yield placement.put(
                 build(feed.source, [taken[row] for row in placement.rows], feed.shape)
             )
+
+    def _losses(self, params: Any, feed: Feed) -> dict[str, float]:
+        total, begin = None, time.perf_counter()
+        for batch in self.batches(feed):
             loss, measures = self.program.evaluate(params, self.target_params, batch)
             total = add(total, sums_of(loss, measures))
             # The first one may have compiled.
-            self.seconds["losses"] = (time.perf_counter() - begin) * batches
+            now = time.perf_counter()
+            self.seconds["losses"], begin = (now - begin) * self._num_batches(feed), now
         return scalars(total, "eval") if total else {}
 
     def _decode(self, params: Any, temperatures: Sequence[float]) -> dict[str, float]:

@@ -156,7 +156,7 @@ def train(
     step = first = progress.step
     reason = DONE
     if evaluate and evaluations.at_start and not step and not files.is_evaluated(workdir, 0):
-        writer.log(0, evaluate(state.params, 0, False))
+        writer.log(0, evaluate(state.result, 0, False))
     batches = feed.batches(progress.position)
     compiled = None
     with (
@@ -184,14 +184,14 @@ def train(
             if evaluate and due and step < config.steps:
                 settle(0)
                 with window.paused():
-                    writer.log(step, evaluate(state.params, step, False))
+                    writer.log(step, evaluate(state.result, step, False))
             # After the evaluation, so that no checkpoint is ahead of a line of metrics.
             if step % config.checkpoint_every == 0:
                 with window.paused():
                     save()
         save()
     if evaluate and reason == DONE and not files.is_evaluated(workdir, step):
-        writer.log(step, evaluate(state.params, step, True))
+        writer.log(step, evaluate(state.result, step, True))
     return Result(state, progress.step, reason, progress.tokens)
 
 

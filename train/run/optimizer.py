@@ -54,16 +54,19 @@ class Optimization:
     """Options of the optimizer; see `train.run.config` for the fields.
 
     `decay_steps` counts from step 0; None, for all steps, is filled in by the config. The rate ends
-    at `final_fraction` of its peak and stays there. `optimizer` "muon" orthogonalizes the updates
-    of kernels, except those over the vocabulary. `learning_rate_scales` multiplies the rate of the
-    parameters below a dotted name; the longest matching name applies. `balance_rate` is the rate of
-    the experts' selection biases, which have no gradient.
+    at `final_fraction` of its peak and stays there. The schedule "wsd" (warm-up, stable, decay: Hu
+    et al. 2404.06395) keeps the peak until `stable_fraction` of the steps. `optimizer` "muon"
+    orthogonalizes the updates of kernels, except those over the vocabulary. `learning_rate_scales`
+    multiplies the rate of the parameters below a dotted name; the longest matching name applies.
+    `balance_rate` is the rate of the experts' selection biases, which have no gradient.
     """
 
     learning_rate: Annotated[float, Number(above=True)]
     """The peak learning rate."""
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    """The schedule by which the rate falls after the warm-up."""
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    """The schedule by which the rate falls after the warm-up; wsd is constant, then linear."""
+    stable_fraction: Annotated[float, Number(0.0, 1.0)] = 0.8
+    """The fraction of decay_steps after which the rate of wsd falls."""
     warmup: Annotated[int, Whole()] = 0
     """The number of steps over which the rate rises."""
     decay_steps: Annotated[int | None, optional(Whole(1))] = 1
@@ -83,6 +86,10 @@ class Optimization:
     """
     balance_rate: Annotated[float, Number()] = 1e-3
     """The rate of the selection biases of sigmoid routers; 0 leaves them unchanged."""
+    average: Annotated[float, Number(0.0, 0.999999, remedy="use a number in [0, 1)")] = 0.0
+    """The decay per step of an average of the parameters, which is evaluated and exported; 0 uses
+    the parameters themselves.
+    """
 
 
 def learning_rate(optimization: Optimization) -> optax.Schedule:
@@ -92,7 +99,15 @@ def learning_rate(optimization: Optimization) -> optax.Schedule:
     """
     peak, warmup = optimization.learning_rate, optimization.warmup
     final, steps = optimization.final_fraction, max(optimization.decay_steps - warmup, 1)
+    falls_at = max(round(optimization.stable_fraction * optimization.decay_steps) - warmup, 0)
     after = {
+        "wsd": optax.join_schedules(
+            [
+                optax.constant_schedule(peak),
+                optax.linear_schedule(peak, final * peak, max(steps - falls_at, 1)),
+            ],
+            [falls_at],
+        ),
         "cosine": optax.cosine_decay_schedule(peak, steps, final),
         "linear": optax.linear_schedule(peak, final * peak, steps),
         "constant": optax.constant_schedule(peak),

@@ -141,9 +141,31 @@ def _train(
         if result.step:
             metadata = setup.metadata(result.step, result.tokens)
             metadata["curve"] = files.learning_curve(workdir)
-            _export(method, gathered(result.state.params, mesh), metadata, workdir)
+            params = gathered(result.state.result, mesh)
+            if result.reason == loop.DONE:
+                params = _calibrated(setup, params, evaluation)
+            _export(method, params, metadata, workdir)
         seconds = None if is_finished else time.perf_counter() - begin
         return _end(writer, setup, workdir, result, seconds)
+
+
+def _calibrated(setup: Setup, params: Any, evaluation: Evaluation) -> Any:
+    """Return the parameters to export, calibrated on held-out data if the method does that.
+
+    Several processes, each of which has a part of the data only, leave them as they are.
+    """
+    calibrate, held_out = setup.method.calibrate, setup.held_out
+    if calibrate is None or held_out is None or jax.process_count() > 1:
+        return params
+    batches = (
+        # Micro-batches are rows like others here.
+        jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), batch)
+        for batch in evaluation.batches(held_out)
+    )
+    params, numbers = calibrate(params, setup.target_params, batches)
+    shown = ", ".join(f"{name} {value:.4f}" for name, value in numbers.items())
+    evaluation.writer.say(f"calibrated on held-out conversations: {shown}")
+    return params
 
 
 def _check_exports(method: Method, workdir: files.Workdir) -> None:
@@ -242,7 +264,7 @@ def _end(
         )
     else:
         writer.say(f"trained: {where}, {seconds:.0f} s in this run")
-    _say_next(writer, setup, workdir, result.state.params)
+    _say_next(writer, setup, workdir, result.state.result)
     return 0
 
 

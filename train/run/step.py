@@ -29,12 +29,21 @@ _LATE = np.int32(2**30)
 
 @struct.dataclass
 class State:
-    """The arrays that a step updates, and `key`, the data of the run's constant random key."""
+    """The arrays that a step updates, and `key`, the data of the run's constant random key.
+
+    `average` is the average of the parameters over steps, if one is kept.
+    """
 
     params: Any
     optimizer: Any
     step: Int[Array, ""]
     key: UInt32[Array, "words"]
+    average: Any = None
+
+    @property
+    def result(self) -> Any:
+        """The parameters that are evaluated and exported: the average, if one is kept."""
+        return self.params if self.average is None else self.average
 
 
 @struct.dataclass
@@ -104,6 +113,7 @@ def make_program(
         optimizer=jax.jit(optimizer.init, out_shardings=moments)(params),
         step=copied(np.int32(0), mesh),
         key=copied(np.asarray(jax.random.key_data(key)), mesh),
+        average=jax.tree.map(jnp.copy, params) if optimization.average else None,
     )
 
     def step(state: State, target_params: Any, batches: Batch) -> tuple[State, Report]:
@@ -119,8 +129,16 @@ def make_program(
         updates, moments = optimizer.update(grads, state.optimizer, state.params)
         params = optax.apply_updates(state.params, updates)
         params = balanced(params, measures.loads, optimization.balance_rate)
+        average = state.average
+        if average is not None:
+            # Early steps count for little: the first ones would otherwise stay in the average.
+            decay = jnp.minimum(optimization.average, (1 + state.step) / (10 + state.step))
+            average = optax.incremental_update(params, average, 1 - decay)
         schedules = {"learning_rate": rate, **method.schedules}
-        return state.replace(params=params, optimizer=moments, step=state.step + 1), Report(
+        after = state.replace(
+            params=params, optimizer=moments, step=state.step + 1, average=average
+        )
+        return after, Report(
             loss=value,
             measures=measures,
             tokens=(batches.segments > 0).sum(dtype=jnp.int32),

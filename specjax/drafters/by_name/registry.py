@@ -7,16 +7,17 @@ from collections.abc import Callable, Iterable
 
 from specjax.drafters.base import Drafter, LoadedDrafter
 from specjax.drafters.draft_model import DraftModel
-from specjax.drafters.eagle import EagleDrafter
+from specjax.drafters.heads.block import BlockDrafter
+from specjax.drafters.heads.eagle import EagleDrafter
+from specjax.drafters.heads.medusa import MedusaDrafter
+from specjax.drafters.heads.mtp import MtpDrafter
 from specjax.drafters.lookup.corpus import Corpus
 from specjax.drafters.lookup.lookahead import Lookahead
 from specjax.drafters.lookup.lookup import Lookup
 from specjax.drafters.lookup.ngram import Ngram
 from specjax.drafters.lookup.suffix import Suffix
 from specjax.drafters.lookup.token_recycling import TokenRecycling
-from specjax.drafters.medusa import MedusaDrafter
 from specjax.drafters.merged import Merged, merge_drafters
-from specjax.drafters.mtp import MtpDrafter
 from specjax.drafters.none import NoDrafter
 from specjax.drafters.self_speculation.early_exit import EarlyExit
 from specjax.drafters.self_speculation.layer_skip import LayerSkip
@@ -38,6 +39,8 @@ DRAFTERS: dict[str, type[Drafter]] = {
     "eagle": EagleDrafter,
     "eagle3": EagleDrafter,
     "mtp": MtpDrafter,
+    "dflash": BlockDrafter,
+    "dspark": BlockDrafter,
     "token_recycling": TokenRecycling,
     "lookahead": Lookahead,
     "lookup": Lookup,

@@ -22,7 +22,17 @@ from specjax.files.path_checks import user_path
 from specjax.loading.find_head import kind_of_head, read_any_head
 from specjax.loading.model import Model
 
-METHODS = ("ngram", "suffix", "draft_model", "medusa", "eagle", "eagle3", "mtp")
+METHODS = (
+    "ngram",
+    "suffix",
+    "draft_model",
+    "medusa",
+    "eagle",
+    "eagle3",
+    "mtp",
+    "dflash",
+    "dspark",
+)
 _NGRAM = ("ngram", "[ngram]", "ngram_gpu", "prompt_lookup")
 """vLLM's names of prompt lookup, as a method or in place of a model."""
 _MTP_OF_A_MODEL = "_mtp"

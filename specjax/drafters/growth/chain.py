@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -16,6 +17,12 @@ from specjax.models.causal_mask import causal
 from specjax.models.heads.draft_vocabulary import expand
 from specjax.sampling import argmax
 from specjax.trees import Draft
+
+Confidence = Callable[[Int[Array, ""] | int, Int[Array, "B"]], Float[Array, "B"]]
+"""A function (depth, previous token) that returns the probability that the next token is accepted.
+
+It must not depend on the next token itself.
+"""
 
 
 def level_sizes(length: int) -> tuple[int, ...]:
@@ -37,16 +44,17 @@ def draft_chain(
     sampled: bool = True,
     p_min: float = 0.0,
     draft_ids: Int[Array, "Vd"] | None = None,
+    confidence: Confidence | None = None,
 ) -> tuple[Draft, Any]:
     """Draft a chain of up to `longest` tokens per row; return it and the last carry.
 
     Tokens are drawn if `sampled`, else the most likely ones. `logits` follow the root, and `step`
     (a `level.Step`), starting from `carry`, returns the logits after the token of each further
     level. A row stops at its limit, or if the most likely next token has a probability below
-    `p_min` or `context.least_confidence`. This is tested before sampling parameters apply and
-    before the token is drawn, so that the draft stays exact. The loop ends with its longest row, or
-    at `longest` if the context has `full_drafts`. If the logits cover only part of the vocabulary,
-    `draft_ids` are its token ids.
+    `p_min` or `context.least_confidence`; `confidence`, if given, replaces that probability. This
+    is tested before sampling parameters apply and before the token is drawn, so that the draft
+    stays exact. The loop ends with its longest row, or at `longest` if the context has
+    `full_drafts`. If the logits cover only part of the vocabulary, `draft_ids` are its token ids.
     """
     keeps_logq = sampled and context.needs_logq and longest > 0
     least = jnp.maximum(p_min, context.least_confidence)
@@ -55,7 +63,10 @@ def draft_chain(
 
     def grow(depth: Int[Array, ""] | int, logits: Float[Array, "B Vd"], chain: _Chain) -> _Chain:
         wanted = (chain.count == depth) & (depth < context.limit)
-        wanted &= likeliest_probability(logits) >= least
+        if confidence is None:
+            wanted &= likeliest_probability(logits) >= least
+        else:
+            wanted &= confidence(depth, chain.token) >= least
         token, distribution = _choose(
             logits, context, noise, depth, sampled=sampled, draft_ids=draft_ids
         )

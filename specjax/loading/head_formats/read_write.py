@@ -14,7 +14,7 @@ from specjax.files.json_files import parse_json
 from specjax.files.path_checks import output_folder, user_path
 from specjax.loading.dataclass_json import read_dataclass
 from specjax.loading.formats.safetensors_files import WEIGHTS, write_tensors
-from specjax.loading.head_formats import eagle, eagle3_layer_ids, medusa
+from specjax.loading.head_formats import block, eagle, eagle3_layer_ids, medusa
 from specjax.loading.head_formats.checkpoint import (
     CONFIG,
     MEDUSA_WEIGHTS,
@@ -25,12 +25,14 @@ from specjax.loading.head_formats.checkpoint import (
 from specjax.loading.heads.head import Head, TargetMetadata, check_head, check_same
 from specjax.loading.model import Model
 from specjax.loading.tokenizers.huggingface_tokenizer import read_json, write_json
+from specjax.models.heads.block import BlockConfig, with_whole_bias
 from specjax.models.heads.medusa import MedusaConfig
 
-Format = Literal["medusa", "eagle", "eagle3", "speculators"]
-FORMATS = ("medusa", "eagle", "eagle3", "speculators")
+Format = Literal["medusa", "eagle", "eagle3", "speculators", "dflash", "dspark"]
+FORMATS = ("medusa", "eagle", "eagle3", "speculators", "dflash", "dspark")
 
-KINDS = {"medusa": "medusa", "eagle": "eagle", "eagle3": "eagle3", "speculators": "eagle3"}
+KINDS = {name: "eagle3" if name == "speculators" else name for name in FORMATS}
+_BLOCKS = ("dflash", "dspark")
 _NOTES = "specjax"
 
 
@@ -70,6 +72,8 @@ def read_foreign(
             head = medusa.read(checkpoint, target, metadata, training)
         elif form == "eagle":
             head = eagle.read_eagle1(checkpoint, target, metadata, training)
+        elif form in _BLOCKS:
+            head = block.read(checkpoint, target, metadata, training)
         else:
             head = eagle.read_eagle3(checkpoint, target, metadata, training, layer_ids)
     except InputError as error:
@@ -105,6 +109,8 @@ def write_foreign(
         config, tensors = medusa.write(head, target)
     elif format == "eagle":
         config, tensors = eagle.write_eagle1(head)
+    elif format in _BLOCKS:
+        config, tensors = block.write(head)
     else:
         config, tensors = eagle.write_eagle3(head, layer_ids, speculators=format == "speculators")
     noted = _Notes(head.target, head.training, layer_ids)
@@ -142,8 +148,11 @@ def whole_vocabulary(head: Head) -> Head:
             f"{config.draft_vocab_size} tokens"
         )
     whole = config.vocab_size if isinstance(config, MedusaConfig) else config.decoder.vocab_size
+    params = head.params
+    if isinstance(config, BlockConfig):
+        params = with_whole_bias(params, head.draft_ids, whole)
     config = dataclasses.replace(config, draft_vocab_size=whole)
-    return dataclasses.replace(head, config=config, draft_ids=None)
+    return dataclasses.replace(head, config=config, params=params, draft_ids=None)
 
 
 def head_format(directory: Path) -> Format | None:
@@ -165,7 +174,7 @@ def detect(checkpoint: Checkpoint) -> Format:
     some = ", ".join(sorted(names)[:4]) or "none"
     raise InputError(
         f"{checkpoint.directory}: its tensors ({some}, ...) are in no known layout; use Medusa's "
-        "medusa_lm_head, EAGLE's or the speculators library's"
+        "medusa_lm_head, EAGLE's, the speculators library's, DFlash's or DSpark's"
     )
 
 
@@ -174,6 +183,8 @@ def _format(config: Mapping[str, Any], names: Collection[str]) -> Format | None:
         return "speculators"
     if medusa.is_medusa(names):
         return "medusa"
+    if (kind := block.kind_of(names)) is not None:
+        return kind
     if any(name.startswith("midlayer.") or name.endswith(".hidden_norm.weight") for name in names):
         return "eagle3"
     # Complete models have such layers too.

@@ -18,6 +18,7 @@ from specjax.loading.dataclass_json import read_dataclass
 from specjax.loading.model import Model
 from specjax.models.decoder import check_features
 from specjax.models.heads import medusa
+from specjax.models.heads.block import BlockConfig
 from specjax.models.heads.draft_decoder import DraftModelConfig
 from specjax.models.heads.draft_vocabulary import check_draft_ids
 from specjax.models.heads.eagle import EagleConfig
@@ -26,13 +27,15 @@ from specjax.models.heads.mtp import MtpConfig
 from specjax.models.joined_kernels import with_joined
 from specjax.models.parameter_table import parameter_table as decoder_table
 
-Config = DraftModelConfig | MedusaConfig | EagleConfig | MtpConfig
+Config = DraftModelConfig | MedusaConfig | EagleConfig | MtpConfig | BlockConfig
 _CONFIGS: dict[str, type] = {
     "draft_model": DraftModelConfig,
     "medusa": MedusaConfig,
     "eagle": EagleConfig,
     "eagle3": EagleConfig,
     "mtp": MtpConfig,
+    "dflash": BlockConfig,
+    "dspark": BlockConfig,
 }
 KINDS = tuple(_CONFIGS)
 
@@ -89,7 +92,7 @@ class TargetMetadata:
 class _Metadata:
     """The metadata saved with a head's arrays; the type of `config` depends on the kind."""
 
-    kind: Literal["draft_model", "medusa", "eagle", "eagle3", "mtp"]
+    kind: Literal["draft_model", "medusa", "eagle", "eagle3", "mtp", "dflash", "dspark"]
     config: dict
     target: TargetMetadata
     training: dict
@@ -120,6 +123,8 @@ class Head:
             version = 3 if self.kind == "eagle3" else 1
             if self.config.version != version:
                 raise InputError(f"head: {self.kind} needs version={version}")
+        if isinstance(self.config, BlockConfig) and self.config.kind != self.kind:
+            raise InputError(f"head: {self.kind} has the config of a {self.config.kind}")
         _compare(self.params, self.config)
         size = self.config.draft_vocab_size
         if self.draft_ids is None:
@@ -147,7 +152,7 @@ def parameter_table(config: Config) -> dict[str, Any]:
     """Return every parameter of a head as a nested dict of `Parameter`."""
     if isinstance(config, MedusaConfig):
         return medusa.parameter_table(config)
-    if isinstance(config, EagleConfig | MtpConfig):
+    if isinstance(config, EagleConfig | MtpConfig | BlockConfig):
         return config.parameter_table()
     whole = decoder_table(config.decoder)
     return {name: whole[name] for name in ("layers", "final_norm")}
@@ -188,7 +193,7 @@ def read_head(directory: str | Path, mesh: Mesh | None = None) -> Head:
 def check_head(head: Head, target: Model, where: str = "drafter.path") -> None:
     """Raise InputError unless a head fits a target by shapes and tokenizer."""
     head.target.check(where, target)
-    if isinstance(head.config, EagleConfig | MtpConfig):
+    if isinstance(head.config, EagleConfig | MtpConfig | BlockConfig):
         try:
             check_features(head.config.taps, target.config.num_layers)
         except InputError as error:

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 from specjax.distributed.sharding import constrain_rows
 from specjax.drafters.base import Accepted, Context, LoadedDrafter, Noise
 from specjax.drafters.growth.level import Level
-from specjax.drafters.head_drafter import HeadDrafter
+from specjax.drafters.heads.head_drafter import HeadDrafter
 from specjax.loading.heads.head import Head
 from specjax.loading.model import Model
 from specjax.models.heads.medusa import Medusa

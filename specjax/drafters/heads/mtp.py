@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from specjax.drafters.base import LoadedDrafter
-from specjax.drafters.head_drafter import DraftWeights
-from specjax.drafters.pair_drafter import PairDrafter
+from specjax.drafters.heads.head_drafter import DraftWeights
+from specjax.drafters.heads.pair_drafter import PairDrafter
 from specjax.errors import InputError
 from specjax.loading.find_head import shipped_head
 from specjax.loading.heads.complete_parameters import complete_parameters

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from specjax.drafters.pair_drafter import PairDrafter
+from specjax.drafters.heads.pair_drafter import PairDrafter
 from specjax.models.heads.eagle import Eagle
 
 

@@ -25,7 +25,7 @@ from specjax.cache import KVCache, Window, commit
 from specjax.distributed.sharding import constrain_rows
 from specjax.drafters.base import Accepted, Context, LoadedDrafter, Noise
 from specjax.drafters.growth.level import Level
-from specjax.drafters.head_drafter import HeadDrafter
+from specjax.drafters.heads.head_drafter import HeadDrafter
 from specjax.loading.formats.build_parameters import can_split
 from specjax.loading.heads.head import Head
 from specjax.loading.model import Model

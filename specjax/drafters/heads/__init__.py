@@ -1,0 +1,1 @@
+"""Drafters with heads that were trained for one target."""

@@ -1,0 +1,294 @@
+"""Block drafters in the layouts of z-lab's DFlash and DeepSpec's DSpark, as vLLM reads them.
+
+Both have `fc` over the taps, `hidden_norm`, the layers of Qwen3 and `norm`; embedding and output
+head are the target's. The layer ids of the taps number *outputs*: that of layer i is the input of
+layer i + 1. DSpark adds `markov_head.markov_w1` [V, R] and `markov_w2` [V, R], and
+`confidence_head.proj` over the state and the previous token's embedding. DFlash2 adds to each layer
+`attention_conv` and `mlp_conv`, and `candidate_selector`. In a config of DSpark the
+anchor predicts a token unless `sample_from_anchor` is false; in one of DFlash it does not.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from specjax.errors import InputError
+from specjax.loading.formats import build_parameters, parameter_names, tensor_layout
+from specjax.loading.formats.families.qwen import QWEN3
+from specjax.loading.formats.unread_fields import check_unread, implied
+from specjax.loading.head_formats import eagle3_layer_ids as layer_ids
+from specjax.loading.head_formats.checkpoint import Checkpoint, match
+from specjax.loading.head_formats.config_fields import say_count
+from specjax.loading.head_formats.shared_with_target import target_embedding, target_head
+from specjax.loading.heads.head import Head, TargetMetadata
+from specjax.loading.model import Model
+from specjax.loading.typed_fields import Fields
+from specjax.models.config import DecoderConfig
+from specjax.models.heads.block import BlockConfig
+from specjax.models.joined_kernels import parts
+
+_LAYER = re.compile(r"layers\.(\d+)\.")
+_ARCHITECTURES = {"dflash": "DFlashDraftModel", "dspark": "Qwen3DSparkModel"}
+_SECTION = "dflash_config"
+"""A section of the config; tools state its fields there or at the top."""
+_MARKOV, _CONFIDENCE = "markov_head.markov_w", "confidence_head.proj"
+_SELECTOR = "candidate_selector"
+_CAUSAL = ("causal_head", "causal", "is_causal")
+"""The names by which tools say that slots attend to earlier ones only."""
+_UNREAD = ("num_target_layers", "target_hidden_size", "num_anchors")
+"""Fields without an effect on a stored drafter."""
+_SUPPORTED = {"markov_head_type": ("vanilla",)}
+_SIZES = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+_CONVOLUTIONS = ("attention_conv", "mlp_conv")
+_MODULES = {
+    "self_attn.q_proj": ("attention", "query"),
+    "self_attn.k_proj": ("attention", "key"),
+    "self_attn.v_proj": ("attention", "value"),
+    "self_attn.o_proj": ("attention", "output"),
+    "self_attn.q_norm": ("attention", "query_norm"),
+    "self_attn.k_norm": ("attention", "key_norm"),
+    "mlp.gate_proj": ("mlp", "gate"),
+    "mlp.up_proj": ("mlp", "up"),
+    "mlp.down_proj": ("mlp", "down"),
+    "input_layernorm": ("attention_norm",),
+    "post_attention_layernorm": ("mlp_norm",),
+}
+"""The modules of a layer, with their paths in the tree."""
+
+
+def kind_of(names: Collection[str]) -> str | None:
+    """Return the kind of a block drafter, dflash or dspark, by the names of its tensors, or None.
+
+    The first layer of EAGLE-1 has no norm of queries.
+    """
+    if not {"fc.weight", "hidden_norm.weight", "layers.0.self_attn.q_norm.weight"} <= set(names):
+        return None
+    extra = (_MARKOV, _CONFIDENCE)
+    return "dspark" if any(name.startswith(extra) for name in names) else "dflash"
+
+
+def read(
+    checkpoint: Checkpoint, target: Model, metadata: TargetMetadata, training: dict[str, Any]
+) -> Head:
+    """Return a block drafter; an embedding or output head stored with it must equal the target's.
+
+    `metadata` identifies the target, and `training` is stored with the head. Raises InputError for
+    inconsistent fields, names or shapes, for a mask token that the target lacks, and for layer ids
+    out of range.
+    """
+    where, tensors = checkpoint.directory, checkpoint.tensors
+    file = Fields(str(where / "config.json"), checkpoint.config)
+    values = {**file.values, **file.section(_SECTION).values}
+    values.pop(_SECTION, None)
+    fields = Fields(file.where, values)
+    kind = kind_of(tensors)
+    assert kind is not None
+    decoder = _read_layers(fields, target, tensors)
+    fields.only("draft_vocab_size", fields.get("vocab_size"))
+    for name in _UNREAD:
+        fields.get(name)
+    ids = fields.integers("target_layer_ids")
+    layers = target.config.num_layers
+    if ids is None or any(not 0 <= index < layers - 1 for index in ids):
+        raise fields.fail(
+            "target_layer_ids",
+            f"must name outputs of layers 0..{layers - 2} of {target.name}; use a head that was "
+            "made for this target",
+        )
+    rank = tensors[f"{_MARKOV}1.weight"].shape[-1] if f"{_MARKOV}1.weight" in tensors else 0
+    has_confidence = f"{_CONFIDENCE}.weight" in tensors
+    for name, value in (
+        ("markov_rank", rank),
+        ("enable_confidence_head", has_confidence),
+        ("confidence_head_with_markov", has_confidence and rank > 0),
+    ):
+        if fields.get(name) not in (None, value):
+            raise fields.fail(name, f"the tensors say {value}; repair config.json")
+    config = BlockConfig(
+        decoder=decoder,
+        target_hidden_size=target.config.hidden_size,
+        draft_vocab_size=target.config.vocab_size,
+        taps=tuple(f"layer_input:{index + 1}" for index in ids),
+        block_size=fields.count("block_size"),
+        mask_token_id=fields.integer("mask_token_id"),
+        causal=True in {fields.flag(name) for name in _CAUSAL},
+        sample_from_anchor=fields.flag("sample_from_anchor", kind == "dspark"),
+        markov_rank=rank,
+        confidence=has_confidence,
+        **_read_sizes(fields, tensors),
+    )
+    check_unread(fields, {**implied(decoder), **_SUPPORTED}, "a block drafter")
+    params = _read_params(checkpoint, config, target)
+    return Head(kind, config, params, None, metadata, training)
+
+
+def write(head: Head) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Return the config and the tensors of a block drafter, without the target's arrays.
+
+    Raises InputError for a head with a draft vocabulary, and for taps that are no layers' outputs.
+    """
+    config = head.config
+    assert isinstance(config, BlockConfig)
+    if head.draft_ids is not None:
+        raise InputError(
+            f"format={head.kind!r}: the layout has no draft vocabulary, and this head has "
+            f"{config.draft_vocab_size} of {config.decoder.vocab_size} tokens; export it with "
+            "whole_vocabulary, so that it uses the target's whole head"
+        )
+    tensors = {
+        name: tensor_layout.to_stored(
+            np.asarray(parameter_names.lookup(head.params, location.path)), location
+        )
+        for name, location in _locations(config).items()
+    }
+    if config.confidence:
+        proj = head.params["confidence"]
+        tensors[f"{_CONFIDENCE}.weight"] = np.asarray(proj["scale"])[None]
+        tensors[f"{_CONFIDENCE}.bias"] = np.asarray(proj["bias"])
+    extra = [*_locations_of_extras(config)]
+    for name, path in extra:
+        tensors[name] = np.asarray(parameter_names.lookup(head.params, path))
+    section = {
+        "mask_token_id": config.mask_token_id,
+        "target_layer_ids": layer_ids.write(config.taps, head.target.num_layers, "output"),
+        "sample_from_anchor": config.sample_from_anchor,
+        "causal_head": config.causal,
+        "causal": config.causal,
+    }
+    if extra:
+        section |= {name: getattr(config, name) for name in _SIZES}
+    dtype = tensors["fc.weight"].dtype.name
+    fields = {
+        "architectures": ["DFlash2DraftModel" if extra else _ARCHITECTURES[head.kind]],
+        "model_type": "qwen3",
+        "vocab_size": config.decoder.vocab_size,
+        **QWEN3.write(config.decoder),
+        "block_size": config.block_size,
+        "num_target_layers": head.target.num_layers,
+        "tie_word_embeddings": False,
+        "dtype": dtype,
+        "torch_dtype": dtype,
+        _SECTION: section,
+    }
+    if head.kind == "dspark":
+        fields |= section | {
+            "markov_rank": config.markov_rank,
+            "markov_head_type": "vanilla",
+            "enable_confidence_head": config.confidence,
+            "confidence_head_with_markov": config.confidence and config.markov_rank > 0,
+        }
+    return fields, tensors
+
+
+def _read_sizes(fields: Fields, names: Collection[str]) -> dict[str, int]:
+    """Return the sizes of what a checkpoint has of DFlash2, as fields of `BlockConfig`."""
+    parts_there = {
+        "conv": "layers.0.attention_conv.base_kernel" in names,
+        "selector": f"{_SELECTOR}.predecessor_codebook" in names,
+    }
+    fields.asked |= set(_SIZES)
+    return {name: fields.count(name) for name in _SIZES if parts_there[name.split("_")[0]]}
+
+
+def _read_layers(fields: Fields, target: Model, names: Iterable[str]) -> DecoderConfig:
+    """Return the layers that a config describes, with the target's vocabulary."""
+    if fields.get("model_type") not in (None, "qwen3"):
+        raise fields.fail("model_type", "use a head whose layers are Qwen3's")
+    stated, known = fields.count("vocab_size"), target.config.vocab_size
+    if stated < known:
+        raise fields.fail("vocab_size", f"{target.name} has {known} tokens; use a head made for it")
+    count = 1 + max(int(match[1]) for match in map(_LAYER.match, names) if match)
+    say_count(fields, "num_hidden_layers", count)
+    values = {
+        **{name: value for name, value in fields.values.items() if value is not None},
+        "num_hidden_layers": count,
+        # The target's value: the field is about its embedding and head.
+        "tie_word_embeddings": target.config.tie_word_embeddings,
+    }
+    layers = Fields(fields.where, values)
+    decoder = replace(QWEN3.read(layers, known, target.config.unused_tokens), family="llama")
+    fields.asked |= layers.asked
+    return decoder
+
+
+def _read_params(checkpoint: Checkpoint, config: BlockConfig, target: Model) -> dict[str, Any]:
+    """Return the parameter tree; raise InputError for tensors that do not fit the config."""
+    where, tensors = checkpoint.directory, dict(checkpoint.tensors)
+    for name, own in (
+        ("embed_tokens.weight", target_embedding),
+        ("lm_head.weight", target_head),
+    ):
+        if name in tensors and not tensor_layout.same_numbers(tensors.pop(name), own(target)):
+            raise InputError(
+                f"{where}: {name} differs from that of {target.name}, which a block drafter uses; "
+                "use the weights that it was trained for (those of a quantised file are others)"
+            )
+    table = _locations(config)
+    wanted = {name: location.stored_shape for name, location in table.items()}
+    if config.confidence:
+        width = config.decoder.hidden_size + config.markov_rank
+        wanted |= {f"{_CONFIDENCE}.weight": (1, width), f"{_CONFIDENCE}.bias": (1,)}
+        # DeepSeek's own have no bias.
+        weight = tensors[f"{_CONFIDENCE}.weight"]
+        tensors.setdefault(f"{_CONFIDENCE}.bias", np.zeros(1, weight.dtype))
+    extras = dict(_locations_of_extras(config))
+    shapes = config.parameter_table()
+    wanted |= {name: parameter_names.lookup(shapes, path).shape for name, path in extras.items()}
+    match(where, tensors, wanted)
+    params = build_parameters.stored_tree(table.values(), tensors)
+    for name, (*parents, last) in extras.items():
+        node = functools.reduce(lambda node, step: node.setdefault(step, {}), parents, params)
+        node[last] = tensors[name]
+    if config.confidence:
+        params["confidence"] = {
+            "scale": tensors[f"{_CONFIDENCE}.weight"][0],
+            "bias": tensors[f"{_CONFIDENCE}.bias"],
+        }
+    return params
+
+
+def _locations(config: BlockConfig) -> dict[str, parameter_names.Location]:
+    """Return the place of each tensor in the head's tree by its name, but the confidence head's."""
+    modules = {"fc": ("fc",), "hidden_norm": ("hidden_norm",), "norm": ("final_norm",)}
+    for layer in map(str, range(config.decoder.num_layers)):
+        modules |= {
+            f"layers.{layer}.{name}": ("layers", layer, *path) for name, path in _MODULES.items()
+        }
+        for name in _CONVOLUTIONS:
+            modules[f"layers.{layer}.{name}.kernel_projection"] = (
+                "layers",
+                layer,
+                name,
+                "projection",
+            )
+    modules |= {
+        f"{_MARKOV}1": ("markov", "embed"),
+        f"{_MARKOV}2": ("markov", "projection"),
+        f"{_SELECTOR}.hidden_projection": ("selector", "projection"),
+    }
+    known = parts(config.parameter_table(), config.decoder)
+    location_of = {}
+    for module, path in modules.items():
+        for leaf in ("kernel", "scale", "embedding", "bias"):
+            if (part := known.get((*path, leaf))) is not None:
+                name = f"{module}.{'bias' if leaf == 'bias' else 'weight'}"
+                entry = parameter_names.TensorEntry(name, (*path, leaf))
+                (location_of[name],) = parameter_names.of_entry(entry, part, config.decoder)
+    return location_of
+
+
+def _locations_of_extras(config: BlockConfig) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yield the names of tensors of DFlash2 that are no weights of modules, and their paths."""
+    if config.conv_kernel_size:
+        for layer in map(str, range(config.decoder.num_layers)):
+            for name in _CONVOLUTIONS:
+                yield f"layers.{layer}.{name}.base_kernel", ("layers", layer, name, "base")
+    if config.selector_rank:
+        for name in ("predecessor", "successor"):
+            yield f"{_SELECTOR}.{name}_codebook", ("selector", f"{name}s", "embedding")

@@ -1,0 +1,202 @@
+"""Block drafters in the loop: exact, and at the state that a fresh prefill gives."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import row_count, slow
+from decoding import (
+    PROMPTS,
+    accepted_lengths,
+    changed,
+    coupled,
+    decode,
+    first_state,
+    greedy,
+    make_session,
+    mixed,
+    observed,
+    rounds,
+)
+from test_decoder import one_pass
+from tiny_models import block_drafter, block_head, small_model
+
+from specjax.decoding.round import make_context
+from specjax.drafters import head_drafter
+from specjax.drafters.base import Accepted
+from specjax.errors import InputError
+from specjax.testing import check_drafter
+
+ROOM = 48
+"""The longest prompts have no room for all new tokens."""
+MARKOV = dict(markov_rank=3, sample_from_anchor=True, confidence=True)
+DFLASH2 = dict(conv_kernel_size=2, conv_group_size=6, selector_rank=3, selector_top_k=5)
+FORMS = {
+    "dflash": dict(),
+    "dflash2_reduced": dict(vocabulary=40, **DFLASH2),
+    "dflash_causal_reduced": dict(causal=True, vocabulary=40),
+    "dspark": MARKOV,
+    "dspark_reduced": dict(vocabulary=40, **MARKOV),
+}
+TREES = {
+    "static": {"kind": "static", "topk": 2, "depth": 3, "num_nodes": 6},
+    "dynamic": {"kind": "dynamic", "topk": 2, "depth": 3, "num_nodes": 5},
+}
+
+
+@pytest.fixture(scope="module")
+def plain(tiny):
+    return coupled(tiny, batch_size=1, max_length=ROOM)
+
+
+@pytest.mark.parametrize(
+    ("form", "tree"),
+    [
+        ("dspark_reduced", None),
+        ("dflash", "dynamic"),
+        *slow(("dflash2_reduced", None), ("dflash2_reduced", "dynamic")),
+        *slow(("dflash", None), ("dflash_causal_reduced", "static"), ("dspark", "dynamic")),
+        *slow(("dspark", "static")),
+    ],
+)
+def test_coupled_and_greedy_rows_are_those_of_plain_decoding(form, tree, tiny, plain):
+    options = {} if tree is None else {"tree": TREES[tree]}
+    drafter = head_drafter(block_head(tiny, **FORMS[form]), tiny, **options)
+    got = coupled(tiny, drafter, num_speculative_tokens=3, max_length=ROOM)
+    assert got.token_ids == plain.token_ids
+    participated = got.emitted > 0
+    assert 0 < got.accepted[participated].sum() < got.drafted[participated].sum()
+    # Even a prompt of one token, whose block reads no feature, is drafted for.
+    assert (got.drafted[:, 0] > 0).all()
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def observe_all(plan, drafter, target_params, params, features, state):
+    context = make_context(plan, target_params, state)
+    following = jnp.pad(state.tokens[:, 1:], ((0, 0), (0, 1)))
+    count = jnp.maximum(state.length - 1, 0)
+    empty = drafter.init(params, *state.tokens.shape)
+    return drafter.observe(params, empty, context, Accepted(following, count, features))
+
+
+def assert_fresh(session, state, got=None):
+    """With what waits to be observed, the cache is what the committed tokens give."""
+    drafter, params = session.plan.drafter.parts[0], session.params[1][0]
+    features = one_pass(session.model, np.asarray(state.tokens), features=drafter.features).features
+    wanted = observe_all(session.plan, drafter, session.params[0], params, features, state).cache
+    got = (observed(session, state)[0] if got is None else got).cache
+    np.testing.assert_array_equal(got.length, jnp.maximum(state.length - 1, 0))
+    held = (jnp.arange(got.capacity)[None, :] < got.length[:, None])[None, :, None, :, None]
+    for one, other in ((got.k, wanted.k), (got.v, wanted.v)):
+        np.testing.assert_allclose(
+            jnp.where(held, one, 0), jnp.where(held, other, 0), atol=3e-5, rtol=1e-4
+        )
+
+
+def session_of(tiny, drafter, new_tokens=14):
+    options = dict(num_speculative_tokens=3, sampling=mixed(max_new_tokens=new_tokens))
+    return make_session(tiny, PROMPTS, drafter=drafter, **options)
+
+
+def test_the_state_equals_a_fresh_one_after_every_round(tiny):
+    """The broken variant observes the features one position late."""
+    drafter = block_drafter(tiny, spread=0.3)
+    session = session_of(tiny, drafter)
+    state = first_state(session)
+    assert_fresh(session, state)
+    counts = []
+    for state in rounds(session, state, counts):
+        assert_fresh(session, state)
+    assert {0, 1, 2} <= accepted_lengths(counts)
+
+    def late(real, params, state, context, accepted):
+        moved = {name: jnp.roll(value, 1, axis=1) for name, value in accepted.features.items()}
+        return real(params, state, context, accepted.replace(features=moved))
+
+    broken = session_of(tiny, changed(drafter, observe=late))
+    state = next(rounds(session, first_state(session)))
+    with pytest.raises(AssertionError):
+        assert_fresh(session, state, observed(broken, state)[0])
+
+
+def of_another_position(drafter):
+    """The broken variant returns the distributions one position late."""
+
+    def propose(real, params, state, context, noise):
+        draft, state = real(params, state, context, noise)
+        return draft.replace(logq=jnp.roll(draft.logq, 1, axis=1)), state
+
+    return changed(drafter, propose=propose)
+
+
+def without_the_bias(drafter):
+    """The broken variant names the marginals, and draws with the bias by the previous token."""
+
+    def propose(real, params, state, context, noise):
+        draft, state = real(params, state, context, noise)
+        head = drafter.drafter.head
+        neutral = jax.tree.map(jnp.zeros_like, params["markov"])
+        marginals, _ = real({**params, "markov": neutral}, state, context, noise)
+        assert head.config.markov_rank
+        return draft.replace(logq=marginals.logq), state
+
+    return changed(drafter, propose=propose)
+
+
+@pytest.mark.parametrize(
+    ("form", "rule", "tree", "broken"),
+    [
+        ("dspark", "rejection", None, None),
+        ("dspark", "rejection", None, without_the_bias),
+        *slow(("dflash", "rejection", None, None), ("dflash", "rejection", "static", None)),
+        *slow(("dspark", "block", None, None), ("dspark", "rejection", "static", None)),
+        *slow(
+            ("dflash2", "rejection", None, None),
+            ("dflash2", "rejection", None, of_another_position),
+        ),
+        *slow(("dflash", "rejection", None, of_another_position)),
+    ],
+)
+def test_sampled_rows_have_the_targets_distribution(form, rule, tree, broken):
+    target = small_model(6)
+    options = {} if tree is None else {"tree": TREES[tree]}
+    options |= {"num_speculative_tokens": 2} if tree is None else {}
+    flags = FORMS.get(form, {**DFLASH2, "conv_group_size": 4, "selector_top_k": 3})
+    head = block_head(target, vocabulary=5, seed=1, num_layers=1, **flags)
+    drafter = head_drafter(head, target, **options)
+    drafter = drafter if broken is None else broken(drafter)
+    check = check_drafter(drafter, target, row_count(8_000), verify=rule)
+    assert check.passed == (broken is None), check
+    assert check.acceptance_length > 1.2
+
+
+def test_confidence_ends_a_draft_before_the_token_is_drawn(tiny):
+    """A greater bias of the confidence head makes longer drafts, of the same tokens."""
+    head = block_head(tiny, **MARKOV)
+    lengths = []
+    for bias in (-20.0, 0.0, 20.0):
+        head.params["confidence"]["bias"] = jnp.full(1, bias)
+        drafter = head_drafter(head, tiny, draft_p_min=0.5)
+        got = decode(tiny, PROMPTS, drafter=drafter, sampling=greedy(max_new_tokens=8))
+        lengths.append(np.maximum(got.drafted, 0).sum() / (got.emitted > 0).sum())
+    assert lengths[0] == 0 < lengths[1] < lengths[2]
+
+
+def test_options_are_checked(tiny):
+    for options, says in (
+        (dict(mask_token_id=61), r"mask_token_id=61: the target has the tokens 0\.\.60"),
+        (dict(block_size=1), "block_size=1: the anchor alone drafts nothing"),
+        (dict(taps=()), "taps is empty"),
+        (dict(conv_kernel_size=2), "conv_group_size=16: must divide the width 24"),
+        (dict(markov_rank=2, selector_rank=2), "selector_rank=2: markov_rank=2 already makes"),
+    ):
+        with pytest.raises(InputError, match=says):
+            block_head(tiny, **options)
+    with pytest.raises(InputError, match="feature 'layer_input:7' is unknown"):
+        block_drafter(tiny, taps=("layer_input:7",))
+    with pytest.raises(InputError, match="=4: a block of this dflash drafts at most 3 tokens; low"):
+        head_drafter(block_head(tiny), tiny, num_speculative_tokens=4)
+    with pytest.raises(InputError, match="dflash drafts at most 3 tokens in a row; lower it"):
+        head_drafter(block_head(tiny), tiny, tree={"kind": "dynamic", "depth": 4})
