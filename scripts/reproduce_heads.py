@@ -43,7 +43,8 @@ def parser() -> Parser:
     """Return the parser of the command's flags."""
     flags = Parser("python scripts/reproduce_heads.py", __doc__)
     add = flags.add_field
-    default_kinds = ",".join(kind for kind in TRAINERS if kind not in ("eagle", "mtp"))
+    rarer = ("eagle", "mtp", "dflash", "dspark")
+    default_kinds = ",".join(kind for kind in TRAINERS if kind not in rarer)
     add("workdir", OutputFolder(), "where all stages keep their files", default="runs/heads")
     answers = "datasets of answers that exist already"
     add("responses", Listed(PathOrName(), empty=True), answers, default="")
