@@ -216,14 +216,23 @@ def test_confidence_is_calibrated_by_a_temperature(tiny):
     assert calibration_error(3 * logits, accepted) > 0.1
     assert fit_temperature(logits[:0], accepted[:0]) == 1.0
     head, params, _, batch = made(tiny, **DSPARK)
+    loss = BlockLoss(anchors=ALL)
+    _, measures = block_loss(head, params, tiny.params, None, batch, None, loss)
+    overlap, count = measures.rates["overlap"].tolist()
+    # The same estimate everywhere, twice as far from even odds as it should be.
+    scale, odds = params["confidence"]["scale"], np.log(overlap / (count - overlap))
+    confidence = {"scale": 1e-4 * scale, "bias": jnp.full(1, 2 * odds)}
     own = {name: value for name, value in params.items() if name != "shared"}
-    method = block_method(tiny, head.config, None, BlockLoss(anchors=ALL))
+    own["confidence"] = confidence
+    method = block_method(tiny, head.config, None, loss)
     once, numbers = method.calibrate(own, tiny.params, [batch])
+    assert numbers["temperature"] == pytest.approx(2.0, rel=0.01)
     np.testing.assert_allclose(
         once["confidence"]["scale"] * numbers["temperature"], own["confidence"]["scale"], rtol=1e-5
     )
     again, numbers = method.calibrate(once, tiny.params, [batch])
     assert numbers["temperature"] == pytest.approx(1.0, rel=1e-3)
+    assert numbers["error"] < 0.05
     assert again["fc"] is own["fc"]
     plain = block_config(tiny)
     assert block_method(tiny, plain, None, BlockLoss()).calibrate is None
