@@ -336,8 +336,14 @@ def test_one_prompt_is_decoded_several_times_in_turn(argv, times, run, capsys, m
         "prepare",
         lambda self, side: (compiled.append(side.name), prepare(self, side))[1],
     )
+    labels = set()
+    monkeypatch.setattr(
+        decode_run.Screen, "progress", lambda self, label, *numbers: labels.add(label)
+    )
     code, report = run(*LONG, *argv)
     assert code == 0
+    names = ("ngram", "plain")
+    assert labels == {f"{name}, repeat {n + 1}" for name in names for n in range(times)}
     (row,) = report["rows"]
     speeds = row["repeated_speeds"]
     assert len(speeds) == times
@@ -350,6 +356,7 @@ def test_one_prompt_is_decoded_several_times_in_turn(argv, times, run, capsys, m
     shown = capsys.readouterr().out
     wanted = rf"{found['speedup']:.2f}x(, noise)? \({ratios[0]:.2f} to {ratios[-1]:.2f}\): "
     assert re.search(wanted, shown)
+    assert "\n    40 tokens, cut at the limit\n" in shown
 
 
 def test_a_long_answer_is_not_repeated_and_neither_are_several_prompts(run, monkeypatch):

@@ -181,9 +181,10 @@ class TargetPass:
     features: dict[str, Shaped[Array, "B T _"]]
 
     def child(self, indices: Int[Array, "B C"], tokens: Int[Array, "B C"]) -> Int[Array, "B C"]:
-        """Return the index of the computed token `tokens` after each of `indices`, or -1.
+        """Return, for each of `indices`, the index of the entry after it with the token `tokens`.
 
-        This finds a draft's nodes even if they were merged with those of another draft.
+        The result is -1 if no computed entry has it. This finds a draft's nodes even if they were
+        merged with those of another draft.
         """
         is_node = self.computed & (jnp.arange(self.tokens.shape[1]) > 0)[None, :]
         matches = is_node[:, None, :] & (self.parents[:, None, :] == indices[:, :, None])

@@ -277,7 +277,9 @@ def output_distribution(
 ) -> Float[np.ndarray, "outputs"]:
     """Return the probability of each output of `length` tokens under plain decoding.
 
-    The outputs are flattened, with the first token varying slowest.
+    Outputs follow `prompt`, under the sampling parameters `request`; they are flattened, with the
+    first token varying slowest. With `num_layers` they are those of an early exit after that many
+    layers.
     """
     distributions = conditional_distributions(model, params, prompt, request, length, num_layers)
     outputs = np.ones(1)
@@ -296,8 +298,9 @@ def conditional_distributions(
 ) -> list[Float[np.ndarray, "_ V"]]:
     """Return the warped distributions of each of `length` tokens; entry d has shape [V**d, V].
 
-    Row i of entry d is conditioned on the i-th sequence of d tokens. With `num_layers` they are the
-    distributions of an early exit after that many layers.
+    Row i of entry d is conditioned on `prompt` and the i-th sequence of d tokens. `request` has the
+    sampling parameters. With `num_layers` they are the distributions of an early exit after that
+    many layers.
     """
     vocab = model.vocab_size
     tails = np.indices((vocab,) * (length - 1)).reshape(length - 1, -1).T

@@ -28,7 +28,10 @@ def import_tfds() -> Any:
 
 @dataclass(frozen=True)
 class FieldNames:
-    """What messages call the options for a dataset and for its text field, and a remedy."""
+    """The names, for messages, of the options that give a dataset and its text field.
+
+    `remedy` ends the messages.
+    """
 
     dataset: str
     text: str

@@ -106,7 +106,10 @@ def check_ids(where: Path, name: str, ids: np.ndarray, vocab_size: int) -> np.nd
 
 
 def ascending(ids: np.ndarray | None) -> tuple[np.ndarray | None, np.ndarray | slice]:
-    """Return the ids in ascending order as int32, and the permutation that sorts their rows."""
+    """Return the ids in ascending order as int32, and the permutation that sorts their rows.
+
+    For None, all tokens, these are None and a slice of all rows.
+    """
     if ids is None:
         return None, slice(None)
     order = np.argsort(ids)

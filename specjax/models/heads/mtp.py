@@ -163,7 +163,7 @@ class Mtp(PairHead):
     def next_hidden(
         self, params: dict[str, Any], output: Float[Array, "B T D"]
     ) -> Float[Array, "B T D"]:
-        """Return the input of the next module or draft step: the output, normed or not."""
+        """Return the hidden state for the next module or draft step: the output, normed or not."""
         return self.readout(params, output) if self.config.recursion == "normed" else output
 
     def logit_kernel(self, params: dict[str, Any]) -> Float[Array, "D Vd"]:
