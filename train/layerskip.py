@@ -53,7 +53,10 @@ def _check_rotation(curriculum: str, rotation: int, steps: int) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Config(TrainingConfig):
-    """The checked config of `train.layerskip`; without a target, `model` has a new one's sizes."""
+    """The checked config of `train.layerskip`.
+
+    If there is no target, a new model with the sizes in `model` is trained.
+    """
 
     DEFAULT = "train_layerskip"
     CHECKS = (

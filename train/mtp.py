@@ -122,7 +122,10 @@ def _check_steps(trains: str, exports: str, modules: int, steps: int | None) -> 
 
 @dataclass(frozen=True, kw_only=True)
 class Config(TrainingConfig):
-    """The checked config of `train.mtp`; without a target, `model` has the sizes of a new one."""
+    """The checked config of `train.mtp`.
+
+    If there is no target, a new model with the sizes in `model` is trained.
+    """
 
     DEFAULT = "train_mtp"
     CHECKS = (

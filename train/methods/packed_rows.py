@@ -14,7 +14,7 @@ from train.data.batches import Batch
 
 
 def visible(segments: Int[Array, "B T"]) -> Bool[Array, "B T T"]:
-    """Return a mask of the tokens to which each token attends: up to itself, in its segment."""
+    """Return a mask of what each token attends to: the tokens of its segment up to itself."""
     same = segments[:, :, None] == segments[:, None, :]
     rows = segments.shape[1]
     return same & jnp.tril(jnp.ones((1, rows, rows), bool))

@@ -149,7 +149,7 @@ def own_modules(model: Model) -> Head | None:
 
 
 def parameter_table(config: Config) -> dict[str, Any]:
-    """Return every parameter of a head as a nested dict of `Parameter`."""
+    """Return the shapes and axes of a head's parameters, as a nested dict of `Parameter`."""
     if isinstance(config, MedusaConfig):
         return medusa.parameter_table(config)
     if isinstance(config, EagleConfig | MtpConfig | BlockConfig):

@@ -88,7 +88,10 @@ class EagleConfig:
         return 1
 
     def parameter_table(self) -> dict[str, Any]:
-        """Return every parameter of the head, laid out as in `models.parameter_table`."""
+        """Return the shapes and axes of the head's parameters, as a nested dict of `Parameter`.
+
+        It is laid out as in `models.parameter_table`.
+        """
         decoder = self.decoder
         width, norm = decoder.hidden_size, functools.partial(norm_table, decoder)
         taps = len(self.taps) * self.target_hidden_size

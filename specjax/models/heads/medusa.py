@@ -61,7 +61,10 @@ class MedusaConfig:
 
 
 def parameter_table(config: MedusaConfig) -> dict[str, Any]:
-    """Return every parameter of the heads, stacked over heads; kernels are [in, out]."""
+    """Return the shapes and axes of the heads' parameters, as a nested dict of `Parameter`.
+
+    They are stacked over heads; kernels are [in, out].
+    """
     heads, layers, width = config.num_heads, config.num_layers, config.hidden_size
     table: dict[str, Any] = {
         "blocks": {

@@ -94,7 +94,10 @@ class MtpConfig:
                 )
 
     def parameter_table(self) -> dict[str, Any]:
-        """Return every parameter of the modules, which are "0", "1", ... under "modules"."""
+        """Return the shapes and axes of the modules' parameters, as a nested dict of `Parameter`.
+
+        The modules are "0", "1", ... under "modules".
+        """
         width = self.decoder.hidden_size
         module = {
             "embedding_norm": norm_table(self.decoder),

@@ -49,7 +49,10 @@ class PairConfig(Protocol):
         """The number of modules (D)."""
 
     def parameter_table(self) -> dict[str, Any]:
-        """Return every parameter of the head, laid out as in `models.parameter_table`."""
+        """Return the shapes and axes of the head's parameters, as a nested dict of `Parameter`.
+
+        It is laid out as in `models.parameter_table`.
+        """
 
 
 @dataclass(frozen=True)
