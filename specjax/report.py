@@ -41,7 +41,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _report(argv: list[str]) -> int:
-    """Run the command with parsed help and signals; return its exit code. Raises InputError."""
+    """Run the command, once `--help` and signals are handled; return its exit code.
+
+    Raises InputError.
+    """
     flags = parser().read(argv)
     html = flags.pop("html")
     if flags["out"] is None and html is None:
