@@ -192,7 +192,7 @@ def _summary(tokens: Path, tokenizer: Tokenizer, screen: Screen) -> None:
     data = open_sources([tokens])
     held_out = int(data.lengths[data.validation].sum())
     screen.say(
-        f"{int(data.lengths.sum())} tokens of {tokenizer.vocab_size}, in {len(data)} pieces; "
+        f"{int(data.lengths.sum())} tokens in {len(data)} pieces, of a vocabulary of {tokenizer.vocab_size}; "
         f"{held_out} tokens are held out: {tokens}"
     )
 
