@@ -192,8 +192,8 @@ def _summary(tokens: Path, tokenizer: Tokenizer, screen: Screen) -> None:
     data = open_sources([tokens])
     held_out = int(data.lengths[data.validation].sum())
     screen.say(
-        f"{int(data.lengths.sum())} tokens in {len(data)} pieces, of a vocabulary of {tokenizer.vocab_size}; "
-        f"{held_out} tokens are held out: {tokens}"
+        f"{int(data.lengths.sum())} tokens in {len(data)} pieces, of a vocabulary of "
+        f"{tokenizer.vocab_size}; {held_out} tokens are held out: {tokens}"
     )
 
 
