@@ -34,6 +34,7 @@ from specjax.drafters.draft_model import DraftModel
 from specjax.drafters.lookup.ngram import Ngram
 from specjax.drafters.lookup.suffix import Suffix
 from specjax.drafters.self_speculation.early_exit import EarlyExit
+from specjax.drafters.self_speculation.layer_skip import LayerSkip
 from specjax.drafters.self_speculation.self_drafter import SelfDrafter
 from specjax.sampling import UniformRule
 
@@ -360,6 +361,7 @@ def drafters(tiny, unrelated, similar):
         "itself": draft_model(tiny),
         "early_exit": EarlyExit(layers, exit_layer=2),
         "early_exit_p_min": EarlyExit(layers, exit_layer=2, draft_p_min=0.15),
+        "layer_skip": LayerSkip(layers, skipped=(1,)),
         "turns": take_turns(Ngram(), EarlyExit(layers, exit_layer=2)),
         "merged": merge_drafters(
             Ngram(prompt_lookup_min=1, num_matches=2), EarlyExit(layers, exit_layer=2)

@@ -101,7 +101,12 @@ CASES = [
         ("ngram", "typical"),
         *(
             (name, rule)
-            for name in ("none", "ngram", "similar", "early_exit", "shifting", "turns_model")
+            for name in ("none", "ngram", "similar", "shifting", "turns_model")
+            for rule in ("rejection", "block", "coupled")
+        ),
+        *(
+            (name, rule)
+            for name in ("early_exit", "layer_skip")
             for rule in ("rejection", "block", "coupled")
         ),
         *(

@@ -38,7 +38,9 @@ NEW = 24
 DRAFTERS = {
     "chain": LayerSkip(3, skipped=(1,)),
     "least_probability": LayerSkip(3, skipped=(0,), draft_p_min=0.05),
-    "tree": LayerSkip(3, skipped=(1,), tree=tree_of_choices(((0,), (1,), (0, 0), (0, 1), (1, 0)))),
+    "tree": LayerSkip(
+        3, skipped=(1,), tree=tree_of_choices(((0,), (1,), (0, 0), (0, 1), (0, 0, 0)))
+    ),
     "dynamic_tree": LayerSkip(3, skipped=(1,), tree=DynamicTree(3, 3, 7)),
 }
 

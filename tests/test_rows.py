@@ -31,6 +31,7 @@ NAMES = (
     "simulated",
     "ngram",
     "early_exit",
+    "layer_skip",
     "ngram+eagle3",
 )
 
