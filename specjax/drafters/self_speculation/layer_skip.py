@@ -22,11 +22,12 @@ from specjax.models.interface import LanguageModel
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSkip(SelfDrafter):
-    """A drafter that runs the target without the layers in `skipped`, numbered from 0, ascending.
+    """A drafter that runs the target without some of its layers.
 
-    It reads the target's cache, which has the keys and values of all layers. Its own window lacks
-    those of skipped layers, and is dropped: verification runs all layers. Raises InputError for
-    layers that the target lacks, or if none would be left, and for invalid options.
+    `skipped` are their numbers, from 0 on. The drafter reads the target's cache, which has the keys
+    and values of all layers. Its own window lacks those of skipped layers, and is dropped:
+    verification runs all layers. Raises InputError for layers that the target lacks, or if none
+    would be left, and for invalid options.
     """
 
     name: ClassVar[str] = "layer_skip"
