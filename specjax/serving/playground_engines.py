@@ -37,6 +37,7 @@ _MOST_ASKING = 16
 """Requests of the playground that may run or wait at once."""
 _NOT_OFFERED = {
     "none": "a draft length of 0 is plain decoding",
+    "layer_skip": "the model reads a text to choose its layers; start the server with it",
     "quantized": "it needs another copy of the weights; start the server with it",
 }
 
