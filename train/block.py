@@ -75,7 +75,7 @@ class BlockSection:
 
 @dataclass(frozen=True, kw_only=True)
 class Config(TrainingConfig):
-    """The checked config of this command."""
+    """The checked config of `train.block`."""
 
     DEFAULT = "train_dflash"
 
@@ -86,9 +86,11 @@ class Config(TrainingConfig):
 def make_method(
     target: Model, vocabulary: Vocabulary, config: Config, label_loss: LabelLoss | None = None
 ) -> Method:
-    """Return the training method of a config. Raises InputError.
+    """Return the training method of a config.
 
-    `label_loss` replaces the config's loss per label.
+    `vocabulary(size)` returns the ids of the tokens that the head drafts, None for all.
+    `label_loss` replaces the config's loss of each label. Raises InputError for settings that do
+    not fit `target`.
     """
     options = dict(vars(config.block))
     start, size = options.pop("start"), options.pop("draft_vocab_size")

@@ -348,7 +348,10 @@ _SLOT = {1: 0.1, 4: 0.2, 8: 0.35}
 
 
 def machine(clock: str, rows: int, most: int, **more: Any) -> Machine:
-    """Return a machine with a clock of `CLOCKS`, for drafts of up to `most` nodes."""
+    """Return a machine for drafts of up to `most` nodes, whose batch has `rows` rows.
+
+    `clock` is a name in `CLOCKS`, and `more` are further fields of `Machine`.
+    """
     plain_s, host_s = CLOCKS[clock]
     accelerator = clock == "2 ms on an accelerator"
     widths = (1, 1 + most) if accelerator else (1, 1 + -(-most // 2), 1 + most)
@@ -367,7 +370,10 @@ def machine(clock: str, rows: int, most: int, **more: Any) -> Machine:
 
 
 def simulation(drafter: str, clock: str, rows: int, **more: Any) -> Simulation:
-    """Return a simulation of a drafter of `DRAFTERS` on `machine(clock, rows, ...)`."""
+    """Return a simulation of a drafter on a machine.
+
+    `drafter` is a name in `DRAFTERS`; the other arguments are those of `machine`.
+    """
     drafters = DRAFTERS[drafter]
     most = max(len(each.chances) for each in drafters)
     return Simulation(machine(clock, rows, most, **more), drafters)

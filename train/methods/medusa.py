@@ -45,7 +45,7 @@ class MedusaLoss:
 
     @property
     def part(self) -> LabelLoss:
-        """The loss of each label and head."""
+        """The function that computes the loss of each label and head."""
         return label_loss_of(self.labels, self.label_loss)
 
 

@@ -65,7 +65,7 @@ class MtpLoss(MtpLossOptions):
 
     @property
     def part(self) -> LabelLoss:
-        """The loss of each label and draft step."""
+        """The function that computes the loss of each label and draft step."""
         return label_loss_of(self.labels, self.label_loss)
 
     @property

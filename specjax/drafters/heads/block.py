@@ -79,7 +79,7 @@ class BlockDrafter(HeadDrafter):
 
     @property
     def name(self) -> str:
-        """The registered name."""
+        """The name by which the drafter is made: "dflash" or "dspark"."""
         return self.head.config.kind
 
     @property
@@ -89,11 +89,11 @@ class BlockDrafter(HeadDrafter):
 
     @property
     def features(self) -> tuple[str, ...]:
-        """The names of the target's features that are joined."""
+        """The names of the target's features that the head reads, joined."""
         return self.head.config.taps
 
     def for_target(self, params: Any, target_params: Any) -> Any:
-        """Return `params` with the embedding and output head of `target_params`."""
+        """Return `params` with the embedding and the output head of `target_params`."""
         return share_anew(params, target_params)
 
     def init(self, params: Any, batch: int, capacity: int) -> State:
@@ -159,7 +159,10 @@ class BlockDrafter(HeadDrafter):
         return draft, state
 
     def observe(self, params: Any, state: State, context: Context, accepted: Accepted) -> State:
-        """Commit the keys and values of the features before each row's `count` new tokens."""
+        """Return the state with the keys and values of the features in `accepted` in the cache.
+
+        These are the features of the `count` positions before each row's last token.
+        """
         del context
         step = jnp.arange(accepted.tokens.shape[1])
         positions = state.cache.length[:, None] + step[None, :]

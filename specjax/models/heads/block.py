@@ -124,11 +124,14 @@ class BlockConfig:
         return True
 
     def num_slots(self, tokens: int) -> int:
-        """Return the number of slots of a block that drafts `tokens` tokens."""
+        """Return the number of slots, anchor included, of a block that drafts `tokens` tokens."""
         return tokens + 1 - self.sample_from_anchor
 
     def parameter_table(self) -> dict[str, Any]:
-        """Return every parameter of the drafter, laid out as in `models.parameter_table`."""
+        """Return the shapes and axes of the drafter's parameters, as a nested dict of `Parameter`.
+
+        It is laid out as in `models.parameter_table`.
+        """
         decoder, rank = self.decoder, self.markov_rank
         width, taps = decoder.hidden_size, len(self.taps) * self.target_hidden_size
         table: dict[str, Any] = {
@@ -215,7 +218,7 @@ class Block:
 
     @property
     def arithmetic(self) -> DecoderLayer:
-        """The arithmetic of the layers."""
+        """The arithmetic of one of the head's layers."""
         return DecoderLayer(self.config.decoder, self.dtype, self.shards, self.multiply)
 
     def init(self, key: Key[Array, ""]) -> dict[str, Any]:
@@ -258,7 +261,10 @@ class Block:
         attend: Attend,
         slots: int,
     ) -> Float[Array, "B T D"]:
-        """Return the states of the tokens of blocks of `slots`, of which logits are computed."""
+        """Return the states of the tokens of blocks, from which logits are computed.
+
+        Each block has `slots` tokens, and `attend` is the attention of a layer.
+        """
         rotation = rotate_by(positions, self.config.decoder)
         x = self.arithmetic.whole(embed(params["shared"], tokens, self.dtype))
         for index in range(self.config.decoder.num_layers):
@@ -299,7 +305,7 @@ class Block:
         return convolve(x, 0), lambda out: convolve(out, 1)
 
     def visible(self, slots: int) -> Bool[Array, "T T"]:
-        """Return which slots of a block of T slots each slot attends to."""
+        """Return a mask of the slots of a block of T = `slots` slots that each slot attends to."""
         seen = jnp.ones((slots, slots), bool)
         return jnp.tril(seen) if self.config.causal else seen
 
@@ -310,7 +316,7 @@ class Block:
         positions: Int[Array, "B T"],
         cache: KVCache,
     ) -> Float[Array, "B T D"]:
-        """Return the states of one block per row, which reads the features in the cache."""
+        """Run one block per row, which reads the features in the cache; return its states."""
         batch, slots = tokens.shape
         window = self._decoder.make_window(batch, slots)
         repeats = self.config.decoder.num_heads // self._decoder.cached_heads
