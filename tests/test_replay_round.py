@@ -97,14 +97,14 @@ def test_other_draws_are_found(tiny, similar, monkeypatch):
     assert last.problems
     assert last.number < len(good) - 1
 
-    start = replay_module.programs.start
+    prefilled = replay_module._prefilled
 
     def later(*arguments):
-        state = start(*arguments)
+        state = prefilled(*arguments)
         return state.replace(round=state.round + 1)
 
     with monkeypatch.context() as patch:
-        patch.setattr(replay_module.programs, "start", later)
+        patch.setattr(replay_module, "_prefilled", later)
         assert traces(session, recorded)[-1].problems
 
     changed = dataclasses.replace(recorded, token_ids=(*recorded.token_ids[:-1], 0))

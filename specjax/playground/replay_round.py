@@ -1,9 +1,9 @@
 """Rounds of a recorded row, computed again outside the compiled loop, with every draw.
 
-The state before a round comes from the loop itself, run from the prompt with the recorded draft
-lengths. The draft is proposed and verified by the loop's own functions under the row's own keys; a
-wrapper around the session's rule keeps the distributions that the rule is given. The tokens that a
-round emits are compared with the recorded ones.
+The state before a round comes from an engine's own programs for one row, run from the prompt round
+by round with the recorded draft lengths. The draft is proposed and verified by the loop's functions
+under the row's own keys; a wrapper around the session's rule keeps the distributions that the rule
+is given. The tokens that a round emits are compared with the recorded ones.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
 from specjax import sampling
-from specjax.decoding import programs
 from specjax.decoding.generate import Generation
 from specjax.decoding.plan import Plan
-from specjax.decoding.round import noise_keys, one_round, propose
+from specjax.decoding.programs import Programs, compile_session
+from specjax.decoding.round import noise_keys, propose
 from specjax.decoding.rows import Row, row_arguments
 from specjax.decoding.session import Session
 from specjax.decoding.state import State
@@ -105,22 +105,31 @@ def replay_rounds(session: Session, row: Row, recorded: RecordedRow) -> Iterator
 
     `row` has the number that the request had in the recorded run, from which its key derives.
     """
-    plan, params = session.plan, session.params
-    with use(session.mesh):
-        state = programs.start(plan, params, *row_arguments(session, [row], 1))
+    session = session.with_options(batch_size=1)
+    plan, params, programs = session.plan, session.params, compile_session(session)
+    state = _prefilled(session, row, programs)
+    ended, one = np.zeros(session.num_rows, bool), np.int32(1)
     for number in range(len(recorded.emitted)):
         with use(session.mesh):
             limits = _recorded_limits(plan, params, state, recorded, number)
             draft, kept = _verified(plan, params, state, limits)
-            after, rounds, _ = _advance(plan, params, state, limits)
         trace = _trace(plan, state, draft, kept, number)
-        emitted = np.asarray(after.tokens)[0, trace.position : int(after.length[0])].tolist()
-        trace = replace(trace, emitted=tuple(emitted))
-        trace = _compared(trace, recorded, int(rounds.drafted[0]), int(rounds.accepted[0]))
+        state, seen = programs.step(params, state, limits, ended, one, one)
+        columns = seen.rounds.drafted, seen.rounds.accepted, seen.rounds.emitted
+        drafted, accepted, count = (int(column[0, 0]) for column in columns)
+        trace = replace(trace, emitted=tuple(np.asarray(seen.tokens)[0, :count].tolist()))
+        trace = _compared(trace, recorded, drafted, accepted)
         yield trace
         if trace.problems:
             return
-        state = after
+
+
+def _prefilled(session: Session, row: Row, programs: Programs) -> State:
+    """Return the state of a single row after its prompt was read, by the session's programs."""
+    arguments = row_arguments(session, [row], session.prefill_rows)
+    state = programs.new(session.params, *arguments)
+    state, _ = programs.read(session.params, state, np.int32(0), np.int32(len(row.prompt) - 1))
+    return state
 
 
 class _Kept(NamedTuple):
@@ -160,9 +169,6 @@ def _verified(plan: Plan, params: Any, state: State, limits: Limits) -> tuple[Dr
     keys = noise_keys(plan, state)
     verified = verify_draft(plan, params[0], state, draft, keys, draft.topology.width)
     return draft, verified.verification
-
-
-_advance = jax.jit(one_round, static_argnums=0)
 
 
 def _recorded_limits(
