@@ -67,6 +67,7 @@ def test_each_row_gets_what_all_say():
     assert draft.tokens[0, :4].tolist() == [9, 9, 1, 9]
     assert draft.topology.row_parents[0, :4].tolist() == [0, 1, 2, 2]
     assert draft.tokens[3, :2].tolist() == [1, 9]
+    assert [draft.drafted_by[row, :4].tolist() for row in (0, 3)] == [[0, 0, 0, 1], [0, 1, 0, 0]]
     assert draft.logq is None
 
 

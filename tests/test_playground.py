@@ -37,6 +37,7 @@ def round_trace(number, accepted):
         tokens=(4, 5, 6),
         parents=(0, 1, 2),
         valid=(True, True, True),
+        drafted_by=(0, 1, 0),
         path=tuple(range(1, accepted + 1)),
         tests=tests,
         next_token=9,
@@ -57,12 +58,12 @@ def answer():
     accepted = tuple(len(trace.path) for trace in traces)
     recorded = RecordedRow(tokens, (3,) * 4, accepted, emitted, (0,) * 4)
     return page.answer_of(
-        "first", (1, 2), recorded, traces, dict.fromkeys(range(10), TEXT)
+        "first", [["suffix", "corpus"]], (1, 2), recorded, traces, dict.fromkeys(range(10), TEXT)
     ), recorded
 
 
 def run_of(answer):
-    run = {"target": "toy", "drafter": "draft_model", "drafters": ["draft_model"]}
+    run = {"target": "toy", "drafter": "suffix|corpus"}
     run |= {"rule": "rejection", "temperature": 0.9, "device": "cpu", "tau": 1.8, "speedup": 1.2}
     return {**run, "k": 3, "alpha": 0.5, "answers": [answer], "num_answers": 1}
 
@@ -128,7 +129,7 @@ def test_the_distributions_are_those_of_sampling(opened):
         values("residual"), jnp.exp(sampling.residual(logp, logq)), atol=1e-6
     )
     np.testing.assert_allclose(values("wrong"), np.minimum(p, q) + (1 - acceptance) * p, atol=1e-6)
-    assert "The result is p." in opened.text("#distance")
+    assert "The sum is p." in opened.text("#distance")
     opened.click("#simulate")
     opened.until("+exact.dataset.drawn >= 20000")
     opened.click("#simulate")

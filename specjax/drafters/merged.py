@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated
 
+import jax.numpy as jnp
+
 from specjax import trees
 from specjax.drafters.base import (
     DRAFT_TOKENS,
@@ -127,7 +129,7 @@ class Merged(Drafter):
                     ),
                     drafter_noise(noise, number, len(self.parts)) if context.needs_logq else noise,
                 )
-                drafts.append(draft)
+                drafts.append(draft.replace(drafted_by=jnp.full_like(draft.tokens, number)))
             states.append(drafter_state)
         return trees.merge(*drafts), tuple(states)
 

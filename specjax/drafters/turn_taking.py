@@ -430,6 +430,13 @@ def joined(first: Draft, second: Draft, length: int) -> Draft:
     distributions = [draft.logq for draft in (first, second) if draft.logq is not None]
     offset = 0 if first.logq is None else first.logq.shape[1]
     second = second.replace(logq_row=jnp.where(second.logq_row < 0, -1, second.logq_row + offset))
+    merged = first.drafted_by is not None or second.drafted_by is not None
+    first, second = (
+        draft.replace(drafted_by=jnp.zeros_like(draft.tokens))
+        if merged and draft.drafted_by is None
+        else draft
+        for draft in (first, second)
+    )
     from_first = first.valid.any(axis=1, keepdims=True)
 
     def chosen(arrays: Sequence[Array | np.ndarray], filler: float | bool) -> Array:
@@ -452,4 +459,5 @@ def joined(first: Draft, second: Draft, length: int) -> Draft:
         logq_row=either("logq_row", -1),
         logq=jnp.concatenate(distributions, axis=1) if distributions else None,
         topology=topology,
+        drafted_by=either("drafted_by", 0) if merged else None,
     )

@@ -88,7 +88,6 @@ def run_data(run: Run, session: Session) -> dict[str, Any]:
     return {
         "target": run.target,
         "drafter": run.drafter,
-        "drafters": [part.name for part in session.plan.drafter.parts],
         "rule": session.plan.rule.name,
         "temperature": run.conditions.temperature,
         "device": run.conditions.device,
@@ -126,7 +125,9 @@ def answer_parts(
     """
     tokenizer = session.model.tokenizer
     known = {*row.prompt, *recorded.token_ids}
-    yield answer_of(name, row.prompt, recorded, (), token_texts(tokenizer, known))
+    parts = session.plan.drafter.parts
+    names = [[one.name for one in getattr(part, "parts", (part,))] for part in parts]
+    yield answer_of(name, names, row.prompt, recorded, (), token_texts(tokenizer, known))
     for trace in islice(replay_rounds(session, row, recorded), _ROUNDS):
         new = _tokens(trace) - known
         known |= new
@@ -135,6 +136,7 @@ def answer_parts(
 
 def answer_of(
     name: str,
+    drafters: Sequence[Sequence[str]],
     prompt: Sequence[int],
     recorded: RecordedRow,
     traces: Sequence[RoundTrace],
@@ -142,11 +144,13 @@ def answer_of(
 ) -> dict[str, Any]:
     """Return an answer as a page reads it.
 
-    `name` is its heading, `prompt` its token ids, `recorded` what the run recorded of it, and
-    `traces` are its rounds computed again. `texts` has the text of each token in them.
+    `name` is its heading, and `drafters` are the names of drafters that take turns, each with those
+    that it merges. `prompt` are its token ids, `recorded` what the run recorded of it, and `traces`
+    its rounds computed again. `texts` has the text of each token in them.
     """
     return {
         "name": name,
+        "drafters": drafters,
         "prompt": prompt,
         "tokens": recorded.token_ids,
         "emitted": recorded.emitted,

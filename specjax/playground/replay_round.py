@@ -65,9 +65,9 @@ class RoundTrace:
     """One round of a row.
 
     `position` is the number of tokens committed before the round, and `root` the last of them, in
-    slot 0. Slot i + 1 holds draft token i, whose parent is slot `parents[i]`. `path` are the
-    accepted slots; `next_token` follows them, drawn from `next_source` ("target" or "residual").
-    `emitted` are the tokens of the repeated round; `problems` say where they differ from the
+    slot 0. Slot i + 1 holds draft token i, whose parent is slot `parents[i]`; of drafters whose
+    drafts are merged, `drafted_by[i]` proposed it. `path` are the accepted slots; `next_token`
+    follows them, drawn from `next_source` ("target" or "residual"). `emitted` are the tokens of the repeated round; `problems` say where they differ from the
     `recorded` ones, or do not follow from the draws.
     """
 
@@ -77,6 +77,7 @@ class RoundTrace:
     tokens: tuple[int, ...]
     parents: tuple[int, ...]
     valid: tuple[bool, ...]
+    drafted_by: tuple[int, ...]
     path: tuple[int, ...]
     tests: tuple[DraftTest, ...]
     next_token: int
@@ -199,6 +200,9 @@ def _trace(plan: Plan, state: State, draft: Draft, kept: _Kept, number: int) -> 
         plan.rule, noise_keys(plan, state), drafted, kept.target[0], state.length, verification
     )
     position, accepted = int(state.length[0]), int(kept.num_accepted[0])
+    drafted_by = draft.drafted_by
+    if drafted_by is None:
+        drafted_by = np.zeros(draft.tokens.shape, int)
     return RoundTrace(
         number=number,
         position=position,
@@ -206,6 +210,7 @@ def _trace(plan: Plan, state: State, draft: Draft, kept: _Kept, number: int) -> 
         tokens=tuple(np.asarray(draft.tokens)[0].tolist()),
         parents=tuple(np.asarray(drafted.parent_slots)[0].tolist()),
         valid=tuple(np.asarray(draft.valid)[0].tolist()),
+        drafted_by=tuple(np.asarray(drafted_by)[0].tolist()),
         path=tuple(np.asarray(kept.path_slots)[0, :accepted].tolist()),
         tests=decision.tests,
         next_token=int(kept.next_token[0]),

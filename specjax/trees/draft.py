@@ -34,7 +34,8 @@ class Draft:
     drafter of a chain ran after its first token, including runs that gave no token; None if each
     run gave a token. A tree does not need it, since drafting a tree counts as one run. With
     `partial`, verification runs only the target's remaining layers; code that reorders nodes leaves
-    it out.
+    it out. In a merged draft `drafted_by` is the index of the drafter that proposed a node, the
+    first one if several did; it has no effect on verification.
     """
 
     tokens: Int[Array, "B N"]
@@ -44,6 +45,7 @@ class Draft:
     topology: AnyTopology
     steps: Int[Array, ""] | None = None
     partial: PartialPass | None = None
+    drafted_by: Int[Array, "B N"] | None = None
 
 
 def chain(

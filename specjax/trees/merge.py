@@ -45,6 +45,9 @@ def side_by_side(*drafts: Draft) -> Draft:
         logq_row=jnp.concatenate(logq_rows, axis=1),
         logq=jnp.concatenate(distributions, axis=1) if distributions else None,
         topology=_one_root([draft.topology for draft in drafts], drafts[0].tokens.shape[0]),
+        drafted_by=None
+        if any(draft.drafted_by is None for draft in drafts)
+        else jnp.concatenate([draft.drafted_by for draft in drafts], axis=1),
     )
 
 
@@ -98,6 +101,7 @@ def merge_duplicates(draft: Draft) -> Draft:
         logq_row=in_new_order(draft.logq_row),
         logq=draft.logq,
         topology=DynamicTopology(in_new_order(new_parents), draft.topology.depth),
+        drafted_by=None if draft.drafted_by is None else in_new_order(draft.drafted_by),
     )
 
 
