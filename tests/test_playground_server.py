@@ -1,4 +1,4 @@
-"""What the page of a server asks for: chats with settings, their rounds, and plain decoding."""
+"""What the page of a server asks for: chats with settings, and their rounds."""
 
 import concurrent.futures
 import contextlib
@@ -56,11 +56,12 @@ def chat(url, **fields):
     body = {"messages": MESSAGES, "stream": True, "max_tokens": 24, **fields}
     status, text = ask(url, "POST", "/playground/chat", body)
     assert status == 200, text
-    *chunks, kept, done = [line[6:] for line in text.split("\n\n") if line]
+    *chunks, done = [line[6:] for line in text.split("\n\n") if line]
     assert done == "[DONE]"
-    own = [json.loads(chunk)["choices"][0]["specjax"] for chunk in chunks]
+    chunks = [json.loads(chunk) for chunk in chunks]
+    own = [chunk["choices"][0]["specjax"] for chunk in chunks]
     tokens = [token for one in own for token in one["token_ids"]]
-    return tokens, own, json.loads(kept)["answer"]["id"]
+    return tokens, own, chunks[0]["id"]
 
 
 def metrics(url):
@@ -105,10 +106,9 @@ def test_a_chat_with_a_setting_and_its_rounds(url, chatty, drafter, rule, length
     for one in rounds:
         texts |= one["texts"]
         assert {str(token) for token in one["round"]["tokens"]} <= set(texts)
-    status, speeds = post(url, f"/playground/answers/{id}/plain", {})
-    assert status == 200, speeds
-    assert all(speed > 0 for speed in speeds.values())
-    # Neither is a request of a user.
+    times = own[-1]["times"]
+    assert 0 < times["first_token_s"] < times["total_s"]
+    # These are no requests of users.
     assert metrics(url) == before
 
 
@@ -166,7 +166,6 @@ def test_wrong_settings_are_refused(url, fields, param, message):
 
 def test_wrong_requests_are_refused(url):
     assert post(url, "/playground/engine", {"path": "x"})[0] == 400
-    assert post(url, "/playground/answers/none/plain", {})[0] == 404
     assert ask(url, "GET", "/playground/answers/none/rounds")[0] == 404
     # What another site's page can send.
     status, _ = ask(url, "POST", "/playground/engine", {}, **{"Content-Type": "text/plain"})

@@ -67,8 +67,9 @@ class RoundTrace:
     `position` is the number of tokens committed before the round, and `root` the last of them, in
     slot 0. Slot i + 1 holds draft token i, whose parent is slot `parents[i]`; of drafters whose
     drafts are merged, `drafted_by[i]` proposed it. `path` are the accepted slots; `next_token`
-    follows them, drawn from `next_source` ("target" or "residual"). `emitted` are the tokens of the repeated round; `problems` say where they differ from the
-    `recorded` ones, or do not follow from the draws.
+    follows them, drawn from `next_source` ("target" or "residual"). `emitted` are
+    the tokens of the repeated round; `problems` say where they differ from the `recorded` ones, or
+    do not follow from the draws.
     """
 
     number: int

@@ -16,12 +16,11 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from specjax.serving.connections import Answer, error_response, read_body
+from specjax.serving.connections import error_response, read_body, start_answer
 from specjax.serving.engine_thread import EngineThread
 from specjax.serving.metrics import CONTENT_TYPE
 from specjax.serving.playground_api import Playground
 from specjax.serving.requests import RequestError, RequestReader
-from specjax.serving.responses import ResponseWriter
 
 _ENCODERS = 2
 """The number of bodies that are read and encoded at once, each in a thread."""
@@ -86,14 +85,7 @@ class Api:
         )
         if self.engine.failure is not None:
             raise RequestError(503, "the engine has failed")
-        reply = self.engine.submit(completion.prompts, completion.sampling, completion.n)
-        if reply is None:
-            message = f"{self.engine.num_unfinished} samples run or wait: try again later"
-            raise RequestError(429, message, code="rate_limit_exceeded")
-        tokenizer = self.reader.engine.session.model.tokenizer
-        drafters = [part.name for part in self.engine.engine.session.plan.drafter.parts]
-        writer = ResponseWriter(completion, self.reader.model_name, tokenizer, drafters)
-        return Answer(self.engine, reply, writer)
+        return start_answer(self.engine, completion, self.reader.model_name)
 
 
 class RequireKey:

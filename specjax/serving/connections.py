@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterable, AsyncIterator
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from specjax.decoding.engine.outputs import Delta
 from specjax.serving.engine_thread import EngineThread, Reply
-from specjax.serving.requests import RequestError
+from specjax.serving.requests import Completion, RequestError
+from specjax.serving.responses import ResponseWriter
 
 _BODY_S = 30.0
 """Seconds within which the body of a request must arrive."""
@@ -27,26 +25,13 @@ _EVENT_HEADERS = {
 }
 
 
-@runtime_checkable
-class Writer(Protocol):
-    """A writer of an engine's reply: as one JSON object, or as events if `stream` is true."""
-
-    stream: bool
-
-    async def whole(self, reply: AsyncIterable[tuple[int, Delta]]) -> dict[str, Any]:
-        """Return the JSON of the response once the reply has ended. Raises RequestError."""
-
-    def events(self, reply: AsyncIterable[tuple[int, Delta]]) -> AsyncIterator[bytes]:
-        """Yield the events of the response; a failure is an event too."""
-
-
 @dataclass
 class Answer:
     """An ASGI response that sends a reply; the request is aborted if the client disconnects."""
 
     engine: EngineThread
     reply: Reply
-    writer: Writer
+    writer: ResponseWriter
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the response, until it is complete or the client has disconnected."""
@@ -74,6 +59,18 @@ class Answer:
         async for event in self.writer.events(self.reply):
             await send({"type": "http.response.body", "body": event, "more_body": True})
         await send({"type": "http.response.body", "body": b""})
+
+
+def start_answer(engine: EngineThread, completion: Completion, model_name: str) -> Answer:
+    """Submit a request to an engine; return the response. Raises RequestError if too many wait."""
+    reply = engine.submit(completion.prompts, completion.sampling, completion.n)
+    if reply is None:
+        message = f"{engine.num_unfinished} samples run or wait: try again later"
+        raise RequestError(429, message, code="rate_limit_exceeded")
+    session = engine.engine.session
+    drafters = [part.name for part in session.plan.drafter.parts]
+    writer = ResponseWriter(completion, model_name, session.model.tokenizer, drafters)
+    return Answer(engine, reply, writer)
 
 
 async def read_body(request: Request, most: int) -> bytes:

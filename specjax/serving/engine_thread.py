@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from specjax.decoding.engine.engine import Engine
-from specjax.decoding.engine.outputs import Delta
+from specjax.decoding.engine.outputs import Delta, Output
 from specjax.decoding.sampling_params import SamplingParams
 from specjax.errors import InputError
 from specjax.serving.metrics import Counters
@@ -34,10 +34,14 @@ class Reply:
 
     def __init__(self, num_samples: int) -> None:
         self.num_unfinished = num_samples
+        self.on_output: Callable[[Output], object] = lambda output: None
+        """Called with the output of each sample before it is delivered."""
         self._arrived: asyncio.Queue[tuple[int, Delta] | RequestError] = asyncio.Queue()
 
     def put(self, item: tuple[int, Delta] | RequestError) -> None:
         """Append a delta with the index of its prompt, or an error that ends the reply."""
+        if isinstance(item, tuple) and item[1].output is not None:
+            self.on_output(item[1].output)
         self._arrived.put_nowait(item)
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, Delta]]:

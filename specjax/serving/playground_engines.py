@@ -17,6 +17,7 @@ from typing import Any
 import anyio.to_thread
 
 from specjax.controllers import Auto, Controller, Limits, StepRecord, StepSizes
+from specjax.controllers.auto import AutoState
 from specjax.controllers.fixed import up_to
 from specjax.decoding.engine.engine import Engine
 from specjax.decoding.options import AUTO, FIXED, RULE_NAME
@@ -52,30 +53,25 @@ class ChosenLength(Controller):
         self.length: int | str = AUTO
         self._auto = Auto()
 
-    def init(self, sizes: StepSizes) -> tuple[StepSizes, Any]:
-        """Return the initial state: the step's sizes, and the state of `Auto`."""
-        return sizes, self._auto.init(sizes)
+    def init(self, sizes: StepSizes) -> AutoState:
+        """Return the state of `Auto`."""
+        return self._auto.init(sizes)
 
     def choose(
-        self, state: tuple[StepSizes, Any], unfinished: int, most_rounds: int
-    ) -> tuple[Limits, int, tuple[StepSizes, Any]]:
+        self, state: AutoState, unfinished: int, most_rounds: int
+    ) -> tuple[Limits, int, AutoState]:
         """Return the next step's limits, its most rounds, and the new state.
 
         The limits are those of the chosen length, or those that `Auto` chooses. `unfinished` is the
         number of rows that decode.
         """
-        sizes, learned = state
         if isinstance(self.length, int):
-            return up_to(sizes, self.length), most_rounds, state
-        limits, rounds, learned = self._auto.choose(learned, unfinished, most_rounds)
-        return limits, rounds, (sizes, learned)
+            return up_to(state.estimates.sizes, self.length), most_rounds, state
+        return self._auto.choose(state, unfinished, most_rounds)
 
-    def update(self, state: tuple[StepSizes, Any], record: StepRecord) -> tuple[StepSizes, Any]:
+    def update(self, state: AutoState, record: StepRecord) -> AutoState:
         """Return the state after a step, from which `Auto` learns if it chose the step's limits."""
-        sizes, learned = state
-        return (
-            state if isinstance(self.length, int) else (sizes, self._auto.update(learned, record))
-        )
+        return state if isinstance(self.length, int) else self._auto.update(state, record)
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,6 @@ from specjax.decoding.engine.outputs import ABORTED, Delta, Output
 from specjax.loading.tokenizers.tokenizer import Tokenizer
 from specjax.serving.requests import Completion, RequestError
 
-DONE = b"data: [DONE]\n\n"
-"""The last event of a stream."""
-
 
 @dataclass(frozen=True)
 class ResponseWriter:
@@ -62,7 +59,7 @@ class ResponseWriter:
                     "finish_reason": output.finish_reason,
                     "specjax": {
                         **self._tokens(whole, Marker(self.tokenizer)),
-                        **acceptance(output),
+                        **_figures(output),
                     },
                 }
             )
@@ -84,14 +81,14 @@ class ResponseWriter:
                 choice = self._delta_choice(index, delta, first=first)
                 choice["specjax"] = self._tokens(delta, marker)
                 if delta.output is not None:
-                    choice["specjax"] |= acceptance(delta.output)
+                    choice["specjax"] |= _figures(delta.output)
                 yield self._event([choice])
         except RequestError as error:
-            yield event(error.body())
+            yield _event(error.body())
         else:
             if self.request.include_usage:
                 yield self._event([], self._usage(completion))
-        yield DONE
+        yield b"data: [DONE]\n\n"
 
     def _index(self, prompt: int, delta: Delta) -> int:
         return prompt * self.request.n + delta.sample
@@ -114,7 +111,7 @@ class ResponseWriter:
         kind = "chat.completion.chunk" if self.request.chat else "text_completion"
         # As in OpenAI's API, every chunk has the field where the last one has its value.
         with_usage = {"usage": usage} if self.request.include_usage else {}
-        return event({**self._head(kind), "choices": choices, **with_usage})
+        return _event({**self._head(kind), "choices": choices, **with_usage})
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
@@ -160,8 +157,8 @@ class ResponseWriter:
         return self.tokenizer.detokenizer.piece(token, token) or b""
 
 
-def acceptance(output: Output) -> dict[str, Any]:
-    """Return a sample's acceptance, JSON-ready.
+def _figures(output: Output) -> dict[str, Any]:
+    """Return a sample's acceptance and its times in seconds (`Times`), JSON-ready.
 
     It has vLLM's counts, the figures of `specjax.metrics`, and the counts of each round.
     """
@@ -180,6 +177,7 @@ def acceptance(output: Output) -> dict[str, Any]:
             "accepted": accepted[0].tolist(),
             "emitted": emitted[0].tolist(),
         },
+        "times": vars(output.times),
         "lossy": output.lossy,
     }
 
@@ -192,6 +190,6 @@ def _check(output: Output) -> None:
         raise RequestError(500, output.error)
 
 
-def event(value: dict[str, Any]) -> bytes:
+def _event(value: dict[str, Any]) -> bytes:
     """Return a server-sent event whose data is `value` as JSON."""
     return b"data: " + json.dumps(value, separators=(",", ":")).encode() + b"\n\n"

@@ -80,7 +80,6 @@ class Server(uvicorn.Server):
             options.model_name,
             options.sampling,
             options.max_body_bytes,
-            needs_key=api_key is not None,
         )
         config = uvicorn.Config(
             build_app(api, self._playground, options.host, api_key),
