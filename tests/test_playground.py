@@ -95,6 +95,11 @@ def test_rounds_are_stepped_through(opened, answer):
     assert len(found["rounds"]) == rounds > 3
     shown = opened.run("document.querySelectorAll('#tokens .token').length")
     assert shown == len(recorded.token_ids)
+    # A colour for each drafter, also for those that draft together.
+    classes = opened.run("[...document.querySelectorAll('#tokens .token')].map((x) => x.className)")
+    drafted = ["token d0", "token d1", "token d0"]
+    assert classes == [name for count in recorded.accepted for name in (*drafted[:count], "token")]
+    assert [name in opened.text("#legend") for name in ("suffix", "corpus")] == [True, True]
     for number in (1, rounds, 2):
         opened.slide("#slider", number)
         assert opened.text("#number") == f"{number} of {rounds}"
