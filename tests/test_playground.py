@@ -96,7 +96,8 @@ def test_rounds_are_stepped_through(opened, answer):
     shown = opened.run("document.querySelectorAll('#tokens .token').length")
     assert shown == len(recorded.token_ids)
     # A colour for each drafter, also for those that draft together.
-    classes = opened.run("[...document.querySelectorAll('#tokens .token')].map((x) => x.className)")
+    found_classes = "[...document.querySelectorAll('#tokens .token')].map((x) => x.className)"
+    classes = [name.removesuffix(" here") for name in opened.run(found_classes)]
     drafted = ["token d0", "token d1", "token d0"]
     assert classes == [name for count in recorded.accepted for name in (*drafted[:count], "token")]
     assert [name in opened.text("#legend") for name in ("suffix", "corpus")] == [True, True]
