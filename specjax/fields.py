@@ -209,7 +209,10 @@ class InputFolder:
     """The path of a folder to read."""
 
     def check(self, name: str, value: Any) -> Path:
-        """Return the absolute path, or raise InputError if no such folder can be read."""
+        """Return `value` as an absolute path.
+
+        Raises InputError, which calls the field `name`, if there is no such folder to be read.
+        """
         return path_checks.input_folder(name, value)
 
 

@@ -80,10 +80,10 @@ class Config(TrainingConfig):
 def make_method(
     target: Model, vocabulary: Vocabulary, config: Config, label_loss: LabelLoss | None = None
 ) -> Method:
-    """Return the training method of a config.
+    """Return the LayerSkip training method for a config.
 
-    `vocabulary` is not used, since all tokens are drafted. `label_loss` replaces the config's loss
-    of each label. Raises InputError for settings that do not fit `target`.
+    `vocabulary` is not used, since all tokens are drafted. `label_loss` replaces the config's
+    per-label loss. Raises InputError for settings that do not fit `target`.
     """
     del vocabulary
     options = config.layerskip

@@ -8,7 +8,7 @@ from jaxtyping import Array, Int
 
 
 def causal(rows: Int[Array, "T"], slots: int) -> jax.Array:
-    """Return the mask [1, T, W] in which a token attends to its own slot and to earlier ones.
+    """Return the mask [1, T, W], true where a token attends: at its own slot and earlier ones.
 
     `rows` are the window slots of the T tokens, and W = `slots` is the size of the window.
     """

@@ -172,10 +172,11 @@ class Conditions:
 
 @dataclass(frozen=True)
 class RunHeader:
-    """The description of a run with one drafter.
+    """What is known about a run with one drafter before it starts.
 
-    `config` is the config of a command with this drafter alone. `lossy` says that the rule changes
-    the output distribution, and `trees` are the trees chosen for the drafter's parts, by name.
+    `config` is the command's config, reduced to this drafter. `lossy` is true if the acceptance
+    rule changes the output distribution. `versions` maps names of packages to their versions, and
+    `trees` maps the name of each part of the drafter to the tree chosen for it.
     """
 
     drafter: Annotated[str, _TEXT]

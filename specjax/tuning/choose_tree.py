@@ -49,10 +49,10 @@ class TreeCosts:
     further_level: float
 
     def pass_seconds(self, width: int) -> float:
-        """Return the seconds of a round, without drafting, whose pass has `width` slots.
+        """Return the seconds of a round, excluding drafting, whose pass has `width` slots.
 
-        The value is that of the next wider width that was timed. Raises InputError if there is
-        none.
+        This is the time of the narrowest timed width of at least `width`. Raises InputError if
+        there is none.
         """
         if width > self.widths[-1]:
             raise InputError(

@@ -27,7 +27,7 @@ def write_records(
 
     `features` are TFDS features by name, and `description` is stored with the dataset. Any TFDS
     reader can open the folder, unless it has no record. With `compress` the files are smaller.
-    Raises InputError, beginning with `where`, if the disk is full.
+    Raises InputError, whose message begins with `where`, if the disk is full.
     """
     tfds = import_tfds()
     from array_record.python.array_record_module import ArrayRecordWriter

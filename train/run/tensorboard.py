@@ -17,9 +17,10 @@ from specjax.errors import InputError
 
 
 class TensorBoardWriter:
-    """A writer of a new event file in a directory, for a run that resumes after `step`.
+    """Writes scalars to a new event file in `directory`.
 
-    Raises InputError if the file cannot be written, as `write` does.
+    The file tells TensorBoard to discard what earlier files have after `step`, from which the run
+    resumes. Raises InputError if the file cannot be written, as `write` does.
     """
 
     def __init__(self, directory: Path, step: int) -> None:

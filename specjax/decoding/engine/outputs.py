@@ -111,7 +111,11 @@ class Delta:
 
 
 def drafter_of_tokens(rounds: Rounds) -> list[int]:
-    """Return, for each token that a row emitted in its rounds, its drafter's index or -1."""
+    """Return, for each token emitted by one row, the index of the drafter that proposed it.
+
+    The index is -1 for tokens that the target chose itself, among them the last one of each round.
+    `rounds` are the rounds of that row.
+    """
     counts = (part.tolist() for part in (rounds.drafter, rounds.accepted, rounds.emitted))
     return [
         drafter if index < passed else NO_DRAFTER

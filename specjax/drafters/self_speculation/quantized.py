@@ -45,11 +45,12 @@ class Quantized(SelfDrafter):
 
     @classmethod
     def load(cls, name: str, target: Model, path: Any = None, **options: Any) -> LoadedDrafter:
-        """Return the drafter for a target, with parameters of its own.
+        """Return a drafter that is the target in fewer bits; `name` and `path` are not used.
 
-        `weights` defaults to 8 bits, or 4 if the target has 8; a drafter with rounded `activations`
-        shares the kernels of a quantized target. Raises InputError for a target on a mesh, or one
-        that has as few bits already.
+        `weights` is by default "int8", or "int4" if the target has 8 bits or fewer. The drafter has
+        its own parameters; only where `activations` are rounded, `weights` is not given and the
+        target is quantized does it share the target's. Raises InputError if the target already has
+        as few bits, unless `activations` are rounded, and for invalid options.
         """
         del name, path
         drafter = cls(target.architecture, **options)

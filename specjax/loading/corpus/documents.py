@@ -50,10 +50,11 @@ class DocumentFiles:
 
 @dataclass(frozen=True)
 class Documents:
-    """The documents in files and in folders, in order; hidden files are skipped.
+    """The documents in `files`, in order.
 
-    Each is a text with a dict of its "source" and "licence". Iterating raises InputError, naming
-    file and line, for one that is not UTF-8 text or not a document.
+    Iterating yields pairs (text, information), where information is a dict that may have "source"
+    and "licence". Iterating raises InputError, which names the file and line, for text that is not
+    UTF-8 and for a line that is not a valid document.
     """
 
     files: tuple[Path, ...]

@@ -161,7 +161,8 @@ def parameter_table(config: Config) -> dict[str, Any]:
 def save_head(head: Head, directory: str | Path, *, overwrite: bool = False) -> None:
     """Write a head as an Orbax checkpoint, atomically.
 
-    Every process must call it. Raises InputError as `checkpoints.save_drafter` does.
+    Every process must call it. `overwrite` replaces an earlier head in `directory`. Raises
+    InputError as `checkpoints.save_drafter` does.
     """
     params = dict(head.params)
     if head.draft_ids is not None:

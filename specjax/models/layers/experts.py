@@ -55,9 +55,10 @@ class StackedExperts(NamedTuple):
 
 
 def route(h: Float[Array, "N D"], router: dict[str, Any], config: Experts) -> Routes:
-    """Return the experts of each token and their weights, as the config's router selects them.
+    """Return the experts that the router selects for each of N tokens, and their weights.
 
-    Of experts with equal scores, the lower index is selected.
+    `h` are the inputs of the layer's experts, and `router` the parameters of the router. Of experts
+    with equal scores, the one with the lower index is selected.
     """
     logits = product("nd,de->ne", h, router["kernel"], out=jnp.float32)
     scores = jax.nn.sigmoid(logits) if config.router == "sigmoid" else jax.nn.softmax(logits)

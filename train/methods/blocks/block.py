@@ -50,12 +50,7 @@ _EVALUATED = 0
 
 @dataclass(frozen=True)
 class BlockLoss:
-    """The loss of a block: its anchors, the weights of its positions, and its parts.
-
-    `weights` are those of `position_weights`. `label_loss` is a function, or names and
-    weights of losses; None is cross-entropy. `confidence` is the weight of the confidence head's
-    part.
-    """
+    """Settings of the loss of a block drafter, which is a sum over blocks at random labels."""
 
     anchors: Annotated[int, Whole(1, 1 << 16)] = 64
     """The number of blocks per row, at random labels."""
