@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from conftest import slow
 from decoding import PROMPTS, decode, drafters, make_session, mixed, replay
-from tiny_models import eagle_drafter, medusa_head, mtp_drafter
+from tiny_models import block_drafter, eagle_drafter, medusa_head, mtp_drafter
 
 from specjax.cache import KVCache, Window
 from specjax.decoding import initial_state, loop
@@ -27,6 +27,7 @@ NAMES = (
     "similar",
     "random_distribution",
     "eagle3",
+    "dspark",
     "medusa",
     "simulated",
     "ngram",
@@ -39,6 +40,8 @@ NAMES = (
 def drafter_of(name, tiny, unrelated, similar):
     if name == "eagle3":
         return eagle_drafter(tiny, spread=0.3)
+    if name == "dspark":
+        return block_drafter(tiny, spread=0.3, markov_rank=3, sample_from_anchor=True)
     if name == "mtp":
         return mtp_drafter(tiny, num_modules=2, spread=0.3)
     if name == "medusa":

@@ -22,7 +22,7 @@ from decoding import (
     make_session,
     mixed,
 )
-from tiny_models import eagle_drafter, eagle_head, medusa_head, with_modules
+from tiny_models import block_drafter, eagle_drafter, eagle_head, medusa_head, with_modules
 
 from specjax.cache import KVCache, Window
 from specjax.decoding import loop, programs
@@ -196,7 +196,9 @@ def test_the_other_drafters_run_on_a_mesh(name, eight, alone):
     assert result.token_ids == alone("ngram, greedy").token_ids
 
 
-@pytest.mark.parametrize(("name", "model"), [("mtp", 2), *slow(("mtp", 8), ("eagle3", 2))])
+@pytest.mark.parametrize(
+    ("name", "model"), [("mtp", 2), *slow(("mtp", 8), ("eagle3", 2), ("dspark", 2))]
+)
 def test_a_heads_cache_is_split_as_the_targets(name, model, eight, alone):
     """Weights of the target's own modules as well; a head that was loaded is whole."""
     target = with_modules(eight, 2) if name == "mtp" else eight
@@ -205,13 +207,16 @@ def test_a_heads_cache_is_split_as_the_targets(name, model, eight, alone):
         gate_up = split.mtp.params["modules"]["1"]["layer"]["mlp"]["gate_up"]["kernel"]
         assert gate_up.addressable_shards[0].data.shape == (24, 80 // model)
         drafter = make_drafter("mtp", split)
+    elif name == "dspark":
+        drafter = block_drafter(split, markov_rank=3, conv_kernel_size=2, conv_group_size=6)
     else:
         drafter = eagle_drafter(split)
     options = dict(sampling=greedy(max_new_tokens=14), num_speculative_tokens=3)
     result = decode(split, PROMPTS, drafter=drafter, **options)
     assert result.token_ids == alone("ngram, greedy").token_ids
     state = empty_state(make_session(split, PROMPTS, drafter=drafter, **options))
-    for cache in state.drafter[0].drafter.caches:
+    heads_state = state.drafter[0].drafter
+    for cache in (heads_state.cache,) if name == "dspark" else heads_state.caches:
         batch, heads = cache.k.addressable_shards[0].data.shape[1:3]
         assert (batch, heads) == (model, 8 // model)
 
@@ -222,6 +227,7 @@ def test_every_drafters_state_says_how_it_is_split(eight):
     split = place_model(with_modules(eight, 2), mesh)
     drafters = (
         eagle_drafter(split),
+        block_drafter(split),
         make_drafter("mtp", split),
         head_drafter(medusa_head(split), split),
         draft_model(split),

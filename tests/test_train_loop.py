@@ -28,11 +28,12 @@ from toy_training import (
 
 from specjax.distributed import sharding
 from specjax.errors import InputError
+from specjax.loading.heads.head import read_head
 from train.data.batches import build
 from train.data.packing import Packing, Position, Shape
 from train.methods.mtp import mtp_method
 from train.methods.mtp_loss import MtpLoss
-from train.run import checkpoints, loop
+from train.run import checkpoints, loop, run
 from train.run import workdir as files
 from train.run.metrics import MetricsWriter, add, scalars, sums_of
 from train.run.sharding import placement_of
@@ -429,6 +430,21 @@ def test_an_evaluation_before_the_first_step(target, tmp_path):
     Run(tmp_path / "w", target, config).train(evaluate)
     assert seen[2:] == [(3, True)]
     assert [row["tau"] for row in files.learning_curve(run.workdir)] == [1.0, 4.0]
+
+
+def test_the_head_with_the_largest_tau_is_kept(target, tmp_path):
+    """An evaluation before the first step, or of a smaller tau, keeps what is there."""
+    method = toy_method(target)
+    params, metadata = method.init(jax.random.key(0)), {"method": "toy"}
+    setup = SimpleNamespace(method=method, mesh=None, metadata=lambda step, tokens: metadata)
+    workdir = files.Workdir(tmp_path)
+    kept = []
+    for step, tau in ((0, 3.0), (5, 1.5), (10, 1.25), (15, None), (20, 1.75)):
+        run._keep_best(setup, workdir, params, step, 0, tau)
+        kept.append(read_head(workdir.best).training["tau"] if workdir.best.exists() else None)
+        if tau is not None:
+            files.append_metrics(workdir, {"step": step, "eval/tau": tau})
+    assert kept == [None, 1.5, 1.5, 1.5, 1.75]
 
 
 def test_scalars_follow_their_definitions():

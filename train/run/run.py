@@ -127,6 +127,12 @@ def _train(
             config=config.eval,
             writer=writer,
         )
+
+        def evaluate(params: Any, step: int, last: bool) -> dict[str, float]:
+            numbers = evaluation(params, step, last)
+            _keep_best(setup, workdir, params, step, progress.tokens, numbers.get("eval/tau"))
+            return numbers
+
         result = loop.train(
             program,
             setup.target_params,
@@ -136,7 +142,7 @@ def _train(
             workdir,
             writer,
             progress,
-            evaluation,
+            evaluate,
         )
         if result.step:
             metadata = setup.metadata(result.step, result.tokens)
@@ -147,6 +153,24 @@ def _train(
             _export(method, params, metadata, workdir)
         seconds = None if is_finished else time.perf_counter() - begin
         return _end(writer, setup, workdir, result, seconds)
+
+
+def _keep_best(
+    setup: Setup, workdir: files.Workdir, params: Any, step: int, tokens: int, tau: float | None
+) -> None:
+    """Write the head to `workdir.best` if no earlier evaluation had as large a decoded tau.
+
+    A loss may still fall when tau no longer rises. Targets that are trained along are left out.
+    """
+    method = setup.method
+    if tau is None or not step or method.head is None or method.exports != "head":
+        return
+    curve = files.learning_curve(workdir) if processes.is_first() else []
+    earlier = [row["tau"] for row in curve if row["step"] and "tau" in row]
+    # The first process alone has the file.
+    if processes.from_first(tau > max(earlier, default=0.0)):
+        metadata = {**setup.metadata(step, tokens), "tau": tau}
+        save_head(method.head(gathered(params, setup.mesh), metadata), workdir.best, overwrite=True)
 
 
 def _calibrated(setup: Setup, params: Any, evaluation: Evaluation) -> Any:
@@ -271,6 +295,10 @@ def _end(
 def _say_next(writer: MetricsWriter, setup: Setup, workdir: files.Workdir, params: Any) -> None:
     """Print what the run learned, how to decode with the result, and how to make more data."""
     curve = files.learning_curve(workdir)
+    decoded = [row for row in curve if row["step"] and "tau" in row]
+    best = max(decoded, key=lambda row: row["tau"], default=None)
+    if best is not None and best is not decoded[-1] and workdir.best.is_dir():
+        writer.say(f"tau was largest at step {best['step']}, {best['tau']:.3f}: {workdir.best}")
     learned = [
         f"{label} {curve[0][name]:.3f} -> {curve[-1][name]:.3f}"
         for name, label in _LEARNED.items()

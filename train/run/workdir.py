@@ -1,4 +1,4 @@
-"""The directory of a run: W/{config.json, metrics.jsonl, checkpoints/, tensorboard/, export/}.
+"""The directory of a run: config.json, metrics.jsonl, checkpoints/, tensorboard/, export/, best/.
 
 The first process writes the small files, but all processes must make the calls. For the contents of
 checkpoints see `train.run.checkpoints`.
@@ -98,6 +98,11 @@ class Workdir:
     def export(self) -> Path:
         """The folder of the trained head or model; of both, in its folders `head` and `target`."""
         return self.root / "export"
+
+    @property
+    def best(self) -> Path:
+        """The folder of the head that decoded with the largest tau in the evaluations so far."""
+        return self.root / "best"
 
 
 def open_workdir(directory: str | Path, record: Mapping[str, Any]) -> Workdir:
