@@ -40,6 +40,7 @@ from train import (
     mtp,
 )
 from train.generation import answers
+from train.methods import losses
 from train.pretraining.tokens import CorpusConfig
 from train.run import config as train_config
 from train.run import optimizer
@@ -126,6 +127,7 @@ TEXTS = {
     corpus_index.CorpusInput: [*_PATHS, "nosuch", "folder,", "folder,nosuch", "tfds:", "tfds:a\0b"],
     index_folder.IndexFolder: [*_PATHS, "nosuch", "folder", "file"],
     documents.DocumentFiles: [*_PATHS, "nosuch", "folder,", "folder,nosuch"],
+    losses.LossNames: ["", "kls", "ce:", "ce:0", "ce:-1", "ce:nan", "ce,ce", "ce,", "KL"],
     optimizer.Scales: ["x", "a:", ":1", "a:-1", "a:nan", "a:1,a:2"],
 }
 """Values that fields of a kind refuse where there is a file "file" and a folder "folder"."""
