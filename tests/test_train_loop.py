@@ -435,12 +435,11 @@ def test_an_evaluation_before_the_first_step(target, tmp_path):
 def test_the_head_with_the_largest_tau_is_kept(target, tmp_path):
     """An evaluation before the first step, or of a smaller tau, keeps what is there."""
     method = toy_method(target)
-    params, metadata = method.init(jax.random.key(0)), {"method": "toy"}
-    setup = SimpleNamespace(method=method, mesh=None, metadata=lambda step, tokens: metadata)
+    params = method.init(jax.random.key(0))
     workdir = files.Workdir(tmp_path)
     kept = []
     for step, tau in ((0, 3.0), (5, 1.5), (10, 1.25), (15, None), (20, 1.75)):
-        run._keep_best(setup, workdir, params, step, 0, tau)
+        run._keep_best(method, params, {"step": step}, workdir, tau)
         kept.append(read_head(workdir.best).training["tau"] if workdir.best.exists() else None)
         if tau is not None:
             files.append_metrics(workdir, {"step": step, "eval/tau": tau})

@@ -130,7 +130,9 @@ def _train(
 
         def evaluate(params: Any, step: int, last: bool) -> dict[str, float]:
             numbers = evaluation(params, step, last)
-            _keep_best(setup, workdir, params, step, progress.tokens, numbers.get("eval/tau"))
+            metadata = setup.metadata(step, progress.tokens)
+            params = gathered(params, mesh)
+            _keep_best(method, params, metadata, workdir, numbers.get("eval/tau"))
             return numbers
 
         result = loop.train(
@@ -156,21 +158,24 @@ def _train(
 
 
 def _keep_best(
-    setup: Setup, workdir: files.Workdir, params: Any, step: int, tokens: int, tau: float | None
+    method: Method,
+    params: Any,
+    metadata: dict[str, Any],
+    workdir: files.Workdir,
+    tau: float | None,
 ) -> None:
     """Write the head to `workdir.best` if no earlier evaluation had as large a decoded tau.
 
     A loss may still fall when tau no longer rises. Targets that are trained along are left out.
     """
-    method = setup.method
-    if tau is None or not step or method.head is None or method.exports != "head":
+    if tau is None or not metadata["step"] or method.head is None or method.exports != "head":
         return
     curve = files.learning_curve(workdir) if processes.is_first() else []
     earlier = [row["tau"] for row in curve if row["step"] and "tau" in row]
     # The first process alone has the file.
     if processes.from_first(tau > max(earlier, default=0.0)):
-        metadata = {**setup.metadata(step, tokens), "tau": tau}
-        save_head(method.head(gathered(params, setup.mesh), metadata), workdir.best, overwrite=True)
+        head = method.head(params, {**metadata, "tau": tau})
+        save_head(head, workdir.best, overwrite=True)
 
 
 def _calibrated(setup: Setup, params: Any, evaluation: Evaluation) -> Any:
