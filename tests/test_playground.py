@@ -135,7 +135,7 @@ def test_the_distributions_are_those_of_sampling(opened):
         values("residual"), jnp.exp(sampling.residual(logp, logq)), atol=1e-6
     )
     np.testing.assert_allclose(values("wrong"), np.minimum(p, q) + (1 - acceptance) * p, atol=1e-6)
-    assert "The sum is p." in opened.text("#distance")
+    assert "The sum equals p." in opened.text("#distance")
     opened.click("#simulate")
     opened.until("+exact.dataset.drawn >= 20000")
     opened.click("#simulate")
