@@ -57,6 +57,7 @@ from specjax.sampling.keys import (
     split_keys,
     uniforms,
 )
+from specjax.sampling.multipath import block_weights, multipath_block
 from specjax.sampling.rules import (
     RULES,
     Block,
@@ -100,6 +101,7 @@ __all__ = [
     "acceptance_probability",
     "argmax",
     "block",
+    "block_weights",
     "by_slot",
     "chain_drafted",
     "conclude",
@@ -112,6 +114,7 @@ __all__ = [
     "excess",
     "fold_round",
     "log_ratio",
+    "multipath_block",
     "node_distribution",
     "one_hot_distributions",
     "overlap",

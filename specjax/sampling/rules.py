@@ -13,10 +13,10 @@ from typing import Any, ClassVar, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
-from specjax.sampling import chain_verification, tree_verification
+from specjax.sampling import chain_verification, multipath, tree_verification
 from specjax.sampling.chain_verification import Decision, Distributions, Verification
 from specjax.sampling.keys import coupled_noise, position_gumbel, split_keys, uniforms
-from specjax.sampling.tree_verification import Drafted
+from specjax.sampling.tree_verification import Drafted, Recursion
 from specjax.sampling.warp import argmax
 
 
@@ -65,9 +65,10 @@ class Rule:
 
 
 class UniformRule(Rule):
-    """The base class of rules on chains with one uniform per token; subclasses implement `decide`.
+    """The base class of rules with one uniform per token; subclasses implement `decide`.
 
-    The draws differ from round to round, so `position_noise` stays False.
+    A rule that also implements `decide_tree` sets `takes_trees`. The draws differ from round to
+    round, so `position_noise` stays False.
     """
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -78,6 +79,7 @@ class UniformRule(Rule):
         if "decide" in vars(cls) and "greedy_walk" not in vars(cls):
             # A new `decide` may treat greedy rows in another way than the class it inherits from.
             cls.greedy_walk = False
+            cls.takes_trees = vars(cls).get("takes_trees", False)
             cls.name = vars(cls).get("name", "own")
 
     def decide(
@@ -96,69 +98,98 @@ class UniformRule(Rule):
         """
         raise NotImplementedError
 
-    def verify(self, keys: Key[Array, "B"], drafted: Drafted, target: Target) -> Verification:
-        """Draw uniforms, call `decide`, and draw the next token with a separate key.
+    def decide_tree(
+        self, drafted: Drafted, target: Distributions, uniforms: Float[Array, "B N"]
+    ) -> Recursion:
+        """Return each row's accepted path of a tree, and the log-probabilities of its next token.
 
-        Raises ValueError if the draft is a tree.
+        `target` maps one slot per row to the distribution of the token after it; slot 0 is the root
+        and slot i + 1 is node i.
         """
-        if isinstance(drafted.parents, tuple) and not drafted.is_chain:
+        raise NotImplementedError
+
+    def verify(self, keys: Key[Array, "B"], drafted: Drafted, target: Target) -> Verification:
+        """Draw uniforms, call `decide` or `decide_tree`, and draw the next token by another key.
+
+        Raises ValueError if the draft is a tree and the rule takes none.
+        """
+        if isinstance(drafted.parents, tuple) and not (drafted.is_chain or self.takes_trees):
             raise ValueError(
                 f"rule {self.name!r} verifies chains, and parents={drafted.parents} is a tree; use "
-                "rejection, coupled or typical"
+                "rejection, block, coupled or typical"
             )
         _, accept, final = split_keys(keys)
         tokens, num_valid = drafted.tokens, drafted.num_valid
         length, vocab, dtype = tokens.shape[1], target.vocab, target.dtype
-        draft = drafted.distributions(vocab, dtype)
-        decision = self.decide(
-            tokens, num_valid, target.distributions, draft, uniforms(accept, length, dtype)
-        )
+        draws = uniforms(accept, length, dtype)
         gumbel = position_gumbel(final, jnp.zeros_like(num_valid), vocab, dtype)
+        if self.takes_trees and not drafted.is_chain:
+            path, accepted, next_logp = self.decide_tree(drafted, target.distributions, draws)
+            return Verification(path, accepted, argmax(next_logp + gumbel).astype(jnp.int32))
+        draft = drafted.distributions(vocab, dtype)
+        decision = self.decide(tokens, num_valid, target.distributions, draft, draws)
         return chain_verification.conclude(decision, gumbel, length)
 
 
 @dataclass(frozen=True)
 class Rejection(UniformRule):
-    """Token-wise rejection sampling, exact on chains and trees: `chain_verification.rejection`."""
+    """Token-wise rejection sampling, exact on chains and trees.
+
+    See `chain_verification.rejection` and `tree_verification.recursion`.
+    """
 
     name: ClassVar[str] = "rejection"
     description: ClassVar[str] = "accept with probability min(1, p/q), else draw from max(0, p - q)"
     greedy_walk: ClassVar[bool] = True
     takes_trees: ClassVar[bool] = True
     decide = staticmethod(chain_verification.rejection)
+    decide_tree = staticmethod(tree_verification.recursion)
 
     def verify(self, keys: Key[Array, "B"], drafted: Drafted, target: Target) -> Verification:
-        """Verify a chain by `decide` and a tree by `tree_verification.recursion`.
+        """Verify the draft as in `UniformRule`.
 
         Drafts without distributions, whose tokens are deterministic, are compared with tokens drawn
         from the target instead (`tree_verification.walk`).
         """
-        _, accept, final = split_keys(keys)
         if drafted.logq is None:
-
-            def choose(slots: Int[Array, "B"], depth: Int[Array, "B"]) -> Int[Array, "B"]:
-                noise = position_gumbel(final, depth, target.vocab, target.dtype)
-                return argmax(target.distributions(slots) + noise)
-
-            return tree_verification.walk(drafted, choose)
-        if drafted.is_chain:
-            return super().verify(keys, drafted, target)
-        draws = uniforms(accept, drafted.tokens.shape[1], target.dtype)
-        decision = tree_verification.recursion(drafted, target.distributions, draws)
-        zero_depth = jnp.zeros_like(decision.num_accepted)
-        noise = position_gumbel(final, zero_depth, target.vocab, target.dtype)
-        next_token = argmax(decision.next_logp + noise).astype(jnp.int32)
-        return Verification(decision.path_slots, decision.num_accepted, next_token)
+            return _walk(keys, drafted, target)
+        return super().verify(keys, drafted, target)
 
 
 @dataclass(frozen=True)
 class Block(UniformRule):
-    """Block verification, exact and for chains only; see `chain_verification.block`."""
+    """Block verification, exact on chains and trees.
+
+    See `chain_verification.block` and `multipath.multipath_block`.
+    """
 
     name: ClassVar[str] = "block"
     description: ClassVar[str] = "verify the draft as a whole; accepts no fewer tokens on average"
     greedy_walk: ClassVar[bool] = True
+    takes_trees: ClassVar[bool] = True
     decide = staticmethod(chain_verification.block)
+    decide_tree = staticmethod(multipath.multipath_block)
+
+    def verify(self, keys: Key[Array, "B"], drafted: Drafted, target: Target) -> Verification:
+        """Verify the draft as in `UniformRule`.
+
+        Trees without distributions are compared with tokens drawn from the target instead, which
+        accepts as many tokens on average and visits fewer slots (`tree_verification.walk`).
+        """
+        if drafted.logq is None and not drafted.is_chain:
+            return _walk(keys, drafted, target)
+        return super().verify(keys, drafted, target)
+
+
+def _walk(keys: Key[Array, "B"], drafted: Drafted, target: Target) -> Verification:
+    """Follow the draft along tokens that the target draws, with fresh noise for each of them."""
+    final = split_keys(keys).final
+
+    def choose(slots: Int[Array, "B"], depth: Int[Array, "B"]) -> Int[Array, "B"]:
+        noise = position_gumbel(final, depth, target.vocab, target.dtype)
+        return argmax(target.distributions(slots) + noise)
+
+    return tree_verification.walk(drafted, choose)
 
 
 @dataclass(frozen=True)

@@ -144,7 +144,7 @@ def walk_greedy(drafted: Drafted, choices: Int[Array, "B W"]) -> Verification:
 
 
 class Recursion(NamedTuple):
-    """The result of `recursion`.
+    """The result of `recursion` or `multipath_block`.
 
     `path_slots` are the slots of the accepted nodes in order, padded with -1; `next_logp` are the
     log-probabilities of the token after the path.
@@ -167,13 +167,6 @@ def recursion(drafted: Drafted, target: Distributions, uniforms: Float[Array, "B
     replacement as in Sequoia, 2402.12374, section 3.2.)
     """
     batch = drafted.tokens.shape[0]
-    nodes = jnp.arange(1, drafted.tokens.shape[1] + 1)[None, :]
-    parents = drafted.parent_slots
-
-    def next_child(slots: Int[Array, "B"], tested: Int[Array, "B"]) -> Int[Array, "B"]:
-        """Return the slot of the first child not yet tested, or 0 if there is none."""
-        children = drafted.valid & (parents == slots[:, None])
-        return _first_slot(children & (nodes > tested[:, None]))
 
     def visit(state: tuple[Array, ...]) -> tuple[Array, ...]:
         slots, child, depth, path, logp = state
@@ -199,14 +192,40 @@ def recursion(drafted: Drafted, target: Distributions, uniforms: Float[Array, "B
             lambda: logp,
         )
         tested = jnp.where(accept, 0, child)
-        child = jnp.where(waiting, next_child(slots, tested), 0)
+        child = jnp.where(waiting, next_child(drafted, slots, tested), 0)
         return slots, child, depth + accept, path, logp
 
     zeros = jnp.zeros(batch, jnp.int32)
     path = jnp.full((batch, drafted.depth), -1, jnp.int32)
-    state = (zeros, next_child(zeros, zeros), zeros, path, target(zeros))
+    state = (zeros, next_child(drafted, zeros, zeros), zeros, path, target(zeros))
     _, _, accepted, path, logp = lax.while_loop(lambda state: jnp.any(state[1] > 0), visit, state)
     return Recursion(path, accepted, logp)
+
+
+def next_child(
+    drafted: Drafted, slots: Int[Array, "B"], tested: Int[Array, "B"]
+) -> Int[Array, "B"]:
+    """Return the slot of the first child of `slots[b]` after slot `tested[b]`, or 0 for none."""
+    nodes = jnp.arange(1, drafted.tokens.shape[1] + 1)[None, :]
+    children = drafted.valid & (drafted.parent_slots == slots[:, None])
+    return _first_slot(children & (nodes > tested[:, None]))
+
+
+def path_to(drafted: Drafted, last: Int[Array, "B"]) -> tuple[Int[Array, "B P"], Int[Array, "B"]]:
+    """Return the slots of the path from the root to slot `last[b]`, padded with -1, and its length.
+
+    The root itself is not in it.
+    """
+    parents = jnp.pad(drafted.parent_slots, ((0, 0), (1, 0)))
+    upwards = [jnp.zeros((len(last), 0), jnp.int32)]
+    for _ in range(drafted.depth):
+        upwards.append(last[:, None])
+        last = pick(parents, last)
+    slots = jnp.concatenate(upwards, axis=1)
+    length = (slots > 0).sum(axis=1, dtype=jnp.int32)
+    step = jnp.arange(drafted.depth)[None, :]
+    path = jnp.take_along_axis(slots, jnp.maximum(length[:, None] - 1 - step, 0), axis=1)
+    return jnp.where(step < length[:, None], path, -1), length
 
 
 def node_distribution(
@@ -279,16 +298,8 @@ def typical(
     depth = jnp.where(logp > -jnp.inf, depth, -1)
     accepted = depth.max(axis=1)
     last = jnp.argmax(jnp.where(depth == accepted[:, None], logp, -jnp.inf), axis=1)
-    path = jnp.full((batch, drafted.depth), -1, jnp.int32)
-
-    def step_up(step: Int[Array, ""], state: tuple[Array, Array]) -> tuple[Array, Array]:
-        slot, path = state
-        path = _extended(path, accepted - 1 - step, slot, slot > 0)
-        return jnp.where(slot > 0, pick(parents, jnp.maximum(slot - 1, 0)), 0), path
-
     last = last.astype(jnp.int32)
-    _, path = lax.fori_loop(0, drafted.depth, step_up, (last, path))
-    return path, accepted, last
+    return path_to(drafted, last)[0], accepted, last
 
 
 def _first_slot(nodes: Bool[Array, "B N"]) -> Int[Array, "B"]:

@@ -102,8 +102,7 @@ def check_rule(
       must be a step function of each with at most one step while the others are fixed;
     - the output is the first `num_accepted` tokens, then one token drawn from `next_logp`.
 
-    With a branching `topology`, which `rejection`, `coupled` and `typical` accept, the nodes are
-    drawn without replacement from q, or are arbitrary, or only the first of siblings is drawn and
+    With a branching `topology`, for rules that verify trees, the nodes are drawn without replacement from q, or are arbitrary, or only the first of siblings is drawn and
     the others are arbitrary or from another drafter's q, so that siblings may be equal.
 
     All drafts of up to `length` tokens are tested on many distributions (p = q, disjoint supports,
@@ -127,7 +126,9 @@ def check_rule(
             if not isinstance(rule, sampling.Coupled):
                 results.append((drafts, decisions(_decide(rule, topology), drafts[0])))
             # Drafts without distributions are verified by the walk.
-            if isinstance(rule, sampling.Coupled | sampling.Rejection) and (drafter < 0).all():
+            walk = isinstance(rule, sampling.Coupled | sampling.Rejection)
+            walk |= isinstance(rule, sampling.Block) and not topology.is_chain
+            if walk and (drafter < 0).all():
                 results.append((drafts, walks(drafts[0])))
     except NotAStepFunction:
         counterexample = (
@@ -160,7 +161,7 @@ def _decide(rule: sampling.Rule, topology: Topology) -> Decide:
         return rule.decide(drafted.tokens, drafted.num_valid, target, draft, uniforms)
 
     def of_tree(drafted: Any, target: Any, uniforms: Any) -> tuple[Any, Any]:
-        done = sampling.recursion(drafted, target, uniforms)
+        done = rule.decide_tree(drafted, target, uniforms)
         path = jnp.pad(jnp.maximum(done.path_slots, 0), ((0, 0), (1, 0)))
         return sampling.pick(path, done.num_accepted), done.next_logp
 
@@ -399,7 +400,7 @@ def _check_input(
 ) -> tuple[sampling.Rule, Topology]:
     """Return the rule and the topology, after checking all arguments of `check_rule`."""
     rule = RULE.check("rule", rule)
-    known = (sampling.UniformRule, sampling.Rejection, sampling.Coupled, sampling.Typical)
+    known = (sampling.UniformRule, *map(type, sampling.RULES.values()))
     if type(rule).verify not in [rule_type.verify for rule_type in known]:
         raise InputError(
             f"rule={shown(rule)}: the check enumerates decide of a specjax.sampling.UniformRule; "
@@ -416,7 +417,7 @@ def _check_input(
         return rule, chain_topology(length)
     if topology.is_chain:
         return rule, topology
-    if not rule.takes_trees or type(rule).verify is sampling.UniformRule.verify:
+    if not rule.takes_trees:
         raise InputError(f"topology={topology.parents}: {rule.name} verifies chains; use rejection")
     if vocab**topology.num_nodes > _MOST_DRAFTS:
         raise InputError(
