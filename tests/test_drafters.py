@@ -11,6 +11,7 @@ import pytest
 from conftest import slow, tiny_config
 from decoding import (
     PROMPTS,
+    Deciding,
     changed,
     decode,
     drafters,
@@ -225,8 +226,9 @@ def test_a_tree_is_refused_by_rules_of_chains(tiny):
         return draft.replace(topology=trees.Topology((0, 0))), state
 
     drafter = changed(Ngram(num_speculative_tokens=2), propose=propose)
+    rule = Deciding(sampling.block)
     with pytest.raises(ValueError, match="'changed' proposes a tree: .* build drafts with tr"):
-        decode(tiny, [[1]], drafter=drafter, num_speculative_tokens=2, verify="block")
+        decode(tiny, [[1]], drafter=drafter, num_speculative_tokens=2, verify=rule)
 
 
 def test_a_drafter_that_drafts_too_much_is_held_to_its_limit(tiny, plain):

@@ -11,6 +11,7 @@ import pytest
 from conftest import row_count, slow
 from decoding import (
     PROMPTS,
+    Deciding,
     accepted_lengths,
     changed,
     columns,
@@ -524,8 +525,8 @@ def test_trees_that_do_not_fit(tiny):
     says = "tree.depth=3: medusa drafts at most 2 tokens in a row; lower it"
     refused(says, head_drafter, medusa_head(tiny, heads=2), tiny, tree=static)
     drafter = EarlyExit(3, tree=dynamic)
-    says = "verify=block: early_exit drafts trees, and block verifies chains; use rejection or"
-    refused(says, decode, tiny, [[1]], drafter=drafter, verify="block")
+    says = "verify=own: early_exit drafts trees, and own verifies chains; use rejection, block or"
+    refused(says, decode, tiny, [[1]], drafter=drafter, verify=Deciding(sampling.block))
     says = "num_speculative_tokens=8: the tree has 3 levels"
     refused(says, decode, tiny, [[1]], drafter=drafter, num_speculative_tokens=8)
 

@@ -1,34 +1,41 @@
 """Verification of trees is exact, by enumeration; variants with a known mistake fail the test."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.special
 from conftest import slow
+from decoding import Deciding
 
 from specjax import sampling
 from specjax.errors import InputError
-from specjax.sampling import Drafted, pick, tree_verification
-from specjax.testing import check_rule, rule_check
+from specjax.sampling import Drafted, multipath, pick, tree_verification
+from specjax.testing import check_rule, enumeration, rule_check
 from specjax.trees import DynamicTopology, Topology
 
 TWO, THREE, FORK, PAIRS = (0, 0), (0, 0, 0), (0, 0, 1), (0, 0, 1, 1)
 """Shapes, by parents: siblings, three of them, two of which the first goes on, and with both."""
 SHARED = (0, 1, 1)
 """One token, and two after it."""
+LATER = (0, 1, 1, 3)
+"""The same with a token after the second."""
 
 
 @pytest.mark.parametrize(
     ("rule", "parents", "vocab"),
     [
         ("rejection", FORK, 3),
+        ("block", FORK, 3),
         ("coupled", FORK, 3),
         ("coupled", (0, 0, 1, 2, 2), 3),
         *slow(
             ("rejection", THREE, 4),
             ("rejection", PAIRS, 3),
             ("rejection", SHARED, 4),
+            *(("block", shape, 3) for shape in (THREE, PAIRS, SHARED, LATER, (0, 1, 1, 2))),
             ("coupled", THREE, 4),
         ),
     ],
@@ -75,6 +82,18 @@ def softmax_for_certain(drafted, node, vocab, dtype=jnp.float32):
 
 tree_distribution = tree_verification.node_distribution
 tree_recursion = sampling.recursion
+
+
+@dataclasses.dataclass(frozen=True)
+class OfTrees(sampling.UniformRule):
+    """A user-defined rule of trees, made from a function."""
+
+    function: object
+    takes_trees = True
+    decide = staticmethod(sampling.block)
+
+    def decide_tree(self, *arguments):
+        return self.function(*arguments)
 
 
 DRAWN, CERTAIN, FIRST_DRAWN, BY_TWO = [0, 0], [-1, -1], [0, -1], [0, 1]
@@ -148,11 +167,9 @@ def chosen_by_own_probability(drafted, target, uniforms):
         *slow((in_order_of_q, DRAWN)),
     ],
 )
-def test_a_wrong_choice_of_siblings_fails(mistake, drawn, monkeypatch, only):
+def test_a_wrong_choice_of_siblings_fails(mistake, drawn, only):
     only(drawn)
-    monkeypatch.setattr(sampling, "recursion", mistake)
-    check = check_rule("rejection", Topology(TWO), vocab=3)
-    assert_wrong(check)
+    assert_wrong(check_rule(OfTrees(mistake), Topology(TWO), vocab=3))
 
 
 def once_for_each_path(drafted, target, uniforms):
@@ -168,10 +185,92 @@ def once_for_each_path(drafted, target, uniforms):
     )
 
 
-def test_draws_for_each_path_fail(monkeypatch, only):
+def test_draws_for_each_path_fail(only):
     only([0, 0, 0])
-    monkeypatch.setattr(sampling, "recursion", once_for_each_path)
-    assert_wrong(check_rule("rejection", Topology(SHARED), vocab=2))
+    assert_wrong(check_rule(OfTrees(once_for_each_path), Topology(SHARED), vocab=2))
+
+
+def from_the_root(drafted, target, uniforms):
+    """Ends at the first node that passes from the root on, which was not refused below itself."""
+    heights = sampling.block_weights(drafted, target)[1]
+    passes = drafted.valid & (uniforms < heights[:, 1:])
+    return at_slot(
+        drafted, target, jnp.where(passes.any(axis=1), 1 + jnp.argmax(passes, axis=1), 0)
+    )
+
+
+def weights_for_heights(drafted, target, uniforms):
+    """Tests a node whose children were refused by its weight, as if it had none."""
+    logw = sampling.block_weights(drafted, target)[0]
+    passes = drafted.valid & (uniforms < jnp.exp(logw[:, 1:]))
+    return at_slot(drafted, target, multipath._first_in_postorder(drafted, passes))
+
+
+def next_from_target(drafted, target, uniforms):
+    """Draws the next token from p, although children were refused."""
+    done = sampling.multipath_block(drafted, target, uniforms)
+    path = jnp.pad(jnp.maximum(done.path_slots, 0), ((0, 0), (1, 0)))
+    return done._replace(next_logp=target(pick(path, done.num_accepted)))
+
+
+def at_slot(drafted, target, last):
+    logw = sampling.block_weights(drafted, target)[0]
+    after = multipath._over_children(drafted, target, last, pick(logw, last))[2]
+    return sampling.Recursion(*tree_verification.path_to(drafted, last), after)
+
+
+@pytest.mark.parametrize("mistake", [weights_for_heights, next_from_target, *slow(from_the_root)])
+def test_broken_block_verification_of_trees_fails(mistake, only):
+    only([0, 0, 0])
+    assert_wrong(check_rule(OfTrees(mistake), Topology(FORK), vocab=3))
+
+
+def test_shares_that_follow_the_tokens_fail(monkeypatch, only):
+    """A shape that was cut after the tokens were drawn must not say what the first of them take."""
+
+    def by_token(drafted):
+        return jnp.broadcast_to(drafted.tokens[:, 2:3] == 0, drafted.tokens.shape)
+
+    only([0, 0, 0])
+    monkeypatch.setattr(multipath, "takes_all", by_token)
+    assert_wrong(check_rule("block", Topology(SHARED), vocab=3))
+
+
+def test_shares_are_those_of_the_whole_tree():
+    tokens = jnp.zeros((1, 3), jnp.int32)
+    cut = Drafted(tokens, tokens == 0, LATER[:3], 2, tokens, None)
+    assert multipath.takes_all(cut).tolist() == [[True, True, True]]
+    assert multipath.takes_all(cut._replace(whole=LATER)).tolist() == [[True, False, True]]
+
+
+def num_accepted(rule, parents, vocab):
+    """The expected number of accepted tokens of an exact rule, for each pair of distributions."""
+    topology = Topology(parents)
+    pairs = rule_check.example_distributions(vocab, topology.depth)
+    drafter = np.zeros(topology.num_nodes, int)
+    drafts, groups = rule_check._drafts(topology, drafter, pairs, None)
+    outcomes = enumeration.decisions(rule_check._decide(rule, topology), drafts)
+    assert rule_check._compare([((drafts, groups), outcomes)]).passed
+    weight = outcomes.volume * drafts.weight[outcomes.item]
+    counts = np.zeros(len(groups))
+    np.add.at(counts, drafts.group[outcomes.item], weight * topology.depths[outcomes.slot])
+    return counts
+
+
+@pytest.mark.parametrize(
+    "parents", [LATER, *slow(*((shape,) for shape in (FORK, PAIRS, (0, 1, 1, 2), (0, 1, 2, 2))))]
+)
+def test_block_verification_accepts_no_fewer_tokens(parents, monkeypatch):
+    """And more in some cases; if every child took all that it can, a later one's would be lost."""
+    vocab = 2 if parents == LATER else 3
+    least = num_accepted(sampling.Rejection(), parents, vocab)
+    got = num_accepted(sampling.Block(), parents, vocab)
+    assert (got > least - 1e-12).all()
+    assert (got > least + 1e-3).any()
+    if parents == LATER:
+        takes_all = lambda drafted: jnp.ones(drafted.tokens.shape, bool)  # noqa: E731
+        monkeypatch.setattr(multipath, "takes_all", takes_all)
+        assert (num_accepted(sampling.Block(), parents, vocab) < least - 1e-3).any()
 
 
 def random_tree(seed, rows, nodes, vocab, depth=4):
@@ -237,7 +336,11 @@ def test_a_greedy_walk_follows_the_likeliest_tokens():
     assert {0, 1, 2, 3} <= lengths
 
 
-def test_a_tree_without_branches_is_verified_as_a_chain():
+@pytest.mark.parametrize(
+    ("of_chain", "of_tree"),
+    [(sampling.rejection, sampling.recursion), (sampling.block, sampling.multipath_block)],
+)
+def test_a_tree_without_branches_is_verified_as_a_chain(of_chain, of_tree):
     rows, length, vocab = 4000, 3, 5
 
     @jax.jit
@@ -249,10 +352,8 @@ def test_a_tree_without_branches_is_verified_as_a_chain():
         uniforms = jax.random.uniform(jax.random.key(9), (rows, length))
         num_valid = jnp.arange(rows) % (length + 1)
         drafted = sampling.chain_drafted(tokens, num_valid, logq)
-        want = sampling.rejection(
-            tokens, num_valid, sampling.by_slot(logp), sampling.by_slot(logq), uniforms
-        )
-        return want, sampling.recursion(drafted, sampling.by_slot(logp), uniforms)
+        want = of_chain(tokens, num_valid, sampling.by_slot(logp), sampling.by_slot(logq), uniforms)
+        return want, of_tree(drafted, sampling.by_slot(logp), uniforms)
 
     want, got = both()
     np.testing.assert_array_equal(got.num_accepted, want.num_accepted)
@@ -371,10 +472,8 @@ def test_shapes_of_rows_are_those_of_static_trees():
 
 
 def test_bad_input_names_the_remedy():
-    with pytest.raises(
-        InputError, match=r"topology=\(0, 0\): block verifies chains; use rejection"
-    ):
-        check_rule("block", Topology(TWO))
+    with pytest.raises(InputError, match=r"topology=\(0, 0\): own verifies chains; use rejection"):
+        check_rule(Deciding(sampling.block), Topology(TWO))
     with pytest.raises(InputError, match="its 6 nodes make more than 1024 drafts of 4 tokens"):
         check_rule("rejection", Topology((0,) * 6))
     with pytest.raises(InputError, match="valid is given"):

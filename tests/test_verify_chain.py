@@ -327,5 +327,5 @@ def test_lengths_and_trees_that_a_rule_does_not_take_are_refused():
         tokens, jnp.ones((2, 3), bool), (0, 0, 1), 2, jnp.full((2, 3), -1), None
     )
     target = sampling.Target(sampling.by_slot(logp), jnp.zeros(2, jnp.int32), 5, logp.dtype)
-    with pytest.raises(ValueError, match=r"rule 'block' verifies chains, and parents=\(0, 0, 1\)"):
-        sampling.Block().verify(jax.random.split(jax.random.key(0), 2), tree, target)
+    with pytest.raises(ValueError, match=r"rule 'own' verifies chains, and parents=\(0, 0, 1\)"):
+        Deciding(sampling.block).verify(jax.random.split(jax.random.key(0), 2), tree, target)

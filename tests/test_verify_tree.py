@@ -8,6 +8,7 @@ import jaxtyping
 import numpy as np
 import pytest
 import scipy.stats
+from decoding import Deciding
 
 from specjax import sampling
 
@@ -16,6 +17,7 @@ PARENTS = [0, 0, 1, 1, 4]
 SHAPES = [PARENTS, [0, 1, 1, 2, 3], [0, 1, 2, 3, 4]]
 NODES = len(PARENTS)
 KEY = jax.random.key(0)
+OF_CHAINS = Deciding(sampling.rejection)
 LOGP = jax.nn.log_softmax(jax.random.normal(KEY, (ROWS, NODES + 1, VOCAB)))
 LOGQ = jax.nn.log_softmax(jax.random.normal(jax.random.key(1), (ROWS, NODES + 1, VOCAB)))
 
@@ -40,7 +42,7 @@ def test_a_tree_without_branches_is_a_chain(rule):
         np.testing.assert_array_equal(found, wanted)
 
 
-@pytest.mark.parametrize("rule", ["rejection", "coupled", "typical"])
+@pytest.mark.parametrize("rule", ["rejection", "block", "coupled", "typical"])
 def test_rows_have_shapes_of_their_own(rule):
     keys = jax.random.split(KEY, ROWS)
     tokens = jnp.stack([drawn(*each) for each in zip(SHAPES, LOGQ, strict=True)])
@@ -177,7 +179,7 @@ def test_inside_jit_and_vmap_with_shapes_on_the_device():
         (dict(logq_row=[0, 0, 1, 1, 1], logq=LOGQ[0]), r"logq has shape \(6, 6\): it must be \(3,"),
         (dict(tokens=TOKENS + 0.5), r"tokens are float32\[3, 5\]: pass whole numbers \[N\], or"),
         (dict(num_valid=6), r"num_valid=\[6, 6, 6\]: use 0 to 5"),
-        (dict(rule="block"), "rule='block' verifies chains, whose parents are 0, 1, 2, ...: use"),
+        (dict(rule=OF_CHAINS), "rule='own' verifies chains, whose parents are 0, 1, 2, ...: use"),
         (dict(rule="coupled"), "rule='coupled' needs positions"),
         (dict(keys=None), "keys=None: pass a key"),
     ],

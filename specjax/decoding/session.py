@@ -290,7 +290,7 @@ def _plan(
         if part.branches and not rule.takes_trees:
             raise InputError(
                 f"verify={rule.name}: {part.name} drafts trees, and {rule.name} verifies chains; "
-                "use rejection or coupled, or draft chains"
+                "use rejection, block or coupled, or draft chains"
             )
     if type(rule) not in map(type, sampling.RULES.values()):
         check_rule_shapes(rule, options.batch_size, plan.widths, target.config.vocab_size)

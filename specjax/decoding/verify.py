@@ -211,8 +211,8 @@ def as_drafted(draft: Draft, topology: AnyTopology) -> sampling.Drafted:
 
     `topology` is the shape of these nodes.
     """
-    nodes = topology.num_nodes
-    parents = topology.parents if isinstance(topology, Topology) else topology.row_parents
+    nodes, static = topology.num_nodes, isinstance(topology, Topology)
+    parents = topology.parents if static else topology.row_parents
     return sampling.Drafted(
         draft.tokens[:, :nodes],
         draft.valid[:, :nodes],
@@ -220,6 +220,7 @@ def as_drafted(draft: Draft, topology: AnyTopology) -> sampling.Drafted:
         topology.depth,
         draft.logq_row[:, :nodes],
         draft.logq if nodes else None,
+        draft.topology.parents if static else None,
     )
 
 

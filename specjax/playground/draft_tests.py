@@ -12,12 +12,11 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jax.scipy.special import logsumexp
 from jaxtyping import Array, Float, Int, Key
 
 from specjax import sampling
 from specjax.sampling import Drafted, Rule, Verification
-from specjax.sampling.chain_verification import block_height, next_block_weight
+from specjax.sampling.multipath import pass_weight, takes_all
 
 _SHOWN = 6
 """The number of likeliest tokens of a distribution that a trace lists."""
@@ -33,7 +32,7 @@ class DraftTest:
     `p` and `q` are the token's probabilities under the target and under the draft; after refused
     siblings, p is the residual. The token was accepted if `uniform` is below `threshold` or, if
     there is no threshold, if it equals `choice`, the target's own draw. Both are None for other
-    rules. `weight` is w of block verification, in which a token is also kept if a later one passes.
+    rules. `weight` is w of block verification, which also keeps a token if one below it passes.
     """
 
     slot: int
@@ -81,13 +80,14 @@ def decided(
     noise = lambda depth: sampling.position_gumbel(final, jnp.full(1, depth), vocab)[0]  # noqa: E731
     drawn = None
     source, next_logp = FROM_TARGET, target[path[-1]]
-    if type(rule) is sampling.Block:
-        tests, next_logp, source = _by_block(keys, drafted, target, accepted)
+    walks = drafted.logq is None and not (type(rule) is sampling.Block and drafted.is_chain)
+    if type(rule) is sampling.Block and not walks:
+        tests, next_logp, source = _by_block(keys, drafted, target, path)
         drawn = next_logp + noise(0)
-    elif type(rule) is sampling.Rejection and drafted.logq is not None:
+    elif type(rule) is sampling.Rejection and not walks:
         tests, next_logp, source = _by_ratio(keys, drafted, target, path)
         drawn = next_logp + noise(0)
-    elif type(rule) in (sampling.Rejection, sampling.Coupled):
+    elif type(rule) in (sampling.Rejection, sampling.Block, sampling.Coupled):
         if rule.position_noise:
             noise = lambda depth: sampling.position_gumbel(keys, length + depth, vocab)[0]  # noqa: E731
         tests = _by_choice(noise, drafted, target, path)
@@ -127,34 +127,37 @@ def _by_ratio(
 
 
 def _by_block(
-    keys: Key[Array, "1"], drafted: Drafted, target: Float[Array, "W V"], accepted: int
+    keys: Key[Array, "1"], drafted: Drafted, target: Float[Array, "W V"], path: list[int]
 ) -> tuple[tuple[DraftTest, ...], Float[Array, "V"], str]:
     """Return the tests of block verification, the next token's log-probabilities and their source.
 
-    Each token is tested by its weight w, its height h and a uniform.
+    Each token is tested by its weight w, its height h and a uniform, after the tokens below it.
     """
-    count = int(drafted.num_valid[0])
     draws = sampling.uniforms(sampling.split_keys(keys).accept, drafted.tokens.shape[1])[0]
-    sources = drafted.distributions(target.shape[1])
-    weight, tests = jnp.zeros(1), []
-    next_logp, source = target[0], FROM_TARGET
-    for slot in range(count + 1):
-        logp, logq = target[slot], sources(jnp.full(1, slot))[0]
-        last = jnp.array([slot == count])
-        weighted = sampling.excess(logp + weight, logq)
-        mass = logsumexp(weighted)[None]
-        if tests:
-            height = float(block_height(mass, weight, last)[0])
-            tests[-1] = replace(tests[-1], threshold=height, weight=float(jnp.exp(weight[0])))
-        if slot == accepted and slot < count and float(mass[0]) > -np.inf:
-            next_logp, source = weighted - mass, FROM_RESIDUAL
-        elif slot == accepted:
-            next_logp = logp
-        if slot < count:
-            token = int(drafted.tokens[0, slot])
-            test = _tested(slot + 1, token, logp, logq, accepted=slot < accepted)
-            tests.append(replace(test, uniform=float(draws[slot])))
-            weight = next_block_weight(weight, sampling.log_ratio(logp, logq)[token][None])
+    full = takes_all(drafted)
+    tests: list[DraftTest] = []
+
+    def visit(slot: int, logw: Float[Array, "1"]) -> tuple[float, Float[Array, "V"]]:
+        """Add the tests below a slot; return its height and the distribution after it."""
+        logp, height = target[slot][None], jnp.exp(logw)
+        for child in _children(drafted, slot):
+            logq = sampling.node_distribution(drafted, jnp.full(1, child - 1), target.shape[1])
+            token = drafted.tokens[:, child - 1]
+            test = _tested(child, int(token[0]), logp[0], logq[0], accepted=child in path)
+            passed = pass_weight(logp, jnp.log(height), logq, token, full[:, child - 1])
+            index = len(tests)
+            tests.append(test)
+            threshold, left = visit(child, passed.child_logw)
+            weight = float(jnp.exp(passed.child_logw[0]))
+            uniform = float(draws[child - 1])
+            tests[index] = replace(test, uniform=uniform, threshold=threshold, weight=weight)
+            if child in path:
+                return float(height[0]), left
+            logp, height = passed.logp, passed.weight
+        return float(height[0]), logp[0]
+
+    _, next_logp = visit(0, jnp.zeros(1))
+    source = FROM_RESIDUAL if _children(drafted, path[-1]) else FROM_TARGET
     return tuple(tests), next_logp, source
 
 

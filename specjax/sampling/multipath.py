@@ -11,6 +11,7 @@ tokens; only then are uniforms used, each in one test. docs/sampling.md has the 
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -65,7 +66,7 @@ def block_weights(
     """
     batch, nodes = drafted.tokens.shape
     dtype = jax.eval_shape(target, jnp.zeros(batch, jnp.int32)).dtype
-    slots = jnp.arange(nodes + 1)
+    slots = jnp.arange(nodes + 1)[None, :]
     logw = jnp.broadcast_to(jnp.where(slots == 0, 0.0, -jnp.inf).astype(dtype), (batch, nodes + 1))
 
     def visit(slot: Int[Array, ""], state: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -84,44 +85,74 @@ def block_weights(
     return lax.fori_loop(0, nodes + 1, visit, (logw, jnp.exp(logw)))
 
 
+class Passed(NamedTuple):
+    """What a child takes of its parent's weight, and what it leaves if it is refused.
+
+    `child_logw` is log w of the child. `logp` and `weight` are the parent's distribution and weight
+    for its next child, or, after the last one, the distribution of the next token and the height.
+    """
+
+    child_logw: Float[Array, "B"]
+    logp: Float[Array, "B V"]
+    weight: Float[Array, "B"]
+
+
+def pass_weight(
+    logp: Float[Array, "B V"],
+    logw: Float[Array, "B"],
+    logq: Float[Array, "B V"],
+    token: Int[Array, "B"],
+    takes_all: Bool[Array, "B"],
+) -> Passed:
+    """Pass a weight to one child per row.
+
+    `logp` and `logw` are the parent's log-probabilities and log w, after its earlier children;
+    `token` was drawn from `logq`. A child that takes all gets the weight min(1, w p / q), any other
+    one w min(1, p / q), after which w' = (w - w_child) / (1 - w_child) stays with norm(max(0, p -
+    q)).
+    """
+    odds = log_ratio(pick(logp, token), pick(logq, token))
+    share = logw + next_block_weight(jnp.zeros_like(logw), odds)
+    left = excess(logp + jnp.where(takes_all, logw, 0)[:, None], logq)
+    log_mass = logsumexp(left, axis=-1)
+    has_mass = log_mass > -jnp.inf
+    left -= jnp.where(has_mass, log_mass, 0)[:, None]
+    refused = -jnp.expm1(share)
+    kept = (jnp.exp(logw) - jnp.exp(share)) / jnp.where(refused > 0, refused, 1)
+    kept = jnp.where(refused > 0, kept, 1)
+    all_left = block_height(log_mass, logw, jnp.zeros_like(has_mass))
+    return Passed(
+        jnp.where(takes_all, next_block_weight(logw, odds), share),
+        jnp.where(has_mass[:, None], left, logp),
+        jnp.where(takes_all, all_left, kept),
+    )
+
+
 def _over_children(
     drafted: Drafted, target: Distributions, slots: Int[Array, "B"], logw: Float[Array, "B"]
 ) -> tuple[Float[Array, "B N"], Float[Array, "B"], Float[Array, "B V"]]:
     """Pass the weight of one slot per row to its children, and return what they take and leave.
 
-    `logw` is the logarithm of the weight. Returns log w of the children by node (-inf for other
-    nodes), the height of the slot, and the log-probabilities of the token after it if it ends the
-    path.
+    Returns log w of the children by node (-inf for other nodes), the height of the slot, and the
+    log-probabilities of the token after it if it ends the path.
     """
-    takes_all = _takes_all(drafted)
+    full = takes_all(drafted)
+    nodes = jnp.arange(drafted.tokens.shape[1])[None, :]
 
     def visit(state: tuple[Array, ...]) -> tuple[Array, ...]:
         child, logp, logw, height, child_logw = state
         waiting = child > 0
         node = jnp.maximum(child - 1, 0)
-        token, full = pick(drafted.tokens, node), pick(takes_all, node)
         logq = node_distribution(drafted, node, logp.shape[1], logp.dtype)
-        odds = log_ratio(pick(logp, token), pick(logq, token))
-        share = logw + next_block_weight(jnp.zeros_like(logw), odds)
-        weight = jnp.where(full, next_block_weight(logw, odds), share)
-        # Without `full` the child takes w min(p, q), and the rest of w stays with p's residual.
-        left = excess(logp + jnp.where(full, logw, 0)[:, None], logq)
-        log_mass = logsumexp(left, axis=-1)
-        has_mass = log_mass > -jnp.inf
-        left = jnp.where(
-            has_mass[:, None], left - jnp.where(has_mass, log_mass, 0)[:, None], logp
-        )
-        refused = -jnp.expm1(share)
-        kept = (jnp.exp(logw) - jnp.exp(share)) / jnp.where(refused > 0, refused, 1)
-        kept = jnp.where(refused > 0, kept, 1)
-        rest = jnp.where(full, block_height(log_mass, logw, jnp.zeros_like(full)), kept)
-        taken = jnp.where(jnp.arange(child_logw.shape[1]) == node[:, None], weight[:, None], -jnp.inf)
+        token = pick(drafted.tokens, node)
+        passed = pass_weight(logp, logw, logq, token, pick(full, node))
+        is_node = waiting[:, None] & (nodes == node[:, None])
         return (
             jnp.where(waiting, next_child(drafted, slots, child), 0),
-            jnp.where(waiting[:, None], left, logp),
-            jnp.where(waiting, jnp.log(rest), logw),
-            jnp.where(waiting, rest, height),
-            jnp.where(waiting[:, None], jnp.maximum(child_logw, taken), child_logw),
+            jnp.where(waiting[:, None], passed.logp, logp),
+            jnp.where(waiting, jnp.log(passed.weight), logw),
+            jnp.where(waiting, passed.weight, height),
+            jnp.where(is_node, passed.child_logw[:, None], child_logw),
         )
 
     nothing = jnp.full(drafted.tokens.shape, -jnp.inf, logw.dtype)
@@ -143,23 +174,26 @@ def _first_in_postorder(drafted: Drafted, passes: Bool[Array, "B N"]) -> Int[Arr
         slot = nodes - step
         below = found[:, slot]
         here = jnp.where(below > 0, below, jnp.where(passes[:, slot - 1], slot, 0))
-        to_parent = jnp.arange(nodes + 1) == parents[:, slot - 1, None]
+        to_parent = jnp.arange(nodes + 1)[None, :] == parents[:, slot - 1, None]
         return jnp.where(to_parent & (here > 0)[:, None], here[:, None], found)
 
     found = jnp.zeros((batch, nodes + 1), jnp.int32)
     return lax.fori_loop(0, nodes, visit, found)[:, 0]
 
 
-def _takes_all(drafted: Drafted) -> Bool[Array, "B N"]:
+def takes_all(drafted: Drafted) -> Bool[Array, "B N"]:
     """Return which nodes take all of w p that their q allows; other ones take w min(p, q).
 
-    What a child takes beyond w min(p, q) is lost to its later siblings. It pays if their subtrees
-    are no larger: then no tree accepts less than `recursion` does on average. Shapes that are
-    chosen on the device may depend on the tokens, on which a node's share must not: there, every
-    node takes all.
+    What a child takes beyond w min(p, q) is lost to its later siblings. That pays if their subtrees
+    are no larger, so that no tree accepts fewer tokens than by `recursion`. A node's share must not
+    depend on tokens, but a shape that is chosen on the device may: there, every node takes all.
     """
-    nested = _nested(drafted.parents) if isinstance(drafted.parents, tuple) else True
-    return jnp.broadcast_to(jnp.asarray(nested), drafted.tokens.shape)
+    shape = drafted.whole
+    if shape is None and isinstance(drafted.parents, tuple):
+        shape = drafted.parents
+    nodes = drafted.tokens.shape[1]
+    nested = np.ones(nodes, bool) if shape is None else _nested(shape)[:nodes]
+    return jnp.broadcast_to(jnp.asarray(nested)[None], drafted.tokens.shape)
 
 
 @functools.lru_cache(maxsize=64)

@@ -40,7 +40,8 @@ class Drafted(NamedTuple):
     `logq_row[:, i]` of `logq`; if that index is -1, or `logq` is None, the node is deterministic.
     Siblings from the same row of `logq` were drawn without replacement and are numbered in the
     order drawn; if one is valid, so are those drawn before it. No path has more than `depth` nodes
-    (P).
+    (P). `whole` are the parents of the whole tree of which these are the first nodes, if its shape
+    is known at compile time.
     """
 
     tokens: Int[Array, "B N"]
@@ -49,6 +50,7 @@ class Drafted(NamedTuple):
     depth: int
     logq_row: Int[Array, "B N"]
     logq: Float[Array, "B Q V"] | None
+    whole: tuple[int, ...] | None = None
 
     @property
     def num_valid(self) -> Int[Array, "B"]:

@@ -88,8 +88,8 @@ def verify_tree(
     `logq_row`, Q is arbitrary.
 
     The other arguments and the result are as in `verify_chain`; `num_valid` is the number of
-    leading nodes that were drafted. `block` verifies chains only. Raises ValueError as
-    `verify_chain` does and, unless traced, for parents that are not earlier slots, and for equal
+    leading nodes that were drafted. Raises ValueError as `verify_chain` does, for a rule that
+    verifies chains only and, unless traced, for parents that are not earlier slots, and for equal
     siblings that cannot have been drawn without replacement.
     """
     tokens, logp, logq = _arrays(tokens, logp, logq)
@@ -100,7 +100,7 @@ def verify_tree(
     if not rule.takes_trees and not _is_chain(parents):
         raise ValueError(
             f"rule={rule.name!r} verifies chains, whose parents are 0, 1, 2, ...: use rejection, "
-            "coupled or typical"
+            "block, coupled or typical"
         )
     row = parents if logq_row is None else _node_numbers(logq_row)
     if logq_row is not None:

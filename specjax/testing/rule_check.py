@@ -102,8 +102,9 @@ def check_rule(
       must be a step function of each with at most one step while the others are fixed;
     - the output is the first `num_accepted` tokens, then one token drawn from `next_logp`.
 
-    With a branching `topology`, for rules that verify trees, the nodes are drawn without replacement from q, or are arbitrary, or only the first of siblings is drawn and
-    the others are arbitrary or from another drafter's q, so that siblings may be equal.
+    With a branching `topology`, for rules that verify trees, the nodes are drawn without
+    replacement from q, or are arbitrary, or only the first of siblings is drawn and the others are
+    arbitrary or from another drafter's q, so that siblings may be equal.
 
     All drafts of up to `length` tokens are tested on many distributions (p = q, disjoint supports,
     zeros, one-hot, reduced draft vocabularies, random by context), sampled and deterministic, with
