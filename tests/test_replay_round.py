@@ -52,6 +52,7 @@ def drafter_of(name, tiny, similar):
         ("similar", "rejection", 0.9),
         ("eagle tree", "rejection", 0.9),
         ("similar", "block", 0.9),
+        ("eagle tree", "block", 0.9),
         *slow(
             ("eagle dynamic tree", "rejection", 0.9),
             ("token_recycling", "rejection", 0.9),

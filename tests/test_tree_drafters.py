@@ -181,21 +181,25 @@ def small_drafter(name, target, tree):
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"),
+    ("name", "kind", "rule"),
     [
         # Drawn trees that grow step by step: test_limits_distribution.
         # Trees of likeliest tokens: test_token_recycling.
-        ("medusa", "static"),
-        *slow(("early_exit", "dynamic"), ("early_exit", "static"), ("medusa", "dynamic")),
-        *slow(("eagle3", "static"), ("eagle3", "dynamic")),
+        ("medusa", "static", "rejection"),
+        ("medusa", "static", "block"),
+        *slow(*((name, "static", "block") for name in ("early_exit", "eagle3"))),
+        *slow(*((name, "static", "rejection") for name in ("early_exit", "eagle3"))),
+        *slow(*((name, "dynamic", "rejection") for name in ("early_exit", "medusa", "eagle3"))),
+        *slow(("medusa", "dynamic", "block")),
     ],
 )
-def test_sampled_rows_have_the_targets_distribution(name, kind):
+def test_sampled_rows_have_the_targets_distribution(name, kind, rule):
     target = small_model(6)
     tree = TreeOptions(kind="dynamic", topk=3, depth=2, num_nodes=6)
     if kind == "static":
         tree = TreeOptions(kind="static", choices=BUSHY)
-    check = check_drafter(small_drafter(name, target, tree), target, row_count(8_000))
+    drafter = small_drafter(name, target, tree)
+    check = check_drafter(drafter, target, row_count(8_000), verify=rule)
     assert check.passed, check
     assert check.acceptance_length > 1.3
 
