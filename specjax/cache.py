@@ -98,6 +98,23 @@ class KVCache:
         k, v = jax.tree.map(put_rows, (self.k, self.v), (new.k, new.v))
         return KVCache(k, v, self.length.at[rows].set(new.length, mode="drop"))
 
+    def gathered(
+        self, slots: Int[Array, "B T"] | Int[Array, "B L G T"], length: Int[Array, "B"]
+    ) -> KVCache:
+        """Return a cache of copies of the tokens at `slots`, of which the first `length` count.
+
+        `slots` are the same in all layers and heads, or not; those out of range are clipped.
+        """
+        if slots.ndim == 2:
+            slots = slots[:, None, None]
+        index = jnp.minimum(jnp.moveaxis(slots, 0, 1), self.capacity - 1)[..., None]
+
+        def gather(array: jax.Array) -> jax.Array:
+            return jnp.take_along_axis(array, index, axis=3)
+
+        k, v = jax.tree.map(gather, (self.k, self.v))
+        return KVCache(k, v, length)
+
     def release(self, rows: Int[Array, "A"]) -> KVCache:
         """Return the cache with the given rows emptied: their length is 0."""
         return self.replace(length=self.length.at[rows].set(0, mode="drop"))

@@ -370,6 +370,11 @@ DRAFTER_OPTIONS = [
     ("layer_skip", {"skipped": (1,), "skip_layers": 1}, "leave one of them out"),
     ("early_exit", {"draft_p_min": 1.0}, r"draft_p_min=1.0: use a number in \[0, 1\)"),
     ("early_exit", {"draft_sample_method": "beam"}, "method='beam' is unknown: use prob"),
+    ("sparse_kv", {"budget": 0}, "budget=0: use a whole number from 1 to 1048576"),
+    ("sparse_kv", {"budget": 4}, "budget=4: must exceed drafter.sinks=4"),
+    ("sparse_kv", {"budget": 32, "keep": "scores"}, "budget=32: must exceed the latest 32 tokens"),
+    ("sparse_kv", {"keep": "best"}, "keep='best' is unknown: use recent, scores"),
+    ("sparse_kv", {"refresh": 0}, "refresh=0: use a whole number from 1 to 1048576"),
     ("simulated", {"continuations": []}, r"continuations=\[\]: pass the token ids"),
     (
         "simulated",

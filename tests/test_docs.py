@@ -49,7 +49,7 @@ def run_page(page, names, compared=""):
             printed = out.getvalue()
 
 
-@pytest.mark.parametrize("page", ["sampling.md", "theory.md"])
+@pytest.mark.parametrize("page", ["sampling.md", "theory.md", "long_contexts.md"])
 def test_pages_on_arrays_print_what_they_say(page):
     run_page(page, names := {})
     assert names

@@ -179,7 +179,8 @@ def test_what_is_offered_says_why_the_rest_is_not(url):
     assert {"ngram", "suffix", "ngram+suffix", "token_recycling", "early_exit"} <= {
         name for name, offer in offers.items() if offer["reason"] is None
     }
-    assert all(offers[name]["reason"] for name in ("eagle3", "corpus", "none", "layer_skip"))
+    unoffered = ("eagle3", "corpus", "none", "layer_skip", "sparse_kv")
+    assert all(offers[name]["reason"] for name in unoffered)
     assert offers["token_recycling"]["rules"]["coupled"] is None
 
 

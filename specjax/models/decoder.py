@@ -240,11 +240,14 @@ class Decoder:
         first_layer: int = 0,
         states: Float[Array, "B T D"] | None = None,
         kept: Bool[Array, "L B"] | None = None,
+        num_attended: int = 0,
     ) -> Extension:
         """Run T tokens through the model, as specified by `LanguageModel.extend`.
 
         Where `kept` is False, a row leaves a layer out: its input becomes its output (layer
         dropout). In training the feature `layer_inputs` is the inputs of all layers [L, B, T, D].
+        With `num_attended` (A), the feature `attended` is the committed tokens with the most
+        attention [L, B, G, A].
         Raises InputError for parameters that are missing or have the wrong shape, and for features
         of layers before `first_layer`.
         """
@@ -278,12 +281,17 @@ class Decoder:
             layer_inputs={name: jnp.zeros_like(x) for name in requested.tapped_layers},
             experts=requested.no_experts(tokens.shape),
         )
+        if num_attended:
+            shape = (self.config.num_layers, len(tokens), self._heads_of(window), num_attended)
+            carry = carry.replace(attended=jnp.zeros(shape, jnp.int32))
         depth = self.config.num_layers if num_layers is None else num_layers
         inputs = [] if LAYER_INPUTS in features else None
         carry = self._run_layers(params, run_layer, carry, first_layer, depth, inputs)
         result = self._outputs(params, carry, requested, logits=logits)
         if inputs is not None:
             result.features[LAYER_INPUTS] = jnp.concatenate(inputs)
+        if carry.attended is not None:
+            result.features["attended"] = carry.attended
         return result
 
     def _heads_of(self, window: Window | None) -> int:

@@ -39,6 +39,7 @@ _MOST_ASKING = 16
 _NOT_OFFERED = {
     "none": "a draft length of 0 is plain decoding",
     "layer_skip": "the model reads a text to choose its layers; start the server with it",
+    "sparse_kv": "on short texts it is the target itself; start the server with it",
     "quantized": "it needs another copy of the weights; start the server with it",
 }
 

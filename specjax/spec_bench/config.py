@@ -38,9 +38,9 @@ from specjax.reporting import picture_files
 ALL = "all"
 _PLAIN = "none"
 """The drafter name of plain decoding, with which every question is decoded."""
-_NEEDS_MORE = (_PLAIN, "corpus", "quantized", "simulated")
-"""Drafters that `all` leaves out although they have no weights: they need options, or a target with
-float weights."""
+_NEEDS_MORE = (_PLAIN, "corpus", "quantized", "simulated", "sparse_kv")
+"""Drafters that `all` leaves out although they have no weights: they need options, a target with
+float weights, or long texts."""
 _OF_A_DRAFTER = ("drafter.", "tree.", "typical.")
 
 

@@ -22,6 +22,7 @@ from specjax.drafters.none import NoDrafter
 from specjax.drafters.self_speculation.early_exit import EarlyExit
 from specjax.drafters.self_speculation.layer_skip import LayerSkip
 from specjax.drafters.self_speculation.quantized import Quantized
+from specjax.drafters.self_speculation.sparse_kv import SparseKV
 from specjax.drafters.simulated import Simulated
 from specjax.drafters.turn_taking import take_turns
 from specjax.errors import InputError, shown
@@ -35,6 +36,7 @@ DRAFTERS: dict[str, type[Drafter]] = {
     "early_exit": EarlyExit,
     "layer_skip": LayerSkip,
     "quantized": Quantized,
+    "sparse_kv": SparseKV,
     "medusa": MedusaDrafter,
     "eagle": EagleDrafter,
     "eagle3": EagleDrafter,

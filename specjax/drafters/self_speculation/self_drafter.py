@@ -11,7 +11,7 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from specjax.cache import Window
+from specjax.cache import KVCache, Window
 from specjax.drafters.autoregressive import ChainDrafter
 from specjax.drafters.base import Context, Noise
 from specjax.drafters.growth import chain, static_tree
@@ -35,8 +35,13 @@ class SelfDrafter(ChainDrafter):
         """
         raise NotImplementedError
 
+    def committed(self, params: Any, state: Any, context: Context) -> tuple[KVCache, Any]:
+        """Return the committed keys that drafts attend to, by default all, and the state."""
+        del params
+        return context.cache, state
+
     def propose(self, params: Any, state: Any, context: Context, noise: Noise) -> tuple[Draft, Any]:
-        """Draft a chain or a tree with the model of `layers`, reading the target's cache.
+        """Draft a chain or a tree with the model of `layers`, over the keys of `committed`.
 
         Where verification resumes from the target's own first layers, these also run over the
         leaves, and the draft has a `PartialPass`. A dynamic tree has none: which of its nodes have
@@ -46,6 +51,7 @@ class SelfDrafter(ChainDrafter):
         resumes = context.resumes and num_layers is not None and model is context.target
         resumes &= not isinstance(self.shape, DynamicTree)
         slots = self.num_nodes + 1 if resumes else self.window_slots
+        cache, state = self.committed(params, state, context)
 
         def run(level: Level, window: Window, logits: bool = True) -> Extension:
             unused = slots - level.visible.shape[2]
@@ -53,7 +59,7 @@ class SelfDrafter(ChainDrafter):
                 model_params,
                 level.tokens,
                 level.positions(context),
-                context.cache,
+                cache,
                 window,
                 level.start,
                 jnp.pad(level.visible, ((0, 0), (0, 0), (0, unused))),

@@ -26,6 +26,9 @@ CACHE_BLOCK = 256
 """The committed tokens per row that are read at a time; a cache's capacity is a multiple of it."""
 _ROW_BLOCK = 128
 """The committed tokens that are read at a time when each row is read separately."""
+_POOL = 5
+"""The number of neighbouring tokens over which attention is averaged to choose among them."""
+_LOWEST = -1e30
 _MOST_SCORES = {"cpu": 1 << 21, "accelerator": 1 << 27}
 """The number of attention scores computed at a time in training, on each device."""
 
@@ -354,6 +357,31 @@ def attend_whole_cache(
     # Otherwise XLA merges this product with the window's, and concatenates a copy of the cache.
     query = lax.optimization_barrier(query)
     return merge(start, attend(query, key, value, visible, softcap))
+
+
+def most_attended(
+    query: Float[Array, "B G X C"], cache: KVCache, layer: Int[Array, ""] | int, count: int
+) -> Int[Array, "B G A"]:
+    """Return the positions of the `count` committed tokens with the most attention, by head.
+
+    A token's attention is the sum of its weights in the softmax over committed keys, over all
+    queries, averaged with those of its neighbours (SnapKV: Li et al. 2404.14469). Positions beyond
+    a row's length come last. Rows are read one after the other, since a row has X S scores.
+    """
+    _, batch, kv_heads, capacity, _ = cache.k.shape
+
+    def of_row(row: tuple[jax.Array, ...]) -> Int[Array, "G A"]:
+        index, query, length = row
+        size = (1, 1, kv_heads, capacity)
+        key = _read(cache.k, (layer, index, 0, 0), size, query.dtype)[0]
+        visible = jnp.arange(capacity) < length
+        scores = jnp.einsum("gxc,gyc->gxy", query, key, preferred_element_type=jnp.float32)
+        weights = jax.nn.softmax(jnp.where(visible[None, None], scores, _LOWEST), axis=-1)
+        total = jnp.where(visible[None], weights.sum(axis=1), 0.0)
+        pooled = lax.reduce_window(total, 0.0, lax.add, (1, _POOL), (1, 1), "SAME")
+        return lax.top_k(jnp.where(visible[None], pooled, -1.0), count)[1]
+
+    return lax.map(of_row, (jnp.arange(batch), query, cache.length))
 
 
 def _committed(

@@ -1,0 +1,230 @@
+"""The target over few of its committed keys: which keys drafts see, and that drafting is exact."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import row_count, slow
+from decoding import (
+    PROMPTS,
+    changed,
+    coupled,
+    decode,
+    first_state,
+    make_session,
+    mixed,
+    rounds,
+)
+from test_decoder import after_cache, causal, near
+from test_loop_cache import assert_caches
+from test_sharding import mesh_of
+from tiny_models import small_model
+
+from specjax import make_drafter
+from specjax.cache import KVCache
+from specjax.cached_entries import encode
+from specjax.decoding.round import make_context
+from specjax.drafters.self_speculation.sparse_kv import OBSERVED, Chosen, SparseKV
+from specjax.errors import InputError
+from specjax.loading.load import place_model, random_model
+from specjax.models.config import SlidingWindow
+from specjax.models.layers.attention import most_attended
+from specjax.testing import check_drafter
+from specjax.trees import tree_of_choices
+
+NEW = 24
+OPTIONS = {
+    "recent": dict(budget=6, sinks=2),
+    "scores": dict(budget=36, keep="scores", refresh=5),
+    "tree": dict(budget=6, tree=tree_of_choices(((0,), (1,), (0, 0)))),
+}
+
+
+def made(name, target):
+    return SparseKV(target.architecture, **OPTIONS[name])
+
+
+@pytest.fixture(scope="module")
+def plain(tiny):
+    return coupled(tiny, None, NEW, batch_size=1)
+
+
+@pytest.mark.parametrize("name", ["recent", "scores", *slow("tree")])
+def test_tokens_and_caches_are_those_of_plain_decoding(name, tiny, plain):
+    options = dict(verify="coupled", sampling=mixed(max_new_tokens=NEW), num_speculative_tokens=2)
+    session = make_session(tiny, PROMPTS, drafter=made(name, tiny), **options)
+    counts = []
+    for number, state in enumerate(rounds(session, first_state(session), counts)):
+        if number < 4:
+            assert_caches(session, state)
+    assert_caches(session, state)
+    for row, tokens in enumerate(plain.token_ids):
+        begin = len(PROMPTS[row])
+        assert state.tokens[row, begin : begin + len(tokens)].tolist() == tokens
+    accepted = {int(each) for count in counts for each in count.accepted}
+    assert {0, 2} <= accepted
+
+
+@pytest.mark.parametrize("name", ["scores", *slow("recent")])
+def test_rows_draft_as_they_do_alone(name, tiny):
+    """Admitted late too: there are fewer slots than prompts."""
+    options = dict(drafter=made(name, tiny), sampling=mixed(max_new_tokens=NEW))
+    together = decode(tiny, PROMPTS, batch_size=4, **options)
+    alone = decode(tiny, PROMPTS, batch_size=1, **options)
+    assert together.token_ids == alone.token_ids
+    for counts in ("drafted", "accepted", "emitted"):
+        np.testing.assert_array_equal(getattr(together, counts), getattr(alone, counts))
+
+
+def context_of(drafter, target, length, cache):
+    """What a drafter may read of rows with these lengths and this cache."""
+    session = make_session(target, [[1]] * len(length), drafter=drafter, batch_size=len(length))
+    state = first_state(session)
+    fixed = state.rows.replace(max_length=length + 8)
+    state = state.replace(length=length, cache=cache, rows=fixed)
+    return make_context(session.plan, target.params, state)
+
+
+def numbered(target, length):
+    """A cache in which each key is its position, its layer and its head."""
+    empty = target.architecture.make_cache(len(length), 256)
+    layers, batch, heads, slots, width = empty.k.shape
+    layer, _, head, slot = np.meshgrid(
+        *map(np.arange, (layers, batch, heads, slots)), indexing="ij"
+    )
+    keys = np.stack([slot, layer, head, *[slot] * (width - 3)], axis=-1).astype(np.float32)
+    return empty.replace(k=jnp.asarray(keys), v=jnp.asarray(keys) + 0.5, length=length - 1)
+
+
+def assert_copied(cache, row, slots):
+    """A row of a copied cache holds the keys and values of `slots` [L, G, T]."""
+    layers, heads, count = slots.shape
+    assert cache.length[row] == count
+    keys = np.asarray(cache.k[:, row, :, :count])
+    np.testing.assert_array_equal(keys[..., 0], slots)
+    np.testing.assert_array_equal(keys[..., 1], np.arange(layers)[:, None, None] + 0 * slots)
+    np.testing.assert_array_equal(keys[..., 2], np.arange(heads)[None, :, None] + 0 * slots)
+    np.testing.assert_array_equal(cache.v[:, row, :, :count], keys + 0.5)
+
+
+def test_the_first_and_the_latest_keys_are_copied(tiny):
+    drafter, length = made("recent", tiny), jnp.array([1, 7, 8, 40])
+    context = context_of(drafter, tiny, length, numbered(tiny, length))
+    cache, _ = drafter.committed((), (), context)
+    wanted = [[], [*range(6)], [0, 1, 3, 4, 5, 6], [0, 1, 35, 36, 37, 38]]
+    for row, slots in enumerate(wanted):
+        assert_copied(cache, row, np.broadcast_to(np.array(slots, int), (3, 2, len(slots))))
+
+
+def test_chosen_keys_and_all_that_follow_are_copied(tiny):
+    """Each once. A row with few keys has all; one that is not due keeps its choice."""
+    drafter, length = made("scores", tiny), jnp.array([37, 38, 60, 60])
+    context = context_of(drafter, tiny, length, numbered(tiny, length))
+    chosen = jnp.broadcast_to(jnp.array([20, 3, 7, 11]), (4, 3, 2, 4)).at[:, 1].add(1)
+    cache, state = drafter.committed((), Chosen(chosen, jnp.array([0, 0, 56, 55])), context)
+    assert state.length.tolist() == [0, 38, 56, 60]
+    np.testing.assert_array_equal(state.slots[2], chosen[2])
+    assert_copied(cache, 0, np.broadcast_to(np.arange(36), (3, 2, 36)))
+    for row in (1, 2, 3):
+        later = np.arange(int(state.length[row]) - OBSERVED, int(length[row]) - 1)
+        assert state.slots[row].max() < later[0]
+        later = np.broadcast_to(later, (3, 2, len(later)))
+        assert_copied(cache, row, np.concatenate([state.slots[row], later], axis=-1))
+
+
+def test_a_draft_token_is_that_of_a_pass_that_sees_the_same_keys(tiny):
+    """Earlier tokens see all before them; only the last one sees few."""
+    drafter, count = made("recent", tiny), 30
+    tokens = np.random.default_rng(0).integers(61, size=(1, count))
+    session = make_session(tiny, tokens.tolist(), drafter=drafter)
+    context = make_context(session.plan, tiny.params, first_state(session))
+    cache, _ = drafter.committed((), (), context)
+    last = np.full((1, 1), count - 1)
+    logits = after_cache(tiny, cache, tokens[:, -1:], last, np.ones((1, 1, 1), bool)).logits
+    visible = np.array(causal(count))
+    visible[0, -1, 2 : count - 5] = False
+    empty = tiny.architecture.make_cache(1, 256)
+    wanted = after_cache(tiny, empty, tokens, np.arange(count)[None], visible).logits
+    near(logits[:, 0], wanted[:, -1])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_the_most_attended_tokens(dtype):
+    rng = np.random.default_rng(0)
+    query, keys = rng.standard_normal((2, 3, 5, 8)), rng.standard_normal((4, 2, 3, 64, 8))
+    stored = jnp.asarray(keys, jnp.float32)
+    encoded = encode(stored, jnp.dtype(dtype))
+    cache = KVCache(encoded, encoded, jnp.array([50, 7]))
+    got = np.asarray(most_attended(jnp.asarray(query, jnp.float32), cache, 2, 6))
+    for row, length in enumerate((50, 7)):
+        scores = np.einsum("gxc,gyc->gxy", query[row], cache.rounded(stored[2, row])[:, :length])
+        weights = np.exp(scores) / np.exp(scores).sum(axis=-1, keepdims=True)
+        total = np.pad(weights.sum(axis=1), ((0, 0), (2, 2)))
+        pooled = sum(total[:, shift : shift + length] for shift in range(5))
+        np.testing.assert_array_equal(got[row], np.argsort(-pooled, axis=1)[:, :6])
+
+
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [("recent", "rejection"), *slow(("scores", "rejection"), ("recent", "block"))],
+)
+def test_sampled_drafts_keep_the_distribution(name, rule):
+    target, prompt = small_model(8), (1, 2, 3, 1, 2)
+    options = dict(budget=2, sinks=1)
+    if name == "scores":
+        prompt, options = prompt * 8, dict(budget=33, keep="scores", refresh=2)
+    drafter = SparseKV(target.architecture, **options)
+    check = check_drafter(drafter, target, row_count(12_000), prompt=prompt, verify=rule)
+    assert check.passed, check
+    assert 1.4 < check.acceptance_length < 2.9
+
+
+def test_a_claimed_distribution_is_found():
+    """A broken variant: a draft over few keys counts as drawn from the target's distribution."""
+    target = small_model(8)
+    few = SparseKV(target.architecture, budget=2, sinks=1)
+    everything = SparseKV(target.architecture, budget=64, num_speculative_tokens=1)
+
+    def propose(real, params, state, context, noise):
+        draft, state = real(params, state, context, noise)
+        claimed, _ = everything.propose((), (), context, noise)
+        return draft.replace(logq=claimed.logq), state
+
+    check = check_drafter(
+        changed(few, propose=propose), target, row_count(12_000), num_speculative_tokens=1
+    )
+    assert not check.passed
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Committing(SparseKV):
+    """A broken variant: verification resumes after the layers that saw few keys, with its keys."""
+
+    def layers(self, params, context):
+        return context.target, context.params, self.model.config.num_layers
+
+
+def test_keys_of_a_draft_that_are_committed_are_found(tiny, plain):
+    drafter = Committing(tiny.architecture, budget=6, sinks=2)
+    options = dict(verify="coupled", sampling=mixed(max_new_tokens=NEW), num_speculative_tokens=2)
+    session = make_session(tiny, PROMPTS, drafter=drafter, **options)
+    state = next(rounds(session, first_state(session)))
+    with pytest.raises(AssertionError):
+        assert_caches(session, state)
+    assert decode(tiny, PROMPTS, drafter=drafter, **options).token_ids != plain.token_ids
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["recent", "scores"])
+def test_on_a_mesh(name, tiny, plain):
+    """Rows on two devices, and heads on two."""
+    placed = place_model(tiny, mesh_of(2, 2))
+    drafter = make_drafter("sparse_kv", placed, **OPTIONS[name])
+    assert coupled(placed, drafter, NEW).token_ids == plain.token_ids
+
+
+def test_bad_targets(tiny):
+    windowed = dataclasses.replace(tiny.config, sliding_window=SlidingWindow(8))
+    with pytest.raises(InputError, match="sparse_kv: the target has layers with sliding windows"):
+        make_drafter("sparse_kv", random_model(windowed, 0))
