@@ -20,7 +20,8 @@ from specjax.errors import InputError
 from specjax.fields import read_values
 from specjax.loading.load import load_model, save_model
 from specjax.reporting import decode_table, statistics
-from specjax.reporting.records import Row, read_report
+from specjax.reporting.decode_report import DrafterRun
+from specjax.reporting.records import Row, RunHeader, read_report
 from specjax.reporting.runs import labels
 from specjax.reporting.statistics import Figures
 
@@ -121,7 +122,7 @@ def test_greedy_equals_plain_decoding(name, run, folder, capsys):
     shown = capsys.readouterr()
     assert shown.err == ""
     assert "same tokens as plain  yes, 3 of 3 rows\n" in shown.out
-    assert re.search(r"^speed-up              \d+\.\d\dx(, noise)?: ", shown.out, re.MULTILINE)
+    assert re.search(r"^speed-up              \d+\.\d\dx( \(the clock is .*\))?: ", shown.out, re.MULTILINE)
     assert shown.out.count(", same tokens\n") == 3
 
 
@@ -354,7 +355,7 @@ def test_one_prompt_is_decoded_several_times_in_turn(argv, times, run, capsys, m
     assert len(row["token_ids"]) == 40
     assert compiled == ["ngram", "plain"]
     shown = capsys.readouterr().out
-    wanted = rf"{found['speedup']:.2f}x(, noise)? \({ratios[0]:.2f} to {ratios[-1]:.2f}\): "
+    wanted = rf"{found['speedup']:.2f}x \({ratios[0]:.2f} to {ratios[-1]:.2f}(; .*)?\): "
     assert re.search(wanted, shown)
     assert "\n    40 tokens, cut at the limit\n" in shown
 
@@ -411,6 +412,31 @@ def test_a_slower_drafter_says_why_from_what_was_measured(seconds, line):
     found = decode_table.slower(statistics.figures([row]))
     assert found is None if line is None else found.startswith(line)
     assert line is None or found.endswith("docs/faq.md#why-is-it-slower")
+
+
+@pytest.mark.parametrize(
+    ("length", "says"),
+    [("auto", "auto found that drafting does not pay here"), ("fixed", "ngram found no draft")],
+)
+def test_a_run_that_drafted_nothing_has_no_speedup(length, says):
+    rounds = [(0, 0, 1)] * 40
+    header = read_values(RunHeader, reports.content(length=length)["run"])
+    run = DrafterRun(header, rows=[answer(0, "qa", rounds, 1.0, 2.0)])
+    lines = decode_table.result_lines(run, None)
+    assert lines["speed-up"].startswith(f"nothing was drafted: {says}")
+    assert lines["tokens per pass"] == "1.00 (0 of 0 draft tokens accepted)"
+    cells = decode_table.result_table([run], None, verbose=False)
+    assert cells["speed-up"]["ngram"] == "nothing was drafted"
+    assert cells["draft tokens accepted"]["ngram"] == "0 of 0"
+
+
+def test_a_speedup_above_what_is_possible_says_so():
+    run = DrafterRun(
+        read_values(RunHeader, reports.content()["run"]),
+        rows=[answer(0, "qa", [(2, 0, 1)] * 40, 1.0, 2.0)],
+    )
+    line = decode_table.result_lines(run, None)["speed-up"]
+    assert line.startswith("2.00x (the clock is noisy: at most 1.00x is possible): ")
 
 
 @pytest.mark.parametrize(("last", "said"), [(1.15, False), (1.3, True)])

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from specjax.metrics import ExpectedAcceptance
 from specjax.reporting.decode_report import PLAIN, DrafterRun
+from specjax.reporting.records import RunHeader
 from specjax.reporting.statistics import Figures
 
 LEAST_TOKENS = 32
@@ -30,8 +31,25 @@ SLOWER_PAGE = "docs/faq.md#why-is-it-slower"
 _SLOWER, _DRIFT = 0.95, 1.2
 """The speed-up below which a reason is shown, and the ratio of plain decoding's speeds in two
 repeats above which a warning is shown."""
+_NO_DRAFT = "nothing was drafted"
 Compared = Callable[[Figures], str]
 """A function that returns the text about the comparison of a run with plain decoding."""
+
+
+def nothing_drafted(header: RunHeader, figures: Figures) -> str | None:
+    """Return why a run has no speed-up to speak of, since it drafted nothing; None if it drafted.
+
+    The speed of such a run differs from plain decoding's by chance, or by the cost of looking for a
+    draft. Plain decoding itself (the drafter "none") returns None.
+    """
+    if figures.counts.num_draft_tokens or header.drafter == "none":
+        return None
+    if header.auto:
+        return (
+            f"{_NO_DRAFT}: auto found that drafting does not pay here; "
+            "--config.num_speculative_tokens=fixed drafts anyway"
+        )
+    return f"{_NO_DRAFT}: {header.drafter} found no draft for this text"
 
 
 def too_short(figures: Figures) -> bool:
@@ -50,6 +68,7 @@ def result_lines(run: DrafterRun, compared: Compared | None) -> dict[str, str]:
     computed, and, unless `compared` is None, `compared(run)`: the equality with plain decoding.
     """
     run_figures = run.figures()
+    no_draft = nothing_drafted(run.header, run_figures)
     counts, speed = run_figures.counts, f"{_number(run_figures.tokens_per_second, 1)} tokens/s"
     lines = {"speed": speed}
     if too_short(run_figures):
@@ -57,8 +76,10 @@ def result_lines(run: DrafterRun, compared: Compared | None) -> dict[str, str]:
     elif run_figures.plain_tokens_per_second is not None:
         plain = _number(run_figures.plain_tokens_per_second, 1)
         lines = {SPEEDUP: f"{_speedup(run_figures)}: {speed}, plain decoding {plain}"}
+        if no_draft is not None:
+            lines = {"speed": f"{speed}, plain decoding {plain}", SPEEDUP: no_draft}
     lines[TOKENS_PER_PASS] = _number(counts.acceptance_length)
-    if counts.num_draft_tokens:
+    if counts.num_draft_tokens or no_draft is not None:
         lines[TOKENS_PER_PASS] += f" ({_accepted(run_figures)} draft tokens accepted)"
     if (expected := run.expected_acceptance()) is not None:
         accepted = _number(run_figures.acceptance_of_tested, 3)
@@ -117,6 +138,8 @@ def _column(run: DrafterRun, figures: Figures) -> dict[str, str]:
     }
     if too_short(figures):
         cells[SPEEDUP] = _TOO_SHORT
+    elif nothing_drafted(run.header, figures) is not None:
+        cells[SPEEDUP], cells["draft tokens accepted"] = _NO_DRAFT, _accepted(figures)
     elif figures.plain_tokens_per_second is not None:
         cells[SPEEDUP] = _speedup(figures)
         cells["  with prefill"] = f"{_number(figures.speedup_with_prefill)}x"
@@ -146,8 +169,10 @@ def slower(figures: Figures) -> str | None:
     """Return a line that says why a drafter is slower than plain decoding, or None if it is not.
 
     It compares the tokens that a round emits with the cost of a round in passes of plain decoding,
-    which is that number of tokens divided by the speed-up.
+    which is that number of tokens divided by the speed-up. A run that drafted nothing has no line.
     """
+    if not figures.counts.num_draft_tokens:
+        return None
     speedup, emitted = figures.speedup, figures.counts.acceptance_length
     if speedup is None or emitted is None or speedup >= _SLOWER or too_short(figures):
         return None
@@ -169,14 +194,14 @@ def drift(figures: Figures) -> str | None:
 def _speedup(figures: Figures) -> str:
     """Return the speed-up with the range of its repeats.
 
-    It is marked as noise if it exceeds the tokens per pass, the largest possible speed-up.
+    If it exceeds the tokens per pass, the largest possible speed-up, it says so.
     """
-    possible = figures.counts.acceptance_length
-    noise = figures.speedup is not None and possible is not None and figures.speedup > possible
-    text = f"{_number(figures.speedup)}x" + (", noise" if noise else "")
+    possible, notes = figures.counts.acceptance_length, []
     if figures.speedup_range is not None:
-        text += f" ({' to '.join(map(_number, figures.speedup_range))})"
-    return text
+        notes.append(" to ".join(map(_number, figures.speedup_range)))
+    if figures.speedup is not None and possible is not None and figures.speedup > possible:
+        notes.append(f"the clock is noisy: at most {_number(possible)}x is possible")
+    return f"{_number(figures.speedup)}x" + (f" ({'; '.join(notes)})" if notes else "")
 
 
 def _mean(expected: ExpectedAcceptance) -> str:
