@@ -90,7 +90,27 @@ def test_functions_of_two_distributions_refuse_probabilities(name):
     function = getattr(sampling, name)
     p, q = jnp.array([[0.5, 0.5]]), jnp.array([[0.25, 0.75]])
     function(jnp.log(p), jnp.log(q))
-    with pytest.raises(ValueError, match=r"logp\[0, 0\] is 0.5: pass log-probabilities"):
+    with pytest.raises(ValueError, match=r"logp\[0\]: its probabilities sum to 3.297; pass log-p"):
         function(p, jnp.log(q))
-    with pytest.raises(ValueError, match=r"logq\[0, 0\] is 0.25: pass log-probabilities"):
-        function(jnp.log(p), q)
+    with pytest.raises(ValueError, match=r"logq\[0\]: its probabilities sum to .*log_softmax"):
+        function(jnp.log(p), jnp.log(q) - 2)
+
+
+@pytest.mark.parametrize(
+    ("logp", "logq", "message"),
+    [
+        (LOGP[0], LOGQ[0], r"logp has shape \(4, 7\) and logq \(3, 7\): pass logp\[:3\], without"),
+        (LOGP, LOGQ, r"pass logp\[:, :3\], without"),
+        (LOGP[0], LOGQ[0, 0], "pass one distribution of each per token"),
+        (LOGP[0, 0], LOGQ[0], "pass one distribution of each per token"),
+    ],
+)
+def test_two_distributions_have_one_shape(logp, logq, message, monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    with pytest.raises(ValueError, match=message):
+        sampling.residual(logp, logq)
+
+
+def test_tokens_of_another_draft_are_refused():
+    with pytest.raises(ValueError, match="drafted has 2 tokens, and 3 were verified: pass all"):
+        sampling.verify_chain(KEYS, TOKENS, LOGQ, LOGP).tokens(TOKENS[:, :2])

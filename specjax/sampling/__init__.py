@@ -11,9 +11,12 @@
     tokens = jax.random.categorical(key, logq)        # [K]
     verify_chain(other_key, tokens, logq, logp).tokens(tokens)   # tokens to emit, padded with -1
 
-    # One token by hand: keep it with probability min(1, p/q), else draw from max(0, p - q).
-    keep = jax.random.uniform(key_1) < acceptance_probability(logp[0], logq[0])[token]
-    jnp.where(keep, token, jax.random.categorical(key_2, residual(logp[0], logq[0])))
+    # By hand: keep a token with probability min(1, p/q), else draw from max(0, p - q). Here for
+    # all K tokens at once; only what comes before the first False of `keep`, and one more, counts.
+    accept = acceptance_probability(logp[:K], logq)                        # [K, V]
+    accept = jnp.take_along_axis(accept, tokens[:, None], axis=-1)[:, 0]   # [K]
+    keep = jax.random.uniform(key_1, K) < accept
+    replacing = jax.random.categorical(key_2, residual(logp[:K], logq))    # [K]
 
 Rules are values (`RULES`, `Rejection`, `Block`, `Coupled`, `Typical`); subclass `UniformRule` to
 write one. `walk`, `recursion` and functions of a `Drafted` serve decoding loops. The package knows

@@ -78,18 +78,19 @@ def check_log_probabilities(name: str, values: Array) -> None:
         )
 
 
-def check_at_most_zero(**arrays: Any) -> None:
-    """Raise ValueError for log-probabilities, by name, above 0, such as probabilities are."""
-    for name, values in arrays.items():
-        if is_traced(values):
-            continue
-        above = np.argwhere(np.asarray(values) > _NORMALISED)
-        if len(above):
-            index = tuple(above[0].tolist())
-            raise ValueError(
-                f"{name}[{', '.join(map(str, index))}] is {np.asarray(values)[index]:.4g}: pass "
-                "log-probabilities, such as warp(logits, temperature) or jax.nn.log_softmax"
-            )
+def check_two_distributions(logp: Array, logq: Array) -> None:
+    """Raise ValueError unless both are log-distributions [..., V] of the same shape."""
+    if logp.shape != logq.shape:
+        *batch, count, _ = (1, *logq.shape)
+        longer = logp.ndim == logq.ndim > 1 and logp.shape[-2] == count + 1
+        rows = ":, " * (len(batch) - 1) + f":{count}"
+        remedy = f"pass logp[{rows}], without the distribution of the token after the draft"
+        raise ValueError(
+            f"logp has shape {logp.shape} and logq {logq.shape}: "
+            + (remedy if longer else "pass one distribution of each per token")
+        )
+    check_log_probabilities("logp", logp)
+    check_log_probabilities("logq", logq)
 
 
 def one_per_row(name: str, values: Any, batch: int) -> Int[Array, "B"]:

@@ -39,8 +39,15 @@ class Verification(NamedTuple):
     def tokens(self, drafted: Int[Array, "*B N"]) -> Int[Array, "*B _"]:
         """Return the tokens to emit, padded with -1.
 
-        These are the accepted ones of the `drafted` tokens, followed by the next token.
+        These are the accepted ones of the `drafted` tokens, followed by the next token. Raises
+        ValueError for fewer drafted tokens than were verified.
         """
+        verified = self.path_slots.shape[-1]
+        if 0 < jnp.shape(drafted)[-1] < verified:
+            raise ValueError(
+                f"drafted has {jnp.shape(drafted)[-1]} tokens, and {verified} were verified: pass "
+                "all tokens that verify_chain or verify_tree got"
+            )
         path_slots = jnp.concatenate(
             [self.path_slots, jnp.full_like(self.next_token[..., None], -1)], axis=-1
         )

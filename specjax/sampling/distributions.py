@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.scipy.special import logsumexp
 from jaxtyping import Array, Float
 
-from specjax.sampling.argument_checks import check_at_most_zero
+from specjax.sampling.argument_checks import check_two_distributions
 
 
 def acceptance_probability(
@@ -17,19 +17,21 @@ def acceptance_probability(
 ) -> Float[Array, "*rows V"]:
     """Return min(1, p/q) of each token: the probability that it is accepted if it is drafted.
 
-    The result is 0 where p = 0, and 1 where q = 0 < p. Raises ValueError for values above 0.
-    (Leviathan et al. 2211.17192.)
+    The result is 0 where p = 0, and 1 where q = 0 < p. Raises ValueError for arrays of different
+    shapes and, unless traced, for values that are not log-probabilities. (Leviathan et al.
+    2211.17192.)
     """
-    check_at_most_zero(logp=logp, logq=logq)
+    check_two_distributions(logp, logq)
     return jnp.exp(jnp.minimum(log_ratio(logp, logq), 0))
 
 
 def overlap(logp: Float[Array, "*rows V"], logq: Float[Array, "*rows V"]) -> Float[Array, "*rows"]:
     """Return the sum of min(p, q) = 1 - TV(p, q), the probability that a draft is accepted.
 
-    Raises ValueError for values above 0.
+    Raises ValueError for arrays of different shapes and, unless traced, for values that are not
+    log-probabilities.
     """
-    check_at_most_zero(logp=logp, logq=logq)
+    check_two_distributions(logp, logq)
     return jnp.sum(jnp.exp(jnp.minimum(logp, logq)), axis=-1)
 
 
@@ -38,10 +40,10 @@ def residual(
 ) -> Float[Array, "*rows V"]:
     """Return the log-probabilities norm(max(0, p - q)) of the token that replaces a rejected one.
 
-    Where p = q, so that there is no residual, the result is p. Raises ValueError for values above
-    0.
+    Where p = q, so that there is no residual, the result is p. Raises ValueError for arrays of
+    different shapes and, unless traced, for values that are not log-probabilities.
     """
-    check_at_most_zero(logp=logp, logq=logq)
+    check_two_distributions(logp, logq)
     excess_logp = excess(logp, logq)
     log_mass = logsumexp(excess_logp, axis=-1, keepdims=True)
     return jnp.where(
