@@ -5,7 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import row_count, slow
+from conftest import row_count, slow, tiny_config
 from decoding import (
     PROMPTS,
     changed,
@@ -28,6 +28,7 @@ from specjax.decoding.round import make_context
 from specjax.drafters.self_speculation.sparse_kv import OBSERVED, Chosen, SparseKV
 from specjax.errors import InputError
 from specjax.loading.load import place_model, random_model
+from specjax.loading.quantize import has_quantized
 from specjax.models.config import SlidingWindow
 from specjax.models.layers.attention import most_attended
 from specjax.testing import check_drafter
@@ -222,6 +223,17 @@ def test_on_a_mesh(name, tiny, plain):
     placed = place_model(tiny, mesh_of(2, 2))
     drafter = make_drafter("sparse_kv", placed, **OPTIONS[name])
     assert coupled(placed, drafter, NEW).token_ids == plain.token_ids
+
+
+@pytest.mark.parametrize("keep", ["recent", *slow("scores")])
+def test_a_copy_in_fewer_bits_drafts(keep):
+    shape = dict(hidden_size=32, intermediate_size=32, num_heads=4, num_kv_heads=2, head_dim=8)
+    target = random_model(tiny_config(**shape), 0, dtype="float32")
+    drafter = make_drafter("sparse_kv", target, weights="int8", budget=36, keep=keep)
+    assert has_quantized(drafter.params)
+    got = coupled(target, drafter, NEW)
+    assert got.token_ids == coupled(target, None, NEW, batch_size=1).token_ids
+    assert got.accepted.max() > 1
 
 
 def test_bad_targets(tiny):
