@@ -390,6 +390,32 @@ def test_dflash_tensors_mean_what_dflash_does(tiny, tmp_path):
     np.testing.assert_allclose(window.k[0, 0, :, 0], wanted, rtol=1e-4, atol=1e-4)
 
 
+def test_block_drafters_as_published(tiny, tmp_path):
+    """The fields of z-lab's config.json, and DeepSpec's, whose taps and mask are at the top."""
+    head = block_head(tiny)
+    path = written_head(tmp_path / "dflash", head, "dflash", tiny)
+    section = {"mask_token_id": 60, "target_layer_ids": [0, 1]}
+    published = {
+        **{"architectures": ["DFlashDraftModel"], "auto_map": {"AutoModel": "dflash.DFlash"}},
+        **{"attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2, "dtype": "bfloat16"},
+        **{"initializer_range": 0.02, "layer_types": ["full_attention"] * 2, "use_cache": True},
+        **{"max_window_layers": 2, "num_target_layers": 3, "sliding_window": None},
+        **{"use_sliding_window": False, "is_causal": False, "dflash_config": section},
+    }
+    edit_head(path, config=published)
+    assert read_foreign(path, tiny).config == head.config
+    edit_head(path, config={"is_causal": True})
+    assert read_foreign(path, tiny).config.causal
+
+    head = block_head(tiny, markov_rank=3, sample_from_anchor=True, confidence=True)
+    path = written_head(tmp_path / "dspark", head, "dspark", tiny)
+    edit_head(path, config={**section, "dflash_config": {}, "sample_from_anchor": None})
+    assert read_foreign(path, tiny).config == head.config
+    edit_head(path, config={"markov_head_type": "gated"})
+    with pytest.raises(InputError, match="markov_head_type='gated'"):
+        read_foreign(path, tiny)
+
+
 def test_a_part_of_the_vocabulary_of_dspark(tiny, tmp_path):
     options = dict(markov_rank=3, sample_from_anchor=True, confidence=True)
     head = block_head(tiny, vocabulary=VOCABULARY, **options)
