@@ -300,9 +300,10 @@ def test_the_selectors_loss_is_its_definition(tiny):
 
 
 def test_it_starts_as_the_targets_last_layers(tiny):
-    config = block_config(tiny)
+    config = block_config(tiny, **DFLASH2)
     params = meta.unbox(Block(config, jnp.dtype("float32")).init(jax.random.key(0)))
     started = from_target(params, tiny, config)
+    assert jax.tree.structure(started) == jax.tree.structure(params)
     for name, index in (("0", 1), ("1", 2)):
         np.testing.assert_array_equal(
             started["layers"][name]["attention"]["qkv"]["kernel"],

@@ -161,7 +161,7 @@ def from_target(params: dict[str, Any], target: Model, config: BlockConfig) -> d
     for name, layer in params["layers"].items():
         theirs = jax.tree.map(lambda leaf, index=int(name): leaf[index], copied["layers"])
         attention = {**layer["attention"], **theirs["attention"]}
-        layers[name] = {**theirs, "attention": attention}
+        layers[name] = {**layer, **theirs, "attention": attention}
     final_norm = jnp.asarray(target.params["final_norm"]["scale"], jnp.float32)
     return {**params, "layers": layers, "final_norm": {"scale": final_norm}}
 
