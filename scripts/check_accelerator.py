@@ -5,10 +5,11 @@
 Stages run in order of importance (`accelerator/stages.py`), each as a process with a time limit:
 the attention kernel against float32, decoding of the default model with fixed lengths, `auto` and
 trees, an engine with 64 requests, rounds at Llama-8B's shape, weights in 8 bits, compiling,
-training. Each prints one line and adds a line of JSON to OUT/stages.jsonl, with its output in a
-file beside it; a stage that fails or takes too long does not stop the next. The same command
-continues with the stages that have not passed on this device. `--size=debug` runs on a CPU. Exit
-codes: 0; 1 if a stage failed; 2 for bad input; 130 after Ctrl-C.
+training, a part of the tests, and transformers' assisted generation beside it. Each prints one line
+and adds a line of JSON to OUT/stages.jsonl, with its output in a file beside it; a stage that fails
+or takes too long does not stop the next. The same command continues with the stages that have not
+passed on this device. `--size=debug` runs on a CPU. Exit codes: 0; 1 if a stage failed; 2 for bad
+input; 130 after Ctrl-C.
 """
 
 from __future__ import annotations

@@ -3,13 +3,15 @@
     python scripts/inspect_compiled_round.py --platform=cuda --layers=4 --batch=8
     python scripts/inspect_compiled_round.py --platform=tpu --topology=v5e:2x4 --data=2 --model=4
     python scripts/inspect_compiled_round.py --drafter=early_exit --tree=dynamic --nodes=32
+    python scripts/inspect_compiled_round.py --program=prefill --batch=1 --capacity=32768
 
 Needs the platform's compiler (`pip install -e '.[cuda13]'` or `.[tpu]`), not the device: XLA
 compiles for a description of it. The target is Llama-8B-shaped with `--layers` layers, in bfloat16,
 after an n-gram drafter, an EAGLE-3 head, or its own first layer; the last two draft chains or
-trees. Printed are the collectives, and every instruction outside of a matrix product that only
-moves data and makes at least `--megabytes`: a copy of a weight or of the cache shows up here. Exit
-code 1 if there is one in the loop, or before it, which is at every call.
+trees. `--program=prefill` compiles the reading of a prompt into a slot instead. Printed are the
+memory that the program needs, the collectives, and every instruction outside of a matrix product
+that only moves data and makes at least `--megabytes`: a copy of a weight or of the cache shows up
+here. Exit code 1 if there is one in the loop, or before it, which is at every call.
 """
 
 from __future__ import annotations
@@ -29,6 +31,8 @@ from absl import app, flags
 _PLATFORM = flags.DEFINE_enum("platform", "cuda", ["cuda", "tpu"], "What to compile for.")
 _TOPOLOGY = flags.DEFINE_string("topology", "v5e:2x4", "The TPU slice; a GPU is always one H100.")
 _LAYERS = flags.DEFINE_integer("layers", 4, "Layers of the target.")
+_PROGRAM = flags.DEFINE_enum("program", "round", ["round", "prefill"], "What to compile.")
+_EXPERTS = flags.DEFINE_integer("experts", 0, "Experts of each layer, of which a token has two.")
 _BATCH = flags.DEFINE_integer("batch", 8, "Rows.")
 _CAPACITY = flags.DEFINE_integer("capacity", 2048, "Tokens that the cache can hold.")
 _TOKENS = flags.DEFINE_integer("num_speculative_tokens", 7, "Longest draft.")
@@ -40,6 +44,8 @@ _DATA = flags.DEFINE_integer("data", 1, "Devices along `data`.")
 _MODEL = flags.DEFINE_integer("model", 1, "Devices along `model`.")
 _MEGABYTES = flags.DEFINE_float("megabytes", 4.0, "The smallest result worth listing.")
 _TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "Above 0, rows are sampled.")
+
+_FILTERS = flags.DEFINE_bool("filters", False, "Sampled rows use top-k, top-p and min-p.")
 
 # NVIDIA's data sheet of the H100 SXM, in the words of XLA's GpuTargetConfigProto.
 _H100 = """
@@ -72,7 +78,7 @@ _COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", 
 def main(argv: list[str]) -> int:
     """Compile a round and report its copies; return the exit code."""
     del argv
-    program = compile_round(_describe())
+    program = compile_program(_describe())
     memory = program.memory_analysis()
     print(
         f"arguments {memory.argument_size_in_bytes / 1e9:.2f} GB, "
@@ -116,8 +122,8 @@ def _describe() -> list[Any]:
     ).devices
 
 
-def compile_round(devices: list[Any]) -> Any:
-    """Return the compiled loop over rounds, for arguments given as shapes only."""
+def compile_program(devices: list[Any]) -> Any:
+    """Return the compiled loop over rounds, or prefill, for arguments given as shapes only."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -136,6 +142,7 @@ def compile_round(devices: list[Any]) -> Any:
     from specjax.drafters.lookup.ngram import Ngram
     from specjax.drafters.self_speculation.early_exit import EarlyExit
     from specjax.loading.formats import build_parameters, parameter_names
+    from specjax.models.config import Experts
     from specjax.models.decoder import Decoder, Form
     from specjax.models.heads import shared_parameters
     from specjax.models.heads.eagle import Eagle
@@ -143,6 +150,9 @@ def compile_round(devices: list[Any]) -> Any:
     data, model, batch = _DATA.value, _MODEL.value, _BATCH.value
     mesh = sharding.make_mesh(data, model, devices[: data * model])
     config = dataclasses.replace(SIZES["8b"].model, num_layers=_LAYERS.value)
+    if _EXPERTS.value:
+        experts = Experts(_EXPERTS.value, 2, config.intermediate_size // 4)
+        config = dataclasses.replace(config, experts=experts, family="mixtral")
     build_parameters.check_shards(config, model)
     form = Form.of(_PLATFORM.value, config, data * model)
     params = jax.tree.map(
@@ -173,38 +183,53 @@ def compile_round(devices: list[Any]) -> Any:
         rule=sampling.Rejection(),
         widths=(1 + drafter.num_nodes,) if full else widths(drafter.num_nodes, _PLATFORM.value),
         full_drafts=full,
-        flags=sampling.WarpFlags(not sampled, sampled, False, False, False),
+        flags=sampling.WarpFlags(not sampled, sampled, *[_FILTERS.value] * 3),
         capacity=_CAPACITY.value,
-        chunks=(512,),
+        chunks=(1024, 256),
     )
 
-    def rows(dtype: Any, *rest: int) -> jax.ShapeDtypeStruct:
+    def array(batch: int, dtype: Any, *rest: int) -> jax.ShapeDtypeStruct:
         sharding = NamedSharding(mesh, PartitionSpec("data", *[None] * len(rest)))
         return jax.ShapeDtypeStruct((batch, *rest), dtype, sharding=sharding)
 
-    real, whole = functools.partial(rows, np.float32), functools.partial(rows, np.int32)
-    described = Rows(
-        index=whole(),
-        prompt_length=whole(),
-        key=rows(jax.eval_shape(lambda: jax.random.key(0)).dtype),
-        sampling=Sampling(real(), whole(), real(), real()),
-        max_length=whole(),
-        stop_ids=whole(1),
-    )
-    arguments = (whole(_CAPACITY.value), described, whole(), whole())
-    params = params, (draft_params,)
-    with sharding.use(mesh):
-        state = programs.start.lower(plan, params, *arguments)
-        placed = state.compile().output_shardings
-        state = jax.tree.map(
-            lambda leaf, there: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=there),
-            state.out_info,
-            placed,
+    def row_arguments(batch: int) -> tuple[Any, ...]:
+        real, whole = (functools.partial(array, batch, kind) for kind in (np.float32, np.int32))
+        described = Rows(
+            index=whole(),
+            prompt_length=whole(),
+            key=array(batch, jax.eval_shape(lambda: jax.random.key(0)).dtype),
+            sampling=Sampling(real(), whole(), real(), real()),
+            max_length=whole(),
+            stop_ids=whole(1),
         )
+        return whole(_CAPACITY.value), described, whole(), whole()
+
+    params = params, (draft_params,)
+    number = jax.ShapeDtypeStruct((), np.int32)
+    with sharding.use(mesh):
+        made = programs.make_empty().lower(plan, params, *row_arguments(batch))
+        _, state, placed = programs.compile_placed(made, mesh)
+        if _PROGRAM.value == "prefill":
+            slots = array(data, np.int32)
+            new = jax.jit(
+                programs.new_rows,
+                static_argnums=(0, 1),
+                donate_argnums=3,
+                out_shardings=(placed, None),
+            )
+            made = new.lower(plan, data == 1, params, state, slots, *row_arguments(data))
+            _, (_, rows), placed = programs.compile_placed(made, mesh)
+            program = jax.jit(
+                programs.read_rows,
+                static_argnums=0,
+                donate_argnums=(2, 3),
+                out_shardings=(*placed, None),
+            )
+            return program.lower(plan, params, state, rows, slots, number, number).compile()
         run = jax.jit(
             loop.run, static_argnums=0, donate_argnums=2, out_shardings=(placed, None, None)
         )
-        return run.lower(plan, params, state, jax.ShapeDtypeStruct((), np.int32)).compile()
+        return run.lower(plan, params, state, number).compile()
 
 
 def _eagle3(config: Any) -> Any:

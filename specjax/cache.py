@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +12,9 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Shaped
 
 from specjax.cached_entries import Entries, decode, empty_entries, encode
+
+_COPIED = 256
+"""The most tokens that are copied at a time from row to row."""
 
 
 @struct.dataclass
@@ -61,12 +66,15 @@ class KVCache:
     """Keys and values of the committed tokens of each row: the first `length` slots.
 
     `k` and `v` [L, B, G, S, C] are arrays, or integers with exponents (`Int8Entries`). The other
-    slots hold arbitrary values, which readers must mask.
+    slots hold arbitrary values, which readers must mask. With `rows`, the cache is a view of some
+    rows of larger arrays, in this order (`lend`). Without arrays it only has lengths, of rows whose
+    entries another cache holds.
     """
 
-    k: Entries
-    v: Entries
+    k: Entries | None
+    v: Entries | None
     length: Int[Array, "B"]
+    rows: Int[Array, "B"] | None = None
 
     @property
     def capacity(self) -> int:
@@ -89,13 +97,16 @@ class KVCache:
     def admit(self, rows: Int[Array, "A"], new: KVCache) -> KVCache:
         """Return the cache with row i of `new` written at row `rows[i]`.
 
-        Rows whose index is out of range are dropped.
+        Rows whose index is out of range are dropped. If `new` has lengths only, the rows already
+        hold its entries.
         """
 
         def put_rows(into: jax.Array, new: jax.Array) -> jax.Array:
             return into.at[:, rows].set(new, mode="drop")
 
-        k, v = jax.tree.map(put_rows, (self.k, self.v), (new.k, new.v))
+        k, v = self.k, self.v
+        if new.k is not None:
+            k, v = jax.tree.map(put_rows, (k, v), (new.k, new.v))
         return KVCache(k, v, self.length.at[rows].set(new.length, mode="drop"))
 
     def gathered(
@@ -114,6 +125,56 @@ class KVCache:
 
         k, v = jax.tree.map(gather, (self.k, self.v))
         return KVCache(k, v, length)
+
+    def cleared(self, rows: Int[Array, "A"]) -> KVCache:
+        """Return the cache with zeros in `rows`, all in range."""
+
+        def clear(array: jax.Array) -> jax.Array:
+            # A scatter would need the zeros as an operand of their own.
+            for row in rows:
+                zeros = jnp.zeros((array.shape[0], 1, *array.shape[2:]), array.dtype)
+                array = lax.dynamic_update_slice(array, zeros, (0, row, 0, 0, 0))
+            return array
+
+        k, v = jax.tree.map(clear, (self.k, self.v))
+        return self.replace(k=k, v=v)
+
+    def lend(self, rows: Int[Array, "A"], length: Int[Array, "A"]) -> KVCache:
+        """Return a view of `rows`, in range, that have these lengths."""
+        return KVCache(self.k, self.v, length, rows)
+
+    def without_entries(self) -> KVCache:
+        """Return the lengths alone."""
+        return KVCache(None, None, self.length)
+
+    def copied(
+        self, sources: Int[Array, "A"], rows: Int[Array, "A"], length: Int[Array, "A"]
+    ) -> KVCache:
+        """Return the cache with the first `length` entries of `sources` copied to `rows`.
+
+        A few tokens are copied at a time, so that no row exists twice; rows that are their own
+        source take no time.
+        """
+        size = math.gcd(_COPIED, self.capacity)
+        count = jnp.where(sources == rows, 0, length)
+        slots = jnp.broadcast_to(jnp.arange(size), (len(rows), size))
+
+        def copy(index: Int[Array, ""], view: KVCache) -> KVCache:
+            first = index * size
+
+            def read(array: jax.Array) -> jax.Array:
+                shape = (array.shape[0], 1, array.shape[2], size, array.shape[4])
+                return jnp.concatenate(
+                    [lax.dynamic_slice(array, (0, row, 0, first, 0), shape) for row in sources],
+                    axis=1,
+                )
+
+            new = jax.tree.map(read, (view.k, view.v))
+            view = view.replace(length=jnp.full_like(length, first))
+            return _append(view, new, slots, jnp.clip(count - first, 0, size))
+
+        view = lax.fori_loop(0, (count.max() + size - 1) // size, copy, self.lend(rows, count))
+        return self.replace(k=view.k, v=view.v)
 
     def release(self, rows: Int[Array, "A"]) -> KVCache:
         """Return the cache with the given rows emptied: their length is 0."""
@@ -141,26 +202,39 @@ def commit(
     Slots beyond `count` get an out-of-range index, which the scatter drops, so that rows with
     different counts need no loop and a donated cache is updated in place.
     """
+    dtype = cache.k.dtype
+    return _append(cache, (encode(window.k, dtype), encode(window.v, dtype)), slots, count)
+
+
+def _append(
+    cache: KVCache,
+    new: tuple[Entries, Entries],
+    slots: Int[Array, "B T"],
+    count: Int[Array, "B"],
+) -> KVCache:
+    """Return the cache with the first `count` of each row's `slots` of keys and values appended."""
     step = jnp.arange(slots.shape[1])[None, :]
     keep = step < count[:, None]
     target = jnp.where(keep, cache.length[:, None] + step, cache.capacity)
     source = jnp.where(keep, slots, 0)[None, :, None, :, None]
+    where, dimensions = target[:, :, None], _APPEND
+    if cache.rows is not None:
+        rows = jnp.broadcast_to(cache.rows[:, None], target.shape)
+        where, dimensions = jnp.stack([rows, target], axis=-1), _APPEND_TO_ROWS
 
     def append(into: jax.Array, new: jax.Array) -> jax.Array:
-        layers, batch, heads = into.shape[:3]
-        shape = (layers, batch, heads, *slots.shape[1:], 1)
+        layers, batch, heads = new.shape[:3]
+        shape = (layers, batch, heads, *where.shape[1:])
         return lax.scatter(
             into,
-            jnp.broadcast_to(target[None, :, None, :, None], shape),
+            jnp.broadcast_to(where[None, :, None], shape),
             jnp.take_along_axis(new, source, axis=3),
-            _APPEND,
+            dimensions,
             mode=lax.GatherScatterMode.FILL_OR_DROP,
         )
 
-    dtype = cache.k.dtype
-    new = encode(window.k, dtype), encode(window.v, dtype)
     k, v = jax.tree.map(append, (cache.k, cache.v), new)
-    return KVCache(k, v, cache.length + count)
+    return cache.replace(k=k, v=v, length=cache.length + count)
 
 
 def _pad(array: jax.Array, axis: int, slots: int) -> jax.Array:
@@ -177,6 +251,14 @@ _APPEND = lax.ScatterDimensionNumbers(
     scatter_dims_to_operand_dims=(3,),
     operand_batching_dims=(0, 1, 2),
     scatter_indices_batching_dims=(0, 1, 2),
+)
+# In a view each row says where it is, so that rows are no batch dimension.
+_APPEND_TO_ROWS = lax.ScatterDimensionNumbers(
+    update_window_dims=(4,),
+    inserted_window_dims=(1, 3),
+    scatter_dims_to_operand_dims=(1, 3),
+    operand_batching_dims=(0, 2),
+    scatter_indices_batching_dims=(0, 2),
 )
 
 

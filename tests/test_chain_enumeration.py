@@ -12,6 +12,7 @@ from decoding import Deciding
 from specjax import sampling
 from specjax.errors import InputError
 from specjax.sampling import Decision, excess, log_ratio, pick, rejection
+from specjax.sampling.chain_verification import rejection_at_once, rejection_by_slot
 from specjax.testing import DistributionPair, check_rule
 
 
@@ -22,6 +23,14 @@ def test_rules_emit_the_target_distribution(rule, vocab, length):
     assert check.passed, check.counterexample
     assert check.max_error < 1e-12
     assert check.counterexample is None
+
+
+@pytest.mark.parametrize("decide", [rejection_at_once, rejection_by_slot])
+def test_rejection_is_exact_on_every_platform(decide):
+    """Accelerators decide all tokens at once, and a CPU only those that are reached."""
+    check = check_rule(Deciding(decide), vocab=3, length=2)
+    assert check.passed, check.counterexample
+    assert check.max_error < 1e-12
 
 
 def plain_resample(tokens, num_valid, target, draft, uniforms):

@@ -7,10 +7,13 @@ import sys
 
 import pytest
 from commands import SCRIPTS
-from conftest import slow, xla_flags
+from conftest import slow, tiny_config, xla_flags
+
+from specjax.loading.load import random_model
 
 sys.path.append(str(SCRIPTS))
 
+from accelerator import transformers_beside
 from accelerator.stages import Stage, stages
 
 
@@ -56,7 +59,32 @@ def test_the_whole_check_ends_in_nine_minutes(tmp_path):
     assert stages("full", tmp_path)[0].seconds < 60
 
 
-@pytest.mark.parametrize("name", slow("kernels", "decode fixed", "engine", "training", "compiling"))
+PEER = """
+import json, sys
+print("{}", flush=True)
+for line in sys.stdin:
+    count = json.loads(line)["max_new_tokens"]
+    print(json.dumps({"ids": [7] * count, "total_s": 0.5}), flush=True)
+"""
+
+
+def test_transformers_beside_it(capsys, monkeypatch):
+    """Here another process answers in its place; where it is not installed that is said."""
+    tiny = random_model(tiny_config(), 0, dtype="float32")
+    monkeypatch.setattr(transformers_beside.specjax, "load_model", lambda *_, **options: tiny)
+    monkeypatch.setattr(transformers_beside, "BUILT_IN", ([1, 2, 3], [4, 5]))
+    transformers_beside.compare([sys.executable, "-c", PEER], "float32", 4)
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith("plain: transformers 8.0 tokens/s, specjax ")
+    assert second.startswith("prompt lookup: transformers 8.0 tokens/s, specjax ")
+    monkeypatch.setattr(transformers_beside, "_NEEDED", ("no_such_package",))
+    assert transformers_beside.main() == 0
+    assert capsys.readouterr().out == "not installed: no_such_package\n"
+
+
+@pytest.mark.parametrize(
+    "name", slow("kernels", "decode fixed", "engine", "training", "compiling", "tests")
+)
 def test_every_stage_runs_on_a_cpu(name, tmp_path):
     found = check(tmp_path, "--size=debug", f"--stages={name}")
     assert found.returncode == 0, found.stdout + found.stderr

@@ -78,6 +78,19 @@ def test_a_query_has_the_same_bits_whatever_the_number_of_tokens(dtype):
         np.testing.assert_array_equal(divided(alone)[:, :, 0], together[:, :, token])
 
 
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_rows_may_be_elsewhere_in_larger_arrays(dtype):
+    assert library.available()
+    cache, window, array = random_arrays(64, 5, dtype=dtype)
+    query, seen = array(ROWS, HEADS, 5, 64), jnp.asarray(np.tril(np.ones((5, 5), bool)))[None, None]
+    rows, larger = jnp.array([3, 1, 0], jnp.int32), cache.take(jnp.array([2, 1, 1, 0]))
+    mixed = [
+        divided(cpu_attention.attend_window_and_cache(query, one, window, 1, seen))
+        for one in (cache, larger.lend(rows, cache.length))
+    ]
+    np.testing.assert_array_equal(*mixed)
+
+
 def test_what_it_is_not_for():
     cache, _, _ = random_arrays(64, 1)
     assert cpu_attention.attends(cache, 5)

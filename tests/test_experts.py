@@ -105,6 +105,30 @@ def test_the_sum_is_that_of_all_experts_masked(count, differentiable):
     close(got, masked(h, routes, *own), atol=2e-4)
 
 
+@functools.partial(jax.jit, static_argnames="grouped")
+def wide_sum(h, routes, gate_up, down, grouped):
+    stacked = StackedExperts(gate_up, down, jnp.int32(1))
+    return mix(h, routes, stacked, gated, grouped=grouped)
+
+
+@pytest.mark.parametrize("count", [1, 5, 150])
+def test_the_gpu_kernel_has_the_sum_of_the_loop(count):
+    """With experts that are out of range, as on a mesh, some without tokens, and NaN in those."""
+    rng = np.random.default_rng(count)
+
+    def normal(*shape):
+        return jnp.asarray(rng.standard_normal(shape), jnp.float32)
+
+    h, gate_up, down = normal(count, 32), normal(2, NUM, 32, 96), normal(2, NUM, 48, 32)
+    experts = jnp.asarray(rng.integers(-2, NUM, (count, 3)), jnp.int32).at[0, 0].set(NUM + 1)
+    routes = Routes(experts, jnp.abs(normal(count, 3)))
+    unused = np.setdiff1d(np.arange(NUM), experts)
+    gate_up, down = (leaf.at[:, unused].set(jnp.nan).at[0].set(jnp.nan) for leaf in (gate_up, down))
+    wanted, got = (wide_sum(h, routes, gate_up, down, grouped) for grouped in (False, True))
+    assert np.isfinite(wanted).all()
+    close(got, wanted, atol=2e-4)
+
+
 def test_all_tokens_may_choose_the_same_experts():
     h, routes = inputs(150)
     routes = routes._replace(experts=jnp.broadcast_to(jnp.array([[6, 2]], jnp.int32), (150, 2)))

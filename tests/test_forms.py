@@ -354,7 +354,7 @@ def test_all_ways_agree_with_the_loop_over_blocks(queries, dtype, slots, limits)
     start = attend(query, window.k[1], window.v[1], seen, softcap)
 
     @jax.jit
-    def all_ways():
+    def all_ways(cache):
         ways = (
             attend_cache(query, cache, 1, start, cached_blocks(cache), **limits),
             attend_rows(query, cache, 1, start, **limits),
@@ -363,8 +363,15 @@ def test_all_ways_agree_with_the_loop_over_blocks(queries, dtype, slots, limits)
         )
         return [way.weighted / way.denominator for way in ways]
 
-    blocks, *others = all_ways()
+    blocks, *others = all_ways(cache)
     for other in others:
+        np.testing.assert_allclose(other, blocks, atol=1e-5)
+
+    # Rows in another order, among more: what is read into the slots of an engine.
+    rows = jnp.array([4, 0, 3, 1])
+    order = jnp.zeros(5, jnp.int32).at[rows].set(jnp.arange(batch))
+    larger = cache.take(order)
+    for other in all_ways(larger.lend(rows, cache.length)):
         np.testing.assert_allclose(other, blocks, atol=1e-5)
 
 

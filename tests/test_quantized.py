@@ -21,7 +21,8 @@ from specjax.distributed.sharding import make_mesh
 from specjax.drafters import LoadedDrafter, TreeOptions, make_drafter
 from specjax.drafters.self_speculation.quantized import Quantized
 from specjax.errors import InputError
-from specjax.loading.load import load_model, place_model, random_model
+from specjax.loading import quantize as quantize_models
+from specjax.loading.load import load_model, place_model, random_model, save_model
 from specjax.loading.quantize import float_model, quantized_model
 from specjax.models.cpu import library as cpu_library
 from specjax.models.decoder import Form
@@ -54,6 +55,25 @@ def target():
 @pytest.fixture(scope="module")
 def quantized(target):
     return {weights: quantized_model(target, weights) for weights in ("int8", "int4")}
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_kernels_are_rounded_as_they_are_read(weights, tmp_path, monkeypatch):
+    """Onto accelerators and meshes, so that the whole of a kernel is never in memory."""
+    wide = dataclasses.replace(CONFIG, intermediate_size=128)
+    save_model(random_model(wide, 0, dtype="float32", form=Form()), tmp_path / "model")
+    options = dict(dtype="float32", mesh=make_mesh(1, 2, jax.devices()[:2]))
+    wanted = quantized_model(load_model(tmp_path / "model", **options), weights)
+    monkeypatch.setattr(quantize_models, "_quantized", None)
+    found = load_model(tmp_path / "model", weights=weights, **options)
+    assert found.weights == wanted.weights
+    jax.tree.map(np.testing.assert_array_equal, found.params, wanted.params)
+    places = [jax.tree.map(lambda leaf: leaf.sharding, one.params) for one in (found, wanted)]
+    assert places[0] == places[1]
+    narrow = dataclasses.replace(CONFIG, hidden_size=32, intermediate_size=80)
+    save_model(random_model(narrow, 0, dtype="float32", form=Form()), tmp_path / "narrow")
+    with pytest.raises(InputError, match=r"down.kernel has 80 inputs, no multiple of 32 for each"):
+        load_model(tmp_path / "narrow", weights=weights, **options)
 
 
 @pytest.mark.parametrize(("bits", "largest"), [(8, 1 / 254), (4, 1 / 30)])

@@ -39,7 +39,7 @@ from specjax.decoding.generate import decode_session, expected_acceptance, gener
 from specjax.decoding.round import one_round
 from specjax.decoding.rows import Row, row_arguments, session_row
 from specjax.decoding.sampling_params import SamplingParams
-from specjax.decoding.state import admit
+from specjax.decoding.state import admit, lend
 from specjax.distributed import processes
 from specjax.drafters import TreeOptions, head_drafter, merge_drafters, take_turns, turn_taking
 from specjax.drafters import draft_model as draft_models
@@ -217,12 +217,15 @@ class Watched:
     def fresh(self, tokens):
         """The state of a row whose prompt is `tokens`."""
         row = Row(0, tuple(tokens.tolist()), SamplingParams(max_new_tokens=1))
+        none = row_arguments(self.session, [], self.session.num_rows)
         arguments = row_arguments(self.session, [row], self.session.prefill_rows)
-        new = self.compiled.new(self.session.params, *arguments)
-        if len(tokens) == 1:
-            return new
-        read = self.compiled.read
-        return read(self.session.params, new, np.int32(0), np.int32(len(tokens) - 1))[0]
+        params, slots = self.session.params, jnp.zeros(1, jnp.int32)
+        state, new = self.compiled.new(
+            params, self.compiled.empty(params, *none), slots, *arguments
+        )
+        end = np.int32(len(tokens) - 1)
+        state, new, _ = self.compiled.read(params, state, new, slots, np.int32(0), end)
+        return lend(state, new, slots)
 
 
 def on_host(state):
@@ -290,7 +293,7 @@ def unobserved_plus(state, more):
 
 
 @jax.jit
-def admit_with_old_counts(state, slots, new):
+def admit_with_old_counts(state, slots, sources, new):
     admitted = admit(state, slots, new)
     pairs = zip(admitted.drafter, state.drafter, strict=True)
     parts = tuple(part.replace(unobserved=old.unobserved) for part, old in pairs)

@@ -26,6 +26,7 @@ import specjax
 from specjax import sampling
 from specjax.cache import KVCache, make_cache
 from specjax.decoding import loop
+from specjax.decoding.programs import compile_session
 from specjax.decoding.sampling_params import SamplingParams
 from specjax.drafters import make_drafter
 from specjax.drafters.lookup.ngram import Ngram
@@ -147,6 +148,21 @@ def test_a_round_works_in_place(name, models):
     text = compiled.as_text()
     assert not copied_shapes(text) & kept, copied_shapes(text) & kept
     assert "callback" not in text
+
+
+@pytest.mark.usefixtures("as_shipped")
+def test_a_prompt_is_read_into_its_slot(models):
+    """No program holds a row twice or copies one, neither to read nor to admit it."""
+    programs = compile_session(session_of("mtp", models, top_k=0))
+    shapes = [leaf for leaf in jax.tree.leaves(programs.read.out_info) if leaf.ndim == 5]
+    assert len(shapes) == 4
+    for program in (programs.new, programs.read, programs.admit):
+        memory = program.memory_analysis()
+        assert memory.alias_size_in_bytes >= sum(leaf.size * leaf.dtype.itemsize for leaf in shapes)
+        # Admission copies from slot to slot in blocks, each of which is a whole row here.
+        counts = (4,) if program is programs.admit else (1, 4)
+        rows = {(leaf.shape[0], count, *leaf.shape[2:]) for leaf in shapes for count in counts}
+        assert not copied_shapes(program.as_text()) & rows
 
 
 @pytest.mark.usefixtures("as_shipped")

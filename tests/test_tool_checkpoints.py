@@ -19,6 +19,8 @@ from model_files import (
 from safetensors.numpy import load_file
 from tiny_models import VOCABULARY, draft_logits, eagle_head, noisy_medusa_head
 
+from specjax.distributed import device_memory
+from specjax.distributed.sharding import make_mesh
 from specjax.errors import InputError
 from specjax.loading.checkpoints import save_checkpoint
 from specjax.loading.head_formats import read_foreign
@@ -156,10 +158,9 @@ def test_what_auto_takes_is_said_before_loading(tmp_path, said, monkeypatch):
     for dtype in ("float32", "bfloat16"):
         load_model(TIED, dtype=dtype)
     assert len(said()) == 1
-    monkeypatch.setattr("specjax.loading.load.device_memory.free_bytes", lambda: 1000)
     path = write_gguf(tmp_path / "a.gguf", gguf_metadata(), gguf_tensors(), "F16")
     load_model(path)
-    assert "(dtype=auto on a CPU), and 1e-06 GB are free; dtype=bfloat16 takes" in said()[1]
+    assert "(dtype=auto on a CPU); dtype=bfloat16 takes" in said()[1]
     save_checkpoint(load_model(TIED, dtype="bfloat16"), tmp_path / "orbax")
     load_model(tmp_path / "orbax")
     assert said()[2].startswith(f"{tmp_path / 'orbax'}: the weights take")
@@ -168,6 +169,32 @@ def test_what_auto_takes_is_said_before_loading(tmp_path, said, monkeypatch):
     with pytest.raises(InputError, match="missing"):
         load_model(path)
     assert "in float32 (dtype=auto on a CPU)" in said()[3]
+
+
+def test_weights_that_do_not_fit_are_refused_before_reading(tmp_path, monkeypatch):
+    """With what would: on devices other than one CPU kernels are rounded as they are read."""
+    gguf = write_gguf(tmp_path / "a.gguf", gguf_metadata(), gguf_tensors(), "F16")
+    save_checkpoint(load_model(TIED), tmp_path / "orbax")
+    broken, free = changed(TIED, tmp_path / "broken", without("model.norm")), [1 << 40]
+    monkeypatch.setattr(device_memory, "free_bytes", lambda: free[0])
+    for path, like in ((TIED, TIED), (gguf, gguf), (tmp_path / "orbax", TIED), (broken, TIED)):
+        free[0] = 1 << 40
+        size = sum(leaf.nbytes for leaf in jax.tree.leaves(load_model(like).params))
+        free[0] = size * 2 // 3
+        with pytest.raises(
+            InputError,
+            match=rf"{path}: memory: the weights take .* on each device \(dtype=float32\), and .* "
+            "GiB are free; dtype=bfloat16 takes",
+        ):
+            load_model(path)
+        free[0] = 1000
+        with pytest.raises(InputError, match="GiB are free; use more devices or memory"):
+            load_model(path, dtype="bfloat16")
+    free[0] = size - 1
+    mesh = make_mesh(1, 2, jax.devices()[:2])
+    with pytest.raises(InputError, match="dtype=bfloat16 takes .* and weights=int8 takes"):
+        load_model(TIED, mesh=mesh)
+    assert load_model(TIED, dtype="bfloat16").dtype == "bfloat16"
 
 
 def test_an_eagle3_head_with_what_tools_add(tiny, tmp_path, said):

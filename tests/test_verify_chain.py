@@ -11,6 +11,7 @@ from conftest import slow
 from decoding import Deciding
 
 from specjax import sampling
+from specjax.sampling.chain_verification import rejection_at_once, rejection_by_slot
 
 VOCAB, LENGTH = 5, 3
 ROWS = 64  # one shape for most tests, so that each rule compiles once
@@ -238,7 +239,7 @@ def test_impossible_tokens_and_extreme_uniforms():
         assert np.exp(decision.next_logp).sum() == pytest.approx(1)
         return int(decision.num_accepted[0])
 
-    for rule in (sampling.rejection, sampling.block):
+    for rule in (sampling.rejection, rejection_at_once, sampling.block):
         assert accepted(rule, 2, half, half, 0.0) == 0  # p = q = 0
         assert accepted(rule, 0, sure, half, 0.0) == 0  # p = 0
         assert accepted(rule, 0, half, half, top) == 1  # p = q
@@ -247,6 +248,20 @@ def test_impossible_tokens_and_extreme_uniforms():
         assert accepted(rule, 1, half, sure, 0.5) == 0  # u q < p, not <=
     tiny = jnp.array([[-200.0, 0.0, -jnp.inf]])
     assert accepted(sampling.rejection, 0, tiny, half, 0.0) == 1  # p > 0 below float32's range
+
+
+def test_rejection_at_once_is_that_by_slot():
+    """Also of rows with fewer tokens, and of tokens that are certain."""
+    _, tokens, logq, logp = round_of()
+    rng = np.random.default_rng(1)
+    rows = jnp.asarray(rng.integers(-1, LENGTH, (ROWS, LENGTH)), jnp.int32)
+    target, draft = sampling.by_slot(logp), sampling.draft_distributions(tokens, rows, logq)
+    uniforms = jnp.asarray(rng.random((ROWS, LENGTH)) ** 2, jnp.float32)
+    given = tokens, jnp.arange(ROWS) % (LENGTH + 1), target, draft, uniforms
+    found, wanted = (decide(*given) for decide in (rejection_at_once, rejection_by_slot))
+    np.testing.assert_array_equal(found.num_accepted, wanted.num_accepted)
+    assert set(np.asarray(found.num_accepted).tolist()) == {0, 1, 2, 3}
+    np.testing.assert_allclose(found.next_logp, wanted.next_logp, rtol=1e-6)
 
 
 def test_nodes_name_their_distributions():
@@ -311,7 +326,8 @@ def test_the_program_holds_no_copy_of_all_warped_distributions(rule):
             return sampling.warp(at(slots), jnp.ones(rows))
 
         target = sampling.Target(warped, jnp.zeros(rows, jnp.int32), vocab)
-        return sampling.RULES[rule].verify(keys, drafted, target)
+        by_slot = Deciding(rejection_by_slot) if rule == "rejection" else sampling.RULES[rule]
+        return by_slot.verify(keys, drafted, target)
 
     text = str(jax.make_jaxpr(program)(jax.random.split(jax.random.key(0), rows)))
     assert f"f32[{rows},{vocab}] = exp" in text

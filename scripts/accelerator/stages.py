@@ -60,7 +60,7 @@ def stages(size: str, folder: Path) -> list[Stage]:
         decode("decode, auto", 70, drafters),
         decode("decode, trees", 45, *tree, fixed),
         script(
-            *("engine", 60, "load_test.py", "--rate=0", "--num_speculative_tokens=3"),
+            *("engine", 50, "load_test.py", "--rate=0", "--num_speculative_tokens=3"),
             *(("--requests=3", "--slots=2", "--new_tokens=2,6") if debug else ("--requests=64",)),
             shown=r"(?m)^(?:lost|tokens_per_second|ended).*$",
         ),
@@ -71,14 +71,23 @@ def stages(size: str, folder: Path) -> list[Stage]:
         ),
         decode("weights in 8 bits", 45, "--config.weights=int8", drafters, fixed),
         script(
-            *("compiling", 60, "costs/compile_seconds.py"),
+            *("compiling", 45, "costs/compile_seconds.py"),
             *(("--toy", "--drafters=ngram") if debug else ("--drafters=eagle3", "--auto")),
             shown=r"(?m)^.*\d\.\d.*$",
         ),
         Stage(
             "training",
             ("-m", "train.eagle", "--config=configs/train_eagle3.py:debug"),
-            longer * 60,
+            longer * 45,
             (r"(?m)^.*tokens/s.*$", r"(?m)^step 6.*$"),
+        ),
+        script(
+            *("tests", 40, "accelerator/suite.py", *(("debug",) if debug else ())),
+            shown=r"(?m)^.*(?:passed|failed|not installed).*$",
+        ),
+        script(
+            *("transformers beside it", 35, "accelerator/transformers_beside.py"),
+            *(("debug",) if debug else ()),
+            shown=r"(?m)^.*(?:tokens/s|not installed).*$",
         ),
     ]

@@ -1,10 +1,11 @@
 """Serves transformers: one JSON request per line on stdin, one JSON answer per line on stdout.
 
-    python scripts/peers/transformers_peer.py MODEL.gguf
+    python scripts/peers/transformers_peer.py MODEL.gguf [cuda]
 
 Runs in an environment of its own, with torch and transformers and nothing of specjax; started by
-`compare_peers.py`. A request is {"ids", "max_new_tokens", "lookup"}, an answer {"ids",
-"prefill_s", "total_s"}: the new token ids, the time to the first token, and of the whole call.
+`compare_peers.py`. On a CPU it computes in float32, on another device in bfloat16. A request is
+{"ids", "max_new_tokens", "lookup"}, an answer {"ids", "prefill_s", "total_s"}: the new token ids,
+the time to the first token, and of the whole call.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import time
 from pathlib import Path
 
 
-def serve(gguf: str) -> None:
+def serve(gguf: str, device: str = "cpu") -> None:
     """Answer requests until the input ends."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -24,13 +25,16 @@ def serve(gguf: str) -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     path = Path(gguf)
-    model = AutoModelForCausalLM.from_pretrained(
-        path.parent, gguf_file=path.name, dtype=torch.float32
-    ).eval()
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    model = (
+        AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=dtype)
+        .eval()
+        .to(device)
+    )
     print(json.dumps({"threads": torch.get_num_threads()}), flush=True)
     for line in sys.stdin:
         request = json.loads(line)
-        ids = torch.tensor([request["ids"]])
+        ids = torch.tensor([request["ids"]], device=device)
         options = {"max_new_tokens": request["max_new_tokens"], "do_sample": False}
         if request["lookup"]:
             options |= {"prompt_lookup_num_tokens": request["lookup"], "max_matching_ngram_size": 3}
@@ -49,4 +53,4 @@ def serve(gguf: str) -> None:
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1])
+    serve(*sys.argv[1:])

@@ -18,10 +18,20 @@ from specjax.decoding.plan import Plan
 from specjax.decoding.round import one_round
 from specjax.decoding.rows import row_arguments
 from specjax.decoding.session import Session
-from specjax.decoding.state import State, admit, release, take
+from specjax.decoding.state import (
+    State,
+    admit,
+    clear_caches,
+    copy_caches,
+    give_back,
+    lend,
+    release,
+    take,
+    without_entries,
+)
 from specjax.distributed import device_memory
 from specjax.distributed.device_memory import MemoryPlan
-from specjax.distributed.sharding import use
+from specjax.distributed.sharding import DATA, axis_size, use
 from specjax.drafters.by_name.registry import all_registered
 from specjax.errors import InputError, one_line
 from specjax.files import program_cache
@@ -40,11 +50,13 @@ _made: set[int] = set()
 class Programs(NamedTuple):
     """The compiled functions of a plan, and the seconds spent compiling.
 
-    - `empty(params, *arguments)` and `new(params, *arguments)` return the state of all slots and of
-      rows to be admitted, from the arrays of `initial_state.start`; nothing is read yet.
-    - `renew(params, state, *arguments)` is `new` in the memory of earlier rows.
-    - `read(params, state, begin, end)` reads the prompts of new rows.
-    - `admit(state, slots, new)` moves new rows into slots.
+    - `empty(params, *arguments)` returns the state of all slots, from the arrays of
+      `initial_state.start`; nothing is read yet.
+    - `new(params, state, slots, *arguments)` also returns the state of rows to be admitted to
+      `slots`. Where `lends`, these have no caches of their own: their prompts are read into the
+      caches of the slots, which `new` clears.
+    - `read(params, state, new, slots, begin, end)` reads the prompts of new rows.
+    - `admit(state, slots, sources, new)` moves new rows, read into the slots `sources`, into slots.
     - `step(params, state, limits, host_ended, max_rounds, stop_after_finished)` is `loop.step`.
 
     `read` and `admit` also return an array that becomes ready when they are done. A state that a
@@ -53,7 +65,6 @@ class Programs(NamedTuple):
 
     empty: Any
     new: Any
-    renew: Any
     read: Any
     admit: Any
     step: Any
@@ -125,22 +136,18 @@ def _compile(plan: Plan, mesh: Mesh | None, tree: Any, leaves: tuple[_Leaf, ...]
     whole = None if mesh is None else NamedSharding(mesh, PartitionSpec())
     with use(mesh):
         # Each step returns the state to the next, so the first placement holds for all steps.
-        empty, state, placed = _first(plan, params, every, mesh)
-        new, rows, rows_placed = _first(plan, params, few, mesh)
-        renew = jax.jit(
-            _renew,
-            static_argnums=0,
-            donate_argnums=2,
-            keep_unused=True,
-            out_shardings=rows_placed,
-        )
-        lowered = [renew.lower(plan, params, rows, *few)]
-        out = None if mesh is None else (rows_placed, whole)
-        read = jax.jit(_read, static_argnums=0, donate_argnums=2, out_shardings=out)
-        lowered.append(read.lower(plan, params, rows, number, number))
+        empty, state, placed = compile_placed(make_empty().lower(plan, params, *every), mesh)
+        out = None if mesh is None else (placed, None)
+        new = jax.jit(new_rows, static_argnums=(0, 1), donate_argnums=3, out_shardings=out)
+        lends = axis_size(mesh, DATA) == 1
+        lowered = new.lower(plan, lends, params, state, slots, *few)
+        new, (_, rows), out = compile_placed(lowered, mesh)
+        out = None if mesh is None else (*out, whole)
+        read = jax.jit(read_rows, static_argnums=0, donate_argnums=(2, 3), out_shardings=out)
+        lowered = [read.lower(plan, params, state, rows, slots, number, number)]
         out = None if mesh is None else (placed, whole)
         put = jax.jit(_admit, donate_argnums=0, out_shardings=out)
-        lowered.append(put.lower(state, slots, rows))
+        lowered.append(put.lower(state, slots, slots, rows))
         step = jax.jit(loop.step, static_argnums=0, donate_argnums=2, out_shardings=out)
         limits = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), plan.drafter.full_limits()
@@ -148,12 +155,12 @@ def _compile(plan: Plan, mesh: Mesh | None, tree: Any, leaves: tuple[_Leaf, ...]
         lowered.append(step.lower(plan, params, state, limits, ended, number, number))
         # The compiler releases Python's lock, so that programs compile in parallel.
         with ThreadPoolExecutor() as threads:
-            renew, read, put, step = threads.map(lambda one: one.compile(), lowered)
+            read, put, step = threads.map(lambda one: one.compile(), lowered)
     seconds = time.perf_counter() - begin
     temporaries = device_memory.temporary_bytes((read, step), mesh)
     memory = _memory(params, state, rows, temporaries)
     memory.log_if_large()
-    return Programs(empty, new, renew, read, put, step, memory, seconds)
+    return Programs(empty, new, read, put, step, memory, seconds)
 
 
 def _memory(params: Any, state: State, rows: State, temporaries: int) -> MemoryPlan:
@@ -174,37 +181,54 @@ def take_rows(state: State, rows: Int[Array, "A"], spare: Int[Array, "A"]) -> St
     return release(take(state, rows), spare)
 
 
-def _renew(plan: Plan, params: Any, old: State, *arguments: Any) -> State:
-    """Return `initial_state.empty_state` in the memory of an old state, faster than new zeros.
+def new_rows(
+    plan: Plan, lends: bool, params: Any, state: State, slots: Int[Array, "A"], *arguments: Any
+) -> tuple[State, State]:
+    """Return a state, and `initial_state.empty_state` of rows to be admitted to its `slots`.
 
-    The caches are cleared, since masking does not hide keys that are not numbers.
+    If it `lends` its caches, these are cleared there, since masking does not hide keys that are not
+    numbers, and the new rows have the lengths alone.
     """
-    del old
-    return _empty()(plan, params, *arguments)
+    new = make_empty()(plan, params, *arguments)
+    return (clear_caches(state, slots), without_entries(new)) if lends else (state, new)
 
 
-def _empty() -> Any:
+def make_empty() -> Any:
     """Return `initial_state.empty_state`, compiled with one trace for all equal programs."""
     return jax.jit(initial_state.empty_state, static_argnums=0, inline=True)
 
 
-def _read(plan: Plan, params: Any, state: State, begin: Any, end: Any) -> tuple[State, Any]:
-    """Return the state of `initial_state.read_prompts`, and a number that is ready when it is."""
-    return initial_state.read_prompts(plan, params, state, begin, end), end + 0
+def read_rows(
+    plan: Plan,
+    params: Any,
+    state: State,
+    new: State,
+    slots: Int[Array, "A"],
+    begin: Any,
+    end: Any,
+) -> tuple[State, State, Any]:
+    """Return a state and new rows after `initial_state.read_prompts`, and a number.
+
+    The number is ready when they are.
+    """
+    lent = lend(state, new, slots)
+    read = initial_state.read_prompts(plan, params, lent, begin, end)
+    return *give_back(state, read), end + 0
 
 
-def _admit(state: State, slots: Int[Array, "A"], new: State) -> tuple[State, Int[Array, "A"]]:
+def _admit(
+    state: State, slots: Int[Array, "A"], sources: Int[Array, "A"], new: State
+) -> tuple[State, Int[Array, "A"]]:
     """Return the state of `state.admit`, and an array that is ready when it is."""
-    return admit(state, slots, new), slots + 0
+    return admit(copy_caches(state, new, sources, slots), slots, new), slots + 0
 
 
-def _first(plan: Plan, params: Any, arguments: Any, mesh: Mesh | None) -> tuple[Any, Any, Any]:
-    """Return the program that makes a state, the state's shapes, and its placement on a mesh.
+def compile_placed(lowered: Any, mesh: Mesh | None) -> tuple[Any, Any, Any]:
+    """Return a compiled program, the shapes of its results, and their placement on a mesh.
 
     The placement is None without a mesh.
     """
-    make = _empty().lower(plan, params, *arguments)
-    state, make = make.out_info, make.compile()
+    state, make = lowered.out_info, lowered.compile()
     state = jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         state,

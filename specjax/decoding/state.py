@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -126,6 +127,57 @@ def admit(state: State, slots: Int[Array, "A"], new: State) -> State:
     return jax.tree.map(put, state, new, is_leaf=knows_its_rows)
 
 
+def lend(state: State, new: State, slots: Int[Array, "A"]) -> State:
+    """Return `new` with views of the rows `slots`, in range, for its caches without entries."""
+
+    def view(rows: KVCache, cache: KVCache) -> KVCache:
+        return cache.lend(slots, rows.length) if rows.k is None else rows
+
+    return _map_caches(view, new, state)
+
+
+def give_back(state: State, lent: State) -> tuple[State, State]:
+    """Return the state with the entries in the views of `lent`, and `lent` without them."""
+
+    def whole(cache: KVCache, rows: KVCache) -> KVCache:
+        return cache if rows.rows is None else cache.replace(k=rows.k, v=rows.v)
+
+    def lengths(rows: KVCache) -> KVCache:
+        return rows if rows.rows is None else rows.without_entries()
+
+    return _map_caches(whole, state, lent), _map_caches(lengths, lent)
+
+
+def without_entries(state: State) -> State:
+    """Return the state with the lengths of its caches alone."""
+    return _map_caches(KVCache.without_entries, state)
+
+
+def clear_caches(state: State, slots: Int[Array, "A"]) -> State:
+    """Return the state with zeros in the rows `slots`, in range, of its caches."""
+    return _map_caches(lambda cache: cache.cleared(slots), state)
+
+
+def copy_caches(
+    state: State, new: State, sources: Int[Array, "A"], slots: Int[Array, "A"]
+) -> State:
+    """Return the state with the entries of `new`, which are in the rows `sources`, in `slots`."""
+
+    def copied(cache: KVCache, rows: KVCache) -> KVCache:
+        return cache.copied(sources, slots, rows.length) if rows.k is None else cache
+
+    return _map_caches(copied, state, new)
+
+
+def _map_caches(change: Callable[..., KVCache], state: State, *others: State) -> State:
+    """Return the state with `change(cache, *others)` in place of each cache."""
+
+    def at(node: Any, *others: Any) -> Any:
+        return change(node, *others) if isinstance(node, KVCache) else node
+
+    return jax.tree.map(at, state, *others, is_leaf=knows_its_rows)
+
+
 def take(state: State, slots: Int[Array, "A"]) -> State:
     """Return the state with only the A rows in `slots`, in that order."""
 
@@ -138,11 +190,7 @@ def take(state: State, slots: Int[Array, "A"]) -> State:
 def release(state: State, slots: Int[Array, "A"]) -> State:
     """Return the state with the rows in `slots` finished and their caches emptied."""
     slots = _in_range(state, slots)
-
-    def empty(part: Any) -> Any:
-        return part.release(slots) if isinstance(part, KVCache) else part
-
-    state = jax.tree.map(empty, state, is_leaf=knows_its_rows)
+    state = _map_caches(lambda cache: cache.release(slots), state)
     return state.replace(
         status=state.status.at[slots].set(STOPPED, mode="drop"),
         length=state.length.at[slots].set(1, mode="drop"),

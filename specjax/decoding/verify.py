@@ -14,7 +14,6 @@ from specjax import sampling
 from specjax.cache import Window
 from specjax.decoding.plan import Plan
 from specjax.decoding.state import State
-from specjax.distributed.sharding import constrain
 from specjax.drafters.base import TargetPass, warp_rows
 from specjax.errors import InputError, one_line, shown
 from specjax.trees import AnyTopology, Draft, Topology
@@ -146,9 +145,6 @@ def verify_draft(
         **resumed,
     )
     logits = result.logits
-    if plan.flags.sampled or not plan.rule.greedy_walk:
-        # A draw needs a row's whole distribution; an argmax works on each device's part of it.
-        logits = constrain(logits, "batch", None, None)
     # A token may be ruled out (-inf); NaN, inf and -inf alone leave no finite largest one.
     largest = jnp.max(logits, axis=-1, keepdims=True)
     numbers = jnp.isfinite(largest)[:, :, 0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,6 +69,25 @@ class MemoryPlan:
             f"memory: {missing / _GIB:.1f} GiB are needed beside the weights, and "
             f"{free / _GIB:.1f} GiB are free; {remedy}{fit}. Per device: {self}"
         )
+
+
+def check_weights(chosen: str, sizes: Mapping[str, int]) -> None:
+    """Raise InputError if weights do not fit into free memory; the message says which would.
+
+    `sizes` are the bytes on each device by setting, among them those of the one that is `chosen`.
+    Nothing is checked if free memory is unknown, or with several processes, which might get
+    different results.
+    """
+    free = free_bytes()
+    if free is None or processes.count() > 1 or sizes[chosen] <= free:
+        return
+    fits = [
+        f"{setting} takes {size / _GIB:.2g} GiB" for setting, size in sizes.items() if size <= free
+    ]
+    raise InputError(
+        f"memory: the weights take {sizes[chosen] / _GIB:.2g} GiB on each device ({chosen}), and "
+        f"{free / _GIB:.2g} GiB are free; {' and '.join(fits) or 'use more devices or memory'}"
+    )
 
 
 def temporary_bytes(programs: Sequence[Any], mesh: Mesh | None) -> int:

@@ -110,11 +110,7 @@ class Context:
         return jnp.take_along_axis(kept, slots[:, :, None], axis=1)
 
     def warp(self, logits: Float[Array, "B *slots V"]) -> Float[Array, "B *slots V"]:
-        """Return the log-probabilities of `logits` under the sampling parameters of each row.
-
-        The result is replicated on a mesh, not sharded over the vocabulary.
-        """
-        logits = constrain(logits, "batch", *[None] * (logits.ndim - 1))
+        """Return the log-probabilities of `logits` under the sampling parameters of each row."""
         return warp_rows(logits, self.sampling, self.flags)
 
     def draw(
@@ -136,9 +132,14 @@ def warp_rows(
 ) -> Float[Array, "B *slots V"]:
     """Return the log-probabilities of `logits` under the sampling parameters of each row.
 
-    `flags` say which parameters some row may use, as for `sampling.warp`.
+    `flags` say which parameters some row may use, as for `sampling.warp`. On a mesh each device
+    computes its part of the vocabulary and draws from it, and only sums and maxima are exchanged.
+    The thresholds of top-k and top-p would take sixteen exchanges that depend on one another; then
+    the rows are gathered instead.
     """
     slots = logits.shape[1:-1]
+    if flags.top_k or flags.top_p:
+        logits = constrain(logits, "batch", *[None] * len(slots), None)
 
     def every(parameter: Array) -> Array:
         return jnp.broadcast_to(parameter.reshape(-1, *[1] * len(slots)), logits.shape[:-1])

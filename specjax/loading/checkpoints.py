@@ -90,14 +90,15 @@ def read_model(
     shards: int = 1,
     stacks: Callable[[DecoderConfig], bool] = lambda config: True,
     tell_narrow: Callable[[DecoderConfig, MtpConfig | None], None] = lambda config, mtp: None,
+    check_memory: Callable[[DecoderConfig, MtpConfig | None], None] = lambda config, mtp: None,
 ) -> tuple[DecoderConfig, Tokenizer | None, tuple[int, ...], dict[str, Any], MtpModules | None]:
     """Return the config, tokenizer, `stated_ends`, parameters and MTP modules of a saved model.
 
     Every process must call it; each device reads only its part of each array. `stacks` decides from
     the config whether layers are stacked, however they were saved; `tell_narrow` is called before
-    arrays saved in 16 bits are read. Raises InputError, before reading arrays, for a checkpoint
-    that is damaged, not a model's, or inconsistent with its config, and for a mesh that does not
-    fit the model.
+    arrays saved in 16 bits are read, and `check_memory` before any are. Raises InputError, before
+    reading arrays, for a checkpoint that is damaged, not a model's, or inconsistent with its
+    config, and for a mesh that does not fit the model.
     """
     path = user_path("directory", directory)
 
@@ -117,6 +118,7 @@ def read_model(
     config = saved.config
     if saved.dtype != "float32":
         tell_narrow(config, saved.mtp)
+    check_memory(config, saved.mtp)
     orbax_checkpoint.verify(checkpoint)
     placed = _placed_arrays(config, saved.mtp, dtype, mesh, shards, saved.scan_layers)
     if saved.in_parts(checkpoint.arrays):

@@ -37,8 +37,10 @@ from specjax.loading.layer_layout import stack_layers
 from specjax.loading.model import CACHE_DTYPE, MODEL_KIND, Model, array_table, split_arrays
 from specjax.loading.quantize import (
     WEIGHTS,
+    check_groups,
     float_model,
     is_quantized,
+    kernel_bits,
     quantized_model,
     stacked_form,
 )
@@ -51,6 +53,7 @@ from specjax.models.config import DecoderConfig
 from specjax.models.cpu import library as cpu_library
 from specjax.models.decoder import Form
 from specjax.models.heads.mtp import MtpConfig
+from specjax.models.layers.quantized import bytes_per_weight
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 """The model that is installed as a package: SmolLM2-135M-Instruct (Apache-2.0), Q4_1."""
@@ -302,17 +305,68 @@ class _Target(NamedTuple):
         """Log the size of the weights if `auto` makes them larger than in their file."""
         if not (self.auto and self.dtype == np.float32) or name == DEFAULT_MODEL:
             return
-        table = jax.tree.leaves(array_table(config, mtp, scan_layers=True))
-        wide, narrow = (
-            sum(math.prod(entry.shape) * entry.dtype(np.dtype(dtype)).itemsize for entry in table)
-            for dtype in (jnp.float32, jnp.bfloat16)
-        )
-        free = device_memory.free_bytes()
-        short = "" if free is None or wide < free else f", and {free / 1e9:.2g} GB are free"
+        wide, narrow = (self._bytes(config, mtp, dtype) for dtype in ("float32", "bfloat16"))
         note(
             f"{name}: the weights take {wide / 1e9:.2g} GB in float32 (dtype=auto on a CPU)"
-            f"{short}; dtype=bfloat16 takes {narrow / 1e9:.2g} GB"
+            f"; dtype=bfloat16 takes {narrow / 1e9:.2g} GB"
         )
+
+    @property
+    def rounds_while_loading(self) -> bool:
+        """Whether kernels are rounded as they are read, so that they are never whole in memory."""
+        return self.mesh is not None or jax.default_backend() != "cpu"
+
+    def bits(self, config: DecoderConfig, mtp: MtpConfig | None) -> dict[tuple[str, ...], int]:
+        """Return the bits of the kernels that are rounded as they are read, by path.
+
+        Raises InputError for weights whose groups do not fit the mesh.
+        """
+        if not self.rounds_while_loading:
+            return {}
+        table, shardings = array_table(config, mtp, self.stacks(config)), None
+        if self.mesh is not None:
+            build_parameters.check_shards(config, self.shards)
+            shardings = build_parameters.table_shardings(table, self.mesh, self.shards)
+        check_groups(table, self.weights, shardings)
+        return kernel_bits(table, self.weights)
+
+    def check_memory(
+        self, config: DecoderConfig, mtp: MtpConfig | None, *, rounds: bool = True
+    ) -> None:
+        """Raise InputError, before any is read, if the weights do not fit into free memory.
+
+        The error says which dtype or bits would. `rounds` says whether this kind of file can be
+        rounded as it is read.
+        """
+        rounds &= self.rounds_while_loading
+        sizes = {f"dtype={self.dtype}": self._bytes(config, mtp, self.dtype)}
+        if self.dtype == np.float32:
+            sizes["dtype=bfloat16"] = self._bytes(config, mtp, "bfloat16")
+        if rounds:
+            for weights in ("int8", "int4"):
+                sizes[f"weights={weights}"] = self._bytes(config, mtp, self.dtype, weights)
+        chosen = f"weights={self.weights}"
+        device_memory.check_weights(chosen if chosen in sizes else f"dtype={self.dtype}", sizes)
+
+    def _bytes(
+        self, config: DecoderConfig, mtp: MtpConfig | None, dtype: Any, weights: str = "float"
+    ) -> int:
+        """Return the bytes of the weights on each device, on a CPU of all devices."""
+        table = array_table(config, mtp, scan_layers=True)
+        bits, on_cpu = kernel_bits(table, weights), jax.default_backend() == "cpu"
+        shapes = jax.tree.map(lambda entry: entry.shape, table)
+        if self.mesh is not None:
+            places = build_parameters.table_shardings(table, self.mesh, self.shards)
+            shapes = jax.tree.map(
+                lambda entry, place: place.shard_shape(entry.shape), table, places
+            )
+        total = 0.0
+        for path, entry in jax.tree_util.tree_leaves_with_path(table):
+            shape = functools.reduce(lambda node, step: node[step.key], path, shapes)
+            rounded = bits.get(tuple(step.key for step in path))
+            each = bytes_per_weight(rounded) if rounded else entry.dtype(np.dtype(dtype)).itemsize
+            total += math.prod(shape) * each
+        return int(total * (self.mesh.size if self.mesh is not None and on_cpu else 1))
 
     def model(
         self, name: str, config: DecoderConfig, params: dict[str, Any], tokenizer: Tokenizer | None
@@ -347,8 +401,13 @@ def _load_gguf(name: str, path: Path, target: _Target) -> Model:
             target = target._replace(requested=stacked_form(target.form(config)))
         elif any(tensor.kind.name != "F32" for tensor in file.tensors.values()):
             target.say_size(name, config, modules)
+        bits = target.bits(config, modules)
+        if not keep:
+            target.check_memory(config, modules)
         layout = target.layout(config)
-        arrays = gguf.read_params(file, config, *layout, mtp=modules, keep_blocks=keep)
+        arrays = gguf.read_params(
+            *(file, config, *layout), mtp=modules, keep_blocks=keep, bits=bits
+        )
         params, mtp = split_arrays(arrays, modules)
     return replace(target.model(name, config, params, tokenizer), mtp=mtp)
 
@@ -363,6 +422,7 @@ def _load_checkpoint(name: str, path: Path, target: _Target) -> Model:
             target.shards,
             target.stacks,
             functools.partial(target.say_size, name),
+            functools.partial(target.check_memory, rounds=False),
         )
     model = target.model(name, config, params, tokenizer)
     return replace(model, mtp=mtp, stated_ends=ends)
@@ -383,7 +443,9 @@ def _load_directory(name: str, path: Path, target: _Target) -> Model:
         modules = mtp_layers.module_config(config, count, family.mtp)
         if any(tensor.dtype in HALVES for tensor in tensors.values()):
             target.say_size(name, config, modules)
-        arrays = huggingface.read_params(path, tensors, config, *target.layout(config), mtp=modules)
+        bits, layout = target.bits(config, modules), target.layout(config)
+        target.check_memory(config, modules)
+        arrays = huggingface.read_params(*(path, tensors, config, *layout), mtp=modules, bits=bits)
         params, mtp = split_arrays(arrays, modules)
     model = target.model(name, config, params, tokenizer)
     return replace(model, mtp=mtp, stated_ends=tuple(ends))

@@ -8,14 +8,20 @@ from dataclasses import replace
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, Sharding
 
 from specjax.errors import InputError
 from specjax.fields import Choice
 from specjax.loading.layer_layout import stack_layers
 from specjax.loading.model import Model, array_table, split_arrays
 from specjax.models.decoder import Form
-from specjax.models.layers.quantized import GROUP, QuantizedKernel, array_partitions, quantize
+from specjax.models.layers.quantized import (
+    GROUP,
+    QuantizedKernel,
+    array_partitions,
+    has_one_scale,
+    quantize,
+)
 from specjax.models.parameter_table import parameter_table
 from specjax.models.parameters import Parameter
 
@@ -56,6 +62,39 @@ def quantized_model(model: Model, weights: str) -> Model:
     return _with_arrays(model, quantized_params(_table(model), model.arrays, weights))
 
 
+def kernel_bits(table: dict[str, Any], weights: str) -> dict[tuple[str, ...], int]:
+    """Return the bits to which `weights` rounds the kernels of a table, by path.
+
+    With any weights but "int8" and "int4" there are none. Routers and multi-token prediction
+    modules are not rounded, and the head has 8 bits.
+    """
+    if weights not in _BITS:
+        return {}
+    return {
+        names: 8 if names[0] == "head" else _BITS[weights]
+        for names in _entries(table)
+        if names[-1] == "kernel" and _UNCHANGED.isdisjoint(names)
+    }
+
+
+def check_groups(table: dict[str, Any], weights: str, shardings: dict[str, Any] | None) -> None:
+    """Raise InputError if a kernel that `weights` rounds has inputs that are not whole groups.
+
+    `shardings` are those of the table's entries on a mesh, which split the inputs.
+    """
+    entries, wheres = _entries(table), _entries(shardings or {})
+    for names in kernel_bits(table, weights):
+        *_, inputs, _ = shape = entries[names].shape
+        parts = _devices_of_inputs(wheres.get(names), len(shape))
+        _check_inputs(names, inputs, parts, weights)
+
+
+def _entries(tree: dict[str, Any]) -> dict[tuple[str, ...], Any]:
+    """Return the leaves of a nested dict by path."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_entry)
+    return {tuple(step.key for step in path): leaf for path, leaf in leaves}
+
+
 def quantized_params(
     table: dict[str, Any], params: dict[str, Any], weights: str, *, fitting: bool = False
 ) -> dict[str, Any]:
@@ -65,27 +104,32 @@ def quantized_params(
     kernel whose number of inputs per device is not a multiple of 32 raises InputError, or with
     `fitting` is left unchanged.
     """
+    bits_of_path = kernel_bits(table, weights)
 
     def converted(path: tuple[Any, ...], entry: Parameter, leaf: Any) -> Any:
-        names = [step.key for step in path]
-        if names[-1] != "kernel" or not _UNCHANGED.isdisjoint(names):
-            return leaf
-        bits = 8 if names[0] == "head" else _BITS[weights]
-        if is_quantized(leaf) and leaf.bits <= bits:
+        names = tuple(step.key for step in path)
+        bits = bits_of_path.get(names)
+        if bits is None or (is_quantized(leaf) and leaf.bits <= bits):
             return leaf
         kernel = float_kernel(leaf)
-        inputs, parts = entry.shape[-2], _devices_of_inputs(kernel)
-        if inputs % (parts * GROUP):
-            if fitting:
-                return leaf
-            split = f" for each of {parts} devices" if parts > 1 else ""
-            raise InputError(
-                f"weights={weights!r}: {'.'.join(names)} has {inputs} inputs, no multiple of "
-                f"{GROUP}{split}; use weights='float'"
-            )
+        inputs, parts = entry.shape[-2], _devices_of_inputs(kernel.sharding, kernel.ndim)
+        if fitting and inputs % (parts * GROUP):
+            return leaf
+        _check_inputs(names, inputs, parts, weights)
         return _quantized(kernel, bits)
 
     return _map(converted, table, params)
+
+
+def _check_inputs(names: tuple[str, ...], inputs: int, parts: int, weights: str) -> None:
+    """Raise InputError unless the inputs of a kernel, in equal parts, are whole groups."""
+    if inputs % (parts * GROUP) == 0:
+        return
+    split = f" for each of {parts} devices" if parts > 1 else ""
+    raise InputError(
+        f"weights={weights!r}: {'.'.join(names)} has {inputs} inputs, no multiple of "
+        f"{GROUP}{split}; use weights='float'"
+    )
 
 
 def quantized_head_params(
@@ -135,11 +179,8 @@ def float_kernel(kernel: Any) -> jax.Array:
 
 
 def _quantized(kernel: jax.Array, bits: int) -> QuantizedKernel:
-    """Return a kernel rounded to `bits` bits, on the devices that hold the kernel.
-
-    On accelerators, 8-bit integers have one scale per output, which makes products faster there.
-    """
-    per_channel = bits == 8 and jax.default_backend() != "cpu"
+    """Return a kernel rounded to `bits` bits, on the devices that hold the kernel."""
+    per_channel = has_one_scale(bits)
     shardings = None
     if isinstance(kernel.sharding, NamedSharding):
         mesh, spec = kernel.sharding.mesh, kernel.sharding.spec
@@ -162,12 +203,11 @@ def _program(bits: int, per_channel: bool, shardings: tuple[NamedSharding, ...] 
 _dequantize = jax.jit(QuantizedKernel.dequantized)
 
 
-def _devices_of_inputs(kernel: jax.Array) -> int:
+def _devices_of_inputs(where: Sharding | None, ndim: int) -> int:
     """Return the number of devices over which the input axis of a kernel is sharded."""
-    where = kernel.sharding
-    if not isinstance(where, NamedSharding) or len(where.spec) < kernel.ndim - 1:
+    if not isinstance(where, NamedSharding) or len(where.spec) < ndim - 1:
         return 1
-    axis = where.spec[kernel.ndim - 2]
+    axis = where.spec[ndim - 2]
     return 1 if axis is None else where.mesh.shape[axis]
 
 
@@ -177,9 +217,11 @@ def _table(model: Model) -> dict[str, Any]:
 
 def _map(convert: Callable[..., Any], table: dict[str, Any], arrays: dict[str, Any]) -> Any:
     """Return a tree with `convert(path, entry, array)` for each array and its entry in a table."""
-    return jax.tree_util.tree_map_with_path(
-        convert, table, arrays, is_leaf=lambda node: isinstance(node, Parameter)
-    )
+    return jax.tree_util.tree_map_with_path(convert, table, arrays, is_leaf=_is_entry)
+
+
+def _is_entry(node: Any) -> bool:
+    return isinstance(node, Parameter)
 
 
 def _with_arrays(model: Model, arrays: dict[str, Any]) -> Model:

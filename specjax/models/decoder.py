@@ -64,8 +64,8 @@ class Form:
     per layer. `cache_attention` is `rows`, a loop over each row's filled blocks of the cache (for
     few tokens a C++ kernel); `blocks`, a loop over the blocks of the longest row, all rows at once;
     `whole`, one product over the whole capacity; or `kernel`, a GPU kernel over the filled slots
-    and the window, which falls back to `blocks` for head widths that are no powers of two. Raises
-    InputError for other values.
+    and the window, which falls back to `blocks` for head widths that are no powers of two, with one
+    for the products of experts. Raises InputError for other values.
     """
 
     layers: str = "stacked"
@@ -184,7 +184,10 @@ class Decoder:
     @property
     def arithmetic(self) -> DecoderLayer:
         """The arithmetic of one layer of this decoder."""
-        return DecoderLayer(self.config, self.dtype, self.shards, self.multiply)
+        return DecoderLayer(
+            *(self.config, self.dtype, self.shards, self.multiply),
+            grouped_experts=self.form.cache_attention == "kernel",
+        )
 
     def make_cache(self, batch: int, capacity: int) -> KVCache:
         """Return an empty cache [L, B, G, S, C]."""

@@ -79,9 +79,56 @@ def rejection(
 
     In row b, `num_valid[b]` tokens were drafted, each from `draft` at the slot before it. Tokens
     are accepted up to the first for which u q >= p or q = 0, where u is its uniform. The next token
-    is then distributed as norm(max(0, p - q)), or as p if all drafted tokens were accepted. The
-    number of slots visited is one more than the largest number of accepted tokens in any row.
+    is then distributed as norm(max(0, p - q)), or as p if all drafted tokens were accepted. On a
+    CPU one slot more is visited than the largest number of accepted tokens in any row. On
+    accelerators all are, since a loop that waits for data costs more there than arithmetic.
     """
+    draw = tokens, num_valid, target, draft, uniforms
+    return lax.platform_dependent(
+        cpu=lambda: rejection_by_slot(*draw), default=lambda: rejection_at_once(*draw)
+    )
+
+
+def rejection_at_once(
+    tokens: Int[Array, "B K"],
+    num_valid: Int[Array, "B"],
+    target: Distributions,
+    draft: Distributions,
+    uniforms: Float[Array, "B K"],
+) -> Decision:
+    """Return the result of `rejection`, with the distributions of all slots in memory."""
+    length = tokens.shape[1]
+    slots = jnp.arange(length + 1, dtype=num_valid.dtype)
+
+    def at_every(distributions: Distributions, slots: Int[Array, " S"]) -> Float[Array, "B S V"]:
+        at = jax.vmap(lambda slot: distributions(jnp.full_like(num_valid, slot)), out_axes=1)
+        return at(slots)
+
+    logp = at_every(target, slots)
+    accepted = jnp.zeros_like(num_valid)
+    if length:
+        logq = at_every(draft, slots[:-1])
+        odds = log_ratio(
+            *(
+                jnp.take_along_axis(rows, tokens[:, :, None], axis=2)[:, :, 0]
+                for rows in (logp[:, :-1], logq)
+            )
+        )
+        step = (slots[None, :-1] < num_valid[:, None]) & (jnp.log(uniforms) < odds)
+        step &= jnp.isfinite(odds)
+        accepted = jnp.cumprod(step.astype(num_valid.dtype), axis=1).sum(axis=1)
+        accepted = accepted.astype(num_valid.dtype)
+    return _after_accepted(accepted, num_valid, pick(logp, accepted), draft)
+
+
+def rejection_by_slot(
+    tokens: Int[Array, "B K"],
+    num_valid: Int[Array, "B"],
+    target: Distributions,
+    draft: Distributions,
+    uniforms: Float[Array, "B K"],
+) -> Decision:
+    """Return the result of `rejection`, by a loop over the slots that are reached."""
 
     def visit(state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         slots, walking, _ = state
@@ -98,8 +145,18 @@ def rejection(
     slots, _, logp = lax.while_loop(
         lambda state: jnp.any(state[1]), visit, (slots, jnp.ones_like(slots, bool), logp)
     )
-    refused = slots < num_valid
-    return Decision(slots, jnp.where(refused[:, None], residual(logp, draft(slots)), logp))
+    return _after_accepted(slots, num_valid, logp, draft)
+
+
+def _after_accepted(
+    accepted: Int[Array, "B"],
+    num_valid: Int[Array, "B"],
+    logp: Float[Array, "B V"],
+    draft: Distributions,
+) -> Decision:
+    """Return the decision to accept so many tokens, given p at the slot after them."""
+    refused = accepted < num_valid
+    return Decision(accepted, jnp.where(refused[:, None], residual(logp, draft(accepted)), logp))
 
 
 def block(

@@ -50,6 +50,8 @@ class DeviceRows:
         self._new: State | None = None
         self._prompts: list[tuple[int, ...]] = []
         """The prompts of the new rows."""
+        self._read_slots = np.zeros(0, np.int32)
+        """The slots into whose caches they were read."""
         self._all_read = False
         self.compile_s = 0.0
         """Seconds spent making programs; near zero if they had been compiled before."""
@@ -103,34 +105,48 @@ class DeviceRows:
         session = self.session
         self._state = self.compile().empty(session.params, *self._arguments([], session.num_rows))
 
-    def new_rows(self, rows: Sequence[Row]) -> bool:
-        """Start new rows; return whether their prompts need not be read.
+    def reuse_rows(self, rows: Sequence[Row]) -> bool:
+        """Start new rows with what was read for the previous ones; return False if that cannot be.
 
-        That is so if the previous new rows had the same prompts. Otherwise `read` reads them.
+        It can if the previous new rows had the same prompts.
         """
+        prompts = [row.prompt for row in rows]
+        if not self._all_read or prompts != self._prompts[: len(prompts)]:
+            return False
+        # What was read depends on the prompt alone, not on a request's key, limits or sampling.
+        _, fixed, *_ = self._arguments(rows, self.session.prefill_rows)
+        self._new = self._new.replace(rows=fixed)
+        return True
+
+    def new_rows(self, rows: Sequence[Row], slots: Sequence[int]) -> None:
+        """Start new rows, whose prompts will be read, for free `slots`."""
+        self._widen()
         session, programs = self.session, self.compile()
         arguments = self._arguments(rows, session.prefill_rows)
-        prompts = [row.prompt for row in rows]
-        if self._all_read and prompts == self._prompts[: len(prompts)]:
-            # What was read depends on the prompt alone, not on a request's key, limits or sampling.
-            self._new = self._new.replace(rows=arguments[1])
-            return True
-        self._prompts, self._all_read = prompts, False
-        if self._new is None:
-            self._new = programs.new(session.params, *arguments)
-        else:
-            # The old rows' memory is donated, so they are gone even if the call is interrupted.
-            old, self._new = self._new, None
-            self._new = programs.renew(session.params, old, *arguments)
-        return False
+        self._prompts, self._all_read = [row.prompt for row in rows], False
+        self._new, self._read_slots = None, self._padded(slots, slots[0])
+        self._state, self._new = programs.new(
+            session.params, self._state, self._read_slots, *arguments
+        )
+
+    def _padded(self, slots: Sequence[int], spare: int) -> Int[np.ndarray, "A"]:
+        """Return the slots of all new rows; those that are not used have the slot `spare`."""
+        where = np.full(self.session.prefill_rows, spare, np.int32)
+        where[: len(slots)] = slots
+        return where
 
     def read(self, begin: int, end: int) -> jax.Array:
         """Read the new rows' prompts from position `begin` to `end`, exclusive.
 
         Returns an array that becomes ready when they have been read.
         """
-        self._new, ready = self.compile().read(
-            self.session.params, self._new, np.int32(begin), np.int32(end)
+        self._state, self._new, ready = self.compile().read(
+            self.session.params,
+            self._state,
+            self._new,
+            self._read_slots,
+            np.int32(begin),
+            np.int32(end),
         )
         return ready
 
@@ -141,12 +157,10 @@ class DeviceRows:
         that all prompts were read, including those of aborted requests, later rows with the same
         prompts need not read them.
         """
-        self._widen()
-        out_of_range = self.session.num_rows
-        where = np.full(self.session.prefill_rows, out_of_range, np.int32)
-        where[: len(slots)] = slots
         self._all_read = all_read
-        self._state, ready = self.compile().admit(self._state, where, self._new)
+        where = self._padded(slots, self.session.num_rows)
+        sources = np.where(where < self.session.num_rows, self._read_slots, where)
+        self._state, ready = self.compile().admit(self._state, where, sources, self._new)
         return ready
 
     def step(
@@ -213,6 +227,8 @@ class DeviceRows:
         spare = np.where(number < len(slots), few.num_rows, number)
         self._state = take_rows(self._state, np.array(rows, np.int32), spare.astype(np.int32))
         self._few, self._slots = few, tuple(slots)
+        # The caches into which prompts were read are gone with the other rows.
+        self._prompts = []
 
     def _widen(self) -> None:
         """Return to a single state with the rows of all slots."""

@@ -537,13 +537,18 @@ class Engine:
         return min(left, budget - budget % chunks[0])
 
     def _begin(self, reading: _Prompts) -> None:
-        """Allocate the new rows of `reading`, whose prompts may have been read for earlier rows."""
+        """Start the new rows of `reading`, whose prompts may have been read for earlier rows."""
         self._rows.begin()
+        slots, requests = zip(*reading.taken, strict=True)
         now = time.perf_counter()
-        for _, request in reading.taken:
+        for request in requests:
             request.begun = now
-        if self._rows.new_rows([request.row for _, request in reading.taken]):
+        rows = [request.row for request in requests]
+        if self._rows.reuse_rows(rows):
             reading.position = reading.longest
+        else:
+            with self._as_a_whole():
+                self._rows.new_rows(rows, slots)
         reading.begun = True
 
     def _admit(self) -> None:

@@ -23,8 +23,14 @@ from specjax.loading.formats import parameter_names, tensor_layout
 from specjax.loading.model import array_table
 from specjax.models.config import DecoderConfig
 from specjax.models.heads.mtp import MtpConfig
-from specjax.models.layers.quantized import QuantizedKernel
+from specjax.models.layers.quantized import (
+    QuantizedKernel,
+    array_partitions,
+    has_one_scale,
+    quantize,
+)
 from specjax.models.parameter_table import parameter_table
+from specjax.models.parameters import Parameter
 
 Read = Callable[[parameter_names.Location, slice, slice], Any]
 """A function (location, rows, inputs) that returns the slice `[rows, inputs]` of a tensor.
@@ -208,8 +214,9 @@ def build(
     files, and transposed there; each process reads only the parts of its devices. The host holds
     one or two slots at a time, unless the device is a CPU without a mesh: then the tree is filled
     in host memory directly. `threads` threads read concurrently. Kernels at the paths in `bits`
-    become quantized ones of 4 or 8 bits, on a CPU without a mesh only. Raises InputError if the
-    mesh does not fit the model.
+    become quantized ones of 4 or 8 bits: of the blocks that `read` returns, on a CPU without a
+    mesh, and otherwise rounded on the devices, slot by slot. Raises InputError if the mesh does not
+    fit the model.
     """
     table, slots = array_table(config, mtp, scan_layers), _slots(locations, scan_layers)
     if mesh is not None:
@@ -222,11 +229,13 @@ def build(
         device = SingleDeviceSharding(jax.devices()[0])
         targets = jax.tree.map(lambda _: device, table)
 
+    shapes, placements = _storage(table, dtype, targets, bits)
+
     def zeros() -> dict[str, Any]:
-        return jax.tree.map(lambda entry: jnp.zeros(entry.shape, entry.dtype(dtype)), table)
+        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
 
     # One program for all parameters.
-    params: dict[str, Any] = jax.jit(zeros, out_shardings=targets)()
+    params: dict[str, Any] = jax.jit(zeros, out_shardings=placements)()
 
     def read_slot(slot: _Slot) -> tuple[_Slot, Sharding, dict[Any, np.ndarray]]:
         leaf, entry = (parameter_names.lookup(tree, slot.path) for tree in (targets, table))
@@ -240,9 +249,46 @@ def build(
     for slot, target, rows in _read_ahead(slots, read_slot, threads):
         *parents, last = slot.path
         node = parameter_names.lookup(params, tuple(parents))
-        set_part = _setter(node[last].sharding, slot.is_kernel)
+        leaves, structure = jax.tree.flatten(parameter_names.lookup(placements, slot.path))
+        set_part = _setter(tuple(leaves), structure, slot.is_kernel, bits.get(slot.path))
         node[last] = set_part(node[last], np.array(slot.index, np.int32), _put(slot, target, rows))
     return params
+
+
+def _storage(
+    table: dict[str, Any],
+    dtype: np.dtype,
+    shardings: dict[str, Any],
+    bits: Mapping[parameter_names.Path, int],
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the shapes and the shardings of the arrays that are stored for a table's entries.
+
+    Kernels at the paths in `bits` are quantized.
+    """
+
+    def shape(path: tuple[Any, ...], entry: Parameter) -> Any:
+        leaf = jax.ShapeDtypeStruct(entry.shape, entry.dtype(dtype))
+        count = bits.get(tuple(step.key for step in path))
+        if count is None:
+            return leaf
+        return jax.eval_shape(lambda kernel: quantize(kernel, count, has_one_scale(count)), leaf)
+
+    def placement(where: Sharding, entry: Parameter, stored: Any) -> Any:
+        if not isinstance(stored, QuantizedKernel):
+            return where
+        arrays, structure = jax.tree.flatten(stored)
+        places = [where] * len(arrays)
+        if isinstance(where, NamedSharding):
+            parts = array_partitions(
+                where.spec, len(entry.shape), stored.bits, has_one_scale(stored.bits)
+            )
+            places = [NamedSharding(where.mesh, part) for part in parts]
+        return jax.tree.unflatten(structure, places)
+
+    shapes = jax.tree_util.tree_map_with_path(
+        shape, table, is_leaf=lambda node: isinstance(node, Parameter)
+    )
+    return shapes, jax.tree.map(placement, shardings, table, shapes)
 
 
 def _put(slot: _Slot, target: Sharding, rows: dict[Any, np.ndarray]) -> jax.Array:
@@ -361,14 +407,27 @@ def _read_ahead(
 
 
 @functools.cache
-def _setter(target: Sharding, is_kernel: bool) -> Callable[..., jax.Array]:
-    """Return a compiled function (leaf, index, rows) that writes rows into a leaf at an index."""
+def _setter(
+    targets: tuple[Sharding, ...], structure: Any, is_kernel: bool, bits: int | None
+) -> Callable[..., Any]:
+    """Return a compiled function (leaf, index, rows) that writes rows into a leaf at an index.
 
-    def put(leaf: jax.Array, index: jax.Array, rows: jax.Array) -> jax.Array:
-        values = rows.T if is_kernel else rows
-        lead = [index[axis] for axis in range(index.shape[0])]
-        start = (*lead, *[0] * values.ndim)
-        values = values.reshape((1,) * len(lead) + values.shape)
-        return lax.dynamic_update_slice(leaf, values, start)
+    With `bits` the leaf is a quantized kernel of so many bits, to which the rows are rounded.
+    `targets` are the shardings of the leaf's arrays, and `structure` is its tree.
+    """
 
-    return jax.jit(put, donate_argnums=0, out_shardings=target)
+    def put(leaf: Any, index: jax.Array, rows: jax.Array) -> Any:
+        values: Any = rows.T if is_kernel else rows
+        if bits is not None:
+            values = quantize(values, bits, has_one_scale(bits))
+
+        def write(array: jax.Array, values: jax.Array) -> jax.Array:
+            lead = [index[axis] for axis in range(index.shape[0])]
+            start = (*lead, *[0] * values.ndim)
+            values = values.reshape((1,) * len(lead) + values.shape)
+            return lax.dynamic_update_slice(array, values, start)
+
+        return jax.tree.map(write, leaf, values)
+
+    shardings = jax.tree.unflatten(structure, targets)
+    return jax.jit(put, donate_argnums=0, out_shardings=shardings)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -76,11 +77,13 @@ def read_params(
     scan_layers: bool = True,
     mtp: MtpConfig | None = None,
     keep_blocks: bool = False,
+    bits: Mapping[parameter_names.Path, int] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Return the parameters of a decoder and, under "mtp", of its MTP modules, if any.
 
     With `keep_blocks`, kernels that the file has in 4 or 8 bits keep these bits (`kept_bits`), on a
-    CPU without a mesh; other tensors are dequantized to `dtype`. Raises InputError, before
+    CPU without a mesh; other tensors are dequantized to `dtype`, and kernels at the paths in `bits`
+    rounded on the devices (`build_parameters.build`). Raises InputError, before
     allocating anything, that lists tensors that are missing, unexpected, mis-shaped or of a type
     that cannot be dequantized.
     """
@@ -110,11 +113,11 @@ def read_params(
 
     # Largest first, so that the threads finish at similar times.
     locations.sort(key=lambda location: -file.tensors[location.name].size)
-    bits = kept_bits(file, config, scan_layers) if keep_blocks else {}
+    kept = kept_bits(file, config, scan_layers) if keep_blocks else {}
 
     def read(location: parameter_names.Location, rows: slice, inputs: slice) -> Any:
         tensor, (path, _) = file.tensors[location.name], location.within(scan_layers)
-        if path in bits:
+        if path in kept:
             found: Any = _read_blocks(file.raw(tensor), tensor.kind.name, location, rows)
         else:
             index = tensor_layout.own_rows(location, rows, inputs)
@@ -123,7 +126,8 @@ def read_params(
         return found
 
     return build_parameters.build(
-        config, mtp, dtype, [*locations, *modules], read, mesh, shards, scan_layers, bits=bits
+        *(config, mtp, dtype, [*locations, *modules], read, mesh, shards, scan_layers),
+        bits={**bits, **kept},
     )
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -81,10 +82,12 @@ def read_params(
     shards: int = 1,
     scan_layers: bool = True,
     mtp: MtpConfig | None = None,
+    bits: Mapping[parameter_names.Path, int] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Return the parameters of a decoder and, under "mtp", of its MTP modules, if any.
 
-    `stored` is the result of `read_headers` for `directory`. Raises InputError for tensors that are
+    `stored` is the result of `read_headers` for `directory`; kernels at the paths in `bits` are
+    rounded on the devices (`build_parameters.build`). Raises InputError for tensors that are
     missing, unexpected or mis-shaped.
     """
     family = registry.family(config.family)
@@ -123,7 +126,8 @@ def read_params(
         return tensor_layout.from_stored(read(tensors[location.name], index), location)
 
     return build_parameters.build(
-        config, mtp, dtype, [*locations, *modules], read_rows, mesh, shards, scan_layers
+        *(config, mtp, dtype, [*locations, *modules], read_rows, mesh, shards, scan_layers),
+        bits=bits,
     )
 
 

@@ -145,19 +145,21 @@ struct Operands {
   const float* queries;
   Rows<Entry> keys, values;
   Rows<float> window_keys, window_values;
-  const int32_t *lengths, *oldest;
+  const int32_t *lengths, *cache_rows, *oldest;
   const bool* seen;
   float* out;
   int64_t num_queries, width, capacity, slots;
   float softcap;
 };
 
-// The queries of one row `row` that share one key head `head` (an index over rows and heads).
+// The queries of one row `row` that share one key head `head` (an index over rows and heads), of
+// `heads` per row. A row of the cache may be another one of its arrays.
 template <typename Entry>
-void attend_head(const Operands<Entry>& all, int64_t row, int64_t head) {
+void attend_head(const Operands<Entry>& all, int64_t row, int64_t head, int64_t heads) {
   const int64_t width = all.width;
-  const Rows<Entry> keys = all.keys.from(head * all.capacity);
-  const Rows<Entry> values = all.values.from(head * all.capacity);
+  const int64_t cached = head + (all.cache_rows[row] - row) * heads;
+  const Rows<Entry> keys = all.keys.from(cached * all.capacity);
+  const Rows<Entry> values = all.values.from(cached * all.capacity);
   const Rows<float> window_keys = all.window_keys.from(head * all.slots);
   const Rows<float> window_values = all.window_values.from(head * all.slots);
   for (int64_t query = 0; query < all.num_queries; query++) {
@@ -210,7 +212,7 @@ void attend(ffi::ThreadPool& pool, const Operands<Entry>& all, int64_t rows, int
   int64_t work = 0;
   for (int64_t row = 0; row < rows; row++)
     work += heads * all.num_queries * all.width * (all.lengths[row] + all.slots);
-  const auto one_head = [all, heads](int64_t head) { attend_head(all, head / heads, head); };
+  const auto one_head = [all, heads](int64_t head) { attend_head(all, head / heads, head, heads); };
   if (work < kLargeWork) {
     for (int64_t head = 0; head < rows * heads; head++) one_head(head);
   } else {
@@ -221,30 +223,31 @@ void attend(ffi::ThreadPool& pool, const Operands<Entry>& all, int64_t rows, int
 // `exponents` are those of keys and of values, if these are integers.
 ffi::Error attention(ffi::ThreadPool pool, float softcap, ffi::Buffer<ffi::F32> queries,
                      ffi::Buffer<ffi::S32> layer, ffi::AnyBuffer keys, ffi::AnyBuffer values,
-                     ffi::Buffer<ffi::S32> lengths, ffi::Buffer<ffi::F32> window_keys,
-                     ffi::Buffer<ffi::F32> window_values, ffi::Buffer<ffi::PRED> seen,
-                     ffi::Buffer<ffi::S32> oldest, ffi::RemainingArgs exponents,
-                     ffi::ResultBuffer<ffi::F32> out) {
+                     ffi::Buffer<ffi::S32> lengths, ffi::Buffer<ffi::S32> cache_rows,
+                     ffi::Buffer<ffi::F32> window_keys, ffi::Buffer<ffi::F32> window_values,
+                     ffi::Buffer<ffi::PRED> seen, ffi::Buffer<ffi::S32> oldest,
+                     ffi::RemainingArgs exponents, ffi::ResultBuffer<ffi::F32> out) {
   const auto shape = queries.dimensions();  // [B, G, X, C]
   const int64_t rows = shape[0], heads = shape[1], width = shape[3];
   const int64_t capacity = keys.dimensions()[3], slots = window_keys.dimensions()[3];
-  const int64_t index = layer.typed_data()[0], row_heads = index * rows * heads;
+  const int64_t index = layer.typed_data()[0];
   const auto run = [&](auto entry) {
     using Entry = decltype(entry);
     const auto stored = [&](const ffi::AnyBuffer& entries, size_t number) {
       const auto powers = exponents.get<ffi::Buffer<ffi::S8>>(number);
       const int8_t* first = powers ? powers->typed_data() : nullptr;
       const Rows<Entry> all{static_cast<const Entry*>(entries.untyped_data()), first, width};
-      return all.from(row_heads * capacity);
+      return all.from(index * keys.dimensions()[1] * heads * capacity);
     };
     const auto windowed = [&](const float* entries) {
-      return Rows<float>{entries, nullptr, width}.from(row_heads * slots);
+      return Rows<float>{entries, nullptr, width}.from(index * rows * heads * slots);
     };
     attend(pool,
            Operands<Entry>{queries.typed_data(), stored(keys, 0), stored(values, 1),
                            windowed(window_keys.typed_data()), windowed(window_values.typed_data()),
-                           lengths.typed_data(), oldest.typed_data(), seen.typed_data(),
-                           out->typed_data(), shape[2], width, capacity, slots, softcap},
+                           lengths.typed_data(), cache_rows.typed_data(), oldest.typed_data(),
+                           seen.typed_data(), out->typed_data(), shape[2], width, capacity, slots,
+                           softcap},
            rows, heads);
     return ffi::Error::Success();
   };
@@ -270,6 +273,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(specjax_attention, attention,
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::F32>>()

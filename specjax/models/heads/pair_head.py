@@ -79,7 +79,8 @@ class PairHead:
     def arithmetic(self) -> DecoderLayer:
         """The arithmetic of the head's layers."""
         return DecoderLayer(
-            self.config.decoder, self.dtype, self.shards, self.multiply, self.differentiable
+            *(self.config.decoder, self.dtype, self.shards, self.multiply, self.differentiable),
+            grouped_experts=self.form.cache_attention == "kernel",
         )
 
     def init(self, key: Key[Array, ""]) -> dict[str, Any]:

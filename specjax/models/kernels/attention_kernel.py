@@ -72,6 +72,8 @@ def attend_window_and_cache(
     }
     if oldest is not None:
         operands["oldest"] = ("rows", oldest)
+    if cache.rows is not None:
+        operands["cache_rows"] = ("rows", cache.rows)
     return on_each_device(functools.partial(_attend, softcap=softcap), operands, split)
 
 
@@ -80,6 +82,7 @@ class _Operands(NamedTuple):
 
     layer: Any
     length: Any
+    cache_rows: Any
     query: Any
     keys: Any
     values: Any
@@ -99,6 +102,7 @@ def _attend(
     seen: Int[Array, "B X W"],
     layer: Int[Array, ""],
     oldest: Int[Array, "B X"] | None = None,
+    cache_rows: Int[Array, "B"] | None = None,
     *,
     softcap: float | None,
 ) -> Partial:
@@ -119,23 +123,31 @@ def _attend(
         zeros = (0,) * (array.ndim - 1)
         return pl.BlockSpec((None, *array.shape[1:]), lambda b, h, s: (b, *zeros))
 
-    def of_cache(array: jax.Array) -> pl.BlockSpec:
+    def of_window(array: jax.Array) -> pl.BlockSpec:
         shape = (array.shape[0], None, None, *array.shape[3:])
         return pl.BlockSpec(shape, lambda b, h, s: (0, b, h // tiles, 0, 0))
+
+    def of_cache(array: jax.Array) -> pl.BlockSpec:
+        shape = (*array.shape[:2], None, *array.shape[3:])
+        return pl.BlockSpec(shape, lambda b, h, s: (0, 0, h // tiles, 0, 0))
 
     def result(size: int) -> pl.BlockSpec:
         return pl.BlockSpec(
             (None, None, None, rows, size), lambda b, h, s: (b, h // tiles, s, h % tiles, 0)
         )
 
+    windows = window_keys, window_values
     operands = _Operands(
-        layer[None], length, query, keys, values, window_keys, window_values, seen, oldest
+        layer[None], length, cache_rows, query, keys, values, *windows, seen, oldest
     )
+    row_number = pl.BlockSpec((1,), lambda b, h, s: (b,))
     specs = _Operands(
         pl.BlockSpec((1,), lambda b, h, s: (0,)),
-        pl.BlockSpec((1,), lambda b, h, s: (b,)),
+        row_number,
+        None if cache_rows is None else row_number,
         of_head(query),
-        *jax.tree.map(of_cache, (keys, values, window_keys, window_values)),
+        *jax.tree.map(of_cache, (keys, values)),
+        *map(of_window, windows),
         of_row(seen),
         None if oldest is None else of_row(oldest),
     )
@@ -235,6 +247,7 @@ def _program(
     # Rows beyond the last query read it again, since Triton has no partial blocks.
     row = jnp.minimum(tile * rows + lax.iota(jnp.int32, rows), queries - 1)
     layer, length = refs.layer[0], refs.length[0]
+    cache_row = pl.program_id(0) if refs.cache_rows is None else refs.cache_rows[0]
     query = refs.query[row, :]
 
     def add(total: tuple, key: tuple, value: tuple, visible: jax.Array) -> tuple:
@@ -259,7 +272,7 @@ def _program(
 
     def add_committed(block: jax.Array, total: tuple) -> tuple:
         key, value = (
-            _load(ref, layer, pl.ds(block * step, step), query.dtype)
+            _load(ref, (layer, cache_row, pl.ds(block * step, step)), query.dtype)
             for ref in (refs.keys, refs.values)
         )
         position = block * step + lax.broadcasted_iota(jnp.int32, (rows, step), 1)
@@ -274,7 +287,8 @@ def _program(
         slot = block * window_step + lax.iota(jnp.int32, window_step)
         inside = jnp.minimum(slot, slots - 1)
         key, value = (
-            _load(ref, layer, inside, query.dtype) for ref in (refs.window_keys, refs.window_values)
+            _load(ref, (layer, inside), query.dtype)
+            for ref in (refs.window_keys, refs.window_values)
         )
         visible = refs.seen[row[:, None], inside[None, :]] != 0
         return add(total, key, value, visible & (slot < slots)[None, :])
@@ -296,12 +310,13 @@ def _program(
     weighted_ref[...] = weighted
 
 
-def _load(ref: Any, layer: Any, slots: Any, dtype: jnp.dtype) -> tuple[Any, Any]:
-    """Return keys or values of a layer at some slots, and factors [1, Y] to multiply them with.
+def _load(ref: Any, where: tuple[Any, ...], dtype: jnp.dtype) -> tuple[Any, Any]:
+    """Return keys or values at some slots, and factors [1, Y] to multiply them with.
 
-    `ref` is the reference to the arrays of a cache or window.
+    `ref` is the reference to the arrays of a cache or window, and `where` are the indices of its
+    axes but the last.
     """
     if not isinstance(ref, Int8Entries):
-        return ref[layer, slots, :].astype(dtype), 1.0
-    powers = powers_of_two(ref.exponents[layer, slots, 0])[None]
-    return ref.integers[layer, slots, :].astype(dtype), powers
+        return ref[*where, :].astype(dtype), 1.0
+    powers = powers_of_two(ref.exponents[*where, 0])[None]
+    return ref.integers[*where, :].astype(dtype), powers

@@ -195,14 +195,29 @@ def merge(a: Partial, b: Partial) -> Partial:
 
 
 def _read(
-    entries: Entries, where: tuple, size: tuple[int, ...], dtype: jnp.dtype
+    entries: Entries,
+    layer: Int[Array, ""] | int,
+    rows: Int[Array, "B"] | None,
+    first: Int[Array, ""] | int,
+    count: int,
+    dtype: jnp.dtype,
 ) -> Float[Array, "B G Y C"]:
-    """Return a slice of one layer's cached keys or values as a floating-point array."""
+    """Return `count` tokens of one layer's cached keys or values as a floating-point array.
+
+    The rows are those at `rows` of the arrays, by default all.
+    """
 
     def part(array: jax.Array) -> jax.Array:
-        # Indices are never negative; without this, XLA code to wrap negative ones is generated.
-        full_size = (*size, array.shape[-1])
-        return lax.dynamic_slice(array, (*where, 0), full_size, allow_negative_indices=False)[0]
+        _, batch, heads, _, width = array.shape
+
+        def of_rows(row: Int[Array, ""] | int, number: int) -> jax.Array:
+            where, size = (layer, row, 0, first, 0), (1, number, heads, count, width)
+            # Indices are never negative; without this, XLA code to wrap negative ones is generated.
+            return lax.dynamic_slice(array, where, size, allow_negative_indices=False)[0]
+
+        if rows is None:
+            return of_rows(0, batch)
+        return jnp.concatenate([of_rows(row, 1) for row in rows])
 
     return decode(jax.tree.map(part, entries), dtype)
 
@@ -227,16 +242,16 @@ def attend_cache(
     With `oldest`, each query attends to keys from that position on, and blocks before the oldest of
     all queries are skipped. `softcap` limits scores to c tanh(score/c).
     """
-    _, batch, kv_heads, _, _ = cache.k.shape
     step = min(CACHE_BLOCK, cache.capacity)
     offsets = jnp.arange(step)
     first_block = 0 if oldest is None else jnp.maximum(oldest.min(), 0) // step
 
     def block(index: Int[Array, ""], total: Partial) -> Partial:
         first = index * step
-        where = (layer, 0, 0, first)
-        size = (1, batch, kv_heads, step)
-        key, value = (_read(entries, where, size, query.dtype) for entries in (cache.k, cache.v))
+        key, value = (
+            _read(entries, layer, cache.rows, first, step, query.dtype)
+            for entries in (cache.k, cache.v)
+        )
         visible = _committed(cache.length, first + offsets, oldest)
         return merge(total, attend(query, key, value, visible, softcap))
 
@@ -267,6 +282,8 @@ def attend_rows(
     }
     if oldest is not None:
         operands["oldest"] = ("rows", oldest)
+    if cache.rows is not None:
+        operands["rows"] = ("rows", cache.rows)
     return on_each_device(functools.partial(_attend_rows, softcap=softcap), operands, split)
 
 
@@ -278,14 +295,13 @@ def _attend_rows(
     layer: Int[Array, ""] | int,
     start: Partial,
     oldest: Int[Array, "B X"] | None = None,
+    rows: Int[Array, "B"] | None = None,
     *,
     softcap: float | None,
 ) -> Partial:
-    batch, kv_heads, _, _ = query.shape
     capacity = keys.shape[3]
     step = capacity if capacity % _ROW_BLOCK else _ROW_BLOCK
     offsets = jnp.arange(step)
-    size = (1, 1, kv_heads, step)
 
     def attend_row(row: tuple) -> Partial:
         index, *rest = row
@@ -293,8 +309,10 @@ def _attend_rows(
 
         def block(number: Int[Array, ""], total: Partial) -> Partial:
             first = number * step
-            where = (layer, index, 0, first)
-            key, value = (_read(entries, where, size, query.dtype) for entries in (keys, values))
+            key, value = (
+                _read(entries, layer, index[None], first, step, query.dtype)
+                for entries in (keys, values)
+            )
             visible = _committed(length, first + offsets, oldest)
             return merge(total, attend(query, key, value, visible, softcap))
 
@@ -302,7 +320,8 @@ def _attend_rows(
         total = lax.fori_loop(first_block, (length[0] + step - 1) // step, block, start)
         return jax.tree.map(lambda leaf: leaf[0], total)
 
-    return lax.map(attend_row, (jnp.arange(batch), query, length, start, oldest))
+    rows = jnp.arange(len(query)) if rows is None else rows
+    return lax.map(attend_row, (rows, query, length, start, oldest))
 
 
 def on_each_device(
@@ -349,9 +368,9 @@ def attend_whole_cache(
 
     Slots without a committed token are masked. The arguments are those of `attend_cache`.
     """
-    size = (1, *cache.k.shape[1:4])
     key, value = (
-        _read(entries, (layer, 0, 0, 0), size, query.dtype) for entries in (cache.k, cache.v)
+        _read(entries, layer, cache.rows, 0, cache.capacity, query.dtype)
+        for entries in (cache.k, cache.v)
     )
     visible = _committed(cache.length, jnp.arange(cache.capacity), oldest)
     # Otherwise XLA merges this product with the window's, and concatenates a copy of the cache.

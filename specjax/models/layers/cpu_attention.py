@@ -48,6 +48,7 @@ def attend_window_and_cache(
     )
     if oldest is None:
         oldest = jnp.zeros((batch, queries), jnp.int32)
+    rows = jnp.arange(batch, dtype=jnp.int32) if cache.rows is None else cache.rows
     (keys, *key_exponents), (values, *value_exponents) = map(jax.tree.leaves, (cache.k, cache.v))
     mixed = call(
         query.astype(jnp.float32),
@@ -55,6 +56,7 @@ def attend_window_and_cache(
         keys,
         values,
         cache.length,
+        rows,
         window.k,
         window.v,
         jnp.broadcast_to(seen[:, 0], (batch, queries, window.k.shape[3])),

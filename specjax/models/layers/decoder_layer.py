@@ -38,8 +38,9 @@ class DecoderLayer:
 
     Activations have the dtype `dtype`; products round their operands to `multiply`, by default
     `dtype`. `shards` is the number of devices over which weights are sharded. `differentiable`
-    allows gradients of experts. The methods take a layer's parameters, or those of one of its
-    modules, as nested dicts with the names in `models.parameter_table`.
+    allows gradients of experts, and `grouped_experts` uses a GPU kernel for them. The methods take
+    a layer's parameters, or those of one of its modules, as nested dicts with the names in
+    `models.parameter_table`.
     """
 
     config: DecoderConfig
@@ -47,6 +48,7 @@ class DecoderLayer:
     shards: int = 1
     multiply: jnp.dtype | None = None
     differentiable: bool = False
+    grouped_experts: bool = False
 
     def norm(self, x: Float[Array, "B T D"], weights: dict[str, Any]) -> Float[Array, "B T D"]:
         """Return `x` normed with `weights`, by an RMS norm or a layer norm as the config says."""
@@ -176,6 +178,7 @@ class DecoderLayer:
             gated_shared=self.gated(config.shared_size) if config.shared_size else None,
             multiply=self.multiply,
             differentiable=self.differentiable,
+            grouped=self.grouped_experts,
         )
         out = mix_on_mesh(mix, flat, routes, mlp["experts"], mlp.get("shared"), self.shards)
         out = out.reshape(h.shape)

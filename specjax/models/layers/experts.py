@@ -93,6 +93,7 @@ def mix(
     gated_shared: Gated | None = None,
     multiply: Any = None,
     differentiable: bool = False,
+    grouped: bool = False,
     shared: dict[str, Any] | None = None,
 ) -> Float[Array, "N D"]:
     """Return the weighted sum of each token's experts, plus the `shared` MLP if any, in float32.
@@ -103,8 +104,13 @@ def mix(
     read, so that for a few tokens the bytes read are proportional to the distinct experts. Experts
     out of range add nothing. `differentiable` (training, since a loop of unknown length has no
     gradient) uses grouped products over all experts, which CPUs compute as masked products.
+    `grouped` uses a GPU kernel instead of a loop, which would wait for each iteration, unless
+    kernels are quantized or their widths are not divisible by 16.
     """
-    total = _sum(h, routes, stacked, gated, multiply, differentiable)
+    if grouped and not differentiable and _fit_kernel(stacked):
+        total = _sum_by_kernel(h, routes, stacked, gated, multiply)
+    else:
+        total = _sum(h, routes, stacked, gated, multiply, differentiable)
     if shared is None:
         return total
     assert gated_shared is not None
@@ -161,6 +167,42 @@ def _sum(
         return total.at[rows].add(out * scale[:, None], mode="drop")
 
     return lax.fori_loop(0, tile_ends[-1], step, jnp.zeros(h.shape, jnp.float32))
+
+
+def _fit_kernel(stacked: StackedExperts) -> bool:
+    """Return whether the GPU kernel supports the kernels of some experts."""
+    # Pallas takes half a second to import, and no CPU needs it.
+    from specjax.models.layers import expert_product
+
+    leaves = stacked.gate_up, stacked.down
+    is_float = not any(isinstance(leaf, QuantizedKernel) for leaf in leaves)
+    return is_float and all(expert_product.takes(*leaf.shape[2:]) for leaf in leaves)
+
+
+def _sum_by_kernel(
+    h: Float[Array, "N D"],
+    routes: Routes,
+    stacked: StackedExperts,
+    gated: Gated,
+    multiply: Any,
+) -> Float[Array, "N D"]:
+    """Return the weighted sum of each token's experts, by one GPU kernel for each of the products.
+
+    The arguments are those of `mix`.
+    """
+    from specjax.models.layers import expert_product
+
+    count = stacked.down.shape[1]
+    tiles = expert_product.arrange(routes.experts, count)
+    dtype = h.dtype if multiply is None else multiply
+
+    def times(x: jax.Array, kernel: jax.Array, *, gather: bool = False) -> jax.Array:
+        return expert_product.multiply(x.astype(dtype), tiles, kernel, stacked.layer, gather=gather)
+
+    hidden = gated(times(h, stacked.gate_up, gather=True).astype(h.dtype))
+    out = times(hidden, stacked.down)[tiles.row].astype(h.dtype).astype(jnp.float32)
+    in_range = (routes.experts >= 0) & (routes.experts < count)
+    return (out * jnp.where(in_range, routes.weights, 0)[:, :, None]).sum(axis=1)
 
 
 def _grouped(
