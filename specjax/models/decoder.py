@@ -328,12 +328,14 @@ class Decoder:
         If `inputs` is a list, what each layer reads is appended to it.
         """
         if self.form.layers == "unrolled":
-            for index in self._not_skipped(start, depth).tolist():
+            # Layers of the same structure are traced and lowered once.
+            traced_layer = jax.jit(lambda *arguments: run_layer(*arguments))
+            for index in self._not_skipped(start, depth):
                 # Without the barrier XLA splits the heads again, and transposes kernels for T = 1.
                 weights = with_experts(lax.optimization_barrier(params["layers"][str(index)]))
                 if inputs is not None:
                     inputs.append(carry.x[None])
-                carry = run_layer(index, weights, carry)
+                carry = traced_layer(index, weights, carry)
             return carry
         for run in self.config.runs:
             first, last = max(start, run.first), min(depth, run.first + run.count)
