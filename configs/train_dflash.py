@@ -1,7 +1,7 @@
 """Train a DFlash drafter: `python -m train.block [--config=configs/train_dflash.py:SIZE]`.
 
-SIZE: quick = 12 minutes on two CPU cores; debug = a minute or two, for compiling; none = the
-settings below. Memory: docs/training.md.
+SIZE: quick = as many tokens as train_eagle3's, too few to draft well; debug = a minute or two, for
+compiling; none = the settings below. Memory: docs/training.md.
 """
 
 from ml_collections import config_dict

@@ -122,7 +122,9 @@ def test_greedy_equals_plain_decoding(name, run, folder, capsys):
     shown = capsys.readouterr()
     assert shown.err == ""
     assert "same tokens as plain  yes, 3 of 3 rows\n" in shown.out
-    assert re.search(r"^speed-up              \d+\.\d\dx( \(the clock is .*\))?: ", shown.out, re.MULTILINE)
+    assert re.search(
+        r"^speed-up              \d+\.\d\dx( \(the clock is .*\))?: ", shown.out, re.MULTILINE
+    )
     assert shown.out.count(", same tokens\n") == 3
 
 
