@@ -578,7 +578,8 @@ def test_the_old_form_of_a_drafter_and_of_a_rule(tiny):
         specjax.generate(tiny, [[1]], verify=lambda *arguments: None)
 
 
-def test_checks_name_what_a_drafter_does_wrong():
+def test_checks_name_what_a_drafter_does_wrong(monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
     small = Tabular(8), jnp.zeros((8, 8))
 
     def too_many(real, params, state, context, noise):
@@ -596,6 +597,14 @@ def test_checks_name_what_a_drafter_does_wrong():
         tokens = jnp.pad(draft.tokens, ((0, 0), (0, 3)))
         return chain(tokens, draft.valid.sum(axis=1)), state
 
+    def branches(real, params, state, context, noise):
+        if context.length[0] > 3:
+            return real(params, state, context, noise)
+
+    def transposed(real, params, state, context, noise):
+        draft, state = real(params, state, context, noise)
+        return chain(draft.tokens.T, context.limit), state
+
     def child_first(real, params, state, context, noise):
         draft, state = real(params, state, context, noise)
         parents = jnp.zeros_like(draft.tokens).at[:, 0].set(2)
@@ -610,7 +619,9 @@ def test_checks_name_what_a_drafter_does_wrong():
         (changed(Ngram(), propose=too_many), "proposes more than its limit"),
         (changed(Ngram(), propose=with_a_hole), "not closed under ancestors"),
         (Rowless(), "rows as its first axis"),
-        (changed(Ngram(), propose=too_large), "a tree of 5 nodes where its num_nodes is 2"),
+        (changed(Ngram(), propose=too_large), r"tokens are \[B, 5\], and its num_nodes is 2 with"),
+        (changed(Ngram(), propose=branches), r"at test_bad_calls.py:\d+, in branches .*jnp.where"),
+        (changed(Ngram(), propose=transposed), r"num_valid has shape \(\d+,\) for tokens \(2, "),
         (
             changed(Ngram(), propose=child_first),
             "node 0 of row 2 has the parent slot 2; use 0 to 0",
@@ -618,6 +629,22 @@ def test_checks_name_what_a_drafter_does_wrong():
     ):
         with pytest.raises(InputError, match=said):
             check_drafter(drafter, small, rows=100)
+    with pytest.raises(InputError, match=r"rows=100 are too few: use at least 10240, in which"):
+        check_drafter(Ngram(), small, rows=100)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "count", "said"),
+    [
+        (jnp.ones((2, 3)), jnp.ones(2, int), r"tokens are float32\[2, 3\]: pass whole numbers"),
+        (jnp.ones(3, int), jnp.ones(3, int), r"tokens are int32\[3\]: pass whole numbers \[B, K\]"),
+        (jnp.ones((2, 3), int), 3, r"num_valid has shape \(\) for tokens \(2, 3\): tokens are"),
+    ],
+)
+def test_a_chain_is_an_array_of_tokens_and_a_count_per_row(tokens, count, said, monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    with pytest.raises(InputError, match=f"^chain: {said}"):
+        chain(tokens, count)
 
 
 def test_a_draft_of_another_size_than_its_drafter_says_is_refused(tiny):
@@ -631,7 +658,7 @@ def test_a_draft_of_another_size_than_its_drafter_says_is_refused(tiny):
         return changed(Ngram(num_speculative_tokens=2), propose=propose)
 
     for length in (1, 4):
-        says = f"^drafter 'changed': proposes a tree of {length} nodes where its num_nodes is 2; a"
+        says = rf"^drafter 'changed': its tokens are \[B, {length}\], and its num_nodes is 2 with"
         with pytest.raises(InputError, match=says):
             specjax.generate(tiny, [[1, 2]], drafter=resized(length))
 

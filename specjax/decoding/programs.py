@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import textwrap
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -43,6 +47,10 @@ run = jax.jit(loop.run, static_argnums=0, donate_argnums=2)
 """`loop.run`, compiled."""
 put_rows = jax.jit(admit, donate_argnums=0)
 """`state.admit`, compiled."""
+_NOT_THE_USERS = frozenset(
+    ("specjax", "jax", "jaxlib", "flax", "numpy", "jaxtyping", "beartype", "contextlib")
+)
+"""The packages whose lines are of no help to the author of a drafter."""
 _made: set[int] = set()
 """The hashes of the arguments with which `_compile` was called."""
 
@@ -242,14 +250,36 @@ def _check_drafters(plan: Plan, params: Any, arguments: Sequence[Any]) -> None:
     if all_registered(plan.drafter.parts):
         return
 
-    try:
+    with errors_of_drafters(plan):
         started = jax.eval_shape(functools.partial(initial_state.start, plan), params, *arguments)
         jax.eval_shape(functools.partial(one_round, plan), params, started)
+
+
+@contextlib.contextmanager
+def errors_of_drafters(plan: Plan) -> Iterator[None]:
+    """Turn any error in the context into an InputError that names the drafter and the user's line.
+
+    InputErrors stay as they are.
+    """
+    try:
+        yield
     except InputError:
         raise
     except Exception as error:  # a drafter is the user's own code and may raise anything
+        cure = "docs/extending.md says what init, propose and observe get and return"
+        if isinstance(error, jax.errors.ConcretizationTypeError):
+            cure = "values are unknown while JAX traces it: use jnp.where in place of `if`; " + cure
+        said = textwrap.shorten(one_line(error), 200, placeholder=" ...")
         raise InputError(
-            f"drafter {plan.drafter.name!r}: fails in a round ({type(error).__name__}: "
-            f"{one_line(error):.200}); docs/extending.md says what init, propose and observe get "
-            "and return"
+            f"drafter {plan.drafter.name!r}: fails in a round{_users_line(error)} "
+            f"({type(error).__name__}: {said}); {cure}"
         ) from error
+
+
+def _users_line(error: Exception) -> str:
+    """Return where the user's own code raised an error, as text that follows a verb, or ""."""
+    theirs = ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in _NOT_THE_USERS:
+            theirs = f" at {Path(frame.f_code.co_filename).name}:{line}, in {frame.f_code.co_name}"
+    return theirs

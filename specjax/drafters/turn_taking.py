@@ -420,8 +420,10 @@ def check_size(drafter: Drafter, draft: Draft) -> None:
     count = draft.topology.num_nodes
     if count != drafter.num_nodes:
         raise InputError(
-            f"drafter {drafter.name!r}: proposes a tree of {count} nodes where its num_nodes is "
-            f"{drafter.num_nodes}; always propose {drafter.num_nodes}, and mark unused ones invalid"
+            f"drafter {drafter.name!r}: its tokens are [B, {count}], and its num_nodes is "
+            f"{drafter.num_nodes} with num_speculative_tokens={drafter.num_speculative_tokens} "
+            f"(check_drafter's default is 2); always propose {drafter.num_nodes}, and mark unused "
+            "ones invalid"
         )
 
 

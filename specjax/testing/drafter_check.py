@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 from specjax import sampling
 from specjax.decoding.options import RULE
 from specjax.decoding.plan import Plan
-from specjax.decoding.programs import run, start
+from specjax.decoding.programs import errors_of_drafters, run, start
 from specjax.decoding.sampling_params import SEED, SamplingParams
 from specjax.decoding.session import widths
 from specjax.decoding.state import RUNNING, Rounds, Rows, State
@@ -34,6 +34,9 @@ QUANTILE = 1e-6
 THIN = 20.0
 """The expected count below which outputs are pooled."""
 _BATCH = 20_000
+_LEAST_OUTCOMES, _COMMON = 8, 1 / 20
+"""The number of outcomes that must be common enough to be tested one by one, and the probability,
+as a share of the likeliest outcome's, below which an outcome need not be."""
 _MOST_VOCAB, _MOST_OUTPUTS = 16, 1 << 20
 
 
@@ -111,8 +114,10 @@ def check_drafter(
     `limits` apply to each round, and `request` sets the sampling parameters. Give the drafter a
     distribution at a total variation distance of 0.2 to 0.6 from the target's, so that acceptance
     and rejection both matter. An exact drafter fails for one seed in a million. Raises InputError
-    for a drafter that breaks its contract (`drafter_contract.check_contract`), a target that is too
-    large, or invalid sizes.
+    for a drafter that breaks its contract (`drafter_contract.check_contract`) or fails, a target
+    that is too large, invalid sizes, or too few rows: outcomes expected less than 20 times are
+    tested together, so the eight likeliest (those that have at least 1/20 of the likeliest one's
+    probability) must be expected that often.
     """
     loaded = DRAFTER_KIND.check("drafter", drafter)
     if isinstance(target, Model):
@@ -138,7 +143,11 @@ def check_drafter(
     # All batches have the same size, so that one program decodes them.
     batch = math.ceil(rows / math.ceil(rows / _BATCH))
     some = first_rows(plan, prompt, request, np.arange(max(batch, length)), seed)
-    check_contract(plan, (params, loaded.params), some)
+    with errors_of_drafters(plan):
+        check_contract(plan, (params, loaded.params), some)
+    distribution = output_distribution(model, params, prompt, request, length)
+    distribution = distribution.reshape(-1, model.vocab_size**3).sum(axis=0)
+    _check_rows(rows, distribution)
     counted, tested = np.zeros(model.vocab_size**3, np.int64), []
     for first in range(0, rows, batch):
         index = np.arange(first, first + batch)
@@ -151,8 +160,6 @@ def check_drafter(
         counted += np.bincount(code, minlength=len(counted))
         accepted = np.asarray(rounds.accepted)[wanted]
         tested.append(accepted[accepted >= 0] + 1)
-    distribution = output_distribution(model, params, prompt, request, length)
-    distribution = distribution.reshape(-1, model.vocab_size**3).sum(axis=0)
     test = chi_square(counted, distribution)
     return DrafterCheck(
         passed=bool(test.statistic < test.threshold),
@@ -341,7 +348,8 @@ def chi_square(
 ) -> ChiSquare:
     """Return Pearson's statistic of counts under a distribution, pooling rare outputs.
 
-    It is infinite if an output of probability 0 was observed.
+    It is infinite if an output of probability 0 was observed. The threshold is infinite if there is
+    only one output, which is then certain.
     """
     impossible = bool(counted[distribution == 0].any())
     expected = distribution * counted.sum()
@@ -355,7 +363,19 @@ def chi_square(
     expected, seen = np.add.reduceat(expected, heads), np.add.reduceat(counted, heads)
     statistic = np.inf if impossible else float(((seen - expected) ** 2 / expected).sum())
     degrees = len(expected) - 1
-    return ChiSquare(statistic, float(scipy.stats.chi2.isf(QUANTILE, degrees)), degrees)
+    threshold = float(scipy.stats.chi2.isf(QUANTILE, degrees)) if degrees else math.inf
+    return ChiSquare(statistic, threshold, degrees)
+
+
+def _check_rows(rows: int, distribution: Float[np.ndarray, "outputs"]) -> None:
+    """Raise InputError if `rows` are too few to test the likeliest outcomes one by one."""
+    likeliest = np.sort(distribution)[::-1]
+    rarest = max(likeliest[:_LEAST_OUTCOMES][-1], _COMMON * likeliest[0])
+    if rows < (least := math.ceil(THIN / rarest)):
+        raise InputError(
+            f"rows={rows} are too few: use at least {least}, in which each of the likeliest "
+            f"outputs is expected {THIN:.0f} times"
+        )
 
 
 def _check_sizes(model: LanguageModel, length: int) -> None:

@@ -7,6 +7,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from specjax.cache import Window
+from specjax.errors import InputError
 from specjax.trees.topology import AnyTopology, chain_topology
 
 
@@ -56,7 +57,19 @@ def chain(
     """Return a draft without branches, of which row b proposes the first `num_valid[b]` tokens.
 
     If `logq` is given, node i was drawn from `logq[:, i]`; without it, every node is deterministic.
+    Raises InputError for tokens or counts of another shape, or tokens that are no integers.
     """
+    shape, dtype = jnp.shape(tokens), jnp.result_type(tokens)
+    if len(shape) != 2 or not jnp.issubdtype(dtype, jnp.integer):
+        raise InputError(
+            f"chain: tokens are {dtype}{list(shape)}: pass whole numbers [B, K], by jnp.argmax or "
+            ".astype(jnp.int32)"
+        )
+    if jnp.shape(num_valid) != shape[:1]:
+        raise InputError(
+            f"chain: num_valid has shape {jnp.shape(num_valid)} for tokens {shape}: tokens are "
+            "[B, K], and num_valid has one count per row, [B], such as context.limit"
+        )
     batch, length = tokens.shape
     step = jnp.broadcast_to(jnp.arange(length), (batch, length))
     return Draft(
