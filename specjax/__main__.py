@@ -27,6 +27,7 @@ COMMANDS = (
     "train.medusa",
     "train.eagle",
     "train.distill",
+    "train.block",
     "train.layerskip",
     "train.mtp",
 )

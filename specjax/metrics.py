@@ -362,8 +362,26 @@ def predicted_speedup(
     is the time in seconds of an isolated pass: T(1) is `round_seconds_plain`, and other times come
     from `seconds_of_width`. `widths` are the rounds' widths; negative entries are padding. Measured
     divided by predicted speed-up is the efficiency of the decoding loop. Returns None if there is
-    no round. Raises ValueError for a width without a time.
+    no round. Raises ValueError for a width without a time, and for arguments of other kinds.
     """
+    for name, value in (
+        ("tokens_per_round", tokens_per_round),
+        ("round_seconds_plain", round_seconds_plain),
+        ("draft_seconds", draft_seconds),
+    ):
+        if np.shape(value) or not np.issubdtype(np.asarray(value).dtype, np.number):
+            raise ValueError(f"{name}={value!r:.60}: pass one number")
+    widths = np.asarray(widths)
+    if widths.size and not np.issubdtype(widths.dtype, np.integer):
+        raise ValueError(
+            f"widths are {widths.dtype}{list(widths.shape)}: pass the width of each round, such as "
+            "the `width` of a result"
+        )
+    if not isinstance(seconds_of_width, Mapping):
+        raise ValueError(
+            f"seconds_of_width={seconds_of_width!r:.60}: pass seconds by width, such as "
+            "{1: 0.02, 5: 0.03}"
+        )
     used, rounds = np.unique(widths[widths >= 0], return_counts=True)
     missing = sorted(set(used.tolist()) - set(seconds_of_width))
     if missing:

@@ -447,6 +447,12 @@ def test_all_that_is_wrong_is_listed_at_once(folder, capsys):
         assert problem in said
 
 
+def test_a_size_that_a_config_lacks_is_named(capsys):
+    said = refused_command(medusa.main, ["--config=train_medusa:fast"], capsys)
+    assert "get_config('fast') fails (ValueError: size 'fast' is unknown: use debug" in said
+    assert "correct what is after the colon" in said
+
+
 MADE = """
 import ml_collections
 from ml_collections import config_dict

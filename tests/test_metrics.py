@@ -1,6 +1,7 @@
 import itertools
 import json
 
+import jaxtyping
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -188,7 +189,7 @@ def test_errors_describe_repeated_runs():
     assert claimed == pytest.approx((measured - means).std(), rel=0.06)
 
 
-def test_predicted_speedup():
+def test_predicted_speedup(monkeypatch):
     widths = np.array([[1, 4, 4, -1], [1, 4, -1, -1]])
     seconds = {1: 10.0, 4: 15.0, 8: 20.0}
     predicted = metrics.predicted_speedup(2.0, 10.0, 1.0, widths, seconds)
@@ -197,3 +198,11 @@ def test_predicted_speedup():
     assert metrics.predicted_speedup(1.0, 10.0, 0.0, np.array([-1]), seconds) is None
     with pytest.raises(ValueError, match="no entry for width 4"):
         metrics.predicted_speedup(2.0, 10.0, 1.0, widths, {1: 10.0})
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    for arguments, said in (
+        ((None, 10.0, 1.0, widths, seconds), "tokens_per_round=None: pass one number"),
+        ((2.0, 10.0, 1.0, [1.5], seconds), r"widths are float64\[1\]: pass the width"),
+        ((2.0, 10.0, 1.0, widths, [1.0]), r"seconds_of_width=\[1.0\]: pass seconds by width"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            metrics.predicted_speedup(*arguments)

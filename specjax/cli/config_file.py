@@ -184,6 +184,11 @@ def _load(path: str, packaged_first: bool = False) -> ml_collections.ConfigDict:
         ) from None
     except Exception as error:  # a config file is Python and may raise anything
         message = f"{type(error).__name__}: {one_line(error)}"
+        if size and what == "get_config() fails":
+            raise InputError(
+                f"config={path!r}: get_config({size[0]!r}) fails ({message:.300}); correct what "
+                "is after the colon, or leave it out"
+            ) from None
         raise InputError(
             f"config={path!r} {what} ({message:.300}); repair the config file"
         ) from None

@@ -464,4 +464,7 @@ def _chip(chip: Chip | str) -> Chip:
 
 def _check_shape(name: str, shape: ModelShape) -> None:
     if not isinstance(shape, ModelShape):
-        raise InputError(f"{name} = {shown(shape)}: give a ModelShape, the sizes of a model")
+        raise InputError(
+            f"{name} = {shown(shape)}: give a ModelShape, the sizes of a model, "
+            "such as theory.MODELS['llama-3.1-8b']"
+        )

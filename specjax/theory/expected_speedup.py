@@ -74,7 +74,8 @@ def optimal_k(
     `verify_cost` may be a function of k, such as measured T(k+1) / T(1). A constant other than 1 is
     the cost for each k > 0, since k = 0 is plain decoding. With "per_draft" and a constant cost,
     more draft tokens cost nothing, so the result is 0 or the largest k that still increases the
-    speed-up.
+    speed-up. So it is with c = 0: each further token still gains a little, and the result is
+    `max_k`, the longest draft that is tried.
     """
     max_k = np.asarray(checked_count("max_k", max_k, 0))
     if not callable(verify_cost):
