@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         documentation=__doc__,
         source=DecodeFields,
         flags={
-            "verbose": "show all numbers, such as acceptance by position and what auto chose",
+            "verbose": "show all numbers, with acceptance by position (docs/reports.md explains them)",
             "list": "print drafters with their options, rules and sampling fields",
         },
     )

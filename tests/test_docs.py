@@ -209,9 +209,7 @@ def test_the_python_of_the_readme_runs_and_prints_what_it_says(own_model, chatty
         exec(compile(program, "README.md", "exec"), names := {})
     if own_model:
         texts, tau = names["result"].texts, names["summary"].acceptance_length
-        shown = (
-            "".join(f"{text}\n" for text in texts) + f"{tau:.2f} tokens per pass of the target\n"
-        )
+        shown = "\n\n".join(texts) + f"\n{tau:.2f} tokens per pass of the target\n"
         assert len(texts) == len(names["prompts"])
     assert out.getvalue() == shown
 
