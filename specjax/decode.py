@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         documentation=__doc__,
         source=DecodeFields,
         flags={
-            "verbose": "show all numbers, with acceptance by position (docs/reports.md explains them)",
+            "verbose": "show all numbers, which docs/reports.md explains",
             "list": "print drafters with their options, rules and sampling fields",
         },
     )
