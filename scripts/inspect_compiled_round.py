@@ -217,7 +217,7 @@ def compile_program(devices: list[Any]) -> Any:
                 donate_argnums=3,
                 out_shardings=(placed, None),
             )
-            made = new.lower(plan, data == 1, params, state, slots, *row_arguments(data))
+            made = new.lower(plan, data == 1, params, state, slots, slots, *row_arguments(data))
             _, (_, rows), placed = programs.compile_placed(made, mesh)
             program = jax.jit(
                 programs.read_rows,
@@ -225,7 +225,7 @@ def compile_program(devices: list[Any]) -> Any:
                 donate_argnums=(2, 3),
                 out_shardings=(*placed, None),
             )
-            return program.lower(plan, params, state, rows, slots, number, number).compile()
+            return program.lower(plan, params, state, rows, slots, None, number, number).compile()
         run = jax.jit(
             loop.run, static_argnums=0, donate_argnums=2, out_shardings=(placed, None, None)
         )

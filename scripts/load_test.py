@@ -5,7 +5,9 @@
 Requests arrive as a Poisson process of `--rate` per second (0: all at once), with prompts of all
 lengths and answers of `--new_tokens`; some are aborted after a random time. Memory use is printed
 meanwhile. At the end each answer is decoded again alone; aborted answers must be the beginnings of
-these. Everything runs in this process. With `--out` a report and pictures are written. Exit code 1
+these. With `--kv_page_size` caches have pages, also where `--num_kv_pages` are too few for all
+rows; requests then share what they begin with, such as `--system` tokens. Everything runs in this
+process. With `--out` a report and pictures are written. Exit code 1
 if any answer differs or a request is lost.
 """
 
@@ -46,6 +48,9 @@ _TEMPERATURE = flags.DEFINE_float("temperature", 0.8, "Of every second request; 
 _ABORTS = flags.DEFINE_float("aborts", 0.1, "Share of requests that are aborted.")
 _ABORT_AFTER = flags.DEFINE_float("abort_after", 10.0, "Mean seconds after which they are.")
 _CHECK = flags.DEFINE_boolean("check", True, "Compare each answer with what it is alone.")
+_PAGE_SIZE = flags.DEFINE_integer("kv_page_size", None, "Tokens of a page; else no pages.")
+_PAGES = flags.DEFINE_integer("num_kv_pages", None, "Pages of the pool; else enough for all rows.")
+_SYSTEM = flags.DEFINE_integer("system", 0, "Tokens with which all prompts begin.", lower_bound=0)
 _SEED = flags.DEFINE_integer("seed", 0, "Of arrivals, lengths and everything else.")
 _OUT = flags.DEFINE_string("out", None, "A folder for the report and the pictures.")
 
@@ -85,7 +90,11 @@ def main(argv: list[str]) -> int:
         "seed": _SEED.value,
     }
     longest = max(len(one.prompt) + one.params.max_new_tokens for one in clients)
-    engine = Engine(model, batch_size=_SLOTS.value, max_length=longest, **options)
+    pages: dict[str, Any] = {}
+    if _PAGE_SIZE.value is not None:
+        pages = {"kv_page_size": _PAGE_SIZE.value, "num_kv_pages": _PAGES.value}
+        pages["enable_prefix_caching"] = True
+    engine = Engine(model, batch_size=_SLOTS.value, max_length=longest, **options, **pages)
     print(f"{len(clients)} requests, {_SLOTS.value} slots, {_DRAFTER.value}, {_VERIFY.value}")
     run(engine, clients)
     lost = [one.number for one in clients if one.reason is None]
@@ -109,6 +118,7 @@ def make_clients(model: Any, rng: np.random.Generator) -> list[Client]:
     questions = questions_of(_PROMPTS.value)
     fewest, most = map(int, _NEW.value)
     clients, now = [], 0.0
+    system = rng.integers(model.config.vocab_size, size=_SYSTEM.value).tolist()
     for number in range(_REQUESTS.value):
         question = questions[number % len(questions)]
         new = int(rng.integers(fewest, most + 1))
@@ -116,7 +126,7 @@ def make_clients(model: Any, rng: np.random.Generator) -> list[Client]:
             Client(
                 number,
                 now,
-                encode_prompt(model, question.first_turn),
+                [*system, *encode_prompt(model, question.first_turn)],
                 SamplingParams(
                     temperature=_TEMPERATURE.value if number % 2 else 0.0,
                     max_new_tokens=new,

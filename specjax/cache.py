@@ -66,20 +66,36 @@ class KVCache:
     """Keys and values of the committed tokens of each row: the first `length` slots.
 
     `k` and `v` [L, B, G, S, C] are arrays, or integers with exponents (`Int8Entries`). The other
-    slots hold arbitrary values, which readers must mask. With `rows`, the cache is a view of some
-    rows of larger arrays, in this order (`lend`). Without arrays it only has lengths, of rows whose
-    entries another cache holds.
+    slots hold arbitrary values, which readers must mask. With `pages`, `k` and `v` are arrays
+    [L, P, G, page, C] of pages, and row b has its tokens in the pages `pages[b]`, in order; numbers
+    out of range stand for no page. The pages may be a pool that all rows share (Kwon et al. 2023,
+    arXiv:2309.06180), or the rows of another cache, each a page of its own (`lend`). Without arrays
+    it only has lengths, of rows whose entries another cache holds.
     """
 
     k: Entries | None
     v: Entries | None
     length: Int[Array, "B"]
-    rows: Int[Array, "B"] | None = None
+    pages: Int[Array, "B N"] | None = None
 
     @property
     def capacity(self) -> int:
         """The number of tokens that a row can hold (S)."""
-        return self.k.shape[3]
+        return self.k.shape[3] * (1 if self.pages is None else self.pages.shape[1])
+
+    def paged(self, num_pages: int, size: int) -> KVCache:
+        """Return an empty cache for the same rows and tokens in a pool of `num_pages` pages.
+
+        A page has `size` tokens, and the capacity is a multiple of it. No row has a page yet.
+        """
+
+        def pool(array: jax.Array) -> jax.Array:
+            layers, _, heads, _, width = array.shape
+            return jnp.zeros((layers, num_pages, heads, size, width), array.dtype)
+
+        k, v = jax.tree.map(pool, (self.k, self.v))
+        shape = (len(self.length), self.capacity // size)
+        return KVCache(k, v, jnp.zeros_like(self.length), jnp.full(shape, num_pages, jnp.int32))
 
     def rounded(self, entries: Float[Array, "*N C"]) -> Float[Array, "*N C"]:
         """Return keys or values rounded to numbers that the cache can store.
@@ -118,10 +134,38 @@ class KVCache:
         """
         if slots.ndim == 2:
             slots = slots[:, None, None]
-        index = jnp.minimum(jnp.moveaxis(slots, 0, 1), self.capacity - 1)[..., None]
+        index = jnp.minimum(jnp.moveaxis(slots, 0, 1), self.capacity - 1)
+        if self.pages is not None:
+            return self._gathered_from_pages(index, length)
 
         def gather(array: jax.Array) -> jax.Array:
-            return jnp.take_along_axis(array, index, axis=3)
+            return jnp.take_along_axis(array, index[..., None], axis=3)
+
+        k, v = jax.tree.map(gather, (self.k, self.v))
+        return KVCache(k, v, length)
+
+    def _gathered_from_pages(
+        self, index: Int[Array, "#L B #G T"], length: Int[Array, "B"]
+    ) -> KVCache:
+        """Return the tokens at `index`, with 0 for those that do not count.
+
+        A page may hold numbers of an earlier row that are not finite, and masking would not hide
+        them.
+        """
+        layers, _, heads, size, _ = self.k.shape
+        shape = (layers, index.shape[1], heads, index.shape[3])
+        rows = jnp.arange(index.shape[1])[None, :, None, None]
+        where = (
+            jnp.arange(layers)[:, None, None, None],
+            self.pages[rows, index // size],
+            jnp.arange(heads)[None, None, :, None],
+            index % size,
+        )
+        counts = (jnp.arange(shape[3])[None, :] < length[:, None])[None, :, None, :, None]
+
+        def gather(array: jax.Array) -> jax.Array:
+            taken = array.at[tuple(jnp.broadcast_to(one, shape) for one in where)].get(mode="clip")
+            return jnp.where(counts, taken, jnp.zeros((), taken.dtype))
 
         k, v = jax.tree.map(gather, (self.k, self.v))
         return KVCache(k, v, length)
@@ -141,7 +185,8 @@ class KVCache:
 
     def lend(self, rows: Int[Array, "A"], length: Int[Array, "A"]) -> KVCache:
         """Return a view of `rows`, in range, that have these lengths."""
-        return KVCache(self.k, self.v, length, rows)
+        pages = rows[:, None] if self.pages is None else self.pages[rows]
+        return KVCache(self.k, self.v, length, pages)
 
     def without_entries(self) -> KVCache:
         """Return the lengths alone."""
@@ -199,8 +244,8 @@ def commit(
 ) -> KVCache:
     """Return the cache with the first `count` of each row's window `slots` appended in order.
 
-    Slots beyond `count` get an out-of-range index, which the scatter drops, so that rows with
-    different counts need no loop and a donated cache is updated in place.
+    Slots beyond `count`, and tokens without a page, get an out-of-range index, which the scatter
+    drops, so that rows with different counts need no loop and a donated cache is updated in place.
     """
     dtype = cache.k.dtype
     return _append(cache, (encode(window.k, dtype), encode(window.v, dtype)), slots, count)
@@ -218,9 +263,12 @@ def _append(
     target = jnp.where(keep, cache.length[:, None] + step, cache.capacity)
     source = jnp.where(keep, slots, 0)[None, :, None, :, None]
     where, dimensions = target[:, :, None], _APPEND
-    if cache.rows is not None:
-        rows = jnp.broadcast_to(cache.rows[:, None], target.shape)
-        where, dimensions = jnp.stack([rows, target], axis=-1), _APPEND_TO_ROWS
+    if cache.pages is not None:
+        size, none = cache.k.shape[3], cache.k.shape[1]
+        pages = jnp.take_along_axis(
+            cache.pages, target // size, axis=1, mode="fill", fill_value=none
+        )
+        where, dimensions = jnp.stack([pages, target % size], axis=2), _APPEND_TO_PAGES
 
     def append(into: jax.Array, new: jax.Array) -> jax.Array:
         layers, batch, heads = new.shape[:3]
@@ -252,8 +300,8 @@ _APPEND = lax.ScatterDimensionNumbers(
     operand_batching_dims=(0, 1, 2),
     scatter_indices_batching_dims=(0, 1, 2),
 )
-# In a view each row says where it is, so that rows are no batch dimension.
-_APPEND_TO_ROWS = lax.ScatterDimensionNumbers(
+# A token's page is an index, so that rows are no batch dimension.
+_APPEND_TO_PAGES = lax.ScatterDimensionNumbers(
     update_window_dims=(4,),
     inserted_window_dims=(1, 3),
     scatter_dims_to_operand_dims=(1, 3),

@@ -350,9 +350,9 @@ def reads(monkeypatch):
     """From where to where prompts were read, part by part."""
     parts, read = [], device_rows.DeviceRows.read
 
-    def note(self, begin, end):
+    def note(self, begin, end, pages):
         parts.append((begin, end))
-        return read(self, begin, end)
+        return read(self, begin, end, pages)
 
     monkeypatch.setattr(device_rows.DeviceRows, "read", note)
     return parts
@@ -434,9 +434,9 @@ def test_the_loop_is_told_whether_anyone_waits(refill_rows, tiny, monkeypatch):
     engine = Engine(tiny, batch_size=2, refill_rows=refill_rows, rounds_per_step=2)
     seen, step = [], device_rows.DeviceRows.step
 
-    def note(self, limits, ended, max_rounds, enough):
+    def note(self, limits, ended, max_rounds, enough, pages):
         seen.append((engine.num_waiting > 0, enough > 2))
-        return step(self, limits, ended, max_rounds, enough)
+        return step(self, limits, ended, max_rounds, enough, pages)
 
     monkeypatch.setattr(device_rows.DeviceRows, "step", note)
     for new in (4, 8, 4):

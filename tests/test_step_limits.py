@@ -220,11 +220,10 @@ class Watched:
         none = row_arguments(self.session, [], self.session.num_rows)
         arguments = row_arguments(self.session, [row], self.session.prefill_rows)
         params, slots = self.session.params, jnp.zeros(1, jnp.int32)
-        state, new = self.compiled.new(
-            params, self.compiled.empty(params, *none), slots, *arguments
-        )
+        empty = self.compiled.empty(params, *none)
+        state, new = self.compiled.new(params, empty, slots, slots, *arguments)
         end = np.int32(len(tokens) - 1)
-        state, new, _ = self.compiled.read(params, state, new, slots, np.int32(0), end)
+        state, new, _ = self.compiled.read(params, state, new, slots, None, np.int32(0), end)
         return lend(state, new, slots)
 
 

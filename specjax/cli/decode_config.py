@@ -17,6 +17,8 @@ from specjax.decoding.options import (
     BATCH_SIZE,
     DRAFT_LENGTH,
     MAX_LENGTH,
+    NUM_PAGES,
+    PAGE_SIZE,
     RULE_NAME,
     DecodeOptions,
     Ladder,
@@ -161,6 +163,14 @@ class DecodingFields(DrafterFields):
     max_length: Annotated[int | None, optional(MAX_LENGTH)] = None
     """The maximum number of tokens of a prompt and its output; by default the target's positions.
     """
+    kv_page_size: Annotated[int | None, optional(PAGE_SIZE)] = None
+    """128 or 256: rows share the pages of a pool, each with so many tokens; by default each row has
+    a cache for its longest text.
+    """
+    num_kv_pages: Annotated[int | None, optional(NUM_PAGES)] = None
+    """The number of pages in the pool; by default as many as all rows can fill."""
+    enable_prefix_caching: Annotated[bool, Flag()] = False
+    """Let requests share the full pages of equal beginnings, which are then read once."""
     sampling: SamplingParams = SamplingParams()  # noqa: RUF009 - frozen
     seed: Annotated[int, SEED] = 0
     """The seed of all draws."""
@@ -316,7 +326,14 @@ def read_decode_config(written: Mapping[str, Any]) -> DecodeConfig:
         verify=_rule(given.verify, given.typical),
         batch_size=given.batch_size,
         max_length=given.max_length,
+        kv_page_size=given.kv_page_size,
+        num_kv_pages=given.num_kv_pages,
+        enable_prefix_caching=given.enable_prefix_caching,
     )
+    if given.kv_page_size is not None and given.mesh.data * given.mesh.model > 1:
+        raise InputError(
+            f"kv_page_size={given.kv_page_size}: pages are for one device; leave it out on a mesh"
+        )
     return DecodeConfig(
         **{**vars(given), "compare": compare},
         questions=tuple(_questions(given)),

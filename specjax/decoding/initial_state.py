@@ -27,6 +27,7 @@ def start(
     rows: Rows,
     length: Int[Array, "B"],
     status: Int[Array, "B"],
+    rounds: Int[Array, "B"] | None = None,
 ) -> State:
     """Return the state before the first round, with all but the last token of each prompt read.
 
@@ -34,7 +35,8 @@ def start(
     tokens each, `rows` are the rows' fixed properties, and `status` is that of each row, such as
     RUNNING.
     """
-    return read_prompts(plan, params, empty_state(plan, params, tokens, rows, length, status))
+    empty = empty_state(plan, params, tokens, rows, length, status, rounds)
+    return read_prompts(plan, params, empty)
 
 
 def read_prompts(
@@ -111,6 +113,7 @@ def empty_state(
     rows: Rows,
     length: Int[Array, "B"],
     status: Int[Array, "B"],
+    rounds: Int[Array, "B"] | None = None,
 ) -> State:
     """Return the state of rows whose tokens are unread; arguments are those of `start`."""
     batch = tokens.shape[0]
@@ -130,7 +133,7 @@ def empty_state(
             for name, shape in shapes.items()
         },
         rows=rows,
-        round=jnp.zeros(batch, jnp.int32),
+        round=jnp.zeros(batch, jnp.int32) if rounds is None else rounds,
         logprobs=jnp.zeros(tokens.shape, jnp.float32),
     )
     return state.replace(**{name: constrain_rows(getattr(state, name)) for name in _ROWS_FIRST})

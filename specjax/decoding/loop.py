@@ -14,7 +14,17 @@ from jaxtyping import Array, Bool, Int
 
 from specjax.decoding.plan import Plan
 from specjax.decoding.round import no_tally, one_round
-from specjax.decoding.state import RUNNING, STOPPED, Rounds, Seen, State, Tally, release
+from specjax.decoding.state import (
+    RUNNING,
+    STOPPED,
+    Rounds,
+    Seen,
+    State,
+    Tally,
+    cached_lengths,
+    release,
+    with_pages,
+)
 from specjax.distributed.sharding import constrain_rows
 from specjax.drafters.base import Limits
 
@@ -27,12 +37,17 @@ def step(
     host_ended: Bool[Array, "B"],
     max_rounds: Int[Array, ""],
     stop_after_finished: Int[Array, ""],
+    pages: Int[Array, "B N"] | None = None,
 ) -> tuple[State, Seen]:
     """Run a few rounds, as `run` does; return the new state and what the host reads of it.
+
+    If caches are pools, `pages` are those of each row.
 
     Rows that finished earlier, and those marked in `host_ended`, which the host ended, are released
     first, so that their caches are no longer read.
     """
+    if pages is not None:
+        state = with_pages(state, pages)
     status = jnp.where(host_ended & state.active, STOPPED, state.status)
     finished = status != RUNNING
     slots = jnp.where(finished, jnp.arange(len(status)), len(status))
@@ -50,7 +65,9 @@ def step(
         rounds=rounds,
         tally=tally,
     )
-    return state, seen
+    if pages is None:
+        return state, seen
+    return with_pages(state, None), seen.replace(cached=cached_lengths(state))
 
 
 def run(

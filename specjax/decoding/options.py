@@ -19,6 +19,7 @@ from specjax.fields import (
     INT32_MAX,
     Choice,
     Either,
+    Flag,
     Instance,
     Items,
     Whole,
@@ -63,6 +64,10 @@ BATCH_SIZE = Whole(1)
 ROUNDS_PER_STEP = Whole(1, 10_000)
 _SLOTS_PER_REFILL = 16
 _PREFILL_BUDGET = 512
+PAGE_SIZES = (128, 256)
+"""The numbers of tokens of a page: attention reads blocks of whole pages."""
+PAGE_SIZE = Whole(*PAGE_SIZES, remedy="use 128 or 256")
+NUM_PAGES = Whole(1, 1 << 24)
 MAX_LENGTH = Whole(2, remedy="use 2 (a prompt and a new token) to the positions of the target")
 
 
@@ -149,6 +154,12 @@ class DecodeOptions:
     in whole chunks, but at least one smallest chunk: by default 512, and unlimited in `generate`,
     where latency of single tokens does not matter.
 
+    With `kv_page_size` (128 or 256 tokens) all rows share the pages of a pool, and each holds those
+    that its tokens fill, rather than a cache of `max_length` tokens. `num_kv_pages` is the size of
+    the pool, by default as many as all rows can fill; short of pages, requests wait, and the latest
+    is put back and resumed later. With `enable_prefix_caching` requests share the full pages of
+    equal beginnings, which are then read once.
+
     Raises InputError for values out of range.
     """
 
@@ -162,6 +173,9 @@ class DecodeOptions:
     rounds_per_step: Annotated[int, ROUNDS_PER_STEP] = 16
     refill_rows: Annotated[int | None, optional(Whole(1))] = None
     max_prefill_tokens: Annotated[int | None, optional(Whole(1))] = None
+    kv_page_size: Annotated[int | None, optional(PAGE_SIZE)] = None
+    num_kv_pages: Annotated[int | None, optional(NUM_PAGES)] = None
+    enable_prefix_caching: Annotated[bool, Flag()] = False
 
     def __post_init__(self) -> None:
         check_instance(self, "")
@@ -182,6 +196,12 @@ class DecodeOptions:
                 f"controller={shown(self.controller)}: it chooses the lengths; leave out "
                 'num_speculative_tokens="auto" and num_speculative_tokens_per_batch_size'
             )
+        if self.kv_page_size not in (None, *PAGE_SIZES):
+            raise InputError(f"kv_page_size={self.kv_page_size}: {PAGE_SIZE.remedy}")
+        for name, default in (("num_kv_pages", None), ("enable_prefix_caching", False)):
+            value = getattr(self, name)
+            if self.kv_page_size is None and value != default:
+                raise InputError(f"{name}={value}: caches have no pages; set kv_page_size")
 
     def without_drafts(self) -> DecodeOptions:
         """Return the same options for plain decoding."""

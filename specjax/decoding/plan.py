@@ -18,7 +18,8 @@ class Plan:
     rounds of one call. With `overlaps`, rounds also record sum_x min(p, q) at each verified node,
     which costs one warp per node. With `full_drafts` the single drafter runs in each round for its
     full length, and limits only truncate its drafts; loops and branches then wait for no data,
-    which an accelerator would have to send to the host.
+    which an accelerator would have to send to the host. With a `page_size`, an engine's caches are
+    pools of `num_pages` pages of so many tokens.
     """
 
     target: LanguageModel
@@ -32,6 +33,8 @@ class Plan:
     logprobs: bool = False
     overlaps: bool = False
     full_drafts: bool = False
+    page_size: int | None = None
+    num_pages: int = 0
 
     @property
     def resumes(self) -> bool:

@@ -31,6 +31,9 @@ from specjax.decoding.state import (
     lend,
     release,
     take,
+    with_cached,
+    with_pages,
+    with_pools,
     without_entries,
 )
 from specjax.distributed import device_memory
@@ -60,12 +63,13 @@ class Programs(NamedTuple):
 
     - `empty(params, *arguments)` returns the state of all slots, from the arrays of
       `initial_state.start`; nothing is read yet.
-    - `new(params, state, slots, *arguments)` also returns the state of rows to be admitted to
-      `slots`. Where `lends`, these have no caches of their own: their prompts are read into the
-      caches of the slots, which `new` clears.
-    - `read(params, state, new, slots, begin, end)` reads the prompts of new rows.
+    - `new(params, state, slots, cached, *arguments)` also returns the state of rows to be admitted
+      to `slots`. Where `lends`, these have no caches of their own: their prompts are read into the
+      caches of the slots, which `new` clears; in a pool the rows' pages hold `cached` tokens.
+    - `read(params, state, new, slots, pages, begin, end)` reads the prompts of new rows.
     - `admit(state, slots, sources, new)` moves new rows, read into the slots `sources`, into slots.
-    - `step(params, state, limits, host_ended, max_rounds, stop_after_finished)` is `loop.step`.
+    - `step(params, state, limits, host_ended, max_rounds, stop_after_finished, pages)` is
+      `loop.step`.
 
     `read` and `admit` also return an array that becomes ready when they are done. A state that a
     function changes is donated. `memory` is the memory that they need.
@@ -144,23 +148,28 @@ def _compile(plan: Plan, mesh: Mesh | None, tree: Any, leaves: tuple[_Leaf, ...]
     whole = None if mesh is None else NamedSharding(mesh, PartitionSpec())
     with use(mesh):
         # Each step returns the state to the next, so the first placement holds for all steps.
-        empty, state, placed = compile_placed(make_empty().lower(plan, params, *every), mesh)
+        empty = jax.jit(_slots, static_argnums=0)
+        empty, state, placed = compile_placed(empty.lower(plan, params, *every), mesh)
         out = None if mesh is None else (placed, None)
         new = jax.jit(new_rows, static_argnums=(0, 1), donate_argnums=3, out_shardings=out)
         lends = axis_size(mesh, DATA) == 1
-        lowered = new.lower(plan, lends, params, state, slots, *few)
+        lowered = new.lower(plan, lends, params, state, slots, slots, *few)
         new, (_, rows), out = compile_placed(lowered, mesh)
         out = None if mesh is None else (*out, whole)
         read = jax.jit(read_rows, static_argnums=0, donate_argnums=(2, 3), out_shardings=out)
-        lowered = [read.lower(plan, params, state, rows, slots, number, number)]
+        pages = None
+        if plan.page_size is not None:
+            shape = (*every[2].shape, plan.capacity // plan.page_size)
+            pages = jax.ShapeDtypeStruct(shape, jnp.int32)
+        lowered = [read.lower(plan, params, state, rows, slots, pages, number, number)]
         out = None if mesh is None else (placed, whole)
-        put = jax.jit(_admit, donate_argnums=0, out_shardings=out)
-        lowered.append(put.lower(state, slots, slots, rows))
+        put = jax.jit(_admit, static_argnums=0, donate_argnums=1, out_shardings=out)
+        lowered.append(put.lower(plan, state, slots, slots, rows))
         step = jax.jit(loop.step, static_argnums=0, donate_argnums=2, out_shardings=out)
         limits = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), plan.drafter.full_limits()
         )
-        lowered.append(step.lower(plan, params, state, limits, ended, number, number))
+        lowered.append(step.lower(plan, params, state, limits, ended, number, number, pages))
         # The compiler releases Python's lock, so that programs compile in parallel.
         with ThreadPoolExecutor() as threads:
             read, put, step = threads.map(lambda one: one.compile(), lowered)
@@ -189,15 +198,32 @@ def take_rows(state: State, rows: Int[Array, "A"], spare: Int[Array, "A"]) -> St
     return release(take(state, rows), spare)
 
 
+def _slots(plan: Plan, params: Any, *arguments: Any) -> State:
+    """Return `initial_state.empty_state` for all slots of an engine, whose caches may be pools."""
+    state = make_empty()(plan, params, *arguments)
+    if plan.page_size is None:
+        return state
+    # The host keeps the rows' pages.
+    return with_pages(with_pools(state, plan.num_pages, plan.page_size), None)
+
+
 def new_rows(
-    plan: Plan, lends: bool, params: Any, state: State, slots: Int[Array, "A"], *arguments: Any
+    plan: Plan,
+    lends: bool,
+    params: Any,
+    state: State,
+    slots: Int[Array, "A"],
+    cached: Int[Array, "A"],
+    *arguments: Any,
 ) -> tuple[State, State]:
     """Return a state, and `initial_state.empty_state` of rows to be admitted to its `slots`.
 
     If it `lends` its caches, these are cleared there, since masking does not hide keys that are not
-    numbers, and the new rows have the lengths alone.
+    numbers, and the new rows have the lengths alone. In a pool, these are `cached`.
     """
     new = make_empty()(plan, params, *arguments)
+    if plan.page_size is not None:
+        return state, with_cached(without_entries(new), cached)
     return (clear_caches(state, slots), without_entries(new)) if lends else (state, new)
 
 
@@ -212,23 +238,28 @@ def read_rows(
     state: State,
     new: State,
     slots: Int[Array, "A"],
+    pages: Int[Array, "B N"] | None,
     begin: Any,
     end: Any,
 ) -> tuple[State, State, Any]:
     """Return a state and new rows after `initial_state.read_prompts`, and a number.
 
-    The number is ready when they are.
+    The number is ready when they are. If caches are pools, `pages` are those of the slots.
     """
+    if pages is not None:
+        state = with_pages(state, pages)
     lent = lend(state, new, slots)
-    read = initial_state.read_prompts(plan, params, lent, begin, end)
-    return *give_back(state, read), end + 0
+    state, new = give_back(state, initial_state.read_prompts(plan, params, lent, begin, end))
+    return state if pages is None else with_pages(state, None), new, end + 0
 
 
 def _admit(
-    state: State, slots: Int[Array, "A"], sources: Int[Array, "A"], new: State
+    plan: Plan, state: State, slots: Int[Array, "A"], sources: Int[Array, "A"], new: State
 ) -> tuple[State, Int[Array, "A"]]:
     """Return the state of `state.admit`, and an array that is ready when it is."""
-    return admit(copy_caches(state, new, sources, slots), slots, new), slots + 0
+    if plan.page_size is None:
+        state = copy_caches(state, new, sources, slots)
+    return admit(state, slots, new), slots + 0
 
 
 def compile_placed(lowered: Any, mesh: Mesh | None) -> tuple[Any, Any, Any]:

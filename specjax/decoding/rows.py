@@ -17,8 +17,8 @@ from specjax.decoding.state import RUNNING, STOPPED, Rows
 from specjax.distributed.sharding import place_keys, place_rows
 from specjax.drafters.base import Sampling
 
-RowArguments = tuple[Int[Array, "B S"], Rows, Int[Array, "B"], Int[Array, "B"]]
-"""The arrays of `initial_state.start`: tokens, fixed properties, lengths and status of rows."""
+RowArguments = tuple[Int[Array, "B S"], Rows, Int[Array, "B"], Int[Array, "B"], Int[Array, "B"]]
+"""The arrays of `initial_state.start`: tokens, fixed properties, lengths, status and rounds."""
 
 
 @dataclass(frozen=True)
@@ -26,13 +26,21 @@ class Row:
     """One sample of a request, which is one row of a batch.
 
     `number` is that of the request, such as the index of its prompt in the input, and `sample` that
-    of the sample in it.
+    of the sample in it. A row that was put back and resumes has `emitted` tokens already, in
+    `rounds` rounds.
     """
 
     number: int
     prompt: tuple[int, ...]
     sampling: SamplingParams
     sample: int = 0
+    emitted: tuple[int, ...] = ()
+    rounds: int = 0
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """The tokens from which the row starts: the prompt, and what it has emitted."""
+        return self.prompt + self.emitted
 
     def key(self, seed: int) -> Key[Array, ""]:
         """Return the key from which all draws of the row derive, in a call with this `seed`."""
@@ -57,15 +65,17 @@ def batch_arguments(session: Session, index: Sequence[int]) -> RowArguments:
 def row_arguments(session: Session, rows: Sequence[Row], batch: int) -> RowArguments:
     """Return the arrays of `batch` rows: those of `rows`, then rows that have finished already."""
     spare = batch - len(rows)
-    prompts = [row.prompt for row in rows] + [(0,)] * spare
+    texts = [row.tokens for row in rows] + [(0,)] * spare
+    prompt_lengths = np.array([len(row.prompt) for row in rows] + [1] * spare, np.int32)
     requests = [row.sampling for row in rows] + [SamplingParams()] * spare
     tokens = np.zeros((batch, session.plan.capacity), np.int32)
     stop_ids = np.full((batch, session.num_stop_ids), -1, np.int32)
-    for at, (ids, request) in enumerate(zip(prompts, requests, strict=True)):
+    for at, (ids, request) in enumerate(zip(texts, requests, strict=True)):
         tokens[at, : len(ids)] = ids
         stops = session.stop_ids(request)[: session.num_stop_ids]
         stop_ids[at, : len(stops)] = stops
-    length = np.array([len(ids) for ids in prompts], np.int32)
+    length = np.array([len(ids) for ids in texts], np.int32)
+    rounds = np.array([*(row.rounds for row in rows), *[0] * spare], np.int32)
     numbers = np.array([*(row.number for row in rows), *[0] * spare], np.int32)
     room = np.array([request.max_new_tokens for request in requests], np.int64)
     keys = [row.key(session.seed) for row in rows] + [jax.random.key(session.seed)] * spare
@@ -74,7 +84,7 @@ def row_arguments(session: Session, rows: Sequence[Row], batch: int) -> RowArgum
     placed = functools.partial(place_rows, where=where)
     fixed = Rows(
         index=placed(numbers),
-        prompt_length=placed(length),
+        prompt_length=placed(prompt_lengths),
         key=place_keys(keys, where),
         sampling=Sampling(
             temperature=placed(np.array([r.temperature for r in requests], np.float32)),
@@ -82,7 +92,7 @@ def row_arguments(session: Session, rows: Sequence[Row], batch: int) -> RowArgum
             top_p=placed(np.array([r.top_p for r in requests], np.float32)),
             min_p=placed(np.array([r.min_p for r in requests], np.float32)),
         ),
-        max_length=placed(np.minimum(length + room, session.max_length).astype(np.int32)),
+        max_length=placed(np.minimum(prompt_lengths + room, session.max_length).astype(np.int32)),
         stop_ids=placed(stop_ids),
     )
-    return placed(tokens), fixed, placed(length), placed(status)
+    return placed(tokens), fixed, placed(length), placed(status), placed(rounds)

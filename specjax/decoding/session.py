@@ -275,6 +275,7 @@ def _plan(
     rule = options.verify
     capacity = _capacity(capacity, max_length)
     platform = first_device(placement_of(target.params, target.mesh)).platform
+    num_pages = _num_pages(target, turns, options, capacity)
     plan = Plan(
         target=target.architecture,
         drafter=turns,
@@ -284,6 +285,8 @@ def _plan(
         chunks=options.chunks(_chunks(platform, capacity, axis_size(target.mesh, DATA))),
         rounds_per_step=max(Plan.rounds_per_step, options.rounds_per_step),
         logprobs=logprobs,
+        page_size=options.kv_page_size,
+        num_pages=num_pages,
         **_lengths(options, turns, platform),
     )
     for part in turns.parts:
@@ -295,6 +298,32 @@ def _plan(
     if type(rule) not in map(type, sampling.RULES.values()):
         check_rule_shapes(rule, options.batch_size, plan.widths, target.config.vocab_size)
     return Session(target, drafter, options, plan, num_stop_ids)
+
+
+def _num_pages(target: Model, drafter: Turns, options: DecodeOptions, capacity: int) -> int:
+    """Return the size of the pool of pages of a session with caches of `capacity` tokens.
+
+    Raises InputError for a mesh, a pool that is too small for one row, and prefixes that cannot be
+    shared with a drafter.
+    """
+    size = options.kv_page_size
+    if size is None:
+        return 0
+    if target.mesh is not None:
+        raise InputError(f"kv_page_size={size}: pages are for one device; leave it out on a mesh")
+    if options.enable_prefix_caching and drafter.following_tokens is None:
+        raise InputError(
+            f"enable_prefix_caching=True: {drafter.name} has to observe all tokens of each prompt; "
+            "leave it out, or use another drafter"
+        )
+    longest = min(options.max_length, capacity)
+    row_pages = -(-longest // size)
+    if options.num_kv_pages is not None and options.num_kv_pages < row_pages:
+        raise InputError(
+            f"num_kv_pages={options.num_kv_pages}: a request of {longest} tokens needs {row_pages} "
+            f"pages of {size}; use that many at least, or lower max_length"
+        )
+    return options.num_kv_pages or _power_of_two(options.batch_size) * (capacity // size)
 
 
 def check_request(target: Model, request: SamplingParams) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -101,7 +102,7 @@ class Seen:
     """The results of a step that the host reads: the status, new tokens and counts of each row.
 
     `tokens[b, i]` is the i-th new token of row b, if it has that many, and `logprobs` its
-    log-probability if requested.
+    log-probability if requested. If caches are pools, all hold the first `cached[b]` tokens.
     """
 
     status: Int[Array | np.ndarray, "B"]
@@ -109,6 +110,7 @@ class Seen:
     logprobs: Float[Array | np.ndarray, "B M"] | None
     rounds: Rounds
     tally: Tally
+    cached: Int[Array | np.ndarray, "B"] | None = None
 
 
 def admit(state: State, slots: Int[Array, "A"], new: State) -> State:
@@ -140,17 +142,44 @@ def give_back(state: State, lent: State) -> tuple[State, State]:
     """Return the state with the entries in the views of `lent`, and `lent` without them."""
 
     def whole(cache: KVCache, rows: KVCache) -> KVCache:
-        return cache if rows.rows is None else cache.replace(k=rows.k, v=rows.v)
+        return cache if rows.pages is None else cache.replace(k=rows.k, v=rows.v)
 
     def lengths(rows: KVCache) -> KVCache:
-        return rows if rows.rows is None else rows.without_entries()
+        return rows if rows.pages is None else rows.without_entries()
 
     return _map_caches(whole, state, lent), _map_caches(lengths, lent)
+
+
+def with_pages(state: State, pages: Int[Array, "B N"] | None) -> State:
+    """Return the state with these pages in its caches, which are pools; None for none."""
+    return _map_caches(lambda cache: cache.replace(pages=pages), state)
+
+
+def with_pools(state: State, num_pages: int, size: int) -> State:
+    """Return the state with pools of empty pages of `size` tokens in place of its caches' rows."""
+    return _map_caches(lambda cache: cache.paged(num_pages, size), state)
+
+
+def cached_lengths(state: State) -> Int[Array, "B"]:
+    """Return the number of tokens of each row that all caches hold."""
+    caches = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, KVCache))
+    lengths = [node.length for node in caches if isinstance(node, KVCache)]
+    return functools.reduce(jnp.minimum, lengths)
+
+
+def with_cached(state: State, length: Int[Array, "B"]) -> State:
+    """Return the state with caches of these lengths."""
+    return _map_caches(lambda cache: cache.replace(length=length), state)
 
 
 def without_entries(state: State) -> State:
     """Return the state with the lengths of its caches alone."""
     return _map_caches(KVCache.without_entries, state)
+
+
+def with_entries(state: State, other: State) -> State:
+    """Return a state `without_entries`, with the entries of the caches of another one."""
+    return _map_caches(lambda cache, full: cache.replace(k=full.k, v=full.v), state, other)
 
 
 def clear_caches(state: State, slots: Int[Array, "A"]) -> State:

@@ -257,6 +257,17 @@ class Drafter:
         """Whether `observe` is implemented, so that a state follows the committed tokens."""
         return type(self).observe is not Drafter.observe
 
+    @property
+    def following_tokens(self) -> int | None:
+        """How many later tokens the cached entries of a position depend on.
+
+        It is None if the state of a prompt is not complete unless all its tokens are observed. If
+        it is a number, requests may share the caches of a prefix: a prompt is then observed from
+        some position on, up to which the caches are filled, and has at least one token after it.
+        """
+        observes = self.observes or type(self).observe_pass is not Drafter.observe_pass
+        return None if observes else 0
+
     @classmethod
     def load(cls, name: str, target: Model, path: Any = None, **options: Any) -> LoadedDrafter:
         """Return the drafter registered as `name` for a target, with weights from `path`, if any.

@@ -118,6 +118,11 @@ class DraftModel(ChainDrafter):
         """The number of window slots: for x_{n-2}, the root, and every draft token that is fed."""
         return 1 + self.window_slots
 
+    @property
+    def following_tokens(self) -> int:
+        """None: an entry of the cache depends on its token and those before."""
+        return 0
+
     def for_target(self, params: Any, target_params: Any) -> Any:
         """Return `params` with the arrays that a distilled model shares from `target_params`."""
         if isinstance(self.model, ReducedDecoder):

@@ -23,7 +23,7 @@ from specjax.drafters.base import (
     Noise,
     TargetPass,
 )
-from specjax.drafters.turn_taking import Turns, flattened
+from specjax.drafters.turn_taking import Turns, flattened, most_following
 from specjax.errors import InputError, shown
 from specjax.sampling import drafter_noise
 from specjax.trees import Draft
@@ -84,6 +84,11 @@ class Merged(Drafter):
     def observes(self) -> bool:
         """Whether any part implements `observe`."""
         return any(drafter.observes for drafter in self.parts)
+
+    @property
+    def following_tokens(self) -> int | None:
+        """The largest number of any part, or None if that of a part is None."""
+        return most_following(self.parts)
 
     @property
     def max_cached_requests(self) -> int:

@@ -111,6 +111,11 @@ class Turns:
         return any(drafter.sampled for drafter in self.parts)
 
     @property
+    def following_tokens(self) -> int | None:
+        """The largest number of any drafter, or None if that of a drafter is None."""
+        return most_following(self.parts)
+
+    @property
     def kept_features(self) -> int:
         """The number of positions whose features the loop keeps; 0 if no drafter reads any."""
         longest = max(drafter.num_speculative_tokens for drafter in self.parts)
@@ -227,6 +232,12 @@ def take_turns(*drafters: LoadedDrafter | Drafter) -> LoadedDrafter:
     """Return a drafter that uses, in each row and round, the first of `drafters` with a draft."""
     parts, params = flattened(drafters, Turns)
     return LoadedDrafter(Turns(parts), params)
+
+
+def most_following(drafters: Sequence[Drafter]) -> int | None:
+    """Return the largest `following_tokens` of some drafters, or None if one of them is None."""
+    each = [drafter.following_tokens for drafter in drafters if drafter.num_speculative_tokens]
+    return None if None in each else max(each, default=0)
 
 
 def flattened(

@@ -35,7 +35,7 @@ class ServeFields(DecodingFields, TargetFields):
     """Samples that decode together; others wait for a slot."""
     max_length: Annotated[int | None, optional(MAX_LENGTH)] = None
     """The maximum number of tokens of a prompt and its output; by default 2048, or the target's
-    positions if they are fewer. Each slot reserves a cache of that size.
+    positions if they are fewer. Each slot reserves a cache of that size, unless it has pages.
     """
     rounds_per_step: Annotated[int, ROUNDS_PER_STEP] = 4
     """Rounds per step; between steps tokens are sent, and requests enter and leave."""

@@ -22,7 +22,7 @@ from specjax.decoding.programs import (
 from specjax.decoding.rows import Row, RowArguments, row_arguments
 from specjax.decoding.sampling_params import SamplingParams
 from specjax.decoding.session import Session, flags_of
-from specjax.decoding.state import Seen, State
+from specjax.decoding.state import Seen, State, with_entries, without_entries
 from specjax.distributed.sharding import first_device
 from specjax.drafters.base import Limits
 from specjax.errors import InputError
@@ -108,25 +108,33 @@ class DeviceRows:
     def reuse_rows(self, rows: Sequence[Row]) -> bool:
         """Start new rows with what was read for the previous ones; return False if that cannot be.
 
-        It can if the previous new rows had the same prompts.
+        It can if the previous new rows had the same prompts, and caches have no pages.
         """
         prompts = [row.prompt for row in rows]
-        if not self._all_read or prompts != self._prompts[: len(prompts)]:
+        pooled = self.session.plan.page_size is not None
+        if pooled or not self._all_read or prompts != self._prompts[: len(prompts)]:
             return False
         # What was read depends on the prompt alone, not on a request's key, limits or sampling.
         _, fixed, *_ = self._arguments(rows, self.session.prefill_rows)
         self._new = self._new.replace(rows=fixed)
         return True
 
-    def new_rows(self, rows: Sequence[Row], slots: Sequence[int]) -> None:
-        """Start new rows, whose prompts will be read, for free `slots`."""
+    def new_rows(self, rows: Sequence[Row], slots: Sequence[int], cached: int = 0) -> None:
+        """Start new rows, whose prompts will be read, for free `slots`.
+
+        In a pool, the rows' pages hold their first `cached` tokens.
+        """
         self._widen()
         session, programs = self.session, self.compile()
         arguments = self._arguments(rows, session.prefill_rows)
         self._prompts, self._all_read = [row.prompt for row in rows], False
         self._new, self._read_slots = None, self._padded(slots, slots[0])
         self._state, self._new = programs.new(
-            session.params, self._state, self._read_slots, *arguments
+            session.params,
+            self._state,
+            self._read_slots,
+            np.full(session.prefill_rows, cached, np.int32),
+            *arguments,
         )
 
     def _padded(self, slots: Sequence[int], spare: int) -> Int[np.ndarray, "A"]:
@@ -135,16 +143,18 @@ class DeviceRows:
         where[: len(slots)] = slots
         return where
 
-    def read(self, begin: int, end: int) -> jax.Array:
+    def read(self, begin: int, end: int, pages: Int[np.ndarray, "B N"] | None = None) -> jax.Array:
         """Read the new rows' prompts from position `begin` to `end`, exclusive.
 
-        Returns an array that becomes ready when they have been read.
+        In a pool, `pages` are those of all slots. Returns an array that becomes ready when they
+        have been read.
         """
         self._state, self._new, ready = self.compile().read(
             self.session.params,
             self._state,
             self._new,
             self._read_slots,
+            pages,
             np.int32(begin),
             np.int32(end),
         )
@@ -169,14 +179,20 @@ class DeviceRows:
         ended_slots: Collection[int],
         max_rounds: int,
         stop_after_finished: int,
+        pages: Int[np.ndarray, "B N"] | None = None,
     ) -> Seen:
         """Run a few rounds, as `loop.step` does, and start copying the results to the host.
 
-        Rows in `ended_slots` are released first. The results are in the order of `by_row`.
+        Rows in `ended_slots` are released first. In a pool, `pages` are those of all slots. The
+        results are in the order of `by_row`.
         """
         session = self._few or self.session
         programs = self.compile() if self._few is None else self._few_programs
         ended = np.zeros(session.num_rows, bool)
+        if pages is not None:
+            order = [*self._row_slots]
+            of_slots, pages = pages, np.full_like(pages[: session.num_rows], session.plan.num_pages)
+            pages[: len(order)] = of_slots[order]
         ended[[row for row, slot in enumerate(self._row_slots) if slot in ended_slots]] = True
         device_limits = Limits(
             np.array(limits.longest, np.int32), np.array(limits.confidence, np.float32)
@@ -188,6 +204,7 @@ class DeviceRows:
             ended,
             np.int32(max_rounds),
             np.int32(stop_after_finished),
+            pages,
         )
         for array in jax.tree.leaves(seen):
             array.copy_to_host_async()
@@ -223,9 +240,7 @@ class DeviceRows:
         rows = [self._row_slots.index(slot) for slot in slots]
         # The rows that pad to a compiled size are copies of the first, and are released at once.
         rows += [rows[0]] * (few.num_rows - len(rows))
-        number = np.arange(few.num_rows, dtype=np.int32)
-        spare = np.where(number < len(slots), few.num_rows, number)
-        self._state = take_rows(self._state, np.array(rows, np.int32), spare.astype(np.int32))
+        self._take_rows(rows, range(len(slots)))
         self._few, self._slots = few, tuple(slots)
         # The caches into which prompts were read are gone with the other rows.
         self._prompts = []
@@ -235,11 +250,29 @@ class DeviceRows:
         if self._few is None:
             return
         session, few = self.session, self._state
+        if session.plan.page_size is not None:
+            of_slot = {slot: row for row, slot in enumerate(self._slots)}
+            rows = [of_slot.get(slot, 0) for slot in range(session.num_rows)]
+            self._take_rows(rows, self._slots)
+            self._few, self._slots = None, ()
+            return
         state = self.compile().empty(session.params, *self._arguments([], session.num_rows))
         where = np.full(len(few.length), session.num_rows, np.int32)
         where[: len(self._slots)] = self._slots
         self._state = put_rows(state, where, few)
         self._few, self._slots = None, ()
+
+    def _take_rows(self, rows: Sequence[int], kept: Collection[int]) -> None:
+        """Let the state have copies of `rows`, of which those at the indices `kept` decode.
+
+        A pool stays as it is.
+        """
+        state, number = self._state, range(len(rows))
+        pooled = self.session.plan.page_size is not None
+        spare = [len(rows) if index in kept else index for index in number]
+        indices = np.array(rows, np.int32), np.array(spare, np.int32)
+        taken = take_rows(without_entries(state) if pooled else state, *indices)
+        self._state = with_entries(taken, state) if pooled else taken
 
     def update_params(self, params: Any, drafter_params: Any = None) -> None:
         """Decode with new parameters; prompts read with the old ones are not reused for later rows.

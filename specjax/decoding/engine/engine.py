@@ -29,6 +29,7 @@ from specjax.decoding.engine.outputs import (
     RequestId,
     failure_message,
 )
+from specjax.decoding.engine.request_pages import RequestPages
 from specjax.decoding.engine.scheduler import Request, Scheduler
 from specjax.decoding.engine.statistics import Statistics, Step
 from specjax.decoding.options import DecodeOptions, read_arguments, takes_options
@@ -74,7 +75,12 @@ class _Prompts:
     def longest(self) -> int:
         """The position up to which the longest prompt of an unaborted request must be read."""
         left = [request for _, request in self.taken if not request.ended]
-        return max((self.position, *(len(request.row.prompt) - 1 for request in left)))
+        return max((self.position, *(len(request.row.tokens) - 1 for request in left)))
+
+    def count(self, end: int) -> int:
+        """Return the number of tokens of unaborted requests from the position to `end`."""
+        left = [request for _, request in self.taken if not request.ended]
+        return sum(max(min(len(one.row.tokens) - 1, end) - self.position, 0) for one in left)
 
 
 @dataclass(frozen=True)
@@ -92,7 +98,8 @@ class _Reading:
 class _Running:
     """A step running on the devices: its rows' requests, its limits, and the results to come.
 
-    `begun` is a clock reading in seconds, `waiting` the number of waiting requests at that time.
+    It runs at most `rounds` rounds. `begun` is a clock reading in seconds, `waiting` the number of
+    waiting requests at that time.
     """
 
     rows: tuple[Request | None, ...]
@@ -100,6 +107,7 @@ class _Running:
     begun: float
     waiting: int
     limits: Limits
+    rounds: int
 
 
 class Engine:
@@ -153,6 +161,7 @@ class Engine:
         """The draft limits and the maximum number of rounds of each step."""
         self._scheduler = Scheduler(session.batch_size)
         self.statistics = Statistics(session.batch_size)
+        self._pages = None if session.plan.page_size is None else RequestPages(session)
         self._reading: _Prompts | None = None
         self._under_way: deque[_Reading | _Running] = deque()
         self._ended_slots: set[int] = set()
@@ -331,6 +340,8 @@ class Engine:
         while self._under_way:
             self._look()
         self._rows.update_params(params, drafter_params)
+        if self._pages is not None:
+            self._pages.pool.forget()
         self._controller_state = self.session.controller.init(self.session.step_sizes)
         if running == "abort":
             self._abort([request for request in self._scheduler.slots if request is not None])
@@ -433,6 +444,10 @@ class Engine:
             rounds = min(rounds, _ROUNDS_WHILE_READING)
         if self._host_may_end_rows():
             rounds = min(rounds, _ROUNDS_PER_STOP)
+        if self._pages is not None:
+            rounds = self._reserve(slots, rounds)
+            if not rounds:
+                return not self._steps_under_way() and self._dispatch()
         if waiting:
             free = num_rows - sum(request is not None for request in slots)
             enough = min(free + options.rows_per_refill, num_rows)
@@ -448,11 +463,55 @@ class Engine:
         self.step_limits.append((limits, rounds))
         begun = time.perf_counter()
         with self._as_a_whole():
-            seen = self._rows.step(limits, self._ended_slots, rounds, enough)
+            table = None if self._pages is None else self._pages.table(slots)
+            seen = self._rows.step(limits, self._ended_slots, rounds, enough, table)
             self._ended_slots.clear()
             rows = self._rows.by_row(slots)
-            self._under_way.append(_Running(rows, seen, begun, waiting, limits))
+            self._under_way.append(_Running(rows, seen, begun, waiting, limits, rounds))
         return True
+
+    def _reserve(self, slots: Sequence[Request | None], rounds: int) -> int:
+        """Reserve pages for a step of up to `rounds` rounds; return how many rounds it may have.
+
+        It is 0 if there are too few pages for a round: steps under way may not need all that they
+        have, or else the latest request has been put back.
+        """
+        running = [request for request in slots if request is not None]
+        while rounds:
+            if self._pages.reserve({one: rounds + self._begun_rounds(one) for one in running}):
+                return rounds
+            rounds //= 2
+        if not self._steps_under_way():
+            self._put_back()
+        return 0
+
+    def _begun_rounds(self, request: Request) -> int:
+        """Return the most rounds of a request in the steps under way."""
+        return sum(
+            work.rounds
+            for work in self._under_way
+            if isinstance(work, _Running) and request in work.rows
+        )
+
+    def _put_back(self) -> None:
+        """Let the latest of the requests with a slot wait again, until there are pages for it.
+
+        Its row will read prompt and output, and continue with its next round.
+        """
+        last = max(
+            (request for request in self._scheduler.slots if request is not None),
+            key=lambda request: (request.row.number, request.row.sample),
+        )
+        with self._as_a_whole():
+            self._ended_slots.add(self._scheduler.put_back(last))
+            if self._reading and any(request is last for _, request in self._reading.taken):
+                self._reading = None
+            self._pages.pool.close(last)
+            follower = last.follower
+            last.row = replace(
+                last.row, emitted=tuple(follower.token_ids), rounds=follower.num_rounds
+            )
+            self.statistics.put_back += 1
 
     def _choose(self, unfinished: int, most_rounds: int) -> tuple[Limits, int]:
         """Return the limits and the number of rounds that the controller chooses for the next step.
@@ -501,6 +560,8 @@ class Engine:
         budget = self.session.options.prefill_budget
         while True:
             if self._reading is None:
+                if not self._has_room():
+                    return
                 taken = self._scheduler.take(self.session.prefill_rows)
                 if not taken:
                     return
@@ -515,12 +576,36 @@ class Engine:
             if count:
                 begun, end = time.perf_counter(), reading.position + count
                 with self._as_a_whole():
-                    ready = self._rows.read(reading.position, end)
+                    self.statistics.prompt_tokens += reading.count(end)
+                    ready = self._rows.read(reading.position, end, self._table_of(reading))
                     self._under_way.append(_Reading(ready, begun))
                     reading.position = end
                 budget -= _round_up(count, self.session.plan.chunks[-1])
             if reading.position == reading.longest:
                 self._admit()
+
+    def _has_room(self) -> bool:
+        """Return whether there are pages for the next request, or caches have none.
+
+        There always are if no other request has any.
+        """
+        request = self._scheduler.next_waiting
+        if self._pages is None or request is None:
+            return True
+        rounds = self.session.options.rounds_per_step
+        others = {
+            other: rounds + self._begun_rounds(other)
+            for other in self._scheduler.slots
+            if other is not None
+        }
+        return not others or self._pages.has_room(request, others)
+
+    def _table_of(self, reading: _Prompts) -> np.ndarray | None:
+        """Return the pages of the requests that are being read, by slot; None without pages."""
+        if self._pages is None:
+            return None
+        requests = dict(reading.taken)
+        return self._pages.table([requests.get(slot) for slot in range(self.session.num_rows)])
 
     def _part(self, left: int, budget: int) -> int:
         """Return how many of the `left` tokens of a prompt to read next within `budget`.
@@ -548,13 +633,17 @@ class Engine:
             reading.position = reading.longest
         else:
             with self._as_a_whole():
-                self._rows.new_rows(rows, slots)
+                if self._pages is not None:
+                    # Pages are for one device, which reads one prompt at a time.
+                    reading.position = self._pages.begin(requests[0])
+                    self.statistics.shared_tokens += reading.position
+                self._rows.new_rows(rows, slots, reading.position)
         reading.begun = True
 
     def _admit(self) -> None:
         """Move the rows whose prompts have been read into their slots."""
         taken, begun = self._reading.taken, time.perf_counter()
-        read = all(len(request.row.prompt) <= self._reading.position + 1 for _, request in taken)
+        read = all(len(request.row.tokens) <= self._reading.position + 1 for _, request in taken)
         slots = [slot for slot, _ in taken]
         with self._as_a_whole():
             ready = self._rows.admit(slots, all_read=read)
@@ -564,6 +653,9 @@ class Engine:
                 self._ended_slots.discard(slot)
                 if request.ended:
                     self._ended_slots.add(slot)
+                elif self._pages is not None:
+                    # A draft model's cache is one token behind.
+                    self._pages.take_back(request, request.num_tokens - 2, 0)
             self._reading = None
 
     def _look(self) -> None:
@@ -613,6 +705,9 @@ class Engine:
         except InputError as refused:  # tokens without text end this request only
             request.follower.end_without_text(str(refused))
             fresh, drafter, text = [], [], ""
+        if self._pages is not None:
+            rounds = self._begun_rounds(request)
+            self._pages.take_back(request, int(seen.cached[row]), rounds)
         gap = request.see_tokens(len(fresh), self._clock_s)
         if gap is not None:
             self.statistics.between_tokens_s.extend([gap] * len(fresh))
@@ -627,6 +722,8 @@ class Engine:
     def _end(self, request: Request, fresh: list[int], drafter: list[int], text: str) -> None:
         """Make a request's last delta ready; its slot is free, and its id may be used again."""
         slot = self._scheduler.free(request)
+        if self._pages is not None:
+            self._pages.pool.close(request)
         if request.follower.finish_reason == ABORTED and slot is not None:
             self._ended_slots.add(slot)
         times = request.times(time.perf_counter())
@@ -654,12 +751,17 @@ class Engine:
         return seconds
 
     def _rest(self) -> None:
-        """Wait for work in progress and free the memory on the devices, when no request is left."""
+        """Wait for work in progress and free the memory on the devices, when no request is left.
+
+        The caches are kept for later requests with the same prefixes, if these are shared.
+        """
         while self._under_way:
             oldest = self._under_way[0]
             jax.block_until_ready(oldest.seen if isinstance(oldest, _Running) else oldest.ready)
             self._under_way.popleft()
         self._reading = None
+        if self.session.options.enable_prefix_caching and not self._closed:
+            return
         self._ended_slots.clear()
         self._rows.free()
 

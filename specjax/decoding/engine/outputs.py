@@ -204,6 +204,11 @@ class Follower:
             self._rounds.append(rounds)
         return fresh, drafter_of_tokens(rounds), text
 
+    @property
+    def num_rounds(self) -> int:
+        """The number of the row's rounds so far."""
+        return sum(len(rounds.emitted) for rounds in self._rounds)
+
     def newest_logprobs(self, count: int) -> list[float] | None:
         """Return the log-probabilities of the last `count` tokens, or None if not requested."""
         return None if self.logprobs is None else self.logprobs[len(self.logprobs) - count :]

@@ -23,6 +23,16 @@ class Request:
     last_token: float | None = None
 
     @property
+    def tokens(self) -> tuple[int, ...]:
+        """The prompt and the output so far."""
+        return (*self.row.prompt, *self.follower.token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of these tokens."""
+        return len(self.row.prompt) + len(self.follower.token_ids)
+
+    @property
     def ended(self) -> bool:
         """Whether the request's output is complete."""
         return self.follower.finish_reason is not None
@@ -98,6 +108,19 @@ class Scheduler:
                 self.slots[slot], _ = self._waiting.popitem(last=False)
                 taken.append((slot, self.slots[slot]))
         return taken
+
+    @property
+    def next_waiting(self) -> Request | None:
+        """The request that gets the next slot; None if none waits."""
+        return next(iter(self._waiting), None)
+
+    def put_back(self, request: Request) -> int:
+        """Let a request that has a slot wait again, before all others; return its slot."""
+        slot = self.slots.index(request)
+        self.slots[slot] = None
+        self._waiting[request] = None
+        self._waiting.move_to_end(request, last=False)
+        return slot
 
     def free(self, request: Request) -> int | None:
         """Remove a request; return its slot, or None if it had none."""

@@ -58,7 +58,9 @@ class EngineSummary:
     requests (None if there were none). Percentiles are of seconds since a request was added:
     `waiting` until its prompt began to be read, `first_token`, and `total` until its end, without
     aborted requests. `between_tokens` is the time between two reads of a request's tokens, divided
-    by the number of tokens read.
+    by the number of tokens read. `prompt_tokens` were read before their rows decoded, and
+    `shared_tokens` were found in pages instead; `put_back` counts how often a row waited again for
+    pages.
     """
 
     requests: int
@@ -68,6 +70,9 @@ class EngineSummary:
     prefill_s: float
     decode_s: float
     compile_s: float
+    prompt_tokens: int
+    shared_tokens: int
+    put_back: int
     tokens_per_second: float | None
     occupancy: float | None
     occupancy_waiting: float | None
@@ -93,6 +98,9 @@ class Statistics:
     prefill_s: float = 0.0
     decode_s: float = 0.0
     compile_s: float = 0.0
+    prompt_tokens: int = 0
+    shared_tokens: int = 0
+    put_back: int = 0
     steps: deque[Step] = field(default_factory=lambda: deque(maxlen=_KEPT))
     waiting_s: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
     first_token_s: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
@@ -134,6 +142,9 @@ class Statistics:
             prefill_s=self.prefill_s,
             decode_s=self.decode_s,
             compile_s=self.compile_s,
+            prompt_tokens=self.prompt_tokens,
+            shared_tokens=self.shared_tokens,
+            put_back=self.put_back,
             tokens_per_second=self.tokens_per_second,
             occupancy=self._occupancy(self.steps),
             occupancy_waiting=self._occupancy(step for step in self.steps if step.waiting),

@@ -92,6 +92,11 @@ class BlockDrafter(HeadDrafter):
         """The names of the target's features that the head reads, joined."""
         return self.head.config.taps
 
+    @property
+    def following_tokens(self) -> int:
+        """None: an entry of the cache depends on the feature at its position."""
+        return 0
+
     def for_target(self, params: Any, target_params: Any) -> Any:
         """Return `params` with the embedding and the output head of `target_params`."""
         return share_anew(params, target_params)

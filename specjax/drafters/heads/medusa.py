@@ -67,6 +67,11 @@ class MedusaDrafter(HeadDrafter):
         """The names of the target's features that the heads read."""
         return ("final_norm",)
 
+    @property
+    def following_tokens(self) -> int:
+        """None: the state is the feature of one position."""
+        return 0
+
     def for_target(self, params: Any, target_params: Any) -> Any:
         """Return `params` with the embedding and output head of `target_params`."""
         return share_anew(params, target_params)

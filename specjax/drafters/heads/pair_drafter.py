@@ -95,6 +95,11 @@ class PairDrafter(HeadDrafter):
         """The names of the target's features that the first module reads."""
         return self.head.config.taps
 
+    @property
+    def following_tokens(self) -> int | None:
+        """One, the token of a pair; later modules also read outputs that are not in a cache."""
+        return 1 if self.head.config.num_modules == 1 else None
+
     def for_target(self, params: Any, target_params: Any) -> Any:
         """Return `params` with the embedding and output head of `target_params`."""
         return share_anew(params, target_params)

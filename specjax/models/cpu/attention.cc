@@ -2,7 +2,8 @@
 // call of XLA, in float32. A cache may store its entries in bfloat16, or as 8-bit integers times a
 // power of two for each token of a head.
 //
-// Keys and values are read in place. The softmax is accumulated over blocks of keys (Milakov and
+// Keys and values are read in place, page by page: a cache without pages has one page for each row,
+// of its whole capacity. A page holds whole blocks of keys, or there is only one. The softmax is accumulated over blocks of keys (Milakov and
 // Gimelshein 2018, arXiv:1805.02867), for each query by itself: those that it sees in the window
 // follow the committed ones, in the same blocks. So the bits of its result depend neither on how
 // many tokens there are, nor on which of its keys are committed yet.
@@ -145,21 +146,23 @@ struct Operands {
   const float* queries;
   Rows<Entry> keys, values;
   Rows<float> window_keys, window_values;
-  const int32_t *lengths, *cache_rows, *oldest;
+  const int32_t *pages, *lengths, *oldest;
   const bool* seen;
   float* out;
-  int64_t num_queries, width, capacity, slots;
+  int64_t num_heads, num_queries, width, row_pages, page, slots;
   float softcap;
 };
 
-// The queries of one row `row` that share one key head `head` (an index over rows and heads), of
-// `heads` per row. A row of the cache may be another one of its arrays.
+// The queries of one row `row` that share one key head `head` (an index over rows and heads).
 template <typename Entry>
-void attend_head(const Operands<Entry>& all, int64_t row, int64_t head, int64_t heads) {
+void attend_head(const Operands<Entry>& all, int64_t row, int64_t head) {
   const int64_t width = all.width;
-  const int64_t cached = head + (all.cache_rows[row] - row) * heads;
-  const Rows<Entry> keys = all.keys.from(cached * all.capacity);
-  const Rows<Entry> values = all.values.from(cached * all.capacity);
+  // The keys or values of a block of committed tokens.
+  const auto block_of = [&](const Rows<Entry>& entries, int64_t first) {
+    const int64_t page = all.pages[row * all.row_pages + first / all.page];
+    const int64_t page_head = page * all.num_heads + head % all.num_heads;
+    return entries.from(page_head * all.page + first % all.page);
+  };
   const Rows<float> window_keys = all.window_keys.from(head * all.slots);
   const Rows<float> window_values = all.window_values.from(head * all.slots);
   for (int64_t query = 0; query < all.num_queries; query++) {
@@ -178,7 +181,8 @@ void attend_head(const Operands<Entry>& all, int64_t row, int64_t head, int64_t 
     int64_t slots[kBlock], count = 0;  // of the window, after these
     const auto finish_block = [&] {
       if (add_scores(scores, width, softmax, total)) {
-        add_rows(scores + first, values.from(block + first), last - first, total);
+        if (last > first)
+          add_rows(scores + first, block_of(all.values, block).from(first), last - first, total);
         for (int64_t i = 0; i < count; i++)
           add_rows(scores + last + i, window_values.from(slots[i]), 1, total);
       }
@@ -189,8 +193,10 @@ void attend_head(const Operands<Entry>& all, int64_t row, int64_t head, int64_t 
     while (block < committed) {
       first = std::max<int64_t>(0, oldest - block);
       last = std::max(first, std::min(kBlock, committed - block));
-      for (int64_t key = first; key < last; key++)
-        scores[key] = limited(dot(q, keys, block + key));
+      if (last > first) {
+        const Rows<Entry> keys = block_of(all.keys, block);
+        for (int64_t key = first; key < last; key++) scores[key] = limited(dot(q, keys, key));
+      }
       if (last < kBlock) break;
       finish_block();
     }
@@ -212,7 +218,7 @@ void attend(ffi::ThreadPool& pool, const Operands<Entry>& all, int64_t rows, int
   int64_t work = 0;
   for (int64_t row = 0; row < rows; row++)
     work += heads * all.num_queries * all.width * (all.lengths[row] + all.slots);
-  const auto one_head = [all, heads](int64_t head) { attend_head(all, head / heads, head, heads); };
+  const auto one_head = [all, heads](int64_t head) { attend_head(all, head / heads, head); };
   if (work < kLargeWork) {
     for (int64_t head = 0; head < rows * heads; head++) one_head(head);
   } else {
@@ -223,21 +229,22 @@ void attend(ffi::ThreadPool& pool, const Operands<Entry>& all, int64_t rows, int
 // `exponents` are those of keys and of values, if these are integers.
 ffi::Error attention(ffi::ThreadPool pool, float softcap, ffi::Buffer<ffi::F32> queries,
                      ffi::Buffer<ffi::S32> layer, ffi::AnyBuffer keys, ffi::AnyBuffer values,
-                     ffi::Buffer<ffi::S32> lengths, ffi::Buffer<ffi::S32> cache_rows,
+                     ffi::Buffer<ffi::S32> pages, ffi::Buffer<ffi::S32> lengths,
                      ffi::Buffer<ffi::F32> window_keys, ffi::Buffer<ffi::F32> window_values,
                      ffi::Buffer<ffi::PRED> seen, ffi::Buffer<ffi::S32> oldest,
-                     ffi::RemainingArgs exponents, ffi::ResultBuffer<ffi::F32> out) {
+                     ffi::RemainingArgs exponents,
+                     ffi::ResultBuffer<ffi::F32> out) {
   const auto shape = queries.dimensions();  // [B, G, X, C]
   const int64_t rows = shape[0], heads = shape[1], width = shape[3];
-  const int64_t capacity = keys.dimensions()[3], slots = window_keys.dimensions()[3];
-  const int64_t index = layer.typed_data()[0];
+  const int64_t num_pages = keys.dimensions()[1], page = keys.dimensions()[3];
+  const int64_t index = layer.typed_data()[0], slots = window_keys.dimensions()[3];
   const auto run = [&](auto entry) {
     using Entry = decltype(entry);
     const auto stored = [&](const ffi::AnyBuffer& entries, size_t number) {
       const auto powers = exponents.get<ffi::Buffer<ffi::S8>>(number);
       const int8_t* first = powers ? powers->typed_data() : nullptr;
       const Rows<Entry> all{static_cast<const Entry*>(entries.untyped_data()), first, width};
-      return all.from(index * keys.dimensions()[1] * heads * capacity);
+      return all.from(index * num_pages * heads * page);
     };
     const auto windowed = [&](const float* entries) {
       return Rows<float>{entries, nullptr, width}.from(index * rows * heads * slots);
@@ -245,9 +252,9 @@ ffi::Error attention(ffi::ThreadPool pool, float softcap, ffi::Buffer<ffi::F32> 
     attend(pool,
            Operands<Entry>{queries.typed_data(), stored(keys, 0), stored(values, 1),
                            windowed(window_keys.typed_data()), windowed(window_values.typed_data()),
-                           lengths.typed_data(), cache_rows.typed_data(), oldest.typed_data(),
-                           seen.typed_data(), out->typed_data(), shape[2], width, capacity, slots,
-                           softcap},
+                           pages.typed_data(), lengths.typed_data(), oldest.typed_data(),
+                           seen.typed_data(), out->typed_data(), heads, shape[2], width,
+                           pages.dimensions()[1], page, slots, softcap},
            rows, heads);
     return ffi::Error::Success();
   };

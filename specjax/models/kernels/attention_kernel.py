@@ -70,10 +70,10 @@ def attend_window_and_cache(
         "seen": ("rows", seen),
         "layer": ("whole", jnp.asarray(layer, jnp.int32)),
     }
+    if cache.pages is not None:
+        operands["pages"] = ("rows", cache.pages)
     if oldest is not None:
         operands["oldest"] = ("rows", oldest)
-    if cache.rows is not None:
-        operands["cache_rows"] = ("rows", cache.rows)
     return on_each_device(functools.partial(_attend, softcap=softcap), operands, split)
 
 
@@ -82,7 +82,6 @@ class _Operands(NamedTuple):
 
     layer: Any
     length: Any
-    cache_rows: Any
     query: Any
     keys: Any
     values: Any
@@ -90,6 +89,7 @@ class _Operands(NamedTuple):
     window_values: Any
     seen: Any
     oldest: Any
+    pages: Any
 
 
 def _attend(
@@ -102,7 +102,7 @@ def _attend(
     seen: Int[Array, "B X W"],
     layer: Int[Array, ""],
     oldest: Int[Array, "B X"] | None = None,
-    cache_rows: Int[Array, "B"] | None = None,
+    pages: Int[Array, "B N"] | None = None,
     *,
     softcap: float | None,
 ) -> Partial:
@@ -112,7 +112,8 @@ def _attend(
         max(_FEWEST_QUERIES, min(64, _MOST_NUMBERS // width)),
     )
     tiles = pl.cdiv(queries, rows)
-    shares = _num_shares(batch * heads * tiles, keys.shape[3])
+    capacity = keys.shape[3] * (1 if pages is None else pages.shape[1])
+    shares = _num_shares(batch * heads * tiles, capacity)
 
     # A grid has three axes at most: heads and tiles of queries share one.
     def of_head(array: jax.Array) -> pl.BlockSpec:
@@ -123,11 +124,11 @@ def _attend(
         zeros = (0,) * (array.ndim - 1)
         return pl.BlockSpec((None, *array.shape[1:]), lambda b, h, s: (b, *zeros))
 
-    def of_window(array: jax.Array) -> pl.BlockSpec:
+    def of_layers(array: jax.Array) -> pl.BlockSpec:
         shape = (array.shape[0], None, None, *array.shape[3:])
         return pl.BlockSpec(shape, lambda b, h, s: (0, b, h // tiles, 0, 0))
 
-    def of_cache(array: jax.Array) -> pl.BlockSpec:
+    def of_pool(array: jax.Array) -> pl.BlockSpec:
         shape = (*array.shape[:2], None, *array.shape[3:])
         return pl.BlockSpec(shape, lambda b, h, s: (0, 0, h // tiles, 0, 0))
 
@@ -136,20 +137,18 @@ def _attend(
             (None, None, None, rows, size), lambda b, h, s: (b, h // tiles, s, h % tiles, 0)
         )
 
-    windows = window_keys, window_values
     operands = _Operands(
-        layer[None], length, cache_rows, query, keys, values, *windows, seen, oldest
+        layer[None], length, query, keys, values, window_keys, window_values, seen, oldest, pages
     )
-    row_number = pl.BlockSpec((1,), lambda b, h, s: (b,))
     specs = _Operands(
         pl.BlockSpec((1,), lambda b, h, s: (0,)),
-        row_number,
-        None if cache_rows is None else row_number,
+        pl.BlockSpec((1,), lambda b, h, s: (b,)),
         of_head(query),
-        *jax.tree.map(of_cache, (keys, values)),
-        *map(of_window, windows),
+        *jax.tree.map(of_layers if pages is None else of_pool, (keys, values)),
+        *map(of_layers, (window_keys, window_values)),
         of_row(seen),
         None if oldest is None else of_row(oldest),
+        None if pages is None else of_row(pages),
     )
     shape = (batch, heads, shares, tiles * rows)
     outputs = [jax.ShapeDtypeStruct((*shape, size), jnp.float32) for size in (1, 1, width)]
@@ -247,7 +246,6 @@ def _program(
     # Rows beyond the last query read it again, since Triton has no partial blocks.
     row = jnp.minimum(tile * rows + lax.iota(jnp.int32, rows), queries - 1)
     layer, length = refs.layer[0], refs.length[0]
-    cache_row = pl.program_id(0) if refs.cache_rows is None else refs.cache_rows[0]
     query = refs.query[row, :]
 
     def add(total: tuple, key: tuple, value: tuple, visible: jax.Array) -> tuple:
@@ -271,10 +269,15 @@ def _program(
     oldest = None if refs.oldest is None else refs.oldest[row]
 
     def add_committed(block: jax.Array, total: tuple) -> tuple:
-        key, value = (
-            _load(ref, (layer, cache_row, pl.ds(block * step, step)), query.dtype)
-            for ref in (refs.keys, refs.values)
-        )
+        where = (layer, pl.ds(block * step, step))
+        if refs.pages is not None:
+            steps = refs.keys.shape[2] // step
+            where = (layer, refs.pages[block // steps], pl.ds(block % steps * step, step))
+        key, value = (_load(ref, where, query.dtype) for ref in (refs.keys, refs.values))
+        if refs.pages is not None:
+            # A page may hold numbers of an earlier row that are not finite.
+            committed = block * step + lax.iota(jnp.int32, step) < length
+            value = (jnp.where(committed[:, None], value[0], 0).astype(query.dtype), value[1])
         position = block * step + lax.broadcasted_iota(jnp.int32, (rows, step), 1)
         visible = position < length
         if oldest is not None:
@@ -310,13 +313,12 @@ def _program(
     weighted_ref[...] = weighted
 
 
-def _load(ref: Any, where: tuple[Any, ...], dtype: jnp.dtype) -> tuple[Any, Any]:
-    """Return keys or values at some slots, and factors [1, Y] to multiply them with.
+def _load(ref: Any, where: tuple, dtype: jnp.dtype) -> tuple[Any, Any]:
+    """Return keys or values at a layer and some slots, and factors [1, Y] to multiply them with.
 
-    `ref` is the reference to the arrays of a cache or window, and `where` are the indices of its
-    axes but the last.
+    `ref` is the reference to the arrays of a cache or window, `where` the index of the slots.
     """
     if not isinstance(ref, Int8Entries):
-        return ref[*where, :].astype(dtype), 1.0
-    powers = powers_of_two(ref.exponents[*where, 0])[None]
-    return ref.integers[*where, :].astype(dtype), powers
+        return ref[(*where, slice(None))].astype(dtype), 1.0
+    powers = powers_of_two(ref.exponents[(*where, 0)])[None]
+    return ref.integers[(*where, slice(None))].astype(dtype), powers

@@ -195,31 +195,57 @@ def merge(a: Partial, b: Partial) -> Partial:
 
 
 def _read(
-    entries: Entries,
-    layer: Int[Array, ""] | int,
-    rows: Int[Array, "B"] | None,
-    first: Int[Array, ""] | int,
-    count: int,
-    dtype: jnp.dtype,
-) -> Float[Array, "B G Y C"]:
-    """Return `count` tokens of one layer's cached keys or values as a floating-point array.
+    cache: KVCache, layer: Int[Array, ""] | int, first: Int[Array, ""] | int, count: int, dtype: Any
+) -> tuple[Float[Array, "B G Y C"], Float[Array, "B G Y C"]]:
+    """Return the keys and values of all rows' tokens `first` to `first` + `count` in a layer.
 
-    The rows are those at `rows` of the arrays, by default all.
+    `first` is a multiple of `count`, which divides a cache's page or is a multiple of it. Values
+    in pages are 0 where no token is committed: a page may hold numbers of an earlier row that are
+    not finite, and masking would not hide them.
     """
+    if cache.pages is None:
+        where = (layer, 0, 0, first)
+        size = (1, *cache.k.shape[1:3], count)
+        return tuple(_slice(entries, where, size, dtype) for entries in (cache.k, cache.v))
+    rows, page = len(cache.pages), cache.k.shape[3]
+    piece = min(page, count)
+    pages = lax.dynamic_slice(
+        cache.pages, (0, first // page), (rows, count // piece), allow_negative_indices=False
+    )
 
     def part(array: jax.Array) -> jax.Array:
-        _, batch, heads, _, width = array.shape
+        heads, width = array.shape[2], array.shape[4]
 
-        def of_rows(row: Int[Array, ""] | int, number: int) -> jax.Array:
-            where, size = (layer, row, 0, first, 0), (1, number, heads, count, width)
-            # Indices are never negative; without this, XLA code to wrap negative ones is generated.
-            return lax.dynamic_slice(array, where, size, allow_negative_indices=False)[0]
+        def of_page(number: Int[Array, ""]) -> jax.Array:
+            where, size = (layer, number, 0, first % page, 0), (1, 1, heads, piece, width)
+            return lax.dynamic_slice(array, where, size, allow_negative_indices=False)[0, 0]
 
-        if rows is None:
-            return of_rows(0, batch)
-        return jnp.concatenate([of_rows(row, 1) for row in rows])
+        pieces = jax.vmap(jax.vmap(of_page, out_axes=1))(pages)
+        return pieces.reshape(rows, heads, count, width)
+
+    key, value = (decode(jax.tree.map(part, entries), dtype) for entries in (cache.k, cache.v))
+    return key, _hidden(value, cache.length, first + jnp.arange(count))
+
+
+def _slice(
+    entries: Entries, where: tuple, size: tuple[int, ...], dtype: jnp.dtype
+) -> Float[Array, "B G Y C"]:
+    """Return a slice of one layer's cached keys or values as a floating-point array."""
+
+    def part(array: jax.Array) -> jax.Array:
+        # Indices are never negative; without this, XLA code to wrap negative ones is generated.
+        full_size = (*size, array.shape[-1])
+        return lax.dynamic_slice(array, (*where, 0), full_size, allow_negative_indices=False)[0]
 
     return decode(jax.tree.map(part, entries), dtype)
+
+
+def _hidden(
+    values: Float[Array, "B G Y C"], length: Int[Array, "B"], positions: Int[Array, " Y"]
+) -> Float[Array, "B G Y C"]:
+    """Return values with 0 at `positions` that are not committed."""
+    committed = (positions[None, :] < length[:, None])[:, None, :, None]
+    return jnp.where(committed, values, jnp.zeros((), values.dtype))
 
 
 def cached_blocks(cache: KVCache) -> Int[Array, ""]:
@@ -248,10 +274,7 @@ def attend_cache(
 
     def block(index: Int[Array, ""], total: Partial) -> Partial:
         first = index * step
-        key, value = (
-            _read(entries, layer, cache.rows, first, step, query.dtype)
-            for entries in (cache.k, cache.v)
-        )
+        key, value = _read(cache, layer, first, step, query.dtype)
         visible = _committed(cache.length, first + offsets, oldest)
         return merge(total, attend(query, key, value, visible, softcap))
 
@@ -280,10 +303,10 @@ def attend_rows(
         "layer": ("whole", layer),
         "start": ("heads", start),
     }
+    if cache.pages is not None:
+        operands["pages"] = ("rows", cache.pages)
     if oldest is not None:
         operands["oldest"] = ("rows", oldest)
-    if cache.rows is not None:
-        operands["rows"] = ("rows", cache.rows)
     return on_each_device(functools.partial(_attend_rows, softcap=softcap), operands, split)
 
 
@@ -295,13 +318,15 @@ def _attend_rows(
     layer: Int[Array, ""] | int,
     start: Partial,
     oldest: Int[Array, "B X"] | None = None,
-    rows: Int[Array, "B"] | None = None,
+    pages: Int[Array, "B N"] | None = None,
     *,
     softcap: float | None,
 ) -> Partial:
-    capacity = keys.shape[3]
-    step = capacity if capacity % _ROW_BLOCK else _ROW_BLOCK
+    batch, kv_heads, _, _ = query.shape
+    page = keys.shape[3]
+    step = page if page % _ROW_BLOCK else _ROW_BLOCK
     offsets = jnp.arange(step)
+    size = (1, 1, kv_heads, step)
 
     def attend_row(row: tuple) -> Partial:
         index, *rest = row
@@ -309,10 +334,12 @@ def _attend_rows(
 
         def block(number: Int[Array, ""], total: Partial) -> Partial:
             first = number * step
-            key, value = (
-                _read(entries, layer, index[None], first, step, query.dtype)
-                for entries in (keys, values)
-            )
+            where = (layer, index, 0, first)
+            if pages is not None:
+                where = (layer, pages[index, first // page], 0, first % page)
+            key, value = (_slice(entries, where, size, query.dtype) for entries in (keys, values))
+            if pages is not None:
+                value = _hidden(value, length, first + offsets)
             visible = _committed(length, first + offsets, oldest)
             return merge(total, attend(query, key, value, visible, softcap))
 
@@ -320,8 +347,7 @@ def _attend_rows(
         total = lax.fori_loop(first_block, (length[0] + step - 1) // step, block, start)
         return jax.tree.map(lambda leaf: leaf[0], total)
 
-    rows = jnp.arange(len(query)) if rows is None else rows
-    return lax.map(attend_row, (rows, query, length, start, oldest))
+    return lax.map(attend_row, (jnp.arange(batch), query, length, start, oldest))
 
 
 def on_each_device(
@@ -368,10 +394,7 @@ def attend_whole_cache(
 
     Slots without a committed token are masked. The arguments are those of `attend_cache`.
     """
-    key, value = (
-        _read(entries, layer, cache.rows, 0, cache.capacity, query.dtype)
-        for entries in (cache.k, cache.v)
-    )
+    key, value = _read(cache, layer, 0, cache.capacity, query.dtype)
     visible = _committed(cache.length, jnp.arange(cache.capacity), oldest)
     # Otherwise XLA merges this product with the window's, and concatenates a copy of the cache.
     query = lax.optimization_barrier(query)
@@ -387,12 +410,12 @@ def most_attended(
     queries, averaged with those of its neighbours (SnapKV: Li et al. 2404.14469). Positions beyond
     a row's length come last. Rows are read one after the other, since a row has X S scores.
     """
-    _, batch, kv_heads, capacity, _ = cache.k.shape
+    capacity = cache.capacity
 
     def of_row(row: tuple[jax.Array, ...]) -> Int[Array, "G A"]:
         index, query, length = row
-        size = (1, 1, kv_heads, capacity)
-        key = _read(cache.k, (layer, index, 0, 0), size, query.dtype)[0]
+        view = cache.lend(index[None], length[None])
+        key = _read(view, layer, 0, capacity, query.dtype)[0][0]
         visible = jnp.arange(capacity) < length
         scores = jnp.einsum("gxc,gyc->gxy", query, key, preferred_element_type=jnp.float32)
         weights = jax.nn.softmax(jnp.where(visible[None, None], scores, _LOWEST), axis=-1)
@@ -400,7 +423,7 @@ def most_attended(
         pooled = lax.reduce_window(total, 0.0, lax.add, (1, _POOL), (1, 1), "SAME")
         return lax.top_k(jnp.where(visible[None], pooled, -1.0), count)[1]
 
-    return lax.map(of_row, (jnp.arange(batch), query, cache.length))
+    return lax.map(of_row, (jnp.arange(len(query)), query, cache.length))
 
 
 def _committed(

@@ -48,15 +48,15 @@ def attend_window_and_cache(
     )
     if oldest is None:
         oldest = jnp.zeros((batch, queries), jnp.int32)
-    rows = jnp.arange(batch, dtype=jnp.int32) if cache.rows is None else cache.rows
     (keys, *key_exponents), (values, *value_exponents) = map(jax.tree.leaves, (cache.k, cache.v))
+    pages = jnp.arange(batch)[:, None] if cache.pages is None else cache.pages
     mixed = call(
         query.astype(jnp.float32),
         jnp.asarray(layer, jnp.int32)[None],
         keys,
         values,
+        pages.astype(jnp.int32),
         cache.length,
-        rows,
         window.k,
         window.v,
         jnp.broadcast_to(seen[:, 0], (batch, queries, window.k.shape[3])),
