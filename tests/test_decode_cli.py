@@ -417,13 +417,18 @@ def test_a_slower_drafter_says_why_from_what_was_measured(seconds, line):
 
 
 @pytest.mark.parametrize(
-    ("length", "says"),
-    [("auto", "auto found that drafting does not pay here"), ("fixed", "ngram found no draft")],
+    ("length", "longest", "says"),
+    [
+        ("auto", 0, "auto found that drafting does not pay here; --config.num_spec"),
+        ("auto", 3, "ngram found no draft for this text"),
+        ("fixed", 3, "ngram found no draft for this text"),
+    ],
 )
-def test_a_run_that_drafted_nothing_has_no_speedup(length, says):
+def test_a_run_that_drafted_nothing_has_no_speedup(length, longest, says):
     rounds = [(0, 0, 1)] * 40
     header = read_values(RunHeader, reports.content(length=length)["run"])
-    run = DrafterRun(header, rows=[answer(0, "qa", rounds, 1.0, 2.0)])
+    limits = [((longest,), (0.0,), 40)]
+    run = DrafterRun(header, rows=[answer(0, "qa", rounds, 1.0, 2.0)], step_limits=limits)
     lines = decode_table.result_lines(run, None)
     assert lines["speed-up"].startswith(f"nothing was drafted: {says}")
     assert lines["tokens per pass"] == "1.00 (0 of 0 draft tokens accepted)"

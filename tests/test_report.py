@@ -222,6 +222,14 @@ def test_pictures_of_other_kinds(write, tmp_path):
     assert not list(out.glob("*.png"))
 
 
+def test_a_run_that_drafted_nothing_is_named(write, tmp_path):
+    idle = content(length="auto", rows=[row(0, "qa", [(0, 0, 1)] * 4, 1.0, 2.0)])
+    out = tmp_path / "out"
+    assert report.main([*write(a=idle), f"--out={out}", "--formats=svg"]) == 0
+    said = "nothing was drafted: auto found that drafting does not pay here, or ngram found"
+    assert said in (out / "report.md").read_text()
+
+
 def test_turn_taking_of_a_question_are_one_line(write):
     later = row(0, "writing", [(2, 1, 2)], 0.5, 0.5, turn=1, batch=3, text="second")
     (path,) = write(a=content(rows=[dict(ROWS[0], turn=0), ROWS[1], later]))

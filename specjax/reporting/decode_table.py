@@ -36,20 +36,28 @@ Compared = Callable[[Figures], str]
 """A function that returns the text about the comparison of a run with plain decoding."""
 
 
-def nothing_drafted(header: RunHeader, figures: Figures) -> str | None:
+def nothing_drafted(header: RunHeader, figures: Figures, allowed: bool | None = None) -> str | None:
     """Return why a run has no speed-up to speak of, since it drafted nothing; None if it drafted.
 
     The speed of such a run differs from plain decoding's by chance, or by the cost of looking for a
-    draft. Plain decoding itself (the drafter "none") returns None.
+    draft. Plain decoding itself (the drafter "none") returns None. `allowed` says whether the
+    controller allowed a draft in some pass; None if that is not known.
     """
     if figures.counts.num_draft_tokens or header.drafter == "none":
         return None
-    if header.auto:
-        return (
-            f"{_NO_DRAFT}: auto found that drafting does not pay here; "
-            "--config.num_speculative_tokens=fixed drafts anyway"
-        )
-    return f"{_NO_DRAFT}: {header.drafter} found no draft for this text"
+    unmatched = f"{header.drafter} found no draft for this text"
+    if allowed or not header.auto:
+        return f"{_NO_DRAFT}: {unmatched}"
+    return (
+        f"{_NO_DRAFT}: auto found that drafting does not pay here"
+        + (f", or {unmatched}" if allowed is None else "")
+        + "; --config.num_speculative_tokens=fixed drafts anyway"
+    )
+
+
+def _allowed(run: DrafterRun) -> bool:
+    """Return whether a drafter of the run was allowed to draft in some pass."""
+    return any(max(longest) > 0 and rounds for longest, _, rounds in run.step_limits)
 
 
 def too_short(figures: Figures) -> bool:
@@ -68,7 +76,7 @@ def result_lines(run: DrafterRun, compared: Compared | None) -> dict[str, str]:
     computed, and, unless `compared` is None, `compared(run)`: the equality with plain decoding.
     """
     run_figures = run.figures()
-    no_draft = nothing_drafted(run.header, run_figures)
+    no_draft = nothing_drafted(run.header, run_figures, _allowed(run))
     counts, speed = run_figures.counts, f"{_number(run_figures.tokens_per_second, 1)} tokens/s"
     lines = {"speed": speed}
     if too_short(run_figures):

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from specjax.errors import printable
 from specjax.reporting.best_length import BestLength, best_lengths
+from specjax.reporting.decode_table import nothing_drafted
 from specjax.reporting.records import Conditions, Run
 from specjax.reporting.runs import Entry, by_conditions
 from specjax.reporting.statistics import FEW, OVERALL, Figures, heading, tasks_of
@@ -92,6 +93,11 @@ def _section(group: Sequence[Entry]) -> list[str]:
         "over the same prompts, pooled, without prefill and compiling."
         + (" \\* over the batches that hold only this task." if _any_partial(group) else "")
         + " In brackets: the number of answers.\n",
+    ]
+    blocks += [
+        f"{_plain_text(entry.label)}: {reason}. Its speed-up is chance, or the cost of looking.\n"
+        for entry in group
+        if (reason := nothing_drafted(entry.run, entry.figures[OVERALL]))
     ]
     if note := incomplete(group):
         blocks.append(note)
