@@ -298,9 +298,11 @@ def errors_of_drafters(plan: Plan) -> Iterator[None]:
         raise
     except Exception as error:  # a drafter is the user's own code and may raise anything
         cure = "docs/extending.md says what init, propose and observe get and return"
-        if isinstance(error, jax.errors.ConcretizationTypeError):
-            cure = "values are unknown while JAX traces it: use jnp.where in place of `if`; " + cure
         said = textwrap.shorten(one_line(error), 200, placeholder=" ...")
+        if isinstance(error, jax.errors.ConcretizationTypeError):
+            # JAX's own text is long, and names the lines of specjax that trace the drafter.
+            said = "the values of arrays are unknown while JAX traces it"
+            cure = "use jnp.where in place of `if`; " + cure
         raise InputError(
             f"drafter {plan.drafter.name!r}: fails in a round{_users_line(error)} "
             f"({type(error).__name__}: {said}); {cure}"
