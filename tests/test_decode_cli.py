@@ -420,8 +420,8 @@ def test_a_slower_drafter_says_why_from_what_was_measured(seconds, line):
     ("length", "longest", "says"),
     [
         ("auto", 0, "auto found that drafting does not pay here; --config.num_spec"),
-        ("auto", 3, "ngram found no draft for this text"),
-        ("fixed", 3, "ngram found no draft for this text"),
+        ("auto", 3, "ngram found no draft in the repeat reported here"),
+        ("fixed", 3, "ngram found no draft in the repeat reported here"),
     ],
 )
 def test_a_run_that_drafted_nothing_has_no_speedup(length, longest, says):

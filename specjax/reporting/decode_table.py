@@ -45,7 +45,7 @@ def nothing_drafted(header: RunHeader, figures: Figures, allowed: bool | None = 
     """
     if figures.counts.num_draft_tokens or header.drafter == "none":
         return None
-    unmatched = f"{header.drafter} found no draft for this text"
+    unmatched = f"{header.drafter} found no draft in the repeat reported here"
     if allowed or not header.auto:
         return f"{_NO_DRAFT}: {unmatched}"
     return (

@@ -60,10 +60,13 @@ def chain(
     Raises InputError for tokens or counts of another shape, or tokens that are no integers.
     """
     shape, dtype = jnp.shape(tokens), jnp.result_type(tokens)
-    if len(shape) != 2 or not jnp.issubdtype(dtype, jnp.integer):
+    if len(shape) != 2:
         raise InputError(
-            f"chain: tokens are {dtype}{list(shape)}: pass whole numbers [B, K], by jnp.argmax or "
-            ".astype(jnp.int32)"
+            f"chain: tokens have the shape {list(shape)}: pass [B, K], K tokens for each of B rows"
+        )
+    if not jnp.issubdtype(dtype, jnp.integer):
+        raise InputError(
+            f"chain: tokens are {dtype}: pass whole numbers, by jnp.argmax or .astype(jnp.int32)"
         )
     if jnp.shape(num_valid) != shape[:1]:
         raise InputError(

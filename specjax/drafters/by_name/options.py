@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import inspect
 import itertools
@@ -96,7 +97,9 @@ def check_options(
                 del checked[option]
                 continue
             takes = f"it takes {', '.join(known)}" if known else "it takes no options"
-            raise InputError(f"{_given(option, value)}: {name} does not take it; {takes}")
+            near = difflib.get_close_matches(option, ["num_speculative_tokens", *known], n=1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            raise InputError(f"{_given(option, value)}: {name} does not take it; {hint}{takes}")
         if (kind := kind_of(known[option].annotation)) is not None:
             checked[option] = kind.check(_field(option), value)
     for option, parameter in known.items():
