@@ -205,7 +205,8 @@ def test_outputs_are_split_after_a_barrier(tokens):
     found = re.findall(rf"optimization_barrier %\S+ : tensor<1x{tokens}x(\d+)xf32>", text)
     # Layers of the same structure are traced once, and each has both.
     counts = collections.Counter(map(int, found))
-    assert set(counts) == {80, 84} and counts[80] == counts[84] <= config.num_layers
+    assert set(counts) == {80, 84}
+    assert counts[80] == counts[84] <= config.num_layers
 
 
 @pytest.mark.parametrize(("rows", "sums"), [(1, "f32"), (2, "bf16")])
