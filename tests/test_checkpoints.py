@@ -370,6 +370,8 @@ def test_the_host_holds_a_tensor_at_a_time_over_a_mesh(tmp_path):
     assert size > 20 * largest
 
     def peak(shape):
+        # What tracing and compiling allocate is allocated the first time.
+        load_model(tmp_path / "model", dtype="float32", mesh=mesh_of(shape))
         tracemalloc.start()
         loaded = load_model(tmp_path / "model", dtype="float32", mesh=mesh_of(shape))
         jax.block_until_ready(loaded.params)
@@ -378,7 +380,7 @@ def test_the_host_holds_a_tensor_at_a_time_over_a_mesh(tmp_path):
         return highest
 
     assert peak(None) > size
-    assert peak((2, 2)) < 10 * largest  # with what tracing allocates
+    assert peak((2, 2)) < 8 * largest
 
 
 def test_a_folder_of_such_a_name_is_not_deleted(tmp_path):
