@@ -106,7 +106,7 @@ class KVCache:
         return decode(encode(entries, self.k.dtype), entries.dtype)
 
     def take(self, rows: Int[Array, "A"]) -> KVCache:
-        """Return the cache with only the given rows, in that order."""
+        """Return the cache with only the given rows, in that order; it must not have pages."""
         k, v = jax.tree.map(lambda array: array[:, rows], (self.k, self.v))
         return KVCache(k, v, self.length[rows])
 
@@ -123,7 +123,7 @@ class KVCache:
         k, v = self.k, self.v
         if new.k is not None:
             k, v = jax.tree.map(put_rows, (k, v), (new.k, new.v))
-        return KVCache(k, v, self.length.at[rows].set(new.length, mode="drop"))
+        return self.replace(k=k, v=v, length=self.length.at[rows].set(new.length, mode="drop"))
 
     def gathered(
         self, slots: Int[Array, "B T"] | Int[Array, "B L G T"], length: Int[Array, "B"]

@@ -422,6 +422,7 @@ def test_a_slower_drafter_says_why_from_what_was_measured(seconds, line):
         ("auto", 0, "auto found that drafting does not pay here; --config.num_spec"),
         ("auto", 3, "ngram found no draft in the repeat reported here"),
         ("fixed", 3, "ngram found no draft in the repeat reported here"),
+        (0, 0, "num_speculative_tokens is 0"),
     ],
 )
 def test_a_run_that_drafted_nothing_has_no_speedup(length, longest, says):

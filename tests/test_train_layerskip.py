@@ -199,6 +199,11 @@ def test_dropout_is_drawn_from_the_key(deep, batch):
         (dict(exit_layer=5), "layerskip.exit_layer=5: .* has 5 layers; use exits after 1 to 4"),
         (dict(exits=(1, 7)), "layerskip.exits=7: .* has 5 layers"),
         (dict(rotation=5), "layerskip.rotation=5: .* has 4 early exits"),
+        (dict(curriculum="decoded", exit_layer=1), "curriculum='decoded': .*, after 1 of 5 layers"),
+        (
+            dict(curriculum="decoded", exit_layer=2, e_scale=0.0),
+            "curriculum='decoded': .* weight 0",
+        ),
         (dict(curriculum="gradual", steps=9), "curriculum='gradual': adds an exit every decay_s"),
     ],
 )

@@ -432,17 +432,18 @@ def test_an_evaluation_before_the_first_step(target, tmp_path):
     assert [row["tau"] for row in files.learning_curve(run.workdir)] == [1.0, 4.0]
 
 
-def test_the_head_with_the_largest_tau_is_kept(target, tmp_path):
+@pytest.mark.parametrize("name", ["tau", "tau_t0.7"])
+def test_the_head_with_the_largest_tau_is_kept(target, tmp_path, name):
     """An evaluation before the first step, or of a smaller tau, keeps what is there."""
     method = toy_method(target)
     params = method.init(jax.random.key(0))
     workdir = files.Workdir(tmp_path)
     kept = []
     for step, tau in ((0, 3.0), (5, 1.5), (10, 1.25), (15, None), (20, 1.75)):
-        run._keep_best(method, params, {"step": step}, workdir, tau)
+        run._keep_best(method, params, None, {"step": step}, workdir, tau, name)
         kept.append(read_head(workdir.best).training["tau"] if workdir.best.exists() else None)
         if tau is not None:
-            files.append_metrics(workdir, {"step": step, "eval/tau": tau})
+            files.append_metrics(workdir, {"step": step, f"eval/{name}": tau})
     assert kept == [None, 1.5, 1.5, 1.5, 1.75]
 
 

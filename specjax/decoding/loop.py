@@ -41,10 +41,9 @@ def step(
 ) -> tuple[State, Seen]:
     """Run a few rounds, as `run` does; return the new state and what the host reads of it.
 
-    If caches are pools, `pages` are those of each row.
-
     Rows that finished earlier, and those marked in `host_ended`, which the host ended, are released
-    first, so that their caches are no longer read.
+    first, so that their caches are no longer read. If caches are pools, `pages` are those of each
+    row.
     """
     if pages is not None:
         state = with_pages(state, pages)

@@ -120,7 +120,7 @@ class DraftModel(ChainDrafter):
 
     @property
     def following_tokens(self) -> int:
-        """None: an entry of the cache depends on its token and those before."""
+        """Zero: an entry of the cache depends on its token and those before."""
         return 0
 
     def for_target(self, params: Any, target_params: Any) -> Any:

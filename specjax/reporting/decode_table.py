@@ -45,6 +45,8 @@ def nothing_drafted(header: RunHeader, figures: Figures, allowed: bool | None = 
     """
     if figures.counts.num_draft_tokens or header.drafter == "none":
         return None
+    if header.config.get("num_speculative_tokens") == 0:
+        return f"{_NO_DRAFT}: num_speculative_tokens is 0"
     unmatched = f"{header.drafter} found no draft in the repeat reported here"
     if allowed or not header.auto:
         return f"{_NO_DRAFT}: {unmatched}"

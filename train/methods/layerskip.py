@@ -280,6 +280,12 @@ def _check(target: Model, loss: LayerSkipLoss) -> None:
             f"layerskip.rotation={loss.rotation}: {target.name} has {count - 1} early exits, so "
             "that some steps would have none; use at most as many"
         )
+    if loss.curriculum == "decoded" and not loss.e_scale * (loss.decoded_exit - 1):
+        raise InputError(
+            f"layerskip.curriculum='decoded': the only exit in the loss, after "
+            f"{loss.decoded_exit} of {count} layers, has weight 0; use layerskip.exit_layer of 2 "
+            "or more and layerskip.e_scale above 0, or another curriculum"
+        )
     if loss.curriculum == "gradual" and loss.steps < 2 * count:
         raise InputError(
             f"layerskip.curriculum='gradual': adds an exit every decay_steps / {2 * count} steps, "

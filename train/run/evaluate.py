@@ -107,11 +107,16 @@ class Evaluation:
             drafter = head_drafter(self.method.head(params, {}), target)
         numbers: dict[str, float] = {}
         for temperature in temperatures:
-            suffix = "" if temperature == 0 else f"_t{temperature:g}"
+            suffix = tau_name(temperature).removeprefix("tau")
             result = decode_prompts(target, drafter, self.prompts, self.config, temperature)
             numbers |= {f"eval/{name}{suffix}": value for name, value in tau_of(result).items()}
             self.seconds["decoding"] = result.prefill_s + result.decode_s
         return numbers
+
+
+def tau_name(temperature: float) -> str:
+    """Return the name of the decoded tau at a temperature: "tau", "tau_t0.7", ..."""
+    return "tau" if temperature == 0 else f"tau_t{temperature:g}"
 
 
 def decode_prompts(

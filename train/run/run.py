@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 from rich.console import Console
 from rich.text import Text
 
@@ -30,7 +31,7 @@ from train.methods.method import Method
 from train.run import checkpoints, loop
 from train.run import workdir as files
 from train.run.config import OwnConfig, read_training_config
-from train.run.evaluate import Evaluation, held_out_prompts
+from train.run.evaluate import Evaluation, held_out_prompts, tau_name
 from train.run.metrics import MetricsWriter
 from train.run.setup import MakeMethod, Setup, set_up
 from train.run.sharding import gathered
@@ -130,9 +131,9 @@ def _train(
 
         def evaluate(params: Any, step: int, last: bool) -> dict[str, float]:
             numbers = evaluation(params, step, last)
-            metadata = setup.metadata(step, progress.tokens)
-            params = gathered(params, mesh)
-            _keep_best(method, params, metadata, workdir, numbers.get("eval/tau"))
+            metadata, name = setup.metadata(step, progress.tokens), _compared_tau(setup)
+            tau = numbers.get(f"eval/{name}")
+            _keep_best(method, params, mesh, metadata, workdir, tau, name)
             return numbers
 
         result = loop.train(
@@ -160,22 +161,33 @@ def _train(
 def _keep_best(
     method: Method,
     params: Any,
+    mesh: Mesh | None,
     metadata: dict[str, Any],
     workdir: files.Workdir,
     tau: float | None,
+    name: str = "tau",
 ) -> None:
     """Write the head to `workdir.best` if no earlier evaluation had as large a decoded tau.
 
-    A loss may still fall when tau no longer rises. Targets that are trained along are left out.
+    `name` is that of the tau in evaluations, and `mesh` that of `params`. A loss may still fall
+    when tau no longer rises. Targets that are trained along are left out.
     """
     if tau is None or not metadata["step"] or method.head is None or method.exports != "head":
         return
     curve = files.learning_curve(workdir) if processes.is_first() else []
-    earlier = [row["tau"] for row in curve if row["step"] and "tau" in row]
+    earlier = [row[name] for row in curve if row["step"] and name in row]
     # The first process alone has the file.
     if processes.from_first(tau > max(earlier, default=0.0)):
-        head = method.head(params, {**metadata, "tau": tau})
+        head = method.head(gathered(params, mesh), {**metadata, "tau": tau})
         save_head(head, workdir.best, overwrite=True)
+
+
+def _compared_tau(setup: Setup) -> str:
+    """Return the name of the tau by which heads of a run are compared.
+
+    It is that of the first temperature, at which all evaluations decode.
+    """
+    return tau_name(next(iter(setup.config.eval.temperatures), 0.0))
 
 
 def _calibrated(setup: Setup, params: Any, evaluation: Evaluation) -> Any:
@@ -199,7 +211,10 @@ def _calibrated(setup: Setup, params: Any, evaluation: Evaluation) -> Any:
 
 def _check_exports(method: Method, workdir: files.Workdir) -> None:
     """Raise InputError if the export at the end of the run could not be written."""
-    for kind, directory in _exports(method, workdir).items():
+    found = [*_exports(method, workdir).items()]
+    if method.exports == "head":
+        found.append(("drafter", workdir.best))
+    for kind, directory in found:
         folders.check_replaceable(directory, kind, str(directory))
 
 
@@ -300,10 +315,13 @@ def _end(
 def _say_next(writer: MetricsWriter, setup: Setup, workdir: files.Workdir, params: Any) -> None:
     """Print what the run learned, how to decode with the result, and how to make more data."""
     curve = files.learning_curve(workdir)
-    decoded = [row for row in curve if row["step"] and "tau" in row]
-    best = max(decoded, key=lambda row: row["tau"], default=None)
+    tau = _compared_tau(setup)
+    decoded = [row for row in curve if row["step"] and tau in row]
+    best = max(decoded, key=lambda row: row[tau], default=None)
     if best is not None and best is not decoded[-1] and workdir.best.is_dir():
-        writer.say(f"tau was largest at step {best['step']}, {best['tau']:.3f}: {workdir.best}")
+        note = "" if setup.method.calibrate is None else " (its confidence is not calibrated)"
+        step, largest = best["step"], best[tau]
+        writer.say(f"{tau} was largest at step {step}, {largest:.3f}: {workdir.best}{note}")
     learned = [
         f"{label} {curve[0][name]:.3f} -> {curve[-1][name]:.3f}"
         for name, label in _LEARNED.items()

@@ -228,10 +228,11 @@ class Engine:
 
         `sampling` may be a dict of the fields of SamplingParams. Each of `n` samples is a separate
         row; the first equals the result of the request alone. Consecutive rows with the same prompt
-        read it once. If prompt and output reach the engine's `max_length`, the output ends with the
-        reason "length". Raises InputError for an id in use, a prompt that cannot be encoded or does
-        not fit, more than eight stop tokens including the model's, and sampling parameters that the
-        target does not support.
+        read it once; if caches have pages, they share full pages with `enable_prefix_caching`, and
+        nothing without it. If prompt and output reach the engine's `max_length`, the output ends
+        with the reason "length". Raises InputError for an id in use, a prompt that cannot be
+        encoded or does not fit, more than eight stop tokens including the model's, and sampling
+        parameters that the target does not support.
         """
         self._check_open()
         name = self._free_number() if id is None else id
@@ -440,7 +441,7 @@ class Engine:
         num_rows, options = self.session.num_rows, self.session.options
         rounds = options.rounds_per_step
         waiting, enough = self.num_waiting, num_rows + 1
-        if self._reading or (waiting and self._scheduler.num_free):
+        if self._reading or (waiting and self._scheduler.num_free and self._has_room()):
             rounds = min(rounds, _ROUNDS_WHILE_READING)
         if self._host_may_end_rows():
             rounds = min(rounds, _ROUNDS_PER_STOP)

@@ -99,6 +99,11 @@ class PagePool:
         self._release(pages[kept:])
         del pages[kept:]
 
+    def can_publish(self, request: Hashable, filled: int) -> bool:
+        """Return whether `filled` tokens of a request fill a page that `publish` has not shared."""
+        published = self._held[request].published
+        return self.following is not None and (published + 1) * self.size <= filled
+
     def publish(self, request: Hashable, tokens: Sequence[int], filled: int) -> None:
         """Let later requests share the full pages of a request whose row begins with `tokens`.
 

@@ -30,18 +30,21 @@ class RequestPages:
 
     def has_room(self, request: Request, rounds: Mapping[Request, int]) -> bool:
         """Return whether a request can begin, beside others that may run so many rounds."""
-        known = self.pool.known_prefix(request.tokens, request.num_tokens - 2)
         new = -(-self._cached(request, max(rounds.values(), default=0)) // self.pool.size)
         others = sum(
             self.pool.needed(other, self._cached(other, count)) for other, count in rounds.items()
         )
+        if new + others <= self.pool.num_unused:
+            return True
+        known = self.pool.known_prefix(request.tokens, request.num_tokens - 2)
         unused = self.pool.num_unused - self.pool.count_unused(known)
         return new - len(known) + others <= unused
 
     def begin(self, request: Request) -> int:
         """Let a request hold pages for its tokens; return how many of these are in them already."""
         found = self.pool.open(request, request.tokens, request.num_tokens - 2)
-        assert self.pool.reserve(request, self._cached(request, 0))
+        reserved = self.pool.reserve(request, self._cached(request, 0))
+        assert reserved
         return found
 
     def reserve(self, rounds: Mapping[Request, int]) -> bool:
@@ -57,7 +60,9 @@ class RequestPages:
 
         Later requests may share its full pages, of which all caches hold `cached` tokens.
         """
-        self.pool.publish(request, request.tokens, min(cached, request.num_tokens - 1))
+        filled = min(cached, request.num_tokens - 1)
+        if self.pool.can_publish(request, filled):
+            self.pool.publish(request, request.tokens, filled)
         self.pool.take_back(request, self._cached(request, rounds))
 
     def table(self, requests: Sequence[Request | None]) -> Int[np.ndarray, "B N"]:

@@ -94,7 +94,7 @@ class BlockDrafter(HeadDrafter):
 
     @property
     def following_tokens(self) -> int:
-        """None: an entry of the cache depends on the feature at its position."""
+        """Zero: an entry of the cache depends on the feature at its position."""
         return 0
 
     def for_target(self, params: Any, target_params: Any) -> Any:

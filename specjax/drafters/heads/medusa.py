@@ -69,7 +69,7 @@ class MedusaDrafter(HeadDrafter):
 
     @property
     def following_tokens(self) -> int:
-        """None: the state is the feature of one position."""
+        """Zero: the state is the feature of one position."""
         return 0
 
     def for_target(self, params: Any, target_params: Any) -> Any:

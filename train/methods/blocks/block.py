@@ -43,8 +43,8 @@ from train.methods.target_layers import some_layers
 
 START = Choice(("target", "random"))
 """The initial weights of a new drafter's layers."""
-_USUAL = NamedLosses((("ce", 1.0),))
-_EVALUATED = 0
+_USUAL_LOSS = NamedLosses((("ce", 1.0),))
+_EVALUATION_SEED = 0
 """The seed of the anchors at which losses are evaluated."""
 
 
@@ -108,8 +108,8 @@ def block_method(
     def confidence_of(params: Any, target_params: Any, batch: Batch) -> tuple[Any, ...]:
         stored = {name: value.astype(jnp.float32) for name, value in batch.features.items()}
         batch = fill_features(decoder, target_params, batch.replace(features=stored), features)
-        columns = share(target_params, ids, head=True)["draft_head"]["kernel"]
-        params = {**params, "shared": share(target_params, ids, head=True)}
+        shared = share(target_params, ids, head=True)
+        columns, params = shared["draft_head"]["kernel"], {**params, "shared": shared}
         scored = _score(head, params, columns, ids, batch, None, loss)
         return *_confidence(head, params, scored), scored.counted
 
@@ -200,9 +200,9 @@ def block_loss(
     Without a key the anchors are always the same.
     """
     config = head.config
-    columns = share(target_params, draft_ids, head=True)["draft_head"]["kernel"]
-    params = {**params, "shared": share(target_params, draft_ids, head=True)}
-    parts = parts_of(loss.label_loss or _USUAL)
+    shared = share(target_params, draft_ids, head=True)
+    columns, params = shared["draft_head"]["kernel"], {**params, "shared": shared}
+    parts = parts_of(loss.label_loss or _USUAL_LOSS)
     scored = _score(head, params, columns, draft_ids, batch, key, loss)
     total, counted, weights = scored.total, scored.counted, scored.weights
     losses = dict(zip(parts, scored.scores.losses[0], strict=True))
@@ -236,9 +236,12 @@ def _score(
     key: Key[Array, ""] | None,
     loss: BlockLoss,
 ) -> _Scored:
-    """Run blocks at random anchors, and score their drafts."""
+    """Run blocks at random anchors, and score their drafts.
+
+    `columns` are those of the target's output head for the tokens that can be drafted.
+    """
     config = head.config
-    key = jax.random.key(_EVALUATED) if key is None else key
+    key = jax.random.key(_EVALUATION_SEED) if key is None else key
     blocks = choose_blocks(batch.labels, loss.anchors, config.longest_draft, key)
     taps = {name: batch.features[name].astype(jnp.float32) for name in config.taps}
     states = run_blocks(head, params, batch, taps, blocks)
@@ -262,7 +265,7 @@ def _score(
         probabilities = q.reshape(shape).transpose(2, 0, 1)
     weights = _flat(position_weights(loss, blocks.scored, probabilities))
     plan = Scoring(
-        tuple(parts_of(loss.label_loss or _USUAL).values()),
+        tuple(parts_of(loss.label_loss or _USUAL_LOSS).values()),
         trains_kernel=bool(config.markov_rank),
         multiply=head.multiply,
         overlaps=config.confidence,
