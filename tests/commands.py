@@ -28,7 +28,7 @@ def script_module(name):
             file = getattr(module, "__file__", None)
             if file and Path(file).is_relative_to(SCRIPTS):
                 del sys.modules[other]
-                for flag in flags.FLAGS.flags_by_module_dict().get(other, ()):
+                for flag in list(flags.FLAGS.flags_by_module_dict().get(other, ())):
                     if flag.name in flags.FLAGS:  # another module may have had one of that name
                         delattr(flags.FLAGS, flag.name)
 

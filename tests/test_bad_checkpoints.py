@@ -66,7 +66,7 @@ MISFITS = [
     ("plain", "config.num_heads", 3, "num_heads=3: must be a multiple of"),
     ("plain", "config.rope_theta", 1e300, "rope_theta=1e.300 is of no use"),
     ("plain", "config.rope_scaling", [1], r"rope_scaling=\[1\] is of no use"),
-    ("plain", "config.rope_scaling", {"kind": "yarn"}, "kind='yarn' is of no use"),
+    ("plain", "config.rope_scaling", {"kind": "ntk"}, "kind='ntk' is of no use"),
     ("plain", "config.rope_scaling", {"kind": []}, r"kind=\[\] is of no use"),
     ("plain", "config.rope_scaling", {}, "rope_scaling: 'kind' is missing"),
     ("plain", "config.head_dim", DELETED, "config: 'head_dim' is missing"),

@@ -10,8 +10,7 @@ from types import SimpleNamespace
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from absl import flags
-from commands import SCRIPTS
+from commands import SCRIPTS, script_module
 from conftest import slow, xla_flags
 
 sys.path.append(str(SCRIPTS))
@@ -26,12 +25,8 @@ DEBUG = SIZES["debug"]
 
 @pytest.fixture(scope="module")
 def bench():
-    import bench_accelerator
-
-    yield bench_accelerator
-    # Other scripts have flags of the same names.
-    for flag in flags.FLAGS.flags_by_module_dict()["bench_accelerator"]:
-        delattr(flags.FLAGS, flag.name)
+    with script_module("bench_accelerator") as module:
+        yield module
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from commands import SCRIPTS
+from commands import SCRIPTS, script_module
 from conftest import slow, tiny_config, xla_flags
 
 from specjax.loading.load import random_model
@@ -30,9 +30,8 @@ def check(out, *arguments):
 
 @pytest.fixture(scope="module")
 def run_stage():
-    import check_accelerator
-
-    return check_accelerator.run_stage
+    with script_module("check_accelerator") as module:
+        yield module.run_stage
 
 
 def test_stages_that_fail_or_hang_are_said(run_stage, tmp_path):
