@@ -27,9 +27,13 @@ def get_config(size=""):
     config.eagle.version = 3
     config.eagle.draft_vocab_size = 8192  # the commonest tokens of the data; V = all
     config.eagle.taps = ()  # target features; () = the inputs of layers 2, L/2 and L - 3
-    config.eagle.start = "target"  # target: its last layer and its head where they fit | random
+    # Of attention; as many as the target's by default, at most the query heads.
+    config.eagle.num_kv_heads = config_dict.placeholder(int)
+    # target: its last layer and its head beside random weights | last_layer: these alone | random
+    config.eagle.start = "target"
     config.eagle.fc_bias = False
     config.eagle.own_embedding = False
+    config.eagle.own_head = True  # False: logits by the target's output layer, frozen
     config.eagle.norm_before_residual = False
     config.eagle.norm_before_fc = False
     config.eagle.fc_norm = False

@@ -141,6 +141,7 @@ def test_parts_that_do_not_fit_are_refused(change, says, tiny):
         ({"version": 1}, "version 1 reads one feature"),
         ({"version": 1, "norm_output": True}, "norm_output=True: version 1 has no such part"),
         ({"version": 1, "taps": ("final_norm",), "target_hidden_size": 8}, "as wide as its target"),
+        ({"own_head": False, "target_hidden_size": 8}, "hidden_size=24: must be as wide as its"),
     ],
 )
 def test_senseless_configs_are_refused(changes, says, tiny):

@@ -23,7 +23,7 @@ from specjax.errors import InputError
 from specjax.files.folder_checksums import MARKER
 from specjax.loading.head_formats import read_foreign, shared_with_target, write_foreign
 from specjax.loading.head_formats.read_write import whole_vocabulary
-from specjax.loading.heads.head import check_same
+from specjax.loading.heads.head import check_same, read_head, save_head
 from specjax.loading.load import random_model
 from specjax.models.heads.block import Block
 from specjax.models.heads.medusa import Medusa
@@ -60,7 +60,10 @@ FORMS = {
         "dspark",
         lambda t: block_head(t, markov_rank=3, sample_from_anchor=True, confidence=True),
     ),
-    "eagle3_norm_before_fc": ("eagle3", lambda t: eagle_head(t, norm_before_fc=True)),
+    "eagle3_norm_before_fc": (
+        "eagle3",
+        lambda t: eagle_head(t, norm_before_fc=True, num_kv_heads=4),
+    ),
 }
 
 
@@ -102,6 +105,22 @@ def test_projections_are_written_as_heads_of_their_own(ids, tiny, tmp_path):
     params = {"blocks": head.params["blocks"]}
     plain = dataclasses.replace(head, config=without, params=params)
     assert np.abs(draft_logits(plain, tiny) - wanted).max() > 0.1
+
+
+@pytest.mark.parametrize(("form", "vocabulary"), [("eagle3", VOCABULARY), ("speculators", None)])
+def test_columns_of_the_targets_head_are_written_out(form, vocabulary, tiny, tmp_path):
+    head = eagle_head(tiny, vocabulary=vocabulary, own_head=False)
+    path = written_head(tmp_path, head, form, tiny)
+    rows = shared_with_target.target_head(tiny)
+    rows = rows if vocabulary is None else rows[head.draft_ids]
+    np.testing.assert_array_equal(load_file(path / "model.safetensors")["lm_head.weight"], rows)
+    again = read_foreign(path, tiny)
+    assert again.config.own_head
+    np.testing.assert_array_equal(draft_logits(again, tiny), draft_logits(head, tiny))
+    # specjax's own layout has none.
+    save_head(head, tmp_path / "own")
+    check_same(head, read_head(tmp_path / "own"), "own")
+    assert "head" not in head.params
 
 
 def test_the_comparison_sees_one_changed_weight(tiny):

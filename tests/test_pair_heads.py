@@ -45,6 +45,7 @@ FORMS = {
         norm_output=True,
         own_embedding=True,
     ),
+    "eagle3_borrowed": dict(vocabulary=40, own_head=False, num_kv_heads=4),
     "mtp": dict(),
     "mtp_2": dict(num_modules=2, vocabulary=40, concat="hidden_first", zero_first_embedding=True),
     "mtp_3": dict(num_modules=3, hidden="pre_norm", recursion="raw"),
@@ -66,7 +67,8 @@ def plain(tiny):
     [
         # As trees, EAGLE-3's are in test_tree_drafters; modules of a model in test_mtp_checkpoints.
         "eagle_bias_reduced",
-        *slow("eagle", "eagle3", "eagle3_reduced", "eagle3_flags", "mtp", "mtp_2", "mtp_3"),
+        *slow("eagle", "eagle3", "eagle3_reduced", "eagle3_flags", "eagle3_borrowed"),
+        *slow("mtp", "mtp_2", "mtp_3"),
     ],
 )
 def test_coupled_rows_are_those_of_plain_decoding(form, tiny, plain):
@@ -124,7 +126,9 @@ def session_of(tiny, drafter, new_tokens=14):
     return make_session(tiny, PROMPTS, drafter=drafter, **options)
 
 
-@pytest.mark.parametrize("form", ["mtp_2", *slow("eagle3_flags", "eagle", "mtp", "mtp_3")])
+@pytest.mark.parametrize(
+    "form", ["mtp_2", *slow("eagle3_flags", "eagle3_borrowed", "eagle", "mtp", "mtp_3")]
+)
 def test_the_state_equals_a_fresh_one_after_every_round(form, tiny):
     session = session_of(tiny, drafter_of(form, tiny, spread=0.3), new_tokens=24)
     state = first_state(session)

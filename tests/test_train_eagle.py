@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import logging
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,8 @@ import pytest
 from conftest import slow, tiny_config
 from flax.core import meta
 from test_forms import products_of
-from tiny_models import eagle_config, eagle_head
+from test_train_fields import of_file
+from tiny_models import SOME, eagle_config, eagle_head
 from toy_training import two_rows, with_features
 
 from specjax.cache import commit
@@ -21,6 +23,7 @@ from specjax.models.decoder import check_features
 from specjax.models.heads.eagle import Eagle
 from specjax.models.heads.shared_parameters import share
 from specjax.models.layers.decoder_layer import embed
+from train import eagle as command
 from train.methods import eagle as losses
 from train.methods.eagle import EagleLoss, eagle_method, from_target
 from train.methods.unroll import unroll
@@ -35,7 +38,8 @@ FLAGS = dict(
 def made(tiny, version=3, seed=0, **flags):
     head = eagle_head(tiny, version, seed=seed, **flags)
     ids = None if head.draft_ids is None else jnp.asarray(head.draft_ids)
-    params = {**head.params, "shared": share(tiny.params, ids, head=version == 1)}
+    shared = share(tiny.params, ids, head=head.config.shares_output)
+    params = {**head.params, "shared": shared}
     names = tuple(dict.fromkeys((*head.config.taps, "final_norm")))
     batch = with_features(tiny, two_rows(tiny.config.vocab_size), names)
     return Eagle(head.config, jnp.dtype("float32")), params, ids, batch
@@ -165,6 +169,7 @@ def slow_loss(head, params, tiny, ids, batch, loss):
     [
         (3, dict(vocabulary=50), EagleLoss(steps=3, decay=0.8)),
         (1, {}, EagleLoss(steps=1, cross_entropy=0.1, feature=1.0)),
+        (3, dict(vocabulary=50, own_head=False, num_kv_heads=4), EagleLoss(steps=2)),
     ],
 )
 def test_the_loss_is_its_definition(version, flags, loss, tiny):
@@ -267,6 +272,72 @@ def test_it_starts_as_the_targets_last_layer(version, tiny):
     )
     with pytest.raises(InputError, match="use start=random"):
         from_target(params, tiny, wider, None)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def first_logits(head, params, batch):
+    """The logits of the first draft step at each label."""
+    (step,) = unroll(head, params, batch, taps_of(head, batch), 1)
+    return head.logits(params, step.output)
+
+
+@pytest.mark.parametrize(
+    ("taps", "flags"),
+    [((2, 0), {}), ((0, 1, 2), dict(vocabulary=len(SOME), own_head=False, num_kv_heads=4))],
+)
+def test_the_last_layer_alone_has_the_targets_logits(taps, flags, tiny):
+    """Those at the label's row, though the embedding of the token after it is read as well."""
+    config = dataclasses.replace(
+        eagle_config(tiny, **flags), taps=tuple(f"layer_input:{layer}" for layer in taps)
+    )
+    head = Eagle(config, jnp.dtype("float32"))
+    ids = SOME if flags else np.arange(61)
+    batch = with_features(tiny, two_rows(61), (*config.taps, "final_norm"))
+    rows = np.maximum(np.asarray(batch.labels) - 2, 0)
+    features = np.take_along_axis(np.asarray(batch.features["final_norm"]), rows[..., None], 1)
+    wanted = features @ np.asarray(tiny.params["head"]["kernel"])[:, ids]
+
+    def logits(exactly):
+        random = meta.unbox(head.init(jax.random.key(0)))
+        params = from_target(random, tiny, config, ids if flags else None, exactly=exactly)
+        params["shared"] = share(tiny.params, jnp.asarray(ids), head=config.shares_output)
+        return first_logits(head, params, batch)
+
+    np.testing.assert_allclose(logits(True), wanted, atol=2e-5, rtol=2e-4)
+    # The weights that start=target leaves random are seen.
+    assert np.abs(logits(False) - wanted).max() > 0.1
+
+
+def test_what_a_start_from_the_target_refuses(tiny, caplog):
+    config = eagle_config(tiny)
+
+    def start(exactly=True, **changes):
+        changed = dataclasses.replace(config, **changes)
+        params = meta.unbox(Eagle(changed, jnp.dtype("float32")).init(jax.random.key(0)))
+        return from_target(params, tiny, changed, None, exactly=exactly)
+
+    for changes, said in (
+        (dict(norm_before_residual=True), "norm_before_residual=True changes the layer's input"),
+        (dict(version=1, taps=("final_norm",)), "no tap is the input of a layer; use start=target"),
+        (
+            dict(exactly=False, decoder=dataclasses.replace(config.decoder, num_kv_heads=1)),
+            "num_kv_heads=1: start=target repeats the target's 2; use a multiple",
+        ),
+    ):
+        with pytest.raises(InputError, match=said):
+            start(**changes)
+    with caplog.at_level(logging.WARNING):
+        fc = np.asarray(start(taps=("layer_input:1", "layer_input:0"))["fc"]["kernel"])
+    np.testing.assert_array_equal(fc, np.eye(48, 24))
+    (line,) = caplog.messages
+    assert "lack layer_input:2, the input of the last layer" in line
+
+
+def test_key_value_heads_that_do_not_divide_the_query_heads(tiny):
+    config = of_file("train_eagle3", command, **{"eagle.num_kv_heads": 3})
+    said = "eagle.num_kv_heads=3: must divide the 4 query heads of random-0; use a divisor"
+    with pytest.raises(InputError, match=said):
+        command.make_method(tiny, lambda size: SOME, config)
 
 
 def test_an_embedding_of_its_own_starts_as_the_targets(tiny):

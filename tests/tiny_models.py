@@ -43,10 +43,14 @@ def bigrams(vocab):
     return Tabular(vocab), 1.2 * jax.random.normal(jax.random.key(0), (vocab, vocab))
 
 
-def eagle_config(target, version=3, vocabulary=None, **flags):
+def eagle_config(target, version=3, vocabulary=None, num_kv_heads=None, **flags):
     taps = ("final_norm",) if version == 1 else default_taps(target.config.num_layers)
     return EagleConfig(
-        decoder=dataclasses.replace(target.config, num_layers=1),
+        decoder=dataclasses.replace(
+            target.config,
+            num_layers=1,
+            num_kv_heads=num_kv_heads or target.config.num_kv_heads,
+        ),
         version=version,
         target_hidden_size=target.config.hidden_size,
         draft_vocab_size=vocabulary or target.config.vocab_size,

@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 from typing import Annotated
 
 from specjax.cli.command import use_compilation_cache
-from specjax.fields import Items, Text, Whole
+from specjax.errors import InputError
+from specjax.fields import Items, Text, Whole, optional
 from specjax.loading.model import Model
 from specjax.models.decoder import check_features
 from specjax.models.heads.eagle import EagleConfig, default_taps
@@ -45,12 +46,22 @@ class EagleSection:
     """The target features that it reads; () for the inputs of layers 2, L/2 and L - 3 (EAGLE-3) or
     the final norm (EAGLE).
     """
+    num_kv_heads: Annotated[int | None, optional(Whole(1))]
+    """The number of key/value heads of its attention, a divisor of the query heads; those of the
+    target by default.
+    """
     start: Annotated[str, START]
-    """The initial weights: the target's last layer and output layer, or random ones."""
+    """The initial weights: the target's last layer and output layer beside random weights (target),
+    nothing else (last_layer), or random ones.
+    """
     fc_bias: bool
     """Whether the layer that joins features has a bias."""
     own_embedding: bool
     """Whether the head trains an embedding of its own."""
+    own_head: bool
+    """Whether the head trains an output layer of its own; otherwise, and always in EAGLE, it uses
+    the target's.
+    """
     norm_before_residual: bool
     """Whether the residual is taken after the norm."""
     norm_before_fc: bool
@@ -82,14 +93,22 @@ def make_method(
     """
     options = dict(vars(config.eagle))
     start, size = options.pop("start"), options.pop("draft_vocab_size")
-    taps = options.pop("taps")
+    taps, num_kv_heads = options.pop("taps"), options.pop("num_kv_heads")
     if not taps:
         version_1 = options["version"] == 1
         taps = ("final_norm",) if version_1 else default_taps(target.config.num_layers)
     check_features(taps, target.config.num_layers)
+    decoder = target.config.llama_layers(1)
+    if num_kv_heads is not None:
+        if decoder.num_heads % num_kv_heads:
+            raise InputError(
+                f"eagle.num_kv_heads={num_kv_heads}: must divide the {decoder.num_heads} query "
+                f"heads of {target.name}; use a divisor"
+            )
+        decoder = replace(decoder, num_kv_heads=num_kv_heads)
     draft_ids = vocabulary(size)
     shape = EagleConfig(
-        decoder=target.config.llama_layers(1),
+        decoder=decoder,
         target_hidden_size=target.config.hidden_size,
         draft_vocab_size=target.config.vocab_size if draft_ids is None else len(draft_ids),
         taps=taps,

@@ -7,7 +7,7 @@ several draft steps that read the head's own outputs ("training-time test").
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import jax
@@ -22,6 +22,7 @@ from specjax.fields import Choice, Number, Whole
 from specjax.loading.head_formats.shared_with_target import target_embedding
 from specjax.loading.heads.head import Head, TargetMetadata
 from specjax.loading.model import Model
+from specjax.loading.user_messages import note
 from specjax.models.heads.eagle import Eagle, EagleConfig
 from specjax.models.heads.shared_parameters import share
 from train.data.batches import Batch
@@ -29,11 +30,13 @@ from train.methods.blockwise_loss import Scoring, Teacher, score_drafts
 from train.methods.losses import LabelLoss, LossName, Truth, smooth_l1, soft_cross_entropy
 from train.methods.method import Measures, Method, measure
 from train.methods.packed_rows import ahead, at_rows, label_ahead
-from train.methods.target_layers import last_layer
+from train.methods.target_layers import last_layer, with_kv_heads
 from train.methods.unroll import unroll
 
-START = Choice(("target", "random"))
-"""The initial weights of a new head."""
+START = Choice(("target", "last_layer", "random"))
+"""The initial weights of a new head: copies of the target's beside random weights, exactly the
+target's last layer and output head (`from_target`), or random weights alone.
+"""
 
 
 @dataclass(frozen=True)
@@ -83,8 +86,8 @@ def eagle_method(
 ) -> Method:
     """Return a method that trains an EAGLE head for a frozen target.
 
-    `draft_ids` are the token ids that the head drafts, None for all. `start` is "target" (copy the
-    target's weights that fit) or "random"; `multiply` is the dtype of products.
+    `draft_ids` are the token ids that the head drafts, None for all. `start` is one of `START`;
+    `multiply` is the dtype of products.
     """
     head = Eagle(config, jnp.dtype(jnp.float32), multiply)
     ids = None if draft_ids is None else jnp.asarray(draft_ids)
@@ -92,7 +95,9 @@ def eagle_method(
 
     def init(key: Key[Array, ""]) -> dict[str, Any]:
         params = meta.unbox(head.init(key))
-        return params if start == "random" else from_target(params, target, config, draft_ids)
+        if start == "random":
+            return params
+        return from_target(params, target, config, draft_ids, exactly=start == "last_layer")
 
     def loss_of(
         params: Any, target_params: Any, batch: Batch, key: Key[Array, ""] | None
@@ -108,40 +113,95 @@ def eagle_method(
 
 
 def from_target(
-    params: dict[str, Any], target: Model, config: EagleConfig, draft_ids: np.ndarray | None
+    params: dict[str, Any],
+    target: Model,
+    config: EagleConfig,
+    draft_ids: np.ndarray | None,
+    *,
+    exactly: bool = False,
 ) -> dict[str, Any]:
     """Return random parameters in which those of the target's last layer and head are copied.
 
     The layer's inputs are wider than the target's: the part that reads the feature starts as the
     target's projection, and the part that reads the embedding stays random. The fusion of taps
-    starts as the last tap. Raises InputError if the head's layer has another shape than the
-    target's.
+    starts as the last tap, added to random weights. More key/value heads than the target's are
+    copies of its own.
+
+    With `exactly` the random weights are zero: the fusion returns the latest of the taps that are
+    layers' inputs, and attention reads only it. If that is the input of the last layer, then the
+    head's first draft step at position t has the target's own logits at t, which predict x_{t+1},
+    for the tokens that it drafts; the step is trained to predict x_{t+2}. (A bias of attention's
+    output, which a head has no room for, is left out.) With an earlier layer's input, which a line
+    on stderr names, the layers between are left out.
+
+    Raises InputError if the head's layer has another shape than the target's, and with `exactly`
+    for version 1 and for norms that the target lacks.
     """
+    start = f"start={'last_layer' if exactly else 'target'}"
     shape = target.config.llama_layers(1)
     if (other := target.config.unlike_llama) is not None:
-        raise InputError(f"start='target': the target's layers have {other}; use start=random")
-    if config.decoder != shape:
-        raise InputError("start='target': the head's layer has another shape; use start=random")
+        raise InputError(f"{start}: the target's layers have {other}; use start=random")
+    num_kv_heads = config.decoder.num_kv_heads
+    if num_kv_heads % shape.num_kv_heads:
+        raise InputError(
+            f"num_kv_heads={num_kv_heads}: {start} repeats the target's {shape.num_kv_heads}; use "
+            "a multiple of them, or start=random"
+        )
+    if config.decoder != replace(shape, num_kv_heads=num_kv_heads):
+        raise InputError(f"{start}: the head's layer has another shape; use start=random")
     last = last_layer(target)
     width = shape.hidden_size
     layer = {**params["layer"], "mlp": last["mlp"], "mlp_norm": last["mlp_norm"]}
-    qkv = np.array(params["layer"]["attention"]["qkv"]["kernel"])
-    qkv[-width:] = last["attention"]["qkv"]["kernel"]
     attention = last["attention"]
-    layer["attention"] = {**attention, "qkv": {**attention["qkv"], "kernel": qkv}}
-    fc = np.array(params["fc"]["kernel"])
-    fc[-width:] += np.eye(width, dtype=np.float32)
+    copied = with_kv_heads(attention["qkv"], shape, num_kv_heads)
+    qkv, fc = (
+        np.array(kernel) * (not exactly)
+        for kernel in (params["layer"]["attention"]["qkv"]["kernel"], params["fc"]["kernel"])
+    )
+    qkv[-width:] = copied["kernel"]
+    layer["attention"] = {
+        "qkv": {**copied, "kernel": qkv},
+        "output": {"kernel": attention["output"]["kernel"]},
+    }
+    tap = _latest_input(config, target) if exactly else len(fc) // width - 1
+    fc[tap * width : (tap + 1) * width] += np.eye(width, dtype=np.float32)
     params = {**params, "layer": layer, "fc": {**params["fc"], "kernel": fc}}
     if config.version == 3:
         layer["hidden_norm"] = last["attention_norm"]
         layer["embedding_norm"] = last["attention_norm"]
         params["final_norm"] = {"scale": np.asarray(target.params["final_norm"]["scale"])}
+    if not config.shares_output:
         kernel = np.asarray(target.params["head"]["kernel"], np.float32)
         kernel = kernel if draft_ids is None else kernel[:, draft_ids]
         params["head"] = {"kernel": kernel}
     if config.own_embedding:
         params["embed"] = {"embedding": target_embedding(target)}
     return jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), params)
+
+
+def _latest_input(config: EagleConfig, target: Model) -> int:
+    """Return the index of the tap that is the input of the latest layer.
+
+    Raises InputError if no tap is a layer's input, or if the head cannot pass it on unchanged.
+    """
+    remedy = "use start=target or random"
+    for flag in ("norm_before_residual", "norm_before_fc", "fc_norm"):
+        if getattr(config, flag):
+            raise InputError(f"start=last_layer: {flag}=True changes the layer's input; {remedy}")
+    layers = {
+        int(name.partition(":")[2]): index
+        for index, name in enumerate(config.taps)
+        if name.startswith("layer_input:")
+    }
+    if not layers:
+        raise InputError(f"start=last_layer: no tap is the input of a layer; {remedy}")
+    latest, last = max(layers), target.config.num_layers - 1
+    if latest < last:
+        note(
+            f"start=last_layer: the taps lack layer_input:{last}, the input of the last layer, "
+            f"which starts from layer_input:{latest} instead"
+        )
+    return layers[latest]
 
 
 def eagle_loss(
@@ -178,7 +238,7 @@ def eagle_loss(
     name, part = loss.part
     plan = Scoring(
         parts=((part, loss.cross_entropy),),
-        trains_kernel=head.config.version == 3,
+        trains_kernel=not head.config.shares_output,
         multiply=head.multiply,
     )
     total, scores = score_drafts(

@@ -11,6 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.loading.model import Model
+from specjax.models.config import DecoderConfig
+from specjax.models.joined_kernels import in_parts, with_joined
+from specjax.models.parameter_table import attention_table
 
 
 def some_layers(target: Model, layers: Sequence[int]) -> dict[str, Any]:
@@ -40,3 +43,20 @@ def last_layer(target: Model) -> dict[str, Any]:
     """Return the parameters of a model's last layer, in float32."""
     last = some_layers(target, [target.config.num_layers - 1])
     return jax.tree.map(lambda leaf: leaf[0], last["layers"])
+
+
+def with_kv_heads(qkv: dict[str, Any], config: DecoderConfig, num_kv_heads: int) -> dict[str, Any]:
+    """Return the joined kernel of queries, keys and values with more key/value heads.
+
+    `qkv` is that of a layer of `config`, whose key/value heads are repeated, so that attention
+    computes the same. `num_kv_heads` is a multiple of their number that divides the query heads.
+    """
+    copies = num_kv_heads // config.num_kv_heads
+    split = in_parts({"qkv": qkv}, config)
+    for name in ("key", "value"):
+        for kind, leaf in split[name].items():
+            heads = leaf.reshape(*leaf.shape[:-1], -1, config.head_dim)
+            split[name][kind] = jnp.repeat(heads, copies, axis=-2).reshape(*leaf.shape[:-1], -1)
+    more = dataclasses.replace(config, num_kv_heads=num_kv_heads)
+    table = {"qkv": attention_table(more, config.hidden_size)["qkv"]}
+    return with_joined(split, table, more)["qkv"]

@@ -9,6 +9,7 @@ Rotary dimensions are in two halves, as in transformers and specjax.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -226,11 +227,12 @@ def write_eagle3(
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """Return the config and tensors of an EAGLE-3 head, in SafeAILab's or speculators' layout.
 
-    Flags and taps without a name in SafeAILab's code get vLLM's names. Raises InputError for parts
-    that neither layout has.
+    `head` has an output head of its own (`with_own_head`). Flags and taps without a name in
+    SafeAILab's code get vLLM's names. Raises InputError for parts that neither layout has.
     """
     config, form = head.config, "speculators" if speculators else "eagle3"
     assert isinstance(config, EagleConfig)
+    assert not config.shares_output
     if config.fc_bias:
         raise InputError(f"format={form!r}: the layout has no fc.bias, and this head has one")
     _check_norms(f"format={form!r}", config)
@@ -270,6 +272,25 @@ def write_eagle3(
         "tie_word_embeddings": False,
         "torch_dtype": layer["torch_dtype"],
     }, tensors
+
+
+def with_own_head(head: Head, target: Model) -> Head:
+    """Return a head that stores the columns of the target's output head that it uses.
+
+    Columns keep the target's dtype, so that the logits are the same. A head that has an output head
+    of its own is returned unchanged.
+    """
+    config = head.config
+    assert isinstance(config, EagleConfig)
+    if not config.shares_output:
+        return head
+    rows = shared_with_target.target_head(target)
+    rows = rows if head.draft_ids is None else rows[head.draft_ids]
+    return replace(
+        head,
+        config=replace(config, own_head=True),
+        params={**head.params, "head": {"kernel": rows.T}},
+    )
 
 
 def _check_norms(where: str, config: EagleConfig) -> None:

@@ -94,7 +94,8 @@ def write_foreign(
 ) -> None:
     """Write a head in another tool's layout, atomically, in place of an earlier export.
 
-    Tensors keep the head's dtype; Medusa's projections are multiplied out in float32. `layer_ids`
+    Tensors keep the head's dtype; Medusa's projections are multiplied out in float32, and EAGLE-3's
+    columns of the target's output head are written in the target's dtype. `layer_ids`
     says whether the config's ids number inputs (EAGLE, vLLM) or outputs of layers (SpecForge,
     SGLang). The new directory is read back and compared bit by bit before it replaces another.
     Raises InputError for a head that the layout cannot express, a head of another target, and a
@@ -112,6 +113,7 @@ def write_foreign(
     elif format in _BLOCKS:
         config, tensors = block.write(head)
     else:
+        head = eagle.with_own_head(head, target)
         config, tensors = eagle.write_eagle3(head, layer_ids, speculators=format == "speculators")
     noted = _Notes(head.target, head.training, layer_ids)
     notes = {_NOTES: json.dumps(dataclasses.asdict(noted))}

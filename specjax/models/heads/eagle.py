@@ -2,8 +2,8 @@
 
 EAGLE-1 (Li et al. 2401.15077) reads concat(embedding, feature) through a linear layer and uses the
 target's output head. EAGLE-3 (Li et al. 2503.01840) fuses features of three layers, attends to
-concat(norm(embedding), norm(feature)) and has its own output head. The head's input at position t
-is the pair (x_{t+1}, f_t), and its output there predicts x_{t+2}.
+concat(norm(embedding), norm(feature)) and usually has its own output head. The head's input at
+position t is the pair (x_{t+1}, f_t), and its output there predicts x_{t+2}.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ class EagleConfig:
     the target's features that the head reads, each of width `target_hidden_size` (Dt);
     `draft_vocab_size` (Vd) is the number of logits. Flags of version 3: `norm_before_residual` (the
     residual is the normed feature), `norm_before_fc` (one norm over all taps), `fc_norm` (a norm
-    per tap), `norm_output` (the normed output is fed back), `own_embedding`. Raises InputError for
-    inconsistent sizes or flags.
+    per tap), `norm_output` (the normed output is fed back), `own_embedding`, and `own_head`; heads
+    without these, as all of version 1, use the target's. Raises InputError for inconsistent sizes
+    or flags.
     """
 
     decoder: DecoderConfig
@@ -44,6 +45,7 @@ class EagleConfig:
     taps: tuple[str, ...]
     fc_bias: bool = False
     own_embedding: bool = False
+    own_head: bool = True
     norm_before_residual: bool = False
     norm_before_fc: bool = False
     fc_norm: bool = False
@@ -66,11 +68,11 @@ class EagleConfig:
                 raise InputError(f"{set_flags[0]}=True: version 1 has no such part; leave it out")
             if self.taps != ("final_norm",):
                 raise InputError(f"taps={self.taps}: version 1 reads one feature, final_norm")
-            if self.target_hidden_size != self.decoder.hidden_size:
-                raise InputError(
-                    f"hidden_size={self.decoder.hidden_size}: version 1 must be as wide as its "
-                    f"target, {self.target_hidden_size}, whose head it uses"
-                )
+        if self.shares_output and self.target_hidden_size != self.decoder.hidden_size:
+            raise InputError(
+                f"hidden_size={self.decoder.hidden_size}: must be as wide as its target, "
+                f"{self.target_hidden_size}, whose output head it uses"
+            )
 
     @property
     def attention_width(self) -> int:
@@ -80,7 +82,7 @@ class EagleConfig:
     @property
     def shares_output(self) -> bool:
         """Whether logits are computed with the target's output head, from this head's features."""
-        return self.version == 1
+        return self.version == 1 or not self.own_head
 
     @property
     def num_modules(self) -> int:
@@ -105,6 +107,7 @@ class EagleConfig:
         }
         if self.version == 3:
             layer["embedding_norm"] = layer["hidden_norm"] = table["final_norm"] = norm()
+        if not self.shares_output:
             table["head"] = linear(width, self.draft_vocab_size, axes=("embed", "vocab"))
         if self.norm_before_fc:
             table["input_norm"] = norm(taps)
@@ -134,7 +137,8 @@ def default_taps(num_layers: int) -> tuple[str, ...]:
 class Eagle(PairHead):
     """An EAGLE head as plain functions of its parameters; hashable.
 
-    "shared" holds the target's embedding and, for version 1, the columns of its output head.
+    "shared" holds the target's embedding and, for a config that `shares_output`, the columns of its
+    output head.
     """
 
     config: EagleConfig
@@ -207,5 +211,5 @@ class Eagle(PairHead):
 
         It is the head's own, or columns of the target's output head.
         """
-        source = params["head"] if self.config.version == 3 else params["shared"]["draft_head"]
-        return source["kernel"]
+        shares = self.config.shares_output
+        return (params["shared"]["draft_head"] if shares else params["head"])["kernel"]
