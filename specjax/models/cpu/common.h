@@ -15,6 +15,9 @@
 #include <immintrin.h>
 #define SPECJAX_AVX2 1
 #endif
+#if defined(__AVX512F__)
+#define SPECJAX_AVX512 1
+#endif
 
 #include "xla/ffi/api/ffi.h"
 

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <memory>
 #include <vector>
 
@@ -14,16 +15,47 @@
 
 namespace {
 
-using specjax::kLanes;
-using specjax::load;
-using specjax::multiply_add;
-using specjax::store;
-using specjax::sum;
-using specjax::Vector;
+#ifdef SPECJAX_AVX512
+constexpr int kLanes = 16, kRegisters = 32;
+#else
+constexpr int kLanes = specjax::kLanes, kRegisters = 16;
+#endif
+
+typedef float Vector __attribute__((vector_size(4 * kLanes)));
+typedef float UnalignedVector __attribute__((vector_size(4 * kLanes), aligned(4)));
+
+inline Vector load(const float* from) { return *reinterpret_cast<const UnalignedVector*>(from); }
+
+inline Vector multiply_add(Vector a, Vector b, Vector c) {
+#ifdef SPECJAX_AVX512
+  return (Vector)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#else
+  return specjax::multiply_add(a, b, c);
+#endif
+}
+
+inline float sum(Vector v) {
+#ifdef SPECJAX_AVX512
+  specjax::Vector low, high;
+  std::memcpy(&low, &v, sizeof(low));
+  std::memcpy(&high, reinterpret_cast<const float*>(&v) + specjax::kLanes, sizeof(high));
+  return specjax::sum(low + high);
+#else
+  return specjax::sum(v);
+#endif
+}
 
 constexpr int kGroup = 32;
 constexpr int kParts = kGroup / kLanes;
-constexpr int64_t kMostInRegisters = 24;  // tokens; of more, weights are unpacked into memory
+constexpr int kMostTokens = 8, kMostRows = 4;  // whose sums are in registers at a time
+
+// How many rows of a kernel are read at a time for so many tokens, so that the sums fit into
+// registers beside a group's weights.
+constexpr int rows_for(int tokens) {
+  int rows = kMostRows;
+  while (rows > 1 && rows * tokens + kParts + 2 > kRegisters) rows /= 2;
+  return rows;
+}
 
 // A kernel's arrays from its first row on.
 struct Kernel {
@@ -38,7 +70,25 @@ template <int kBits>
 inline void unpack(const Kernel& kernel, int64_t group, Vector* weights) {
   const uint8_t* values = kernel.values + group * (kGroup * kBits / 8);
   const float scale = kernel.scales[group];
-#ifdef SPECJAX_AVX2
+#ifdef SPECJAX_AVX512
+  const __m512 scales = _mm512_set1_ps(scale);
+  const __m128i* bytes = reinterpret_cast<const __m128i*>(values);
+  const auto floats = [](__m128i integers) {
+    return _mm512_cvtepi32_ps(kBits == 4 ? _mm512_cvtepu8_epi32(integers)
+                                         : _mm512_cvtepi8_epi32(integers));
+  };
+  if constexpr (kBits == 4) {
+    const __m512 minimum = _mm512_set1_ps(kernel.minimums[group]);
+    const __m128i both = _mm_loadu_si128(bytes), mask = _mm_set1_epi8(15);
+    const __m128i low = _mm_and_si128(both, mask);
+    const __m128i high = _mm_and_si128(_mm_srli_epi16(both, 4), mask);
+    weights[0] = (Vector)_mm512_fmadd_ps(floats(low), scales, minimum);
+    weights[1] = (Vector)_mm512_fmadd_ps(floats(high), scales, minimum);
+  } else {
+    weights[0] = (Vector)_mm512_mul_ps(floats(_mm_loadu_si128(bytes)), scales);
+    weights[1] = (Vector)_mm512_mul_ps(floats(_mm_loadu_si128(bytes + 1)), scales);
+  }
+#elif defined(SPECJAX_AVX2)
   const __m256 scales = _mm256_set1_ps(scale);
   if constexpr (kBits == 4) {
     const __m256 minimum = _mm256_set1_ps(kernel.minimums[group]);
@@ -82,7 +132,7 @@ inline void few_tokens(const Kernel& kernel, const float* x, int64_t width, int6
   const int64_t groups = width / kGroup;
   Vector sums[kRows][kTokens] = {};
   for (int64_t group = 0; group < groups; group++) {
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int r = 0; r < kRows; r++) {
       // Rows of 8 bits come from memory half as fast without it.
       __builtin_prefetch(kernel.values + ((row + r + kRows) * groups + group) * (kGroup * kBits / 8));
@@ -102,83 +152,47 @@ inline void few_tokens(const Kernel& kernel, const float* x, int64_t width, int6
       y[token * stride + row + r] = sum(sums[r][token]);
 }
 
-// kRows outputs of kTokens tokens, with weights that lie unpacked in memory.
-template <int kTokens, int kRows>
-inline void unpacked_tile(const float* weights, const float* x, int64_t width, float* y,
-                          int64_t stride) {
-  Vector sums[kRows][kTokens] = {};
-  for (int64_t i = 0; i < width; i += kLanes)
-#pragma GCC unroll 4
-    for (int r = 0; r < kRows; r++) {
-      const Vector weight = load(weights + r * width + i);
-#pragma GCC unroll 4
-      for (int token = 0; token < kTokens; token++)
-        sums[r][token] = multiply_add(weight, load(x + token * width + i), sums[r][token]);
-    }
-  for (int r = 0; r < kRows; r++)
-    for (int token = 0; token < kTokens; token++) y[token * stride + r] = sum(sums[r][token]);
-}
-
-template <int kBits, int kRows>
-void many_tokens(const Kernel& kernel, const float* x, int64_t tokens, int64_t width, int64_t row,
-                 float* y, int64_t stride) {
-  static thread_local std::vector<float> weights;
-  weights.resize(kRows * width);
-  const int64_t groups = kRows * width / kGroup;
-  for (int64_t group = 0; group < groups; group++) {
-    Vector unpacked[kParts];
-    unpack<kBits>(kernel, row * (width / kGroup) + group, unpacked);
-    for (int part = 0; part < kParts; part++)
-      store(weights.data() + group * kGroup + part * kLanes, unpacked[part]);
-  }
-  int64_t token = 0;
-  for (; token + 3 <= tokens; token += 3)
-    unpacked_tile<3, kRows>(weights.data(), x + token * width, width, y + token * stride + row,
-                            stride);
-  for (; token < tokens; token++)
-    unpacked_tile<1, kRows>(weights.data(), x + token * width, width, y + token * stride + row,
-                            stride);
-}
-
-template <int kBits, int kRows>
-void tile(const Kernel& kernel, const float* x, int64_t tokens, int64_t width, int64_t row,
-          float* y, int64_t stride) {
-  // Few rows at a time for many tokens: the sums stay in registers.
-  constexpr int kHalf = kRows > 1 ? kRows / 2 : 1, kOne = 1;
-  const auto in_steps = [&](auto step, auto function) {
-    for (int r = 0; r < kRows; r += step) function(row + r);
-  };
-  switch (tokens) {
-#define SPECJAX_FEW(count, rows)                                                 \
-  case count:                                                                    \
-    return in_steps(rows, [&](int64_t first) {                                   \
-      few_tokens<kBits, count, rows>(kernel, x, width, first, y, stride);        \
-    });
-    SPECJAX_FEW(1, kRows)
-    SPECJAX_FEW(2, kRows)
-    SPECJAX_FEW(3, kHalf)
-    SPECJAX_FEW(4, kHalf)
-    SPECJAX_FEW(5, kHalf)
-    SPECJAX_FEW(6, kOne)
-    SPECJAX_FEW(7, kOne)
-    SPECJAX_FEW(8, kOne)
-#undef SPECJAX_FEW
-    default:
-      break;
-  }
-  if (tokens > kMostInRegisters)
-    return many_tokens<kBits, kRows>(kernel, x, tokens, width, row, y, stride);
-  const int64_t half = tokens / 2;
-  tile<kBits, kRows>(kernel, x, half, width, row, y, stride);
-  tile<kBits, kRows>(kernel, x + half * width, tokens - half, width, row, y + half * stride, stride);
+// All rows from `first` on, for tokens whose sums stay in registers.
+template <int kBits, int kTokens>
+void few_tokens_of_rows(const Kernel& kernel, const float* x, int64_t width, int64_t first,
+                        int64_t last, float* y, int64_t stride) {
+  constexpr int kRows = rows_for(kTokens);
+  int64_t row = first;
+  for (; row + kRows <= last; row += kRows)
+    few_tokens<kBits, kTokens, kRows>(kernel, x, width, row, y, stride);
+  for (; row < last; row++) few_tokens<kBits, kTokens, 1>(kernel, x, width, row, y, stride);
 }
 
 template <int kBits>
 void some_rows(const Kernel& kernel, const float* x, int64_t tokens, int64_t width, int64_t first,
                int64_t last, float* y, int64_t stride) {
-  int64_t row = first;
-  for (; row + 4 <= last; row += 4) tile<kBits, 4>(kernel, x, tokens, width, row, y, stride);
-  for (; row < last; row++) tile<kBits, 1>(kernel, x, tokens, width, row, y, stride);
+  if (tokens > kMostTokens) {
+    // A few rows at a time, so that the second half finds them in the cache.
+    const int64_t half = tokens / 2;
+    for (int64_t row = first; row < last; row += kMostRows) {
+      const int64_t end = std::min<int64_t>(last, row + kMostRows);
+      some_rows<kBits>(kernel, x, half, width, row, end, y, stride);
+      some_rows<kBits>(kernel, x + half * width, tokens - half, width, row, end,
+                       y + half * stride, stride);
+    }
+    return;
+  }
+  switch (tokens) {
+#define SPECJAX_FEW(count)                                                                   \
+  case count:                                                                                \
+    return few_tokens_of_rows<kBits, count>(kernel, x, width, first, last, y, stride);
+    SPECJAX_FEW(1)
+    SPECJAX_FEW(2)
+    SPECJAX_FEW(3)
+    SPECJAX_FEW(4)
+    SPECJAX_FEW(5)
+    SPECJAX_FEW(6)
+    SPECJAX_FEW(7)
+    SPECJAX_FEW(8)
+#undef SPECJAX_FEW
+    default:
+      return;
+  }
 }
 
 struct Piece {
