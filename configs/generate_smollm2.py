@@ -14,7 +14,8 @@ def get_config(size=""):
     config.output = config_dict.placeholder(str)  # the dataset; none = WORKDIR/responses
 
     # A JSONL file ({"prompt"}, {"messages"} or {"turns"} a line), a directory with a TFDS dataset,
-    # or the name of one; none = specjax_corpus, by the section `corpus`.
+    # or the name of one; target_questions = the target asks itself, by the section `questions`;
+    # none = specjax_corpus, by the section `corpus`.
     config.prompts = config_dict.placeholder(str)
     config.tfds = config_dict.ConfigDict()
     config.tfds.data_dir = config_dict.placeholder(str)
@@ -30,6 +31,12 @@ def get_config(size=""):
     config.corpus.wikipedia = "auto"  # auto | true | false: texts beside Python's own
     config.corpus.long = 0.35  # share of long texts, where texts are given
     config.corpus.mix = config_dict.ConfigDict(DEFAULT_MIX)  # a share for each category
+
+    config.questions = config_dict.ConfigDict()
+    config.questions.num_asked = 16_000
+    config.questions.temperature = 1.0
+    config.questions.min_tokens = 5  # shorter ones are left out
+    config.questions.max_tokens = 256  # those that have not ended by then are left out
 
     config.temperatures = (0.0, 0.7, 1.0)  # each for as many prompts
     config.top_k = 0
@@ -52,6 +59,8 @@ def get_config(size=""):
     if size == "debug":
         config.workdir = "build/generate_smollm2_debug"
         config.corpus.num_prompts = 10
+        config.questions.num_asked = 10
+        config.questions.max_tokens = 64
         config.max_prompt_tokens = 200
         config.max_new_tokens = 8
         config.batch_size = 4

@@ -93,6 +93,7 @@ FLAGS = {
 SCRIPTS = {
     "kill_and_resume": {},
     "reproduce_heads": {},
+    "train_accelerator": {"out": "new"},
     "weights_cost": {},
 }
 for name, needed in SCRIPTS.items():

@@ -26,7 +26,7 @@ from train import generate
 from train.data.examples import Example, target_metadata
 from train.data.responses import open_responses
 from train.data.write_responses import write_responses
-from train.generation import answers
+from train.generation import answers, questions
 from train.generation.prompts import read_requests
 from train.generation.saved_answers import SavedAnswers
 
@@ -342,9 +342,114 @@ def test_a_tfds_directory_as_prompts(model_path, tmp_path, tiny, capsys):
     assert "its records cannot be read" in refused_command(generate.main, command, capsys)
 
 
+def test_the_target_asks_itself(model_path, target, tmp_path, capsys):
+    """Stopped while it asks, and while it answers; what is left out is counted."""
+    directory = tmp_path / "run"
+    more = ("num_asked=30", "min_tokens=2", "max_tokens=200")
+    command = [
+        *arguments(model_path, questions.NAME, directory, "--config.chat=true"),
+        *(f"--config.questions.{one}" for one in more),
+    ]
+    assert generate.main([*command, "--config.minutes=1e-9"]) == 0
+    assert "of 30 questions are done" in capsys.readouterr().out
+    assert generate.main(command) == 0
+    assert "resuming: " in capsys.readouterr().out
+    responses = open_responses(directory / "responses")
+    counts = responses.generation["questions"]
+    assert counts["asked"] == 30 == counts["kept"] + sum(counts["left_out"].values())
+    assert counts["kept"] == len(responses) > 2
+    assert 0 < responses.validation.sum() < len(responses)
+    frame = questions.frame_of(target, "auto")
+    asked = SavedAnswers(directory / questions.NAME / "answers.jsonl").read().values()
+    texts = {target.tokenizer.decode(tokens).strip() for tokens in asked}
+    for index in range(len(responses)):
+        prompt = responses[index].tokens[~responses[index].loss_mask].tolist()
+        text = target.tokenizer.decode(prompt).strip()
+        assert text in texts
+        assert prompt == target.tokenizer.encode_chat([{"role": "user", "content": text}])
+        assert tuple(prompt[: len(frame.before)]) == frame.before
+    again = tmp_path / "again"
+    assert generate.main([one.replace(str(directory), str(again)) for one in command]) == 0
+    assert contents(again) == contents(directory)
+
+
+def plain_ids(target):
+    """A function that encodes a text without tokens around it."""
+    return lambda text: target.tokenizer.backend.encode(text, add_special_tokens=False).ids
+
+
+def test_questions_that_are_left_out(target):
+    section = questions.QuestionsSection(20, 1.0, 3, 40)
+    frame = questions.frame_of(target, "auto")
+    assert frame == questions.Frame((0,), (2,), (1, 2))
+    encode = plain_ids(target)
+    text, end = "the quick fox jumps over", [2]
+    good = encode(text)
+    wrong = {
+        "failed": [],
+        "not ended": good,
+        "empty": [*encode(" . , ;"), *end],
+        "too short": [*encode("the"), *end],
+        "too long": [*encode("abcdefghijklmnopqrstuvwxyz" * 2), *end],
+        "special tokens": [*good, 0, *end],
+        "repeats itself": [*encode("ab " * 12), *end],
+        "duplicate": [*encode(text + ","), *end],
+    }
+    others = [f"{text} {letter}" for letter in "abcdefgh"]
+    written = [[*good, *end], *wrong.values(), *([*encode(one), 1] for one in others)]
+    requests, left_out = questions.requests_of(written, target, frame, section, 30)
+    assert left_out == dict.fromkeys(wrong, 1)
+    assert [one.prompt for one in requests] == [text, *others]
+    # Whatever their order.
+    held_out = {one.prompt for one in requests if one.id % 50 == 0}
+    assert 0 < len(held_out) < len(requests)
+    others = questions.requests_of(written[:0:-1] + written[:1], target, frame, section, 30)[0]
+    assert {one.prompt.rstrip(",") for one in others if one.id % 50 == 0} == held_out
+    with pytest.raises(InputError, match="asked nothing of use .1 failed, 1 not ended.; raise"):
+        questions.requests_of([[], good], target, frame, section, 30)
+
+
+def test_questions_that_begin_alike_are_held_out_together(target, monkeypatch):
+    monkeypatch.setattr(questions, "_OPENING", 3)
+    frame, section = questions.frame_of(target, "auto"), questions.QuestionsSection(9, 1.0, 1, 40)
+    encode = plain_ids(target)
+    texts = [f"{opening} {letter}" for opening in ("the", "fox", "jumps") for letter in "abcdef"]
+    written = [[*encode(text), 2] for text in texts]
+    requests, left_out = questions.requests_of(written, target, frame, section, 30)
+    assert not left_out
+    held_out = [one.prompt for one in requests if one.id % 50 == 0]
+    assert len({text[:3] for text in held_out}) == 1
+    assert len(held_out) == 6
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        (None, "has no chat template; use other prompts"),
+        ("{{ messages[0].content | upper }}", "'A question of the user' is in its output 0 times"),
+        ("{{ messages[0].content * 2 }}", "in its output 2 times"),
+        ("{{ messages[0].content }}<|im_end|>", "nothing precedes the user's text"),
+    ],
+)
+def test_no_place_for_a_question(template, said, target):
+    tokenizer = dataclasses.replace(target.tokenizer, chat_template=template)
+    model = dataclasses.replace(target, tokenizer=tokenizer)
+    with pytest.raises(InputError, match=said):
+        questions.frame_of(model, "auto")
+
+
 @pytest.mark.parametrize(
     ("more", "said"),
     [
+        (
+            ["--config.prompts=target_questions", "--config.chat=false"],
+            "chat=false: target_questions are asked by the chat template",
+        ),
+        (
+            ["--config.prompts=target_questions", "--config.questions.max_tokens=600"],
+            "questions.max_tokens=600: ",
+        ),
+        (["--config.questions.min_tokens=300"], "questions.min_tokens=300: no such question ends"),
         (["--config.workdir="], "workdir='' is empty"),
         (["--config.temperatures=()"], "temperatures=(): use a list of at least 1"),
         (["--config.verify=typical"], "verify='typical'"),

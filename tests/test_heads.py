@@ -33,6 +33,10 @@ def test_a_head_comes_back_whole(dtype, tiny, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, again.params, head.params)
     drafter = specjax.make_drafter("eagle3", tiny, tmp_path / "head", draft_p_min=0.5)
     assert drafter.params["fc"]["kernel"].dtype == jnp.float32
+    # The rest is the target's: its embedding, and what its head has of the 20 tokens.
+    size = sum(leaf.size for leaf in jax.tree.leaves(head.params)) + len(head.draft_ids)
+    assert drafter.own_bytes(tiny.params) == 4 * size
+    assert specjax.make_drafter("early_exit", tiny, exit_layer=1).own_bytes(tiny.params) == 0
 
 
 def other(tiny, **changes):

@@ -212,6 +212,18 @@ def test_files_in_spec_benchs_layout(write, tmp_path, capsys, monkeypatch):
     assert not (out / "speedup_by_length.png").exists()
 
 
+def test_the_size_of_drafters_where_it_is_known(write, tmp_path):
+    sized = content("eagle3", "4")
+    sized["run"]["drafter_bytes"] = 12_340_000
+    for name, one, cells in (("with", sized, {"n/a", "12.3"}), ("without", content(), None)):
+        other = content("medusa", "4")
+        paths = write(one=one, other=other)
+        assert report.main([*paths, f"--out={tmp_path / name}", "--nopictures"]) == 0
+        head, *lines = table((tmp_path / name / "report.md").read_text(), "### All tasks together")
+        assert (head[-1] == "MB") == (cells is not None)
+        assert cells in (None, {line[-1] for line in lines})
+
+
 def test_pictures_of_other_kinds(write, tmp_path):
     out = tmp_path / "out"
     assert report.main([*write(a=content()), f"--out={out}", "--formats=svg,pdf"]) == 0

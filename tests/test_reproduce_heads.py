@@ -151,7 +151,7 @@ def test_bad_input(argv, said, script, tmp_path, capsys):
 
 def test_from_the_target_to_an_installed_head(script, tiny, tmp_path, monkeypatch, capsys):
     root, shipped, commands = tmp_path / "w", tmp_path / "shipped", []
-    codes = [0, 0, 0, 3]
+    codes = [0, 0, 0, 0, 0, 3]
 
     def run_child(command):
         commands.append(" ".join(command[1:]))
@@ -170,15 +170,20 @@ def test_from_the_target_to_an_installed_head(script, tiny, tmp_path, monkeypatc
     assert not shipped.exists()
 
     commands.clear()
-    codes += [0, 0, 0, 0]
+    codes += [0, 0, 0, 0, 0, 0]
     assert script.main(argv) == 0
     assert commands == [
         f"-m train.generate --config=configs/generate_smollm2.py:debug "
         f"--config.workdir={root}/generate --config.output={root}/responses",
+        f"-m train.generate --config=configs/generate_smollm2.py:debug "
+        f"--config.prompts=target_questions "
+        f"--config.workdir={root}/ask --config.output={root}/self_asked",
         f"-m train.features --input=there --output={root}/features/0",
         f"-m train.features --input={root}/responses --output={root}/features/1",
+        f"-m train.features --input={root}/self_asked --output={root}/features/2",
         f"-m train.eagle --config=configs/train_eagle3.py:debug "
-        f"--config.data={root}/features/0,{root}/features/1 --config.workdir={root}/eagle3",
+        f"--config.data={root}/features/0,{root}/features/1,{root}/features/2 "
+        f"--config.workdir={root}/eagle3",
     ]
     installed = shipped / head.target.name / "eagle3"
     assert f"wrote {installed}: " in capsys.readouterr().out

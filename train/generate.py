@@ -2,10 +2,10 @@
 
     python -m train.generate --config=configs/generate_smollm2.py --config.workdir=DIRECTORY
 
-Finished answers are saved to the work folder at once, so that the same command resumes where it
-stopped; the dataset is written at the end. Exit codes: 0, also if config.minutes ran out before the
-end; 2 for bad input; 130 after Ctrl-C or SIGTERM. With several processes, only the first prints and
-writes.
+With --config.prompts=target_questions, the target first asks the questions itself. Finished answers
+are saved to the work folder at once, so that the same command resumes where it stopped; the dataset
+is written at the end. Exit codes: 0, also if config.minutes ran out before the end; 2 for bad
+input; 130 after Ctrl-C or SIGTERM. With several processes, only the first prints and writes.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -31,8 +32,9 @@ from specjax.reporting import decode_report
 from train.data.examples import METADATA, target_metadata
 from train.data.responses import open_responses
 from train.data.write_responses import write_responses
-from train.generation import answers
+from train.generation import answers, questions
 from train.generation.answers import AnswersConfig, Job
+from train.generation.prompts import Request
 from train.generation.saved_answers import SavedAnswers, open_answers
 
 CONFIG = "generate_smollm2"
@@ -75,17 +77,22 @@ def generate(config: AnswersConfig, console: Console | None = None) -> int:
         model = processes.together(
             lambda: load_model(config.target, dtype=config.dtype, mesh=mesh, field="target")
         )
-    requests = processes.together(lambda: answers.find_requests(config, screen))
-    job = processes.together(lambda: answers.plan(config, model, requests))
-    processes.agree({"prompts": job.digest})
-    for line in job.remarks:
-        screen.say(line)
-    record = {
-        "config": dict(config.written),
-        "target": target_metadata(model),
-        "prompts": {"count": len(job.rows), "sha256": job.digest},
-    }
+    if config.asks:
+        asking = processes.together(lambda: questions.frame_of(model, config.chat))
+        job = processes.together(lambda: answers.plan_questions(config, model, asking))
+    else:
+        requests = processes.together(lambda: answers.find_requests(config, screen))
+        job = _planned(config, model, requests, screen)
+    record = {"config": dict(config.written), "target": target_metadata(model)}
     with folder_lock.hold(root, _KIND, where):
+        if config.asks:
+            saved = open_answers(root / questions.NAME, record | _identity(job))
+            if not _run(config, model, job, saved, screen, begin):
+                return 0
+            requests, counts = _asked(config, model, asking, saved, screen)
+            record["questions"] = counts
+            job = _planned(config, model, requests, screen)
+        record |= _identity(job)
         saved = open_answers(root, record)
         if processes.from_first((output / METADATA).exists() if writes else False):
             return _already(output, record, screen)
@@ -97,6 +104,43 @@ def generate(config: AnswersConfig, console: Console | None = None) -> int:
         with screen.working(f"writing {output}"):
             processes.together(lambda: _write(job, saved, output, record) if writes else None)
     return _summary(output, screen)
+
+
+def _planned(
+    config: AnswersConfig, model: Model, requests: Sequence[Request], screen: Screen
+) -> Job:
+    """Return the job of answering some prompts, after printing what is left out of it."""
+    job = processes.together(lambda: answers.plan(config, model, requests))
+    for line in job.remarks:
+        screen.say(line)
+    return job
+
+
+def _identity(job: Job) -> dict[str, Any]:
+    """Return what a run records of its prompts, which are the same on all processes."""
+    processes.agree({job.noun: job.digest})
+    return {"prompts": {"count": len(job.rows), "sha256": job.digest}}
+
+
+def _asked(
+    config: AnswersConfig,
+    model: Model,
+    asking: questions.Frame,
+    saved: SavedAnswers,
+    screen: Screen,
+) -> tuple[list[Request], dict[str, Any]]:
+    """Return the saved questions that are of use, and counts for the dataset; print the counts."""
+    found = saved.read() if processes.is_first() else {}
+    written = processes.from_first([found[number] for number in sorted(found)])
+    requests, left_out = processes.together(
+        lambda: questions.requests_of(
+            written, model, asking, config.questions, config.max_prompt_tokens
+        )
+    )
+    counts = {"asked": len(written), "kept": len(requests), "left_out": left_out}
+    said = f"{len(written)} questions asked, {len(requests)} kept"
+    screen.say(f"{said}; left out: {questions.listed(left_out) or 'none'}")
+    return requests, counts
 
 
 def _check_folders(root: Path, where: str, output: Path) -> None:
@@ -125,19 +169,20 @@ def _run(
     screen: Screen,
     begin: float,
 ) -> bool:
-    """Answer the unanswered prompts; return False if the minutes ran out before the end."""
+    """Decode the rows that are not saved; return False if the minutes ran out before the end."""
     answered = processes.from_first(sorted(saved.read()) if processes.is_first() else None)
     answered = set(answered) & {row.request.id for row in job.rows}
     todo = [row for row in job.order if job.rows[row].request.id not in answered]
     total = len(job.rows)
     if answered:
-        screen.say(f"resuming: {total - len(todo)} of {total} prompts are done")
+        screen.say(f"resuming: {total - len(todo)} of {total} {job.noun} are done")
     if not todo:
         return True
     session, engine = processes.together(lambda: answers.open_job(config, model, job))
     screen.say(
-        f"{total} prompts in {session.batch_size} slots, up to {config.max_new_tokens} new tokens, "
-        f"{model.dtype}, on {decode_report.device_name(model.mesh)}"
+        f"{total} {job.noun} in {session.batch_size} slots, up to "
+        f"{job.rows[0].sampling.max_new_tokens} new tokens, {model.dtype}, on "
+        f"{decode_report.device_name(model.mesh)}"
     )
     with screen.working("compiling"):
         engine.compile()
@@ -150,7 +195,7 @@ def _run(
             if processes.from_first(bool(late)) and 0 < keeper.count < len(todo):
                 done = len(answered) + keeper.count
                 screen.say(
-                    f"{config.minutes:g} minutes are over: {done} of {total} prompts are done, "
+                    f"{config.minutes:g} minutes are over: {done} of {total} {job.noun} are done, "
                     f"{total - done} are left; the same command resumes it"
                 )
                 return False

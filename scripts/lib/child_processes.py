@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import IO
 
 from specjax import signals
@@ -20,12 +22,22 @@ GRACE_S = 120.0
 _POLL_S = 0.25
 
 
-def run_child(command: Sequence[str], *, log: IO[str] | None = None) -> int:
+def run_child(
+    command: Sequence[str],
+    *,
+    log: IO[str] | None = None,
+    seconds: float = math.inf,
+    grace_s: float | None = None,
+    folder: Path | None = None,
+    env: Mapping[str, str] | None = None,
+) -> int:
     """Run a command in a process of its own, with its output in `log`; return its exit code.
 
-    Ctrl-C, SIGTERM and a closed terminal reach it as Ctrl-C. It then has GRACE_S seconds to end,
-    after which KeyboardInterrupt is raised. At a second request it is killed. (`subprocess.run`
-    would kill it after a quarter of a second.)
+    Ctrl-C, SIGTERM and a closed terminal reach it as Ctrl-C. It then has `grace_s` seconds (by
+    default GRACE_S) to end, after which KeyboardInterrupt is raised. At a second request it is
+    killed. (`subprocess.run` would kill it after a quarter of a second.) After `seconds` it is
+    stopped in the same way, but nothing is raised; the exit code is negative if it was killed.
+    `folder` is its working directory, and `env` its environment.
     """
     requests: list[int] = []
     # Recorded, not raised, so that nothing ends at a wrong moment.
@@ -36,14 +48,16 @@ def run_child(command: Sequence[str], *, log: IO[str] | None = None) -> int:
             stdout=log,
             stderr=None if log is None else subprocess.STDOUT,
             start_new_session=True,
+            cwd=folder,
+            env=env,
         )
         try:
-            while child.poll() is None and not requests:
+            end = time.monotonic() + seconds
+            while child.poll() is None and not requests and time.monotonic() < end:
                 _wait(child)
-            code = child.poll()
-            if code is None:
+            if child.poll() is None:
                 child.send_signal(signal.SIGINT)
-            end = time.monotonic() + GRACE_S
+            end = time.monotonic() + (GRACE_S if grace_s is None else grace_s)
             while child.poll() is None and len(requests) < 2 and time.monotonic() < end:
                 _wait(child)
         finally:
@@ -51,7 +65,7 @@ def run_child(command: Sequence[str], *, log: IO[str] | None = None) -> int:
             child.wait()
     if requests:
         raise KeyboardInterrupt
-    return code
+    return child.returncode
 
 
 def _wait(child: subprocess.Popen) -> None:

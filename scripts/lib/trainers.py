@@ -24,9 +24,10 @@ TRAINERS = {
     "eagle": Trainer("train.eagle", "configs/train_eagle1.py"),
     "mtp": Trainer("train.mtp", "configs/train_mtp.py", ("--config.mtp.export=head",)),
     "dflash": Trainer("train.block", "configs/train_dflash.py"),
+    "dflash2": Trainer("train.block", "configs/train_dflash2.py"),
     "dspark": Trainer("train.block", "configs/train_dspark.py"),
 }
-"""The kinds of heads that `reproduce_heads.py` trains."""
+"""The heads that `reproduce_heads.py` trains; `dflash2` is a head of the kind `dflash`."""
 
 METHODS = {
     **TRAINERS,

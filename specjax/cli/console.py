@@ -125,6 +125,8 @@ class Screen:
         work that is done.
         """
         line = f"{label}: {rows} of {total} rows, {speed:.1f} tokens/s"
+        if share < self._bar.tasks[self._task].completed:
+            self._bar.reset(self._task)  # other work, of which the times say nothing
         self._bar.update(self._task, description=line, completed=share)
         if self._inside_text:
             return

@@ -356,6 +356,19 @@ class LoadedDrafter(NamedTuple):
         """The name of the drafter."""
         return self.drafter.name
 
+    def own_bytes(self, target_params: Any) -> int:
+        """Return the size in bytes of the parameters, without those that are the target's.
+
+        Copies of the target's, such as the columns of its output head for a draft vocabulary, are
+        not counted either.
+        """
+        known = set(map(id, jax.tree.leaves(target_params)))
+        return sum(
+            leaf.nbytes
+            for path, leaf in jax.tree_util.tree_leaves_with_path(self.params)
+            if jax.tree_util.DictKey("shared") not in path and id(leaf) not in known
+        )
+
     def __repr__(self) -> str:
         """Return the drafter and the number of its parameters."""
         count = sum(leaf.size for leaf in jax.tree.leaves(self.params) if hasattr(leaf, "size"))

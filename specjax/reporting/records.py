@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -176,7 +176,8 @@ class RunHeader:
 
     `config` is the command's config, reduced to this drafter. `lossy` is true if the acceptance
     rule changes the output distribution. `versions` maps names of packages to their versions, and
-    `trees` maps the name of each part of the drafter to the tree chosen for it.
+    `trees` maps the name of each part of the drafter to the tree chosen for it. `drafter_bytes` is
+    the size of the drafter's own parameters in memory, None if it is not known.
     """
 
     drafter: Annotated[str, _TEXT]
@@ -186,6 +187,9 @@ class RunHeader:
     versions: Annotated[Mapping[str, str], _OBJECT]
     trees: Annotated[Mapping[str, Any], _OBJECT]
     config: Annotated[Mapping[str, Any], ConfigKind()]
+    drafter_bytes: Annotated[int | None, optional(Whole(most=2**53))] = field(
+        default=None, kw_only=True
+    )
 
     def record(self) -> dict[str, Any]:
         """Return the header as a JSON-ready record."""
@@ -275,7 +279,7 @@ def read_reports(path: str | Path) -> tuple[Run, ...]:
                     raise InputError(
                         f"a second run of drafter={shown(drafter)}: keep two runs in two files"
                     )
-                headers[drafter] = read_values(RunHeader, record)
+                headers[drafter] = read_values(RunHeader, {"drafter_bytes": None} | record)
                 rows[drafter] = []
             elif drafter not in headers:
                 raise InputError(f"record={shown(kind)}, drafter={shown(drafter)}: no such run")

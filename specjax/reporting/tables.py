@@ -212,6 +212,7 @@ _DETAILS: tuple[tuple[str, Callable[[Figures], Any], Callable[..., str]], ...] =
 def _details(group: Sequence[Entry]) -> str:
     """Return a table with all overall figures of each run."""
     predicted = any(entry.predicted is not None for entry in group)
+    sized = any(entry.run.drafter_bytes is not None for entry in group)
     head = ["Drafter", "answers", *(name for name, _, _ in _DETAILS), "same tokens"]
     rows = []
     for entry in group:
@@ -219,13 +220,17 @@ def _details(group: Sequence[Entry]) -> str:
         cells = [_cell(value(figures), form) for _, value, form in _DETAILS]
         compared = f"{figures.identical_rows} of {figures.compared_rows}"
         cells.append("n/a" if figures.identical_rows is None else compared)
+        if sized:
+            cells.append(_cell(entry.run.drafter_bytes, lambda size: f"{size / 1e6:.1f}"))
         if predicted:
             cells += [_cell(entry.predicted, _times), _cell(entry.efficiency, _number)]
         answers = f"{figures.counts.num_requests}{_FEW * figures.few}"
         rows.append([_plain_text(entry.label), answers, *cells])
+    head += ["MB"] * sized
     if predicted:
         head += ["predicted", "measured / predicted"]
-    return _table(head, rows)
+    size = "\nMB: the drafter's own parameters in memory, without those of its target.\n"
+    return _table(head, rows) + size * sized
 
 
 def _positions(group: Sequence[Entry]) -> str:

@@ -19,7 +19,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from specjax.cli.console import Screen
-from specjax.cli.decode_config import load_target
+from specjax.cli.decode_config import ConfigDrafter, load_target
 from specjax.cli.decode_run import warm_up
 from specjax.cli.measure_speedups import turn_order
 from specjax.controllers import Fixed
@@ -30,6 +30,7 @@ from specjax.decoding.generate import Generation, decode_session, open_engine
 from specjax.decoding.options import AUTO
 from specjax.decoding.prompts import Question, encode_prompt
 from specjax.decoding.session import Session, longest_row
+from specjax.drafters import DRAFTER_KIND
 from specjax.errors import InputError
 from specjax.files.package_versions import versions
 from specjax.loading.model import Model
@@ -110,7 +111,7 @@ class Measuring:
                     cell,
                     programs.plan(cell),
                     DrafterRun(
-                        _header(cell, self.model, mesh, programs.drafter(cell).trees),
+                        _header(cell, self.model, mesh, programs.drafter(cell)),
                         programs.drafter(cell).trees,
                         rows=done,
                         num_reported=len(done) or -1,
@@ -291,7 +292,7 @@ def _name(question: Question, turn: int) -> str:
     return f"question {question.question_id}" + (f", turn {turn + 1}" if turn else "")
 
 
-def _header(cell: Cell, model: Model, mesh: Mesh | None, trees: Any) -> RunHeader:
+def _header(cell: Cell, model: Model, mesh: Mesh | None, made: ConfigDrafter) -> RunHeader:
     """Return the description of a cell, in the form of a decode run's."""
     config = cell.config
     (drafter,) = config.drafters
@@ -307,6 +308,7 @@ def _header(cell: Cell, model: Model, mesh: Mesh | None, trees: Any) -> RunHeade
         ),
         lossy=config.lossy,
         versions=versions(),
-        trees={name: tree_record(chosen) for name, chosen in trees.items()},
+        trees={name: tree_record(chosen) for name, chosen in made.trees.items()},
         config=config.written_for(drafter),
+        drafter_bytes=DRAFTER_KIND.check("drafter", made.loaded).own_bytes(model.params),
     )

@@ -35,6 +35,24 @@ VALIDATION_EVERY = 50
 """Conversations whose id is divisible by this number are held out from training."""
 
 
+class Numbering:
+    """A source of ids for conversations of a dataset, of which the caller says what is held out.
+
+    For what must be held out together, or not at all, such as the pieces of a document.
+    """
+
+    def __init__(self) -> None:
+        self._held_out = self._trained = 0
+
+    def next(self, held_out: bool) -> int:
+        """Return an unused id, one of a conversation that is held out if `held_out`."""
+        if held_out:
+            self._held_out += 1
+            return VALIDATION_EVERY * (self._held_out - 1)
+        self._trained += 1
+        return self._trained + (self._trained - 1) // (VALIDATION_EVERY - 1)
+
+
 @dataclass(frozen=True, eq=False)
 class Responses:
     """A dataset of conversations on disk; `responses[i]` reads conversation i as an `Example`.

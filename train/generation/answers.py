@@ -24,6 +24,7 @@ from specjax.decoding.session import Session, plan_session
 from specjax.drafters import DRAFT_TOKENS, check_options, make_drafter
 from specjax.errors import InputError
 from specjax.fields import (
+    CrossCheck,
     Items,
     Number,
     OutputFolder,
@@ -38,7 +39,7 @@ from specjax.loading.load import DTYPE
 from specjax.loading.model import Model
 from specjax.sampling import derived_seed
 from train.data.examples import Example
-from train.generation import prompt_corpus
+from train.generation import prompt_corpus, questions
 from train.generation.prompts import (
     Request,
     encode_requests,
@@ -52,6 +53,8 @@ CORPUS = "specjax_corpus"
 _ROUNDS_PER_STEP = 16
 _SIMILAR = 256
 """The number of rows of similar length that are answered one after another."""
+_ASKING = 2**40
+"""A number that no prompt has, from which the seeds of questions are derived."""
 
 
 @dataclass(frozen=True)
@@ -73,13 +76,14 @@ class Job:
     """All prompts to be answered, as rows, and the order in which to decode them.
 
     `digest` is a hash of the rows, from which a resumed run sees that its prompts have not changed.
-    `remarks` are lines for the user.
+    `remarks` are lines for the user, and `noun` is what messages call the rows.
     """
 
     rows: tuple[Row, ...]
     order: tuple[int, ...]
     digest: str
-    remarks: tuple[str, ...]
+    remarks: tuple[str, ...] = ()
+    noun: str = "prompts"
 
 
 @dataclass(frozen=True)
@@ -136,7 +140,9 @@ class AnswersConfig:
     output: Annotated[Path | None, optional(OutputFolder())]
     """The folder of the dataset; WORKDIR/responses by default."""
     prompts: Annotated[str | None, optional(PathOrName())]
-    """Prompts as JSON Lines or a TFDS dataset; made from texts by default."""
+    """Prompts as JSON Lines or a TFDS dataset, or target_questions: the target asks itself; made
+    from texts by default.
+    """
     tfds: DatasetConfig
     """The location of prompts in a TFDS dataset."""
     limit: Annotated[int | None, optional(Whole(1))]
@@ -147,6 +153,8 @@ class AnswersConfig:
     """The maximum length of a prompt in tokens; longer ones are left out."""
     corpus: CorpusSection
     """Options of the built-in prompts."""
+    questions: questions.QuestionsSection
+    """Options of questions that the target asks itself."""
     temperatures: Annotated[tuple[float, ...], Items(TEMPERATURE, least=1)]
     """The sampling temperatures; equally many prompts are answered at each."""
     top_k: Annotated[int, TOP_K]
@@ -173,6 +181,11 @@ class AnswersConfig:
     distributed: DistributedConfig
     written: Mapping[str, Any] = field(default_factory=dict)
     """The values of the config file and the command line as they were given, by section."""
+
+    @property
+    def asks(self) -> bool:
+        """Whether the target asks the questions itself; a file of that name takes precedence."""
+        return self.prompts == questions.NAME and not Path(questions.NAME).exists()
 
     @property
     def options(self) -> DecodeOptions:
@@ -205,7 +218,9 @@ def read_answers_config(written: Mapping[str, Any]) -> AnswersConfig:
 
     Checks that need the model are made later. Raises InputError for an invalid field.
     """
-    config = replace(read_values(AnswersConfig, written), written=written)
+    lengths = ("questions.min_tokens", "questions.max_tokens")
+    checks = (CrossCheck(lengths, questions.check_lengths),)
+    config = replace(read_values(AnswersConfig, written, checks), written=written)
     check_options(config.drafter.name, config.drafter.path, {})
     return config
 
@@ -283,9 +298,42 @@ def plan(config: AnswersConfig, model: Model, requests: Sequence[Request]) -> Jo
     groups = [by_length[first : first + _SIMILAR] for first in range(0, len(rows), _SIMILAR)]
     mixed = np.random.default_rng((config.seed, 2)).permutation(len(groups))
     order = [row for number in mixed for row in groups[number]]
+    return Job(rows, tuple(order), _digest(rows), tuple(remarks))
+
+
+def plan_questions(config: AnswersConfig, model: Model, frame: questions.Frame) -> Job:
+    """Return the rows in which the target asks itself questions, each the same beginning.
+
+    Raises InputError if questions of the requested length do not fit the model.
+    """
+    section = config.questions
+    room = model.config.max_positions - len(frame.before)
+    if section.max_tokens > room:
+        raise InputError(
+            f"questions.max_tokens={section.max_tokens}: {model.name} has room for {room}; lower it"
+        )
+    sampling = SamplingParams(
+        temperature=section.temperature,
+        max_new_tokens=section.max_tokens,
+        stop_token_ids=frame.ends,
+    )
+    # Other noise than that of the answers, which are drawn given the questions.
+    seed = derived_seed(config.seed, _ASKING)
+    rows = tuple(
+        Row(
+            Request(number, "", where=f"question {number}"),
+            frame.before,
+            replace(sampling, seed=derived_seed(seed, number)),
+        )
+        for number in range(section.num_asked)
+    )
+    return Job(rows, tuple(range(len(rows))), _digest(rows), noun="questions")
+
+
+def _digest(rows: Sequence[Row]) -> str:
+    """Return a hash of the prompts and sampling parameters of rows."""
     content = [(row.request.id, row.prompt, row.sampling) for row in rows]
-    digest = hashlib.sha256(repr(content).encode()).hexdigest()
-    return Job(rows, tuple(order), digest, tuple(remarks))
+    return hashlib.sha256(repr(content).encode()).hexdigest()
 
 
 def open_job(config: AnswersConfig, model: Model, job: Job) -> tuple[Session, Engine]:
@@ -319,7 +367,7 @@ def answer(
         ended = [delta.output for delta in engine.step() if delta.output is not None]
         done += len(ended)
         speed = engine.statistics.tokens_per_second or 0.0
-        screen.progress("answered", done, total, speed, done / total)
+        screen.progress(job.noun, done, total, speed, done / total)
         yield ended
 
 

@@ -24,7 +24,7 @@ from specjax.loading.corpus.text_tokens import encode_document
 from specjax.loading.corpus.tfds_texts import FieldNames, Texts, open_texts
 from specjax.loading.tokenizers.tokenizer import Tokenizer
 from train.data.examples import Example
-from train.data.responses import VALIDATION_EVERY
+from train.data.responses import VALIDATION_EVERY, Numbering
 from train.pretraining.tokenizers import SMALLEST_VOCABULARY, TRAIN
 
 
@@ -101,25 +101,6 @@ def open_documents(config: CorpusConfig) -> Documents | Texts:
 def is_held_out(document: int) -> bool:
     """Return whether the document with this number in the corpus is held out from training."""
     return document % VALIDATION_EVERY == 0
-
-
-class Numbering:
-    """A source of numbers for pieces of documents, which decide what is held out.
-
-    A dataset holds out the pieces whose numbers are divisible by `VALIDATION_EVERY`; of a document,
-    either all pieces must be held out, or none.
-    """
-
-    def __init__(self) -> None:
-        self._held_out = self._trained = 0
-
-    def next(self, held_out: bool) -> int:
-        """Return an unused number for a piece, one that is held out if `held_out`."""
-        if held_out:
-            self._held_out += 1
-            return VALIDATION_EVERY * (self._held_out - 1)
-        self._trained += 1
-        return self._trained + (self._trained - 1) // (VALIDATION_EVERY - 1)
 
 
 def examples(

@@ -20,6 +20,8 @@ from specjax.loading.tokenizers import chat_templates
 from specjax.loading.tokenizers.detokenizer import Detokenizer, TextStream
 
 _FILLER = re.compile(r"\[PAD(\d+)\]|<dummy\d{5}>")
+_QUESTION = "A question of the user"
+"""A text by which the user's place in a chat template is found."""
 
 
 def is_filler(token: str, index: int) -> bool:
@@ -189,6 +191,28 @@ class Tokenizer:
         Raises InputError as `apply_chat_template` does.
         """
         return self._segment(self.apply_chat_template(messages), add_special_tokens=False)
+
+    def encode_around_question(self) -> tuple[list[int], list[int]]:
+        """Return the token ids before and after the user's text in a conversation of one message.
+
+        The first are the chat template's up to where the text begins, the second those from its end
+        to the answer. Raises InputError as `apply_chat_template` does, and if the text cannot be
+        found in what the template renders, or nothing precedes it.
+        """
+        rendered = self.apply_chat_template([{"role": "user", "content": _QUESTION}])
+        before, *after = rendered.split(_QUESTION)
+        # A space between header and text belongs to the text's first token.
+        before = before.rstrip(" ")
+        if len(after) != 1 or not before:
+            problem = "nothing precedes the user's text"
+            if len(after) != 1:
+                problem = f"the user's text {_QUESTION!r} is in its output {len(after)} times"
+            raise InputError(
+                f"chat template: {problem}, so that where a question begins is not known; give the "
+                "model another template"
+            )
+        first, last = (self._segment(text, add_special_tokens=False) for text in (before, *after))
+        return first, last
 
     def _segment(self, text: str, *, add_special_tokens: bool) -> list[int]:
         try:

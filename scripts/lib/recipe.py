@@ -1,0 +1,91 @@
+"""The stages in which a target's drafters are made, and the export of their heads."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from lib.trainers import TRAINERS
+from specjax.errors import InputError
+from specjax.loading.heads.head import Head, read_head, save_head
+
+
+class Stage(NamedTuple):
+    """A command, as arguments after `python -m`, that resumes where it was stopped.
+
+    It finishes `result`, a folder, and is at work in `folder`, which may be the same.
+    """
+
+    folder: Path
+    result: Path
+    command: list[str]
+
+
+def stages(
+    root: Path,
+    kinds: Sequence[str],
+    responses: Sequence[str],
+    *,
+    size: str | None,
+    generate: bool,
+    questions: bool,
+    store_features: bool,
+) -> list[Stage]:
+    """Return the stages that make drafters in the folder `root`, in order.
+
+    `kinds` are names of `TRAINERS`, and `responses` are existing datasets. With `generate` the
+    target answers prompts, with `questions` too those that it asks itself. `size` is "debug", or
+    None for full training.
+    """
+    suffix, data = f":{size}" if size else "", list(responses)
+    found = []
+    sources = {"responses": ("generate", [])} if generate else {}
+    if generate and questions:
+        sources["self_asked"] = ("ask", ["--config.prompts=target_questions"])
+    for name, (folder, options) in sources.items():
+        config = f"--config=configs/generate_smollm2.py{suffix}"
+        folders = [f"--config.workdir={root / folder}", f"--config.output={root / name}"]
+        command = ["train.generate", config, *options, *folders]
+        found.append(Stage(root / folder, root / name, command))
+        data.append(str(root / name))
+    if store_features:
+        answers, data = data, []
+        for number, source in enumerate(answers):
+            output = root / "features" / str(number)
+            command = ["train.features", f"--input={source}", f"--output={output}"]
+            found.append(Stage(output, output, command))
+            data.append(str(output))
+    for kind in kinds:
+        folders = [f"--config.data={','.join(data)}", f"--config.workdir={root / kind}"]
+        command = [*TRAINERS[kind].command(suffix), *folders]
+        found.append(Stage(root / kind, root / kind / "export", command))
+    return found
+
+
+def export_head(trained: Path, folder: Path) -> Head:
+    """Write the head that a run in the folder `trained` exported in half precision; return it.
+
+    Prints the size. Raises InputError if a parameter does not fit.
+    """
+    head = read_head(trained / "export")
+    half = jax.tree.map(lambda leaf: np.asarray(leaf, np.float16), head.params)
+    if not all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(half)):
+        raise InputError(
+            f"{trained}: a parameter does not fit in half precision; train it anew in "
+            "another workdir, at a lower learning_rate"
+        )
+    head = dataclasses.replace(head, params=half)
+    write_head(head, folder)
+    return head
+
+
+def write_head(head: Head, folder: Path) -> None:
+    """Write a head, replacing an earlier one, and print its size."""
+    save_head(head, folder, overwrite=True)
+    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    print(f"wrote {folder}: {size / 1e6:.1f} MB", flush=True)
