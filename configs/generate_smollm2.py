@@ -36,7 +36,7 @@ def get_config(size=""):
     config.questions.num_asked = 16_000
     config.questions.temperature = 1.0
     config.questions.min_tokens = 5  # shorter ones are left out
-    config.questions.max_tokens = 256  # those that have not ended by then are left out
+    config.questions.max_tokens = 128  # those that have not ended by then are left out
 
     config.temperatures = (0.0, 0.7, 1.0)  # each for as many prompts
     config.top_k = 0

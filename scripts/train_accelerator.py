@@ -51,8 +51,9 @@ from train.run.workdir import STEPS, Workdir
 
 ROOT = Path(__file__).parents[1]
 _CALL, _DATA, _HEADS = Path("call.json"), Path("data"), Path("heads")
-_BEFORE_STOP, _GRACE, _LEAST_GRACE_S = 0.9, 0.05, 20.0
-"""The fractions of a call after which the running command is asked to stop, and that it then gets.
+_BEFORE_STOP, _LEAST, _GRACE, _LEAST_GRACE_S = 0.9, 0.05, 0.05, 20.0
+"""The fraction of a call after which the running command is asked to stop; that for which it is
+worth starting one; and that in which a command must then end, at least so many seconds.
 """
 
 
@@ -182,7 +183,7 @@ def _run(options: SimpleNamespace, found: Sequence[Stage], done: list[str], begi
         if _is_done(stage, done, work):
             continue
         left = begin + _BEFORE_STOP * seconds - time.monotonic()
-        if left <= 0:
+        if left <= _LEAST * seconds:
             break
         start = time.monotonic()
         code = run_child(
