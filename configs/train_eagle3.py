@@ -41,7 +41,9 @@ def get_config(size=""):
 
     config.loss = config_dict.ConfigDict()
     config.loss.steps = 3  # draft steps that are unrolled
-    config.loss.decay = 0.8  # the weight of step i is decay ** i
+    config.loss.weights = "decay"  # of step i: decay = decay ** i | dpace (2605.18810)
+    config.loss.decay = 0.8
+    config.loss.alpha = 0.5  # of dpace: a probability q counts as (1 - alpha) q + alpha
     config.loss.cross_entropy = 1.0
     # In place of the cross-entropy: ce | kl | reverse_kl | tv | lk | lk_blend, or several as
     # ce:0.1,tv:0.9.

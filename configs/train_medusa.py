@@ -37,7 +37,9 @@ def get_config(size=""):
     )
     # In its place: ce | kl | reverse_kl | tv | lk | lk_blend, or several as ce:0.1,tv:0.9.
     config.loss.label_loss = config_dict.placeholder(str)
-    config.loss.decay = 0.8  # the weight of head i is decay ** i
+    config.loss.weights = "decay"  # of head i: decay = decay ** i | dpace (2605.18810)
+    config.loss.decay = 0.8
+    config.loss.alpha = 0.5  # of dpace: a probability q counts as (1 - alpha) q + alpha
 
     set_size(config, size)
     if size == "debug":

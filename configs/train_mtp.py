@@ -28,7 +28,9 @@ def get_config(size=""):
     config.mtp.num_modules = 1  # D; 0 = the target alone, with trains=all
     # Draft steps, D unless given: those beyond D run the last module on its own outputs.
     config.mtp.steps = config_dict.placeholder(int)
-    config.mtp.decay = 1.0  # the weight of step i is decay ** i, over their sum
+    config.mtp.weights = "decay"  # of step i: decay = decay ** i, over their sum | dpace
+    config.mtp.decay = 1.0
+    config.mtp.alpha = 0.5  # of dpace: a probability q counts as (1 - alpha) q + alpha
     # Compared with: tokens of the data | distributions of the target as it was before the run.
     config.mtp.labels = "distributions"
     # In its place: ce | kl | reverse_kl | tv | lk | lk_blend, or several as ce:0.1,tv:0.9.

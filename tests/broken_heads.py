@@ -16,6 +16,7 @@ from specjax.diagnosis import changes, diagnose
 from specjax.drafters import make_drafter
 from specjax.loading.load import load_model
 from specjax.models.config import SlidingWindow
+from specjax.models.heads.block import Block
 from specjax.models.heads.draft_decoder import ReducedDecoder
 from specjax.models.heads.eagle import Eagle
 from specjax.models.heads.medusa import Medusa
@@ -27,6 +28,16 @@ class LateEagle(Eagle):
 
     def fuse(self, params, features):
         """Return the hidden states, shifted by one position."""
+        early = {name: jnp.roll(value, 1, axis=1) for name, value in features.items()}
+        return super().fuse(params, early)
+
+
+@dataclasses.dataclass(frozen=True)
+class LateBlock(Block):
+    """A block drafter that reads features one position too early."""
+
+    def fuse(self, params, features):
+        """Return the vectors of each position, shifted by one position."""
         early = {name: jnp.roll(value, 1, axis=1) for name, value in features.items()}
         return super().fuse(params, early)
 
@@ -50,7 +61,9 @@ def with_config(loaded, **fields):
 def shifted(loaded):
     """Return the drafter with a head that reads features one position too early."""
     head = loaded.drafter.head
-    kind = LateMedusa if isinstance(head, Medusa) else LateEagle
+    kind = LateEagle
+    for sound, late in ((Medusa, LateMedusa), (Block, LateBlock)):
+        kind = late if isinstance(head, sound) else kind
     head = kind(**{one.name: getattr(head, one.name) for one in dataclasses.fields(head)})
     return loaded._replace(drafter=dataclasses.replace(loaded.drafter, head=head))
 

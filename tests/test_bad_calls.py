@@ -570,6 +570,30 @@ def test_a_drafter_of_ones_own_that_is_none(drafter, said, tiny):
     refused(call, f"^drafter.*{said}")
 
 
+class WithAnInit(Ngram):
+    def __init__(self, step):
+        super().__init__()
+        self.step = step
+
+
+class WithAField(Drafter):
+    step: int = 1
+
+
+class OfIt(WithAField):
+    """Inherits the fault."""
+
+
+def test_a_drafter_without_dataclass_is_refused():
+    """Fields that `@dataclass` does not see would be ignored where drafters are compared."""
+    for make, said in (
+        (lambda: WithAnInit(2), "^WithAnInit: __init__ without @dataclass, .* before the class"),
+        (lambda: WithAField(), "^WithAField: step without @dataclass"),
+        (lambda: OfIt(), "^WithAField: step without @dataclass"),
+    ):
+        refused(make, said)
+
+
 def test_the_old_form_of_a_drafter_and_of_a_rule(tiny):
     """Closures are refused with the form of today."""
     with pytest.raises(InputError, match=r"^Drafter\('mine', .*subclass specjax.Drafter as a froz"):

@@ -362,6 +362,8 @@ LINES = [
             (" --config.loss.label_loss=ce:0", r"loss.label_loss.ce=0\.0: use a number above 0"),
             (" --config.block.block_size=0", "block.block_size=0: use a whole number from 1"),
             (" --config.block.start=last", "block.start='last' is unknown: use target, random"),
+            (" --config.loss.weights=linear", "loss.weights='linear' is unknown: use decay, dpace"),
+            (" --config.loss.alpha=0", r"loss.alpha=0\.0: use a number above 0 to 1"),
         )
     ),
     *(
@@ -374,6 +376,10 @@ LINES = [
             (" --config.steps=6", "layerskip.rotation=8: the run has steps=6"),
             (" --config.start_from=eagle3", "start_from='eagle3': no head is trained"),
             (":scratch --config.layerskip.labels=distributions", "a new model has nothing to say"),
+            (
+                " --config.layerskip.labels=tokens --config.layerskip.label_loss=tv",
+                "layerskip.label_loss='tv': reads .*; use layerskip.labels=distributions",
+            ),
         )
     ),
     *(

@@ -186,7 +186,6 @@ def test_confidence_ends_a_draft_before_the_token_is_drawn(tiny):
 
 def test_options_are_checked(tiny):
     for options, says in (
-        (dict(mask_token_id=61), r"mask_token_id=61: the target has the tokens 0\.\.60"),
         (dict(block_size=1), "block_size=1: the anchor alone drafts nothing"),
         (dict(taps=()), "taps is empty"),
         (dict(conv_kernel_size=2), "conv_group_size=16: must divide the width 24"),

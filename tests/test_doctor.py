@@ -11,8 +11,8 @@ import numpy as np
 import optax
 import pytest
 from bad_input import refused, refused_command
-from conftest import tiny_config
-from tiny_models import eagle_head, medusa_head, mtp_head
+from conftest import slow, tiny_config
+from tiny_models import block_head, eagle_head, medusa_head, mtp_head
 
 from specjax import doctor
 from specjax.decoding.generate import generate
@@ -20,13 +20,20 @@ from specjax.decoding.sampling_params import SamplingParams
 from specjax.diagnosis import changes, diagnose
 from specjax.diagnosis.answers import read_answers
 from specjax.diagnosis.declared import check_files
-from specjax.diagnosis.teacher_forced import UNLIMITED, draft_logits, num_programs
+from specjax.diagnosis.teacher_forced import (
+    UNLIMITED,
+    Reading,
+    draft_logits,
+    num_programs,
+    score,
+)
 from specjax.drafters import head_drafter, make_drafter, merge_drafters
 from specjax.loading.checkpoints import save_checkpoint
 from specjax.loading.head_formats import write_foreign
 from specjax.loading.heads.head import save_head
 from specjax.loading.load import random_model, save_model
 from specjax.models.decoder import Form
+from specjax.models.heads.shared_parameters import share_anew
 
 SAMPLING = SamplingParams(temperature=1.0, max_new_tokens=40)
 PREFIX = [7, 3, 9]
@@ -34,6 +41,7 @@ PROMPTS = [[*PREFIX, *row] for row in np.random.default_rng(1).integers(0, 61, (
 LENGTH = 2
 TRAINED = ("norm_before_residual",)
 """Flags of the EAGLE-3 head with which it is trained."""
+DSPARK = dict(block_size=LENGTH + 1, num_layers=1, markov_rank=3, confidence=True)
 
 
 @functools.cache
@@ -53,6 +61,7 @@ def trained(kind):
         "eagle3": lambda: eagle_head(target(), vocabulary=50, norm_before_residual=True),
         "mtp": lambda: mtp_head(target()),
         "medusa": lambda: medusa_head(target(), heads=LENGTH, original_lm_head=False),
+        "dspark": lambda: block_head(target(), vocabulary=50, **DSPARK),
     }[kind]
     loaded = head_drafter(make(), target(), num_speculative_tokens=LENGTH)
     answers = generate(target(), PROMPTS, sampling=SAMPLING, batch_size=8).token_ids
@@ -87,14 +96,25 @@ def trained(kind):
 
         return jax.lax.scan(step, (own, optimizer.init(own)), length=400)[0][0]
 
-    return loaded._replace(params={**fit(own), **fixed})
+    loaded = loaded._replace(params={**fit(own), **fixed})
+    return with_estimates(loaded) if kind == "dspark" else loaded
+
+
+def with_estimates(loaded):
+    """The drafter with an estimate of acceptance that is right on average of other answers."""
+    answers = generate(target(), PROMPTS, sampling=SAMPLING, batch_size=8, seed=1).token_ids
+    read = read_answers(target(), PROMPTS, answers, loaded.drafter.features, 1.0)
+    mean = score(Reading(loaded.drafter, loaded.params, read.features), read, 1.0).values.mean()
+    scale, odds = loaded.params["confidence"]["scale"], np.log(mean / (1 - mean))
+    estimates = {"scale": 1e-3 * scale, "bias": jnp.full(1, odds, jnp.float32)}
+    return loaded._replace(params={**loaded.params, "confidence": estimates})
 
 
 def examined(loaded, prompts=PROMPTS, **options):
     return diagnose(target(), loaded, prompts, sampling=SAMPLING, **options)
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "mtp", "medusa"])
+@pytest.mark.parametrize("kind", ["eagle3", "mtp", "medusa", "dspark"])
 def test_sound_heads(kind):
     result = examined(trained(kind))
     assert not result.findings
@@ -145,6 +165,54 @@ FAULTS = {
     changes.WINDOW: lambda: examined(broken_heads.narrow(draft_model(), 4)),
     changes.TARGET: lambda: examined(broken_heads.of_another_target(trained("eagle3"))),
 }
+
+
+def other_map(loaded):
+    """The block drafter with the target's columns of another draft vocabulary."""
+    ids = jnp.clip(loaded.params["draft_ids"] + 1, 0, 60)
+    return loaded._replace(params=share_anew({**loaded.params, "draft_ids": ids}, target().params))
+
+
+def longer(loaded):
+    """The drafter of a config with twice as large blocks as it was trained with."""
+    loaded = broken_heads.with_config(loaded, block_size=2 * LENGTH + 1)
+    drafter = dataclasses.replace(loaded.drafter, num_speculative_tokens=2 * LENGTH)
+    return loaded._replace(drafter=drafter)
+
+
+def sure(loaded):
+    """The drafter with a confidence head that expects more than there is."""
+    estimates = {**loaded.params["confidence"], "bias": jnp.full(1, 5.0)}
+    return loaded._replace(params={**loaded.params, "confidence": estimates})
+
+
+TAPS = ("layer_input:1", "layer_input:2")
+BLOCK_FAULTS = {
+    "order": (changes.TAPS, lambda one: broken_heads.with_config(one, taps=TAPS[::-1])),
+    "layers": (changes.TAPS, lambda one: broken_heads.with_config(one, taps=(TAPS[1], "pre_norm"))),
+    "positions": (changes.POSITIONS, broken_heads.shifted),
+    "mask": (changes.MASK, lambda one: broken_heads.with_config(one, mask_token_id=5)),
+    "size": (changes.BLOCK, longer),
+    "map": (changes.VOCABULARY, other_map),
+    "confidence": (changes.CONFIDENCE, sure),
+}
+
+
+@pytest.mark.parametrize(
+    "name", ["mask", "map", "confidence", *slow("order", "layers", "positions", "size")]
+)
+def test_a_planted_fault_of_a_block_drafter_is_named(name):
+    fault, broken = BLOCK_FAULTS[name]
+    sound = trained("dspark")
+    assert sound.drafter.features == TAPS
+    result = examined(broken(sound))
+    assert [one.fault for one in result.findings] == [fault]
+    assert result.findings[0].remedy in str(result)
+    said = {"mask": "mask_token_id=60 in", "size": "num_speculative_tokens=2, or block_size=3 in"}
+    assert said.get(name, "") in result.findings[0].remedy
+    if name == "confidence":
+        assert "draft_p_min" in str(result)
+        assert result.findings[0].before > 0.1
 
 
 @pytest.mark.parametrize("fault", FAULTS)

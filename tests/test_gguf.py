@@ -159,6 +159,8 @@ def test_rows_beyond_the_vocabulary_are_truncated(tmp_path):
     first, second = (load_model(path) for path in (plain, wide))
     assert first.config == second.config
     np.testing.assert_array_equal(first.params["head"]["kernel"], second.params["head"]["kernel"])
+    assert first.padding_embeddings is None
+    np.testing.assert_array_equal(second.padding_embeddings, padding)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

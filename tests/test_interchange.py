@@ -21,6 +21,7 @@ from tiny_models import (
 
 from specjax.errors import InputError
 from specjax.files.folder_checksums import MARKER
+from specjax.loading.find_head import kind_of_head
 from specjax.loading.head_formats import read_foreign, shared_with_target, write_foreign
 from specjax.loading.head_formats.read_write import whole_vocabulary
 from specjax.loading.heads.head import check_same, read_head, save_head
@@ -63,6 +64,16 @@ FORMS = {
     "eagle3_norm_before_fc": (
         "eagle3",
         lambda t: eagle_head(t, norm_before_fc=True, num_kv_heads=4),
+    ),
+    "dspark_of_speculators": (
+        "speculators",
+        lambda t: block_head(t, markov_rank=3, sample_from_anchor=True, confidence=True),
+    ),
+    "dflash2_of_speculators": (
+        "speculators",
+        lambda t: block_head(
+            t, conv_kernel_size=2, conv_group_size=6, selector_rank=3, selector_top_k=5
+        ),
     ),
 }
 
@@ -425,6 +436,9 @@ def test_block_drafters_as_published(tiny, tmp_path):
     assert read_foreign(path, tiny).config == head.config
     edit_head(path, config={"is_causal": True})
     assert read_foreign(path, tiny).config.causal
+    (path / "mask_embedding.pt").touch()
+    with pytest.raises(InputError, match="mask_embedding.pt has another embedding for mask tokens"):
+        read_foreign(path, tiny)
 
     head = block_head(tiny, markov_rank=3, sample_from_anchor=True, confidence=True)
     path = written_head(tmp_path / "dspark", head, "dspark", tiny)
@@ -433,6 +447,69 @@ def test_block_drafters_as_published(tiny, tmp_path):
     edit_head(path, config={"markov_head_type": "gated"})
     with pytest.raises(InputError, match="markov_head_type='gated'"):
         read_foreign(path, tiny)
+
+
+def test_block_drafters_of_speculators(tiny, tmp_path):
+    """As the library writes them: its own fields, and layer ids of inputs."""
+    head = block_head(tiny)
+    path = written_head(tmp_path / "head", head, "speculators", tiny)
+    config = json.loads((path / "config.json").read_text())
+    assert config["speculators_model_type"] == "dflash"
+    assert config["aux_hidden_state_layer_ids"] == [1, 2]
+    assert config["transformer_layer_config"]["num_hidden_layers"] == 2
+    assert kind_of_head(path) == "dflash"
+    edit_head(
+        path,
+        config={
+            **{"projector_type": "dflash", "pure_draft_prefix_len": 1, "emb_dim": 256},
+            **{"gru_hidden_dim": 1024, "lambda_base_start": 1.0, "auf": True},
+            **{"sliding_window_non_causal": False, "target_hidden_size": None},
+        },
+    )
+    assert read_foreign(path, tiny).config == head.config
+    edit_head(path, config={"projector_type": "domino"})
+    with pytest.raises(InputError, match="projector_type='domino'"):
+        read_foreign(path, tiny)
+    edit_head(path, config={"speculators_model_type": "jetspec"})
+    with pytest.raises(InputError, match="speculators_model_type='jetspec'"):
+        read_foreign(path, tiny)
+    with pytest.raises(InputError, match="no causal blocks.*format=dflash"):
+        write_foreign(block_head(tiny, causal=True), tmp_path / "causal", "speculators", tiny)
+
+
+def test_a_mask_token_may_be_a_row_of_padding(tiny, tmp_path):
+    """As z-lab's for Qwen3: of the head's own embedding or of the target's, which agree."""
+    rows = np.random.default_rng(0).standard_normal((3, 24)).astype(np.float32)
+    rows[1] = shared_with_target.target_embedding(tiny)[60]
+    target = dataclasses.replace(tiny, padding_embeddings=rows)
+    options = dict(mask_token_id=62, markov_rank=3, confidence=True)
+    head = block_head(tiny, **options)
+    head.params["mask"]["embedding"] = jnp.asarray(rows[1])
+    path = written_head(tmp_path / "head", head, "dspark", target)
+    config = json.loads((path / "config.json").read_text())
+    assert (config["vocab_size"], config["dflash_config"]["mask_token_id"]) == (64, 62)
+    stored = load_file(path / "model.safetensors")
+    # Its tensors over the vocabulary have rows for padding.
+    assert stored["markov_head.markov_w1.weight"].shape == (64, 3)
+    again = read_foreign(path, target)
+    check_same(head, again, "padded")
+    token = dataclasses.replace(head.config, mask_token_id=60)
+    params = {name: part for name, part in head.params.items() if name != "mask"}
+    plain = dataclasses.replace(head, config=token, params=params)
+    np.testing.assert_array_equal(draft_logits(again, target), draft_logits(plain, tiny))
+    # Without the target's row, the head's own embedding has it.
+    with pytest.raises(
+        InputError, match=r"mask_token_id=62: the target has the tokens 0\.\.60, and"
+    ):
+        read_foreign(path, tiny)
+    table = np.concatenate([shared_with_target.target_embedding(tiny), rows])
+    edit_head(path, tensors={"embed_tokens.weight": table})
+    check_same(head, read_foreign(path, tiny), "own")
+    with pytest.raises(InputError, match="from the target, and random-0 as loaded has not"):
+        write_foreign(head, tmp_path / "other", "dspark", tiny)
+    edit_head(path, config={"dflash_config": {**config["dflash_config"], "mask_token_id": 64}})
+    with pytest.raises(InputError, match=r"mask_token_id=64: the target has the tokens 0\.\.60"):
+        read_foreign(path, target)
 
 
 def test_a_part_of_the_vocabulary_of_dspark(tiny, tmp_path):

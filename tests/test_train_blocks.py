@@ -14,11 +14,11 @@ from toy_training import two_rows, with_features
 from specjax.cache import commit
 from specjax.errors import InputError
 from specjax.models.heads.block import Block
+from specjax.models.heads.calibration import calibration_error, fit_temperature
 from specjax.models.heads.shared_parameters import share
 from train.methods.blocks import block as losses
 from train.methods.blocks.anchors import Blocks, choose_blocks, run_blocks
 from train.methods.blocks.block import BlockLoss, block_method, from_target
-from train.methods.blocks.calibration import calibration_error, fit_temperature
 from train.methods.losses import LossNames, NamedLosses, parts_of
 
 block_loss = jax.jit(losses.block_loss, static_argnums=(0, 6))
@@ -309,6 +309,9 @@ def test_it_starts_as_the_targets_last_layers(tiny):
             started["layers"][name]["attention"]["qkv"]["kernel"],
             tiny.params["layers"]["attention"]["qkv"]["kernel"][index],
         )
+    beyond = block_config(tiny, mask_token_id=61)
+    with pytest.raises(InputError, match=r"mask_token_id=61: the target has the tokens 0\.\.60"):
+        block_method(tiny, beyond, None, BlockLoss())
     method = block_method(tiny, config, None, BlockLoss())
     assert method.head(started, {"tokens": 1}).training == {"tokens": 1}
     with pytest.raises(InputError, match=r"num_layers=4: the target has 3 to start from"):

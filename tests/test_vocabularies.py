@@ -242,6 +242,10 @@ def test_rows_without_a_token_are_no_vocabulary(plain, padded, name):
     assert other.tokenizer.first_difference(plain.tokenizer) is None
     assert other.ends == plain.ends
     np.testing.assert_array_equal(other.params["head"]["kernel"], plain.params["head"]["kernel"])
+    # Kept for drafters whose mask token is one of them.
+    assert plain.padding_embeddings is None
+    count = {"unused": 9, "user defined": 30, "directory": 17}.get(name, 3)
+    assert other.padding_embeddings.shape == (count, plain.config.hidden_size)
     drafter = make_drafter("draft_model", other, plain, num_speculative_tokens=2)
     assert drafter.drafter.model.vocab_size == V
 

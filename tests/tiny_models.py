@@ -219,7 +219,8 @@ def _block_logits(block, params, features):
     slots, count = jnp.arange(_PAIRS)[None], jnp.array([_PAIRS])
     cache = commit(block.make_cache(1, _PAIRS), window, slots, count)
     tokens = jnp.arange(block.config.block_size)[None]
-    states = block.extend(params, tokens, _PAIRS + tokens, cache)
+    inside = jnp.where(tokens > 0, block.config.mask_token_id, 0)
+    states = block.extend(params, inside, _PAIRS + tokens, cache)
     logits = block.logits(params, states)
     embedded = block.embed_previous(params, tokens)
     if block.config.markov_rank:

@@ -24,7 +24,7 @@ from specjax.models.decoder import check_features
 from specjax.models.heads.block import BlockConfig, default_taps
 from train.data.vocabulary import Vocabulary
 from train.methods.blocks.block import START, BlockLoss, block_method
-from train.methods.losses import LabelLoss
+from train.methods.losses import LabelLoss, with_label_loss
 from train.methods.method import Method
 from train.run import run
 from train.run.config import DraftVocabSize, TrainingConfig
@@ -96,7 +96,7 @@ def make_method(
     start, size = options.pop("start"), options.pop("draft_vocab_size")
     num_layers, mask = options.pop("num_layers"), options.pop("mask_token_id")
     taps = options.pop("taps") or default_taps(target.config.num_layers, _USUAL_TAPS)
-    check_features(taps, target.config.num_layers)
+    check_features(taps, target.config.num_layers, "block.taps: ")
     draft_ids, vocab_size = vocabulary(size), target.config.vocab_size
     if mask is None:
         mask = (*target.config.unused_tokens, vocab_size - 1)[0]
@@ -113,7 +113,7 @@ def make_method(
         )
     except InputError as error:
         raise InputError(f"block.{error}") from None
-    loss = config.loss if label_loss is None else replace(config.loss, label_loss=label_loss)
+    loss = with_label_loss(config.loss, label_loss)
     multiply = multiply_dtype(config.dtype)
     return block_method(target, shape, draft_ids, loss, start=start, multiply=multiply)
 

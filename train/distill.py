@@ -11,7 +11,7 @@ input; 130 after Ctrl-C or SIGTERM.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated
 
 from specjax.cli.command import use_compilation_cache
@@ -19,7 +19,7 @@ from specjax.fields import Items, Whole
 from specjax.loading.model import Model
 from train.data.vocabulary import Vocabulary
 from train.methods.distill import DistillLoss, distill_method
-from train.methods.losses import LabelLoss
+from train.methods.losses import LabelLoss, with_label_loss
 from train.methods.method import Method
 from train.run import run
 from train.run.config import DraftVocabSize, TrainingConfig
@@ -61,7 +61,7 @@ def make_method(
         target,
         config.distill.layers,
         vocabulary(config.distill.draft_vocab_size),
-        config.loss if label_loss is None else replace(config.loss, label_loss=label_loss),
+        with_label_loss(config.loss, label_loss),
         multiply=multiply_dtype(config.dtype),
     )
 

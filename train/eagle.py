@@ -22,7 +22,7 @@ from specjax.models.decoder import check_features
 from specjax.models.heads.eagle import EagleConfig, default_taps
 from train.data.vocabulary import Vocabulary
 from train.methods.eagle import START, EagleLoss, eagle_method
-from train.methods.losses import LabelLoss
+from train.methods.losses import LabelLoss, with_label_loss
 from train.methods.method import Method
 from train.run import run
 from train.run.config import DraftVocabSize, TrainingConfig
@@ -97,7 +97,7 @@ def make_method(
     if not taps:
         version_1 = options["version"] == 1
         taps = ("final_norm",) if version_1 else default_taps(target.config.num_layers)
-    check_features(taps, target.config.num_layers)
+    check_features(taps, target.config.num_layers, "eagle.taps: ")
     decoder = target.config.llama_layers(1)
     if num_kv_heads is not None:
         if decoder.num_heads % num_kv_heads:
@@ -114,7 +114,7 @@ def make_method(
         taps=taps,
         **options,
     )
-    loss = config.loss if label_loss is None else replace(config.loss, label_loss=label_loss)
+    loss = with_label_loss(config.loss, label_loss)
     multiply = multiply_dtype(config.dtype)
     return eagle_method(target, shape, draft_ids, loss, start=start, multiply=multiply)
 

@@ -11,7 +11,7 @@ Ctrl-C or SIGTERM.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated
 
 from specjax.cli.command import use_compilation_cache
@@ -20,7 +20,7 @@ from specjax.fields import CrossCheck, PathOrName, optional
 from specjax.loading.model import Model
 from train.data.vocabulary import Vocabulary
 from train.methods.layerskip import LayerSkipLoss, LayerSkipOptions, layerskip_method
-from train.methods.losses import LabelLoss, check_reference
+from train.methods.losses import LabelLoss, reference_check, with_label_loss
 from train.methods.method import Method
 from train.run import run
 from train.run.config import TrainingConfig
@@ -63,7 +63,7 @@ class Config(TrainingConfig):
         *TrainingConfig.CHECKS,
         CrossCheck(("start_from",), _check_start),
         CrossCheck(("target", "layerskip.labels"), _check_new),
-        CrossCheck(("layerskip.labels", "layerskip.label_loss"), check_reference),
+        reference_check("layerskip"),
         CrossCheck(("layerskip.curriculum", "layerskip.rotation", "steps"), _check_rotation),
     )
 
@@ -88,7 +88,7 @@ def make_method(
     del vocabulary
     options = config.layerskip
     loss = LayerSkipLoss(
-        **vars(options if label_loss is None else replace(options, label_loss=label_loss)),
+        **vars(with_label_loss(options, label_loss)),
         num_layers=target.config.num_layers,
         steps=config.optimization.decay_steps,
     )

@@ -12,7 +12,7 @@ after Ctrl-C or SIGTERM.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated
 
 from specjax.cli.command import use_compilation_cache
@@ -20,7 +20,7 @@ from specjax.fields import Whole
 from specjax.loading.model import Model
 from specjax.models.heads.medusa import MedusaConfig
 from train.data.vocabulary import Vocabulary
-from train.methods.losses import LabelLoss
+from train.methods.losses import LabelLoss, with_label_loss
 from train.methods.medusa import MedusaLoss, medusa_method
 from train.methods.medusa2 import JointLoss, JointOptions, medusa2_method
 from train.methods.method import Method
@@ -79,7 +79,7 @@ def make_method(
         draft_vocab_size=vocab_size if draft_ids is None else len(draft_ids),
         **options,
     )
-    loss = config.loss if label_loss is None else replace(config.loss, label_loss=label_loss)
+    loss = with_label_loss(config.loss, label_loss)
     multiply = multiply_dtype(config.dtype)
     if config.joint is None:
         return medusa_method(target, shape, draft_ids, loss, multiply=multiply)

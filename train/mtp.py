@@ -12,7 +12,7 @@ alone. Exit codes: 0; 2 for bad input; 130 after Ctrl-C or SIGTERM.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated
 
 from specjax.cli.command import use_compilation_cache
@@ -21,7 +21,7 @@ from specjax.fields import CrossCheck, Inline, Number, PathOrName, Whole, option
 from specjax.loading.model import Model
 from specjax.models.heads.mtp import Concat, Hidden, MtpConfig, Recursion
 from train.data.vocabulary import Vocabulary
-from train.methods.losses import LabelLoss, check_reference
+from train.methods.losses import LabelLoss, reference_check, with_label_loss
 from train.methods.method import Method
 from train.methods.mtp import EXPORTS, START, TRAINS, mtp_method
 from train.methods.mtp_loss import MtpLoss, MtpLossOptions
@@ -132,7 +132,7 @@ class Config(TrainingConfig):
         *TrainingConfig.CHECKS,
         CrossCheck(("target", "mtp.trains", "mtp.labels"), _check_new),
         CrossCheck(("target", "start_from"), _check_start),
-        CrossCheck(("mtp.labels", "mtp.label_loss"), check_reference),
+        reference_check("mtp"),
         CrossCheck(("mtp.trains", "mtp.loss_weight", "mtp.late_loss_weight"), _check_weights),
         CrossCheck(("mtp.num_modules", "eval.prompts"), _check_decoding),
         CrossCheck(("mtp.trains", "mtp.export", "mtp.num_modules", "mtp.steps"), _check_steps),
@@ -171,9 +171,7 @@ def make_method(
             zero_first_embedding=options.zero_first_embedding,
         )
     loss = MtpLoss(
-        **vars(
-            options.loss if label_loss is None else replace(options.loss, label_loss=label_loss)
-        ),
+        **vars(with_label_loss(options.loss, label_loss)),
         steps=modules if options.steps is None else options.steps,
         loss_weight=_LOSS_WEIGHT if options.loss_weight is None else options.loss_weight,
         schedule_steps=config.optimization.decay_steps,

@@ -2,7 +2,8 @@
 
 The faults are ones that engines and trainers have shipped: features of other layers or of the
 position before or after, a missing or superfluous norm, a wrong map of a draft vocabulary, another
-attention window. Changes are operands of one program, except where the head computes differently.
+attention window, another mask token or kind of block. Changes are operands of one program, except
+where the head computes differently.
 """
 
 from __future__ import annotations
@@ -18,19 +19,26 @@ from specjax.diagnosis.answers import Answers
 from specjax.diagnosis.teacher_forced import Examined, Reading
 from specjax.drafters.base import Drafter
 from specjax.drafters.draft_model import DraftModel
+from specjax.drafters.heads.block import BlockDrafter
 from specjax.drafters.heads.eagle import EagleDrafter
 from specjax.drafters.heads.mtp import MtpDrafter
 from specjax.drafters.heads.pair_drafter import PairDrafter
+from specjax.loading.model import Model
 from specjax.models.config import DecoderConfig
+from specjax.models.heads import block, eagle
 from specjax.models.heads.draft_decoder import ReducedDecoder
-from specjax.models.heads.eagle import default_taps
+from specjax.models.heads.shared_parameters import share_anew
+from specjax.models.layers.decoder_layer import embed
 
 TAPS, POSITIONS, NORM = "wrong taps", "shifted positions", "wrong norm"
 VOCABULARY, WINDOW = "wrong vocabulary map", "wrong attention window"
+MASK, BLOCK, CONFIDENCE = "wrong mask token", "another kind of block", "uncalibrated confidence"
 TEMPLATE, DTYPE, TARGET = "another chat template", "another dtype", "another target"
 DECODING = "decoding differs from teacher forcing"
 
 _OUTPUTS = ("final_norm", "pre_norm")
+_MOST_MASKS = 24
+"""The most tokens that are tried as mask tokens."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +47,8 @@ class Finding:
 
     `before` and `after` are the mean of sum_x min(p, q) over all positions of drafts, for the
     drafter unchanged and with the fault undone; `after` is None if no change undoes the fault.
-    `error` is the standard error of their difference.
+    `error` is the standard error of their difference. If the fault is an uncalibrated confidence
+    head, `before` and `after` are its calibration errors.
     """
 
     fault: str
@@ -67,24 +76,27 @@ def readable_features(drafter: Drafter, num_layers: int) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*names, *others)))
 
 
-def changes(reading: Reading, answers: Answers, target: DecoderConfig) -> Iterator[Change]:
+def changes(reading: Reading, answers: Answers, target: Model) -> Iterator[Change]:
     """Yield the changes that are possible for a drafter, those of likely faults first.
 
-    `reading` is the drafter with what it reads, unchanged, `answers` are those that it is measured
-    on, and `target` is the config of the target model.
+    `reading` is the drafter with what it reads, unchanged, and `answers` are those of the target
+    that it is measured on.
     """
     drafter = reading.drafter
     if drafter.features:
-        yield from _of_taps(reading, answers, target.num_layers)
+        yield from _of_taps(reading, answers, target.config.num_layers)
         yield from _of_positions(reading, answers)
     yield from _of_norms(reading, answers)
-    yield from _of_rotation(reading, answers, target)
-    yield from _of_vocabulary(reading, answers)
+    yield from _of_rotation(reading, answers, target.config)
+    yield from _of_vocabulary(reading, answers, target)
     yield from _of_window(reading, answers)
+    if isinstance(drafter, BlockDrafter):
+        yield from _of_mask(reading, answers, target)
+        yield from _of_blocks(reading, answers)
 
 
 def _other_taps(taps: tuple[str, ...], num_layers: int) -> list[tuple[str, ...]]:
-    """Return taps often confused with the given ones: neighbours, defaults, reversed order."""
+    """Return taps often confused with the given ones: neighbours, defaults, another order."""
     if len(taps) == 1 and taps[0] in _OUTPUTS:
         return [
             (other,) for other in (*_OUTPUTS, f"layer_input:{num_layers - 1}") if other != taps[0]
@@ -98,8 +110,12 @@ def _other_taps(taps: tuple[str, ...], num_layers: int) -> list[tuple[str, ...]]
         if all(0 <= layer + by <= num_layers for layer in inputs)
     ]
     if len(taps) == 3:
-        candidates.append(default_taps(num_layers))
-    candidates.append(taps[::-1])
+        candidates.append(eagle.default_taps(num_layers))
+    candidates.append(block.default_taps(num_layers, len(taps)))
+    ascending = sorted(range(len(taps)), key=inputs.__getitem__)
+    candidates.append(tuple(taps[index] for index in ascending))
+    candidates += [taps[::-1], taps[1:] + taps[:1], taps[-1:] + taps[:-1]]
+    candidates = [other for other in candidates if len(other) == len(taps)]
     return [other for other in dict.fromkeys(candidates) if other != taps]
 
 
@@ -110,6 +126,8 @@ def _tap(layer: int, num_layers: int) -> str:
 def _of_taps(reading: Reading, answers: Answers, num_layers: int) -> Iterator[Change]:
     """Yield changes to features of other layers or from before or after the final norm."""
     names = reading.drafter.features
+    is_block = isinstance(reading.drafter, BlockDrafter)
+    field = "target_layer_ids, of outputs" if is_block else "eagle_aux_hidden_state_layer_ids"
     for taps in _other_taps(names, num_layers):
         is_norm = {*names, *taps} <= set(_OUTPUTS)
         features = {name: answers.features[tap] for name, tap in zip(names, taps, strict=True)}
@@ -119,7 +137,7 @@ def _of_taps(reading: Reading, answers: Answers, num_layers: int) -> Iterator[Ch
             f"reading {named} of the target in place of {', '.join(names)}",
             f"hidden={named} in the head's config"
             if isinstance(reading.drafter, MtpDrafter)
-            else f"taps={named} in the head's config (eagle_aux_hidden_state_layer_ids)",
+            else f"taps={named} in the head's config ({field})",
             _constant(reading.replace(features=features), answers),
         )
 
@@ -129,10 +147,12 @@ def _of_positions(reading: Reading, answers: Answers) -> Iterator[Change]:
     for by in (-1, 1):
         features = {name: jnp.roll(value, -by, axis=1) for name, value in reading.features.items()}
         side = "before" if by < 0 else "after"
+        is_block = isinstance(reading.drafter, BlockDrafter)
+        paired = "position t" if is_block else "token x(t+1)"
         yield Change(
             POSITIONS,
             f"reading the target's features of the position {side}",
-            f"pair token x(t+1) with the feature of t, where training paired it with that of "
+            f"pair {paired} with the feature of t, where training paired it with that of "
             f"t{by:+d}: train with the feature of t, or shift the drafter's features by {by:+d}",
             _constant(reading.replace(features=features), answers),
         )
@@ -180,10 +200,15 @@ def _normed(features: dict[str, Any], eps: float, *, together: bool) -> dict[str
     }
 
 
-def _with_config(reading: Reading, answers: Answers, fault: str, field: str, value: Any) -> Change:
-    """Return a change of one field of the head's config, which needs another program."""
+def _with_config(
+    reading: Reading, answers: Answers, fault: str, field: str, value: Any, **others: Any
+) -> Change:
+    """Return a change of one field of the head's config, which needs another program.
+
+    `others` are fields that change with it.
+    """
     head = reading.drafter.head
-    config = replace(head.config, **{field: value})
+    config = replace(head.config, **{field: value}, **others)
     drafter = replace(reading.drafter, head=replace(head, config=config))
     shown = str(value).lower()
     return Change(
@@ -196,7 +221,7 @@ def _with_config(reading: Reading, answers: Answers, fault: str, field: str, val
 
 def _of_rotation(reading: Reading, answers: Answers, target: DecoderConfig) -> Iterator[Change]:
     """Yield changes to the target's rotary embedding, if the head has another one."""
-    if not isinstance(reading.drafter, PairDrafter):
+    if not isinstance(reading.drafter, PairDrafter | BlockDrafter):
         return
     own = reading.drafter.head.config.decoder
     for field in ("rope_theta", "rope_scaling"):
@@ -210,13 +235,21 @@ def _of_rotation(reading: Reading, answers: Answers, target: DecoderConfig) -> I
             )
 
 
-def _of_vocabulary(reading: Reading, answers: Answers) -> Iterator[Change]:
-    """Yield changes to the maps of a draft vocabulary that common mistakes make."""
+def _of_vocabulary(reading: Reading, answers: Answers, target: Model) -> Iterator[Change]:
+    """Yield changes to the maps of a draft vocabulary that common mistakes make.
+
+    A head without its own output layer uses the columns of the target's that the map selects.
+    """
     params, drafter = reading.params, reading.drafter
-    has_output = not isinstance(drafter, DraftModel) and not drafter.head.config.shares_output
-    # A head that shares the target's output selects its columns by the map: they always agree.
-    if not has_output or "draft_ids" not in params:
+    if isinstance(drafter, DraftModel) or "draft_ids" not in params:
         return
+
+    def with_map(other: Any) -> Reading:
+        changed = {**params, "draft_ids": other}
+        if drafter.head.config.shares_output:
+            changed = share_anew(changed, target.params)
+        return reading.replace(params=changed)
+
     ids, last = params["draft_ids"], answers.logp.shape[-1] - 1
     others = {
         "token ids one lower": jnp.clip(ids - 1, 0, last),
@@ -231,14 +264,14 @@ def _of_vocabulary(reading: Reading, answers: Answers) -> Iterator[Change]:
             VOCABULARY,
             f"{what} in the map of the draft vocabulary",
             f"d2t of the head with {what}: export it again, or take it from the trained head",
-            _constant(reading.replace(params={**params, "draft_ids": other}), answers),
+            lambda other=other: (with_map(other), answers),
         )
 
 
 def _of_window(reading: Reading, answers: Answers) -> Iterator[Change]:
     """Yield changes of the attention window of a head or of a draft model."""
     drafter, width = reading.drafter, answers.tokens.shape[1]
-    if not isinstance(drafter, PairDrafter | DraftModel):
+    if not isinstance(drafter, PairDrafter | BlockDrafter | DraftModel):
         return
     if isinstance(drafter, DraftModel) and _window_of(drafter) is not None:
         yield Change(
@@ -258,6 +291,60 @@ def _of_window(reading: Reading, answers: Answers) -> Iterator[Change]:
                 else f"train the head without a window (it fits one of about {size} positions)",
                 _constant(reading.replace(window=np.int32(size)), answers),
             )
+
+
+def _of_mask(reading: Reading, answers: Answers, target: Model) -> Iterator[Change]:
+    """Yield changes of a block drafter's mask token, to tokens that tools use as such."""
+    params, drafter = reading.params, reading.drafter
+    size, own = target.config.vocab_size, drafter.head.config.mask_token_id
+    padding = target.padding_embeddings
+    added = () if target.tokenizer is None else target.tokenizer.added_ids
+    rows = size if padding is None else size + len(padding)
+    candidates = (*target.config.unused_tokens[:4], *target.ends, size - 1, 0, own - 1, own + 1)
+    candidates = dict.fromkeys((*range(size, min(size + 4, rows)), *candidates, *added))
+
+    def with_mask(token: int) -> Reading:
+        if token < size:
+            ids = jnp.full((1, 1), token)
+            row = embed(params["shared"], ids, drafter.head.dtype)[0, 0]
+        else:
+            row = jnp.asarray(padding[token - size], drafter.head.dtype)
+        return reading.replace(params={**params, "mask": {"embedding": row}})
+
+    tried = [token for token in candidates if 0 <= token < rows and token != own]
+    for token in tried[:_MOST_MASKS]:
+        yield Change(
+            MASK,
+            f"the embedding of token {token} for mask tokens, in place of that of {own}",
+            f"mask_token_id={token} in the head's config",
+            lambda token=token: (with_mask(token), answers),
+        )
+
+
+def _of_blocks(reading: Reading, answers: Answers) -> Iterator[Change]:
+    """Yield changes of a block's size, of what its slots attend to, and of what they predict."""
+    drafter = reading.drafter
+    config, length = drafter.head.config, drafter.num_speculative_tokens
+    sizes = [length >> power for power in range(1, length.bit_length())]
+    if length < config.longest_draft:
+        sizes.append(config.longest_draft)
+    # A causal block's tokens do not depend on later slots.
+    for size in () if config.causal else sizes:
+        remedy = f"num_speculative_tokens={size}"
+        if size < length:
+            remedy += f", or block_size={config.num_slots(size)} in the head's config"
+        changed = reading.replace(drafter=replace(drafter, num_speculative_tokens=size))
+        yield Change(
+            BLOCK,
+            f"blocks of {size} drafted token(s) in place of {length}",
+            remedy,
+            _constant(changed, answers),
+        )
+    if length > 1:
+        yield _with_config(reading, answers, BLOCK, "causal", not config.causal)
+    anchored = not config.sample_from_anchor
+    size = config.longest_draft + 1 - anchored
+    yield _with_config(reading, answers, BLOCK, "sample_from_anchor", anchored, block_size=size)
 
 
 def _window_of(drafter: DraftModel) -> int | None:

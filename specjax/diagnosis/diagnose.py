@@ -15,13 +15,15 @@ from specjax.decoding.sampling_params import SamplingParams
 from specjax.diagnosis import changes as faults
 from specjax.diagnosis.answers import Answers, read_answers
 from specjax.diagnosis.changes import Change, Finding
-from specjax.diagnosis.teacher_forced import Examined, Reading, Scores, score
+from specjax.diagnosis.teacher_forced import Examined, Reading, Scores, confidence, score
 from specjax.diagnosis.weight_checks import weight_notes
 from specjax.drafters import LoadedDrafter, Merged, Turns
+from specjax.drafters.heads.block import BlockDrafter
 from specjax.drafters.heads.eagle import EagleDrafter
 from specjax.errors import InputError
 from specjax.loading.model import MODEL_KIND, Model
 from specjax.models.decoder import check_features
+from specjax.models.heads.calibration import calibration_error, fit_temperature
 
 _LEAST_GAIN, _LEAST_ERRORS = 0.02, 4.0
 """The minimum gain of overlap that makes a finding, absolute and in standard errors."""
@@ -29,6 +31,8 @@ _NEAR_CHANCE = 0.1
 """The least fraction of the way from chance to 1 that a drafter trained for the target reaches."""
 _LEAST_GAP = 0.1
 """The minimum difference of acceptance, teacher-forced less decoded, that makes a finding."""
+_LEAST_MISCALIBRATION = 0.1
+"""The minimum calibration error of a confidence head that makes a finding."""
 
 
 class Share(NamedTuple):
@@ -165,7 +169,7 @@ class _Examination:
         measured = self.measured(before, answers)
         gains: list[Finding] = []
         for change in (
-            *faults.changes(reading, answers, self.target.config),
+            *faults.changes(reading, answers, self.target),
             *self.of_templates(others),
             *self.of_dtype(answers, in_float32),
         ):
@@ -173,8 +177,9 @@ class _Examination:
                 gains.append(finding)
         gains.sort(key=lambda finding: finding.before - finding.after)
         findings = _ranked(gains, measured, before)
-        if not findings and (gap := _gap(measured)) is not None:
-            findings = (gap,)
+        if not findings:
+            others_found = (_gap(measured), self.of_confidence(reading, answers, before))
+            findings = tuple(one for one in others_found if one is not None)
         return Diagnosis(
             self.loaded.name,
             self.target.name,
@@ -246,6 +251,9 @@ class _Examination:
         `before` are the scores of the unchanged drafter.
         """
         after = score(*change.make(), self.noise)
+        # Drafts may have another length.
+        length = min(before.tested.shape[2], after.tested.shape[2])
+        before, after = before.first(length), after.first(length)
         tested = before.tested & after.tested
         both = tested.any(axis=2)
         differences = _per_label(after.overlap - before.overlap, tested)[both]
@@ -257,6 +265,35 @@ class _Examination:
             return None
         evidence = f"{change.what} raises the overlap from {old:.2f} to {new:.2f} (+-{error:.2f})"
         return Finding(change.fault, evidence, change.remedy, old, new, float(error))
+
+    def of_confidence(self, reading: Reading, answers: Answers, scores: Scores) -> Finding | None:
+        """Return a finding if a confidence head's estimates are far from the true acceptance.
+
+        `scores` are those of the unchanged drafter. The head was trained at temperature 1; the
+        result is None at any other.
+        """
+        drafter = reading.drafter
+        if not isinstance(drafter, BlockDrafter) or not drafter.head.config.confidence:
+            return None
+        if self.noise != 1.0:
+            return None
+        logits, accepted = confidence(reading, answers)[scores.tested], scores.values
+        temperature = fit_temperature(logits, accepted)
+        before, after = (
+            calibration_error(each, accepted) for each in (logits, logits / temperature)
+        )
+        self.tell(f"{faults.CONFIDENCE}: calibration error {before:.3f}")
+        if before < _LEAST_MISCALIBRATION:
+            return None
+        return Finding(
+            faults.CONFIDENCE,
+            f"estimated and true acceptance differ by {before:.2f} on average, and by {after:.2f} "
+            f"with the estimate's logit divided by {temperature:.2f}",
+            f"divide the weights and the bias of the confidence head by {temperature:.2f}, as "
+            "train.block does after its last step, or leave draft_p_min out",
+            before,
+            after,
+        )
 
     def measured(self, scores: Scores, answers: Answers) -> Measured:
         """Return acceptance by position, from the teacher-forced scores and from decoding."""
@@ -287,9 +324,10 @@ def _check_drafter(drafter: LoadedDrafter, target: Model) -> None:
 
 
 def _check_fc(loaded: LoadedDrafter, target: Model) -> None:
-    """Raise InputError unless an EAGLE-3 head's `fc` reads as many numbers as its taps give."""
+    """Raise InputError unless the `fc` of a head with taps reads as many numbers as they give."""
     drafter = loaded.drafter
-    if not isinstance(drafter, EagleDrafter) or drafter.head.config.version != 3:
+    is_eagle3 = isinstance(drafter, EagleDrafter) and drafter.head.config.version == 3
+    if not (is_eagle3 or isinstance(drafter, BlockDrafter)):
         return
     taps, width = len(drafter.features), target.config.hidden_size
     if (inputs := loaded.params["fc"]["kernel"].shape[0]) != taps * width:

@@ -18,10 +18,12 @@ from jaxtyping import Array, Bool, Float, Int
 from specjax.diagnosis.answers import Answers
 from specjax.drafters.base import Drafter
 from specjax.drafters.draft_model import DraftModel
+from specjax.drafters.heads.block import BlockDrafter
 from specjax.drafters.heads.medusa import MedusaDrafter
 from specjax.drafters.heads.pair_drafter import PairDrafter
+from specjax.models.heads.block_rows import run_blocks
 
-Examined = PairDrafter | MedusaDrafter | DraftModel
+Examined = PairDrafter | MedusaDrafter | DraftModel | BlockDrafter
 """The drafters whose proposals at all positions are computed in one pass."""
 UNLIMITED = np.int32(1 << 30)
 
@@ -56,6 +58,10 @@ class Scores:
         """The overlaps of all tested draft tokens, in a fixed order."""
         return self.overlap[self.tested]
 
+    def first(self, count: int) -> Scores:
+        """Return the scores of the first `count` draft tokens."""
+        return Scores(*(array[..., :count] for array in (self.overlap, self.agrees, self.tested)))
+
 
 def score(reading: Reading, answers: Answers, temperature: float) -> Scores:
     """Return how well a drafter predicts each token of answers, given the true tokens before.
@@ -64,6 +70,14 @@ def score(reading: Reading, answers: Answers, temperature: float) -> Scores:
     """
     overlap, agrees = _score(reading, answers, jnp.float32(temperature))
     return Scores(np.asarray(overlap), np.asarray(agrees), _tested(reading.drafter, answers))
+
+
+def confidence(reading: Reading, answers: Answers) -> Float[np.ndarray, "B A K"]:
+    """Return the logits of a block drafter's estimates that each draft token is accepted.
+
+    They belong to the entries of `Scores`; the drafter has a confidence head.
+    """
+    return np.asarray(_confidence(reading, answers))
 
 
 def num_programs() -> int:
@@ -111,6 +125,24 @@ def _score(
     return lax.map(one, rows)
 
 
+@jax.jit
+def _confidence(reading: Reading, answers: Answers) -> Float[Array, "B A K"]:
+    """Return the logits of estimated acceptance of each draft token, as `confidence`."""
+    drafter, params = reading.drafter, reading.params
+
+    def one(row: tuple) -> Float[Array, "A K"]:
+        tokens, first, features = row
+        drafts = jnp.arange(answers.logp.shape[1])
+        labels = jnp.clip(first + drafts, 2, tokens.shape[0] - 1)
+        features = {name: value[None] for name, value in features.items()}
+        states, previous = _run_blocks(drafter, params, tokens, features, reading.window, labels)
+        embedded = [drafter.head.embed_previous(params, each) for each in previous]
+        pairs = zip(states, embedded, strict=True)
+        return jnp.stack([drafter.head.confidence_logit(params, *pair)[0] for pair in pairs], -1)
+
+    return lax.map(one, (answers.tokens, answers.first, reading.features))
+
+
 def draft_logits(
     drafter: Examined,
     params: Any,
@@ -127,6 +159,8 @@ def draft_logits(
     features = {name: value[None] for name, value in features.items()}
     if isinstance(drafter, PairDrafter):
         return _pair_logits(drafter, params, tokens, features, window, labels)
+    if isinstance(drafter, BlockDrafter):
+        return _block_logits(drafter, params, tokens, features, window, labels)
     if isinstance(drafter, MedusaDrafter):
         states = drafter.head.states(params, features["final_norm"])[:, :, labels - 2]
         heads = range(drafter.num_speculative_tokens)
@@ -181,6 +215,54 @@ def _pair_logits(
         logits.append(head.logits(module, output[:, labels - 2])[0])
         hidden = head.next_hidden(module, output)
     return logits
+
+
+def _block_logits(
+    drafter: BlockDrafter,
+    params: Any,
+    tokens: Int[Array, "T"],
+    features: dict[str, Float[Array, "1 T D"]],
+    window: Int[Array, ""] | np.integer,
+    labels: Int[Array, "A"],
+) -> list[Float[Array, "A Vd"]]:
+    """Return the logits of a block drafter's drafts, each given the true token before it."""
+    head, logits = drafter.head, []
+    states, previous = _run_blocks(drafter, params, tokens, features, window, labels)
+    for state, before in zip(states, previous, strict=True):
+        unary = head.logits(params, state)
+        candidates = head.candidates(unary)
+        logits.append(head.logits_after(params, unary, candidates, state, before)[0])
+    return logits
+
+
+def _run_blocks(
+    drafter: BlockDrafter,
+    params: Any,
+    tokens: Int[Array, "T"],
+    features: dict[str, Float[Array, "1 T D"]],
+    window: Int[Array, ""] | np.integer,
+    labels: Int[Array, "A"],
+) -> tuple[list[Float[Array, "1 A D"]], list[Int[Array, "1 A"]]]:
+    """Return the states of each draft token of the blocks before `labels`, and the true tokens.
+
+    The latter are those before each draft token. A block reads the features of the latest `window`
+    positions before its anchor.
+    """
+    positions, anchors = jnp.arange(tokens.shape[0]), labels - 1
+    ago = anchors[:, None] - positions[None, :]
+    drafts = drafter.num_speculative_tokens
+    states = run_blocks(
+        drafter.head,
+        params,
+        features,
+        positions[None],
+        tokens[anchors][None],
+        anchors[None],
+        ((ago > 0) & (ago <= window))[None],
+        drafts,
+    )
+    before = [jnp.minimum(anchors + draft, tokens.shape[0] - 1) for draft in range(drafts)]
+    return [states[:, :, draft] for draft in range(drafts)], [tokens[at][None] for at in before]
 
 
 def _within(window: Int[Array, ""] | np.integer, width: int) -> Bool[Array, "T T"]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import Annotated, Any, ClassVar, NamedTuple
@@ -212,9 +213,22 @@ class Drafter:
     """K: the longest path of a draft."""
 
     def __new__(cls, *arguments: Any, **fields: Any) -> Drafter:
-        """Raise InputError for `Drafter(...)` itself, which cannot propose."""
+        """Raise InputError for `Drafter(...)` itself, and for fields without `@dataclass`."""
         if cls is Drafter:
             raise InputError(f"Drafter{shown(arguments)}: a drafter is a value; {OWN_DRAFTER}")
+        for kind in cls.__mro__[: cls.__mro__.index(Drafter)]:
+            own = [
+                name
+                for name, hint in inspect.get_annotations(kind).items()
+                if "ClassVar" not in str(hint)
+            ]
+            own += ["__init__"] * ("__init__" in vars(kind))
+            # Drafters that differ in such a field only would be equal, and share a program.
+            if issubclass(kind, Drafter) and own and "__dataclass_fields__" not in vars(kind):
+                raise InputError(
+                    f"{kind.__name__}: {', '.join(own)} without @dataclass, so that its fields "
+                    "would be ignored; put @dataclass(frozen=True, kw_only=True) before the class"
+                )
         return super().__new__(cls)
 
     @property

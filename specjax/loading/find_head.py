@@ -34,8 +34,7 @@ def kind_of_head(path: Path) -> str | None:
     if is_checkpoint(path):
         with suppress(InputError):  # a model, or damaged, which its reader reports
             return look(path, "drafter").metadata.get("kind")
-    form = head_formats.head_format(path) if path.is_dir() else None
-    return None if form is None else head_formats.KINDS[form]
+    return head_formats.head_kind(path) if path.is_dir() else None
 
 
 def open_head(kind: str, path: str | Path | None, target: Model) -> Head:

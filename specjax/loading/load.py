@@ -172,7 +172,7 @@ def with_vocabulary(model: Model, size: int) -> Model:
     unused = [token for token in (*model.config.unused_tokens, *range(have, size)) if token < size]
     config = replace(model.config, vocab_size=size, unused_tokens=tuple(unused))
     # The model's MTP modules predict tokens of its original vocabulary, and are dropped.
-    changed = replace(model, config=config, params=params, mtp=None)
+    changed = replace(model, config=config, params=params, mtp=None, padding_embeddings=None)
     if model.mesh is None:
         return changed
     table = _shardings(changed, model.form, model.mesh, model.shards)
@@ -409,7 +409,9 @@ def _load_gguf(name: str, path: Path, target: _Target) -> Model:
             *(file, config, *layout), mtp=modules, keep_blocks=keep, bits=bits
         )
         params, mtp = split_arrays(arrays, modules)
-    return replace(target.model(name, config, params, tokenizer), mtp=mtp)
+        padding = gguf.read_padding(file, config, target.dtype)
+    model = target.model(name, config, params, tokenizer)
+    return replace(model, mtp=mtp, padding_embeddings=padding)
 
 
 def _load_checkpoint(name: str, path: Path, target: _Target) -> Model:
@@ -447,8 +449,9 @@ def _load_directory(name: str, path: Path, target: _Target) -> Model:
         target.check_memory(config, modules)
         arrays = huggingface.read_params(*(path, tensors, config, *layout), mtp=modules, bits=bits)
         params, mtp = split_arrays(arrays, modules)
+        padding = huggingface.read_padding(tensors, config, target.dtype)
     model = target.model(name, config, params, tokenizer)
-    return replace(model, mtp=mtp, stated_ends=tuple(ends))
+    return replace(model, mtp=mtp, stated_ends=tuple(ends), padding_embeddings=padding)
 
 
 @contextmanager

@@ -7,7 +7,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
+from jaxtyping import Float
 
 from specjax.fields import Choice, Instance
 from specjax.loading.tokenizers.tokenizer import Tokenizer
@@ -31,8 +33,9 @@ class Model:
     replicated (1). `form` is the layout of layers for the backend. `mtp` are the model's
     multi-token prediction modules, if any. `stated_ends` are the end-of-sequence ids in the config
     of a model without a tokenizer. `kv_cache_dtype` (`CACHE_DTYPE`) is how caches store keys and
-    values, including those of drafters. Raises InputError for an unknown `kv_cache_dtype`, and for
-    modules of another model.
+    values, including those of drafters. `padding_embeddings` are the rows of the file's embedding
+    after those of the vocabulary, one of which may be a drafter's mask token. Raises InputError for
+    an unknown `kv_cache_dtype`, and for modules of another model.
     """
 
     name: str
@@ -46,6 +49,7 @@ class Model:
     mtp: MtpModules | None = None
     stated_ends: tuple[int, ...] = ()
     kv_cache_dtype: str = "auto"
+    padding_embeddings: Float[np.ndarray, "P D"] | None = None
 
     def __repr__(self) -> str:
         """Return name, size and placement on one line."""

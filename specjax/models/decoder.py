@@ -463,14 +463,17 @@ def _cache_attention(
     return functools.partial(attend_cache, blocks=cached_blocks(cache), softcap=softcap)
 
 
-def check_features(names: Iterable[str], num_layers: int) -> None:
-    """Raise InputError for a name that is not a feature of a model with `num_layers` layers."""
+def check_features(names: Iterable[str], num_layers: int, where: str = "") -> None:
+    """Raise InputError for a name that is not a feature of a model with `num_layers` layers.
+
+    `where`, such as "block.taps: ", begins the message.
+    """
     for name in names:
         match = re.fullmatch(r"layer_input:(\d+)", name)
         if name not in ("final_norm", "pre_norm") and not (match and int(match[1]) < num_layers):
             raise InputError(
-                f"feature {name!r} is unknown: use final_norm, pre_norm or layer_input:i with "
-                f"i < {num_layers}"
+                f"{where}feature {name!r} is unknown: use final_norm, pre_norm or layer_input:i "
+                f"with i < {num_layers}"
             )
 
 

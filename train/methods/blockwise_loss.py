@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from specjax.models.layers.matmul import product
 from train.data.batches import Batch
-from train.methods.losses import LabelLoss, Truth, overlap
+from train.methods.losses import LabelLoss, Parts, Truth, cross_entropy, dpace_weights, overlap
 from train.methods.packed_rows import ahead, at_rows, label_ahead
 
 _BLOCK = 512
@@ -34,7 +34,8 @@ class Scoring:
     With `trains_kernel` the gradient of the kernel that computes the logits is computed too.
     `multiply` is the dtype of products, None for that of the states. If `ahead`, draft i predicts
     the token i positions after the label; otherwise all drafts predict the label itself.
-    `overlaps` requests sum min(p, q) of each draft and label.
+    `overlaps` requests sum min(p, q) of each draft and label. With `alpha`, weights are multiplied
+    by D-PACE's (`dpace_weights`).
     """
 
     parts: tuple[tuple[LabelLoss, float], ...]
@@ -42,6 +43,7 @@ class Scoring:
     multiply: Any = None
     ahead: bool = True
     overlaps: bool = False
+    alpha: float | None = None
 
     def offset(self, draft: int) -> int:
         """Return how many positions after a label the token is that draft `draft` predicts."""
@@ -106,6 +108,17 @@ class Scores(NamedTuple):
     right: Bool[Array, "K B A"]
     choices: Int[Array, "K B A"]
     overlaps: Float[Array, "K B A"] | None = None
+
+    def named(self, parts: Parts) -> dict[str, Float[Array, ""]]:
+        """Return the sum of each of the loss's `parts` over all drafts, by name."""
+        return dict(zip(parts, self.losses.sum(axis=0), strict=True))
+
+    def by_draft(self, prefix: str, parts: Parts) -> dict[str, Float[Array, ""]]:
+        """Return the loss of each draft as PREFIX_0, ..., and its `parts` by name, if several."""
+        weights = jnp.asarray([weight for _, weight in parts.values()])
+        each = (self.losses * weights[None]).sum(axis=1)
+        each = {f"{prefix}_{draft}": loss for draft, loss in enumerate(each)}
+        return each | (self.named(parts) if len(parts) > 1 else {})
 
 
 def score_drafts(
@@ -268,18 +281,23 @@ def _block(
     if features is not None:
         logits = logits_of(features, columns)
         likeliest, log_probs = jnp.argmax(logits, axis=-1), jax.nn.log_softmax(logits, axis=-1)
-    total, losses, choices, overlaps = jnp.float32(0), [], [], []
+    values, losses, choices, overlaps, probabilities = [], [], [], [], []
     for draft in range(states.shape[0]):
         logits = logits_of(states[draft], kernel if kernel.ndim == 2 else kernel[draft])
         here = slice(plan.offset(draft), plan.offset(draft) + size)
         truth = Truth(None if log_probs is None else log_probs[:, here], tokens[:, here])
         parts = [jnp.where(counted[draft], part(logits, truth), 0.0) for part, _ in plan.parts]
-        value = sum(weight * part for part, (_, weight) in zip(parts, plan.parts, strict=True))
-        total += (weights[draft] * value).sum()
+        values.append(sum(w * part for part, (_, w) in zip(parts, plan.parts, strict=True)))
         losses.append(jnp.stack([part.sum() for part in parts]))
         choices.append(jnp.argmax(logits, axis=-1))
         if plan.overlaps:
             overlaps.append(overlap(logits, truth))
+        if plan.alpha is not None:
+            q = jnp.exp(-cross_entropy(logits, truth))
+            probabilities.append(jnp.where(counted[draft], q, 0.0))
+    if plan.alpha is not None:
+        weights = weights * dpace_weights(jnp.stack(probabilities), counted, plan.alpha)
+    total = (weights * jnp.stack(values)).sum()
     offsets = [plan.offset(draft) for draft in range(len(choices))]
     aims = jnp.stack([likeliest[:, offset : offset + size] for offset in offsets])
     choices = jnp.stack(choices)

@@ -24,7 +24,7 @@ from specjax.models.heads.draft_decoder import DraftModelConfig, ReducedDecoder
 from specjax.models.heads.shared_parameters import share
 from train.data.batches import Batch
 from train.methods.blockwise_loss import Scoring, Teacher, score_drafts
-from train.methods.losses import LabelLoss, LossName, kl_divergence, variation
+from train.methods.losses import LossName, Parts, kl_divergence, parts_of, variation
 from train.methods.method import Measures, Method, measure
 from train.methods.packed_rows import ahead, at_rows, features_of
 from train.methods.target_layers import some_layers
@@ -53,10 +53,10 @@ class DistillLoss:
             raise InputError("loss.kl=0, loss.tv=0: one of them must be positive")
 
     @property
-    def parts(self) -> dict[str, tuple[LabelLoss, float]]:
+    def parts(self) -> Parts:
         """Return the label losses with nonzero weight and their weights, by name."""
         if self.label_loss is not None:
-            return {"label_loss": (self.label_loss, 1.0)}
+            return parts_of(self.label_loss)
         both = {"kl": (kl_divergence, self.kl), "tv": (variation, self.tv)}
         return {name: part for name, part in both.items() if part[1] > 0}
 
@@ -133,7 +133,6 @@ def distill_loss(
         teacher.counts(labels, 1),
         jnp.ones(1),
     )
-    losses = dict(zip(loss.parts, scores.losses[0], strict=True))
     depths = range(loss.depths)
     right = jnp.stack([ahead(scores.right[0], depth) for depth in depths])
-    return total, measure(losses, right, labels)
+    return total, measure(scores.named(loss.parts), right, labels)

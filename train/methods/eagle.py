@@ -27,7 +27,15 @@ from specjax.models.heads.eagle import Eagle, EagleConfig
 from specjax.models.heads.shared_parameters import share
 from train.data.batches import Batch
 from train.methods.blockwise_loss import Scoring, Teacher, score_drafts
-from train.methods.losses import LabelLoss, LossName, Truth, smooth_l1, soft_cross_entropy
+from train.methods.losses import (
+    LossName,
+    Parts,
+    PositionWeights,
+    Truth,
+    parts_of,
+    smooth_l1,
+    soft_cross_entropy,
+)
 from train.methods.method import Measures, Method, measure
 from train.methods.packed_rows import ahead, at_rows, label_ahead
 from train.methods.target_layers import last_layer, with_kv_heads
@@ -40,18 +48,18 @@ target's last layer and output head (`from_target`), or random weights alone.
 
 
 @dataclass(frozen=True)
-class EagleLoss:
+class EagleLoss(PositionWeights):
     """Weights of the parts of the loss, and the number of draft steps.
 
-    Step i has the weight `decay` ** i. `noise` is the half-width of the uniform noise on features.
-    `label_loss` replaces the cross-entropy and keeps its weight. Raises InputError if both parts
-    have weight 0.
+    Step i has the weight `decay` ** i, or D-PACE's in the label loss. `noise` is the half-width of
+    the uniform noise on features. `label_loss` replaces the cross-entropy and keeps its weight.
+    Raises InputError if both parts have weight 0.
     """
 
     steps: Annotated[int, Whole(1, 64)] = 4
     """The number of draft steps that are unrolled."""
     decay: Annotated[float, Number()] = 0.8
-    """Step i has the weight decay ** i."""
+    """Step i has the weight decay ** i, unless weights=dpace."""
     cross_entropy: Annotated[float, Number()] = 1.0
     """The weight of the cross-entropy with the target's distribution."""
     feature: Annotated[float, Number()] = 0.0
@@ -68,11 +76,12 @@ class EagleLoss:
             raise InputError("loss.cross_entropy=0, loss.feature=0: one of them must be positive")
 
     @property
-    def part(self) -> tuple[str, LabelLoss]:
-        """The name of the label loss among the measures, and the loss."""
-        if self.label_loss is not None:
-            return "label_loss", self.label_loss
-        return "cross_entropy", _against_distribution
+    def parts(self) -> Parts:
+        """Return the parts of the label loss and their weights, by name."""
+        if self.label_loss is None:
+            return {"cross_entropy": (_against_distribution, self.cross_entropy)}
+        parts = parts_of(self.label_loss).items()
+        return {name: (part, self.cross_entropy * weight) for name, (part, weight) in parts}
 
 
 def eagle_method(
@@ -234,12 +243,12 @@ def eagle_loss(
     steps = list(unroll(head, params, batch, taps, loss.steps))
     outputs = jnp.stack([step.output for step in steps])
     states = jnp.stack([step.state for step in steps])
-    weights = jnp.asarray([loss.decay**step for step in range(loss.steps)])
-    name, part = loss.part
+    weights = loss.of_drafts(loss.decay, loss.steps)
     plan = Scoring(
-        parts=((part, loss.cross_entropy),),
+        parts=tuple(loss.parts.values()),
         trains_kernel=not head.config.shares_output,
         multiply=head.multiply,
+        alpha=loss.dpace_alpha,
     )
     total, scores = score_drafts(
         plan,
@@ -249,7 +258,7 @@ def eagle_loss(
         teacher.counts(labels, loss.steps),
         weights,
     )
-    parts = {name: scores.losses[:, 0].sum()}
+    parts = scores.named(loss.parts)
     if loss.feature:
         truth = at_rows(features["final_norm"], labels - 1)
         truth = lax.stop_gradient(jnp.stack([ahead(truth, step) for step in range(loss.steps)]))

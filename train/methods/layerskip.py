@@ -21,7 +21,7 @@ from specjax.loading.model import Model
 from specjax.models.decoder import LAYER_INPUTS, Decoder
 from train.data.batches import Batch
 from train.methods.blockwise_loss import Scores, Scoring, Teacher, score_drafts
-from train.methods.losses import LossName, cross_entropy, label_loss_of
+from train.methods.losses import LossName, Parts, cross_entropy, parts_for
 from train.methods.method import Measures, Method, measure
 from train.methods.packed_rows import ahead, at_rows, features_of, label_ahead
 from train.methods.target_layers import in_float32, with_params
@@ -130,6 +130,21 @@ class _Exits(NamedTuple):
 
     weights: Float[Array, "n+1"]
     scores: Scores
+    parts: Parts
+
+    @property
+    def losses(self) -> Float[Array, "n"]:
+        """The loss of each exit, as a sum."""
+        weights = jnp.asarray([weight for _, weight in self.parts.values()])
+        return (self.scores.losses * weights[None]).sum(axis=1)
+
+    @property
+    def of_last(self) -> dict[str, Float[Array, ""]]:
+        """The last layer's loss and, by name, its parts if there are several, or have no weight."""
+        several = sum(weight > 0 for _, weight in self.parts.values()) > 1
+        parts = zip(self.parts.items(), self.scores.losses[-1], strict=True)
+        named = {f"last_{name}": loss for (name, (_, w)), loss in parts if several or not w}
+        return {"last": self.losses[-1], **named}
 
 
 def layerskip_method(target: Model, loss: LayerSkipLoss, *, multiply: Any = None) -> Method:
@@ -200,31 +215,31 @@ def layerskip_loss(
     last = at_rows(features["final_norm"], labels - 1)
     columns = frozen["head"]["kernel"] if loss.labels == "distributions" else None
     teacher = Teacher.of(batch, columns, None)
-    parts = [(label_loss_of(loss.labels, loss.label_loss), 1.0)]
+    parts = parts_for(loss.labels, loss.label_loss)
     if key is None and loss.labels == "distributions":
-        parts.append((cross_entropy, 0.0))
+        parts["tokens"] = (cross_entropy, 0.0)
     weights = loss.weights(exits, enabled)
     count = len(weights)
     total, scores = score_drafts(
-        Scoring(tuple(parts), True, decoder.multiply, ahead=False),
+        Scoring(tuple(parts.values()), True, decoder.multiply, ahead=False),
         jnp.concatenate([jax.vmap(read)(exits), last[None]]),
         params["head"]["kernel"],
         teacher,
         jnp.broadcast_to(labels >= 0, (count, *labels.shape)),
         weights,
     )
-    found = _Exits(weights, scores)
+    found = _Exits(weights, scores, parts)
     measures = _measured(found, labels, loss) if key is None else _of_step(found, labels, enabled)
     return total, measures
 
 
 def _of_step(found: _Exits, labels: Int[Array, "B A"], enabled: Bool[Array, "n"]) -> Measures:
     """Return the measures of a training step: the last layer's loss, and that of its exits."""
-    losses, choices = found.scores.losses[:, 0], found.scores.choices
+    choices = found.scores.choices
     shares = found.weights[:-1] / jnp.maximum(found.weights[:-1].sum(), 1e-9)
     agree = (choices[:-1] == choices[-1:]) & (labels >= 0)[None] & enabled[:, None, None]
     counted = enabled.sum() * (labels >= 0).sum()
-    each = {"last": losses[-1], "exits": jnp.sum(shares * losses[:-1])}
+    each = {**found.of_last, "exits": jnp.sum(shares * found.losses[:-1])}
     measures = measure(each, jnp.zeros((0, *labels.shape), bool), labels)
     rates = jnp.stack([agree.sum(dtype=jnp.float32), counted.astype(jnp.float32)])
     return measures.replace(rates={"exit_accept_now": rates})
@@ -239,9 +254,7 @@ def _measured(found: _Exits, labels: Int[Array, "B A"], loss: LayerSkipLoss) -> 
     choices = found.scores.choices
     agree = (choices[:-1] == choices[-1:]) & (labels >= 0)[None]
     names = [f"exit_{exit}" for exit in loss.measured]
-    losses = dict(zip([*names, "last"], found.scores.losses[:, 0], strict=True))
-    if found.scores.losses.shape[1] > 1:
-        losses["last_tokens"] = found.scores.losses[-1, 1]
+    losses = {**dict(zip(names, found.losses[:-1], strict=True)), **found.of_last}
     whole = label_ahead(labels, loss.depths - 1)
     rates = {}
     for number, exit in enumerate(loss.measured):

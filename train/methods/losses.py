@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Annotated, Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from specjax.errors import InputError
-from specjax.fields import Number, Text
+from specjax.fields import CrossCheck, Number, Text
 
 
 def soft_cross_entropy(
@@ -154,29 +154,82 @@ LossName = Annotated[LabelLoss | None, LossNames()]
 """The label loss of a method: names with weights, a function, or None."""
 
 
-def parts_of(loss: LabelLoss) -> dict[str, tuple[LabelLoss, float]]:
+Parts = dict[str, tuple[LabelLoss, float]]
+"""The label losses of which a method's loss is the sum, by name, each with its weight."""
+Settings = TypeVar("Settings")
+
+
+def with_label_loss(settings: Settings, label_loss: LabelLoss | None) -> Settings:
+    """Return the settings of a loss, a dataclass, with another label loss if one is given."""
+    return settings if label_loss is None else replace(settings, label_loss=label_loss)
+
+
+def parts_of(loss: LabelLoss) -> Parts:
     """Return the parts of a label loss by name, each with its weight."""
     if isinstance(loss, NamedLosses):
         return {name: (LOSSES[name], weight) for name, weight in loss.pairs}
     return {"label_loss": (loss, 1.0)}
 
 
-def check_reference(labels: str, loss: LabelLoss | None) -> None:
-    """Raise InputError for losses by name that read distributions if `labels` are "tokens"."""
-    names = [name for name, _ in loss.pairs] if isinstance(loss, NamedLosses) else []
-    others = [name for name in names if name != "ce"]
-    if labels == "tokens" and others:
-        raise InputError(
-            f"label_loss={others[0]!r}: reads the target's distributions; use "
-            "labels=distributions, or label_loss=ce"
-        )
+def parts_for(labels: str, label_loss: LabelLoss | None = None) -> Parts:
+    """Return the parts of `label_loss` or, for None, of the usual loss of a reference.
 
-
-def label_loss_of(labels: str, replacement: LabelLoss | None = None) -> LabelLoss:
-    """Return the label loss of a reference: "tokens" of the data, or the target's "distributions".
-
-    They are `cross_entropy` and `kl_divergence`. If `replacement` is given, it is returned instead.
+    That is the cross-entropy with the "tokens" of the data, or the KL divergence from the target's
+    "distributions".
     """
-    if replacement is not None:
-        return replacement
-    return kl_divergence if labels == "distributions" else cross_entropy
+    if label_loss is not None:
+        return parts_of(label_loss)
+    name = "kl" if labels == "distributions" else "ce"
+    return {name: (LOSSES[name], 1.0)}
+
+
+def reference_check(section: str) -> CrossCheck:
+    """Return the check that a section's `label_loss` reads no distributions if it has none.
+
+    The section has the field `labels`, which is "tokens" or "distributions".
+    """
+
+    def check(labels: str, loss: LabelLoss | None) -> None:
+        names = [name for name, _ in loss.pairs] if isinstance(loss, NamedLosses) else []
+        others = [name for name in names if name != "ce"]
+        if labels == "tokens" and others:
+            raise InputError(
+                f"{section}.label_loss={others[0]!r}: reads the target's distributions; use "
+                f"{section}.labels=distributions, or {section}.label_loss=ce"
+            )
+
+    return CrossCheck((f"{section}.labels", f"{section}.label_loss"), check)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PositionWeights:
+    """How the positions of a draft are weighted; a base of the settings of a method's loss."""
+
+    weights: Literal["decay", "dpace"] = "decay"
+    """The weights of a draft's positions: falling, or by what its tokens' probabilities contribute
+    to the accepted length (D-PACE).
+    """
+    alpha: Annotated[float, Number(0.0, 1.0, above=True)] = 0.5
+    """With weights=dpace, a probability q counts as (1 - alpha) q + alpha."""
+
+    @property
+    def dpace_alpha(self) -> float | None:
+        """The `alpha` of D-PACE's weights; None if the weights fall instead."""
+        return self.alpha if self.weights == "dpace" else None
+
+    def of_drafts(self, decay: float, count: int) -> Float[Array, "K"]:
+        """Return the weights `decay` ** i of K = `count` drafts, or 1 if D-PACE weighs them."""
+        return jnp.float32(decay if self.dpace_alpha is None else 1.0) ** jnp.arange(count)
+
+
+def dpace_weights(
+    probabilities: Float[Array, "K B A"], counted: Bool[Array, "K B A"], alpha: float
+) -> Float[Array, "K B A"]:
+    """Return the weights of a draft's K positions, given the probabilities q of its true tokens.
+
+    D-PACE (2605.18810): with s = (1 - alpha) q + alpha, position k has the weight sum over counted
+    m >= k of s_0 ... s_m, what the draft's expected length gains by it; a constant for gradients.
+    """
+    smoothed = (1 - alpha) * jax.lax.stop_gradient(probabilities) + alpha
+    reached = jnp.where(counted, jnp.cumprod(smoothed, axis=0), 0.0)
+    return jnp.cumsum(reached[::-1], axis=0)[::-1]

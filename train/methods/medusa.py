@@ -21,32 +21,33 @@ from specjax.models.heads.medusa import Medusa, MedusaConfig
 from specjax.models.heads.shared_parameters import share
 from train.data.batches import Batch
 from train.methods.blockwise_loss import Scores, Scoring, Teacher, score_drafts
-from train.methods.losses import LabelLoss, LossName, label_loss_of
+from train.methods.losses import LossName, Parts, PositionWeights, parts_for
 from train.methods.method import Measures, Method, measure
 from train.methods.packed_rows import at_rows
 
 
 @dataclass(frozen=True)
-class MedusaLoss:
+class MedusaLoss(PositionWeights):
     """The loss of Medusa heads.
 
     `labels` "tokens" means cross-entropy with the data's tokens, and "distributions" KL divergence
-    from the target; `label_loss` replaces either. Head i (0-based) has the weight `decay` ** i.
+    from the target; `label_loss` replaces either. Head i (0-based) has the weight `decay` ** i, or
+    D-PACE's.
     """
 
     labels: Literal["tokens", "distributions"] = "distributions"
     """The reference: tokens of the data, or distributions of the target."""
     decay: Annotated[float, Number(above=True)] = 0.8
-    """Head i has the weight decay ** i."""
+    """Head i has the weight decay ** i, unless weights=dpace."""
     label_loss: LossName = None
     """A loss that replaces the one that labels selects: ce, kl, reverse_kl, tv, lk, lk_blend, or
     several as ce:0.1,tv:0.9.
     """
 
     @property
-    def part(self) -> LabelLoss:
-        """The function that computes the loss of each label and head."""
-        return label_loss_of(self.labels, self.label_loss)
+    def parts(self) -> Parts:
+        """The parts of the loss of each label and head and their weights, by name."""
+        return parts_for(self.labels, self.label_loss)
 
 
 def medusa_method(
@@ -77,7 +78,7 @@ def medusa_method(
         total, scores = heads_loss(
             head, params, columns, batch.features["final_norm"], batch.labels, teacher, loss
         )
-        return total, heads_measures(scores, batch.labels, {})
+        return total, heads_measures(loss, scores, batch.labels, {})
 
     def head_of(params: Any, training: dict[str, Any]) -> Head:
         return Head("medusa", config, params, draft_ids, TargetMetadata.of(target), training)
@@ -119,19 +120,27 @@ def heads_loss(
     has_output = not head.config.original_lm_head
     kernel = params["head"]["kernel"] if has_output else columns
     states = head.states(params, at_rows(final_norm, labels - 2))
+    plan = Scoring(
+        tuple(loss.parts.values()),
+        has_output or trains_columns,
+        head.multiply,
+        alpha=loss.dpace_alpha,
+    )
     return score_drafts(
-        Scoring(((loss.part, 1.0),), has_output or trains_columns, head.multiply),
+        plan,
         states,
         kernel,
         teacher,
         teacher.counts(labels, head.config.num_heads),
-        loss.decay ** jnp.arange(head.config.num_heads, dtype=jnp.float32),
+        loss.of_drafts(loss.decay, head.config.num_heads),
     )
 
 
 def heads_measures(
-    scores: Scores, labels: Int[Array, "B A"], others: dict[str, Float[Array, ""]]
+    loss: MedusaLoss,
+    scores: Scores,
+    labels: Int[Array, "B A"],
+    others: dict[str, Float[Array, ""]],
 ) -> Measures:
     """Return the measures of all heads; `others` are more parts of the loss by name, as sums."""
-    each = {f"head_{head}": loss[0] for head, loss in enumerate(scores.losses)}
-    return measure({**others, **each}, scores.right, labels)
+    return measure({**others, **scores.by_draft("head", loss.parts)}, scores.right, labels)

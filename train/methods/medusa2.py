@@ -151,7 +151,7 @@ def joint_loss(
         total, scores = heads_loss(
             head, params["heads"], teacher.columns, features, labels, teacher, loss
         )
-        measures = heads_measures(scores, labels, {"target": jnp.float32(0)})
+        measures = heads_measures(loss, scores, labels, {"target": jnp.float32(0)})
         return total, measures.replace(loads=below("target", of_target(decoder, None, batch)))
 
     def together(params: dict[str, Any]) -> tuple[Array, Measures]:
@@ -171,7 +171,8 @@ def joint_loss(
             loss,
             trains_columns=True,
         )
-        measures = heads_measures(scores, labels, {"target": target_scores.losses[0, 0]})
+        own = {"target": target_scores.losses[0, 0]}
+        measures = heads_measures(loss, scores, labels, own)
         loads = below("target", of_target(decoder, features.get(EXPERTS), batch))
         return total + joint.weight(step) * total_of_heads, measures.replace(loads=loads)
 

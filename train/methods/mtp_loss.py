@@ -20,7 +20,7 @@ from specjax.models.heads.shared_parameters import share
 from train.data.batches import Batch
 from train.experts.loads import Loads, below, feature_of, of_modules, of_target
 from train.methods.blockwise_loss import Scores, Scoring, Teacher, score_drafts
-from train.methods.losses import LabelLoss, LossName, label_loss_of
+from train.methods.losses import LossName, Parts, PositionWeights, parts_for
 from train.methods.method import Measures, measure
 from train.methods.packed_rows import ahead, features_of
 from train.methods.target_loss import target_loss
@@ -28,20 +28,20 @@ from train.methods.unroll import unroll
 
 
 @dataclass(frozen=True)
-class MtpLossOptions:
+class MtpLossOptions(PositionWeights):
     """The reference of predictions, and the weights of draft steps.
 
     `labels` are the data's "tokens" (cross-entropy) or the "distributions" of the original target
     (KL divergence), for the modules and for a jointly trained target. Draft step i has the weight
-    `decay` ** i, normalized so that the weights of all steps sum to one. `label_loss` replaces the
-    loss of the modules. If `late_loss_weight` is
-    given, lambda has this value after a fraction `late_from` of the schedule.
+    `decay` ** i or D-PACE's, divided by the sum of `decay` ** i, or by the number of steps.
+    `label_loss` replaces the loss of the modules. If `late_loss_weight` is given, lambda has this
+    value after a fraction `late_from` of the schedule.
     """
 
     labels: Literal["tokens", "distributions"] = "tokens"
     """The reference: tokens of the data, or distributions of the original target."""
     decay: Annotated[float, Number(above=True)] = 1.0
-    """Step i has the weight decay ** i, divided by the sum over all steps."""
+    """Step i has the weight decay ** i, divided by the sum over all steps, unless weights=dpace."""
     label_loss: LossName = None
     """A loss that replaces the one that labels selects: ce, kl, reverse_kl, tv, lk, lk_blend, or
     several as ce:0.1,tv:0.9. All but ce read distributions.
@@ -64,14 +64,14 @@ class MtpLoss(MtpLossOptions):
     schedule_steps: Annotated[int, Whole(1)] = 1
 
     @property
-    def part(self) -> LabelLoss:
-        """The function that computes the loss of each label and draft step."""
-        return label_loss_of(self.labels, self.label_loss)
+    def parts(self) -> Parts:
+        """The parts of the loss of each label and draft step and their weights, by name."""
+        return parts_for(self.labels, self.label_loss)
 
     @property
     def step_weights(self) -> Float[Array, "K"]:
         """The weights of draft steps, which sum to one."""
-        weights = self.decay ** jnp.arange(self.steps, dtype=jnp.float32)
+        weights = self.of_drafts(self.decay, self.steps)
         return weights / weights.sum()
 
     def weight(self, step: Int[Array, ""]) -> Float[Array, ""]:
@@ -105,7 +105,7 @@ def modules_loss(
     taps = {name: features[name].astype(jnp.float32) for name in head.config.taps}
     steps = list(unroll(head, params, batch, taps, loss.steps))
     total, scores = score_drafts(
-        Scoring(((loss.part, 1.0),), trains_target, head.multiply),
+        Scoring(tuple(loss.parts.values()), trains_target, head.multiply, alpha=loss.dpace_alpha),
         jnp.stack([step.state for step in steps]),
         head.logit_kernel(head.module(params, 0)),
         teacher,
@@ -134,7 +134,8 @@ def frozen_loss(
     total, scores, loads = modules_loss(
         head, params, target_params, draft_ids, batch, batch.features, teacher, loss, False
     )
-    return total, _measures({}, scores, scores.right, batch.labels).replace(loads=loads)
+    losses = scores.by_draft("mtp", loss.parts)
+    return total, measure(losses, scores.right, batch.labels).replace(loads=loads)
 
 
 def joint_loss(
@@ -171,13 +172,7 @@ def joint_loss(
     )
     choices = target_scores.choices[0]
     likeliest = jnp.stack([ahead(choices, depth) for depth in range(loss.steps)])
-    measures = _measures(losses, scores, scores.choices == likeliest, labels)
+    losses |= scores.by_draft("mtp", loss.parts)
+    measures = measure(losses, scores.choices == likeliest, labels)
     measures = measures.replace(loads=loads | below("mtp", loads_of_drafts))
     return total + loss.weight(step) * total_of_drafts, measures
-
-
-def _measures(
-    parts: dict[str, Float[Array, ""]], scores: Scores, right: Any, labels: Int[Array, "B A"]
-) -> Measures:
-    each = {f"mtp_{depth}": loss[0] for depth, loss in enumerate(scores.losses)}
-    return measure({**parts, **each}, right, labels)

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 from train.data.batches import Batch
 from train.methods.blockwise_loss import Scores, Scoring, Teacher, score_drafts
-from train.methods.losses import label_loss_of
+from train.methods.losses import parts_for
 from train.methods.packed_rows import at_rows
 
 
@@ -28,9 +28,9 @@ def target_loss(
     """
     labels = batch.labels
     teacher = Teacher.of(batch, before, None)
-    part = label_loss_of("tokens" if before is None else "distributions")
+    parts = parts_for("tokens" if before is None else "distributions")
     return score_drafts(
-        Scoring(((part, 1.0),), True, multiply),
+        Scoring(tuple(parts.values()), True, multiply),
         at_rows(final_norm, labels - 1)[None],
         kernel,
         teacher,

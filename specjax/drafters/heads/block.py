@@ -20,7 +20,7 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from specjax.cache import KVCache, commit, put
+from specjax.cache import KVCache, commit
 from specjax.drafters.base import Accepted, Context, LoadedDrafter, Noise
 from specjax.drafters.growth.level import Level
 from specjax.drafters.heads.head_drafter import HeadDrafter
@@ -30,7 +30,6 @@ from specjax.loading.heads.head import Head
 from specjax.loading.model import Model
 from specjax.models.heads.block import Block
 from specjax.models.heads.shared_parameters import share_anew
-from specjax.models.top_tokens import likeliest
 from specjax.trees import Draft
 
 
@@ -122,27 +121,16 @@ class BlockDrafter(HeadDrafter):
         )
         states = states if config.sample_from_anchor else states[:, 1:]
         every = head.logits(params, states)
-        best = None
-        if config.selector_rank:
-            best = likeliest(every, min(config.selector_top_k, every.shape[2]))
+        candidates = head.candidates(every)
 
         def logits_after(
             tokens: Int[Array, "B T"], depth: Int[Array, ""] | int
         ) -> Float[Array, "B #T Vd"]:
-            def at_depth(of_slots: Array) -> Array:
-                return lax.dynamic_slice_in_dim(of_slots, depth, 1, axis=1)
-
-            logits = at_depth(every)
-            if config.markov_rank:
-                return logits + head.bias(params, head.embed_previous(params, tokens))
-            if best is None:
-                return logits
-            unary, candidates = map(at_depth, best)
-            scores = unary + head.edges(params, at_depth(states), tokens, candidates)
-            into = jnp.broadcast_to(candidates, scores.shape).reshape(-1, scores.shape[2])
-            nothing = jnp.full((len(into), every.shape[2]), -jnp.inf, every.dtype)
-            chosen = put(nothing, into, scores.reshape(into.shape))
-            return chosen.reshape(*scores.shape[:2], -1)
+            logits, chosen, state = jax.tree.map(
+                lambda of_slots: lax.dynamic_slice_in_dim(of_slots, depth, 1, axis=1),
+                (every, candidates, states),
+            )
+            return head.logits_after(params, logits, chosen, state, tokens)
 
         def step(level: Level, carry: tuple[()]) -> tuple[Float[Array, "B #T Vd"], tuple[()]]:
             return logits_after(level.tokens, level.depth), carry

@@ -131,6 +131,14 @@ def read_params(
     )
 
 
+def read_padding(file: GgufFile, config: DecoderConfig, dtype: np.dtype) -> np.ndarray | None:
+    """Return the rows of the embedding after those of the vocabulary, or None if there are none."""
+    if (embedding_rows(file) or 0) <= config.vocab_size:
+        return None
+    rows = (slice(config.vocab_size, None), slice(None))
+    return file.values(file.tensors["token_embd.weight"], rows).astype(dtype)
+
+
 def kept_bits(
     file: GgufFile, config: DecoderConfig, scan_layers: bool = True
 ) -> dict[parameter_names.Path, int]:

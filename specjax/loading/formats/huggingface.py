@@ -91,10 +91,7 @@ def read_params(
     missing, unexpected or mis-shaped.
     """
     family = registry.family(config.family)
-    head, embedding = (
-        next(slot.name for slot in family.tensors if slot.path[0] == path and slot.tied == tied)
-        for path, tied in (("head", False), ("head", True))
-    )
+    head, embedding = (_output_name(family, tied=tied) for tied in (False, True))
     tensors = dict(stored)
     copies = mtp_layers.copies(config, mtp, family.mtp)
     if config.tie_word_embeddings and head in tensors:
@@ -128,6 +125,28 @@ def read_params(
     return build_parameters.build(
         *(config, mtp, dtype, [*locations, *modules], read_rows, mesh, shards, scan_layers),
         bits=bits,
+    )
+
+
+def read_padding(
+    stored: dict[str, StoredTensor], config: DecoderConfig, dtype: np.dtype
+) -> np.ndarray | None:
+    """Return the rows of the embedding after those of the vocabulary, or None if there are none.
+
+    `stored` is the result of `read_headers`, and has the parameters of a model with this `config`.
+    """
+    family = registry.family(config.family)
+    names = (_output_name(family, tied=tied) for tied in (True, False))
+    table = next(stored[name] for name in names if name in stored)
+    if table.shape[0] <= config.vocab_size:
+        return None
+    return tensor_reader()(table, (slice(config.vocab_size, None), slice(None))).astype(dtype)
+
+
+def _output_name(family: Family, *, tied: bool) -> str:
+    """Return the name of the output head's tensor; that of the embedding if they are tied."""
+    return next(
+        slot.name for slot in family.tensors if slot.path[0] == "head" and slot.tied == tied
     )
 
 

@@ -5,7 +5,10 @@ head are the target's. The layer ids of the taps number *outputs*: that of layer
 layer i + 1. DSpark adds `markov_head.markov_w1` [V, R] and `markov_w2` [V, R], and
 `confidence_head.proj` over the state and the previous token's embedding. DFlash2 adds to each layer
 `attention_conv` and `mlp_conv`, and `candidate_selector`. In a config of DSpark the
-anchor predicts a token unless `sample_from_anchor` is false; in one of DFlash it does not.
+anchor predicts a token unless `sample_from_anchor` is false; in one of DFlash it does not. The
+mask token may be a row of the target's embedding after those of its vocabulary (z-lab's for Qwen3).
+Speculators (config version 0.9) has the same tensors, with the layers' fields in the section
+`transformer_layer_config`, and layer ids that number inputs.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from specjax.loading.formats.families.qwen import QWEN3
 from specjax.loading.formats.unread_fields import check_unread, implied
 from specjax.loading.head_formats import eagle3_layer_ids as layer_ids
 from specjax.loading.head_formats.checkpoint import Checkpoint, match
-from specjax.loading.head_formats.config_fields import say_count
+from specjax.loading.head_formats.config_fields import say_count, speculators_fields
 from specjax.loading.head_formats.shared_with_target import target_embedding, target_head
 from specjax.loading.heads.head import Head, TargetMetadata
 from specjax.loading.model import Model
@@ -38,12 +41,33 @@ _ARCHITECTURES = {"dflash": "DFlashDraftModel", "dspark": "Qwen3DSparkModel"}
 _SECTION = "dflash_config"
 """A section of the config; tools state its fields there or at the top."""
 _MARKOV, _CONFIDENCE = "markov_head.markov_w", "confidence_head.proj"
-_SELECTOR = "candidate_selector"
+_MASK_PICKLE = "mask_embedding.pt"
+"""A file from which vLLM takes the embedding of mask tokens, if there is one."""
+_SELECTOR, _EMBEDDING = "candidate_selector", "embed_tokens.weight"
+_OVER_VOCABULARY = {
+    *(f"{_MARKOV}{number}.weight" for number in (1, 2)),
+    *(f"{_SELECTOR}.{name}_codebook" for name in ("predecessor", "successor")),
+}
+"""The names of tensors with a row for each token."""
 _CAUSAL = ("causal_head", "causal", "is_causal")
 """The names by which tools say that slots attend to earlier ones only."""
-_UNREAD = ("num_target_layers", "target_hidden_size", "num_anchors")
+_UNREAD = (
+    *("num_target_layers", "target_hidden_size", "num_anchors"),
+    # Of speculators: of training, of windows, which no layer has, and of Domino's projector.
+    *("auf", "ce_loss_alpha", "l1_loss_alpha", "confidence_head_alpha", "loss_decay_gamma"),
+    *("sliding_window_non_causal", "pure_draft_prefix_len", "emb_dim", "gru_hidden_dim"),
+    *("lambda_base_start", "lambda_base_decay_ratio"),
+)
 """Fields without an effect on a stored drafter."""
-_SUPPORTED = {"markov_head_type": ("vanilla",)}
+_SUPPORTED = {"markov_head_type": ("vanilla",), "projector_type": ("dflash",)}
+_LAYERS, _INPUTS = "transformer_layer_config", "aux_hidden_state_layer_ids"
+_TYPE, _OF_SPECULATORS = "speculators_model_type", "speculators_config"
+_SPECULATORS = {
+    "dflash": "DFlashDraftModel",
+    "dflash2": "DFlash2DraftModel",
+    "dspark": "DSparkDraftModel",
+}
+"""The kinds of block drafters in speculators, with the names of their classes."""
 _SIZES = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 _CONVOLUTIONS = ("attention_conv", "mlp_conv")
 _MODULES = {
@@ -79,14 +103,16 @@ def read(
     """Return a block drafter; an embedding or output head stored with it must equal the target's.
 
     `metadata` identifies the target, and `training` is stored with the head. Raises InputError for
-    inconsistent fields, names or shapes, for a mask token that the target lacks, and for layer ids
+    inconsistent fields, names or shapes, for a mask token without an embedding, and for layer ids
     out of range.
     """
     where, tensors = checkpoint.directory, checkpoint.tensors
-    file = Fields(str(where / "config.json"), checkpoint.config)
-    values = {**file.values, **file.section(_SECTION).values}
-    values.pop(_SECTION, None)
-    fields = Fields(file.where, values)
+    if (where / _MASK_PICKLE).exists():
+        raise InputError(
+            f"{where}: {_MASK_PICKLE} has another embedding for mask tokens than the target's, and "
+            "pickles are not read; use a head without it"
+        )
+    fields = _in_one(Fields(str(where / "config.json"), checkpoint.config))
     kind = kind_of(tensors)
     assert kind is not None
     decoder = _read_layers(fields, target, tensors)
@@ -124,23 +150,46 @@ def read(
         **_read_sizes(fields, tensors),
     )
     check_unread(fields, {**implied(decoder), **_SUPPORTED}, "a block drafter")
-    params = _read_params(checkpoint, config, target)
+    params = _read_params(checkpoint, config, target, fields.count("vocab_size"))
+    if config.has_mask_embedding:
+        row = _mask_embedding(config, target, tensors.get(_EMBEDDING))
+        if row is None:
+            raise fields.fail(
+                "mask_token_id",
+                f"the target has the tokens 0..{target.config.vocab_size - 1}, and "
+                f"{target.name} as loaded no embedding of this one; load the target that the head "
+                "was made for from its original files",
+            )
+        params["mask"] = {"embedding": row.astype(tensors["fc.weight"].dtype)}
     return Head(kind, config, params, None, metadata, training)
 
 
-def write(head: Head) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+def write(
+    head: Head, target: Model, *, speculators: bool = False
+) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """Return the config and the tensors of a block drafter, without the target's arrays.
 
-    Raises InputError for a head with a draft vocabulary, and for taps that are no layers' outputs.
+    The layout is that of vLLM or of the speculators library. Tensors over the vocabulary get zeros
+    for the target's rows of padding. Raises InputError for a head with a draft vocabulary, for taps
+    that are no layers' outputs, for an embedding of mask tokens that is not the target's, and for
+    what the layout cannot say.
     """
-    config = head.config
+    config, form = head.config, "speculators" if speculators else head.kind
     assert isinstance(config, BlockConfig)
     if head.draft_ids is not None:
         raise InputError(
-            f"format={head.kind!r}: the layout has no draft vocabulary, and this head has "
+            f"format={form!r}: the layout has no draft vocabulary, and this head has "
             f"{config.draft_vocab_size} of {config.decoder.vocab_size} tokens; export it with "
             "whole_vocabulary, so that it uses the target's whole head"
         )
+    if config.has_mask_embedding:
+        own, row = np.asarray(head.params["mask"]["embedding"]), _mask_embedding(config, target)
+        if row is None or not tensor_layout.same_numbers(own, row):
+            raise InputError(
+                f"format={form!r}: the layout takes the embedding of mask_token_id="
+                f"{config.mask_token_id} from the target, and {target.name} as loaded has not the "
+                "one of this head; load the target from its original files"
+            )
     tensors = {
         name: tensor_layout.to_stored(
             np.asarray(parameter_names.lookup(head.params, location.path)), location
@@ -154,6 +203,47 @@ def write(head: Head) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     extra = [*_locations_of_extras(config)]
     for name, path in extra:
         tensors[name] = np.asarray(parameter_names.lookup(head.params, path))
+    padding = () if target.padding_embeddings is None else target.padding_embeddings
+    for name in _OVER_VOCABULARY & tensors.keys():
+        tensors[name] = np.pad(tensors[name], ((0, len(padding)), (0, 0)))
+    dtype = tensors["fc.weight"].dtype.name
+    layers = {
+        "model_type": "qwen3",
+        "vocab_size": config.decoder.vocab_size + len(padding),
+        **QWEN3.write(config.decoder),
+        "tie_word_embeddings": False,
+        "dtype": dtype,
+        "torch_dtype": dtype,
+    }
+    of_kind: dict[str, Any] = {name: getattr(config, name) for name in _SIZES} if extra else {}
+    if head.kind == "dspark":
+        of_kind = {
+            "markov_rank": config.markov_rank,
+            "markov_head_type": "vanilla",
+            "enable_confidence_head": config.confidence,
+            "confidence_head_with_markov": config.confidence and config.markov_rank > 0,
+        }
+    if speculators:
+        if config.causal:
+            raise InputError(
+                "format='speculators': the layout has no causal blocks, and this head's are; use "
+                f"format={head.kind}"
+            )
+        kind = "dflash2" if extra else head.kind
+        return {
+            **speculators_fields(kind, _SPECULATORS[kind], head.target.name, config.longest_draft),
+            _LAYERS: layers,
+            _INPUTS: layer_ids.write(config.taps, head.target.num_layers, "input"),
+            "draft_vocab_size": layers["vocab_size"],
+            "block_size": config.block_size,
+            "mask_token_id": config.mask_token_id,
+            "sample_from_anchor": config.sample_from_anchor,
+            # Of windows, which no layer has; but vLLM takes false for causal blocks.
+            "sliding_window_non_causal": True,
+            **of_kind,
+            "tie_word_embeddings": False,
+            "torch_dtype": dtype,
+        }, tensors
     section = {
         "mask_token_id": config.mask_token_id,
         "target_layer_ids": layer_ids.write(config.taps, head.target.num_layers, "output"),
@@ -161,29 +251,32 @@ def write(head: Head) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         "causal_head": config.causal,
         "causal": config.causal,
     }
-    if extra:
-        section |= {name: getattr(config, name) for name in _SIZES}
-    dtype = tensors["fc.weight"].dtype.name
     fields = {
         "architectures": ["DFlash2DraftModel" if extra else _ARCHITECTURES[head.kind]],
-        "model_type": "qwen3",
-        "vocab_size": config.decoder.vocab_size,
-        **QWEN3.write(config.decoder),
+        **layers,
         "block_size": config.block_size,
         "num_target_layers": head.target.num_layers,
-        "tie_word_embeddings": False,
-        "dtype": dtype,
-        "torch_dtype": dtype,
-        _SECTION: section,
     }
     if head.kind == "dspark":
-        fields |= section | {
-            "markov_rank": config.markov_rank,
-            "markov_head_type": "vanilla",
-            "enable_confidence_head": config.confidence,
-            "confidence_head_with_markov": config.confidence and config.markov_rank > 0,
-        }
-    return fields, tensors
+        return {**fields, _SECTION: section, **section, **of_kind}, tensors
+    return {**fields, _SECTION: section | of_kind}, tensors
+
+
+def _in_one(file: Fields) -> Fields:
+    """Return the fields of a config and of its sections as those of one object."""
+    if _TYPE not in file.values:
+        values = {**file.values, **file.section(_SECTION).values}
+        values.pop(_SECTION, None)
+        return Fields(file.where, values)
+    if file.get(_TYPE) not in _SPECULATORS:
+        raise file.fail(_TYPE, f"the tensors are those of {', '.join(_SPECULATORS)}")
+    inputs = file.integers(_INPUTS)
+    if inputs is None:
+        raise file.fail(_INPUTS, "must name the layers whose inputs the head reads")
+    values = {**file.section(_LAYERS).values, **file.values}
+    for name in (_TYPE, _OF_SPECULATORS, _LAYERS, _INPUTS):
+        values.pop(name, None)
+    return Fields(file.where, values | {"target_layer_ids": [index - 1 for index in inputs]})
 
 
 def _read_sizes(fields: Fields, names: Collection[str]) -> dict[str, int]:
@@ -217,14 +310,38 @@ def _read_layers(fields: Fields, target: Model, names: Iterable[str]) -> Decoder
     return decoder
 
 
-def _read_params(checkpoint: Checkpoint, config: BlockConfig, target: Model) -> dict[str, Any]:
-    """Return the parameter tree; raise InputError for tensors that do not fit the config."""
+def _mask_embedding(
+    config: BlockConfig, target: Model, table: np.ndarray | None = None
+) -> np.ndarray | None:
+    """Return the embedding of a mask token that is not in the vocabulary, or None if unknown.
+
+    It is in the head's own `table`, or among the target's rows of padding.
+    """
+    token, vocab_size = config.mask_token_id, target.config.vocab_size
+    padding = target.padding_embeddings
+    if table is not None and token < len(table):
+        return table[token]
+    if padding is not None and token < vocab_size + len(padding):
+        return padding[token - vocab_size]
+    return None
+
+
+def _read_params(
+    checkpoint: Checkpoint, config: BlockConfig, target: Model, padded: int
+) -> dict[str, Any]:
+    """Return the parameter tree; raise InputError for tensors that do not fit the config.
+
+    Tensors over the vocabulary may have `padded` rows, of which those after it are dropped.
+    """
     where, tensors = checkpoint.directory, dict(checkpoint.tensors)
-    for name, own in (
-        ("embed_tokens.weight", target_embedding),
-        ("lm_head.weight", target_head),
-    ):
-        if name in tensors and not tensor_layout.same_numbers(tensors.pop(name), own(target)):
+    known = config.decoder.vocab_size
+    for name in _OVER_VOCABULARY & tensors.keys():
+        if tensors[name].shape[:1] == (padded,):
+            tensors[name] = tensors[name][:known]
+    for name, own in ((_EMBEDDING, target_embedding), ("lm_head.weight", target_head)):
+        if name in tensors and not tensor_layout.same_numbers(
+            tensors.pop(name), own(target), known
+        ):
             raise InputError(
                 f"{where}: {name} differs from that of {target.name}, which a block drafter uses; "
                 "use the weights that it was trained for (those of a quantised file are others)"

@@ -68,6 +68,26 @@ def say_count(fields: Fields, name: str, actual: int) -> None:
         note(f"{fields.where}: {name}={stated}, and the file has {actual}: these are used")
 
 
+def speculators_fields(kind: str, architecture: str, target: str, tokens: int) -> dict[str, Any]:
+    """Return the fields of the speculators library that all of its heads have.
+
+    `kind` is its name of the method, `target` the target's name, and `tokens` the default length of
+    drafts.
+    """
+    proposal = {"proposal_type": "greedy", "speculative_tokens": tokens}
+    return {
+        "architectures": [architecture],
+        "speculators_model_type": kind,
+        "speculators_version": "0.9.0",
+        "speculators_config": {
+            "algorithm": kind,
+            "proposal_methods": [proposal],
+            "default_proposal_method": "greedy",
+            "verifier": {"name_or_path": target, "architectures": ["LlamaForCausalLM"]},
+        },
+    }
+
+
 def decoder_fields(config: DecoderConfig, dtype: np.dtype) -> dict[str, Any]:
     """Return the fields that `read_decoder` reads, named as in transformers 4 and 5."""
     return {

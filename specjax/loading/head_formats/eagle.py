@@ -20,7 +20,11 @@ from specjax.loading.formats import build_parameters, parameter_names, tensor_la
 from specjax.loading.formats.unread_fields import check_unread
 from specjax.loading.head_formats import draft_vocabulary, eagle3_layer_ids, shared_with_target
 from specjax.loading.head_formats.checkpoint import Checkpoint, match
-from specjax.loading.head_formats.config_fields import decoder_fields, read_decoder
+from specjax.loading.head_formats.config_fields import (
+    decoder_fields,
+    read_decoder,
+    speculators_fields,
+)
 from specjax.loading.heads.head import Head, TargetMetadata, parameter_table
 from specjax.loading.model import Model
 from specjax.loading.typed_fields import Fields
@@ -254,17 +258,8 @@ def write_eagle3(
     if len(ids) != 3:
         # vLLM counts them here.
         layer["num_aux_hidden_states"] = len(ids)
-    proposal = {"proposal_type": "greedy", "speculative_tokens": _SPECULATIVE_TOKENS}
     return {
-        "architectures": ["Eagle3Speculator"],
-        "speculators_model_type": "eagle3",
-        "speculators_version": "0.9.0",
-        "speculators_config": {
-            "algorithm": "eagle3",
-            "proposal_methods": [proposal],
-            "default_proposal_method": "greedy",
-            "verifier": {"name_or_path": head.target.name, "architectures": ["LlamaForCausalLM"]},
-        },
+        **speculators_fields("eagle3", "Eagle3Speculator", head.target.name, _SPECULATIVE_TOKENS),
         _LAYER: layer,
         **shared,
         "embed_requires_grad": config.own_embedding,

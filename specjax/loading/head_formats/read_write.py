@@ -31,8 +31,9 @@ from specjax.models.heads.medusa import MedusaConfig
 Format = Literal["medusa", "eagle", "eagle3", "speculators", "dflash", "dspark"]
 FORMATS = ("medusa", "eagle", "eagle3", "speculators", "dflash", "dspark")
 
-KINDS = {name: "eagle3" if name == "speculators" else name for name in FORMATS}
 _BLOCKS = ("dflash", "dspark")
+_KINDS = {name: (name,) for name in FORMATS} | {"speculators": ("eagle3", *_BLOCKS)}
+"""The kinds of heads that each format can hold."""
 _NOTES = "specjax"
 
 
@@ -72,7 +73,7 @@ def read_foreign(
             head = medusa.read(checkpoint, target, metadata, training)
         elif form == "eagle":
             head = eagle.read_eagle1(checkpoint, target, metadata, training)
-        elif form in _BLOCKS:
+        elif block.kind_of(checkpoint.tensors) is not None:
             head = block.read(checkpoint, target, metadata, training)
         else:
             head = eagle.read_eagle3(checkpoint, target, metadata, training, layer_ids)
@@ -110,8 +111,8 @@ def write_foreign(
         config, tensors = medusa.write(head, target)
     elif format == "eagle":
         config, tensors = eagle.write_eagle1(head)
-    elif format in _BLOCKS:
-        config, tensors = block.write(head)
+    elif head.kind in _BLOCKS:
+        config, tensors = block.write(head, target, speculators=format == "speculators")
     else:
         head = eagle.with_own_head(head, target)
         config, tensors = eagle.write_eagle3(head, layer_ids, speculators=format == "speculators")
@@ -129,8 +130,8 @@ def check_format(head: Head, format: str) -> None:
     """Raise InputError unless `format` is known and supports the head."""
     if format not in FORMATS:
         raise InputError(f"format={format!r} is unknown; use {', '.join(FORMATS)}")
-    if head.kind != KINDS[format]:
-        fitting = [name for name, kind in KINDS.items() if kind == head.kind]
+    if head.kind not in _KINDS[format]:
+        fitting = [name for name, kinds in _KINDS.items() if head.kind in kinds]
         remedy = f"use {' or '.join(fitting)}" if fitting else "no other tool has a layout for it"
         raise InputError(f"format={format!r}: this head is {head.kind}; {remedy}")
 
@@ -157,15 +158,17 @@ def whole_vocabulary(head: Head) -> Head:
     return dataclasses.replace(head, config=config, params=params, draft_ids=None)
 
 
-def head_format(directory: Path) -> Format | None:
-    """Return the format of the head in a directory, or None if there is no head.
+def head_kind(directory: Path) -> str | None:
+    """Return the kind of the head in a directory, or None if there is no head.
 
     Only the config and the names of tensors are read.
     """
     try:
-        return _format(read_json(directory / CONFIG), tensor_names(directory))
+        names = tensor_names(directory)
+        form = _format(read_json(directory / CONFIG), names)
     except InputError:  # reported by whatever reads the directory
         return None
+    return form if form is None else block.kind_of(names) or _KINDS[form][0]
 
 
 def detect(checkpoint: Checkpoint) -> Format:

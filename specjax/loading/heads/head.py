@@ -195,10 +195,7 @@ def check_head(head: Head, target: Model, where: str = "drafter.path") -> None:
     """Raise InputError unless a head fits a target by shapes and tokenizer."""
     head.target.check(where, target)
     if isinstance(head.config, EagleConfig | MtpConfig | BlockConfig):
-        try:
-            check_features(head.config.taps, target.config.num_layers)
-        except InputError as error:
-            raise InputError(f"{where}: taps: {error}") from None
+        check_features(head.config.taps, target.config.num_layers, f"{where}: taps: ")
 
 
 def check_same(head: Head, again: Head, where: str) -> None:

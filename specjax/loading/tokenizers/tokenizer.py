@@ -120,6 +120,17 @@ class Tokenizer:
         return replace(self, rows=rows, eos_ids=tuple(end for end in self.eos_ids if end < rows))
 
     @property
+    def added_ids(self) -> tuple[int, ...]:
+        """The ids of tokens that were added to the vocabulary, such as special ones, ascending."""
+        return tuple(
+            sorted(
+                index
+                for index in self.backend.get_added_tokens_decoder()
+                if index < self.vocab_size
+            )
+        )
+
+    @property
     def unused_ids(self) -> tuple[int, ...]:
         """The ids below `vocab_size` without a token, ascending."""
         return tuple(index for index, string in enumerate(self._strings) if string is None)

@@ -23,7 +23,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from specjax.cache import KVCache, Window
+from specjax.cache import KVCache, Window, put
 from specjax.errors import InputError
 from specjax.fields import Whole, check_instance
 from specjax.models.config import DecoderConfig
@@ -35,11 +35,14 @@ from specjax.models.layers.layer_pass import write_window
 from specjax.models.parameter_table import linear, norm_table
 from specjax.models.parameter_table import parameter_table as decoder_table
 from specjax.models.parameters import Parameter, ParameterTable
+from specjax.models.top_tokens import likeliest
 
 Attend = Callable[
     [int, Float[Array, "B G X C"], Float[Array, "B T G C"], Float[Array, "B T G C"]], Partial
 ]
 """A function (layer, queries, keys, values) that returns the attention of a block's tokens."""
+Candidates = tuple[Float[Array, "B #A k"], Int[Array, "B #A k"]]
+"""The logits of the k tokens of each slot that a selector chooses among, and their indices."""
 
 
 @dataclass(frozen=True)
@@ -50,13 +53,14 @@ class BlockConfig:
     without norms of queries and keys. `taps` are the names of the target's features that are
     joined, each of width `target_hidden_size` (Dt); `draft_vocab_size` (Vd) is the number of
     logits. A block has `block_size` slots: the anchor and mask tokens, whose embedding is that of
-    the target's token `mask_token_id`. A mask token predicts the token at its own position; with
-    `sample_from_anchor` each slot, the anchor included, predicts the next one. Slots attend to
-    later ones unless `causal`. `markov_rank` is 0 without the bias by the previous token, and
-    `confidence` says whether there is an estimate of the probability of acceptance. Convolutions
-    have `conv_kernel_size` taps, 0 for none, and part of their kernel in common for
-    `conv_group_size` channels. With a `selector_rank` above 0 only the `selector_top_k` likeliest
-    tokens of each slot can be drafted. Raises InputError for inconsistent values.
+    the target's token `mask_token_id`, or the head's own if that is not below V. A mask token
+    predicts the token at its own position; with `sample_from_anchor` each slot, the anchor
+    included, predicts the next one. Slots attend to later ones unless `causal`. `markov_rank` is 0
+    without the bias by the previous token, and `confidence` says whether there is an estimate of
+    the probability of acceptance. Convolutions have `conv_kernel_size` taps, 0 for none, and part
+    of their kernel in common for `conv_group_size` channels. With a `selector_rank` above 0 only
+    the `selector_top_k` likeliest tokens of each slot can be drafted. Raises InputError for
+    inconsistent values.
     """
 
     decoder: DecoderConfig
@@ -86,17 +90,11 @@ class BlockConfig:
         check_draft_vocab_size(self.draft_vocab_size, decoder.vocab_size)
         if not self.taps:
             raise InputError("taps is empty: name the target's features that the drafter reads")
-        if self.mask_token_id >= decoder.vocab_size:
-            raise InputError(
-                f"mask_token_id={self.mask_token_id}: the target has the tokens "
-                f"0..{decoder.vocab_size - 1}; name one of them"
-            )
         if self.longest_draft < 1:
             raise InputError(
                 f"block_size={self.block_size}: the anchor alone drafts nothing; use at least 2, "
                 "or sample_from_anchor"
             )
-
         if self.conv_kernel_size and decoder.hidden_size % self.conv_group_size:
             raise InputError(
                 f"conv_group_size={self.conv_group_size}: must divide the width "
@@ -123,6 +121,11 @@ class BlockConfig:
         """Whether logits are computed with the target's output head."""
         return True
 
+    @property
+    def has_mask_embedding(self) -> bool:
+        """Whether the embedding of mask tokens is the head's own, since they are no token."""
+        return self.mask_token_id >= self.decoder.vocab_size
+
     def num_slots(self, tokens: int) -> int:
         """Return the number of slots, anchor included, of a block that drafts `tokens` tokens."""
         return tokens + 1 - self.sample_from_anchor
@@ -140,6 +143,8 @@ class BlockConfig:
             "layers": decoder_table(decoder, scan_layers=False)["layers"],
             "final_norm": norm_table(decoder),
         }
+        if self.has_mask_embedding:
+            table["mask"] = {"embedding": Parameter((width,), ("embed",))}
         if self.conv_kernel_size:
             for layer in table["layers"].values():
                 layer["attention_conv"] = layer["mlp_conv"] = self._convolution_table()
@@ -206,7 +211,8 @@ class Block:
     """A block drafter as pure functions of its parameters; hashable.
 
     `params` has its own parameters, and under "shared" the target's embedding and the columns of
-    its output head (`shared_parameters.share`). The other fields are those of `PairHead`.
+    its output head (`shared_parameters.share`). An embedding under "mask" is that of all mask
+    tokens. The other fields are those of `PairHead`.
     """
 
     config: BlockConfig
@@ -266,7 +272,7 @@ class Block:
         Each block has `slots` tokens, and `attend` is the attention of a layer.
         """
         rotation = rotate_by(positions, self.config.decoder)
-        x = self.arithmetic.whole(embed(params["shared"], tokens, self.dtype))
+        x = self.arithmetic.whole(self._embed(params, tokens, slots))
         for index in range(self.config.decoder.num_layers):
             layer = self._layer(params, index)
             normed = self.arithmetic.norm(x, layer["attention_norm"])
@@ -279,6 +285,17 @@ class Block:
             normed, finish = self._convolved(layer.get("mlp_conv"), normed, slots)
             x = self.arithmetic.whole(x + finish(self.arithmetic.mlp(normed, layer["mlp"])))
         return self.arithmetic.norm(x, params["final_norm"])
+
+    def _embed(
+        self, params: dict[str, Any], tokens: Int[Array, "B T"], slots: int
+    ) -> Float[Array, "B T D"]:
+        """Return the embeddings of the tokens of blocks of `slots` tokens."""
+        if "mask" not in params:
+            return embed(params["shared"], tokens, self.dtype)
+        is_root = (jnp.arange(tokens.shape[1]) % slots == 0)[None, :]
+        roots = embed(params["shared"], jnp.where(is_root, tokens, 0), self.dtype)
+        mask = params["mask"]["embedding"].astype(self.dtype)
+        return jnp.where(is_root[:, :, None], roots, mask[None, None, :])
 
     def _convolved(
         self, weights: dict[str, Any] | None, x: Float[Array, "B T D"], slots: int
@@ -336,9 +353,38 @@ class Block:
     def logits(
         self, params: dict[str, Any], states: Float[Array, "B A D"]
     ) -> Float[Array, "B A Vd"]:
-        """Return draft logits in float32, without the bias by the previous token."""
+        """Return draft logits in float32, as they are without the token before."""
         head = params["shared"]["draft_head"]
         return self.arithmetic.project("btd,dv->btv", states, head, jnp.float32)
+
+    def candidates(self, logits: Float[Array, "B A Vd"]) -> Candidates | None:
+        """Return the logits and indices of the tokens that can be drafted; None for all tokens."""
+        if not self.config.selector_rank:
+            return None
+        return likeliest(logits, min(self.config.selector_top_k, logits.shape[2]))
+
+    def logits_after(
+        self,
+        params: dict[str, Any],
+        logits: Float[Array, "B #A Vd"],
+        candidates: Candidates | None,
+        states: Float[Array, "B #A D"],
+        previous: Int[Array, "B A"],
+    ) -> Float[Array, "B #A Vd"]:
+        """Return the logits given the previous tokens, which a Markov head or a selector reads.
+
+        `logits`, `candidates` and `states` are the results of `logits`, `candidates` and `states`.
+        """
+        if self.config.markov_rank:
+            return logits + self.bias(params, self.embed_previous(params, previous))
+        if candidates is None:
+            return logits
+        unary, chosen = candidates
+        scores = unary + self.edges(params, states, previous, chosen)
+        into = jnp.broadcast_to(chosen, scores.shape).reshape(-1, scores.shape[2])
+        nothing = jnp.full((len(into), logits.shape[2]), -jnp.inf, logits.dtype)
+        selected = put(nothing, into, scores.reshape(into.shape))
+        return selected.reshape(*scores.shape[:2], -1)
 
     def embed_previous(
         self, params: dict[str, Any], previous: Int[Array, "B A"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,10 +24,10 @@ from specjax.fields import Choice, Number, Whole
 from specjax.loading.heads.head import Head, TargetMetadata
 from specjax.loading.model import Model
 from specjax.models.heads.block import Block, BlockConfig
+from specjax.models.heads.calibration import calibration_error, fit_temperature
 from specjax.models.heads.shared_parameters import share
 from train.data.batches import Batch
 from train.methods.blocks.anchors import Blocks, choose_blocks, run_blocks
-from train.methods.blocks.calibration import calibration_error, fit_temperature
 from train.methods.blockwise_loss import (
     Scores,
     Scoring,
@@ -36,32 +36,31 @@ from train.methods.blockwise_loss import (
     token_probabilities,
     top_candidates,
 )
-from train.methods.losses import LossName, NamedLosses, parts_of
+from train.methods.losses import (
+    LossName,
+    Parts,
+    PositionWeights,
+    dpace_weights,
+    parts_for,
+)
 from train.methods.method import Measures, Method, measure
 from train.methods.packed_rows import at_rows, fill_features
 from train.methods.target_layers import some_layers
 
 START = Choice(("target", "random"))
 """The initial weights of a new drafter's layers."""
-_USUAL_LOSS = NamedLosses((("ce", 1.0),))
 _EVALUATION_SEED = 0
 """The seed of the anchors at which losses are evaluated."""
 
 
 @dataclass(frozen=True)
-class BlockLoss:
+class BlockLoss(PositionWeights):
     """Settings of the loss of a block drafter, which is a sum over blocks at random labels."""
 
     anchors: Annotated[int, Whole(1, 1 << 16)] = 64
     """The number of blocks per row, at random labels."""
-    weights: Literal["decay", "dpace"] = "decay"
-    """The weights of a block's positions: exp(-k / gamma), or by what its tokens' probabilities
-    contribute to the accepted length (D-PACE).
-    """
     gamma: Annotated[float, Number(above=True)] = 4.0
     """With weights=decay, the weight of position k of a block is exp(-k / gamma), from k = 0."""
-    alpha: Annotated[float, Number(0.0, 1.0, above=True)] = 0.5
-    """With weights=dpace, a probability q counts as (1 - alpha) q + alpha."""
     label_loss: LossName = None
     """The loss per label: ce (by default), kl, reverse_kl, tv, lk, lk_blend, or several as
     ce:0.1,tv:0.9.
@@ -70,6 +69,11 @@ class BlockLoss:
     """The weight of the confidence head's binary cross-entropy."""
     selector: Annotated[float, Number()] = 1.0
     """The weight of the selector's cross-entropy with the data's token, among candidates."""
+
+    @property
+    def parts(self) -> Parts:
+        """The parts of the loss of each label and their weights, by name."""
+        return parts_for("tokens", self.label_loss)
 
 
 def block_method(
@@ -84,8 +88,14 @@ def block_method(
     """Return a method that trains a block drafter for a frozen target.
 
     `draft_ids` are the token ids that it drafts, None for all. `start` is "target" (the layers
-    begin as the target's last ones) or "random"; `multiply` is the dtype of products.
+    begin as the target's last ones) or "random"; `multiply` is the dtype of products. Raises
+    InputError for a mask token that is none of the target's.
     """
+    if config.has_mask_embedding:
+        raise InputError(
+            f"block.mask_token_id={config.mask_token_id}: the target has the tokens "
+            f"0..{config.decoder.vocab_size - 1}; name one of them"
+        )
     head = Block(config, jnp.dtype(jnp.float32), multiply)
     decoder = replace(target.architecture, multiply=multiply)
     ids = None if draft_ids is None else jnp.asarray(draft_ids)
@@ -202,10 +212,9 @@ def block_loss(
     config = head.config
     shared = share(target_params, draft_ids, head=True)
     columns, params = shared["draft_head"]["kernel"], {**params, "shared": shared}
-    parts = parts_of(loss.label_loss or _USUAL_LOSS)
     scored = _score(head, params, columns, draft_ids, batch, key, loss)
     total, counted, weights = scored.total, scored.counted, scored.weights
-    losses = dict(zip(parts, scored.scores.losses[0], strict=True))
+    losses = scored.scores.named(loss.parts)
     rates: dict[str, Float[Array, "2"]] = {}
     if config.confidence:
         logit, accepted = _confidence(head, params, scored)
@@ -265,7 +274,7 @@ def _score(
         probabilities = q.reshape(shape).transpose(2, 0, 1)
     weights = _flat(position_weights(loss, blocks.scored, probabilities))
     plan = Scoring(
-        tuple(parts_of(loss.label_loss or _USUAL_LOSS).values()),
+        tuple(loss.parts.values()),
         trains_kernel=bool(config.markov_rank),
         multiply=head.multiply,
         overlaps=config.confidence,
@@ -322,17 +331,11 @@ def position_weights(
     scored: Bool[Array, "K B A"],
     probabilities: Float[Array, "K B A"] | None,
 ) -> Float[Array, "K B A"]:
-    """Return the weights of a block's positions; `probabilities` of its tokens are for "dpace".
-
-    D-PACE (2605.18810): with s = (1 - alpha) q + alpha, position k has the weight sum over scored m
-    >= k of s_0 ... s_m, what the block's expected length gains by it; a constant for gradients.
-    """
+    """Return the weights of a block's positions; `probabilities` of its tokens are for "dpace"."""
     if loss.weights == "decay":
         falling = jnp.exp(-jnp.arange(len(scored), dtype=jnp.float32) / loss.gamma)
         return jnp.broadcast_to(falling[:, None, None], scored.shape)
-    smoothed = (1 - loss.alpha) * lax.stop_gradient(probabilities) + loss.alpha
-    reached = jnp.where(scored, jnp.cumprod(smoothed, axis=0), 0.0)
-    return jnp.cumsum(reached[::-1], axis=0)[::-1]
+    return dpace_weights(probabilities, scored, loss.alpha)
 
 
 def _flat(of_drafts: Array) -> Array:
