@@ -24,6 +24,7 @@ from specjax.loading.checkpoints import save_checkpoint
 from specjax.loading.load import load_model, place_model, random_model, save_model
 from specjax.models.config import Attention, Experts, SlidingWindow
 from specjax.models.decoder import Form
+from specjax.models.kernels import tpu_attention
 from specjax.models.kernels.attention_kernel import attend_window_and_cache
 from specjax.models.layers.attention import (
     attend,
@@ -42,6 +43,7 @@ FORMS = {
     "apart, whole": Form("apart", cache_attention="whole"),
     "kernel": Form("unrolled", "kernel"),
     "stacked, kernel": Form("stacked", "kernel"),
+    "tpu_kernel": Form("stacked", "tpu_kernel"),
 }
 KERNEL_WIDTH = 16
 """Of heads that the GPU kernel supports; those of `tiny` are narrower."""
@@ -89,7 +91,7 @@ LARGE = dict(hidden_size=512, intermediate_size=1536)
         ("cpu", LARGE, 2, Form("stacked", "rows")),
         ("cpu", {}, 1, Form("stacked", "rows")),
         ("cpu", {**LARGE, "experts": Experts(4, 2, 1536)}, 1, Form("stacked", "rows")),
-        ("tpu", LARGE, 1, Form("stacked", "blocks")),
+        ("tpu", LARGE, 1, Form("stacked", "tpu_kernel")),
         ("cuda", LARGE, 1, Form("unrolled", "kernel")),
         ("cuda", {}, 4, Form("unrolled", "kernel")),
     ],
@@ -237,6 +239,7 @@ def products_of(function, *arguments, platform="cpu"):
         *((name, "cpu") for name in ("stacked", *FORMS)),
         # A kernel for GPUs is not lowered for a TPU.
         *((name, "tpu") for name in ("stacked", *FORMS) if "kernel" not in name),
+        ("tpu_kernel", "tpu"),
     ],
 )
 def test_no_product_of_float32_is_rounded(name, platform, biased):
@@ -328,6 +331,7 @@ def test_products_in_bfloat16_on_a_cpu_are_those_of_its_hardware(name, layers, t
         (40, "float32", 70, {}),
         (40, "float32", 16, {"softcap": 2.0}),
         (70, "int8", 5, {"softcap": 2.0, "recent": 90}),
+        (3, "float32", 3, {"width": 128}),
     ],
 )
 def test_all_ways_agree_with_the_loop_over_blocks(queries, dtype, slots, limits):
@@ -338,7 +342,7 @@ def test_all_ways_agree_with_the_loop_over_blocks(queries, dtype, slots, limits)
     def normal(*shape):
         return jnp.asarray(rng.standard_normal(shape), jnp.float32)
 
-    layers, batch, heads, capacity, width = 2, 4, 2, 512, 16
+    layers, batch, heads, capacity, width = 2, 4, 2, 512, limits.pop("width", KERNEL_WIDTH)
     size = (layers, batch, heads, capacity, width)
     keys, values = (encode(normal(*size), jnp.dtype(dtype)) for _ in range(2))
     cache = KVCache(keys, values, jnp.array([0, 1, 300, 512]))
@@ -360,6 +364,7 @@ def test_all_ways_agree_with_the_loop_over_blocks(queries, dtype, slots, limits)
             attend_rows(query, cache, 1, start, **limits),
             attend_whole_cache(query, cache, 1, start, **limits),
             attend_window_and_cache(query, cache, window, 1, seen, **limits),
+            tpu_attention.attend_committed(query, cache, 1, start, **limits),
         )
         return [way.weighted / way.denominator for way in ways]
 
@@ -379,10 +384,11 @@ def test_all_ways_agree_with_the_loop_over_blocks(queries, dtype, slots, limits)
     ("name", "data", "model"),
     [
         ("kernel", 2, 2),
+        ("tpu_kernel", 2, 2),
         ("apart", 1, 1),
         *slow(("apart", 2, 2)),
         *slow(("whole", 1, 1), ("unrolled", 1, 1), ("apart, whole", 1, 1), ("kernel", 1, 1)),
-        *slow(("unrolled", 2, 2), ("whole", 2, 2), ("apart, whole", 2, 2)),
+        *slow(("unrolled", 2, 2), ("whole", 2, 2), ("apart, whole", 2, 2), ("tpu_kernel", 1, 1)),
         *slow(("stacked, kernel", 1, 1), ("stacked, kernel", 2, 2)),
     ],
 )
@@ -397,7 +403,7 @@ def test_every_form_decodes_the_same_tokens(name, data, model):
     assert ours.token_ids == plain.token_ids
 
 
-@pytest.mark.parametrize("name", ["kernel", *slow("stacked, kernel", "whole")])
+@pytest.mark.parametrize("name", ["kernel", "tpu_kernel", *slow("stacked, kernel", "whole")])
 def test_every_form_has_the_same_sliding_windows_and_soft_caps(name):
     """In layers that alternate, over a prompt longer than the window and read in chunks."""
     sliding = SlidingWindow(6, pattern=(True, False))
@@ -442,6 +448,30 @@ def test_the_form_for_gpus_compiles_for_them_as_far_as_that_goes_without(width):
             raise
         pytest.skip("this JAX lowers a GPU kernel only where a GPU is")
     assert ("triton" in text) == (width in (16, 128))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "capacity", "in_kernel"),
+    [
+        ("bfloat16", 512, True),
+        ("int8", 512, True),
+        *slow(("float32", 512, True)),
+        ("int8", 64, False),
+    ],
+)
+def test_the_form_for_tpus_is_lowered_for_them(dtype, capacity, in_kernel):
+    """In every storage of the cache; pages that are no multiple of 128 do without the kernel."""
+    config = tiny_config(head_dim=64)
+    model = random_model(config, 0, dtype="float32", form=Form.of("tpu", config))
+    decoder = dataclasses.replace(model.architecture, cache_dtype=jnp.dtype(dtype))
+    cache, tokens = decoder.make_cache(2, capacity), jnp.zeros((2, 3), jnp.int32)
+
+    def run(params, cache, window):
+        return decoder.extend(params, tokens, tokens, cache, window, 0, causal(3)).logits
+
+    traced = jax.jit(run).trace(model.params, cache, decoder.make_window(2, 3))
+    text = traced.lower(lowering_platforms=("tpu",)).as_text()
+    assert ("tpu_custom_call" in text) == in_kernel
 
 
 def test_layers_apart_are_saved_and_loaded_like_stacked_ones(tmp_path, tiny):

@@ -12,6 +12,7 @@ from specjax.cache import KVCache, Window, commit
 from specjax.cached_entries import encode
 from specjax.decoding.engine.page_pool import PagePool
 from specjax.models.cpu import library
+from specjax.models.kernels import tpu_attention
 from specjax.models.kernels.attention_kernel import attend_window_and_cache
 from specjax.models.layers import cpu_attention
 from specjax.models.layers.attention import (
@@ -191,12 +192,12 @@ LAYERS, ROWS, HEADS, CAPACITY, WIDTH = 2, 4, 2, 512, 16
 LENGTHS = (0, 1, 300, 512)
 
 
-def two_caches(size, dtype, seed=0):
+def two_caches(size, dtype, width=WIDTH):
     """A dense cache, and a pool in which each row has pages for its tokens, in any order.
 
     What no row has committed is not a number.
     """
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     num_pages = ROWS * CAPACITY // size + 3
     order = rng.permutation(num_pages)
     pages = np.full((ROWS, CAPACITY // size), num_pages)
@@ -205,9 +206,9 @@ def two_caches(size, dtype, seed=0):
         pages[row, :count], order = order[:count], order[count:]
 
     def entries():
-        shape = (LAYERS, ROWS, HEADS, CAPACITY, WIDTH)
+        shape = (LAYERS, ROWS, HEADS, CAPACITY, width)
         dense = rng.standard_normal(shape).astype(np.float32)
-        pool = np.full((LAYERS, num_pages, HEADS, size, WIDTH), np.nan, np.float32)
+        pool = np.full((LAYERS, num_pages, HEADS, size, width), np.nan, np.float32)
         for row, length in enumerate(LENGTHS):
             for position in range(length):
                 page = pages[row, position // size]
@@ -225,14 +226,15 @@ def two_caches(size, dtype, seed=0):
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
 @pytest.mark.parametrize("sliding", [False, True])
 def test_attention_reads_pages_as_it_reads_rows(size, dtype, sliding):
-    """The same blocks of keys, and so the same bits, in each form."""
-    dense, paged = two_caches(size, dtype)
+    """The same blocks of keys, and so the same bits, in each form; of narrow and of wide heads."""
+    width = 128 if sliding else WIDTH
+    dense, paged = two_caches(size, dtype, width)
     assert paged.capacity == dense.capacity
     rng = np.random.default_rng(1)
-    query = jnp.asarray(rng.standard_normal((ROWS, HEADS, 10, WIDTH)), jnp.float32)
+    query = jnp.asarray(rng.standard_normal((ROWS, HEADS, 10, width)), jnp.float32)
     window = Window(
         *(
-            jnp.asarray(rng.standard_normal((LAYERS, ROWS, HEADS, 3, WIDTH)), jnp.float32)
+            jnp.asarray(rng.standard_normal((LAYERS, ROWS, HEADS, 3, width)), jnp.float32)
             for _ in range(2)
         )
     )
@@ -250,6 +252,7 @@ def test_attention_reads_pages_as_it_reads_rows(size, dtype, sliding):
             attend_rows(query, cache, 1, start, **limits),
             attend_whole_cache(query, cache, 1, start, **limits),
             attend_window_and_cache(query, cache, window, 1, seen, **limits),
+            tpu_attention.attend_committed(query, cache, 1, start, **limits),
         ]
         if library.available():
             ways.append(
@@ -259,6 +262,69 @@ def test_attention_reads_pages_as_it_reads_rows(size, dtype, sliding):
 
     for found, wanted in zip(all_ways(paged), all_ways(dense), strict=True):
         np.testing.assert_array_equal(found, wanted)
+
+
+def _next_pages(scalars):
+    """Broken: a row's pages are those with the next numbers."""
+
+    def broken(layer, length, row, offset, pages):
+        return scalars(layer, length, row, offset, jnp.arange(pages.size, dtype=jnp.int32))
+
+    return broken
+
+
+def _nothing_hidden(program):
+    """Broken: numbers of a page that are not committed are multiplied by 0."""
+
+    def broken(*refs, hidden, **options):
+        return program(*refs, hidden=False, **options)
+
+    return broken
+
+
+def _without_the_last_block(schedule):
+    """Broken: a row's last block is not read."""
+
+    def broken(length, oldest, block, most_blocks):
+        return schedule(jnp.maximum(length - block, 0), oldest, block, most_blocks)
+
+    return broken
+
+
+def _merged_with_the_next_row(schedule):
+    """Broken: what is accumulated for a row starts with what there was for another."""
+
+    def broken(*arguments):
+        row, *rest = schedule(*arguments)
+        return jnp.zeros_like(row), *rest
+
+    return broken
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        ("_Scalars", _next_pages),
+        ("_program", _nothing_hidden),
+        ("_schedule", _without_the_last_block),
+        ("_schedule", _merged_with_the_next_row),
+    ],
+)
+def test_a_broken_tpu_kernel_is_noticed(name, damage, monkeypatch):
+    dense, paged = two_caches(128, "float32")
+    query = jnp.asarray(
+        np.random.default_rng(1).standard_normal((ROWS, HEADS, 3, WIDTH)), "float32"
+    )
+    nothing = attend(query, dense.k[1], dense.v[1], jnp.zeros((ROWS, 1, 3, CAPACITY), bool))
+    monkeypatch.setattr(tpu_attention, name, damage(getattr(tpu_attention, name)))
+
+    @jax.jit
+    def both():
+        wanted = attend_cache(query, dense, 1, nothing, cached_blocks(dense))
+        return wanted, tpu_attention.attend_committed(query, paged, 1, nothing)
+
+    wanted, found = ((way.weighted / way.denominator)[1:] for way in both())
+    assert not np.allclose(found, wanted, atol=1e-3)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int8"])

@@ -1,4 +1,4 @@
-"""Compare the GPU kernel for attention with float32 on the CPU.
+"""Compare a GPU's or a TPU's kernel for attention with float32 on the CPU.
 
 Prints one line for each case; the exit code is 1 if an error exceeds the dtype's rounding.
 """
@@ -15,7 +15,7 @@ import numpy as np
 
 from specjax.cache import KVCache, Window
 from specjax.cached_entries import encode
-from specjax.models.kernels.attention_kernel import attend_window_and_cache
+from specjax.models.kernels import attention_kernel, tpu_attention
 from specjax.models.layers.attention import attend, attend_whole_cache
 
 _CAPACITY = 512
@@ -78,9 +78,15 @@ def _operands(dtype: str, queries: int, slots: int, *, sliding: bool) -> _Operan
 
 @jax.jit(static_argnums=1)
 def _attention(operands: _Operands, softcap: float | None) -> jax.Array:
-    """Return the kernel's attention in layer 1."""
+    """Return the attention in layer 1 by the device's kernel."""
     query, cache, window, visible, oldest = operands
-    mixed = attend_window_and_cache(query, cache, window, 1, visible, oldest, softcap)
+    if jax.default_backend() == "tpu":
+        start = attend(query, window.k[1], window.v[1], visible, softcap)
+        mixed = tpu_attention.attend_committed(query, cache, 1, start, oldest, softcap)
+    else:
+        mixed = attention_kernel.attend_window_and_cache(
+            query, cache, window, 1, visible, oldest, softcap
+        )
     return mixed.weighted / mixed.denominator
 
 

@@ -63,9 +63,11 @@ class Form:
     select the layer's kernel, for models without experts; or `unrolled`, separate arrays and code
     per layer. `cache_attention` is `rows`, a loop over each row's filled blocks of the cache (for
     few tokens a C++ kernel); `blocks`, a loop over the blocks of the longest row, all rows at once;
-    `whole`, one product over the whole capacity; or `kernel`, a GPU kernel over the filled slots
-    and the window, which falls back to `blocks` for head widths that are no powers of two, with one
-    for the products of experts. Raises InputError for other values.
+    `whole`, one product over the whole capacity; `kernel`, a GPU kernel over the filled slots and
+    the window, which falls back to `blocks` for head widths that are no powers of two, with one for
+    the products of experts; or `tpu_kernel`, a TPU kernel over each row's filled blocks, which
+    falls back to `blocks` for pages that are no multiple of 128 tokens, caches in float16 and more
+    than eight million tokens of capacity. Raises InputError for other values.
     """
 
     layers: str = "stacked"
@@ -74,9 +76,10 @@ class Form:
     def __post_init__(self) -> None:
         if self.layers not in ("stacked", "apart", "unrolled"):
             raise InputError(f"layers={self.layers!r}: use stacked, apart or unrolled")
-        if self.cache_attention not in ("rows", "blocks", "whole", "kernel"):
+        if self.cache_attention not in ("rows", "blocks", "whole", "kernel", "tpu_kernel"):
             raise InputError(
-                f"cache_attention={self.cache_attention!r}: use rows, blocks, whole or kernel"
+                f"cache_attention={self.cache_attention!r}: use rows, blocks, whole, kernel or "
+                "tpu_kernel"
             )
 
     def check(self, config: DecoderConfig) -> None:
@@ -104,7 +107,7 @@ class Form:
         if platform not in ("cpu", "tpu"):
             return cls("unrolled", "kernel")
         if platform == "tpu":
-            return cls("stacked", "blocks")
+            return cls("stacked", "tpu_kernel")
         apart = num_devices == 1 and config.experts is None and _is_large(config)
         return cls("apart" if apart else "stacked", "rows")
 
@@ -113,7 +116,7 @@ class Form:
         """Return the form for training, where separate branches per layer would copy gradients."""
         if platform not in ("cpu", "tpu"):
             return cls("unrolled", "kernel")
-        return cls("stacked", "rows" if platform == "cpu" else "blocks")
+        return cls("stacked", "rows" if platform == "cpu" else "tpu_kernel")
 
 
 _LARGE_KERNEL_BYTES = 1 << 20
@@ -424,7 +427,7 @@ def attention(
     if form.cache_attention == "rows" and cpu_attention.attends(cache, tokens):
         return functools.partial(cpu_attention.attend_window_and_cache, softcap=softcap)
     if form.cache_attention == "kernel":
-        # Pallas takes half a second to import, and no other form needs it.
+        # Pallas takes half a second to import, and only forms with a kernel need it.
         from specjax.models.kernels import attention_kernel
 
         if attention_kernel.takes(config.head_dim):
@@ -460,6 +463,11 @@ def _cache_attention(
         return functools.partial(attend_rows, softcap=softcap, split=split)
     if kind == "whole":
         return functools.partial(attend_whole_cache, softcap=softcap)
+    if kind == "tpu_kernel":
+        from specjax.models.kernels import tpu_attention
+
+        if tpu_attention.takes(cache):
+            return functools.partial(tpu_attention.attend_committed, softcap=softcap, split=split)
     return functools.partial(attend_cache, blocks=cached_blocks(cache), softcap=softcap)
 
 
