@@ -264,11 +264,12 @@ def test_attention_reads_pages_as_it_reads_rows(size, dtype, sliding):
         np.testing.assert_array_equal(found, wanted)
 
 
-def _next_pages(scalars):
+def _next_pages(attend):
     """Broken: a row's pages are those with the next numbers."""
 
-    def broken(layer, length, row, offset, pages):
-        return scalars(layer, length, row, offset, jnp.arange(pages.size, dtype=jnp.int32))
+    def broken(*, pages, **operands):
+        other = jnp.arange(pages.size, dtype=jnp.int32).reshape(pages.shape)
+        return attend(pages=other, **operands)
 
     return broken
 
@@ -304,7 +305,7 @@ def _merged_with_the_next_row(schedule):
 @pytest.mark.parametrize(
     ("name", "damage"),
     [
-        ("_Scalars", _next_pages),
+        ("_attend", _next_pages),
         ("_program", _nothing_hidden),
         ("_schedule", _without_the_last_block),
         ("_schedule", _merged_with_the_next_row),
