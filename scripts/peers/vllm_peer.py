@@ -20,11 +20,29 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
+def norm_keys_by_layer() -> None:
+    """Norm the keys of a DFlash drafter's features with the scale of their own layer.
+
+    On a CPU, vLLM 0.32 norms those of all layers with the first layer's scale.
+    """
+    import torch
+    from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Model
+
+    def normed(model: DFlashQwen3Model, keys: torch.Tensor) -> torch.Tensor:
+        squares = keys.float().pow(2).mean(-1, keepdim=True)
+        scaled = keys.float() * torch.rsqrt(squares + model._rms_norm_eps)
+        scaled = scaled * model._k_norm_weights[:, None, None, :].float()
+        return scaled.to(keys.dtype).contiguous()
+
+    DFlashQwen3Model._normalize_context_k = normed
+
+
 def main() -> None:
     """Answer the request."""
     request = json.load(sys.stdin)
     import vllm
 
+    norm_keys_by_layer()
     longest = max(map(len, request["prompts"])) + request["max_new_tokens"] + 16
     engine = vllm.LLM(
         model=request["model"],
