@@ -173,13 +173,6 @@ def other_map(loaded):
     return loaded._replace(params=share_anew({**loaded.params, "draft_ids": ids}, target().params))
 
 
-def longer(loaded):
-    """The drafter of a config with twice as large blocks as it was trained with."""
-    loaded = broken_heads.with_config(loaded, block_size=2 * LENGTH + 1)
-    drafter = dataclasses.replace(loaded.drafter, num_speculative_tokens=2 * LENGTH)
-    return loaded._replace(drafter=drafter)
-
-
 def sure(loaded):
     """The drafter with a confidence head that expects more than there is."""
     estimates = {**loaded.params["confidence"], "bias": jnp.full(1, 5.0)}
@@ -192,14 +185,17 @@ BLOCK_FAULTS = {
     "layers": (changes.TAPS, lambda one: broken_heads.with_config(one, taps=(TAPS[1], "pre_norm"))),
     "positions": (changes.POSITIONS, broken_heads.shifted),
     "mask": (changes.MASK, lambda one: broken_heads.with_config(one, mask_token_id=5)),
-    "size": (changes.BLOCK, longer),
+    "anchor": (
+        changes.BLOCK,
+        lambda one: broken_heads.with_config(one, sample_from_anchor=True, block_size=LENGTH),
+    ),
     "map": (changes.VOCABULARY, other_map),
     "confidence": (changes.CONFIDENCE, sure),
 }
 
 
 @pytest.mark.parametrize(
-    "name", ["mask", "map", "confidence", *slow("order", "layers", "positions", "size")]
+    "name", ["mask", "map", "confidence", *slow("order", "layers", "positions", "anchor")]
 )
 def test_a_planted_fault_of_a_block_drafter_is_named(name):
     fault, broken = BLOCK_FAULTS[name]
@@ -208,7 +204,7 @@ def test_a_planted_fault_of_a_block_drafter_is_named(name):
     result = examined(broken(sound))
     assert [one.fault for one in result.findings] == [fault]
     assert result.findings[0].remedy in str(result)
-    said = {"mask": "mask_token_id=60 in", "size": "num_speculative_tokens=2, or block_size=3 in"}
+    said = {"mask": "mask_token_id=60 in", "anchor": "sample_from_anchor=false in"}
     assert said.get(name, "") in result.findings[0].remedy
     if name == "confidence":
         assert "draft_p_min" in str(result)
