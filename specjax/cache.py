@@ -83,20 +83,6 @@ class KVCache:
         """The number of tokens that a row can hold (S)."""
         return self.k.shape[3] * (1 if self.pages is None else self.pages.shape[1])
 
-    def paged(self, num_pages: int, size: int) -> KVCache:
-        """Return an empty cache for the same rows and tokens in a pool of `num_pages` pages.
-
-        A page has `size` tokens, and the capacity is a multiple of it. No row has a page yet.
-        """
-
-        def pool(array: jax.Array) -> jax.Array:
-            layers, _, heads, _, width = array.shape
-            return jnp.zeros((layers, num_pages, heads, size, width), array.dtype)
-
-        k, v = jax.tree.map(pool, (self.k, self.v))
-        shape = (len(self.length), self.capacity // size)
-        return KVCache(k, v, jnp.zeros_like(self.length), jnp.full(shape, num_pages, jnp.int32))
-
     def rounded(self, entries: Float[Array, "*N C"]) -> Float[Array, "*N C"]:
         """Return keys or values rounded to numbers that the cache can store.
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import slow
 
 from specjax.cache import KVCache, Window
 from specjax.cached_entries import decode, encode
@@ -40,9 +41,9 @@ def divided(partial):
 @pytest.mark.parametrize("width", [8, 64, 72])
 @pytest.mark.parametrize("slots", [1, 5, 70])
 @pytest.mark.parametrize("softcap", [None, 3.0])
-@pytest.mark.parametrize("sliding", [False, True])
+@pytest.mark.parametrize("sinks", [None, 0, *slow(70)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
-def test_the_result_is_that_of_xla(width, slots, softcap, sliding, dtype):
+def test_the_result_is_that_of_xla(width, slots, softcap, sinks, dtype):
     assert library.available()
     cache, window, array = random_arrays(width, slots, dtype=dtype)
     tokens = min(slots, 5)
@@ -51,17 +52,17 @@ def test_the_result_is_that_of_xla(width, slots, softcap, sliding, dtype):
     visible = np.tril(np.ones((tokens, slots), bool))
     seen = jnp.asarray(np.repeat(visible, REPEATS, axis=0))[None, None]
     limits = {}
-    if sliding:
+    if sinks is not None:
         oldest = np.random.default_rng(1).integers(-3, 290, (ROWS, queries))
-        limits = {"oldest": jnp.asarray(oldest, jnp.int32)}
+        limits = {"oldest": jnp.asarray(oldest, jnp.int32), "sinks": sinks}
     for layer in range(LAYERS):
         start = attend(query, window.k[layer], window.v[layer], seen, softcap)
         wanted = attend_rows(
             query, cache, layer, start=start, softcap=softcap, split=False, **limits
         )
-        found = jax.jit(cpu_attention.attend_window_and_cache, static_argnames="softcap")(
-            query, cache, window, layer, seen, softcap=softcap, **limits
-        )
+        found = jax.jit(
+            cpu_attention.attend_window_and_cache, static_argnames=("softcap", "sinks")
+        )(query, cache, window, layer, seen, softcap=softcap, **limits)
         np.testing.assert_allclose(divided(found), divided(wanted), rtol=1e-4, atol=1e-5)
 
 

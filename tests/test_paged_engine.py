@@ -23,6 +23,7 @@ from specjax.drafters.lookup.ngram import Ngram
 from specjax.drafters.lookup.suffix import Suffix
 from specjax.drafters.self_speculation.sparse_kv import SparseKV
 from specjax.errors import InputError
+from specjax.loading.load import place_model
 
 SIZE, NUM_PAGES = 8, 13
 BEGINNING = [int(token) for token in np.random.default_rng(3).integers(61, size=40)]
@@ -147,6 +148,24 @@ def test_rows_in_pages_give_what_they_give_alone(name, rule, shares, tiny, unrel
     summary = pages.statistics.summary()
     assert summary.put_back > 0
     assert (summary.shared_tokens > 3 * SIZE) == shares
+
+
+@pytest.mark.parametrize("name", ["eagle3", *slow("none")])
+def test_pages_whose_heads_are_on_several_devices(name, tiny):
+    """Each device has its heads of all pages."""
+    placed = place_model(tiny, make_mesh(model=2, devices=jax.devices()[:2]))
+    drafter = None if name == "none" else eagle_drafter(placed, spread=0.3)
+    session = session_of(placed, drafter, "coupled")
+    wanted = results(Engine.of(session), session)
+    engine = Engine.of(paged(session, NUM_PAGES, True))
+    found = results(engine, session)
+    assert {prompt: result[0] for prompt, result in found.items()} == {
+        prompt: result[0] for prompt, result in wanted.items()
+    }
+    assert_nothing_is_held(engine)
+    assert engine.statistics.put_back > 0
+    keys = engine._rows._state.cache.k
+    assert 2 * keys.sharding.shard_shape(keys.shape)[2] == keys.shape[2]
 
 
 class SharesPartOfAPage(PagePool):
@@ -298,8 +317,8 @@ def test_requests_that_come_and_go_at_random_leak_nothing(tiny):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"kv_page_size": 64}, "kv_page_size=64: use 128 or 256"),
-        ({"kv_page_size": 200}, "kv_page_size=200: use 128 or 256"),
+        ({"kv_page_size": 32}, "kv_page_size=32: use 64, 128 or 256"),
+        ({"kv_page_size": 200}, "kv_page_size=200: use 64, 128 or 256"),
         ({"num_kv_pages": 9}, "num_kv_pages=9: caches have no pages; set kv_page_size"),
         ({"enable_prefix_caching": True}, "caches have no pages; set kv_page_size"),
         (
@@ -310,12 +329,15 @@ def test_requests_that_come_and_go_at_random_leak_nothing(tiny):
             {"kv_page_size": 256, "enable_prefix_caching": True, "drafter": Suffix()},
             "enable_prefix_caching=True: suffix has to observe all tokens of each prompt",
         ),
-        ({"kv_page_size": 128, "mesh": True}, "kv_page_size=128: pages are for one device"),
+        (
+            {"kv_page_size": 128, "mesh": True},
+            "kv_page_size=128: mesh.data=2 would need a pool of pages per device; use mesh.data=1",
+        ),
     ],
 )
 def test_pages_that_cannot_be_are_refused(options, message, tiny):
     if "mesh" in options:
-        options = options | {"mesh": make_mesh(devices=jax.devices()[:1])}
+        options = options | {"mesh": make_mesh(data=2, devices=jax.devices()[:2])}
     with pytest.raises(InputError, match=message):
         Engine(tiny, **options)
 

@@ -38,6 +38,7 @@ NEW = 24
 OPTIONS = {
     "recent": dict(budget=6, sinks=2),
     "scores": dict(budget=36, keep="scores", refresh=5),
+    "scores, ratio": dict(budget=36, keep="scores", refresh=5, ratio=0.8),
     "tree": dict(budget=6, tree=tree_of_choices(((0,), (1,), (0, 0)))),
 }
 
@@ -51,7 +52,7 @@ def plain(tiny):
     return coupled(tiny, None, NEW, batch_size=1)
 
 
-@pytest.mark.parametrize("name", ["recent", "scores", *slow("tree")])
+@pytest.mark.parametrize("name", ["recent", "scores", *slow("tree", "scores, ratio")])
 def test_tokens_and_caches_are_those_of_plain_decoding(name, tiny, plain):
     options = dict(verify="coupled", sampling=mixed(max_new_tokens=NEW), num_speculative_tokens=2)
     session = make_session(tiny, PROMPTS, drafter=made(name, tiny), **options)
@@ -67,7 +68,7 @@ def test_tokens_and_caches_are_those_of_plain_decoding(name, tiny, plain):
     assert {0, 2} <= accepted
 
 
-@pytest.mark.parametrize("name", ["scores", *slow("recent")])
+@pytest.mark.parametrize("name", ["scores", *slow("recent", "scores, ratio")])
 def test_rows_draft_as_they_do_alone(name, tiny):
     """Admitted late too: there are fewer slots than prompts."""
     options = dict(drafter=made(name, tiny), sampling=mixed(max_new_tokens=NEW))
@@ -116,6 +117,27 @@ def test_the_first_and_the_latest_keys_are_copied(tiny):
     wanted = [[], [*range(6)], [0, 1, 3, 4, 5, 6], [0, 1, 35, 36, 37, 38]]
     for row, slots in enumerate(wanted):
         assert_copied(cache, row, np.broadcast_to(np.array(slots, int), (3, 2, len(slots))))
+
+
+def test_a_share_of_the_keys_is_copied_if_it_is_more(tiny):
+    drafter = SparseKV(tiny.architecture, budget=6, sinks=2, ratio=0.25)
+    length = jnp.array([29, 41])
+    cache, _ = drafter.committed((), (), context_of(drafter, tiny, length, numbered(tiny, length)))
+    for row, slots in enumerate([[0, 1, *range(23, 28)], [0, 1, *range(32, 40)]]):
+        assert_copied(cache, row, np.broadcast_to(np.array(slots), (3, 2, len(slots))))
+
+    drafter = SparseKV(tiny.architecture, budget=36, keep="scores", ratio=0.5)
+    length = jnp.array([60, 100])
+    context = context_of(drafter, tiny, length, numbered(tiny, length))
+    cache, state = drafter.committed((), drafter.init((), 2, 256), context)
+    assert state.length.tolist() == length.tolist()
+    for row, count in enumerate((4, 18)):
+        slots, later = state.slots[row, ..., :count], np.arange(length[row] - 32, length[row] - 1)
+        assert slots.max() < later[0]
+        for of_head in np.asarray(slots).reshape(-1, count):
+            assert len(set(of_head.tolist())) == count
+        later = np.broadcast_to(later, (3, 2, len(later)))
+        assert_copied(cache, row, np.concatenate([slots, later], axis=-1))
 
 
 def test_chosen_keys_and_all_that_follow_are_copied(tiny):

@@ -31,6 +31,7 @@ from specjax.decoding.prompts import (
     select,
 )
 from specjax.decoding.sampling_params import SEED, SamplingParams
+from specjax.decoding.session import check_pages_on_mesh
 from specjax.drafters import (
     DRAFTERS,
     LoadedDrafter,
@@ -330,10 +331,8 @@ def read_decode_config(written: Mapping[str, Any]) -> DecodeConfig:
         num_kv_pages=given.num_kv_pages,
         enable_prefix_caching=given.enable_prefix_caching,
     )
-    if given.kv_page_size is not None and given.mesh.data * given.mesh.model > 1:
-        raise InputError(
-            f"kv_page_size={given.kv_page_size}: pages are for one device; leave it out on a mesh"
-        )
+    if given.kv_page_size is not None:
+        check_pages_on_mesh(given.kv_page_size, given.mesh.data)
     return DecodeConfig(
         **{**vars(given), "compare": compare},
         questions=tuple(_questions(given)),

@@ -64,9 +64,8 @@ BATCH_SIZE = Whole(1)
 ROUNDS_PER_STEP = Whole(1, 10_000)
 _SLOTS_PER_REFILL = 16
 _PREFILL_BUDGET = 512
-PAGE_SIZES = (128, 256)
-"""The numbers of tokens of a page: attention reads blocks of whole pages."""
-PAGE_SIZE = Whole(*PAGE_SIZES, remedy="use 128 or 256")
+PAGE_SIZE = Either((Whole(64, 64), Whole(128, 128), Whole(256, 256)), remedy="use 64, 128 or 256")
+"""The number of tokens of a page: kernels read blocks of 64 keys."""
 NUM_PAGES = Whole(1, 1 << 24)
 MAX_LENGTH = Whole(2, remedy="use 2 (a prompt and a new token) to the positions of the target")
 
@@ -154,11 +153,11 @@ class DecodeOptions:
     in whole chunks, but at least one smallest chunk: by default 512, and unlimited in `generate`,
     where latency of single tokens does not matter.
 
-    With `kv_page_size` (128 or 256 tokens) all rows share the pages of a pool, and each holds those
-    that its tokens fill, rather than a cache of `max_length` tokens. `num_kv_pages` is the size of
-    the pool, by default as many as all rows can fill; short of pages, requests wait, and the latest
-    is put back and resumed later. With `enable_prefix_caching` requests share the full pages of
-    equal beginnings, which are then read once.
+    With `kv_page_size` (64, 128 or 256 tokens) all rows share the pages of a pool, and each holds
+    those that its tokens fill, rather than a cache of `max_length` tokens. `num_kv_pages` is the
+    size of the pool, by default as many as all rows can fill; short of pages, requests wait, and
+    the latest is put back and resumed later. With `enable_prefix_caching` requests share the full
+    pages of equal beginnings, which are then read once.
 
     Raises InputError for values out of range.
     """
@@ -196,8 +195,6 @@ class DecodeOptions:
                 f"controller={shown(self.controller)}: it chooses the lengths; leave out "
                 'num_speculative_tokens="auto" and num_speculative_tokens_per_batch_size'
             )
-        if self.kv_page_size not in (None, *PAGE_SIZES):
-            raise InputError(f"kv_page_size={self.kv_page_size}: {PAGE_SIZE.remedy}")
         for name, default in (("num_kv_pages", None), ("enable_prefix_caching", False)):
             value = getattr(self, name)
             if self.kv_page_size is None and value != default:

@@ -31,7 +31,7 @@ from specjax.decoding.state import (
     lend,
     release,
     take,
-    with_cached,
+    with_cached_lengths,
     with_pages,
     with_pools,
     without_entries,
@@ -203,8 +203,11 @@ def _slots(plan: Plan, params: Any, *arguments: Any) -> State:
     state = make_empty()(plan, params, *arguments)
     if plan.page_size is None:
         return state
-    # The host keeps the rows' pages.
-    return with_pages(with_pools(state, plan.num_pages, plan.page_size), None)
+    # Each page is like a row of its own, and on a mesh is sharded like one. The host keeps the
+    # rows' pages.
+    size = plan.num_pages, plan.page_size
+    pools = plan.target.make_cache(*size), plan.drafter.init(params[1], *size)
+    return with_pools(state, pools)
 
 
 def new_rows(
@@ -223,7 +226,7 @@ def new_rows(
     """
     new = make_empty()(plan, params, *arguments)
     if plan.page_size is not None:
-        return state, with_cached(without_entries(new), cached)
+        return state, with_cached_lengths(without_entries(new), cached)
     return (clear_caches(state, slots), without_entries(new)) if lends else (state, new)
 
 

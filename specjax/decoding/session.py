@@ -104,7 +104,7 @@ class Session:
 
         It is a power of two times the size of the `data` axis.
         """
-        return _round_up(_power_of_two(self.batch_size), axis_size(self.mesh, DATA))
+        return round_up(_power_of_two(self.batch_size), axis_size(self.mesh, DATA))
 
     @property
     def step_sizes(self) -> StepSizes:
@@ -303,14 +303,13 @@ def _plan(
 def _num_pages(target: Model, drafter: Turns, options: DecodeOptions, capacity: int) -> int:
     """Return the size of the pool of pages of a session with caches of `capacity` tokens.
 
-    Raises InputError for a mesh, a pool that is too small for one row, and prefixes that cannot be
-    shared with a drafter.
+    Raises InputError for a mesh that shards rows, a pool that is too small for one row, and
+    prefixes that cannot be shared with a drafter.
     """
     size = options.kv_page_size
     if size is None:
         return 0
-    if target.mesh is not None:
-        raise InputError(f"kv_page_size={size}: pages are for one device; leave it out on a mesh")
+    check_pages_on_mesh(size, axis_size(target.mesh, DATA))
     if options.enable_prefix_caching and drafter.following_tokens is None:
         raise InputError(
             f"enable_prefix_caching=True: {drafter.name} has to observe all tokens of each prompt; "
@@ -324,6 +323,15 @@ def _num_pages(target: Model, drafter: Turns, options: DecodeOptions, capacity: 
             f"pages of {size}; use that many at least, or lower max_length"
         )
     return options.num_kv_pages or _power_of_two(options.batch_size) * (capacity // size)
+
+
+def check_pages_on_mesh(size: int, data: int) -> None:
+    """Raise InputError for pages of `size` tokens on a mesh with several devices along `data`."""
+    if data > 1:
+        raise InputError(
+            f"kv_page_size={size}: mesh.data={data} would need a pool of pages per device; use "
+            "mesh.data=1 (mesh.model may be larger), or leave it out"
+        )
 
 
 def check_request(target: Model, request: SamplingParams) -> None:
@@ -416,7 +424,7 @@ def _capacity(longest: int, most: int) -> int:
     size = CACHE_BLOCK
     while size < longest:
         size *= 2
-    return min(size, _round_up(most, CACHE_BLOCK))
+    return min(size, round_up(most, CACHE_BLOCK))
 
 
 def _chunks(platform: str, capacity: int, together: int) -> tuple[int, ...]:
@@ -430,7 +438,8 @@ def _chunks(platform: str, capacity: int, together: int) -> tuple[int, ...]:
     return (*large, min(smallest, capacity))
 
 
-def _round_up(value: int, step: int) -> int:
+def round_up(value: int, step: int) -> int:
+    """Return the smallest multiple of `step` that is no smaller than `value`."""
     return -(-value // step) * step
 
 

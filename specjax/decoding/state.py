@@ -155,19 +155,29 @@ def with_pages(state: State, pages: Int[Array, "B N"] | None) -> State:
     return _map_caches(lambda cache: cache.replace(pages=pages), state)
 
 
-def with_pools(state: State, num_pages: int, size: int) -> State:
-    """Return the state with pools of empty pages of `size` tokens in place of its caches' rows."""
-    return _map_caches(lambda cache: cache.paged(num_pages, size), state)
+def with_pools(state: State, pools: Any) -> State:
+    """Return the state with the entries of the caches in `pools`, in the same order."""
+    made = iter(_caches(pools))
+
+    def pooled(cache: KVCache) -> KVCache:
+        pool = next(made)
+        return cache.replace(k=pool.k, v=pool.v)
+
+    return _map_caches(pooled, state)
 
 
 def cached_lengths(state: State) -> Int[Array, "B"]:
     """Return the number of tokens of each row that all caches hold."""
-    caches = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, KVCache))
-    lengths = [node.length for node in caches if isinstance(node, KVCache)]
-    return functools.reduce(jnp.minimum, lengths)
+    return functools.reduce(jnp.minimum, [cache.length for cache in _caches(state)])
 
 
-def with_cached(state: State, length: Int[Array, "B"]) -> State:
+def _caches(tree: Any) -> list[KVCache]:
+    """Return all caches in a tree."""
+    nodes = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, KVCache))
+    return [node for node in nodes if isinstance(node, KVCache)]
+
+
+def with_cached_lengths(state: State, length: Int[Array, "B"]) -> State:
     """Return the state with caches of these lengths."""
     return _map_caches(lambda cache: cache.replace(length=length), state)
 

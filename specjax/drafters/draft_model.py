@@ -19,10 +19,11 @@ from jaxtyping import Array, Bool, Float, Int
 
 from specjax.cache import KVCache, Window, commit
 from specjax.distributed.sharding import constrain_rows
-from specjax.drafters.autoregressive import ChainDrafter
 from specjax.drafters.base import Accepted, Context, LoadedDrafter, Noise
 from specjax.drafters.growth.level import Level
 from specjax.drafters.heads.head_drafter import DraftWeights, check_tokenizers, load_head
+from specjax.drafters.own_cache import OwnCacheDrafter
+from specjax.errors import InputError
 from specjax.files.path_checks import user_path
 from specjax.loading.find_head import kind_of_head
 from specjax.loading.heads.head import Head
@@ -30,6 +31,7 @@ from specjax.loading.load import load_model, with_vocabulary
 from specjax.loading.model import Model
 from specjax.loading.quantize import in_stacked_form, quantized_model
 from specjax.models.causal_mask import causal
+from specjax.models.config import SlidingWindow
 from specjax.models.decoder import Decoder, Form
 from specjax.models.heads.draft_decoder import ReducedDecoder
 from specjax.models.heads.shared_parameters import share_anew
@@ -56,17 +58,22 @@ class State:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DraftModel(ChainDrafter):
+class DraftModel(OwnCacheDrafter):
     """A drafter that runs a separate, smaller model that shares the target's tokenizer.
 
     Either vocabulary may have extra tokens at its end, which are not drafted. If the model's logits
     cover only part of the vocabulary, "draft_ids" among its parameters are the token ids. Options
-    are those of `ChainDrafter`. Raises InputError for invalid options.
+    are those of `OwnCacheDrafter`. Raises InputError for invalid options, and for a window of a
+    model that has its own or is no decoder.
     """
 
     name: ClassVar[str] = "draft_model"
     trained: ClassVar[bool] = True
     model: LanguageModel = field(kw_only=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _with_window(self.model, self.attention_window)
 
     @classmethod
     def load(
@@ -100,7 +107,7 @@ class DraftModel(ChainDrafter):
     def of_head(cls, head: Head, params: Any, target: Model, **options: Any) -> LoadedDrafter:
         """Return a drafter for a distilled head; `params` are the result of `complete_parameters`.
 
-        `options` are those of `ChainDrafter`.
+        `options` are those of `OwnCacheDrafter`.
         """
         kind = target.form.cache_attention
         form = Form("stacked", "blocks" if kind == "kernel" else kind)
@@ -112,6 +119,11 @@ class DraftModel(ChainDrafter):
             cache_dtype=target.cache_dtype,
         )
         return LoadedDrafter(cls(ReducedDecoder(decoder), **options), params)
+
+    @property
+    def _limited_model(self) -> LanguageModel:
+        """The model, with the sliding window of the options."""
+        return _with_window(self.model, self.attention_window)
 
     @property
     def _slots(self) -> int:
@@ -132,10 +144,9 @@ class DraftModel(ChainDrafter):
     def init(self, params: Any, batch: int, capacity: int) -> State:
         """Return the state of rows without committed or fed tokens."""
         del params
-        cache = self.model.make_cache(batch, capacity)
-        return State(
-            cache, self.model.make_window(batch, self._slots), *_nothing_fed(batch, self._slots)
-        )
+        model, slots = self._limited_model, self._slots
+        cache, window = model.make_cache(batch, capacity), model.make_window(batch, slots)
+        return State(cache, window, *_nothing_fed(batch, slots))
 
     def propose(
         self, params: Any, state: State, context: Context, noise: Noise
@@ -145,6 +156,7 @@ class DraftModel(ChainDrafter):
         The new state has the window of this round and the tokens that the model was fed.
         """
         batch, slots, last = context.length.shape[0], self._slots, context.length - 1
+        model = self._limited_model
         # A row of one token has no x_{n-2}: nothing sees its slot 0.
         holds_token = (jnp.arange(slots) > 0)[None, None, :] | (last > 0)[:, None, None]
 
@@ -158,7 +170,7 @@ class DraftModel(ChainDrafter):
             window, *fed = carry
             # Each token sees itself: the output of a token that sees nothing is NaN.
             itself = start + jnp.arange(tokens.shape[1])[:, None] == jnp.arange(slots)[None, :]
-            result = self.model.extend(
+            result = model.extend(
                 params, tokens, positions, state.cache, window, start, seen | itself[None]
             )
             fed = [
@@ -175,7 +187,7 @@ class DraftModel(ChainDrafter):
 
         pair = jnp.stack([context.token_at(last - 1), context.token_at(last)], axis=1)
         positions = jnp.stack([jnp.maximum(last - 1, 0), last], axis=1)
-        empty = (self.model.make_window(batch, slots), *_nothing_fed(batch, slots))
+        empty = (model.make_window(batch, slots), *_nothing_fed(batch, slots))
         seen = causal(jnp.arange(2), slots) & holds_token
         logits, carry = extend(empty, pair, positions, 0, seen)
         draft, carry = self.draft(
@@ -228,19 +240,37 @@ class DraftModel(ChainDrafter):
 
         Rows whose cache already holds `wanted_length` tokens do not change.
         """
-        batch, step = cache.length.shape[0], jnp.arange(chunk)
-        result = self.model.extend(
+        batch, step, model = cache.length.shape[0], jnp.arange(chunk), self._limited_model
+        result = model.extend(
             params,
             context.tokens_from(cache.length, chunk),
             cache.length[:, None] + step[None, :],
             cache,
-            self.model.make_window(batch, chunk),
+            model.make_window(batch, chunk),
             0,
             causal(step, chunk),
             logits=False,
         )
         count = jnp.clip(wanted_length - cache.length, 0, chunk)
         return commit(cache, result.window, jnp.broadcast_to(step, (batch, chunk)), count)
+
+
+def _with_window(model: LanguageModel, window: SlidingWindow | None) -> LanguageModel:
+    """Return a decoder with a window in all layers, and any model as it is without one."""
+    if window is None:
+        return model
+    if isinstance(model, ReducedDecoder):
+        return replace(model, decoder=_with_window(model.decoder, window))
+    if not isinstance(model, Decoder):
+        raise InputError(
+            f"drafter.sliding_window={window.size}: the draft model is no decoder; leave it out"
+        )
+    if any(model.config.windowed):
+        raise InputError(
+            f"drafter.sliding_window={window.size}: the draft model has layers with windows of "
+            f"{model.config.sliding_window.size} tokens; leave it out"
+        )
+    return replace(model, config=replace(model.config, sliding_window=window))
 
 
 def _nothing_fed(batch: int, slots: int) -> tuple[Int[Array, "B W"], Bool[Array, "B W W"]]:

@@ -93,12 +93,14 @@ class SlidingWindow:
     """The layers in which a token attends to only the last `size` tokens, itself included.
 
     `pattern` marks these layers and repeats over the layers. `rope_theta` is a separate rotary base
-    for these layers, without scaling (Gemma 3), or None.
+    for these layers, without scaling (Gemma 3), or None. Tokens also attend to the first `sinks`
+    tokens of a row (StreamingLLM: Xiao et al. 2309.17453).
     """
 
     size: int
     pattern: tuple[bool, ...] = (True,)
     rope_theta: float | None = None
+    sinks: int = 0
 
     def layers(self, num_layers: int) -> tuple[bool, ...]:
         """Return for each of `num_layers` layers whether it has the window."""

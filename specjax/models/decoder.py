@@ -421,20 +421,25 @@ def attention(
 
     It is for passes over `tokens` tokens through layers described by `config`; on a mesh the heads
     are sharded over `model` if `split`, otherwise replicated. Queries attend to the keys of the
-    window marked in `seen`, and to all committed keys, or only to those from position `oldest` on.
+    window marked in `seen`, and to all committed keys, or only to those from position `oldest` on
+    and to the sinks of the config's sliding window.
     """
-    softcap = config.attention.softcap
+    window = config.sliding_window
+    limits = {
+        "softcap": config.attention.softcap,
+        "sinks": 0 if window is None else window.sinks,
+    }
     if form.cache_attention == "rows" and cpu_attention.attends(cache, tokens):
-        return functools.partial(cpu_attention.attend_window_and_cache, softcap=softcap)
+        return functools.partial(cpu_attention.attend_window_and_cache, **limits)
     if form.cache_attention == "kernel":
         # Pallas takes half a second to import, and only forms with a kernel need it.
         from specjax.models.kernels import attention_kernel
 
         if attention_kernel.takes(config.head_dim):
             return functools.partial(
-                attention_kernel.attend_window_and_cache, softcap=softcap, split=split
+                attention_kernel.attend_window_and_cache, split=split, **limits
             )
-    attend_committed = _cache_attention(form, config, cache, split)
+    attend_committed = _cache_attention(form, cache, split, limits)
 
     def attend_both(
         query: Float[Array, "B G X C"],
@@ -444,31 +449,32 @@ def attention(
         seen: Bool[Array, "#B 1 X W"],
         oldest: Int[Array, "B X"] | None = None,
     ) -> Partial:
-        start = attend(query, at_layer(window.k, layer), at_layer(window.v, layer), seen, softcap)
-        limits = {} if oldest is None else {"oldest": oldest}
-        return attend_committed(query, cache, layer, start=start, **limits)
+        keys, values = at_layer(window.k, layer), at_layer(window.v, layer)
+        start = attend(query, keys, values, seen, config.attention.softcap)
+        return attend_committed(query, cache, layer, start=start, oldest=oldest)
 
     return attend_both
 
 
 def _cache_attention(
-    form: Form, config: DecoderConfig, cache: KVCache, split: bool
+    form: Form, cache: KVCache, split: bool, limits: dict[str, Any]
 ) -> Callable[..., Partial]:
     """Return the function `attend(query, cache, layer, start=...)` with which a form reads a cache.
 
-    It merges `start`, a partial result, with attention over the committed tokens.
+    It merges `start`, a partial result, with attention over the committed tokens. `limits` are the
+    soft cap and the number of sinks.
     """
-    kind, softcap = form.cache_attention, config.attention.softcap
-    if kind == "rows":
-        return functools.partial(attend_rows, softcap=softcap, split=split)
-    if kind == "whole":
-        return functools.partial(attend_whole_cache, softcap=softcap)
-    if kind == "tpu_kernel":
+    if form.cache_attention == "rows":
+        return functools.partial(attend_rows, split=split, **limits)
+    if form.cache_attention == "whole":
+        return functools.partial(attend_whole_cache, **limits)
+    if form.cache_attention == "tpu_kernel" and not limits["sinks"]:
         from specjax.models.kernels import tpu_attention
 
         if tpu_attention.takes(cache):
+            softcap = limits["softcap"]
             return functools.partial(tpu_attention.attend_committed, softcap=softcap, split=split)
-    return functools.partial(attend_cache, blocks=cached_blocks(cache), softcap=softcap)
+    return functools.partial(attend_cache, blocks=cached_blocks(cache), **limits)
 
 
 def check_features(names: Iterable[str], num_layers: int, where: str = "") -> None:

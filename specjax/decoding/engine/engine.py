@@ -42,6 +42,7 @@ from specjax.decoding.session import (
     check_length,
     check_request,
     plan_engine,
+    round_up,
 )
 from specjax.decoding.state import RUNNING, Seen
 from specjax.distributed import processes
@@ -581,7 +582,7 @@ class Engine:
                     ready = self._rows.read(reading.position, end, self._table_of(reading))
                     self._under_way.append(_Reading(ready, begun))
                     reading.position = end
-                budget -= _round_up(count, self.session.plan.chunks[-1])
+                budget -= round_up(count, self.session.plan.chunks[-1])
             if reading.position == reading.longest:
                 self._admit()
 
@@ -615,7 +616,7 @@ class Engine:
         prompt's chunks do not depend on what else is read.
         """
         chunks = self.session.plan.chunks
-        if _round_up(left, chunks[-1]) <= budget:
+        if round_up(left, chunks[-1]) <= budget:
             return left
         if budget == self.session.options.prefill_budget:
             budget = max(budget, chunks[0])
@@ -803,7 +804,3 @@ def _is_choice(chosen: Any, num_drafters: int, most_rounds: int) -> bool:
         and all(isinstance(number, float | int | np.number) for number in confidence)
         and 1 <= rounds <= most_rounds
     )
-
-
-def _round_up(value: int, step: int) -> int:
-    return -(-value // step) * step

@@ -59,8 +59,8 @@ class EngineSummary:
     `waiting` until its prompt began to be read, `first_token`, and `total` until its end, without
     aborted requests. `between_tokens` is the time between two reads of a request's tokens, divided
     by the number of tokens read. `prompt_tokens` were read before their rows decoded, and
-    `shared_tokens` were found in pages instead; `put_back` counts how often a row waited again for
-    pages.
+    `shared_tokens` were found in pages instead; `put_back` counts how often a row was preempted: it
+    gave up its pages, and waited until it could be read again.
     """
 
     requests: int

@@ -11,7 +11,7 @@ of them, are verified exactly.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -24,6 +24,7 @@ from specjax.cache import KVCache, commit
 from specjax.drafters.base import Accepted, Context, LoadedDrafter, Noise
 from specjax.drafters.growth.level import Level
 from specjax.drafters.heads.head_drafter import HeadDrafter
+from specjax.drafters.own_cache import OwnCacheDrafter
 from specjax.errors import InputError
 from specjax.loading.formats.build_parameters import can_split
 from specjax.loading.heads.head import Head
@@ -41,13 +42,13 @@ class State:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlockDrafter(HeadDrafter):
+class BlockDrafter(OwnCacheDrafter, HeadDrafter):
     """A drafter with a head that predicts a block of tokens in one pass.
 
     Its parameters have "shared" and, for a draft vocabulary, "draft_ids". Options are those of
-    `ChainDrafter`; by default it drafts the whole block, and a shorter draft runs fewer slots. In
-    chains of a head with a confidence head, `draft_p_min` and the limit of confidence apply to its
-    estimate instead of the probability of the likeliest token. Raises InputError for invalid
+    `OwnCacheDrafter`; by default it drafts the whole block, and a shorter draft runs fewer slots.
+    In chains of a head with a confidence head, `draft_p_min` and the limit of confidence apply to
+    its estimate instead of the probability of the likeliest token. Raises InputError for invalid
     options, and for chains and trees that are longer than a block.
     """
 
@@ -55,6 +56,8 @@ class BlockDrafter(HeadDrafter):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        head = replace(self.head, sliding_window=self.attention_window)
+        object.__setattr__(self, "head", head)
         if self.num_speculative_tokens > self.longest_path:
             raise InputError(
                 f"num_speculative_tokens={self.num_speculative_tokens}: a block of this "

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ from specjax.distributed.sharding import constrain_rows
 from specjax.drafters.base import Accepted, Context, LoadedDrafter, Noise
 from specjax.drafters.growth.level import Level
 from specjax.drafters.heads.head_drafter import HeadDrafter
+from specjax.drafters.own_cache import OwnCacheDrafter
 from specjax.loading.formats.build_parameters import can_split
 from specjax.loading.heads.head import Head
 from specjax.loading.model import Model
@@ -61,16 +62,21 @@ class Carry:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PairDrafter(HeadDrafter):
+class PairDrafter(OwnCacheDrafter, HeadDrafter):
     """A drafter with a head that reads pairs of a token and a hidden state.
 
     Its parameters have "shared" and, for a draft vocabulary, "draft_ids". Options are those of
-    `ChainDrafter`. A row of one token has no pair and drafts nothing in its first round. Raises
+    `OwnCacheDrafter`. A row of one token has no pair and drafts nothing in its first round. Raises
     InputError for invalid options.
     """
 
     head: PairHead = field(kw_only=False)
     head_class: ClassVar[type[PairHead]]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        head = replace(self.head, sliding_window=self.attention_window)
+        object.__setattr__(self, "head", head)
 
     @classmethod
     def of_head(cls, head: Head, params: Any, target: Model, **options: Any) -> LoadedDrafter:

@@ -149,7 +149,7 @@ struct Operands {
   const int32_t *pages, *lengths, *oldest;
   const bool* seen;
   float* out;
-  int64_t num_heads, num_queries, width, row_pages, page, slots;
+  int64_t num_heads, num_queries, width, row_pages, page, slots, sinks;
   float softcap;
 };
 
@@ -177,7 +177,7 @@ void attend_head(const Operands<Entry>& all, int64_t row, int64_t head) {
     const int64_t committed = all.lengths[row];
     const int64_t oldest = std::max<int32_t>(0, all.oldest[row * all.num_queries + query]);
     std::fill(scores, scores + kBlock, kNothing);
-    int64_t block = oldest / kBlock * kBlock, first = 0, last = 0;  // committed keys of the block
+    int64_t block = 0, first = 0, last = 0;  // committed keys of the block
     int64_t slots[kBlock], count = 0;  // of the window, after these
     const auto finish_block = [&] {
       if (add_scores(scores, width, softmax, total)) {
@@ -190,13 +190,22 @@ void attend_head(const Operands<Entry>& all, int64_t row, int64_t head) {
       block += kBlock;
       first = last = count = 0;
     };
+    const auto score_committed = [&] {
+      if (last <= first) return;
+      const Rows<Entry> keys = block_of(all.keys, block);
+      for (int64_t key = first; key < last; key++) scores[key] = limited(dot(q, keys, key));
+    };
+    const int64_t sinks = std::min({all.sinks, oldest, committed});
+    while (block < sinks) {
+      last = std::min(kBlock, sinks - block);
+      score_committed();
+      finish_block();
+    }
+    block = oldest / kBlock * kBlock;
     while (block < committed) {
       first = std::max<int64_t>(0, oldest - block);
       last = std::max(first, std::min(kBlock, committed - block));
-      if (last > first) {
-        const Rows<Entry> keys = block_of(all.keys, block);
-        for (int64_t key = first; key < last; key++) scores[key] = limited(dot(q, keys, key));
-      }
+      score_committed();
       if (last < kBlock) break;
       finish_block();
     }
@@ -227,8 +236,9 @@ void attend(ffi::ThreadPool& pool, const Operands<Entry>& all, int64_t rows, int
 }
 
 // `exponents` are those of keys and of values, if these are integers.
-ffi::Error attention(ffi::ThreadPool pool, float softcap, ffi::Buffer<ffi::F32> queries,
-                     ffi::Buffer<ffi::S32> layer, ffi::AnyBuffer keys, ffi::AnyBuffer values,
+ffi::Error attention(ffi::ThreadPool pool, float softcap, int32_t sinks,
+                     ffi::Buffer<ffi::F32> queries, ffi::Buffer<ffi::S32> layer,
+                     ffi::AnyBuffer keys, ffi::AnyBuffer values,
                      ffi::Buffer<ffi::S32> pages, ffi::Buffer<ffi::S32> lengths,
                      ffi::Buffer<ffi::F32> window_keys, ffi::Buffer<ffi::F32> window_values,
                      ffi::Buffer<ffi::PRED> seen, ffi::Buffer<ffi::S32> oldest,
@@ -254,7 +264,7 @@ ffi::Error attention(ffi::ThreadPool pool, float softcap, ffi::Buffer<ffi::F32> 
                            windowed(window_keys.typed_data()), windowed(window_values.typed_data()),
                            pages.typed_data(), lengths.typed_data(), oldest.typed_data(),
                            seen.typed_data(), out->typed_data(), heads, shape[2], width,
-                           pages.dimensions()[1], page, slots, softcap},
+                           pages.dimensions()[1], page, slots, sinks, softcap},
            rows, heads);
     return ffi::Error::Success();
   };
@@ -276,6 +286,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(specjax_attention, attention,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
                                   .Attr<float>("softcap")
+                                  .Attr<int32_t>("sinks")
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::AnyBuffer>()

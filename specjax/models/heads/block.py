@@ -26,12 +26,13 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from specjax.cache import KVCache, Window, put
 from specjax.errors import InputError
 from specjax.fields import Whole, check_instance
-from specjax.models.config import DecoderConfig
+from specjax.models.config import DecoderConfig, SlidingWindow
 from specjax.models.decoder import DEFAULT_FORM, Decoder, Form, attention
 from specjax.models.heads.draft_vocabulary import check_draft_vocab_size
 from specjax.models.layers.attention import Partial
 from specjax.models.layers.decoder_layer import DecoderLayer, embed, rotate_by
 from specjax.models.layers.layer_pass import write_window
+from specjax.models.layers.local_and_global_layers import recent_keys
 from specjax.models.parameter_table import linear, norm_table
 from specjax.models.parameter_table import parameter_table as decoder_table
 from specjax.models.parameters import Parameter, ParameterTable
@@ -221,6 +222,7 @@ class Block:
     shards: int = 1
     form: Form = DEFAULT_FORM
     cache_dtype: jnp.dtype | None = None
+    sliding_window: SlidingWindow | None = None
 
     @property
     def arithmetic(self) -> DecoderLayer:
@@ -335,10 +337,14 @@ class Block:
     ) -> Float[Array, "B T D"]:
         """Run one block per row, which reads the features in the cache; return its states."""
         batch, slots = tokens.shape
-        window = self._decoder.make_window(batch, slots)
-        repeats = self.config.decoder.num_heads // self._decoder.cached_heads
-        seen = jnp.repeat(self.visible(slots)[None], repeats, axis=1)[:, None]
-        attend_both = attention(self.form, self.config.decoder, cache, slots, split=self.shards > 1)
+        decoder, visible, limits = self._decoder, self.visible(slots)[None], {}
+        window = decoder.make_window(batch, slots)
+        repeats = decoder.config.num_heads // decoder.cached_heads
+        if self.sliding_window is not None:
+            visible, oldest = recent_keys(self.sliding_window, positions, positions, visible)
+            limits = {"oldest": jnp.repeat(oldest, repeats, axis=1)}
+        seen = jnp.repeat(visible, repeats, axis=1)[:, None]
+        attend_both = attention(self.form, decoder.config, cache, slots, split=self.shards > 1)
 
         def attend(layer: int, query: jax.Array, key: jax.Array, value: jax.Array) -> Partial:
             entries = cache.rounded(key), cache.rounded(value)
@@ -346,7 +352,7 @@ class Block:
                 write_window(into, new, layer, 0)
                 for into, new in zip((window.k, window.v), entries, strict=True)
             )
-            return attend_both(query, cache, Window(k, v), layer, seen)
+            return attend_both(query, cache, Window(k, v), layer, seen, **limits)
 
         return self.states(params, tokens, positions, attend, slots)
 
@@ -440,7 +446,8 @@ class Block:
     @property
     def _decoder(self) -> Decoder:
         """A decoder that consists of the layers, used to lay out keys and values."""
-        return Decoder(self.config.decoder, self.dtype, self.shards, cache_dtype=self.cache_dtype)
+        config = replace(self.config.decoder, sliding_window=self.sliding_window)
+        return Decoder(config, self.dtype, self.shards, cache_dtype=self.cache_dtype)
 
     def _layer(self, params: dict[str, Any], index: int) -> dict[str, Any]:
         # Without the barrier, as in the decoder, XLA may split the heads again.

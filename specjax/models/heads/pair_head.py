@@ -8,7 +8,7 @@ states are the last module's own outputs, predict further tokens.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
 import jax.numpy as jnp
@@ -16,11 +16,12 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from specjax.cache import KVCache, Window
-from specjax.models.config import DecoderConfig
+from specjax.models.config import DecoderConfig, SlidingWindow
 from specjax.models.decoder import DEFAULT_FORM, Decoder, Form, attention
 from specjax.models.layers.attention import Partial
 from specjax.models.layers.decoder_layer import DecoderLayer, rotate_by, with_experts
 from specjax.models.layers.layer_pass import write_window
+from specjax.models.layers.local_and_global_layers import recent_keys
 from specjax.models.parameters import ParameterTable
 
 
@@ -64,7 +65,7 @@ class PairHead:
     the number of devices over which keys and values are sharded, and `multiply` the dtype to which
     products round their operands, as in `Decoder`. `differentiable` allows gradients of experts.
     `form` selects the attention over the head's caches, which store entries in `cache_dtype`
-    (`Decoder`).
+    (`Decoder`). With a `sliding_window`, pairs attend only to the pairs in it.
     """
 
     config: PairConfig
@@ -74,6 +75,7 @@ class PairHead:
     differentiable: bool = False
     form: Form = DEFAULT_FORM
     cache_dtype: jnp.dtype | None = None
+    sliding_window: SlidingWindow | None = None
 
     @property
     def arithmetic(self) -> DecoderLayer:
@@ -187,9 +189,12 @@ class PairHead:
         residual, attended = self.inputs(params, tokens, hidden, positions)
         query, key, value = self.heads(params, attended, positions)
         key, value = cache.rounded(key), cache.rounded(value)
-        window = Window(
-            write_window(window.k, key, 0, start), write_window(window.v, value, 0, start)
+        window = window.replace(
+            k=write_window(window.k, key, 0, start), v=write_window(window.v, value, 0, start)
         )
+        if window.positions is not None:
+            written = lax.dynamic_update_slice(window.positions, positions, (0, start))
+            window = window.replace(positions=written)
         if only is not None:
             visible = jnp.broadcast_to(visible, (only.shape[0], *visible.shape[1:]))
             residual, positions, visible = (
@@ -199,19 +204,22 @@ class PairHead:
             of_pairs = query.reshape(*query.shape[:2], tokens.shape[1], -1, query.shape[-1])
             chosen = jnp.take_along_axis(of_pairs, only.reshape(-1, 1, 1, 1, 1), axis=2)
             query = chosen[:, :, 0]
-        repeats = self.config.decoder.num_heads // self._decoder.cached_heads
-        visible_to_queries = jnp.repeat(visible, repeats, axis=1)[:, None]
-        attend = attention(
-            self.form, self.config.decoder, cache, positions.shape[1], self.shards > 1
-        )
-        mixed = attend(query, cache, window, 0, visible_to_queries)
+        decoder = self._decoder
+        repeats, limits = decoder.config.num_heads // decoder.cached_heads, {}
+        if self.sliding_window is not None:
+            visible, oldest = recent_keys(self.sliding_window, positions, window.positions, visible)
+            limits = {"oldest": jnp.repeat(oldest, repeats, axis=1)}
+        seen = jnp.repeat(visible, repeats, axis=1)[:, None]
+        attend = attention(self.form, decoder.config, cache, positions.shape[1], self.shards > 1)
+        mixed = attend(query, cache, window, 0, seen, **limits)
         output, _ = self.finish(params, residual, mixed)
         return output, window
 
     @property
     def _decoder(self) -> Decoder:
         """A decoder that consists of the module's layer, used to lay out keys and values."""
-        return Decoder(self.config.decoder, self.dtype, self.shards, cache_dtype=self.cache_dtype)
+        config = replace(self.config.decoder, sliding_window=self.sliding_window)
+        return Decoder(config, self.dtype, self.shards, cache_dtype=self.cache_dtype)
 
     def _layer(self, params: dict[str, Any]) -> dict[str, Any]:
         # Without the barrier, as in the decoder, XLA may split the heads again.

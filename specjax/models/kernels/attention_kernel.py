@@ -24,7 +24,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from specjax.cache import KVCache, Window
 from specjax.cached_entries import Entries, Int8Entries, powers_of_two
-from specjax.models.layers.attention import Partial, on_each_device
+from specjax.models.layers.attention import Partial, blocks_to_read, on_each_device
 
 _STEP = 64
 """The number of keys that a program reads at a time."""
@@ -52,12 +52,14 @@ def attend_window_and_cache(
     oldest: Int[Array, "B X"] | None = None,
     softcap: float | None = None,
     split: bool = False,
+    sinks: int = 0,
 ) -> Partial:
     """Return attention over one layer's committed keys and the keys of the window that are `seen`.
 
-    With `oldest`, each query attends to committed keys from that position on, and blocks before the
-    oldest position of a tile are skipped. `softcap` limits scores to c tanh(score/c). On a mesh the
-    heads are sharded over `model` if `split`, otherwise replicated.
+    With `oldest`, each query attends to committed keys from that position on and to the first
+    `sinks` keys; blocks between them, and the oldest position of a tile, are skipped. `softcap`
+    limits scores to c tanh(score/c). On a mesh the heads are sharded over `model` if `split`,
+    otherwise replicated.
     """
     seen = jnp.broadcast_to(seen[:, 0], (len(query), *seen.shape[2:])).astype(jnp.int8)
     operands = {
@@ -74,7 +76,8 @@ def attend_window_and_cache(
         operands["pages"] = ("rows", cache.pages)
     if oldest is not None:
         operands["oldest"] = ("rows", oldest)
-    return on_each_device(functools.partial(_attend, softcap=softcap), operands, split)
+    attend_own = functools.partial(_attend, softcap=softcap, sinks=sinks)
+    return on_each_device(attend_own, operands, split)
 
 
 class _Operands(NamedTuple):
@@ -105,6 +108,7 @@ def _attend(
     pages: Int[Array, "B N"] | None = None,
     *,
     softcap: float | None,
+    sinks: int,
 ) -> Partial:
     batch, heads, queries, width = query.shape
     rows = min(
@@ -158,6 +162,7 @@ def _attend(
         shares=shares,
         step=math.gcd(keys.shape[3], _STEP),
         softcap=softcap,
+        sinks=sinks,
     )
 
     peak, denominator, weighted = _call(
@@ -239,6 +244,7 @@ def _program(
     shares: int,
     step: int,
     softcap: float | None,
+    sinks: int,
 ) -> None:
     rows, width = weighted_ref.shape
     queries, slots = refs.seen.shape
@@ -268,7 +274,8 @@ def _program(
 
     oldest = None if refs.oldest is None else refs.oldest[row]
 
-    def add_committed(block: jax.Array, total: tuple) -> tuple:
+    def add_committed(index: jax.Array, total: tuple) -> tuple:
+        block = block_at(index)
         where = (layer, pl.ds(block * step, step))
         if refs.pages is not None:
             steps = refs.keys.shape[2] // step
@@ -281,7 +288,7 @@ def _program(
         position = block * step + lax.broadcasted_iota(jnp.int32, (rows, step), 1)
         visible = position < length
         if oldest is not None:
-            visible &= position >= oldest[:, None]
+            visible &= (position >= oldest[:, None]) | (position < sinks)
         return add(total, key, value, visible)
 
     window_step = max(_FEWEST_QUERIES, min(_STEP, pl.next_power_of_2(slots)))
@@ -296,8 +303,8 @@ def _program(
         visible = refs.seen[row[:, None], inside[None, :]] != 0
         return add(total, key, value, visible & (slot < slots)[None, :])
 
-    first = 0 if oldest is None else jnp.maximum(oldest.min(), 0) // step
     blocks = pl.cdiv(length, step)
+    first, block_at = blocks_to_read(oldest, sinks, blocks, step)
     each = pl.cdiv(jnp.maximum(blocks - first, 0), shares)
     begin = first + share * each
     total = (

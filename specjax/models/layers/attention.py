@@ -248,6 +248,24 @@ def _hidden(
     return jnp.where(committed, values, jnp.zeros((), values.dtype))
 
 
+def blocks_to_read(
+    oldest: Int[Array, "*N"] | None, sinks: int, blocks: Int[Array, ""], step: int
+) -> tuple[Int[Array, ""] | int, Callable[[Int[Array, ""]], Int[Array, ""]]]:
+    """Return the first index of a loop up to `blocks`, and the function from an index to a block.
+
+    The loop reads the blocks of `step` tokens that hold the first `sinks`, and those from the
+    oldest position of all queries on; without `oldest`, all blocks.
+    """
+    if oldest is None:
+        return 0, lambda index: index
+    first = jnp.maximum(oldest.min(), 0) // step
+    if not sinks:
+        return first, lambda index: index
+    of_sinks = -(-sinks // step)
+    skipped = jnp.maximum(jnp.minimum(first, blocks) - of_sinks, 0)
+    return skipped, lambda index: jnp.where(index < skipped + of_sinks, index - skipped, index)
+
+
 def cached_blocks(cache: KVCache) -> Int[Array, ""]:
     """Return the number of cache blocks that the longest row fills, as a traced number."""
     step = min(CACHE_BLOCK, cache.capacity)
@@ -262,23 +280,25 @@ def attend_cache(
     blocks: Int[Array, ""],
     oldest: Int[Array, "B X"] | None = None,
     softcap: float | None = None,
+    sinks: int = 0,
 ) -> Partial:
     """Return `start` merged with attention over the first `blocks` blocks of one layer's cache.
 
-    With `oldest`, each query attends to keys from that position on, and blocks before the oldest of
-    all queries are skipped. `softcap` limits scores to c tanh(score/c).
+    With `oldest`, each query attends to keys from that position on and to the first `sinks` keys,
+    and blocks between them, and the oldest of all queries, are skipped. `softcap` limits scores to
+    c tanh(score/c).
     """
     step = min(CACHE_BLOCK, cache.capacity)
     offsets = jnp.arange(step)
-    first_block = 0 if oldest is None else jnp.maximum(oldest.min(), 0) // step
+    first_index, block_at = blocks_to_read(oldest, sinks, blocks, step)
 
     def block(index: Int[Array, ""], total: Partial) -> Partial:
-        first = index * step
+        first = block_at(index) * step
         key, value = _read(cache, layer, first, step, query.dtype)
-        visible = _committed(cache.length, first + offsets, oldest)
+        visible = _committed(cache.length, first + offsets, oldest, sinks)
         return merge(total, attend(query, key, value, visible, softcap))
 
-    return lax.fori_loop(first_block, blocks, block, start)
+    return lax.fori_loop(first_index, blocks, block, start)
 
 
 def attend_rows(
@@ -289,6 +309,7 @@ def attend_rows(
     oldest: Int[Array, "B X"] | None = None,
     softcap: float | None = None,
     split: bool = False,
+    sinks: int = 0,
 ) -> Partial:
     """Return the result of `attend_cache`, computed row by row, each over its own length.
 
@@ -307,7 +328,8 @@ def attend_rows(
         operands["pages"] = ("rows", cache.pages)
     if oldest is not None:
         operands["oldest"] = ("rows", oldest)
-    return on_each_device(functools.partial(_attend_rows, softcap=softcap), operands, split)
+    attend_own = functools.partial(_attend_rows, softcap=softcap, sinks=sinks)
+    return on_each_device(attend_own, operands, split)
 
 
 def _attend_rows(
@@ -321,6 +343,7 @@ def _attend_rows(
     pages: Int[Array, "B N"] | None = None,
     *,
     softcap: float | None,
+    sinks: int,
 ) -> Partial:
     batch, kv_heads, _, _ = query.shape
     page = keys.shape[3]
@@ -331,20 +354,21 @@ def _attend_rows(
     def attend_row(row: tuple) -> Partial:
         index, *rest = row
         query, length, start, oldest = jax.tree.map(lambda leaf: leaf[None], rest)
+        blocks = (length[0] + step - 1) // step
+        first_index, block_at = blocks_to_read(oldest, sinks, blocks, step)
 
         def block(number: Int[Array, ""], total: Partial) -> Partial:
-            first = number * step
+            first = block_at(number) * step
             where = (layer, index, 0, first)
             if pages is not None:
                 where = (layer, pages[index, first // page], 0, first % page)
             key, value = (_slice(entries, where, size, query.dtype) for entries in (keys, values))
             if pages is not None:
                 value = _hidden(value, length, first + offsets)
-            visible = _committed(length, first + offsets, oldest)
+            visible = _committed(length, first + offsets, oldest, sinks)
             return merge(total, attend(query, key, value, visible, softcap))
 
-        first_block = 0 if oldest is None else jnp.maximum(oldest.min(), 0) // step
-        total = lax.fori_loop(first_block, (length[0] + step - 1) // step, block, start)
+        total = lax.fori_loop(first_index, blocks, block, start)
         return jax.tree.map(lambda leaf: leaf[0], total)
 
     return lax.map(attend_row, (jnp.arange(batch), query, length, start, oldest))
@@ -389,13 +413,14 @@ def attend_whole_cache(
     start: Partial,
     oldest: Int[Array, "B X"] | None = None,
     softcap: float | None = None,
+    sinks: int = 0,
 ) -> Partial:
     """Return `start` merged with attention over one layer's whole capacity, in one product.
 
     Slots without a committed token are masked. The arguments are those of `attend_cache`.
     """
     key, value = _read(cache, layer, 0, cache.capacity, query.dtype)
-    visible = _committed(cache.length, jnp.arange(cache.capacity), oldest)
+    visible = _committed(cache.length, jnp.arange(cache.capacity), oldest, sinks)
     # Otherwise XLA merges this product with the window's, and concatenates a copy of the cache.
     query = lax.optimization_barrier(query)
     return merge(start, attend(query, key, value, visible, softcap))
@@ -427,10 +452,14 @@ def most_attended(
 
 
 def _committed(
-    length: Int[Array, "B"], positions: Int[Array, " Y"], oldest: Int[Array, "B X"] | None
+    length: Int[Array, "B"],
+    positions: Int[Array, " Y"],
+    oldest: Int[Array, "B X"] | None,
+    sinks: int,
 ) -> Bool[Array, "B 1 #X Y"]:
     """Return whether each query attends to the cached keys at `positions`, given rows' lengths."""
     visible = (positions[None, :] < length[:, None])[:, None, None, :]
     if oldest is None:
         return visible
-    return visible & (positions[None, None, :] >= oldest[:, :, None])[:, None]
+    positions = positions[None, None, :]
+    return visible & ((positions >= oldest[:, :, None]) | (positions < sinks))[:, None]

@@ -34,11 +34,13 @@ def attend_window_and_cache(
     seen: Bool[Array, "#B 1 X W"],
     oldest: Int[Array, "B X"] | None = None,
     softcap: float | None = None,
+    sinks: int = 0,
 ) -> Partial:
     """Return attention over one layer's committed keys and the keys of the window in `seen`.
 
-    With `oldest`, each query attends to committed keys from that position on. `softcap` limits
-    scores to c tanh(score/c). The result is already divided by its denominator.
+    With `oldest`, each query attends to committed keys from that position on and to the first
+    `sinks` keys. `softcap` limits scores to c tanh(score/c). The result is already divided by its
+    denominator.
     """
     batch, _, queries, _ = query.shape
     call = jax.ffi.ffi_call(
@@ -64,6 +66,7 @@ def attend_window_and_cache(
         *key_exponents,
         *value_exponents,
         softcap=np.float32(0 if softcap is None else softcap),
+        sinks=np.int32(sinks),
     )
     ones = jnp.ones((*query.shape[:3], 1), jnp.float32)
     return Partial(jnp.zeros_like(ones), ones, mixed)

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from specjax.cache import Window
-from specjax.models.config import DecoderConfig
+from specjax.models.config import DecoderConfig, SlidingWindow
 from specjax.models.layers.decoder_layer import Rotation, rotate_by
 
 
@@ -25,6 +25,22 @@ class LayerView(NamedTuple):
     rotation: Rotation | None
     seen: Bool[Array, "#B 1 X W"]
     oldest: Int[Array, "B X"] | None = None
+
+
+def recent_keys(
+    sliding: SlidingWindow,
+    positions: Int[Array, "B T"],
+    key_positions: Int[Array, "B W"],
+    visible: Bool[Array, "#B T W"],
+) -> tuple[Bool[Array, "B T W"], Int[Array, "B T"]]:
+    """Return which window slots tokens at `positions` see within a sliding window.
+
+    Of the slots in `visible`, at `key_positions`, these are the latest and the sinks. The second
+    result is the position of the oldest key, other than sinks, that each token sees.
+    """
+    oldest = positions - (sliding.size - 1)
+    keys = key_positions[:, None, :]
+    return visible & ((keys >= oldest[:, :, None]) | (keys < sliding.sinks)), oldest
 
 
 def layer_views(
@@ -50,13 +66,12 @@ def layer_views(
     windowed = config.windowed
     if sliding is None or not any(windowed):
         return lambda index: full_view
-    oldest = positions - (sliding.size - 1)
     key_positions = positions if window is None else window.positions
-    recent = visible & (key_positions[:, None, :] >= oldest[:, :, None])
+    seen, oldest = recent_keys(sliding, positions, key_positions, visible)
     rotation = full_view.rotation
     if sliding.rope_theta is not None:
         rotation = rotate_by(positions, config, windowed=True)
-    local_view = LayerView(rotation, spread(recent)[:, None], spread(oldest))
+    local_view = LayerView(rotation, spread(seen)[:, None], spread(oldest))
     if all(windowed):
         return lambda index: local_view
     global_view = full_view._replace(

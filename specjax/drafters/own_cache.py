@@ -1,0 +1,48 @@
+"""The base class of drafters with a cache of their own, of which drafts may attend to a part."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from specjax.drafters.autoregressive import ChainDrafter
+from specjax.errors import InputError
+from specjax.fields import Whole, optional
+from specjax.models.config import SlidingWindow
+
+TOKENS = Whole(1, 1 << 20)
+SINKS = Whole(0, 1 << 20)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnCacheDrafter(ChainDrafter):
+    """A drafter that runs layers with keys of its own.
+
+    With a `sliding_window`, tokens attend in these layers to the latest so many tokens only,
+    themselves included, and to the first `sinks` of the row (StreamingLLM: Xiao et al. 2309.17453).
+    Keys keep their positions and their place in the cache. Raises InputError for sinks without a
+    window, and for invalid options.
+    """
+
+    sliding_window: Annotated[int | None, optional(TOKENS)] = None
+    sinks: Annotated[int, SINKS] = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_together(sliding_window=self.sliding_window, sinks=self.sinks)
+
+    @classmethod
+    def check_together(cls, **options: Any) -> None:
+        """Raise InputError for sinks without a window."""
+        if options.get("sinks") and options.get("sliding_window") is None:
+            raise InputError(
+                f"drafter.sinks={options['sinks']}: without a window drafts attend to all tokens; "
+                "set drafter.sliding_window, or leave it out"
+            )
+
+    @property
+    def attention_window(self) -> SlidingWindow | None:
+        """The sliding window of the drafter's layers, or None."""
+        if self.sliding_window is None:
+            return None
+        return SlidingWindow(self.sliding_window, sinks=self.sinks)
