@@ -19,38 +19,29 @@
 
 namespace {
 
-using specjax::kLanes;
-using specjax::load;
-using specjax::multiply_add;
-using specjax::store;
-using specjax::sum;
-using specjax::Vector;
-
-typedef int32_t Integers __attribute__((vector_size(4 * kLanes)));
-
 constexpr int64_t kBlock = 64;  // keys
 constexpr float kNothing = -std::numeric_limits<float>::infinity();
 constexpr int64_t kLargeWork = 1 << 17;  // multiplications worth a second thread
 
 // exp(x) for x <= 0, with a relative error of about 1e-7; 0 below -87.
-inline Vector exponential(Vector x) {
+template <typename Lanes>
+inline typename Lanes::Vector exponential(typename Lanes::Vector x) {
+  using Vector = typename Lanes::Vector;
+  using Integers = typename Lanes::Integers;
   constexpr float kShift = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
   const Vector clamped = x < -87.0f ? Vector{} - 87.0f : x;
-  const Vector shifted = multiply_add(clamped, Vector{} + 1.44269504f, Vector{} + kShift);
+  const Vector shifted = Lanes::multiply_add(clamped, Vector{} + 1.44269504f, Vector{} + kShift);
   const Vector whole = shifted - kShift;
-  Vector rest = multiply_add(whole, Vector{} - 0.693359375f, clamped);
-  rest = multiply_add(whole, Vector{} + 2.12194440e-4f, rest);
+  Vector rest = Lanes::multiply_add(whole, Vector{} - 0.693359375f, clamped);
+  rest = Lanes::multiply_add(whole, Vector{} + 2.12194440e-4f, rest);
   Vector series = Vector{} + 1.9875691500e-4f;
   for (float coefficient : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f,
                             1.6666665459e-1f, 5.0000001201e-1f})
-    series = multiply_add(series, rest, Vector{} + coefficient);
-  series = multiply_add(series * rest, rest, rest + 1.0f);
+    series = Lanes::multiply_add(series, rest, Vector{} + coefficient);
+  series = Lanes::multiply_add(series * rest, rest, rest + 1.0f);
   const Integers exponent = (__builtin_convertvector(whole, Integers) + 127) << 23;
   return x < -87.0f ? Vector{} : series * (Vector)exponent;
 }
-
-typedef int8_t Bytes __attribute__((vector_size(kLanes)));
-typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
 
 // Keys or values of one head: a row of entries for each token, times its power of two if those are
 // integers.
@@ -64,16 +55,18 @@ struct Rows {
     return {entries + row * width, exponents ? exponents + row : nullptr, width};
   }
 
-  Vector load(int64_t row, int64_t i) const {
+  template <typename Lanes>
+  typename Lanes::Vector load(int64_t row, int64_t i) const {
+    using Vector = typename Lanes::Vector;
     const Entry* at = entries + row * width + i;
     if constexpr (sizeof(Entry) == 4) {
-      return specjax::load(reinterpret_cast<const float*>(at));
+      return specjax::load<Lanes>(reinterpret_cast<const float*>(at));
     } else if constexpr (sizeof(Entry) == 2) {
-      Halves halves;
+      typename Lanes::Halves halves;
       std::memcpy(&halves, at, sizeof(halves));
-      return (Vector)(__builtin_convertvector(halves, Integers) << 16);
+      return (Vector)(__builtin_convertvector(halves, typename Lanes::Integers) << 16);
     } else {
-      Bytes bytes;
+      typename Lanes::Bytes bytes;
       std::memcpy(&bytes, at, sizeof(bytes));
       return __builtin_convertvector(bytes, Vector);
     }
@@ -88,58 +81,79 @@ struct Rows {
   }
 };
 
-template <typename Entry>
+template <typename Lanes, typename Entry>
 inline float dot(const float* query, const Rows<Entry>& keys, int64_t row) {
-  Vector total = {};
-  for (int64_t i = 0; i < keys.width; i += kLanes)
-    total = multiply_add(load(query + i), keys.load(row, i), total);
-  return sum(total) * keys.power(row);
+  typename Lanes::Vector total = {};
+  for (int64_t i = 0; i < keys.width; i += Lanes::kLanes)
+    total = Lanes::multiply_add(specjax::load<Lanes>(query + i), keys.template load<Lanes>(row, i),
+                                total);
+  return Lanes::sum(total) * keys.power(row);
 }
 
-// One query's softmax so far.
-struct Softmax {
-  float peak = kNothing, denominator = 0;
-};
-
 // Adds weights[0..count) times the rows of values to `total`, from column `column` on.
-template <int kVectors, typename Entry>
+template <typename Lanes, int kVectors, typename Entry>
 inline void add_weighted(const float* weights, const Rows<Entry>& values, int64_t count,
                          int64_t column, float* total) {
-  Vector sums[kVectors];
-  for (int v = 0; v < kVectors; v++) sums[v] = load(total + v * kLanes);
+  typename Lanes::Vector sums[kVectors];
+  for (int v = 0; v < kVectors; v++) sums[v] = specjax::load<Lanes>(total + v * Lanes::kLanes);
   for (int64_t row = 0; row < count; row++) {
-    const Vector weight = Vector{} + weights[row] * values.power(row);
+    const auto weight = typename Lanes::Vector{} + weights[row] * values.power(row);
     for (int v = 0; v < kVectors; v++)
-      sums[v] = multiply_add(weight, values.load(row, column + v * kLanes), sums[v]);
+      sums[v] = Lanes::multiply_add(
+          weight, values.template load<Lanes>(row, column + v * Lanes::kLanes), sums[v]);
   }
-  for (int v = 0; v < kVectors; v++) store(total + v * kLanes, sums[v]);
+  for (int v = 0; v < kVectors; v++) specjax::store<Lanes>(total + v * Lanes::kLanes, sums[v]);
 }
 
 // Adds weights[0..count) times the rows of values to all columns of `total`.
-template <typename Entry>
+template <typename Lanes, typename Entry>
 inline void add_rows(const float* weights, const Rows<Entry>& values, int64_t count, float* total) {
+  constexpr int kColumns = 64, kVectors = kColumns / Lanes::kLanes;
   int64_t i = 0;
-  for (; i + 8 * kLanes <= values.width; i += 8 * kLanes)
-    add_weighted<8>(weights, values, count, i, total + i);
-  for (; i < values.width; i += kLanes) add_weighted<1>(weights, values, count, i, total + i);
+  for (; i + kColumns <= values.width; i += kColumns)
+    add_weighted<Lanes, kVectors>(weights, values, count, i, total + i);
+  for (; i < values.width; i += Lanes::kLanes)
+    add_weighted<Lanes, 1>(weights, values, count, i, total + i);
 }
 
-// Turns a block of scores into weights, and adds them to a query's softmax; false if there are none.
-inline bool add_scores(float* scores, int64_t width, Softmax& softmax, float* total) {
-  const float largest = *std::max_element(scores, scores + kBlock);
-  if (largest == kNothing) return false;
-  const float peak = std::max(softmax.peak, largest);
-  const float scale = std::exp(softmax.peak - peak);
-  for (int64_t i = 0; i < width; i += kLanes) store(total + i, load(total + i) * scale);
-  Vector weights = {};
-  for (int64_t key = 0; key < kBlock; key += kLanes) {
-    const Vector weight = exponential(load(scores + key) - peak);
-    store(scores + key, weight);
-    weights += weight;
+// One query's softmax so far: its peak and denominator, and `total`, the weighted sum of values.
+template <typename Lanes>
+struct Softmax {
+  const float* query;
+  float* total;
+  float peak = kNothing, denominator = 0;
+
+  // Turns a block of scores into weights and scales `total` to them; false if there are none.
+  bool add(float* scores, int64_t width) {
+    using Vector = typename Lanes::Vector;
+    Vector peaks = specjax::load<Lanes>(scores);
+    for (int64_t key = Lanes::kLanes; key < kBlock; key += Lanes::kLanes) {
+      const Vector others = specjax::load<Lanes>(scores + key);
+      peaks = peaks > others ? peaks : others;
+    }
+    float largest = peaks[0];
+    for (int lane = 1; lane < Lanes::kLanes; lane++) largest = std::max(largest, peaks[lane]);
+    if (largest == kNothing) return false;
+    const float higher = std::max(peak, largest), scale = std::exp(peak - higher);
+    for (int64_t i = 0; i < width; i += Lanes::kLanes)
+      specjax::store<Lanes>(total + i, specjax::load<Lanes>(total + i) * scale);
+    Vector weights = {};
+    for (int64_t key = 0; key < kBlock; key += Lanes::kLanes) {
+      const Vector weight = exponential<Lanes>(specjax::load<Lanes>(scores + key) - higher);
+      specjax::store<Lanes>(scores + key, weight);
+      weights += weight;
+    }
+    peak = higher;
+    denominator = denominator * scale + Lanes::sum(weights);
+    return true;
   }
-  softmax = {peak, softmax.denominator * scale + sum(weights)};
-  return true;
-}
+
+  void divide(int64_t width) {
+    const auto divisor = typename Lanes::Vector{} + denominator;
+    for (int64_t i = 0; i < width; i += Lanes::kLanes)
+      specjax::store<Lanes>(total + i, specjax::load<Lanes>(total + i) / divisor);
+  }
+};
 
 template <typename Entry>
 struct Operands {
@@ -154,71 +168,90 @@ struct Operands {
 };
 
 // The queries of one row `row` that share one key head `head` (an index over rows and heads).
-template <typename Entry>
+template <typename Lanes, typename Entry>
 void attend_head(const Operands<Entry>& all, int64_t row, int64_t head) {
-  const int64_t width = all.width;
+  const int64_t width = all.width, committed = all.lengths[row];
   // The keys or values of a block of committed tokens.
-  const auto block_of = [&](const Rows<Entry>& entries, int64_t first) {
-    const int64_t page = all.pages[row * all.row_pages + first / all.page];
+  const auto block_of = [&](const Rows<Entry>& entries, int64_t block) {
+    const int64_t page = all.pages[row * all.row_pages + block / all.page];
     const int64_t page_head = page * all.num_heads + head % all.num_heads;
-    return entries.from(page_head * all.page + first % all.page);
+    return entries.from(page_head * all.page + block % all.page);
   };
   const Rows<float> window_keys = all.window_keys.from(head * all.slots);
   const Rows<float> window_values = all.window_values.from(head * all.slots);
+  const auto limited = [&](float value) {
+    return all.softcap > 0 ? all.softcap * std::tanh(value / all.softcap) : value;
+  };
+  const auto oldest_of = [&](int64_t query) {
+    return std::max<int64_t>(0, all.oldest[row * all.num_queries + query]);
+  };
+  alignas(64) float scores[kBlock];
+  const auto clear = [&] { std::fill(scores, scores + kBlock, kNothing); };
+  const auto score = [&](const Softmax<Lanes>& softmax, int64_t block, int64_t first, int64_t last) {
+    if (last <= first) return;
+    const Rows<Entry> keys = block_of(all.keys, block);
+    for (int64_t key = first; key < last; key++)
+      scores[key] = limited(dot<Lanes>(softmax.query, keys, key));
+  };
+  const auto add_values = [&](Softmax<Lanes>& softmax, int64_t block, int64_t first, int64_t last) {
+    if (last <= first) return;
+    const Rows<Entry> values = block_of(all.values, block).from(first);
+    add_rows<Lanes>(scores + first, values, last - first, softmax.total);
+  };
+  const auto add_committed = [&](Softmax<Lanes>& softmax, int64_t block, int64_t first,
+                                 int64_t last) {
+    clear();
+    score(softmax, block, first, last);
+    if (softmax.add(scores, width)) add_values(softmax, block, first, last);
+  };
+
+  std::vector<Softmax<Lanes>> softmaxes;
   for (int64_t query = 0; query < all.num_queries; query++) {
-    const float* q = all.queries + (head * all.num_queries + query) * width;
-    float* total = all.out + (head * all.num_queries + query) * width;
-    std::fill(total, total + width, 0.0f);
-    Softmax softmax;
-    alignas(32) float scores[kBlock];
-    const auto limited = [&](float value) {
-      return all.softcap > 0 ? all.softcap * std::tanh(value / all.softcap) : value;
-    };
-    const int64_t committed = all.lengths[row];
-    const int64_t oldest = std::max<int32_t>(0, all.oldest[row * all.num_queries + query]);
-    std::fill(scores, scores + kBlock, kNothing);
-    int64_t block = 0, first = 0, last = 0;  // committed keys of the block
+    const int64_t offset = (head * all.num_queries + query) * width;
+    std::fill(all.out + offset, all.out + offset + width, 0.0f);
+    softmaxes.push_back({all.queries + offset, all.out + offset});
+    const int64_t sinks = std::min({all.sinks, oldest_of(query), committed});
+    for (int64_t block = 0; block < sinks; block += kBlock)
+      add_committed(softmaxes.back(), block, 0, std::min(kBlock, sinks - block));
+  }
+  // Each whole block of committed keys for all queries, so that memory is read once.
+  const int64_t whole = committed / kBlock * kBlock;
+  for (int64_t block = 0; block < whole; block += kBlock)
+    for (int64_t query = 0; query < all.num_queries; query++) {
+      const int64_t first = std::max<int64_t>(0, oldest_of(query) - block);
+      if (first < kBlock) add_committed(softmaxes[query], block, first, kBlock);
+    }
+  // The rest of the committed keys, and those of the window after them.
+  for (int64_t query = 0; query < all.num_queries; query++) {
+    Softmax<Lanes>& softmax = softmaxes[query];
+    const int64_t oldest = oldest_of(query);
+    const int64_t block = std::max(whole, oldest / kBlock * kBlock);
+    int64_t first = 0, last = 0;     // committed keys of the block
     int64_t slots[kBlock], count = 0;  // of the window, after these
     const auto finish_block = [&] {
-      if (add_scores(scores, width, softmax, total)) {
-        if (last > first)
-          add_rows(scores + first, block_of(all.values, block).from(first), last - first, total);
+      if (softmax.add(scores, width)) {
+        add_values(softmax, block, first, last);
         for (int64_t i = 0; i < count; i++)
-          add_rows(scores + last + i, window_values.from(slots[i]), 1, total);
+          add_rows<Lanes>(scores + last + i, window_values.from(slots[i]), 1, softmax.total);
       }
-      std::fill(scores, scores + kBlock, kNothing);
-      block += kBlock;
+      clear();
       first = last = count = 0;
     };
-    const auto score_committed = [&] {
-      if (last <= first) return;
-      const Rows<Entry> keys = block_of(all.keys, block);
-      for (int64_t key = first; key < last; key++) scores[key] = limited(dot(q, keys, key));
-    };
-    const int64_t sinks = std::min({all.sinks, oldest, committed});
-    while (block < sinks) {
-      last = std::min(kBlock, sinks - block);
-      score_committed();
-      finish_block();
-    }
-    block = oldest / kBlock * kBlock;
-    while (block < committed) {
+    clear();
+    if (block < committed) {
       first = std::max<int64_t>(0, oldest - block);
-      last = std::max(first, std::min(kBlock, committed - block));
-      score_committed();
-      if (last < kBlock) break;
-      finish_block();
+      last = std::max(first, committed - block);
+      score(softmax, block, first, last);
     }
     const bool* seen = all.seen + (row * all.num_queries + query) * all.slots;
     for (int64_t slot = 0; slot < all.slots; slot++) {
       if (!seen[slot]) continue;
-      scores[last + count] = limited(dot(q, window_keys, slot));
+      scores[last + count] = limited(dot<Lanes>(softmax.query, window_keys, slot));
       slots[count++] = slot;
       if (last + count == kBlock) finish_block();
     }
     finish_block();
-    const Vector denominator = Vector{} + softmax.denominator;
-    for (int64_t i = 0; i < width; i += kLanes) store(total + i, load(total + i) / denominator);
+    softmax.divide(width);
   }
 }
 
@@ -227,7 +260,12 @@ void attend(ffi::ThreadPool& pool, const Operands<Entry>& all, int64_t rows, int
   int64_t work = 0;
   for (int64_t row = 0; row < rows; row++)
     work += heads * all.num_queries * all.width * (all.lengths[row] + all.slots);
-  const auto one_head = [all, heads](int64_t head) { attend_head(all, head / heads, head); };
+  const auto one_head = [all, heads](int64_t head) {
+    // Vectors of sixteen floats do not divide every width.
+    const bool wide = all.width % specjax::Widest::kLanes == 0;
+    const auto function = wide ? attend_head<specjax::Widest, Entry> : attend_head<specjax::Eight, Entry>;
+    function(all, head / heads, head);
+  };
   if (work < kLargeWork) {
     for (int64_t head = 0; head < rows * heads; head++) one_head(head);
   } else {

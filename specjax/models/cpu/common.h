@@ -1,4 +1,4 @@
-// Vectors of eight floats, and loops over several threads.
+// Vectors of eight or sixteen floats, and loops over several threads.
 
 #ifndef SPECJAX_COMMON_H_
 #define SPECJAX_COMMON_H_
@@ -7,6 +7,7 @@
 #include <atomic>
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <memory>
 #include <thread>
 #include <utility>
@@ -25,27 +26,69 @@ namespace ffi = xla::ffi;
 
 namespace specjax {
 
-constexpr int kLanes = 8;
+// Eight floats, and what one instruction computes with them.
+struct Eight {
+  static constexpr int kLanes = 8, kRegisters = 16;
+  typedef float Vector __attribute__((vector_size(32)));
+  typedef float Unaligned __attribute__((vector_size(32), aligned(4)));
+  typedef int32_t Integers __attribute__((vector_size(32)));
+  typedef uint16_t Halves __attribute__((vector_size(16)));
+  typedef int8_t Bytes __attribute__((vector_size(8)));
 
-typedef float Vector __attribute__((vector_size(4 * kLanes)));
-typedef float UnalignedVector __attribute__((vector_size(4 * kLanes), aligned(4)));
-
-inline Vector load(const float* from) { return *reinterpret_cast<const UnalignedVector*>(from); }
-
-inline void store(float* to, Vector value) { *reinterpret_cast<UnalignedVector*>(to) = value; }
-
-// a * b + c, rounded once.
-inline Vector multiply_add(Vector a, Vector b, Vector c) {
+  // a * b + c, rounded once.
+  static Vector multiply_add(Vector a, Vector b, Vector c) {
 #ifdef SPECJAX_AVX2
-  return (Vector)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+    return (Vector)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
 #else
-  for (int lane = 0; lane < kLanes; lane++) c[lane] = std::fma(a[lane], b[lane], c[lane]);
-  return c;
+    for (int lane = 0; lane < kLanes; lane++) c[lane] = std::fma(a[lane], b[lane], c[lane]);
+    return c;
 #endif
+  }
+
+  static float sum(Vector v) {
+#ifdef SPECJAX_AVX2
+    const __m128 four = _mm_add_ps(_mm256_castps256_ps128((__m256)v),
+                                   _mm256_extractf128_ps((__m256)v, 1));
+    const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+#else
+    return ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7]));
+#endif
+  }
+};
+
+#ifdef SPECJAX_AVX512
+struct Sixteen {
+  static constexpr int kLanes = 16, kRegisters = 32;
+  typedef float Vector __attribute__((vector_size(64)));
+  typedef float Unaligned __attribute__((vector_size(64), aligned(4)));
+  typedef int32_t Integers __attribute__((vector_size(64)));
+  typedef uint16_t Halves __attribute__((vector_size(32)));
+  typedef int8_t Bytes __attribute__((vector_size(16)));
+
+  static Vector multiply_add(Vector a, Vector b, Vector c) {
+    return (Vector)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+  }
+
+  static float sum(Vector v) {
+    Eight::Vector halves[2];
+    std::memcpy(halves, &v, sizeof(halves));
+    return Eight::sum(halves[0] + halves[1]);
+  }
+};
+using Widest = Sixteen;
+#else
+using Widest = Eight;
+#endif
+
+template <typename Lanes>
+inline typename Lanes::Vector load(const float* from) {
+  return *reinterpret_cast<const typename Lanes::Unaligned*>(from);
 }
 
-inline float sum(Vector v) {
-  return ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7]));
+template <typename Lanes>
+inline void store(float* to, typename Lanes::Vector value) {
+  *reinterpret_cast<typename Lanes::Unaligned*>(to) = value;
 }
 
 // Runs work(0) ... work(count - 1) on the pool's threads and this one; returns when all are done.

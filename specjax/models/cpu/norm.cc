@@ -8,12 +8,10 @@
 
 namespace {
 
-using specjax::kLanes;
-using specjax::load;
-using specjax::multiply_add;
-using specjax::store;
-using specjax::sum;
-using specjax::Vector;
+using Lanes = specjax::Eight;
+using Vector = Lanes::Vector;
+
+constexpr int kLanes = Lanes::kLanes;
 
 // The sum over a row of (x - middle), or of its square.
 template <bool kSquared>
@@ -21,10 +19,10 @@ float sum_over(const float* x, float middle, int64_t width) {
   Vector total = {};
   int64_t i = 0;
   for (; i + kLanes <= width; i += kLanes) {
-    const Vector rest = load(x + i) - middle;
-    total = kSquared ? multiply_add(rest, rest, total) : total + rest;
+    const Vector rest = specjax::load<Lanes>(x + i) - middle;
+    total = kSquared ? Lanes::multiply_add(rest, rest, total) : total + rest;
   }
-  float result = sum(total);
+  float result = Lanes::sum(total);
   for (; i < width; i++) {
     const float rest = x[i] - middle;
     result += kSquared ? rest * rest : rest;

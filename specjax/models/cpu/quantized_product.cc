@@ -7,7 +7,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <cstring>
 #include <memory>
 #include <vector>
 
@@ -15,36 +14,10 @@
 
 namespace {
 
-#ifdef SPECJAX_AVX512
-constexpr int kLanes = 16, kRegisters = 32;
-#else
-constexpr int kLanes = specjax::kLanes, kRegisters = 16;
-#endif
+using Lanes = specjax::Widest;
+using Vector = Lanes::Vector;
 
-typedef float Vector __attribute__((vector_size(4 * kLanes)));
-typedef float UnalignedVector __attribute__((vector_size(4 * kLanes), aligned(4)));
-
-inline Vector load(const float* from) { return *reinterpret_cast<const UnalignedVector*>(from); }
-
-inline Vector multiply_add(Vector a, Vector b, Vector c) {
-#ifdef SPECJAX_AVX512
-  return (Vector)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#else
-  return specjax::multiply_add(a, b, c);
-#endif
-}
-
-inline float sum(Vector v) {
-#ifdef SPECJAX_AVX512
-  specjax::Vector low, high;
-  std::memcpy(&low, &v, sizeof(low));
-  std::memcpy(&high, reinterpret_cast<const float*>(&v) + specjax::kLanes, sizeof(high));
-  return specjax::sum(low + high);
-#else
-  return specjax::sum(v);
-#endif
-}
-
+constexpr int kLanes = Lanes::kLanes;
 constexpr int kGroup = 32;
 constexpr int kParts = kGroup / kLanes;
 constexpr int kMostTokens = 8, kMostRows = 4;  // whose sums are in registers at a time
@@ -53,7 +26,7 @@ constexpr int kMostTokens = 8, kMostRows = 4;  // whose sums are in registers at
 // registers beside a group's weights.
 constexpr int rows_for(int tokens) {
   int rows = kMostRows;
-  while (rows > 1 && rows * tokens + kParts + 2 > kRegisters) rows /= 2;
+  while (rows > 1 && rows * tokens + kParts + 2 > Lanes::kRegisters) rows /= 2;
   return rows;
 }
 
@@ -142,14 +115,14 @@ inline void few_tokens(const Kernel& kernel, const float* x, int64_t width, int6
       for (int token = 0; token < kTokens; token++)
 #pragma GCC unroll 4
         for (int part = 0; part < kParts; part++)
-          sums[r][token] = multiply_add(
-              weights[part], load(x + token * width + group * kGroup + part * kLanes),
+          sums[r][token] = Lanes::multiply_add(
+              weights[part], specjax::load<Lanes>(x + token * width + group * kGroup + part * kLanes),
               sums[r][token]);
     }
   }
   for (int r = 0; r < kRows; r++)
     for (int token = 0; token < kTokens; token++)
-      y[token * stride + row + r] = sum(sums[r][token]);
+      y[token * stride + row + r] = Lanes::sum(sums[r][token]);
 }
 
 // All rows from `first` on, for tokens whose sums stay in registers.
