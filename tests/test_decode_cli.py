@@ -427,7 +427,7 @@ def test_a_slower_drafter_says_why_from_what_was_measured(seconds, line):
 )
 def test_a_run_that_drafted_nothing_has_no_speedup(length, longest, says):
     rounds = [(0, 0, 1)] * 40
-    header = read_values(RunHeader, reports.content(length=length)["run"])
+    header = RunHeader.read(reports.content(length=length)["run"])
     limits = [((longest,), (0.0,), 40)]
     run = DrafterRun(header, rows=[answer(0, "qa", rounds, 1.0, 2.0)], step_limits=limits)
     lines = decode_table.result_lines(run, None)
@@ -440,7 +440,7 @@ def test_a_run_that_drafted_nothing_has_no_speedup(length, longest, says):
 
 def test_a_speedup_above_what_is_possible_says_so():
     run = DrafterRun(
-        read_values(RunHeader, reports.content()["run"]),
+        RunHeader.read(reports.content()["run"]),
         rows=[answer(0, "qa", [(2, 0, 1)] * 40, 1.0, 2.0)],
     )
     line = decode_table.result_lines(run, None)["speed-up"]

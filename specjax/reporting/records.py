@@ -191,6 +191,14 @@ class RunHeader:
         default=None, kw_only=True
     )
 
+    @classmethod
+    def read(cls, record: Mapping[str, Any]) -> RunHeader:
+        """Return the header that `record` made, which may lack `drafter_bytes`.
+
+        Raises InputError for a record of something else.
+        """
+        return read_values(cls, {"drafter_bytes": None, **record})
+
     def record(self) -> dict[str, Any]:
         """Return the header as a JSON-ready record."""
         values = asdict(self)
@@ -279,7 +287,7 @@ def read_reports(path: str | Path) -> tuple[Run, ...]:
                     raise InputError(
                         f"a second run of drafter={shown(drafter)}: keep two runs in two files"
                     )
-                headers[drafter] = read_values(RunHeader, {"drafter_bytes": None} | record)
+                headers[drafter] = RunHeader.read(record)
                 rows[drafter] = []
             elif drafter not in headers:
                 raise InputError(f"record={shown(kind)}, drafter={shown(drafter)}: no such run")

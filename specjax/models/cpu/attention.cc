@@ -3,10 +3,11 @@
 // power of two for each token of a head.
 //
 // Keys and values are read in place, page by page: a cache without pages has one page for each row,
-// of its whole capacity. A page holds whole blocks of keys, or there is only one. The softmax is accumulated over blocks of keys (Milakov and
-// Gimelshein 2018, arXiv:1805.02867), for each query by itself: those that it sees in the window
-// follow the committed ones, in the same blocks. So the bits of its result depend neither on how
-// many tokens there are, nor on which of its keys are committed yet.
+// of its whole capacity. A page holds whole blocks of keys, or there is only one. The softmax is
+// accumulated over blocks of keys (Milakov and Gimelshein 2018, arXiv:1805.02867), for each query
+// by itself: those that it sees in the window follow the committed ones, in the same blocks. So the
+// bits of its result depend neither on how many tokens there are, nor on which of its keys are
+// committed yet.
 
 #include <algorithm>
 #include <cmath>
@@ -187,13 +188,15 @@ void attend_head(const Operands<Entry>& all, int64_t row, int64_t head) {
   };
   alignas(64) float scores[kBlock];
   const auto clear = [&] { std::fill(scores, scores + kBlock, kNothing); };
-  const auto score = [&](const Softmax<Lanes>& softmax, int64_t block, int64_t first, int64_t last) {
+  const auto score = [&](const Softmax<Lanes>& softmax, int64_t block, int64_t first,
+                         int64_t last) {
     if (last <= first) return;
     const Rows<Entry> keys = block_of(all.keys, block);
     for (int64_t key = first; key < last; key++)
       scores[key] = limited(dot<Lanes>(softmax.query, keys, key));
   };
-  const auto add_values = [&](Softmax<Lanes>& softmax, int64_t block, int64_t first, int64_t last) {
+  const auto add_values = [&](const Softmax<Lanes>& softmax, int64_t block, int64_t first,
+                              int64_t last) {
     if (last <= first) return;
     const Rows<Entry> values = block_of(all.values, block).from(first);
     add_rows<Lanes>(scores + first, values, last - first, softmax.total);
@@ -226,7 +229,7 @@ void attend_head(const Operands<Entry>& all, int64_t row, int64_t head) {
     Softmax<Lanes>& softmax = softmaxes[query];
     const int64_t oldest = oldest_of(query);
     const int64_t block = std::max(whole, oldest / kBlock * kBlock);
-    int64_t first = 0, last = 0;     // committed keys of the block
+    int64_t first = 0, last = 0;       // committed keys of the block
     int64_t slots[kBlock], count = 0;  // of the window, after these
     const auto finish_block = [&] {
       if (softmax.add(scores, width)) {
@@ -261,10 +264,10 @@ void attend(ffi::ThreadPool& pool, const Operands<Entry>& all, int64_t rows, int
   for (int64_t row = 0; row < rows; row++)
     work += heads * all.num_queries * all.width * (all.lengths[row] + all.slots);
   const auto one_head = [all, heads](int64_t head) {
-    // Vectors of sixteen floats do not divide every width.
-    const bool wide = all.width % specjax::Widest::kLanes == 0;
-    const auto function = wide ? attend_head<specjax::Widest, Entry> : attend_head<specjax::Eight, Entry>;
-    function(all, head / heads, head);
+    if (all.width % specjax::Widest::kLanes == 0)
+      attend_head<specjax::Widest>(all, head / heads, head);
+    else
+      attend_head<specjax::Eight>(all, head / heads, head);
   };
   if (work < kLargeWork) {
     for (int64_t head = 0; head < rows * heads; head++) one_head(head);

@@ -116,7 +116,8 @@ inline void few_tokens(const Kernel& kernel, const float* x, int64_t width, int6
 #pragma GCC unroll 4
         for (int part = 0; part < kParts; part++)
           sums[r][token] = Lanes::multiply_add(
-              weights[part], specjax::load<Lanes>(x + token * width + group * kGroup + part * kLanes),
+              weights[part],
+              specjax::load<Lanes>(x + token * width + group * kGroup + part * kLanes),
               sums[r][token]);
     }
   }

@@ -24,7 +24,12 @@ from jaxtyping import Array, Bool, Float, Int
 
 from specjax.cache import KVCache, Window
 from specjax.cached_entries import Entries, Int8Entries, powers_of_two
-from specjax.models.layers.attention import Partial, blocks_to_read, on_each_device
+from specjax.models.layers.attention import (
+    Partial,
+    blocks_to_read,
+    cache_operands,
+    on_each_device,
+)
 
 _STEP = 64
 """The number of keys that a program reads at a time."""
@@ -63,19 +68,11 @@ def attend_window_and_cache(
     """
     seen = jnp.broadcast_to(seen[:, 0], (len(query), *seen.shape[2:])).astype(jnp.int8)
     operands = {
-        "query": ("heads", query),
-        "keys": ("cache", cache.k),
-        "values": ("cache", cache.v),
+        **cache_operands(query, cache, layer, oldest),
         "window_keys": ("cache", window.k),
         "window_values": ("cache", window.v),
-        "length": ("rows", cache.length),
         "seen": ("rows", seen),
-        "layer": ("whole", jnp.asarray(layer, jnp.int32)),
     }
-    if cache.pages is not None:
-        operands["pages"] = ("rows", cache.pages)
-    if oldest is not None:
-        operands["oldest"] = ("rows", oldest)
     attend_own = functools.partial(_attend, softcap=softcap, sinks=sinks)
     return on_each_device(attend_own, operands, split)
 

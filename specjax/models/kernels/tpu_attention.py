@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Int
 
 from specjax.cache import KVCache
 from specjax.cached_entries import Entries, powers_of_two
-from specjax.models.layers.attention import Partial, merge, on_each_device
+from specjax.models.layers.attention import Partial, cache_operands, merge, on_each_device
 from specjax.models.layers.matmul import full_precision
 
 _PIECE = 128
@@ -63,20 +63,9 @@ def attend_committed(
     position of a row are skipped. `softcap` limits scores to c tanh(score/c). On a mesh the heads
     are sharded over `model` if `split`, otherwise replicated.
     """
-    operands = {
-        "query": ("heads", query),
-        "keys": ("cache", cache.k),
-        "values": ("cache", cache.v),
-        "length": ("rows", cache.length),
-        "layer": ("whole", jnp.asarray(layer, jnp.int32)),
-    }
-    if cache.pages is not None:
-        operands["pages"] = ("rows", cache.pages)
-    if oldest is not None:
-        operands["oldest"] = ("rows", oldest)
-    return merge(
-        start, on_each_device(functools.partial(_attend, softcap=softcap), operands, split)
-    )
+    operands = cache_operands(query, cache, layer, oldest)
+    attend_own = functools.partial(_attend, softcap=softcap)
+    return merge(start, on_each_device(attend_own, operands, split))
 
 
 class _Scalars(NamedTuple):

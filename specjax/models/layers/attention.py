@@ -316,18 +316,7 @@ def attend_rows(
     The arguments are those of `attend_cache`. On a mesh each device computes its own rows; heads
     are sharded over `model` if `split`, otherwise replicated.
     """
-    operands = {
-        "query": ("heads", query),
-        "keys": ("cache", cache.k),
-        "values": ("cache", cache.v),
-        "length": ("rows", cache.length),
-        "layer": ("whole", layer),
-        "start": ("heads", start),
-    }
-    if cache.pages is not None:
-        operands["pages"] = ("rows", cache.pages)
-    if oldest is not None:
-        operands["oldest"] = ("rows", oldest)
+    operands = {**cache_operands(query, cache, layer, oldest), "start": ("heads", start)}
     attend_own = functools.partial(_attend_rows, softcap=softcap, sinks=sinks)
     return on_each_device(attend_own, operands, split)
 
@@ -372,6 +361,30 @@ def _attend_rows(
         return jax.tree.map(lambda leaf: leaf[0], total)
 
     return lax.map(attend_row, (jnp.arange(batch), query, length, start, oldest))
+
+
+def cache_operands(
+    query: Float[Array, "B G X C"],
+    cache: KVCache,
+    layer: Int[Array, ""] | int,
+    oldest: Int[Array, "B X"] | None,
+) -> dict[str, tuple[str, Any]]:
+    """Return the operands of attention to committed keys, as `on_each_device` takes them.
+
+    `pages` and `oldest` are left out where there are none.
+    """
+    operands = {
+        "query": ("heads", query),
+        "keys": ("cache", cache.k),
+        "values": ("cache", cache.v),
+        "length": ("rows", cache.length),
+        "layer": ("whole", jnp.asarray(layer, jnp.int32)),
+    }
+    if cache.pages is not None:
+        operands["pages"] = ("rows", cache.pages)
+    if oldest is not None:
+        operands["oldest"] = ("rows", oldest)
+    return operands
 
 
 def on_each_device(
