@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -117,13 +118,24 @@ def formats_of(head: Any) -> list[str]:
     return found
 
 
-def main(argv: list[str]) -> int:
+def main(_: list[str]) -> int:
     """Run the comparison; return the exit code."""
-    del argv
+    from specjax.errors import InputError
+
+    try:
+        return compare()
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def compare() -> int:
+    """Decode with each head on both sides, and print the differences; return the exit code."""
     logging.set_verbosity(logging.WARNING)
     import specjax
     from specjax.cli.built_in_prompts import questions_of
     from specjax.decoding import prompts
+    from specjax.errors import InputError
     from specjax.loading.find_head import read_any_head, shipped_head
     from specjax.loading.head_formats import write_foreign
     from specjax.loading.head_formats.read_write import whole_vocabulary
@@ -134,6 +146,9 @@ def main(argv: list[str]) -> int:
     heads = [
         shipped_head(name, model) or read_any_head(name, model, "heads") for name in _HEADS.value
     ]
+    for head in heads:
+        if not formats_of(head):
+            raise InputError(f"heads: vLLM has no layout for {head.kind}; leave it out")
     if model.tokenizer is None:
         rng = np.random.default_rng(0)
         ids = rng.integers(0, model.config.vocab_size, (8, 12)).tolist()

@@ -4,19 +4,21 @@
     python scripts/train_accelerator.py --out=OUT2 --input=OUT1
 
 A call runs the stages of `scripts/reproduce_heads.py` in the folder --work: the target answers
-prompts, its features are stored (with --store_features), each drafter is trained. After nine tenths
-of --minutes it stops the running command, which saves, and packs what the next call needs into OUT,
-in parts of at most --part_mb megabytes: answers, the checkpoint that is being trained, no features.
-The next call's --input is that folder, or a part of its files at a time; where --work is still
-there, it continues from --work. Finished heads are packed as well, and OUT/report.txt says what was
-done and what is next. Other flags must stay the same. `--size=debug` runs on a CPU. Exit codes: 0;
-1 if a stage failed; 2 for bad input; 130 after Ctrl-C.
+prompts, each drafter is trained. Features of the target are computed in each step, since stored
+ones are too large to carry. After nine tenths of --minutes a call stops the running command, which
+saves, and packs what the next call needs into OUT, in parts of at most --part_mb megabytes: answers
+and the checkpoint that is being trained. The next call's --input is that folder, or a part of its
+files at a time; where --work is still there, it continues from --work. Heads that a call finishes
+are in its OUT, and OUT/report.txt says what was done and what is next. Flags that say what is made
+must stay the same. `--size=debug` runs on a CPU. Exit codes: 0; 1 if a stage or an export failed; 2
+for bad input; 130 after Ctrl-C.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -24,6 +26,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 from accelerator import parts
 from lib.child_processes import run_child
@@ -51,10 +54,17 @@ from train.run.workdir import STEPS, Workdir
 
 ROOT = Path(__file__).parents[1]
 _CALL, _DATA, _HEADS = Path("call.json"), Path("data"), Path("heads")
-_BEFORE_STOP, _LEAST, _GRACE, _LEAST_GRACE_S = 0.9, 0.05, 0.05, 20.0
-"""The fraction of a call after which the running command is asked to stop; that for which it is
-worth starting one; and that in which a command must then end, at least so many seconds.
+_BEFORE_STOP = 0.9
+"""The fraction of a call after which the running command is asked to stop."""
+_LEAST = 0.05
+"""The smallest fraction of a call for which a command is started."""
+_GRACE, _LEAST_GRACE_S = 0.05, 20.0
+"""The fraction of a call in which a command must end once it is asked to, and the fewest seconds.
 """
+_LASTING = ("size", "generate", "questions", "generate_options", "train_options")
+"""The flags that all calls must share."""
+_OWN_FIELDS = re.compile(r"--config\.(minutes|workdir|output|data|prompts)\b")
+"""Fields of the commands that this script sets, or that would end a stage before it is finished."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -77,7 +87,6 @@ def parser() -> Parser:
     add("responses", Listed(InputFolder(), empty=True), answers, default="")
     add("generate", Flag(), "let the target answer prompts", default=True)
     add("questions", Flag(), "let it answer questions that it asks itself, too", default=True)
-    add("store_features", Flag(), "store the target's features in each call", default=False)
     fields = "more fields for {}, as '--config.batch_size=16'"
     add("generate_options", Text(empty=True), fields.format("train.generate"), default="")
     add("train_options", Text(empty=True), fields.format("the trainers"), default="")
@@ -95,16 +104,29 @@ def call(options: SimpleNamespace) -> int:
     begun = options.input or (work / _CALL).exists()
     if not (begun or options.generate or options.responses):
         raise InputError("responses is missing: --nogenerate needs --responses=DIRECTORY")
+    if begun and options.responses:
+        raise InputError("responses: only the first call reads them; leave --responses out")
+    for flag in ("generate_options", "train_options"):
+        if found := _OWN_FIELDS.search(getattr(options, flag)):
+            raise InputError(f"{flag}: {found[0]} is set by this script; leave it out")
     with folder_lock.lock(work, "recipe", f"work={str(work)!r}"):
         if not _continued(options):
             return 0
-        number, done = _read_call(work)
+        record = _read_call(work)
+        for flag, value in record["flags"].items():
+            if getattr(options, flag) != value:
+                raise InputError(
+                    f"{flag}={getattr(options, flag)!r}: earlier calls had {value!r}; repeat that, "
+                    "or name another --work"
+                )
+        number, done = record["calls"], record["done"]
         found = _stages(options)
         _say(out, f"call {number + 1}, {options.minutes:g} minutes")
         try:
-            return _run(options, found, done, begin)
+            code = _run(options, found, record, begin)
         finally:  # after Ctrl-C too
-            _pack(options, found, number + 1)
+            _pack_state(options, found, {**record, "calls": number + 1})
+        return code or _pack_heads(options, done)
 
 
 def _say(out: Path, line: str) -> None:
@@ -122,7 +144,7 @@ def _continued(options: SimpleNamespace) -> bool:
     """
     out, work, started = options.out, options.work, (options.work / _CALL).exists()
     last = parts.read_list(options.input)[0] if options.input else 0
-    if started and last > _read_call(work)[0]:
+    if started and last > _read_call(work)["calls"]:
         raise InputError(
             f"input={str(options.input)!r}: of call {last}, and work={str(work)!r} of an earlier "
             "one; delete that folder, or name another"
@@ -134,18 +156,18 @@ def _continued(options: SimpleNamespace) -> bool:
     elif not started:
         for number, source in enumerate(options.responses):
             shutil.copytree(source, work / _DATA / str(number), dirs_exist_ok=True)
-        _write_call(work, 0, [])
+        flags = {flag: getattr(options, flag) for flag in _LASTING}
+        _write_call(work, {"calls": 0, "done": [], "flags": flags})
     return True
 
 
-def _read_call(work: Path) -> tuple[int, list[str]]:
-    """Return the number of finished calls, and the names of finished stages."""
-    content = read_json_file(work / _CALL, "delete the folder")
-    return content["calls"], content["done"]
+def _read_call(work: Path) -> dict[str, Any]:
+    """Return the number of finished `calls`, the names of finished stages (`done`), and `flags`."""
+    return read_json_file(work / _CALL, "delete the folder")
 
 
-def _write_call(work: Path, calls: int, done: Sequence[str]) -> None:
-    atomic_writes.write_text(work / _CALL, json.dumps({"calls": calls, "done": list(done)}) + "\n")
+def _write_call(work: Path, record: dict[str, Any]) -> None:
+    atomic_writes.write_text(work / _CALL, json.dumps(record) + "\n")
 
 
 def _stages(options: SimpleNamespace) -> list[Stage]:
@@ -158,9 +180,9 @@ def _stages(options: SimpleNamespace) -> list[Stage]:
         size=options.size,
         generate=options.generate,
         questions=options.questions,
-        store_features=options.store_features,
+        store_features=False,
     )
-    more = {"train.generate": options.generate_options, "train.features": ""}
+    more = {"train.generate": options.generate_options}
     return [
         stage._replace(
             command=stage.command + shlex.split(more.get(stage.command[0], options.train_options))
@@ -169,18 +191,14 @@ def _stages(options: SimpleNamespace) -> list[Stage]:
     ]
 
 
-def _is_done(stage: Stage, done: Sequence[str], work: Path) -> bool:
-    """Return whether a stage is finished; features are where they were stored only."""
-    there = stage.command[0] != "train.features" or (work / stage.result).exists()
-    return str(stage.folder) in done and there
-
-
-def _run(options: SimpleNamespace, found: Sequence[Stage], done: list[str], begin: float) -> int:
-    """Run unfinished stages until the time is over; return the exit code."""
+def _run(
+    options: SimpleNamespace, found: Sequence[Stage], record: dict[str, Any], begin: float
+) -> int:
+    """Run unfinished stages until the time is over, and note them; return the exit code."""
     out, work, seconds = options.out, options.work, 60 * options.minutes
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     for stage in found:
-        if _is_done(stage, done, work):
+        if str(stage.folder) in record["done"]:
             continue
         left = begin + _BEFORE_STOP * seconds - time.monotonic()
         if left <= _LEAST * seconds:
@@ -195,8 +213,8 @@ def _run(options: SimpleNamespace, found: Sequence[Stage], done: list[str], begi
         )
         spent = time.monotonic() - start
         if not code:
-            done.append(str(stage.folder))
-            _write_call(work, _read_call(work)[0], done)
+            record["done"].append(str(stage.folder))
+            _write_call(work, record)
             _say(out, f"{stage.folder}: finished, {spent:.0f} s in this call")
         elif spent >= left:
             _say(out, f"{stage.folder}: stopped after {spent:.0f} s, {_progress(stage, work)}")
@@ -217,27 +235,19 @@ def _progress(stage: Stage, work: Path) -> str:
     return f"step {steps[-1]} saved" if steps else "nothing saved that is carried"
 
 
-def _pack(options: SimpleNamespace, found: Sequence[Stage], number: int) -> None:
-    """Pack finished heads, and what the next call needs; say what that is."""
-    work, out, most = options.work, options.out, options.part_mb * 10**6
-    _, done = _read_call(work)
-    for kind in options.kinds:
-        trained, head = work / kind / "export", work / _HEADS / kind
-        if kind in done and trained.exists() and not head.exists():
-            export_head(work / kind, head)
-        if head.exists():
-            parts.pack(work, [_HEADS / kind], out, kind, most)
-            _say(out, f"{kind}: cat {out}/{kind}.tar.gz.* | tar xz gives {_HEADS / kind}")
-    _write_call(work, number, done)
-    left = [str(stage.folder) for stage in found if not _is_done(stage, done, work)]
+def _pack_state(options: SimpleNamespace, found: Sequence[Stage], record: dict[str, Any]) -> None:
+    """Pack what the next call needs; say what that is."""
+    work, out, done = options.work, options.out, record["done"]
+    _write_call(work, record)
+    left = [str(stage.folder) for stage in found if str(stage.folder) not in done]
     if not left:
         _say(out, "all stages are finished: no further call is needed")
         return
     names = [path for stage in found for path in _carried(stage, done, work)]
     given = [_DATA] if (work / _DATA).exists() else []
     # The call's number last: without it the work folder counts as not begun.
-    state = parts.pack(work, [*given, *names, _CALL], out, "state", most)
-    parts.write_list(state, out, number)
+    state = parts.pack(work, [*given, *names, _CALL], out, "state", options.part_mb * 10**6)
+    parts.write_list(state, out, record["calls"])
     size = sum(path.stat().st_size for path in state) / 1e6
     _say(out, f"next: --input={out} ({size:.1f} MB) and a new --out; left: {', '.join(left)}")
     batches = parts.groups(state, options.carry_mb * 10**6)
@@ -246,11 +256,28 @@ def _pack(options: SimpleNamespace, found: Sequence[Stage], number: int) -> None
         _say(out, f"  more than --carry_mb: a call on the same machine with {parts.LIST}, {listed}")
 
 
+def _pack_heads(options: SimpleNamespace, done: Sequence[str]) -> int:
+    """Pack the finished heads that are on this machine; return 1 if one cannot be exported."""
+    work, out, code = options.work, options.out, 0
+    for kind in options.kinds:
+        trained, head = work / kind / "export", work / _HEADS / kind
+        try:
+            if kind in done and trained.exists() and not head.exists():
+                export_head(work / kind, head)
+        except InputError as error:
+            _say(out, f"{kind}: {error}")
+            code = 1
+        if head.exists():
+            parts.pack(work, [_HEADS / kind], out, kind, options.part_mb * 10**6)
+            _say(out, f"{kind}: cat {out}/{kind}.tar.gz.* | tar xz gives {_HEADS / kind}")
+        elif kind in done:
+            _say(out, f"{kind}: its head is in the OUT of the call that finished it")
+    return code
+
+
 def _carried(stage: Stage, done: Sequence[str], work: Path) -> list[Path]:
     """Return the files and folders of a stage, relative to `work`, that later stages need."""
     is_done = str(stage.folder) in done
-    if stage.command[0] == "train.features":
-        return []
     if stage.command[0] == "train.generate":
         found = [stage.result if is_done else stage.folder]
     else:

@@ -257,6 +257,8 @@ def test_bad_calls():
     head = eagle_head(target())
     tree = head_drafter(head, target(), tree={"kind": "static"})
     refused(lambda: diagnose(target(), tree, PROMPTS), "drafts a tree")
+    narrow = draft_model(sliding_window=8)
+    refused(lambda: diagnose(target(), narrow, PROMPTS), "sliding_window=8: examine the drafter")
     none = head_drafter(head, target(), num_speculative_tokens=0)
     refused(lambda: diagnose(target(), none, PROMPTS), "num_speculative_tokens=0")
     beyond = broken_heads.with_config(head_drafter(head, target()), taps=("layer_input:9",))

@@ -97,6 +97,14 @@ def test_what_fails_is_said_and_damage_found(script, tmp_path, capsys):
     assert "first: counting failed with code 3" in capsys.readouterr().out
     error = refused_command(script.main, [*argv, f"--out={tmp_path / 'o'}"], capsys)
     assert "holds files already" in error
+    for more, said in (
+        (["--size=debug"], "size='debug': earlier calls had None"),
+        ([f"--responses={tmp_path}"], "responses: only the first call reads them"),
+        (["--train_options=--config.minutes=5"], "train_options: --config.minutes is set by"),
+    ):
+        assert said in refused_command(
+            script.main, [*argv, f"--out={tmp_path / 'q'}", *more], capsys
+        )
     (part,) = (tmp_path / "o").glob("state.*")
     part.write_bytes(part.read_bytes()[:-1])
     argv = [f"--work={tmp_path / 'v'}", f"--out={tmp_path / 'p'}", f"--input={tmp_path / 'o'}"]

@@ -68,7 +68,9 @@ def unpack(folder: Path, root: Path) -> list[str]:
             if _digest(folder / name) != digest:
                 raise InputError(f"{folder / name}: damaged; copy it again")
             shutil.copy(folder / name, incoming / name)
-    missing = [name for name in digests if not (incoming / name).exists()]
+    # Parts of an earlier call may have been kept there.
+    kept = [path.name for path in incoming.iterdir() if _digest(path) == digests.get(path.name)]
+    missing = [name for name in digests if name not in kept]
     if not missing:
         whole = incoming / "whole"
         with whole.open("wb") as file:

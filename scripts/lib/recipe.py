@@ -39,8 +39,9 @@ def stages(
     """Return the stages that make drafters in the folder `root`, in order.
 
     `kinds` are names of `TRAINERS`, and `responses` are existing datasets. With `generate` the
-    target answers prompts, with `questions` too those that it asks itself. `size` is "debug", or
-    None for full training.
+    target answers prompts, with `questions` too those that it asks itself; with `store_features`
+    its features are stored for the kinds that read them. `size` is "debug", or None for full
+    training.
     """
     suffix, data = f":{size}" if size else "", list(responses)
     found = []
@@ -53,15 +54,15 @@ def stages(
         command = ["train.generate", config, *options, *folders]
         found.append(Stage(root / folder, root / name, command))
         data.append(str(root / name))
-    if store_features:
-        answers, data = data, []
-        for number, source in enumerate(answers):
-            output = root / "features" / str(number)
+    stored = data
+    if store_features and any(TRAINERS[kind].reads_stored for kind in kinds):
+        stored = [str(root / "features" / str(number)) for number in range(len(data))]
+        for source, output in zip(data, stored, strict=True):
             command = ["train.features", f"--input={source}", f"--output={output}"]
-            found.append(Stage(output, output, command))
-            data.append(str(output))
+            found.append(Stage(Path(output), Path(output), command))
     for kind in kinds:
-        folders = [f"--config.data={','.join(data)}", f"--config.workdir={root / kind}"]
+        read = stored if TRAINERS[kind].reads_stored else data
+        folders = [f"--config.data={','.join(read)}", f"--config.workdir={root / kind}"]
         command = [*TRAINERS[kind].command(suffix), *folders]
         found.append(Stage(root / kind, root / kind / "export", command))
     return found

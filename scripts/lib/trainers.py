@@ -6,11 +6,15 @@ from typing import NamedTuple
 
 
 class Trainer(NamedTuple):
-    """A training command: its module, its config file, and overrides of the file's fields."""
+    """A training command: its module, its config file, and overrides of the file's fields.
+
+    `reads_stored` says whether it reads the features that `train.features` stores by default.
+    """
 
     module: str
     config: str
     options: tuple[str, ...] = ()
+    reads_stored: bool = True
 
     def command(self, size: str = "") -> list[str]:
         """Return the arguments after `python -m`, with `size` (":debug", or "") in the config."""
@@ -23,9 +27,9 @@ TRAINERS = {
     "medusa": Trainer("train.medusa", "configs/train_medusa.py"),
     "eagle": Trainer("train.eagle", "configs/train_eagle1.py"),
     "mtp": Trainer("train.mtp", "configs/train_mtp.py", ("--config.mtp.export=head",)),
-    "dflash": Trainer("train.block", "configs/train_dflash.py"),
-    "dflash2": Trainer("train.block", "configs/train_dflash2.py"),
-    "dspark": Trainer("train.block", "configs/train_dspark.py"),
+    "dflash": Trainer("train.block", "configs/train_dflash.py", reads_stored=False),
+    "dflash2": Trainer("train.block", "configs/train_dflash2.py", reads_stored=False),
+    "dspark": Trainer("train.block", "configs/train_dspark.py", reads_stored=False),
 }
 """The heads that `reproduce_heads.py` trains; `dflash2` is a head of the kind `dflash`."""
 

@@ -18,6 +18,7 @@ from specjax.diagnosis.changes import Change, Finding
 from specjax.diagnosis.teacher_forced import Examined, Reading, Scores, confidence, score
 from specjax.diagnosis.weight_checks import weight_notes
 from specjax.drafters import LoadedDrafter, Merged, Turns
+from specjax.drafters.draft_model import DraftModel
 from specjax.drafters.heads.block import BlockDrafter
 from specjax.drafters.heads.eagle import EagleDrafter
 from specjax.errors import InputError
@@ -120,7 +121,8 @@ def diagnose(
     the sampling's temperature, or at 1 if that is 0. `other_prompts` are the same prompts in
     another form, by the setting that gives it ("chat=false"). `in_float32` loads the target and the
     drafter without rounding; it is called at most once. `tell` is called with a line about each
-    change. Raises InputError for bad prompts, and for drafters that are joined or draft trees.
+    change. Raises InputError for bad prompts, for drafters that are joined or draft trees, and
+    for block drafters and draft models with the option `sliding_window`.
     """
     MODEL_KIND.check("target", target)
     _check_drafter(drafter, target)
@@ -320,7 +322,16 @@ def _check_drafter(drafter: LoadedDrafter, target: Model) -> None:
         raise InputError("num_speculative_tokens=0: nothing is drafted; use at least 1")
     if isinstance(drafter.drafter, Examined):
         check_features(drafter.drafter.features, target.config.num_layers)
+        _check_window(drafter.drafter)
         _check_fc(drafter, target)
+
+
+def _check_window(drafter: Examined) -> None:
+    """Raise InputError for a window that a pass over true tokens does not have."""
+    if isinstance(drafter, DraftModel | BlockDrafter) and drafter.sliding_window is not None:
+        raise InputError(
+            f"drafter.sliding_window={drafter.sliding_window}: examine the drafter without it"
+        )
 
 
 def _check_fc(loaded: LoadedDrafter, target: Model) -> None:

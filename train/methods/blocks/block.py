@@ -331,7 +331,11 @@ def position_weights(
     scored: Bool[Array, "K B A"],
     probabilities: Float[Array, "K B A"] | None,
 ) -> Float[Array, "K B A"]:
-    """Return the weights of a block's positions; `probabilities` of its tokens are for "dpace"."""
+    """Return the weights of a block's positions; `probabilities` of its tokens are for "dpace".
+
+    Tokens outside the draft vocabulary have the probability 0, and their positions count in D-PACE.
+    (Other methods' drafts leave them out.)
+    """
     if loss.weights == "decay":
         falling = jnp.exp(-jnp.arange(len(scored), dtype=jnp.float32) / loss.gamma)
         return jnp.broadcast_to(falling[:, None, None], scored.shape)
