@@ -444,13 +444,14 @@ def said(console):
 def test_a_whole_run_from_data_on_disk(tmp_path, console):
     """Data, training, held-out losses, decoding, export, screen, JSONL and TensorBoard."""
     evaluated = {"eval.every": 8, "eval.prompts": 2, "eval.new_tokens": 8}
+    write_data(tmp_path / "data", features=("layer_input:1",))
     assert toy_run(tmp_path, console, **evaluated) == 0
     text = said(console)
     for words in (
         "toy for random-0",
         "parameters, on cpu",
         "58 conversations",
-        "features computed in the step",
+        "features computed in the step, since the data has no final_norm",
         "loading smollm2-135m-instruct and data=",
         "compiling the training step",
         "step 1/12  ",

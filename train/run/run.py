@@ -247,6 +247,10 @@ def _introduce(writer: MetricsWriter, setup: Setup, params: Any) -> None:
     steps, packing, shape = setup.config.loop.steps, setup.feed.packing, setup.feed.shape
     rows, tokens = len(packing.rows(0)), packing.tokens
     source = "stored" if shape.features else "computed in the step"
+    stored = setup.feed.source.feature_names
+    lacking = [name for name in setup.method.features if name not in stored]
+    if stored and lacking and setup.config.features == "auto":
+        source = f"{source}, since the data has no {', '.join(lacking)}"
     trained = "trained along" if setup.method.trains_target else "frozen"
     writer.say(
         f"{setup.method.name} for {setup.target.name} ({setup.target.num_params / 1e6:.1f}M "
