@@ -56,6 +56,12 @@ struct Rows {
     return {entries + row * width, exponents ? exponents + row : nullptr, width};
   }
 
+  void prefetch(int64_t row) const {
+    const auto* first = reinterpret_cast<const char*>(entries + row * width);
+    const int64_t bytes = width * sizeof(Entry);
+    for (int64_t byte = 0; byte < bytes; byte += 64) __builtin_prefetch(first + byte);
+  }
+
   template <typename Lanes>
   typename Lanes::Vector load(int64_t row, int64_t i) const {
     using Vector = typename Lanes::Vector;
@@ -188,12 +194,20 @@ void attend_head(const Operands<Entry>& all, int64_t row, int64_t head) {
   };
   alignas(64) float scores[kBlock];
   const auto clear = [&] { std::fill(scores, scores + kBlock, kNothing); };
-  const auto score = [&](const Softmax<Lanes>& softmax, int64_t block, int64_t first,
-                         int64_t last) {
+  // Fetches the block `next` meanwhile, unless it is `block`: processors foresee no jump to another
+  // page. Fetching a whole block at once would take longer than waiting for it.
+  const auto score = [&](const Softmax<Lanes>& softmax, int64_t block, int64_t first, int64_t last,
+                         int64_t next) {
     if (last <= first) return;
     const Rows<Entry> keys = block_of(all.keys, block);
-    for (int64_t key = first; key < last; key++)
+    const Rows<Entry> next_keys = block_of(all.keys, next);
+    const Rows<Entry> next_values = block_of(all.values, next);
+    for (int64_t key = first; key < last; key++) {
       scores[key] = limited(dot<Lanes>(softmax.query, keys, key));
+      if (next == block) continue;
+      next_keys.prefetch(key);
+      next_values.prefetch(key);
+    }
   };
   const auto add_values = [&](const Softmax<Lanes>& softmax, int64_t block, int64_t first,
                               int64_t last) {
@@ -202,9 +216,9 @@ void attend_head(const Operands<Entry>& all, int64_t row, int64_t head) {
     add_rows<Lanes>(scores + first, values, last - first, softmax.total);
   };
   const auto add_committed = [&](Softmax<Lanes>& softmax, int64_t block, int64_t first,
-                                 int64_t last) {
+                                 int64_t last, int64_t next) {
     clear();
-    score(softmax, block, first, last);
+    score(softmax, block, first, last, next);
     if (softmax.add(scores, width)) add_values(softmax, block, first, last);
   };
 
@@ -215,15 +229,19 @@ void attend_head(const Operands<Entry>& all, int64_t row, int64_t head) {
     softmaxes.push_back({all.queries + offset, all.out + offset});
     const int64_t sinks = std::min({all.sinks, oldest_of(query), committed});
     for (int64_t block = 0; block < sinks; block += kBlock)
-      add_committed(softmaxes.back(), block, 0, std::min(kBlock, sinks - block));
+      add_committed(softmaxes.back(), block, 0, std::min(kBlock, sinks - block), block);
   }
   // Each whole block of committed keys for all queries, so that memory is read once.
   const int64_t whole = committed / kBlock * kBlock;
-  for (int64_t block = 0; block < whole; block += kBlock)
+  for (int64_t block = 0; block < whole; block += kBlock) {
+    int64_t next = std::min(block + kBlock, whole - kBlock);
     for (int64_t query = 0; query < all.num_queries; query++) {
       const int64_t first = std::max<int64_t>(0, oldest_of(query) - block);
-      if (first < kBlock) add_committed(softmaxes[query], block, first, kBlock);
+      if (first >= kBlock) continue;
+      add_committed(softmaxes[query], block, first, kBlock, next);
+      next = block;
     }
+  }
   // The rest of the committed keys, and those of the window after them.
   for (int64_t query = 0; query < all.num_queries; query++) {
     Softmax<Lanes>& softmax = softmaxes[query];
@@ -244,7 +262,7 @@ void attend_head(const Operands<Entry>& all, int64_t row, int64_t head) {
     if (block < committed) {
       first = std::max<int64_t>(0, oldest - block);
       last = std::max(first, committed - block);
-      score(softmax, block, first, last);
+      score(softmax, block, first, last, block);
     }
     const bool* seen = all.seen + (row * all.num_queries + query) * all.slots;
     for (int64_t slot = 0; slot < all.slots; slot++) {
