@@ -1,6 +1,7 @@
 """Losses by blocks of labels are the losses by definition, and so are their gradients."""
 
 import importlib
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from train.methods import blockwise_loss
 from train.methods.blockwise_loss import Scoring, Teacher, score_drafts
 from train.methods.distill import DistillLoss, distill_method
 from train.methods.eagle import EagleLoss, eagle_method
-from train.methods.losses import cross_entropy, kl_divergence, variation
+from train.methods.losses import cross_entropy, dpace_weights, kl_divergence, variation
 from train.methods.medusa import MedusaLoss, medusa_method
 from train.methods.medusa2 import JointLoss, medusa2_method
 from train.methods.mtp import mtp_method
@@ -123,6 +124,40 @@ def test_the_data_alone_can_teach(case):
     tokens = jnp.stack([jnp.roll(teacher.token, -draft, axis=1) for draft in range(K)])
     np.testing.assert_array_equal(alone.right, counted & (alone.choices == tokens))
     assert (alone.right != scores.right).any()
+
+
+def expected_length(chances):
+    """The expected number of accepted tokens before the first refusal, summed over outcomes."""
+    total = 0.0
+    for outcome in itertools.product((False, True), repeat=len(chances)):
+        odds = [chance if kept else 1 - chance for chance, kept in zip(chances, outcome, strict=True)]
+        total += np.prod(odds) * np.cumprod(outcome).sum()
+    return total
+
+
+def test_dpace_weighs_what_the_expected_length_gains(case):
+    """Where a draft has no label, or one that it cannot draft, its length ends."""
+    states, kernel, teacher, counted, _ = case
+    alpha, q = 0.3, np.zeros((K, B, A))
+    for draft, row, label in np.argwhere(counted):
+        logits = np.asarray(states[draft, row, label] @ kernel[draft], np.float64)
+        q[draft, row, label] = np.exp(logits - np.logaddexp.reduce(logits))[
+            teacher.token[row, label + draft]
+        ]
+    chances = np.where(counted, (1 - alpha) * q + alpha, 0.0)
+    wanted = np.zeros_like(q)
+    for draft, row, label in np.argwhere(counted):
+        # The expected length is linear in the chance of each position.
+        own = chances[:, row, label].copy()
+        ends = [expected_length([*own[:draft], end, *own[draft + 1 :]]) for end in (0.0, 1.0)]
+        wanted[draft, row, label] = own[draft] * (ends[1] - ends[0])
+    np.testing.assert_allclose(dpace_weights(jnp.asarray(q), counted, alpha), wanted, atol=1e-6)
+    assert (wanted[:, counted[0] & ~counted[1] & counted[2]][2] == 0).all()
+    assert (counted[0] & ~counted[1] & counted[2]).any()
+    plan = Scoring(((cross_entropy, 1.0),), True, alpha=alpha)
+    total, _ = score_drafts(plan, states, kernel, teacher, counted, jnp.ones(K))
+    logs = np.log(np.where(counted, q, 1.0))
+    np.testing.assert_allclose(total, -(wanted * logs).sum(), rtol=1e-5)
 
 
 def test_a_frozen_kernel_has_no_gradient(case):

@@ -259,7 +259,8 @@ def test_weights_by_probabilities(tiny):
             every = np.exp(logits - logits.max())
             chosen = np.flatnonzero(np.asarray(ids) == token)
             q.append(float((every / every.sum())[chosen].sum()))
-        reached = np.cumprod(0.7 * np.array(q) + 0.3)
+        # A token outside the draft vocabulary is never accepted.
+        reached = np.cumprod([0.7 * one + 0.3 if one else 0.0 for one in q])
         for draft, probability in enumerate(q):
             if probability:
                 wanted -= reached[draft:].sum() * np.log(probability)

@@ -3,16 +3,21 @@
 import dataclasses
 import functools
 
+import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import tiny_config
+from tiny_models import block_config, eagle_config, medusa_config, mtp_config
 
 from specjax.errors import InputError
+from specjax.loading.compare_arrays import leaf_name
 from specjax.models.config import Attention
+from specjax.models.heads.medusa import parameter_table as medusa_table
 from specjax.models.joined_kernels import in_parts
 from specjax.models.parameter_table import parameter_table
+from specjax.models.parameters import Parameter
 from train.run.optimizer import Optimization, learning_rate, make_optimizer
 
 
@@ -111,6 +116,41 @@ def test_muon_makes_the_updates_of_kernels_orthogonal():
         np.testing.assert_allclose(leaf, leaf.ravel()[0], rtol=1e-3)
     values = singular_values(adam, "mlp")
     assert values[0] > 5 * values[-1]
+
+
+def test_muon_leaves_what_is_over_the_vocabulary_to_adam(tiny):
+    """By the names of axes, for every kind of parameters that is trained."""
+    block = functools.partial(block_config, tiny, vocabulary=50)
+    tables = {
+        "eagle3": eagle_config(tiny, vocabulary=50, own_embedding=True).parameter_table(),
+        "medusa": medusa_table(medusa_config(tiny, original_lm_head=False)),
+        "dspark": block(markov_rank=3).parameter_table(),
+        "dflash2": block(selector_rank=3).parameter_table(),
+        "mtp": mtp_config(tiny).parameter_table(),
+        "target": parameter_table(tiny_config(tie_word_embeddings=False)),
+    }
+    entries = {
+        leaf_name(path): entry
+        for path, entry in jax.tree_util.tree_leaves_with_path(
+            tables, is_leaf=lambda node: isinstance(node, Parameter)
+        )
+        if not {"layer", "layers", "modules"} & {step.key for step in path}
+    }
+    over_vocabulary = {name for name, entry in entries.items() if "vocab" in entry.axes}
+    assert {"dspark.markov.projection.kernel", "medusa.head.kernel"} < over_vocabulary
+    rng = np.random.default_rng(0)
+    grads = flax.traverse_util.unflatten_dict(
+        {
+            tuple(name.split(".")): jnp.asarray(rng.uniform(1, 2, entry.shape), jnp.float32)
+            for name, entry in entries.items()
+        }
+    )
+    settings = Optimization(1.0, "constant", clip=0.0, optimizer="muon")
+    for path, leaf in jax.tree_util.tree_leaves_with_path(updates_of(settings, grads, grads)):
+        name = leaf_name(path)
+        is_matrix = name.endswith("kernel") and name not in over_vocabulary
+        # Adam's first step is as large for every number.
+        assert np.allclose(leaf, leaf.ravel()[0], rtol=1e-3) != is_matrix, name
 
 
 def test_muon_takes_joined_kernels_part_by_part():

@@ -293,8 +293,7 @@ def _block(
         if plan.overlaps:
             overlaps.append(overlap(logits, truth))
         if plan.alpha is not None:
-            q = jnp.exp(-cross_entropy(logits, truth))
-            probabilities.append(jnp.where(counted[draft], q, 0.0))
+            probabilities.append(jnp.exp(-cross_entropy(logits, truth)))
     if plan.alpha is not None:
         weights = weights * dpace_weights(jnp.stack(probabilities), counted, plan.alpha)
     total = (weights * jnp.stack(values)).sum()

@@ -227,9 +227,11 @@ def dpace_weights(
 ) -> Float[Array, "K B A"]:
     """Return the weights of a draft's K positions, given the probabilities q of its true tokens.
 
-    D-PACE (2605.18810): with s = (1 - alpha) q + alpha, position k has the weight sum over counted
-    m >= k of s_0 ... s_m, what the draft's expected length gains by it; a constant for gradients.
+    D-PACE (2605.18810): with s = (1 - alpha) q + alpha, position k has the weight sum over m >= k
+    of s_0 ... s_m, what the draft's expected length gains by it; a constant for gradients. A draft
+    ends before the first position that is not `counted`: it has no label, or a label outside the
+    draft vocabulary, which can never be accepted.
     """
     smoothed = (1 - alpha) * jax.lax.stop_gradient(probabilities) + alpha
-    reached = jnp.where(counted, jnp.cumprod(smoothed, axis=0), 0.0)
+    reached = jnp.cumprod(jnp.where(counted, smoothed, 0.0), axis=0)
     return jnp.cumsum(reached[::-1], axis=0)[::-1]

@@ -21,8 +21,8 @@ from specjax.loading.compare_arrays import leaf_name
 from specjax.models.config import DecoderConfig
 from specjax.models.joined_kernels import in_parts, with_joined
 
-_VOCABULARY = frozenset(("embed", "head"))
-"""Parameters with an axis over the vocabulary, which Muon leaves to Adam."""
+_VOCABULARY = frozenset(("embed", "head", "markov"))
+"""Modules whose kernels have an axis over the vocabulary, which Muon leaves to Adam."""
 
 
 @dataclass(frozen=True)

@@ -266,13 +266,12 @@ def _score(
         kernel = jnp.concatenate([lax.stop_gradient(columns), projection])
         inputs = jnp.concatenate([states, embedded], axis=-1)
     teacher = Teacher.of(batch.replace(labels=drafted), columns, draft_ids)
-    counted = _flat(blocks.scored) & teacher.known[None]
-    probabilities = None
+    by_draft = blocks.scored & teacher.known.reshape(shape).transpose(2, 0, 1)
+    counted, probabilities = _flat(by_draft), None
     if loss.weights == "dpace":
         q = token_probabilities(inputs, kernel, teacher.token, head.multiply)
-        q = jnp.where(teacher.known, q, 0.0)
         probabilities = q.reshape(shape).transpose(2, 0, 1)
-    weights = _flat(position_weights(loss, blocks.scored, probabilities))
+    weights = _flat(position_weights(loss, by_draft, probabilities))
     plan = Scoring(
         tuple(loss.parts.values()),
         trains_kernel=bool(config.markov_rank),
@@ -328,18 +327,14 @@ def _select(
 
 def position_weights(
     loss: BlockLoss,
-    scored: Bool[Array, "K B A"],
+    counted: Bool[Array, "K B A"],
     probabilities: Float[Array, "K B A"] | None,
 ) -> Float[Array, "K B A"]:
-    """Return the weights of a block's positions; `probabilities` of its tokens are for "dpace".
-
-    Tokens outside the draft vocabulary have the probability 0, and their positions count in D-PACE.
-    (Other methods' drafts leave them out.)
-    """
+    """Return the weights of a block's positions; `probabilities` of its tokens are for "dpace"."""
     if loss.weights == "decay":
-        falling = jnp.exp(-jnp.arange(len(scored), dtype=jnp.float32) / loss.gamma)
-        return jnp.broadcast_to(falling[:, None, None], scored.shape)
-    return dpace_weights(probabilities, scored, loss.alpha)
+        falling = jnp.exp(-jnp.arange(len(counted), dtype=jnp.float32) / loss.gamma)
+        return jnp.broadcast_to(falling[:, None, None], counted.shape)
+    return dpace_weights(probabilities, counted, loss.alpha)
 
 
 def _flat(of_drafts: Array) -> Array:
