@@ -4,10 +4,10 @@
 
 The target goes to a Hugging Face directory, and each head to every layout that vLLM reads; both
 sides decode the same token ids greedily in float32, plainly and with the head. A head is the kind
-of one that comes with specjax, or a directory; without a draft vocabulary it uses the target's
-whole output head. vLLM needs an environment of its own (--peer_python; check_vllm.sh builds it).
-Prints how many rows are the same, and both acceptances by position. Exit codes: 0; 1 where a plain
-row, or a row of vLLM with and without a head, differs; 2 for bad input.
+of one that comes with specjax, or a directory; one for which vLLM reads no draft vocabulary uses
+the target's whole output head. vLLM needs an environment of its own (--peer_python; check_vllm.sh
+builds it). Prints how many rows are the same, and both acceptances by position. Exit codes: 0; 1
+where a plain row, or a row of vLLM with and without a head, differs; 2 for bad input.
 
 vLLM's first token comes with its prefill, and its last draft may reach after the last token that
 it may generate. So specjax gets that first token as a part of the prompt, and capacity for one more
@@ -162,7 +162,8 @@ def compare() -> int:
     print(f"vLLM {peer['version']}; {len(ids)} prompts, {_NEW_TOKENS.value} new tokens, greedy")
     wrong = differences("plain, specjax and vLLM", plain, peer["token_ids"])
     for head in heads:
-        if head.kind != "eagle3":
+        block = head.kind in ("dflash", "dspark") and not head.config.selector_rank
+        if head.kind != "eagle3" and not block:
             # vLLM has no draft vocabulary here, or reads another output head with it.
             head = whole_vocabulary(head)
         rows, summary = decode_as_vllm(head, model, ids, plain)

@@ -130,8 +130,8 @@ def expected_length(chances):
     """The expected number of accepted tokens before the first refusal, summed over outcomes."""
     total = 0.0
     for outcome in itertools.product((False, True), repeat=len(chances)):
-        odds = [chance if kept else 1 - chance for chance, kept in zip(chances, outcome, strict=True)]
-        total += np.prod(odds) * np.cumprod(outcome).sum()
+        odds = np.where(outcome, chances, 1 - np.array(chances))
+        total += odds.prod() * np.cumprod(outcome).sum()
     return total
 
 

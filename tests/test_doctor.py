@@ -34,6 +34,7 @@ from specjax.loading.heads.head import save_head
 from specjax.loading.load import random_model, save_model
 from specjax.models.decoder import Form
 from specjax.models.heads.shared_parameters import share_anew
+from train.methods.distill import DistillLoss, distill_method
 
 SAMPLING = SamplingParams(temperature=1.0, max_new_tokens=40)
 PREFIX = [7, 3, 9]
@@ -54,6 +55,10 @@ def target():
     return dataclasses.replace(model, params={**model.params, "head": head})
 
 
+def answers_of_target():
+    return generate(target(), PROMPTS, sampling=SAMPLING, batch_size=8).token_ids
+
+
 @functools.cache
 def trained(kind):
     """A sound drafter: a head fitted to the very answers that are examined."""
@@ -64,7 +69,7 @@ def trained(kind):
         "dspark": lambda: block_head(target(), vocabulary=50, **DSPARK),
     }[kind]
     loaded = head_drafter(make(), target(), num_speculative_tokens=LENGTH)
-    answers = generate(target(), PROMPTS, sampling=SAMPLING, batch_size=8).token_ids
+    answers = answers_of_target()
     read = read_answers(target(), PROMPTS, answers, loaded.drafter.features, 1.0)
     fixed = {name: loaded.params[name] for name in ("shared", "draft_ids") if name in loaded.params}
     own = {name: part for name, part in loaded.params.items() if name not in fixed}
@@ -171,6 +176,29 @@ def other_map(loaded):
     """The block drafter with the target's columns of another draft vocabulary."""
     ids = jnp.clip(loaded.params["draft_ids"] + 1, 0, 60)
     return loaded._replace(params=share_anew({**loaded.params, "draft_ids": ids}, target().params))
+
+
+def draft_model_of(ids):
+    """All of the target's layers as a draft model of some tokens, which is as sound as can be."""
+    method = distill_method(target(), (0, 1, 2), np.asarray(ids, np.int32), DistillLoss())
+    params = method.init(jax.random.key(0))
+    return head_drafter(method.head(params, {}), target(), num_speculative_tokens=LENGTH)
+
+
+def test_a_map_of_other_tokens_is_named():
+    """Of a head that gathers the target's columns by its map: in any order they are the same."""
+    likely = np.argsort(-np.bincount(np.concatenate(answers_of_target()), minlength=61))
+    sound = examined(draft_model_of(np.sort(likely[:45])))
+    assert not sound.findings
+    tried = [what for what, _ in sound.tried if changes.VOCABULARY in what]
+    assert len(tried) == 4
+    assert not any("entry" in what for what in tried)
+    # Neither the tokens after the likely ones nor those before them are likely ones.
+    far = np.setdiff1d(np.arange(61), [likely[:12] + by for by in (-1, 0, 1)])
+    (finding,) = examined(draft_model_of(far)).findings
+    assert finding.fault == changes.VOCABULARY
+    assert "likeliest tokens of these answers" in finding.evidence
+    assert "whole_vocabulary" in finding.remedy
 
 
 def sure(loaded):
@@ -292,6 +320,9 @@ def edited(folder, **fields):
     return folder
 
 
+BLOCK_IDS = {"dflash": "target_layer_ids", "speculators": "aux_hidden_state_layer_ids"}
+
+
 @pytest.fixture
 def nothing_loads(monkeypatch):
     def loads(*_):
@@ -328,6 +359,11 @@ def test_files_are_checked_before_anything_is_loaded(form, tmp_path, capsys, not
         assert "reads the state of layer 31, and smollm2-135m-instruct has 30" in said(
             "eagle3", folder
         )
+        for form, field in BLOCK_IDS.items():
+            block = tmp_path / form
+            write_foreign(block_head(target()), block, form, target())
+            edited(block, **{field: [1, 31], "dflash_config": {}})
+            assert f"repair its taps ({field})" in said("dflash", block)
 
 
 def test_a_head_of_another_target_by_its_own_files_is_noted(tmp_path):

@@ -470,6 +470,14 @@ def test_block_drafters_of_speculators(tiny, tmp_path):
     edit_head(path, config={"projector_type": "domino"})
     with pytest.raises(InputError, match="projector_type='domino'"):
         read_foreign(path, tiny)
+    edit_head(path, config={"projector_type": "dflash", "aux_hidden_state_layer_ids": [1, 3]})
+    with pytest.raises(
+        InputError, match=r"aux_hidden_state_layer_ids=\[1, 3\]: must name inputs of layers 1\.\.2"
+    ):
+        read_foreign(path, tiny)
+    edit_head(path, config={"aux_hidden_state_layer_ids": None})
+    with pytest.raises(InputError, match="aux_hidden_state_layer_ids=None: must name inputs of"):
+        read_foreign(path, tiny)
     edit_head(path, config={"speculators_model_type": "jetspec"})
     with pytest.raises(InputError, match="speculators_model_type='jetspec'"):
         read_foreign(path, tiny)
@@ -512,11 +520,57 @@ def test_a_mask_token_may_be_a_row_of_padding(tiny, tmp_path):
         read_foreign(path, target)
 
 
-def test_a_part_of_the_vocabulary_of_dspark(tiny, tmp_path):
+@pytest.mark.parametrize("form", ["dflash", "dspark", "speculators"])
+def test_a_draft_vocabulary_of_block_drafters(form, tiny, tmp_path):
+    """As vLLM reads it: the target's rows of those tokens, and offsets to their ids."""
+    rows = np.ones((3, 24), np.float32)
+    target = dataclasses.replace(tiny, padding_embeddings=rows)
+    options = {} if form == "dflash" else dict(markov_rank=3, confidence=True)
+    head = block_head(tiny, vocabulary=VOCABULARY, **options)
+    path = written_head(tmp_path, head, form, target)
+    config = json.loads((path / "config.json").read_text())
+    layers = config["transformer_layer_config"] if form == "speculators" else config
+    assert (layers["vocab_size"], config["draft_vocab_size"]) == (64, VOCABULARY)
+    stored, ids = load_file(path / "model.safetensors"), np.asarray(head.draft_ids)
+    np.testing.assert_array_equal(stored["d2t"] + np.arange(VOCABULARY), ids)
+    np.testing.assert_array_equal(np.flatnonzero(stored["t2d"]), ids)
+    np.testing.assert_array_equal(
+        stored["lm_head.weight"], shared_with_target.target_head(tiny)[ids]
+    )
+    if options:
+        assert stored["markov_head.markov_w1.weight"].shape == (64, 3)
+        assert stored["markov_head.markov_w2.weight"].shape == (VOCABULARY, 3)
+    check_same(head, read_foreign(path, target), "export")
+    # Another tool's file may have the tokens in another order, of which `d2t` is the record.
+    order = np.random.default_rng(0).permutation(VOCABULARY)
+    mixed = {"d2t": ids[order] - np.arange(VOCABULARY)}
+    for name in ("lm_head.weight", "markov_head.markov_w2.weight"):
+        if name in stored:
+            mixed[name] = stored[name][order]
+    edit_head(path, tensors=mixed)
+    check_same(head, read_foreign(path, target), "sorted")
+    edit_head(path, tensors={"d2t": stored["d2t"]})
+    with pytest.raises(InputError, match="lm_head.weight differs .* for the tokens of d2t"):
+        read_foreign(path, target)
+    edit_head(path, drop=("d2t", "t2d", "lm_head.weight"))
+    with pytest.raises(InputError, match="d2t that maps them .* is missing"):
+        read_foreign(path, target)
+
+
+def test_dflash2_has_no_draft_vocabulary(tiny, tmp_path):
+    head = block_head(tiny, selector_rank=3, vocabulary=VOCABULARY)
+    with pytest.raises(InputError, match="no draft vocabulary.*whole_vocabulary"):
+        write_foreign(head, tmp_path / "head", "dflash", tiny)
+    path = written_head(tmp_path, whole_vocabulary(head), "dflash", tiny)
+    ids = np.arange(VOCABULARY)
+    edit_head(path, config={"draft_vocab_size": VOCABULARY}, tensors={"d2t": 0 * ids})
+    with pytest.raises(InputError, match="draft_vocab_size=40: a selector's candidates"):
+        read_foreign(path, tiny)
+
+
+def test_a_whole_vocabulary_of_dspark(tiny, tmp_path):
     options = dict(markov_rank=3, sample_from_anchor=True, confidence=True)
     head = block_head(tiny, vocabulary=VOCABULARY, **options)
-    with pytest.raises(InputError, match="no draft vocabulary.*whole_vocabulary"):
-        write_foreign(head, tmp_path / "head", "dspark", tiny)
     whole = whole_vocabulary(head)
     write_foreign(whole, tmp_path / "head", "dspark", tiny)
     np.testing.assert_allclose(

@@ -39,6 +39,8 @@ DECODING = "decoding differs from teacher forcing"
 _OUTPUTS = ("final_norm", "pre_norm")
 _MOST_MASKS = 24
 """The most tokens that are tried as mask tokens."""
+_LEAST_COVERED = 0.7
+"""The least probability that the target gives a draft vocabulary that is not suspected."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +129,9 @@ def _of_taps(reading: Reading, answers: Answers, num_layers: int) -> Iterator[Ch
     """Yield changes to features of other layers or from before or after the final norm."""
     names = reading.drafter.features
     is_block = isinstance(reading.drafter, BlockDrafter)
-    field = "target_layer_ids, of outputs" if is_block else "eagle_aux_hidden_state_layer_ids"
+    field = "eagle_aux_hidden_state_layer_ids"
+    if is_block:
+        field = "target_layer_ids, of outputs, or aux_hidden_state_layer_ids"
     for taps in _other_taps(names, num_layers):
         is_norm = {*names, *taps} <= set(_OUTPUTS)
         features = {name: answers.features[tap] for name, tap in zip(names, taps, strict=True)}
@@ -236,36 +240,62 @@ def _of_rotation(reading: Reading, answers: Answers, target: DecoderConfig) -> I
 
 
 def _of_vocabulary(reading: Reading, answers: Answers, target: Model) -> Iterator[Change]:
-    """Yield changes to the maps of a draft vocabulary that common mistakes make.
-
-    A head without its own output layer uses the columns of the target's that the map selects.
-    """
-    params, drafter = reading.params, reading.drafter
-    if isinstance(drafter, DraftModel) or "draft_ids" not in params:
+    """Yield changes to the maps of a draft vocabulary that common mistakes make."""
+    if "draft_ids" not in reading.params:
         return
-
-    def with_map(other: Any) -> Reading:
-        changed = {**params, "draft_ids": other}
-        if drafter.head.config.shares_output:
-            changed = share_anew(changed, target.params)
-        return reading.replace(params=changed)
-
-    ids, last = params["draft_ids"], answers.logp.shape[-1] - 1
+    ids, last = reading.params["draft_ids"], answers.logp.shape[-1] - 1
     others = {
         "token ids one lower": jnp.clip(ids - 1, 0, last),
         "token ids one higher": jnp.clip(ids + 1, 0, last),
-        "the entry before": jnp.roll(ids, 1),
-        "the entry after": jnp.roll(ids, -1),
         "the first token ids": jnp.arange(len(ids), dtype=ids.dtype),
         "offsets from their index": jnp.clip(ids + jnp.arange(len(ids)), 0, last).astype(ids.dtype),
     }
+    # Columns that are gathered by the map are in its order, whatever that is.
+    if not _gathers_all(reading):
+        others |= {"the entry before": jnp.roll(ids, 1), "the entry after": jnp.roll(ids, -1)}
     for what, other in others.items():
         yield Change(
             VOCABULARY,
             f"{what} in the map of the draft vocabulary",
             f"d2t of the head with {what}: export it again, or take it from the trained head",
-            lambda other=other: (with_map(other), answers),
+            lambda other=other: (_with_map(reading, target, other), answers),
         )
+
+
+def of_other_tokens(reading: Reading, answers: Answers, target: Model) -> Iterator[Change]:
+    """Yield a change to the likeliest tokens of the answers, if a draft vocabulary has few of them.
+
+    It is possible for heads with logits for any token, by the target's output head, and shows any
+    map of other tokens than the trained one, without naming the latter.
+    """
+    if "draft_ids" not in reading.params or not _gathers_all(reading):
+        return
+    ids, is_label = reading.params["draft_ids"], jnp.asarray(answers.is_label)[..., None]
+    mean = jnp.where(is_label, jnp.exp(answers.logp), 0).sum(axis=(0, 1)) / is_label.sum()
+    if (covered := float(mean[ids].sum())) >= _LEAST_COVERED:
+        return
+    likeliest = jnp.sort(jnp.argsort(-mean)[: len(ids)]).astype(ids.dtype)
+    yield Change(
+        VOCABULARY,
+        f"the {len(ids)} likeliest tokens of these answers in place of the draft vocabulary, which "
+        f"has {covered:.0%} of the target's probability,",
+        "d2t of the head: take it from the trained head, or export it with whole_vocabulary",
+        lambda: (_with_map(reading, target, likeliest), answers),
+    )
+
+
+def _gathers_all(reading: Reading) -> bool:
+    """Return whether all parameters over a draft vocabulary are columns of the target's."""
+    own = {"markov", "selector"} & reading.params.keys()
+    return "draft_head" in reading.params.get("shared", {}) and not own
+
+
+def _with_map(reading: Reading, target: Model, ids: Any) -> Reading:
+    """Return the drafter with other ids, and the columns of the target's output head for them."""
+    changed = {**reading.params, "draft_ids": ids}
+    if "draft_head" in changed.get("shared", {}):
+        changed = share_anew(changed, target.params)
+    return reading.replace(params=changed)
 
 
 def _of_window(reading: Reading, answers: Answers) -> Iterator[Change]:

@@ -20,15 +20,21 @@ from specjax.loading.tokenizers.huggingface_tokenizer import read_json
 _HEADS = ("medusa", "eagle", "eagle3", "dflash", "dspark")
 """Drafters whose path is always a head; those of others may be a whole model."""
 _IDS = "eagle_aux_hidden_state_layer_ids"
-_OUTPUT_IDS = "target_layer_ids"
-"""The field of block drafters, which numbers outputs of layers."""
+_OF_BLOCKS = {"aux_hidden_state_layer_ids": 0, "target_layer_ids": 1}
+"""The fields of block drafters, ids of inputs (speculators) and of outputs of layers, and how much
+later the input is that they stand for.
+"""
 
 
 class _Declared(NamedTuple):
-    """The layers whose states a head reads, from 0 to the number of layers, and its target."""
+    """The layers whose states a head reads, from 0 to the number of layers, and its target.
+
+    `field` is the one that names the layers.
+    """
 
     layers: Sequence[int]
     target: str | None
+    field: str
 
 
 def check_files(drafter: str, path: str | None, target: str) -> tuple[str, ...]:
@@ -54,7 +60,7 @@ def check_files(drafter: str, path: str | None, target: str) -> tuple[str, ...]:
     if num_layers is not None and (beyond := [i for i in declared.layers if i > num_layers]):
         raise InputError(
             f"drafter.path={path!r}: reads the state of layer {beyond[0]}, and {target} has "
-            f"{num_layers}; use a head of this target, or repair its taps ({_IDS})"
+            f"{num_layers}; use a head of this target, or repair its taps ({declared.field})"
         )
     if declared.target is None or _same_name(declared.target, target):
         return ()
@@ -70,17 +76,18 @@ def _of_head(folder: Path) -> _Declared:
             metadata = look(folder, "drafter").metadata
             taps = _section(metadata, "config").get("taps") or ()
             layers = [int(tap.rpartition(":")[2]) for tap in taps if ":" in tap]
-            return _Declared(layers, _section(metadata, "target").get("name"))
-        return _Declared((), None)
-    config = read_json(folder / "config.json")
+            return _Declared(layers, _section(metadata, "target").get("name"), "taps")
+        return _Declared((), None, "taps")
+    config, field, after = read_json(folder / "config.json"), _IDS, 0
     ids = config.get(_IDS) or _section(config, "eagle_config").get(_IDS)
-    if ids is None:
-        outputs = _section(config, "dflash_config").get(_OUTPUT_IDS) or config.get(_OUTPUT_IDS)
-        ids = [index + 1 for index in outputs or () if isinstance(index, int)]
+    for name, by in _OF_BLOCKS.items() if ids is None else ():
+        if stated := _section(config, "dflash_config").get(name) or config.get(name):
+            ids, field, after = stated, name, by
     verifier = _section(_section(config, "speculators_config"), "verifier")
     target = config.get("base_model_name_or_path") or verifier.get("name_or_path")
-    layers = [index for index in ids if isinstance(index, int)] if isinstance(ids, list) else ()
-    return _Declared(layers, target if isinstance(target, str) else None)
+    ids = ids if isinstance(ids, list) else ()
+    layers = [index + after for index in ids if isinstance(index, int)]
+    return _Declared(layers, target if isinstance(target, str) else None, field)
 
 
 def _num_layers(target: str) -> int | None:

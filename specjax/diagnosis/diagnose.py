@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -30,6 +30,8 @@ _LEAST_GAIN, _LEAST_ERRORS = 0.02, 4.0
 """The minimum gain of overlap that makes a finding, absolute and in standard errors."""
 _NEAR_CHANCE = 0.1
 """The least fraction of the way from chance to 1 that a drafter trained for the target reaches."""
+_NEARLY = 0.8
+"""The least share of the gain by the best draft vocabulary that the trained one has."""
 _LEAST_GAP = 0.1
 """The minimum difference of acceptance, teacher-forced less decoded, that makes a finding."""
 _LEAST_MISCALIBRATION = 0.1
@@ -169,14 +171,17 @@ class _Examination:
         reading = _reading(self.loaded, answers)
         before = score(reading, answers, self.noise)
         measured = self.measured(before, answers)
-        gains: list[Finding] = []
-        for change in (
+        changes = (
             *faults.changes(reading, answers, self.target),
             *self.of_templates(others),
             *self.of_dtype(answers, in_float32),
-        ):
-            if (finding := self.explains(change, before)) is not None:
-                gains.append(finding)
+        )
+        gains = self.explaining(changes, before)
+        for best in self.explaining(faults.of_other_tokens(reading, answers, self.target), before):
+            # A known mistake that explains about as much has the better remedy.
+            least = _NEARLY * (best.after - best.before)
+            maps = [one for one in gains if one.fault == faults.VOCABULARY]
+            gains += [] if any(one.after - one.before >= least for one in maps) else [best]
         gains.sort(key=lambda finding: finding.before - finding.after)
         findings = _ranked(gains, measured, before)
         if not findings:
@@ -246,6 +251,11 @@ class _Examination:
                 lambda: make(both=True),
             ),
         ]
+
+    def explaining(self, changes: Iterable[Change], before: Scores) -> list[Finding]:
+        """Measure changes; return the findings of `explains`."""
+        found = (self.explains(change, before) for change in changes)
+        return [finding for finding in found if finding is not None]
 
     def explains(self, change: Change, before: Scores) -> Finding | None:
         """Measure a change; return a finding if it raises the overlap significantly, else None.

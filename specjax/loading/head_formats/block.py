@@ -8,7 +8,9 @@ layer i + 1. DSpark adds `markov_head.markov_w1` [V, R] and `markov_w2` [V, R], 
 anchor predicts a token unless `sample_from_anchor` is false; in one of DFlash it does not. The
 mask token may be a row of the target's embedding after those of its vocabulary (z-lab's for Qwen3).
 Speculators (config version 0.9) has the same tensors, with the layers' fields in the section
-`transformer_layer_config`, and layer ids that number inputs.
+`transformer_layer_config`, and layer ids that number inputs. For a draft vocabulary, which DFlash2
+cannot have, there are `d2t` and `t2d`, as in EAGLE-3, and its rows of the target's `lm_head`;
+`markov_w2` is [Vd, R].
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import functools
 import re
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,6 +28,7 @@ from specjax.errors import InputError
 from specjax.loading.formats import build_parameters, parameter_names, tensor_layout
 from specjax.loading.formats.families.qwen import QWEN3
 from specjax.loading.formats.unread_fields import check_unread, implied
+from specjax.loading.head_formats import draft_vocabulary
 from specjax.loading.head_formats import eagle3_layer_ids as layer_ids
 from specjax.loading.head_formats.checkpoint import Checkpoint, match
 from specjax.loading.head_formats.config_fields import say_count, speculators_fields
@@ -43,12 +47,14 @@ _SECTION = "dflash_config"
 _MARKOV, _CONFIDENCE = "markov_head.markov_w", "confidence_head.proj"
 _MASK_PICKLE = "mask_embedding.pt"
 """A file from which vLLM takes the embedding of mask tokens, if there is one."""
-_SELECTOR, _EMBEDDING = "candidate_selector", "embed_tokens.weight"
+_SELECTOR, _EMBEDDING, _HEAD = "candidate_selector", "embed_tokens.weight", "lm_head.weight"
 _OVER_VOCABULARY = {
-    *(f"{_MARKOV}{number}.weight" for number in (1, 2)),
+    f"{_MARKOV}1.weight",
     *(f"{_SELECTOR}.{name}_codebook" for name in ("predecessor", "successor")),
 }
 """The names of tensors with a row for each token."""
+_OVER_DRAFTED = (_HEAD, f"{_MARKOV}2.weight")
+"""The names of tensors with a row for each token that can be drafted."""
 _CAUSAL = ("causal_head", "causal", "is_causal")
 """The names by which tools say that slots attend to earlier ones only."""
 _UNREAD = (
@@ -61,6 +67,7 @@ _UNREAD = (
 """Fields without an effect on a stored drafter."""
 _SUPPORTED = {"markov_head_type": ("vanilla",), "projector_type": ("dflash",)}
 _LAYERS, _INPUTS = "transformer_layer_config", "aux_hidden_state_layer_ids"
+_OUTPUTS = "target_layer_ids"
 _TYPE, _OF_SPECULATORS = "speculators_model_type", "speculators_config"
 _SPECULATORS = {
     "dflash": "DFlashDraftModel",
@@ -106,27 +113,22 @@ def read(
     inconsistent fields, names or shapes, for a mask token without an embedding, and for layer ids
     out of range.
     """
-    where, tensors = checkpoint.directory, checkpoint.tensors
+    where = checkpoint.directory
     if (where / _MASK_PICKLE).exists():
         raise InputError(
             f"{where}: {_MASK_PICKLE} has another embedding for mask tokens than the target's, and "
             "pickles are not read; use a head without it"
         )
     fields = _in_one(Fields(str(where / "config.json"), checkpoint.config))
-    kind = kind_of(tensors)
+    kind = kind_of(checkpoint.tensors)
     assert kind is not None
-    decoder = _read_layers(fields, target, tensors)
-    fields.only("draft_vocab_size", fields.get("vocab_size"))
+    decoder = _read_layers(fields, target, checkpoint.tensors)
     for name in _UNREAD:
         fields.get(name)
-    ids = fields.integers("target_layer_ids")
-    layers = target.config.num_layers
-    if ids is None or any(not 0 <= index < layers - 1 for index in ids):
-        raise fields.fail(
-            "target_layer_ids",
-            f"must name outputs of layers 0..{layers - 2} of {target.name}; use a head that was "
-            "made for this target",
-        )
+    taps = _read_taps(fields, target, by_inputs=_TYPE in checkpoint.config)
+    stated = fields.count("vocab_size")
+    size = fields.count("draft_vocab_size", stated)
+    tensors, draft_ids = draft_vocabulary.read(checkpoint, target, _OVER_DRAFTED, size, stated)
     rank = tensors[f"{_MARKOV}1.weight"].shape[-1] if f"{_MARKOV}1.weight" in tensors else 0
     has_confidence = f"{_CONFIDENCE}.weight" in tensors
     for name, value in (
@@ -139,8 +141,8 @@ def read(
     config = BlockConfig(
         decoder=decoder,
         target_hidden_size=target.config.hidden_size,
-        draft_vocab_size=target.config.vocab_size,
-        taps=tuple(f"layer_input:{index + 1}" for index in ids),
+        draft_vocab_size=target.config.vocab_size if draft_ids is None else len(draft_ids),
+        taps=taps,
         block_size=fields.count("block_size"),
         mask_token_id=fields.integer("mask_token_id"),
         causal=True in {fields.flag(name) for name in _CAUSAL},
@@ -150,9 +152,13 @@ def read(
         **_read_sizes(fields, tensors),
     )
     check_unread(fields, {**implied(decoder), **_SUPPORTED}, "a block drafter")
-    params = _read_params(checkpoint, config, target, fields.count("vocab_size"))
+    if config.selector_rank and draft_ids is not None:
+        raise fields.fail("draft_vocab_size", "a selector's candidates are of the whole vocabulary")
+    draft_ids, order = draft_vocabulary.ascending(draft_ids)
+    tensors |= {name: tensors[name][order] for name in _OVER_DRAFTED if name in tensors}
+    params = _read_params(where, tensors, config, target, draft_ids, stated)
     if config.has_mask_embedding:
-        row = _mask_embedding(config, target, tensors.get(_EMBEDDING))
+        row = _mask_embedding(config, target, checkpoint.tensors.get(_EMBEDDING))
         if row is None:
             raise fields.fail(
                 "mask_token_id",
@@ -161,7 +167,7 @@ def read(
                 "was made for from its original files",
             )
         params["mask"] = {"embedding": row.astype(tensors["fc.weight"].dtype)}
-    return Head(kind, config, params, None, metadata, training)
+    return Head(kind, config, params, draft_ids, metadata, training)
 
 
 def write(
@@ -170,15 +176,16 @@ def write(
     """Return the config and the tensors of a block drafter, without the target's arrays.
 
     The layout is that of vLLM or of the speculators library. Tensors over the vocabulary get zeros
-    for the target's rows of padding. Raises InputError for a head with a draft vocabulary, for taps
-    that are no layers' outputs, for an embedding of mask tokens that is not the target's, and for
-    what the layout cannot say.
+    for the target's rows of padding. For a draft vocabulary the target's columns of its tokens are
+    written, in the target's dtype. Raises InputError for a selector over a draft vocabulary, for
+    taps that are no layers' outputs, for an embedding of mask tokens that is not the target's, and
+    for what the layout cannot say.
     """
     config, form = head.config, "speculators" if speculators else head.kind
     assert isinstance(config, BlockConfig)
-    if head.draft_ids is not None:
+    if head.draft_ids is not None and config.selector_rank:
         raise InputError(
-            f"format={form!r}: the layout has no draft vocabulary, and this head has "
+            f"format={form!r}: the layout of DFlash2 has no draft vocabulary, and this head has "
             f"{config.draft_vocab_size} of {config.decoder.vocab_size} tokens; export it with "
             "whole_vocabulary, so that it uses the target's whole head"
         )
@@ -204,12 +211,18 @@ def write(
     for name, path in extra:
         tensors[name] = np.asarray(parameter_names.lookup(head.params, path))
     padding = () if target.padding_embeddings is None else target.padding_embeddings
-    for name in _OVER_VOCABULARY & tensors.keys():
+    padded = config.decoder.vocab_size + len(padding)
+    over_vocabulary, drafted = {*_OVER_VOCABULARY, *_OVER_DRAFTED}, padded
+    if (draft_ids := head.draft_ids) is not None:
+        over_vocabulary, drafted = _OVER_VOCABULARY, len(draft_ids)
+        tensors |= {_HEAD: target_head(target)[draft_ids]}
+        tensors |= draft_vocabulary.offsets(draft_ids, padded)
+    for name in over_vocabulary & tensors.keys():
         tensors[name] = np.pad(tensors[name], ((0, len(padding)), (0, 0)))
     dtype = tensors["fc.weight"].dtype.name
     layers = {
         "model_type": "qwen3",
-        "vocab_size": config.decoder.vocab_size + len(padding),
+        "vocab_size": padded,
         **QWEN3.write(config.decoder),
         "tie_word_embeddings": False,
         "dtype": dtype,
@@ -234,7 +247,7 @@ def write(
             **speculators_fields(kind, _SPECULATORS[kind], head.target.name, config.longest_draft),
             _LAYERS: layers,
             _INPUTS: layer_ids.write(config.taps, head.target.num_layers, "input"),
-            "draft_vocab_size": layers["vocab_size"],
+            "draft_vocab_size": drafted,
             "block_size": config.block_size,
             "mask_token_id": config.mask_token_id,
             "sample_from_anchor": config.sample_from_anchor,
@@ -246,7 +259,7 @@ def write(
         }, tensors
     section = {
         "mask_token_id": config.mask_token_id,
-        "target_layer_ids": layer_ids.write(config.taps, head.target.num_layers, "output"),
+        _OUTPUTS: layer_ids.write(config.taps, head.target.num_layers, "output"),
         "sample_from_anchor": config.sample_from_anchor,
         "causal_head": config.causal,
         "causal": config.causal,
@@ -254,6 +267,7 @@ def write(
     fields = {
         "architectures": ["DFlash2DraftModel" if extra else _ARCHITECTURES[head.kind]],
         **layers,
+        **({} if draft_ids is None else {"draft_vocab_size": drafted}),
         "block_size": config.block_size,
         "num_target_layers": head.target.num_layers,
     }
@@ -270,13 +284,24 @@ def _in_one(file: Fields) -> Fields:
         return Fields(file.where, values)
     if file.get(_TYPE) not in _SPECULATORS:
         raise file.fail(_TYPE, f"the tensors are those of {', '.join(_SPECULATORS)}")
-    inputs = file.integers(_INPUTS)
-    if inputs is None:
-        raise file.fail(_INPUTS, "must name the layers whose inputs the head reads")
     values = {**file.section(_LAYERS).values, **file.values}
-    for name in (_TYPE, _OF_SPECULATORS, _LAYERS, _INPUTS):
+    for name in (_TYPE, _OF_SPECULATORS, _LAYERS):
         values.pop(name, None)
-    return Fields(file.where, values | {"target_layer_ids": [index - 1 for index in inputs]})
+    return Fields(file.where, values)
+
+
+def _read_taps(fields: Fields, target: Model, *, by_inputs: bool) -> tuple[str, ...]:
+    """Return the features for a config's layer ids, which number inputs or outputs of layers."""
+    name, first, what = (_INPUTS, 1, "inputs") if by_inputs else (_OUTPUTS, 0, "outputs")
+    last = target.config.num_layers - 2 + first
+    ids = fields.integers(name)
+    if ids is None or any(not first <= index <= last for index in ids):
+        raise fields.fail(
+            name,
+            f"must name {what} of layers {first}..{last} of {target.name}; use a head that was "
+            "made for this target",
+        )
+    return tuple(f"layer_input:{index + 1 - first}" for index in ids)
 
 
 def _read_sizes(fields: Fields, names: Collection[str]) -> dict[str, int]:
@@ -327,25 +352,37 @@ def _mask_embedding(
 
 
 def _read_params(
-    checkpoint: Checkpoint, config: BlockConfig, target: Model, padded: int
+    where: Path,
+    tensors: dict[str, np.ndarray],
+    config: BlockConfig,
+    target: Model,
+    draft_ids: np.ndarray | None,
+    padded: int,
 ) -> dict[str, Any]:
     """Return the parameter tree; raise InputError for tensors that do not fit the config.
 
     Tensors over the vocabulary may have `padded` rows, of which those after it are dropped.
+    `draft_ids` are the tokens of the rows of tensors over a draft vocabulary.
     """
-    where, tensors = checkpoint.directory, dict(checkpoint.tensors)
-    known = config.decoder.vocab_size
+    known, drafted = config.decoder.vocab_size, slice(None) if draft_ids is None else draft_ids
     for name in _OVER_VOCABULARY & tensors.keys():
         if tensors[name].shape[:1] == (padded,):
             tensors[name] = tensors[name][:known]
-    for name, own in ((_EMBEDDING, target_embedding), ("lm_head.weight", target_head)):
+    for name, own, rows in (
+        (_EMBEDDING, target_embedding, slice(None)),
+        (_HEAD, target_head, drafted),
+    ):
         if name in tensors and not tensor_layout.same_numbers(
-            tensors.pop(name), own(target), known
+            tensors.pop(name), own(target)[rows], known
         ):
+            which = "" if name == _EMBEDDING or draft_ids is None else " for the tokens of d2t"
             raise InputError(
-                f"{where}: {name} differs from that of {target.name}, which a block drafter uses; "
-                "use the weights that it was trained for (those of a quantised file are others)"
+                f"{where}: {name} differs from that of {target.name}{which}, which a block drafter "
+                "uses; use the weights that it was trained for (those of a quantised file are "
+                "others)"
             )
+    for name in ("d2t", "t2d"):
+        tensors.pop(name, None)
     table = _locations(config)
     wanted = {name: location.stored_shape for name, location in table.items()}
     if config.confidence:

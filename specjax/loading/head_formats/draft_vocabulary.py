@@ -12,6 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from specjax.errors import InputError
+from specjax.loading.head_formats.checkpoint import Checkpoint
+from specjax.loading.model import Model
 
 Tensors = dict[str, np.ndarray]
 
@@ -21,6 +23,30 @@ def offsets(draft_ids: np.ndarray, vocab_size: int) -> dict[str, np.ndarray]:
     known = np.zeros(vocab_size, np.bool_)
     known[draft_ids] = True
     return {"d2t": draft_ids.astype(np.int64) - np.arange(len(draft_ids)), "t2d": known}
+
+
+def read(
+    checkpoint: Checkpoint, target: Model, heads: Collection[str], size: int, stated: int
+) -> tuple[Tensors, np.ndarray | None]:
+    """Return the tensors without rows of padding, and the token ids of a draft vocabulary, if any.
+
+    `heads` are the tensors with a row for each token that can be drafted, `size` the draft
+    vocabulary's size by the config, and `stated` the target's, padding included. Raises InputError
+    for a map that is missing, contradicts itself, or names other tokens than the target's.
+    """
+    where, vocab_size = checkpoint.directory, target.config.vocab_size
+    ids = read_offsets(where, checkpoint.tensors, size)
+    tensors, ids = drop_padding(checkpoint.tensors, ids, heads, stated, vocab_size)
+    if ids is None:
+        if size not in (stated, vocab_size):
+            raise InputError(
+                f"{where}: draft_vocab_size={size}, and the tensor d2t that maps them to the "
+                f"target's {vocab_size} tokens is missing"
+            )
+        return tensors, None
+    check_ids(where, "d2t", ids, vocab_size)
+    check_mask(where, tensors, ids)
+    return tensors, None if np.array_equal(ids, np.arange(vocab_size)) else ids
 
 
 def read_offsets(where: Path, tensors: Tensors, size: int) -> np.ndarray | None:

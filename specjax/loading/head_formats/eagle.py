@@ -167,7 +167,8 @@ def read_eagle3(
             f"{where}: target_hidden_size={target_hidden_size}, and {target.name} has "
             f"{target.config.hidden_size}; use a head that was made for this target"
         )
-    tensors, ids = _read_vocabulary(checkpoint, target, size, stated)
+    heads = ("lm_head.weight",)
+    tensors, ids = draft_vocabulary.read(checkpoint, target, heads, size, stated)
     named = "embed_tokens.weight"
     borrows = decoder.hidden_size == target.config.hidden_size
     if named in tensors:
@@ -199,31 +200,6 @@ def _check_speculators(fields: Fields) -> None:
         )
     for name in (*_SPECULATORS_FIELDS, _LAYER):
         fields.get(name)
-
-
-def _read_vocabulary(
-    checkpoint: Checkpoint, target: Model, size: int, stated: int
-) -> tuple[dict[str, np.ndarray], np.ndarray | None]:
-    """Return the tensors without rows of padding, and the token ids of a draft vocabulary, if any.
-
-    `size` is the draft vocabulary's size by the config, and `stated` the target's, padding
-    included.
-    """
-    where, vocab_size = checkpoint.directory, target.config.vocab_size
-    ids = draft_vocabulary.read_offsets(where, checkpoint.tensors, size)
-    tensors, ids = draft_vocabulary.drop_padding(
-        checkpoint.tensors, ids, ("lm_head.weight",), stated, vocab_size
-    )
-    if ids is None:
-        if size not in (stated, vocab_size):
-            raise InputError(
-                f"{where}: draft_vocab_size={size}, and the tensor d2t that maps them to the "
-                f"target's {vocab_size} tokens is missing"
-            )
-        return tensors, None
-    draft_vocabulary.check_ids(where, "d2t", ids, vocab_size)
-    draft_vocabulary.check_mask(where, tensors, ids)
-    return tensors, None if np.array_equal(ids, np.arange(vocab_size)) else ids
 
 
 def write_eagle3(
