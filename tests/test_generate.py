@@ -24,10 +24,11 @@ from specjax.errors import InputError
 from specjax.loading.load import load_model, save_model
 from train import generate
 from train.data.examples import Example, target_metadata
-from train.data.responses import open_responses
+from train.data.responses import VALIDATION_EVERY, held_out_groups, open_responses
 from train.data.write_responses import write_responses
-from train.generation import answers, questions
-from train.generation.prompts import read_requests
+from train.generation import answers, prompt_corpus, questions
+from train.generation.answers import Job, Row
+from train.generation.prompts import Request, read_requests
 from train.generation.saved_answers import SavedAnswers
 
 ROOT = Path(__file__).parent.parent
@@ -90,7 +91,7 @@ def contents(directory):
 
 def test_answers_are_those_of_generate(done, prompts, target):
     responses = open_responses(done / "responses", target_metadata(target))
-    assert responses.ids.tolist() == list(range(10))
+    assert len(set(responses.ids.tolist())) == 10
     requests, rows = read_requests(prompts), [responses[index] for index in range(10)]
     starts, samplings = [], []
     for index, (request, one) in enumerate(zip(requests, rows, strict=True)):
@@ -357,7 +358,9 @@ def test_the_target_asks_itself(model_path, target, tmp_path, capsys):
     responses = open_responses(directory / "responses")
     counts = responses.generation["questions"]
     assert counts["asked"] == 30 == counts["kept"] + sum(counts["left_out"].values())
-    assert counts["kept"] == len(responses) > 2
+    answered = responses.generation["answers"]
+    assert answered["kept"] == len(responses) > 2
+    assert counts["kept"] == answered["kept"] + sum(answered["left_out"].values())
     assert 0 < responses.validation.sum() < len(responses)
     frame = questions.frame_of(target, "auto")
     asked = SavedAnswers(directory / questions.NAME / "answers.jsonl").read().values()
@@ -407,6 +410,48 @@ def test_questions_that_are_left_out(target):
     assert {one.prompt.rstrip(",") for one in others if one.id % 50 == 0} == held_out
     with pytest.raises(InputError, match="asked nothing of use .1 failed, 1 not ended.; raise"):
         questions.requests_of([[], good], target, frame, section, 30)
+
+
+def test_answers_that_are_left_out(target):
+    encode = plain_ids(target)
+    good, loop = encode("the quick fox jumps over"), encode("ab " * 12)
+    answers = {0: [*good, 1], 1: [], 2: [1], 3: [*loop, 1], 4: loop, 5: good}
+    wanted = {1: "failed", 2: "empty", 3: "repeats itself", 4: "repeats itself"}
+    assert questions.degenerate_answers(answers, target.ends) == wanted
+
+
+def test_prompts_about_one_text_are_held_out_together(tmp_path):
+    """By the names of groups alone, and equal prompts always; whatever their numbers are."""
+    requests = [Request(number, f"prompt {number % 120}") for number in range(360)]
+    requests += [
+        Request(360 + number, f"{number}", group=f"{number % 90}") for number in range(270)
+    ]
+    rows = tuple(Row(request, (5,), SamplingParams()) for request in requests)
+    saved = SavedAnswers(tmp_path / "answers.jsonl")
+    saved.add({request.id: [7] for request in requests})
+    job = Job(rows, (), "")
+    written = list(answers.examples(job, saved, left_out={0}))
+    assert len({one.id for one in written}) == len(written) == len(rows) - 1
+    held_out: dict[str, set] = {}
+    for request, one in zip(requests[1:], written, strict=True):
+        group = request.group or request.prompt
+        held_out.setdefault(group, set()).add(one.id % VALIDATION_EVERY == 0)
+    assert all(len(sides) == 1 for sides in held_out.values())
+    chosen = {group for group, sides in held_out.items() if True in sides}
+    assert 1 < len(chosen) < 0.1 * len(held_out)
+    # Another dataset with some of these groups holds out the same ones.
+    assert held_out_groups([*sorted(held_out)[::2], *chosen]) == chosen
+    assert held_out_groups(["a", "b"]) < {"a", "b"}
+    assert not held_out_groups(["a", "a"])
+
+
+def test_corpus_prompts_are_grouped_by_what_they_are_about():
+    texts = prompt_corpus.Texts(wikipedia=False)
+    made = prompt_corpus.make_corpus(300, 0, prompt_corpus.DEFAULT_MIX, texts)
+    own = [one for one in made if not one.group]
+    assert {one.source for one in own} == {"specjax templates"}
+    assert all(one.group.startswith(one.source) for one in made if one.group)
+    assert len({one.group for one in made}) < len(made) - len(own)
 
 
 def test_questions_that_begin_alike_are_held_out_together(target, monkeypatch):

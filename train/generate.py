@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -98,11 +99,14 @@ def generate(config: AnswersConfig, console: Console | None = None) -> int:
             return _already(output, record, screen)
         if not _run(config, model, job, saved, screen, begin):
             return 0
-        if without := sum(not tokens for tokens in saved.read().values()) if writes else 0:
-            count = f"{without} of {len(job.rows)} prompts"
-            screen.say(f"{count} are left out: they have no answer", "yellow")
+        left_out = _left_out(config, model, job, saved, screen) if writes else {}
+        if config.asks:
+            counts = dict(Counter(left_out.values()))
+            record["answers"] = {"kept": len(job.rows) - len(left_out), "left_out": counts}
         with screen.working(f"writing {output}"):
-            processes.together(lambda: _write(job, saved, output, record) if writes else None)
+            processes.together(
+                lambda: _write(job, saved, left_out, output, record) if writes else None
+            )
     return _summary(output, screen)
 
 
@@ -255,8 +259,31 @@ class _Keeper:
             screen.say(f"without an answer: {why}", "yellow")
 
 
-def _write(job: Job, saved: SavedAnswers, output: Path, record: dict) -> None:
-    write_responses(output, answers.examples(job, saved), record["target"], generation=record)
+def _left_out(
+    config: AnswersConfig, model: Model, job: Job, saved: SavedAnswers, screen: Screen
+) -> dict[int, str]:
+    """Return why an answer is left out, by the number of its prompt, after printing how many are.
+
+    Those that failed are, and of the target's own questions all degenerate ones.
+    """
+    found = saved.read()
+    if config.asks:
+        problems = questions.degenerate_answers(found, model.ends)
+        why = questions.listed(Counter(problems.values()))
+    else:
+        problems = {number: "failed" for number, tokens in found.items() if not tokens}
+        why = "they have no answer"
+    if problems:
+        what = "answers" if config.asks else "prompts"
+        screen.say(f"{len(problems)} of {len(job.rows)} {what} are left out: {why}", "yellow")
+    return problems
+
+
+def _write(
+    job: Job, saved: SavedAnswers, left_out: Collection[int], output: Path, record: dict
+) -> None:
+    examples = answers.examples(job, saved, left_out)
+    write_responses(output, examples, record["target"], generation=record)
 
 
 def _already(output: Path, record: dict, screen: Screen) -> int:

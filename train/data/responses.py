@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -51,6 +52,21 @@ class Numbering:
             return VALIDATION_EVERY * (self._held_out - 1)
         self._trained += 1
         return self._trained + (self._trained - 1) // (VALIDATION_EVERY - 1)
+
+
+def held_out_groups(groups: Iterable[str]) -> frozenset[str]:
+    """Return the groups of conversations that are held out, one in `VALIDATION_EVERY` on average.
+
+    They are chosen by their names alone, so that datasets agree. If there are several, at least one
+    is held out; a single one is not.
+    """
+    numbers = {
+        name: int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") for name in groups
+    }
+    if len(numbers) < 2:
+        return frozenset()
+    chosen = [name for name, number in numbers.items() if number % VALIDATION_EVERY == 0]
+    return frozenset(chosen or [min(numbers, key=numbers.__getitem__)])
 
 
 @dataclass(frozen=True, eq=False)

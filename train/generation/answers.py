@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -39,6 +39,7 @@ from specjax.loading.load import DTYPE
 from specjax.loading.model import Model
 from specjax.sampling import derived_seed
 from train.data.examples import Example
+from train.data.responses import Numbering, held_out_groups
 from train.generation import prompt_corpus, questions
 from train.generation.prompts import (
     Request,
@@ -371,10 +372,11 @@ def answer(
         yield ended
 
 
-def examples(job: Job, saved: SavedAnswers) -> Iterator[Example]:
-    """Yield a conversation for each answered prompt, in the order of their numbers.
+def examples(job: Job, saved: SavedAnswers, left_out: Collection[int] = ()) -> Iterator[Example]:
+    """Yield a conversation for each answered prompt not `left_out`, in the order of their numbers.
 
-    Raises InputError if an answer that was saved has disappeared.
+    They are numbered anew, since ids say what is held out: groups of prompts as a whole. Raises
+    InputError if an answer that was saved has disappeared.
     """
     answers = saved.read()
     missing = sum(row.request.id not in answers for row in job.rows)
@@ -382,17 +384,20 @@ def examples(job: Job, saved: SavedAnswers) -> Iterator[Example]:
         raise InputError(
             f"{saved.file}: {missing} answers are missing or damaged; run the same command again"
         )
-    for row in sorted(job.rows, key=lambda row: row.request.id):
+    kept = {number for number, tokens in answers.items() if tokens}.difference(left_out)
+    rows = [row for row in job.rows if row.request.id in kept]
+    rows.sort(key=lambda row: row.request.id)
+    groups = [row.request.group or str(row.request.prompt) for row in rows]
+    held_out, numbering = held_out_groups(groups), Numbering()
+    for row, group in zip(rows, groups, strict=True):
         response = answers[row.request.id]
-        if not response:
-            continue
         tokens = np.array([*row.prompt, *response], np.int32)
         yield Example(
             tokens=tokens,
             loss_mask=np.arange(len(tokens)) >= len(row.prompt),
             category=row.request.category,
             temperature=row.sampling.temperature,
-            id=row.request.id,
+            id=numbering.next(group in held_out),
             source=row.request.source,
             licence=row.request.licence,
         )

@@ -118,7 +118,8 @@ def _different(category: str, size: int, seed: int, texts: Texts) -> Iterator[Re
         if text not in seen:
             seen.add(text)
             repeated = 0
-            yield Request(0, text, source=passage.source, licence=passage.licence)
+            group = "" if passage is _OWN else f"{passage.source}: {passage.title}"
+            yield Request(0, text, source=passage.source, licence=passage.licence, group=group)
         elif (repeated := repeated + 1) > _MOST_REPEATED:
             raise InputError(
                 f"corpus.mix.{category}: there are about {len(seen)} different prompts where "

@@ -28,7 +28,7 @@ class Request:
 
     `prompt` is a string, or a conversation whose next turn is the target's. `left_out` is the
     number of later turns, which are dropped. `where` names the prompt in errors: its file and line,
-    if any.
+    if any. Prompts of one `group` are held out from training together, by default equal prompts.
     """
 
     id: int
@@ -38,6 +38,7 @@ class Request:
     licence: str = "unknown"
     left_out: int = 0
     where: str = ""
+    group: str = ""
 
 
 def read_requests(path: str | Path) -> list[Request]:

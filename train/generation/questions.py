@@ -6,9 +6,8 @@ Degenerate questions are left out.
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -17,7 +16,7 @@ from specjax.errors import InputError
 from specjax.fields import Whole
 from specjax.loading.model import Model
 from specjax.loading.tokenizers.tokenizer import Tokenizer
-from train.data.responses import VALIDATION_EVERY, Numbering
+from train.data.responses import Numbering, held_out_groups
 from train.generation.prompts import Request
 
 NAME = "target_questions"
@@ -95,9 +94,7 @@ def requests_of(
     """Return the questions of use as requests, and the number of the others by reason.
 
     `written` are the tokens of each question, empty if it failed. Questions that begin alike are
-    held out together or not at all, and by their text alone, so that those of two runs agree; a run
-    in which none would be held out holds out those of one beginning. Raises InputError if no
-    question is of use.
+    held out together or not at all (`held_out_groups`). Raises InputError if no question is of use.
     """
     assert model.tokenizer is not None, "frame_of checks that"
     room = max_prompt_tokens - len(frame.before) - len(frame.after)
@@ -118,16 +115,14 @@ def requests_of(
             f"prompts={NAME!r}: {model.name} asked nothing of use ({listed(left_out)}); raise "
             "questions.num_asked or questions.max_tokens, or use other prompts"
         )
-    sources = {plain: _source(plain) for plain in texts}
-    held_out = {one for one in sources.values() if one % VALIDATION_EVERY == 0}
-    held_out = held_out or {min(sources.values())}
-    numbering = Numbering()
+    held_out, numbering = held_out_groups(plain[:_OPENING] for plain in texts), Numbering()
     requests = [
         Request(
-            numbering.next(sources[plain] in held_out),
+            numbering.next(plain[:_OPENING] in held_out),
             text,
             category="question",
             source=f"asked by {model.name}",
+            group=plain[:_OPENING],
         )
         for plain, text in texts.items()
     ]
@@ -163,19 +158,35 @@ def _problem(
         return "special tokens"
     if "\ufffd" in text:
         return "broken characters"
-    grams = [tuple(body[first : first + _NGRAM]) for first in range(len(body) - _NGRAM + 1)]
-    if len(grams) - len(set(grams)) > _MOST_REPEATED * len(grams):
-        return "repeats itself"
-    return None
+    return "repeats itself" if _repeats(body) else None
+
+
+def _repeats(tokens: Sequence[int]) -> bool:
+    """Return whether many n-grams of a text equal earlier ones, as where a model loops."""
+    grams = [tuple(tokens[first : first + _NGRAM]) for first in range(len(tokens) - _NGRAM + 1)]
+    return len(grams) - len(set(grams)) > _MOST_REPEATED * len(grams)
+
+
+def degenerate_answers(
+    answers: Mapping[int, Sequence[int]], ends: Collection[int]
+) -> dict[int, str]:
+    """Return why an answer to a question is of no use, by the number of each such question.
+
+    `answers` are token ids by number, none of them where decoding failed; `ends` end a sequence.
+    """
+    problems: dict[int, str] = {}
+    for number, tokens in answers.items():
+        body = [token for token in tokens if token not in ends]
+        if not tokens:
+            problems[number] = "failed"
+        elif not body:
+            problems[number] = "empty"
+        elif _repeats(body):
+            problems[number] = "repeats itself"
+    return problems
 
 
 def listed(counts: Mapping[str, int]) -> str:
     """Return counts by reason as a text, the largest first."""
     ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
     return ", ".join(f"{count} {reason}" for reason, count in ordered)
-
-
-def _source(plain: str) -> int:
-    """Return a number that is equal for questions that begin alike."""
-    digest = hashlib.sha256(plain[:_OPENING].encode()).digest()
-    return int.from_bytes(digest[:8], "big")
