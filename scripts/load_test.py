@@ -6,9 +6,13 @@ Requests arrive as a Poisson process of `--rate` per second (0: all at once), wi
 lengths and answers of `--new_tokens`; some are aborted after a random time. Memory use is printed
 meanwhile. At the end each answer is decoded again alone; aborted answers must be the beginnings of
 these. With `--kv_page_size` caches have pages, also where `--num_kv_pages` are too few for all
-rows; requests then share what they begin with, such as `--system` tokens. Everything runs in this
-process. With `--out` a report and pictures are written. Exit code 1
-if any answer differs or a request is lost.
+rows; requests then share what they begin with, such as `--system` tokens, and with `--pairs` all
+are served again with and without sharing, in turn, to compare the time to their first tokens:
+
+    python scripts/load_test.py --rate=0 --system=1000 --kv_page_size=64 --pairs=5 --nocheck
+
+Everything runs in this process. With `--out` a report and pictures are written. Exit code 1 if any
+answer differs or a request is lost.
 """
 
 from __future__ import annotations
@@ -18,7 +22,8 @@ import json
 import resource
 import sys
 import time
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +47,7 @@ _RATE = flags.DEFINE_float("rate", 0.5, "Requests per second; 0: all at once.", 
 _SLOTS = flags.DEFINE_integer("slots", 8, "Slots.", lower_bound=1)
 _NEW = flags.DEFINE_list("new_tokens", ["8", "128"], "Fewest and most new tokens of an answer.")
 _DRAFTER = flags.DEFINE_string("drafter", "ngram", "The drafter.")
-_LENGTH = flags.DEFINE_string("num_speculative_tokens", None, "A number, or auto.")
+_LENGTH = flags.DEFINE_string("num_speculative_tokens", "fixed", "A number, fixed or auto.")
 _VERIFY = flags.DEFINE_enum("verify", "coupled", sorted(RULES), "The rule.")
 _TEMPERATURE = flags.DEFINE_float("temperature", 0.8, "Of every second request; others are greedy.")
 _ABORTS = flags.DEFINE_float("aborts", 0.1, "Share of requests that are aborted.")
@@ -51,6 +56,9 @@ _CHECK = flags.DEFINE_boolean("check", True, "Compare each answer with what it i
 _PAGE_SIZE = flags.DEFINE_integer("kv_page_size", None, "Tokens of a page; else no pages.")
 _PAGES = flags.DEFINE_integer("num_kv_pages", None, "Pages of the pool; else enough for all rows.")
 _SYSTEM = flags.DEFINE_integer("system", 0, "Tokens with which all prompts begin.", lower_bound=0)
+_PAIRS = flags.DEFINE_integer(
+    "pairs", 0, "How often all are served again with and without shared pages.", lower_bound=0
+)
 _SEED = flags.DEFINE_integer("seed", 0, "Of arrivals, lengths and everything else.")
 _OUT = flags.DEFINE_string("out", None, "A folder for the report and the pictures.")
 
@@ -75,7 +83,7 @@ def main(argv: list[str]) -> int:
     logging.set_verbosity(logging.WARNING)
     model = load_model(_TARGET.value, dtype="float32")
     length = _LENGTH.value
-    length = int(length) if length not in (None, "auto") else length
+    length = int(length) if length.isdigit() else length
     rng = np.random.default_rng(_SEED.value)
     clients = make_clients(model, rng)
     if _CHECK.value and length == "auto" and _VERIFY.value != "coupled" and _TEMPERATURE.value:
@@ -90,11 +98,17 @@ def main(argv: list[str]) -> int:
         "seed": _SEED.value,
     }
     longest = max(len(one.prompt) + one.params.max_new_tokens for one in clients)
-    pages: dict[str, Any] = {}
-    if _PAGE_SIZE.value is not None:
-        pages = {"kv_page_size": _PAGE_SIZE.value, "num_kv_pages": _PAGES.value}
-        pages["enable_prefix_caching"] = True
-    engine = Engine(model, batch_size=_SLOTS.value, max_length=longest, **options, **pages)
+    if _PAIRS.value and _PAGE_SIZE.value is None:
+        raise app.UsageError("--pairs: caches without pages share nothing; set --kv_page_size")
+
+    def make_engine(shares: bool) -> Engine:
+        pages: dict[str, Any] = {}
+        if _PAGE_SIZE.value is not None:
+            pages = {"kv_page_size": _PAGE_SIZE.value, "num_kv_pages": _PAGES.value}
+            pages["enable_prefix_caching"] = shares
+        return Engine(model, batch_size=_SLOTS.value, max_length=longest, **options, **pages)
+
+    engine = make_engine(shares=True)
     print(f"{len(clients)} requests, {_SLOTS.value} slots, {_DRAFTER.value}, {_VERIFY.value}")
     run(engine, clients)
     lost = [one.number for one in clients if one.reason is None]
@@ -105,6 +119,8 @@ def main(argv: list[str]) -> int:
         print(f"{name}: {value if not isinstance(value, float) else round(value, 3)}")
     different = check(model, clients, longest, options) if _CHECK.value else []
     print(f"lost: {len(lost)}; different from alone: {len(different)} {different[:10]}")
+    if _PAIRS.value:
+        compare_sharing(make_engine, clients)
     if _OUT.value:
         folder = Path(_OUT.value)
         folder.mkdir(parents=True, exist_ok=True)
@@ -171,6 +187,36 @@ def run(engine: Engine, clients: list[Client]) -> None:
                 f"{engine.statistics.tokens} tokens, {megabytes():.0f} MB",
                 flush=True,
             )
+
+
+def compare_sharing(make_engine: Callable[[bool], Engine], clients: list[Client]) -> None:
+    """Serve the requests again with and without shared pages; print the times to a first token.
+
+    `make_engine` returns an engine whose requests share pages, or not. Nothing is aborted.
+    """
+    first_token_s: dict[bool, list[float]] = {False: [], True: []}
+    for pair in range(_PAIRS.value):
+        for shares in (pair % 2 > 0, pair % 2 == 0):
+            fresh = [
+                replace(one, aborts_after_s=None, reason=None, ids=None, tokens=[])
+                for one in clients
+            ]
+            with make_engine(shares) as engine:
+                run(engine, fresh)
+                summary = engine.statistics.summary()
+            assert summary.first_token.p50 is not None
+            first_token_s[shares].append(summary.first_token.p50)
+            print(
+                f"{'with' if shares else 'without'} sharing: {summary.prompt_tokens} prompt tokens "
+                f"read, {summary.shared_tokens} shared, median first token after "
+                f"{summary.first_token.p50:.3g} s, {summary.tokens_per_second:.3g} tokens/s",
+                flush=True,
+            )
+    ratios = np.divide(first_token_s[False], first_token_s[True])
+    print(
+        f"first tokens come {np.median(ratios):.2f} times sooner with sharing (median of "
+        f"{len(ratios)}, {ratios.min():.2f} to {ratios.max():.2f})"
+    )
 
 
 def megabytes() -> float:

@@ -1,6 +1,8 @@
 """`scripts/load_test.py` on a tiny model: requests come at random, and none is lost."""
 
+import functools
 import json
+import re
 
 import numpy as np
 import pytest
@@ -16,31 +18,34 @@ from specjax.reporting import engine_report as engine_report_module
 from specjax.reporting.engine_report import draw_engine, engine_report
 
 
-@pytest.mark.parametrize("rule", ["rejection", *slow("coupled", "block")])
-def test_every_answer_is_what_it_is_alone(rule, chatty, tmp_path, capsys):
+@pytest.fixture
+def load_test(chatty, tmp_path):
+    """The script's `main` on a tiny model and four prompts; flags are keyword arguments."""
     save_model(chatty, tmp_path / "model")
     questions = [
         {"question_id": n, "category": "qa", "turns": ["abc ab " * (1 + 5 * n)]} for n in range(4)
     ]
     lines = [json.dumps(question) + "\n" for question in questions]
     (tmp_path / "prompts.jsonl").write_text("".join(lines))
-    with script_module("load_test") as script:
+    paths = {name: str(tmp_path / file) for name, file in (("target", "model"), ("out", "out"))}
+    paths["prompts"] = str(tmp_path / "prompts.jsonl")
+
+    def run(script, **values):
         flags.FLAGS.mark_as_parsed()
         with flagsaver.flagsaver(
-            target=str(tmp_path / "model"),
-            prompts=str(tmp_path / "prompts.jsonl"),
-            requests=24,
-            rate=200.0,
-            slots=3,
-            new_tokens=["2", "60"],
-            drafter="ngram",
-            num_speculative_tokens="3",
-            verify=rule,
-            aborts=0.4,
-            abort_after=0.05,
-            out=str(tmp_path / "out"),
+            drafter="ngram", slots=3, num_speculative_tokens="3", **paths, **values
         ):
-            assert script.main([]) == 0
+            return script.main([])
+
+    with script_module("load_test") as script:
+        yield functools.partial(run, script)
+
+
+@pytest.mark.parametrize("rule", ["rejection", *slow("coupled", "block")])
+def test_every_answer_is_what_it_is_alone(rule, load_test, tmp_path, capsys):
+    assert not load_test(
+        requests=24, rate=200.0, new_tokens=["2", "60"], verify=rule, aborts=0.4, abort_after=0.05
+    )
     said = capsys.readouterr().out
     assert "lost: 0; different from alone: 0" in said
     assert " abort" in said
@@ -49,6 +54,25 @@ def test_every_answer_is_what_it_is_alone(rule, chatty, tmp_path, capsys):
     assert report["summary"]["first_token_s"]["p95"] >= report["summary"]["waiting_s"]["p95"] >= 0
     assert sum(step["tokens"] for step in report["steps"]) == report["summary"]["tokens"]
     assert len(list((tmp_path / "out").glob("load_*.png"))) == 3
+
+
+def test_a_shared_prefix_in_a_small_pool(load_test, capsys):
+    assert not load_test(
+        requests=8,
+        rate=0.0,
+        new_tokens=["60", "60"],
+        system=70,
+        kv_page_size=64,
+        num_kv_pages=6,
+        aborts=0.0,
+        pairs=1,
+    )
+    said = capsys.readouterr().out
+    assert "lost: 0; different from alone: 0" in said
+    without, shares = re.findall(r"with(?:out)? sharing: (\d+) prompt tokens read, (\d+)", said)
+    assert int(shares[1]) > int(without[1]) == 0
+    assert int(shares[0]) < int(without[0])
+    assert "times sooner with sharing (median of 1" in said
 
 
 def test_an_engines_report_and_pictures(tmp_path):

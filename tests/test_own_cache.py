@@ -106,16 +106,24 @@ def distributions(session):
 
 @pytest.mark.parametrize("name", ["eagle3", *slow("draft_model", "mtp_2", "dflash")])
 def test_drafts_depend_on_no_other_keys(name, tiny, similar):
-    """Not on those between the sinks and the window; but on these, and on all without a window."""
+    """Not on those between the sinks and the window; but on these, and on all without a window.
+
+    A window that is longer than the row changes no bit.
+    """
     options = dict(sampling=SamplingParams(temperature=0.8), num_speculative_tokens=2)
-    few, every = (
+    few, every, longer = (
         distributions(
             make_session(
                 tiny, PROMPTS[2:3], drafter=drafter_of(name, tiny, similar, **limits), **options
             )
         )
-        for limits in ({}, {"sliding_window": None, "sinks": 0})
+        for limits in (
+            {},
+            {"sliding_window": None, "sinks": 0},
+            {"sliding_window": 64, "sinks": 0},
+        )
     )
+    np.testing.assert_array_equal(longer(0, 0), every(0, 0))
     # The oldest key that any token sees is the fifth before the last but one.
     length = len(PROMPTS[2])
     hidden = 2, length - 6
@@ -162,6 +170,15 @@ def test_rows_draft_as_they_do_alone(name, tiny, similar):
     assert together.token_ids == alone.token_ids
     for counts in ("drafted", "accepted", "emitted"):
         np.testing.assert_array_equal(getattr(together, counts), getattr(alone, counts))
+
+
+def test_heads_attend_to_as_many_tokens_as_the_rows_that_they_were_trained_on(tiny):
+    untrained = eagle_head(tiny, spread=0.3)
+    head = dataclasses.replace(untrained, training={"config": {"row_tokens": 64}})
+    by_default, every = head_drafter(head, tiny), head_drafter(head, tiny, sliding_window=None)
+    windows = [by_default, every, head_drafter(head, tiny, sliding_window=7)]
+    windows.append(head_drafter(untrained, tiny))
+    assert [one.drafter.sliding_window for one in windows] == [64, None, 7, None]
 
 
 def small_drafter(target, **options):

@@ -83,8 +83,10 @@ class PairDrafter(OwnCacheDrafter, HeadDrafter):
         """Return a drafter for a trained head; `params` come from `complete_parameters`.
 
         Its caches are sharded like the target's if its number of heads allows, and are read in the
-        form that the target uses.
+        form that the target uses. Without a `sliding_window` among the options, it is as long as
+        the rows that the head was trained on, if that is known; with None there is no window.
         """
+        options = {"sliding_window": head.row_tokens, **options}
         shards = target.shards if can_split(head.config.decoder, target.shards) else 1
         functions = cls.head_class(
             head.config,

@@ -140,6 +140,13 @@ class Head:
                     f"draft vocabulary: {len(self.draft_ids)} token ids for draft_vocab_size={size}"
                 )
 
+    @property
+    def row_tokens(self) -> int | None:
+        """The most tokens of a row of the latest training run, or None if that is unknown."""
+        config = self.training.get("config")
+        tokens = config.get("row_tokens") if isinstance(config, dict) else None
+        return tokens if isinstance(tokens, int) and tokens > 0 else None
+
 
 def own_modules(model: Model) -> Head | None:
     """Return a model's MTP modules as a head for that model, or None if it has none."""
