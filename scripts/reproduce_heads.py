@@ -4,7 +4,7 @@
 
 Stages: the target answers prompts, then questions that it asks itself, its features are stored, the
 EAGLE-3 head, the draft model and the Medusa heads are trained, and their parameters are written in
-half precision to W/heads. Each stage is a command that resumes where it was stopped and does
+8 bits to W/heads. Each stage is a command that resumes where it was stopped and does
 nothing once it has finished, so that the same call continues. `--responses` adds existing datasets
 of answers, `--nogenerate` uses only those, and `--kinds` names the drafters. `--install` copies the
 heads to the folder of bundled heads; their model cards there are edited by hand. `--size=debug`
@@ -95,7 +95,7 @@ def _run_stages(options: SimpleNamespace) -> int:
 
 
 def export(options: SimpleNamespace, root: Path) -> None:
-    """Write each head in half precision, and print its size."""
+    """Write each head in 8 bits, and print its size."""
     for kind in options.kinds:
         head = export_head(root / kind, root / "heads" / kind)
         if options.install:

@@ -3,8 +3,9 @@
     python -m specjax.export --head=PATH --format=eagle3 --output=DIR
 
 PATH is a head saved by specjax, a directory in one of the formats, or the kind of a bundled head,
-such as eagle3. Formats are medusa, eagle, eagle3, speculators and specjax. The written head is read
-back and compared bit by bit. Exit codes: 0; 2 for bad input; 130 after Ctrl-C or SIGTERM.
+such as eagle3. Formats are those of other tools, specjax, and compact, which is specjax's with
+kernels and embeddings in 8 bits. The written head is read back and compared bit by bit. Exit codes:
+0; 2 for bad input; 130 after Ctrl-C or SIGTERM.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from specjax.loading import head_formats
 from specjax.loading.find_head import open_head
 from specjax.loading.head_formats.eagle3_layer_ids import CONVENTIONS
 from specjax.loading.head_formats.read_write import check_format, whole_vocabulary
-from specjax.loading.heads.head import KINDS, Head, check_same, read_head, save_head
+from specjax.loading.heads.head import KINDS, Head, check_same, compacted, read_head, save_head
 from specjax.loading.load import DEFAULT_MODEL, DTYPE, load_model
 from specjax.loading.model import Model
 from specjax.loading.storage.checkpoint_directory import is_checkpoint
 
-OWN = "specjax"
-FORMATS = (*head_formats.FORMATS, OWN)
+OWN = ("specjax", "compact")
+FORMATS = (*head_formats.FORMATS, *OWN)
 
 
 def parser() -> Parser:
@@ -83,7 +84,7 @@ def export(options: SimpleNamespace) -> int:
             f"head={options.head!r}: no such directory; give that of a saved head, or the kind of "
             f"one that comes with specjax ({', '.join(KINDS)})"
         )
-    own = options.format == OWN
+    own, compact = options.format in OWN, options.format == "compact"
     folders.check_replaceable(output, "drafter" if own else "head", where, overwrite=not own)
     head = None
     if not shipped and is_checkpoint(source):
@@ -95,7 +96,8 @@ def export(options: SimpleNamespace) -> int:
         foreign = head_formats.read_foreign(source, target, layer_ids=options.read_layer_ids)
         head = _prepared(foreign, options)
     if own:
-        save_head(head, output)
+        head = compacted(head) if compact else head
+        save_head(head, output, compact=compact)
         check_same(head, read_head(output), str(output))
     else:
         head_formats.write_foreign(
@@ -107,7 +109,7 @@ def export(options: SimpleNamespace) -> int:
 
 def _prepared(head: Head, options: SimpleNamespace) -> Head:
     """Return the head to write, after checking that the format can represent it."""
-    if options.format != OWN:
+    if options.format not in OWN:
         check_format(head, options.format)
     return whole_vocabulary(head) if options.whole_vocabulary else head
 

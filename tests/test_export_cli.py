@@ -11,7 +11,7 @@ from tiny_models import eagle_head, mtp_head
 
 from specjax import export
 from specjax.loading.head_formats import read_foreign
-from specjax.loading.heads.head import check_same, read_head, save_head
+from specjax.loading.heads.head import check_same, compacted, read_head, save_head
 from specjax.loading.load import load_model, save_model
 from train.methods.distill import DistillLoss, distill_method
 
@@ -51,6 +51,9 @@ def test_formats_there_and_back(target, saved, tmp_path, capsys):
     flags = [f"--head={tmp_path / 'eagle3'}", f"--target={path}"]
     assert run(*flags, "--format=specjax", f"--output={tmp_path / 'own'}") == 0
     check_same(saved[1], read_head(tmp_path / "own"), "own")
+    assert run(*flags, "--format=compact", f"--output={tmp_path / 'compact'}") == 0
+    assert "eagle3 for" in capsys.readouterr().out
+    check_same(compacted(saved[1]), read_head(tmp_path / "compact"), "compact")
     assert run(*flags, "--format=speculators", f"--output={tmp_path / 'other'}") == 0
     check_same(saved[1], read_foreign(tmp_path / "other", model), "other")
 

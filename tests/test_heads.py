@@ -1,22 +1,40 @@
 """Trained heads on disk: what comes back, and what is refused."""
 
 import dataclasses
+import functools
 import json
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_models import eagle_config, eagle_head, mtp_head, with_modules
+from tiny_models import (
+    block_head,
+    eagle_config,
+    eagle_head,
+    medusa_head,
+    mtp_head,
+    some_ids,
+    with_modules,
+)
 
 import specjax
 from specjax.drafters import head_drafter
 from specjax.errors import InputError
 from specjax.files import folders
-from specjax.loading.checkpoints import save_checkpoint, save_drafter
+from specjax.loading.checkpoints import load_drafter, save_checkpoint, save_drafter
 from specjax.loading.find_head import SHIPPED, open_head, shipped_heads
-from specjax.loading.heads.head import TargetMetadata, read_head, save_head
+from specjax.loading.heads.compact import compact_arrays, float_params
+from specjax.loading.heads.head import (
+    TargetMetadata,
+    check_same,
+    compacted,
+    parameter_table,
+    read_head,
+    save_head,
+)
 from specjax.loading.load import random_model
+from specjax.loading.quantize import is_quantized, quantized_params
 from specjax.models.heads.draft_vocabulary import check_draft_ids, expand, most_frequent
 
 
@@ -37,6 +55,93 @@ def test_a_head_comes_back_whole(dtype, tiny, tmp_path):
     size = sum(leaf.size for leaf in jax.tree.leaves(head.params)) + len(head.draft_ids)
     assert drafter.own_bytes(tiny.params) == 4 * size
     assert specjax.make_drafter("early_exit", tiny, exit_layer=1).own_bytes(tiny.params) == 0
+
+
+@pytest.fixture(scope="module")
+def wide(tiny):
+    """A target with kernels of 32 and 64 inputs, and others that are not whole groups."""
+    return other(tiny, hidden_size=32)
+
+
+COMPACT = {
+    "eagle3": lambda target: eagle_head(target, vocabulary=40),
+    "medusa": lambda target: medusa_head(target, some_ids(target, 40, 0), original_lm_head=False),
+    "dspark": lambda target: block_head(target, markov_rank=32, confidence=True),
+}
+
+
+def stored_arrays(head):
+    return compact_arrays("head", parameter_table(head.config), head.params)
+
+
+def largest_error(head, arrays):
+    """The largest difference of compact arrays to a head, relative to a leaf's largest weight."""
+    params = float_params(parameter_table(head.config), arrays)
+    errors = jax.tree.map(lambda a, b: abs(a - b).max() / abs(b).max(), params, head.params)
+    return max(jax.tree.leaves(errors))
+
+
+@pytest.mark.parametrize("kind", COMPACT)
+def test_a_compact_head_comes_back_rounded_once(kind, wide, tmp_path):
+    head = COMPACT[kind](wide)
+    save_head(head, tmp_path / "head", compact=True)
+    again = read_head(tmp_path / "head")
+    check_same(compacted(head), again, "compact")
+    check_same(again, compacted(again), "rounded twice")
+    assert {leaf.dtype for leaf in jax.tree.leaves(again.params)} == {jnp.dtype("float32")}
+    arrays, integers = load_drafter(tmp_path / "head")[0], 0
+    table = parameter_table(head.config)
+    loaded = quantized_params(table, again.params, "int8", fitting=True)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(loaded, is_leaf=is_quantized):
+        stored = functools.reduce(lambda node, step: node[step.key], path, arrays)
+        if is_quantized(leaf):
+            np.testing.assert_array_equal(leaf.values, stored["values"])
+            np.testing.assert_array_equal(leaf.scales, stored["scales"].astype(jnp.float32))
+        elif path[-1].key == "embedding":
+            assert stored["values"].shape == leaf.shape
+        else:
+            assert stored.dtype == jnp.float16
+        integers += leaf.size * isinstance(stored, dict)
+    assert integers > 0.6 * sum(leaf.size for leaf in jax.tree.leaves(again.params))
+    assert largest_error(head, stored_arrays(head)) < 1 / 250
+
+
+def test_scales_of_another_column_are_noticed(wide):
+    head = COMPACT["eagle3"](wide)
+    arrays = stored_arrays(head)
+    scales = arrays["fc"]["kernel"]["scales"]
+    arrays["fc"]["kernel"]["scales"] = np.roll(scales, 1, axis=0)
+    assert largest_error(head, arrays) > 1 / 50
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda kernel: kernel.update(scales=kernel["scales"][:, 1:]), r"scales bfloat16\[32, 2\]"),
+        (lambda kernel: kernel.update(values=kernel["values"].T), r"values int8\[96, 32\]"),
+        (
+            lambda kernel: kernel.update(scales=kernel["scales"].astype(np.float32)),
+            r"scales float32\[32, 3\], not bfloat16\[32, 3\]",
+        ),
+        (lambda kernel: kernel.pop("scales"), r"\(missing: fc\.kernel\.scales\)"),
+    ],
+)
+def test_arrays_that_no_compact_head_has(change, says, wide, tmp_path):
+    save_head(COMPACT["eagle3"](wide), tmp_path / "head", compact=True)
+    arrays, metadata = load_drafter(tmp_path / "head")
+    change(arrays["fc"]["kernel"])
+    save_drafter(tmp_path / "other", arrays, metadata)
+    with pytest.raises(InputError, match=rf"other: compact: .*{says}.*; export the head again$"):
+        read_head(tmp_path / "other")
+
+
+def test_numbers_that_a_compact_head_cannot_hold(wide, tmp_path):
+    head = COMPACT["eagle3"](wide)
+    scale = head.params["final_norm"]["scale"].at[0].set(1e6)
+    large = dataclasses.replace(head, params={**head.params, "final_norm": {"scale": scale}})
+    with pytest.raises(InputError, match=r"head: final_norm\.scale does not fit in half precision"):
+        save_head(large, tmp_path / "head", compact=True)
+    assert not (tmp_path / "head").exists()
 
 
 def other(tiny, **changes):

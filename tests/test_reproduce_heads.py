@@ -18,6 +18,7 @@ from tiny_models import eagle_head
 
 from specjax.files import folders
 from specjax.loading import find_head
+from specjax.loading.checkpoints import load_drafter
 from specjax.loading.heads.head import read_head, save_head
 
 
@@ -188,5 +189,8 @@ def test_from_the_target_to_an_installed_head(script, tiny, tmp_path, monkeypatc
     installed = shipped / head.target.name / "eagle3"
     assert f"wrote {installed}: " in capsys.readouterr().out
     for folder in (root / "heads" / "eagle3", installed):
-        leaves = jax.tree.leaves(read_head(folder).params)
-        assert {np.asarray(leaf).dtype for leaf in leaves} == {np.dtype("float16")}
+        arrays = load_drafter(folder)[0]
+        del arrays["draft_ids"]
+        # Kernels of 24, 40 and 72 inputs are not rounded to 8 bits.
+        assert {leaf.dtype for leaf in jax.tree.leaves(arrays)} == {np.dtype("float16")}
+        assert read_head(folder).training == {"step": 9}

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import jax
-import numpy as np
-
 from lib.trainers import TRAINERS
-from specjax.errors import InputError
 from specjax.loading.heads.head import Head, read_head, save_head
 
 
@@ -69,24 +64,17 @@ def stages(
 
 
 def export_head(trained: Path, folder: Path) -> Head:
-    """Write the head that a run in the folder `trained` exported in half precision; return it.
+    """Write the head that a run in the folder `trained` exported in its compact form; return it.
 
     Prints the size. Raises InputError if a parameter does not fit.
     """
     head = read_head(trained / "export")
-    half = jax.tree.map(lambda leaf: np.asarray(leaf, np.float16), head.params)
-    if not all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(half)):
-        raise InputError(
-            f"{trained}: a parameter does not fit in half precision; train it anew in "
-            "another workdir, at a lower learning_rate"
-        )
-    head = dataclasses.replace(head, params=half)
     write_head(head, folder)
     return head
 
 
 def write_head(head: Head, folder: Path) -> None:
-    """Write a head, replacing an earlier one, and print its size."""
-    save_head(head, folder, overwrite=True)
+    """Write a head in its compact form, replacing an earlier one, and print its size."""
+    save_head(head, folder, overwrite=True, compact=True)
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     print(f"wrote {folder}: {size / 1e6:.1f} MB", flush=True)

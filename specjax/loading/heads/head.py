@@ -15,6 +15,7 @@ from specjax.errors import InputError
 from specjax.loading import checkpoints
 from specjax.loading.compare_arrays import differences, in_words, leaf_name
 from specjax.loading.dataclass_json import read_dataclass
+from specjax.loading.heads.compact import compact_arrays, float_params
 from specjax.loading.model import Model
 from specjax.models.decoder import check_features
 from specjax.models.heads import medusa
@@ -90,12 +91,16 @@ class TargetMetadata:
 
 @dataclass(frozen=True)
 class _Metadata:
-    """The metadata saved with a head's arrays; the type of `config` depends on the kind."""
+    """The metadata saved with a head's arrays; the type of `config` depends on the kind.
+
+    `compact` says that the arrays are those of `heads.compact`.
+    """
 
     kind: Literal["draft_model", "medusa", "eagle", "eagle3", "mtp", "dflash", "dspark"]
     config: dict
     target: TargetMetadata
     training: dict
+    compact: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,25 +170,43 @@ def parameter_table(config: Config) -> dict[str, Any]:
     return {name: whole[name] for name in ("layers", "final_norm")}
 
 
-def save_head(head: Head, directory: str | Path, *, overwrite: bool = False) -> None:
+def compacted(head: Head) -> Head:
+    """Return the head that is read after `head` was saved with `compact`: rounded, in float32.
+
+    Raises InputError as `compact_arrays` does.
+    """
+    table = parameter_table(head.config)
+    return dataclasses.replace(
+        head, params=float_params(table, compact_arrays("head", table, head.params))
+    )
+
+
+def save_head(
+    head: Head, directory: str | Path, *, overwrite: bool = False, compact: bool = False
+) -> None:
     """Write a head as an Orbax checkpoint, atomically.
 
-    Every process must call it. `overwrite` replaces an earlier head in `directory`. Raises
-    InputError as `checkpoints.save_drafter` does.
+    Every process must call it. `overwrite` replaces an earlier head in `directory`. With `compact`
+    kernels and embeddings are rounded to 8 bits (`heads.compact`), a quarter of float32. Raises
+    InputError as `checkpoints.save_drafter` does, and for numbers that do not fit.
     """
     params = dict(head.params)
+    if compact:
+        params = compact_arrays(str(directory), parameter_table(head.config), params)
     if head.draft_ids is not None:
         params["draft_ids"] = np.asarray(head.draft_ids, np.int32)
     config = dataclasses.asdict(head.config)
-    metadata = dataclasses.asdict(_Metadata(head.kind, config, head.target, head.training))
+    saved = _Metadata(head.kind, config, head.target, head.training, compact)
+    metadata = dataclasses.asdict(saved)
     checkpoints.save_drafter(directory, params, metadata, overwrite=overwrite)
 
 
 def read_head(directory: str | Path, mesh: Mesh | None = None) -> Head:
     """Return a head that `save_head` wrote; on a mesh its arrays are replicated.
 
-    Kernels that an earlier version saved in parts are joined (`joined_kernels.with_joined`). Every
-    process must call it. Raises InputError for anything that is not an intact head.
+    If they were saved with `compact`, they are in float32. Kernels that an earlier version saved in
+    parts are joined (`joined_kernels.with_joined`). Every process must call it. Raises InputError
+    for anything that is not an intact head.
     """
     params, metadata = checkpoints.load_drafter(directory, mesh)
     try:
@@ -191,8 +214,12 @@ def read_head(directory: str | Path, mesh: Mesh | None = None) -> Head:
         config = read_dataclass("config", _CONFIGS[saved.kind], saved.config)
         ids = params.pop("draft_ids", None)
         ids = None if ids is None else np.asarray(ids)
-        if not isinstance(config, MedusaConfig):
-            params = with_joined(params, parameter_table(config), config.decoder)
+        table = parameter_table(config)
+        if saved.compact:
+            where = jax.tree.leaves(params)[0].sharding
+            params = jax.device_put(float_params(table, params), where)
+        elif not isinstance(config, MedusaConfig):
+            params = with_joined(params, table, config.decoder)
         return Head(saved.kind, config, params, ids, saved.target, saved.training)
     except InputError as error:
         raise InputError(f"{directory}: {error}") from None

@@ -113,26 +113,31 @@ class QuantizedKernel:
 
         return jax.tree.map(chosen, self.replace(layer=None))
 
-    def dequantized(self, dtype: Any = jnp.float32) -> Float[Array, "*L D F"]:
-        """Return the weights as an array of `dtype`, computed in float32."""
+    def dequantized(self, dtype: Any = jnp.float32) -> Float[Array | np.ndarray, "*L D F"]:
+        """Return the weights as an array of `dtype`, computed in float32; NumPy's if these are."""
         kernel = self.of_layer()
         rows = _weights(kernel.values, kernel.scales, kernel.minimums)
-        return jnp.swapaxes(rows, -1, -2).astype(dtype)
+        return rows.swapaxes(-1, -2).astype(dtype)
 
 
 def quantize(
-    kernel: Float[Array, "*L D F"], bits: int, per_channel: bool = False
+    kernel: Float[Array, "*L D F"],
+    bits: int,
+    per_channel: bool = False,
+    scale_dtype: Any = jnp.float32,
 ) -> QuantizedKernel:
     """Return a kernel rounded to the nearest integers in groups of 32 inputs, or per output.
 
     `bits` is 4 or 8, and must be 8 if `per_channel` is set; D must be a multiple of 32. With 8 bits
-    the integers are -127 to 127 and the largest magnitude is exact; with 4 bits they are 0 to 15,
-    and the largest and smallest weights are exact.
+    the integers are -127 to 127 and the largest magnitude is exact up to the rounding of its scale
+    to `scale_dtype`; with 4 bits they are 0 to 15, and the largest and smallest weights are exact.
     """
     rows = jnp.swapaxes(kernel, -1, -2).astype(jnp.float32)
     groups = rows.reshape(*rows.shape[:-1], -1, rows.shape[-1] if per_channel else GROUP)
     if bits == 8:
+        precision = jnp.finfo(scale_dtype)
         scales = jnp.max(jnp.abs(groups), axis=-1) / 127
+        scales = lax.reduce_precision(scales, precision.nexp, precision.nmant)
         integers = jnp.clip(jnp.round(groups / _divisor(scales)), -127, 127).astype(jnp.int8)
         return QuantizedKernel(integers.reshape(rows.shape), scales, None)
     minimums = jnp.min(groups, axis=-1)
@@ -189,8 +194,10 @@ def _divisor(scales: Float[Array, "*L F J"]) -> Float[Array, "*L F J 1"]:
 
 
 def _weights(
-    values: jax.Array, scales: Float[Array, "*L F J"], minimums: jax.Array | None
-) -> Float[Array, "*L F D"]:
+    values: Array | np.ndarray,
+    scales: Float[Array | np.ndarray, "*L F J"],
+    minimums: Array | np.ndarray | None,
+) -> Float[Array | np.ndarray, "*L F D"]:
     """Return the rows of weights that integers, scales and minimums stand for, in float32."""
     groups = values.reshape(*scales.shape, -1)
     if minimums is not None:
