@@ -184,6 +184,62 @@ def test_confidence_ends_a_draft_before_the_token_is_drawn(tiny):
     assert lengths[0] == 0 < lengths[1] < lengths[2]
 
 
+def best_first(marginals, count):
+    """DDTree's tree: of all paths of ranks, the `count` with the largest products of marginals."""
+    ranked = -np.sort(-marginals, axis=1)
+    taken, waiting = [], [((rank,), odds) for rank, odds in enumerate(ranked[0])]
+    while waiting and len(taken) < count:
+        best = max(waiting, key=lambda one: one[1])
+        waiting.remove(best)
+        taken.append(best)
+        path, odds = best
+        if len(path) < len(ranked):
+            waiting += [((*path, rank), odds * one) for rank, one in enumerate(ranked[len(path)])]
+    return taken
+
+
+def test_a_dynamic_tree_over_marginals_is_the_best_of_all(tiny):
+    """The broken variant follows fewer paths."""
+    head, tree = block_head(tiny, spread=0.5), {"kind": "dynamic", "depth": 3, "num_nodes": 10}
+    whole, narrow = (
+        head_drafter(head, tiny, tree={**tree, **more}).drafter for more in ({}, {"topk": 2})
+    )
+    assert (whole.tree.topk, narrow.tree.topk) == (10, 2)
+    session = session_of(tiny, head_drafter(head, tiny))
+    state, params = first_state(session), session.params[1][0]
+    context = make_context(session.plan, session.params[0], state)
+
+    @jax.jit
+    def propose(own):
+        block, root = whole.head, context.token_at(context.length - 1)[:, None]
+        tokens = jnp.pad(root, ((0, 0), (0, 3)), constant_values=head.config.mask_token_id)
+        positions = (context.length - 1)[:, None] + jnp.arange(4)[None]
+        states = block.extend(params, tokens, positions, own.cache)[:, 1:]
+        drafts = [
+            drafter.propose(params, own, context, lambda _: jnp.zeros((8, 61)))[0]
+            for drafter in (whole, narrow)
+        ]
+        return jax.nn.softmax(block.logits(params, states)), drafts
+
+    def ranks_of(draft, marginals):
+        """The ranks of the tokens on the path to each node."""
+        paths = [()]
+        for parent, token in zip(*draft, strict=True):
+            odds = marginals[len(paths[parent])]
+            paths.append((*paths[parent], int((odds > odds[token]).sum())))
+        return set(paths[1:])
+
+    marginals, drafts = propose(observed(session, state)[0])
+    rows, worse = np.flatnonzero(np.asarray(context.limit) >= 3), [0, 0]
+    for row in rows:
+        wanted = {path for path, _ in best_first(np.asarray(marginals[row], np.float64), 10)}
+        for index, draft in enumerate(drafts):
+            nodes = draft.topology.row_parents[row].tolist(), draft.tokens[row].tolist()
+            worse[index] += ranks_of(nodes, marginals[row]) != wanted
+    assert worse[0] == 0 < worse[1]
+    assert len(rows) > 4
+
+
 def test_options_are_checked(tiny):
     for options, says in (
         (dict(block_size=1), "block_size=1: the anchor alone drafts nothing"),

@@ -20,6 +20,8 @@ _CHOICES = Items(
 )
 USUAL_DEPTH, USUAL_TOPK, USUAL_NODES = 5, 8, 32
 """The default depth, children of a node, and nodes of a tree."""
+MOST_TOPK = 64
+"""The largest number of children of a node."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +42,7 @@ class TreeOptions:
     """
 
     kind: TreeKind = "chain"
-    topk: Annotated[int | None, optional(Whole(1, 64))] = None
+    topk: Annotated[int | None, optional(Whole(1, MOST_TOPK))] = None
     depth: Annotated[int | None, optional(Whole(1, 64))] = None
     num_nodes: Annotated[int | None, optional(Whole(1, 1023))] = None
     choices: Annotated[tuple[tuple[int, ...], ...] | None, optional(_CHOICES)] = None

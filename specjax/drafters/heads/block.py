@@ -23,6 +23,7 @@ from jaxtyping import Array, Float, Int
 from specjax.cache import KVCache, commit
 from specjax.drafters.base import Accepted, Context, LoadedDrafter, Noise
 from specjax.drafters.growth.level import Level
+from specjax.drafters.growth.tree_options import MOST_TOPK, TREE, USUAL_NODES, TreeOptions
 from specjax.drafters.heads.head_drafter import HeadDrafter
 from specjax.drafters.own_cache import OwnCacheDrafter
 from specjax.errors import InputError
@@ -48,13 +49,20 @@ class BlockDrafter(OwnCacheDrafter, HeadDrafter):
     Its parameters have "shared" and, for a draft vocabulary, "draft_ids". Options are those of
     `OwnCacheDrafter`; by default it drafts the whole block, and a shorter draft runs fewer slots.
     In chains of a head with a confidence head, `draft_p_min` and the limit of confidence apply to
-    its estimate instead of the probability of the likeliest token. Raises InputError for invalid
-    options, and for chains and trees that are longer than a block.
+    its estimate instead of the probability of the likeliest token. The default `topk` of a dynamic
+    tree is 8 or, over marginals, which give every level at once, `num_nodes`: that is the best tree
+    of all (DDTree, 2604.12989). Raises InputError for invalid options, and for chains and trees
+    that are longer than a block.
     """
 
     head: Block = field(kw_only=False)
 
     def __post_init__(self) -> None:
+        tree, config = TREE.check("drafter.tree", self.tree), self.head.config
+        is_unset = isinstance(tree, TreeOptions) and (tree.kind, tree.topk) == ("dynamic", None)
+        if is_unset and not (config.markov_rank or config.selector_rank):
+            nodes = min(tree.num_nodes or USUAL_NODES, MOST_TOPK)
+            object.__setattr__(self, "tree", replace(tree, topk=nodes))
         super().__post_init__()
         head = replace(self.head, sliding_window=self.attention_window)
         object.__setattr__(self, "head", head)
