@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -69,14 +71,16 @@ class KVCache:
     slots hold arbitrary values, which readers must mask. With `pages`, `k` and `v` are arrays
     [L, P, G, page, C] of pages, and row b has its tokens in the pages `pages[b]`, in order; numbers
     out of range stand for no page. The pages may be a pool that all rows share (Kwon et al. 2023,
-    arXiv:2309.06180), or the rows of another cache, each a page of its own (`lend`). Without arrays
-    it only has lengths, of rows whose entries another cache holds.
+    arXiv:2309.06180), or the rows of another cache, each a page of its own (`lend`). Pages and rows
+    are divided into `shards` equal parts, and numbers in `pages` count from the first page of a
+    row's part. Without arrays it only has lengths, of rows whose entries another cache holds.
     """
 
     k: Entries | None
     v: Entries | None
     length: Int[Array, "B"]
     pages: Int[Array, "B N"] | None = None
+    shards: int = struct.field(pytree_node=False, default=1)
 
     @property
     def capacity(self) -> int:
@@ -139,18 +143,20 @@ class KVCache:
         them.
         """
         layers, _, heads, size, _ = self.k.shape
-        shape = (layers, index.shape[1], heads, index.shape[3])
-        rows = jnp.arange(index.shape[1])[None, :, None, None]
-        where = (
-            jnp.arange(layers)[:, None, None, None],
-            self.pages[rows, index // size],
-            jnp.arange(heads)[None, None, :, None],
-            index % size,
-        )
-        counts = (jnp.arange(shape[3])[None, :] < length[:, None])[None, :, None, :, None]
+        counts = (jnp.arange(index.shape[3])[None, :] < length[:, None])[None, :, None, :, None]
+
+        def of_rows(array: jax.Array, pages: jax.Array, index: jax.Array) -> jax.Array:
+            where = (
+                jnp.arange(layers)[:, None, None, None],
+                pages[jnp.arange(len(pages))[None, :, None, None], index // size],
+                jnp.arange(heads)[None, None, :, None],
+                index % size,
+            )
+            shape = (layers, len(pages), heads, index.shape[3])
+            return array.at[tuple(jnp.broadcast_to(one, shape) for one in where)].get(mode="clip")
 
         def gather(array: jax.Array) -> jax.Array:
-            taken = array.at[tuple(jnp.broadcast_to(one, shape) for one in where)].get(mode="clip")
+            taken = by_shard(self.shards, of_rows, (1, 0, 1), 1, array, self.pages, index)
             return jnp.where(counts, taken, jnp.zeros((), taken.dtype))
 
         k, v = jax.tree.map(gather, (self.k, self.v))
@@ -172,7 +178,7 @@ class KVCache:
     def lend(self, rows: Int[Array, "A"], length: Int[Array, "A"]) -> KVCache:
         """Return a view of `rows`, in range, that have these lengths."""
         pages = rows[:, None] if self.pages is None else self.pages[rows]
-        return KVCache(self.k, self.v, length, pages)
+        return self.replace(length=length, pages=pages)
 
     def without_entries(self) -> KVCache:
         """Return the lengths alone."""
@@ -248,27 +254,53 @@ def _append(
     keep = step < count[:, None]
     target = jnp.where(keep, cache.length[:, None] + step, cache.capacity)
     source = jnp.where(keep, slots, 0)[None, :, None, :, None]
-    where, dimensions = target[:, :, None], _APPEND
-    if cache.pages is not None:
-        size, none = cache.k.shape[3], cache.k.shape[1]
-        pages = jnp.take_along_axis(
-            cache.pages, target // size, axis=1, mode="fill", fill_value=none
-        )
-        where, dimensions = jnp.stack([pages, target % size], axis=2), _APPEND_TO_PAGES
+
+    def put_at(
+        into: jax.Array, new: jax.Array, where: jax.Array, dimensions: lax.ScatterDimensionNumbers
+    ) -> jax.Array:
+        index = jnp.broadcast_to(where[None, :, None], (*new.shape[:3], *where.shape[1:]))
+        mode = lax.GatherScatterMode.FILL_OR_DROP
+        return lax.scatter(into, index, new, dimensions, mode=mode)
+
+    def put_in_pages(
+        into: jax.Array, new: jax.Array, pages: jax.Array, target: jax.Array
+    ) -> jax.Array:
+        none, size = into.shape[1], into.shape[3]
+        pages = jnp.take_along_axis(pages, target // size, axis=1, mode="fill", fill_value=none)
+        where = jnp.stack([pages, target % size], axis=2)
+        return put_at(into, new, where, _APPEND_TO_PAGES)
 
     def append(into: jax.Array, new: jax.Array) -> jax.Array:
-        layers, batch, heads = new.shape[:3]
-        shape = (layers, batch, heads, *where.shape[1:])
-        return lax.scatter(
-            into,
-            jnp.broadcast_to(where[None, :, None], shape),
-            jnp.take_along_axis(new, source, axis=3),
-            dimensions,
-            mode=lax.GatherScatterMode.FILL_OR_DROP,
-        )
+        new = jnp.take_along_axis(new, source, axis=3)
+        if cache.pages is None:
+            return put_at(into, new, target[:, :, None], _APPEND)
+        operands = into, new, cache.pages, target
+        return by_shard(cache.shards, put_in_pages, (1, 1, 0, 0), 1, *operands)
 
     k, v = jax.tree.map(append, (cache.k, cache.v), new)
     return cache.replace(k=k, v=v, length=cache.length + count)
+
+
+def by_shard(
+    shards: int, function: Callable[..., jax.Array], axes: Sequence[int], out: int, *operands: Any
+) -> jax.Array:
+    """Return `function(*operands)`, computed for each of `shards` equal parts of the operands.
+
+    `axes` are the axes along which the operands, arrays or trees of arrays, are divided, and `out`
+    is that along which the results are joined. The parts are a batch dimension of all that the
+    function does, so that a mesh over which they are sharded exchanges nothing.
+    """
+    if shards == 1:
+        return function(*operands)
+
+    def divided(axis: int, operand: Any) -> Any:
+        def divide(array: jax.Array) -> jax.Array:
+            return array.reshape(*array.shape[:axis], shards, -1, *array.shape[axis + 1 :])
+
+        return jax.tree.map(divide, operand)
+
+    result = jax.vmap(function, tuple(axes), out)(*map(divided, axes, operands))
+    return result.reshape(*result.shape[:out], -1, *result.shape[out + 2 :])
 
 
 def _pad(array: jax.Array, axis: int, slots: int) -> jax.Array:

@@ -582,8 +582,9 @@ def test_the_scheduler_keeps_the_order_of_arrival():
     scheduler = Scheduler(2)
     for name in "abcda":
         scheduler.add(request(name))
-    assert [(slot, one.id) for slot, one in scheduler.take(5)] == [(0, "a"), (1, "b")]
-    assert scheduler.take(1) == []
+    taken = scheduler.take(scheduler.free_slots)
+    assert [(slot, one.id) for slot, one in taken] == [(0, "a"), (1, "b")]
+    assert scheduler.take(scheduler.free_slots) == []
     first, last = scheduler.samples("a")
     assert scheduler.slots[0] is first
     assert scheduler.free(first) == 0
@@ -592,9 +593,9 @@ def test_the_scheduler_keeps_the_order_of_arrival():
     assert scheduler.free(waits) is None
     assert not scheduler.has("d")
     assert scheduler.samples("d") == []
-    assert [(slot, one.id) for slot, one in scheduler.take(5)] == [(0, "c")]
+    assert [(slot, one.id) for slot, one in scheduler.take(scheduler.free_slots)] == [(0, "c")]
     assert [one.id for one in scheduler] == ["c", "b", "a"]
-    assert (len(scheduler), scheduler.num_free, scheduler.num_waiting) == (3, 0, 1)
+    assert (len(scheduler), scheduler.free_slots, scheduler.num_waiting) == (3, [], 1)
     assert scheduler.free(last) is None
     assert not scheduler.has("a")
 

@@ -9,12 +9,15 @@ import pytest
 from conftest import slow
 from decoding import decode, greedy, make_session
 from test_engine import named, own_results
+from test_sharding import collectives
 from tiny_models import block_drafter, eagle_drafter
 
 from specjax.decoding.engine import device_rows, request_pages
 from specjax.decoding.engine.device_rows import DeviceRows
 from specjax.decoding.engine.engine import Engine
+from specjax.decoding.engine.outputs import Follower
 from specjax.decoding.engine.page_pool import PagePool
+from specjax.decoding.engine.scheduler import Request
 from specjax.decoding.rows import Row, session_row
 from specjax.decoding.sampling_params import SamplingParams
 from specjax.distributed.sharding import make_mesh
@@ -91,10 +94,11 @@ def results(engine, session, aborted=()):
 
 
 def assert_nothing_is_held(engine):
-    pool = engine._pages.pool
-    assert pool.num_unused == pool.num_pages
-    assert not pool._held
-    assert not any(pool._holders)
+    for pool in engine._pages.pools:
+        assert pool.num_unused == pool.num_pages
+        assert not pool._held
+        assert not any(pool._holders)
+    assert not engine._pages._pool_of
 
 
 CASES = [
@@ -150,22 +154,97 @@ def test_rows_in_pages_give_what_they_give_alone(name, rule, shares, tiny, unrel
     assert (summary.shared_tokens > 3 * SIZE) == shares
 
 
-@pytest.mark.parametrize("name", ["eagle3", *slow("none")])
-def test_pages_whose_heads_are_on_several_devices(name, tiny):
-    """Each device has its heads of all pages."""
-    placed = place_model(tiny, make_mesh(model=2, devices=jax.devices()[:2]))
+def on_mesh(tiny, name, data, model):
+    """An engine with pages on a mesh, and a session."""
+    placed = place_model(tiny, make_mesh(data, model, devices=jax.devices()[: data * model]))
     drafter = None if name == "none" else eagle_drafter(placed, spread=0.3)
-    session = session_of(placed, drafter, "coupled")
-    wanted = results(Engine.of(session), session)
-    engine = Engine.of(paged(session, NUM_PAGES, True))
-    found = results(engine, session)
-    assert {prompt: result[0] for prompt, result in found.items()} == {
-        prompt: result[0] for prompt, result in wanted.items()
-    }
-    assert_nothing_is_held(engine)
+    session = paged(session_of(placed, drafter, "coupled"), NUM_PAGES * data, True)
+    return Engine.of(session), session
+
+
+@pytest.fixture(scope="module", params=["eagle3", *slow("none")])
+def alone(request, tiny):
+    """The name of a drafter, and the tokens without pages and without a mesh."""
+    drafter = None if request.param == "none" else eagle_drafter(tiny, spread=0.3)
+    session = session_of(tiny, drafter, "coupled")
+    found = results(Engine.of(session), session)
+    return request.param, {prompt: result[0] for prompt, result in found.items()}
+
+
+@pytest.mark.parametrize(("data", "model"), [(1, 2), (2, 2), *slow((2, 1))])
+def test_pages_on_several_devices(data, model, alone, tiny):
+    """Each device has its heads of the pages of its rows."""
+    name, wanted = alone
+    engine, session = on_mesh(tiny, name, data, model)
+    for aborted in ((), (1, 5)):
+        for prompt, result in results(engine, session, aborted).items():
+            tokens = result[0]
+            assert tokens == wanted[prompt][: len(tokens) if prompt in aborted else None]
+        assert_nothing_is_held(engine)
     assert engine.statistics.put_back > 0
+    assert engine.statistics.shared_tokens > 3 * SIZE
     keys = engine._rows._state.cache.k
-    assert 2 * keys.sharding.shard_shape(keys.shape)[2] == keys.shape[2]
+    _, pages, heads, *_ = keys.sharding.shard_shape(keys.shape)
+    assert (data * pages, model * heads) == (keys.shape[1], keys.shape[2])
+
+
+def test_devices_do_not_send_each_other_keys(alone, tiny):
+    engine, _ = on_mesh(tiny, alone[0], 2, 2)
+    programs, width = engine.compile(), tiny.config.head_dim
+    sent = {shape for one in (programs.read, programs.step) for _, shape in collectives(one)}
+    assert sent
+    assert not [shape for shape in sent if shape.endswith((f",{width}]", f",{SIZE},1]"))]
+
+
+class TakesPagesOfAnotherDevice(request_pages.RequestPages):
+    """Broken: all rows have pages of the first device; the last slots come first."""
+
+    def pool(self, slot):
+        return self.pools[0]
+
+    def find_slot(self, request, free, rounds):
+        return super().find_slot(request, free[::-1], rounds)
+
+
+def test_pages_of_another_device_are_found(alone, tiny, monkeypatch):
+    name, wanted = alone
+    engine, session = on_mesh(tiny, name, 2, 2)
+    monkeypatch.setattr(engine, "_pages", TakesPagesOfAnotherDevice(session))
+    found = results(engine, session)
+    assert {prompt: result[0] for prompt, result in found.items()} != wanted
+
+
+def test_a_request_gets_a_slot_where_its_beginning_is_and_there_is_room(tiny):
+    _, session = on_mesh(tiny, "none", 2, 1)
+    pages = request_pages.RequestPages(session)
+    assert [pages.pool(slot) is pages.pools[0] for slot in range(4)] == [True, True, False, False]
+
+    def request(number, prompt, new):
+        row = Row(number, tuple(prompt), SamplingParams(max_new_tokens=new))
+        return Request(number, row, Follower(None, (), logprobs=False), 0.0)
+
+    first, second, other = request(0, BEGINNING, 1), request(1, BEGINNING, 1), request(2, [7], 1)
+    assert pages.find_slot(first, [0, 1, 2, 3], {}) == 0
+    assert pages.begin(first, 0) == 0
+    pages.take_back(first, len(BEGINNING) - 2, 0)
+    held = {first: 0}
+    assert pages.find_slot(second, [1, 2, 3], held) == 1
+    assert pages.find_slot(other, [1, 2, 3], held) == 2
+    large = request(3, range(60), 35)
+    held = {first: 40}
+    assert pages.find_slot(large, [1], held) is None
+    assert pages.find_slot(large, [1, 2], held) == 2
+    assert pages.begin(second, 1) == len(BEGINNING) - SIZE
+    assert pages.begin(large, 3) == 0
+    pages.begin(other, 2)
+    assert pages.reserve({first: 0, second: 0, large: 40, other: 0}) is None
+    assert [pool.num_unused for pool in pages.pools] == [NUM_PAGES - 6, 1]
+    other.row = dataclasses.replace(other.row, prompt=(7,) * 19)
+    assert pages.reserve({first: 0, other: 0}) is pages.pools[1]
+    assert pages.reserve({first: 0}) is None
+    for one in (first, second, large, other):
+        pages.close(one)
+    assert all(pool.num_unused == pool.num_pages for pool in pages.pools)
 
 
 class SharesPartOfAPage(PagePool):
@@ -238,9 +317,9 @@ def test_a_row_that_resumes_without_a_part_is_found(lost, with_eagle, monkeypatc
     session, wanted = with_eagle
     put_back = Engine._put_back
 
-    def forgetful(self):
+    def forgetful(self, pool):
         before = {one: one.row for one in self._scheduler.slots if one is not None}
-        put_back(self)
+        put_back(self, pool)
         for request, row in before.items():
             if request not in self._scheduler.slots:
                 request.row = dataclasses.replace(
@@ -283,16 +362,18 @@ def test_rows_that_are_left_keep_their_pages(with_eagle, monkeypatch):
     assert {1, 2, 4} <= set(sizes)
 
 
-def test_requests_that_come_and_go_at_random_leak_nothing(tiny):
+@pytest.mark.parametrize("data", [1, *slow(2)])
+def test_requests_that_come_and_go_at_random_leak_nothing(data, tiny):
     rng = random.Random(0)
     prompts = [
         BEGINNING[: rng.randrange(1, 40)] + [rng.randrange(61) for _ in range(rng.randrange(4))]
         for _ in range(40)
     ]
     options = dict(sampling=greedy(max_new_tokens=20), drafter=Ngram(), batch_size=4)
-    session = make_session(tiny, prompts, **options)
+    target = tiny if data == 1 else place_model(tiny, make_mesh(data, devices=jax.devices()[:2]))
+    session = make_session(target, prompts, **options)
     wanted = decode(tiny, prompts, **options).token_ids
-    engine = Engine.of(paged(session, 14, True))
+    engine = Engine.of(paged(session, (14, 18)[data - 1], True))
     waiting, alive, ended = list(range(40)), set(), {}
     while waiting or engine.num_unfinished:
         if waiting and rng.random() < 0.5:
@@ -330,8 +411,12 @@ def test_requests_that_come_and_go_at_random_leak_nothing(tiny):
             "enable_prefix_caching=True: suffix has to observe all tokens of each prompt",
         ),
         (
-            {"kv_page_size": 128, "mesh": True},
-            "kv_page_size=128: mesh.data=2 would need a pool of pages per device; use mesh.data=1",
+            {"kv_page_size": 128, "num_kv_pages": 7, "mesh": True},
+            "num_kv_pages=7: each of mesh.data=2 devices has as many pages; use a multiple of 2",
+        ),
+        (
+            {"kv_page_size": 128, "num_kv_pages": 8, "mesh": True},
+            "num_kv_pages=8: a request of 600 tokens needs 5 pages of 128; use 10, for mesh.data=2",
         ),
     ],
 )

@@ -7,10 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+from test_sharding import collectives
 
 from specjax.cache import KVCache, Window, commit
 from specjax.cached_entries import encode
 from specjax.decoding.engine.page_pool import PagePool
+from specjax.distributed.sharding import make_mesh, use
 from specjax.models.cpu import library
 from specjax.models.kernels import tpu_attention
 from specjax.models.kernels.attention_kernel import attend_window_and_cache
@@ -21,6 +24,7 @@ from specjax.models.layers.attention import (
     attend_rows,
     attend_whole_cache,
     cached_blocks,
+    most_attended,
 )
 
 SIZE = 4
@@ -367,3 +371,72 @@ def test_tokens_are_committed_to_their_rows_pages_only(dtype):
         changed = ~((pool == old) | (np.isnan(pool) & np.isnan(old))).all(axis=(0, 2, 4))
         for page, slots in enumerate(changed):
             assert set(np.flatnonzero(slots)) <= written[page]
+
+
+@pytest.mark.parametrize("shards", [2, pytest.param(1, id="broken: pages of any device")])
+def test_devices_read_and_write_their_own_pages(shards):
+    """Each has a pool with the pages of its rows, and sends no keys."""
+    dense, _ = two_caches(128, "float32")
+    dense = dense.replace(length=jnp.asarray([0, 1, 300, 400]))
+    number = ROWS * CAPACITY // 128
+    order = np.random.default_rng(0).permutation(number // 2)
+
+    def pool(rows):
+        apart = rows.reshape(LAYERS, ROWS, HEADS, -1, 128, WIDTH).swapaxes(2, 3)
+        apart = apart.reshape(LAYERS, 2, number // 2, HEADS, 128, WIDTH)
+        mixed = jnp.zeros_like(apart).at[:, :, order].set(apart)
+        return mixed.reshape(LAYERS, number, *apart.shape[3:])
+
+    pages = jnp.asarray(np.concatenate([order, order]).reshape(ROWS, -1), jnp.int32)
+    paged = KVCache(pool(dense.k), pool(dense.v), dense.length, pages, shards)
+    rng = np.random.default_rng(2)
+
+    def normal(*shape):
+        return jnp.asarray(rng.standard_normal(shape), jnp.float32)
+
+    query = normal(ROWS, HEADS, 3, WIDTH)
+    window = Window(*(normal(LAYERS, ROWS, HEADS, 5, WIDTH) for _ in range(2)))
+    slots = jnp.asarray(rng.integers(0, 400, (ROWS, 7)))
+    of_heads = jnp.asarray(rng.integers(0, 400, (ROWS, LAYERS, HEADS, 7)))
+
+    def all_ways(cache, query, window):
+        start = attend(query, window.k[1], window.v[1], jnp.ones((1, 1, 3, 5), bool))
+        first = jnp.broadcast_to(jnp.arange(3), (ROWS, 3))
+        grown = commit(cache, window, first, jnp.asarray([3, 0, 2, 3]))
+        ways = [
+            attend_cache(query, grown, 1, start, cached_blocks(grown)),
+            attend_rows(query, grown, 1, start),
+            attend_whole_cache(query, grown, 1, start),
+        ]
+        copies = [grown.gathered(chosen, grown.length) for chosen in (slots, of_heads)]
+        most = most_attended(query, grown, 1, 9)
+        mixed = [way.weighted / way.denominator for way in ways]
+        hidden = jnp.arange(7)[None, :] < grown.length[:, None]
+        kept = [jnp.where(hidden[None, :, None, :, None], one.k, 0) for one in copies]
+        return (mixed, kept, most), grown
+
+    mesh = make_mesh(data=2, devices=jax.devices()[:2])
+
+    def of_rows(array):
+        # Arrays of all layers have five axes.
+        spec = PartitionSpec(*[None] * (array.ndim == 5), "data")
+        return jax.device_put(array, NamedSharding(mesh, spec))
+
+    operands = jax.tree.map(of_rows, (paged, query, window))
+    wanted, _ = jax.jit(all_ways)(dense, query, window)
+    with use(mesh):
+        program = jax.jit(all_ways).lower(*operands).compile()
+    found, grown = program(*operands)
+    equal = [
+        np.allclose(one, other, rtol=1e-5, atol=1e-6)
+        for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True)
+    ]
+    assert grown.k.sharding.shard_shape(grown.k.shape)[1] == number // 2 or shards == 1
+    sent = {shape for _, shape in collectives(program)}
+    if shards == 1:
+        assert not all(equal)
+        assert any(shape.endswith(f",{WIDTH}]") for shape in sent)
+    else:
+        assert all(equal)
+        # The longest row's length, and the attention of a row's tokens, among which it chooses.
+        assert sent <= {"s32[]", f"f32[2,{HEADS},{CAPACITY}]"}

@@ -165,11 +165,11 @@ class DecodingFields(DrafterFields):
     """The maximum number of tokens of a prompt and its output; by default the target's positions.
     """
     kv_page_size: Annotated[int | None, optional(PAGE_SIZE)] = None
-    """128 or 256: rows share the pages of a pool, each with so many tokens; by default each row has
-    a cache for its longest text.
+    """64, 128 or 256: rows share the pages of a pool, each with so many tokens; by default each row
+    has a cache for its longest text.
     """
     num_kv_pages: Annotated[int | None, optional(NUM_PAGES)] = None
-    """The number of pages in the pool; by default as many as all rows can fill."""
+    """The number of pages on all devices; by default as many as all rows can fill."""
     enable_prefix_caching: Annotated[bool, Flag()] = False
     """Let requests share the full pages of equal beginnings, which are then read once."""
     sampling: SamplingParams = SamplingParams()  # noqa: RUF009 - frozen
@@ -331,8 +331,7 @@ def read_decode_config(written: Mapping[str, Any]) -> DecodeConfig:
         num_kv_pages=given.num_kv_pages,
         enable_prefix_caching=given.enable_prefix_caching,
     )
-    if given.kv_page_size is not None:
-        check_pages_on_mesh(given.kv_page_size, given.mesh.data)
+    check_pages_on_mesh(given.num_kv_pages, given.mesh.data)
     return DecodeConfig(
         **{**vars(given), "compare": compare},
         questions=tuple(_questions(given)),

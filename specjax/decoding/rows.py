@@ -48,6 +48,9 @@ class Row:
         return sampling.sample_key(key, self.sample)
 
 
+_FINISHED = Row(0, (0,), SamplingParams())
+
+
 def session_row(session: Session, prompt: int) -> Row:
     """Return the row of the session's prompt with the index `prompt`."""
     return Row(prompt, session.prompts[prompt], session.requests[prompt])
@@ -62,12 +65,16 @@ def batch_arguments(session: Session, index: Sequence[int]) -> RowArguments:
     return row_arguments(session, rows, session.num_rows)
 
 
-def row_arguments(session: Session, rows: Sequence[Row], batch: int) -> RowArguments:
-    """Return the arrays of `batch` rows: those of `rows`, then rows that have finished already."""
-    spare = batch - len(rows)
-    texts = [row.tokens for row in rows] + [(0,)] * spare
-    prompt_lengths = np.array([len(row.prompt) for row in rows] + [1] * spare, np.int32)
-    requests = [row.sampling for row in rows] + [SamplingParams()] * spare
+def row_arguments(session: Session, rows: Sequence[Row | None], batch: int) -> RowArguments:
+    """Return the arrays of `batch` rows, the first of which are `rows`.
+
+    The others, and None, are rows that have finished already.
+    """
+    given = [*rows, *[None] * (batch - len(rows))]
+    rows = [_FINISHED if row is None else row for row in given]
+    texts = [row.tokens for row in rows]
+    prompt_lengths = np.array([len(row.prompt) for row in rows], np.int32)
+    requests = [row.sampling for row in rows]
     tokens = np.zeros((batch, session.plan.capacity), np.int32)
     stop_ids = np.full((batch, session.num_stop_ids), -1, np.int32)
     for at, (ids, request) in enumerate(zip(texts, requests, strict=True)):
@@ -75,11 +82,12 @@ def row_arguments(session: Session, rows: Sequence[Row], batch: int) -> RowArgum
         stops = session.stop_ids(request)[: session.num_stop_ids]
         stop_ids[at, : len(stops)] = stops
     length = np.array([len(ids) for ids in texts], np.int32)
-    rounds = np.array([*(row.rounds for row in rows), *[0] * spare], np.int32)
-    numbers = np.array([*(row.number for row in rows), *[0] * spare], np.int32)
+    rounds = np.array([row.rounds for row in rows], np.int32)
+    numbers = np.array([row.number for row in rows], np.int32)
     room = np.array([request.max_new_tokens for request in requests], np.int64)
-    keys = [row.key(session.seed) for row in rows] + [jax.random.key(session.seed)] * spare
-    status = np.where(np.arange(batch) < len(rows), RUNNING, STOPPED).astype(np.int32)
+    unused = jax.random.key(session.seed)
+    keys = [unused if row is None else row.key(session.seed) for row in given]
+    status = np.array([STOPPED if row is None else RUNNING for row in given], np.int32)
     where = session.placement
     placed = functools.partial(place_rows, where=where)
     fixed = Rows(

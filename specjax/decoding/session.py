@@ -303,13 +303,13 @@ def _plan(
 def _num_pages(target: Model, drafter: Turns, options: DecodeOptions, capacity: int) -> int:
     """Return the size of the pool of pages of a session with caches of `capacity` tokens.
 
-    Raises InputError for a mesh that shards rows, a pool that is too small for one row, and
-    prefixes that cannot be shared with a drafter.
+    Raises InputError for a pool that is too small for one row, or that the devices along `data`
+    cannot share out, and for prefixes that cannot be shared with a drafter.
     """
-    size = options.kv_page_size
+    size, data = options.kv_page_size, axis_size(target.mesh, DATA)
     if size is None:
         return 0
-    check_pages_on_mesh(size, axis_size(target.mesh, DATA))
+    check_pages_on_mesh(options.num_kv_pages, data)
     if options.enable_prefix_caching and drafter.following_tokens is None:
         raise InputError(
             f"enable_prefix_caching=True: {drafter.name} has to observe all tokens of each prompt; "
@@ -317,20 +317,22 @@ def _num_pages(target: Model, drafter: Turns, options: DecodeOptions, capacity: 
         )
     longest = min(options.max_length, capacity)
     row_pages = -(-longest // size)
-    if options.num_kv_pages is not None and options.num_kv_pages < row_pages:
+    if options.num_kv_pages is not None and options.num_kv_pages < row_pages * data:
+        enough = f"use {row_pages * data}, for mesh.data={data}," if data > 1 else "use that many"
         raise InputError(
             f"num_kv_pages={options.num_kv_pages}: a request of {longest} tokens needs {row_pages} "
-            f"pages of {size}; use that many at least, or lower max_length"
+            f"pages of {size}; {enough} at least, or lower max_length"
         )
-    return options.num_kv_pages or _power_of_two(options.batch_size) * (capacity // size)
+    rows = round_up(_power_of_two(options.batch_size), data)
+    return options.num_kv_pages or rows * (capacity // size)
 
 
-def check_pages_on_mesh(size: int, data: int) -> None:
-    """Raise InputError for pages of `size` tokens on a mesh with several devices along `data`."""
-    if data > 1:
+def check_pages_on_mesh(num_pages: int | None, data: int) -> None:
+    """Raise InputError for a number of pages that `data` devices cannot share out."""
+    if num_pages is not None and num_pages % data:
         raise InputError(
-            f"kv_page_size={size}: mesh.data={data} would need a pool of pages per device; use "
-            "mesh.data=1 (mesh.model may be larger), or leave it out"
+            f"num_kv_pages={num_pages}: each of mesh.data={data} devices has as many pages; use a "
+            f"multiple of {data}"
         )
 
 

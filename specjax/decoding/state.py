@@ -13,6 +13,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from specjax.cache import KVCache, Window
+from specjax.distributed.sharding import num_parts
 from specjax.drafters.base import Sampling
 
 RUNNING, STOPPED, FULL, FAILED = 0, 1, 2, 3
@@ -151,8 +152,12 @@ def give_back(state: State, lent: State) -> tuple[State, State]:
 
 
 def with_pages(state: State, pages: Int[Array, "B N"] | None) -> State:
-    """Return the state with these pages in its caches, which are pools; None for none."""
-    return _map_caches(lambda cache: cache.replace(pages=pages), state)
+    """Return the state with these pages in its caches, which are pools; None for none.
+
+    Each device along a mesh's `data` axis has a pool, of which the pages of its rows are.
+    """
+    shards = 1 if pages is None else num_parts("batch", len(pages))
+    return _map_caches(lambda cache: cache.replace(pages=pages, shards=shards), state)
 
 
 def with_pools(state: State, pools: Any) -> State:

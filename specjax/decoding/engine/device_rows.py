@@ -126,21 +126,33 @@ class DeviceRows:
         """
         self._widen()
         session, programs = self.session, self.compile()
-        arguments = self._arguments(rows, session.prefill_rows)
+        placed: list[Row | None] = [None] * session.prefill_rows
+        for index, row in zip(self._new_places(slots), rows, strict=True):
+            placed[index] = row
+        arguments = self._arguments(placed, session.prefill_rows)
         self._prompts, self._all_read = [row.prompt for row in rows], False
         self._new, self._read_slots = None, self._padded(slots, slots[0])
         self._state, self._new = programs.new(
             session.params,
             self._state,
             self._read_slots,
-            np.full(session.prefill_rows, cached, np.int32),
+            np.array([0 if row is None else cached for row in placed], np.int32),
             *arguments,
         )
+
+    def _new_places(self, slots: Sequence[int]) -> Sequence[int]:
+        """Return which of the new rows are those for `slots`.
+
+        In a pool each is on the device of its slot, which has its pages; else they are the first.
+        """
+        if self.session.plan.page_size is None:
+            return range(len(slots))
+        return [slot * self.session.prefill_rows // self.session.num_rows for slot in slots]
 
     def _padded(self, slots: Sequence[int], spare: int) -> Int[np.ndarray, "A"]:
         """Return the slots of all new rows; those that are not used have the slot `spare`."""
         where = np.full(self.session.prefill_rows, spare, np.int32)
-        where[: len(slots)] = slots
+        where[[*self._new_places(slots)]] = slots
         return where
 
     def read(self, begin: int, end: int, pages: Int[np.ndarray, "B N"] | None = None) -> jax.Array:
@@ -324,7 +336,7 @@ class DeviceRows:
         self.compile_s += time.perf_counter() - begin
         return programs
 
-    def _arguments(self, rows: Sequence[Row], count: Int[Any, ""] | int) -> RowArguments:
+    def _arguments(self, rows: Sequence[Row | None], count: Int[Any, ""] | int) -> RowArguments:
         return row_arguments(self.session, rows, count)
 
 

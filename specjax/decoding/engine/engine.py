@@ -12,7 +12,7 @@ import contextlib
 import itertools
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,6 +29,7 @@ from specjax.decoding.engine.outputs import (
     RequestId,
     failure_message,
 )
+from specjax.decoding.engine.page_pool import PagePool
 from specjax.decoding.engine.request_pages import RequestPages
 from specjax.decoding.engine.scheduler import Request, Scheduler
 from specjax.decoding.engine.statistics import Statistics, Step
@@ -343,7 +344,7 @@ class Engine:
             self._look()
         self._rows.update_params(params, drafter_params)
         if self._pages is not None:
-            self._pages.pool.forget()
+            self._pages.forget()
         self._controller_state = self.session.controller.init(self.session.step_sizes)
         if running == "abort":
             self._abort([request for request in self._scheduler.slots if request is not None])
@@ -442,7 +443,7 @@ class Engine:
         num_rows, options = self.session.num_rows, self.session.options
         rounds = options.rounds_per_step
         waiting, enough = self.num_waiting, num_rows + 1
-        if self._reading or (waiting and self._scheduler.num_free and self._has_room()):
+        if self._reading or (waiting and self._free_slots()):
             rounds = min(rounds, _ROUNDS_WHILE_READING)
         if self._host_may_end_rows():
             rounds = min(rounds, _ROUNDS_PER_STOP)
@@ -480,11 +481,13 @@ class Engine:
         """
         running = [request for request in slots if request is not None]
         while rounds:
-            if self._pages.reserve({one: rounds + self._begun_rounds(one) for one in running}):
+            reserved = {one: rounds + self._begun_rounds(one) for one in running}
+            short = self._pages.reserve(reserved)
+            if short is None:
                 return rounds
             rounds //= 2
         if not self._steps_under_way():
-            self._put_back()
+            self._put_back(short)
         return 0
 
     def _begun_rounds(self, request: Request) -> int:
@@ -495,20 +498,22 @@ class Engine:
             if isinstance(work, _Running) and request in work.rows
         )
 
-    def _put_back(self) -> None:
-        """Let the latest of the requests with a slot wait again, until there are pages for it.
+    def _put_back(self, pool: PagePool) -> None:
+        """Let the latest request with pages of a pool wait again, until there are pages for it.
 
         Its row will read prompt and output, and continue with its next round.
         """
+        slots = self._scheduler.slots
         last = max(
-            (request for request in self._scheduler.slots if request is not None),
+            (one for slot, one in enumerate(slots) if one and self._pages.pool(slot) is pool),
             key=lambda request: (request.row.number, request.row.sample),
         )
         with self._as_a_whole():
             self._ended_slots.add(self._scheduler.put_back(last))
-            if self._reading and any(request is last for _, request in self._reading.taken):
-                self._reading = None
-            self._pages.pool.close(last)
+            if self._reading:
+                self._reading.taken = [pair for pair in self._reading.taken if pair[1] is not last]
+                self._reading = self._reading if self._reading.taken else None
+            self._pages.close(last)
             follower = last.follower
             last.row = replace(
                 last.row, emitted=tuple(follower.token_ids), rounds=follower.num_rounds
@@ -562,12 +567,10 @@ class Engine:
         budget = self.session.options.prefill_budget
         while True:
             if self._reading is None:
-                if not self._has_room():
+                with self._as_a_whole():
+                    self._reading = self._next_prompts()
+                if self._reading is None:
                     return
-                taken = self._scheduler.take(self.session.prefill_rows)
-                if not taken:
-                    return
-                self._reading = _Prompts(taken)
             reading = self._reading
             if not reading.begun:
                 self._begin(reading)
@@ -586,21 +589,38 @@ class Engine:
             if reading.position == reading.longest:
                 self._admit()
 
-    def _has_room(self) -> bool:
-        """Return whether there are pages for the next request, or caches have none.
+    def _next_prompts(self) -> _Prompts | None:
+        """Return the prompts to read next, whose requests get slots; None if there are none.
 
-        There always are if no other request has any.
+        Each device along `data` reads one, or none of a pool that has other beginnings of it.
         """
-        request = self._scheduler.next_waiting
+        if self._pages is None:
+            taken = self._scheduler.take(self._scheduler.free_slots[: self.session.prefill_rows])
+            return _Prompts(taken) if taken else None
+        reading, pools = _Prompts([]), set()
+        while slots := self._free_slots(pools):
+            request = self._scheduler.next_waiting
+            if pools and self._pages.known_tokens(request, slots[0]) != reading.position:
+                break
+            pools.add(self._pages.pool(slots[0]))
+            reading.taken += self._scheduler.take(slots)
+            reading.position = self._pages.begin(request, slots[0])
+            self.statistics.shared_tokens += reading.position
+        return reading if pools else None
+
+    def _free_slots(self, without: Collection[PagePool] = ()) -> list[int]:
+        """Return the free slots that the next request can get; if caches have pages, one at most.
+
+        This is one where there are pages for it, of another pool than those in `without`.
+        """
+        request, free = self._scheduler.next_waiting, self._scheduler.free_slots
         if self._pages is None or request is None:
-            return True
+            return free if request else []
         rounds = self.session.options.rounds_per_step
-        others = {
-            other: rounds + self._begun_rounds(other)
-            for other in self._scheduler.slots
-            if other is not None
-        }
-        return not others or self._pages.has_room(request, others)
+        others = {one: rounds + self._begun_rounds(one) for one in self._scheduler.slots if one}
+        free = [slot for slot in free if self._pages.pool(slot) not in without]
+        slot = self._pages.find_slot(request, free, others)
+        return [] if slot is None else [slot]
 
     def _table_of(self, reading: _Prompts) -> np.ndarray | None:
         """Return the pages of the requests that are being read, by slot; None without pages."""
@@ -635,10 +655,6 @@ class Engine:
             reading.position = reading.longest
         else:
             with self._as_a_whole():
-                if self._pages is not None:
-                    # Pages are for one device, which reads one prompt at a time.
-                    reading.position = self._pages.begin(requests[0])
-                    self.statistics.shared_tokens += reading.position
                 self._rows.new_rows(rows, slots, reading.position)
         reading.begun = True
 
@@ -725,7 +741,7 @@ class Engine:
         """Make a request's last delta ready; its slot is free, and its id may be used again."""
         slot = self._scheduler.free(request)
         if self._pages is not None:
-            self._pages.pool.close(request)
+            self._pages.close(request)
         if request.follower.finish_reason == ABORTED and slot is not None:
             self._ended_slots.add(slot)
         times = request.times(time.perf_counter())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from specjax.decoding.engine.outputs import Follower, RequestId, Times
@@ -80,9 +80,9 @@ class Scheduler:
         self._by_id: dict[RequestId, dict[Request, None]] = {}
 
     @property
-    def num_free(self) -> int:
-        """The number of free slots."""
-        return self.slots.count(None)
+    def free_slots(self) -> list[int]:
+        """The slots that no request has."""
+        return [slot for slot, request in enumerate(self.slots) if request is None]
 
     @property
     def num_waiting(self) -> int:
@@ -98,15 +98,12 @@ class Scheduler:
         """Return the waiting and running requests of an id, in the order they were added."""
         return list(self._by_id.get(id, ()))
 
-    def take(self, most: int) -> list[tuple[int, Request]]:
-        """Assign waiting requests to up to `most` free slots; return (slot, request) pairs."""
+    def take(self, slots: Sequence[int]) -> list[tuple[int, Request]]:
+        """Assign waiting requests to free `slots`, in order; return (slot, request) pairs."""
         taken = []
-        for slot, request in enumerate(self.slots):
-            if len(taken) == most or not self._waiting:
-                break
-            if request is None:
-                self.slots[slot], _ = self._waiting.popitem(last=False)
-                taken.append((slot, self.slots[slot]))
+        for slot in slots[: len(self._waiting)]:
+            self.slots[slot], _ = self._waiting.popitem(last=False)
+            taken.append((slot, self.slots[slot]))
         return taken
 
     @property
@@ -145,4 +142,4 @@ class Scheduler:
         yield from self._waiting
 
     def __len__(self) -> int:
-        return self.num_slots - self.num_free + self.num_waiting
+        return self.num_slots - self.slots.count(None) + self.num_waiting

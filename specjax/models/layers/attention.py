@@ -17,7 +17,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from specjax.cache import KVCache
+from specjax.cache import KVCache, by_shard
 from specjax.cached_entries import Entries, decode
 from specjax.distributed.sharding import DATA, partition
 from specjax.models.layers.matmul import full_precision
@@ -216,12 +216,15 @@ def _read(
     def part(array: jax.Array) -> jax.Array:
         heads, width = array.shape[2], array.shape[4]
 
-        def of_page(number: Int[Array, ""]) -> jax.Array:
-            where, size = (layer, number, 0, first % page, 0), (1, 1, heads, piece, width)
-            return lax.dynamic_slice(array, where, size, allow_negative_indices=False)[0, 0]
+        def of_rows(array: jax.Array, pages: jax.Array) -> jax.Array:
+            def of_page(number: jax.Array) -> jax.Array:
+                where, size = (layer, number, 0, first % page, 0), (1, 1, heads, piece, width)
+                return lax.dynamic_slice(array, where, size, allow_negative_indices=False)[0, 0]
 
-        pieces = jax.vmap(jax.vmap(of_page, out_axes=1))(pages)
-        return pieces.reshape(rows, heads, count, width)
+            pieces = jax.vmap(jax.vmap(of_page, out_axes=1))(pages)
+            return pieces.reshape(len(pages), heads, count, width)
+
+        return by_shard(cache.shards, of_rows, (1, 0), 0, array, pages)
 
     key, value = (decode(jax.tree.map(part, entries), dtype) for entries in (cache.k, cache.v))
     return key, _hidden(value, cache.length, first + jnp.arange(count))
@@ -450,7 +453,7 @@ def most_attended(
     """
     capacity = cache.capacity
 
-    def of_row(row: tuple[jax.Array, ...]) -> Int[Array, "G A"]:
+    def of_row(cache: KVCache, row: tuple[jax.Array, ...]) -> Int[Array, "G A"]:
         index, query, length = row
         view = cache.lend(index[None], length[None])
         key = _read(view, layer, 0, capacity, query.dtype)[0][0]
@@ -461,7 +464,13 @@ def most_attended(
         pooled = lax.reduce_window(total, 0.0, lax.add, (1, _POOL), (1, 1), "SAME")
         return lax.top_k(jnp.where(visible[None], pooled, -1.0), count)[1]
 
-    return lax.map(of_row, (jnp.arange(len(query)), query, cache.length))
+    def of_rows(query: jax.Array, *parts: Any) -> jax.Array:
+        cache = KVCache(*parts)
+        rows = jnp.arange(len(query)), query, cache.length
+        return lax.map(functools.partial(of_row, cache), rows)
+
+    operands = query, cache.k, cache.v, cache.length, cache.pages
+    return by_shard(cache.shards, of_rows, (0, 1, 1, 0, 0), 0, *operands)
 
 
 def _committed(
