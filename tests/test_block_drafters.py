@@ -1,5 +1,6 @@
 """Block drafters in the loop: exact, and at the state that a fresh prefill gives."""
 
+import dataclasses
 import functools
 
 import jax
@@ -182,6 +183,20 @@ def test_confidence_ends_a_draft_before_the_token_is_drawn(tiny):
         got = decode(tiny, PROMPTS, drafter=drafter, sampling=greedy(max_new_tokens=8))
         lengths.append(np.maximum(got.drafted, 0).sum() / (got.emitted > 0).sum())
     assert lengths[0] == 0 < lengths[1] < lengths[2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_drafts_that_confidence_ends_are_exact(rule):
+    """The estimate for a token depends on the token before it, which was drawn."""
+    target = small_model(6)
+    head = block_head(target, spread=0.6, block_size=3, **MARKOV)
+    drafter = head_drafter(head, target, num_speculative_tokens=2, draft_p_min=0.5)
+    check = check_drafter(drafter, target, row_count(8_000), verify=rule)
+    assert check.passed, check
+    whole = drafter._replace(drafter=dataclasses.replace(drafter.drafter, draft_p_min=0.0))
+    longer = check_drafter(whole, target, row_count(8_000), verify=rule)
+    assert 1.05 < check.acceptance_length < longer.acceptance_length
 
 
 def best_first(marginals, count):
