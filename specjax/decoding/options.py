@@ -155,8 +155,9 @@ class DecodeOptions:
 
     With `kv_page_size` (64, 128 or 256 tokens) all rows share the pages of a pool, and each holds
     those that its tokens fill, rather than a cache of `max_length` tokens. `num_kv_pages` is the
-    size of the pool, by default as many as all rows can fill; short of pages, requests wait, and
-    the latest is put back and resumed later. With `enable_prefix_caching` requests share the full
+    size of the pool, by default as many as all rows can fill; on a mesh each device along `data`
+    has an equal share, for its rows. Short of pages, requests wait, and the latest is put back and
+    resumed later. With `enable_prefix_caching` requests share the full
     pages of equal beginnings, which are then read once.
 
     Raises InputError for values out of range.

@@ -66,8 +66,9 @@ class Form:
     `whole`, one product over the whole capacity; `kernel`, a GPU kernel over the filled slots and
     the window, which falls back to `blocks` for head widths that are no powers of two, with one for
     the products of experts; or `tpu_kernel`, a TPU kernel over each row's filled blocks, which
-    falls back to `blocks` for pages that are no multiple of 128 tokens, caches in float16 and more
-    than eight million tokens of capacity. Raises InputError for other values.
+    falls back to `blocks` for a capacity that is no multiple of 64 tokens, caches in float16 and
+    more than eight million tokens of capacity, four in pages of 64. Raises InputError for other
+    values.
     """
 
     layers: str = "stacked"
@@ -468,12 +469,11 @@ def _cache_attention(
         return functools.partial(attend_rows, split=split, **limits)
     if form.cache_attention == "whole":
         return functools.partial(attend_whole_cache, **limits)
-    if form.cache_attention == "tpu_kernel" and not limits["sinks"]:
+    if form.cache_attention == "tpu_kernel":
         from specjax.models.kernels import tpu_attention
 
         if tpu_attention.takes(cache):
-            softcap = limits["softcap"]
-            return functools.partial(tpu_attention.attend_committed, softcap=softcap, split=split)
+            return functools.partial(tpu_attention.attend_committed, split=split, **limits)
     return functools.partial(attend_cache, blocks=cached_blocks(cache), **limits)
 
 

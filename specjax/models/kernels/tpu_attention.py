@@ -11,6 +11,7 @@ log-sum-exp.
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -25,10 +26,12 @@ from specjax.cached_entries import Entries, powers_of_two
 from specjax.models.layers.attention import Partial, cache_operands, merge, on_each_device
 from specjax.models.layers.matmul import full_precision
 
+_FEWEST = 64
+"""The fewest tokens that are multiplied at a time; a page has a multiple of it."""
 _PIECE = 128
-"""The tokens that are multiplied at a time; a page has a multiple of it."""
-_PIECES = 2
-"""The pieces of a block, each an operand of its own, since they may be in different pages."""
+"""The tokens that are multiplied at a time, where a page has a multiple of it."""
+_BLOCK = 256
+"""The tokens of a block, whose pieces are operands of their own: they may be in several pages."""
 _MOST_QUERIES = 256
 """The most queries of a head in a tile."""
 _MOST_BYTES = 8 << 20
@@ -43,8 +46,8 @@ def takes(cache: KVCache) -> bool:
     page, rows = cache.k.shape[3], len(cache.length)
     return (
         cache.k.dtype in (jnp.float32, jnp.bfloat16, jnp.int8)
-        and page % _PIECE == 0
-        and rows * cache.capacity <= _MOST_PIECES * _PIECE
+        and page % _FEWEST == 0
+        and rows * cache.capacity <= _MOST_PIECES * math.gcd(page, _PIECE)
     )
 
 
@@ -56,30 +59,39 @@ def attend_committed(
     oldest: Int[Array, "B X"] | None = None,
     softcap: float | None = None,
     split: bool = False,
+    sinks: int = 0,
 ) -> Partial:
     """Return `start` merged with attention over one layer's committed keys.
 
-    With `oldest`, each query attends to keys from that position on, and blocks before the oldest
-    position of a row are skipped. `softcap` limits scores to c tanh(score/c). On a mesh the heads
-    are sharded over `model` if `split`, otherwise replicated.
+    With `oldest`, each query attends to keys from that position on and to the first `sinks` keys,
+    and blocks between them, and the oldest position of a row, are skipped. `softcap` limits scores
+    to c tanh(score/c). On a mesh the heads are sharded over `model` if `split`, otherwise
+    replicated.
     """
     operands = cache_operands(query, cache, layer, oldest)
-    attend_own = functools.partial(_attend, softcap=softcap)
+    attend_own = functools.partial(_attend, softcap=softcap, sinks=sinks)
     return merge(start, on_each_device(attend_own, operands, split))
 
 
 class _Scalars(NamedTuple):
     """What says which block a step reads; arrays for the caller, references inside.
 
-    `row` is the row of each step, and a step s of row b reads block s - `offset[b]`. `pages` are
-    the rows' tables, one after the other.
+    `row` is the row of each step, `begin` each row's first step, and `skipped` the number of its
+    blocks that are not read. `pages` are the rows' tables, one after the other.
     """
 
     layer: Any
     length: Any
     row: Any
-    offset: Any
+    begin: Any
+    skipped: Any
     pages: Any
+
+    def block(self, step: Any, sink_blocks: int) -> Any:
+        """Return the block of its row that a step reads: those with sinks are not skipped."""
+        row = self.row[step]
+        index = step - self.begin[row]
+        return index + jnp.where(index < sink_blocks, 0, self.skipped[row])
 
 
 class _Operands(NamedTuple):
@@ -104,6 +116,7 @@ def _attend(
     pages: Int[Array, "B N"] | None = None,
     *,
     softcap: float | None,
+    sinks: int,
 ) -> Partial:
     batch, heads, queries, width = query.shape
     # Mosaic has no float16.
@@ -112,12 +125,14 @@ def _attend(
     hidden = pages is not None
     if pages is None:
         pages = jnp.arange(batch)[:, None]
-    per_page, per_row = keys.shape[3] // _PIECE, pages.shape[1]
-    pieces = min(_PIECES, per_page * per_row)
+    size = math.gcd(keys.shape[3], _PIECE)
+    per_page, per_row = keys.shape[3] // size, pages.shape[1]
+    pieces = min(_BLOCK // size, per_page * per_row)
     most_blocks = pl.cdiv(per_page * per_row, pieces)
-    row, offset, steps = _schedule(length, oldest, pieces * _PIECE, most_blocks)
+    sink_blocks = pl.cdiv(sinks, pieces * size)
+    row, *of_rows, steps = _schedule(length, oldest, pieces * size, most_blocks, sink_blocks)
     tile = min(queries, _MOST_QUERIES)
-    group = _heads_at_a_time(heads, tile, width, pieces, keys.dtype.itemsize)
+    group = _heads_at_a_time(heads, tile, width, pieces * size, keys.dtype.itemsize)
 
     def of_row(h: Any, t: Any, s: Any, scalars: _Scalars) -> tuple[Any, ...]:
         return scalars.row[s], h, t, 0
@@ -128,12 +143,12 @@ def _attend(
     def of_piece(array: jax.Array, piece: int) -> pl.BlockSpec:
         # Exponents have the tokens on their last axis.
         by_token = array.shape[3] > 1
-        shape = (_PIECE, width) if by_token else (1, _PIECE)
+        shape = (size, width) if by_token else (1, size)
 
         def where(h: Any, t: Any, s: Any, scalars: _Scalars) -> tuple[Any, ...]:
             row = scalars.row[s]
-            last = jnp.maximum(_quotient(scalars.length[row] - 1, _PIECE), 0)
-            index = jnp.minimum((s - scalars.offset[row]) * pieces + piece, last)
+            last = jnp.maximum(_quotient(scalars.length[row] - 1, size), 0)
+            index = jnp.minimum(scalars.block(s, sink_blocks) * pieces + piece, last)
             of_row = _quotient(index, per_page)
             # Rows without a token may have no page.
             page = jnp.minimum(scalars.pages[row * per_row + of_row], array.shape[1] - 1)
@@ -155,7 +170,7 @@ def _attend(
         return (tuple(leaves),) * pieces, tuple(specs)
 
     (keys, key_specs), (values, value_specs) = in_pieces(keys), in_pieces(values)
-    scalars = _Scalars(layer[None], length, row, offset, pages.reshape(-1).astype(jnp.int32))
+    scalars = _Scalars(layer[None], length, row, *of_rows, pages.reshape(-1).astype(jnp.int32))
     operands = _Operands(query, None if oldest is None else oldest[:, :, None], keys, values)
     specs = _Operands(
         pl.BlockSpec((None, group, tile, width), of_row),
@@ -163,7 +178,9 @@ def _attend(
         key_specs,
         value_specs,
     )
-    program = functools.partial(_program, hidden=hidden, softcap=softcap)
+    program = functools.partial(
+        _program, hidden=hidden, softcap=softcap, sinks=sinks, sink_blocks=sink_blocks
+    )
 
     def run(interpret: bool, steps: jax.Array, scalars: _Scalars, operands: _Operands) -> Any:
         of_query = pltpu.VMEM((group, tile, 1), jnp.float32)
@@ -208,28 +225,34 @@ def _quotient(number: Any, divisor: int) -> Any:
 
 
 def _schedule(
-    length: Int[Array, "B"], oldest: Int[Array, "B X"] | None, block: int, most_blocks: int
-) -> tuple[Int[Array, " steps"], Int[Array, "B"], Int[Array, ""]]:
-    """Return the row of each step, the rows' offsets as in `_Scalars`, and the number of steps.
+    length: Int[Array, "B"],
+    oldest: Int[Array, "B X"] | None,
+    block: int,
+    most_blocks: int,
+    sink_blocks: int,
+) -> tuple[Int[Array, " steps"], Int[Array, "B"], Int[Array, "B"], Int[Array, ""]]:
+    """Return `row`, `begin` and `skipped` as in `_Scalars`, and the number of steps.
 
-    Rows of `length` tokens are read in blocks of `block` tokens, `most_blocks` at most. Each row
-    has a step at least, which writes its result.
+    Rows of `length` tokens are read in blocks of `block` tokens, `most_blocks` at most: the first
+    `sink_blocks`, and those from the oldest position on. Each row has a step at least, which writes
+    its result.
     """
-    first = jnp.zeros_like(length)
+    skipped, blocks = jnp.zeros_like(length), pl.cdiv(length, block)
     if oldest is not None:
-        first = jnp.maximum(oldest.min(axis=1), 0) // block
-    count = jnp.maximum(pl.cdiv(length, block) - first, 1)
+        first = jnp.minimum(jnp.maximum(oldest.min(axis=1), 0) // block, blocks)
+        skipped = jnp.maximum(first - sink_blocks, 0)
+    count = jnp.maximum(blocks - skipped, 1)
     ends = jnp.cumsum(count, dtype=jnp.int32)
     step = jnp.arange(len(length) * most_blocks, dtype=jnp.int32)
     row = (ends[None, :] <= step[:, None]).sum(axis=1, dtype=jnp.int32)
-    return jnp.minimum(row, len(length) - 1), ends - count - first, ends[-1]
+    return jnp.minimum(row, len(length) - 1), ends - count, skipped, ends[-1]
 
 
-def _heads_at_a_time(heads: int, queries: int, width: int, pieces: int, itemsize: int) -> int:
+def _heads_at_a_time(heads: int, queries: int, width: int, block: int, itemsize: int) -> int:
     """Return how many of `heads` a step handles: a divisor for which its blocks fit into memory."""
     lanes = pl.cdiv(width, _LANES) * _LANES
     # Blocks exist twice: one is computed with while the other is read or written.
-    entries = 2 * 2 * pieces * _PIECE * lanes * itemsize
+    entries = 2 * 2 * block * lanes * itemsize
     size = entries + queries * 4 * (2 * 2 * lanes + 4 * _LANES)
     divisors = [count for count in range(1, heads + 1) if heads % count == 0]
     return max((count for count in divisors if count * size <= _MOST_BYTES), default=1)
@@ -245,11 +268,14 @@ def _program(
     *,
     hidden: bool,
     softcap: float | None,
+    sinks: int,
+    sink_blocks: int,
 ) -> None:
     step, last = pl.program_id(2), pl.num_programs(2) - 1
     row = scalars.row[step]
     length, pieces = scalars.length[row], len(refs.keys)
     group, tile, _ = mixed_ref.shape
+    size = refs.keys[0][0].shape[1]
 
     @pl.when((step == 0) | (scalars.row[jnp.maximum(step - 1, 0)] != row))
     def begin() -> None:
@@ -258,11 +284,11 @@ def _program(
         mixed_ref[...] = jnp.zeros(mixed_ref.shape, jnp.float32)
 
     def add(first: jax.Array, keys: tuple, values: tuple) -> None:
-        position = first + lax.broadcasted_iota(jnp.int32, (tile, _PIECE), 1)
+        position = first + lax.broadcasted_iota(jnp.int32, (tile, size), 1)
         visible = position < length
         if refs.oldest is not None:
-            visible &= position >= refs.oldest[...]
-        committed = first + lax.broadcasted_iota(jnp.int32, (_PIECE, 1), 0) < length
+            visible &= (position >= refs.oldest[...]) | (position < sinks)
+        committed = first + lax.broadcasted_iota(jnp.int32, (size, 1), 0) < length
         for head in range(group):
             query = refs.query[head]
             multiply = functools.partial(
@@ -293,7 +319,7 @@ def _program(
             mixed_ref[head] = mixed_ref[head] * scale + mixed
 
     for piece, (keys, values) in enumerate(zip(refs.keys, refs.values, strict=True)):
-        first = ((step - scalars.offset[row]) * pieces + piece) * _PIECE
+        first = (scalars.block(step, sink_blocks) * pieces + piece) * size
         pl.when(first < length)(functools.partial(add, first, keys, values))
 
     @pl.when((step == last) | (scalars.row[jnp.minimum(step + 1, last)] != row))
