@@ -46,6 +46,7 @@ _REQUESTS = flags.DEFINE_integer("requests", 32, "How many requests.", lower_bou
 _RATE = flags.DEFINE_float("rate", 0.5, "Requests per second; 0: all at once.", lower_bound=0.0)
 _SLOTS = flags.DEFINE_integer("slots", 8, "Slots.", lower_bound=1)
 _NEW = flags.DEFINE_list("new_tokens", ["8", "128"], "Fewest and most new tokens of an answer.")
+_IGNORE_EOS = flags.DEFINE_boolean("ignore_eos", False, "Let no answer end before its length.")
 _DRAFTER = flags.DEFINE_string("drafter", "ngram", "The drafter.")
 _LENGTH = flags.DEFINE_string("num_speculative_tokens", "fixed", "A number, fixed or auto.")
 _VERIFY = flags.DEFINE_enum("verify", "coupled", sorted(RULES), "The rule.")
@@ -147,6 +148,7 @@ def make_clients(model: Any, rng: np.random.Generator) -> list[Client]:
                     temperature=_TEMPERATURE.value if number % 2 else 0.0,
                     max_new_tokens=new,
                     seed=number,
+                    ignore_eos=_IGNORE_EOS.value,
                 ),
                 rng.exponential(_ABORT_AFTER.value) if rng.random() < _ABORTS.value else None,
             )

@@ -56,14 +56,15 @@ def test_every_answer_is_what_it_is_alone(rule, load_test, tmp_path, capsys):
     assert len(list((tmp_path / "out").glob("load_*.png"))) == 3
 
 
-def test_a_shared_prefix_in_a_small_pool(load_test, capsys):
+def test_a_shared_prefix_in_too_small_a_pool(load_test, tmp_path, capsys):
     assert not load_test(
         requests=8,
         rate=0.0,
-        new_tokens=["60", "60"],
+        new_tokens=["150", "150"],
+        ignore_eos=True,
         system=70,
         kv_page_size=64,
-        num_kv_pages=6,
+        num_kv_pages=7,
         aborts=0.0,
         pairs=1,
     )
@@ -73,6 +74,8 @@ def test_a_shared_prefix_in_a_small_pool(load_test, capsys):
     assert int(shares[1]) > int(without[1]) == 0
     assert int(shares[0]) < int(without[0])
     assert "times sooner with sharing (median of 1" in said
+    report = json.loads((tmp_path / "out" / "load.json").read_text())
+    assert report["summary"]["put_back"] > 0
 
 
 def test_an_engines_report_and_pictures(tmp_path):
