@@ -312,9 +312,10 @@ def test_the_most_frequent_tokens():
 
 
 def test_what_is_shipped():
-    assert shipped_heads() == {"smollm2-135m-instruct": ["draft_model", "medusa", "eagle3", "dspark"]}
+    kinds = ["draft_model", "medusa", "eagle3", "dspark"]
+    assert shipped_heads() == {"smollm2-135m-instruct": kinds}
     folder = SHIPPED / "smollm2-135m-instruct"
-    for kind in ("draft_model", "medusa", "eagle3", "dspark"):
+    for kind in kinds:
         folders.check_replaceable(folder / kind, "drafter", "no file is left unlisted")
         head = read_head(folder / kind)
         assert (head.kind, head.target.name) == (kind, "smollm2-135m-instruct")
