@@ -215,6 +215,13 @@ def test_metrics_have_vllms_names_and_add_up(client, url):
     assert metric(url, "num_requests_running") == metric(url, "num_requests_waiting") == 0
 
 
+def test_metrics_count_rows_that_are_put_back(engine):
+    own = Engine.of(engine.session)
+    own.statistics.put_back = 3
+    with served(own, OPTIONS) as url:
+        assert metric(url, "num_preemptions_total") == 3
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "message"),
     [

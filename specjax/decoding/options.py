@@ -157,8 +157,8 @@ class DecodeOptions:
     those that its tokens fill, rather than a cache of `max_length` tokens. `num_kv_pages` is the
     size of the pool, by default as many as all rows can fill; on a mesh each device along `data`
     has an equal share, for its rows. Short of pages, requests wait, and the latest is put back and
-    resumed later. With `enable_prefix_caching` requests share the full
-    pages of equal beginnings, which are then read once.
+    resumed later. With `enable_prefix_caching` requests share the full pages of equal beginnings,
+    which are then read once.
 
     Raises InputError for values out of range.
     """

@@ -65,7 +65,10 @@ class Api:
         """Answer GET /metrics in Prometheus's text format."""
         engine = self.engine
         text = engine.counters.text(
-            self.reader.model_name, running=engine.num_running, waiting=engine.num_waiting
+            self.reader.model_name,
+            running=engine.num_running,
+            waiting=engine.num_waiting,
+            preempted=engine.engine.statistics.put_back,
         )
         return Response(text, media_type=CONTENT_TYPE)
 

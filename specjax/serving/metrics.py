@@ -42,16 +42,17 @@ class Counters:
             metrics.num_accepted_tokens_per_pos(drafted, accepted, positions), np.int64
         )
 
-    def text(self, model: str, *, running: int, waiting: int) -> str:
+    def text(self, model: str, *, running: int, waiting: int, preempted: int) -> str:
         """Return all counters in Prometheus's text format.
 
-        `model` is the model's label, and `running` and `waiting` are the current numbers of
-        samples.
+        `model` is the model's label, `running` and `waiting` are the current numbers of samples,
+        and `preempted` is how often one was put back for lack of pages.
         """
         by_position = enumerate(self.num_accepted_tokens_per_pos.tolist())
         families = [
             ("num_requests_running", "Samples that decode.", [({}, running)]),
             ("num_requests_waiting", "Samples without a slot.", [({}, waiting)]),
+            ("num_preemptions_total", "Samples put back to wait.", [({}, preempted)]),
             ("prompt_tokens_total", "Tokens of prompts.", [({}, self.prompt_tokens)]),
             ("generation_tokens_total", "Tokens of outputs.", [({}, self.generation_tokens)]),
             (
