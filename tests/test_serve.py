@@ -599,6 +599,8 @@ def test_the_playground_streams_an_answer(url, tmp_path):
     with browser(tmp_path) as view:
         view.open(f"{url}/")
         assert "ngram" in view.text("#chat-about")
+        # At temperature 1 a random model sometimes ends an answer with its first token.
+        view.slide("#temperature", 0)
         view.slide("#most", 16)
         view.run(f"$('chat-input').value = {PROMPT!r}")
         view.click("#send")
