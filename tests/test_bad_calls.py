@@ -379,7 +379,11 @@ DRAFTER_OPTIONS = [
     ("sparse_kv", {"keep": "best"}, "keep='best' is unknown: use recent, scores"),
     ("sparse_kv", {"ratio": 1.0}, "ratio=1.0: use a number from 0 to 0.9"),
     ("eagle3", {"sliding_window": 0}, "sliding_window=0: use a whole number from 1 to 1048576"),
-    ("eagle3", {"sinks": 4}, "sinks=4: without a window .* set drafter.sliding_window"),
+    (
+        "eagle3",
+        {"sinks": 4},
+        "sinks=4: sinks are kept in addition .* set drafter.sliding_window too",
+    ),
     ("ngram", {"sliding_window": 4}, "drafter.sliding_window=4: ngram does not take it"),
     ("sparse_kv", {"refresh": 0}, "refresh=0: use a whole number from 1 to 1048576"),
     ("simulated", {"continuations": []}, r"continuations=\[\]: pass the token ids"),

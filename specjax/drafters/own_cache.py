@@ -36,8 +36,8 @@ class OwnCacheDrafter(ChainDrafter):
         """Raise InputError for sinks without a window."""
         if options.get("sinks") and options.get("sliding_window") is None:
             raise InputError(
-                f"drafter.sinks={options['sinks']}: are kept in addition to a window; set "
-                "drafter.sliding_window too, or leave it out"
+                f"drafter.sinks={options['sinks']}: sinks are kept in addition to a window; set "
+                "drafter.sliding_window too, or leave sinks out"
             )
 
     @property
