@@ -79,6 +79,8 @@ def test_the_message_says_how_many_rows_and_tokens_fit(monkeypatch):
         match=r"10\.0 GiB .* 5\.0 GiB .*batch_size \(about 4 rows or 1536 tokens per row",
     ):
         plan.check("lower batch_size", 8, 4096)
+    with pytest.raises(InputError, match=r"lower num_kv_pages \(about 96 pages would fit\)"):
+        plan.check("lower num_kv_pages", 8, 4096, num_pages=256)
     plan.check("lower batch_size", 8, 4096, begun=True)
     monkeypatch.setattr(device_memory, "free_bytes", lambda: gib // 100)
     with pytest.raises(

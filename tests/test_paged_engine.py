@@ -6,7 +6,7 @@ import random
 import jax
 import numpy as np
 import pytest
-from conftest import slow
+from conftest import slow, tiny_config
 from decoding import decode, greedy, make_session
 from test_engine import named, own_results
 from test_sharding import collectives
@@ -26,7 +26,7 @@ from specjax.drafters.lookup.ngram import Ngram
 from specjax.drafters.lookup.suffix import Suffix
 from specjax.drafters.self_speculation.sparse_kv import SparseKV
 from specjax.errors import InputError
-from specjax.loading.load import place_model
+from specjax.loading.load import place_model, random_model
 
 SIZE, NUM_PAGES = 8, 13
 BEGINNING = [int(token) for token in np.random.default_rng(3).integers(61, size=40)]
@@ -330,6 +330,31 @@ def test_a_row_that_resumes_without_a_part_is_found(lost, with_eagle, monkeypatc
     assert results(Engine.of(session), session) != wanted
 
 
+def test_a_row_that_was_put_back_has_begun(tiny):
+    """Its time in the queue ended with its first slot, and it ends where new weights end rows."""
+    session = paged(session_of(tiny, None, "rejection"), NUM_PAGES, False)
+    engine = Engine.of(session)
+    for prompt in range(len(PROMPTS)):
+        engine.add_rows(prompt, [session_row(session, prompt)])
+    outputs = {}
+    while not engine.statistics.put_back:
+        outputs |= {one.id: one.output for one in engine.step() if one.output is not None}
+    begun = [one for one in engine._scheduler if one.begun is not None]
+    back = [one for one in begun if one not in engine._scheduler.slots]
+    assert back[0].row.emitted
+    engine.update_params(tiny.params, running="abort")
+    outputs |= {one.id: one.output for one in engine if one.output is not None}
+    aborted = {one for one, output in outputs.items() if output.finish_reason == "abort"}
+    assert aborted == {one.id for one in begun}
+    assert outputs.keys() == set(range(len(PROMPTS)))
+    assert_nothing_is_held(engine)
+    for prompt in range(len(PROMPTS)):
+        engine.add_rows(prompt, [session_row(session, prompt)])
+    times = [one.output.times for one in engine if one.output is not None]
+    assert engine.statistics.put_back > 1
+    assert all(one.waiting_s <= one.first_token_s <= one.total_s for one in times)
+
+
 def test_numbers_that_are_not_finite_spoil_no_later_row(tiny):
     """Pages of a pool are not cleared, so that they hold what earlier rows left."""
     session = paged(session_of(tiny, None, "rejection"), NUM_PAGES, False)
@@ -362,37 +387,49 @@ def test_rows_that_are_left_keep_their_pages(with_eagle, monkeypatch):
     assert {1, 2, 4} <= set(sizes)
 
 
-@pytest.mark.parametrize("data", [1, *slow(2)])
-def test_requests_that_come_and_go_at_random_leak_nothing(data, tiny):
+@pytest.mark.parametrize(("data", "count"), [(1, 1000), *slow((2, 200))])
+def test_requests_that_come_and_go_at_random_leak_nothing(data, count):
+    """After each step pages are unused or held by unfinished requests, at the end all unused."""
     rng = random.Random(0)
+    model = random_model(tiny_config(num_layers=1), 0, dtype="float32")
     prompts = [
         BEGINNING[: rng.randrange(1, 40)] + [rng.randrange(61) for _ in range(rng.randrange(4))]
         for _ in range(40)
     ]
-    options = dict(sampling=greedy(max_new_tokens=20), drafter=Ngram(), batch_size=4)
-    target = tiny if data == 1 else place_model(tiny, make_mesh(data, devices=jax.devices()[:2]))
-    session = make_session(target, prompts, **options)
-    wanted = decode(tiny, prompts, **options).token_ids
-    engine = Engine.of(paged(session, (14, 18)[data - 1], True))
-    waiting, alive, ended = list(range(40)), set(), {}
+    options = dict(sampling=greedy(max_new_tokens=30), batch_size=4)
+    wanted = decode(model, prompts, **options).token_ids
+    if data > 1:
+        model = place_model(model, make_mesh(data, devices=jax.devices()[:data]))
+    session = make_session(model, prompts, drafter=Ngram(num_speculative_tokens=2), **options)
+    engine = Engine.of(paged(session, 10 * data, True))
+    requests = [(rng.randrange(40), rng.choice((1, 4, 9, 30))) for _ in range(count)]
+    waiting, alive, ended = list(range(count)), set(), {}
     while waiting or engine.num_unfinished:
-        if waiting and rng.random() < 0.5:
-            prompt = waiting.pop()
-            engine.add_rows(prompt, [session_row(session, prompt)])
-            alive.add(prompt)
+        while waiting and engine.num_waiting < 4 and rng.random() < 0.8:
+            number = waiting.pop()
+            prompt, new = requests[number]
+            row = Row(number, tuple(prompts[prompt]), greedy(max_new_tokens=new))
+            engine.add_rows(number, [row])
+            alive.add(number)
         if alive and rng.random() < 0.1:
             engine.abort(rng.choice(sorted(alive)))
         for delta in engine.step():
             if delta.output is not None:
                 ended[delta.id] = delta.output
                 alive.discard(delta.id)
-    for prompt, output in ended.items():
-        tokens = output.token_ids
+        for pool in engine._pages.pools:
+            held = {page for pages in pool._held.values() for page in pages.pages}
+            assert len(held) + pool.num_unused == pool.num_pages
+        assert {request.id for request in engine._pages._pool_of} <= alive
+    for number, output in ended.items():
+        (prompt, new), tokens = requests[number], output.token_ids
         assert tokens == wanted[prompt][: len(tokens)]
-        assert output.finish_reason == "abort" or len(tokens) == 20
-    assert len(ended) == 40
+        assert output.finish_reason == "abort" or len(tokens) == new
+    assert len(ended) == count
     assert_nothing_is_held(engine)
     assert engine.statistics.shared_tokens > 0
+    assert engine.statistics.put_back > 0
+    assert engine.statistics.aborted > count // 20
 
 
 @pytest.mark.parametrize(

@@ -184,6 +184,18 @@ def test_what_is_offered_says_why_the_rest_is_not(url):
     assert offers["token_recycling"]["rules"]["coupled"] is None
 
 
+def test_engines_for_one_row_have_no_pages(engine):
+    """They would have as many as the server's rows, and offer fewer drafters."""
+    pages = dict(kv_page_size=64, num_kv_pages=30, enable_prefix_caching=True)
+    pooled, dense = (
+        playground_engines.PlaygroundEngines(session, OPTIONS.sampling)
+        for session in (engine.session.with_options(**pages), engine.session)
+    )
+    assert pooled.offers() == dense.offers()
+    chosen = engine.session.drafter, "block", playground_engines.ChosenLength()
+    assert pooled._planned(*chosen).plan == dense._planned(*chosen).plan
+
+
 def test_engines_and_answers_are_bounded(engine, monkeypatch):
     monkeypatch.setattr(playground_engines, "MOST_ENGINES", 1)
     monkeypatch.setattr(playground_api, "MOST_ANSWERS", 2)

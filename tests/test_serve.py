@@ -18,6 +18,7 @@ from bad_input import refused_command
 from browser import CHROMIUM, browser
 from commands import finish, start
 from conftest import slow
+from test_paged_engine import assert_nothing_is_held, paged
 
 from specjax import serve
 from specjax.decoding.engine.engine import Engine
@@ -403,9 +404,12 @@ def test_clients_that_never_read_hold_no_slot(engine, monkeypatch):
         silent.close()
 
 
-@pytest.mark.parametrize("count", [60, *slow(500)])
-def test_many_clients_of_whom_some_vanish(engine, count):
-    """None of the answers is lost or mixed up, and each has the tokens of its request alone."""
+@pytest.mark.parametrize(("count", "has_pages"), [(60, True), *slow((500, True), (500, False))])
+def test_many_clients_of_whom_some_vanish(engine, count, has_pages):
+    """None of the answers is lost or mixed up, and each has the tokens of its request alone.
+
+    Also with too few pages for all rows, of which some are shared.
+    """
     rng = np.random.default_rng(0)
     bodies = [
         {
@@ -417,6 +421,8 @@ def test_many_clients_of_whom_some_vanish(engine, count):
         }
         for number in range(count)
     ]
+    for body in bodies[1::3]:
+        body["prompt"] = [7] * 24 + body["prompt"]
     leaves = rng.random(count) < 0.1
 
     def ask(number):
@@ -438,12 +444,17 @@ def test_many_clients_of_whom_some_vanish(engine, count):
                         return tokens, False
             return tokens, False
 
-    with served(Engine.of(engine.session), OPTIONS) as url:
+    session = paged(engine.session, 14, True) if has_pages else engine.session
+    serving = Engine.of(session)
+    with served(serving, OPTIONS) as url:
         with concurrent.futures.ThreadPoolExecutor(32) as pool:
             answers = list(pool.map(ask, range(count)))
         eventually(lambda: metric(url, "num_requests_running") == 0)
         assert metric(url, "num_requests_waiting") == 0
         assert metric(url, "request_success_total") == count
+    if has_pages:
+        assert_nothing_is_held(serving)
+        assert serving.statistics.shared_tokens > 0
     for body, (tokens, whole), left in zip(bodies, answers, leaves, strict=True):
         fields = {name: body[name] for name in ("temperature", "seed")}
         (output,) = alone(engine, body["prompt"], max_new_tokens=body["max_tokens"], **fields)

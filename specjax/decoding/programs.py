@@ -93,10 +93,12 @@ def compile_session(session: Session, *, begun: bool = False) -> Programs:
     key = _key(session)
     programs = _compile(*key)
     _made.add(hash(key))
+    size = "num_kv_pages" if session.plan.num_pages else "batch_size, max_length, max_new_tokens"
     programs.memory.check(
-        "lower batch_size, max_length, max_new_tokens or num_speculative_tokens",
+        f"lower {size} or num_speculative_tokens",
         session.num_rows,
         session.plan.capacity,
+        num_pages=session.plan.num_pages,
         begun=begun,
     )
     return programs

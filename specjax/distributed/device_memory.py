@@ -46,12 +46,21 @@ class MemoryPlan:
         if self.needed >= _GIB:
             LOGGER.info("memory per device: %s", self)
 
-    def check(self, remedy: str, rows: int = 0, capacity: int = 0, *, begun: bool = False) -> None:
+    def check(
+        self,
+        remedy: str,
+        rows: int = 0,
+        capacity: int = 0,
+        *,
+        num_pages: int = 0,
+        begun: bool = False,
+    ) -> None:
         """Raise InputError if free memory is too small; the message says about how much would fit.
 
-        The arrays are for `rows` rows of `capacity` tokens, and already exist if the programs have
-        `begun`. `remedy` is part of the message. Nothing is checked if free memory is unknown, or
-        with several processes, which might get different results.
+        The arrays are for `rows` rows of `capacity` tokens, or for a pool of `num_pages` pages, and
+        already exist if the programs have `begun`. `remedy` is part of the message. Nothing is
+        checked if free memory is unknown, or with several processes, which might get different
+        results.
         """
         free = free_bytes()
         if free is None or processes.count() > 1:
@@ -60,10 +69,12 @@ class MemoryPlan:
         if missing <= free:
             return
         # Arrays and most temporary arrays have rows as an axis, and caches are most of the rest.
-        fits = [f"{count} rows" for count in [int(rows * free / missing)] if count]
+        row_fit = int(rows * free / missing)
+        fits = [f"{row_fit} rows"] if row_fit and not num_pages else []
         room = free - (missing - self.arrays.get(CACHES, 0))
-        if capacity and not begun and room > 0:
-            fits.append(f"{int(capacity * room / self.arrays[CACHES])} tokens per row")
+        size, unit = (num_pages, "pages") if num_pages else (capacity, "tokens per row")
+        if size and not begun and room > 0:
+            fits.append(f"{int(size * room / self.arrays[CACHES])} {unit}")
         fit = f" (about {' or '.join(fits)} would fit)" if fits else ""
         raise InputError(
             f"memory: {missing / _GIB:.1f} GiB are needed beside the weights, and "

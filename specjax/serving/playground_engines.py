@@ -243,7 +243,15 @@ class PlaygroundEngines:
     def _planned(self, drafter: LoadedDrafter, rule: str, lengths: ChosenLength) -> Session:
         own = self._session.options
         verify = own.verify if own.verify.name == rule else RULES[rule]
-        options = replace(own.controlled_by(lengths), batch_size=1, verify=verify)
+        # One row needs no pool, least of all one of the size that the server's rows share.
+        options = replace(
+            own.controlled_by(lengths),
+            batch_size=1,
+            verify=verify,
+            kv_page_size=None,
+            num_kv_pages=None,
+            enable_prefix_caching=False,
+        )
         return plan_engine(self._session.model, drafter, options)
 
     def _drafter(self, name: str) -> LoadedDrafter:

@@ -335,8 +335,9 @@ class Engine:
         drafter's parameters (`LoadedDrafter.params`) stay if none are given, except those that a
         trained head shares with its target. If `running` is "continue", rows that are decoding or
         whose prompts are being read keep the cache computed with the old parameters; if it is
-        "abort", they end. Learned draft lengths are discarded. Raises InputError unless trees,
-        shapes and dtypes are unchanged.
+        "abort", they end; this includes rows that were put back for lack of pages, which otherwise
+        read their tokens again with the new parameters. Learned draft lengths are discarded. Raises
+        InputError unless trees, shapes and dtypes are unchanged.
         """
         self._check_open()
         running = _RUNNING_ROWS.check("running", running)
@@ -347,7 +348,7 @@ class Engine:
             self._pages.forget()
         self._controller_state = self.session.controller.init(self.session.step_sizes)
         if running == "abort":
-            self._abort([request for request in self._scheduler.slots if request is not None])
+            self._abort([request for request in self._scheduler if request.begun is not None])
 
     def control(self, controller: Controller | None) -> None:
         """Let another controller choose draft lengths from now on; None stands for fixed lengths.
@@ -649,7 +650,8 @@ class Engine:
         slots, requests = zip(*reading.taken, strict=True)
         now = time.perf_counter()
         for request in requests:
-            request.begun = now
+            if request.begun is None:  # otherwise it was put back
+                request.begun = now
         rows = [request.row for request in requests]
         if self._rows.reuse_rows(rows):
             reading.position = reading.longest
