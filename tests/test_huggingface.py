@@ -1,6 +1,7 @@
 """Hugging Face directories: what is read from them, and models saved and loaded again."""
 
 import dataclasses
+import logging
 import shutil
 import sys
 
@@ -66,6 +67,21 @@ def test_attention_factors_of_yarn(fields, expected, tmp_path):
     """By the formulas of transformers; without a factor it is the ratio of 64 positions to 16."""
     copy = changed("linear", tmp_path, rope_parameters={"rope_type": "yarn", **fields})
     assert rope.attention_factor(load_model(copy).config) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("positions", "said"), [(16, True), (48, True), (64, False)])
+def test_positions_that_yarn_would_allow_are_said(positions, said, tmp_path, caplog):
+    """The cards of some models say to add the scaling, and leave the number of positions."""
+    copy = changed("yarn", tmp_path, max_position_embeddings=positions)
+    with caplog.at_level(logging.WARNING, logger="specjax"):
+        assert load_model(copy).config.max_positions == positions
+    lines = [one.getMessage() for one in caplog.records if "yarn e" in one.getMessage()]
+    assert len(lines) == said
+    wanted = (
+        "yarn extends the model to 64 positions, but rows end at "
+        f"max_position_embeddings={positions}: raise that for longer rows"
+    )
+    assert all(line == f"{copy / 'config.json'}: {wanted}" for line in lines)
 
 
 def test_rows_beyond_the_tokenizer_are_truncated():

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from specjax.errors import InputError, shown
 from specjax.loading.typed_fields import Fields, is_empty, is_number
+from specjax.loading.user_messages import note
 from specjax.models.config import DecoderConfig, RopeScaling
 
 _PARTIAL = "partial_rotary_factor"
@@ -47,7 +48,8 @@ def read_rope(
     """Return the rotary settings in `rope_parameters` (transformers 5) or in the older fields.
 
     `theta` and `partial` are defaults. If `partial` is None, the model rotates all dimensions, and
-    another fraction raises InputError, as do old and new fields that contradict each other.
+    another fraction raises InputError, as do old and new fields that contradict each other. A line
+    is logged if yarn allows more than `max_positions`.
     """
     theta = fields.number("rope_theta", theta)
     rotated = fields.number(_PARTIAL, 1.0 if partial is None else partial)
@@ -66,6 +68,14 @@ def read_rope(
             f"{fields.where}: {_PARTIAL}={rope.partial}: is not supported; models of this kind "
             "rotate all dimensions"
         )
+    scaling = rope.scaling
+    if scaling is not None and scaling.kind == "yarn":
+        extended = scaling.factor * scaling.original_max_positions
+        if extended > max_positions:  # cards of Qwen models say to add the scaling alone
+            note(
+                f"{fields.where}: yarn extends the model to {extended:.0f} positions, but rows end "
+                f"at max_position_embeddings={max_positions}: raise that for longer rows"
+            )
     return rope
 
 
