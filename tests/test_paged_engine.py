@@ -22,8 +22,10 @@ from specjax.decoding.rows import Row, session_row
 from specjax.decoding.sampling_params import SamplingParams
 from specjax.distributed.sharding import make_mesh
 from specjax.drafters import LoadedDrafter
+from specjax.drafters.lookup.lookahead import Lookahead
 from specjax.drafters.lookup.ngram import Ngram
 from specjax.drafters.lookup.suffix import Suffix
+from specjax.drafters.self_speculation.quantized import Quantized
 from specjax.drafters.self_speculation.sparse_kv import SparseKV
 from specjax.errors import InputError
 from specjax.loading.load import place_model, random_model
@@ -113,6 +115,11 @@ CASES = [
         ),
         ("turns_model", "rejection", True),
         ("dflash", "rejection", True),
+        ("dspark", "rejection", True),
+        ("layer_skip", "rejection", True),
+        ("quantized", "coupled", True),
+        ("suffix", "rejection", False),
+        ("lookahead", "coupled", False),
         ("sparse_kv:recent", "rejection", True),
         ("sparse_kv:scores", "coupled", True),
         ("mtp", "rejection", False),
@@ -124,8 +131,12 @@ CASES = [
 @pytest.mark.parametrize(("name", "rule", "shares"), CASES)
 def test_rows_in_pages_give_what_they_give_alone(name, rule, shares, tiny, unrelated, similar):
     """With few pages, so that rows wait and are put back; beside rows that are aborted."""
-    if name == "dflash":
-        drafter = block_drafter(tiny)
+    if name in ("dflash", "dspark"):
+        drafter = block_drafter(tiny, markov_rank=4 if name == "dspark" else 0)
+    elif name == "quantized":
+        drafter = LoadedDrafter(Quantized(tiny.architecture), similar.params)
+    elif name == "lookahead":
+        drafter = LoadedDrafter(Lookahead(window=3, levels=3, guesses=2, pool_size=64))
     elif name.startswith("sparse_kv"):
         drafter = LoadedDrafter(SparseKV(tiny.architecture, budget=36, keep=name[10:], refresh=4))
     else:
@@ -138,7 +149,7 @@ def test_rows_in_pages_give_what_they_give_alone(name, rule, shares, tiny, unrel
         wanted |= {one.id: own_results(one.output) for one in dense if one.output is not None}
     pages = Engine.of(paged(session, NUM_PAGES, shares))
     # What a drafter has learned of refused drafts, or chosen, is lost with a row that is put back.
-    kept = 1 if name in ("token_recycling", "sparse_kv:scores") else 3
+    kept = 1 if name in ("token_recycling", "lookahead", "sparse_kv:scores") else 3
     for aborted in ((), (1, 5)):
         found = results(pages, session, aborted)
         for prompt, result in found.items():
