@@ -11,12 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax import lax
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from specjax.cached_entries import Entries, decode, empty_entries, encode
 
 _COPIED = 256
 """The most tokens that are copied at a time from row to row."""
+_SMALL_ROW = 2**16
+"""The largest number of entries of a row that is selected rather than scattered."""
 
 
 @struct.dataclass
@@ -107,13 +109,13 @@ class KVCache:
         hold its entries.
         """
 
-        def put_rows(into: jax.Array, new: jax.Array) -> jax.Array:
+        def put_entries(into: jax.Array, new: jax.Array) -> jax.Array:
             return into.at[:, rows].set(new, mode="drop")
 
         k, v = self.k, self.v
         if new.k is not None:
-            k, v = jax.tree.map(put_rows, (k, v), (new.k, new.v))
-        return self.replace(k=k, v=v, length=self.length.at[rows].set(new.length, mode="drop"))
+            k, v = jax.tree.map(put_entries, (k, v), (new.k, new.v))
+        return self.replace(k=k, v=v, length=set_rows(self.length, rows, new.length))
 
     def gathered(
         self, slots: Int[Array, "B T"] | Int[Array, "B L G T"], length: Int[Array, "B"]
@@ -213,9 +215,9 @@ class KVCache:
         view = lax.fori_loop(0, (count.max() + size - 1) // size, copy, self.lend(rows, count))
         return self.replace(k=view.k, v=view.v)
 
-    def release(self, rows: Int[Array, "A"]) -> KVCache:
-        """Return the cache with the given rows emptied: their length is 0."""
-        return self.replace(length=self.length.at[rows].set(0, mode="drop"))
+    def release(self, released: Bool[Array, "B"]) -> KVCache:
+        """Return the cache with the rows marked in `released` emptied: their length is 0."""
+        return self.replace(length=jnp.where(released, 0, self.length))
 
 
 def make_cache(
@@ -326,6 +328,21 @@ _APPEND_TO_PAGES = lax.ScatterDimensionNumbers(
     operand_batching_dims=(0, 2),
     scatter_indices_batching_dims=(0, 2),
 )
+
+
+def set_rows(
+    into: Shaped[Array, "B *rest"], rows: Int[Array, "A"], new: Shaped[Array, "A *rest"]
+) -> Shaped[Array, "B *rest"]:
+    """Return `into` with row i of `new` written at row `rows[i]`; rows out of range are dropped.
+
+    No number is negative, and none in range occurs twice. Small rows are all written again, since a
+    scatter is a loop on a CPU, which takes long to compile.
+    """
+    if math.prod(into.shape[1:]) > _SMALL_ROW:
+        return into.at[rows].set(new, mode="drop")
+    matches = rows[None, :] == jnp.arange(len(into))[:, None]
+    written = matches.any(axis=1).reshape(-1, *(1 for _ in into.shape[1:]))
+    return jnp.where(written, new[jnp.argmax(matches, axis=1)], into)
 
 
 def put(

@@ -109,7 +109,7 @@ def test_a_row_admitted_in_a_later_round_decodes_as_alone(
     alone = finish(run, params, late)
     state, counts, _ = run(params, strangers, jnp.int32(6))
     counts = [jax.tree.map(lambda part: part[:, :6], counts)]
-    state = release(state, jnp.array([SLOT]))
+    state = release(state, jnp.arange(4) == SLOT)
     assert int(state.status[SLOT]) == STOPPED
     state = jax.jit(admit)(state, jnp.array([SLOT, 9, -1, 9]), late)
     ended = finish(run, params, state, counts)
@@ -141,7 +141,7 @@ def test_a_released_slot_holds_nothing(tiny, similar, unrelated):
     state = initial_state.start(
         session.plan, session.params, *batch_arguments(session, [0, 1, 2, 3])
     )
-    state = release(state, jnp.array([2]))
+    state = release(state, jnp.arange(4) == 2)
     assert state.cache.length.tolist()[2] == 0
     assert state.drafter[0].drafter.cache.length.tolist()[2] == 0
     assert state.status.tolist() == [RUNNING, RUNNING, STOPPED, RUNNING]

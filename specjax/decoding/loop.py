@@ -49,9 +49,8 @@ def step(
         state = with_pages(state, pages)
     status = jnp.where(host_ended & state.active, STOPPED, state.status)
     finished = status != RUNNING
-    slots = jnp.where(finished, jnp.arange(len(status)), len(status))
     # `release` marks rows as stopped, but a failed row must keep its status.
-    state = release(state, slots).replace(status=status)
+    state = release(state, finished).replace(status=status)
     first = state.length
     state, rounds, tally = run(plan, params, state, max_rounds, stop_after_finished, limits)
     most = plan.rounds_per_step * (plan.drafter.num_speculative_tokens + 1)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
 from specjax.decoding import initial_state, loop
 from specjax.decoding.plan import Plan
@@ -195,8 +195,8 @@ def _memory(params: Any, state: State, rows: State, temporaries: int) -> MemoryP
 
 
 @jax.jit
-def take_rows(state: State, rows: Int[Array, "A"], spare: Int[Array, "A"]) -> State:
-    """Return the state of `rows` alone, in that order, of which the rows `spare` are released."""
+def take_rows(state: State, rows: Int[Array, "A"], spare: Bool[Array, "A"]) -> State:
+    """Return the state of `rows` alone, in that order; those marked `spare` are released."""
     return release(take(state, rows), spare)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from specjax.cache import KVCache, Window
+from specjax.cache import KVCache, Window, set_rows
 from specjax.distributed.sharding import num_parts
 from specjax.drafters.base import Sampling
 
@@ -125,7 +125,7 @@ def admit(state: State, slots: Int[Array, "A"], new: State) -> State:
     def put(into: Any, rows: Any) -> Any:
         if knows_its_rows(into):
             return into.admit(slots, rows)
-        return into.at[slots].set(rows, mode="drop")
+        return set_rows(into, slots, rows)
 
     return jax.tree.map(put, state, new, is_leaf=knows_its_rows)
 
@@ -231,15 +231,14 @@ def take(state: State, slots: Int[Array, "A"]) -> State:
     return jax.tree.map(of, state, is_leaf=knows_its_rows)
 
 
-def release(state: State, slots: Int[Array, "A"]) -> State:
-    """Return the state with the rows in `slots` finished and their caches emptied."""
-    slots = _in_range(state, slots)
-    state = _map_caches(lambda cache: cache.release(slots), state)
+def release(state: State, released: Bool[Array, "B"]) -> State:
+    """Return the state with the rows marked in `released` finished and their caches emptied."""
+    state = _map_caches(lambda cache: cache.release(released), state)
     return state.replace(
-        status=state.status.at[slots].set(STOPPED, mode="drop"),
-        length=state.length.at[slots].set(1, mode="drop"),
+        status=jnp.where(released, STOPPED, state.status),
+        length=jnp.where(released, 1, state.length),
         drafter=tuple(
-            part.replace(unobserved=part.unobserved.at[slots].set(0, mode="drop"))
+            part.replace(unobserved=jnp.where(released, 0, part.unobserved))
             for part in state.drafter
         ),
     )

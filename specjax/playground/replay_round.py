@@ -163,9 +163,11 @@ class _Keeping(Rule):
     def verify(self, keys: Key[Array, "B"], drafted: Drafted, target: Target) -> Any:
         """Return the wrapped rule's verification with the target's log-probabilities."""
         verification = self.rule.verify(keys, drafted, target)
-        slots = range(drafted.tokens.shape[1] + 1)
-        every = [target.distributions(jnp.full_like(drafted.num_valid, slot)) for slot in slots]
-        return _Kept(*verification, jnp.stack(every, axis=1))
+        slots = jnp.arange(drafted.tokens.shape[1] + 1, dtype=drafted.num_valid.dtype)
+        every = jax.vmap(
+            lambda slot: target.distributions(jnp.full_like(drafted.num_valid, slot)), out_axes=1
+        )
+        return _Kept(*verification, every(slots))
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -279,11 +279,11 @@ class DeviceRows:
 
         A pool stays as it is.
         """
-        state, number = self._state, range(len(rows))
+        state = self._state
         pooled = self.session.plan.page_size is not None
-        spare = [len(rows) if index in kept else index for index in number]
-        indices = np.array(rows, np.int32), np.array(spare, np.int32)
-        taken = take_rows(without_entries(state) if pooled else state, *indices)
+        spare = np.array([index not in kept for index in range(len(rows))])
+        whole = without_entries(state) if pooled else state
+        taken = take_rows(whole, np.array(rows, np.int32), spare)
         self._state = with_entries(taken, state) if pooled else taken
 
     def update_params(self, params: Any, drafter_params: Any = None) -> None:
