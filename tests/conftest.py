@@ -11,6 +11,9 @@ from pathlib import Path
 
 import jaxlib.version
 
+# Imports and collecting leave nothing to collect.
+gc.disable()
+
 # A suite that a script runs in the background, or under nohup, ignores signals, and so would the
 # processes that it starts.
 for number, handler in (
@@ -132,6 +135,7 @@ def pytest_collection_finish(session):
     """
     gc.set_threshold(50_000, 10, 10)
     gc.freeze()
+    gc.enable()
 
 
 def row_count(few):

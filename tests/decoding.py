@@ -108,6 +108,15 @@ def decode(target, prompts, **options):
     return decode_session(make_session(target, prompts, **options))
 
 
+def generate(target, prompts, drafter=None, verify="rejection", length="fixed", **sampling):
+    """Return the result of `specjax.generate` with the widths of `make_session`."""
+    if isinstance(drafter, str):
+        drafter = make_drafter(drafter, target)
+    options = dict(verify=verify, num_speculative_tokens=length)
+    request = SamplingParams(**sampling)
+    return decode(target, prompts, drafter=drafter, sampling=request, **options)
+
+
 def coupled(target, drafter=None, new_tokens=24, **options):
     """Decode all prompts under the rule `coupled`, with greedy and sampled rows."""
     options = dict(verify="coupled", sampling=mixed(max_new_tokens=new_tokens), **options)
@@ -194,6 +203,15 @@ def rounds(session, state, counts=None):
         if counts is not None:
             counts.append(jax.tree.map(lambda leaf: np.asarray(leaf[:, 0]), new))
         yield state
+
+
+def new_tokens(session, state):
+    """Return the tokens of each row after its prompt."""
+    tokens, lengths = np.asarray(state.tokens), state.length.tolist()
+    begins = map(len, session.prompts)
+    return [
+        row[begin:end].tolist() for row, begin, end in zip(tokens, begins, lengths, strict=True)
+    ]
 
 
 def device_limits(longest, confidence):

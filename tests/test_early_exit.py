@@ -7,7 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import row_count, slow, tiny_config
-from decoding import PROMPTS, coupled, decode, first_state, greedy, make_session, mixed, rounds
+from decoding import (
+    PROMPTS,
+    coupled,
+    first_state,
+    greedy,
+    make_session,
+    mixed,
+    new_tokens,
+    rounds,
+)
 from test_loop_cache import assert_caches
 from tiny_models import small_model
 
@@ -70,9 +79,7 @@ def test_tokens_and_caches_are_those_of_plain_decoding(name, tiny, plain):
         if number < 4:
             assert_caches(session, state)
     assert_caches(session, state)
-    for row, tokens in enumerate(plain.token_ids):
-        begin = len(PROMPTS[row])
-        assert state.tokens[row, begin : begin + len(tokens)].tolist() == tokens
+    assert new_tokens(session, state) == plain.token_ids
     assert max(int(count.accepted.max()) for count in counts) >= 2
     # Some rounds draft nothing in some rows, and others everything.
     assert {0, session.plan.drafter.num_nodes} & {
@@ -152,7 +159,8 @@ def test_broken_variants_are_found(change, tiny, plain):
     state = next(rounds(session, first_state(session)))
     with pytest.raises(AssertionError):
         assert_caches(session, state)
-    assert decode(tiny, PROMPTS, drafter=drafter, **options).token_ids != plain.token_ids
+    *_, state = rounds(session, state)
+    assert new_tokens(session, state) != plain.token_ids
 
 
 @pytest.mark.parametrize(("drafter", "rule"), [(CHAIN, "rejection"), *slow((TREES, "rejection"))])

@@ -16,6 +16,7 @@ from decoding import (
     greedy,
     make_session,
     mixed,
+    new_tokens,
     rounds,
 )
 from test_loop_cache import assert_caches, fresh
@@ -63,9 +64,7 @@ def test_tokens_and_caches_are_those_of_plain_decoding(name, tiny, plain):
         if number < 4:
             assert_caches(session, state)
     assert_caches(session, state)
-    for row, tokens in enumerate(plain.token_ids):
-        begin = len(PROMPTS[row])
-        assert state.tokens[row, begin : begin + len(tokens)].tolist() == tokens
+    assert new_tokens(session, state) == plain.token_ids
     assert max(int(count.accepted.max()) for count in counts) >= 2
 
 

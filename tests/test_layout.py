@@ -2,6 +2,7 @@
 
 import ast
 import configparser
+import functools
 import re
 import sys
 from collections import defaultdict
@@ -68,8 +69,11 @@ def imports(source, known):
     return found & known
 
 
-SOURCES = sources()
-GRAPH = {name: imports(source, set(SOURCES)) for name, source in SOURCES.items()}
+@functools.cache
+def graph():
+    """The modules that each module imports; found by the worker that runs these tests."""
+    found = sources()
+    return {name: imports(source, set(found)) for name, source in found.items()}
 
 
 def level(name):
@@ -79,7 +83,7 @@ def level(name):
 def test_imports_go_down():
     upward = [
         f"{name} -> {other}"
-        for name, others in GRAPH.items()
+        for name, others in graph().items()
         for other in others
         if level(name) > level(other)
     ]
@@ -94,19 +98,19 @@ TRACED = {
 
 
 def test_a_round_and_what_chooses_its_limits_do_not_know_each_other():
-    chosen_by = {name for name in GRAPH if name.startswith("specjax.controllers")}
+    chosen_by = {name for name in graph() if name.startswith("specjax.controllers")}
     assert {"specjax.controllers", "specjax.controllers.auto"} <= chosen_by
-    assert all(GRAPH[name] <= chosen_by for name in chosen_by)
-    assert GRAPH.keys() >= TRACED
+    assert all(graph()[name] <= chosen_by for name in chosen_by)
+    assert graph().keys() >= TRACED
     reached = set(TRACED)
-    while new := set().union(*(GRAPH[name] for name in reached)) - reached:
+    while new := set().union(*(graph()[name] for name in reached)) - reached:
         reached |= new
     assert reached > TRACED
     assert not reached & chosen_by
 
 
 def test_no_circles():
-    edges = {name: others - {name} for name, others in GRAPH.items()}
+    edges = {name: others - {name} for name, others in graph().items()}
     while leaves := [name for name, others in edges.items() if not others & edges.keys()]:
         for name in leaves:
             del edges[name]
@@ -180,7 +184,7 @@ def arrows(edges):
 def test_the_diagram_shows_the_imports():
     """The one of docs/design.md, without what any module may import."""
     edges = defaultdict(set)
-    for name, others in GRAPH.items():
+    for name, others in graph().items():
         for other in {name, *others}:
             edges[package_of(name)].add(package_of(other))
     anywhere = {"errors", "signals"}
@@ -230,11 +234,11 @@ def imported_modules(node):
 
 def test_no_folders_import_each_other():
     """But for a folder and one inside it."""
-    folders = {name.rpartition(".")[0] for name in GRAPH}
+    folders = {name.rpartition(".")[0] for name in graph()}
 
     def folder(name):
         return name if name in folders else name.rpartition(".")[0]
 
-    edges = {(folder(name), folder(other)) for name, others in GRAPH.items() for other in others}
+    edges = {(folder(name), folder(other)) for name, others in graph().items() for other in others}
     both = sorted({tuple(sorted(pair)) for pair in edges if pair[::-1] in edges})
     assert [(a, b) for a, b in both if a != b and not b.startswith(f"{a}.")] == []

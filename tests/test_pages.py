@@ -1,6 +1,7 @@
 """Paged caches: who holds which page, what attention reads, and rows of an engine as alone."""
 
 import collections
+import functools
 import random
 
 import jax
@@ -226,6 +227,23 @@ def two_caches(size, dtype, width=WIDTH):
     return KVCache(keys, values, length), paged
 
 
+@functools.partial(jax.jit, static_argnames=("softcap", "sinks"))
+def every_form(query, window, cache, **limits):
+    """What each form makes of a window that is seen whole, and a cache; without pages once."""
+    seen = jnp.ones((1, 1, query.shape[2], window.k.shape[3]), bool)
+    start = attend(query, window.k[1], window.v[1], seen, limits.get("softcap"))
+    ways = [
+        attend_cache(query, cache, 1, start, cached_blocks(cache), **limits),
+        attend_rows(query, cache, 1, start, **limits),
+        attend_whole_cache(query, cache, 1, start, **limits),
+        attend_window_and_cache(query, cache, window, 1, seen, **limits),
+        tpu_attention.attend_committed(query, cache, 1, start, **limits),
+    ]
+    if library.available():
+        ways.append(cpu_attention.attend_window_and_cache(query, cache, window, 1, seen, **limits))
+    return [way.weighted / way.denominator for way in ways]
+
+
 @pytest.mark.parametrize("size", [64, 128, 256])
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
 @pytest.mark.parametrize("sliding", [False, True])
@@ -242,29 +260,13 @@ def test_attention_reads_pages_as_it_reads_rows(size, dtype, sliding):
             for _ in range(2)
         )
     )
-    seen = jnp.ones((1, 1, 10, 3), bool)
     limits = {}
     if sliding:
         ages = jnp.asarray(rng.integers(0, 200, (ROWS, 10)))
         limits = {"oldest": dense.length[:, None] - ages, "softcap": 2.0, "sinks": 5}
 
-    @jax.jit
-    def all_ways(cache):
-        start = attend(query, window.k[1], window.v[1], seen, limits.get("softcap"))
-        ways = [
-            attend_cache(query, cache, 1, start, cached_blocks(cache), **limits),
-            attend_rows(query, cache, 1, start, **limits),
-            attend_whole_cache(query, cache, 1, start, **limits),
-            attend_window_and_cache(query, cache, window, 1, seen, **limits),
-        ]
-        ways.append(tpu_attention.attend_committed(query, cache, 1, start, **limits))
-        if library.available():
-            ways.append(
-                cpu_attention.attend_window_and_cache(query, cache, window, 1, seen, **limits)
-            )
-        return [way.weighted / way.denominator for way in ways]
-
-    for way, (found, wanted) in enumerate(zip(all_ways(paged), all_ways(dense), strict=True)):
+    found, wanted = (every_form(query, window, cache, **limits) for cache in (paged, dense))
+    for way, (found, wanted) in enumerate(zip(found, wanted, strict=True)):
         if size == 64 and way in (1, 4):
             # Here the blocks are those of 128 keys, or pages.
             np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)

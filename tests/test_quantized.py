@@ -9,7 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import row_count, slow, tiny_config
+from decoding import generate
 from model_files import gguf_metadata, gguf_tensors, write_gguf
+from test_decoder import extend
 from test_experts import WIDE
 
 import specjax
@@ -121,7 +123,8 @@ def logits_in_passes(model, tokens, widths):
     for width in widths:
         window, stop = functions.make_window(1, width), start + width
         causal = jnp.tril(jnp.ones((1, width, width), bool))
-        result = jax.jit(functions.extend)(
+        result = extend(
+            functions,
             model.params,
             tokens[:, start:stop],
             jnp.arange(start, stop)[None],
@@ -169,8 +172,8 @@ def test_logits_of_a_tree_have_the_bits_of_its_paths(quantized):
         ancestors[node] |= ancestors[parent]
     window, cache = functions.make_window(1, 5), functions.make_cache(1, 64)
     depths = jnp.asarray([[0, 1, 1, 2, 2]])
-    tree = functions.extend(
-        model.params, tokens, depths, cache, window, 0, jnp.asarray(ancestors)[None]
+    tree = extend(
+        functions, model.params, tokens, depths, cache, window, 0, jnp.asarray(ancestors)[None]
     ).logits[0]
     for path in ([0, 1, 3], [0, 2, 4]):
         alone = logits_in_passes(model, tokens[:, jnp.asarray(path)], [1, 1, 1])
@@ -225,11 +228,9 @@ def test_tokens_are_those_of_plain_decoding_with_the_same_weights(
 ):
     model = quantized[weights]
     sampling = {"temperature": temperature, "max_new_tokens": 24, "seed": 3}
-    plain = specjax.generate(model, PROMPTS, verify=verify, **sampling)
+    plain = generate(model, PROMPTS, verify=verify, **sampling)
     for drafter in ("ngram", make_drafter("early_exit", model, exit_layer=2)):
-        result = specjax.generate(
-            model, PROMPTS, drafter=drafter, verify=verify, num_speculative_tokens=3, **sampling
-        )
+        result = generate(model, PROMPTS, drafter=drafter, verify=verify, length=3, **sampling)
         assert result.token_ids == plain.token_ids
     assert result.summary().acceptance_length > 1.1
 
@@ -243,9 +244,9 @@ def test_tokens_are_those_of_plain_decoding_with_the_same_weights(
 )
 def test_the_target_in_fewer_bits_drafts_what_the_target_says(target, tree, verify, temperature):
     request = {"max_new_tokens": 24, "temperature": temperature, "verify": verify}
-    plain = specjax.generate(target, PROMPTS, **request)
+    plain = generate(target, PROMPTS, **request)
     drafter = make_drafter("quantized", target, weights="int8", tree=tree)
-    result = specjax.generate(target, PROMPTS, drafter=drafter, **request)
+    result = generate(target, PROMPTS, drafter=drafter, **request)
     assert result.token_ids == plain.token_ids
     assert result.summary().acceptance_length > 2.5
 
@@ -273,11 +274,11 @@ def test_drafts_with_rounded_activations_are_the_targets(
 ):
     model = quantized.get(weights, target)
     request = {"max_new_tokens": 24, "temperature": temperature, "verify": verify}
-    plain = specjax.generate(model, PROMPTS, **request)
+    plain = generate(model, PROMPTS, **request)
     lengths = {}
     for activations in ("int8", "int4"):
         drafter = make_drafter("quantized", model, activations=activations)
-        result = specjax.generate(model, PROMPTS, drafter=drafter, **request)
+        result = generate(model, PROMPTS, drafter=drafter, **request)
         assert result.token_ids == plain.token_ids
         lengths[activations] = result.summary().acceptance_length
     assert lengths["int8"] > max(2.0, lengths["int4"])
@@ -356,8 +357,8 @@ def test_quantised_kernels_are_split_over_devices(weights):
     assert shapes[0][-1] * 2 == kernel.values.shape[-1]
     assert shapes[1][-1] * 2 == kernel.scales.shape[-1]
     request = {"max_new_tokens": 12, "drafter": "ngram"}
-    wanted = specjax.generate(alone, PROMPTS[:2], **request)
-    assert specjax.generate(split, PROMPTS[:2], **request).token_ids == wanted.token_ids
+    wanted = generate(alone, PROMPTS[:2], **request)
+    assert generate(split, PROMPTS[:2], **request).token_ids == wanted.token_ids
 
 
 BAD = {

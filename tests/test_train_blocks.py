@@ -22,6 +22,7 @@ from train.methods.blocks.block import BlockLoss, block_method, from_target
 from train.methods.losses import LossNames, NamedLosses, parts_of
 
 block_loss = jax.jit(losses.block_loss, static_argnums=(0, 6))
+run = jax.jit(run_blocks, static_argnums=0)
 DSPARK = dict(markov_rank=3, sample_from_anchor=True, confidence=True)
 DFLASH2 = dict(conv_kernel_size=2, conv_group_size=6, selector_rank=3, selector_top_k=5)
 ALL = 20
@@ -42,7 +43,7 @@ def states_of(head, params, batch, labels):
     drafts = head.config.longest_draft
     blocks = Blocks(labels, jnp.ones((drafts, *labels.shape), bool))
     taps = {name: batch.features[name] for name in head.config.taps}
-    return jax.jit(functools.partial(run_blocks, head))(params, batch, taps, blocks)
+    return run(head, params, batch, taps, blocks)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3, 4, 5))

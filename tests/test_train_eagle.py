@@ -49,14 +49,11 @@ def taps_of(head, batch):
     return {name: batch.features[name] for name in head.config.taps}
 
 
+@functools.partial(jax.jit, static_argnums=(0, 3))
 def unrolled(head, params, batch, steps):
     """The outputs of training, compiled as one program."""
-
-    def outputs(params, batch):
-        taken = unroll(head, params, batch, taps_of(head, batch), steps)
-        return [step.output for step in taken]
-
-    return jax.jit(outputs)(params, batch)
+    taken = unroll(head, params, batch, taps_of(head, batch), steps)
+    return [step.output for step in taken]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3, 4, 5, 6))

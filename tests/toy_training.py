@@ -4,6 +4,7 @@
 The toy is a linear drafter of two depths in the shape of Medusa heads, so that it can be exported.
 """
 
+import functools
 import os
 import sys
 import time
@@ -216,11 +217,12 @@ def two_rows(vocab_size, seed=0):
 
 def with_features(target, batch, names=("final_norm",)):
     """The batch with features of the target."""
+    return _with_features(target.architecture, target.params, batch, tuple(names))
 
-    def fill(params, batch):
-        return fill_features(target.architecture, params, batch, names)
 
-    return jax.jit(fill)(target.params, batch)
+@functools.partial(jax.jit, static_argnums=(0, 3))
+def _with_features(decoder, params, batch, names):
+    return fill_features(decoder, params, batch, names)
 
 
 def config_of(**changes):
