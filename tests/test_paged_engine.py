@@ -18,8 +18,10 @@ from specjax.decoding.engine.engine import Engine
 from specjax.decoding.engine.outputs import Follower
 from specjax.decoding.engine.page_pool import PagePool
 from specjax.decoding.engine.scheduler import Request
+from specjax.decoding.options import DecodeOptions
 from specjax.decoding.rows import Row, session_row
 from specjax.decoding.sampling_params import SamplingParams
+from specjax.decoding.session import plan_session
 from specjax.distributed.sharding import make_mesh
 from specjax.drafters import LoadedDrafter
 from specjax.drafters.lookup.lookahead import Lookahead
@@ -475,8 +477,23 @@ def test_pages_that_cannot_be_are_refused(options, message, tiny):
         Engine(tiny, **options)
 
 
+def test_a_pool_is_as_large_as_the_longest_row_needs(tiny):
+    """Not as the capacity, which is rounded up; and the last token is in no cache."""
+
+    def plan(new):
+        options = DecodeOptions(kv_page_size=64, num_kv_pages=2)
+        return plan_session(tiny, [[1] * 100], options=options, requests=greedy(max_new_tokens=new))
+
+    assert plan(29).plan.num_pages == 2
+    with pytest.raises(InputError, match="num_kv_pages=2: a request of 130 tokens needs 3 pages"):
+        plan(30)
+
+
 def test_the_next_turn_of_a_conversation_finds_the_turns_before_it(tiny):
-    """Output tokens are shared too, after the engine has rested; new weights share nothing."""
+    """Output tokens are shared too, after the engine has rested; new weights share nothing.
+
+    The samples of a request share its prompt.
+    """
     engine = Engine(
         tiny, batch_size=2, max_length=512, kv_page_size=128, enable_prefix_caching=True
     )
@@ -497,6 +514,11 @@ def test_the_next_turn_of_a_conversation_finds_the_turns_before_it(tiny):
     assert decode(tiny, [turn], sampling=sampling).token_ids == [second]
     engine.update_params(tiny.params)
     assert answer(turn) == (second, 0)
+    shared = engine.statistics.shared_tokens
+    engine.add([5] * 130, greedy(max_new_tokens=2), n=3)
+    samples = [one.output.token_ids for one in engine if one.output is not None]
+    assert samples == [samples[0]] * 3
+    assert engine.statistics.shared_tokens == shared + 2 * 128
     with engine:
         pass
     assert engine._rows._state is None

@@ -273,9 +273,9 @@ def _plan(
     # No row could emit all tokens of a longer draft and the bonus token.
     turns = drafter.drafter.limited(min(most, max(max_length - 2, 1)))
     rule = options.verify
-    capacity = _capacity(capacity, max_length)
+    longest, capacity = capacity, _capacity(capacity, max_length)
     platform = first_device(placement_of(target.params, target.mesh)).platform
-    num_pages = _num_pages(target, turns, options, capacity)
+    num_pages = _num_pages(target, turns, options, capacity, longest)
     plan = Plan(
         target=target.architecture,
         drafter=turns,
@@ -300,11 +300,14 @@ def _plan(
     return Session(target, drafter, options, plan, num_stop_ids)
 
 
-def _num_pages(target: Model, drafter: Turns, options: DecodeOptions, capacity: int) -> int:
+def _num_pages(
+    target: Model, drafter: Turns, options: DecodeOptions, capacity: int, longest: int
+) -> int:
     """Return the size of the pool of pages of a session with caches of `capacity` tokens.
 
-    Raises InputError for a pool that is too small for one row, or that the devices along `data`
-    cannot share out, and for prefixes that cannot be shared with a drafter.
+    Rows have at most `longest` tokens, of which the caches do not hold the last. Raises InputError
+    for a pool that is too small for one row, or that the devices along `data` cannot share out, and
+    for prefixes that cannot be shared with a drafter.
     """
     size, data = options.kv_page_size, axis_size(target.mesh, DATA)
     if size is None:
@@ -315,8 +318,7 @@ def _num_pages(target: Model, drafter: Turns, options: DecodeOptions, capacity: 
             f"enable_prefix_caching=True: {drafter.name} has to observe all tokens of each prompt; "
             "leave it out, or use another drafter"
         )
-    longest = min(options.max_length, capacity)
-    row_pages = -(-longest // size)
+    row_pages = -(-(longest - 1) // size)
     if options.num_kv_pages is not None and options.num_kv_pages < row_pages * data:
         enough = f"use {row_pages * data}, for mesh.data={data}," if data > 1 else "use that many"
         raise InputError(
