@@ -3,13 +3,13 @@
     python scripts/reproduce_heads.py --workdir=W [--responses=DIR,...] [--install]
 
 Stages: the target answers prompts, then questions that it asks itself, its features are stored, the
-EAGLE-3 head, the draft model and the Medusa heads are trained, and their parameters are written in
-8 bits to W/heads. Each stage is a command that resumes where it was stopped and does
-nothing once it has finished, so that the same call continues. `--responses` adds existing datasets
-of answers, `--nogenerate` uses only those, and `--kinds` names the drafters. `--install` copies the
-heads to the folder of bundled heads; their model cards there are edited by hand. `--size=debug`
-runs everything in minutes. Works alike on CPU and GPU. Exit codes: 0; 1 if a stage failed; 2 for
-bad input; 130 after Ctrl-C or SIGTERM.
+drafters of the kinds that come with specjax are trained, and their parameters are written in 8 bits
+to W/heads. Each stage is a command that resumes where it was stopped and does nothing once it has
+finished, so that the same call continues. `--responses` adds existing datasets of answers,
+`--nogenerate` uses only those, and `--kinds` names the drafters. `--install` copies the heads to
+the folder of bundled heads; their model cards there are edited by hand. `--size=debug` runs
+everything in minutes. Works alike on CPU and GPU. Exit codes: 0; 1 if a stage failed; 2 for bad
+input; 130 after Ctrl-C or SIGTERM.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def parser() -> Parser:
     """Return the parser of the command's flags."""
     flags = Parser("python scripts/reproduce_heads.py", __doc__)
     add = flags.add_field
-    default_kinds = "eagle3,draft_model,medusa"
+    default_kinds = "eagle3,draft_model,medusa,dspark"
     add("workdir", OutputFolder(), "where all stages keep their files", default="runs/heads")
     answers = "datasets of answers that exist already"
     add("responses", Listed(PathOrName(), empty=True), answers, default="")

@@ -61,6 +61,8 @@ DFLASH = [
     (dict(config={"block_size": 1}), "block_size=1: the anchor alone drafts nothing"),
     (dict(config={"markov_rank": 4}), "markov_rank=4: the tensors say 0"),
     (dict(config={"norm_twice": True}), "norm_twice=True: is unknown"),
+    (dict(config={"num_target_layers": 36}), "num_target_layers=36: random-0 has 3; use a head"),
+    (dict(config={"target_hidden_size": 32}), "target_hidden_size=32: random-0 has 24; use a head"),
     (
         dict(config={"dflash_config": {"mask_token_id": 61, "target_layer_ids": [0, 1]}}),
         r"mask_token_id=61: the target has the tokens 0\.\.60",

@@ -153,6 +153,8 @@ def without_the_bias(drafter):
         ("dspark", "rejection", None, without_the_bias),
         *slow(("dflash", "rejection", None, None), ("dflash", "rejection", "static", None)),
         *slow(("dspark", "block", None, None), ("dspark", "rejection", "static", None)),
+        *slow(("dflash", "block", None, None), ("dspark", "block", "static", None)),
+        *slow(("dflash2", "block", None, None), ("dflash2", "block", "static", None)),
         *slow(
             ("dflash2", "rejection", None, None),
             ("dflash2", "rejection", None, of_another_position),
@@ -261,6 +263,7 @@ def test_options_are_checked(tiny):
         (dict(taps=()), "taps is empty"),
         (dict(conv_kernel_size=2), "conv_group_size=16: must divide the width 24"),
         (dict(markov_rank=2, selector_rank=2), "selector_rank=2: markov_rank=2 already makes"),
+        (dict(confidence=True, selector_rank=2), "confidence=True: .* that selector_rank=2 makes"),
     ):
         with pytest.raises(InputError, match=says):
             block_head(tiny, **options)

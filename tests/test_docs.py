@@ -225,8 +225,11 @@ def test_every_script_is_in_the_table_of_scripts():
 
 
 def test_every_drafter_has_proofs():
-    proven = set(re.findall(r"^\| `(\w+)`", (DOCS / "proofs.md").read_text(), re.MULTILINE))
-    assert proven >= set(DRAFTERS)
+    """Greedily, `coupled`, and by `rejection` and by `block`: a section for each."""
+    sections = (DOCS / "proofs.md").read_text().split("\n## ")
+    for section in sections[1:5]:
+        proven = set(re.findall(r"^\| `(\w+)`", section, re.MULTILINE))
+        assert proven >= set(DRAFTERS), section.partition("\n")[0]
 
 
 def test_the_proofs_exist(request):

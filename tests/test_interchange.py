@@ -515,7 +515,11 @@ def test_a_mask_token_may_be_a_row_of_padding(tiny, tmp_path):
     check_same(head, read_foreign(path, tiny), "own")
     with pytest.raises(InputError, match="from the target, and random-0 as loaded has not"):
         write_foreign(head, tmp_path / "other", "dspark", tiny)
-    edit_head(path, config={"dflash_config": {**config["dflash_config"], "mask_token_id": 64}})
+    section = {**config["dflash_config"], "mask_token_id": 64}
+    edit_head(path, config={"dflash_config": section})
+    with pytest.raises(InputError, match="mask_token_id=62: dflash_config has 64"):
+        read_foreign(path, target)
+    edit_head(path, config={"mask_token_id": 64})
     with pytest.raises(InputError, match=r"mask_token_id=64: the target has the tokens 0\.\.60"):
         read_foreign(path, target)
 
@@ -558,7 +562,8 @@ def test_a_draft_vocabulary_of_block_drafters(form, tiny, tmp_path):
 
 
 def test_dflash2_has_no_draft_vocabulary(tiny, tmp_path):
-    head = block_head(tiny, selector_rank=3, vocabulary=VOCABULARY)
+    options = dict(selector_rank=3, conv_kernel_size=2, conv_group_size=6)
+    head = block_head(tiny, vocabulary=VOCABULARY, **options)
     with pytest.raises(InputError, match="no draft vocabulary.*whole_vocabulary"):
         write_foreign(head, tmp_path / "head", "dflash", tiny)
     path = written_head(tmp_path, whole_vocabulary(head), "dflash", tiny)
@@ -566,6 +571,20 @@ def test_dflash2_has_no_draft_vocabulary(tiny, tmp_path):
     edit_head(path, config={"draft_vocab_size": VOCABULARY}, tensors={"d2t": 0 * ids})
     with pytest.raises(InputError, match="draft_vocab_size=40: a selector's candidates"):
         read_foreign(path, tiny)
+
+
+def test_layouts_say_what_a_block_drafter_has(tiny, tmp_path):
+    """Parts that no layout has together are refused; sizes of parts that are absent are dropped."""
+    convolutions = dict(conv_kernel_size=2, conv_group_size=6)
+    for form, options in (
+        ("dflash", convolutions),
+        ("speculators", dict(selector_rank=3)),
+        ("dspark", dict(markov_rank=3, **convolutions)),
+    ):
+        with pytest.raises(InputError, match=f"format='{form}': there are layouts for heads with"):
+            write_foreign(block_head(tiny, **options), tmp_path / "head", form, tiny)
+    head = block_head(tiny, conv_group_size=6, selector_top_k=7)
+    check_same(head, read_foreign(written_head(tmp_path, head, "dflash", tiny), tiny), "export")
 
 
 def test_a_whole_vocabulary_of_dspark(tiny, tmp_path):

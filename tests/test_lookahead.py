@@ -207,7 +207,7 @@ def test_rows_draft_as_they_do_alone(tiny, together):
         np.testing.assert_array_equal(getattr(together, name), getattr(alone, name))
 
 
-@pytest.mark.parametrize("rule", ["rejection", *slow("coupled")])
+@pytest.mark.parametrize("rule", ["rejection", *slow("block", "coupled")])
 def test_the_distribution_is_the_targets(rule):
     drafter = Lookahead(window=2, levels=3, guesses=2, pool_size=64)
     check = check_drafter(

@@ -150,6 +150,11 @@ def test_bad_input(argv, said, script, tmp_path, capsys):
     assert not (tmp_path / "w").exists()
 
 
+def test_by_default_it_makes_all_kinds_that_are_included(script):
+    default = script.parser().read([])["kinds"]
+    assert set(default) == {kind for kinds in find_head.shipped_heads().values() for kind in kinds}
+
+
 def test_from_the_target_to_an_installed_head(script, tiny, tmp_path, monkeypatch, capsys):
     root, shipped, commands = tmp_path / "w", tmp_path / "shipped", []
     codes = [0, 0, 0, 0, 0, 3]

@@ -155,7 +155,7 @@ def test_rows_draft_as_they_do_alone(tiny, together):
         np.testing.assert_array_equal(getattr(together, name), getattr(alone, name))
 
 
-@pytest.mark.parametrize("rule", ["rejection", *slow("coupled")])
+@pytest.mark.parametrize("rule", ["rejection", *slow("block", "coupled")])
 def test_the_distribution_is_the_targets(rule):
     drafter = TokenRecycling(5, tree=TREE)
     check = check_drafter(drafter, bigrams(5), row_count(8_000), verify=rule)

@@ -432,10 +432,10 @@ def test_an_evaluation_before_the_first_step(target, tmp_path):
     assert [row["tau"] for row in files.learning_curve(run.workdir)] == [1.0, 4.0]
 
 
-@pytest.mark.parametrize("name", ["tau", "tau_t0.7"])
-def test_the_head_with_the_largest_tau_is_kept(target, tmp_path, name):
+@pytest.mark.parametrize(("name", "exports"), [("tau", "head"), ("tau_t0.7", "model")])
+def test_the_head_with_the_largest_tau_is_kept(target, tmp_path, name, exports):
     """An evaluation before the first step, or of a smaller tau, keeps what is there."""
-    method = toy_method(target)
+    method = toy_method(target)._replace(exports=exports)
     params = method.init(jax.random.key(0))
     workdir = files.Workdir(tmp_path)
     kept = []
@@ -445,6 +445,9 @@ def test_the_head_with_the_largest_tau_is_kept(target, tmp_path, name):
         if tau is not None:
             files.append_metrics(workdir, {"step": step, f"eval/{name}": tau})
     assert kept == [None, 1.5, 1.5, 1.5, 1.75]
+    both = method._replace(trains_target=True)
+    run._keep_best(both, params, None, {"step": 25}, workdir, 9.0, name)
+    assert read_head(workdir.best).training["tau"] == 1.75
 
 
 def test_scalars_follow_their_definitions():

@@ -170,9 +170,10 @@ def _keep_best(
     """Write the head to `workdir.best` if no earlier evaluation had as large a decoded tau.
 
     `name` is that of the tau in evaluations, and `mesh` that of `params`. A loss may still fall
-    when tau no longer rises. Targets that are trained along are left out.
+    when tau no longer rises. Heads of targets that are trained along are left out, since they are
+    of no use without them.
     """
-    if tau is None or not metadata["step"] or method.head is None or method.exports != "head":
+    if tau is None or not metadata["step"] or method.head is None or method.trains_target:
         return
     curve = files.learning_curve(workdir) if processes.is_first() else []
     earlier = [row[name] for row in curve if row["step"] and name in row]
@@ -212,7 +213,7 @@ def _calibrated(setup: Setup, params: Any, evaluation: Evaluation) -> Any:
 def _check_exports(method: Method, workdir: files.Workdir) -> None:
     """Raise InputError if the export at the end of the run could not be written."""
     found = [*_exports(method, workdir).items()]
-    if method.exports == "head":
+    if method.head is not None and not method.trains_target:
         found.append(("drafter", workdir.best))
     for kind, directory in found:
         folders.check_replaceable(directory, kind, str(directory))

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from specjax.errors import InputError
+from specjax.errors import InputError, shown
 from specjax.loading.formats import build_parameters, parameter_names, tensor_layout
 from specjax.loading.formats.families.qwen import QWEN3
 from specjax.loading.formats.unread_fields import check_unread, implied
@@ -58,7 +58,7 @@ _OVER_DRAFTED = (_HEAD, f"{_MARKOV}2.weight")
 _CAUSAL = ("causal_head", "causal", "is_causal")
 """The names by which tools say that slots attend to earlier ones only."""
 _UNREAD = (
-    *("num_target_layers", "target_hidden_size", "num_anchors"),
+    "num_anchors",
     # Of speculators: of training, of windows, which no layer has, and of Domino's projector.
     *("auf", "ce_loss_alpha", "l1_loss_alpha", "confidence_head_alpha", "loss_decay_gamma"),
     *("sliding_window_non_causal", "pure_draft_prefix_len", "emb_dim", "gru_hidden_dim"),
@@ -126,6 +126,7 @@ def read(
     for name in _UNREAD:
         fields.get(name)
     taps = _read_taps(fields, target, by_inputs=_TYPE in checkpoint.config)
+    _check_target(fields, target, len(taps))
     stated = fields.count("vocab_size")
     size = fields.count("draft_vocab_size", stated)
     tensors, draft_ids = draft_vocabulary.read(checkpoint, target, _OVER_DRAFTED, size, stated)
@@ -163,8 +164,8 @@ def read(
             raise fields.fail(
                 "mask_token_id",
                 f"the target has the tokens 0..{target.config.vocab_size - 1}, and "
-                f"{target.name} as loaded no embedding of this one; load the target that the head "
-                "was made for from its original files",
+                f"{target.name} has no embedding of this one as loaded; load the target that the "
+                "head was made for from its original files",
             )
         params["mask"] = {"embedding": row.astype(tensors["fc.weight"].dtype)}
     return Head(kind, config, params, draft_ids, metadata, training)
@@ -178,8 +179,8 @@ def write(
     The layout is that of vLLM or of the speculators library. Tensors over the vocabulary get zeros
     for the target's rows of padding. For a draft vocabulary the target's columns of its tokens are
     written, in the target's dtype. Raises InputError for a selector over a draft vocabulary, for
-    taps that are no layers' outputs, for an embedding of mask tokens that is not the target's, and
-    for what the layout cannot say.
+    convolutions without a selector and the reverse, for taps that are no layers' outputs, for an
+    embedding of mask tokens that is not the target's, and for what the layout cannot say.
     """
     config, form = head.config, "speculators" if speculators else head.kind
     assert isinstance(config, BlockConfig)
@@ -188,6 +189,14 @@ def write(
             f"format={form!r}: the layout of DFlash2 has no draft vocabulary, and this head has "
             f"{config.draft_vocab_size} of {config.decoder.vocab_size} tokens; export it with "
             "whole_vocabulary, so that it uses the target's whole head"
+        )
+    of_dflash2 = bool(config.conv_kernel_size), bool(config.selector_rank)
+    if any(of_dflash2) and not (all(of_dflash2) and head.kind == "dflash"):
+        raise InputError(
+            f"format={form!r}: there are layouts for heads with convolutions and a selector "
+            "(DFlash2) and for those without both, and this one is a "
+            f"{head.kind} with conv_kernel_size={config.conv_kernel_size} and "
+            f"selector_rank={config.selector_rank}; use it in specjax alone"
         )
     if config.has_mask_embedding:
         own, row = np.asarray(head.params["mask"]["embedding"]), _mask_embedding(config, target)
@@ -277,9 +286,16 @@ def write(
 
 
 def _in_one(file: Fields) -> Fields:
-    """Return the fields of a config and of its sections as those of one object."""
+    """Return the fields of a config and of its sections as those of one object.
+
+    Raises InputError for a field with two values.
+    """
     if _TYPE not in file.values:
-        values = {**file.values, **file.section(_SECTION).values}
+        section = file.section(_SECTION).values
+        for name, value in section.items():
+            if file.values.get(name) not in (None, value):
+                raise file.fail(name, f"{_SECTION} has {shown(value)}; repair config.json")
+        values = {**file.values, **section}
         values.pop(_SECTION, None)
         return Fields(file.where, values)
     if file.get(_TYPE) not in _SPECULATORS:
@@ -302,6 +318,19 @@ def _read_taps(fields: Fields, target: Model, *, by_inputs: bool) -> tuple[str, 
             "made for this target",
         )
     return tuple(f"layer_input:{index + 1 - first}" for index in ids)
+
+
+def _check_target(fields: Fields, target: Model, num_taps: int) -> None:
+    """Raise InputError if a config says that the head's target has another depth or width."""
+    shape = target.config
+    # Some of DeepSpec's configs count the layers that are read.
+    depths = (shape.num_layers, num_taps)
+    for name, known in (
+        ("num_target_layers", depths),
+        ("target_hidden_size", (shape.hidden_size,)),
+    ):
+        if fields.get(name) not in (None, *known):
+            raise fields.fail(name, f"{target.name} has {known[0]}; use a head made for it")
 
 
 def _read_sizes(fields: Fields, names: Collection[str]) -> dict[str, int]:

@@ -44,6 +44,8 @@ Attend = Callable[
 """A function (layer, queries, keys, values) that returns the attention of a block's tokens."""
 Candidates = tuple[Float[Array, "B #A k"], Int[Array, "B #A k"]]
 """The logits of the k tokens of each slot that a selector chooses among, and their indices."""
+_SIZES_OF_EXTRAS = {"conv_group_size": "conv_kernel_size", "selector_top_k": "selector_rank"}
+"""Fields of `BlockConfig` with the one that must be above 0 for them to have an effect."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,8 @@ class BlockConfig:
     without the bias by the previous token, and `confidence` says whether there is an estimate of
     the probability of acceptance. Convolutions have `conv_kernel_size` taps, 0 for none, and part
     of their kernel in common for `conv_group_size` channels. With a `selector_rank` above 0 only
-    the `selector_top_k` likeliest tokens of each slot can be drafted. Raises InputError for
+    the `selector_top_k` likeliest tokens of each slot can be drafted. `conv_group_size` and
+    `selector_top_k` are their defaults where they have no effect. Raises InputError for
     inconsistent values.
     """
 
@@ -106,6 +109,15 @@ class BlockConfig:
                 f"selector_rank={self.selector_rank}: markov_rank={self.markov_rank} already makes "
                 "tokens depend on the one before; set one of them to 0"
             )
+        if self.confidence and self.selector_rank:
+            raise InputError(
+                f"confidence=True: estimates acceptance without the choice that "
+                f"selector_rank={self.selector_rank} makes; set confidence=False or selector_rank=0"
+            )
+        # What has no effect must not make two heads of one.
+        for name, used in _SIZES_OF_EXTRAS.items():
+            if not getattr(self, used):
+                object.__setattr__(self, name, getattr(type(self), name))
 
     @property
     def kind(self) -> str:
