@@ -61,6 +61,16 @@ DFLASH = [
     (dict(config={"block_size": 1}), "block_size=1: the anchor alone drafts nothing"),
     (dict(config={"markov_rank": 4}), "markov_rank=4: the tensors say 0"),
     (dict(config={"norm_twice": True}), "norm_twice=True: is unknown"),
+    (
+        dict(
+            config={
+                "sliding_window": 8,
+                "use_sliding_window": True,
+                "layer_types": ["sliding_attention", "full_attention"],
+            }
+        ),
+        "sliding_window=8: block drafters have full attention in all layers here; use a head",
+    ),
     (dict(config={"num_target_layers": 36}), "num_target_layers=36: random-0 has 3; use a head"),
     (dict(config={"target_hidden_size": 32}), "target_hidden_size=32: random-0 has 24; use a head"),
     (

@@ -361,6 +361,12 @@ def _read_layers(fields: Fields, target: Model, names: Iterable[str]) -> Decoder
     layers = Fields(fields.where, values)
     decoder = replace(QWEN3.read(layers, known, target.config.unused_tokens), family="llama")
     fields.asked |= layers.asked
+    if decoder.sliding_window is not None:
+        raise fields.fail(
+            "sliding_window",
+            "block drafters have full attention in all layers here; use a head that was trained so "
+            "(speculators: --full-attention-indices with all layers)",
+        )
     return decoder
 
 
