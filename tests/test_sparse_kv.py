@@ -17,7 +17,7 @@ from decoding import (
     new_tokens,
     rounds,
 )
-from test_decoder import after_cache, causal, near
+from test_decoder import after_cache, causal, near, one_pass
 from test_loop_cache import assert_caches
 from test_sharding import mesh_of
 from tiny_models import small_model
@@ -26,12 +26,13 @@ from specjax import make_drafter
 from specjax.cache import KVCache
 from specjax.cached_entries import encode
 from specjax.decoding.round import make_context
-from specjax.drafters.self_speculation.sparse_kv import OBSERVED, Chosen, SparseKV
+from specjax.drafters.self_speculation.sparse_kv import OBSERVED, RECENT, Chosen, SparseKV
 from specjax.errors import InputError
 from specjax.loading.load import place_model, random_model
 from specjax.loading.quantize import has_quantized
 from specjax.models.config import SlidingWindow
-from specjax.models.layers.attention import most_attended
+from specjax.models.decoder import QUERIES
+from specjax.models.layers.attention import group_queries, most_attended
 from specjax.testing import check_drafter
 from specjax.trees import tree_of_choices
 
@@ -130,29 +131,81 @@ def test_a_share_of_the_keys_is_copied_if_it_is_more(tiny):
     context = context_of(drafter, tiny, length, numbered(tiny, length))
     cache, state = drafter.committed((), drafter.init((), 2, 256), context)
     assert state.length.tolist() == length.tolist()
-    for row, count in enumerate((4, 18)):
-        slots, later = state.slots[row, ..., :count], np.arange(length[row] - 32, length[row] - 1)
-        assert slots.max() < later[0]
-        for of_head in np.asarray(slots).reshape(-1, count):
-            assert len(set(of_head.tolist())) == count
-        later = np.broadcast_to(later, (3, 2, len(later)))
-        assert_copied(cache, row, np.concatenate([slots, later], axis=-1))
+    for row, slots in enumerate([[*range(4), *range(28, 59)], [*range(4), *range(54, 99)]]):
+        assert_copied(cache, row, np.broadcast_to(np.array(slots), (3, 2, len(slots))))
+
+
+def by_scores(target, queries, cache, length, count):
+    """The tokens [L, G, A] before the latest 32 to which queries [T, D] attend most."""
+    config = target.config
+    heads = queries.reshape(len(queries), config.num_layers, config.num_heads, -1)
+    view = cache.replace(length=jnp.array([length - RECENT]))
+    grouped = [
+        group_queries(jnp.asarray(heads[None, :, layer]), config.num_kv_heads, 1.0)
+        for layer in range(config.num_layers)
+    ]
+    return np.stack(
+        [most_attended(query, view, layer, count)[0] for layer, query in enumerate(grouped)]
+    )
 
 
 def test_chosen_keys_and_all_that_follow_are_copied(tiny):
     """Each once. A row with few keys has all; one that is not due keeps its choice."""
     drafter, length = made("scores", tiny), jnp.array([37, 38, 60, 60])
     context = context_of(drafter, tiny, length, numbered(tiny, length))
-    chosen = jnp.broadcast_to(jnp.array([20, 3, 7, 11]), (4, 3, 2, 4)).at[:, 1].add(1)
+    queries = 0.01 * np.random.default_rng(0).standard_normal(context.features[QUERIES].shape)
+    context = context.replace(features={QUERIES: jnp.asarray(queries, jnp.float32)})
+    chosen = jnp.broadcast_to(jnp.array([20, 3, 7, 11]), (4, 3, 2, 4))
     cache, state = drafter.committed((), Chosen(chosen, jnp.array([0, 0, 56, 55])), context)
     assert state.length.tolist() == [0, 38, 56, 60]
+    np.testing.assert_array_equal(state.slots[1], np.broadcast_to(np.arange(4), (3, 2, 4)))
     np.testing.assert_array_equal(state.slots[2], chosen[2])
+    positions = np.arange(59 - OBSERVED, 59) % queries.shape[1]
+    own = context.cache.take(jnp.array([3]))
+    wanted = by_scores(tiny, np.asarray(context.features[QUERIES])[3, positions], own, 60, 4)
+    np.testing.assert_array_equal(state.slots[3], wanted)
+    assert len(np.unique(wanted.reshape(-1, 4), axis=0)) > 1
     assert_copied(cache, 0, np.broadcast_to(np.arange(36), (3, 2, 36)))
     for row in (1, 2, 3):
-        later = np.arange(int(state.length[row]) - OBSERVED, int(length[row]) - 1)
+        later = np.arange(int(state.length[row]) - RECENT, int(length[row]) - 1)
         assert state.slots[row].max() < later[0]
         later = np.broadcast_to(later, (3, 2, len(later)))
         assert_copied(cache, row, np.concatenate([state.slots[row], later], axis=-1))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Late(SparseKV):
+    """A broken variant: it reads the query of the last token, which has not been verified."""
+
+    def _choose(self, state, context):
+        late = {name: jnp.roll(kept, -1, axis=1) for name, kept in context.features.items()}
+        return super()._choose(state, context.replace(features=late))
+
+
+@pytest.mark.parametrize("kind", [SparseKV, *slow(Late)])
+def test_keys_are_chosen_by_the_queries_of_verification(kind, tiny):
+    """Those of a fresh pass over the committed tokens; a prompt's count as zeros."""
+    drafter = kind(tiny.architecture, **OPTIONS["scores"])
+    session = make_session(
+        tiny, PROMPTS, drafter=drafter, sampling=mixed(max_new_tokens=NEW), num_speculative_tokens=2
+    )
+    state, chosen = first_state(session), []
+    for after in rounds(session, state):
+        before, now = state.drafter[0].drafter, after.drafter[0].drafter
+        for row in np.flatnonzero((now.length != before.length) & (before.length > 0)):
+            chosen.append((row, int(now.length[row]), np.asarray(now.slots[row])))
+        state = after
+    tokens = np.asarray(state.tokens[:, : int(state.length.max())])
+    queries = np.array(one_pass(tiny, tokens, features=(QUERIES,)).features[QUERIES])
+    for row, prompt in enumerate(PROMPTS):
+        queries[row, : len(prompt) - 1] = 0
+    equal = []
+    for row, length, slots in chosen:
+        own = queries[row, length - 1 - OBSERVED : length - 1]
+        wanted = by_scores(tiny, own, state.cache.take(jnp.array([row])), length, 4)
+        equal.append(np.array_equal(slots, wanted))
+    assert len(equal) > 5
+    assert all(equal) == (kind is SparseKV)
 
 
 def test_a_draft_token_is_that_of_a_pass_that_sees_the_same_keys(tiny):

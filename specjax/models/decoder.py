@@ -131,6 +131,8 @@ def _is_large(config: DecoderConfig) -> bool:
 DEFAULT_FORM = Form()
 EXPERTS = "experts"
 """The name of the feature with each token's experts, for models that have experts."""
+QUERIES = "queries"
+"""The name of the feature with each token's queries in all layers, [L, H, C] flattened."""
 LAYER_INPUTS = "layer_inputs"
 """The name of the feature with the inputs of all layers, for passes without a window (training)."""
 
@@ -247,14 +249,11 @@ class Decoder:
         first_layer: int = 0,
         states: Float[Array, "B T D"] | None = None,
         kept: Bool[Array, "L B"] | None = None,
-        num_attended: int = 0,
     ) -> Extension:
         """Run T tokens through the model, as specified by `LanguageModel.extend`.
 
         Where `kept` is False, a row leaves a layer out: its input becomes its output (layer
         dropout). In training the feature `layer_inputs` is the inputs of all layers [L, B, T, D].
-        With `num_attended` (A), the feature `attended` is the committed tokens with the most
-        attention [L, B, G, A].
         Raises InputError for parameters that are missing or have the wrong shape, and for features
         of layers before `first_layer`.
         """
@@ -287,18 +286,14 @@ class Decoder:
             window,
             layer_inputs={name: jnp.zeros_like(x) for name in requested.tapped_layers},
             experts=requested.no_experts(tokens.shape),
+            queries=requested.no_queries(tokens.shape, self.dtype),
         )
-        if num_attended:
-            shape = (self.config.num_layers, len(tokens), self._heads_of(window), num_attended)
-            carry = carry.replace(attended=jnp.zeros(shape, jnp.int32))
         depth = self.config.num_layers if num_layers is None else num_layers
         inputs = [] if LAYER_INPUTS in features else None
         carry = self._run_layers(params, run_layer, carry, first_layer, depth, inputs)
         result = self._outputs(params, carry, requested, logits=logits)
         if inputs is not None:
             result.features[LAYER_INPUTS] = jnp.concatenate(inputs)
-        if carry.attended is not None:
-            result.features["attended"] = carry.attended
         return result
 
     def _heads_of(self, window: Window | None) -> int:
@@ -380,6 +375,8 @@ class Decoder:
         available = {**carry.layer_inputs, "pre_norm": carry.x}
         if carry.experts is not None:
             available[EXPERTS] = jnp.moveaxis(carry.experts, 0, 2)
+        if carry.queries is not None:
+            available[QUERIES] = carry.queries.reshape(*carry.x.shape[:2], -1)
         logits_out = None
         if logits or requested.counts or "final_norm" in requested.names:
             available["final_norm"] = self.arithmetic.norm(carry.x, params["final_norm"])
@@ -502,7 +499,7 @@ class _Features:
         self._config = config
         self.counts = wanted_counts(names, config.vocab_size)
         """The number of most likely tokens to return, by feature name."""
-        others = (*self.counts, EXPERTS)
+        others = (*self.counts, EXPERTS, QUERIES)
         of_layers = [name for name in self.names if name not in others]
         check_features(of_layers, config.num_layers)
         self.tapped_layers = {
@@ -510,10 +507,10 @@ class _Features:
         }
         """The layer whose input is the feature, by feature name."""
         earlier = [name for name, layer in self.tapped_layers.items() if layer < first]
-        if earlier or (first and EXPERTS in names):
+        earlier += [name for name in (EXPERTS, QUERIES) if first and name in names]
+        if earlier:
             raise InputError(
-                f"feature {(*earlier, EXPERTS)[0]!r}: the pass begins at layer {first}; run all "
-                "layers for it"
+                f"feature {earlier[0]!r}: the pass begins at layer {first}; run all layers for it"
             )
 
     def no_experts(self, tokens_shape: tuple[int, int]) -> Int[Array, "M B T K"] | None:
@@ -522,3 +519,13 @@ class _Features:
             return None
         experts = self._config.experts.per_token
         return jnp.zeros((self._config.num_sparse, *tokens_shape, experts), jnp.int32)
+
+    def no_queries(
+        self, tokens_shape: tuple[int, int], dtype: jnp.dtype
+    ) -> Float[Array, "B T L H C"] | None:
+        """Return zeros for the queries of tokens [B, T], if they are requested."""
+        if QUERIES not in self.names:
+            return None
+        config = self._config
+        shape = (config.num_layers, config.num_heads, config.head_dim)
+        return jnp.zeros((*tokens_shape, *shape), dtype)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax import lax
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
 from specjax.cache import KVCache
 from specjax.drafters.base import Context, LoadedDrafter
@@ -25,13 +25,14 @@ from specjax.errors import InputError
 from specjax.fields import Instance, Number, Whole
 from specjax.loading.model import Model
 from specjax.loading.quantize import in_stacked_form, quantized_model
-from specjax.models.causal_mask import causal
-from specjax.models.decoder import Decoder
+from specjax.models.decoder import QUERIES, Decoder
 from specjax.models.interface import LanguageModel
-from specjax.models.layers.attention import CACHE_BLOCK
+from specjax.models.layers.attention import CACHE_BLOCK, group_queries, most_attended
 
-OBSERVED = 32
-"""The latest tokens whose attention chooses earlier ones; they are kept themselves."""
+RECENT = 32
+"""The latest tokens, which are kept when earlier ones are chosen."""
+OBSERVED = 8
+"""The latest verified tokens whose attention chooses keys; the loop keeps twice as many."""
 RATIO = Number(0.0, 0.9)
 _DECODER = Instance(Decoder, "use the architecture of a target")
 
@@ -70,7 +71,7 @@ class SparseKV(SelfDrafter):
         super().__post_init__()
         least, what = self.sinks, f"drafter.sinks={self.sinks}"
         if self.keep == "scores":
-            least, what = OBSERVED, f"the latest {OBSERVED} tokens, which are kept"
+            least, what = RECENT, f"the latest {RECENT} tokens, which are kept"
         if self.budget <= least:
             raise InputError(f"drafter.budget={self.budget}: must exceed {what}")
         if any(self.model.config.windowed):
@@ -95,13 +96,18 @@ class SparseKV(SelfDrafter):
         """Return the target or its quantized copy, and its parameters; all layers run."""
         return self.model, context.params if self.weights is None else params, None
 
+    @property
+    def features(self) -> tuple[str, ...]:
+        """The target's queries, if keys are chosen by them; they are read when rows are due."""
+        return (QUERIES,) if self.keep == "scores" else ()
+
     def init(self, params: Any, batch: int, capacity: int) -> Chosen | tuple[()]:
         """Return the state of rows whose keys have not been chosen; recent keys need none."""
         del params
         if self.keep == "recent" or capacity <= self.budget:
             return ()
         layers, heads = self.model.config.num_layers, self.model.cached_heads
-        shape = (batch, layers, heads, self._most(capacity) - OBSERVED)
+        shape = (batch, layers, heads, self._most(capacity) - RECENT)
         return Chosen(jnp.zeros(shape, jnp.int32), jnp.zeros(batch, jnp.int32))
 
     def committed(
@@ -114,15 +120,13 @@ class SparseKV(SelfDrafter):
             return cache, state
         most = self._most(cache.capacity)
         if self.keep == "recent":
-            index, kept = _slots(most), jnp.minimum(cache.length, self._kept(cache.length))
-            skipped = (cache.length - kept)[:, None]
-            slots = jnp.where(index < self.sinks, index, index + skipped)
-            return cache.gathered(slots, kept), state
+            slots = self._latest(_slots(most), cache.length)
+            return cache.gathered(slots, jnp.minimum(cache.length, self._kept(cache.length))), state
         state = self._choose(state, context)
         # Chosen tokens come first, then all that follow those among which they were chosen.
         index = _slots(most + self.refresh)
-        count = jnp.where(state.length > 0, self._kept(state.length) - OBSERVED, 0)
-        skipped = jnp.where(state.length > 0, state.length - OBSERVED - count, 0)[:, None]
+        count = jnp.where(state.length > 0, self._kept(state.length) - RECENT, 0)
+        skipped = jnp.where(state.length > 0, state.length - RECENT - count, 0)[:, None]
         padding = index.shape[1] - state.slots.shape[-1]
         chosen = jnp.pad(state.slots, ((0, 0), (0, 0), (0, 0), (0, padding)))
         is_chosen = (index < count[:, None])[:, None, None]
@@ -140,46 +144,53 @@ class SparseKV(SelfDrafter):
         share = jnp.ceil(self.ratio * length).astype(jnp.int32)
         return jnp.maximum(share, self.budget)
 
+    def _latest(self, index: Int[Array, "#B T"], length: Int[Array, "B"]) -> Int[Array, "B T"]:
+        """Return the numbers, in their row, of the `index`-th of a row's first and latest keys."""
+        skipped = jnp.maximum(length - self._kept(length), 0)[:, None]
+        return jnp.where(index < self.sinks, index, index + skipped)
+
     def _choose(self, state: Chosen, context: Context) -> Chosen:
         """Return the state after choosing keys in rows that are due, as their lengths tell."""
-        due = jnp.where(state.length > 0, state.length + self.refresh, self.budget + 2)
-        due = (context.length >= due) & (context.limit > 0)
-        first = jnp.maximum(context.length - OBSERVED, 0)
-        tokens, index = context.tokens_from(first, OBSERVED), jnp.arange(OBSERVED)
-
-        def attended(rows: Int[Array, "A"], cache: KVCache) -> Int[Array, "A L G K"]:
-            result = context.target.extend(
-                context.params,
-                tokens[rows],
-                first[rows][:, None] + index[None, :],
-                cache.replace(length=jnp.minimum(cache.length, first[rows])),
-                context.target.make_window(len(rows), OBSERVED),
-                0,
-                causal(index, OBSERVED),
-                logits=False,
-                num_attended=state.slots.shape[-1],
-            )
-            return jnp.moveaxis(result.features["attended"], 1, 0)
-
-        def choose_all(state: Chosen) -> Chosen:
-            slots = attended(jnp.arange(len(due)), context.cache)
-            return Chosen(
-                jnp.where(due[:, None, None, None], slots, state.slots),
-                jnp.where(due, context.length, state.length),
-            )
-
-        def choose_row(number: Int[Array, ""], state: Chosen) -> Chosen:
-            row = order[number][None]
-            slots = attended(row, context.cache.lend(row, context.cache.length[row]))
-            return Chosen(
-                state.slots.at[row].set(slots), state.length.at[row].set(context.length[row])
-            )
-
-        if not jax.sharding.get_abstract_mesh().empty:
-            # The rows of a mesh are on several devices.
-            return lax.cond(due.any(), choose_all, lambda state: state, state)
+        length, (_, layers, heads, size) = context.length, state.slots.shape
+        begins = (state.length == 0) & (length >= self.budget + 2) & (context.limit > 0)
+        due = (state.length > 0) & (length >= state.length + self.refresh) & (context.limit > 0)
         order = jnp.argsort(~due)
-        return lax.fori_loop(0, due.sum(), choose_row, state)
+        # No queries are known of a prompt.
+        latest = self._latest(jnp.arange(size)[None, :], length)
+        slots = jnp.where(_of_rows(begins), latest[:, None, None], state.slots)
+
+        def most(rows: Int[Array, "A"], cache: KVCache) -> Int[Array, "A L G K"]:
+            positions = (length[rows] - 1)[:, None] - jnp.arange(1, OBSERVED + 1)[None, :]
+            queries = context.features[QUERIES]
+            queries = queries[rows[:, None], positions % queries.shape[1]]
+            queries = queries.reshape(*positions.shape, layers, -1, self.model.config.head_dim)
+            earlier = cache.replace(length=length[rows] - RECENT)
+
+            def of_layer(layer: Int[Array, ""]) -> Int[Array, "A G K"]:
+                grouped = group_queries(queries[:, :, layer], heads, 1.0)
+                return most_attended(grouped, earlier, layer, size)
+
+            return jnp.moveaxis(lax.map(of_layer, jnp.arange(layers)), 0, 1)
+
+        def choose_all(slots: Int[Array, "B L G K"]) -> Int[Array, "B L G K"]:
+            return jnp.where(_of_rows(due), most(jnp.arange(len(due)), context.cache), slots)
+
+        def choose_row(
+            number: Int[Array, ""], slots: Int[Array, "B L G K"]
+        ) -> Int[Array, "B L G K"]:
+            row = order[number][None]
+            return slots.at[row].set(most(row, context.cache.lend(row, context.cache.length[row])))
+
+        if jax.sharding.get_abstract_mesh().empty:
+            slots = lax.fori_loop(0, due.sum(), choose_row, slots)
+        else:  # the rows of a mesh are on several devices
+            slots = lax.cond(due.any(), choose_all, lambda slots: slots, slots)
+        return Chosen(slots, jnp.where(begins | due, length, state.length))
+
+
+def _of_rows(rows: Bool[Array, "B"]) -> Bool[Array, "B 1 1 1"]:
+    """Return a mask of rows with axes for layers, heads and keys."""
+    return rows[:, None, None, None]
 
 
 def _slots(count: int) -> Int[Array, "1 T"]:

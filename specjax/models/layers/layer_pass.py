@@ -12,7 +12,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from specjax.cache import KVCache, Window
-from specjax.models.layers.attention import Partial, attend, attend_in_blocks, most_attended
+from specjax.models.layers.attention import Partial, attend, attend_in_blocks, ungroup
 from specjax.models.layers.decoder_layer import DecoderLayer, at_layer
 from specjax.models.layers.local_and_global_layers import LayerView
 
@@ -23,14 +23,14 @@ class LayerCarry:
 
     `x` is the residual stream, `window` has the keys and values of the layers so far,
     `layer_inputs` are the requested features by name, `experts` are each token's experts in the M
-    sparse layers, and `attended` are the committed tokens with the most attention in each layer.
+    sparse layers, and `queries` are those of each layer.
     """
 
     x: Float[Array, "B T D"]
     window: Window | None
     layer_inputs: dict[str, Float[Array, "B T D"]]
     experts: Int[Array, "M B T K"] | None
-    attended: Int[Array, "L B G A"] | None = None
+    queries: Float[Array, "B T L H C"] | None = None
 
 
 @dataclass(frozen=True)
@@ -66,10 +66,9 @@ class LayerPass:
         copies = 1 if carry.window is None else carry.window.k.shape[2] // config.num_kv_heads
         query, key, value = layer.heads(h, weights["attention"], view.rotation, copies)
         mixed, window = self._attend(index, view, carry.window, query, key, value)
-        attended = carry.attended
-        if attended is not None:
-            most = most_attended(query, self.cache, index, attended.shape[-1])
-            attended = attended.at[index].set(most)
+        queries = carry.queries
+        if queries is not None:
+            queries = queries.at[:, :, index].set(ungroup(query, x.shape[1]))
         x = layer.add_attention(x, mixed, weights)
         x, chosen = layer.add_mlp(x, weights)
         if self.kept is not None:
@@ -77,7 +76,7 @@ class LayerPass:
         experts = carry.experts
         if experts is not None and chosen is not None:
             experts = experts.at[index - (config.num_layers - config.num_sparse)].set(chosen)
-        return LayerCarry(x, window, layer_inputs, experts, attended)
+        return LayerCarry(x, window, layer_inputs, experts, queries)
 
     def _attend(
         self,
