@@ -26,7 +26,7 @@ from specjax import make_drafter
 from specjax.cache import KVCache
 from specjax.cached_entries import encode
 from specjax.decoding.round import make_context
-from specjax.drafters.self_speculation.sparse_kv import OBSERVED, RECENT, Chosen, SparseKV
+from specjax.drafters.self_speculation.sparse_kv import OBSERVED, Chosen, SparseKV
 from specjax.errors import InputError
 from specjax.loading.load import place_model, random_model
 from specjax.loading.quantize import has_quantized
@@ -126,12 +126,12 @@ def test_a_share_of_the_keys_is_copied_if_it_is_more(tiny):
     for row, slots in enumerate([[0, 1, *range(23, 28)], [0, 1, *range(32, 40)]]):
         assert_copied(cache, row, np.broadcast_to(np.array(slots), (3, 2, len(slots))))
 
-    drafter = SparseKV(tiny.architecture, budget=36, keep="scores", ratio=0.5)
+    drafter = SparseKV(tiny.architecture, budget=36, keep="scores", ratio=0.5, refresh=10)
     length = jnp.array([60, 100])
     context = context_of(drafter, tiny, length, numbered(tiny, length))
     cache, state = drafter.committed((), drafter.init((), 2, 256), context)
-    assert state.length.tolist() == length.tolist()
-    for row, slots in enumerate([[*range(4), *range(28, 59)], [*range(4), *range(54, 99)]]):
+    assert state.length.tolist() == [58, 98]
+    for row, slots in enumerate([[*range(4), *range(26, 59)], [*range(4), *range(53, 99)]]):
         assert_copied(cache, row, np.broadcast_to(np.array(slots), (3, 2, len(slots))))
 
 
@@ -139,7 +139,7 @@ def by_scores(target, queries, cache, length, count):
     """The tokens [L, G, A] before the latest 32 to which queries [T, D] attend most."""
     config = target.config
     heads = queries.reshape(len(queries), config.num_layers, config.num_heads, -1)
-    view = cache.replace(length=jnp.array([length - RECENT]))
+    view = cache.replace(length=jnp.array([length - OBSERVED]))
     grouped = [
         group_queries(jnp.asarray(heads[None, :, layer]), config.num_kv_heads, 1.0)
         for layer in range(config.num_layers)
@@ -167,7 +167,7 @@ def test_chosen_keys_and_all_that_follow_are_copied(tiny):
     assert len(np.unique(wanted.reshape(-1, 4), axis=0)) > 1
     assert_copied(cache, 0, np.broadcast_to(np.arange(36), (3, 2, 36)))
     for row in (1, 2, 3):
-        later = np.arange(int(state.length[row]) - RECENT, int(length[row]) - 1)
+        later = np.arange(int(state.length[row]) - OBSERVED, int(length[row]) - 1)
         assert state.slots[row].max() < later[0]
         later = np.broadcast_to(later, (3, 2, len(later)))
         assert_copied(cache, row, np.concatenate([state.slots[row], later], axis=-1))
@@ -199,9 +199,9 @@ def test_keys_are_chosen_by_the_queries_of_verification(kind, tiny):
     queries = np.array(one_pass(tiny, tokens, features=(QUERIES,)).features[QUERIES])
     for row, prompt in enumerate(PROMPTS):
         queries[row, : len(prompt) - 1] = 0
-    equal = []
+    equal, kept = [], min(OBSERVED, session.plan.drafter.kept_features)
     for row, length, slots in chosen:
-        own = queries[row, length - 1 - OBSERVED : length - 1]
+        own = queries[row, length - 1 - kept : length - 1]
         wanted = by_scores(tiny, own, state.cache.take(jnp.array([row])), length, 4)
         equal.append(np.array_equal(slots, wanted))
     assert len(equal) > 5

@@ -69,6 +69,7 @@ class LanguageModel(Protocol):
         early exit there for the same tokens, are its inputs, and the window already holds the
         earlier layers' keys and values. Without cache and window (training), the T tokens attend to
         each other by `visible` [#B, T, T], and no keys are returned. Features are `final_norm`,
-        `pre_norm` and `layer_input:i` [B, T, D], `top_tokens:k` [B, T, k], and `experts`, the
-        experts of each token in the M sparse layers [B, T, M, K].
+        `pre_norm` and `layer_input:i` [B, T, D], `top_tokens:k` [B, T, k], `experts`, the experts
+        of each token in the M sparse layers [B, T, M, K], and `queries`, those of all layers,
+        rotated and scaled, in one axis [B, T, L H C].
         """

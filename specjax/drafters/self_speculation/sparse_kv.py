@@ -2,7 +2,8 @@
 
 Its keys are copied from the target's cache in each round (MagicDec: Chen et al. 2408.11049): those
 of the first tokens and the latest ones (StreamingLLM: Xiao et al. 2309.17453), or those that the
-latest tokens attend to most (SnapKV: Li et al. 2404.14469).
+latest tokens attend to most (SnapKV: Li et al. 2404.14469), by the queries of their verification
+(Vegas: 2602.07223).
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ from specjax.models.decoder import QUERIES, Decoder
 from specjax.models.interface import LanguageModel
 from specjax.models.layers.attention import CACHE_BLOCK, group_queries, most_attended
 
-RECENT = 32
-"""The latest tokens, which are kept when earlier ones are chosen."""
-OBSERVED = 8
-"""The latest verified tokens whose attention chooses keys; the loop keeps twice as many."""
+OBSERVED = 32
+"""The latest tokens whose attention chooses earlier ones; they are kept themselves."""
+FIRST = 8
+"""The tokens after a prompt whose attention makes a row's first choice."""
 RATIO = Number(0.0, 0.9)
 _DECODER = Instance(Decoder, "use the architecture of a target")
 
@@ -50,12 +51,14 @@ class SparseKV(SelfDrafter):
     """A drafter that runs the target over about `budget` committed keys of each row.
 
     With a `ratio`, these are that share of a row's keys if it is more (Vegas: 2602.07223). With
-    `keep="recent"` these are the first `sinks` tokens and the latest others. With "scores",
-    each head keeps those to which the latest 32 tokens attend most, and these 32; tokens committed
-    since are added, and after `refresh` of them keys are chosen anew by a pass over 32 tokens. Keys
-    keep their positions. Only verification writes to the target's cache. With `weights`, `model`
-    has the layers as functions of quantized parameters. Raises InputError for invalid options, and
-    for a model with sliding windows, in which a key is known by its place in the cache.
+    `keep="recent"` these are the first `sinks` tokens and the latest others. With "scores", each
+    head keeps the latest 32 tokens, and those before them to which these attended most when they
+    were verified; tokens committed since are added, and after `refresh` of them keys are chosen
+    anew. For the first 8 tokens after a prompt it keeps the same as "recent".
+    Keys keep their positions. Only verification writes to the target's cache. With `weights`,
+    `model` has the layers as functions of quantized parameters. Raises InputError for invalid
+    options, and for a model with sliding windows, in which a key is known by its place in the
+    cache.
     """
 
     name: ClassVar[str] = "sparse_kv"
@@ -71,7 +74,7 @@ class SparseKV(SelfDrafter):
         super().__post_init__()
         least, what = self.sinks, f"drafter.sinks={self.sinks}"
         if self.keep == "scores":
-            least, what = RECENT, f"the latest {RECENT} tokens, which are kept"
+            least, what = OBSERVED, f"the latest {OBSERVED} tokens, which are kept"
         if self.budget <= least:
             raise InputError(f"drafter.budget={self.budget}: must exceed {what}")
         if any(self.model.config.windowed):
@@ -107,7 +110,7 @@ class SparseKV(SelfDrafter):
         if self.keep == "recent" or capacity <= self.budget:
             return ()
         layers, heads = self.model.config.num_layers, self.model.cached_heads
-        shape = (batch, layers, heads, self._most(capacity) - RECENT)
+        shape = (batch, layers, heads, self._most(capacity) - OBSERVED)
         return Chosen(jnp.zeros(shape, jnp.int32), jnp.zeros(batch, jnp.int32))
 
     def committed(
@@ -125,8 +128,8 @@ class SparseKV(SelfDrafter):
         state = self._choose(state, context)
         # Chosen tokens come first, then all that follow those among which they were chosen.
         index = _slots(most + self.refresh)
-        count = jnp.where(state.length > 0, self._kept(state.length) - RECENT, 0)
-        skipped = jnp.where(state.length > 0, state.length - RECENT - count, 0)[:, None]
+        count = jnp.where(state.length > 0, self._kept(state.length) - OBSERVED, 0)
+        skipped = jnp.where(state.length > 0, state.length - OBSERVED - count, 0)[:, None]
         padding = index.shape[1] - state.slots.shape[-1]
         chosen = jnp.pad(state.slots, ((0, 0), (0, 0), (0, 0), (0, padding)))
         is_chosen = (index < count[:, None])[:, None, None]
@@ -152,19 +155,21 @@ class SparseKV(SelfDrafter):
     def _choose(self, state: Chosen, context: Context) -> Chosen:
         """Return the state after choosing keys in rows that are due, as their lengths tell."""
         length, (_, layers, heads, size) = context.length, state.slots.shape
-        begins = (state.length == 0) & (length >= self.budget + 2) & (context.limit > 0)
         due = (state.length > 0) & (length >= state.length + self.refresh) & (context.limit > 0)
         order = jnp.argsort(~due)
-        # No queries are known of a prompt.
-        latest = self._latest(jnp.arange(size)[None, :], length)
+        # No queries are known of a prompt: until some are, it is as if the latest had been chosen.
+        begun = length - max(self.refresh - FIRST, 0)
+        begins = (state.length == 0) & (begun >= self.budget + 2) & (context.limit > 0)
+        latest = self._latest(jnp.arange(size)[None, :], begun)
         slots = jnp.where(_of_rows(begins), latest[:, None, None], state.slots)
 
         def most(rows: Int[Array, "A"], cache: KVCache) -> Int[Array, "A L G K"]:
-            positions = (length[rows] - 1)[:, None] - jnp.arange(1, OBSERVED + 1)[None, :]
             queries = context.features[QUERIES]
+            count = min(OBSERVED, queries.shape[1])
+            positions = (length[rows] - 1)[:, None] - jnp.arange(1, count + 1)[None, :]
             queries = queries[rows[:, None], positions % queries.shape[1]]
             queries = queries.reshape(*positions.shape, layers, -1, self.model.config.head_dim)
-            earlier = cache.replace(length=length[rows] - RECENT)
+            earlier = cache.replace(length=length[rows] - OBSERVED)
 
             def of_layer(layer: Int[Array, ""]) -> Int[Array, "A G K"]:
                 grouped = group_queries(queries[:, :, layer], heads, 1.0)
@@ -185,7 +190,8 @@ class SparseKV(SelfDrafter):
             slots = lax.fori_loop(0, due.sum(), choose_row, slots)
         else:  # the rows of a mesh are on several devices
             slots = lax.cond(due.any(), choose_all, lambda slots: slots, slots)
-        return Chosen(slots, jnp.where(begins | due, length, state.length))
+        chosen = jnp.where(due, length, jnp.where(begins, begun, state.length))
+        return Chosen(slots, chosen)
 
 
 def _of_rows(rows: Bool[Array, "B"]) -> Bool[Array, "B 1 1 1"]:
