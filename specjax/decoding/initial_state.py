@@ -82,7 +82,7 @@ def read_prompts(
                     _named(features, drafter.pass_features),
                 ),
             )
-        accepted = Accepted(following, count, _named(features, drafter.features))
+        accepted = Accepted(following, count, _named(features, drafter.prompt_features))
         return drafter.observe_prompt(draft_params, carry, context, accepted)
 
     cache, drafter_state = prefill(
@@ -92,7 +92,7 @@ def read_prompts(
         length - 1,
         state.cache,
         plan.chunks,
-        (*drafter.features, *drafter.pass_features),
+        (*drafter.prompt_features, *drafter.pass_features),
         observe,
         state.drafter,
         begin,

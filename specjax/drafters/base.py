@@ -248,7 +248,10 @@ class Drafter:
 
     @property
     def features(self) -> tuple[str, ...]:
-        """The names of the target's features that `observe` reads."""
+        """The names of the target's features that `observe` reads, or `propose` from `context`.
+
+        Those of a prompt's tokens are only for `observe`.
+        """
         return ()
 
     @property

@@ -100,6 +100,12 @@ class Turns:
         return tuple(dict.fromkeys(name for drafter in drafting for name in drafter.features))
 
     @property
+    def prompt_features(self) -> tuple[str, ...]:
+        """The names of the target's features that any drafter observes of a prompt."""
+        observing = [part for part in self.parts if part.num_speculative_tokens and part.observes]
+        return tuple(dict.fromkeys(name for drafter in observing for name in drafter.features))
+
+    @property
     def pass_features(self) -> tuple[str, ...]:
         """The names of the features that any drafter reads after each pass of the target."""
         drafting = [drafter for drafter in self.parts if drafter.num_speculative_tokens]
