@@ -56,6 +56,8 @@ def test_calls_continue_each_other_on_new_machines(script, tmp_path, capsys, mon
 
     assert call(0, "whole", 60)[0] == 0
     assert "all stages are finished" in (tmp_path / "out0" / "report.txt").read_text()
+    argv = [f"--out={tmp_path / 'q'}", f"--work={tmp_path / 'w'}", f"--input={tmp_path / 'out0'}"]
+    assert "says that none need follow" in refused_command(script.main, argv, capsys)
 
     monkeypatch.setenv("PAUSE", "4")
     code, said = call(1, "a", 4)

@@ -46,7 +46,10 @@ def read_list(folder: Path) -> tuple[int, dict[str, str]]:
 
     Raises InputError if the folder has no such list.
     """
-    remedy = "copy the folder that the last call wrote again, whole"
+    remedy = (
+        "copy the folder that the last call wrote again, whole (the call that finishes all stages "
+        "writes no list: its report.txt says that none need follow)"
+    )
     content = read_json_file(folder / LIST, remedy)
     match content:
         case {"call": int(call), "parts": dict(parts)}:
