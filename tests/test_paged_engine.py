@@ -524,6 +524,33 @@ def test_the_next_turn_of_a_conversation_finds_the_turns_before_it(tiny):
     assert engine._rows._state is None
 
 
+def test_interruptions_lose_no_page_and_share_none_of_other_weights(tiny, monkeypatch):
+    session = paged(session_of(tiny, None, "rejection"), NUM_PAGES, True)
+    engine = Engine.of(session)
+    update = DeviceRows.update_params
+
+    def interrupted(*arguments):
+        if isinstance(arguments[0], DeviceRows):
+            update(*arguments)
+        raise KeyboardInterrupt
+
+    def interrupt(call, kind, name):
+        with monkeypatch.context() as patched:
+            patched.setattr(kind, name, interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                call()
+
+    for _ in range(2):
+        engine.add_rows(1, [session_row(session, 1)])
+        list(engine)
+        interrupt(lambda: engine.update_params(tiny.params), DeviceRows, "update_params")
+    assert engine.statistics.shared_tokens == 0
+    engine.add_rows(1, [session_row(session, 1)])
+    interrupt(engine.step, request_pages.RequestPages, "reserve")
+    with pytest.raises(InputError, match="failed or was interrupted within a step"):
+        engine.step()
+
+
 def test_pages_in_8_bits_hold_what_rows_in_8_bits_do(tiny):
     session = session_of(dataclasses.replace(tiny, kv_cache_dtype="int8"), None, "rejection")
     assert session.plan.target.cache_dtype == "int8"

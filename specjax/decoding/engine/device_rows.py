@@ -304,11 +304,11 @@ class DeviceRows:
             new = drafter_params
         drafter = drafter._replace(params=_in_place_of("drafter_params", drafter.params, new))
         self._widen()
+        # Later rows with a prompt read by the old parameters must read it again.
+        self._prompts = []
         self.session = replace(
             session, model=replace(session.model, params=params), drafter=drafter
         )
-        # Later rows with a prompt read by the old parameters must read it again.
-        self._prompts = []
 
     def cache_outputs(self, outputs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> None:
         """Let drafters copy from the prompts and outputs of finished requests, the latest one last.

@@ -343,9 +343,11 @@ class Engine:
         running = _RUNNING_ROWS.check("running", running)
         while self._under_way:
             self._look()
-        self._rows.update_params(params, drafter_params)
         if self._pages is not None:
-            self._pages.forget()
+            # First, so that no interruption leaves prefixes of other weights.
+            with self._as_a_whole():
+                self._pages.forget()
+        self._rows.update_params(params, drafter_params)
         self._controller_state = self.session.controller.init(self.session.step_sizes)
         if running == "abort":
             self._abort([request for request in self._scheduler if request.begun is not None])
@@ -483,7 +485,8 @@ class Engine:
         running = [request for request in slots if request is not None]
         while rounds:
             reserved = {one: rounds + self._begun_rounds(one) for one in running}
-            short = self._pages.reserve(reserved)
+            with self._as_a_whole():
+                short = self._pages.reserve(reserved)
             if short is None:
                 return rounds
             rounds //= 2
