@@ -7,7 +7,7 @@ import functools
 import textwrap
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +19,6 @@ from jaxtyping import Array, Bool, Int
 
 from specjax.decoding import initial_state, loop
 from specjax.decoding.plan import Plan
-from specjax.decoding.round import one_round
 from specjax.decoding.rows import row_arguments
 from specjax.decoding.session import Session
 from specjax.decoding.state import (
@@ -143,7 +142,6 @@ def _compile(plan: Plan, mesh: Mesh | None, tree: Any, leaves: tuple[_Leaf, ...]
         "s" * (every[2].shape[0] > 1),
         plan.capacity,
     )
-    _check_drafters(plan, params, every)
     number = jax.ShapeDtypeStruct((), jnp.int32)
     ended = jax.ShapeDtypeStruct(every[2].shape, bool)
     slots = jax.ShapeDtypeStruct(few[2].shape, jnp.int32)
@@ -151,11 +149,11 @@ def _compile(plan: Plan, mesh: Mesh | None, tree: Any, leaves: tuple[_Leaf, ...]
     with use(mesh):
         # Each step returns the state to the next, so the first placement holds for all steps.
         empty = jax.jit(_slots, static_argnums=0)
-        empty, state, placed = compile_placed(empty.lower(plan, params, *every), mesh)
+        empty, state, placed = compile_placed(_lowered(empty, plan, params, *every), mesh)
         out = None if mesh is None else (placed, None)
         new = jax.jit(new_rows, static_argnums=(0, 1), donate_argnums=3, out_shardings=out)
         lends = axis_size(mesh, DATA) == 1
-        lowered = new.lower(plan, lends, params, state, slots, slots, *few)
+        lowered = _lowered(new, plan, lends, params, state, slots, slots, *few)
         new, (_, rows), out = compile_placed(lowered, mesh)
         out = None if mesh is None else (*out, whole)
         read = jax.jit(read_rows, static_argnums=0, donate_argnums=(2, 3), out_shardings=out)
@@ -163,7 +161,8 @@ def _compile(plan: Plan, mesh: Mesh | None, tree: Any, leaves: tuple[_Leaf, ...]
         if plan.page_size is not None:
             shape = (*every[2].shape, plan.capacity // plan.page_size)
             pages = jax.ShapeDtypeStruct(shape, jnp.int32)
-        lowered = [read.lower(plan, params, state, rows, slots, pages, number, number)]
+        arguments = plan, params, state, rows, slots, pages, number, number
+        lowered = [_lowered(read, *arguments)]
         out = None if mesh is None else (placed, whole)
         put = jax.jit(_admit, static_argnums=0, donate_argnums=1, out_shardings=out)
         lowered.append(put.lower(plan, state, slots, slots, rows))
@@ -171,7 +170,8 @@ def _compile(plan: Plan, mesh: Mesh | None, tree: Any, leaves: tuple[_Leaf, ...]
         limits = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), plan.drafter.full_limits()
         )
-        lowered.append(step.lower(plan, params, state, limits, ended, number, number, pages))
+        arguments = plan, params, state, limits, ended, number, number, pages
+        lowered.append(_lowered(step, *arguments))
         # The compiler releases Python's lock, so that programs compile in parallel.
         with ThreadPoolExecutor() as threads:
             read, put, step = threads.map(lambda one: one.compile(), lowered)
@@ -281,14 +281,15 @@ def compile_placed(lowered: Any, mesh: Mesh | None) -> tuple[Any, Any, Any]:
     return make, state, None if mesh is None else make.output_shardings
 
 
-def _check_drafters(plan: Plan, params: Any, arguments: Sequence[Any]) -> None:
-    """Raise InputError, with its cause, if a user-defined drafter cannot be traced."""
-    if all_registered(plan.drafter.parts):
-        return
+def _lowered(program: Any, plan: Plan, *arguments: Any) -> Any:
+    """Return a program of a plan, traced and lowered.
 
+    Raises InputError, with its cause, if a user-defined drafter cannot be traced.
+    """
+    if all_registered(plan.drafter.parts):
+        return program.lower(plan, *arguments)
     with errors_of_drafters(plan):
-        started = jax.eval_shape(functools.partial(initial_state.start, plan), params, *arguments)
-        jax.eval_shape(functools.partial(one_round, plan), params, started)
+        return program.lower(plan, *arguments)
 
 
 @contextlib.contextmanager
