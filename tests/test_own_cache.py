@@ -221,6 +221,6 @@ def test_what_cannot_be_is_refused(tiny, similar):
     )
     refused(
         lambda: make_drafter("draft_model", tiny, similar, sinks=4),
-        "drafter.sinks=4: are kept in addition to a window; "
-        "set drafter.sliding_window too, or leave it out",
+        "drafter.sinks=4: sinks are kept in addition to a window; "
+        "set drafter.sliding_window too, or leave sinks out",
     )
