@@ -7,6 +7,7 @@ import gc
 import os
 import signal
 import tempfile
+import threading
 from pathlib import Path
 
 import jaxlib.version
@@ -120,6 +121,7 @@ from specjax.decoding import programs
 from specjax.loading.load import load_model, random_model
 from specjax.loading.tokenizers.huggingface_tokenizer import read_tokenizer
 from specjax.models.config import DecoderConfig
+from specjax.models.cpu import library
 
 
 def pytest_addoption(parser):
@@ -153,6 +155,9 @@ def pytest_configure(config):
         "filterwarnings", "ignore:Error reading persistent compilation cache entry:UserWarning"
     )
     bad_input.begin(config)
+    if config.getoption("numprocesses", None):
+        # While the workers collect tests: it takes ten seconds, and each would begin with it.
+        threading.Thread(target=library.available).start()
 
 
 def pytest_collection_modifyitems(config, items):

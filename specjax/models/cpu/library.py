@@ -6,7 +6,9 @@ user's cache folder. If it cannot be built, callers use XLA instead (`available`
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import fcntl
 import functools
 import hashlib
 import os
@@ -69,19 +71,23 @@ def _built() -> Path:
     machine = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
     command = [compiler, *_FLAGS, machine]
     path = _folder() / f"cpu-{_digest(command)}.so"
-    if path.exists():
-        _check_owned(path)
-        return path
-    LOGGER.info("building kernels in C++, once on this machine")
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        built = Path(folder, path.name)
-        subprocess.run(
-            [*command, f"-I{jax.ffi.include_dir()}", *map(str, _SOURCES), "-o", str(built)],
-            check=True,
-            capture_output=True,
-            timeout=_SECONDS,
-        )
-        built.replace(path)
+    with (path.parent / "lock").open("w") as lock:
+        # Of several processes one builds. Where files cannot be locked, each does.
+        with contextlib.suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        if path.exists():
+            _check_owned(path)
+            return path
+        LOGGER.info("building kernels in C++, once on this machine")
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            built = Path(folder, path.name)
+            subprocess.run(
+                [*command, f"-I{jax.ffi.include_dir()}", *map(str, _SOURCES), "-o", str(built)],
+                check=True,
+                capture_output=True,
+                timeout=_SECONDS,
+            )
+            built.replace(path)
     return path
 
 
