@@ -122,6 +122,7 @@ from specjax.loading.load import load_model, random_model
 from specjax.loading.tokenizers.huggingface_tokenizer import read_tokenizer
 from specjax.models.config import DecoderConfig
 from specjax.models.cpu import library
+from specjax.testing import drafter_check
 
 
 def pytest_addoption(parser):
@@ -205,6 +206,11 @@ def compiled_with(**options):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jax, "jit", jit)
+        # These were made when their module was imported.
+        for name in ("start", "run"):
+            made = getattr(drafter_check, name)
+            again = plain(made.__wrapped__, static_argnums=0, compiler_options=options)
+            patch.setattr(drafter_check, name, again)
         yield
     programs._compile.cache_clear()
 

@@ -293,6 +293,7 @@ def test_rounded_activations_share_the_kernels_of_a_quantised_target(quantized):
     assert drafter.params["head"]["kernel"].activation_bits is None
 
 
+@pytest.mark.usefixtures("fast_programs")
 @pytest.mark.parametrize("verify", ["rejection", *slow("block")])
 def test_drafts_of_quantised_layers_keep_the_targets_distribution(verify):
     sizes = dict(hidden_size=32, intermediate_size=32, num_layers=2, head_dim=8)
