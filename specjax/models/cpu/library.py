@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import fcntl
 import functools
 import hashlib
 import os
@@ -23,6 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.errors import InputError
+from specjax.files.atomic_writes import exclusive
 from specjax.files.log import LOGGER
 from specjax.files.path_checks import cache_folder
 
@@ -71,24 +71,29 @@ def _built() -> Path:
     machine = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
     command = [compiler, *_FLAGS, machine]
     path = _folder() / f"cpu-{_digest(command)}.so"
-    with (path.parent / "lock").open("w") as lock:
-        # Of several processes one builds. Where files cannot be locked, each does.
-        with contextlib.suppress(OSError):
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        if path.exists():
-            _check_owned(path)
-            return path
-        LOGGER.info("building kernels in C++, once on this machine")
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            built = Path(folder, path.name)
-            subprocess.run(
-                [*command, f"-I{jax.ffi.include_dir()}", *map(str, _SOURCES), "-o", str(built)],
-                check=True,
-                capture_output=True,
-                timeout=_SECONDS,
-            )
-            built.replace(path)
+    if not path.exists():
+        with contextlib.ExitStack() as stack:
+            # Of several processes one builds. Where files cannot be locked, each does.
+            with contextlib.suppress(OSError, NotImplementedError):
+                stack.enter_context(exclusive(path.parent, path.name))
+            if not path.exists():
+                _build(command, path)
+    _check_owned(path)
     return path
+
+
+def _build(command: list[str], path: Path) -> None:
+    """Compile the library by a command, and move it to `path` once it is whole."""
+    LOGGER.info("building kernels in C++, once on this machine")
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        built = Path(folder, path.name)
+        subprocess.run(
+            [*command, f"-I{jax.ffi.include_dir()}", *map(str, _SOURCES), "-o", str(built)],
+            check=True,
+            capture_output=True,
+            timeout=_SECONDS,
+        )
+        built.replace(path)
 
 
 def _compiler() -> str:
