@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         report = ReportFile(path)
         with sharding.use(mesh):
             measure_all(config, console, mesh, report, verbose=verbose)
-        report.finish({"record": "summary"})
+        report.finish([{"record": "summary"}])
         return 0
 
     return command.run_config(

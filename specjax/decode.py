@@ -21,12 +21,13 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
+import itertools
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from jax.sharding import Mesh
 from rich.console import Console
@@ -127,7 +128,7 @@ def decode(config: DecodeConfig, *, verbose: bool = False) -> int:
             config, model, loaded, runs, screen, clock, with_expectation=verbose
         )
         for _ in batches:
-            file.add(*(record for run in runs for record in run.new_records()))
+            file.add(_new_records(runs))
     except KeyboardInterrupt:
         interrupted = True
     except NoRoomError as error:
@@ -140,9 +141,8 @@ def decode(config: DecodeConfig, *, verbose: bool = False) -> int:
         # earlier report is left unchanged.
         if runs[0].rows:
             ended = {"interrupted": interrupted, "refused": refused and one_line(refused)}
-            rows = [record for run in runs for record in run.new_records()]
-            summaries = [summary(run, clock, **ended) for run in runs]
-            written = file.finish(*rows, *({"record": "summary", **values} for values in summaries))
+            ends = [{"record": "summary", **summary(run, clock, **ended)} for run in runs]
+            written = file.finish(itertools.chain(_new_records(runs), ends))
     finally:
         title = f"{config.target}, {model.weights}, {conditions.device}, "
         title += f"batch size {conditions.batch_size}{_lossy(config)}"
@@ -163,6 +163,12 @@ def decode(config: DecodeConfig, *, verbose: bool = False) -> int:
         raise InputError(failure_message(model, failed))
     differences = [row.difference for run in runs for row in run.rows if row.difference is not None]
     return 0 if all(difference.excused for difference in differences) else DIFFERENT
+
+
+def _new_records(runs: Sequence[DrafterRun]) -> Iterator[dict[str, Any]]:
+    """Yield what is not in the report yet; it counts as reported from then on."""
+    for run in runs:
+        yield from run.new_records()
 
 
 def _load(

@@ -329,8 +329,8 @@ def test_a_report_keeps_every_text_and_id(tmp_path):
     words = "[[1.  0.]\n [0.  1.]]\u00a0\ud800 \u4f60"
     changed["rows"][0] |= {"text": words, "question_id": 2**62, "logprobs": [-0.5, -math.inf]}
     file = ReportFile(tmp_path / "r.jsonl")
-    file.add({"record": "run", **changed["run"]})
-    file.finish({"record": "row", **changed["rows"][0]})
+    file.add([{"record": "run", **changed["run"]}])
+    file.finish([{"record": "row", **changed["rows"][0]}])
     (row,) = read_report(tmp_path / "r.jsonl").rows
     assert (row.text, row.question_id, row.logprobs) == (words, 2**62, (-0.5, None))
     assert "\u4f60" in (tmp_path / "r.jsonl").read_text()

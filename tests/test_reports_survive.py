@@ -107,9 +107,9 @@ def test_reports_and_empty_files_are_replaced(tmp_path):
         path.write_text(before)
         file = ReportFile(check_writable(path))
         assert path.read_text() == before
-        file.add({"record": "run"})
-        file.add({"record": "row"})
-        assert file.finish({"record": "summary"})
+        file.add([{"record": "run"}])
+        file.add([{"record": "row"}])
+        assert file.finish([{"record": "summary"}])
         kinds = [json.loads(line)["record"] for line in path.read_text().splitlines()]
         assert kinds == ["run", "row", "summary"]
 
@@ -135,7 +135,7 @@ def test_paths_that_are_no_files(tmp_path, monkeypatch):
 @pytest.mark.parametrize("there", ["there.jsonl", "a/new/folder/there.jsonl"])
 def test_a_link_is_followed(there, tmp_path):
     (tmp_path / "link").symlink_to(there)
-    assert ReportFile(check_writable(tmp_path / "link")).finish({"a": 1})
+    assert ReportFile(check_writable(tmp_path / "link")).finish([{"a": 1}])
     assert (tmp_path / "link").is_symlink()
     assert (tmp_path / there).read_text() == '{"a": 1}\n'
 
@@ -158,8 +158,8 @@ def main(argv):
     file = ReportFile(check_writable(argv[0]))
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
     for number in range(100):
-        file.add({"row": number, "text": "\\ud800" * 100})
-    file.finish({"n": 100})
+        file.add([{"row": number, "text": "\\ud800" * 100}])
+    file.finish([{"n": 100}])
     return 0
 
 raise SystemExit(command.run(main, sys.argv[1:]))
@@ -204,9 +204,21 @@ def test_a_request_to_end_waits_for_the_line_that_is_being_written(tmp_path, mon
     file = ReportFile(tmp_path / "r.jsonl")
     monkeypatch.setattr(json, "dumps", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        file.add({"a": 1})
+        file.add([{"a": 1}])
     # The last lines are written in any case.
-    assert file.finish({"b": 2})
+    assert file.finish([{"b": 2}])
+    assert (tmp_path / "r.jsonl").read_text() == '{"a": 1}\n{"b": 2}\n'
+
+
+def test_a_request_to_end_loses_no_record_that_is_being_made(tmp_path):
+    def records():
+        yield {"a": 1}
+        os.kill(os.getpid(), signal.SIGTERM)
+        yield {"b": 2}
+
+    file = ReportFile(tmp_path / "r.jsonl")
+    with pytest.raises(KeyboardInterrupt):
+        file.add(records())
     assert (tmp_path / "r.jsonl").read_text() == '{"a": 1}\n{"b": 2}\n'
 
 

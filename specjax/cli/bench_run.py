@@ -89,17 +89,17 @@ def measure_all(
     floor = measure_costs.read_seconds(model.params)
     console.print(f"floor (read {model.num_params:,} weights once): {1e3 * floor:.1f} ms")
     header = {"target": model.name, "dtype": model.weights, "device": where}
-    report.add({"record": "bench", **header, "floor_ms": 1e3 * floor})
+    report.add([{"record": "bench", **header, "floor_ms": 1e3 * floor}])
 
     passes = []
     for row in _passes(model, config, floor, console):
         passes.append(row)
-        report.add({"record": "pass", **row})
+        report.add([{"record": "pass", **row}])
     _print_table(console, "T(width): one pass", _PASS_COLUMNS, passes)
     speedups = []
     for speedup in _speedups(model, questions, config, console):
         speedups.append(speedup)
-        report.add({"record": "speedup", **asdict(speedup), "efficiency": speedup.efficiency})
+        report.add([{"record": "speedup", **asdict(speedup), "efficiency": speedup.efficiency}])
         console.print(f"  {speedup.drafter}: {speedup.speedup}", highlight=False)
     title = "Speed-up over plain decoding: geometric means, 95 % intervals"
     columns = {**_SPEEDUP_COLUMNS, **(_MORE_COLUMNS if verbose else {})}

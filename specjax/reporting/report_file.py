@@ -7,7 +7,7 @@ import math
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -91,16 +91,17 @@ class ReportFile:
         self._waiting = ""
         self._begun, self._reported = resumed, False
 
-    def add(self, *records: Mapping[str, Any]) -> None:
+    def add(self, records: Iterable[Mapping[str, Any]]) -> None:
         """Write records to the file, one per line.
 
         Records that cannot be written now are kept for later, with one warning. Raises
-        KeyboardInterrupt after writing if a signal to stop arrived meanwhile.
+        KeyboardInterrupt after writing if a signal to stop arrived meanwhile, also while an
+        iterator made the records.
         """
         requests_to_end: list[int] = []
         try:
             with signals.received_by(requests_to_end.append):
-                self._write(*records)
+                self._write(records)
         except OSError as error:
             if not self._reported:
                 self._reported = True
@@ -111,14 +112,14 @@ class ReportFile:
         if requests_to_end:
             raise KeyboardInterrupt
 
-    def finish(self, *records: Mapping[str, Any]) -> bool:
+    def finish(self, records: Iterable[Mapping[str, Any]] = ()) -> bool:
         """Write the last records and those still pending; return whether there is a file.
 
         If that fails, print them on stdout and raise InputError.
         """
         try:
             with signals.held_off():
-                self._write(*records)
+                self._write(records)
         except OSError as error:
             print(self._waiting, end="", flush=True)
             raise InputError(
@@ -127,7 +128,7 @@ class ReportFile:
             ) from None
         return self._path is not None
 
-    def _write(self, *records: Mapping[str, Any]) -> None:
+    def _write(self, records: Iterable[Mapping[str, Any]]) -> None:
         """Append all pending records and `records`, or nothing if that raises OSError."""
         if self._path is None:
             return

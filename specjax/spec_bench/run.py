@@ -235,7 +235,7 @@ class Measuring:
         records = way.run.new_records()
         if len(way.answered) == len(self._config.chosen):
             records.append({"record": "summary", **summary(way.run, way.clock)})
-        way.file.add(*records)
+        way.file.add(records)
         answers = [answer for _, answer in found]
         seconds = sum(answer.decode_s for answer in answers)
         speed = sum(answer.new_tokens for answer in answers) / seconds
