@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 _NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _APART_S = 1.0
 """Seconds within which a repeated signal counts as the same request; `timeout` sends two."""
+_LATER_S = 0.01
+"""Seconds after which a signal that comes during garbage collection is sent again."""
 
 
 @contextmanager
@@ -48,11 +53,26 @@ class _Handler:
     def __init__(self, receive: Callable[[int], None], ignored: frozenset[int]) -> None:
         self._receive, self.ignored, self._last = receive, ignored, float("-inf")
 
-    def __call__(self, number: int, frame: Any) -> None:
+    def __call__(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        if number not in self.ignored and now - self._last >= _APART_S:
-            self._last = now
-            self._receive(number)
+        if number in self.ignored or now - self._last < _APART_S:
+            return
+        if _collects_garbage(frame):
+            # Python prints what is raised in such a callback (JAX has one), and goes on.
+            again = threading.Timer(_LATER_S, os.kill, (os.getpid(), number))
+            again.daemon = True
+            again.start()
+            return
+        self._last = now
+        self._receive(number)
+
+
+def _collects_garbage(frame: FrameType | None) -> bool:
+    """Return whether a callback of the garbage collector is running in `frame`."""
+    callbacks = {getattr(callback, "__code__", None) for callback in gc.callbacks}
+    while frame is not None and frame.f_code not in callbacks:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _ignores(handler: Any, number: int) -> bool:

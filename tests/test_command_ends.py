@@ -1,5 +1,6 @@
 """How commands end: signals, closed pipes, full disks, lack of memory, config files that fail."""
 
+import gc
 import os
 import signal
 import socket
@@ -41,6 +42,28 @@ def test_a_signal_sent_twice_is_one_request(monkeypatch):
         now[0] += 1.5
         kill(signal.SIGINT)
     assert received == [signal.SIGTERM, signal.SIGINT]
+
+
+def test_a_signal_during_garbage_collection_is_not_lost():
+    """Python goes on after an exception in a callback of its collector."""
+
+    sent = []
+
+    def callback(phase, info):
+        if not sent:
+            sent.append(phase)
+            kill()
+
+    def collect():
+        gc.collect()
+        time.sleep(20)
+
+    gc.callbacks.append(callback)
+    try:
+        with signals.raised(), pytest.raises(KeyboardInterrupt):
+            collect()
+    finally:
+        gc.callbacks.remove(callback)
 
 
 def test_held_off_and_nested():
