@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FrameType
 from typing import Any
 
 _NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _APART_S = 1.0
 """Seconds within which a repeated signal counts as the same request; `timeout` sends two."""
 _LATER_S = 0.01
-"""Seconds after which a signal that comes during garbage collection is sent again."""
+"""Seconds after which a signal is sent again whose KeyboardInterrupt was lost."""
 
 
 @contextmanager
@@ -37,12 +36,23 @@ def received_by(receive: Callable[[int], None]) -> Iterator[None]:
     ignored = frozenset(
         number for number, handler in restorable.items() if _ignores(handler, number)
     )
-    handler = _Handler(receive, ignored)
+    handler, report = _Handler(receive, ignored), sys.unraisablehook
+
+    def unraisable(lost: Any) -> None:
+        # Python goes on after what is raised while garbage is collected: in callbacks of weak
+        # references, in __del__, and in JAX's callback of the collector.
+        if issubclass(lost.exc_type, KeyboardInterrupt):
+            handler.send_again()
+        else:
+            report(lost)
+
     try:
+        sys.unraisablehook = unraisable
         for number in restorable:
             signal.signal(number, handler)
         yield
     finally:
+        sys.unraisablehook = report
         for number, earlier in restorable.items():
             signal.signal(number, earlier)
 
@@ -52,27 +62,20 @@ class _Handler:
 
     def __init__(self, receive: Callable[[int], None], ignored: frozenset[int]) -> None:
         self._receive, self.ignored, self._last = receive, ignored, float("-inf")
+        self._number = signal.SIGINT
 
-    def __call__(self, number: int, frame: FrameType | None) -> None:
+    def __call__(self, number: int, frame: Any) -> None:
         now = time.monotonic()
-        if number in self.ignored or now - self._last < _APART_S:
-            return
-        if _collects_garbage(frame):
-            # Python prints what is raised in such a callback (JAX has one), and goes on.
-            again = threading.Timer(_LATER_S, os.kill, (os.getpid(), number))
-            again.daemon = True
-            again.start()
-            return
-        self._last = now
-        self._receive(number)
+        if number not in self.ignored and now - self._last >= _APART_S:
+            self._last, self._number = now, number
+            self._receive(number)
 
-
-def _collects_garbage(frame: FrameType | None) -> bool:
-    """Return whether a callback of the garbage collector is running in `frame`."""
-    callbacks = {getattr(callback, "__code__", None) for callback in gc.callbacks}
-    while frame is not None and frame.f_code not in callbacks:
-        frame = frame.f_back
-    return frame is not None
+    def send_again(self) -> None:
+        """Send the latest signal again in a moment; it counts as a new request."""
+        self._last = float("-inf")
+        later = threading.Timer(_LATER_S, os.kill, (os.getpid(), self._number))
+        later.daemon = True
+        later.start()
 
 
 def _ignores(handler: Any, number: int) -> bool:

@@ -46,7 +46,6 @@ def test_a_signal_sent_twice_is_one_request(monkeypatch):
 
 def test_a_signal_during_garbage_collection_is_not_lost():
     """Python goes on after an exception in a callback of its collector."""
-
     sent = []
 
     def callback(phase, info):

@@ -12,10 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock
-
 from specjax.errors import InputError
 from specjax.files import folder_checksums
+from specjax.files.atomic_writes import exclusive
 from specjax.files.json_files import read_json_file
 from specjax.files.path_checks import cache_folder
 from train.data.json_lines import read_rows
@@ -39,7 +38,7 @@ def shipped_dataset(tell: Callable[[str], Any] = print) -> Path:
     directory = cache_folder("data") / f"smollm2-135m-instruct_{digest}"
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(directory.with_name(f".{directory.name}.lock"), fallback_to_soft=False):
+        with exclusive(directory.parent, f"making {directory.name}"):
             if directory.exists() and not _is_whole(directory):
                 tell(f"{directory}: this dataset is damaged or incomplete, and is made again")
                 shutil.rmtree(directory)
@@ -47,9 +46,9 @@ def shipped_dataset(tell: Callable[[str], Any] = print) -> Path:
                 metadata = read_json_file(METADATA)
                 target, generation = metadata["target"], metadata["generation"]
                 write_responses(directory, read_rows(ROWS), target, generation=generation)
-    except (OSError, NotImplementedError) as error:  # the latter where a file cannot be locked
+    except OSError as error:
         raise InputError(
-            f"{directory}: cannot be written ({getattr(error, 'strerror', None) or error}); free "
+            f"{directory}: cannot be written ({error.strerror or error}); free "
             "space there, or use another XDG_CACHE_HOME"
         ) from None
     return directory

@@ -74,7 +74,7 @@ def _built() -> Path:
     if not path.exists():
         with contextlib.ExitStack() as stack:
             # Of several processes one builds. Where files cannot be locked, each does.
-            with contextlib.suppress(OSError, NotImplementedError):
+            with contextlib.suppress(OSError):
                 stack.enter_context(exclusive(path.parent, path.name))
             if not path.exists():
                 _build(command, path)
