@@ -32,7 +32,7 @@ OWN_DRAFTER = (
 Noise = SharedNoise | SeparateNoise
 """A function (depth, parents=None) that returns Gumbel noise for the draws at a depth (0, 1, ...).
 
-`noise(depth)` [B, V] is for chains; in a tree, `noise(depth, parents)` [B, T or 1, V] is for the
+`noise(depth)` [B, V] is for chains; in a tree, `noise(depth, parents)` [B, T, V] is for the
 children of T nodes, which `parents` [T] number. Under `coupled` it is the target's noise.
 """
 
@@ -325,7 +325,7 @@ class Drafter:
         del outputs
         return params
 
-    def text_digests(self, params: Any) -> tuple[UInt32[Array, "2"], ...]:
+    def text_digests(self, params: Any) -> tuple[UInt32[Array | np.ndarray, "2"], ...]:
         """Return the `sampling.text_digest` of each text in `params` that drafts are copied from.
 
         Such a text may contain what an earlier request with the same seed and prompt has emitted.

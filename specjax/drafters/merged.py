@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, UInt32
 
 from specjax import trees
@@ -104,7 +105,7 @@ class Merged(Drafter):
             for drafter, drafter_params in self._each(params)
         )
 
-    def text_digests(self, params: tuple) -> tuple[UInt32[Array, "2"], ...]:
+    def text_digests(self, params: tuple) -> tuple[UInt32[Array | np.ndarray, "2"], ...]:
         """Return the digests of the texts of all parts."""
         return sum(
             (

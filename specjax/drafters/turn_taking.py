@@ -140,7 +140,7 @@ class Turns:
             )
         )
 
-    def text_digests(self, params: tuple) -> tuple[UInt32[Array, "2"], ...]:
+    def text_digests(self, params: tuple) -> tuple[UInt32[Array | np.ndarray, "2"], ...]:
         """Return the digests of the texts of all drafters."""
         each = zip(self.parts, params, strict=True)
         return sum((drafter.text_digests(own_params) for drafter, own_params in each), ())

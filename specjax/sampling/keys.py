@@ -50,6 +50,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Integer, Key, UInt32
 
+Parents = Int[Array | np.ndarray, "T"] | Sequence[int]
+"""Numbers that tell the nodes of a depth apart, such as their slots."""
 _CHUNK = 1 << 20
 """The number of tokens that are hashed at once."""
 
@@ -91,11 +93,11 @@ class SharedNoise:
     at: Callable[[Any], Float[Array, "B V"]]
 
     def __call__(
-        self, depth: Int[Array, ""] | int, parents: Any = None
-    ) -> Float[Array, "B V"] | Float[Array, "B 1 V"]:
-        """Return the noise [B, V] for draws at `depth`, or [B, 1, V] if `parents` are given."""
+        self, depth: Int[Array, ""] | int, parents: Parents | None = None
+    ) -> Float[Array, "B V"] | Float[Array, "B T V"]:
+        """Return the noise for draws at `depth`, as `SeparateNoise` does."""
         noise = self.at(depth)
-        return noise if parents is None else noise[:, None, :]
+        return noise if parents is None else jnp.repeat(noise[:, None], len(parents), axis=1)
 
     def part(self, number: int, *, branches: bool) -> SharedNoise:
         """Return the same noise, which all drafters that share a draft use."""
@@ -115,14 +117,11 @@ class SeparateNoise:
     branches: bool = False
 
     def __call__(
-        self,
-        depth: Int[Array, ""] | int,
-        parents: Int[Array | np.ndarray, "T"] | Sequence[int] | None = None,
+        self, depth: Int[Array, ""] | int, parents: Parents | None = None
     ) -> Float[Array, "B V"] | Float[Array, "B T V"]:
         """Return the noise for draws at `depth`: [B, V], or [B, T, V] for the children of T nodes.
 
-        `parents` are numbers that tell the nodes of the depth apart, such as their slots. Raises
-        ValueError where a draft branches and `parents` are missing.
+        Raises ValueError where a draft branches and `parents` are missing.
         """
         at_root = not isinstance(depth, jax.Array) and depth == 0
         if parents is None and self.branches and not at_root:
@@ -171,7 +170,7 @@ def row_key(
     seed: int,
     index: Int[Array, ""] | int,
     own: int | None = None,
-    prompt: Sequence[int] | None = None,
+    prompt: Sequence[int] | Integer[np.ndarray, "T"] | None = None,
 ) -> Key[Array, ""]:
     """Return the key from which all draws of a row derive.
 
@@ -197,9 +196,16 @@ def _row_key(
     return key if digest is None else derive_from_text(key, digest)
 
 
-def text_digest(tokens: Sequence[int] | Integer[np.ndarray, "T"]) -> UInt32[np.ndarray, "2"]:
-    """Return a hash of a text's tokens, from which `derive_from_text` derives keys."""
+def text_digest(
+    tokens: Sequence[int] | Integer[np.ndarray, "T"], after: UInt32[np.ndarray, "2"] | None = None
+) -> UInt32[np.ndarray, "2"]:
+    """Return a hash of a text's tokens, from which `derive_from_text` derives keys.
+
+    With `after`, the digest of an earlier text in whose place this one is, it is a hash of both.
+    """
     tokens, digest = np.asarray(tokens), hashlib.blake2b(digest_size=8)
+    if after is not None:
+        digest.update(np.asarray(after, "<u4"))
     for first in range(0, len(tokens), _CHUNK):  # a corpus may be mapped from a file
         digest.update(np.ascontiguousarray(tokens[first : first + _CHUNK], dtype="<i4"))
     return np.frombuffer(digest.digest(), "<u4").astype(np.uint32)
@@ -209,7 +215,8 @@ def derive_from_text(
     keys: Key[Array, "*batch"], digest: UInt32[Array | np.ndarray, "2"]
 ) -> Key[Array, "*batch"]:
     """Return the keys for a text with this `text_digest`."""
-    return derive(derive(keys, Domain.TEXT, digest[0]), Domain.TEXT, digest[1])
+    first, second = jnp.asarray(digest)
+    return derive(derive(keys, Domain.TEXT, first), Domain.TEXT, second)
 
 
 def sample_key(row_key: Key[Array, ""], sample: int) -> Key[Array, ""]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Int, UInt32
 
 from specjax.drafters.base import Context, Drafter, LoadedDrafter, Noise
@@ -29,6 +30,7 @@ from specjax.loading.corpus.sorted_text import (
     with_separator,
 )
 from specjax.loading.model import Model
+from specjax.sampling import text_digest
 from specjax.trees import Draft
 
 _LENGTH = Whole(1, LONGEST_MATCH)
@@ -107,7 +109,9 @@ class Corpus(Suffix):
         """Return the parameters with the latest of `outputs` in place of earlier ones.
 
         As many outputs are included as fit; the oldest may be truncated at its start. Each output
-        follows the end of its prompt, so that its first tokens can be matched.
+        follows the end of its prompt, so that its first tokens can be matched. The new digest
+        differs from all earlier ones, even where the same text was there before: otherwise a
+        request that emits what is cached would draw the same once more when it is repeated.
         """
         if not self.max_cached_requests:
             return params
@@ -118,9 +122,13 @@ class Corpus(Suffix):
             document = with_separator([*prompt[-self.prompt_lookup_max :], *output], dtype)
             documents.append(document[max(len(document) - room, 0) :])
             room -= len(documents[-1])
-        return (sorted_text(documents, size, dtype), *others)
+        text = sorted_text(documents, size, dtype)
+        digest = text_digest(text.tokens, after=np.asarray(cached.digest))
+        return (text._replace(digest=digest), *others)
 
-    def text_digests(self, params: tuple[SortedText, ...]) -> tuple[UInt32[Array, "2"], ...]:
+    def text_digests(
+        self, params: tuple[SortedText, ...]
+    ) -> tuple[UInt32[Array | np.ndarray, "2"], ...]:
         """Return the digests of the cached outputs and of the corpus."""
         return tuple(text.digest for text in params)
 
