@@ -242,6 +242,11 @@ class Summary:
         """The mean draft length, counting empty drafts; None without rounds."""
         return self.num_draft_tokens / self.num_rounds if self.num_rounds else None
 
+    @property
+    def share_drafted(self) -> float | None:
+        """The fraction of rounds with at least one draft token; None without rounds."""
+        return _ratio(self.num_drafts, self.num_rounds)
+
     def __str__(self) -> str:
         """Return a small table with the most common figures."""
 

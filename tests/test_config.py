@@ -9,6 +9,7 @@ from specjax import bench, decode, doctor, serve
 from specjax.cli import command
 from specjax.cli.config_file import packaged_configs, read_config
 from specjax.cli.decode_config import read_decode_config, turn_prompts
+from specjax.controllers import Fixed
 from specjax.decoding.options import DecodeOptions
 from specjax.decoding.prompts import Question
 from specjax.decoding.sampling_params import SamplingParams
@@ -168,27 +169,33 @@ def test_one_line_and_exit_code(capsys):
 def test_defaults_are_those_of_python_but_for_those_that_help_explains():
     config = read_decode_config(read().to_dict())
     assert config.sampling == SamplingParams()
-    differing = {"num_speculative_tokens": "auto", "batch_size": 1, "verify": RULES["rejection"]}
+    differing = {"batch_size": 1, "verify": RULES["rejection"]}
     assert config.options == dataclasses.replace(DecodeOptions(), **differing)
     benched = read("--config=bench_smollm2")
     assert (benched.target, benched.dtype) == (config.target, config.dtype)
 
 
-def test_auto_is_what_decode_begins_with_and_nothing_else():
-    assert read().num_speculative_tokens == "auto"
-    assert read_decode_config(read().to_dict()).options.num_speculative_tokens == "auto"
-    for given, length in (("fixed", "fixed"), ("3", 3)):
-        config = read(f"--config.num_speculative_tokens={given}").to_dict()
+def test_fixed_lengths_are_the_default_of_every_command():
+    """Of a length that depends on the clock, tau would differ between equal runs."""
+    for given, length in ((None, "fixed"), ("auto", "auto"), ("3", 3)):
+        changes = [] if given is None else [f"--config.num_speculative_tokens={given}"]
+        config = read(*changes).to_dict()
         assert read_decode_config(config).options.num_speculative_tokens == length
     lengths = {
-        "bench_smollm2": ("auto", 4),
-        "generate_smollm2": None,
+        **dict.fromkeys(("decode_smollm2", "serve_smollm2"), "fixed"),
+        **dict.fromkeys(("bench_smollm2", "spec_bench"), ("fixed",)),
+        **dict.fromkeys(("doctor_smollm2", "generate_smollm2"), None),
         **{name: None for name in packaged_configs() if name.startswith("train_")},
     }
     for name, length in lengths.items():
         config = read(f"--config={name}")
         config = config.eval if name.startswith("train_") else config
         assert config.num_speculative_tokens == length
+    with_lengths = {
+        name for name in packaged_configs() if "num_speculative_tokens" in read(f"--config={name}")
+    }
+    assert with_lengths <= lengths.keys()
+    assert isinstance(DecodeOptions().length_controller, Fixed)
 
 
 def test_options_go_to_the_drafters_that_take_them():

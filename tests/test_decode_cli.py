@@ -5,6 +5,7 @@ import io
 import json
 import re
 
+import numpy as np
 import pytest
 import reports
 from conftest import slow
@@ -15,6 +16,7 @@ from specjax import report as write_reports
 from specjax.cli import decode_run
 from specjax.cli.console import Screen
 from specjax.decoding import compare_outputs
+from specjax.decoding.engine import engine
 from specjax.decoding.generate import generate
 from specjax.errors import InputError
 from specjax.fields import read_values
@@ -303,6 +305,44 @@ def test_several_drafters_beside_one_plain_decoding(run, monkeypatch, tmp_path, 
     assert "passes by" not in shown
 
 
+class Clock:
+    """A clock on which steps take any time; `seed` chooses which."""
+
+    def __init__(self, seed):
+        self.rng, self.now = np.random.default_rng(seed), 0.0
+
+    def perf_counter(self):
+        self.now += self.rng.lognormal(sigma=2)
+        return self.now
+
+
+@pytest.mark.parametrize("length", [None, "auto"])
+def test_equal_greedy_runs_have_equal_counts_whatever_the_clock_says(
+    length, folder, tmp_path, monkeypatch, capsys
+):
+    """Only `auto` reads the clock, and says in which share of the passes it drafted."""
+    argv = [
+        f"--config.target={folder / 'model'}",
+        f"--config.prompts={folder / 'prompts.jsonl'}",
+        f"--config.report={tmp_path / 'report.jsonl'}",
+        "--config.drafter.prompt_lookup_min=1",
+        "--config.sampling.max_new_tokens=60",
+        "--config.sampling.ignore_eos=true",
+        "--config.compare=false",
+    ]
+    argv += [f"--config.num_speculative_tokens={length}"] * (length is not None)
+    drafted = []
+    for seed in range(3):
+        monkeypatch.setattr(engine, "time", Clock(seed))
+        assert decode.main(argv) == 0
+        found = reports.read_one(tmp_path / "report.jsonl")
+        drafted.append([row["drafted"] for row in found["rows"]])
+        share = np.mean(np.concatenate(drafted[-1]) > 0)
+        said = f"; {share:.0%} of passes had a draft)" in capsys.readouterr().out
+        assert said == (length == "auto")
+    assert (drafted[0] == drafted[1] == drafted[2]) == (length is None)
+
+
 def test_all_numbers_with_verbose(run, capsys):
     code, report = run("--config.drafter.prompt_lookup_min=1", "--verbose")
     assert code == 0
@@ -357,7 +397,8 @@ def test_one_prompt_is_decoded_several_times_in_turn(argv, times, run, capsys, m
     assert len(row["token_ids"]) == 40
     assert compiled == ["ngram", "plain"]
     shown = capsys.readouterr().out
-    wanted = rf"{found['speedup']:.2f}x \({ratios[0]:.2f} to {ratios[-1]:.2f}(; .*)?\): "
+    which = {2: "lower of 2", 3: "median of 3"}[times]
+    wanted = rf"{found['speedup']:.2f}x \({which}: {ratios[0]:.2f} to {ratios[-1]:.2f}(; .*)?\): "
     assert re.search(wanted, shown)
     assert "\n    40 tokens, cut at the limit\n" in shown
 

@@ -13,9 +13,9 @@ from jax.sharding import Mesh
 from specjax.cli.built_in_prompts import questions_of
 from specjax.cli.mesh_config import ONE_DEVICE, ONE_PROCESS, DistributedConfig, MeshConfig
 from specjax.decoding.options import (
-    AUTO,
     BATCH_SIZE,
     DRAFT_LENGTH,
+    FIXED,
     MAX_LENGTH,
     NUM_PAGES,
     PAGE_SIZE,
@@ -145,9 +145,9 @@ class DecodingFields(DrafterFields):
     others a chain.
     """
 
-    num_speculative_tokens: Annotated[int | str, DraftLengthText()] = AUTO
-    """The draft length. auto: the number that makes decoding fastest; fixed: each drafter's own
-    number, which is the default in Python; or a number.
+    num_speculative_tokens: Annotated[int | str, DraftLengthText()] = FIXED
+    """The draft length: fixed, each drafter's own number; a number; or auto, the number that makes
+    decoding fastest by the clock, so that tokens per pass differ from run to run.
     """
     num_speculative_tokens_per_batch_size: Annotated[tuple, Ladder()] = ()
     """((low, high, k), ...): at most k draft tokens while low to high rows are unfinished."""
@@ -205,8 +205,9 @@ class DecodeFields(DecodingFields, PromptFields, TargetFields):
     compare: bool = True
     """Also decode plainly, to measure the speed-up and to check that the output is the same."""
     repeats: Annotated[int | None, optional(Whole(1))] = None
-    """How often prompts are decoded plainly and with drafters; the median speed-up is reported. By
-    default three times for a single prompt, if that takes seconds, and once otherwise.
+    """How often prompts are decoded plainly and with drafters; the median speed-up is reported, of
+    an even number the lower of the two in the middle. By default three times for a single prompt,
+    if that takes seconds, and once otherwise.
     """
     report: Annotated[Path | None, optional(OutputFile())] = None
     """The file of JSON lines to write; its folder is created."""
