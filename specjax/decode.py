@@ -276,7 +276,7 @@ def _usual_length(name: str) -> str:
 def listing() -> str:
     """Return a text that lists drafters with their options, rules and sampling fields."""
     lines = ["drafters (--config.drafter.name=NAME, then --config.drafter.OPTION=VALUE;"]
-    lines.append("docs/support.md#options says what each option means):")
+    lines.append("--help says what each option means):")
     for name, constructor in DRAFTERS.items():
         summary = inspect.getdoc(constructor).splitlines()[0]
         lines.append(f"  {name}: {summary}")

@@ -36,10 +36,8 @@ import numpy as np
 from jaxtyping import Float, Int
 
 __all__ = [
-    "Counts",
     "ExpectedAcceptance",
     "Summary",
-    "Widths",
     "accept_lengths",
     "acceptance_at_pos",
     "acceptance_length",

@@ -264,6 +264,11 @@ def test_other_questions_and_devices_are_refused(whole, folder, capsys, monkeypa
         ({"drafters": "none"}, QUESTIONS, "drafters='none': plain decoding is measured anyway"),
         ({"drafters": "ngram seed=1"}, QUESTIONS, "'seed=1' is no option of a drafter"),
         ({"drafters": "ngram drafter.exit_layer=1"}, QUESTIONS, "exit_layer"),
+        (
+            {"drafters": "test_config:own drafter.start=10"},
+            QUESTIONS,
+            "drafter.start=10: use a who",
+        ),
         ({"drafters": "ngram drafter.exit_laier=1"}, QUESTIONS, "drafter.exit_laier"),
         ({"temperatures": (1, 1.0)}, QUESTIONS, "temperatures: 1.0 is given twice"),
         ({"num_speculative_tokens": (4, 4)}, QUESTIONS, "num_speculative_tokens: 4 is given twice"),
