@@ -10,6 +10,7 @@ import pytest
 import reports
 from conftest import slow
 from rich.console import Console
+from tiny_models import with_modules
 
 from specjax import decode, metrics
 from specjax import report as write_reports
@@ -20,6 +21,7 @@ from specjax.decoding.engine import engine
 from specjax.decoding.generate import generate
 from specjax.errors import InputError
 from specjax.fields import read_values
+from specjax.loading import find_head
 from specjax.loading.load import load_model, save_model
 from specjax.reporting import decode_table, statistics
 from specjax.reporting.decode_report import DrafterRun
@@ -668,6 +670,26 @@ def test_other_tokenizer_and_malformed_prompts(run, folder, tmp_path_factory, ti
     code, _ = run(f"--config.prompts={path / 'bad.jsonl'}")
     assert code == 2
     assert "line 2" in capsys.readouterr().err
+
+
+def test_what_else_to_try_is_said_by_what_the_target_has(tiny, chatty, monkeypatch):
+    """Heads that fit by size and tokens, whatever a model is called; MTP modules; or none."""
+    default, modules = "smollm2-135m-instruct", with_modules(tiny)
+    assert decode.others_to_try(tiny, ["ngram"]).startswith(
+        f"no head comes with specjax for {tiny.name}"
+    )
+    assert decode.others_to_try(dataclasses.replace(tiny, name=default), ["ngram"]).startswith("no")
+    own = find_head._target_of(find_head.SHIPPED / default / "eagle3")
+    monkeypatch.setattr(find_head.TargetMetadata, "of", lambda model: own)
+    line = decode.others_to_try(chatty, ["none", "ngram"])
+    heads = find_head.shipped_heads()[default]
+    assert line.startswith(f"{', '.join(heads)} come with specjax for this target: compare by ")
+    assert line.endswith(f"--config.drafter.name=ngram,{','.join(heads)}")
+    assert decode.others_to_try(chatty, ["ngram", "suffix+eagle3"]) is None
+    monkeypatch.setattr(find_head, "shipped_heads", dict)
+    assert decode.others_to_try(modules, ["ngram"]) == (
+        "the target has MTP modules: compare by --config.drafter.name=ngram,mtp"
+    )
 
 
 def test_list_names_everything(capsys):
