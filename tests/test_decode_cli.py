@@ -488,6 +488,12 @@ def test_a_speedup_above_what_is_possible_says_so():
     )
     line = decode_table.result_lines(run, None)["speed-up"]
     assert line.startswith("2.00x (the clock is noisy: at most 1.00x is possible): ")
+    # Of several repeats, the largest one counts.
+    repeats = {"repeated_speeds": ((1.5, 1.0), (2.5, 1.0)), "identical": True}
+    run.rows = [answer(0, "qa", [(1, 1, 2)] * 40, 2.0, 3.0, **repeats)]
+    line = decode_table.result_lines(run, None)["speed-up"]
+    noise = "the clock is noisy: at most 2.00x is possible"
+    assert line.startswith(f"1.50x (lower of 2: 1.50 to 2.50; {noise}): ")
 
 
 @pytest.mark.parametrize(("last", "said"), [(1.15, False), (1.3, True)])

@@ -209,12 +209,15 @@ def drift(figures: Figures) -> str | None:
 
 
 def _speedup(figures: Figures) -> str:
-    """Return the speed-up with its rank among repeats, their range, and the remark on noise."""
-    notes = []
+    """Return the speed-up with its rank among repeats, their range, and a remark on noise.
+
+    The remark is about the largest of them.
+    """
+    notes, largest = [], figures.speedup
     if figures.speedup_range is not None:
-        low, high = map(_number, figures.speedup_range)
-        notes.append(f"{_rank(figures)} of {figures.repeats}: {low} to {high}")
-    if remark := noise_remark(figures.speedup, figures.possible_speedup):
+        low, largest = figures.speedup_range
+        notes.append(f"{_rank(figures)} of {figures.repeats}: {_number(low)} to {_number(largest)}")
+    if remark := noise_remark(largest, figures.possible_speedup):
         notes.append(remark)
     return f"{_number(figures.speedup)}x" + (f" ({'; '.join(notes)})" if notes else "")
 
