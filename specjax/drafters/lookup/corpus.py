@@ -20,7 +20,7 @@ from specjax.drafters.base import Context, Drafter, LoadedDrafter, Noise
 from specjax.drafters.lookup.longest_match import SEPARATOR, find_longest
 from specjax.drafters.lookup.suffix import Suffix
 from specjax.errors import InputError
-from specjax.fields import Whole
+from specjax.fields import Whole, optional
 from specjax.loading.corpus.index_folder import IndexFolder, open_index
 from specjax.loading.corpus.sorted_text import (
     LONGEST_MATCH,
@@ -34,6 +34,11 @@ from specjax.sampling import text_digest
 from specjax.trees import Draft
 
 _LENGTH = Whole(1, LONGEST_MATCH)
+CorpusFolder = Annotated[
+    str | None,
+    optional(IndexFolder()),
+    "The folder of an index of texts, which specjax.corpus_index makes.",
+]
 _BY_INDEX = "make an index by python -m specjax.corpus_index"
 
 
@@ -50,9 +55,13 @@ class Corpus(Suffix):
     """
 
     prompt_lookup_max: Annotated[int, _LENGTH] = LONGEST_MATCH
+    """The longest match that is searched for, in tokens."""
     prompt_lookup_min: Annotated[int, _LENGTH] = 2
+    """The shortest match, in tokens."""
     suffix_decoding_max_cached_requests: Annotated[int, Whole(0, 1 << 20)] = 0
+    """How many of an engine's latest finished requests are copied from too."""
     suffix_decoding_max_cached_tokens: Annotated[int, Whole(64, 1 << 28)] = 1 << 16
+    """The most tokens of these requests; the oldest are dropped."""
     observe = Drafter.observe
 
     def __post_init__(self) -> None:
@@ -70,7 +79,7 @@ class Corpus(Suffix):
         target: Model,
         path: Any = None,
         *,
-        corpus: Annotated[str, IndexFolder()] | None = None,
+        corpus: CorpusFolder = None,
         **options: Any,
     ) -> LoadedDrafter:
         """Return the drafter for a target, with an index of a corpus, cached requests, or both.
