@@ -265,6 +265,14 @@ class Drafter:
         return False
 
     @property
+    def max_positions(self) -> int | None:
+        """The number of positions of a row in which the drafter can draft; None for all of them.
+
+        A row drafts no token at this position or after it, while the target continues.
+        """
+        return None
+
+    @property
     def stops(self) -> bool:
         """Whether `propose` drafts token by token and applies `context.least_confidence`."""
         return False
@@ -284,6 +292,18 @@ class Drafter:
         """
         observes = self.observes or type(self).observe_pass is not Drafter.observe_pass
         return None if observes else 0
+
+    def longest_paths(self, context: Context) -> Int[Array, "B"]:
+        """Return the longest path that each row may draft with this drafter.
+
+        It is `context.limit`, if neither `num_speculative_tokens` nor `max_positions` is reached.
+        """
+        limit = jnp.minimum(context.limit, self.num_speculative_tokens)
+        positions = self.max_positions
+        # No row of a call has more tokens than there is space for.
+        if positions is None or positions >= context.tokens.shape[1]:
+            return limit
+        return jnp.minimum(limit, jnp.maximum(positions - context.length, 0))
 
     @classmethod
     def load(cls, name: str, target: Model, path: Any = None, **options: Any) -> LoadedDrafter:

@@ -121,6 +121,20 @@ class DraftModel(OwnCacheDrafter):
         return LoadedDrafter(cls(ReducedDecoder(decoder), **options), params)
 
     @property
+    def own_positions(self) -> int:
+        """The number of positions of the model."""
+        return self.model.max_positions
+
+    @property
+    def slides(self) -> bool:
+        """Whether the model takes a window, and has no embedding of positions."""
+        decoder = self.model.decoder if isinstance(self.model, ReducedDecoder) else self.model
+        if not isinstance(decoder, Decoder):
+            return False
+        windowed = self.attention_window is None and any(decoder.config.windowed)
+        return not (windowed or decoder.config.embedding.positions)
+
+    @property
     def _limited_model(self) -> LanguageModel:
         """The model, with the sliding window of the options."""
         return _with_window(self.model, self.attention_window)
