@@ -17,7 +17,7 @@ from specjax.cache import KVCache
 from specjax.distributed.sharding import constrain
 from specjax.errors import InputError, shown
 from specjax.fields import Whole
-from specjax.loading.model import Model
+from specjax.loading.model import Model, count_weights, is_quantized, weights_in_words
 from specjax.models.interface import LanguageModel
 from specjax.sampling import WarpFlags, argmax, warp
 from specjax.trees import Draft
@@ -407,6 +407,15 @@ class LoadedDrafter(NamedTuple):
         )
 
     def __repr__(self) -> str:
-        """Return the drafter and the number of its parameters."""
-        count = sum(leaf.size for leaf in jax.tree.leaves(self.params) if hasattr(leaf, "size"))
-        return f"LoadedDrafter({self.drafter.name}, {count / 1e6:.1f}M parameters)"
+        """Return the drafter, and the number and the form of its parameters.
+
+        Those that trained heads share with their target are not counted.
+        """
+        leaves = [
+            leaf
+            for path, leaf in jax.tree_util.tree_leaves_with_path(self.params, is_leaf=is_quantized)
+            if jax.tree_util.DictKey("shared") not in path and hasattr(leaf, "size")
+        ]
+        weights = f", {weights_in_words(leaves)}" if leaves else ""
+        count = f"{count_weights(leaves) / 1e6:.1f}M parameters"
+        return f"LoadedDrafter({self.drafter.name}, {count}{weights})"
