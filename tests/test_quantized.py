@@ -16,6 +16,8 @@ from test_experts import WIDE
 
 import specjax
 from specjax.cache import commit
+from specjax.cli.config_file import read_config
+from specjax.cli.decode_config import DrafterConfig, make_config_drafter, read_decode_config
 from specjax.decoding.options import DecodeOptions
 from specjax.decoding.programs import compile_session
 from specjax.decoding.session import plan_session
@@ -269,10 +271,16 @@ def test_a_draft_model_has_8_bits_beside_a_quantized_target(tmp_path, caplog):
     write_gguf(blocks, gguf_metadata(), arrays, "Q4_0", kinds={"token_embd.weight": "Q8_0"})
     floats = load_model(blocks, weights="float", form=Form())
     as_loaded, rounded = load_model(wide), load_model(wide, weights="int8")
+    config = read_decode_config(read_config([], "configs/decode_smollm2.py").to_dict())
     in_blocks = load_model(blocks)
 
     def forms(target, path, **options):
-        return bytes_by_form(make_drafter("draft_model", target, str(path), **options).params)
+        """The same by name and on the command line."""
+        loaded = make_drafter("draft_model", target, str(path), **options)
+        entry = DrafterConfig("draft_model", str(path), options, False)
+        made = make_config_drafter(config, entry, target).loaded
+        assert bytes_by_form(made.params) == bytes_by_form(loaded.params)
+        return bytes_by_form(loaded.params)
 
     for few in (in_blocks, quantized_model(floats, "int4")):
         caplog.clear()

@@ -29,7 +29,7 @@ from specjax.loading.find_head import kind_of_head
 from specjax.loading.heads.head import Head
 from specjax.loading.load import load_draft_model, with_vocabulary
 from specjax.loading.model import Model
-from specjax.loading.quantize import in_stacked_form, quantized_model
+from specjax.loading.quantize import float_model, in_stacked_form, quantized_model
 from specjax.models.causal_mask import causal
 from specjax.models.config import SlidingWindow
 from specjax.models.decoder import Decoder, Form
@@ -94,8 +94,10 @@ class DraftModel(OwnCacheDrafter):
         if not isinstance(path, Model):
             if path is None or kind_of_head(user_path("drafter.path", path)) is not None:
                 return cls.of_head(*load_head(name, path, target, weights), target, **options)
-            path = load_draft_model(path, target, weights, "drafter.path")
-        elif weights in ("int8", "int4"):
+            path = load_draft_model(path, target, weights, field="drafter.path")
+        elif weights == "float":
+            path = float_model(path)
+        elif weights != "auto":
             path = quantized_model(in_stacked_form(path), weights)
         check_tokenizers(target, path)
         path = replace(

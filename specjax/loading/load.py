@@ -112,20 +112,29 @@ def load_model(
 
 
 def load_draft_model(
-    name_or_path: str | Path, target: Model, weights: str, field: str = "name_or_path"
+    name_or_path: str | Path,
+    target: Model,
+    weights: str = "auto",
+    *,
+    dtype: str = "auto",
+    replicated: bool = False,
+    field: str = "name_or_path",
 ) -> Model:
     """Load a model that is to draft for `target`, on its mesh, with kernels in `weights`.
 
-    `weights` is one of `DRAFT_WEIGHTS`; `field` is the name of the first argument in errors. Raises
+    `weights` is one of `DRAFT_WEIGHTS`; the other arguments are those of `load_model`. Raises
     InputError as `load_model` does.
     """
-    mesh = target.mesh
+    options = {"dtype": dtype, "mesh": target.mesh, "replicated": replicated}
     if not rounds_drafts(weights, target):
-        return load_model(name_or_path, mesh=mesh, weights=weights, field=field)
+        return load_model(name_or_path, weights=weights, field=field, **options)
     # Kernels in floating point would cost what such a target saves.
-    how = _Target(resolve_dtype("auto"), mesh, _shards(mesh, replicated=False), None, True, "auto")
-    loaded = _load(field, name_or_path, how._replace(is_rounded_later=True))
-    return quantized_model(in_stacked_form(loaded), "int8", fitting=True)
+    how = _Target(
+        *(resolve_dtype(dtype), target.mesh, _shards(target.mesh, replicated), None),
+        *(dtype == "auto", "auto"),
+        is_rounded_later=True,
+    )
+    return quantized_model(in_stacked_form(_load(field, name_or_path, how)), "int8", fitting=True)
 
 
 def _load(field: str, name_or_path: str | Path, target: _Target) -> Model:
