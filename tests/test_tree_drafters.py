@@ -207,7 +207,7 @@ def test_sampled_rows_have_the_targets_distribution(name, kind, rule):
 def with_replacement(real, params, state, context, noise):
     """The root's second child is drawn on its own, and may be the first again."""
     draft, state = real(params, state, context, noise)
-    again = jnp.argmax(draft.logq[:, 0] + noise(7), axis=1).astype(jnp.int32)
+    again = jnp.argmax(draft.logq[:, 0] + noise(7, [0])[:, 0], axis=1).astype(jnp.int32)
     return draft.replace(tokens=draft.tokens.at[:, 1].set(again)), state
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated
 
 import jax.numpy as jnp
+from jaxtyping import Array, UInt32
 
 from specjax import trees
 from specjax.drafters.base import (
@@ -25,7 +26,6 @@ from specjax.drafters.base import (
 )
 from specjax.drafters.turn_taking import Turns, flattened, most_following
 from specjax.errors import InputError, shown
-from specjax.sampling import drafter_noise
 from specjax.trees import Draft
 
 
@@ -110,6 +110,16 @@ class Merged(Drafter):
             for drafter, drafter_params in self._each(params)
         )
 
+    def text_digests(self, params: tuple) -> tuple[UInt32[Array, "2"], ...]:
+        """Return the digests of the texts of all parts."""
+        return sum(
+            (
+                drafter.text_digests(drafter_params)
+                for drafter, drafter_params in self._each(params)
+            ),
+            (),
+        )
+
     def for_target(self, params: tuple, target_params: dict) -> tuple:
         """Return each part's parameters with the shared ones taken from `target_params`."""
         return tuple(
@@ -136,7 +146,7 @@ class Merged(Drafter):
                     params[number],
                     drafter_state,
                     context.replace(limit=drafter.longest_paths(context), resumes=False),
-                    drafter_noise(noise, number, len(self.parts)) if context.needs_logq else noise,
+                    noise.part(number, branches=drafter.branches),
                 )
                 drafts.append(draft.replace(drafted_by=jnp.full_like(draft.tokens, number)))
             states.append(drafter_state)

@@ -117,7 +117,8 @@ def replay_rounds(session: Session, row: Row, recorded: RecordedRow) -> Iterator
         with use(session.mesh):
             limits = _recorded_limits(plan, params, state, recorded, number)
             draft, kept = _verified(plan, params, state, limits)
-        trace = _trace(plan, state, draft, kept, number)
+        keys = noise_keys(plan, params[1], state)
+        trace = _trace(plan.rule, keys, state, draft, kept, number)
         state, seen = programs.step(params, state, limits, ended, one, one, None)
         columns = seen.rounds.drafted, seen.rounds.accepted, seen.rounds.emitted
         drafted, accepted, count = (int(column[0, 0]) for column in columns)
@@ -176,7 +177,7 @@ def _verified(plan: Plan, params: Any, state: State, limits: Limits) -> tuple[Dr
     plan = replace(plan, rule=_Keeping(plan.rule))
     # At the widest width all layers run: with these limits the drafter may not have.
     draft = propose(plan, params, state, limits).draft.replace(partial=None)
-    keys = noise_keys(plan, state)
+    keys = noise_keys(plan, params[1], state)
     verified = verify_draft(plan, params[0], state, draft, keys, draft.topology.width)
     return draft, verified.verification
 
@@ -201,13 +202,13 @@ def _recorded_limits(
     return limits.replace(longest=np.minimum(full.longest, longest).astype(np.int32))
 
 
-def _trace(plan: Plan, state: State, draft: Draft, kept: _Kept, number: int) -> RoundTrace:
+def _trace(
+    rule: Rule, keys: Key[Array, "1"], state: State, draft: Draft, kept: _Kept, number: int
+) -> RoundTrace:
     """Return the trace of a verified draft, before it is compared with the record."""
     drafted = as_drafted(draft, draft.topology)
     verification = sampling.Verification(*kept[:3])
-    decision = decided(
-        plan.rule, noise_keys(plan, state), drafted, kept.target[0], state.length, verification
-    )
+    decision = decided(rule, keys, drafted, kept.target[0], state.length, verification)
     position, accepted = int(state.length[0]), int(kept.num_accepted[0])
     drafted_by = draft.drafted_by
     if drafted_by is None:

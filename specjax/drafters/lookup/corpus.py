@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Int, UInt32
 
 from specjax.drafters.base import Context, Drafter, LoadedDrafter, Noise
 from specjax.drafters.lookup.longest_match import SEPARATOR, find_longest
@@ -119,6 +119,10 @@ class Corpus(Suffix):
             documents.append(document[max(len(document) - room, 0) :])
             room -= len(documents[-1])
         return (sorted_text(documents, size, dtype), *others)
+
+    def text_digests(self, params: tuple[SortedText, ...]) -> tuple[UInt32[Array, "2"], ...]:
+        """Return the digests of the cached outputs and of the corpus."""
+        return tuple(text.digest for text in params)
 
     def init(self, params: Any, batch: int, capacity: int) -> tuple[()]:
         """Return an empty tuple, since the drafter has no state."""
