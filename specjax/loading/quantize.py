@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, Sharding
 from specjax.errors import InputError
 from specjax.fields import Choice
 from specjax.loading.layer_layout import stack_layers
-from specjax.loading.model import Model, array_table, split_arrays
+from specjax.loading.model import Model, array_table, is_quantized, split_arrays
 from specjax.models.decoder import Form
 from specjax.models.layers.quantized import (
     GROUP,
@@ -33,16 +33,15 @@ WEIGHTS = Choice(("auto", "float", "file", "int8", "int4"))
 one CPU, if neither a dtype nor a form is requested), and otherwise `float`.
 """
 DRAFT_WEIGHTS = Choice(("auto", "float", "int8", "int4"))
-"""Ways to store a trained drafter's weights; `auto` is int8 if the target is quantized."""
+"""Ways to store the weights of a trained head or draft model.
+
+`auto` is int8 if the target has quantized kernels: kernels that are wider are rounded, if they have
+inputs in groups of 32. Otherwise it is float or, for a draft model, the `auto` of `WEIGHTS`.
+"""
 _BITS = {"int8": 8, "int4": 4}
 ACTIVATION_BITS = {"float": None, **_BITS}
 """The bits to which a quantized drafter rounds activations, by option; None means no rounding."""
 _UNCHANGED = frozenset({"router", "mtp"})
-
-
-def is_quantized(leaf: Any) -> bool:
-    """Return whether a node of a parameter tree is a quantized kernel."""
-    return isinstance(leaf, QuantizedKernel)
 
 
 def has_quantized(params: dict[str, Any]) -> bool:
@@ -50,16 +49,27 @@ def has_quantized(params: dict[str, Any]) -> bool:
     return any(map(is_quantized, jax.tree.leaves(params, is_leaf=is_quantized)))
 
 
-def quantized_model(model: Model, weights: str) -> Model:
+def quantized_model(model: Model, weights: str, *, fitting: bool = False) -> Model:
     """Return a model with kernels rounded to `weights`, "int8" or "int4", and the head to int8.
 
     Norms, biases and kernels that already have so few bits are unchanged. On a mesh, the parts of a
     kernel stay on its devices. Raises InputError for a form with separate layers, and for a width
-    that, on each device, is not a multiple of 32.
+    that, on each device, is not a multiple of 32; with `fitting` such kernels are unchanged.
     """
     if model.form.layers == "apart":
         raise InputError(f"weights={weights!r}: the form has layers apart; use stacked layers")
-    return _with_arrays(model, quantized_params(_table(model), model.arrays, weights))
+    arrays = quantized_params(_table(model), model.arrays, weights, fitting=fitting)
+    return _with_arrays(model, arrays)
+
+
+def rounds_drafts(weights: str, target: Model) -> bool:
+    """Return whether `weights`, one of `DRAFT_WEIGHTS`, rounds by itself beside this target.
+
+    Raises InputError for any other value.
+    """
+    return DRAFT_WEIGHTS.check("drafter.weights", weights) == "auto" and has_quantized(
+        target.params
+    )
 
 
 def kernel_bits(table: dict[str, Any], weights: str) -> dict[tuple[str, ...], int]:
@@ -140,10 +150,9 @@ def quantized_head_params(
     `table` describes the parameters. Raises InputError for widths that are not multiples of 32,
     except with "auto".
     """
-    is_auto = DRAFT_WEIGHTS.check("drafter.weights", weights) == "auto"
-    if weights == "float" or (is_auto and not has_quantized(target.params)):
-        return params
-    return quantized_params(table, params, "int8" if is_auto else weights, fitting=is_auto)
+    if rounds_drafts(weights, target):
+        return quantized_params(table, params, "int8", fitting=True)
+    return params if weights in ("auto", "float") else quantized_params(table, params, weights)
 
 
 def float_model(model: Model) -> Model:
