@@ -70,7 +70,7 @@ DRAFTERS = {
     "dflash": (1, of_head(block_head, spread=0.3)),
     "dspark": (1, of_head(block_head, spread=0.3, markov_rank=2)),
     "merged": (1, lambda target: merge_drafters(drafter("draft_model"), drafter("medusa"))),
-    "turns": (0, lambda target: take_turns(Ngram(prompt_lookup_min=4), drafter("medusa"))),
+    "turns": (0, lambda target: take_turns(Ngram(prompt_lookup_min=3), drafter("medusa"))),
 }
 
 
