@@ -557,11 +557,11 @@ def with_tokens(draft, dtype):
         ),
         (
             lambda: proposing(lambda draft, state: (with_tokens(draft, "float32"), state)),
-            r"returned tokens of float32\[1, 8\]; return int32\[B, N\], by jnp.argmax",
+            r"returned tokens of float32\[1, 8\]; use int32\[B, N\], by jnp.argmax",
         ),
         (
             lambda: proposing(lambda draft, state: (draft.replace(valid=draft.tokens), state)),
-            r"returned valid of int32\[1, 8\]; return bool",
+            r"returned valid of int32\[1, 8\]; use bool",
         ),
         (lambda: Undeclared(), "returned logq.*but its `sampled` is False; override"),
         (
@@ -659,7 +659,7 @@ def test_checks_name_what_a_drafter_does_wrong(monkeypatch):
         (changed(Ngram(), propose=transposed), r"num_valid has shape \(\d+,\) for tokens \(2, "),
         (
             changed(Ngram(), propose=child_first),
-            "node 0 of row 2 has the parent slot 2; use 0 to 0",
+            r"returned topology.row_parents\[2, 0\] = 2; use 0 to 0",
         ),
     ):
         with pytest.raises(InputError, match=said):
