@@ -49,7 +49,10 @@ def partial(window, slots=K + 1):
 
 
 WRONG = [
-    (dict(tokens=jnp.zeros((1, K), int)), r"valid of bool\[3, 2\]; use bool\[B, N\] with B = 1 row"),
+    (
+        dict(tokens=jnp.zeros((1, K), int)),
+        r"valid of bool\[3, 2\]; use bool\[B, N\] with B = 1 row",
+    ),
     (dict(tokens=jnp.zeros((B, 3), int)), r"tokens of int32\[3, 3\]; use .* N = 2 nodes"),
     (dict(tokens=jnp.zeros((B, K))), r"tokens of float32\[3, 2\]; .* by jnp.argmax"),
     (dict(valid=jnp.ones((1, K), bool)), r"valid of bool\[1, 2\]; use bool\[B, N\] with B = 3"),
@@ -93,7 +96,10 @@ def test_arrays_that_do_not_agree_are_named(changes, said):
 @pytest.mark.parametrize(
     ("logq", "said"),
     [
-        (jnp.zeros((B, K - 1, V)), r"logq has shape \(3, 1, 5\) for tokens \(3, 2\): logq is \[B, K"),
+        (
+            jnp.zeros((B, K - 1, V)),
+            r"logq has shape \(3, 1, 5\) for tokens \(3, 2\): logq is \[B, K",
+        ),
         (jnp.zeros((1, K, V)), r"logq has shape \(1, 2, 5\)"),
         (jnp.zeros((B, K)), r"logq has shape \(3, 2\)"),
         (jnp.zeros((B, K, V), int), r"logq of int32\[3, 2, 5\]; use float32"),
@@ -128,7 +134,11 @@ def test_indices_known_only_on_the_device():
     """Nodes that name what is not there are invalid; they never use another node's entry."""
     usable = jax.jit(trees.usable)
     row = jnp.array([[0, 1], [0, -1], [0, -2]])
-    assert usable(drawn(logq_row=row)).valid.tolist() == [[True, False], [True, True], [True, False]]
+    assert usable(drawn(logq_row=row)).valid.tolist() == [
+        [True, False],
+        [True, True],
+        [True, False],
+    ]
     parents = DynamicTopology(jnp.array([[0, 1], [0, 0], [2, 0]]), 1)
     draft = usable(drawn(topology=parents))
     assert draft.valid.tolist() == [[True, False], [True, True], [False, True]]
