@@ -32,7 +32,8 @@ from specjax.drafters.base import (
 from specjax.drafters.none import empty_draft
 from specjax.errors import InputError
 from specjax.sampling import drafter_noise
-from specjax.trees import Draft, DynamicTopology, chain_topology, check_draft, usable
+from specjax.trees import Draft, DynamicTopology, chain_topology
+from specjax.trees.draft import check_draft, usable
 
 NO_DRAFTER = -1
 """The value of `Proposal.drafter` in a row without a draft."""

@@ -18,7 +18,8 @@ from specjax.decoding.state import State, knows_its_rows
 from specjax.drafters import Drafter, Merged
 from specjax.drafters.turn_taking import check_proposal
 from specjax.errors import InputError
-from specjax.trees import Draft, check_draft
+from specjax.trees import Draft
+from specjax.trees.draft import check_draft
 
 _NORMALISED = 1e-2
 """The tolerance for sums of probabilities, wide enough for half precision."""
@@ -28,7 +29,7 @@ def check_contract(plan: Plan, params: tuple[Any, Any], arguments: tuple) -> Non
     """Raise InputError, naming the drafter, if one of a plan's drafters breaks its contract.
 
     Every leaf of the drafter's state must have rows as its first axis or belong to a cache or a
-    window; a draft must have `num_nodes` nodes, and arrays that agree (`trees.check_draft`); no row
+    window; a draft must have `num_nodes` nodes, and arrays that agree (`trees.draft`); no row
     may propose a path longer than `context.limit`; valid nodes must come after their parents, have
     valid ancestors and name log-probabilities. `params` are the target's and the drafters'
     parameters, and `arguments` those of `initial_state.start`; each row gets a different limit.

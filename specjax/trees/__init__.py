@@ -20,7 +20,7 @@ in each round. More: docs/trees.md.
 After this text `help` lists classes, then functions; `help(best_tree)` explains one of them.
 """
 
-from specjax.trees.draft import Draft, PartialPass, chain, check_draft, usable
+from specjax.trees.draft import Draft, PartialPass, chain
 from specjax.trees.draw_svg import svg
 from specjax.trees.draw_text import draw
 from specjax.trees.dynamic_sizes import DynamicTree
@@ -49,7 +49,6 @@ __all__ = [
     "best_tree",
     "chain",
     "chain_topology",
-    "check_draft",
     "draw",
     "expansion_tree",
     "fastest_tree",
@@ -59,5 +58,4 @@ __all__ = [
     "side_by_side",
     "svg",
     "tree_of_choices",
-    "usable",
 ]

@@ -35,12 +35,12 @@ class Draft:
 
     Only nodes that are `valid` are proposed; the decoding loop drops nodes with invalid ancestors.
     `logq_row` is the row of `logq` that a node was drawn from, before any sibling was removed; -1
-    means that the node is deterministic (q is one-hot), as every node is without `logq`. `steps` is the number of times that the
-    drafter of a chain ran after its first token, including runs that gave no token; None if each
-    run gave a token. A tree does not need it, since drafting a tree counts as one run. With
-    `partial`, verification runs only the target's remaining layers; code that reorders nodes leaves
-    it out. In a merged draft `drafted_by` is the index of the drafter that proposed a node, the
-    first one if several did; it has no effect on verification.
+    means that the node is deterministic (q is one-hot), as every node is without `logq`. `steps` is
+    the number of times that the drafter of a chain ran after its first token, including runs that
+    gave no token; None if each run gave a token. A tree does not need it, since drafting a tree
+    counts as one run. With `partial`, verification runs only the target's remaining layers; code
+    that reorders nodes leaves it out. In a merged draft `drafted_by` is the index of the drafter
+    that proposed a node, the first one if several did; it has no effect on verification.
     """
 
     tokens: Int[Array, "B N"]
