@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib
 import json
 import re
 
@@ -37,6 +38,8 @@ from specjax.loading.load import random_model, save_model
 from specjax.models.decoder import Form
 from specjax.models.heads.shared_parameters import share_anew
 from train.methods.distill import DistillLoss, distill_method
+
+diagnosis = importlib.import_module("specjax.diagnosis.diagnose")
 
 SAMPLING = SamplingParams(temperature=1.0, max_new_tokens=40)
 PREFIX = [7, 3, 9]
@@ -327,6 +330,14 @@ def test_weights_that_were_not_loaded_are_noted():
     loaded = trained("eagle3")
     params = {**loaded.params, "final_norm": {"scale": jnp.ones(24)}}
     assert "final_norm.scale: exactly 1" in examined(loaded._replace(params=params)).notes[0]
+
+
+def test_shares_of_0_and_1_are_in_their_intervals():
+    for count in (1, 5, 30):
+        shares = [diagnosis._share(np.full(count, value)) for value in (False, True)]
+        assert str(shares[0]).startswith("0.00 [0.00, ")
+        assert str(shares[1]).endswith(", 1.00]")
+        assert all(0 <= one.low <= one.value <= one.high <= 1 for one in shares)
 
 
 def test_bad_calls():

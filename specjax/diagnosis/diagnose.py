@@ -467,7 +467,9 @@ def _wilson(value: float, count: int, z: float = 1.96) -> Share:
     middle = (value + z * z / (2 * count)) / (1 + z * z / count)
     spread = z / (1 + z * z / count)
     spread *= np.sqrt(value * (1 - value) / count + z * z / (4 * count * count))
-    return Share(value, float(middle - spread), float(middle + spread), count)
+    # Where the share is 0 or 1, rounding leaves its end of the interval.
+    low, high = max(0.0, float(middle - spread)), min(1.0, float(middle + spread))
+    return Share(value, low, high, count)
 
 
 def _table(measured: Measured) -> list[str]:

@@ -96,7 +96,7 @@ class DraftModel(OwnCacheDrafter):
                 return cls.of_head(*load_head(name, path, target, weights), target, **options)
             path = load_model(path, mesh=target.mesh, weights=weights, field="drafter.path")
         elif weights in ("int8", "int4"):
-            path = quantized_model(in_stacked_form(path), weights)
+            path = quantized_model(in_stacked_form(path), weights, "drafter.weights")
         check_tokenizers(target, path)
         path = replace(
             with_vocabulary(path, target.config.vocab_size), kv_cache_dtype=target.kv_cache_dtype

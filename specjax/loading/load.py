@@ -92,13 +92,16 @@ def load_model(
     sharding.MESH_KIND.check("mesh", mesh)
     optional(Instance(Form, "use a Form")).check("form", form)
     Text().check("field", field)
-    WEIGHTS.check("weights", weights)
-    target = _Target(
-        resolve_dtype(dtype), mesh, _shards(mesh, replicated), form, dtype == "auto", weights
-    )
+    owner, dot, _ = field.rpartition(".")
+    weights_field = f"{owner}{dot}weights"  # drafter.weights beside drafter.path
+    WEIGHTS.check(weights_field, weights)
+    shards, auto = _shards(mesh, replicated), dtype == "auto"
+    target = _Target(resolve_dtype(dtype), mesh, shards, form, auto, weights, weights_field)
     CACHE_DTYPE.check("kv_cache_dtype", kv_cache_dtype)
     loaded = replace(_load(field, name_or_path, target), kv_cache_dtype=kv_cache_dtype)
-    return quantized_model(loaded, weights) if weights in ("int8", "int4") else loaded
+    if weights not in ("int8", "int4"):
+        return loaded
+    return quantized_model(loaded, weights, weights_field)
 
 
 def _load(field: str, name_or_path: str | Path, target: _Target) -> Model:
@@ -263,6 +266,8 @@ class _Target(NamedTuple):
     requested: Form | None
     auto: bool = False
     weights: str = "float"
+    weights_field: str = "weights"
+    """The name of the setting `weights` in errors."""
 
     def form(self, config: DecoderConfig) -> Form:
         """Return the form for a model; raise InputError if its config does not support it."""
@@ -327,7 +332,7 @@ class _Target(NamedTuple):
         if self.mesh is not None:
             build_parameters.check_shards(config, self.shards)
             shardings = build_parameters.table_shardings(table, self.mesh, self.shards)
-        check_groups(table, self.weights, shardings)
+        check_groups(table, self.weights, shardings, self.weights_field)
         return kernel_bits(table, self.weights)
 
     def check_memory(

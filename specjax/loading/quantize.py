@@ -50,16 +50,20 @@ def has_quantized(params: dict[str, Any]) -> bool:
     return any(map(is_quantized, jax.tree.leaves(params, is_leaf=is_quantized)))
 
 
-def quantized_model(model: Model, weights: str) -> Model:
+def quantized_model(
+    model: Model, weights: str, field: str = "weights", remedy: str | None = None
+) -> Model:
     """Return a model with kernels rounded to `weights`, "int8" or "int4", and the head to int8.
 
     Norms, biases and kernels that already have so few bits are unchanged. On a mesh, the parts of a
     kernel stay on its devices. Raises InputError for a form with separate layers, and for a width
-    that, on each device, is not a multiple of 32.
+    that, on each device, is not a multiple of 32; the errors call the setting `field`, and advise
+    to set it to 'float' unless there is another `remedy` for such a width.
     """
     if model.form.layers == "apart":
-        raise InputError(f"weights={weights!r}: the form has layers apart; use stacked layers")
-    return _with_arrays(model, quantized_params(_table(model), model.arrays, weights))
+        raise InputError(f"{field}={weights!r}: the form has layers apart; use stacked layers")
+    params = quantized_params(_table(model), model.arrays, weights, field=field, remedy=remedy)
+    return _with_arrays(model, params)
 
 
 def kernel_bits(table: dict[str, Any], weights: str) -> dict[tuple[str, ...], int]:
@@ -77,16 +81,19 @@ def kernel_bits(table: dict[str, Any], weights: str) -> dict[tuple[str, ...], in
     }
 
 
-def check_groups(table: dict[str, Any], weights: str, shardings: dict[str, Any] | None) -> None:
+def check_groups(
+    table: dict[str, Any], weights: str, shardings: dict[str, Any] | None, field: str = "weights"
+) -> None:
     """Raise InputError if a kernel that `weights` rounds has inputs that are not whole groups.
 
-    `shardings` are those of the table's entries on a mesh, which split the inputs.
+    `shardings` are those of the table's entries on a mesh, which split the inputs. Errors call the
+    setting `field`.
     """
     entries, wheres = _entries(table), _entries(shardings or {})
     for names in kernel_bits(table, weights):
         *_, inputs, _ = shape = entries[names].shape
         parts = _devices_of_inputs(wheres.get(names), len(shape))
-        _check_inputs(names, inputs, parts, weights)
+        _check_inputs(names, inputs, parts, f"{field}={weights!r}", f"{field}='float'")
 
 
 def _entries(tree: dict[str, Any]) -> dict[tuple[str, ...], Any]:
@@ -96,13 +103,19 @@ def _entries(tree: dict[str, Any]) -> dict[tuple[str, ...], Any]:
 
 
 def quantized_params(
-    table: dict[str, Any], params: dict[str, Any], weights: str, *, fitting: bool = False
+    table: dict[str, Any],
+    params: dict[str, Any],
+    weights: str,
+    *,
+    fitting: bool = False,
+    field: str = "weights",
+    remedy: str | None = None,
 ) -> dict[str, Any]:
     """Return parameters with kernels rounded to `weights`, "int8" or "int4", and the head to int8.
 
     `table` describes the parameters. Routers and multi-token prediction modules are unchanged. A
     kernel whose number of inputs per device is not a multiple of 32 raises InputError, or with
-    `fitting` is left unchanged.
+    `fitting` is left unchanged. `field` and `remedy` are those of `quantized_model`.
     """
     bits_of_path = kernel_bits(table, weights)
 
@@ -115,20 +128,26 @@ def quantized_params(
         inputs, parts = entry.shape[-2], _devices_of_inputs(kernel.sharding, kernel.ndim)
         if fitting and inputs % (parts * GROUP):
             return leaf
-        _check_inputs(names, inputs, parts, weights)
+        advice = f"{field}='float'" if remedy is None else remedy
+        _check_inputs(names, inputs, parts, f"{field}={weights!r}", advice)
         return _quantized(kernel, bits)
 
     return _map(converted, table, params)
 
 
-def _check_inputs(names: tuple[str, ...], inputs: int, parts: int, weights: str) -> None:
-    """Raise InputError unless the inputs of a kernel, in equal parts, are whole groups."""
+def _check_inputs(
+    names: tuple[str, ...], inputs: int, parts: int, setting: str, remedy: str
+) -> None:
+    """Raise InputError unless the inputs of a kernel, in equal parts, are whole groups.
+
+    The message names the `setting` that rounds it and says what to use instead, the `remedy`.
+    """
     if inputs % (parts * GROUP) == 0:
         return
     split = f" for each of {parts} devices" if parts > 1 else ""
     raise InputError(
-        f"weights={weights!r}: {'.'.join(names)} has {inputs} inputs, no multiple of "
-        f"{GROUP}{split}; use weights='float'"
+        f"{setting}: {'.'.join(names)} has {inputs} inputs, no multiple of {GROUP}{split}; use "
+        f"{remedy}"
     )
 
 
@@ -143,7 +162,8 @@ def quantized_head_params(
     is_auto = DRAFT_WEIGHTS.check("drafter.weights", weights) == "auto"
     if weights == "float" or (is_auto and not has_quantized(target.params)):
         return params
-    return quantized_params(table, params, "int8" if is_auto else weights, fitting=is_auto)
+    bits = "int8" if is_auto else weights
+    return quantized_params(table, params, bits, fitting=is_auto, field="drafter.weights")
 
 
 def float_model(model: Model) -> Model:
