@@ -731,6 +731,23 @@ def test_a_choice_that_is_none(choice, tiny):
         specjax.generate(tiny, [1, 2], drafter="ngram", controller=Chooses(choice))
 
 
+@pytest.mark.parametrize(
+    ("positions", "max_length", "said"),
+    [
+        (64, None, "the 64 positions of random-0: shorten it$"),
+        (64, 64, "the 64 positions of random-0: shorten it$"),
+        (64, 48, "max_length=48: shorten it or raise max_length$"),
+        (4096, None, "max_length=2048 .the default of engines.: shorten it or raise max_length$"),
+    ],
+)
+def test_a_prompt_without_room_names_what_is_set(positions, max_length, said):
+    model = random_model(tiny_config(max_positions=positions, num_layers=1), 0, dtype="float32")
+    engine = specjax.Engine(model, batch_size=1, max_length=max_length)
+    room = min(positions, max_length or 2048)
+    said = rf"^prompt of request 0 has {room} tokens, which leaves no room for a new one in {said}"
+    refused(lambda: engine.add([1] * room), said)
+
+
 def test_a_checked_drafter_without_a_state_is_told_so():
     target = random_model(tiny_config(vocab_size=8, num_layers=1), 0, dtype="float32")
     drafter = proposing(lambda draft, state: draft)

@@ -34,9 +34,9 @@ class Quantized(SelfDrafter):
 
     `model` has the layers as functions of quantized parameters, with kernels in `weights` (int8 or
     int4). With `activations`, the inputs of the kernels are rounded to that many bits too, by
-    default where the target has no more bits than the drafter would have. The rounding is emulated: acceptance is that of low-bit products, but the time is that of products
-    in floating point. The output head always multiplies in floating point. Raises InputError for
-    invalid options.
+    default where the target has no more bits than the drafter would have. The rounding is emulated:
+    acceptance is that of low-bit products, but the time is that of products in floating point. The
+    output head always multiplies in floating point. Raises InputError for invalid options.
     """
 
     name: ClassVar[str] = "quantized"
