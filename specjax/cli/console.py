@@ -103,7 +103,7 @@ class Screen:
         one another, elsewhere one is printed every `QUIET_S` seconds at most. Work that is `timed`
         is not disturbed by an animation.
         """
-        frames = 0.1 if timed else 12.5  # per second; a new line is drawn at once
+        frames = 0.1 if timed else 12.5  # per second
         begin = time.perf_counter()
         if not self._console.is_terminal:
             self.say(f"{doing} ...")

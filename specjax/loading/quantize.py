@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -12,6 +13,7 @@ from jax.sharding import NamedSharding, Sharding
 
 from specjax.errors import InputError
 from specjax.fields import Choice
+from specjax.files.log import share_logger
 from specjax.loading.layer_layout import stack_layers
 from specjax.loading.model import Model, array_table, split_arrays
 from specjax.models.decoder import Form
@@ -118,10 +120,13 @@ def quantized_params(
     `fitting` is left unchanged. `field` and `remedy` are those of `quantized_model`.
     """
     bits_of_path = kernel_bits(table, weights)
+    counted, log = itertools.count(1), share_logger(f"rounding the parameters to {weights}")
 
     def converted(path: tuple[Any, ...], entry: Parameter, leaf: Any) -> Any:
         names = tuple(step.key for step in path)
         bits = bits_of_path.get(names)
+        if bits is not None:
+            log(next(counted) / (len(bits_of_path) + 1))
         if bits is None or (is_quantized(leaf) and leaf.bits <= bits):
             return leaf
         kernel = float_kernel(leaf)
