@@ -13,5 +13,4 @@ def get_config(size=""):
     config = config_of(DecodeFields)
     config.target = "smollm2-135m-instruct"
     config.drafter.name = "ngram"
-    config.num_speculative_tokens = "auto"
     return config

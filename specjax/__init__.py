@@ -21,6 +21,7 @@ import importlib
 from typing import Any
 
 _HOMES = {
+    "DecodeOptions": "specjax.decoding.options",
     "Delta": "specjax.decoding.engine.outputs",
     "Drafter": "specjax.drafters.base",
     "Engine": "specjax.decoding.engine.engine",

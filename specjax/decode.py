@@ -50,11 +50,12 @@ from specjax.decoding.sampling_params import SamplingParams
 from specjax.decoding.session import NoRoomError
 from specjax.distributed import processes
 from specjax.drafters import DRAFTERS, TRAINED, drafter_options, option_type
+from specjax.drafters.by_name.registry import parts_of
 from specjax.drafters.growth.tree_options import TreeKind, TreeOptions
 from specjax.errors import InputError, one_line
 from specjax.fields import fields_of
 from specjax.files.package_versions import versions
-from specjax.loading.find_head import shipped_heads
+from specjax.loading.find_head import included_heads, shipped_heads
 from specjax.loading.model import Model
 from specjax.reporting.decode_report import Clock, DrafterRun, device_name, summary, tree_record
 from specjax.reporting.records import Conditions, RunHeader
@@ -161,6 +162,8 @@ def decode(config: DecodeConfig, *, verbose: bool = False) -> int:
         raise refused
     if failed := _failed(config, runs):
         raise InputError(failure_message(model, failed))
+    if line := others_to_try(model, [drafter.name for drafter in config.drafters]):
+        screen.say(line, "dim")
     differences = [row.difference for run in runs for row in run.rows if row.difference is not None]
     return 0 if all(difference.excused for difference in differences) else DIFFERENT
 
@@ -217,6 +220,29 @@ def _failed(config: DecodeConfig, runs: Sequence[DrafterRun]) -> dict[str, Failu
         for row in run.rows
         if row.finish_reason == "error"
     }
+
+
+def others_to_try(target: Model, drafters: Sequence[str]) -> str | None:
+    """Return a line that says what else may draft for a target, by what it has.
+
+    `drafters` are those of the run. None if one of them is trained: then the user knows of these.
+    """
+    parts = [part for name in drafters for part in parts_of(name)]
+    if any(part in TRAINED for part in parts):
+        return None
+    heads = included_heads(target)
+    reasons = [f"{', '.join(heads)} come with specjax for this target"] if heads else []
+    if target.mtp is not None:
+        heads.append("mtp")
+        reasons.append("the target has MTP modules")
+    if not heads:
+        return (
+            f"no head comes with specjax for {target.name}: a smaller model with its tokenizer can "
+            "draft (drafter.name=draft_model, drafter.path), or a head be trained; docs/faq.md"
+            "#which-drafter"
+        )
+    names = ",".join([*(name for name in drafters if name != "none"), *heads])
+    return f"{'; '.join(reasons)}: compare by --config.drafter.name={names}"
 
 
 def _ends_and_beginning(model: Model) -> str:
@@ -276,7 +302,7 @@ def _usual_length(name: str) -> str:
 def listing() -> str:
     """Return a text that lists drafters with their options, rules and sampling fields."""
     lines = ["drafters (--config.drafter.name=NAME, then --config.drafter.OPTION=VALUE;"]
-    lines.append("docs/support.md#options says what each option means):")
+    lines.append("--help says what each option means):")
     for name, constructor in DRAFTERS.items():
         summary = inspect.getdoc(constructor).splitlines()[0]
         lines.append(f"  {name}: {summary}")

@@ -39,7 +39,7 @@ from specjax.decoding.options import BATCH_SIZE, FIXED
 from specjax.decoding.sampling_params import SEED, SamplingParams
 from specjax.diagnosis import diagnose
 from specjax.diagnosis.declared import check_files
-from specjax.drafters import LoadedDrafter, drafter_options
+from specjax.drafters import TRAINED, LoadedDrafter
 from specjax.errors import InputError
 from specjax.fields import Whole, optional, read_values
 from specjax.loading.model import Model
@@ -168,7 +168,7 @@ def _in_float32(
     rounded = any(isinstance(leaf, QuantizedKernel) for leaf in leaves)
     if model.dtype == "float32" and not rounded:
         return None
-    exact = {"weights": "float"} if "weights" in drafter_options(drafter.name) else {}
+    exact = {"weights": "float"} if drafter.name in TRAINED else {}
     return lambda: _load(
         replace(config, dtype="float32", weights="float"),
         replace(drafter, options={**drafter.options, **exact}),

@@ -8,11 +8,16 @@ the field, the value and the remedy.
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import difflib
 import functools
+import inspect
+import itertools
+import sys
+import textwrap
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import (
@@ -45,7 +50,7 @@ class Kind(Protocol):
         """Return `value` converted to a plain type; raise InputError naming `name` if invalid."""
 
 
-Fields = Mapping[str, "Kind | Fields | OptionalSection"]
+Fields = Mapping[str, "Kind | Fields | DependentFields | OptionalSection"]
 """The kind of each field by name; a nested mapping is a section of fields."""
 
 
@@ -163,6 +168,18 @@ class Text:
                 f"{name}: character {error.start} is {value[error.start]!r}, half of a surrogate "
                 "pair; repair the text's encoding"
             ) from None
+        return value
+
+
+@dataclass(frozen=True)
+class Unchecked:
+    """Any value; `type` is that of its text on a command line."""
+
+    type: type = object
+
+    def check(self, name: str, value: Any) -> Any:
+        """Return `value` unchanged."""
+        del name
         return value
 
 
@@ -299,6 +316,43 @@ class Either:
 
 
 @dataclass(frozen=True)
+class Use:
+    """A use of a field: its user's name, the kind of values, their meaning, and the default."""
+
+    user: str
+    kind: Kind
+    meaning: str
+    default: Any = None
+
+
+@dataclass(frozen=True)
+class Shared:
+    """A field with a kind and a meaning for each of its users, such as an option of drafters.
+
+    `checks` are the kinds of the users that will get the value, each of which must accept it.
+    """
+
+    uses: tuple[Use, ...]
+    checks: tuple[Kind, ...]
+
+    def check(self, name: str, value: Any) -> Any:
+        """Return the value as converted by the last kind, or raise InputError if one rejects it."""
+        checked = [kind.check(name, value) for kind in self.checks]
+        return checked[-1] if checked else value
+
+
+@dataclass(frozen=True)
+class DependentFields:
+    """The fields of a section that depend on the value of one of them, `on`.
+
+    `of(value)` returns all fields of the section, for any value, also an invalid one.
+    """
+
+    on: str
+    of: Callable[[Any], Fields]
+
+
+@dataclass(frozen=True)
 class OptionalSection:
     """A section of a config that may be absent, declared as `D | None` for a dataclass D."""
 
@@ -336,7 +390,8 @@ def kind_of(annotation: Any) -> Any:
     """
     origin, inside = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        return next((mark for mark in inside[1:] if isinstance(mark, Kind | Mapping)), None)
+        kinds = (Kind, Mapping, DependentFields)
+        return next((mark for mark in inside[1:] if isinstance(mark, kinds)), None)
     if origin is Literal:
         return Choice(tuple(map(str, inside)))
     if section := dataclass_in(annotation):
@@ -354,6 +409,77 @@ def kind_of(annotation: Any) -> Any:
         if all(kind is not None for kind in kinds):
             return Either(tuple(kinds), none=types.NoneType in inside)
     return None
+
+
+def meaning_in(annotation: Any) -> str:
+    """Return the meaning that an annotation holds as a text beside the kind, or ""."""
+    marks = get_args(annotation)[1:] if get_origin(annotation) is Annotated else ()
+    return next((mark for mark in marks if isinstance(mark, str)), "")
+
+
+def field_meanings(source: type) -> dict[str, str]:
+    """Return the docstrings below the fields of a dataclass and of its base classes, by field."""
+    texts: dict[str, str] = {}
+    for base in reversed(source.__mro__):
+        if dataclasses.is_dataclass(base):
+            texts |= _own_meanings(base)
+    return texts
+
+
+def _own_meanings(source: type) -> dict[str, str]:
+    """Return the docstrings below the fields that a class of a module defines itself, by field."""
+    body = _class_bodies(source.__module__).get(source.__qualname__, ())
+    return {
+        before.target.id: inspect.cleandoc(after.value.value)
+        for before, after in itertools.pairwise(body)
+        if isinstance(before, ast.AnnAssign)
+        and isinstance(after, ast.Expr)
+        and isinstance(after.value, ast.Constant)
+    }
+
+
+@functools.cache
+def _class_bodies(module: str) -> dict[str, list[ast.stmt]]:
+    """Return the statements of each class of a module by its name; none without its source."""
+    try:
+        tree = ast.parse(inspect.getsource(sys.modules[module]))
+    except (KeyError, OSError, TypeError, SyntaxError):
+        return {}
+    return {node.name: node.body for node in tree.body if isinstance(node, ast.ClassDef)}
+
+
+FIELDS = "Fields:"
+"""The line that `with_meanings` puts before the fields in the docstring of a class."""
+
+
+def meaning_lines(source: type, names: Iterable[str]) -> str:
+    """Return lines with the meanings of the fields `names` of a dataclass, for a docstring."""
+    meanings, width = field_meanings(source), 96
+    indents = {"initial_indent": "  ", "subsequent_indent": "      "}
+    return "\n".join(
+        textwrap.fill(" ".join(f"{name}: {meanings.get(name, '')}".split()), width, **indents)
+        for name in names
+    )
+
+
+def with_meanings(source: type[T]) -> type[T]:
+    """Append the meanings of a dataclass's fields to its docstring, which `help` shows."""
+    names = [field.name for field in dataclasses.fields(source)]
+    text = inspect.cleandoc(source.__doc__ or "")
+    source.__doc__ = f"{text}\n\n{FIELDS}\n\n{meaning_lines(source, names)}"
+    return source
+
+
+def described(kinds: Mapping[str, Kind], source: type) -> dict[str, Shared]:
+    """Return fields with the meanings that the dataclass `source` has below its own (see above).
+
+    `kinds` are the kinds of the fields by name.
+    """
+    meanings = field_meanings(source)
+    return {
+        name: Shared((Use("", kind, meanings.get(name, "")),), (kind,))
+        for name, kind in kinds.items()
+    }
 
 
 def fields_of(source: type) -> dict[str, Any]:
@@ -491,6 +617,9 @@ def _checked(
             if name not in values:
                 continue
             kind = kind.fields
+        if isinstance(kind, DependentFields):
+            section = values.get(name)
+            kind = kind.of(section.get(kind.on) if isinstance(section, Mapping) else None)
         if name not in values:
             problems.add(f"{prefix}{name} is missing: give it a value")
         elif isinstance(kind, Mapping):

@@ -36,10 +36,8 @@ import numpy as np
 from jaxtyping import Float, Int
 
 __all__ = [
-    "Counts",
     "ExpectedAcceptance",
     "Summary",
-    "Widths",
     "accept_lengths",
     "acceptance_at_pos",
     "acceptance_length",
@@ -241,6 +239,11 @@ class Summary:
     def drafted_per_round(self) -> float | None:
         """The mean draft length, counting empty drafts; None without rounds."""
         return self.num_draft_tokens / self.num_rounds if self.num_rounds else None
+
+    @property
+    def share_drafted(self) -> float | None:
+        """The fraction of rounds with at least one draft token; None without rounds."""
+        return _ratio(self.num_drafts, self.num_rounds)
 
     def __str__(self) -> str:
         """Return a small table with the most common figures."""

@@ -161,6 +161,7 @@ CALLS = {
         {"config": {"method": "ngram", "num_speculative_tokens": 2}, "target": TARGET},
     ),
     "SamplingParams": (specjax.SamplingParams, {}),
+    "DecodeOptions": (specjax.DecodeOptions, {}),
     "checkpoints.save_checkpoint": (
         checkpoints.save_checkpoint,
         {"model": TARGET, "directory": "new"},
@@ -195,7 +196,10 @@ OBJECTS = {
 """Arguments that only code can give: everything of another class is wrong."""
 VALUES = {"Delta", "Output", "Drafter", "LoadedDrafter", "Generation", "Model", "InputError"}
 """Exported for what they hold, not to be called."""
-GOOD = {("SamplingParams", "seed", None)}
+GOOD = {
+    *((name, "seed", None) for name in ("SamplingParams", "Engine.add")),
+    *(("DecodeOptions", "max_length", value) for value in (2**63, 10**6)),
+}
 """Values that one function accepts, although others do not."""
 CALLED = {("make_drafter", "name"): "drafter"}
 """Arguments that errors call by the name of the command line's field."""
@@ -339,6 +343,11 @@ def test_generate_names_field_value_and_remedy(name, tiny):
         (specjax.generate, {"temprature": 1.0}, "argument 'temprature'; did you mean temperature"),
         (specjax.stream, {"progress": print}, "unexpected argument 'progress'"),
         (lambda target, _, **given: Engine(target, **given), {"temperature": 1.0}, "'temperature'"),
+        (
+            lambda target, prompts, **given: Engine(target).add(*prompts, **given),
+            {"temprature": 1.0},
+            "unexpected argument 'temprature'; did you mean temperature",
+        ),
     ],
 )
 def test_unknown_arguments_are_refused(call, arguments, message, tiny):
@@ -396,7 +405,6 @@ DRAFTER_OPTIONS = [
     ("ngram+ngram", {}, "join different drafters"),
     ("ngram+none", {}, "none cannot be joined by name: it drafts nothing"),
     ("ngram+simulated", {}, "simulated cannot be joined by name"),
-    ("ngram+test_drafters:make_own", {}, "use specjax.drafters.take_turns"),
     ("ngram+earlyexit", {}, "'earlyexit' is unknown: did you mean early_exit"),
     ("ngram+early_exit", {"noise": 1}, "drafter.noise=1: none of ngram, early_exit takes"),
     ("ngram+early_exit", {"path": "x"}, "drafter.path='x': of ngram, early_exit none could"),
@@ -404,7 +412,9 @@ DRAFTER_OPTIONS = [
     ("ngram|", {}, r"drafter='ngram\|': join different drafters, as ngram\|eagle3"),
     ("ngram|ngram", {}, "join different drafters"),
     ("ngram|none", {}, "none cannot be joined by name: it drafts nothing"),
-    ("ngram|test_drafters:make_own", {}, "use specjax.drafters.merge_drafters"),
+    ("test_drafters:make_own", {"size": 3}, "size=3: test_drafters:make_own does not take it; it"),
+    ("test_drafters:make_own+ngram", {"size": 3}, "size=3: none of test_drafters:make_own, ngram"),
+    ("test_drafters:Own", {}, r"'test_drafters:Own' fails \(TypeError: .*missing.*'path'"),
     ("ngram|early_exit+medusa", {}, r"join all of them by \+ or all by \|; for both use"),
     ("ngram|early_exit", {"noise": 1}, "drafter.noise=1: none of ngram, early_exit takes"),
     ("ngram", {"num_matches": 0}, "drafter.num_matches=0: use a whole number from 1 to 64"),

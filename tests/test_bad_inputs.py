@@ -136,6 +136,8 @@ TEXTS = {
 
 def texts(kind):
     """Bad values of a kind, as texts for a command line."""
+    if isinstance(kind, fields.Shared):
+        return texts((kind.checks or [use.kind for use in kind.uses])[0])
     if isinstance(kind, fields.Either):
         # What one of the kinds refuses another might take.
         first, *others = map(texts, kind.kinds)
@@ -158,6 +160,8 @@ def flat(kinds, prefix=""):
     for name, kind in kinds.items():
         if isinstance(kind, fields.OptionalSection):
             kind = kind.fields
+        if isinstance(kind, fields.DependentFields):
+            kind = kind.of("ngram")
         if isinstance(kind, dict):
             yield from flat(kind, f"{prefix}{name}.")
         else:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from typing import Annotated
 
 import pytest
 
@@ -9,13 +10,17 @@ from specjax import bench, decode, doctor, serve
 from specjax.cli import command
 from specjax.cli.config_file import packaged_configs, read_config
 from specjax.cli.decode_config import read_decode_config, turn_prompts
+from specjax.controllers import Fixed
 from specjax.decoding.options import DecodeOptions
 from specjax.decoding.prompts import Question
 from specjax.decoding.sampling_params import SamplingParams
 from specjax.drafters import DRAFTERS, drafter_options, option_type
+from specjax.drafters.lookup.ngram import Ngram
 from specjax.errors import InputError
-from specjax.fields import dotted
+from specjax.fields import Whole, dotted
+from specjax.loading.corpus.index_folder import IndexFolder
 from specjax.sampling import RULES
+from specjax.serving.serve_config import ServeFields
 from train import corpus, distill, eagle, generate, layerskip, medusa, mtp
 
 DEFAULT = "configs/decode_smollm2.py"
@@ -90,11 +95,11 @@ def test_help_lists_all_fields_with_values_and_meanings(main, config, capsys):
     assert {name: value for name, (value, _) in listed.items()} == {
         name: "" if value is None else str(value) for name, value in values.items()
     }
-    described = {name for name, (_, meaning) in listed.items() if meaning.strip()}
-    undescribed = {"drafter.name", "drafter.path", "drafter.corpus"}
-    undescribed.add("distributed.coordinator_address")
+    # A meaning is more than the values in brackets, and than who takes an option.
+    texts = {name: re.sub(r"\[[^]]*\]|^ +[\w, ]+:", "", text) for name, (_, text) in listed.items()}
+    described = {name for name, text in texts.items() if text.strip()}
     mix = {name for name in listed if name.startswith("corpus.mix.")}
-    assert set(listed) - described - mix <= undescribed
+    assert set(listed) - described == mix
 
 
 def test_help_is_of_the_config_that_is_named(capsys):
@@ -168,27 +173,33 @@ def test_one_line_and_exit_code(capsys):
 def test_defaults_are_those_of_python_but_for_those_that_help_explains():
     config = read_decode_config(read().to_dict())
     assert config.sampling == SamplingParams()
-    differing = {"num_speculative_tokens": "auto", "batch_size": 1, "verify": RULES["rejection"]}
+    differing = {"batch_size": 1, "verify": RULES["rejection"]}
     assert config.options == dataclasses.replace(DecodeOptions(), **differing)
     benched = read("--config=bench_smollm2")
     assert (benched.target, benched.dtype) == (config.target, config.dtype)
 
 
-def test_auto_is_what_decode_begins_with_and_nothing_else():
-    assert read().num_speculative_tokens == "auto"
-    assert read_decode_config(read().to_dict()).options.num_speculative_tokens == "auto"
-    for given, length in (("fixed", "fixed"), ("3", 3)):
-        config = read(f"--config.num_speculative_tokens={given}").to_dict()
+def test_fixed_lengths_are_the_default_of_every_command():
+    """Of a length that depends on the clock, tau would differ between equal runs."""
+    for given, length in ((None, "fixed"), ("auto", "auto"), ("3", 3)):
+        changes = [] if given is None else [f"--config.num_speculative_tokens={given}"]
+        config = read(*changes).to_dict()
         assert read_decode_config(config).options.num_speculative_tokens == length
     lengths = {
-        "bench_smollm2": ("auto", 4),
-        "generate_smollm2": None,
+        **dict.fromkeys(("decode_smollm2", "serve_smollm2"), "fixed"),
+        **dict.fromkeys(("bench_smollm2", "spec_bench"), ("fixed",)),
+        **dict.fromkeys(("doctor_smollm2", "generate_smollm2"), None),
         **{name: None for name in packaged_configs() if name.startswith("train_")},
     }
     for name, length in lengths.items():
         config = read(f"--config={name}")
         config = config.eval if name.startswith("train_") else config
         assert config.num_speculative_tokens == length
+    with_lengths = {
+        name for name in packaged_configs() if "num_speculative_tokens" in read(f"--config={name}")
+    }
+    assert with_lengths <= lengths.keys()
+    assert isinstance(DecodeOptions().length_controller, Fixed)
 
 
 def test_options_go_to_the_drafters_that_take_them():
@@ -209,6 +220,92 @@ def test_options_go_to_the_drafters_that_take_them():
         alone = read_decode_config(found.written_for(one))
         assert alone.drafters == (one,)
         assert alone.compare
+
+
+def own(target, path=None, *, start: Annotated[int, Whole(1, 9)] = 1, window: float = 0.5, k=2):
+    """A drafter of one's own; lookahead has a window of another type, and k has no type at all."""
+    return Ngram(prompt_lookup_min=start)
+
+
+OWN = "test_config:own"
+
+
+@pytest.mark.parametrize("source", [decode.DecodeFields, doctor.DoctorFields, ServeFields])
+def test_the_options_of_an_own_drafter_are_fields(source, tmp_path):
+    given = [f"--config.drafter.name={OWN}", "--config.drafter.start=2"]
+    given += ["--config.drafter.window=0.25", "--config.drafter.k=(1, 2)"]
+    section = read_config(given, DEFAULT, source).drafter
+    assert (section.start, section.window, section.k) == (2, 0.25, (1, 2))
+    config = {**read().to_dict(), "drafter": section.to_dict()}
+    (found,) = read_decode_config(config).drafters
+    assert found.options == {"start": 2, "window": 0.25, "k": (1, 2)}
+    # In a config file, too, where the command line may change it.
+    path = tmp_path / "own.py"
+    path.write_text(
+        "from specjax.cli.config_file import config_of\n"
+        "from specjax.cli.decode_config import DecodeFields\n"
+        "def get_config():\n"
+        "    config = config_of(DecodeFields)\n"
+        f"    config.drafter.name = {OWN!r}\n"
+        "    config.drafter.start = 3\n"
+        "    return config\n"
+    )
+    for argv, start in (([], 3), (["--config.drafter.start=4"], 4)):
+        config = read_config([f"--config={path}", *argv], DEFAULT, source).to_dict()
+        assert read_decode_config(config).drafters[0].options == {"start": start}
+
+
+def decode_drafters(name, *options):
+    """The drafters of a command line, as (name, options)."""
+    argv = [f"--config.drafter.name={name}", *(f"--config.drafter.{each}" for each in options)]
+    config = read_config(argv, DEFAULT, decode.DecodeFields).to_dict()
+    return [(each.name, each.options) for each in read_decode_config(config).drafters]
+
+
+def test_an_own_drafter_beside_others_and_joined_with_them():
+    """Each option goes to those that take it; those that nobody takes are named."""
+    found = decode_drafters(f"ngram,{OWN}+early_exit", "start=2", "exit_layer=3")
+    assert found == [("ngram", {}), (f"{OWN}+early_exit", {"start": 2, "exit_layer": 3})]
+    for name, options, said in (
+        (OWN, ["start=10"], "drafter.start=10: use a whole number from 1 to 9"),
+        (OWN, ["starts=2"], "drafter.starts='2': there is no such field; did you mean drafter.st"),
+        (OWN, ["exit_layer=2"], f"drafter.exit_layer=2: {OWN} does not take it; it takes start, w"),
+        ("ngram", ["start=2"], "drafter.start='2': there is no such field"),
+        (f"{OWN}|ngram+suffix", [], "join all of them by"),
+    ):
+        with pytest.raises(InputError, match=re.escape(said)):
+            decode_drafters(name, *options)
+
+
+@pytest.mark.parametrize(
+    ("name", "longest", "most"),
+    [("ngram", 20, 64), ("ngram,suffix", 20, 64), ("corpus", 20, 16), ("ngram,corpus", 20, 16)],
+)
+def test_each_drafter_s_own_range_counts(name, longest, most, tmp_path, monkeypatch):
+    """Of several drafters that take an option each must accept it."""
+    monkeypatch.setattr(IndexFolder, "check", lambda self, name, value: value)
+    options = [f"prompt_lookup_max={longest}", *(["corpus=x"] if "corpus" in name else [])]
+    if longest <= most:
+        assert decode_drafters(name, *options)[0][1]["prompt_lookup_max"] == longest
+        return
+    said = f"drafter.prompt_lookup_max={longest}: use a whole number from 1 to {most}"
+    with pytest.raises(InputError, match=said):
+        decode_drafters(name, *options)
+
+
+def test_a_window_of_a_drafter_s_own_cache():
+    """Of an option that may be None, too, a number is a value of a command line."""
+    ((_, options),) = decode_drafters("eagle3", "sliding_window=256", "sinks=4")
+    assert options == {"sliding_window": 256, "sinks": 4}
+    ((_, options),) = decode_drafters("layer_skip", "skipped=(1, 2)")
+    assert options == {"skipped": (1, 2)}
+
+
+def test_help_lists_the_options_of_a_drafter_that_is_named(capsys):
+    listed = help_of(decode.main, f"--config.drafter.name={OWN}", capsys=capsys)
+    assert "By default 1. [a whole number from 1 to 9]" in listed["drafter.start"][1]
+    assert listed["drafter.name"][0] == OWN
+    assert "drafter.start" not in help_of(decode.main, capsys=capsys)
 
 
 def job(**changes):

@@ -1,7 +1,9 @@
 """What the documentation claims: its code runs and prints what it says, what it names exists."""
 
 import contextlib
+import dataclasses
 import importlib
+import inspect
 import io
 import re
 import subprocess
@@ -71,6 +73,33 @@ def test_help_begins_with_functions_that_exist(name):
     assert [each for each in called if each not in {*module.__all__, "print"}] == []
     # A star import gives these, and pydoc lists their functions.
     assert [each for each in module.__all__ if not hasattr(module, each)] == []
+
+
+@pytest.mark.parametrize(
+    ("function", "options"),
+    [
+        (specjax.DecodeOptions, [specjax.DecodeOptions]),
+        (specjax.SamplingParams, [specjax.SamplingParams]),
+        (specjax.Engine.__init__, [specjax.DecodeOptions]),
+        (specjax.Engine.add, [specjax.SamplingParams]),
+        *(
+            (each, [specjax.DecodeOptions, specjax.SamplingParams])
+            for each in (specjax.generate, specjax.stream, specjax.compile)
+        ),
+    ],
+)
+def test_help_says_what_each_option_means(function, options):
+    explained = re.findall(r"^  (\w+): \S", inspect.getdoc(function), re.MULTILINE)
+    names = [field.name for each in options for field in dataclasses.fields(each)]
+    assert explained == list(dict.fromkeys(names))
+
+
+@pytest.mark.parametrize("name", sorted(PUBLIC))
+def test_help_lists_no_types_of_arrays(name):
+    """`help` would show everything about them that NumPy says."""
+    module = importlib.import_module(f"specjax.{name}")
+    values = [getattr(module, each) for each in module.__all__]
+    assert [each for each in values if hasattr(each, "array_type")] == []
 
 
 OWN_MODEL = pytest.mark.parametrize("own_model", [True, *slow(False)], ids=["tiny", "default"])

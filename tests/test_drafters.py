@@ -62,8 +62,11 @@ def context_of(rows, limit, vocab=61):
     )
 
 
-def silence(depth):
+def _draws(depth):
     raise AssertionError("a deterministic drafter draws nothing")
+
+
+silence = sampling.SharedNoise(_draws)
 
 
 def matches_by_hand(ids, longest, shortest, latest):
@@ -307,6 +310,17 @@ class Own(Ngram):
     name = property(lambda self: f"own-{self.path}")
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pointing(Drafter):
+    """A class in place of a function; its fields are the options."""
+
+    offset: int = 1
+
+    def propose(self, params, state, context, noise):
+        tokens = context.tokens_from(context.length - self.offset, self.num_speculative_tokens)
+        return trees.chain(tokens, context.limit), state
+
+
 def make_own(target, path=None, *, step=1):
     """A drafter that the registry finds by module and function."""
     return Own(path, prompt_lookup_min=step)
@@ -329,6 +343,14 @@ def test_drafters_by_name(tiny):
     own = specjax.make_drafter("test_drafters:make_own", tiny, "here", step=2)
     assert own.name == "own-here"
     assert own.drafter.num_speculative_tokens == 8
+    both = specjax.make_drafter("test_drafters:make_own+early_exit", tiny, step=2, exit_layer=1)
+    assert both.name == "own-None+early_exit"
+    assert [part.num_speculative_tokens for part in both.drafter.parts] == [8, 4]
+    assert both.drafter.parts[0].prompt_lookup_min == 2
+    merged = specjax.make_drafter("ngram|test_drafters:make_own", tiny, num_speculative_tokens=2)
+    assert (merged.name, merged.drafter.num_nodes) == ("ngram|own-None", 4)
+    watching = specjax.make_drafter("test_drafters:Pointing", tiny, offset=3)
+    assert watching.drafter == Pointing(offset=3)
     shorter = specjax.make_drafter("ngram", tiny, num_speculative_tokens=3)
     assert shorter.drafter.num_speculative_tokens == 3
     model = specjax.make_drafter("draft_model", tiny, tiny)

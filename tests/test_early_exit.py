@@ -53,7 +53,7 @@ def resumes(session):
 def drafted(session, state):
     """The draft of the first round, as its drafter proposes it."""
     plan, (params, drafter_params) = session.plan, session.params
-    noise = proposal_noise(plan, state, noise_keys(plan, state))
+    noise = proposal_noise(plan, state, noise_keys(plan, drafter_params, state))
 
     @jax.jit
     def propose(params, drafter_params, state):

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ from specjax.decoding.engine import device_rows
 from specjax.decoding.engine import engine as engine_module
 from specjax.decoding.engine.device_rows import DeviceRows
 from specjax.decoding.engine.engine import Engine
-from specjax.decoding.engine.outputs import Follower
+from specjax.decoding.engine.outputs import Follower, Times
 from specjax.decoding.engine.scheduler import Request, Scheduler
 from specjax.decoding.engine.statistics import Percentiles, Statistics, Step
 from specjax.decoding.rows import Row, session_row
@@ -646,6 +647,27 @@ def test_statistics_of_steps():
     assert (summary.occupancy, summary.occupancy_waiting) == (50 / 80, 1.0)
     assert (summary.tokens, summary.rounds, summary.tokens_per_second) == (75, 20, 37.5)
     assert Percentiles.of(range(101)) == (50, 95, 99)
+    statistics.add_request(Times(0.25, 0.5, 1.0))
+    assert repr(statistics) == (
+        "Statistics(4 slots, 1 finished requests, 75 new tokens in 20 rounds)"
+    )
+    lines = dict(re.split("  +", line) for line in str(statistics.summary()).splitlines())
+    assert lines["tokens/s"] == "37.5"
+    assert lines["occupancy"] == "62% of slots and rounds, 100% while requests waited"
+    assert lines["first token, s"] == "p50 0.500, p95 0.500, p99 0.500"
+    assert lines["between tokens, s"] == "p50 -, p95 -, p99 -"
+
+
+def test_a_request_s_parameters_may_be_keywords(tiny):
+    """They replace those in `sampling`, which may be a dict."""
+    engine = Engine(tiny, batch_size=1)
+    for sampling in ({"top_k": 3, "max_new_tokens": 9}, greedy(top_k=3, max_new_tokens=9)):
+        engine.add([1, 2], sampling, temperature=0.5, max_new_tokens=4, seed=7)
+    engine.add([1, 2], stop_token_ids=[5])
+    first, second, third = (request.row.sampling for request in engine._scheduler)
+    assert first == second
+    assert first == SamplingParams(temperature=0.5, top_k=3, max_new_tokens=4, seed=7)
+    assert third == SamplingParams(stop_token_ids=(5,))
 
 
 def test_an_abort_of_what_is_being_read(tiny):

@@ -20,7 +20,7 @@ from specjax.drafters.lookup.ngram import Ngram
 from specjax.drafters.none import NoDrafter
 from specjax.drafters.self_speculation.early_exit import EarlyExit
 from specjax.errors import InputError
-from specjax.sampling import Decision, Rejection, RoundKeys, rules
+from specjax.sampling import Decision, Rejection
 from specjax.testing import check_drafter
 from specjax.testing.drafter_check import (
     chi_square,
@@ -222,15 +222,19 @@ def residual_is_p(tokens, num_valid, target, draft, uniforms):
     return Decision(accepted, target(accepted))
 
 
-def with_keys(change):
-    """Makes the draft's noise from another key."""
+def drafts_with_noise_of(use, depth_of=lambda depth: depth):
+    """Gives drafts the noise that verification uses for something else."""
 
-    def patch(monkeypatch):
-        real = sampling.split_keys
-        for module in (sampling.keys, rules):
-            monkeypatch.setattr(module, "split_keys", lambda keys: change(real(keys)))
+    def noise(keys, vocab):
+        used = getattr(sampling.split_keys(keys), use)
 
-    return patch
+        def at(depth):
+            numbers = jnp.broadcast_to(depth_of(depth), used.shape)
+            return sampling.position_gumbel(used, numbers, vocab)
+
+        return sampling.SharedNoise(at)
+
+    return lambda monkeypatch: monkeypatch.setattr(sampling, "draft_noise", noise)
 
 
 def same_noise_every_round(monkeypatch):
@@ -238,21 +242,17 @@ def same_noise_every_round(monkeypatch):
     monkeypatch.setattr(
         one_round,
         "noise_keys",
-        lambda plan, state: real(plan, state.replace(round=0 * state.round)),
+        lambda plan, params, state: real(plan, params, state.replace(round=0 * state.round)),
     )
 
 
 BROKEN = {
-    "draft_and_final_share_a_key": {
-        "patch": with_keys(lambda keys: RoundKeys(keys.final, keys.accept, keys.final))
-    },
+    "draft_and_final_share_noise": {"patch": drafts_with_noise_of("final", lambda depth: 0)},
     "noise_once_a_prompt": {"patch": same_noise_every_round},
     "unwarped_distribution": {"request": COLD, "change": unwarped},
     "own_probability": {"change": stops_at_unlikely_tokens},
     "distribution_of_a_sure_token": {"change": claims_a_distribution},
-    "draft_and_accept_share_a_key": {
-        "patch": with_keys(lambda keys: RoundKeys(keys.accept, keys.accept, keys.final))
-    },
+    "draft_and_accept_share_noise": {"patch": drafts_with_noise_of("accept")},
     "residual_is_p": {"rule": Deciding(residual_is_p)},
 }
 CHANGES = [as_it_is, *(one["change"] for one in BROKEN.values() if "change" in one)]

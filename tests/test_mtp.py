@@ -232,7 +232,7 @@ def proposed(target, loaded, **options):
     def propose(params, state):
         context = make_context(session.plan, params[0], state)
         part, own = session.plan.drafter.parts[0], state.drafter[0].drafter
-        noise = proposal_noise(session.plan, state, noise_keys(session.plan, state))
+        noise = proposal_noise(session.plan, state, noise_keys(session.plan, params[1], state))
         return part.propose(params[1][0], own, context, noise)[0]
 
     return propose(session.params, first_state(session))

@@ -32,6 +32,7 @@ from specjax.decoding.sampling_params import SamplingParams
 from specjax.drafters import head_drafter
 from specjax.drafters.draft_model import DraftModel
 from specjax.models.config import SlidingWindow
+from specjax.sampling import SharedNoise
 from specjax.testing import Tabular, check_drafter
 
 FEW = dict(sliding_window=5, sinks=2)
@@ -87,8 +88,7 @@ def distributions(session):
     drafter, params = session.plan.drafter.parts[0], session.params[1][0]
     own = observed(session, state)[0]
 
-    def noise(depth):
-        return jnp.zeros((1, session.model.config.vocab_size))
+    noise = SharedNoise(lambda depth: jnp.zeros((1, session.model.config.vocab_size)))
 
     @jax.jit
     def logq(first, last):

@@ -110,7 +110,7 @@ def test_a_batch_counts_its_seconds_once_and_tells_tasks_apart_only_where_it_hol
     text = (read_report(path).path.parent / "a.jsonl.d" / "report.md").read_text()
     head, line = table(text, "### Speed-up")
     assert head == ["Drafter", "MT (3)\u2020", "QA (1)\u2020", *FEW_OVERALL]
-    assert line == ["ngram", "2.50x\\*", "n/a", "2.25", "1.80x"]
+    assert line == ["ngram", "2.50x\u2021\\*", "n/a", "2.25", "1.80x"]
     assert "that hold only this task" in text
 
 
@@ -143,9 +143,57 @@ def test_ranges_of_repeats_are_over_all_batches():
     found = figures(rows)
     assert found.speedup_range == pytest.approx((1.0, 2.0))
     assert found.plain_range == (4.0, 6.0)
+    assert found.repeats == 2
     once = dataclasses.replace(rows[1], repeated_speeds=())
     for others in ([once], [rows[0], once]):
         assert (figures(others).speedup_range, figures(others).plain_range) == (None, None)
+        assert figures(others).repeats == 0
+
+
+def test_a_speedup_that_its_tau_makes_impossible_is_marked_everywhere(write, monkeypatch):
+    """In no table in bold, and ranked as what is possible; of rows in a batch the best one counts.
+
+    Two rows of one batch, with 2 and 1 tokens per pass, are 100/60 times as fast by 110/65 tokens
+    per pass if the first one has more tokens.
+    """
+    monkeypatch.setattr(statistics, "FEW", 1)
+    fast, usual = content("medusa", "4"), content("eagle3", "4")
+    for drafter, accepted, seconds in ((fast, 0, 0.3), (usual, 2, 0.4)):
+        drafter["rows"] = [
+            row(
+                number,
+                "qa",
+                [(4, accepted, accepted + 1)] * 4,
+                seconds,
+                1.0,
+                drafter=drafter["run"]["drafter"],
+                prompt_hash=str(number),
+            )
+            for number in range(2)
+        ]
+    paths = write(fast=fast, usual=usual)
+    assert report.main([*paths, f"--out={paths[0]}.d", "--formats=svg"]) == 0
+    text = (read_report(paths[0]).path.parent / "fast.jsonl.d" / "report.md").read_text()
+    _, first, second = table(text, "### Speed-up")
+    # By its clock the second would be the fastest, 3.33x at one token per pass.
+    assert first == ["eagle3", "**2.50x**", "**3.00**", "**2.50x**"]
+    assert second == ["medusa", "3.33x\u2021", "1.00", "3.33x\u2021"]
+
+
+def test_of_rows_that_share_a_batch_the_best_tokens_per_pass_are_possible():
+    """Plain decoding takes 100 passes, as long as the first row, which drafts take 50 for."""
+    rows = [
+        read_values(Row, row(number, "qa", rounds, 50.0, 100.0, batch=0))
+        for number, rounds in enumerate(([(1, 1, 2)] * 50, [(1, 0, 1)] * 10))
+    ]
+    found = figures(rows)
+    assert found.counts.acceptance_length == pytest.approx(110 / 60)
+    assert (found.speedup, found.possible_speedup, found.noisy) == (2.0, 2.0, False)
+    noisy = figures([dataclasses.replace(each, decode_s=49.0) for each in rows])
+    assert noisy.noisy
+    assert noisy.credible_speedup == 2.0
+    alone = figures([dataclasses.replace(each, batch=n) for n, each in enumerate(rows)])
+    assert alone.possible_speedup == pytest.approx(110 / 60)
 
 
 def test_files_in_spec_benchs_layout(write, tmp_path, capsys, monkeypatch):
@@ -427,7 +475,7 @@ def test_several_drafters_in_one_file(write, tmp_path, capsys):
     names = ["ngram", "ngram+eagle3", "none"]
     assert [line[0] for line in table(text, "### Speed-up")[1:]] == names
     lines = table(text, "### What auto chose")[1:]
-    assert lines == [[name, "1.67", "1: 1, 3: 5"] for name in names]
+    assert lines == [[name, "83%", "1.67", "1: 1, 3: 5"] for name in names]
     rows = [one for one in read_csv(tmp_path / "out" / "report.csv") if one["subset"] == OVERALL]
     assert [one["label"] for one in rows] == names
     # 3.3 s and 1 s of prefill against 2.5 s and 1 s.
@@ -622,9 +670,9 @@ def test_speedups_are_drawn_with_intervals_and_counts(write, tmp_path, monkeypat
             assert [one.label for one in rows] == ["eagle3", "ngram"]
             assert [one.value for one in rows] == pytest.approx([0.66, 1.32])
             assert {one.note for one in rows} == {"3 answers, 11 tokens"}
-            assert all(one.few and one.ends[0] < one.value < one.ends[1] for one in rows)
+            assert all(one.doubtful and one.ends[0] < one.value < one.ends[1] for one in rows)
         else:
-            assert not rows[0].few
+            assert not rows[0].doubtful
 
 
 def test_labels_are_drawn_as_they_are(tmp_path, monkeypatch):

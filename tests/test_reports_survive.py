@@ -279,7 +279,8 @@ class TestDecode:
             if options["num_speculative_tokens"] != "auto":
                 raise KeyboardInterrupt
             ratio = Ratio(1.5, 1.4, 1.6)
-            return [Speedup("ngram", 1, 1, 0.0, 1.5, 1.0, 30.0, 20.0, ratio, ratio, True, 1.5, 0.1)]
+            numbers = (1, 1, 0.0, 1.5, 1.0, 1.0, 30.0, 20.0)
+            return [Speedup("ngram", *numbers, ratio, ratio, True, 1.5, 0.1)]
 
         monkeypatch.setattr(bench_run, "measure_speedups", measure)
         monkeypatch.setattr(

@@ -24,10 +24,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_drafters import context_of, silence
 from test_sharding import mesh_of
-from tiny_models import bigrams
+from tiny_models import bigrams, small_model
 
 import specjax
 from specjax.decoding.generate import decode_session
+from specjax.decoding.sampling_params import SamplingParams
 from specjax.drafters import LoadedDrafter, TreeOptions, merge_drafters, take_turns
 from specjax.drafters.lookup.corpus import Corpus
 from specjax.drafters.lookup.suffix import Suffix
@@ -36,6 +37,7 @@ from specjax.errors import InputError
 from specjax.loading.corpus.sorted_text import LONGEST_MATCH, sorted_text, with_separator
 from specjax.loading.load import place_model
 from specjax.testing import check_drafter
+from specjax.testing.drafter_check import chi_square, output_distribution
 
 TEXT_SIZE, LONGEST_ROW, END = 192, 24, 10**9
 SHORT = dict(prompt_lookup_min=1, suffix_decoding_max_spec_factor=2.0)
@@ -323,6 +325,51 @@ def test_outputs_do_not_change_what_is_compiled_or_the_callers_drafter(tiny):
     assert jax.tree.map(np.shape, after) == jax.tree.map(np.shape, made.params)
     fixed = dataclasses.replace(made.drafter, suffix_decoding_max_cached_requests=0)
     assert fixed.with_outputs(made.params, [([1], [2, 3])]) is made.params
+
+
+@pytest.mark.parametrize("name", ["corpus", "suffix|corpus", "corpus+early_exit"])
+def test_rounds_draw_with_other_noise_once_outputs_are_cached(name, tiny):
+    """Since an output with the same seed may be among them."""
+    options = {"exit_layer": 2} if "early_exit" in name else {}
+    drafter, params = take_turns(specjax.make_drafter(name, tiny, **CACHED, **options))
+
+    digests = [np.array(drafter.text_digests(params))]
+    assert digests[0].shape == (1, 2)
+    for outputs in ([([1, 2], [3, 4])], [([1, 2], [3, 5])], [([1, 2], [3, 4])]):
+        pairs = zip(drafter.parts, params, strict=True)
+        params = tuple(part.with_outputs(each, outputs) for part, each in pairs)
+        digests.append(np.array(drafter.text_digests(params)))
+    # Other noise even where the text is that of an earlier time.
+    assert len(np.unique(np.concatenate(digests), axis=0)) == len(digests)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_a_seed_may_be_used_again_where_its_output_is_the_draft(rule):
+    """Two requests with the same prompt and seed are independent, seed by seed.
+
+    With so few tokens an output is often the text that is cached already.
+    """
+    vocab, pairs, tokens = 3, 1_000, 2
+    target = small_model(vocab)
+    made = specjax.make_drafter(
+        "corpus", target, num_speculative_tokens=2, suffix_decoding_max_cached_requests=1
+    )
+    options = dict(verify=rule, batch_size=1, max_length=16, num_speculative_tokens="fixed")
+    found = []
+    with specjax.Engine(target, drafter=made, **options) as engine:
+        for seed in range(pairs):
+            request = SamplingParams(
+                temperature=1.0, seed=seed, max_new_tokens=tokens, ignore_eos=True
+            )
+            for _ in range(2):
+                engine.add([1, 2, 0], request)
+                found += [delta.output.token_ids for delta in engine if delta.output is not None]
+    codes = np.array(found) @ [vocab, 1]
+    one = output_distribution(target.architecture, target.params, (1, 2, 0), request, tokens)
+    counted = np.bincount(codes[::2] * vocab**2 + codes[1::2], minlength=vocab**4)
+    test = chi_square(counted, np.outer(one, one).ravel())
+    assert test.statistic < test.threshold
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import time
+from typing import Annotated
 
 import numpy as np
 import pytest
@@ -16,6 +17,8 @@ import specjax
 from specjax import theory
 from specjax.decoding import programs
 from specjax.decoding.prompts import Question, stratified
+from specjax.drafters.lookup.ngram import Ngram
+from specjax.fields import Whole
 from specjax.loading.load import load_model, save_model
 from specjax.reporting import html_page, tables
 from specjax.reporting.best_length import best_lengths
@@ -32,6 +35,11 @@ QUESTIONS = [
 ]
 NGRAM = "ngram drafter.prompt_lookup_min=1"
 EXIT = "early_exit drafter.exit_layer=2"
+
+
+def own(target, *, start: Annotated[int, Whole(1, 9)] = 1):
+    """A drafter of one's own, with an option."""
+    return Ngram(prompt_lookup_min=start)
 
 
 @pytest.fixture(scope="module")
@@ -264,6 +272,11 @@ def test_other_questions_and_devices_are_refused(whole, folder, capsys, monkeypa
         ({"drafters": "none"}, QUESTIONS, "drafters='none': plain decoding is measured anyway"),
         ({"drafters": "ngram seed=1"}, QUESTIONS, "'seed=1' is no option of a drafter"),
         ({"drafters": "ngram drafter.exit_layer=1"}, QUESTIONS, "exit_layer"),
+        (
+            {"drafters": "test_spec_bench:own drafter.start=10"},
+            QUESTIONS,
+            "drafter.start=10: use a who",
+        ),
         ({"drafters": "ngram drafter.exit_laier=1"}, QUESTIONS, "drafter.exit_laier"),
         ({"temperatures": (1, 1.0)}, QUESTIONS, "temperatures: 1.0 is given twice"),
         ({"num_speculative_tokens": (4, 4)}, QUESTIONS, "num_speculative_tokens: 4 is given twice"),

@@ -212,7 +212,7 @@ def test_training_needs_no_flags(shorter, tmp_path, monkeypatch, capsys):
     assert "More data: python -m train.generate, then --config.data=" in said
     export = "build/train_medusa_debug/export"
     command = f"--config.drafter.name=medusa --config.drafter.path={export}"
-    command += " --config.num_speculative_tokens=fixed --config.compare=true"
+    command += " --config.compare=true"
     assert f"decode with it: python -m specjax.decode {command}" in said
     assert read_head(tmp_path / export).kind == "medusa"
 

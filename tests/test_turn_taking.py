@@ -27,6 +27,7 @@ from specjax import trees
 from specjax.drafters import Drafter, LoadedDrafter, take_turns
 from specjax.drafters.lookup.ngram import Ngram
 from specjax.drafters.turn_taking import PartState, joined
+from specjax.sampling import SharedNoise
 from specjax.testing import check_drafter, drafter_check
 
 VOCAB, ROWS = 5, 8_000
@@ -169,7 +170,7 @@ def same_noise(first, second):
     """Both draw from the noise that the other one has seen."""
 
     def propose(pair, context, noise):
-        return proposed(pair, context, lambda depth: noise(depth // 2))[0]
+        return proposed(pair, context, SharedNoise(noise))[0]
 
     return as_one(draws_in_secret(jnp.zeros(VOCAB)), second, propose)
 

@@ -41,7 +41,7 @@ def stages(size: str, folder: Path) -> list[Stage]:
     longer = 10 if debug else 1
     new_tokens = f"--config.sampling.max_new_tokens={8 if debug else 128}"
     drafters = "--config.drafter.name=" + ("ngram" if debug else "ngram,eagle3,ngram+eagle3")
-    fixed = "--config.num_speculative_tokens=fixed"
+    auto = "--config.num_speculative_tokens=auto"
     tree = ("--config.drafter.name=token_recycling",)
     if not debug:
         tree = ("--config.drafter.name=eagle3", "--config.tree.kind=dynamic")
@@ -56,9 +56,9 @@ def stages(size: str, folder: Path) -> list[Stage]:
 
     return [
         script("kernels", 40, "accelerator/kernels.py", shown=r"(?m)^.*error.*$"),
-        decode("decode, fixed", 90, drafters, fixed),
-        decode("decode, auto", 70, drafters),
-        decode("decode, trees", 45, *tree, fixed),
+        decode("decode, fixed", 90, drafters),
+        decode("decode, auto", 70, drafters, auto),
+        decode("decode, trees", 45, *tree),
         script(
             *("engine", 50, "load_test.py", "--rate=0", "--num_speculative_tokens=3"),
             *(("--requests=3", "--slots=2", "--new_tokens=2,6") if debug else ("--requests=64",)),
@@ -69,7 +69,7 @@ def stages(size: str, folder: Path) -> list[Stage]:
             *(f"--size={'debug' if debug else '8b'}", f"--out={folder / 'rounds.jsonl'}"),
             shown=r"(?m)^.*(?:bytes/s|rows are left).*$",
         ),
-        decode("weights in 8 bits", 45, "--config.weights=int8", drafters, fixed),
+        decode("weights in 8 bits", 45, "--config.weights=int8", drafters),
         script(
             *("compiling", 45, "costs/compile_seconds.py"),
             *(("--toy", "--drafters=ngram") if debug else ("--drafters=eagle3", "--auto")),

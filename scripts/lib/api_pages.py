@@ -102,13 +102,19 @@ def _options(function: Callable[..., Any], node: ast.FunctionDef) -> str:
 
 
 def _class_code(file: Path, node: ast.ClassDef) -> str:
-    """Return the first lines of a class, with its decorators, and its public fields."""
+    """Return the first lines of a class, with its decorators, and its public fields.
+
+    The docstring below a field is shown with it.
+    """
     start = min(each.lineno for each in [node, *node.decorator_list])
     lines = [_lines(file, start, node.body[0].lineno - 1)]
-    for field in node.body:
+    for field, after in itertools.pairwise([*node.body, ast.Pass()]):
         named = isinstance(field, ast.AnnAssign) and not field.target.id.startswith("_")
         if named or isinstance(field, ast.Assign):
-            lines.append(_lines(file, field.lineno, field.end_lineno))
+            end = field
+            if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
+                end = after
+            lines.append(_lines(file, field.lineno, end.end_lineno))
     return _fence("\n".join(lines))
 
 

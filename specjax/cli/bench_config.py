@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 from specjax.cli.mesh_config import ONE_DEVICE, ONE_PROCESS, DistributedConfig, MeshConfig
-from specjax.decoding.options import AUTO, DRAFT_LENGTH
+from specjax.decoding.options import DRAFT_LENGTH, FIXED
 from specjax.fields import InputFile, Items, Number, OutputFile, PathOrName, Text, Whole, optional
 from specjax.loading.load import DEFAULT_MODEL, DTYPE
 from specjax.loading.model import CACHE_DTYPE
@@ -15,7 +15,7 @@ from specjax.loading.quantize import WEIGHTS
 
 _SIZES = Items(Whole(1), least=1, remedy="use whole numbers of at least 1, such as (1, 4)")
 _DRAFTERS = Items(Text(), remedy="use names of drafters, such as ('ngram', 'ngram+eagle3')")
-_LENGTHS = Items(DRAFT_LENGTH, least=1, remedy="use 'auto', 'fixed' or numbers, as ('auto', 4)")
+_LENGTHS = Items(DRAFT_LENGTH, least=1, remedy="use 'fixed', 'auto' or numbers, as ('fixed', 4)")
 _TEMPERATURES = Items(Number(0.0), least=1, remedy="use numbers of at least 0, such as (0.0, 1.0)")
 
 
@@ -56,8 +56,8 @@ class BenchConfig:
     """The drafters to compare with plain decoding, at each draft length, batch size and
     temperature.
     """
-    num_speculative_tokens: Annotated[tuple[int | str, ...], _LENGTHS] = (AUTO, 4)
-    """Draft lengths: auto, fixed or numbers."""
+    num_speculative_tokens: Annotated[tuple[int | str, ...], _LENGTHS] = (FIXED,)
+    """Draft lengths: fixed, each drafter's own; auto, by the clock; or numbers."""
     decoded_batch_sizes: Annotated[tuple[int, ...], _SIZES] = (1, 8)
     """The numbers of rows that decode together."""
     temperatures: Annotated[tuple[float, ...], _TEMPERATURES] = (0.0, 1.0)

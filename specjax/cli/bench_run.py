@@ -18,14 +18,18 @@ from specjax.cli.built_in_prompts import questions_of
 from specjax.cli.console import Screen
 from specjax.cli.measure_speedups import Speedup, measure_speedups
 from specjax.decoding import prompts
+from specjax.decoding.options import AUTO
 from specjax.distributed import processes
 from specjax.drafters import make_drafter
 from specjax.loading.load import load_model
 from specjax.loading.model import Model
 from specjax.reporting.decode_report import device_name
 from specjax.reporting.report_file import ReportFile
+from specjax.reporting.statistics import noise_remark
 from specjax.tuning import measure_costs
 
+_CONTROL = "plain, again"
+"""The name of plain decoding in another engine, whose ratio shows the noise of the machine."""
 _WIDEST = 1000
 """The maximum number of columns of a table that is not printed on a terminal."""
 _PASS_COLUMNS: Mapping[str, Callable[[Mapping[str, float]], str]] = {
@@ -44,10 +48,16 @@ _SPEEDUP_COLUMNS: Mapping[str, Callable[[Speedup], str]] = {
     "temperature": lambda row: f"{row.temperature:g}",
     "tokens/s": lambda row: f"{row.tokens_per_second:.1f}",
     "plain": lambda row: f"{row.plain_tokens_per_second:.1f}",
-    "speed-up": lambda row: str(row.speedup),
+    "speed-up": lambda row: _speedup(row),
     "tokens per pass": lambda row: f"{row.acceptance_length:.2f}",
     "same tokens": lambda row: {None: "", True: "yes", False: "NO"}[row.identical],
 }
+_AUTO_COLUMNS: Mapping[str, Callable[[Speedup], str]] = {
+    "passes with a draft": lambda row: (
+        f"{row.share_drafted:.0%}" if row.num_speculative_tokens == AUTO else ""
+    ),
+}
+"""The additional column of the table of speed-ups if some draft lengths are `auto`."""
 _MORE_COLUMNS: Mapping[str, Callable[[Speedup], str]] = {
     "drafted per pass": lambda row: f"{row.mean_draft:.2f}",
     "with prefill": lambda row: str(row.speedup_with_prefill),
@@ -104,9 +114,11 @@ def measure_all(
     for speedup in _speedups(model, questions, config, screen):
         speedups.append(speedup)
         report.add([{"record": "speedup", **asdict(speedup), "efficiency": speedup.efficiency}])
-        console.print(f"  {speedup.drafter}: {speedup.speedup}", highlight=False)
+        console.print(f"  {speedup.drafter}: {_speedup(speedup)}", highlight=False)
     title = "Speed-up over plain decoding: geometric means, 95 % intervals"
     columns = {**_SPEEDUP_COLUMNS, **(_MORE_COLUMNS if verbose else {})}
+    if AUTO in config.num_speculative_tokens:
+        columns |= _AUTO_COLUMNS
     _print_table(console, title, columns, speedups)
 
 
@@ -161,7 +173,7 @@ def _speedups(
             measured = measure_speedups(
                 model,
                 ids,
-                {"plain, again": None, **drafters},
+                {_CONTROL: None, **drafters},
                 num_speculative_tokens=length,
                 batch_size=batch,
                 temperature=temperature,
@@ -169,6 +181,14 @@ def _speedups(
                 repeats=config.runs,
             )
         yield from measured
+
+
+def _speedup(row: Speedup) -> str:
+    """Return a speed-up with its interval, and a remark if it is more than is possible."""
+    remark = None
+    if row.drafter != _CONTROL:
+        remark = noise_remark(row.speedup.mean, row.acceptance_length)
+    return f"{row.speedup} ({remark})" if remark else str(row.speedup)
 
 
 def _print_table(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -13,7 +12,7 @@ from typing import Any
 import jax
 
 from specjax import signals
-from specjax.cli.config_file import read_config
+from specjax.cli.config_file import deciding, read_config
 from specjax.cli.config_help import config_help
 from specjax.errors import NO_SPACE, InputError, one_line
 from specjax.files import program_cache
@@ -45,13 +44,12 @@ def run_config(
 
     def run_parsed(argv: list[str]) -> int:
         if set(argv) & _HELP:
-            files = [argument for argument in argv if re.match("--?config=", argument)]
-            config = read_config(files, default)
+            config = read_config(deciding(argv, source), default, source)
             print(config_help(documentation or "", config, source, flags))
             return 0
         flag_values = {name: f"--{name}" in argv for name in flags}
         argv = [argument for argument in argv if argument.removeprefix("--") not in flags]
-        return main(read(read_config(argv, default).to_dict()), **flag_values)
+        return main(read(read_config(argv, default, source).to_dict()), **flag_values)
 
     return run(run_parsed, argv)
 

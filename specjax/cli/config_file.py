@@ -23,12 +23,15 @@ from ml_collections.config_dict import placeholder
 
 from specjax.errors import InputError, one_line, shown
 from specjax.fields import (
+    DependentFields,
     Either,
     Fields,
     Flag,
     Items,
     Kind,
     Number,
+    Shared,
+    Unchecked,
     Whole,
     fields_of,
 )
@@ -43,30 +46,79 @@ _TYPES = {
 }
 
 
-def read_config(argv: list[str], default: str) -> ml_collections.ConfigDict:
+def read_config(
+    argv: list[str], default: str, source: type | None = None
+) -> ml_collections.ConfigDict:
     """Return the config named on a command line, locked, with the command line's overrides.
 
-    `default` is the config if none is named. Raises InputError for an invalid file, override or
-    value.
+    `default` is the config if none is named. `source` is the dataclass that declares the fields, of
+    which some may depend on the values of others. Raises InputError for an invalid file, override
+    or value.
     """
     argv = list(_joined(argv))
     files = [argument for argument in argv if re.match(r"--?config=", argument)]
     overrides = [argument for argument in argv if argument not in files]
     path = files[-1].partition("=")[2] if files else default
-    config = overridden(_load(path, packaged_first=not files), overrides)
+    config = overridden(_load(path, packaged_first=not files), overrides, source)
     _check_values(path, config)  # again, since values may depend on those that were overridden
     return config
 
 
 def overridden(
-    config: ml_collections.ConfigDict, overrides: Sequence[str]
+    config: ml_collections.ConfigDict, overrides: Sequence[str], source: type | None = None
 ) -> ml_collections.ConfigDict:
-    """Return a config with overrides `--config.field=value` applied, locked. Raises InputError."""
+    """Return a config with overrides `--config.field=value` applied, locked.
+
+    The dataclass `source`, if given, declares the fields. Raises InputError.
+    """
     for override in overrides:
         if not re.match(_CONFIG_FLAG, override):
             raise InputError(_not_understood(config, override))
+    for section, fields in _dependent(source).items():
+        _add_fields(config, section, fields, overrides)
+    for override in overrides:
         _check_override(config, override)
     return _overridden(config, overrides)
+
+
+def deciding(argv: Sequence[str], source: type) -> list[str]:
+    """Return the arguments that name a config, or decide which fields it has."""
+    prefixes = ["config"]
+    prefixes += [f"config.{name}.{fields.on}" for name, fields in _dependent(source).items()]
+    named = [(argument, argument.lstrip("-").partition("=")[0]) for argument in _joined(list(argv))]
+    return [argument for argument, name in named if name in prefixes]
+
+
+def _dependent(source: type | None) -> dict[str, DependentFields]:
+    """Return the sections of a dataclass whose fields depend on the value of one of them."""
+    kinds = {} if source is None else fields_of(source)
+    return {name: kind for name, kind in kinds.items() if isinstance(kind, DependentFields)}
+
+
+def _add_fields(
+    config: ml_collections.ConfigDict,
+    name: str,
+    dependent: DependentFields,
+    overrides: Sequence[str],
+) -> None:
+    """Add the fields to a section that it has once the overrides are applied.
+
+    An unset field gets the type that its values will have. Raises InputError.
+    """
+    section = config.get(name)
+    if not isinstance(section, ml_collections.ConfigDict):
+        return  # refused where it is read
+    deciding = re.compile(rf"--?config\.{name}\.{dependent.on}=(.*)", re.DOTALL)
+    given = [found[1] for override in overrides if (found := deciding.fullmatch(override))]
+    kinds = dependent.of(given[-1] if given else section.get(dependent.on))
+    with section.unlocked():
+        for field, kind in kinds.items():
+            value_type = _value_type(kind)
+            if field in section:
+                if section[field] is not None or section.get_type(field) is value_type:
+                    continue
+                del section[field]  # of another type
+            section[field] = placeholder(value_type)
 
 
 _CONFIG_FLAG = r"--?(no)?config([.=]|$)"
@@ -109,6 +161,8 @@ def _config(kinds: Fields, values: Mapping[str, Any]) -> ml_collections.ConfigDi
     config = ml_collections.ConfigDict()
     for name, kind in kinds.items():
         value = values.get(name)
+        if isinstance(kind, DependentFields):
+            kind = kind.of(value.get(kind.on))
         if isinstance(kind, Mapping):
             section = value if isinstance(value, Mapping) else vars(value)
             config[name] = _config(kind, section)
@@ -119,9 +173,12 @@ def _config(kinds: Fields, values: Mapping[str, Any]) -> ml_collections.ConfigDi
 
 def _value_type(kind: Kind) -> type:
     """Return the type of a command line's values for fields of a kind."""
-    if isinstance(kind, Either):
-        types = {_value_type(each) for each in kind.kinds}
+    if isinstance(kind, Either | Shared):
+        inside = kind.kinds if isinstance(kind, Either) else kind.checks
+        types = {_value_type(each) for each in inside or [use.kind for use in kind.uses]}
         return types.pop() if len(types) == 1 else object  # a Python literal, or else a text
+    if isinstance(kind, Unchecked):
+        return kind.type
     return next((type_ for known, type_ in _TYPE_OF.items() if isinstance(kind, known)), str)
 
 

@@ -5,7 +5,6 @@ The meaning is the docstring below the field in its dataclass; its kind describe
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import inspect
 import textwrap
@@ -16,13 +15,18 @@ import ml_collections
 
 from specjax.cli.config_file import field_names, field_value
 from specjax.fields import (
+    FIELDS,
     Choice,
+    DependentFields,
     Either,
+    Fields,
     Flag,
     Number,
     OptionalSection,
+    Shared,
     Whole,
     dataclass_in,
+    field_meanings,
     fields_of,
     is_inline,
     type_hints,
@@ -48,24 +52,50 @@ def config_help(
         "--help": "print this",
     }
     width = max(map(len, flags))
-    meanings, kinds = dict(_meanings(source)), fields_of(source)
+    meanings, kinds = dict(_meanings(source)), _resolved(fields_of(source), config)
+    declared = dict.fromkeys(meanings)
+    for name, kind in kinds.items():
+        if isinstance(kind, Mapping):
+            declared |= dict.fromkeys(f"{name}.{inside}" for inside in kind)
     lines = [documentation.strip(), "", "Options:"]
     lines += [f"  {name:<{width}}  {meaning}" for name, meaning in flags.items()]
     lines += ["", "Fields of the config, as --config.FIELD=VALUE:"]
     section = ""
-    for name in _in_order(field_names(config), list(meanings)):
+    for name in _in_order(field_names(config), list(declared)):
         before = name.rpartition(".")[0]
         if before != section:
             text = meanings.get(before)
             lines += ["", *(_wrapped(f"{before}: {text}", 2) if text else ())]
         section = before
-        value, allowed = field_value(config, name), _allowed(_kind(kinds, name))
-        line = f"  {name}" if value is None else f"  {name} = {value}"
-        if meaning := meanings.get(name):
-            lines += [line, *_wrapped(f"{meaning} {allowed}", 6)]
+        value, kind = field_value(config, name), _kind(kinds, name)
+        lines.append(f"  {name}" if value is None else f"  {name} = {value}")
+        if isinstance(kind, Shared):
+            for text in _by_user(kind):
+                lines += _wrapped(text, 6)
         else:
-            lines.append(f"{line}  {allowed}".rstrip())
+            lines += _wrapped(f"{meanings.get(name, '')} {_allowed(kind)}", 6)
     return "\n".join(lines)
+
+
+def _resolved(kinds: Fields, config: ml_collections.ConfigDict) -> Fields:
+    """Return the kinds of a config's fields, where these depend on values, for its values."""
+    return {
+        name: kind.of(field_value(config, f"{name}.{kind.on}"))
+        if isinstance(kind, DependentFields)
+        else kind
+        for name, kind in kinds.items()
+    }
+
+
+def _by_user(field: Shared) -> Iterator[str]:
+    """Yield the meanings of a shared field with the values that they allow, each with its users."""
+    users: dict[str, list[str]] = {}
+    for use in field.uses:
+        unset = use.default in (None, (), inspect.Parameter.empty)
+        default = "" if unset else f"By default {use.default}. "
+        users.setdefault(f"{use.meaning} {default}{_allowed(use.kind)}", []).append(use.user)
+    for text, names in users.items():
+        yield f"{', '.join(names)}: {text}" if any(names) else text
 
 
 def _in_order(names: Sequence[str], declared: Sequence[str]) -> list[str]:
@@ -81,7 +111,7 @@ def _in_order(names: Sequence[str], declared: Sequence[str]) -> list[str]:
 
 def _meanings(source: type, prefix: str = "") -> Iterator[tuple[str, str]]:
     """Yield the dotted name and the meaning of each field and section of a dataclass."""
-    texts = _field_documentation(source)
+    texts = field_meanings(source)
     hints = type_hints(source)
     for field in dataclasses.fields(source):
         name, hint = prefix + field.name, hints[field.name]
@@ -89,27 +119,10 @@ def _meanings(source: type, prefix: str = "") -> Iterator[tuple[str, str]]:
         if section is None or field.name in texts:
             yield name, texts.get(field.name, "")
         else:
-            text = " ".join((inspect.getdoc(section) or "").split())
-            yield name, text.partition(" Raises ")[0]
+            text = (inspect.getdoc(section) or "").partition(FIELDS)[0]
+            yield name, " ".join(text.split()).partition(" Raises ")[0]
         if section is not None:
             yield from _meanings(section, prefix if is_inline(hint) else f"{name}.")
-
-
-def _field_documentation(source: type) -> dict[str, str]:
-    """Return the docstrings below the fields of a dataclass and of its base classes, by field."""
-    texts: dict[str, str] = {}
-    for base in reversed(source.__mro__):
-        if not dataclasses.is_dataclass(base):
-            continue
-        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
-        for before, after in zip(tree.body, tree.body[1:], strict=False):
-            if (
-                isinstance(before, ast.AnnAssign)
-                and isinstance(after, ast.Expr)
-                and isinstance(after.value, ast.Constant)
-            ):
-                texts[before.target.id] = inspect.cleandoc(after.value.value)
-    return texts
 
 
 def _kind(kinds: Any, name: str) -> Any:
@@ -123,7 +136,7 @@ def _kind(kinds: Any, name: str) -> Any:
 def _allowed(kind: Any) -> str:
     """Return the values that a kind allows, in brackets, or "" if that says nothing new."""
     if isinstance(kind, Either) and not kind.remedy:
-        return _allowed(kind.kinds[0])
+        return _allowed(kind.kinds[-1])  # whose error Either raises
     if isinstance(kind, Choice):
         return f"[{' | '.join(kind.names)}]"
     if isinstance(kind, Flag):

@@ -13,9 +13,9 @@ from jax.sharding import Mesh
 from specjax.cli.built_in_prompts import questions_of
 from specjax.cli.mesh_config import ONE_DEVICE, ONE_PROCESS, DistributedConfig, MeshConfig
 from specjax.decoding.options import (
-    AUTO,
     BATCH_SIZE,
     DRAFT_LENGTH,
+    FIXED,
     MAX_LENGTH,
     NUM_PAGES,
     PAGE_SIZE,
@@ -42,18 +42,23 @@ from specjax.drafters import (
     make_drafter,
     option_type,
 )
+from specjax.drafters.by_name.options import option_kind, option_meanings
+from specjax.drafters.by_name.registry import parts_of
 from specjax.errors import InputError
 from specjax.fields import (
+    DependentFields,
     Fields,
     Flag,
     InputFile,
     Number,
     OutputFile,
     PathOrName,
+    Shared,
     Text,
+    Use,
     Whole,
+    described,
     fields_of,
-    kind_of,
     optional,
     read_values,
 )
@@ -88,21 +93,50 @@ class DraftLengthText:
         return DRAFT_LENGTH.check(name, int(value) if number else value)
 
 
-def _drafter_fields() -> Fields:
-    """Return the kinds of the section `drafter`: all drafters' options that a text can give."""
+@dataclass(frozen=True, kw_only=True)
+class _AnyDrafter:
+    """The fields of the section `drafter` beside the options of drafters."""
+
+    name: Annotated[str, Text()] = "ngram"
+    """The drafter: a name of specjax.decode --list, package.module:function, or names joined by +
+    or |; for specjax.decode several, with commas.
+    """
+    path: Annotated[str | None, optional(PathOrName())] = None
+    """The weights of a trained drafter: a head, or for draft_model any model."""
+    replicated: Annotated[bool, Flag()] = False
+    """Whether each device of a mesh holds a whole draft model."""
+
+
+def _drafter_fields(written: Any) -> Fields:
+    """Return the kinds of the section `drafter` if its `name` is `written`.
+
+    They are those of all drafters' options that a text can give, the caller's own drafters in
+    `written` included. A value is checked by the named drafters that take the option, each in its
+    own range; unknown names are refused elsewhere. Raises InputError for an own drafter that cannot
+    be imported.
+    """
+    text = written if isinstance(written, str) else ""
+    named = {part for name in text.split(",") for part in parts_of(name.strip())}
+    own = [name for name in sorted(named) if ":" in name]
+    uses: dict[str, list[Use]] = {}
+    for name in (*DRAFTERS, *own):
+        meanings = option_meanings(name)
+        for option, parameter in drafter_options(name).items():
+            if option_type(parameter) is not None and option != "tree":
+                use = Use(name, option_kind(parameter), meanings[option], parameter.default)
+                uses.setdefault(option, []).append(use)
     options = {
-        option: optional(kind_of(parameter.annotation))
-        for name in DRAFTERS
-        for option, parameter in drafter_options(name).items()
-        if option_type(parameter) is not None
+        option: Shared(tuple(each), tuple(optional(use.kind) for use in each if use.user in named))
+        for option, each in uses.items()
     }
-    return {"name": Text(), "path": optional(PathOrName()), "replicated": Flag(), **options}
+    fields = described(fields_of(_AnyDrafter), _AnyDrafter)
+    return fields | {option: kind for option, kind in options.items() if option not in fields}
 
 
-_TREE = fields_of(TreeOptions)
-_DRAFTER_FIELDS = _drafter_fields()
-_TREE_FIELDS = {**_TREE, "kind": optional(_TREE["kind"])}
-_TYPICAL_FIELDS = {"epsilon": _THRESHOLD, "delta": _THRESHOLD}
+_DRAFTER = DependentFields("name", _drafter_fields)
+_TREE_KINDS = fields_of(TreeOptions)
+_TREE = described({**_TREE_KINDS, "kind": optional(_TREE_KINDS["kind"])}, TreeOptions)
+_TYPICAL = described({"epsilon": _THRESHOLD, "delta": _THRESHOLD}, Typical)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,12 +159,13 @@ class TargetFields:
 class DrafterFields:
     """The field of a config that says which drafter is used."""
 
-    drafter: Annotated[Mapping[str, Any], _DRAFTER_FIELDS] = field(
+    drafter: Annotated[Mapping[str, Any], _DRAFTER] = field(
         default_factory=lambda: {"name": "ngram", "replicated": False}
     )
-    """For specjax.decode, `name` may list several, as ngram,eagle3,ngram+eagle3, each compared with
-    plain decoding; an option applies to the drafters that accept it (specjax.decode --list). `path`
-    is the path of a trained drafter. With `replicated` each device holds a whole draft model.
+    """The drafter and its options. For specjax.decode `name` may list several, as
+    ngram,eagle3,ngram+eagle3, each compared with plain decoding; an option applies to the drafters
+    that accept it. --config.drafter.name=package.module:function --help adds the options of your
+    own.
     """
 
 
@@ -138,22 +173,22 @@ class DrafterFields:
 class DecodingFields(DrafterFields):
     """The fields of a config that say how an engine decodes."""
 
-    tree: Annotated[Mapping[str, Any], _TREE_FIELDS] = field(default_factory=dict)
+    tree: Annotated[Mapping[str, Any], _TREE] = field(default_factory=dict)
     """Draft a tree instead of a chain: static trees have the same candidate ranks in each round,
     dynamic trees are chosen in each round, and auto is the static tree that is fastest here
     (`TreeOptions`). By default each drafter uses its own choice: token_recycling a static tree, all
     others a chain.
     """
 
-    num_speculative_tokens: Annotated[int | str, DraftLengthText()] = AUTO
-    """The draft length. auto: the number that makes decoding fastest; fixed: each drafter's own
-    number, which is the default in Python; or a number.
+    num_speculative_tokens: Annotated[int | str, DraftLengthText()] = FIXED
+    """The draft length: fixed, each drafter's own number; a number; or auto, the number that makes
+    decoding fastest by the clock, so that tokens per pass differ from run to run.
     """
     num_speculative_tokens_per_batch_size: Annotated[tuple, Ladder()] = ()
     """((low, high, k), ...): at most k draft tokens while low to high rows are unfinished."""
     verify: Annotated[str, RULE_NAME] = "rejection"
     """The rule by which draft tokens are accepted; specjax.decode --list describes them."""
-    typical: Annotated[Mapping[str, Any], _TYPICAL_FIELDS] = field(default_factory=dict)
+    typical: Annotated[Mapping[str, Any], _TYPICAL] = field(default_factory=dict)
     """The thresholds of the rule `typical`, which accepts p(x) > min(epsilon, delta exp(-H(p))); by
     default 0.09 and 0.3.
     """
@@ -205,8 +240,9 @@ class DecodeFields(DecodingFields, PromptFields, TargetFields):
     compare: bool = True
     """Also decode plainly, to measure the speed-up and to check that the output is the same."""
     repeats: Annotated[int | None, optional(Whole(1))] = None
-    """How often prompts are decoded plainly and with drafters; the median speed-up is reported. By
-    default three times for a single prompt, if that takes seconds, and once otherwise.
+    """How often prompts are decoded plainly and with drafters; the median speed-up is reported, of
+    an even number the lower of the two in the middle. By default three times for a single prompt,
+    if that takes seconds, and once otherwise.
     """
     report: Annotated[Path | None, optional(OutputFile())] = None
     """The file of JSON lines to write; its folder is created."""

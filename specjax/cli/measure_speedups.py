@@ -17,7 +17,7 @@ from specjax.cli.predicted_speedup import measure_round_costs
 from specjax.decoding.engine.engine import Engine
 from specjax.decoding.engine.outputs import failure_message
 from specjax.decoding.generate import Generation, decode_session, open_engine
-from specjax.decoding.options import AUTO, DecodeOptions
+from specjax.decoding.options import AUTO, FIXED, DecodeOptions
 from specjax.decoding.sampling_params import SamplingParams
 from specjax.decoding.session import Session, plan_session
 from specjax.drafters import LoadedDrafter
@@ -53,11 +53,12 @@ class Ratio(NamedTuple):
 class Speedup:
     """The speed of a drafter compared with plain decoding, at a batch size and temperature.
 
-    `acceptance_length` is in tokens per pass of the target, and `mean_draft` in draft tokens per
-    pass. `speedup` is the ratio of tokens/s without prefill, `speedup_with_prefill` with it.
-    `identical` says whether greedy tokens are equal, and is None for sampled ones. `predicted` is
-    the speed-up computed from parts of a round that are timed alone, among them a draft of
-    `draft_s` seconds; both are None for draft lengths that depend on costs.
+    `acceptance_length` is in tokens per pass of the target, `mean_draft` in draft tokens per pass,
+    and `share_drafted` is the fraction of passes with a draft. `speedup` is the ratio of tokens/s
+    without prefill, `speedup_with_prefill` with it. `identical` says whether greedy tokens are
+    equal, and is None for sampled ones. `predicted` is the speed-up computed from parts of a round
+    that are timed alone, among them a draft of `draft_s` seconds; both are None for draft lengths
+    that depend on costs.
     """
 
     drafter: str
@@ -66,6 +67,7 @@ class Speedup:
     temperature: float
     acceptance_length: float
     mean_draft: float
+    share_drafted: float
     tokens_per_second: float
     plain_tokens_per_second: float
     speedup: Ratio
@@ -85,7 +87,7 @@ def measure_speedups(
     ids: Sequence[Sequence[int]],
     drafters: Mapping[str, LoadedDrafter | None],
     *,
-    num_speculative_tokens: int | str = AUTO,
+    num_speculative_tokens: int | str = FIXED,
     batch_size: int,
     temperature: float = 0.0,
     max_new_tokens: int,
@@ -157,6 +159,7 @@ def measure_speedups(
                 temperature=temperature,
                 acceptance_length=metrics.acceptance_length(accepted),
                 mean_draft=float(drafted[drafted >= 0].mean()),
+                share_drafted=float((drafted[drafted >= 0] > 0).mean()),
                 tokens_per_second=_speed(ours),
                 plain_tokens_per_second=_speed(plain),
                 speedup=speed_ratio(pairs),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import inspect
 import itertools
-import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, TypeVar, get_type_hints
@@ -24,7 +23,9 @@ from specjax.fields import (
     Items,
     Whole,
     check_instance,
+    meaning_lines,
     optional,
+    with_meanings,
 )
 
 AUTO, FIXED = "auto", "fixed"
@@ -129,53 +130,60 @@ class Ladder:
         return steps
 
 
+@with_meanings
 @dataclass(frozen=True)
 class DecodeOptions:
     """The options of `generate`, `stream` and `Engine`.
 
-    `num_speculative_tokens` is the longest draft (K), "fixed" (the drafter's own K) or "auto": up
-    to that K, the number that is fastest according to measured times and acceptance
-    (`specjax.controllers.Auto`). `num_speculative_tokens_per_batch_size` gives the number by
-    unfinished rows, as (low, high, k). `controller` is a controller of `specjax.controllers` or
-    your own; `Recorded(result.step_limits)` repeats the draft lengths of a run.
-
-    `verify` is "rejection", "block", "coupled" (the output depends on seed and prompt only, never
-    on the drafter), "typical" (lossy), or a `sampling.Rule`, such as `Typical(epsilon, delta)` or
-    your own.
-
-    `batch_size` rows decode together; others wait for a slot. `max_length` bounds the tokens of a
-    row's prompt plus output; the default is the target's maximum number of positions, and at most
-    2048 in an engine. The draws of a row derive from `seed`, the row's number and its own seed.
-
-    A step ends after `rounds_per_step` rounds (8 if a row has stop strings), or once `refill_rows`
-    rows have finished while requests wait, by default a sixteenth of the slots; then the host sees
-    new tokens. Between steps at most `max_prefill_tokens` prompt tokens are read while rows decode,
-    in whole chunks, but at least one smallest chunk: by default 512, and unlimited in `generate`,
-    where latency of single tokens does not matter.
-
-    With `kv_page_size` (64, 128 or 256 tokens) all rows share the pages of a pool, and each holds
-    those that its tokens fill, rather than a cache of `max_length` tokens. `num_kv_pages` is the
-    size of the pool, by default as many as all rows can fill; on a mesh each device along `data`
-    has an equal share, for its rows. Short of pages, requests wait, and the latest is put back and
-    resumed later. With `enable_prefix_caching` requests share the full pages of equal beginnings,
-    which are then read once.
-
-    Raises InputError for values out of range.
+    Raises InputError for values out of range, and for options that contradict one another.
     """
 
     num_speculative_tokens: Annotated[int | str, DRAFT_LENGTH] = FIXED
+    """The longest draft (K): "fixed" is the drafter's own K, and "auto" up to that K, the number
+    that is fastest according to measured times and acceptance (`specjax.controllers.Auto`).
+    """
     num_speculative_tokens_per_batch_size: Annotated[Sequence[tuple[int, int, int]], Ladder()] = ()
+    """The longest draft by the number of unfinished rows, as steps (low, high, k)."""
     verify: Annotated[str | sampling.Rule, RULE] = "rejection"
+    """The rule that accepts draft tokens: "rejection", "block", "coupled" (the output depends on
+    seed and prompt only, never on the drafter), "typical" (lossy), or a `sampling.Rule`, such as
+    `Typical(epsilon, delta)` or your own.
+    """
     batch_size: Annotated[int, BATCH_SIZE] = 8
+    """The number of rows that decode together; others wait for a slot."""
     max_length: Annotated[int | None, optional(MAX_LENGTH)] = None
+    """The most tokens of a row's prompt plus output; by default the target's maximum number of
+    positions, and at most 2048 in an engine.
+    """
     controller: Annotated[Controller | None, optional(CONTROLLER)] = None
+    """A controller of draft lengths, of `specjax.controllers` or your own;
+    `Recorded(result.step_limits)` repeats the lengths of a run.
+    """
     seed: Annotated[int, SEED] = 0
+    """The seed from which the draws of a row derive, with the row's number and its own seed."""
     rounds_per_step: Annotated[int, ROUNDS_PER_STEP] = 16
+    """The most rounds of a step, after which the host sees new tokens; 8 if a row has stop strings.
+    """
     refill_rows: Annotated[int | None, optional(Whole(1))] = None
+    """The number of rows that must finish to end a step while requests wait; by default a sixteenth
+    of the slots.
+    """
     max_prefill_tokens: Annotated[int | None, optional(Whole(1))] = None
+    """The most prompt tokens that are read between two steps while rows decode, in whole chunks,
+    but at least one smallest chunk. By default 512, and unlimited in `generate`, where latency of
+    single tokens does not matter.
+    """
     kv_page_size: Annotated[int | None, optional(PAGE_SIZE)] = None
+    """The tokens of a page: 64, 128 or 256. All rows share the pages of a pool, and each holds
+    those that its tokens fill, rather than a cache of `max_length` tokens.
+    """
     num_kv_pages: Annotated[int | None, optional(NUM_PAGES)] = None
+    """The size of the pool, by default as many pages as all rows can fill; on a mesh each device
+    along `data` has an equal share, for its rows. Short of pages, requests wait, and the latest is
+    put back and resumed later.
+    """
     enable_prefix_caching: Annotated[bool, Flag()] = False
+    """Whether requests share the full pages of equal beginnings, which are then read once."""
 
     def __post_init__(self) -> None:
         check_instance(self, "")
@@ -274,12 +282,7 @@ def read_arguments(
     TypeError for unknown arguments, and InputError for values out of range.
     """
     sampling_fields = () if sampling is None else _SAMPLING_FIELDS
-    known = (*inspect.signature(DecodeOptions).parameters, *sampling_fields)
-    for name in arguments:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise TypeError(f"unexpected argument {name!r}{hint}")
+    _check_names(arguments, (*inspect.signature(DecodeOptions).parameters, *sampling_fields))
     changes = {name: value for name, value in arguments.items() if name in _SAMPLING_FIELDS}
     options = DecodeOptions(
         **{name: value for name, value in arguments.items() if name not in changes}
@@ -291,6 +294,26 @@ def read_arguments(
     if isinstance(sampling, Sequence) and not isinstance(sampling, str | bytes):
         return options, [_changed(each, changes) for each in sampling]
     return options, sampling  # refused where it is read
+
+
+def _check_names(arguments: Mapping[str, Any], known: Sequence[str]) -> None:
+    """Raise TypeError if a keyword argument is not among the known ones."""
+    for name in arguments:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise TypeError(f"unexpected argument {name!r}{hint}")
+
+
+def read_sampling(sampling: Any, arguments: Mapping[str, Any]) -> Any:
+    """Return a request's sampling parameters, updated with keyword arguments.
+
+    `sampling` is SamplingParams or a dict of its fields; another value is returned unchanged, to be
+    refused where it is read. Raises TypeError for an argument that is no field of SamplingParams,
+    and InputError for a value out of range.
+    """
+    _check_names(arguments, [field.name for field in fields(SamplingParams)])
+    return _changed(sampling, arguments) if arguments else sampling
 
 
 def _changed(sampling: Any, changes: Mapping[str, Any]) -> Any:
@@ -308,7 +331,7 @@ def takes_options(*classes: type) -> Callable[[_Function], _Function]:
     """Document the fields of dataclasses as keyword arguments of a function with `**options`.
 
     Returns a decorator. It sets the signature that editors, notebooks and `help` show, and ends the
-    docstring with the names of the fields.
+    docstring with the meanings of the fields. Of fields with equal names the first one counts.
     """
 
     def decorate(function: _Function) -> _Function:
@@ -318,14 +341,14 @@ def takes_options(*classes: type) -> Callable[[_Function], _Function]:
         for options_class in classes:
             types = get_type_hints(options_class)
             parameters = inspect.signature(options_class).parameters
-            for name, parameter in parameters.items():
-                option = parameter.replace(
+            added = [name for name in parameters if name not in arguments]
+            for name in added:
+                arguments[name] = parameters[name].replace(
                     kind=inspect.Parameter.KEYWORD_ONLY, annotation=types[name]
                 )
-                arguments.setdefault(name, option)
-            known = ", ".join(map("`{}`".format, parameters))
-            line = textwrap.fill(f"The fields of `{options_class.__name__}` are {known}.", 96)
-            function.__doc__ = f"{inspect.cleandoc(function.__doc__ or '')}\n\n{line}"
+            head = f"Keyword arguments that are fields of `{options_class.__name__}`:"
+            lines = meaning_lines(options_class, added)
+            function.__doc__ = f"{inspect.cleandoc(function.__doc__ or '')}\n\n{head}\n\n{lines}"
         function.__signature__ = signature.replace(parameters=list(arguments.values()))
         return function
 

@@ -41,7 +41,7 @@ def one_round(
     slots = jnp.arange(1, draft.topology.width)[None, :]
     last = jnp.where(draft.valid, slots, 0).max(initial=0)
     branch = (np.asarray(plan.widths) < 1 + last).sum(dtype=jnp.int32)
-    arguments = plan, target_params, state, draft, noise_keys(plan, state)
+    arguments = plan, target_params, state, draft, noise_keys(plan, draft_params, state)
     branches = [functools.partial(verify_draft, *arguments, width) for width in plan.widths]
     verified = lax.switch(branch, branches)
 
@@ -77,7 +77,7 @@ def propose(plan: Plan, params: Any, state: State, limits: Limits) -> Proposal:
     """
     target_params, draft_params = params
     context = make_context(plan, target_params, state)
-    noise = proposal_noise(plan, state, noise_keys(plan, state))
+    noise = proposal_noise(plan, state, noise_keys(plan, draft_params, state))
     proposal = plan.drafter.propose(draft_params, state.drafter, context, noise, limits)
     draft = proposal.draft
     if not (draft.topology.is_chain or plan.rule.takes_trees):
@@ -209,19 +209,23 @@ def make_context(plan: Plan, params: Any, state: State) -> Context:
     )
 
 
-def noise_keys(plan: Plan, state: State) -> Key[Array, "B"]:
+def noise_keys(plan: Plan, draft_params: Any, state: State) -> Key[Array, "B"]:
     """Return each row's key for the noise of its next round.
 
-    This is the row key if the rule's noise depends on positions only.
+    This is the row key if the rule's noise depends on positions only. Otherwise it depends on the
+    texts in the drafters' parameters, in which outputs of the same seed may stand.
     """
     if plan.rule.position_noise:
         return state.rows.key
-    return sampling.fold_round(state.rows.key, state.round)
+    keys = sampling.fold_round(state.rows.key, state.round)
+    for digest in plan.drafter.text_digests(draft_params):
+        keys = sampling.derive_from_text(keys, digest)
+    return keys
 
 
 def proposal_noise(plan: Plan, state: State, keys: Key[Array, "B"]) -> Noise:
     """Return the noise from which drafters draw in a round; `keys` come from `noise_keys`."""
     vocab = plan.target.vocab_size
     if plan.rule.position_noise:
-        return sampling.coupled_noise(keys, state.length, vocab)
+        return sampling.SharedNoise(sampling.coupled_noise(keys, state.length, vocab))
     return sampling.draft_noise(keys, vocab)

@@ -44,7 +44,7 @@ class Row:
 
     def key(self, seed: int) -> Key[Array, ""]:
         """Return the key from which all draws of the row derive, in a call with this `seed`."""
-        key = sampling.row_key(seed, self.number, self.sampling.seed)
+        key = sampling.row_key(seed, self.number, self.sampling.seed, self.prompt)
         return sampling.sample_key(key, self.sample)
 
 

@@ -7,7 +7,15 @@ from dataclasses import dataclass, fields
 from typing import Annotated, Any
 
 from specjax.errors import InputError, shown
-from specjax.fields import Items, Number, Text, Whole, check_instance, unknown_name
+from specjax.fields import (
+    Items,
+    Number,
+    Text,
+    Whole,
+    check_instance,
+    unknown_name,
+    with_meanings,
+)
 
 SEED = Whole(0, 2**32 - 1)
 """The range of seeds, from which keys are made."""
@@ -22,28 +30,37 @@ _STOP = Items(Text(blank=True), remedy="use strings that are not empty")
 _STOP_TOKEN_IDS = Items(Whole(), remedy="use token ids, whole numbers of at least 0")
 
 
+@with_meanings
 @dataclass(frozen=True)
 class SamplingParams:
     """The sampling parameters of one request, named as in vLLM except `max_new_tokens`.
 
-    Temperature, top_k, top_p and min_p apply in this order; temperature 0 is greedy. The output
-    ends at an end-of-sequence token of the model (unless `ignore_eos`), at one of `stop_token_ids`,
-    before one of the `stop` strings (which may contain special tokens), or after `max_new_tokens`.
-    `seed` gives the request its own key. `logprobs` returns each token's log-probability under the
-    target's unwarped distribution. docs/support.md compares with vLLM. Raises InputError for values
-    out of range.
+    Temperature, top_k, top_p and min_p apply in this order. The output ends at an end-of-sequence
+    token of the model, unless `ignore_eos`, at one of `stop_token_ids`, before one of the `stop`
+    strings, or after `max_new_tokens`. docs/support.md compares with vLLM. Raises InputError for
+    values out of range.
     """
 
     temperature: Annotated[float, TEMPERATURE] = 0.0
+    """What logits are divided by before a token is drawn; 0 is greedy decoding."""
     top_k: Annotated[int, TOP_K] = 0
+    """The number of likeliest tokens among which a token is drawn; 0 is off."""
     top_p: Annotated[float, TOP_P] = 1.0
+    """A token is drawn among the likeliest that together have this probability; 1 is off."""
     min_p: Annotated[float, MIN_P] = 0.0
+    """A token is drawn among those that have this share of the likeliest one's probability."""
     max_new_tokens: Annotated[int, Whole(1)] = 128
+    """The most tokens of the output."""
     stop: Annotated[str | Sequence[str] | None, _STOP] = ()
+    """Strings before which the output ends; they may contain special tokens."""
     stop_token_ids: Annotated[Sequence[int] | None, _STOP_TOKEN_IDS] = ()
+    """Tokens at which the output ends, beside those of the model."""
     seed: Annotated[int, SEED] | None = None
+    """The seed of the request's own key; by default its key derives from its number."""
     logprobs: bool = False
+    """Whether to return each token's log-probability under the target's unwarped distribution."""
     ignore_eos: bool = False
+    """Whether the output continues after an end-of-sequence token of the model."""
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str | None):

@@ -35,7 +35,11 @@ class ChainDrafter(Drafter):
 
     num_speculative_tokens: Annotated[int, optional(DRAFT_TOKENS)] = None  # as __post_init__ says
     draft_sample_method: SampleMethod | None = None
+    """How sampled rows get their draft tokens: drawn, as by default except in a dynamic tree, or
+    the likeliest ones.
+    """
     draft_p_min: LeastProbability = 0.0
+    """A draft ends if its likeliest next token is less likely than this."""
     tree: Annotated[RankedTree | DynamicTree | None, TREE] = None
 
     usual_length: ClassVar[int] = 4

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import Annotated, Any, ClassVar, NamedTuple
 
@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jaxtyping import Array, Bool, Float, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int, Shaped, UInt32
 
 from specjax.cache import KVCache
 from specjax.distributed.sharding import constrain
@@ -19,7 +19,7 @@ from specjax.errors import InputError, shown
 from specjax.fields import Whole
 from specjax.loading.model import Model
 from specjax.models.interface import LanguageModel
-from specjax.sampling import WarpFlags, argmax, warp
+from specjax.sampling import SeparateNoise, SharedNoise, WarpFlags, argmax, warp
 from specjax.trees import Draft
 
 DRAFT_TOKENS = Whole(0, 1024, remedy="use a whole number from 0 to 1024")
@@ -29,8 +29,12 @@ OWN_DRAFTER = (
     "context, noise) -> (Draft, state), and pass an instance, or LoadedDrafter(instance, params)"
 )
 """Advice on writing a drafter, for error messages."""
-Noise = Callable[[Int[Array, ""] | int], Float[Array, "B V"]]
-"""A function from a depth (0, 1, ...) to Gumbel noise; under `coupled`, the target's noise."""
+Noise = SharedNoise | SeparateNoise
+"""A function (depth, parents=None) that returns Gumbel noise for the draws at a depth (0, 1, ...).
+
+`noise(depth)` [B, V] is for chains; in a tree, `noise(depth, parents)` [B, T, V] is for the
+children of T nodes, which `parents` [T] number. Under `coupled` it is the target's noise.
+"""
 
 
 @struct.dataclass
@@ -321,6 +325,16 @@ class Drafter:
         del outputs
         return params
 
+    def text_digests(self, params: Any) -> tuple[UInt32[Array | np.ndarray, "2"], ...]:
+        """Return the `sampling.text_digest` of each text in `params` that drafts are copied from.
+
+        Such a text may contain what an earlier request with the same seed and prompt has emitted.
+        Rounds then draw with other noise than that request did; otherwise a draft would know the
+        draws that verify it. Prompts, and texts that no output stands in, are not included.
+        """
+        del params
+        return ()
+
     def for_target(self, params: Any, target_params: Any) -> Any:
         """Return `params` with the arrays shared with the target taken from `target_params`."""
         del target_params
@@ -334,10 +348,10 @@ class Drafter:
     def propose(self, params: Any, state: Any, context: Context, noise: Noise) -> tuple[Draft, Any]:
         """Return a draft after each row's last token, and the new state.
 
-        `noise` gives the noise for draws by depth. No path may be longer than `context.limit`.
-        Whether a node is proposed may depend on committed tokens, its ancestors, and the
-        distribution that it will be drawn from, but never on its own token, unless the node is
-        deterministic.
+        `noise` gives the noise for draws, by depth and, in trees, by parent. No path may be longer
+        than `context.limit`. Whether a node is proposed may depend on committed tokens, its
+        ancestors, and the distribution that it will be drawn from, but never on its own token,
+        unless the node is deterministic.
         """
         raise NotImplementedError
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from typing import Annotated
 
 import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, UInt32
 
 from specjax import trees
 from specjax.drafters.base import (
@@ -32,7 +34,6 @@ from specjax.drafters.turn_taking import (
     observed_pass,
 )
 from specjax.errors import InputError, shown
-from specjax.sampling import drafter_noise
 from specjax.trees import Draft
 
 
@@ -111,6 +112,16 @@ class Merged(Drafter):
             for drafter, drafter_params in self._each(params)
         )
 
+    def text_digests(self, params: tuple) -> tuple[UInt32[Array | np.ndarray, "2"], ...]:
+        """Return the digests of the texts of all parts."""
+        return sum(
+            (
+                drafter.text_digests(drafter_params)
+                for drafter, drafter_params in self._each(params)
+            ),
+            (),
+        )
+
     def for_target(self, params: tuple, target_params: dict) -> tuple:
         """Return each part's parameters with the shared ones taken from `target_params`."""
         return tuple(
@@ -139,7 +150,7 @@ class Merged(Drafter):
                     context.replace(
                         limit=context.limit.clip(max=drafter.num_speculative_tokens), resumes=False
                     ),
-                    drafter_noise(noise, number, len(self.parts)) if context.needs_logq else noise,
+                    noise.part(number, branches=drafter.branches),
                 )
                 draft, drafter_state = check_proposal(drafter, proposal, drafter_state, context)
                 drafts.append(draft.replace(drafted_by=jnp.full_like(draft.tokens, number)))

@@ -25,7 +25,11 @@ class OwnCacheDrafter(ChainDrafter):
     """
 
     sliding_window: Annotated[int | None, optional(TOKENS)] = None
+    """How many of the latest tokens its layers attend to. By default all or, for heads that know
+    it, the length of the rows of training.
+    """
     sinks: Annotated[int, SINKS] = 0
+    """How many first tokens they attend to besides."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

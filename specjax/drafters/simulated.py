@@ -38,7 +38,9 @@ class Simulated(Drafter):
     alone: ClassVar[str] = "it is recorded for one run"
     # These fields determine only the parameters: drafters that differ in them share programs.
     acceptance: Annotated[float, Number(0.0, 1.0)] = field(default=0.8, compare=False)
+    """The probability that a draft token is right."""
     mistake_seed: Annotated[int, Whole()] = field(default=0, compare=False)
+    """The seed that chooses which tokens are wrong."""
 
     def __post_init__(self) -> None:
         check_instance(self, "drafter.")

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax import lax
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Int, UInt32
 
 from specjax.distributed.sharding import constrain
 from specjax.drafters.base import (
@@ -31,7 +31,6 @@ from specjax.drafters.base import (
 )
 from specjax.drafters.none import empty_draft
 from specjax.errors import InputError
-from specjax.sampling import drafter_noise
 from specjax.trees import Draft, DynamicTopology, chain_topology
 from specjax.trees.draft import check_draft, usable
 
@@ -142,6 +141,11 @@ class Turns:
             )
         )
 
+    def text_digests(self, params: tuple) -> tuple[UInt32[Array | np.ndarray, "2"], ...]:
+        """Return the digests of the texts of all drafters."""
+        each = zip(self.parts, params, strict=True)
+        return sum((drafter.text_digests(own_params) for drafter, own_params in each), ())
+
     def init(self, params: tuple, batch: int, capacity: int) -> tuple[PartState, ...]:
         """Return the drafters' states for empty rows."""
         return tuple(
@@ -209,8 +213,7 @@ class Turns:
     ) -> Proposal:
         """Return each row's draft, from the first drafter that has one, and the states.
 
-        Each drafter draws with noise that no other uses; if the rule reads no distributions, all
-        use the target's noise. `limits` are how much each may draft.
+        Each drafter draws with its part of `noise`. `limits` are how much each may draft.
         """
         limits = jax.tree.map(jnp.asarray, limits)
         for name in ("longest", "confidence"):
@@ -221,13 +224,15 @@ class Turns:
                 )
         drafted_by = jnp.full(context.length.shape, NO_DRAFTER, jnp.int32)
         joint_draft, states, ran, further = None, [], [], []
-        separate_noise = context.needs_logq
         for number, drafter in enumerate(self.parts):
             waiting = drafted_by == NO_DRAFTER
             own_context = _own_context(drafter, context, waiting, limits, number)
-            own_noise = drafter_noise(noise, number, len(self.parts)) if separate_noise else noise
             draft, after = _take_turn(
-                drafter, params[number], state[number], own_context, own_noise
+                drafter,
+                params[number],
+                state[number],
+                own_context,
+                noise.part(number, branches=drafter.branches),
             )
             kept = jnp.arange(drafter.num_nodes)[None, :] < limits.longest[number]
             draft = draft.replace(valid=draft.topology.close(draft.valid & kept))

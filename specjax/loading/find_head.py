@@ -6,13 +6,19 @@ from contextlib import suppress
 from pathlib import Path
 
 from specjax.errors import InputError
+from specjax.files.json_files import read_json_file
 from specjax.files.path_checks import user_path
 from specjax.loading import head_formats
 from specjax.loading.head_formats.eagle3_layer_ids import Convention
 from specjax.loading.heads.head import KINDS, Head, TargetMetadata, own_modules, read_head
 from specjax.loading.load import load_model
 from specjax.loading.model import Model
-from specjax.loading.storage.checkpoint_directory import is_checkpoint, read_marker
+from specjax.loading.storage.checkpoint_directory import (
+    CONTENT,
+    is_checkpoint,
+    metadata_of,
+    read_marker,
+)
 from specjax.loading.storage.orbax_checkpoint import look
 
 SHIPPED = Path(__file__).parents[1] / "shipped_heads"
@@ -27,6 +33,24 @@ def shipped_heads() -> dict[str, list[str]]:
         if kinds:
             kinds_of_target[folder.name] = kinds
     return kinds_of_target
+
+
+def included_heads(target: Model) -> list[str]:
+    """Return the kinds of heads that come with specjax for a target; only metadata are read."""
+    metadata = TargetMetadata.of(target)
+    included = [
+        kind
+        for name, kinds in shipped_heads().items()
+        for kind in kinds
+        if _target_of(SHIPPED / name / kind).matches(metadata)
+    ]
+    return list(dict.fromkeys(included))
+
+
+def _target_of(directory: Path) -> TargetMetadata:
+    """Return the target of a head that comes with specjax."""
+    found = metadata_of(directory, read_json_file(directory / CONTENT))
+    return TargetMetadata(**found["target"])
 
 
 def kind_of_head(path: Path) -> str | None:

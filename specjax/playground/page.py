@@ -92,7 +92,7 @@ def run_data(run: Run, session: Session) -> dict[str, Any]:
         "temperature": run.conditions.temperature,
         "device": run.conditions.device,
         "tau": counts.acceptance_length,
-        "speedup": figures.speedup,
+        "speedup": None if figures.noisy else figures.speedup,
         "tokens_per_second": figures.tokens_per_second,
         "plain_tokens_per_second": figures.plain_tokens_per_second,
         "k": run.draft_length or longest,

@@ -116,8 +116,9 @@ def replay_rounds(session: Session, row: Row, recorded: RecordedRow) -> Iterator
     for number in range(len(recorded.emitted)):
         with use(session.mesh):
             limits = _recorded_limits(plan, params, state, recorded, number)
-            draft, kept = _verified(plan, params, state, limits)
-        trace = _trace(plan, state, draft, kept, number)
+            draft, kept = verify_and_keep(plan, params, state, limits)
+        keys = noise_keys(plan, params[1], state)
+        trace = _trace(plan.rule, keys, state, draft, kept, number)
         state, seen = programs.step(params, state, limits, ended, one, one, None)
         columns = seen.rounds.drafted, seen.rounds.accepted, seen.rounds.emitted
         drafted, accepted, count = (int(column[0, 0]) for column in columns)
@@ -140,7 +141,7 @@ def _prefilled(session: Session, row: Row, programs: Programs) -> State:
     return programs.admit(state, where, where, new)[0]
 
 
-class _Kept(NamedTuple):
+class Kept(NamedTuple):
     """A verification, with the target's log-probabilities that the rule was given."""
 
     path_slots: Int[Array, "B P"]
@@ -167,16 +168,16 @@ class _Keeping(Rule):
         every = jax.vmap(
             lambda slot: target.distributions(jnp.full_like(drafted.num_valid, slot)), out_axes=1
         )
-        return _Kept(*verification, every(slots))
+        return Kept(*verification, every(slots))
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _verified(plan: Plan, params: Any, state: State, limits: Limits) -> tuple[Draft, _Kept]:
+def verify_and_keep(plan: Plan, params: Any, state: State, limits: Limits) -> tuple[Draft, Kept]:
     """Propose and verify a round's draft as the loop does, at the largest width."""
     plan = replace(plan, rule=_Keeping(plan.rule))
     # At the widest width all layers run: with these limits the drafter may not have.
     draft = propose(plan, params, state, limits).draft.replace(partial=None)
-    keys = noise_keys(plan, state)
+    keys = noise_keys(plan, params[1], state)
     verified = verify_draft(plan, params[0], state, draft, keys, draft.topology.width)
     return draft, verified.verification
 
@@ -194,20 +195,20 @@ def _recorded_limits(
         raise InputError(f"round={number}: drafter {drafter} is recorded, of {len(none)} drafters")
     most = plan.drafter.parts[drafter].num_nodes
     full = Limits(np.where(np.arange(len(none)) == drafter, most, 0), limits.confidence)
-    draft, _ = _verified(plan, params, state, jax.tree.map(jnp.asarray, full))
+    draft, _ = verify_and_keep(plan, params, state, jax.tree.map(jnp.asarray, full))
     # Nodes may be invalid below the limit, for example in a tree with fewer matches.
     enough = np.flatnonzero(np.cumsum(np.asarray(draft.valid)[0]) >= count)
     longest = most if not len(enough) else int(enough[0]) + 1
     return limits.replace(longest=np.minimum(full.longest, longest).astype(np.int32))
 
 
-def _trace(plan: Plan, state: State, draft: Draft, kept: _Kept, number: int) -> RoundTrace:
+def _trace(
+    rule: Rule, keys: Key[Array, "1"], state: State, draft: Draft, kept: Kept, number: int
+) -> RoundTrace:
     """Return the trace of a verified draft, before it is compared with the record."""
     drafted = as_drafted(draft, draft.topology)
     verification = sampling.Verification(*kept[:3])
-    decision = decided(
-        plan.rule, noise_keys(plan, state), drafted, kept.target[0], state.length, verification
-    )
+    decision = decided(rule, keys, drafted, kept.target[0], state.length, verification)
     position, accepted = int(state.length[0]), int(kept.num_accepted[0])
     drafted_by = draft.drafted_by
     if drafted_by is None:

@@ -59,7 +59,7 @@ def _best(members: Sequence[Entry]) -> BestLength:
     longest = max(members, key=lambda entry: entry.run.draft_length)
     return BestLength(
         label=without_length(longest.label),
-        best=max(members, key=lambda entry: entry.figures[OVERALL].speedup),
+        best=max(members, key=lambda entry: entry.figures[OVERALL].credible_speedup),
         expected=_expected(longest, intercept, slope) if all(map(_is_chain, members)) else (),
         round_cost=float(intercept),
         token_cost=float(slope),

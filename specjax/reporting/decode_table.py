@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
-from specjax.metrics import ExpectedAcceptance
+from specjax.metrics import ExpectedAcceptance, Summary
 from specjax.reporting.decode_report import PLAIN, DrafterRun
 from specjax.reporting.records import RunHeader
-from specjax.reporting.statistics import Figures
+from specjax.reporting.statistics import Figures, noise_remark
 
 LEAST_TOKENS = 32
 """The minimum number of new tokens for which a speed-up is shown.
@@ -16,8 +16,9 @@ LEAST_TOKENS = 32
 In shorter runs controllers still try lengths, and clocks are too coarse.
 """
 SPEEDUP, TOKENS_PER_PASS, SAME_TOKENS = "speed-up", "tokens per pass", "same tokens as plain"
+_DRAFTED = "passes with a draft"
 _ROWS = (
-    *("tokens/s", SPEEDUP, "  with prefill", TOKENS_PER_PASS, "draft tokens accepted"),
+    *("tokens/s", SPEEDUP, "  with prefill", TOKENS_PER_PASS, _DRAFTED, "draft tokens accepted"),
     *("accepted of tested", "  expected from p and q", SAME_TOKENS),
 )
 _VERBOSE_ROWS = (
@@ -74,8 +75,9 @@ def too_short(figures: Figures) -> bool:
 def result_lines(run: DrafterRun, compared: Compared | None) -> dict[str, str]:
     """Return the lines that describe a run of one drafter: text by heading.
 
-    They give the speed, the tokens per pass, the acceptance of tested tokens if its expectation was
-    computed, and, unless `compared` is None, `compared(run)`: the equality with plain decoding.
+    They give the speed, the tokens per pass, how often `auto` drafted, the acceptance of tested
+    tokens if its expectation was computed, and, unless `compared` is None, `compared(run)`: the
+    equality with plain decoding.
     """
     run_figures = run.figures()
     no_draft = nothing_drafted(run.header, run_figures, _allowed(run))
@@ -90,7 +92,10 @@ def result_lines(run: DrafterRun, compared: Compared | None) -> dict[str, str]:
             lines = {"speed": f"{speed}, plain decoding {plain}", SPEEDUP: no_draft}
     lines[TOKENS_PER_PASS] = _number(counts.acceptance_length)
     if counts.num_draft_tokens or no_draft is not None:
-        lines[TOKENS_PER_PASS] += f" ({_accepted(run_figures)} draft tokens accepted)"
+        share = ""
+        if run.header.auto and no_draft is None:
+            share = f"; {_share(counts)} of passes had a draft"
+        lines[TOKENS_PER_PASS] += f" ({_accepted(run_figures)} draft tokens accepted{share})"
     if (expected := run.expected_acceptance()) is not None:
         accepted = _number(run_figures.acceptance_of_tested, 3)
         lines["accepted of tested"] = f"{accepted} (expected from p and q: {_mean(expected)})"
@@ -153,6 +158,8 @@ def _column(run: DrafterRun, figures: Figures) -> dict[str, str]:
     elif figures.plain_tokens_per_second is not None:
         cells[SPEEDUP] = _speedup(figures)
         cells["  with prefill"] = f"{_number(figures.speedup_with_prefill)}x"
+    if run.header.auto:
+        cells[_DRAFTED] = _share(counts)
     if counts.num_draft_tokens:
         cells["draft tokens accepted"] = _accepted(figures)
         cells["tokens per pass with a draft"] = _number(counts.tau_drafted)
@@ -202,20 +209,38 @@ def drift(figures: Figures) -> str | None:
 
 
 def _speedup(figures: Figures) -> str:
-    """Return the speed-up with the range of its repeats.
+    """Return the speed-up with its rank among repeats, their range, and a remark on noise.
 
-    If it exceeds the tokens per pass, the largest possible speed-up, it says so.
+    The remark is about the largest of them.
     """
-    possible, notes = figures.counts.acceptance_length, []
+    notes, largest = [], figures.speedup
     if figures.speedup_range is not None:
-        notes.append(" to ".join(map(_number, figures.speedup_range)))
-    if figures.speedup is not None and possible is not None and figures.speedup > possible:
-        notes.append(f"the clock is noisy: at most {_number(possible)}x is possible")
+        low, largest = figures.speedup_range
+        notes.append(f"{_rank(figures)} of {figures.repeats}: {_number(low)} to {_number(largest)}")
+    if remark := noise_remark(largest, figures.possible_speedup):
+        notes.append(remark)
     return f"{_number(figures.speedup)}x" + (f" ({'; '.join(notes)})" if notes else "")
+
+
+def _rank(figures: Figures) -> str:
+    """Return which of several repeats the speed-up is from (`measure_speedups.median_repeat`).
+
+    If some row's tokens differ from plain decoding's, the repeat is the first one with such a row.
+    """
+    if figures.identical_rows != (figures.compared_rows or None):
+        return "one"
+    if figures.repeats % 2:
+        return "median"
+    return "lower" if figures.repeats == 2 else "lower median"
 
 
 def _mean(expected: ExpectedAcceptance) -> str:
     return f"{_number(expected.mean, 3)} +- {_number(expected.decision_error, 3)}"
+
+
+def _share(counts: Summary) -> str:
+    """Return the share of passes with a draft, which tells how often `auto` drafted."""
+    return "n/a" if counts.share_drafted is None else f"{counts.share_drafted:.0%}"
 
 
 def _accepted(figures: Figures) -> str:

@@ -12,7 +12,7 @@ from specjax.reporting.best_length import BestLength, best_lengths
 from specjax.reporting.plots import Curve, Interval, draw_bars, draw_curves, draw_intervals
 from specjax.reporting.records import Conditions
 from specjax.reporting.runs import Entry, by_conditions
-from specjax.reporting.statistics import FEW, OVERALL, heading, tasks_of
+from specjax.reporting.statistics import FEW, OVERALL, heading, noise_remark, tasks_of
 
 FORMATS = ("png", "svg", "pdf")
 """The file formats of pictures."""
@@ -58,13 +58,17 @@ def _draw_speedup(path: Path, group: Sequence[Entry], title: str) -> bool:
         if figures.speedup is not None:
             counts = figures.counts
             note = f"{counts.num_requests} answers, {counts.num_emitted_tokens} tokens"
-            ends = figures.speedup_interval
-            rows.append(
-                Interval(entry.label, figures.speedup, ends, note, figures.few, entry.family)
-            )
+            if remark := noise_remark(figures.speedup, figures.possible_speedup):
+                note += f"; {remark}"
+            ends, doubtful = figures.speedup_interval, figures.few or figures.noisy
+            rows.append(Interval(entry.label, figures.speedup, ends, note, doubtful, entry.family))
     if not rows:
         return False
-    hollow = f"; hollow: fewer than {FEW} answers" if any(row.few for row in rows) else ""
+    hollow = (
+        f"; hollow: fewer than {FEW} answers, or more than is possible"
+        if any(row.doubtful for row in rows)
+        else ""
+    )
     draw_intervals(
         path,
         rows,

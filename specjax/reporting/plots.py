@@ -41,7 +41,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Interval:
-    """A value with the ends of its interval, if it has one; `few` draws the value as a hollow mark.
+    """A value with the ends of its interval, if it has one; a `doubtful` value is a hollow mark.
 
     `note` is a second line below the label. Intervals of one family share a color.
     """
@@ -50,7 +50,7 @@ class Interval:
     value: float
     ends: tuple[float, float] | None = None
     note: str = ""
-    few: bool = False
+    doubtful: bool = False
     family: str = ""
 
 
@@ -203,7 +203,7 @@ def draw_intervals(
     for index, (row, (colour, marker, _)) in enumerate(zip(rows, styles, strict=True)):
         if row.ends is not None:
             axes.plot(row.ends, (index, index), "|-", color=colour, markersize=9)
-        face = "white" if row.few else colour
+        face = "white" if row.doubtful else colour
         axes.plot(row.value, index, marker, color=colour, markerfacecolor=face)
         above = {"textcoords": "offset points", "xytext": (0, 6), "ha": "center"}
         axes.annotate(f"{row.value:.2f}", (row.value, index), fontsize="x-small", **above)

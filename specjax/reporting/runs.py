@@ -51,11 +51,12 @@ class Entry:
 def in_order(entries: Sequence[Entry]) -> list[Entry]:
     """Return entries by decreasing speed-up, those without a speed-up last.
 
-    If some run has few answers, all keep their order, since such speed-ups cannot be ranked.
+    A speed-up counts as no more than what is possible (`Figures.credible_speedup`). If some run has
+    few answers, all keep their order, since such speed-ups cannot be ranked.
     """
     if any(entry.figures[OVERALL].few for entry in entries):
         return list(entries)
-    return sorted(entries, key=lambda entry: -(entry.figures[OVERALL].speedup or 0.0))
+    return sorted(entries, key=lambda entry: -(entry.figures[OVERALL].credible_speedup or 0.0))
 
 
 def by_conditions(entries: Iterable[Entry]) -> dict[Conditions, list[Entry]]:

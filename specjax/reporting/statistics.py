@@ -41,9 +41,12 @@ class Figures:
 
     `acceptance_length_interval` is the 95 % confidence interval of the pooled acceptance length
     from the variation between answers, None with fewer than two. `speedup` is pooled, and
-    `speedup_interval` is its interval from the variation between batches. `speedup_range` has the
-    smallest and the largest speed-up of repeats, and `plain_range` those of plain decoding's
-    tokens/s in the batch where it varies most; both are None if batches were decoded once.
+    `speedup_interval` is its interval from the variation between batches. `possible_speedup` is
+    the largest one that the counts allow: the tokens per pass or, if rows shared batches, those of
+    the row with most. `repeats` is how often each batch was decoded, 0 if that differs or is not
+    recorded; `speedup_range` has the smallest and the largest speed-up of repeats, and
+    `plain_range` those of plain decoding's tokens/s in the batch where it varies most; both are
+    None without repeats.
     `speedup_with_prefill` includes the seconds of prefill, and `speedup_per_request` is the mean
     over requests, which is defined for batch size 1 only. `timed_requests` is the number of
     requests that the speeds cover. `acceptance_of_tested` is accepted divided by tested draft
@@ -56,6 +59,8 @@ class Figures:
     plain_tokens_per_second: float | None
     speedup: float | None
     speedup_interval: tuple[float, float] | None
+    possible_speedup: float | None
+    repeats: int
     speedup_range: tuple[float, float] | None
     plain_range: tuple[float, float] | None
     speedup_with_prefill: float | None
@@ -71,6 +76,16 @@ class Figures:
     def few(self) -> bool:
         """Whether there are too few answers to draw conclusions about other prompts."""
         return self.counts.num_requests < FEW
+
+    @property
+    def noisy(self) -> bool:
+        """Whether the measured speed-up exceeds the possible one, since the clock is noisy."""
+        return noise_remark(self.speedup, self.possible_speedup) is not None
+
+    @property
+    def credible_speedup(self) -> float | None:
+        """The measured speed-up, or the possible one if that is smaller."""
+        return self.possible_speedup if self.noisy else self.speedup
 
     def to_dict(self) -> dict[str, Any]:
         """Return all figures by name as JSON types, those of `counts` included."""
@@ -89,7 +104,7 @@ def figures(rows: Sequence[Row], timed: Sequence[Row] | None = None) -> Figures:
     both = [row for row in timed if row.plain_new_tokens is not None]
     alone = len({row.batch for row in both}) == len(both)
     each = [speedup for row in both if (speedup := _speedup([row])) is not None]
-    speedup_range, plain_range = _ranges_of_repeats(both)
+    repeats, speedup_range, plain_range = _ranges_of_repeats(both)
     return Figures(
         counts=summarize(rows),
         acceptance_length_interval=_acceptance_interval(rows),
@@ -97,6 +112,8 @@ def figures(rows: Sequence[Row], timed: Sequence[Row] | None = None) -> Figures:
         plain_tokens_per_second=_speed(_plain_tokens(both), _seconds(both, "plain_decode_s")),
         speedup=_speedup(both),
         speedup_interval=_speedup_interval(both),
+        possible_speedup=_possible_speedup([[*both]] if alone else [[row] for row in both]),
+        repeats=repeats,
         speedup_range=speedup_range,
         plain_range=plain_range,
         speedup_with_prefill=_speedup(both, with_prefill=True),
@@ -133,6 +150,17 @@ def heading(task: str) -> str:
     return TASKS.get(task, task.replace("_", " ").capitalize())
 
 
+def noise_remark(speedup: float | None, possible: float | None) -> str | None:
+    """Return a remark if a measured speed-up exceeds the possible one as printed, else None.
+
+    Both may be None if they are not known. A round costs at least a pass of plain decoding, so that
+    decoding cannot be faster by more than the tokens per pass.
+    """
+    if speedup is None or possible is None or round(speedup, 2) <= round(possible, 2):
+        return None
+    return f"the clock is noisy: at most {possible:.2f}x is possible"
+
+
 def summarize(rows: Sequence[Row]) -> metrics.Summary:
     """Return the acceptance metrics of some rows, as defined in `specjax.metrics`."""
     counts = (_table(rows, name) for name in ("drafted", "accepted", "emitted", "width"))
@@ -157,6 +185,12 @@ def _table(rows: Sequence[Row], name: str) -> np.ndarray:
     for index, values in enumerate(counts):
         table[index, : len(values)] = values
     return table
+
+
+def _possible_speedup(groups: Iterable[Sequence[Row]]) -> float | None:
+    """Return the largest acceptance length of a group of rows, or None without passes."""
+    accepted = [[count for row in rows for count in row.accepted] for rows in groups]
+    return max((1 + fmean(counts) for counts in accepted if counts), default=None)
 
 
 def _new_tokens(rows: Iterable[Row]) -> int:
@@ -231,20 +265,22 @@ def _jackknife(value: float, without: np.ndarray) -> tuple[float, float]:
 
 def _ranges_of_repeats(
     rows: Sequence[Row],
-) -> tuple[tuple[float, float] | None, tuple[float, float] | None]:
-    """Return the ranges over repeats of the speed-up and of plain decoding's tokens/s.
+) -> tuple[int, tuple[float, float] | None, tuple[float, float] | None]:
+    """Return the number of repeats, and the ranges of the speed-up and of plain decoding's speed.
 
     A repeat's speed-up is the geometric mean over batches. For plain decoding the range is that of
-    the batch whose speed varies most. Both are None if batches were not decoded equally often.
+    the batch whose tokens/s vary most. Without repeats, and if batches were not decoded equally
+    often, the number is 0 and both ranges are None.
     """
     speeds = list({row.batch: row.repeated_speeds for row in rows}.values())
     counts = {len(batch) for batch in speeds}
     if len(counts) != 1 or 0 in counts:
-        return None, None
+        return 0, None, None
     ours, plain = np.moveaxis(np.array(speeds), -1, 0)  # [batches, repeats] each
     speedups = np.exp(np.log(ours / plain).mean(axis=0))
     varies = plain[np.argmax(plain.max(axis=1) / plain.min(axis=1))]
     return (
+        len(speedups),
         (float(speedups.min()), float(speedups.max())),
         (float(varies.min()), float(varies.max())),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from specjax.errors import printable
@@ -16,26 +17,28 @@ _Value = TypeVar("_Value")
 _TOKENS_PER_PASS = "Tokens per pass"
 _FEW = "\u2020"
 """The mark of figures of few answers or drafts."""
+_NOISY = "\u2021"
+"""The mark of speed-ups that exceed the tokens per pass."""
+_NOISY_NOTE = (
+    f"\n{_NOISY} more than is possible, which is the tokens per pass: the clock is noisy. It ranks "
+    "as what is possible, and is not in bold.\n"
+)
 
 
 def leaderboard(entries: Sequence[Entry]) -> str:
     """Return a table of speed-ups by task and overall, with one line per run.
 
-    The best value of a column is in bold, unless it covers few answers, which are marked and
-    explained in a note below the table.
+    The best value of a column is in bold, unless it covers few answers or is not possible. Such
+    values are marked and explained in notes below the table.
     """
     table = _by_task(
         entries,
-        lambda figures: figures.speedup,
-        _times,
-        (
-            (_TOKENS_PER_PASS, lambda figures: figures.counts.acceptance_length, _number),
-            ("Speed-up", lambda figures: figures.speedup, _times),
-        ),
+        _SPEEDUP,
+        ((_TOKENS_PER_PASS, _TAU), ("Speed-up", _SPEEDUP)),
         mark_partial=True,
     )
     few = f"\n{_FEW} from fewer than {FEW} answers: neither ranked nor in bold.\n"
-    return table + few * (_FEW in table.partition("\n")[0])
+    return table + few * (_FEW in table.partition("\n")[0]) + _NOISY_NOTE * (_NOISY in table)
 
 
 def markdown(
@@ -105,21 +108,11 @@ def _section(group: Sequence[Entry]) -> list[str]:
         f"95 % intervals, from the variation between {FEW} answers or more:\n",
         _intervals(group, lambda figures: figures.speedup_interval),
         "### Tokens per pass\n",
-        _by_task(
-            group,
-            lambda figures: figures.counts.acceptance_length,
-            _number,
-            (("All", lambda figures: figures.counts.acceptance_length, _number),),
-        ),
+        _by_task(group, _TAU, (("All", _TAU),)),
         "95 % intervals:\n",
         _intervals(group, lambda figures: figures.acceptance_length_interval),
         "Mean over requests:\n",
-        _by_task(
-            group,
-            lambda figures: figures.counts.acceptance_length_per_request,
-            _number,
-            (("All", lambda figures: figures.counts.acceptance_length_per_request, _number),),
-        ),
+        _by_task(group, _TAU_PER_REQUEST, (("All", _TAU_PER_REQUEST),)),
         "### All tasks together\n",
         _details(group),
         "### Acceptance by position\n",
@@ -157,7 +150,7 @@ def _lengths(families: Sequence[BestLength]) -> str:
             [
                 _plain_text(family.label),
                 str(family.best.run.draft_length),
-                _times(figures.speedup),
+                _SPEEDUP.cell(figures),
                 _cell(figures.speedup_interval, _interval),
                 *(expected or ["n/a"] * 2),
                 cost,
@@ -180,44 +173,28 @@ def _auto(group: Sequence[Entry]) -> str:
         rows.append(
             [
                 _plain_text(entry.label),
+                _cell(counts.share_drafted, "{:.0%}".format),
                 _cell(counts.drafted_per_round, _number),
                 _by_width(counts.rounds_by_width, "d"),
             ]
         )
-    return _table(["Drafter", "draft tokens per pass", "passes by width"], rows)
+    head = ["Drafter", "passes with a draft", "draft tokens per pass", "passes by width"]
+    return _table(head, rows)
 
 
 def _by_width(values: Mapping[int, float], form: str) -> str:
     return ", ".join(f"{width}: {value:{form}}" for width, value in values.items())
 
 
-_DETAILS: tuple[tuple[str, Callable[[Figures], Any], Callable[..., str]], ...] = (
-    ("tokens/s", lambda one: one.tokens_per_second, lambda value: f"{value:.1f}"),
-    ("plain tokens/s", lambda one: one.plain_tokens_per_second, lambda value: f"{value:.1f}"),
-    ("speed-up", lambda one: one.speedup, lambda value: _times(value)),
-    ("95 % interval", lambda one: one.speedup_interval, lambda ends: _interval(ends)),
-    ("mean over requests", lambda one: one.speedup_per_request, lambda value: _times(value)),
-    ("with prefill", lambda one: one.speedup_with_prefill, lambda value: _times(value)),
-    ("tokens per pass", lambda one: one.counts.acceptance_length, lambda value: _number(value)),
-    ("with a draft", lambda one: one.counts.tau_drafted, lambda value: _number(value)),
-    (
-        "output tokens per pass",
-        lambda one: one.counts.tokens_per_round,
-        lambda value: _number(value),
-    ),
-    ("accepted / drafted", lambda one: one.counts.acceptance_rate, lambda value: f"{value:.3f}"),
-)
-
-
 def _details(group: Sequence[Entry]) -> str:
     """Return a table with all overall figures of each run."""
     predicted = any(entry.predicted is not None for entry in group)
     sized = any(entry.run.drafter_bytes is not None for entry in group)
-    head = ["Drafter", "answers", *(name for name, _, _ in _DETAILS), "same tokens"]
+    head = ["Drafter", "answers", *_DETAILS, "same tokens"]
     rows = []
     for entry in group:
         figures = entry.figures[OVERALL]
-        cells = [_cell(value(figures), form) for _, value, form in _DETAILS]
+        cells = [measure.cell(figures) for measure in _DETAILS.values()]
         compared = f"{figures.identical_rows} of {figures.compared_rows}"
         cells.append("n/a" if figures.identical_rows is None else compared)
         if sized:
@@ -260,25 +237,20 @@ def _positions(group: Sequence[Entry]) -> str:
     )
 
 
-_Column = tuple[str, Callable[[Figures], float | None], Callable[[float], str]]
-
-
 def _by_task(
     group: Sequence[Entry],
-    value: Callable[[Figures], float | None],
-    form: Callable[[float], str],
-    last: Sequence[_Column],
+    measure: _Measure,
+    last: Sequence[tuple[str, _Measure]],
     *,
     mark_partial: bool = False,
 ) -> str:
-    """Return a table with a column per task, and the columns `last` over all tasks.
+    """Return a table with a column of `measure` per task, and the columns `last` over all tasks.
 
-    `value` is the value of a cell and `form` its text. With `mark_partial`, speeds that cover only
-    some of a task's answers are marked.
+    With `mark_partial`, speeds that cover only some of a task's answers are marked.
     """
     columns: list[tuple[str, list[str]]] = []
     for task in tasks_of(entry.run for entry in group):
-        cells = _cells([entry.figures[task] for entry in group], value, form)
+        cells = _cells([entry.figures[task] for entry in group], measure)
         if mark_partial:
             cells = [
                 cell + "\\*" * _partial(entry.figures[task])
@@ -287,9 +259,9 @@ def _by_task(
         few = group[0].figures[task].few
         answers = group[0].figures[task].counts.num_requests
         columns.append((f"{_plain_text(heading(task))} ({answers}){_FEW * few}", cells))
-    for name, value_of, form_of in last:
+    for name, last_measure in last:
         figures = [entry.figures[OVERALL] for entry in group]
-        columns.append((name + _FEW * figures[0].few, _cells(figures, value_of, form_of)))
+        columns.append((name + _FEW * figures[0].few, _cells(figures, last_measure)))
     rows = [
         [_plain_text(entry.label), *(cells[index] for _, cells in columns)]
         for index, entry in enumerate(group)
@@ -306,21 +278,20 @@ def _any_partial(group: Sequence[Entry]) -> bool:
     return any(_partial(figures) for entry in group for figures in entry.figures.values())
 
 
-def _cells(
-    figures: Sequence[Figures],
-    value: Callable[[Figures], float | None],
-    form: Callable[[float], str],
-) -> list[str]:
+def _cells(figures: Sequence[Figures], measure: _Measure) -> list[str]:
     """Return the cells of a column, with the largest value in bold.
 
-    Nothing is in bold if there is only one value, or if there are few answers.
+    Nothing is in bold if there is only one value, if there are few answers, or if the largest value
+    is not credible.
     """
-    values = [value(of_run) for of_run in figures]
-    cells = [_cell(cell_value, form) for cell_value in values]
-    known = [cell_value for cell_value in values if cell_value is not None]
+    cells = [measure.cell(of_run) for of_run in figures]
+    known = [of_run for of_run in figures if measure.value(of_run) is not None]
     if len(known) < 2 or figures[0].few:
         return cells
-    best = cells[values.index(max(known))]
+    largest = max(known, key=measure.credible or measure.value)
+    if measure.exceeds(largest):
+        return cells
+    best = measure.cell(largest)
     return [f"**{cell}**" if cell == best else cell for cell in cells]
 
 
@@ -364,6 +335,44 @@ def _interval(ends: tuple[float, float]) -> str:
 
 def _number(value: float) -> str:
     return f"{value:.2f}"
+
+
+@dataclass(frozen=True)
+class _Measure:
+    """A value of figures, None if undefined, its text, and its credible part, by default all.
+
+    A cell marks a value that exceeds the credible one.
+    """
+
+    value: Callable[[Figures], Any]
+    form: Callable[[Any], str]
+    credible: Callable[[Figures], Any] | None = None
+
+    def exceeds(self, figures: Figures) -> bool:
+        """Return whether the value is more than is credible."""
+        return self.credible is not None and self.credible(figures) != self.value(figures)
+
+    def cell(self, figures: Figures) -> str:
+        """Return the text of a cell."""
+        return _cell(self.value(figures), self.form) + _NOISY * self.exceeds(figures)
+
+
+_SPEEDUP = _Measure(lambda one: one.speedup, _times, lambda one: one.credible_speedup)
+_TAU = _Measure(lambda one: one.counts.acceptance_length, _number)
+_TAU_PER_REQUEST = _Measure(lambda one: one.counts.acceptance_length_per_request, _number)
+_DETAILS: Mapping[str, _Measure] = {
+    "tokens/s": _Measure(lambda one: one.tokens_per_second, "{:.1f}".format),
+    "plain tokens/s": _Measure(lambda one: one.plain_tokens_per_second, "{:.1f}".format),
+    "speed-up": _SPEEDUP,
+    "95 % interval": _Measure(lambda one: one.speedup_interval, _interval),
+    "mean over requests": _Measure(lambda one: one.speedup_per_request, _times),
+    "with prefill": _Measure(lambda one: one.speedup_with_prefill, _times),
+    "tokens per pass": _TAU,
+    "with a draft": _Measure(lambda one: one.counts.tau_drafted, _number),
+    "output tokens per pass": _Measure(lambda one: one.counts.tokens_per_round, _number),
+    "accepted / drafted": _Measure(lambda one: one.counts.acceptance_rate, "{:.3f}".format),
+}
+"""The columns of the table of all tasks together, by heading."""
 
 
 def _plain_text(text: Any) -> str:

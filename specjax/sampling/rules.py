@@ -228,7 +228,9 @@ class Typical(Rule):
     """
 
     epsilon: float = 0.09
+    """The probability above which any token is accepted, by default 0.09."""
     delta: float = 0.3
+    """The factor of exp(-H(p)), above which a token is accepted too, by default 0.3."""
 
     name: ClassVar[str] = "typical"
     description: ClassVar[str] = "lossy: accept tokens that the target finds likely enough"

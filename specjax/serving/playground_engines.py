@@ -81,7 +81,7 @@ class Setting:
 
     drafter: str
     rule: str
-    length: int | str = AUTO
+    length: int | str
 
 
 @dataclass(eq=False)

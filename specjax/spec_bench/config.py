@@ -234,7 +234,7 @@ def _overridden_fields(entry: str) -> dict[str, Any]:
             )
     overrides = [f"--config.drafter.name={name}", *(f"--config.{option}" for option in options)]
     try:
-        return overridden(config_of(DecodeFields), overrides).to_dict()
+        return overridden(config_of(DecodeFields), overrides, DecodeFields).to_dict()
     except InputError as error:
         raise InputError(f"drafters={shown(entry)}: {one_line(error)}") from None
 

@@ -74,7 +74,8 @@ def _propose(
     context = make_context(plan, params[0], state)
     limit = jnp.arange(len(context.limit)) % (1 + part.num_speculative_tokens)
     context = context.replace(limit=jnp.minimum(limit, context.limit))
-    noise = proposal_noise(plan, state, noise_keys(plan, state))
+    noise = proposal_noise(plan, state, noise_keys(plan, params[1], state))
+    noise = noise.part(number, branches=part.branches)
     proposal = part.propose(part_params, own, context, noise)
     return check_proposal(part, proposal, own, context)[0], context.limit
 

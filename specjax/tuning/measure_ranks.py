@@ -142,12 +142,12 @@ def _count(
             :, 0
         ]
 
-    def noise(depth: Int[Array, ""] | int) -> Float[Array, "B V"]:
+    def certain(depth: Int[Array, ""] | int) -> Float[Array, "B V"]:
         hit = jnp.arange(plan.target.vocab_size)[None, :] == right(depth)[:, None]
         return jnp.where(hit, _CERTAIN, 0.0)
 
     draft = plan.drafter.propose(
-        params[1], state.drafter, context, noise, plan.drafter.full_limits()
+        params[1], state.drafter, context, sampling.SharedNoise(certain), plan.drafter.full_limits()
     ).draft
     longest = draft.tokens.shape[1]
     wanted = jnp.stack([right(depth) for depth in range(longest)], axis=1)

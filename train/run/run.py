@@ -343,8 +343,7 @@ def _say_next(writer: MetricsWriter, setup: Setup, workdir: files.Workdir, param
         drafter |= {"path": where["drafter"]} if "drafter" in where else {}
     if drafter:
         options += [f"drafter.{name}={value}" for name, value in drafter.items()]
-        # The default drafts only if that is faster, which would hide what was learned.
-        options += ["num_speculative_tokens=fixed", "compare=true"]
+        options.append("compare=true")
     command = " ".join(f"--config.{option}" for option in options)
     writer.say(f"decode with it: python -m specjax.decode {command}", "green")
     if _shipped_alone(setup.config.data):

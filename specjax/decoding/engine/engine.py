@@ -33,7 +33,12 @@ from specjax.decoding.engine.page_pool import PagePool
 from specjax.decoding.engine.request_pages import RequestPages
 from specjax.decoding.engine.scheduler import Request, Scheduler
 from specjax.decoding.engine.statistics import Statistics, Step
-from specjax.decoding.options import DecodeOptions, read_arguments, takes_options
+from specjax.decoding.options import (
+    DecodeOptions,
+    read_arguments,
+    read_sampling,
+    takes_options,
+)
 from specjax.decoding.programs import Programs
 from specjax.decoding.prompts import Prompt, encode_prompt
 from specjax.decoding.rows import Row
@@ -218,6 +223,7 @@ class Engine:
         for request in self._scheduler:
             request.leave_out(seconds)
 
+    @takes_options(SamplingParams)
     def add(
         self,
         prompt: Prompt,
@@ -225,16 +231,18 @@ class Engine:
         *,
         id: RequestId | None = None,
         n: int = 1,
+        **options: Any,
     ) -> RequestId:
         """Add a request; return its id, by default its number in order of arrival.
 
-        `sampling` may be a dict of the fields of SamplingParams. Each of `n` samples is a separate
-        row; the first equals the result of the request alone. Consecutive rows with the same prompt
-        read it once; if caches have pages, they share full pages with `enable_prefix_caching`, and
-        nothing without it. If prompt and output reach the engine's `max_length`, the output ends
-        with the reason "length". Raises InputError for an id in use, a prompt that cannot be
-        encoded or does not fit, more than eight stop tokens including the model's, and sampling
-        parameters that the target does not support.
+        `sampling` may be a dict of the fields of SamplingParams; `options` are such fields too, as
+        `temperature=0.8, max_new_tokens=100`, and replace those of `sampling`. Each of `n` samples
+        is a separate row; the first equals the result of the request alone. Consecutive rows with
+        the same prompt read it once; if caches have pages, they share full pages with
+        `enable_prefix_caching`, and nothing without it. If prompt and output reach the engine's
+        `max_length`, the output ends with the reason "length". Raises InputError for an id in use,
+        a prompt that cannot be encoded or does not fit, more than eight stop tokens including the
+        model's, and sampling parameters that the target does not support.
         """
         self._check_open()
         name = self._free_number() if id is None else id
@@ -243,7 +251,7 @@ class Engine:
         if self._scheduler.has(name):
             raise InputError(f"id={shown(name)}: a request with this id is unfinished; use another")
         n = Whole(1).check("n", n)
-        (sampling,) = one_per_prompt(sampling, 1)
+        (sampling,) = one_per_prompt(read_sampling(sampling, options), 1)
         ids = self.encode(prompt, sampling, f"prompt of request {shown(name)}")
         with self._compiling():
             self._rows.serve(sampling)

@@ -37,6 +37,12 @@ class Percentiles(NamedTuple):
     p95: float | None
     p99: float | None
 
+    def __str__(self) -> str:
+        """Return the percentiles on one line."""
+        return ", ".join(
+            f"{name} {_number(value, '.3f')}" for name, value in self._asdict().items()
+        )
+
     @classmethod
     def of(cls, seconds: Iterable[float]) -> Percentiles:
         """Return the percentiles of `seconds`."""
@@ -81,10 +87,38 @@ class EngineSummary:
     between_tokens: Percentiles
     total: Percentiles
 
+    def __str__(self) -> str:
+        """Return a small table."""
+        aborted = f", {self.aborted} of them aborted" if self.aborted else ""
+        shared = f", {self.shared_tokens} more found in pages" if self.shared_tokens else ""
+        busy = f"{_number(self.occupancy, '.0%')} of slots and rounds"
+        if self.occupancy_waiting is not None:
+            busy += f", {self.occupancy_waiting:.0%} while requests waited"
+        lines = {
+            "requests": f"{self.requests}{aborted}",
+            "new tokens": f"{self.tokens} in {self.rounds} rounds",
+            "tokens/s": _number(self.tokens_per_second, ".1f"),
+            "decoding, s": f"{self.decode_s:.2f}",
+            "prefill, s": f"{self.prefill_s:.2f}",
+            "compiling, s": f"{self.compile_s:.2f}",
+            "prompt tokens read": f"{self.prompt_tokens}{shared}",
+            "occupancy": busy,
+            "rows put back": str(self.put_back),
+            "waiting, s": str(self.waiting),
+            "first token, s": str(self.first_token),
+            "between tokens, s": str(self.between_tokens),
+            "total, s": str(self.total),
+        }
+        return "\n".join(f"{name:<20}{value}" for name, value in lines.items())
 
-@dataclass
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+@dataclass(repr=False)
 class Statistics:
-    """Counts of an engine with `num_slots` slots, updated as it runs.
+    """Counts of an engine with `num_slots` slots, updated as it runs; `summary` has their totals.
 
     `lossy` says that the rule changed the distribution of some request's tokens.
     """
@@ -106,6 +140,13 @@ class Statistics:
     first_token_s: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
     between_tokens_s: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
     total_s: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
+
+    def __repr__(self) -> str:
+        """Return the numbers of slots, requests and tokens; the lists of steps may be long."""
+        return (
+            f"Statistics({self.num_slots} slots, {self.requests} finished requests, {self.tokens} "
+            f"new tokens in {self.rounds} rounds)"
+        )
 
     def add_step(self, step: Step) -> None:
         """Add the counts and seconds of a finished step."""

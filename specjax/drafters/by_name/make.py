@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from specjax.drafters.base import DRAFT_TOKENS, Drafter, LoadedDrafter
-from specjax.drafters.by_name.options import check_options, constructor, divide_joined
+from specjax.drafters.by_name.options import (
+    check_options,
+    constructor,
+    divide_joined,
+    is_drafter_class,
+)
 from specjax.drafters.by_name.registry import DRAFTERS, JOINTS, joint_of
 from specjax.drafters.growth.tree_options import TreeOptions
 from specjax.drafters.turn_taking import Turns
@@ -34,11 +40,11 @@ def make_drafter(
     (`specjax.loading.head_formats`); by default it is the head that comes with specjax for the
     target. For `draft_model` it may also be anything that `load_model` accepts, or a loaded model.
     A function is called as function(target, **options), with path=path if given, and returns a
-    Drafter or a LoadedDrafter. Drafters that run a model accept a `tree`, such as {"kind":
-    "dynamic"} (`TreeOptions`). Names joined by + ("ngram+eagle3") take turns (`turns.take_turns`);
-    names joined by | draft together (`merged.merge_drafters`). Each option goes to the drafters
-    that accept it, `num_speculative_tokens` to all. Raises InputError for an unknown drafter or
-    option, and for a head or draft model of another target.
+    Drafter or a LoadedDrafter; instead it may be a class of drafters. Drafters that run a model
+    accept a `tree`, such as {"kind": "dynamic"} (`TreeOptions`). Names joined by + ("ngram+eagle3")
+    take turns (`turns.take_turns`); names joined by | draft together (`merged.merge_drafters`).
+    Each option goes to the drafters that accept it, `num_speculative_tokens` to all. Raises
+    InputError for an unknown drafter or option, and for a head or draft model of another target.
     """
     MODEL_KIND.check("target", target)
     length = optional(DRAFT_TOKENS).check("num_speculative_tokens", num_speculative_tokens)
@@ -50,14 +56,18 @@ def make_drafter(
                 for part, part_path, part_options in divide_joined(name, path, options)
             )
         )
-    if ":" not in name:
+    made_by = constructor(name)
+    if is_drafter_class(made_by):
         if length is not None:
             options["num_speculative_tokens"] = length
         tree = options.get("tree")
         if isinstance(tree, TreeOptions) and tree.acceptance is None:
             options["tree"] = replace(tree, acceptance=known_acceptance(name, target, path))
-        return DRAFTERS[name].load(name, target, path, **options)
-    loaded = _call_own(name, target, {} if path is None else {"path": path}, options)
+        if name in DRAFTERS:
+            return made_by.load(name, target, path, **options)
+        return _call_own(name, functools.partial(made_by.load, name, target, path, **options))
+    path_option = {} if path is None else {"path": path}
+    loaded = _call_own(name, functools.partial(made_by, target, **path_option, **options))
     if length is None:
         return loaded
     if isinstance(loaded.drafter, Turns):
@@ -75,15 +85,13 @@ def head_drafter(head: Head, target: Model, **options: Any) -> LoadedDrafter:
     return DRAFTERS[head.kind].of_head(head, params, target, **options)
 
 
-def _call_own(
-    name: str, target: Model, path: Mapping[str, Any], options: Mapping[str, Any]
-) -> LoadedDrafter:
-    """Call the user-defined function `name` and return its drafter.
+def _call_own(name: str, make: Callable[[], Any]) -> LoadedDrafter:
+    """Return the drafter that `make` returns, which calls the user-defined `name`.
 
-    Raises InputError if the function fails or returns anything else.
+    Raises InputError if that fails or returns anything else.
     """
     try:
-        drafter = constructor(name)(target, **path, **options)
+        drafter = make()
     except InputError:
         raise
     except SystemExit as ended:  # its code may be any value, even the model

@@ -71,6 +71,7 @@ def draw_children(
     context: Context,
     noise: Noise,
     depth: int,
+    slots: Int[np.ndarray, "T"],
     *,
     sampled: bool,
     draft_ids: Int[Array, "Vd"] | None,
@@ -78,10 +79,11 @@ def draw_children(
     """Return `count` candidates after each token of a level: drawn without replacement, or best.
 
     `logits` follow each token of the level, whose children are at `depth`. Candidates are drawn by
-    the largest sums of log-probability and noise (Gumbel top-k: Kool et al. 1903.06059). All tokens
-    of a depth share the noise, since only one of them is on the verified path. Rows with
-    temperature 0, and all rows unless `sampled`, take the most likely candidates. `draft_ids` are
-    the token ids of the logits, None if these cover the whole vocabulary.
+    the largest sums of log-probability and noise (Gumbel top-k: Kool et al. 1903.06059). `slots`
+    number the tokens of the level, each of which has noise of its own (`sampling.keys`), even if
+    the logits after all of them are the same. Rows with temperature 0, and all rows unless
+    `sampled`, take the most likely candidates. `draft_ids` are the token ids of the logits, None if
+    these cover the whole vocabulary.
     """
     greedy = context.sampling.temperature <= 0
     if not (sampled and context.flags.sampled):
@@ -90,7 +92,7 @@ def draw_children(
         return Children(tokens, scores > -jnp.inf, jnp.zeros_like(greedy), None)
     expanded = expand(logits, draft_ids, context.target.vocab_size)
     distribution = context.warp(expanded)
-    scores = distribution + noise(depth)[:, None, :]
+    scores = distribution + noise(depth, slots)
     if context.flags.greedy:
         scores = jnp.where(greedy[:, None, None], expanded, scores)
     best, tokens = top(scores, count)

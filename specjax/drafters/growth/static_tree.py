@@ -29,6 +29,10 @@ class _LevelShape(NamedTuple):
     child_parents: Int[np.ndarray, "N"]
     child_ranks: Int[np.ndarray, "N"]
 
+    def parents_in(self, after: Shaped[Array, "B #T _"]) -> Int[np.ndarray, "N"]:
+        """Return each child's parent, an index in an array of one entry per node or for all."""
+        return self.child_parents if after.shape[1] > 1 else np.zeros_like(self.child_parents)
+
     def level(self, depth: int, tokens: Int[Array, "B drawn"]) -> Level:
         """Return these nodes as a level; `tokens` are those of all nodes drawn so far."""
         return Level(
@@ -77,23 +81,25 @@ def draft_static_tree(
         if depth:
             logits, carry = step(shape.level(depth, jnp.concatenate(tokens, axis=1)), carry)
         count = int(shape.child_ranks.max()) + 1
+        slots = shape.start + np.arange(len(shape.nodes))
         children = draw_children(
-            logits, count, context, noise, depth, sampled=sampled, draft_ids=draft_ids
+            logits, count, context, noise, depth, slots, sampled=sampled, draft_ids=draft_ids
         )
-        # There may be one distribution for all tokens.
-        parents = shape.child_parents if logits.shape[1] > 1 else 0 * shape.child_parents
-        exists = children.exists[:, parents, shape.child_ranks] & (depth < context.limit)[:, None]
+        drawn_after = shape.parents_in(children.tokens)
+        exists = children.exists[:, drawn_after, shape.child_ranks]
+        exists &= (depth < context.limit)[:, None]
         if p_min > 0:
-            exists &= (likeliest_probability(logits) >= p_min)[:, parents]
+            exists &= (likeliest_probability(logits) >= p_min)[:, shape.parents_in(logits)]
         parent_valid = jnp.concatenate(valid, axis=1)[:, shape.nodes[shape.child_parents]]
-        tokens.append(children.tokens[:, parents, shape.child_ranks])
+        tokens.append(children.tokens[:, drawn_after, shape.child_ranks])
         valid.append(exists & parent_valid)
-        has_logq = children.logq is not None
-        drawn = children.sampled if has_logq else jnp.zeros_like(children.sampled)
-        rows.append(jnp.where(drawn[:, None], num_rows + parents[None, :], -1))
-        if has_logq:
-            distributions.append(children.logq)
-            num_rows += children.logq.shape[1]
+        if children.logq is None:
+            rows.append(jnp.full(exists.shape, -1))
+            continue
+        drawn_from = num_rows + shape.parents_in(children.logq)
+        rows.append(jnp.where(children.sampled[:, None], drawn_from, -1))
+        distributions.append(children.logq)
+        num_rows += children.logq.shape[1]
 
     def in_order(levels: list[Shaped[Array, "B _"]]) -> Shaped[Array, "B N"]:
         return jnp.concatenate(levels, axis=1)[:, drawn_as[1:] - 1]

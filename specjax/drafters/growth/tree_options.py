@@ -42,11 +42,18 @@ class TreeOptions:
     """
 
     kind: TreeKind = "chain"
+    """Whether to draft a chain or a tree, and of which kind."""
     topk: Annotated[int | None, optional(Whole(1, MOST_TOPK))] = None
+    """The most children of a node, by default 8."""
     depth: Annotated[int | None, optional(Whole(1, 64))] = None
+    """The number of levels, by default 5 or as many as the drafter can draft."""
     num_nodes: Annotated[int | None, optional(Whole(1, 1023))] = None
+    """The number of nodes, by default 32 or as many as the other sizes allow."""
     choices: Annotated[tuple[tuple[int, ...], ...] | None, optional(_CHOICES)] = None
+    """The paths of a static tree, each as the ranks of its nodes among their siblings."""
     acceptance: Rates | None = None
+    """The rates by which the nodes of a static tree are chosen; by default measured or usual ones.
+    """
 
     def __post_init__(self) -> None:
         check_instance(self, "tree.")

@@ -14,7 +14,12 @@ from specjax.loading.heads.head import Head
 from specjax.loading.model import Model
 from specjax.loading.quantize import DRAFT_WEIGHTS
 
-DraftWeights = Annotated[str, DRAFT_WEIGHTS]
+DraftWeights = Annotated[
+    str,
+    DRAFT_WEIGHTS,
+    "How the drafter's kernels are stored; auto: int8 if the target has few bits, for a separate "
+    "model as for a target.",
+]
 """The storage of a trained drafter's kernels."""
 
 

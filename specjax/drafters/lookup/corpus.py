@@ -13,13 +13,14 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+import numpy as np
+from jaxtyping import Array, Int, UInt32
 
 from specjax.drafters.base import Context, Drafter, LoadedDrafter, Noise
 from specjax.drafters.lookup.longest_match import SEPARATOR, find_longest
 from specjax.drafters.lookup.suffix import Suffix
 from specjax.errors import InputError
-from specjax.fields import Whole
+from specjax.fields import Whole, optional
 from specjax.loading.corpus.index_folder import IndexFolder, open_index
 from specjax.loading.corpus.sorted_text import (
     LONGEST_MATCH,
@@ -29,9 +30,15 @@ from specjax.loading.corpus.sorted_text import (
     with_separator,
 )
 from specjax.loading.model import Model
+from specjax.sampling import text_digest
 from specjax.trees import Draft
 
 _LENGTH = Whole(1, LONGEST_MATCH)
+CorpusFolder = Annotated[
+    str | None,
+    optional(IndexFolder()),
+    "The folder of an index of texts, which specjax.corpus_index makes.",
+]
 _BY_INDEX = "make an index by python -m specjax.corpus_index"
 
 
@@ -48,9 +55,13 @@ class Corpus(Suffix):
     """
 
     prompt_lookup_max: Annotated[int, _LENGTH] = LONGEST_MATCH
+    """The longest match that is searched for, in tokens."""
     prompt_lookup_min: Annotated[int, _LENGTH] = 2
+    """The shortest match, in tokens."""
     suffix_decoding_max_cached_requests: Annotated[int, Whole(0, 1 << 20)] = 0
+    """How many of an engine's latest finished requests are copied from too."""
     suffix_decoding_max_cached_tokens: Annotated[int, Whole(64, 1 << 28)] = 1 << 16
+    """The most tokens of these requests; the oldest are dropped."""
     observe = Drafter.observe
 
     def __post_init__(self) -> None:
@@ -68,7 +79,7 @@ class Corpus(Suffix):
         target: Model,
         path: Any = None,
         *,
-        corpus: Annotated[str, IndexFolder()] | None = None,
+        corpus: CorpusFolder = None,
         **options: Any,
     ) -> LoadedDrafter:
         """Return the drafter for a target, with an index of a corpus, cached requests, or both.
@@ -107,7 +118,9 @@ class Corpus(Suffix):
         """Return the parameters with the latest of `outputs` in place of earlier ones.
 
         As many outputs are included as fit; the oldest may be truncated at its start. Each output
-        follows the end of its prompt, so that its first tokens can be matched.
+        follows the end of its prompt, so that its first tokens can be matched. The new digest
+        differs from all earlier ones, even where the same text was there before: otherwise a
+        request that emits what is cached would draw the same once more when it is repeated.
         """
         if not self.max_cached_requests:
             return params
@@ -118,7 +131,15 @@ class Corpus(Suffix):
             document = with_separator([*prompt[-self.prompt_lookup_max :], *output], dtype)
             documents.append(document[max(len(document) - room, 0) :])
             room -= len(documents[-1])
-        return (sorted_text(documents, size, dtype), *others)
+        text = sorted_text(documents, size, dtype)
+        digest = text_digest(text.tokens, after=np.asarray(cached.digest))
+        return (text._replace(digest=digest), *others)
+
+    def text_digests(
+        self, params: tuple[SortedText, ...]
+    ) -> tuple[UInt32[Array | np.ndarray, "2"], ...]:
+        """Return the digests of the cached outputs and of the corpus."""
+        return tuple(text.digest for text in params)
 
     def init(self, params: Any, batch: int, capacity: int) -> tuple[()]:
         """Return an empty tuple, since the drafter has no state."""

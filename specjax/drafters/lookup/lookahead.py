@@ -61,9 +61,13 @@ class Lookahead(Drafter):
 
     num_speculative_tokens: Annotated[int, optional(DRAFT_TOKENS)] = None  # as __post_init__ says
     window: Annotated[int, Whole(2, 64)] = 7
+    """The number of columns of guesses (W)."""
     levels: Annotated[int, Whole(2, 16)] = 5
+    """The number of tokens of an n-gram (N)."""
     guesses: Annotated[int, Whole(0, 64)] = 7
+    """The most n-grams of a draft."""
     pool_size: Annotated[int, Whole(64, 1 << 20)] = 2048
+    """How many n-grams are kept; the oldest are dropped."""
 
     def __post_init__(self) -> None:
         check_instance(self, "drafter.")

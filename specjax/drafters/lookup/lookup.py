@@ -6,12 +6,11 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
 
 from specjax.drafters.base import Drafter, LoadedDrafter
-from specjax.drafters.lookup.corpus import Corpus
+from specjax.drafters.lookup.corpus import Corpus, CorpusFolder
 from specjax.drafters.lookup.suffix import Suffix
 from specjax.drafters.lookup.token_recycling import TokenRecycling
 from specjax.drafters.merged import Merged
 from specjax.fields import Whole
-from specjax.loading.corpus.index_folder import IndexFolder
 from specjax.loading.model import Model
 
 
@@ -40,7 +39,7 @@ class Lookup(Merged):
         target: Model,
         path: Any = None,
         *,
-        corpus: Annotated[str, IndexFolder()] | None = None,
+        corpus: CorpusFolder = None,
         **options: Any,
     ) -> LoadedDrafter:
         """Return the drafter for a target, with the corpus index in the folder `corpus`, if any."""

@@ -37,9 +37,13 @@ class Ngram(Drafter):
 
     num_speculative_tokens: Annotated[int, DRAFT_TOKENS] = 8
     prompt_lookup_max: Annotated[int, _LENGTH] = 3
+    """The longest match that is searched for, in tokens."""
     prompt_lookup_min: Annotated[int, _LENGTH] = 2
+    """The shortest match, in tokens."""
     match: Literal["latest", "earliest"] = "latest"
+    """Which of several matches of one length is copied."""
     num_matches: Annotated[int, _MATCHES] = 1
+    """The number of matches of one length, each of which is a branch of a tree."""
 
     def __post_init__(self) -> None:
         check_instance(self, "drafter.")

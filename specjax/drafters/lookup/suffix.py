@@ -54,9 +54,13 @@ class Suffix(Drafter):
     num_speculative_tokens: Annotated[int, optional(DRAFT_TOKENS)] = None  # as __post_init__ says
     tree: Annotated[DynamicTree | RankedTree | TreeOptions | None, TREE] = None
     suffix_decoding_max_tree_depth: Annotated[int, Whole(2, 2048)] = 24
+    """The most tokens of match and draft together."""
     suffix_decoding_max_spec_factor: Annotated[float, Number(0.0, 1024.0)] = 1.0
+    """How many tokens are drafted per token of the match."""
     suffix_decoding_max_spec_offset: Annotated[float, Number(-1024.0, 1024.0)] = 0.0
+    """The number of tokens that is added to this; below 0, short matches draft nothing."""
     suffix_decoding_min_token_prob: Annotated[float, Number(0.0, 1.0)] = 0.1
+    """A draft ends before its probability, estimated from counts, falls below this."""
 
     def __post_init__(self) -> None:
         check_instance(self, "drafter.")

@@ -30,6 +30,9 @@ class EarlyExit(SelfDrafter):
     name: ClassVar[str] = "early_exit"
     num_layers: Annotated[int, Whole(1)] = field(kw_only=False)
     exit_layer: Annotated[int, Whole(1)] | None = None
+    """How many of the target's first layers draft, by default half of them; auto measures which
+    number is best.
+    """
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -13,7 +13,7 @@ from specjax.drafters.base import Context, LoadedDrafter
 from specjax.drafters.self_speculation.layer_choice import choose, draft_cost, leave_out
 from specjax.drafters.self_speculation.self_drafter import SelfDrafter
 from specjax.errors import InputError
-from specjax.fields import Items, Whole
+from specjax.fields import Items, Whole, optional
 from specjax.loading.model import Model
 from specjax.loading.user_messages import note
 from specjax.models.decoder import Decoder
@@ -33,6 +33,7 @@ class LayerSkip(SelfDrafter):
     name: ClassVar[str] = "layer_skip"
     num_layers: Annotated[int, Whole(1)] = field(kw_only=False)
     skipped: Annotated[tuple[int, ...], Items(Whole())] = ()
+    """The numbers of the layers that are left out, from 0; by default chosen on a short text."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -52,7 +53,11 @@ class LayerSkip(SelfDrafter):
         target: Model,
         path: Any = None,
         *,
-        skip_layers: Annotated[int, Whole(1)] | None = None,
+        skip_layers: Annotated[
+            int | None,
+            optional(Whole(1)),
+            "How many layers are left out, by default as many as are estimated to be fastest.",
+        ] = None,
         **options: Any,
     ) -> LoadedDrafter:
         """Return the drafter for a target, without the layers `skipped` if they are given.

@@ -42,7 +42,10 @@ class Quantized(SelfDrafter):
     name: ClassVar[str] = "quantized"
     model: Annotated[Decoder, _DECODER] = field(kw_only=False)
     weights: Literal["int8", "int4"] | None = None
+    """The form of the copy's kernels, by default int8, or int4 if the target has 8 bits."""
     activations: Literal["float", "int8", "int4"] | None = None
+    """The form to which the inputs of kernels are rounded (emulated); by default int8 if the target
+    has no more bits than the copy would have."""
 
     @classmethod
     def load(cls, name: str, target: Model, path: Any = None, **options: Any) -> LoadedDrafter:

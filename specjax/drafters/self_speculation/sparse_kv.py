@@ -64,11 +64,17 @@ class SparseKV(SelfDrafter):
     name: ClassVar[str] = "sparse_kv"
     model: Annotated[Decoder, _DECODER] = field(kw_only=False)
     budget: Annotated[int, Whole(1, 1 << 20)] = 512
+    """How many committed keys a draft attends to."""
     ratio: Annotated[float, RATIO] = 0.0
+    """The share of a row's keys that it attends to if that is more than the budget."""
     keep: Literal["recent", "scores"] = "recent"
+    """Which keys: those of the first and the latest tokens, or those with the most attention."""
     sinks: Annotated[int, SINKS] = 4
+    """How many first tokens are among them."""
     refresh: Annotated[int, Whole(1, 1 << 20)] = 64
+    """After how many tokens keys are chosen anew by their scores."""
     weights: Literal["int8", "int4"] | None = None
+    """The form of a copy of the target that drafts; by default the target itself does."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -29,6 +29,7 @@ from specjax.loading.corpus.sorted_text import (
 )
 from specjax.loading.dataclass_json import read_dataclass
 from specjax.loading.model import Model
+from specjax.sampling import text_digest
 
 KIND = "corpus index"
 TOKENS, ORDER, METADATA = "tokens.npy", "order.npy", "index.json"
@@ -145,4 +146,4 @@ def _mapped(where: str, folder: Path) -> SortedText:
     is_index = tokens.dtype in (np.uint16, np.int32) and order.dtype == np.int32
     if not is_index or tokens.ndim != 1 or order.ndim != 1 or not 0 < len(order) <= len(tokens):
         raise InputError(f"{where}: {TOKENS} and {ORDER} are those of no index; {_MAKE}")
-    return SortedText(tokens, order, np.int32(len(order)))
+    return SortedText(tokens, order, np.int32(len(order)), text_digest(tokens))

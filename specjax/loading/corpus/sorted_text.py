@@ -11,7 +11,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Array, Bool, Int, Int32, Integer
+from jaxtyping import Array, Bool, Int, Int32, Integer, UInt32
+
+from specjax.sampling import text_digest
 
 LONGEST_MATCH = 16
 """The number of tokens by which positions are sorted, and thus the length of the longest match."""
@@ -24,12 +26,13 @@ class SortedText(NamedTuple):
 
     `order[:count]` are the positions of tokens with a successor, sorted by the token at the
     position, then by the token before it, and so on; separators stand in for tokens before the
-    text.
+    text. `digest` is the `sampling.text_digest` of the tokens.
     """
 
     tokens: Integer[Array | np.ndarray, "T"]
     order: Int[Array | np.ndarray, "n"]
     count: Int[Array | np.ndarray, ""]
+    digest: UInt32[Array | np.ndarray, "2"]
 
 
 def token_dtype(vocab_size: int) -> Any:
@@ -58,7 +61,7 @@ def sorted_text(documents: Sequence[np.ndarray], size: int, dtype: Any) -> Sorte
     chosen, order = have_successor(tokens), np.zeros(size, np.int32)
     count = np.int32(np.count_nonzero(chosen))
     sort_positions(tokens, chosen, order[:count])
-    return SortedText(tokens, order, count)
+    return SortedText(tokens, order, count, text_digest(tokens))
 
 
 def have_successor(tokens: Integer[np.ndarray, "T"]) -> Bool[np.ndarray, "T"]:
