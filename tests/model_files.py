@@ -154,19 +154,20 @@ def gguf_converted(tensors, architecture, config):
     return found
 
 
-def write_gguf(path, keys, arrays, kind="F32", architecture="llama", **split):
+def write_gguf(path, keys, arrays, kind="F32", architecture="llama", kinds=None, **split):
     """Write a GGUF file with matrices quantized to `kind` and vectors in float32; return its path.
 
-    `split` are options of the writer for several files, the first of which is returned.
+    `kinds` are those of some matrices, by name. `split` are options of the writer for several
+    files, the first of which is returned.
     """
     writer = gguf.GGUFWriter(path, architecture, **split)
     for key, value in keys.items():
         _add(writer, key, value)
-    quantised = gguf.GGMLQuantizationType[kind]
     for name, array in arrays.items():
         if array.ndim == 1 or array.dtype != np.float32:
             writer.add_tensor(name, array)
         else:
+            quantised = gguf.GGMLQuantizationType[(kinds or {}).get(name, kind)]
             raw = gguf.quants.quantize(array, quantised)
             writer.add_tensor(name, raw, raw_dtype=quantised)
     writer.write_header_to_file()

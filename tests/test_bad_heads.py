@@ -100,7 +100,7 @@ MEDUSA = [
     (dict(tensors={"token_map": np.zeros(40, np.int64)}), "names token 0 twice"),
     (
         dict(tensors={"lm_head.weight": np.ones((40, 24), np.float32)}),
-        "differs from the head of random-0",
+        "differs from that of random-0",
     ),
     (dict(config={"original_lm_head": False}), "missing: 0.1.weight.*unexpected: lm_head"),
     (dict(config={"hidden_size": 32}), "random-0 has 24"),

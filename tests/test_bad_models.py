@@ -246,9 +246,7 @@ FILES = {
     "settings that are no JSON": (put(SETTINGS, "nope"), "is not JSON"),
     "an end that is no token": (put(SETTINGS, '{"eos_token": "<none>"}'), "eos_token='<none>'"),
     "an end that is a text": (ends("x"), "eos_token_id='x'"),
-    **{f"the end {value:.3}": (ends(int(value)), "eos_token_id=") for value in ("4000", "-1")},
-    "the end 2**40": (ends(2**40), "is outside"),
-    "an end of many digits": (ends(10**4000), "eos_token_id="),
+    "an end that is a number with a point": (ends(2.0), "eos_token_id=2.0"),
     "an enormous token id": (far_token, "have ids up to 4294967295"),
     "a tokenizer that panics": (
         model_of_tokenizer(continuing_subword_prefix="\0" * 10),
@@ -356,7 +354,7 @@ def test_a_model_whose_announced_modules_are_none(tmp_path):
         ({"tokenizer.ggml.token_type": [1, 2]}, "tokenizer.ggml.token_type"),
         ({"tokenizer.ggml.merges": ["x y"]}, "inconsistent"),
         ({"tokenizer.ggml.merges": ["in"]}, "not two tokens"),
-        ({"tokenizer.ggml.eos_token_id": np.uint32(10**6)}, "eos_token_id=1000000"),
+        ({"tokenizer.ggml.bos_token_id": np.uint32(10**6)}, "bos_token_id=1000000"),
         ({"tokenizer.ggml.tokens": ["a", *GGUF_TOKENS[1:]]}, "'a' appears twice"),
     ],
 )

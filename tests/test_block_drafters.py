@@ -269,7 +269,5 @@ def test_options_are_checked(tiny):
             block_head(tiny, **options)
     with pytest.raises(InputError, match="feature 'layer_input:7' is unknown"):
         block_drafter(tiny, taps=("layer_input:7",))
-    with pytest.raises(InputError, match="=4: a block of this dflash drafts at most 3 tokens; low"):
-        head_drafter(block_head(tiny), tiny, num_speculative_tokens=4)
     with pytest.raises(InputError, match="dflash drafts at most 3 tokens in a row; lower it"):
         head_drafter(block_head(tiny), tiny, tree={"kind": "dynamic", "depth": 4})

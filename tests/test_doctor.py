@@ -60,13 +60,13 @@ def target():
     return dataclasses.replace(model, params={**model.params, "head": head})
 
 
-def answers_of_target():
-    return generate(target(), PROMPTS, sampling=SAMPLING, batch_size=8).token_ids
+def answers_of_target(seed=0):
+    return generate(target(), PROMPTS, sampling=SAMPLING, batch_size=8, seed=seed).token_ids
 
 
 @functools.cache
 def trained(kind):
-    """A sound drafter: a head fitted to the very answers that are examined."""
+    """A sound drafter: a head fitted to answers of the target."""
     make = {
         "eagle3": lambda: eagle_head(target(), vocabulary=50, norm_before_residual=True),
         "mtp": lambda: mtp_head(target()),
@@ -74,8 +74,8 @@ def trained(kind):
         "dspark": lambda: block_head(target(), vocabulary=50, **DSPARK),
     }[kind]
     loaded = head_drafter(make(), target(), num_speculative_tokens=LENGTH)
-    answers = answers_of_target()
-    read = read_answers(target(), PROMPTS, answers, loaded.drafter.features, SAMPLING)
+    answers = [answer for seed in range(4) for answer in answers_of_target(seed)]
+    read = read_answers(target(), 4 * PROMPTS, answers, loaded.drafter.features, SAMPLING)
     fixed = {name: loaded.params[name] for name in ("shared", "draft_ids") if name in loaded.params}
     own = {name: part for name, part in loaded.params.items() if name not in fixed}
     ids, labels = fixed.get("draft_ids", jnp.arange(61)), read.logp.shape[1]
@@ -112,7 +112,7 @@ def trained(kind):
 
 def with_estimates(loaded):
     """The drafter with an estimate of acceptance that is right on average of other answers."""
-    answers = generate(target(), PROMPTS, sampling=SAMPLING, batch_size=8, seed=1).token_ids
+    answers = answers_of_target(seed=9)
     read = read_answers(target(), PROMPTS, answers, loaded.drafter.features, SAMPLING)
     mean = score(
         Reading(loaded.drafter, loaded.params, read.features), read, SAMPLING

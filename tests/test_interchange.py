@@ -1,6 +1,7 @@
 """Heads in other tools' layouts: same logits after a round trip, tensors mean what they should."""
 
 import dataclasses
+import functools
 import json
 
 import jax
@@ -26,7 +27,9 @@ from specjax.loading.head_formats import read_foreign, shared_with_target, write
 from specjax.loading.head_formats.read_write import whole_vocabulary
 from specjax.loading.heads.head import check_same, read_head, save_head
 from specjax.loading.load import random_model
+from specjax.loading.quantize import in_stacked_form, quantized_model
 from specjax.models.heads.block import Block
+from specjax.models.heads.eagle import EagleConfig
 from specjax.models.heads.medusa import Medusa
 
 FORMS = {
@@ -90,6 +93,60 @@ def test_a_re_imported_export_gives_the_same_logits(form, tiny, tmp_path):
     # A tool that keeps no notes loses the target's name only.
     edit_head(path)
     assert read_foreign(path, tiny).config == head.config
+
+
+@pytest.fixture(scope="module")
+def wide():
+    """A target with kernels that can be rounded in groups of 32, by the bits of its weights."""
+    from tiny_models import tiny_config
+
+    config = tiny_config(hidden_size=32, intermediate_size=64, num_heads=4, head_dim=8)
+    floats = in_stacked_form(random_model(config, 3, dtype="float32"))
+    return {"float": floats, **{bits: quantized_model(floats, bits) for bits in ("int8", "int4")}}
+
+
+BESIDE_FEW_BITS = {
+    **{name: entry for name, entry in FORMS.items() if not name.startswith("dflash2")},
+    **{
+        f"{form}_reduced": (form, functools.partial(block_head, vocabulary=VOCABULARY, **options))
+        for form, options in (
+            ("dflash", {}),
+            ("dspark", dict(markov_rank=3, confidence=True)),
+            ("speculators", {}),
+        )
+    },
+    "medusa_projection": ("medusa", functools.partial(medusa_head, projection=True)),
+}
+
+
+@pytest.mark.parametrize("form", BESIDE_FEW_BITS)
+def test_heads_of_every_layout_load_beside_the_target_in_other_bits(form, wide, tmp_path, caplog):
+    """Copies of the target's arrays in a head's file are those of other bits: the target's count.
+
+    It says so. Rows of another target, or of other tokens, are refused.
+    """
+    name, make = BESIDE_FEW_BITS[form]
+    for exported in wide:
+        target = wide[exported]
+        head = make(target)
+        path = written_head(tmp_path / exported, head, name, target)
+        wanted = read_foreign(path, target)
+        stored = load_file(next(path.glob("*.safetensors")))
+        has_copy = not isinstance(head.config, EagleConfig) and "lm_head.weight" in stored
+        for loaded in wide:
+            caplog.clear()
+            again = read_foreign(path, wide[loaded])
+            check_same(wanted, again, "other bits")
+            # The output head has 8 bits in both.
+            rounded = has_copy and (exported == "float") != (loaded == "float")
+            assert ["up to rounding" in line for line in caplog.messages] == [True] * rounded
+    if has_copy:
+        rows = stored["lm_head.weight"]
+        edit_head(path, tensors={"lm_head.weight": np.roll(rows, 1, axis=0)})
+        with pytest.raises(
+            InputError, match=r"lm_head\.weight differs from that of random-3, which"
+        ):
+            read_foreign(path, wide["int4"])
 
 
 @pytest.mark.parametrize("form", ["eagle3_flags", "eagle3_norm_before_fc", "eagle3_reduced"])
@@ -241,6 +298,28 @@ def test_maps_in_another_order_are_sorted_with_their_rows(tiny, tmp_path):
     check_same(head, read_foreign(path, tiny), "sorted")
 
 
+def test_a_map_of_zeros_that_nothing_confirms_is_said(tiny, tmp_path, caplog):
+    head = eagle_head(tiny, vocabulary=VOCABULARY)
+    first = dataclasses.replace(head, draft_ids=np.arange(VOCABULARY, dtype=np.int32))
+    path = written_head(tmp_path, first, "eagle3", tiny)
+    edit_head(path)
+    np.testing.assert_array_equal(read_foreign(path, tiny).draft_ids, np.arange(VOCABULARY))
+    assert not caplog.messages
+    edit_head(path, drop=["t2d"])
+    np.testing.assert_array_equal(read_foreign(path, tiny).draft_ids, np.arange(VOCABULARY))
+    (line,) = caplog.messages
+    assert "all offsets of d2t are 0" in line
+    assert "drafts the tokens 0..39;" in line
+    caplog.clear()
+    edit_head(path, tensors={"d2t": head.draft_ids - np.arange(VOCABULARY)})
+    np.testing.assert_array_equal(read_foreign(path, tiny).draft_ids, head.draft_ids)
+    assert not caplog.messages
+    # A mask that was never filled in contradicts the map.
+    edit_head(path, tensors={"d2t": 0 * head.draft_ids, "t2d": np.zeros(61, np.bool_)})
+    with pytest.raises(InputError, match="t2d and d2t disagree about 40 tokens, such as 0"):
+        read_foreign(path, tiny)
+
+
 def test_a_padded_vocabulary_is_truncated(tiny, tmp_path):
     head = eagle_head(tiny, vocabulary=VOCABULARY, own_embedding=True)
     path = written_head(tmp_path, head, "eagle3", tiny)
@@ -351,6 +430,37 @@ def test_layer_ids_count_inputs_or_outputs(deep, tmp_path):
     assert read_foreign(path, deep).config.taps == head.config.taps
 
 
+@pytest.mark.parametrize("layer_ids", [None, "input", "output"])
+def test_target_layer_ids_number_outputs_whatever_the_others_do(deep, tmp_path, layer_ids):
+    """As DeepSpec and the tools that train on its heads write them, at the top of config.json."""
+    head = eagle_head(deep)
+    path = written_head(tmp_path, head, "eagle3", deep)
+    published = {"target_layer_ids": [1, 4, 6], "num_target_layers": 10, "ttt_length": 7}
+    edit_head(path, config={"eagle_config": None, **published})
+    assert read_foreign(path, deep, layer_ids=layer_ids).config.taps == head.config.taps
+    edit_head(path, config={"target_layer_ids": [-1, 4, 9]})
+    taps = read_foreign(path, deep, layer_ids=layer_ids).config.taps
+    assert taps == ("layer_input:0", "layer_input:5", "pre_norm")
+    # Both names: what one numbers says what the other does.
+    others = {"input": [2, 5, 7], "output": [1, 4, 6]}
+    for convention, ids in others.items():
+        name = "eagle_aux_hidden_state_layer_ids"
+        edit_head(path, config={"target_layer_ids": [1, 4, 6], "eagle_config": {name: ids}})
+        if layer_ids in (None, convention):
+            assert read_foreign(path, deep, layer_ids=layer_ids).config.taps == head.config.taps
+            continue
+        with pytest.raises(
+            InputError, match=r"target_layer_ids=\[1, 4, 6\]: eagle_aux.* names oth"
+        ):
+            read_foreign(path, deep, layer_ids=layer_ids)
+    edit_head(path, config={"eagle_config": None, "target_layer_ids": [1, 4, 10]})
+    with pytest.raises(InputError, match=r"target_layer_ids=\[1, 4, 10\]: out of range: .* has 10"):
+        read_foreign(path, deep, layer_ids=layer_ids)
+    edit_head(path, config={"target_layer_ids": [1, 4, 6], "num_target_layers": 12})
+    with pytest.raises(InputError, match="num_target_layers=12: random-3 has 10; use a head made"):
+        read_foreign(path, deep, layer_ids=layer_ids)
+
+
 def test_medusa_under_vllms_names_and_as_published(tiny, tmp_path):
     head = noisy_medusa_head(tiny, layers=2)
     path = written_head(tmp_path, head, "medusa", tiny)
@@ -384,7 +494,7 @@ def test_eagle1_with_the_targets_embedding_and_head(tiny, tmp_path):
     edit_head(path, tensors=both)
     check_same(head, read_foreign(path, tiny), "with both")
     edit_head(path, tensors={"lm_head.weight": 2 * both["lm_head.weight"]})
-    with pytest.raises(InputError, match="lm_head.weight differs from the head of random-0"):
+    with pytest.raises(InputError, match="lm_head.weight differs from that of random-0"):
         read_foreign(path, tiny)
     edit_head(path, tensors=both, config={"bias": True})
     with pytest.raises(InputError, match="bias=True: the file has no fc.bias"):
@@ -554,7 +664,9 @@ def test_a_draft_vocabulary_of_block_drafters(form, tiny, tmp_path):
     edit_head(path, tensors=mixed)
     check_same(head, read_foreign(path, target), "sorted")
     edit_head(path, tensors={"d2t": stored["d2t"]})
-    with pytest.raises(InputError, match="lm_head.weight differs .* for the tokens of d2t"):
+    with pytest.raises(
+        InputError, match="lm_head.weight differs from that of .*, which a block drafter"
+    ):
         read_foreign(path, target)
     edit_head(path, drop=("d2t", "t2d", "lm_head.weight"))
     with pytest.raises(InputError, match="d2t that maps them .* is missing"):

@@ -16,6 +16,8 @@ from test_experts import WIDE
 
 import specjax
 from specjax.cache import commit
+from specjax.cli.config_file import read_config
+from specjax.cli.decode_config import DrafterConfig, make_config_drafter, read_decode_config
 from specjax.decoding.options import DecodeOptions
 from specjax.decoding.programs import compile_session
 from specjax.decoding.session import plan_session
@@ -25,6 +27,7 @@ from specjax.drafters.self_speculation.quantized import Quantized
 from specjax.errors import InputError
 from specjax.loading import quantize as quantize_models
 from specjax.loading.load import load_model, place_model, random_model, save_model
+from specjax.loading.model import bytes_by_form, count_bytes, megabytes, weights_in_words
 from specjax.loading.quantize import float_model, quantized_model
 from specjax.models.cpu import library as cpu_library
 from specjax.models.decoder import Form
@@ -188,13 +191,18 @@ def test_without_the_library_xla_multiplies(bits, without_library):
     np.testing.assert_allclose(y, x @ kernel.dequantized()[1], rtol=1e-5, atol=1e-5)
 
 
+def held(model):
+    """The forms of a model's weights but float32, which its norms have."""
+    return bytes_by_form(model.params).keys() - {"float32"}
+
+
 @needs_library
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_file_in_blocks_is_the_model_that_its_dequantised_weights_are(tmp_path, kind):
     arrays = gguf_tensors()
     path = write_gguf(tmp_path / "a.gguf", gguf_metadata(), arrays, kind)
     model, wide = load_model(path), load_model(path, weights="float", form=Form())
-    assert model.weights == ("8-bit" if kind == "Q8_0" else "4-bit")
+    assert held(model) == ({"8-bit"} if kind == "Q8_0" else {"4-bit"})
     assert model.num_params == wide.num_params
     jax.tree.map(np.testing.assert_array_equal, float_model(model).params, wide.params)
     prompts = ["the thin", "in the"]
@@ -207,9 +215,80 @@ def test_a_dtype_or_a_form_or_another_type_keeps_floating_point(tmp_path):
     path = write_gguf(tmp_path / "a.gguf", gguf_metadata(), gguf_tensors(), "Q8_0")
     assert load_model(path, dtype="float32").weights == "float32"
     assert load_model(path, form=Form()).weights == "float32"
-    assert load_model(path, dtype="float32", weights="file").weights == "8-bit"
+    assert held(load_model(path, dtype="float32", weights="file")) == {"8-bit"}
     other = write_gguf(tmp_path / "b.gguf", gguf_metadata(), gguf_tensors(), "Q5_0")
     assert load_model(other).weights == "float32"
+
+
+def test_weights_are_named_by_form_and_size():
+    kernel = quantize(random_kernel(256, 64), 4)
+    wide = jnp.zeros((256, 64))
+    assert weights_in_words({"a": wide, "b": wide}) == "float32"
+    held_bytes = {"float32": 65536, "4-bit": 64 * 256 // 2 + 2 * 4 * 64 * 8}
+    assert bytes_by_form({"a": kernel, "b": wide}) == held_bytes
+    assert weights_in_words({"a": kernel, "b": wide}) == "float32 (0.0655 MB) and 4-bit (0.0123 MB)"
+    half = wide.astype(jnp.bfloat16)
+    words = "float32 (0.0655 MB), bfloat16 (0.0328 MB) and 4-bit (0.0123 MB)"
+    assert weights_in_words([kernel, wide, half]) == words
+    # The norms beside kernels are nothing to speak of.
+    assert weights_in_words([kernel, wide[0]]) == "4-bit (0.0123 MB) and float32 (0.000256 MB)"
+    assert weights_in_words([kernel, wide[0, :8]]) == "4-bit"
+    assert [megabytes(size) for size in (1_234_567_890, 99_400_000)] == ["1,235 MB", "99.4 MB"]
+
+
+@needs_library
+def test_what_a_file_of_several_types_takes_is_said(tmp_path, caplog):
+    """A GGUF of K-quants has few kernels that are multiplied as they are; others are float32."""
+    path = tmp_path / "a.gguf"
+    write_gguf(path, gguf_metadata(), gguf_tensors(), "Q5_0", kinds={"token_embd.weight": "Q8_0"})
+    model = load_model(path)
+    head = model.params["head"]["kernel"]
+    assert head.bits == 8
+    sizes = count_bytes(model.params) - count_bytes(head), count_bytes(head)
+    floats, eight = map(megabytes, sizes)
+    assert model.weights == f"float32 ({floats}) and 8-bit ({eight})"
+    assert f", {model.weights})" in repr(model)
+    (line,) = caplog.messages
+    assert line.startswith(
+        f"{path}: the weights take {sum(sizes) / 1e9:.2g} GB since only kernels of the types Q8_0, "
+        "Q4_0 and Q4_1 stay as they are; weights=int8 takes "
+    )
+    caplog.clear()
+    # Nothing is wide in these.
+    for kind in ("Q8_0", "Q4_0"):
+        load_model(write_gguf(tmp_path / kind, gguf_metadata(), gguf_tensors(), kind))
+    for weights in ("int8", "int4"):
+        load_model(path, weights=weights)
+    assert not caplog.messages
+
+
+@needs_library
+def test_a_draft_model_has_8_bits_beside_a_quantized_target(tmp_path, caplog):
+    """In floating point it would cost what such a target saves. Blocks in fewer bits stay."""
+    wide, blocks = tmp_path / "wide.gguf", tmp_path / "blocks.gguf"
+    arrays = gguf_tensors()
+    write_gguf(wide, gguf_metadata(), arrays, "Q5_0", kinds={"token_embd.weight": "Q8_0"})
+    write_gguf(blocks, gguf_metadata(), arrays, "Q4_0", kinds={"token_embd.weight": "Q8_0"})
+    floats = load_model(blocks, weights="float", form=Form())
+    as_loaded, rounded = load_model(wide), load_model(wide, weights="int8")
+    config = read_decode_config(read_config([], "configs/decode_smollm2.py").to_dict())
+    in_blocks = load_model(blocks)
+
+    def forms(target, path, **options):
+        """The same by name and on the command line."""
+        loaded = make_drafter("draft_model", target, str(path), **options)
+        entry = DrafterConfig("draft_model", str(path), options, False)
+        made = make_config_drafter(config, entry, target).loaded
+        assert bytes_by_form(made.params) == bytes_by_form(loaded.params)
+        return bytes_by_form(loaded.params)
+
+    for few in (in_blocks, quantized_model(floats, "int4")):
+        caplog.clear()
+        assert forms(few, wide) == bytes_by_form(rounded.params)
+        assert not caplog.messages
+        assert forms(few, blocks) == bytes_by_form(in_blocks.params)
+        assert forms(few, wide, weights="float").keys() == {"float32"}
+    assert forms(floats, wide) == bytes_by_form(as_loaded.params) != bytes_by_form(rounded.params)
 
 
 @needs_library
@@ -389,13 +468,13 @@ BAD = {
         lambda model, path: make_drafter(
             "quantized", quantized_model(model, "int4"), weights="int8"
         ),
-        "drafter.weights=int8: the target's weights are 4-bit and 8-bit already",
+        "drafter.weights=int8: the target's weights are 4-bit (",
     ),
     "drafter of few bits": (
         lambda model, path: make_drafter(
             "quantized", quantized_model(model, "int4"), activations="float"
         ),
-        "drafter.activations=float: the target's weights are 4-bit and 8-bit already",
+        "drafter.activations=float: the target's weights are 4-bit (",
     ),
     "drafter's width": (
         lambda model, path: make_drafter("quantized", random_model(tiny_config(), 0, form=Form())),

@@ -352,16 +352,52 @@ def test_a_model_without_a_tokenizer_keeps_its_ends(plain, tmp_path):
         assert load_model(tmp_path / name).ends == (first[2],)
 
 
-def test_what_config_json_has_by_default_ends_nothing(tmp_path):
+def test_what_config_json_has_by_default_ends_nothing(tmp_path, caplog):
     """GPT2Config states 50256, of whatever vocabulary the model is."""
     write_directory(tmp_path, bos_token="", eos_token=TOKENS[5])
     (tmp_path / "config.json").write_text('{"eos_token_id": [50256, 4]}')
-    with pytest.raises(InputError, match=r"config.json: eos_token_id=50256 is outside"):
-        huggingface_tokenizer.read_tokenizer(tmp_path)
+    assert huggingface_tokenizer.read_tokenizer(tmp_path).eos_ids[:2] == (5, 4)
+    (line,) = caplog.messages
+    says = f"eos_token_id=50256 is outside the vocabulary of {len(TOKENS)} tokens, and ends no row"
+    assert line == f"{tmp_path / 'config.json'}: {says}"
+    caplog.clear()
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": 2}')
     read = huggingface_tokenizer.read_tokenizer(tmp_path)
     assert read.eos_ids[:3] == (5, 2, 4)
     assert read.special_tokens == (("eos_token", TOKENS[5]),)
+    assert not caplog.messages
+
+
+@pytest.mark.parametrize("value", [50256, [151329, 151336, -1], 10**4000])
+def test_ends_outside_of_the_vocabulary_are_said_and_end_nothing(plain, tmp_path, value, caplog):
+    """As transformers writes tiny models of GPT-2 and GLM-4, with and without a tokenizer."""
+    path = as_directory(dataclasses.replace(plain, tokenizer=None), tmp_path, V)
+    (path / "generation_config.json").write_text("{}")
+    for name in ("config.json", "generation_config.json"):
+        edit_json(path / name, eos_token_id=value)
+    model = load_model(path)
+    assert model.ends == ()
+    said = [line for line in caplog.messages if "eos_token_id" in line]
+    assert len(said) == (3 if isinstance(value, list) else 1)
+    assert all(f"is outside the vocabulary of {V} tokens" in line for line in said)
+    assert len(decode(model, [3, 4], count=4)) == 4
+    edit_json(path / "generation_config.json", eos_token_id=[6, 50256])
+    assert load_model(path).ends == (6,)
+
+
+def test_ends_of_a_gguf_outside_of_its_vocabulary_are_said(caplog):
+    """As llama.cpp does. A padding token is used by nothing; the first token must be there."""
+    far = 2**32 - 1
+    read = read_gguf(eot_token_id=far, padding_token_id=far)
+    assert read.eos_ids == read_gguf().eos_ids
+    assert read.special_tokens == read_gguf().special_tokens
+    assert caplog.messages == [
+        f"golden: tokenizer.ggml.eot_token_id={far} is outside the vocabulary of "
+        f"{len(TOKENS)} tokens, and ends no row"
+    ]
+    assert read_gguf(eos_token_id=far, add_eos_token=True).encode("ab") == read_gguf().encode("ab")
+    with pytest.raises(InputError, match=f"bos_token_id={far}: is outside"):
+        read_gguf(bos_token_id=far)
 
 
 def test_the_command_says_where_a_model_ends_and_begins(plain):

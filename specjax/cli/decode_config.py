@@ -64,7 +64,7 @@ from specjax.fields import (
 )
 from specjax.files.path_checks import user_path
 from specjax.loading.find_head import kind_of_head
-from specjax.loading.load import DEFAULT_MODEL, DTYPE, load_model
+from specjax.loading.load import DEFAULT_MODEL, DTYPE, load_draft_model, load_model
 from specjax.loading.model import CACHE_DTYPE, Model
 from specjax.loading.quantize import WEIGHTS
 from specjax.sampling import RULES, Rule, Typical, derived_seed
@@ -481,8 +481,14 @@ def make_config_drafter(
         if path == config.target and not drafter.replicated:
             path = target
         else:
-            placement = {"mesh": target.mesh, "replicated": drafter.replicated}
-            path = load_model(path, dtype=config.dtype, field="drafter.path", **placement)
+            path = load_draft_model(
+                path,
+                target,
+                options.pop("weights", "auto"),
+                dtype=config.dtype,
+                replicated=drafter.replicated,
+                field="drafter.path",
+            )
     length = config.options.fixed_draft_length
     made = make_drafter(drafter.name, target, path, num_speculative_tokens=length, **options)
     if tree is None or tree.kind != "auto":

@@ -56,6 +56,11 @@ class ChainDrafter(Drafter):
             object.__setattr__(self, "num_speculative_tokens", length)
         if tree is not None:
             self._check_tree(tree)
+        if self.longest_path is not None and length > self.longest_path:
+            raise InputError(
+                f"num_speculative_tokens={length}: {self.name} drafts at most {self.longest_path} "
+                "tokens in a row; lower it"
+            )
 
     def _check_tree(self, tree: RankedTree | DynamicTree) -> None:
         """Raise InputError if other options are incompatible with `tree`."""

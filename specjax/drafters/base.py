@@ -17,7 +17,7 @@ from specjax.cache import KVCache
 from specjax.distributed.sharding import constrain
 from specjax.errors import InputError, shown
 from specjax.fields import Whole
-from specjax.loading.model import Model
+from specjax.loading.model import Model, count_weights, is_quantized, weights_in_words
 from specjax.models.interface import LanguageModel
 from specjax.sampling import SeparateNoise, SharedNoise, WarpFlags, argmax, warp
 from specjax.trees import Draft
@@ -269,6 +269,14 @@ class Drafter:
         return False
 
     @property
+    def max_positions(self) -> int | None:
+        """The number of positions of a row in which the drafter can draft; None for all of them.
+
+        A row drafts no token at this position or after it, while the target continues.
+        """
+        return None
+
+    @property
     def stops(self) -> bool:
         """Whether `propose` drafts token by token and applies `context.least_confidence`."""
         return False
@@ -288,6 +296,18 @@ class Drafter:
         """
         observes = self.observes or type(self).observe_pass is not Drafter.observe_pass
         return None if observes else 0
+
+    def longest_paths(self, context: Context) -> Int[Array, "B"]:
+        """Return the longest path that each row may draft with this drafter.
+
+        It is `context.limit`, if neither `num_speculative_tokens` nor `max_positions` is reached.
+        """
+        limit = jnp.minimum(context.limit, self.num_speculative_tokens)
+        positions = self.max_positions
+        # No row of a call has more tokens than there is space for.
+        if positions is None or positions >= context.tokens.shape[1]:
+            return limit
+        return jnp.minimum(limit, jnp.maximum(positions - context.length, 0))
 
     @classmethod
     def load(cls, name: str, target: Model, path: Any = None, **options: Any) -> LoadedDrafter:
@@ -401,6 +421,15 @@ class LoadedDrafter(NamedTuple):
         )
 
     def __repr__(self) -> str:
-        """Return the drafter and the number of its parameters."""
-        count = sum(leaf.size for leaf in jax.tree.leaves(self.params) if hasattr(leaf, "size"))
-        return f"LoadedDrafter({self.drafter.name}, {count / 1e6:.1f}M parameters)"
+        """Return the drafter, and the number and the form of its parameters.
+
+        Those that trained heads share with their target are not counted.
+        """
+        leaves = [
+            leaf
+            for path, leaf in jax.tree_util.tree_leaves_with_path(self.params, is_leaf=is_quantized)
+            if jax.tree_util.DictKey("shared") not in path and hasattr(leaf, "size")
+        ]
+        weights = f", {weights_in_words(leaves)}" if leaves else ""
+        count = f"{count_weights(leaves) / 1e6:.1f}M parameters"
+        return f"LoadedDrafter({self.drafter.name}, {count}{weights})"

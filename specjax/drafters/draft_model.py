@@ -27,9 +27,9 @@ from specjax.errors import InputError
 from specjax.files.path_checks import user_path
 from specjax.loading.find_head import kind_of_head
 from specjax.loading.heads.head import Head
-from specjax.loading.load import load_model, with_vocabulary
+from specjax.loading.load import load_draft_model, with_vocabulary
 from specjax.loading.model import Model
-from specjax.loading.quantize import in_stacked_form, quantized_model
+from specjax.loading.quantize import float_model, in_stacked_form, quantized_model
 from specjax.models.causal_mask import causal
 from specjax.models.config import SlidingWindow
 from specjax.models.decoder import Decoder, Form
@@ -88,15 +88,17 @@ class DraftModel(OwnCacheDrafter):
         """Load a distilled head or a model from `path`, anything that `load_model` accepts.
 
         `path` may also be a `Model`, whose kernels by default keep their bits; otherwise `weights`
-        is the storage of the kernels. Raises InputError if loading fails, and for a model with a
-        different tokenizer.
+        is the storage of the kernels (`DRAFT_WEIGHTS`). Raises InputError if loading fails, and for
+        a model with a different tokenizer.
         """
         if not isinstance(path, Model):
             if path is None or kind_of_head(user_path("drafter.path", path)) is not None:
                 return cls.of_head(*load_head(name, path, target, weights), target, **options)
-            path = load_model(path, mesh=target.mesh, weights=weights, field="drafter.path")
-        elif weights in ("int8", "int4"):
-            path = quantized_model(in_stacked_form(path), weights, "drafter.weights")
+            path = load_draft_model(path, target, weights, field="drafter.path")
+        elif weights == "float":
+            path = float_model(path)
+        elif weights != "auto":
+            path = quantized_model(in_stacked_form(path), weights, field="drafter.weights")
         check_tokenizers(target, path)
         path = replace(
             with_vocabulary(path, target.config.vocab_size), kv_cache_dtype=target.kv_cache_dtype
@@ -119,6 +121,20 @@ class DraftModel(OwnCacheDrafter):
             cache_dtype=target.cache_dtype,
         )
         return LoadedDrafter(cls(ReducedDecoder(decoder), **options), params)
+
+    @property
+    def own_positions(self) -> int:
+        """The number of positions of the model."""
+        return self.model.max_positions
+
+    @property
+    def slides(self) -> bool:
+        """Whether the model takes a window, and has no embedding of positions."""
+        decoder = self.model.decoder if isinstance(self.model, ReducedDecoder) else self.model
+        if not isinstance(decoder, Decoder):
+            return False
+        windowed = self.attention_window is None and any(decoder.config.windowed)
+        return not (windowed or decoder.config.embedding.positions)
 
     @property
     def _limited_model(self) -> LanguageModel:

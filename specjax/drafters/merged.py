@@ -89,6 +89,12 @@ class Merged(Drafter):
         return any(drafter.sampled for drafter in self.parts)
 
     @property
+    def max_positions(self) -> int | None:
+        """The largest number of positions of any part, or None if a part has no such limit."""
+        each = [part.max_positions for part in self.parts if part.num_speculative_tokens]
+        return None if None in each else max(each, default=None)
+
+    @property
     def observes(self) -> bool:
         """Whether any part implements `observe`."""
         return any(drafter.observes for drafter in self.parts)
@@ -147,9 +153,7 @@ class Merged(Drafter):
                 proposal = drafter.propose(
                     params[number],
                     drafter_state,
-                    context.replace(
-                        limit=context.limit.clip(max=drafter.num_speculative_tokens), resumes=False
-                    ),
+                    context.replace(limit=drafter.longest_paths(context), resumes=False),
                     noise.part(number, branches=drafter.branches),
                 )
                 draft, drafter_state = check_proposal(drafter, proposal, drafter_state, context)

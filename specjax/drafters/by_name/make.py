@@ -17,6 +17,7 @@ from specjax.drafters.by_name.options import (
 )
 from specjax.drafters.by_name.registry import DRAFTERS, JOINTS, joint_of
 from specjax.drafters.growth.tree_options import TreeOptions
+from specjax.drafters.own_cache import OwnCacheDrafter
 from specjax.drafters.turn_taking import Turns
 from specjax.errors import InputError, one_line, shown
 from specjax.fields import optional
@@ -24,6 +25,7 @@ from specjax.loading.acceptance_rates import known_acceptance
 from specjax.loading.heads.complete_parameters import complete_parameters
 from specjax.loading.heads.head import Head
 from specjax.loading.model import MODEL_KIND, Model
+from specjax.loading.user_messages import note
 
 
 def make_drafter(
@@ -63,11 +65,15 @@ def make_drafter(
         tree = options.get("tree")
         if isinstance(tree, TreeOptions) and tree.acceptance is None:
             options["tree"] = replace(tree, acceptance=known_acceptance(name, target, path))
-        if name in DRAFTERS:
-            return made_by.load(name, target, path, **options)
-        return _call_own(name, functools.partial(made_by.load, name, target, path, **options))
+        loaded = (
+            made_by.load(name, target, path, **options)
+            if name in DRAFTERS
+            else _call_own(name, functools.partial(made_by.load, name, target, path, **options))
+        )
+        return _say_positions(loaded, target)
     path_option = {} if path is None else {"path": path}
     loaded = _call_own(name, functools.partial(made_by, target, **path_option, **options))
+    _say_positions(loaded, target)
     if length is None:
         return loaded
     if isinstance(loaded.drafter, Turns):
@@ -82,7 +88,25 @@ def head_drafter(head: Head, target: Model, **options: Any) -> LoadedDrafter:
     another target and for invalid options.
     """
     params = complete_parameters(head, target)
-    return DRAFTERS[head.kind].of_head(head, params, target, **options)
+    loaded = DRAFTERS[head.kind].of_head(head, params, target, **options)
+    return _say_positions(loaded, target)
+
+
+def _say_positions(loaded: LoadedDrafter, target: Model) -> LoadedDrafter:
+    """Return `loaded`; log a line for each drafter with fewer positions than its target."""
+    drafter, longest = loaded.drafter, target.config.max_positions
+    for part in drafter.parts if isinstance(drafter, Turns) else (drafter,):
+        positions = part.max_positions
+        if positions is None or positions >= longest:
+            continue
+        remedy = ""
+        if isinstance(part, OwnCacheDrafter) and part.slides:
+            remedy = f"; drafter.sliding_window={positions} drafts on, from the latest tokens"
+        note(
+            f"{part.name} drafts in the first {positions} positions, and {target.name} has "
+            f"{longest}: longer rows continue without drafts{remedy}"
+        )
+    return loaded
 
 
 def _call_own(name: str, make: Callable[[], Any]) -> LoadedDrafter:

@@ -26,7 +26,6 @@ from specjax.drafters.growth.level import Level
 from specjax.drafters.growth.tree_options import MOST_TOPK, TREE, USUAL_NODES, TreeOptions
 from specjax.drafters.heads.head_drafter import HeadDrafter
 from specjax.drafters.own_cache import OwnCacheDrafter
-from specjax.errors import InputError
 from specjax.loading.formats.build_parameters import can_split
 from specjax.loading.heads.head import Head
 from specjax.loading.model import Model
@@ -66,11 +65,6 @@ class BlockDrafter(OwnCacheDrafter, HeadDrafter):
         super().__post_init__()
         head = replace(self.head, sliding_window=self.attention_window)
         object.__setattr__(self, "head", head)
-        if self.num_speculative_tokens > self.longest_path:
-            raise InputError(
-                f"num_speculative_tokens={self.num_speculative_tokens}: a block of this "
-                f"{self.name} drafts at most {self.longest_path} tokens; lower it"
-            )
 
     @classmethod
     def of_head(cls, head: Head, params: Any, target: Model, **options: Any) -> LoadedDrafter:
@@ -96,6 +90,11 @@ class BlockDrafter(OwnCacheDrafter, HeadDrafter):
     def longest_path(self) -> int:
         """The number of tokens that a block drafts."""
         return self.head.config.longest_draft
+
+    @property
+    def own_positions(self) -> int:
+        """The number of positions of the head's layers."""
+        return self.head.config.decoder.max_positions
 
     @property
     def features(self) -> tuple[str, ...]:

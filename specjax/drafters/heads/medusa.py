@@ -43,7 +43,7 @@ class MedusaDrafter(HeadDrafter):
 
     Options are those of `ChainDrafter`. It drafts at most one token per head, and none in the first
     round of a row of one token, which has no feature. Raises InputError for invalid options and for
-    a tree with more levels than heads.
+    chains and trees that are longer than the number of heads.
     """
 
     name: ClassVar[str] = "medusa"
@@ -86,13 +86,12 @@ class MedusaDrafter(HeadDrafter):
         self, params: Any, state: State, context: Context, noise: Noise
     ) -> tuple[Draft, State]:
         """Draft a chain of one token per head, or a tree of the heads' best tokens."""
-        heads = self.head.config.num_heads
         every = self._logits(params, state.feature)
 
         def step(level: Level, carry: tuple[()]) -> tuple[Float[Array, "B 1 Vd"], tuple[()]]:
             return lax.dynamic_slice_in_dim(every, level.depth, 1, axis=1), carry
 
-        limit = jnp.where(context.length > 1, jnp.minimum(context.limit, heads), 0)
+        limit = jnp.where(context.length > 1, context.limit, 0)
         draft, _ = self.draft(
             every[:, :1],
             step,
@@ -113,7 +112,7 @@ class MedusaDrafter(HeadDrafter):
 
     def _logits(self, params: Any, feature: Float[Array, "B D"]) -> Float[Array, "B K Vd"]:
         """Return the logits of the heads in use, by one product if they share a matrix."""
-        used = max(min(self.head.config.num_heads, self.num_speculative_tokens), 1)
+        used = max(self.num_speculative_tokens, 1)
         states = self.head.states(params, feature[:, None])[:used, :, 0]
         if self.head.config.original_lm_head:
             return self.head.logits(params, states.swapaxes(0, 1), 0)

@@ -84,9 +84,10 @@ class PairDrafter(OwnCacheDrafter, HeadDrafter):
 
         Its caches are sharded like the target's if its number of heads allows, and are read in the
         form that the target uses. Without a `sliding_window` among the options, it is as long as
-        the rows that the head was trained on, if that is known; with None there is no window.
+        the rows that the head was trained on, if that is known, and no longer than the positions of
+        a head that has fewer than the target; with None there is no window.
         """
-        options = {"sliding_window": head.row_tokens, **options}
+        options = {"sliding_window": _usual_window(head, target), **options}
         shards = target.shards if can_split(head.config.decoder, target.shards) else 1
         functions = cls.head_class(
             head.config,
@@ -97,6 +98,11 @@ class PairDrafter(OwnCacheDrafter, HeadDrafter):
             cache_dtype=target.cache_dtype,
         )
         return LoadedDrafter(cls(functions, **options), params)
+
+    @property
+    def own_positions(self) -> int:
+        """The number of positions of the head's layers."""
+        return self.head.config.decoder.max_positions
 
     @property
     def features(self) -> tuple[str, ...]:
@@ -206,6 +212,18 @@ class PairDrafter(OwnCacheDrafter, HeadDrafter):
         return self.head.extend(
             module, tokens, hidden, positions, cache, window, start, visible, only
         )
+
+
+def _usual_window(head: Head, target: Model) -> int | None:
+    """Return the longest rows for which a head is known to draft as it does in training, or None.
+
+    That is the row length of its training, or fewer tokens if it has fewer positions than `target`.
+    """
+    positions = head.config.decoder.max_positions
+    known = [head.row_tokens] if head.row_tokens else []
+    if positions < target.config.max_positions:
+        known.append(positions)
+    return min(known, default=None)
 
 
 @dataclass(frozen=True)

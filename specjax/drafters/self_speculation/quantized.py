@@ -67,7 +67,10 @@ class Quantized(SelfDrafter):
         choices = ("int8", "int4") if drafter.weights is None else (drafter.weights,)
         for choice in choices:
             copy = quantized_model(
-                in_stacked_form(target), choice, "drafter.weights", "another drafter"
+                in_stacked_form(target),
+                choice,
+                field="drafter.weights",
+                remedy="another drafter",
             )
             if bits is not None or count_bytes(copy.params) < count_bytes(target.params):
                 params = with_activation_bits(copy.params, bits)

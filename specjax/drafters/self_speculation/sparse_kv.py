@@ -98,7 +98,7 @@ class SparseKV(SelfDrafter):
         drafter, params = cls(target.architecture, **options), ()
         if drafter.weights is not None:
             stacked, remedy = in_stacked_form(target), "the target's weights, without this option"
-            copy = quantized_model(stacked, drafter.weights, "drafter.weights", remedy)
+            copy = quantized_model(stacked, drafter.weights, field="drafter.weights", remedy=remedy)
             drafter, params = cls(copy.architecture, **options), copy.params
         return LoadedDrafter(drafter, params)
 

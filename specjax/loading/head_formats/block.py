@@ -31,8 +31,16 @@ from specjax.loading.formats.unread_fields import check_unread, implied
 from specjax.loading.head_formats import draft_vocabulary
 from specjax.loading.head_formats import eagle3_layer_ids as layer_ids
 from specjax.loading.head_formats.checkpoint import Checkpoint, match
-from specjax.loading.head_formats.config_fields import say_count, speculators_fields
-from specjax.loading.head_formats.shared_with_target import target_embedding, target_head
+from specjax.loading.head_formats.config_fields import (
+    check_depth,
+    say_count,
+    speculators_fields,
+)
+from specjax.loading.head_formats.shared_with_target import (
+    check_copy,
+    target_embedding,
+    target_head,
+)
 from specjax.loading.heads.head import Head, TargetMetadata
 from specjax.loading.model import Model
 from specjax.loading.typed_fields import Fields
@@ -67,7 +75,6 @@ _UNREAD = (
 """Fields without an effect on a stored drafter."""
 _SUPPORTED = {"markov_head_type": ("vanilla",), "projector_type": ("dflash",)}
 _LAYERS, _INPUTS = "transformer_layer_config", "aux_hidden_state_layer_ids"
-_OUTPUTS = "target_layer_ids"
 _TYPE, _OF_SPECULATORS = "speculators_model_type", "speculators_config"
 _SPECULATORS = {
     "dflash": "DFlashDraftModel",
@@ -268,7 +275,7 @@ def write(
         }, tensors
     section = {
         "mask_token_id": config.mask_token_id,
-        _OUTPUTS: layer_ids.write(config.taps, head.target.num_layers, "output"),
+        layer_ids.OUTPUTS: layer_ids.write(config.taps, head.target.num_layers, "output"),
         "sample_from_anchor": config.sample_from_anchor,
         "causal_head": config.causal,
         "causal": config.causal,
@@ -308,7 +315,7 @@ def _in_one(file: Fields) -> Fields:
 
 def _read_taps(fields: Fields, target: Model, *, by_inputs: bool) -> tuple[str, ...]:
     """Return the features for a config's layer ids, which number inputs or outputs of layers."""
-    name, first, what = (_INPUTS, 1, "inputs") if by_inputs else (_OUTPUTS, 0, "outputs")
+    name, first, what = (_INPUTS, 1, "inputs") if by_inputs else (layer_ids.OUTPUTS, 0, "outputs")
     last = target.config.num_layers - 2 + first
     ids = fields.integers(name)
     if ids is None or any(not first <= index <= last for index in ids):
@@ -322,15 +329,12 @@ def _read_taps(fields: Fields, target: Model, *, by_inputs: bool) -> tuple[str, 
 
 def _check_target(fields: Fields, target: Model, num_taps: int) -> None:
     """Raise InputError if a config says that the head's target has another depth or width."""
-    shape = target.config
-    # Some of DeepSpec's configs count the layers that are read.
-    depths = (shape.num_layers, num_taps)
-    for name, known in (
-        ("num_target_layers", depths),
-        ("target_hidden_size", (shape.hidden_size,)),
-    ):
-        if fields.get(name) not in (None, *known):
-            raise fields.fail(name, f"{target.name} has {known[0]}; use a head made for it")
+    check_depth(fields, target, num_taps)
+    width = target.config.hidden_size
+    if fields.get("target_hidden_size") not in (None, width):
+        raise fields.fail(
+            "target_hidden_size", f"{target.name} has {width}; use a head made for it"
+        )
 
 
 def _read_sizes(fields: Fields, names: Collection[str]) -> dict[str, int]:
@@ -407,15 +411,9 @@ def _read_params(
         (_EMBEDDING, target_embedding, slice(None)),
         (_HEAD, target_head, drafted),
     ):
-        if name in tensors and not tensor_layout.same_numbers(
-            tensors.pop(name), own(target)[rows], known
-        ):
-            which = "" if name == _EMBEDDING or draft_ids is None else " for the tokens of d2t"
-            raise InputError(
-                f"{where}: {name} differs from that of {target.name}{which}, which a block drafter "
-                "uses; use the weights that it was trained for (those of a quantised file are "
-                "others)"
-            )
+        if name in tensors:
+            copy = tensors.pop(name)[:known]
+            check_copy(where, name, copy, own(target)[rows], target, "a block drafter uses")
     for name in ("d2t", "t2d"):
         tensors.pop(name, None)
     table = _locations(config)

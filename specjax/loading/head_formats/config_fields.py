@@ -68,6 +68,19 @@ def say_count(fields: Fields, name: str, actual: int) -> None:
         note(f"{fields.where}: {name}={stated}, and the file has {actual}: these are used")
 
 
+def check_depth(fields: Fields, target: Model, num_taps: int) -> None:
+    """Raise InputError if a config says that the head's target has another number of layers.
+
+    `num_taps` is the number of layers that the head reads.
+    """
+    layers = target.config.num_layers
+    # Some of DeepSpec's configs count the layers that are read.
+    if fields.get("num_target_layers") not in (None, layers, num_taps):
+        raise fields.fail(
+            "num_target_layers", f"{target.name} has {layers}; use a head made for it"
+        )
+
+
 def speculators_fields(kind: str, architecture: str, target: str, tokens: int) -> dict[str, Any]:
     """Return the fields of the speculators library that all of its heads have.
 

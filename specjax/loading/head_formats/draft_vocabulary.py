@@ -14,6 +14,7 @@ import numpy as np
 from specjax.errors import InputError
 from specjax.loading.head_formats.checkpoint import Checkpoint
 from specjax.loading.model import Model
+from specjax.loading.user_messages import note
 
 Tensors = dict[str, np.ndarray]
 
@@ -31,8 +32,10 @@ def read(
     """Return the tensors without rows of padding, and the token ids of a draft vocabulary, if any.
 
     `heads` are the tensors with a row for each token that can be drafted, `size` the draft
-    vocabulary's size by the config, and `stated` the target's, padding included. Raises InputError
-    for a map that is missing, contradicts itself, or names other tokens than the target's.
+    vocabulary's size by the config, and `stated` the target's, padding included. A line is logged
+    for a map of zeros that nothing confirms, since tools also write one that was never filled in.
+    Raises InputError for a map that is missing, contradicts itself, or names other tokens than the
+    target's.
     """
     where, vocab_size = checkpoint.directory, target.config.vocab_size
     ids = read_offsets(where, checkpoint.tensors, size)
@@ -46,7 +49,15 @@ def read(
         return tensors, None
     check_ids(where, "d2t", ids, vocab_size)
     check_mask(where, tensors, ids)
-    return tensors, None if np.array_equal(ids, np.arange(vocab_size)) else ids
+    if np.array_equal(ids, np.arange(vocab_size)):
+        return tensors, None
+    if "t2d" not in tensors and not tensors["d2t"].any():
+        note(
+            f"{where}: all offsets of d2t are 0, and there is no t2d to confirm them: the head "
+            f"drafts the tokens 0..{len(ids) - 1}; if hardly any is accepted, the tool that wrote "
+            "the file never filled the map in"
+        )
+    return tensors, ids
 
 
 def read_offsets(where: Path, tensors: Tensors, size: int) -> np.ndarray | None:

@@ -21,6 +21,7 @@ from specjax.loading.formats.unread_fields import check_unread
 from specjax.loading.head_formats import draft_vocabulary, eagle3_layer_ids, shared_with_target
 from specjax.loading.head_formats.checkpoint import Checkpoint, match
 from specjax.loading.head_formats.config_fields import (
+    check_depth,
     decoder_fields,
     read_decoder,
     speculators_fields,
@@ -45,8 +46,9 @@ _EAGLE3_FIELDS = (
     "target_hidden_size",
     _EAGLE,
     # These describe how training began, and have no effect on a stored head.
-    "reuse_target_lm_head",
-    "target_model_type",
+    *("reuse_target_lm_head", "target_model_type", "target_model_name_or_path"),
+    *("ttt_length", "step_loss_decay", "draft_num_hidden_layers"),
+    "num_target_layers",
     *eagle3_layer_ids.KEYS,
 )
 _SUPPORTED = {
@@ -98,12 +100,11 @@ def read_eagle1(
     stated, vocab_size = fields.count("vocab_size"), target.config.vocab_size
     extra = ("embed_tokens.weight", "lm_head.weight")
     tensors, _ = draft_vocabulary.drop_padding(checkpoint.tensors, None, extra, stated, vocab_size)
-    for name, part in (("embed_tokens.weight", "embedding"), ("lm_head.weight", "head")):
-        if name in tensors and not _is_targets(name, tensors, target):
-            raise InputError(
-                f"{checkpoint.directory}: {name} differs from the {part} of {target.name}, which "
-                "EAGLE-1 uses; use the weights that the head was trained for (those of a quantised "
-                "file are others)"
+    own_arrays = (shared_with_target.target_embedding, shared_with_target.target_head)
+    for name, own in zip(extra, own_arrays, strict=True):
+        if name in tensors:
+            shared_with_target.check_copy(
+                checkpoint.directory, name, tensors[name], own(target), target, "EAGLE-1 uses"
             )
     params = _read_params(checkpoint.directory, tensors, config, "layers.0", extra)
     return Head("eagle", config, params, None, metadata, training)
@@ -150,13 +151,14 @@ def read_eagle3(
         for name in ("norm_before_fc", *eagle3_layer_ids.KEYS):
             inner.get(name)
         check_unread(inner, _SUPPORTED, "an EAGLE-3 head")
-    extra = eagle3_layer_ids.KEYS[1:] if speculators else _EAGLE3_FIELDS
+    extra = eagle3_layer_ids.KEYS if speculators else _EAGLE3_FIELDS
     decoder = read_decoder(layer_fields, target, checkpoint.tensors, extra)
     norms = {flag: fields.flag(flag) for flag in _FLAGS}
     stated = layer_fields.count("vocab_size")
     size = fields.count("draft_vocab_size", None if speculators else stated)
     target_hidden_size = fields.count("target_hidden_size", decoder.hidden_size)
     read_taps = eagle3_layer_ids.read([fields, inner], target, layer_ids)
+    check_depth(fields, target, len(read_taps))
     if speculators:
         check_unread(fields, {}, "a head of speculators")
     else:
@@ -172,7 +174,7 @@ def read_eagle3(
     named = "embed_tokens.weight"
     borrows = decoder.hidden_size == target.config.hidden_size
     if named in tensors:
-        borrows = not checkpoint.is_ours and _is_targets(named, tensors, target, exactly=True)
+        borrows = not checkpoint.is_ours and _is_targets_embedding(tensors[named], target)
     config = EagleConfig(
         decoder=decoder,
         version=3,
@@ -328,21 +330,10 @@ def _named_tensors(head: Head, layer: str) -> dict[str, np.ndarray]:
     return tensors
 
 
-def _is_targets(
-    name: str, tensors: dict[str, np.ndarray], target: Model, exactly: bool = False
-) -> bool:
-    """Return whether a tensor equals the target's embedding or output head.
-
-    They are compared in the coarser of their dtypes or, with `exactly`, in the target's dtype.
-    """
-    embedding = name.startswith("embed_tokens")
-    of_target = (
-        shared_with_target.target_embedding(target)
-        if embedding
-        else shared_with_target.target_head(target)
-    )
-    stored = tensors[name].astype(target.dtype) if exactly else tensors[name]
-    return tensor_layout.same_numbers(stored, of_target)
+def _is_targets_embedding(stored: np.ndarray, target: Model) -> bool:
+    """Return whether an array, in the target's dtype, is the target's embedding."""
+    own = shared_with_target.target_embedding(target)
+    return tensor_layout.same_numbers(stored.astype(target.dtype), own)
 
 
 def _read_params(

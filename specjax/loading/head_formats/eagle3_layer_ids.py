@@ -2,7 +2,9 @@
 
 The conventions differ by one. EAGLE's own code, vLLM and speculators number the *inputs* of layers,
 as `layer_input:i` does (i = L, after the last layer, is `pre_norm`). SpecForge and SGLang number
-the *outputs*: the output of layer i is the input of layer i + 1. Files do not say which they use.
+the *outputs*: the output of layer i is the input of layer i + 1. Files do not say which they use,
+except by the name `target_layer_ids`: those of DeepSpec, as of all block drafters, number outputs,
+and -1 is the embedding.
 """
 
 from __future__ import annotations
@@ -19,7 +21,11 @@ Convention = Literal["input", "output"]
 CONVENTIONS = ("input", "output")
 
 _IDS, _COUNT = "eagle_aux_hidden_state_layer_ids", "num_aux_hidden_states"
-KEYS = (_IDS, _COUNT)
+OUTPUTS = "target_layer_ids"
+"""The field that numbers outputs, whoever wrote it."""
+_NAMES = (_IDS, "aux_hidden_state_layer_ids", OUTPUTS)
+KEYS = (_COUNT, *_NAMES)
+"""The names of fields that say which layers a head reads."""
 
 
 def check_convention(layer_ids: str | None) -> None:
@@ -34,30 +40,45 @@ def read(
     """Return the features for the layer ids in a config, by default EAGLE-3's (2, L/2, L - 3).
 
     `sections` are the parts of the config that may state them. Raises InputError for ids out of
-    range or order and for sections that disagree. If `layer_ids` is None, ids number inputs, and
-    SpecForge's default ids, which number outputs, raise InputError too.
+    range or order and for fields that disagree. If `layer_ids` is None, ids number inputs, unless
+    `target_layer_ids` says otherwise; SpecForge's default ids, which number outputs, raise
+    InputError too.
     """
     layers = target.config.num_layers
-    stated = [(fields, ids) for fields in sections if (ids := fields.integers(_IDS)) is not None]
-    if not stated:
-        fields, inputs = sections[0], [2, layers // 2, layers - 3]
-        if not 0 < inputs[0] < inputs[1] < inputs[2]:
-            raise fields.fail(_IDS, f"must name layers of a target that has only {layers}")
-    else:
-        fields, ids = stated[0]
-        if any(other != ids for _, other in stated):
-            raise fields.fail(_IDS, "two sections disagree; repair config.json")
+    stated = [
+        (fields, name, ids)
+        for fields in sections
+        for name in _NAMES
+        if (ids := fields.integers(name)) is not None
+    ]
+    unclear = [entry for entry in stated if entry[1] != OUTPUTS]
+    outputs = [entry for entry in stated if entry[1] == OUTPUTS]
+    for entries in (unclear, outputs):
+        if any(ids != entries[0][2] for _, _, ids in entries):
+            fields, name, _ = entries[0]
+            raise fields.fail(name, "two sections disagree; repair config.json")
+    fields, name, ids = [*outputs, *unclear, (sections[0], _IDS, [])][0]
+    if outputs:
+        inputs = [index + 1 for index in ids]
+        same = {None: (ids, inputs), "input": (inputs,), "output": (ids,)}[layer_ids]
+        if unclear and unclear[0][2] not in same:
+            raise fields.fail(name, f"{unclear[0][1]} names other layers; repair config.json")
+    elif unclear:
         if layer_ids is None and ids == [1, layers // 2 - 1, layers - 4]:
             raise fields.fail(
-                _IDS,
+                name,
                 "these may count outputs of layers, as SpecForge and SGLang do, or inputs, as "
                 "EAGLE and vLLM do; say which with layer_ids=output or layer_ids=input",
             )
         inputs = [index + (layer_ids == "output") for index in ids]
+    else:
+        inputs = [2, layers // 2, layers - 3]
+        if not 0 < inputs[0] < inputs[1] < inputs[2]:
+            raise fields.fail(name, f"must name layers of a target that has only {layers}")
     if any(not 0 <= index <= layers for index in inputs):
-        raise fields.fail(_IDS, f"out of range: {target.name} has {layers} layers")
+        raise fields.fail(name, f"out of range: {target.name} has {layers} layers")
     if any(b <= a for a, b in itertools.pairwise(inputs)):
-        raise fields.fail(_IDS, "must ascend; engines fuse the layers in that order")
+        raise fields.fail(name, "must ascend; engines fuse the layers in that order")
     for section in sections:
         if section.count(_COUNT, len(inputs)) != len(inputs):
             raise section.fail(_COUNT, f"{len(inputs)} layers are named; repair config.json")

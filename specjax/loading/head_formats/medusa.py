@@ -19,7 +19,6 @@ import jax
 import numpy as np
 
 from specjax.errors import InputError
-from specjax.loading.formats import tensor_layout
 from specjax.loading.formats.unread_fields import check_unread, implied
 from specjax.loading.head_formats import draft_vocabulary, shared_with_target
 from specjax.loading.head_formats.checkpoint import Checkpoint, match
@@ -107,7 +106,11 @@ def read(checkpoint: Checkpoint, target: Model, metadata: TargetMetadata, traini
         wanted |= dict.fromkeys(head_names, (rows, width))
     match(where, tensors, wanted, ["token_map", *(["lm_head.weight"] if original else [])])
     if "lm_head.weight" in tensors:
-        _check_original(checkpoint, tensors["lm_head.weight"], ids, target)
+        own = shared_with_target.target_head(target)
+        shared_with_target.check_copy(
+            *(where, "lm_head.weight", tensors["lm_head.weight"], own if ids is None else own[ids]),
+            *(target, "all heads use (original_lm_head)"),
+        )
     _check_fields(fields, target)
     draft_ids, order = draft_vocabulary.ascending(ids)
     kernels = np.stack([tensors[f"{name}.weight"].T for name in blocks])
@@ -183,19 +186,6 @@ def _read_ids(fields: Fields, tensors: dict[str, np.ndarray], stated: int) -> np
             f"the tensor token_map is {ids.dtype}{list(ids.shape)}, not as many token ids",
         )
     return ids.astype(np.int64)
-
-
-def _check_original(
-    checkpoint: Checkpoint, stored: np.ndarray, ids: np.ndarray | None, target: Model
-) -> None:
-    head = shared_with_target.target_head(target)
-    head = head if ids is None else head[ids]
-    if not tensor_layout.same_numbers(stored, head):
-        raise InputError(
-            f"{checkpoint.directory}: original_lm_head is true, but lm_head.weight differs from "
-            f"the head of {target.name}; use the weights that the head was trained for (those of a "
-            "quantised file are others)"
-        )
 
 
 def with_own_heads(head: Head, target: Model) -> Head:

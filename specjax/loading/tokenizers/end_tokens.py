@@ -7,7 +7,10 @@ generation_config.json omits the token that ends a turn.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
+
+from specjax.errors import shown
+from specjax.loading.user_messages import note
 
 _NAMES = frozenset(
     {
@@ -73,3 +76,21 @@ def named_ends(ids: Mapping[str, int], plain_text: Collection[str] = ()) -> list
     if "</s>" in plain_text:
         ends -= {"</s>"}
     return sorted(ids[name] for name in ends)
+
+
+def ends_in_vocabulary(field: str, ids: Iterable[int], vocab_size: int) -> list[int]:
+    """Return those of `ids`, the value of `field` in a file, that are tokens; log the others.
+
+    A model never emits an id from `vocab_size` on. Configs of small models often have the end id of
+    the model whose code they use.
+    """
+    ends = []
+    for index in ids:
+        if 0 <= index < vocab_size:
+            ends.append(index)
+        else:
+            note(
+                f"{field}={shown(index)} is outside the vocabulary of {vocab_size} tokens, and "
+                "ends no row"
+            )
+    return ends

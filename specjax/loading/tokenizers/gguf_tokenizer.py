@@ -12,7 +12,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from specjax.errors import shown
 from specjax.loading.tokenizers import chat_templates
-from specjax.loading.tokenizers.end_tokens import named_ends
+from specjax.loading.tokenizers.end_tokens import ends_in_vocabulary, named_ends
 from specjax.loading.tokenizers.tokenizer import Tokenizer, frame, is_filler, refused
 from specjax.loading.typed_fields import Fields
 
@@ -194,12 +194,38 @@ def _sentencepiece(
     return backend
 
 
-def _token_id(fields: Fields, name: str, size: int, default: int | None) -> int:
+def _token_id(fields: Fields, name: str, size: int, default: int | None = None) -> int:
     key = f"ggml.{name}_token_id"
     index = fields.integer(key, default)
     if not 0 <= index < size:
         raise fields.fail(key, f"is outside the {size} tokens; {fields.remedy}")
     return index
+
+
+def _special_ids(fields: Fields, size: int) -> dict[str, int]:
+    """Return the ids of special tokens, by the names of the file's keys.
+
+    As in llama.cpp, an end outside of the vocabulary counts as missing; so does a padding token,
+    which nothing uses. Raises InputError if the first token or that of unknown text is outside.
+    """
+    # llama.cpp's own ids for a SentencePiece file that does not state them.
+    sentencepiece = fields.get("ggml.model") == "llama"
+    ids = {"bos": 1, "eos": 2} if sentencepiece and size > 2 else {}
+    for name in ("bos", "unknown", "padding", *_ENDS):
+        key = f"ggml.{name}_token_id"
+        if fields.get(key) is None:
+            continue
+        if name in ("bos", "unknown"):
+            ids[name] = _token_id(fields, name, size)
+            continue
+        index = fields.integer(key)
+        if name in _ENDS:
+            inside = ends_in_vocabulary(f"{fields.where}: {_PREFIX}{key}", [index], size)
+        else:
+            inside = 0 <= index < size
+        if inside:
+            ids[name] = index
+    return ids
 
 
 def _add_tokens(
@@ -231,14 +257,7 @@ def _assemble(
     `named` are the end-of-sequence ids recognized by name; `add_bos` says whether tokenizers of
     this kind start text with bos unless the file states it.
     """
-    # llama.cpp's own ids for a SentencePiece file that does not state them.
-    sentencepiece = fields.get("ggml.model") == "llama"
-    defaults = {"bos": 1, "eos": 2} if sentencepiece and len(tokens) > 2 else {}
-    ids = {
-        name: _token_id(fields, name, len(tokens), defaults.get(name))
-        for name in ("bos", "unknown", "padding", *_ENDS)
-        if name in defaults or fields.get(f"ggml.{name}_token_id") is not None
-    }
+    ids = _special_ids(fields, len(tokens))
     ends = dict.fromkeys([*(ids[name] for name in _ENDS if name in ids), *named])
     around = []
     for name, default in (("bos", add_bos), ("eos", False)):

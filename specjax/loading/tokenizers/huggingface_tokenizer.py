@@ -13,7 +13,7 @@ from specjax.errors import InputError, one_line, shown
 from specjax.files import json_files
 from specjax.files.open_files import open_regular, regular_file
 from specjax.loading.tokenizers import chat_templates
-from specjax.loading.tokenizers.end_tokens import named_ends
+from specjax.loading.tokenizers.end_tokens import ends_in_vocabulary, named_ends
 from specjax.loading.tokenizers.tokenizer import Tokenizer, refused
 
 _NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
@@ -104,12 +104,12 @@ def _is_text(value: str) -> bool:
 
 
 def stated_ends(directory: Path, vocab_size: int) -> list[int]:
-    """Return the end-of-sequence ids in generation_config.json and config.json.
+    """Return the end-of-sequence ids below `vocab_size` in generation_config.json and config.json.
 
-    Raises InputError for values that are not ids below `vocab_size`. If generation_config.json has
-    some, ids out of range in config.json are ignored: they may be defaults for another vocabulary.
+    Others are logged, except those of config.json if generation_config.json has ids: they may be
+    defaults for another vocabulary. Raises InputError for values that are not whole numbers.
     """
-    ids: list[int] = []
+    stated: dict[str, dict[int, None]] = {}
     for name in ("generation_config.json", "config.json"):
         value = read_json(directory / name).get("eos_token_id")
         listed = value if isinstance(value, list) else [] if value is None else [value]
@@ -117,16 +117,13 @@ def stated_ends(directory: Path, vocab_size: int) -> list[int]:
             raise InputError(
                 f"{directory / name}: eos_token_id={shown(value)}: must be token ids; repair it"
             )
-        if ids:
-            listed = [index for index in listed if 0 <= index < vocab_size]
-        for index in listed:
-            if not 0 <= index < vocab_size:
-                raise InputError(
-                    f"{directory / name}: eos_token_id={shown(index)} is outside the vocabulary "
-                    f"of {vocab_size} tokens; name one of them"
-                )
-        ids += listed
-    return list(dict.fromkeys(ids))
+        stated |= {name: dict.fromkeys(listed)}
+    (main, first), (other, second) = stated.items()
+    ids = ends_in_vocabulary(f"{directory / main}: eos_token_id", first, vocab_size)
+    unseen = [index for index in second if index not in first]
+    if ids:
+        unseen = [index for index in unseen if 0 <= index < vocab_size]
+    return ids + ends_in_vocabulary(f"{directory / other}: eos_token_id", unseen, vocab_size)
 
 
 def _template(directory: Path, settings: dict[str, Any]) -> str | None:
