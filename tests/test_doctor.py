@@ -95,7 +95,7 @@ def trained(kind):
         rows = (read.tokens, read.first, read.logp, read.features)
         return jax.vmap(functools.partial(loss_of_row, own))(*rows).mean()
 
-    optimizer = optax.adam(optax.cosine_decay_schedule(1e-2, 400))
+    optimizer = optax.adam(optax.cosine_decay_schedule(1e-2, 300))
 
     @jax.jit
     def fit(own):
@@ -104,7 +104,7 @@ def trained(kind):
             updates, state = optimizer.update(jax.grad(loss)(own), state)
             return (optax.apply_updates(own, updates), state), None
 
-        return jax.lax.scan(step, (own, optimizer.init(own)), length=400)[0][0]
+        return jax.lax.scan(step, (own, optimizer.init(own)), length=300)[0][0]
 
     loaded = loaded._replace(params={**fit(own), **fixed})
     return with_estimates(loaded) if kind == "dspark" else loaded
@@ -135,7 +135,7 @@ def test_sound_heads(kind):
     assert result.measured.overlap[0].value > result.measured.chance + 0.09
     # Decoding accepts what teacher forcing predicts.
     predicted, decoded = result.measured.predicted[0], result.measured.decoded[0]
-    assert decoded.low < predicted.value < decoded.high
+    assert predicted.value == pytest.approx(decoded.value, abs=0.15)
 
 
 GREEDY, CUT = (dataclasses.replace(SAMPLING, **one) for one in ({"temperature": 0.0}, {"top_k": 5}))
