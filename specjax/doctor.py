@@ -122,7 +122,7 @@ def examine(config: DoctorConfig, *, verbose: bool = False) -> int:
     screen = Screen(Console(width=None if sys.stdout.isatty() else 140))
     with screen.working(f"loading {config.target} and {drafter.name}"):
         model, loaded = _load(config.decoding, drafter)
-    with screen.working(f"decoding {len(config.decoding.questions)} prompt(s)"):
+    with screen.working(f"decoding {len(config.decoding.questions)} prompt(s)") as note:
         result = diagnose(
             model,
             loaded,
@@ -132,7 +132,7 @@ def examine(config: DoctorConfig, *, verbose: bool = False) -> int:
             seed=config.seed,
             other_prompts=_other_prompts(config.decoding, model),
             in_float32=_in_float32(config.decoding, drafter, model, loaded),
-            tell=screen.say if verbose else lambda line: None,
+            tell=screen.say if verbose else note,
         )
     result = replace(result, notes=(*declared, *result.notes))
     for line in str(result).splitlines():

@@ -567,11 +567,11 @@ def with_tokens(draft, dtype):
         ),
         (
             lambda: proposing(lambda draft, state: (with_tokens(draft, "float32"), state)),
-            r"returned tokens of float32\[1, 8\]; return int32\[B, N\], by jnp.argmax",
+            r"returned tokens of float32\[1, 8\]; use int32\[B, N\], by jnp.argmax",
         ),
         (
             lambda: proposing(lambda draft, state: (draft.replace(valid=draft.tokens), state)),
-            r"returned valid of int32\[1, 8\]; return bool",
+            r"returned valid of int32\[1, 8\]; use bool",
         ),
         (lambda: Undeclared(), "returned logq.*but its `sampled` is False; override"),
         (
@@ -669,7 +669,7 @@ def test_checks_name_what_a_drafter_does_wrong(monkeypatch):
         (changed(Ngram(), propose=transposed), r"num_valid has shape \(\d+,\) for tokens \(2, "),
         (
             changed(Ngram(), propose=child_first),
-            "node 0 of row 2 has the parent slot 2; use 0 to 0",
+            r"returned topology.row_parents\[2, 0\] = 2; use 0 to 0",
         ),
     ):
         with pytest.raises(InputError, match=said):
@@ -739,6 +739,23 @@ class Chooses:
 def test_a_choice_that_is_none(choice, tiny):
     with pytest.raises(InputError, match=r"^controller=.*choose returned .*; return \(Limits, rou"):
         specjax.generate(tiny, [1, 2], drafter="ngram", controller=Chooses(choice))
+
+
+@pytest.mark.parametrize(
+    ("positions", "max_length", "said"),
+    [
+        (64, None, "the 64 positions of random-0: shorten it$"),
+        (64, 64, "the 64 positions of random-0: shorten it$"),
+        (64, 48, "max_length=48: shorten it or raise max_length$"),
+        (4096, None, "max_length=2048 .the default of engines.: shorten it or raise max_length$"),
+    ],
+)
+def test_a_prompt_without_room_names_what_is_set(positions, max_length, said):
+    model = random_model(tiny_config(max_positions=positions, num_layers=1), 0, dtype="float32")
+    engine = specjax.Engine(model, batch_size=1, max_length=max_length)
+    room = min(positions, max_length or 2048)
+    said = rf"^prompt of request 0 has {room} tokens, which leaves no room for a new one in {said}"
+    refused(lambda: engine.add([1] * room), said)
 
 
 def test_a_checked_drafter_without_a_state_is_told_so():

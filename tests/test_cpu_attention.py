@@ -105,6 +105,11 @@ def test_what_it_is_not_for():
     assert not cpu_attention.attends(narrow, 5)
     odd, _, _ = random_arrays(12, 1)
     assert not cpu_attention.attends(odd, 5)
+    # A block of 64 keys would go on into the pages of other rows.
+    for size, takes in ((32, False), (64, True), (96, False), (128, True)):
+        pool = jnp.zeros((LAYERS, 9, HEADS, size, 64))
+        paged = KVCache(pool, pool, cache.length, jnp.zeros((ROWS, 3), jnp.int32))
+        assert cpu_attention.attends(paged, 5) == takes
 
 
 def test_a_token_has_the_same_bits_in_the_window_and_in_an_8_bit_cache():

@@ -31,6 +31,8 @@ from specjax.drafters.self_speculation.quantized import Quantized
 from specjax.drafters.self_speculation.sparse_kv import SparseKV
 from specjax.errors import InputError
 from specjax.loading.load import place_model, random_model
+from specjax.models.cpu import library
+from specjax.models.layers import cpu_attention
 
 SIZE, NUM_PAGES = 8, 13
 BEGINNING = [int(token) for token in np.random.default_rng(3).integers(61, size=40)]
@@ -50,20 +52,20 @@ PROMPTS = [
 NEW = [25, 40, 35, 40, 30, 30, 20, 30, 30, 30]
 
 
-def paged(session, num_pages, shares):
-    """The session with smaller pages than users may choose."""
-    plan = dataclasses.replace(session.plan, page_size=SIZE, num_pages=num_pages)
+def paged(session, num_pages, shares, size=SIZE):
+    """The session with pages, by default smaller ones than users may choose."""
+    plan = dataclasses.replace(session.plan, page_size=size, num_pages=num_pages)
     options = {"kv_page_size": 128, "enable_prefix_caching": shares, "rounds_per_step": 2}
     return dataclasses.replace(
         session, plan=plan, options=dataclasses.replace(session.options, **options)
     )
 
 
-def session_of(tiny, drafter, rule, **fields):
+def session_of(tiny, drafter, rule, prompts=PROMPTS, **fields):
     sampling = [SamplingParams(**{"temperature": 0.9} | fields, max_new_tokens=new) for new in NEW]
     return make_session(
         tiny,
-        PROMPTS,
+        prompts,
         drafter=drafter,
         sampling=sampling,
         verify=rule,
@@ -165,6 +167,44 @@ def test_rows_in_pages_give_what_they_give_alone(name, rule, shares, tiny, unrel
     summary = pages.statistics.summary()
     assert summary.put_back > 0
     assert (summary.shared_tokens > 3 * SIZE) == shares
+
+
+BLOCK = 64
+"""The number of keys that the kernel for CPUs reads at a time."""
+
+
+@pytest.fixture(scope="module")
+def in_blocks():
+    """A session of a model whose attention is the kernel's, and what its rows give without pages.
+
+    Prompts share as many pages of BLOCK tokens as `PROMPTS` do of SIZE.
+    """
+    if not library.available():
+        pytest.skip("no C++ compiler")
+    model = random_model(tiny_config(head_dim=8, num_layers=2), 0, dtype="float32")
+    prompts = [[token for token in prompt for _ in range(BLOCK // SIZE)] for prompt in PROMPTS]
+    session = session_of(model, Ngram(prompt_lookup_min=1), "rejection", prompts)
+    return session, results(Engine.of(session), session)
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_the_kernel_for_cpus_reads_pages_of_whole_blocks(broken, in_blocks, monkeypatch):
+    """The variant that reads each row's first page twice is found."""
+    session, wanted = in_blocks
+    kernel, caches = cpu_attention.attend_window_and_cache, []
+
+    def attend(query, cache, *rest, **limits):
+        caches.append(cache)
+        pages = cache.pages.at[:, 1].set(cache.pages[:, 0]) if broken else cache.pages
+        return kernel(query, cache.replace(pages=pages), *rest, **limits)
+
+    monkeypatch.setattr(cpu_attention, "attend_window_and_cache", attend)
+    # Another number of pages makes another program.
+    engine = Engine.of(paged(session, NUM_PAGES + broken, True, BLOCK))
+    found = results(engine, session)
+    assert {cache.k.shape[3] for cache in caches} == {BLOCK}
+    assert (found == wanted) != broken
+    assert engine.statistics.shared_tokens > 3 * BLOCK
 
 
 def on_mesh(tiny, name, data, model):

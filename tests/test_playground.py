@@ -169,6 +169,39 @@ def test_the_sliders_show_what_theory_computes(opened):
 
 
 @needs_browser
+def test_no_number_is_minus_zero(opened):
+    assert opened.run("[-1e-17, -0.0004, -0.0006, 0.25].map((x) => fixed(x)).join(' ')") == (
+        "0.000 0.000 -0.001 0.250"
+    )
+
+
+@needs_browser
+def test_the_first_round_that_is_shown_has_a_draft(answer, tmp_path, tmp_path_factory):
+    """Whatever else there is: with a refusal after accepted tokens, if there is one."""
+    found, _ = answer
+    mixed, accepted, refused, _ = found["rounds"]
+    none = {**mixed, "valid": [False] * 3, "path": [], "tests": []}
+    with browser(tmp_path_factory.mktemp("profile")) as view:
+        for number, (rounds, first) in enumerate(
+            [([none, refused], 2), ([none, refused, accepted], 3), ([none, accepted, mixed], 3)]
+        ):
+            rounds = [{**trace, "number": index} for index, trace in enumerate(rounds)]
+            accepted_counts = [len(trace["path"]) for trace in rounds]
+            emitted = [1 + count for count in accepted_counts]
+            shown = {**found, "rounds": rounds, "emitted": emitted, "accepted": accepted_counts}
+            path = tmp_path / f"page{number}.html"
+            path.write_text(page.page({"runs": [run_of(shown)]}), encoding="utf-8")
+            view.open(path.as_uri())
+            assert view.text("#number") == f"{first} of {len(rounds)}"
+            assert not view.errors
+
+
+def test_the_chat_starts_at_a_low_temperature():
+    text = page.page({"runs": []})
+    assert re.search(r'id="temperature" [^>]*value="0.2"', text)
+
+
+@needs_browser
 def test_a_narrow_screen_and_a_round_that_differs(answer, tmp_path, tmp_path_factory):
     found, _ = answer
     rounds = [{**found["rounds"][0], "problems": ["emitted tokens: other ones"]}]

@@ -363,13 +363,19 @@ def test_drafts_with_rounded_activations_are_the_targets(
     assert lengths["int8"] > max(2.0, lengths["int4"])
 
 
-def test_rounded_activations_share_the_kernels_of_a_quantised_target(quantized):
-    model = quantized["int4"]
-    drafter = make_drafter("quantized", model, activations="int4")
+@pytest.mark.parametrize("activations", ["int4", None])
+def test_rounded_activations_share_the_kernels_of_a_quantised_target(
+    activations, quantized, caplog
+):
+    """By default, too, where there are no fewer bits for the weights; a line says so."""
+    model, options = quantized["int4"], {} if activations is None else {"activations": activations}
+    drafter = make_drafter("quantized", model, **options)
     kernel = drafter.params["layers"]["mlp"]["down"]["kernel"]
     assert kernel.values is model.params["layers"]["mlp"]["down"]["kernel"].values
-    assert kernel.activation_bits == 4
+    assert kernel.activation_bits == (4 if activations else 8)
     assert drafter.params["head"]["kernel"].activation_bits is None
+    said = "already, so it drafts with them and activations of 8 bits"
+    assert (said in caplog.text) == (activations is None)
 
 
 @pytest.mark.usefixtures("fast_programs")
@@ -465,8 +471,27 @@ BAD = {
         "drafter.weights=int8: the target's weights are 4-bit (",
     ),
     "drafter of few bits": (
-        lambda model, path: make_drafter("quantized", quantized_model(model, "int4")),
-        "drafter.weights=int4: the target's weights are 4-bit (",
+        lambda model, path: make_drafter(
+            "quantized", quantized_model(model, "int4"), activations="float"
+        ),
+        "drafter.activations=float: the target's weights are 4-bit (",
+    ),
+    "drafter's width": (
+        lambda model, path: make_drafter("quantized", random_model(tiny_config(), 0, form=Form())),
+        "drafter.weights='int8': head.kernel has 24 inputs, no multiple of 32; use another drafter",
+    ),
+    "draft model's width": (
+        lambda model, path: make_drafter(
+            "draft_model", model, random_model(tiny_config(), 0, form=Form()), weights="int4"
+        ),
+        "drafter.weights='int4': head.kernel has 24 inputs, no multiple of 32; use drafter.weights="
+        "'float'",
+    ),
+    "width of few keys": (
+        lambda model, path: make_drafter(
+            "sparse_kv", random_model(tiny_config(), 0, form=Form()), weights="int4"
+        ),
+        "drafter.weights='int4': head.kernel has 24 inputs, no multiple of 32; use the target's",
     ),
     "option": (lambda model, path: make_drafter("quantized", model, weights="int2"), "int2"),
     "activations": (

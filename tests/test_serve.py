@@ -161,6 +161,26 @@ def test_the_openai_package_streams_a_chat(client, engine):
     assert last.choices == []
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_ends_for_lack_of_room_says_so(stream, client):
+    """In its own fields: the reason is "length", as if `max_tokens` had been reached."""
+    prompts, room = [[5, 6, 7], [8, 9]], LENGTH - 3
+    options = dict(prompt=prompts, temperature=0, stream=stream, extra_body={"ignore_eos": True})
+    for most, enough in ((room, True), (room + 1, False)):
+        got = client.completions.create(model="toy", max_tokens=most, **options)
+        chunks = [got] if not stream else list(got)
+        last = {}
+        for choice in (choice for chunk in chunks for choice in chunk.choices):
+            if choice.finish_reason:
+                last[choice.index] = choice
+        assert [last[index].finish_reason for index in (0, 1)] == ["length"] * 2
+        said, other = (last[index].specjax["warning"] for index in (0, 1))
+        assert other is None
+        assert (said is None) == enough
+    assert f"max_tokens={room + 1}: the prompt has 3 tokens, which leaves room for {room}" in said
+    assert f"max_length={LENGTH}" in said
+
+
 def test_a_whole_chat_and_a_stop_string(client, engine):
     (output,) = alone(engine, MESSAGES, temperature=0.0, max_new_tokens=30)
     stop = output.text[5:8]

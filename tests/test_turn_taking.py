@@ -28,7 +28,7 @@ from specjax.drafters import Drafter, LoadedDrafter, take_turns
 from specjax.drafters.lookup.ngram import Ngram
 from specjax.drafters.turn_taking import PartState, joined
 from specjax.sampling import SharedNoise
-from specjax.testing import check_drafter
+from specjax.testing import check_drafter, drafter_check
 
 VOCAB, ROWS = 5, 8_000
 
@@ -201,7 +201,9 @@ def chooses_by_what_was_drawn(first, second):
 
 
 @pytest.mark.parametrize("broken", [every_node_was_drawn, chooses_by_what_was_drawn, same_noise])
-def test_broken_variants_fail(broken, target):
+def test_broken_variants_fail(broken, target, monkeypatch):
+    # Rows of q that no drafter filled are found before anything is drawn.
+    monkeypatch.setattr(drafter_check, "check_contract", lambda *arguments: None)
     check = check_drafter(broken(lookup(), model(target)), target, ROWS)
     assert not check.passed
     assert check.chi2 > 1.5 * check.threshold

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from specjax.cli.bench_config import BenchConfig
 from specjax.cli.built_in_prompts import questions_of
+from specjax.cli.console import Screen
 from specjax.cli.measure_speedups import Speedup, measure_speedups
 from specjax.decoding import prompts
 from specjax.decoding.options import AUTO
@@ -92,22 +93,25 @@ def measure_all(
             make_drafter(name, model)  # raises InputError before the long work
         return model, questions_of(config.prompts)
 
-    model, questions = processes.together(load)
+    screen = Screen(console)
+    with screen.working(f"loading {config.target}"):
+        model, questions = processes.together(load)
     processes.agree({"prompts": hashlib.sha256(repr(questions).encode()).hexdigest()[:16]})
     where = device_name(mesh)
     console.print(f"{model.name}, {model.weights}, {where}")
-    floor = measure_costs.read_seconds(model.params)
+    with screen.working("reading the weights", timed=True):
+        floor = measure_costs.read_seconds(model.params)
     console.print(f"floor (read {model.num_params:,} weights once): {1e3 * floor:.1f} ms")
     header = {"target": model.name, "dtype": model.weights, "device": where}
     report.add([{"record": "bench", **header, "floor_ms": 1e3 * floor}])
 
     passes = []
-    for row in _passes(model, config, floor, console):
+    for row in _passes(model, config, floor, screen):
         passes.append(row)
         report.add([{"record": "pass", **row}])
     _print_table(console, "T(width): one pass", _PASS_COLUMNS, passes)
     speedups = []
-    for speedup in _speedups(model, questions, config, console):
+    for speedup in _speedups(model, questions, config, screen):
         speedups.append(speedup)
         report.add([{"record": "speedup", **asdict(speedup), "efficiency": speedup.efficiency}])
         console.print(f"  {speedup.drafter}: {_speedup(speedup)}", highlight=False)
@@ -119,22 +123,22 @@ def measure_all(
 
 
 def _passes(
-    model: Model, config: BenchConfig, floor: float, console: Console
+    model: Model, config: BenchConfig, floor: float, screen: Screen
 ) -> Iterator[dict[str, float]]:
     """Yield a record of each pass: T(width), and its ratios to T(1) and to `floor`.
 
     `floor` is the time to read the weights once, in seconds.
     """
     for capacity, batch in itertools.product(config.capacities, config.batch_sizes):
-        console.print(f"measuring passes at capacity {capacity}, batch {batch} ...")
-        seconds = measure_costs.widths_seconds(
-            model.architecture,
-            model.params,
-            config.widths,
-            batch=batch,
-            committed=config.committed,
-            capacity=capacity,
-        )
+        with screen.working(f"measuring passes at capacity {capacity}, batch {batch}", timed=True):
+            seconds = measure_costs.widths_seconds(
+                model.architecture,
+                model.params,
+                config.widths,
+                batch=batch,
+                committed=config.committed,
+                capacity=capacity,
+            )
         for width, value in seconds.items():
             yield {
                 "capacity": capacity,
@@ -148,7 +152,7 @@ def _passes(
 
 
 def _speedups(
-    model: Model, questions: Sequence[prompts.Question], config: BenchConfig, console: Console
+    model: Model, questions: Sequence[prompts.Question], config: BenchConfig, screen: Screen
 ) -> Iterator[Speedup]:
     """Yield the speed-up of each drafter, and of plain decoding over itself as a control."""
     ids = [
@@ -161,20 +165,22 @@ def _speedups(
     for length, batch, temperature in itertools.product(
         config.num_speculative_tokens, config.decoded_batch_sizes, config.temperatures
     ):
-        console.print(
+        doing = (
             f"measuring {', '.join(drafters)}: num_speculative_tokens {length}, batch {batch}, "
-            f"temperature {temperature:g} ..."
+            f"temperature {temperature:g}"
         )
-        yield from measure_speedups(
-            model,
-            ids,
-            {_CONTROL: None, **drafters},
-            num_speculative_tokens=length,
-            batch_size=batch,
-            temperature=temperature,
-            max_new_tokens=config.max_new_tokens,
-            repeats=config.runs,
-        )
+        with screen.working(doing, timed=True):
+            measured = measure_speedups(
+                model,
+                ids,
+                {_CONTROL: None, **drafters},
+                num_speculative_tokens=length,
+                batch_size=batch,
+                temperature=temperature,
+                max_new_tokens=config.max_new_tokens,
+                repeats=config.runs,
+            )
+        yield from measured
 
 
 def _speedup(row: Speedup) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from rich.console import Console
@@ -18,6 +18,7 @@ from rich.text import Text
 from specjax.decoding.engine.outputs import Delta
 from specjax.decoding.prompts import Question
 from specjax.drafters.turn_taking import NO_DRAFTER
+from specjax.files.log import QUIET_S, duration, shown_by
 from specjax.loading.tokenizers.tokenizer import StreamDecoder, Tokenizer
 from specjax.reporting.decode_report import DrafterRun
 from specjax.reporting.decode_table import (
@@ -34,8 +35,6 @@ from specjax.reporting.statistics import figures
 
 ACCEPTED = "green"
 _OPEN, _CLOSE = "\u27e6", "\u27e7"
-_QUIET_S = 10.0
-"""The minimum seconds between two lines of progress if there is no terminal."""
 
 
 class Marker:
@@ -96,13 +95,28 @@ class Screen:
         self._last_line = time.monotonic()
 
     @contextmanager
-    def working(self, doing: str) -> Iterator[None]:
-        """Print `doing`, such as "loading", when a context begins, and at its end the seconds."""
+    def working(self, doing: str, *, timed: bool = False) -> Iterator[Callable[[str], None]]:
+        """Print `doing`, such as "loading", when a context begins, and at its end the seconds.
+
+        What is being done within it is shown, too: the lines that specjax logs about long
+        operations, and those with which the yielded function is called. On a terminal they replace
+        one another, elsewhere one is printed every `QUIET_S` seconds at most. Work that is `timed`
+        is not disturbed by an animation.
+        """
+        frames = 0.1 if timed else 12.5  # per second
         begin = time.perf_counter()
         if not self._console.is_terminal:
             self.say(f"{doing} ...")
-        with self._console.status(Text(f"{doing} ...")):
-            yield
+        with self._console.status(Text(f"{doing} ..."), refresh_per_second=frames) as status:
+
+            def note(line: str) -> None:
+                if self._console.is_terminal:
+                    status.update(Text(f"{doing} ... {_harmless(line)}"))
+                elif time.monotonic() - self._last_line > QUIET_S:
+                    self.say(f"{doing}: {line}")
+
+            with shown_by(note):
+                yield note
         if self._console.is_terminal or time.perf_counter() - begin > 1:
             self.say(f"{doing}: {time.perf_counter() - begin:.1f} s", "dim")
 
@@ -133,7 +147,7 @@ class Screen:
         if self._console.is_terminal:
             self._bar.start()
             self._bar.refresh()
-        elif time.monotonic() - self._last_line > _QUIET_S:
+        elif time.monotonic() - self._last_line > QUIET_S:
             left = self._bar.tasks[self._task].time_remaining
             self.say(line if left is None else f"{line}, {duration(left)} left")
 
@@ -286,16 +300,6 @@ class Screen:
 def _length(row: Row) -> str:
     """Return the number of a row's tokens, and whether a limit on their number ended the row."""
     return f"{row.new_tokens} tokens" + ", cut at the limit" * (row.finish_reason == "length")
-
-
-def duration(seconds: float) -> str:
-    """Return a number of seconds as text, such as "1 h 5 min", "12 min" or "3 min 20 s"."""
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes >= 60:
-        return f"{minutes // 60} h {minutes % 60} min"
-    return (
-        f"{minutes} min" if minutes >= 10 else f"{minutes} min {rest} s" if minutes else f"{rest} s"
-    )
 
 
 def _harmless(text: str) -> str:

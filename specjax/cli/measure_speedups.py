@@ -22,6 +22,7 @@ from specjax.decoding.sampling_params import SamplingParams
 from specjax.decoding.session import Session, plan_session
 from specjax.drafters import LoadedDrafter
 from specjax.errors import InputError
+from specjax.files.log import share_logger
 from specjax.loading.model import Model
 
 UNRESOLVED = 0.03
@@ -121,10 +122,15 @@ def measure_speedups(
     ]
     engines = [open_engine(session) for session in sessions]
     runs: dict[int, list[list[Generation]]] = {}
+    groups = sessions[0].groups(batch_size)
+    calls, log = itertools.count(1), share_logger("decoding")
     for number in range(repeats + 1):
         order = turn_order(len(sessions), number)
-        for batch, index in enumerate(sessions[0].groups(batch_size)):
-            decoded = {way: _decode(sessions[way], engines[way], index) for way in order}
+        for batch, index in enumerate(groups):
+            decoded = {}
+            for way in order:
+                decoded[way] = _decode(sessions[way], engines[way], index)
+                log(next(calls) / ((repeats + 1) * len(groups) * len(sessions)))
             if number:  # the first repeat is a warm-up
                 runs.setdefault(batch, []).append([decoded[way] for way in range(len(sessions))])
     results = []

@@ -9,6 +9,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -55,6 +56,8 @@ _NOT_THE_USERS = frozenset(
 """The packages whose lines are of no help to the author of a drafter."""
 _made: set[int] = set()
 """The hashes of the arguments with which `_compile` was called."""
+_plans: dict[str, Plan] = {}
+"""The latest plan with each description that was logged."""
 
 
 class Programs(NamedTuple):
@@ -135,13 +138,7 @@ def _compile(plan: Plan, mesh: Mesh | None, tree: Any, leaves: tuple[_Leaf, ...]
         jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding) for leaf in leaves
     ]
     params, every, few = jax.tree.unflatten(tree, shapes)
-    LOGGER.info(
-        "compiling %s for %d row%s of up to %d tokens, prompt included; later calls reuse it",
-        "plain decoding" if not plan.drafter.num_nodes else plan.drafter.name,
-        every[2].shape[0],
-        "s" * (every[2].shape[0] > 1),
-        plan.capacity,
-    )
+    LOGGER.info("compiling %s; later calls reuse it", _described(plan, every[2].shape[0]))
     number = jax.ShapeDtypeStruct((), jnp.int32)
     ended = jax.ShapeDtypeStruct(every[2].shape, bool)
     slots = jax.ShapeDtypeStruct(few[2].shape, jnp.int32)
@@ -180,6 +177,27 @@ def _compile(plan: Plan, mesh: Mesh | None, tree: Any, leaves: tuple[_Leaf, ...]
     memory = _memory(params, state, rows, temporaries)
     memory.log_if_large()
     return Programs(empty, new, read, put, step, memory, seconds)
+
+
+def _described(plan: Plan, rows: int) -> str:
+    """Return a description of a plan's programs for `rows` rows that no earlier plan has."""
+    nodes, rule = plan.drafter.num_nodes, plan.rule.name
+    drafting = f"{plan.drafter.name} with drafts of {nodes} token{'s' * (nodes > 1)}"
+    text = (
+        f"{drafting if nodes else 'plain decoding'}, verify={rule}, "
+        f"{'sampled' if plan.flags.sampled else 'greedy'}"
+        f"{' with log-probabilities' * plan.logprobs}, for {rows} row{'s' * (rows > 1)} of up to "
+        f"{plan.capacity} tokens, prompt included"
+    )
+    before, _plans[text] = _plans.get(text), plan
+    if before is None:
+        return text
+    changed = [
+        field.name
+        for field in fields(Plan)
+        if getattr(plan, field.name) != getattr(before, field.name)
+    ]
+    return f"{text}, with other {', '.join(changed) or 'arrays'} than before"
 
 
 def _memory(params: Any, state: State, rows: State, temporaries: int) -> MemoryPlan:

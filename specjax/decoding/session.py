@@ -180,7 +180,7 @@ def plan_session(
         check_request(target, request)
     longest = longest_row(target, options.max_length)
     for name, ids in zip(names, encoded, strict=True):
-        check_length(target, name, len(ids), longest, options.max_length)
+        check_length(target, name, len(ids), longest)
     totals = [
         len(ids) + request.max_new_tokens for ids, request in zip(encoded, requests, strict=True)
     ]
@@ -323,7 +323,7 @@ def _num_pages(
         enough = f"use {row_pages * data}, for mesh.data={data}," if data > 1 else "use that many"
         raise InputError(
             f"num_kv_pages={options.num_kv_pages}: a request of {longest} tokens needs {row_pages} "
-            f"pages of {size}; {enough} at least, or lower max_length"
+            f"pages of {size}; {enough} at least, or set a smaller max_length"
         )
     rows = round_up(_power_of_two(options.batch_size), data)
     return options.num_kv_pages or rows * (capacity // size)
@@ -390,20 +390,18 @@ class NoRoomError(InputError):
     """The error for a prompt that leaves no room for a new token."""
 
 
-def check_length(
-    target: Model, name: str, count: int, longest: int, max_length: int | None
-) -> None:
+def check_length(target: Model, name: str, count: int, longest: int) -> None:
     """Raise NoRoomError if a prompt of `count` tokens leaves no room for a new token.
 
-    The prompt is called `name` in the error. A row may have `longest` tokens; `max_length` is the
-    user's setting of that, or None.
+    The prompt is called `name` in the error. A row may have `longest` tokens.
     """
     if count < longest:
         return
-    room = f"the {longest} positions of {target.name}"
-    remedy = "shorten it"
-    if max_length is not None:
-        room, remedy = f"max_length={max_length}", "shorten it or raise max_length"
+    positions = target.config.max_positions
+    room, remedy = f"the {positions} positions of {target.name}", "shorten it"
+    if longest < positions:
+        default = " (the default of engines)" if longest == _ENGINE_LENGTH else ""
+        room, remedy = f"max_length={longest}{default}", "shorten it or raise max_length"
     raise NoRoomError(
         f"{name} has {count} tokens, which leaves no room for a new one in {room}: {remedy}"
     )

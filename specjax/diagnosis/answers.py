@@ -12,9 +12,11 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from specjax.decoding.sampling_params import SamplingParams
 from specjax.loading.model import Model
 from specjax.models.causal_mask import causal
 from specjax.models.interface import LanguageModel
+from specjax.sampling import WarpFlags, warp
 
 _STEP = 64
 """Lengths are rounded up to a multiple of this, so that prompts of other lengths share programs."""
@@ -26,7 +28,7 @@ class Answers:
 
     The labels of row b are the tokens of its answer: label a is the token at position `first[b] +
     a`, and there are `count[b]` of them. `logp[b, a]` are the target's log-probabilities of that
-    token, at the temperature of the measurement, and `best` the likeliest tokens.
+    token, under the sampling parameters of the measurement, and `best` the likeliest tokens.
     `features[name][b, t]` is the feature at position t.
     """
 
@@ -63,12 +65,12 @@ def read_answers(
     prompts: Sequence[Sequence[int]],
     answers: Sequence[Sequence[int]],
     features: tuple[str, ...],
-    temperature: float,
+    sampling: SamplingParams,
 ) -> Answers:
     """Return the target's distributions and features over prompts and their answers.
 
     Prompts and answers are token ids; `features` are the names of the features to return, and
-    distributions have the given `temperature`.
+    distributions are those under the parameters `sampling`.
     """
     num_labels = max(map(len, answers))
     longest = max(len(prompt) for prompt in prompts) + num_labels
@@ -85,13 +87,21 @@ def read_answers(
         model.params,
         jnp.asarray(tokens),
         jnp.asarray(first),
-        jnp.float32(temperature),
+        *warp_arguments(sampling),
     )
     arrays = (jnp.asarray(array) for array in (tokens, first, count))
     return Answers(*arrays, logp, best, feature_arrays)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def warp_arguments(
+    sampling: SamplingParams,
+) -> tuple[tuple[float, int, float, float], WarpFlags]:
+    """Return the parameters that `warp` reads, and its flags."""
+    numbers = sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p
+    return numbers, WarpFlags.of(*numbers)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 7))
 def _run(
     model: LanguageModel,
     features: tuple[str, ...],
@@ -99,10 +109,12 @@ def _run(
     params: dict,
     tokens: Int[Array, "B T"],
     first: Int[Array, "B"],
-    temperature: Float[Array, ""],
+    parameters: tuple,
+    flags: WarpFlags,
 ) -> tuple[Float[Array, "B A V"], Int[Array, "B A"], dict[str, Float[Array, "B T D"]]]:
     """Return the `logp`, `best` and `features` of `Answers`.
 
+    `parameters` and `flags` are the results of `warp_arguments`.
     Rows run one after another, since the logits of all positions of all rows need much memory.
     """
     width = tokens.shape[1]
@@ -125,6 +137,6 @@ def _run(
         logits = result.logits[0, columns]
         kept = {name: value[0] for name, value in result.features.items()}
         best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-        return jax.nn.log_softmax(logits / temperature), best, kept
+        return warp(logits, *parameters, flags=flags), best, kept
 
     return lax.map(one, (tokens, first))

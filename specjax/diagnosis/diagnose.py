@@ -13,8 +13,9 @@ from specjax.decoding.generate import Generation, generate
 from specjax.decoding.prompts import Prompts, as_prompts, encode_prompt
 from specjax.decoding.sampling_params import SamplingParams
 from specjax.diagnosis import changes as faults
-from specjax.diagnosis.answers import Answers, read_answers
+from specjax.diagnosis.answers import Answers, read_answers, warp_arguments
 from specjax.diagnosis.changes import Change, Finding
+from specjax.diagnosis.rounds import Rounds, read_rounds
 from specjax.diagnosis.teacher_forced import Examined, Reading, Scores, confidence, score
 from specjax.diagnosis.weight_checks import weight_notes
 from specjax.drafters import LoadedDrafter, Merged, Turns
@@ -32,8 +33,8 @@ _NEAR_CHANCE = 0.1
 """The least fraction of the way from chance to 1 that a drafter trained for the target reaches."""
 _NEARLY = 0.8
 """The least share of the gain by the best draft vocabulary that the trained one has."""
-_LEAST_GAP = 0.1
-"""The minimum difference of acceptance, teacher-forced less decoded, that makes a finding."""
+_LEAST_SHORTFALL = 0.05
+"""The minimum mean number of tokens by which rounds accept fewer than predicted, for a finding."""
 _LEAST_MISCALIBRATION = 0.1
 """The minimum calibration error of a confidence head that makes a finding."""
 
@@ -56,14 +57,14 @@ class Measured:
     """Acceptance by position in the draft; None if it cannot be measured.
 
     `overlap` is sum_x min(p, q) after every true prefix, and `agreement` the share of those
-    prefixes after which the likeliest tokens of p and q are equal. `given_earlier` is the
-    acceptance at a position given that all positions before it were accepted, and `decoded` is the
-    same in real decoding. `chance` is the overlap of a draft without context.
+    prefixes after which the likeliest tokens of p and q are equal. `decoded` is the share of the
+    draft tokens that decoding tested and accepted, and `predicted` what teacher forcing predicts
+    for the same ones (`rounds.Rounds`). `chance` is the overlap of a draft without context.
     """
 
     overlap: tuple[Share, ...] | None
     agreement: tuple[Share, ...] | None
-    given_earlier: tuple[Share | None, ...] | None
+    predicted: tuple[Share | None, ...] | None
     decoded: tuple[Share | None, ...]
     acceptance_length: float | None
     chance: float | None = None
@@ -119,8 +120,8 @@ def diagnose(
     """Measure how much of a drafter is accepted, and find what lowers its acceptance.
 
     The prompts are decoded with chains of the drafter; then it drafts at every position of these
-    answers, unchanged and with single changes that would each undo a known fault. Overlaps are at
-    the sampling's temperature, or at 1 if that is 0. `other_prompts` are the same prompts in
+    answers, unchanged and with single changes that would each undo a known fault. Overlaps are
+    those under `sampling`, or at temperature 1 if its is 0. `other_prompts` are the same prompts in
     another form, by the setting that gives it ("chat=false"). `in_float32` loads the target and the
     drafter without rounding; it is called at most once. `tell` is called with a line about each
     change. Raises InputError for bad prompts, for drafters that are joined or draft trees, and
@@ -139,7 +140,7 @@ def diagnose(
     if not isinstance(drafter.drafter, Examined):
         measured = Measured(None, None, None, *_decoded(result))
         return Diagnosis(drafter.name, target.name, measured, (), examined=False)
-    examination = _Examination(target, drafter, prompts, result, sampling.temperature, tell)
+    examination = _Examination(target, drafter, prompts, result, sampling, tell)
     return examination.run(others, in_float32)
 
 
@@ -151,7 +152,7 @@ class _Examination:
     loaded: LoadedDrafter
     prompts: Sequence[Sequence[int]]
     result: Generation
-    temperature: float
+    sampling: SamplingParams
     tell: Callable[[str], Any]
     tried: list[tuple[str, float]] = field(default_factory=list)
 
@@ -169,8 +170,9 @@ class _Examination:
         if not answers.is_label.any():
             raise InputError("prompts: no answer has a token to examine; give other prompts")
         reading = _reading(self.loaded, answers)
-        before = score(reading, answers, self.noise)
-        measured = self.measured(before, answers)
+        before = score(reading, answers, self.compared_at)
+        rounds = read_rounds(self.result, before, self.acceptance(before))
+        measured = self.measured(before, answers, rounds)
         changes = (
             *faults.changes(reading, answers, self.target),
             *self.of_templates(others),
@@ -185,7 +187,7 @@ class _Examination:
         gains.sort(key=lambda finding: finding.before - finding.after)
         findings = _ranked(gains, measured, before)
         if not findings:
-            others_found = (_gap(measured), self.of_confidence(reading, answers, before))
+            others_found = (_shortfall(rounds), self.of_confidence(reading, answers, before))
             findings = tuple(one for one in others_found if one is not None)
         return Diagnosis(
             self.loaded.name,
@@ -197,14 +199,20 @@ class _Examination:
         )
 
     @property
-    def noise(self) -> float:
-        """The temperature of the distributions that are compared; 1 if decoding is greedy."""
-        return self.temperature or 1.0
+    def compared_at(self) -> SamplingParams:
+        """The parameters of the distributions that are compared: temperature 1 for greedy ones."""
+        return self.sampling if self.sampling.temperature else SamplingParams(temperature=1.0)
+
+    def acceptance(self, scores: Scores) -> np.ndarray:
+        """Return the probability [B, A, K] that decoding accepts each draft token."""
+        if not self.sampling.temperature:
+            return scores.agrees.astype(np.float32)
+        return scores.overlap if self.loaded.drafter.sampled else scores.likeliest
 
     def read(self, target: Model, prompts: Sequence[Sequence[int]]) -> Answers:
         """Return a target's distributions and features over the answers after given prompts."""
         names = faults.readable_features(self.loaded.drafter, target.config.num_layers)
-        return read_answers(target, prompts, self.result.token_ids, names, self.noise)
+        return read_answers(target, prompts, self.result.token_ids, names, self.compared_at)
 
     def of_templates(self, others: Mapping[str, Sequence[Sequence[int]]]) -> list[Change]:
         """Return a change for each other form of the prompts, followed by the same answers."""
@@ -262,7 +270,7 @@ class _Examination:
 
         `before` are the scores of the unchanged drafter.
         """
-        after = score(*change.make(), self.noise)
+        after = score(*change.make(), self.compared_at)
         # Drafts may have another length.
         length = min(before.tested.shape[2], after.tested.shape[2])
         before, after = before.first(length), after.first(length)
@@ -282,12 +290,12 @@ class _Examination:
         """Return a finding if a confidence head's estimates are far from the true acceptance.
 
         `scores` are those of the unchanged drafter. The head was trained at temperature 1; the
-        result is None at any other.
+        result is None under any other parameters.
         """
         drafter = reading.drafter
         if not isinstance(drafter, BlockDrafter) or not drafter.head.config.confidence:
             return None
-        if self.noise != 1.0:
+        if warp_arguments(self.compared_at) != warp_arguments(SamplingParams(temperature=1.0)):
             return None
         logits, accepted = confidence(reading, answers)[scores.tested], scores.values
         temperature = fit_temperature(logits, accepted)
@@ -307,15 +315,16 @@ class _Examination:
             after,
         )
 
-    def measured(self, scores: Scores, answers: Answers) -> Measured:
+    def measured(self, scores: Scores, answers: Answers, rounds: Rounds) -> Measured:
         """Return acceptance by position, from the teacher-forced scores and from decoding."""
-        acceptance, tested = _acceptance(scores, sampled=self.temperature > 0), scores.tested
-        steps = range(scores.tested.shape[2])
+        tested, steps = scores.tested, range(scores.tested.shape[2])
+        in_rounds = [rounds.tested[:, i] for i in steps]
         return Measured(
             tuple(_mean(scores.overlap[..., i][tested[..., i]]) for i in steps),
             tuple(_share(scores.agrees[..., i][tested[..., i]]) for i in steps),
-            tuple(_weighted(acceptance, tested, i) for i in steps),
-            *_decoded(self.result),
+            tuple(_mean(rounds.predicted[in_rounds[i], i]) for i in steps),
+            tuple(_share(rounds.accepted[in_rounds[i], i]) for i in steps),
+            metrics.acceptance_length(self.result.accepted),
             chance=answers.chance,
         )
 
@@ -394,46 +403,36 @@ def _ranked(found: Sequence[Finding], measured: Measured, before: Scores) -> tup
     return tuple(kept.values())
 
 
-def _gap(measured: Measured) -> Finding | None:
-    """Return a finding if decoding accepts fewer first draft tokens than teacher forcing.
+def _shortfall(rounds: Rounds) -> Finding | None:
+    """Return a finding if rounds accept fewer tokens than teacher forcing predicts for them.
 
-    The result is None if the difference is within the intervals or small.
+    The result is None if the difference is small, or as large as its standard errors.
     """
-    forced, decoded = measured.given_earlier[0], measured.decoded[0]
-    if None in (forced, decoded) or forced.low < decoded.high:
+    count, shortfall = len(rounds.tested), rounds.shortfall
+    if not count or (gap := float(shortfall.mean())) < _LEAST_SHORTFALL:
         return None
-    if forced.value - decoded.value < _LEAST_GAP:
+    # The mean is 0 in a loop without faults, so the spread is the one around 0.
+    error = float(np.sqrt(np.square(shortfall).mean() / count))
+    if gap < _LEAST_ERRORS * error:
         return None
+    accepted, predicted = (
+        float(np.where(rounds.tested, each, 0).sum()) / count
+        for each in (rounds.accepted, rounds.predicted)
+    )
     return Finding(
         faults.DECODING,
-        f"first draft tokens are accepted in {decoded} of rounds, and in {forced} teacher-forced",
-        "kv_cache_dtype=auto; in a drafter of your own, check what observe keeps "
-        "(specjax.testing.check_drafter)",
-        forced.value,
-        decoded.value,
+        f"{accepted:.2f} draft tokens per round are accepted, where teacher forcing predicts "
+        f"{predicted:.2f} for the same {count} rounds (+-{error:.2f})",
+        "in a drafter of your own, check what observe keeps (specjax.testing.check_drafter)",
+        predicted,
+        accepted,
+        error,
     )
 
 
 def _per_label(values: np.ndarray, tested: np.ndarray) -> np.ndarray:
     """Return each label's mean [B, A] over the draft positions marked in `tested` [B, A, K]."""
     return np.where(tested, values, 0).sum(axis=2) / np.maximum(tested.sum(axis=2), 1)
-
-
-def _acceptance(scores: Scores, *, sampled: bool) -> np.ndarray:
-    """Return the probability [B, A, K] of accepting each draft token after those before it."""
-    return scores.overlap if sampled else scores.agrees.astype(np.float32)
-
-
-def _weighted(acceptance: np.ndarray, tested: np.ndarray, position: int) -> Share | None:
-    """Return the acceptance at a position given that all positions before it are accepted.
-
-    The result is None if fewer than one draft is expected to reach the position.
-    """
-    reached = np.where(tested[..., position], acceptance[..., :position].prod(axis=-1), 0)
-    if (total := float(reached.sum())) < 1:
-        return None
-    value = float((reached * acceptance[..., position]).sum()) / total
-    return _wilson(value, round(total))
 
 
 def _decoded(result: Generation) -> tuple[tuple[Share | None, ...], float | None]:
@@ -450,15 +449,17 @@ def _decoded(result: Generation) -> tuple[tuple[Share | None, ...], float | None
     return shares, metrics.acceptance_length(result.accepted)
 
 
-def _mean(values: np.ndarray) -> Share:
-    """Return the mean of values in [0, 1] with a normal interval."""
+def _mean(values: np.ndarray) -> Share | None:
+    """Return the mean of values in [0, 1] with a normal interval; None without values."""
+    if not len(values):
+        return None
     mean, error = float(values.mean()), 1.96 * float(values.std() / np.sqrt(len(values)))
     return Share(mean, max(mean - error, 0.0), min(mean + error, 1.0), len(values))
 
 
-def _share(hits: np.ndarray) -> Share:
-    """Return the share of true values with Wilson's interval."""
-    return _wilson(float(hits.mean()), len(hits))
+def _share(hits: np.ndarray) -> Share | None:
+    """Return the share of true values with Wilson's interval; None without values."""
+    return None if not len(hits) else _wilson(float(hits.mean()), len(hits))
 
 
 def _wilson(value: float, count: int, z: float = 1.96) -> Share:
@@ -466,7 +467,9 @@ def _wilson(value: float, count: int, z: float = 1.96) -> Share:
     middle = (value + z * z / (2 * count)) / (1 + z * z / count)
     spread = z / (1 + z * z / count)
     spread *= np.sqrt(value * (1 - value) / count + z * z / (4 * count * count))
-    return Share(value, float(middle - spread), float(middle + spread), count)
+    # Where the share is 0 or 1, rounding leaves its end of the interval.
+    low, high = max(0.0, float(middle - spread)), min(1.0, float(middle + spread))
+    return Share(value, low, high, count)
 
 
 def _table(measured: Measured) -> list[str]:
@@ -474,8 +477,8 @@ def _table(measured: Measured) -> list[str]:
     rows: dict[str, Sequence[Share | None] | None] = {
         "teacher-forced, sum min(p, q)": measured.overlap,
         "teacher-forced, greedy": measured.agreement,
-        "  where earlier ones were accepted": measured.given_earlier,
-        "decoded, likewise": measured.decoded,
+        "decoded": measured.decoded,
+        "  predicted by teacher forcing": measured.predicted,
     }
     cells = {
         name: ["-" if share is None else str(share) for share in shares]

@@ -6,6 +6,7 @@ so that one program measures nearly all changes.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -15,13 +16,15 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from specjax.diagnosis.answers import Answers
+from specjax.decoding.sampling_params import SamplingParams
+from specjax.diagnosis.answers import Answers, warp_arguments
 from specjax.drafters.base import Drafter
 from specjax.drafters.draft_model import DraftModel
 from specjax.drafters.heads.block import BlockDrafter
 from specjax.drafters.heads.medusa import MedusaDrafter
 from specjax.drafters.heads.pair_drafter import PairDrafter
 from specjax.models.heads.block_rows import run_blocks
+from specjax.sampling import WarpFlags, warp
 
 Examined = PairDrafter | MedusaDrafter | DraftModel | BlockDrafter
 """The drafters whose proposals at all positions are computed in one pass."""
@@ -46,11 +49,12 @@ class Scores:
     """The overlap sum_x min(p, q) and the greedy agreement of each draft token.
 
     Entry [b, a, i] belongs to token i of the draft that begins at label a of row b. Entries that do
-    not exist (`tested` is False) are arbitrary.
+    not exist (`tested` is False) are arbitrary. `likeliest` is p of q's likeliest token.
     """
 
     overlap: Float[np.ndarray, "B A K"]
     agrees: Bool[np.ndarray, "B A K"]
+    likeliest: Float[np.ndarray, "B A K"]
     tested: Bool[np.ndarray, "B A K"]
 
     @property
@@ -60,16 +64,17 @@ class Scores:
 
     def first(self, count: int) -> Scores:
         """Return the scores of the first `count` draft tokens."""
-        return Scores(*(array[..., :count] for array in (self.overlap, self.agrees, self.tested)))
+        arrays = self.overlap, self.agrees, self.likeliest, self.tested
+        return Scores(*(array[..., :count] for array in arrays))
 
 
-def score(reading: Reading, answers: Answers, temperature: float) -> Scores:
+def score(reading: Reading, answers: Answers, sampling: SamplingParams) -> Scores:
     """Return how well a drafter predicts each token of answers, given the true tokens before.
 
-    `reading` is the drafter with what it reads, and p and q are at the given `temperature`.
+    `reading` is the drafter with what it reads. p and q are those under the parameters `sampling`.
     """
-    overlap, agrees = _score(reading, answers, jnp.float32(temperature))
-    return Scores(np.asarray(overlap), np.asarray(agrees), _tested(reading.drafter, answers))
+    arrays = map(np.asarray, _score(reading, answers, *warp_arguments(sampling)))
+    return Scores(*arrays, _tested(reading.drafter, answers))
 
 
 def confidence(reading: Reading, answers: Answers) -> Float[np.ndarray, "B A K"]:
@@ -93,33 +98,37 @@ def _tested(drafter: Drafter, answers: Answers) -> Bool[np.ndarray, "B A K"]:
     return is_label[:, :, None] & (last < np.asarray(answers.count)[:, None, None])
 
 
-@jax.jit
+@functools.partial(jax.jit, static_argnums=3)
 def _score(
-    reading: Reading, answers: Answers, temperature: Float[Array, ""]
-) -> tuple[Float[Array, "B A K"], Bool[Array, "B A K"]]:
-    """Return the overlap and the greedy agreement of each draft token, as in `Scores`."""
+    reading: Reading, answers: Answers, parameters: tuple, flags: WarpFlags
+) -> tuple[Float[Array, "B A K"], Bool[Array, "B A K"], Float[Array, "B A K"]]:
+    """Return the arrays of `Scores`, but for `tested`.
+
+    `parameters` and `flags` are the results of `warp_arguments`.
+    """
     drafter, params = reading.drafter, reading.params
     ids = params.get("draft_ids") if isinstance(params, dict) else None
 
-    def one(row: tuple) -> tuple[Float[Array, "A K"], Bool[Array, "A K"]]:
+    def one(row: tuple) -> tuple[Float[Array, "A K"], Bool[Array, "A K"], Float[Array, "A K"]]:
         tokens, first, logp, best, features = row
         drafts = jnp.arange(logp.shape[0])
         labels = jnp.clip(first + drafts, 2, tokens.shape[0] - 1)
         logits = draft_logits(drafter, params, tokens, features, reading.window, labels)
-        overlaps, agreements = [], []
+        overlaps, agreements, likeliest = [], [], []
         for step in range(drafter.num_speculative_tokens):
             target = jnp.minimum(drafts + step, logp.shape[0] - 1)
             # A draft model's logits depend on the prefix only, not on where the draft began.
             draft = logits[0][target] if isinstance(drafter, DraftModel) else logits[step]
             p, chosen = logp[target], jnp.argmax(draft, axis=-1)
-            if ids is not None:
-                p, chosen = p[:, ids], ids[chosen]
+            chosen = chosen if ids is None else ids[chosen]
+            likeliest.append(jnp.exp(jnp.take_along_axis(p, chosen[:, None], axis=1))[:, 0])
+            p = p if ids is None else p[:, ids]
             size = min(p.shape[-1], draft.shape[-1])
-            q = jax.nn.log_softmax(draft / temperature)
+            q = warp(draft, *parameters, flags=flags)
             shared = jnp.minimum(p[:, :size], q[:, :size])
             overlaps.append(jnp.exp(shared).sum(axis=-1))
             agreements.append(chosen == best[target])
-        return jnp.stack(overlaps, axis=-1), jnp.stack(agreements, axis=-1)
+        return tuple(jnp.stack(each, axis=-1) for each in (overlaps, agreements, likeliest))
 
     rows = (answers.tokens, answers.first, answers.logp, answers.best, reading.features)
     return lax.map(one, rows)

@@ -98,7 +98,7 @@ class DraftModel(OwnCacheDrafter):
         elif weights == "float":
             path = float_model(path)
         elif weights != "auto":
-            path = quantized_model(in_stacked_form(path), weights)
+            path = quantized_model(in_stacked_form(path), weights, field="drafter.weights")
         check_tokenizers(target, path)
         path = replace(
             with_vocabulary(path, target.config.vocab_size), kv_cache_dtype=target.kv_cache_dtype

@@ -25,7 +25,14 @@ from specjax.drafters.base import (
     Noise,
     TargetPass,
 )
-from specjax.drafters.turn_taking import Turns, flattened, most_following
+from specjax.drafters.turn_taking import (
+    Turns,
+    check_proposal,
+    flattened,
+    most_following,
+    observed,
+    observed_pass,
+)
 from specjax.errors import InputError, shown
 from specjax.trees import Draft
 
@@ -143,12 +150,13 @@ class Merged(Drafter):
         for number, drafter in enumerate(self.parts):
             drafter_state = state[number]
             if drafter.num_speculative_tokens:
-                draft, drafter_state = drafter.propose(
+                proposal = drafter.propose(
                     params[number],
                     drafter_state,
                     context.replace(limit=drafter.longest_paths(context), resumes=False),
                     noise.part(number, branches=drafter.branches),
                 )
+                draft, drafter_state = check_proposal(drafter, proposal, drafter_state, context)
                 drafts.append(draft.replace(drafted_by=jnp.full_like(draft.tokens, number)))
             states.append(drafter_state)
         return trees.merge(*drafts), tuple(states)
@@ -156,14 +164,14 @@ class Merged(Drafter):
     def observe(self, params: tuple, state: tuple, context: Context, accepted: Accepted) -> tuple:
         """Return each part's state after further committed tokens."""
         return tuple(
-            drafter.observe(drafter_params, drafter_state, context, accepted)
+            observed(drafter, drafter_params, drafter_state, context, accepted)
             for drafter, drafter_params, drafter_state in self._each(params, state)
         )
 
     def observe_pass(self, params: tuple, state: tuple, target_pass: TargetPass) -> tuple:
         """Return each part's state after a pass of the target."""
         return tuple(
-            drafter.observe_pass(drafter_params, drafter_state, target_pass)
+            observed_pass(drafter, drafter_params, drafter_state, target_pass)
             for drafter, drafter_params, drafter_state in self._each(params, state)
         )
 

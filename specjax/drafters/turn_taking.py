@@ -32,6 +32,7 @@ from specjax.drafters.base import (
 from specjax.drafters.none import empty_draft
 from specjax.errors import InputError
 from specjax.trees import Draft, DynamicTopology, chain_topology
+from specjax.trees.draft import check_draft, usable
 
 NO_DRAFTER = -1
 """The value of `Proposal.drafter` in a row without a draft."""
@@ -161,7 +162,7 @@ class Turns:
         """Return the drafters' states after a chunk of the prompts, given in `accepted`."""
         return tuple(
             drafter_state.replace(
-                drafter=_observed(drafter, drafter_params, drafter_state.drafter, context, accepted)
+                drafter=observed(drafter, drafter_params, drafter_state.drafter, context, accepted)
             )
             if drafter.num_speculative_tokens
             else drafter_state
@@ -176,7 +177,7 @@ class Turns:
         """Return the drafters' states after a pass of the target."""
         return tuple(
             drafter_state.replace(
-                drafter=drafter.observe_pass(drafter_params, drafter_state.drafter, target_pass)
+                drafter=observed_pass(drafter, drafter_params, drafter_state.drafter, target_pass)
             )
             if drafter.num_speculative_tokens and drafter.pass_features
             else drafter_state
@@ -215,6 +216,12 @@ class Turns:
         Each drafter draws with its part of `noise`. `limits` are how much each may draft.
         """
         limits = jax.tree.map(jnp.asarray, limits)
+        for name in ("longest", "confidence"):
+            if (shape := getattr(limits, name).shape) != (len(self.parts),):
+                raise InputError(
+                    f"limits.{name} has shape {shape} for {len(self.parts)} drafters: use one "
+                    "number per drafter"
+                )
         drafted_by = jnp.full(context.length.shape, NO_DRAFTER, jnp.int32)
         joint_draft, states, ran, further = None, [], [], []
         for number, drafter in enumerate(self.parts):
@@ -287,7 +294,7 @@ def _take_turn(
     """Return a drafter's draft and state.
 
     The drafter is not run if no row may draft, unless the context has `full_drafts`. Raises
-    InputError for a draft of another size than the drafter declares.
+    InputError as `check_proposal` does.
     """
     if not drafter.num_speculative_tokens:
         return empty_draft(context.length.shape[0], 0), state
@@ -299,12 +306,11 @@ def _take_turn(
 
     def propose(state: PartState) -> tuple[Draft, PartState]:
         proposal = drafter.propose(params, state.drafter, context, noise)
-        draft, inner = check_proposal(drafter, proposal, state.drafter)
-        return draft, state.replace(drafter=inner)
+        draft, inner = check_proposal(drafter, proposal, state.drafter, context)
+        return usable(draft), state.replace(drafter=inner)
 
     propose = jax.jit(propose, inline=True)  # traced once for both uses
     shapes, _ = jax.eval_shape(propose, state)
-    check_size(drafter, shapes)
 
     def sleep(state: PartState) -> tuple[Draft, PartState]:
         return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes), state
@@ -364,16 +370,17 @@ def _observe(
         {name: context.feature_from(name, first, width) for name in drafter.features},
     )
     after = context.replace(length=first + 1 + count)
-    inner = drafter.observe(params, state.drafter, after, accepted)
-    check_state(drafter, "observe", inner, state.drafter)
+    inner = observed(drafter, params, state.drafter, after, accepted)
     return PartState(inner, constrain(state.unobserved - count, "batch"))
 
 
-def check_proposal(drafter: Drafter, proposal: Any, before: Any) -> tuple[Draft, Any]:
+def check_proposal(
+    drafter: Drafter, proposal: Any, before: Any, context: Context
+) -> tuple[Draft, Any]:
     """Return the draft and the state that `propose` returned, checked while tracing.
 
-    `before` is the state that was passed. Raises InputError unless `proposal` is a draft and a
-    state, with the expected types and shapes.
+    `before` is the state and `context` the context that were passed. Raises InputError unless
+    `proposal` is a draft of the declared size and a state, with the expected types and shapes.
     """
     name = f"drafter {drafter.name!r}: propose returned"
     is_pair = isinstance(proposal, tuple) and len(proposal) == 2
@@ -386,17 +393,20 @@ def check_proposal(drafter: Drafter, proposal: Any, before: Any) -> tuple[Draft,
             cure = "return (Draft, state); trees.chain(tokens, count) makes a Draft of tokens"
         raise InputError(f"{name} {kind}; {cure}")
     draft, state = proposal
-    for field, kind, wanted in (
-        ("tokens", jnp.integer, "int32[B, N], by jnp.argmax or .astype(jnp.int32)"),
-        ("valid", jnp.bool_, "bool[B, N]"),
-    ):
-        array = jnp.asarray(getattr(draft, field))
-        if array.ndim != 2 or not jnp.issubdtype(array.dtype, kind):
-            raise InputError(f"{name} {field} of {array.dtype}{list(array.shape)}; return {wanted}")
+    rows, vocab_size = context.length.shape[0], context.target.vocab_size
+    check_draft(draft, name, rows=rows, vocab_size=vocab_size)
     if draft.logq is not None and not drafter.sampled:
         raise InputError(
             f"{name} logq, so that its tokens are drawn, but its `sampled` is False; override the "
             "property to return True, or return logq=None for tokens that are chosen"
+        )
+    count = draft.topology.num_nodes
+    if count != drafter.num_nodes:
+        raise InputError(
+            f"drafter {drafter.name!r}: its tokens are [B, {count}], and its num_nodes is "
+            f"{drafter.num_nodes} with num_speculative_tokens={drafter.num_speculative_tokens} "
+            f"(check_drafter's default is 2); always propose {drafter.num_nodes}, and mark unused "
+            "ones invalid"
         )
     check_state(drafter, "propose", state, before)
     return draft, state
@@ -428,25 +438,20 @@ def _in_words(state: Any) -> str:
     return f"{kind}({', '.join(arrays)}{', ...' if len(leaves) > 6 else ''})"
 
 
-def _observed(
+def observed(
     drafter: Drafter, params: Any, state: Any, context: Context, accepted: Accepted
 ) -> Any:
-    """Return a drafter's state after a chunk of the prompts, checked."""
+    """Return the state that a drafter's `observe` returned, checked by `check_state`."""
     after = drafter.observe(params, state, context, accepted)
     check_state(drafter, "observe", after, state)
     return after
 
 
-def check_size(drafter: Drafter, draft: Draft) -> None:
-    """Raise InputError for a draft of another size than its drafter declares."""
-    count = draft.topology.num_nodes
-    if count != drafter.num_nodes:
-        raise InputError(
-            f"drafter {drafter.name!r}: its tokens are [B, {count}], and its num_nodes is "
-            f"{drafter.num_nodes} with num_speculative_tokens={drafter.num_speculative_tokens} "
-            f"(check_drafter's default is 2); always propose {drafter.num_nodes}, and mark unused "
-            "ones invalid"
-        )
+def observed_pass(drafter: Drafter, params: Any, state: Any, target_pass: TargetPass) -> Any:
+    """Return the state that a drafter's `observe_pass` returned, checked by `check_state`."""
+    after = drafter.observe_pass(params, state, target_pass)
+    check_state(drafter, "observe_pass", after, state)
+    return after
 
 
 def joined(first: Draft, second: Draft, length: int) -> Draft:

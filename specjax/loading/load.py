@@ -100,15 +100,23 @@ def load_model(
     sharding.MESH_KIND.check("mesh", mesh)
     optional(Instance(Form, "use a Form")).check("form", form)
     Text().check("field", field)
-    WEIGHTS.check("weights", weights)
+    weights_field = _weights_field(field)
+    WEIGHTS.check(weights_field, weights)
     rounds = weights in ("int8", "int4")
     target = _Target(
         *(resolve_dtype(dtype), mesh, _shards(mesh, replicated), form, dtype == "auto", weights),
         is_rounded_later=rounds,
+        weights_field=weights_field,
     )
     CACHE_DTYPE.check("kv_cache_dtype", kv_cache_dtype)
     loaded = replace(_load(field, name_or_path, target), kv_cache_dtype=kv_cache_dtype)
-    return quantized_model(loaded, weights) if rounds else loaded
+    return quantized_model(loaded, weights, field=weights_field) if rounds else loaded
+
+
+def _weights_field(field: str) -> str:
+    """Return the name of the setting `weights` beside the path `field`, such as drafter.path."""
+    owner, dot, _ = field.rpartition(".")
+    return f"{owner}{dot}weights"
 
 
 def load_draft_model(
@@ -304,6 +312,8 @@ class _Target(NamedTuple):
     auto: bool = False
     weights: str = "float"
     is_rounded_later: bool = False
+    weights_field: str = "weights"
+    """The name of the setting `weights` in errors."""
 
     def form(self, config: DecoderConfig) -> Form:
         """Return the form for a model; raise InputError if its config does not support it."""
@@ -386,7 +396,7 @@ class _Target(NamedTuple):
         if self.mesh is not None:
             build_parameters.check_shards(config, self.shards)
             shardings = build_parameters.table_shardings(table, self.mesh, self.shards)
-        check_groups(table, self.weights, shardings)
+        check_groups(table, self.weights, shardings, self.weights_field)
         return kernel_bits(table, self.weights)
 
     def check_memory(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -12,6 +13,7 @@ from jax.sharding import NamedSharding, Sharding
 
 from specjax.errors import InputError
 from specjax.fields import Choice
+from specjax.files.log import share_logger
 from specjax.loading.layer_layout import stack_layers
 from specjax.loading.model import Model, array_table, is_quantized, split_arrays
 from specjax.models.decoder import Form
@@ -49,16 +51,27 @@ def has_quantized(params: dict[str, Any]) -> bool:
     return any(map(is_quantized, jax.tree.leaves(params, is_leaf=is_quantized)))
 
 
-def quantized_model(model: Model, weights: str, *, fitting: bool = False) -> Model:
+def quantized_model(
+    model: Model,
+    weights: str,
+    *,
+    fitting: bool = False,
+    field: str = "weights",
+    remedy: str | None = None,
+) -> Model:
     """Return a model with kernels rounded to `weights`, "int8" or "int4", and the head to int8.
 
     Norms, biases and kernels that already have so few bits are unchanged. On a mesh, the parts of a
     kernel stay on its devices. Raises InputError for a form with separate layers, and for a width
-    that, on each device, is not a multiple of 32; with `fitting` such kernels are unchanged.
+    that, on each device, is not a multiple of 32; with `fitting` such kernels are unchanged. The
+    errors call the setting `field`, and advise to set it to 'float' unless there is another
+    `remedy` for such a width.
     """
     if model.form.layers == "apart":
-        raise InputError(f"weights={weights!r}: the form has layers apart; use stacked layers")
-    arrays = quantized_params(_table(model), model.arrays, weights, fitting=fitting)
+        raise InputError(f"{field}={weights!r}: the form has layers apart; use stacked layers")
+    arrays = quantized_params(
+        *(_table(model), model.arrays, weights), fitting=fitting, field=field, remedy=remedy
+    )
     return _with_arrays(model, arrays)
 
 
@@ -87,16 +100,19 @@ def kernel_bits(table: dict[str, Any], weights: str) -> dict[tuple[str, ...], in
     }
 
 
-def check_groups(table: dict[str, Any], weights: str, shardings: dict[str, Any] | None) -> None:
+def check_groups(
+    table: dict[str, Any], weights: str, shardings: dict[str, Any] | None, field: str = "weights"
+) -> None:
     """Raise InputError if a kernel that `weights` rounds has inputs that are not whole groups.
 
-    `shardings` are those of the table's entries on a mesh, which split the inputs.
+    `shardings` are those of the table's entries on a mesh, which split the inputs. Errors call the
+    setting `field`.
     """
     entries, wheres = _entries(table), _entries(shardings or {})
     for names in kernel_bits(table, weights):
         *_, inputs, _ = shape = entries[names].shape
         parts = _devices_of_inputs(wheres.get(names), len(shape))
-        _check_inputs(names, inputs, parts, weights)
+        _check_inputs(names, inputs, parts, f"{field}={weights!r}", f"{field}='float'")
 
 
 def _entries(tree: dict[str, Any]) -> dict[tuple[str, ...], Any]:
@@ -106,39 +122,54 @@ def _entries(tree: dict[str, Any]) -> dict[tuple[str, ...], Any]:
 
 
 def quantized_params(
-    table: dict[str, Any], params: dict[str, Any], weights: str, *, fitting: bool = False
+    table: dict[str, Any],
+    params: dict[str, Any],
+    weights: str,
+    *,
+    fitting: bool = False,
+    field: str = "weights",
+    remedy: str | None = None,
 ) -> dict[str, Any]:
     """Return parameters with kernels rounded to `weights`, "int8" or "int4", and the head to int8.
 
     `table` describes the parameters. Routers and multi-token prediction modules are unchanged. A
     kernel whose number of inputs per device is not a multiple of 32 raises InputError, or with
-    `fitting` is left unchanged.
+    `fitting` is left unchanged. `field` and `remedy` are those of `quantized_model`.
     """
     bits_of_path = kernel_bits(table, weights)
+    counted, log = itertools.count(1), share_logger(f"rounding the parameters to {weights}")
 
     def converted(path: tuple[Any, ...], entry: Parameter, leaf: Any) -> Any:
         names = tuple(step.key for step in path)
         bits = bits_of_path.get(names)
+        if bits is not None:
+            log(next(counted) / (len(bits_of_path) + 1))
         if bits is None or (is_quantized(leaf) and leaf.bits <= bits):
             return leaf
         kernel = float_kernel(leaf)
         inputs, parts = entry.shape[-2], _devices_of_inputs(kernel.sharding, kernel.ndim)
         if fitting and inputs % (parts * GROUP):
             return leaf
-        _check_inputs(names, inputs, parts, weights)
+        advice = f"{field}='float'" if remedy is None else remedy
+        _check_inputs(names, inputs, parts, f"{field}={weights!r}", advice)
         return _quantized(kernel, bits)
 
     return _map(converted, table, params)
 
 
-def _check_inputs(names: tuple[str, ...], inputs: int, parts: int, weights: str) -> None:
-    """Raise InputError unless the inputs of a kernel, in equal parts, are whole groups."""
+def _check_inputs(
+    names: tuple[str, ...], inputs: int, parts: int, setting: str, remedy: str
+) -> None:
+    """Raise InputError unless the inputs of a kernel, in equal parts, are whole groups.
+
+    The message names the `setting` that rounds it and says what to use instead, the `remedy`.
+    """
     if inputs % (parts * GROUP) == 0:
         return
     split = f" for each of {parts} devices" if parts > 1 else ""
     raise InputError(
-        f"weights={weights!r}: {'.'.join(names)} has {inputs} inputs, no multiple of "
-        f"{GROUP}{split}; use weights='float'"
+        f"{setting}: {'.'.join(names)} has {inputs} inputs, no multiple of {GROUP}{split}; use "
+        f"{remedy}"
     )
 
 
@@ -152,7 +183,9 @@ def quantized_head_params(
     """
     if rounds_drafts(weights, target):
         return quantized_params(table, params, "int8", fitting=True)
-    return params if weights in ("auto", "float") else quantized_params(table, params, weights)
+    if weights in ("auto", "float"):
+        return params
+    return quantized_params(table, params, weights, field="drafter.weights")
 
 
 def float_model(model: Model) -> Model:

@@ -142,7 +142,7 @@ def _lengths(families: Sequence[BestLength]) -> str:
     rows = []
     for family in families:
         figures = family.best.figures[OVERALL]
-        cost = f"{family.round_cost:.2f} {family.token_cost:+.3f} K"
+        cost = f"{family.round_cost:.2f} {family.token_cost:+z.3f} K"
         expected = []
         if family.expected:
             expected = [str(family.expected_length), _times(max(family.expected))]

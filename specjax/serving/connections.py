@@ -69,7 +69,8 @@ def start_answer(engine: EngineThread, completion: Completion, model_name: str) 
         raise RequestError(429, message, code="rate_limit_exceeded")
     session = engine.engine.session
     drafters = [part.name for part in session.plan.drafter.parts]
-    writer = ResponseWriter(completion, model_name, session.model.tokenizer, drafters)
+    tokenizer, longest = session.model.tokenizer, session.max_length
+    writer = ResponseWriter(completion, model_name, tokenizer, drafters, longest)
     return Answer(engine, reply, writer)
 
 

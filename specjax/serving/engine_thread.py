@@ -19,6 +19,7 @@ from specjax.decoding.engine.engine import Engine
 from specjax.decoding.engine.outputs import Delta, Output
 from specjax.decoding.sampling_params import SamplingParams
 from specjax.errors import InputError
+from specjax.files.log import LOGGER
 from specjax.serving.metrics import Counters
 from specjax.serving.requests import RequestError
 
@@ -198,6 +199,7 @@ def warm_up(engine: Engine, defaults: SamplingParams) -> None:
     engine.add([token], replace(defaults, max_new_tokens=1))
     engine.compile(fewer_rows=True)
     while rows:
+        LOGGER.info("running the programs for %d row%s once", rows, "s" * (rows > 1))
         engine.add([token], sampling, n=rows)
         # The second step runs with fewer rows, and adding a request returns to all rows.
         deltas = [*engine.step(), *engine.step()]

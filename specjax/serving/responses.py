@@ -21,13 +21,15 @@ class ResponseWriter:
     """A writer of the response to one request, in which the model is called `model`.
 
     Tokens have no text, and are left out of log-probabilities, if the model has no `tokenizer`.
-    `drafters` are the names of the engine's drafters.
+    `drafters` are the names of the engine's drafters, and `max_length` is its maximum number of
+    tokens of a prompt and its output.
     """
 
     request: Completion
     model: str
     tokenizer: Tokenizer | None
     drafters: Sequence[str]
+    max_length: int
     id: str = field(default_factory=lambda: f"cmpl-{uuid.uuid4().hex}")
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -60,6 +62,7 @@ class ResponseWriter:
                     "specjax": {
                         **self._tokens(whole, Marker(self.tokenizer)),
                         **_figures(output),
+                        "warning": self._warning(index // self.request.n, output),
                     },
                 }
             )
@@ -82,6 +85,7 @@ class ResponseWriter:
                 choice["specjax"] = self._tokens(delta, marker)
                 if delta.output is not None:
                     choice["specjax"] |= _figures(delta.output)
+                    choice["specjax"]["warning"] = self._warning(prompt, delta.output)
                 yield self._event([choice])
         except RequestError as error:
             yield _event(error.body())
@@ -89,6 +93,17 @@ class ResponseWriter:
             if self.request.include_usage:
                 yield self._event([], self._usage(completion))
         yield b"data: [DONE]\n\n"
+
+    def _warning(self, prompt: int, output: Output) -> str | None:
+        """Return why a sample of a prompt ended before `max_tokens`, if it is for lack of room."""
+        count, most = len(self.request.prompts[prompt]), self.request.sampling.max_new_tokens
+        room = self.max_length - count
+        if output.finish_reason != "length" or room >= most:
+            return None
+        return (
+            f"max_tokens={most}: the prompt has {count} tokens, which leaves room for {room} in "
+            f"max_length={self.max_length}, the most tokens of a prompt and its answer here"
+        )
 
     def _index(self, prompt: int, delta: Delta) -> int:
         return prompt * self.request.n + delta.sample

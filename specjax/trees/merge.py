@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
-from specjax.trees.draft import Draft
+from specjax.errors import InputError
+from specjax.trees.draft import Draft, check_draft, usable
 from specjax.trees.topology import AnyTopology, DynamicTopology, Topology
 
 
@@ -23,15 +24,27 @@ def merge(*drafts: Draft) -> Draft:
     """Return the drafts as one tree under their common root, without duplicates.
 
     The result has as many nodes (N) as all drafts together, some of them invalid;
-    `merge_duplicates` states its order.
+    `merge_duplicates` states its order. Raises InputError as `side_by_side` does.
     """
     return merge_duplicates(side_by_side(*drafts))
 
 
 def side_by_side(*drafts: Draft) -> Draft:
-    """Return the drafts as one tree under their common root, with duplicates, draft after draft."""
+    """Return the drafts as one tree under their common root, with duplicates, draft after draft.
+
+    Raises InputError for drafts whose arrays do not agree, within a draft (`check_draft`) or with
+    those of the other drafts, and without drafts.
+    """
+    if not drafts:
+        raise InputError("merge: there are no drafts; pass one or more")
+    rows, vocab_size = None, None
+    for number, draft in enumerate(drafts):
+        check_draft(draft, f"merge: draft {number} has", rows=rows, vocab_size=vocab_size)
+        rows = draft.tokens.shape[0]
+        vocab_size = vocab_size if draft.logq is None else draft.logq.shape[2]
     if len(drafts) == 1:
         return drafts[0]
+    drafts = tuple(map(usable, drafts))  # before their rows of `logq` are numbered anew
     logq_rows, distributions, offset = [], [], 0
     for draft in drafts:
         logq_rows.append(jnp.where(draft.logq_row < 0, -1, draft.logq_row + offset))

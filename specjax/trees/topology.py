@@ -84,6 +84,11 @@ class Topology:
         """`depths` with a row axis."""
         return self.depths[None]
 
+    @property
+    def row_connected(self) -> Bool[np.ndarray, "1 N"]:
+        """True for each node, since parents are checked when the topology is made."""
+        return np.ones((1, self.num_nodes), bool)
+
     def first(self, num_nodes: int) -> Topology:
         """Return the tree of the first `num_nodes` nodes."""
         return Topology(self.parents[:num_nodes])
@@ -143,6 +148,17 @@ class DynamicTopology:
     def row_depths(self) -> Int[Array, "B W"]:
         """The distance of each slot from the root, in tokens."""
         return sum((slot > 0).astype(jnp.int32) for slot in self._ancestors_by_step())
+
+    @property
+    def row_connected(self) -> Bool[Array, "B N"]:
+        """Whether a node's parent is an earlier slot, and at most `depth` nodes are on its path.
+
+        Indices out of range are clamped in compiled code, so that other nodes would be verified
+        with the keys and at the position of a slot that is not their parent's.
+        """
+        parents = self.row_parents
+        earlier = (parents >= 0) & (parents <= jnp.arange(self.num_nodes)[None, :])
+        return earlier & (self._ancestors_by_step()[-1][:, 1:] == 0)
 
     def _ancestors_by_step(self) -> list[Int[Array, "B W"]]:
         """Return each slot, its parent, its grandparent, and so on; the root is its own parent."""

@@ -7,6 +7,7 @@ repetitions share one dispatch.
 from __future__ import annotations
 
 import functools
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from statistics import median
@@ -23,6 +24,7 @@ from specjax.decoding.round import propose
 from specjax.decoding.rows import batch_arguments
 from specjax.decoding.session import Session
 from specjax.decoding.state import State
+from specjax.files.log import LOGGER, share_logger
 from specjax.models.interface import LanguageModel
 from specjax.models.layers.matmul import full_precision
 from specjax.sampling import argmax
@@ -60,6 +62,7 @@ def widths_seconds(
         tokens = 7919 * jnp.arange(1, batch * width + 1, dtype=jnp.int32) % model.vocab_size
         return _loop(once, tokens.reshape(batch, width), params, cache, repeats=_REPEATS)
 
+    LOGGER.info("compiling passes over %s tokens", ", ".join(map(str, widths)))
     seconds = median_seconds(*map(call, widths))
     return {width: spent / _REPEATS for width, spent in zip(widths, seconds, strict=True)}
 
@@ -152,12 +155,15 @@ def median_seconds(*calls: Callable[[], Any]) -> list[float]:
 
     Each is called once to warm up; then they are timed in turn, several times.
     """
+    done, log = itertools.count(1), share_logger("timing")
     for call in calls:
         jax.block_until_ready(call())
+        log(next(done) / ((1 + _RUNS) * len(calls)))
     seconds: list[list[float]] = [[] for _ in calls]
     for _ in range(_RUNS):
         for call, spent in zip(calls, seconds, strict=True):
             begin = time.perf_counter()
             jax.block_until_ready(call())
             spent.append(time.perf_counter() - begin)
+            log(next(done) / ((1 + _RUNS) * len(calls)))
     return [median(spent) for spent in seconds]

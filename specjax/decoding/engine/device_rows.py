@@ -26,6 +26,7 @@ from specjax.decoding.state import Seen, State, with_entries, without_entries
 from specjax.distributed.sharding import first_device
 from specjax.drafters.base import Limits
 from specjax.errors import InputError
+from specjax.files.log import LOGGER, duration
 
 _SAVED = 0.25
 """The share of the decoding time that halving the rows is assumed to save."""
@@ -63,11 +64,28 @@ class DeviceRows:
         return self._programs
 
     def compile_fewer(self) -> None:
-        """Compile the programs for fewer rows that `narrow` may choose. Raises InputError."""
+        """Compile the programs for all rows, and for fewer ones that `narrow` may choose.
+
+        Logs how many are compiled. Raises InputError.
+        """
+        sessions = [self.session]
         rows = self.session.num_rows // 2 if self._narrows else 0
         while rows:
-            self._compiled(self.session.with_options(batch_size=rows))
+            sessions.append(self.session.with_options(batch_size=rows))
             rows //= 2
+        begin = time.perf_counter()
+        for number, session in enumerate(sessions):
+            if number:
+                self._compiled(session)
+            else:
+                self.compile()
+            spent, count = time.perf_counter() - begin, number + 1
+            if spent > 1 and count < len(sessions):
+                left = duration(spent * (len(sessions) - count) / count)
+                LOGGER.info(
+                    "compiled for %d of %d numbers of rows, about %s left",
+                    *(count, len(sessions), left),
+                )
 
     @property
     def _narrows(self) -> bool:

@@ -269,7 +269,7 @@ class Engine:
         session = self.session
         check_request(session.model, sampling)
         ids = encode_prompt(session.model, prompt, where)
-        check_length(session.model, where, len(ids), session.max_length, session.max_length)
+        check_length(session.model, where, len(ids), session.max_length)
         stops = len(session.stop_ids(sampling))
         if stops > session.num_stop_ids:
             raise InputError(

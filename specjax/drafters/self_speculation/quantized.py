@@ -21,6 +21,7 @@ from specjax.loading.quantize import (
     quantized_model,
     with_activation_bits,
 )
+from specjax.loading.user_messages import note
 from specjax.models.decoder import Decoder
 from specjax.models.interface import LanguageModel
 
@@ -32,45 +33,62 @@ class Quantized(SelfDrafter):
     """A drafter with the target's layers in fewer bits.
 
     `model` has the layers as functions of quantized parameters, with kernels in `weights` (int8 or
-    int4). With `activations`, the inputs of the kernels are rounded to that many bits too. The
-    rounding is emulated: acceptance is that of low-bit products, but the time is that of products
-    in floating point. The output head always multiplies in floating point. Raises InputError for
-    invalid options.
+    int4). With `activations`, the inputs of the kernels are rounded to that many bits too, by
+    default where the target has no more bits than the drafter would have. The rounding is emulated:
+    acceptance is that of low-bit products, but the time is that of products in floating point. The
+    output head always multiplies in floating point. Raises InputError for invalid options.
     """
 
     name: ClassVar[str] = "quantized"
     model: Annotated[Decoder, _DECODER] = field(kw_only=False)
     weights: Literal["int8", "int4"] | None = None
     """The form of the copy's kernels, by default int8, or int4 if the target has 8 bits."""
-    activations: Literal["float", "int8", "int4"] = "float"
-    """The form to which the inputs of kernels are rounded (emulated)."""
+    activations: Literal["float", "int8", "int4"] | None = None
+    """The form to which the inputs of kernels are rounded (emulated); by default int8 if the target
+    has no more bits than the copy would have."""
 
     @classmethod
     def load(cls, name: str, target: Model, path: Any = None, **options: Any) -> LoadedDrafter:
         """Return a drafter that is the target in fewer bits; `name` and `path` are not used.
 
         `weights` is by default "int8", or "int4" if the target has 8 bits or fewer. The drafter has
-        its own parameters; only where `activations` are rounded, `weights` is not given and the
-        target is quantized does it share the target's. Raises InputError if the target already has
-        as few bits, unless `activations` are rounded, and for invalid options.
+        its own parameters. Where activations are rounded and `weights` is not given, it shares
+        those of a quantized target; a target that already has as few bits as "int4" gives is
+        drafted for in this way by default, with activations of 8 bits, and a line says so. Raises
+        InputError for `weights` that are not fewer bits than the target's unless activations are
+        rounded, for a width that is no multiple of 32, and for invalid options.
         """
         del name, path
         drafter = cls(target.architecture, **options)
-        bits = ACTIVATION_BITS[drafter.activations]
-        if bits is not None and drafter.weights is None and has_quantized(target.params):
+        shares = drafter.weights is None and has_quantized(target.params)
+        bits = None if drafter.activations is None else ACTIVATION_BITS[drafter.activations]
+        if bits is not None and shares:
             return LoadedDrafter(drafter, with_activation_bits(target.params, bits))
         choices = ("int8", "int4") if drafter.weights is None else (drafter.weights,)
         for choice in choices:
-            copy = quantized_model(in_stacked_form(target), choice)
+            copy = quantized_model(
+                in_stacked_form(target),
+                choice,
+                field="drafter.weights",
+                remedy="another drafter",
+            )
             if bits is not None or count_bytes(copy.params) < count_bytes(target.params):
                 params = with_activation_bits(copy.params, bits)
                 return LoadedDrafter(
                     replace(drafter, model=copy.architecture, weights=choice), params
                 )
+        if shares and drafter.activations is None:
+            note(
+                f"quantized: the target's weights are {target.weights} already, so it drafts with "
+                "them and activations of 8 bits (emulated, so that it is not faster)"
+            )
+            params = with_activation_bits(target.params, ACTIVATION_BITS["int8"])
+            return LoadedDrafter(replace(drafter, activations="int8"), params)
+        setting = f"activations={drafter.activations}" if shares else f"weights={choices[-1]}"
         raise InputError(
-            f"drafter.weights={choices[-1]}: the target's weights are {target.weights} already; "
-            "load the target with weights='float' or 'int8', set drafter.activations, or use "
-            "another drafter"
+            f"drafter.{setting}: the target's weights are {target.weights} already; load the "
+            "target with weights='float' or 'int8', set drafter.activations to int8 or int4, or "
+            "use another drafter"
         )
 
     def layers(self, params: Any, context: Context) -> tuple[LanguageModel, Any, int | None]:

@@ -97,7 +97,8 @@ class SparseKV(SelfDrafter):
         del name, path
         drafter, params = cls(target.architecture, **options), ()
         if drafter.weights is not None:
-            copy = quantized_model(in_stacked_form(target), drafter.weights)
+            stacked, remedy = in_stacked_form(target), "the target's weights, without this option"
+            copy = quantized_model(stacked, drafter.weights, field="drafter.weights", remedy=remedy)
             drafter, params = cls(copy.architecture, **options), copy.params
         return LoadedDrafter(drafter, params)
 

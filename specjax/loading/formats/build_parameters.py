@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 
 from specjax.distributed import sharding
 from specjax.errors import InputError
+from specjax.files.log import share_logger
 from specjax.loading.formats import parameter_names, tensor_layout
 from specjax.loading.model import array_table
 from specjax.models.config import DecoderConfig
@@ -40,6 +41,8 @@ QuantizedKernel if the file's blocks are kept. If rows are reordered, `rows` are
 heads.
 """
 
+_READING = "reading the parameters"
+"""How lines of progress begin."""
 _THREADS = 2
 _PIECE_BYTES = 1 << 21
 """The number of bytes, in float32, that a host thread reads at a time, which fit into its cache."""
@@ -246,7 +249,10 @@ def build(
         rows = {key: _read_part(slot, part, of_dtype, read) for key, part in distinct.items()}
         return slot, target, rows
 
-    for slot, target, rows in _read_ahead(slots, read_slot, threads):
+    log, weights, done = share_logger(_READING), [math.prod(slot.rows) for slot in slots], 0
+    for number, (slot, target, rows) in enumerate(_read_ahead(slots, read_slot, threads)):
+        log(done / sum(weights))
+        done += weights[number]
         *parents, last = slot.path
         node = parameter_names.lookup(params, tuple(parents))
         leaves, structure = jax.tree.flatten(parameter_names.lookup(placements, slot.path))
@@ -375,9 +381,11 @@ def _on_host(
             rows, target = _padded(rows, target.dtype), target.T
         piece.write(rows, target)
 
-    pieces = ((slot, piece) for slot in slots for piece in slot.pieces(slot.rows[0] // slot.block))
+    pieces = [(slot, piece) for slot in slots for piece in slot.pieces(slot.rows[0] // slot.block)]
+    log = share_logger(_READING)
     with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(write, pieces))
+        for number, _ in enumerate(pool.map(write, pieces), 1):
+            log(number / len(pieces))
     return params
 
 

@@ -15,12 +15,16 @@ from specjax.models.cpu import library
 from specjax.models.layers.attention import Partial
 
 _LANES = 8
+_BLOCK = 64
+"""The number of keys that the kernel reads at a time, from one page."""
 
 
 def attends(cache: KVCache, tokens: int) -> bool:
     """Return whether the kernel is available and supports T `tokens` per row with this cache."""
+    several_pages = cache.pages is not None and cache.pages.shape[1] > 1
     return (
-        cache.k.dtype in (jnp.float32, jnp.bfloat16, jnp.int8)
+        not (several_pages and cache.k.shape[3] % _BLOCK)
+        and cache.k.dtype in (jnp.float32, jnp.bfloat16, jnp.int8)
         and cache.k.shape[-1] % _LANES == 0
         and library.is_for(tokens, jnp.dtype(jnp.float32))
     )
