@@ -321,7 +321,7 @@ class ForgetsTheNextToken(PagePool):
 @pytest.fixture(scope="module")
 def with_eagle(tiny):
     """A session whose drafter reads the next token, and what its rows give."""
-    session = paged(session_of(tiny, eagle_drafter(tiny, spread=0.3), "rejection"), NUM_PAGES, True)
+    session = paged(session_of(tiny, eagle_drafter(tiny, spread=2.0), "rejection"), NUM_PAGES, True)
     return session, results(Engine.of(session), session)
 
 
