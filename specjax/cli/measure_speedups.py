@@ -241,9 +241,8 @@ def _possible_speedup(runs: Sequence[Generation]) -> float:
 
     A round costs at least a pass of plain decoding, and a batch ends with its longest row.
     """
-    return math.exp(
-        fmean(math.log(max(map(metrics.acceptance_length, run.accepted))) for run in runs)
-    )
+    taus = ([metrics.acceptance_length(row) for row in run.accepted[:, None]] for run in runs)
+    return math.exp(fmean(math.log(max(of_rows)) for of_rows in taus))
 
 
 def _speed(runs: Sequence[Generation]) -> float:
