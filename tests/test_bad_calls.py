@@ -31,6 +31,7 @@ from specjax.drafters import (
     TokenRecycling,
     Turns,
     drafter_options,
+    merge_drafters,
 )
 from specjax.drafters.lookup.ngram import Ngram
 from specjax.errors import InputError, shown
@@ -532,6 +533,13 @@ class WithoutNoise(Ngram):
         raise AssertionError
 
 
+class KeepsOutputs(Ngram):
+    """Copies outputs, which may have been drawn with the noise that verifies the copies."""
+
+    def with_outputs(self, params, outputs):
+        return params
+
+
 class Undeclared(Ngram):
     """With distributions, though it does not say that it draws."""
 
@@ -558,6 +566,8 @@ def with_tokens(draft, dtype):
             lambda: WithoutNoise(),
             r"WithoutNoise.propose: too many positional arguments; .* context, noise\)",
         ),
+        (lambda: KeepsOutputs(), "KeepsOutputs.with_outputs keeps outputs .*text_digests"),
+        (lambda: merge_drafters(Ngram(), KeepsOutputs()), "KeepsOutputs.with_outputs keeps out"),
         (lambda: changed(Ngram(), propose=lambda real, *rest: 1 / 0), "ZeroDivisionError"),
         (lambda: proposing(lambda draft, state: draft), r"returned Draft; return \(Draft, state\)"),
         (lambda: proposing(lambda draft, state: (state, draft)), r"returned \(tuple, Draft\)"),

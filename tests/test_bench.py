@@ -12,7 +12,14 @@ from rich.console import Console
 
 from specjax import bench
 from specjax.cli import bench_run
-from specjax.cli.measure_speedups import Speedup, median_repeat, speed_ratio, speedup_of, turn_order
+from specjax.cli.measure_speedups import (
+    Speedup,
+    _possible_speedup,
+    median_repeat,
+    speed_ratio,
+    speedup_of,
+    turn_order,
+)
 from specjax.cli.predicted_speedup import measure_round_costs
 from specjax.decoding.generate import Generation
 from specjax.drafters.lookup.ngram import Ngram
@@ -87,14 +94,19 @@ def test_no_cell_of_a_table_is_cut(terminal):
 def test_a_speedup_above_its_tokens_per_pass_says_so():
     ratio = speed_ratio([batch(1.0, 1.0)])
     numbers = (4, 1, 0.0, 1.13, 4.0, 1.0, 1234.5, 617.2)
-    one = Speedup("eagle3", *numbers, ratio, ratio, identical=True)
+    one = Speedup("eagle3", *numbers, ratio, ratio, identical=True, possible_speedup=1.13)
     said = f"{ratio} (the clock is noisy: at most 1.13x is possible)"
     assert bench_run._SPEEDUP_COLUMNS["speed-up"](one) == said
-    # Plain decoding beside itself shows how noisy it is.
-    control = dataclasses.replace(one, drafter="plain, again")
-    possible = dataclasses.replace(one, acceptance_length=2.72)
-    for each in (control, possible):
-        assert bench_run._SPEEDUP_COLUMNS["speed-up"](each) == str(ratio)
+    for possible in (None, 2.72):  # of plain decoding beside itself nothing is said
+        one = dataclasses.replace(one, possible_speedup=possible)
+        assert bench_run._SPEEDUP_COLUMNS["speed-up"](one) == str(ratio)
+
+
+def test_the_possible_speedup_is_that_of_the_mean_of_ratios():
+    """Tokens per pass over all results may be fewer than the mean of what each result allows."""
+    counts = ([[3, 3, -1, -1]], [[0, 0, 0, 0], [1, 1, -1, -1]])
+    runs = [dataclasses.replace(took(1.0), accepted=np.array(accepted)) for accepted in counts]
+    assert _possible_speedup(runs) == pytest.approx((4 * 2) ** 0.5)
 
 
 def test_a_pass_is_as_wide_as_the_widest_of_its_rows():

@@ -22,6 +22,7 @@ from specjax.decoding.sampling_params import SamplingParams
 from specjax.distributed import folder_lock
 from specjax.errors import InputError
 from specjax.loading.load import load_model, save_model
+from specjax.sampling import derived_seed
 from train import generate
 from train.data.examples import Example, target_metadata
 from train.data.responses import VALIDATION_EVERY, held_out_groups, open_responses
@@ -106,7 +107,7 @@ def test_answers_are_those_of_generate(done, prompts, target):
             SamplingParams(
                 temperature=round(one.temperature, 3),
                 max_new_tokens=NEW,
-                seed=int(np.random.SeedSequence((0, index)).generate_state(1)[0]),
+                seed=derived_seed(0, "training answer", index),
             )
         )
         notes = (request.category, request.source, request.licence)

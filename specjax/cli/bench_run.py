@@ -28,8 +28,6 @@ from specjax.reporting.report_file import ReportFile
 from specjax.reporting.statistics import noise_remark
 from specjax.tuning import measure_costs
 
-_CONTROL = "plain, again"
-"""The name of plain decoding in another engine, whose ratio shows the noise of the machine."""
 _WIDEST = 1000
 """The maximum number of columns of a table that is not printed on a terminal."""
 _PASS_COLUMNS: Mapping[str, Callable[[Mapping[str, float]], str]] = {
@@ -173,7 +171,7 @@ def _speedups(
             measured = measure_speedups(
                 model,
                 ids,
-                {_CONTROL: None, **drafters},
+                {"plain, again": None, **drafters},  # its ratio shows the noise of the machine
                 num_speculative_tokens=length,
                 batch_size=batch,
                 temperature=temperature,
@@ -185,9 +183,7 @@ def _speedups(
 
 def _speedup(row: Speedup) -> str:
     """Return a speed-up with its interval, and a remark if it is more than is possible."""
-    remark = None
-    if row.drafter != _CONTROL:
-        remark = noise_remark(row.speedup.mean, row.acceptance_length)
+    remark = noise_remark(row.speedup.mean, row.possible_speedup)
     return f"{row.speedup} ({remark})" if remark else str(row.speedup)
 
 

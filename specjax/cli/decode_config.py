@@ -75,6 +75,8 @@ SIMULATED = "simulated"
 """The drafter that is made from the output of plain decoding."""
 _DRAFT_MODEL = "draft_model"
 """The drafter that is a model of its own, which each device may hold whole."""
+_TURN = "turn"
+"""The purpose of the seeds of a conversation's later turns."""
 _THRESHOLD = optional(Number(0.0, above=True, remedy="use a number above 0"))
 
 
@@ -340,8 +342,8 @@ class DecodeConfig(DecodeFields):
             return self.seed, self.sampling
         sampling = self.sampling
         if sampling.seed is not None:
-            sampling = replace(sampling, seed=derived_seed(sampling.seed, number))
-        return derived_seed(self.seed, number), sampling
+            sampling = replace(sampling, seed=derived_seed(sampling.seed, _TURN, number))
+        return derived_seed(self.seed, _TURN, number), sampling
 
 
 def read_decode_config(written: Mapping[str, Any]) -> DecodeConfig:

@@ -58,7 +58,8 @@ class Speedup:
     without prefill, `speedup_with_prefill` with it. `identical` says whether greedy tokens are
     equal, and is None for sampled ones. `predicted` is the speed-up computed from parts of a round
     that are timed alone, among them a draft of `draft_s` seconds; both are None for draft lengths
-    that depend on costs.
+    that depend on costs. `possible_speedup` is the largest speed-up that the tokens per pass allow,
+    None for plain decoding.
     """
 
     drafter: str
@@ -75,6 +76,7 @@ class Speedup:
     identical: bool | None
     predicted: float | None = None
     draft_s: float | None = None
+    possible_speedup: float | None = None
 
     @property
     def efficiency(self) -> float | None:
@@ -167,6 +169,7 @@ def measure_speedups(
                 identical=None if temperature else identical,
                 predicted=predicted,
                 draft_s=draft_s,
+                possible_speedup=None if drafters[label] is None else _possible_speedup(ours),
             )
         )
     return results
@@ -231,6 +234,15 @@ def speed_ratio(
     if 0 < error < math.inf:
         error *= stdtrit(sum(errors) ** 2 / sum(weights), _QUANTILE)
     return Ratio(math.exp(mean), math.exp(mean - error), math.exp(mean + error))
+
+
+def _possible_speedup(runs: Sequence[Generation]) -> float:
+    """Return the geometric mean over results of the largest acceptance length of a row.
+
+    A round costs at least a pass of plain decoding, and a batch ends with its longest row.
+    """
+    taus = ([metrics.acceptance_length(row) for row in run.accepted[:, None]] for run in runs)
+    return math.exp(fmean(math.log(max(of_rows)) for of_rows in taus))
 
 
 def _speed(runs: Sequence[Generation]) -> float:

@@ -10,8 +10,9 @@ are the same, whatever the numbers are:
     `coupled`       row key, (POSITION, absolute position): the noise of drafters and target
     other rules     row key, (ROUND, number of the row's round), TEXT for each text that the draft
                     may copy from, then one of three keys:
-      draft         (PART, number) if several drafters share a draft, then (POSITION, depth) and
-                    (PARENT, slot of the parent in the drafter's window)
+      draft         (PART, number) of the drafter among those that take turns, and once more among
+                    those that are merged, then (POSITION, depth) and (PARENT, slot of the parent in
+                    the drafter's window), 0 in a chain
       accept        a uniform of (POSITION, i) for the i-th drafted token
       final         (POSITION, depth) for the draw after a path of deterministic nodes, else 0
 
@@ -20,20 +21,20 @@ Which draws share their noise:
                                           `coupled`          other rules
     children of one parent                yes (without replacement, by the largest sums)
     children of two parents of a depth    yes                no: `block` may look at both
-    drafters that share a draft           yes                no
+    several drafters                      yes                no
     a draft and its verification          yes                no
-    an earlier output with the same key   no: it is part of a text that the key derives from
+    an earlier output of the same seed    if it is copied    no: the key derives from a text with it
 
 Under `coupled` all of it may be shared, since the output is that of the target's own draws
 whatever is drafted. Under other rules a draft must be independent of the noise that verifies it. An
 output of the same seed may stand in the prompt (a chat's next turn), or in a text that drafts are
 copied from (a corpus, the cached outputs of an engine): with a key from these texts, the noise
-differs from that which the output was drawn with. A row's noise depends on nothing else: never on
-the batch, the draft length or the compiled width; with JAX's default keys (threefry) this holds bit
-for bit.
+differs from that which the output was drawn with. What a drafter learned from outputs in training
+is not covered: these need another seed. A row's noise depends on nothing else: never on the batch,
+the draft length or the compiled width; with JAX's default keys (threefry) this holds bit for bit.
 
 The later turns of a conversation, and prompts that need separate seeds, get them from
-`derived_seed`.
+`derived_seed`, by purpose.
 """
 
 from __future__ import annotations
@@ -161,9 +162,14 @@ def _fold(
     return jax.vmap(jax.random.fold_in)(keys.reshape(-1), flat).reshape(keys.shape)
 
 
-def derived_seed(seed: int, number: int) -> int:
-    """Return the seed of conversation turn or prompt `number`, derived from the common `seed`."""
-    return int(np.random.SeedSequence((seed, number)).generate_state(1)[0])
+def derived_seed(seed: int, purpose: str, number: int) -> int:
+    """Return the seed of conversation turn or prompt `number`, derived from the common `seed`.
+
+    `purpose` says what the seeds are for. Those of another purpose are others, so that an output
+    may be what a drafter was trained on where it is measured with the same common seed.
+    """
+    of_purpose = int.from_bytes(purpose.encode(), "little")
+    return int(np.random.SeedSequence((seed, of_purpose, number)).generate_state(1)[0])
 
 
 def row_key(

@@ -182,7 +182,7 @@ class Measuring:
             if turn:
                 conversation = _conversation(question, turn, history or texts)
                 prompt = encode_prompt(self.model, conversation, _name(question, turn))
-            seed = derived_seed(self._config.seed, self._first_batch[number] + turn)
+            seed = derived_seed(self._config.seed, "spec_bench", self._first_batch[number] + turn)
             request = replace(way.cell.config.sampling, seed=seed)
             session = replace(engine.session, prompts=(tuple(prompt),), requests=(request,))
             answer = decode_session(session, engine=engine)

@@ -54,8 +54,6 @@ CORPUS = "specjax_corpus"
 _ROUNDS_PER_STEP = 16
 _SIMILAR = 256
 """The number of rows of similar length that are answered one after another."""
-_ASKING = 2**40
-"""A number that no prompt has, from which the seeds of questions are derived."""
 
 
 @dataclass(frozen=True)
@@ -289,7 +287,10 @@ def plan(config: AnswersConfig, model: Model, requests: Sequence[Request]) -> Jo
         Row(
             request,
             tuple(ids),
-            replace(samplings[turn % len(samplings)], seed=derived_seed(config.seed, request.id)),
+            replace(
+                samplings[turn % len(samplings)],
+                seed=derived_seed(config.seed, "training answer", request.id),
+            ),
         )
         for (request, ids), turn in zip(kept, turns.tolist(), strict=True)
     )
@@ -318,13 +319,12 @@ def plan_questions(config: AnswersConfig, model: Model, frame: questions.Frame) 
         max_new_tokens=section.max_tokens,
         stop_token_ids=frame.ends,
     )
-    # Other noise than that of the answers, which are drawn given the questions.
-    seed = derived_seed(config.seed, _ASKING)
     rows = tuple(
         Row(
             Request(number, "", where=f"question {number}"),
             frame.before,
-            replace(sampling, seed=derived_seed(seed, number)),
+            # Other noise than that of the answers, which are drawn given the questions.
+            replace(sampling, seed=derived_seed(config.seed, "training question", number)),
         )
         for number in range(section.num_asked)
     )

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from specjax.drafters.base import DRAFT_TOKENS, OWN_DRAFTER, Drafter, LoadedDrafter
+from specjax.drafters.merged import Merged
 from specjax.drafters.turn_taking import Turns, take_turns
 from specjax.errors import InputError, one_line, shown
 
@@ -26,19 +28,21 @@ class DrafterKind:
         """Return `value` as drafters that take turns (often just one), with their parameters.
 
         Raises InputError for any other value, and for a drafter without `propose`, with a method of
-        other arguments, with fields that are not hashable, or with an invalid number of tokens.
+        other arguments, with `with_outputs` but no `text_digests`, with fields that are not
+        hashable, or with an invalid number of tokens. Parts of merged drafters are checked, too.
         """
         loaded = LoadedDrafter(value) if isinstance(value, Drafter | Turns) else value
         pair = isinstance(loaded, tuple) and len(loaded) == 2
         if not pair or not isinstance(loaded[0], Drafter | Turns):
             raise InputError(f"{name}={shown(value)}: use a name, or {OWN_DRAFTER}")
         turns = take_turns(LoadedDrafter(*loaded))
-        for drafter in turns.drafter.parts:
+        for drafter in _with_merged_parts(turns.drafter):
             DRAFT_TOKENS.check(f"{name}.num_speculative_tokens", drafter.num_speculative_tokens)
             if type(drafter).propose is Drafter.propose:
                 kind = type(drafter).__name__
                 raise InputError(f"{name}={shown(drafter, 120)}: no {kind}.propose; {OWN_DRAFTER}")
             _check_arguments(name, drafter)
+            _check_texts(name, type(drafter))
         try:
             hash(turns.drafter)
         except TypeError as error:
@@ -52,6 +56,28 @@ class DrafterKind:
                 f"{len(turns.params)} params; give each its own"
             )
         return turns
+
+
+def _with_merged_parts(turns: Turns) -> Iterator[Drafter]:
+    """Yield the drafters that take turns, and the parts of merged ones."""
+    for drafter in turns.parts:
+        yield drafter
+        if isinstance(drafter, Merged):
+            yield from drafter.parts
+
+
+def _check_texts(name: str, kind: type[Drafter]) -> None:
+    """Raise InputError for a class whose drafts may know the noise that verifies them.
+
+    An output that it copies may have been drawn with the same seed.
+    """
+    copies_outputs = kind.with_outputs is not Drafter.with_outputs
+    if copies_outputs and kind.text_digests is Drafter.text_digests:
+        raise InputError(
+            f"{name}: {kind.__name__}.with_outputs keeps outputs to copy from, and its "
+            "text_digests names no text; return there the sampling.text_digest(tokens, "
+            "after=earlier) that with_outputs made"
+        )
 
 
 def _check_arguments(name: str, drafter: Drafter) -> None:
