@@ -28,6 +28,7 @@ from specjax.decoding.round import make_context
 from specjax.drafters import head_drafter
 from specjax.drafters.base import Accepted
 from specjax.errors import InputError
+from specjax.sampling.keys import SharedNoise
 from specjax.testing import check_drafter
 
 ROOM = 48
@@ -233,7 +234,7 @@ def test_a_dynamic_tree_over_marginals_is_the_best_of_all(tiny):
         positions = (context.length - 1)[:, None] + jnp.arange(4)[None]
         states = block.extend(params, tokens, positions, own.cache)[:, 1:]
         drafts = [
-            drafter.propose(params, own, context, lambda _: jnp.zeros((8, 61)))[0]
+            drafter.propose(params, own, context, SharedNoise(lambda _: jnp.zeros((8, 61))))[0]
             for drafter in (whole, narrow)
         ]
         return jax.nn.softmax(block.logits(params, states)), drafts

@@ -56,8 +56,8 @@ def execute(cell, names):
 
 
 def without_numbers(text):
-    """A text's words: digits may differ with the version of jax."""
-    return re.sub(r"\s+", " ", NUMBER.sub("0", text))
+    """A text's words: digits, and so how arrays are padded, may differ with the version of jax."""
+    return re.sub(r"\s+(?=\])|(?<=\[)\s+", "", re.sub(r"\s+", " ", NUMBER.sub("0", text)))
 
 
 def numbers(text):

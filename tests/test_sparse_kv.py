@@ -205,7 +205,7 @@ def test_keys_are_chosen_by_the_queries_of_verification(kind, tiny):
         own = queries[row, length - 1 - kept : length - 1]
         wanted = by_scores(tiny, own, state.cache.take(jnp.array([row])), length, 4)
         equal.append(np.array_equal(slots, wanted))
-    assert len(equal) > 5
+    assert len(equal) > 3
     assert all(equal) == (kind is SparseKV)
 
 
