@@ -1,14 +1,16 @@
-"""Kernels of 4-bit or 8-bit integers, in groups of 32 inputs with a scale each, and their products.
+"""Kernels in few bits: what all forms of them have in common, and the form for XLA.
 
-The layout is that of GGUF's Q8_0, Q4_0 and Q4_1: a row of integers per output. A weight is `scale *
-integer`, plus a minimum in Q4_1. Products are computed in float32 from unrounded activations, so
-that a model from such a file equals its float32 version up to the order of sums.
+The latter is that of GGUF's Q8_0, Q4_0 and Q4_1: a row of integers per output, in groups of 32
+inputs with a scale each. A weight is `scale * integer`, plus a minimum in Q4_1. Products are
+computed in float32 from unrounded activations, so that a model from such a file equals its float32
+version up to the order of sums.
 """
 
 from __future__ import annotations
 
+import abc
 import math
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -18,22 +20,84 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Float32, Int, Int8, UInt8
 
-from specjax.models.cpu import library
-
 GROUP = 32
 """The number of inputs that share a scale."""
 
 
+class QuantizedKernel(abc.ABC):
+    """A kernel [*L, D, F] in fewer bits than floats have, as F rows of D inputs; L are layers.
+
+    Subclasses are dataclasses of arrays. With `layer`, the value stands for that layer's kernel
+    [D, F] of the stack, which products read in place. `activation_bits` are those to which products
+    round activations.
+    """
+
+    layer: Int[Array, ""] | None
+    activation_bits: int | None
+
+    @property
+    @abc.abstractmethod
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the kernel: [*L, D, F], or [D, F] if `layer` is set."""
+
+    @property
+    @abc.abstractmethod
+    def bits(self) -> int:
+        """The most bits of a weight, without scales."""
+
+    @property
+    @abc.abstractmethod
+    def form(self) -> str:
+        """The name of the form in which weights are stored."""
+
+    @property
+    def ndim(self) -> int:
+        """The number of axes."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """The number of weights."""
+        return math.prod(self.shape)
+
+    def at_layer(self, index: Int[Array, ""] | int) -> Self:
+        """Return the kernel of layer `index` of the stack, without copying it."""
+        return self.replace(layer=jnp.asarray(index, jnp.int32))
+
+    @abc.abstractmethod
+    def with_one_stack(self) -> Self:
+        """Return the kernel with all stacked axes, such as layers and experts, as one axis."""
+
+    @abc.abstractmethod
+    def columns(self, ids: Int[Array, "*N"]) -> Float[Array, "*N D"]:
+        """Return the weights [*N, D] of the outputs `ids`, in float32."""
+
+    @abc.abstractmethod
+    def take(self, ids: Int[Array, "N"]) -> Self:
+        """Return the kernel [D, F] restricted to the outputs `ids`."""
+
+    @abc.abstractmethod
+    def resized(self, outputs: int) -> Self:
+        """Return the kernel [D, F] with `outputs` outputs, truncated or zero-padded."""
+
+    @abc.abstractmethod
+    def dequantized(self, dtype: Any = jnp.float32) -> Float[Array | np.ndarray, "*L D F"]:
+        """Return the weights as an array of `dtype`, computed in float32."""
+
+    @abc.abstractmethod
+    def multiply(self, x: Float[Array, "N D"]) -> Float[Array, "N F"]:
+        """Return the product of activations and the kernel [D, F], in float32."""
+
+
 @struct.dataclass
-class QuantizedKernel:
-    """A kernel [*L, D, F] stored as F rows of D integers each; L are stacked layers.
+class GroupedKernel(QuantizedKernel):
+    """A quantized kernel of 4-bit or 8-bit integers, for XLA.
 
     Each row has J scales, one per group of 32 integers, or a single one for the whole row (per
     channel). `values` are int8, or two 4-bit integers per byte: in a group's 16 bytes, byte i has
     integer i in its low half and integer i + 16 in its high half. Scales are float32, with which
-    products are faster than with the half precision of files. With `layer`, the value stands for
-    that layer's kernel [D, F] of the stack, which products read in place. With `activation_bits`,
-    products round activations to that many bits.
+    products are faster than with the half precision of files. Products round activations to
+    `activation_bits`, if given, which is emulated in floats.
     """
 
     values: Int8[Array | np.ndarray, "*L F D"] | UInt8[Array | np.ndarray, "*L F D_over_2"]
@@ -48,6 +112,11 @@ class QuantizedKernel:
         return 8 if self.minimums is None else 4
 
     @property
+    def form(self) -> str:
+        """The number of bits, as text."""
+        return f"{self.bits}-bit"
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the kernel: [*L, D, F], or [D, F] if `layer` is set."""
         *lead, outputs, _ = self.scales.shape
@@ -59,21 +128,7 @@ class QuantizedKernel:
         """Whether each output has a single scale instead of one per group."""
         return self.scales.shape[-1] == 1 != self.shape[-2] // GROUP
 
-    @property
-    def ndim(self) -> int:
-        """The number of axes."""
-        return len(self.shape)
-
-    @property
-    def size(self) -> int:
-        """The number of weights."""
-        return math.prod(self.shape)
-
-    def at_layer(self, index: Int[Array, ""] | int) -> QuantizedKernel:
-        """Return the kernel of layer `index` of the stack, without copying it."""
-        return self.replace(layer=jnp.asarray(index, jnp.int32))
-
-    def with_one_stack(self) -> QuantizedKernel:
+    def with_one_stack(self) -> GroupedKernel:
         """Return the kernel with all stacked axes, such as layers and experts, as one axis."""
         return jax.tree.map(lambda array: array.reshape(-1, *array.shape[-2:]), self)
 
@@ -90,11 +145,11 @@ class QuantizedKernel:
         chosen = self.take(ids)
         return _weights(chosen.values, chosen.scales, chosen.minimums)
 
-    def take(self, ids: Int[Array, "*N"]) -> QuantizedKernel:
+    def take(self, ids: Int[Array, "*N"]) -> GroupedKernel:
         """Return the kernel [D, F] restricted to the outputs `ids`."""
         return jax.tree.map(lambda rows: jnp.take(rows, ids, axis=0), self)
 
-    def resized(self, outputs: int) -> QuantizedKernel:
+    def resized(self, outputs: int) -> GroupedKernel:
         """Return the kernel [D, F] with `outputs` outputs, truncated or zero-padded."""
 
         def fitted(rows: jax.Array) -> jax.Array:
@@ -103,7 +158,7 @@ class QuantizedKernel:
 
         return jax.tree.map(fitted, self)
 
-    def of_layer(self) -> QuantizedKernel:
+    def of_layer(self) -> GroupedKernel:
         """Return a copy of the kernel [D, F] of `layer`, or the kernel itself without `layer`."""
         if (index := self.layer) is None:
             return self
@@ -119,13 +174,27 @@ class QuantizedKernel:
         rows = _weights(kernel.values, kernel.scales, kernel.minimums)
         return rows.swapaxes(-1, -2).astype(dtype)
 
+    def multiply(self, x: Float[Array, "N D"]) -> Float[Array, "N F"]:
+        """Return the product of activations and the kernel [D, F], in float32.
+
+        On one GPU a Pallas kernel reads 4-bit integers in groups. With one scale per channel, XLA
+        converts the integers within its product. In all other cases XLA first writes the layer's
+        weights to memory. All of them round activations in the same way.
+        """
+        if (bits := self.activation_bits) is not None:
+            x = round_activations(x, bits)
+        if self.per_channel:
+            return _per_channel_product(x, self.of_layer())
+        alone = jax.sharding.get_abstract_mesh().empty
+        return _grouped_product(x, self.of_layer(), alone)
+
 
 def quantize(
     kernel: Float[Array, "*L D F"],
     bits: int,
     per_channel: bool = False,
     scale_dtype: Any = jnp.float32,
-) -> QuantizedKernel:
+) -> GroupedKernel:
     """Return a kernel rounded to the nearest integers in groups of 32 inputs, or per output.
 
     `bits` is 4 or 8, and must be 8 if `per_channel` is set; D must be a multiple of 32. With 8 bits
@@ -139,14 +208,14 @@ def quantize(
         scales = jnp.max(jnp.abs(groups), axis=-1) / 127
         scales = lax.reduce_precision(scales, precision.nexp, precision.nmant)
         integers = jnp.clip(jnp.round(groups / _divisor(scales)), -127, 127).astype(jnp.int8)
-        return QuantizedKernel(integers.reshape(rows.shape), scales, None)
+        return GroupedKernel(integers.reshape(rows.shape), scales, None)
     minimums = jnp.min(groups, axis=-1)
     above = groups - minimums[..., None]
     scales = jnp.max(above, axis=-1) / 15
     integers = jnp.clip(jnp.round(above / _divisor(scales)), 0, 15).astype(jnp.uint8)
     low, high = jnp.split(integers, 2, axis=-1)
     values = (low | (high << 4)).reshape(*rows.shape[:-1], -1)
-    return QuantizedKernel(values, scales, minimums)
+    return GroupedKernel(values, scales, minimums)
 
 
 def has_one_scale(bits: int) -> bool:
@@ -208,36 +277,7 @@ def _weights(
     return weights.reshape(*scales.shape[:-1], -1)
 
 
-def quantized_product(x: Float[Array, "N D"], kernel: QuantizedKernel) -> Float[Array, "N F"]:
-    """Return the product of activations and a kernel [D, F], in float32.
-
-    On one CPU a C++ kernel reads the integers in place (`models/cpu`). On one GPU a Pallas kernel
-    does so for 4-bit integers in groups. With one scale per channel, XLA converts the integers
-    within its product. In all other cases XLA first writes the layer's weights to memory. All of
-    them round activations in the same way.
-    """
-    if (bits := kernel.activation_bits) is not None:
-        x = round_activations(x, bits)
-    alone = jax.sharding.get_abstract_mesh().empty
-    if kernel.per_channel:
-        return _per_channel_product(x, kernel.of_layer())
-    if jax.default_backend() != "cpu" or not alone or not library.available():
-        return _grouped_product(x, kernel.of_layer(), alone)
-    arrays = [
-        array if array.ndim == 3 else array[None]
-        for array in (kernel.values, kernel.scales, kernel.minimums)
-        if array is not None
-    ]
-    call = jax.ffi.ffi_call(
-        library.QUANTIZED_PRODUCT,
-        jax.ShapeDtypeStruct((x.shape[0], kernel.shape[-1]), jnp.float32),
-        vmap_method="sequential",
-    )
-    index = jnp.zeros((1,), jnp.int32) if kernel.layer is None else kernel.layer[None]
-    return call(x.astype(jnp.float32), index, *arrays, bits=np.int32(kernel.bits))
-
-
-def _per_channel_product(x: Float[Array, "N D"], kernel: QuantizedKernel) -> Float[Array, "N F"]:
+def _per_channel_product(x: Float[Array, "N D"], kernel: GroupedKernel) -> Float[Array, "N F"]:
     """Return the product with the integers, multiplied by the scales, without copying weights."""
     product = lax.dot_general(
         x,
@@ -250,7 +290,7 @@ def _per_channel_product(x: Float[Array, "N D"], kernel: QuantizedKernel) -> Flo
 
 
 def _grouped_product(
-    x: Float[Array, "N D"], kernel: QuantizedKernel, alone: bool
+    x: Float[Array, "N D"], kernel: GroupedKernel, alone: bool
 ) -> Float[Array, "N F"]:
     """Return the product with integers in groups, by Pallas if possible and otherwise by XLA.
 
@@ -258,7 +298,7 @@ def _grouped_product(
     """
 
     def by_xla(x: jax.Array, *arrays: jax.Array | None) -> jax.Array:
-        weights = QuantizedKernel(*arrays).dequantized(x.dtype)
+        weights = GroupedKernel(*arrays).dequantized(x.dtype)
         return jnp.matmul(x, weights, precision=lax.Precision.HIGHEST).astype(jnp.float32)
 
     arrays = kernel.values, kernel.scales, kernel.minimums
