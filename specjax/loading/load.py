@@ -37,6 +37,7 @@ from specjax.loading.formats.safetensors_files import HALVES, PICKLES, refuse_pi
 from specjax.loading.layer_layout import stack_layers
 from specjax.loading.model import CACHE_DTYPE, MODEL_KIND, Model, array_table, split_arrays
 from specjax.loading.quantize import (
+    ACTIVATIONS,
     WEIGHTS,
     check_groups,
     float_model,
@@ -46,6 +47,7 @@ from specjax.loading.quantize import (
     quantized_model,
     rounds_drafts,
     stacked_form,
+    with_activations,
 )
 from specjax.loading.storage.checkpoint_directory import is_checkpoint
 from specjax.loading.tokenizers import huggingface_tokenizer as files
@@ -57,6 +59,7 @@ from specjax.models.cpu import library as cpu_library
 from specjax.models.decoder import Form
 from specjax.models.heads.mtp import MtpConfig
 from specjax.models.layers.quantized import bytes_per_weight
+from specjax.models.layers.tiled_kernel import Layout
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 """The model that is installed as a package: SmolLM2-135M-Instruct (Apache-2.0), Q4_1."""
@@ -66,9 +69,9 @@ DTYPE = Choice(("auto", "float32", "bfloat16", "float16"))
 """The dtypes in which models can be loaded; `auto` is float32 on CPU and bfloat16 elsewhere."""
 
 
-Bits = Mapping[tuple[str, ...], int]
-"""The bits of quantized kernels by path."""
-_NONE_KEPT: Bits = MappingProxyType({})
+Kept = Mapping[tuple[str, ...], Layout]
+"""The layouts of kernels that keep the types of a GGUF file, by path."""
+_NONE_KEPT: Kept = MappingProxyType({})
 
 
 def load_model(
@@ -79,6 +82,7 @@ def load_model(
     replicated: bool = False,
     form: Form | None = None,
     weights: str = "auto",
+    activations: str = "auto",
     kv_cache_dtype: str = "auto",
     field: str = "name_or_path",
 ) -> Model:
@@ -91,7 +95,9 @@ def load_model(
     (`sharding.make_mesh`) each device gets its own part of each tensor, sharded over `model`, or
     the whole tensor with `replicated`. `form` defaults to the backend's (`Form.of`). `weights` is
     the storage of kernels (`quantize.WEIGHTS`): float, int8, int4, file (as in the file), or auto.
-    `kv_cache_dtype` is the storage of keys and values: auto (as activations), bfloat16 or int8.
+    `activations` are the bits to which products with kernels in few bits round their inputs on one
+    CPU (`quantize.ACTIVATIONS`): 24, 16, 8, float, or auto, as precise as float. `kv_cache_dtype`
+    is the storage of keys and values: auto (as activations), bfloat16 or int8.
     `field` is the name of the first argument in errors. Raises InputError for anything but an
     intact model of a known family, for a mesh over which its heads cannot be sharded, and for
     weights that the file, the mesh or the machine does not support.
@@ -100,7 +106,7 @@ def load_model(
     sharding.MESH_KIND.check("mesh", mesh)
     optional(Instance(Form, "use a Form")).check("form", form)
     Text().check("field", field)
-    weights_field = _weights_field(field)
+    weights_field = _beside(field, "weights")
     WEIGHTS.check(weights_field, weights)
     rounds = weights in ("int8", "int4")
     target = _Target(
@@ -109,14 +115,18 @@ def load_model(
         weights_field=weights_field,
     )
     CACHE_DTYPE.check("kv_cache_dtype", kv_cache_dtype)
+    activations_field = _beside(field, "activations")
+    ACTIVATIONS.check(activations_field, activations)
     loaded = replace(_load(field, name_or_path, target), kv_cache_dtype=kv_cache_dtype)
-    return quantized_model(loaded, weights, field=weights_field) if rounds else loaded
+    if rounds:
+        loaded = quantized_model(loaded, weights, field=weights_field)
+    return with_activations(loaded, activations, activations_field)
 
 
-def _weights_field(field: str) -> str:
-    """Return the name of the setting `weights` beside the path `field`, such as drafter.path."""
+def _beside(field: str, setting: str) -> str:
+    """Return the name of a setting beside the path `field`, such as drafter.path."""
     owner, dot, _ = field.rpartition(".")
-    return f"{owner}{dot}weights"
+    return f"{owner}{dot}{setting}"
 
 
 def load_draft_model(
@@ -324,25 +334,37 @@ class _Target(NamedTuple):
         form.check(config)
         return form
 
-    def keeps_blocks(self, path: Path, bits: Collection[int]) -> bool:
-        """Return whether kernels keep the blocks of a GGUF file.
+    def keeps_types(self, path: Path, *, is_gguf: bool) -> bool:
+        """Return whether kernels keep the types of a GGUF file.
 
-        `bits` are the bits of the kernels that could (`kept_bits`). Raises InputError if keeping
-        them was requested but is impossible.
+        A line says so if that was requested of a device that does not multiply them as they are.
+        Raises InputError if it was requested of another file, or there is no library.
         """
         by_itself = self.weights == "auto" and self.auto and self.requested is None
         if not by_itself and self.weights != "file":
             return False
-        problem = None
-        if not bits:
-            problem = "it has no kernels that are Q8_0, Q4_0 or Q4_1 in all layers"
-        elif jax.default_backend() != "cpu" or self.mesh is not None:
-            problem = "products of such blocks are for one CPU"
-        elif not cpu_library.available():
-            problem = "the CPU kernel is not there, which needs a C++ compiler"
-        if problem is None or self.weights == "auto":
-            return problem is None
-        raise InputError(f"{path}: weights='file': {problem}; use weights='float' or 'int8'")
+        asked = self.weights == "file"
+        if not is_gguf:
+            if asked:
+                raise InputError(
+                    f"{path}: weights='file' is for GGUF files; use weights='float' or 'int8'"
+                )
+            return False
+        if jax.default_backend() != "cpu" or self.mesh is not None:
+            if asked:
+                note(
+                    f"{path.name}: weights='file' is for one CPU; the kernels are dequantized to "
+                    f"{self.dtype} here"
+                )
+            return False
+        if not cpu_library.available():
+            if asked:
+                raise InputError(
+                    f"{path}: weights='file': the CPU kernel is not there, which needs a C++ "
+                    "compiler; use weights='float' or 'int8'"
+                )
+            return False
+        return True
 
     def stacks(self, config: DecoderConfig) -> bool:
         """Return whether the layers of a model with this config are stacked."""
@@ -353,22 +375,28 @@ class _Target(NamedTuple):
         return self.dtype, self.mesh, self.shards, self.stacks(config)
 
     def say_size(
-        self, name: str, config: DecoderConfig, mtp: MtpConfig | None, kept: Bits = _NONE_KEPT
+        self,
+        name: str,
+        config: DecoderConfig,
+        mtp: MtpConfig | None,
+        kept: Kept = _NONE_KEPT,
+        types: Collection[str] = (),
     ) -> None:
         """Log the size of the weights if `auto` makes them larger than in their file.
 
-        `kept` are the bits of the kernels that keep the blocks of the file, by path.
+        `kept` are the kernels that keep the types of the file, and `types` those of the file that
+        have no products of their own.
         """
         is_wide = self.auto and self.dtype == np.float32 and not self.is_rounded_later
         if not is_wide or name == DEFAULT_MODEL:
             return
-        rounded = kernel_bits(array_table(config, mtp, scan_layers=True), "int8")
-        if kept.keys() >= rounded.keys():
+        table = array_table(config, mtp, scan_layers=True)
+        if kept.keys() >= kernel_bits(table, "int8").keys():
             return
         reason, others = "in float32 (dtype=auto on a CPU)", {"dtype=bfloat16": ("bfloat16", {})}
-        if kept:
-            reason = "since only kernels of the types Q8_0, Q4_0 and Q4_1 stay as they are"
-            table = array_table(config, mtp, scan_layers=True)
+        if kept or types:
+            names = ", ".join(sorted(types)) or "F32"
+            reason = f"since kernels of the type {names} have no products in few bits"
             others = {
                 f"weights={weights}": ("float32", kernel_bits(table, weights))
                 for weights in ("int8", "int4")
@@ -405,12 +433,12 @@ class _Target(NamedTuple):
         mtp: MtpConfig | None,
         *,
         rounds: bool = True,
-        kept: Bits = _NONE_KEPT,
+        kept: Kept = _NONE_KEPT,
     ) -> None:
         """Raise InputError, before any is read, if the weights do not fit into free memory.
 
         The error says which dtype or bits would. `rounds` says whether this kind of file can be
-        rounded as it is read, and `kept` are the bits of kernels that keep its blocks, by path.
+        rounded as it is read, and `kept` are the kernels that keep its types.
         """
         rounds &= self.rounds_while_loading
         sizes = {f"dtype={self.dtype}": self._bytes(config, mtp, self.dtype, kept)}
@@ -425,11 +453,15 @@ class _Target(NamedTuple):
         device_memory.check_weights(chosen if chosen in sizes else f"dtype={self.dtype}", sizes)
 
     def _bytes(
-        self, config: DecoderConfig, mtp: MtpConfig | None, dtype: Any, bits: Bits = _NONE_KEPT
+        self,
+        config: DecoderConfig,
+        mtp: MtpConfig | None,
+        dtype: Any,
+        quantized: Mapping[tuple[str, ...], int | Layout] = _NONE_KEPT,
     ) -> int:
         """Return the bytes of the weights on each device, on a CPU of all devices.
 
-        `bits` are those of quantized kernels, by their paths with stacked layers.
+        `quantized` are the bits or the layouts of kernels, by their paths with stacked layers.
         """
         table = array_table(config, mtp, scan_layers=True)
         on_cpu = jax.default_backend() == "cpu"
@@ -442,8 +474,11 @@ class _Target(NamedTuple):
         total = 0.0
         for path, entry in jax.tree_util.tree_leaves_with_path(table):
             shape = functools.reduce(lambda node, step: node[step.key], path, shapes)
-            rounded = bits.get(tuple(step.key for step in path))
-            each = bytes_per_weight(rounded) if rounded else entry.dtype(np.dtype(dtype)).itemsize
+            form = quantized.get(tuple(step.key for step in path))
+            if isinstance(form, Layout):
+                total += form.num_bytes
+                continue
+            each = bytes_per_weight(form) if form else entry.dtype(np.dtype(dtype)).itemsize
             total += math.prod(shape) * each
         return int(total * (self.mesh.size if self.mesh is not None and on_cpu else 1))
 
@@ -475,19 +510,17 @@ def _load_gguf(name: str, path: Path, target: _Target) -> Model:
         if (rows := gguf.embedding_rows(file)) is not None:
             tokenizer = tokenizer.limited(rows, "rows of token_embd.weight")
         config, modules = gguf.read_config(file, tokenizer.vocab_size, tokenizer.unused_ids)
-        kept = gguf.kept_bits(file, config)
-        keep = target.keeps_blocks(path, set(kept.values()))
-        kept = kept if keep else {}
-        if keep:
+        keep = target.keeps_types(path, is_gguf=True)
+        kept = gguf.kept_layouts(file, config) if keep else {}
+        if kept:
             target = target._replace(requested=stacked_form(target.form(config)))
+        types = gguf.types_without_products(file) if keep else ()
         if any(tensor.kind.name != "F32" for tensor in file.tensors.values()):
-            target.say_size(name, config, modules, kept)
+            target.say_size(name, config, modules, kept, types)
         bits = target.bits(config, modules)
         target.check_memory(config, modules, kept=kept)
         layout = target.layout(config)
-        arrays = gguf.read_params(
-            *(file, config, *layout), mtp=modules, keep_blocks=keep, bits=bits
-        )
+        arrays = gguf.read_params(*(file, config, *layout), mtp=modules, kept=kept, bits=bits)
         params, mtp = split_arrays(arrays, modules)
         padding = gguf.read_padding(file, config, target.dtype)
     model = target.model(name, config, params, tokenizer)
@@ -495,7 +528,7 @@ def _load_gguf(name: str, path: Path, target: _Target) -> Model:
 
 
 def _load_checkpoint(name: str, path: Path, target: _Target) -> Model:
-    target.keeps_blocks(path, ())
+    target.keeps_types(path, is_gguf=False)
     with _naming(path):
         config, tokenizer, ends, params, mtp = checkpoints.read_model(
             path,
@@ -511,7 +544,7 @@ def _load_checkpoint(name: str, path: Path, target: _Target) -> Model:
 
 
 def _load_directory(name: str, path: Path, target: _Target) -> Model:
-    target.keeps_blocks(path, ())
+    target.keeps_types(path, is_gguf=False)
     with _naming(path):
         tokenizer, rows = files.read_tokenizer(path), huggingface_config.embedding_rows(path)
         if tokenizer is not None and rows is not None:

@@ -130,12 +130,13 @@ def count_bytes(params: Any) -> int:
 def bytes_by_form(params: Any) -> dict[str, int]:
     """Return how many bytes of a tree of parameters are in each form, the largest first.
 
-    A form is a dtype, or "8-bit" and the like for quantized kernels with their scales.
+    A form is a dtype, or for quantized kernels, with their scales, a type of GGUF or "8-bit".
     """
     sizes: dict[str, int] = {}
     for leaf in jax.tree.leaves(params, is_leaf=is_quantized):
-        form = f"{leaf.bits}-bit" if is_quantized(leaf) else str(leaf.dtype)
-        sizes[form] = sizes.get(form, 0) + count_bytes(leaf)
+        forms = leaf.bytes_by_form() if is_quantized(leaf) else {str(leaf.dtype): leaf.nbytes}
+        for form, size in forms.items():
+            sizes[form] = sizes.get(form, 0) + size
     return dict(sorted(sizes.items(), key=lambda entry: -entry[1]))
 
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding, Sharding
 
 from specjax.errors import InputError
@@ -16,29 +17,38 @@ from specjax.fields import Choice
 from specjax.files.log import share_logger
 from specjax.loading.layer_layout import stack_layers
 from specjax.loading.model import Model, array_table, is_quantized, split_arrays
+from specjax.models.cpu import library
 from specjax.models.decoder import Form
 from specjax.models.layers.quantized import (
     GROUP,
+    GroupedKernel,
     QuantizedKernel,
     array_partitions,
     has_one_scale,
     quantize,
 )
+from specjax.models.layers.tiled_kernel import TiledKernel, tiled
 from specjax.models.parameter_table import parameter_table
 from specjax.models.parameters import Parameter
 
 WEIGHTS = Choice(("auto", "float", "file", "int8", "int4"))
 """Ways to store a model's weights.
 
-`float` is the model's dtype; `file` keeps the 4-bit or 8-bit blocks of a GGUF file; `int8` and
-`int4` round in groups of 32, with the output head in 8 bits; `auto` is `file` where possible (on
-one CPU, if neither a dtype nor a form is requested), and otherwise `float`.
+`float` is the model's dtype; `file` keeps the types of a GGUF file; `int8` and `int4` round in
+groups of 32, with the output head in 8 bits; `auto` is `file` where possible (on one CPU, if
+neither a dtype nor a form is requested), and otherwise `float`.
 """
 DRAFT_WEIGHTS = Choice(("auto", "float", "int8", "int4"))
 """Ways to store the weights of a trained head or draft model.
 
 `auto` is int8 if the target has quantized kernels: kernels that are wider are rounded, if they have
 inputs in groups of 32. Otherwise it is float or, for a draft model, the `auto` of `WEIGHTS`.
+"""
+ACTIVATIONS = Choice(("auto", "float", "24", "16", "8"))
+"""The bits to which products with quantized kernels round activations, in fixed point, on one CPU.
+
+`float` does not round them. `auto` is 24, where that is faster than `float`: as precise as float32,
+with one scale for 32 numbers. With 8 bits the model is another one.
 """
 _BITS = {"int8": 8, "int4": 4}
 ACTIVATION_BITS = {"float": None, **_BITS}
@@ -152,7 +162,7 @@ def quantized_params(
             return leaf
         advice = f"{field}='float'" if remedy is None else remedy
         _check_inputs(names, inputs, parts, f"{field}={weights!r}", advice)
-        return _quantized(kernel, bits)
+        return _quantized(kernel, bits, f"{field}={weights!r}: {'.'.join(names)}", advice)
 
     return _map(converted, table, params)
 
@@ -194,25 +204,46 @@ def float_model(model: Model) -> Model:
         return model
 
     def converted(path: tuple[Any, ...], entry: Parameter, leaf: Any) -> Any:
-        del path
         if not is_quantized(leaf):
             return leaf
-        return _dequantize(leaf).astype(entry.dtype(model.dtype))
+        kernel = _dequantize(leaf).astype(entry.dtype(model.dtype))
+        return kernel.T if path[-1].key == "embedding" else kernel
 
     return _with_arrays(model, _map(converted, _table(model), model.arrays))
 
 
 def with_activation_bits(params: dict[str, Any], bits: int | None) -> dict[str, Any]:
-    """Return parameters whose quantized kernels round activations to `bits` bits.
+    """Return parameters whose quantized kernels, but for the head, round activations to `bits`.
 
-    With None they do not round them. The output head does not round activations. The arrays are
-    shared, not copied.
+    The arrays are shared, not copied.
     """
+    return {**_with_activation_bits(params, bits), "head": params["head"]}
 
+
+def _with_activation_bits(params: Any, bits: int | None) -> Any:
     def rounding(node: Any) -> Any:
         return node.replace(activation_bits=bits) if is_quantized(node) else node
 
-    return {**jax.tree.map(rounding, params, is_leaf=is_quantized), "head": params["head"]}
+    return jax.tree.map(rounding, params, is_leaf=is_quantized)
+
+
+def with_activations(model: Model, activations: str, field: str = "activations") -> Model:
+    """Return a model whose products round activations to `activations`, one of `ACTIVATIONS`.
+
+    Raises InputError unless it is "auto", or the model has kernels in tiles; `field` is the name of
+    the setting in errors.
+    """
+    if ACTIVATIONS.check(field, activations) == "auto":
+        return model
+    kernels = jax.tree.leaves(model.params, is_leaf=is_quantized)
+    if not any(isinstance(leaf, TiledKernel) for leaf in kernels):
+        raise InputError(
+            f"{field}={activations!r}: the weights are {model.weights}, and only kernels in few "
+            "bits on one CPU round activations; use weights='int8' or 'int4', a GGUF file, or "
+            f"{field}='auto'"
+        )
+    bits = 32 if activations == "float" else int(activations)
+    return _with_arrays(model, _with_activation_bits(model.arrays, bits))
 
 
 def float_kernel(kernel: Any) -> jax.Array:
@@ -220,8 +251,16 @@ def float_kernel(kernel: Any) -> jax.Array:
     return _dequantize(kernel) if is_quantized(kernel) else kernel
 
 
-def _quantized(kernel: jax.Array, bits: int) -> QuantizedKernel:
-    """Return a kernel rounded to `bits` bits, on the devices that hold the kernel."""
+def _quantized(kernel: jax.Array, bits: int, setting: str, remedy: str) -> QuantizedKernel:
+    """Return a kernel rounded to `bits` bits, on the devices that hold the kernel.
+
+    Raises InputError, which names the `setting` and the `remedy`, for one whose scales do not fit.
+    """
+    if not isinstance(kernel.sharding, NamedSharding) and library.is_for_this_backend():
+        rounded = _for_tiles(kernel, bits)
+        if not all(bool(jnp.isfinite(array).all()) for array in jax.tree.leaves(rounded)[1:]):
+            raise InputError(f"{setting} has weights beyond half precision; use {remedy}")
+        return tiled(rounded)
     per_channel = has_one_scale(bits)
     shardings = None
     if isinstance(kernel.sharding, NamedSharding):
@@ -229,7 +268,12 @@ def _quantized(kernel: jax.Array, bits: int) -> QuantizedKernel:
         partitions = array_partitions(spec, kernel.ndim, bits, per_channel)
         shardings = tuple(NamedSharding(mesh, partition) for partition in partitions)
     values, scales, *minimums = _program(bits, per_channel, shardings)(kernel)
-    return QuantizedKernel(values, scales, minimums[0] if minimums else None)
+    return GroupedKernel(values, scales, minimums[0] if minimums else None)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _for_tiles(kernel: jax.Array, bits: int) -> GroupedKernel:
+    return quantize(kernel, bits, scale_dtype=jnp.float16)
 
 
 @functools.cache
@@ -242,7 +286,9 @@ def _program(bits: int, per_channel: bool, shardings: tuple[NamedSharding, ...] 
     return jax.jit(arrays, out_shardings=shardings)
 
 
-_dequantize = jax.jit(QuantizedKernel.dequantized)
+@jax.jit
+def _dequantize(kernel: QuantizedKernel) -> jax.Array:
+    return kernel.dequantized()
 
 
 def _devices_of_inputs(where: Sharding | None, ndim: int) -> int:

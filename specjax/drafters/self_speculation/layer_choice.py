@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from specjax.loading.model import Model, count_bytes
+from specjax.loading.model import Model, count_bytes, is_quantized
 from specjax.models.causal_mask import causal
 from specjax.models.decoder import Decoder
 from specjax.theory import speedup
@@ -171,7 +171,11 @@ class _Reader:
         experts = replace(config.experts, num_dense=0) if run.sparse else None
         if form.stacked:
             at = layer - run.first
-            weights = jax.tree.map(lambda leaf: leaf[at : at + 1], self._layers[run.name])
+            weights = jax.tree.map(
+                lambda leaf: leaf.layers(at, at + 1) if is_quantized(leaf) else leaf[at : at + 1],
+                self._layers[run.name],
+                is_leaf=is_quantized,
+            )
         else:
             weights = {"0": self._layers["layers"][str(layer)]}
         decoder = replace(

@@ -23,6 +23,7 @@ from specjax.files.log import share_logger
 from specjax.loading.formats import parameter_names, tensor_layout
 from specjax.loading.model import array_table
 from specjax.models.config import DecoderConfig
+from specjax.models.cpu import tiles
 from specjax.models.heads.mtp import MtpConfig
 from specjax.models.layers.quantized import (
     QuantizedKernel,
@@ -30,15 +31,15 @@ from specjax.models.layers.quantized import (
     has_one_scale,
     quantize,
 )
+from specjax.models.layers.tiled_kernel import Layout, TiledKernel, empty_tiles
 from specjax.models.parameter_table import parameter_table
 from specjax.models.parameters import Parameter
 
 Read = Callable[[parameter_names.Location, slice, slice], Any]
 """A function (location, rows, inputs) that returns the slice `[rows, inputs]` of a tensor.
 
-The values are in the layout of the tree (`tensor_layout.from_stored`), as an array, or as a
-QuantizedKernel if the file's blocks are kept. If rows are reordered, `rows` are those of whole
-heads.
+The values are in the layout of the tree (`tensor_layout.from_stored`), or the file's blocks where
+these are kept. If rows are reordered, `rows` are those of whole heads.
 """
 
 _READING = "reading the parameters"
@@ -124,18 +125,21 @@ class _Piece(NamedTuple):
         first, stop = self.blocks.start * width, (self.blocks.stop - 1) * width
         return slice(first + self.within.start, stop + self.within.stop)
 
-    def write(self, rows: Any, target: Any, first: int = 0) -> None:
-        """Write the rows into those of the leaf from block `first` on, in the target's dtype.
-
-        Both are host arrays, or QuantizedKernels of them.
-        """
+    def write(self, rows: np.ndarray, target: np.ndarray, first: int = 0) -> None:
+        """Write the rows into those of the leaf from block `first` on, in the target's dtype."""
         blocks = slice(self.blocks.start - first, self.blocks.stop - first)
+        part = self.location.section.of(target)[blocks, self.within]
+        np.copyto(part, rows.reshape(part.shape), casting="unsafe")
 
-        def write(target: np.ndarray, rows: np.ndarray) -> None:
-            part = self.location.section.of(target)[blocks, self.within]
-            np.copyto(part, rows.reshape(part.shape), casting="unsafe")
-
-        jax.tree.map(write, target, rows)
+    def write_tiles(self, rows: np.ndarray, target: TiledKernel, layer: int) -> None:
+        """Write the rows, in blocks of a file, into those of a layer of a kernel in tiles."""
+        section, width = self.location.section, self.within.stop - self.within.start
+        if section.width == section.size:
+            target.write(layer, self.rows.start, rows)
+            return
+        for block, of_block in enumerate(np.split(rows, len(rows) // width), self.blocks.start):
+            first = block * section.size + section.start + self.within.start
+            target.write(layer, first, of_block)
 
 
 class _Slot(NamedTuple):
@@ -165,16 +169,22 @@ class _Slot(NamedTuple):
         """The number of rows per block; each block has a section of every location."""
         return self.locations[0].section.size
 
-    def pieces(self, count: int, first: int = 0) -> Iterator[_Piece]:
-        """Yield the rows of `count` blocks from `first` on, in pieces of about `_PIECE_BYTES`."""
+    def pieces(self, count: int, first: int = 0, unit: int = 1) -> Iterator[_Piece]:
+        """Yield the rows of `count` blocks from `first` on, in pieces of about `_PIECE_BYTES`.
+
+        They begin at multiples of `unit` rows of a section or, where a section has fewer, of
+        `unit` blocks.
+        """
         most = max(1, _PIECE_BYTES // (4 * math.prod(self.rows[1:])))
         for location in self.locations:
             width = location.section.width
             # Rows that are reordered are read in whole heads.
-            unit = location.head_dim if location.entry.paired else 1
+            unit = math.lcm(unit, location.head_dim if location.entry.paired else 1)
             parts = -(-width // max(unit, most // unit * unit))
             step = -(-width // (parts * unit)) * unit
             blocks = max(1, most // width)
+            if width % unit:
+                blocks = max(unit, blocks // unit * unit)
             for block in range(first, first + count, blocks):
                 some = slice(block, min(block + blocks, first + count))
                 for row in range(0, width, step):
@@ -210,16 +220,16 @@ def build(
     scan_layers: bool = True,
     threads: int = _THREADS,
     bits: Mapping[parameter_names.Path, int] = MappingProxyType({}),
+    kept: Mapping[parameter_names.Path, Layout] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Return the filled tree of `array_table`, on the default device or sharded over a mesh.
 
     `read` returns rows of a location. Kernels are moved to the devices as rows [out, in], as in
     files, and transposed there; each process reads only the parts of its devices. The host holds
     one or two slots at a time, unless the device is a CPU without a mesh: then the tree is filled
-    in host memory directly. `threads` threads read concurrently. Kernels at the paths in `bits`
-    become quantized ones of 4 or 8 bits: of the blocks that `read` returns, on a CPU without a
-    mesh, and otherwise rounded on the devices, slot by slot. Raises InputError if the mesh does not
-    fit the model.
+    in host memory directly, and kernels in `kept` get the blocks that `read` returns, in tiles.
+    `threads` threads read concurrently. Kernels at the paths in `bits` are rounded to so many bits
+    on the devices, slot by slot. Raises InputError if the mesh does not fit the model.
     """
     table, slots = array_table(config, mtp, scan_layers), _slots(locations, scan_layers)
     if mesh is not None:
@@ -227,7 +237,7 @@ def build(
         targets = table_shardings(table, mesh, shards)
     elif jax.default_backend() == "cpu":
         # device_put adopts aligned host arrays on CPU, where jnp.asarray copies half a gigabyte.
-        return jax.device_put(_on_host(table, dtype, slots, read, threads, bits))
+        return jax.device_put(_on_host(table, dtype, slots, read, threads, kept))
     else:
         device = SingleDeviceSharding(jax.devices()[0])
         targets = jax.tree.map(lambda _: device, table)
@@ -357,36 +367,47 @@ def _on_host(
     slots: Sequence[_Slot],
     read: Read,
     threads: int,
-    bits: Mapping[parameter_names.Path, int],
+    kept: Mapping[parameter_names.Path, Layout],
 ) -> dict[str, Any]:
     """Return the tree of `table` in host memory, filled in chunks of rows.
 
     The arguments are those of `build`; `dtype` is the model's.
     """
     params = parameter_names.allocate(table, dtype)
-    for slot in slots:
-        if slot.path in bits:
-            *parents, last = slot.path
-            node = parameter_names.lookup(params, tuple(parents))
-            if not isinstance(node[last], QuantizedKernel):
-                lead = node[last].shape[: len(slot.index)]
-                node[last] = parameter_names.empty_quantized((*lead, *slot.rows), bits[slot.path])
+    for (*parents, last), layout in kept.items():
+        parameter_names.lookup(params, tuple(parents))[last] = empty_tiles(layout)
 
-    def write(task: tuple[_Slot, _Piece]) -> None:
-        slot, piece = task
+    def write(task: tuple[_Slot, Sequence[_Piece]]) -> None:
+        slot, pieces = task
         leaf = parameter_names.lookup(params, slot.path)
-        target = jax.tree.map(lambda array: array[slot.index], leaf)
-        rows = read(piece.location, piece.rows, slice(None))
-        if slot.is_kernel and not isinstance(leaf, QuantizedKernel):
-            rows, target = _padded(rows, target.dtype), target.T
-        piece.write(rows, target)
+        for piece in pieces:
+            rows = read(piece.location, piece.rows, slice(None))
+            if isinstance(leaf, TiledKernel):
+                layer = int(np.ravel_multi_index(slot.index, leaf.layout.lead)) if slot.index else 0
+                piece.write_tiles(rows, leaf, layer)
+            elif slot.is_kernel:
+                piece.write(_padded(rows, leaf.dtype), leaf[slot.index].T)
+            else:
+                piece.write(rows, leaf[slot.index])
 
-    pieces = [(slot, piece) for slot in slots for piece in slot.pieces(slot.rows[0] // slot.block)]
+    tasks = [task for slot in slots for task in _tasks(slot, slot.path in kept)]
     log = share_logger(_READING)
     with ThreadPoolExecutor(threads) as pool:
-        for number, _ in enumerate(pool.map(write, pieces), 1):
-            log(number / len(pieces))
+        for number, _ in enumerate(pool.map(write, tasks), 1):
+            log(number / len(tasks))
     return params
+
+
+def _tasks(slot: _Slot, in_tiles: bool) -> Iterator[tuple[_Slot, Sequence[_Piece]]]:
+    """Yield the pieces of a slot, together where two of them may be written to the same tile."""
+    aligned = all(location.section.width % tiles.ROWS == 0 for location in slot.locations)
+    apart = aligned or len(slot.locations) == 1
+    unit = tiles.ROWS if in_tiles and apart else 1
+    pieces = list(slot.pieces(slot.rows[0] // slot.block, unit=unit))
+    if in_tiles and not apart:
+        yield slot, pieces
+    else:
+        yield from ((slot, [piece]) for piece in pieces)
 
 
 def _padded(rows: np.ndarray, dtype: Any) -> np.ndarray:

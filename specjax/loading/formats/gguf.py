@@ -19,11 +19,12 @@ from specjax.loading.formats.family import Family
 from specjax.loading.formats.gguf_fields import MTP_MODULES, GgufFields
 from specjax.loading.formats.gguf_file import GgufFile, check_type
 from specjax.models.config import DecoderConfig
+from specjax.models.cpu import tiles
 from specjax.models.heads.mtp import MtpConfig
-from specjax.models.layers.quantized import GROUP, QuantizedKernel
+from specjax.models.layers.quantized import GROUP
+from specjax.models.layers.tiled_kernel import Layout
 
 _OF_ONE_EXPERT = re.compile(r"blk\.\d+\.ffn_(gate|up|down)\.\d+\.weight")
-_BLOCK_BITS = {"Q4_0": 4, "Q4_1": 4, "Q8_0": 8}
 _UNROUNDED = ("F32", "F16", "BF16")
 
 
@@ -76,16 +77,15 @@ def read_params(
     shards: int = 1,
     scan_layers: bool = True,
     mtp: MtpConfig | None = None,
-    keep_blocks: bool = False,
+    kept: Mapping[parameter_names.Path, Layout] = MappingProxyType({}),
     bits: Mapping[parameter_names.Path, int] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Return the parameters of a decoder and, under "mtp", of its MTP modules, if any.
 
-    With `keep_blocks`, kernels that the file has in 4 or 8 bits keep these bits (`kept_bits`), on a
-    CPU without a mesh; other tensors are dequantized to `dtype`, and kernels at the paths in `bits`
-    rounded on the devices (`build_parameters.build`). Raises InputError, before
-    allocating anything, that lists tensors that are missing, unexpected, mis-shaped or of a type
-    that cannot be dequantized.
+    Kernels with a layout in `kept` keep the file's types (`kept_layouts`); other tensors are
+    dequantized to `dtype`, and kernels at the paths in `bits` rounded on the devices
+    (`build_parameters.build`). Raises InputError, before allocating anything, that lists tensors
+    that are missing, unexpected, mis-shaped or of a type that cannot be dequantized.
     """
     layout = registry.family(config.family).gguf
     assert layout is not None
@@ -113,21 +113,22 @@ def read_params(
 
     # Largest first, so that the threads finish at similar times.
     locations.sort(key=lambda location: -file.tensors[location.name].size)
-    kept = kept_bits(file, config, scan_layers) if keep_blocks else {}
 
     def read(location: parameter_names.Location, rows: slice, inputs: slice) -> Any:
         tensor, (path, _) = file.tensors[location.name], location.within(scan_layers)
         if path in kept:
-            found: Any = _read_blocks(file.raw(tensor), tensor.kind.name, location, rows)
+            found: Any = _read_blocks(file.raw(tensor), tensor.kind, location, rows)
         else:
             index = tensor_layout.own_rows(location, rows, inputs)
             found = tensor_layout.from_stored(file.values(tensor, index), location)
-        file.release(tensor)
+        if rows.stop is None or rows.stop >= location.rows[0]:
+            file.release(tensor)
         return found
 
     return build_parameters.build(
         *(config, mtp, dtype, [*locations, *modules], read, mesh, shards, scan_layers),
-        bits={**bits, **kept},
+        bits=bits,
+        kept=kept,
     )
 
 
@@ -139,26 +140,60 @@ def read_padding(file: GgufFile, config: DecoderConfig, dtype: np.dtype) -> np.n
     return file.values(file.tensors["token_embd.weight"], rows).astype(dtype)
 
 
-def kept_bits(
-    file: GgufFile, config: DecoderConfig, scan_layers: bool = True
-) -> dict[parameter_names.Path, int]:
-    """Return the bits of the kernels that can keep the file's blocks, by their paths in the tree.
+def kept_layouts(file: GgufFile, config: DecoderConfig) -> dict[parameter_names.Path, Layout]:
+    """Return the layouts in tiles of the kernels that can keep the file's types, by path.
 
-    These are kernels with 4 bits in all layers (Q4_0, Q4_1) or 8 in all (Q8_0).
+    These are kernels, and the table of embeddings, of which all layers have types that the library
+    for CPUs multiplies. Layers are stacked.
     """
     layout = registry.family(config.family).gguf
     assert layout is not None
-    bits_of_path: dict[parameter_names.Path, set[int | None]] = {}
+    slots: dict[parameter_names.Path, dict[tuple[int, ...], list[parameter_names.Location]]] = {}
     for location in parameter_names.locations(layout.tensors, config):
+        path, index = location.within(scan_layers=True)
+        slots.setdefault(path, {}).setdefault(index, []).append(location)
+    layouts = {}
+    for path, by_index in slots.items():
+        in_order = [by_index[index] for index in sorted(by_index)]
+        layers = [_parts(file, locations) for locations in in_order]
+        if all(layers):
+            lead = tuple(size + 1 for size in max(by_index))
+            layouts[path] = Layout.of(lead, in_order[0][0].rows[1], layers)
+    return layouts
+
+
+def types_without_products(file: GgufFile) -> set[str]:
+    """Return the types in few bits of the file's tensors that have no products as they are."""
+    stored = {tensor.kind.name for tensor in file.tensors.values()}
+    return stored - {"F32", "F64"} - tiles.formats().keys()
+
+
+def _parts(
+    file: GgufFile, locations: list[parameter_names.Location]
+) -> tuple[tuple[str, int], ...]:
+    """Return the parts, (type, outputs), of a kernel that some locations fill; none if it cannot.
+
+    Neighbouring outputs of one type are one part.
+    """
+    parts: list[tuple[str, int]] = []
+    for location in sorted(locations, key=lambda location: location.section.start):
         tensor = file.tensors.get(location.name)
-        fits = location.is_kernel and not location.entry.transposed
-        bits = _BLOCK_BITS.get(tensor.kind.name) if tensor is not None and fits else None
-        bits_of_path.setdefault(location.within(scan_layers)[0], set()).add(bits)
-    return {
-        path: min(bits)
-        for path, bits in bits_of_path.items()
-        if len(bits) == 1 and None not in bits
-    }
+        fits = (location.is_kernel or location.path == ("embed", "embedding")) and (
+            not location.entry.transposed and not location.entry.added
+        )
+        if tensor is None or not fits or tensor.kind.name not in tiles.formats():
+            return ()
+        if location.rows[1] % GROUP:
+            return ()
+        parts.append((tensor.kind.name, location.section.width))
+    if len(parts) == 1:
+        return ((parts[0][0], locations[0].rows[0]),)
+    blocks = locations[0].rows[0] // locations[0].section.width
+    joined: list[tuple[str, int]] = []
+    for name, rows in parts * blocks:
+        before = joined.pop() if joined and joined[-1][0] == name else (name, 0)
+        joined.append((name, before[1] + rows))
+    return tuple(joined)
 
 
 def _check_copies(file: GgufFile, copies: Mapping[str, str]) -> None:
@@ -182,21 +217,14 @@ def _check_copies(file: GgufFile, copies: Mapping[str, str]) -> None:
 
 
 def _read_blocks(
-    raw: UInt8[np.ndarray, "bytes"], kind: str, location: parameter_names.Location, rows: slice
-) -> QuantizedKernel:
-    """Return some rows of a tensor in blocks: a half-precision scale, a minimum, integers."""
+    raw: UInt8[np.ndarray, "bytes"],
+    kind: GGMLQuantizationType,
+    location: parameter_names.Location,
+    rows: slice,
+) -> UInt8[np.ndarray, "rows bytes"]:
+    """Return some rows of a tensor in the blocks of the file."""
     count, width = location.rows
     index, parts = location.entry.part
-    groups = width // GROUP
-    block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[kind]][1]
-    blocks = raw.reshape(parts, -1, groups, block_bytes)[index, :count][rows]
-    blocks = tensor_layout.from_stored(blocks, location)
-    scales = blocks[..., :2].copy().view(np.float16)[..., 0].astype(np.float32)
-    first = 4 if kind == "Q4_1" else 2
-    values = blocks[..., first:].reshape(len(blocks), -1)
-    if kind == "Q8_0":
-        return QuantizedKernel(values.view(np.int8), scales, None)
-    minimums = -8 * scales
-    if kind == "Q4_1":
-        minimums = blocks[..., 2:4].copy().view(np.float16)[..., 0].astype(np.float32)
-    return QuantizedKernel(values, scales, minimums)
+    inputs, block_bytes = GGML_QUANT_SIZES[kind]
+    blocks = raw.reshape(parts, -1, width // inputs * block_bytes)[index, :count][rows]
+    return tensor_layout.from_stored(blocks, location)

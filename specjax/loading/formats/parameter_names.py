@@ -7,24 +7,20 @@ combine several of a file's tensors (`models.joined_kernels`).
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
 from specjax.errors import InputError
 from specjax.loading.compare_arrays import differences, in_words
+from specjax.models.aligned_arrays import aligned_zeros
 from specjax.models.config import DecoderConfig
 from specjax.models.joined_kernels import Part, Path, Section, parts
-from specjax.models.layers.quantized import GROUP, QuantizedKernel
 from specjax.models.parameter_table import parameter_table
 
 Shape = tuple[int, ...]
-
-_ALIGNMENT = 64  # bytes; XLA's CPU client copies a host array that starts anywhere else
 
 
 def param_shapes(config: DecoderConfig, scan_layers: bool = True) -> dict[str, Any]:
@@ -170,25 +166,8 @@ def lookup(tree: dict[str, Any], path: Path) -> Any:
 
 
 def allocate(table: dict[str, Any], dtype: Any) -> dict[str, Any]:
-    """Return uninitialized arrays for a table, aligned so that a CPU device need not copy them."""
-    return jax.tree.map(lambda entry: _empty(entry.shape, entry.dtype(dtype)), table)
-
-
-def empty_quantized(rows: Shape, bits: int) -> QuantizedKernel:
-    """Return an uninitialized, aligned kernel of `bits` bits, with rows of shape [*L, F, D]."""
-    *lead, width = rows
-    groups = (*lead, width // GROUP)
-    if bits == 8:
-        return QuantizedKernel(_empty(rows, np.int8), _empty(groups, np.float32), None)
-    values = _empty((*lead, width // 2), np.uint8)
-    return QuantizedKernel(values, _empty(groups, np.float32), _empty(groups, np.float32))
-
-
-def _empty(shape: Shape, dtype: Any) -> np.ndarray:
-    size = math.prod(shape) * np.dtype(dtype).itemsize
-    raw = np.empty(size + _ALIGNMENT, np.uint8)
-    first = -raw.ctypes.data % _ALIGNMENT
-    return raw[first : first + size].view(dtype).reshape(shape)
+    """Return zeros for a table, aligned so that a CPU device need not copy them."""
+    return jax.tree.map(lambda entry: aligned_zeros(entry.shape, entry.dtype(dtype)), table)
 
 
 def canonical(table: Collection[TensorEntry], names: Collection[str]) -> dict[str, str]:

@@ -17,7 +17,7 @@ import numpy as np
 from specjax.errors import InputError
 from specjax.loading.compare_arrays import compare_arrays, leaf_name
 from specjax.loading.quantize import kernel_bits
-from specjax.models.layers.quantized import GROUP, QuantizedKernel, quantize
+from specjax.models.layers.quantized import GROUP, GroupedKernel, quantize
 from specjax.models.parameters import Parameter
 
 _REMEDY = "export the head again"
@@ -59,7 +59,7 @@ def float_params(table: dict[str, Any], arrays: dict[str, Any]) -> dict[str, Any
         if not isinstance(stored, dict):
             return np.asarray(stored, np.float32)
         values, scales = np.asarray(stored["values"]), np.asarray(stored["scales"], np.float32)
-        return _as_kernel(path, QuantizedKernel(values, scales, None).dequantized())
+        return _as_kernel(path, GroupedKernel(values, scales, None).dequantized())
 
     return _map(weights, table, arrays)
 

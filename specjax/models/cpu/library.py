@@ -16,7 +16,10 @@ import shutil
 import stat
 import subprocess
 import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,26 +29,64 @@ from specjax.files.atomic_writes import exclusive
 from specjax.files.log import LOGGER
 from specjax.files.path_checks import cache_folder
 
-_SOURCES = sorted(Path(__file__).parent.glob("*.cc"))
-_HEADERS = sorted(Path(__file__).parent.glob("*.h"))
-_FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-w")
-_SECONDS = 180
-QUANTIZED_PRODUCT, ATTENTION = "specjax_quantized_product", "specjax_attention"
-NORM = "specjax_norm"
+_FOLDER = Path(__file__).parent
+_PRODUCT = _FOLDER / "tile_product.cc"
+"""The source that is compiled for one format of tiles at a time."""
+_SOURCES = sorted(_FOLDER.glob("*.cc"))
+_HEADERS = sorted(_FOLDER.glob("*.h"))
+NUM_FORMATS = 14
+"""The number of formats of tiles (`tile_formats.h`)."""
+_FLAGS = ("-std=c++17", "-fPIC", "-w")
+_SECONDS = 600
+TILE_PRODUCT, TILE_ROWS = "specjax_tile_product", "specjax_tile_rows"
+ATTENTION, NORM = "specjax_attention", "specjax_norm"
 """The names of the custom calls in XLA, equal to those of the library's functions."""
 _MOST_TOKENS = 64
 """The most tokens per row for which the library is used; XLA is faster for chunks of prompts."""
 
 
+class Level(NamedTuple):
+    """Instructions that the library is compiled for: their compiler flags, and what they need.
+
+    `needs` are names of features as Linux lists them for a processor. `multiplies_bytes` says
+    whether one instruction multiplies bytes and adds their products in groups of four.
+    """
+
+    name: str
+    flags: tuple[str, ...]
+    needs: frozenset[str]
+    multiplies_bytes: bool = False
+
+
+_V3 = frozenset({"avx2", "fma", "f16c", "bmi2"})
+_V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+_ARM = frozenset({"asimddp", "fphp"})
+_PORTABLE = Level("portable", ("-DSPECJAX_PORTABLE",), frozenset())
+LEVELS = {
+    "x86_64": (
+        Level("avx512-vnni", ("-march=x86-64-v4", "-mavx512vnni"), _V4 | {"avx512_vnni"}, True),
+        Level("avx512", ("-march=x86-64-v4",), _V4),
+        Level("avx-vnni", ("-march=x86-64-v3", "-mavxvnni"), _V3 | {"avx_vnni"}, True),
+        Level("avx2", ("-march=x86-64-v3",), _V3),
+        _PORTABLE,
+    ),
+    "aarch64": (
+        Level("i8mm", ("-march=armv8.2-a+fp16+dotprod+i8mm",), _ARM | {"i8mm"}, True),
+        Level("dotprod", ("-march=armv8.2-a+fp16+dotprod",), _ARM, True),
+        _PORTABLE,
+    ),
+}
+"""The levels of each architecture, the fastest first."""
+
+
 def is_for(tokens: int, dtype: jnp.dtype) -> bool:
     """Return whether the library is available and supports T `tokens` per row in this dtype."""
-    return (
-        tokens <= _MOST_TOKENS
-        and dtype == jnp.float32
-        and jax.default_backend() == "cpu"
-        and jax.sharding.get_abstract_mesh().empty
-        and available()
-    )
+    return tokens <= _MOST_TOKENS and dtype == jnp.float32 and is_for_this_backend()
+
+
+def is_for_this_backend() -> bool:
+    """Return whether the library is available, and programs are for one CPU."""
+    return jax.default_backend() == "cpu" and jax.sharding.get_abstract_mesh().empty and available()
 
 
 @functools.cache
@@ -55,22 +96,49 @@ def available() -> bool:
     If there is no compiler, or no folder for the library, a line on stderr says so once.
     """
     try:
-        library = ctypes.CDLL(str(_built()))
+        library = loaded()
     except (InputError, OSError, subprocess.SubprocessError) as error:
         LOGGER.info("no kernels in C++ on this machine, so decoding is slower: %s", _reason(error))
         return False
-    for name in (QUANTIZED_PRODUCT, ATTENTION, NORM):
+    for name in (TILE_PRODUCT, TILE_ROWS, ATTENTION, NORM):
         handler = jax.ffi.pycapsule(getattr(library, name))
         jax.ffi.register_ffi_target(name, handler, platform="cpu")
     return True
 
 
-def _built() -> Path:
-    """Return the path of the library for this machine, building it if it does not exist yet."""
-    compiler = _compiler()
-    machine = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
-    command = [compiler, *_FLAGS, machine]
-    path = _folder() / f"cpu-{_digest(command)}.so"
+@functools.cache
+def loaded() -> ctypes.CDLL:
+    """Return the library for this processor, building it if necessary.
+
+    Raises InputError, OSError or subprocess.SubprocessError if it cannot be built.
+    """
+    return ctypes.CDLL(str(build(level())))
+
+
+@functools.cache
+def level() -> Level:
+    """Return the fastest level that this processor has."""
+    machine, features = platform.machine().lower(), _features()
+    levels = LEVELS.get({"amd64": "x86_64", "arm64": "aarch64"}.get(machine, machine), (_PORTABLE,))
+    return next(level for level in levels if level.needs <= features)
+
+
+def _features() -> frozenset[str]:
+    """Return the features of the processor, by the names that Linux gives them."""
+    if platform.system() == "Darwin" and platform.machine() == "arm64":
+        return _ARM  # all of Apple's processors
+    try:
+        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
+    except OSError:
+        return frozenset()
+    stated = [line.partition(":")[2] for line in lines if line.startswith(("flags", "Features"))]
+    return frozenset(stated[0].split()) if stated else frozenset()
+
+
+def build(level: Level) -> Path:
+    """Return the path of the library for a level, building it if it does not exist yet."""
+    command = [_compiler(), *_FLAGS, *level.flags]
+    path = _folder() / f"cpu-{level.name}-{_digest(command)}.so"
     if not path.exists():
         with contextlib.ExitStack() as stack:
             # Of several processes one builds. Where files cannot be locked, each does.
@@ -84,16 +152,35 @@ def _built() -> Path:
 
 def _build(command: list[str], path: Path) -> None:
     """Compile the library by a command, and move it to `path` once it is whole."""
-    LOGGER.info("building kernels in C++, once on this machine")
+    LOGGER.info("building kernels in C++, once on this machine (some 20 s)")
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+
+        def run(*arguments: str) -> None:
+            subprocess.run(
+                [*command, *arguments], check=True, capture_output=True, timeout=_SECONDS
+            )
+
+        def compiled(unit: tuple[Path, list[str]]) -> str:
+            source, flags = unit
+            output = str(Path(folder, f"{source.stem}{''.join(flags)}.o"))
+            run(*flags, f"-I{jax.ffi.include_dir()}", "-c", str(source), "-o", output)
+            return output
+
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            objects = list(pool.map(compiled, _units()))
         built = Path(folder, path.name)
-        subprocess.run(
-            [*command, f"-I{jax.ffi.include_dir()}", *map(str, _SOURCES), "-o", str(built)],
-            check=True,
-            capture_output=True,
-            timeout=_SECONDS,
-        )
+        run("-shared", *objects, "-o", str(built))
         built.replace(path)
+
+
+def _units() -> Iterator[tuple[Path, list[str]]]:
+    """Yield the sources with their flags."""
+    for number in range(NUM_FORMATS):
+        # Its loops are unrolled by hand: O3 takes twice the time to compile and runs no faster.
+        yield _PRODUCT, ["-O2", f"-DSPECJAX_FORMAT={number}"]
+    for source in _SOURCES:
+        if source != _PRODUCT:
+            yield source, ["-O3"]
 
 
 def _compiler() -> str:
@@ -105,24 +192,14 @@ def _compiler() -> str:
 
 
 def _digest(command: list[str]) -> str:
-    """Return a digest of everything the library depends on: sources, compiler, processor, flags."""
+    """Return a digest of everything the library depends on: sources, compiler, flags."""
     version = subprocess.run(
         [command[0], "--version"], check=True, capture_output=True, timeout=_SECONDS
     ).stdout
     texts = [path.read_bytes() for path in (*_SOURCES, *_HEADERS)]
-    inputs = (*texts, version, _processor(), jax.__version__, *command)
+    inputs = (*texts, version, jax.__version__, *command)
     encoded = (item if isinstance(item, bytes) else str(item).encode() for item in inputs)
     return hashlib.sha256(b"\0".join(encoded)).hexdigest()[:20]
-
-
-def _processor() -> str:
-    """Return a text that differs between processors with different instruction sets."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
-    except OSError:
-        return platform.processor()
-    wanted = ("model name", "flags", "Features", "CPU part")
-    return "\n".join(sorted({line for line in lines if line.startswith(wanted)}))
 
 
 def _folder() -> Path:

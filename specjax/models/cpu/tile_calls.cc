@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cstdint>
 #include <memory>
-#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -50,6 +49,15 @@ Layer read_layer(ffi::Span<const int64_t> layout, int64_t index, int64_t width) 
   return {kinds[layout[at + index]], offset};
 }
 
+// The function for a format, by its index in kFormats.
+template <int... kIndices>
+specjax::MultiplyBlocks multiply_of(int format, int planes, std::integer_sequence<int, kIndices...>) {
+  using Function = specjax::MultiplyBlocks (*)(int);
+  static constexpr Function all[] = {specjax::multiply_of<kIndices>...};
+  return all[format](planes);
+}
+
+// Consecutive blocks of rows of a part, whose outputs begin at `column`.
 struct Piece {
   specjax::MultiplyBlocks multiply;
   const uint8_t* tiles;
@@ -69,7 +77,8 @@ ffi::Error product(ffi::ThreadPool pool, int32_t planes, ffi::Span<const int64_t
   auto pieces = std::make_shared<std::vector<Piece>>();
   int64_t column = 0;
   for (const Part& part : chosen.parts) {
-    const auto multiply = specjax::multiply_of(part.format, planes);
+    const auto multiply = multiply_of(
+        part.format, planes, std::make_integer_sequence<int, specjax::kNumFormats>{});
     const int64_t last = (part.rows + kTileRows - 1) / kTileRows;
     for (int64_t first = 0; first < last; first += step)
       pieces->push_back({multiply, tiles, first, std::min(last, first + step), part.rows, column});

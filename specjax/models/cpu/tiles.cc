@@ -202,8 +202,6 @@ void read_row(const Format& format, const uint8_t* tile, int row, float* weights
   }
 }
 
-}  // namespace
-
 // Copies a row of a tile into one that was zero before.
 void copy_row(const Format& format, const uint8_t* from, int from_row, uint8_t* to, int to_row) {
   const auto copy = [&](int64_t at, int bytes) {
@@ -234,9 +232,7 @@ Byte* tile_of(const Format& format, Byte* tiles, int64_t row, int64_t width) {
 
 extern "C" {
 
-const char* specjax_format_name(int format) {
-  return format < specjax::kNumFormats ? kFormats[format].name : nullptr;
-}
+const char* specjax_format_name(int format) { return kFormats[format].name; }
 
 int specjax_format_inputs(int format) { return kFormats[format].inputs; }
 

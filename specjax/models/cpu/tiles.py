@@ -19,7 +19,7 @@ ROWS = 16
 
 
 class Format(NamedTuple):
-    """A format of tiles: the name of its GGUF type, its number, a tile's inputs, a weight's bits."""
+    """A format: the name of its GGUF type, its number, a tile's inputs, and a weight's bits."""
 
     name: str
     number: int
@@ -35,17 +35,17 @@ def formats() -> dict[str, Format]:
     """
     if not library.available():
         return {}
-    loaded, found = library.loaded(), {}
-    while (name := loaded.specjax_format_name(len(found))) is not None:
-        number = len(found)
-        sizes = loaded.specjax_format_inputs(number), loaded.specjax_format_bits(number)
+    functions, found = _functions(), {}
+    for number in range(library.NUM_FORMATS):
+        name = functions.specjax_format_name(number)
+        sizes = functions.specjax_format_inputs(number), functions.specjax_format_bits(number)
         found[name.decode()] = Format(name.decode(), number, *sizes)
     return found
 
 
 def num_bytes(name: str, rows: int, inputs: int) -> int:
     """Return the bytes of a kernel of `rows` rows in the format `name`."""
-    return library.loaded().specjax_kernel_bytes(formats()[name].number, rows, inputs)
+    return _functions().specjax_kernel_bytes(formats()[name].number, rows, inputs)
 
 
 def pack(
@@ -61,27 +61,28 @@ def pack(
     """
     assert tiles.flags.c_contiguous
     blocks = np.ascontiguousarray(blocks)
-    library.loaded().specjax_pack(
+    _functions().specjax_pack(
         formats()[name].number, blocks.ctypes.data, len(blocks), inputs, first, tiles.ctypes.data
     )
 
 
 def take(
     name: str, tiles: UInt8[np.ndarray, "bytes"], inputs: int, ids: Int32[np.ndarray, "N"]
-) -> UInt8[np.ndarray, "chosen"]:
+) -> UInt8[np.ndarray, "kept"]:
     """Return the tiles of a kernel whose rows are the rows `ids` of another; zero where id < 0."""
     taken = np.zeros(num_bytes(name, len(ids), inputs), np.uint8)
     tiles, ids = np.ascontiguousarray(tiles), np.ascontiguousarray(ids, np.int32)
-    library.loaded().specjax_take(
+    _functions().specjax_take(
         *(formats()[name].number, tiles.ctypes.data, inputs, ids.ctypes.data, len(ids)),
         taken.ctypes.data,
     )
     return taken
 
 
-def declare(loaded: ctypes.CDLL) -> None:
-    """Declare the types of the library's functions on arrays of the host."""
-    pointer, size = ctypes.c_void_p, ctypes.c_int64
+@functools.cache
+def _functions() -> ctypes.CDLL:
+    """Return the library, with the types of its functions on arrays of the host declared."""
+    functions, pointer, size = library.loaded(), ctypes.c_void_p, ctypes.c_int64
     for name, result, arguments in (
         ("format_name", ctypes.c_char_p, [ctypes.c_int]),
         ("format_inputs", ctypes.c_int, [ctypes.c_int]),
@@ -90,5 +91,6 @@ def declare(loaded: ctypes.CDLL) -> None:
         ("pack", None, [ctypes.c_int, pointer, size, size, size, pointer]),
         ("take", None, [ctypes.c_int, pointer, size, pointer, size, pointer]),
     ):
-        function = getattr(loaded, f"specjax_{name}")
+        function = getattr(functions, f"specjax_{name}")
         function.restype, function.argtypes = result, arguments
+    return functions

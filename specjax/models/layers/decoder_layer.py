@@ -268,7 +268,9 @@ def embed(
 ) -> Float[Array, "B T D"]:
     """Return the embeddings of tokens: rows of the embedding table, or columns of a tied head."""
     if "embed" in params:
-        x = jnp.take(params["embed"]["embedding"], tokens, axis=0)
+        table = params["embed"]["embedding"]
+        is_quantized = isinstance(table, QuantizedKernel)
+        x = table.columns(tokens) if is_quantized else jnp.take(table, tokens, axis=0)
     else:
         kernel = params["head"]["kernel"]
         if isinstance(kernel, QuantizedKernel):

@@ -11,7 +11,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from specjax.errors import InputError
-from specjax.models.layers.quantized import QuantizedKernel, quantized_product
+from specjax.models.layers.quantized import QuantizedKernel
 
 
 class ChosenKernel(NamedTuple):
@@ -41,14 +41,14 @@ def product(
 
     With `multiply` (bfloat16, in training and on CPUs) both operands and the gradient are first
     rounded to that dtype, and sums are in float32. This is two to five times as fast on devices
-    with hardware support for the dtype. A quantized kernel is multiplied in float32. Raises
-    InputError for a `ChosenKernel` of another dtype.
+    with hardware support for the dtype. A quantized kernel is multiplied as it is (`quantized`).
+    Raises InputError for a `ChosenKernel` of another dtype.
     """
     if isinstance(kernel, ChosenKernel):
         return _chosen_product(equation, x, kernel, multiply, out)
     if isinstance(kernel, QuantizedKernel):
         _check_matrix_product(equation)
-        y = quantized_product(x.reshape(-1, x.shape[-1]), kernel)
+        y = kernel.multiply(x.reshape(-1, x.shape[-1]))
         return y.reshape(*x.shape[:-1], -1).astype(x.dtype if out is None else out)
     if multiply is None or jnp.dtype(multiply) == x.dtype:
         # XLA multiplies a single row by itself, on TPUs with sums in the type of the result.

@@ -45,10 +45,9 @@ class QuantizedKernel(abc.ABC):
     def bits(self) -> int:
         """The most bits of a weight, without scales."""
 
-    @property
     @abc.abstractmethod
-    def form(self) -> str:
-        """The name of the form in which weights are stored."""
+    def bytes_by_form(self) -> dict[str, int]:
+        """Return how many bytes, with scales, are in each of the forms in which weights are."""
 
     @property
     def ndim(self) -> int:
@@ -67,6 +66,10 @@ class QuantizedKernel(abc.ABC):
     @abc.abstractmethod
     def with_one_stack(self) -> Self:
         """Return the kernel with all stacked axes, such as layers and experts, as one axis."""
+
+    @abc.abstractmethod
+    def layers(self, first: int, stop: int) -> Self:
+        """Return the kernels `first` to `stop` of the first stacked axis."""
 
     @abc.abstractmethod
     def columns(self, ids: Int[Array, "*N"]) -> Float[Array, "*N D"]:
@@ -111,10 +114,9 @@ class GroupedKernel(QuantizedKernel):
         """The bits of each integer: 4 or 8."""
         return 8 if self.minimums is None else 4
 
-    @property
-    def form(self) -> str:
-        """The number of bits, as text."""
-        return f"{self.bits}-bit"
+    def bytes_by_form(self) -> dict[str, int]:
+        """Return how many bytes the kernel has, by its number of bits as text."""
+        return {f"{self.bits}-bit": sum(array.nbytes for array in jax.tree.leaves(self))}
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -131,6 +133,10 @@ class GroupedKernel(QuantizedKernel):
     def with_one_stack(self) -> GroupedKernel:
         """Return the kernel with all stacked axes, such as layers and experts, as one axis."""
         return jax.tree.map(lambda array: array.reshape(-1, *array.shape[-2:]), self)
+
+    def layers(self, first: int, stop: int) -> GroupedKernel:
+        """Return the kernels `first` to `stop` of the first stacked axis."""
+        return jax.tree.map(lambda array: array[first:stop], self)
 
     def partitions(self, kernel: PartitionSpec) -> list[PartitionSpec]:
         """Return how each array in this kernel is sharded, given how the kernel's axes are."""
@@ -198,20 +204,24 @@ def quantize(
     """Return a kernel rounded to the nearest integers in groups of 32 inputs, or per output.
 
     `bits` is 4 or 8, and must be 8 if `per_channel` is set; D must be a multiple of 32. With 8 bits
-    the integers are -127 to 127 and the largest magnitude is exact up to the rounding of its scale
-    to `scale_dtype`; with 4 bits they are 0 to 15, and the largest and smallest weights are exact.
+    the integers are -127 to 127 and the largest magnitude is exact; with 4 bits they are 0 to 15,
+    and the largest and smallest weights are exact: up to the rounding of scales and minimums to
+    `scale_dtype`.
     """
     rows = jnp.swapaxes(kernel, -1, -2).astype(jnp.float32)
     groups = rows.reshape(*rows.shape[:-1], -1, rows.shape[-1] if per_channel else GROUP)
+
+    def rounded(numbers: Float[Array, "*L F J"]) -> Float[Array, "*L F J"]:
+        # Without the barrier XLA leaves out both conversions.
+        return lax.optimization_barrier(numbers.astype(scale_dtype)).astype(jnp.float32)
+
     if bits == 8:
-        precision = jnp.finfo(scale_dtype)
-        scales = jnp.max(jnp.abs(groups), axis=-1) / 127
-        scales = lax.reduce_precision(scales, precision.nexp, precision.nmant)
+        scales = rounded(jnp.max(jnp.abs(groups), axis=-1) / 127)
         integers = jnp.clip(jnp.round(groups / _divisor(scales)), -127, 127).astype(jnp.int8)
         return GroupedKernel(integers.reshape(rows.shape), scales, None)
-    minimums = jnp.min(groups, axis=-1)
+    minimums = rounded(jnp.min(groups, axis=-1))
     above = groups - minimums[..., None]
-    scales = jnp.max(above, axis=-1) / 15
+    scales = rounded(jnp.max(above, axis=-1) / 15)
     integers = jnp.clip(jnp.round(above / _divisor(scales)), 0, 15).astype(jnp.uint8)
     low, high = jnp.split(integers, 2, axis=-1)
     values = (low | (high << 4)).reshape(*rows.shape[:-1], -1)

@@ -14,6 +14,7 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Float, Int, Int64, UInt8
 
+from specjax.models.aligned_arrays import aligned_zeros
 from specjax.models.cpu import library, tiles
 from specjax.models.layers.quantized import (
     GROUP,
@@ -22,8 +23,8 @@ from specjax.models.layers.quantized import (
     round_activations,
 )
 
-PLANES = {None: 3, 24: 3, 16: 2, 8: 1, 32: 0}
-"""The bytes of an activation in fixed point, by its bits; 0 for floats."""
+_DIGITS = {32: 0, 24: 3, 16: 2, 8: 1}
+"""The bytes of an activation in fixed point, by its bits; 32 stands for floats, which have none."""
 
 
 @dataclass(frozen=True)
@@ -61,13 +62,20 @@ class Layout:
         """Return the bytes of a layer of this kind."""
         return sum(tiles.num_bytes(name, rows, self.inputs) for name, rows in self.kinds[kind])
 
-    def bytes_of(self, layer: int, part: int) -> slice:
-        """Return where the bytes of a part of a layer are."""
-        first = sum(self.layer_bytes(kind) for kind in self.layers[:layer])
-        parts = self.kinds[self.layers[layer]]
-        sizes = [tiles.num_bytes(name, rows, self.inputs) for name, rows in parts]
-        first += sum(sizes[:part])
-        return slice(first, first + sizes[part])
+    def bytes_of(self, layers: range) -> slice:
+        """Return where the bytes of consecutive layers are."""
+        first = sum(self.layer_bytes(kind) for kind in self.layers[: layers.start])
+        size = sum(self.layer_bytes(self.layers[layer]) for layer in layers)
+        return slice(first, first + size)
+
+    def bytes_by_format(self) -> dict[str, int]:
+        """Return the bytes of all layers that are in each format."""
+        sizes: dict[str, int] = {}
+        for kind in self.layers:
+            for name, rows in self.kinds[kind]:
+                size = tiles.num_bytes(name, rows, self.inputs)
+                sizes[name] = sizes.get(name, 0) + size
+        return sizes
 
     @functools.cached_property
     def encoded(self) -> Int64[np.ndarray, "n"]:
@@ -82,10 +90,11 @@ class Layout:
 
 @struct.dataclass
 class TiledKernel(QuantizedKernel):
-    """A quantized kernel in tiles (`models/cpu/tile_formats.h`), whose layers may differ in type.
+    """A quantized kernel in tiles (`models/cpu/tile_formats.h`), whose layers may differ in format.
 
-    `activation_bits` of 24 (None), 16 and 8 round activations to fixed point, in groups of 32 with
-    a scale each; 32 leaves them in float32, and 4 is emulated.
+    Products round activations to fixed point of `activation_bits` (24, 16 or 8) in groups of 32
+    with a scale each; 32 leaves them in float32, None is 24 or 32, whichever is faster on this
+    processor, and 4 is emulated.
     """
 
     data: UInt8[Array | np.ndarray, "bytes"]
@@ -102,21 +111,26 @@ class TiledKernel(QuantizedKernel):
     @property
     def bits(self) -> int:
         """The most bits of a weight, without scales."""
-        return max(tiles.formats()[name].bits for name in self._names)
+        names = {name for parts in self.layout.kinds for name, _ in parts}
+        return max(tiles.formats()[name].bits for name in names)
 
-    @property
-    def form(self) -> str:
-        """The names of its types in GGUF."""
-        return "/".join(sorted(self._names))
-
-    @property
-    def _names(self) -> set[str]:
-        return {name for parts in self.layout.kinds for name, _ in parts}
+    def bytes_by_form(self) -> dict[str, int]:
+        """Return how many bytes are in each of the kernel's formats."""
+        return self.layout.bytes_by_format()
 
     def with_one_stack(self) -> TiledKernel:
         """Return the kernel with all stacked axes as one axis."""
         lead = (math.prod(self.layout.lead),)
         return self.replace(layout=replace(self.layout, lead=lead))
+
+    def layers(self, first: int, stop: int) -> TiledKernel:
+        """Return the kernels `first` to `stop` of the first stacked axis."""
+        _, *inner = self.layout.lead
+        each = math.prod(inner)
+        chosen = range(first * each, stop * each)
+        names = [self.layout.kinds[self.layout.layers[layer]] for layer in chosen]
+        layout = Layout.of((stop - first, *inner), self.layout.inputs, names)
+        return self.replace(data=self.data[self.layout.bytes_of(chosen)], layout=layout)
 
     def columns(self, ids: Int[Array, "*N"]) -> Float[Array, "*N D"]:
         """Return the weights [*N, D] of the outputs `ids`, in float32."""
@@ -137,7 +151,7 @@ class TiledKernel(QuantizedKernel):
         """
         ((name, _),) = self.layout.kinds[0]
         taken = tiles.take(name, np.asarray(self.data), self.layout.inputs, np.asarray(ids))
-        layout = Layout((), self.layout.inputs, (((name, len(ids)),),), (0,))
+        layout = Layout.of((), self.layout.inputs, [[(name, len(ids))]])
         return self.replace(data=jax.device_put(taken), layout=layout)
 
     def resized(self, outputs: int) -> TiledKernel:
@@ -161,6 +175,8 @@ class TiledKernel(QuantizedKernel):
         bits = self.activation_bits
         if bits == 4:
             x, bits = round_activations(x, bits), None
+        if bits is None:
+            bits = 24 if library.level().multiplies_bytes else 32
         call = jax.ffi.ffi_call(
             library.TILE_PRODUCT,
             jax.ShapeDtypeStruct((x.shape[0], self.layout.outputs), jnp.float32),
@@ -170,36 +186,51 @@ class TiledKernel(QuantizedKernel):
             x.astype(jnp.float32),
             self._index,
             self.data,
-            planes=np.int32(PLANES[bits]),
+            planes=np.int32(_DIGITS[bits]),
             layout=self.layout.encoded,
         )
+
+    def write(self, layer: int, first: int, blocks: UInt8[np.ndarray, "rows bytes"]) -> None:
+        """Write rows of one format, in blocks of its GGUF type, as outputs `first`, ... of a layer.
+
+        The kernel is on the host, and its rows were zero before. Calls for the same 16 rows must
+        not run at the same time.
+        """
+        data = self.data[self.layout.bytes_of(range(layer, layer + 1))]
+        for name, rows in self.layout.kinds[self.layout.layers[layer]]:
+            size = tiles.num_bytes(name, rows, self.layout.inputs)
+            if first < rows:
+                tiles.pack(name, blocks, self.layout.inputs, first, data[:size])
+                return
+            data, first = data[size:], first - rows
+        raise AssertionError(first)
 
     @property
     def _index(self) -> Int[Array, "1"]:
         return jnp.zeros((1,), jnp.int32) if self.layer is None else self.layer[None]
 
 
-def empty_tiles(
-    lead: tuple[int, ...], inputs: int, layers: Sequence[Sequence[tuple[str, int]]]
-) -> TiledKernel:
-    """Return a kernel of zeros on the host, for stacked layers with parts (format, outputs)."""
-    layout = Layout.of(lead, inputs, layers)
-    return TiledKernel(aligned_zeros(layout.num_bytes), layout)
+def empty_tiles(layout: Layout) -> TiledKernel:
+    """Return a kernel of zeros on the host."""
+    return TiledKernel(aligned_zeros((layout.num_bytes,), np.uint8), layout)
 
 
 def tiled(kernel: GroupedKernel) -> TiledKernel:
-    """Return a kernel of 4-bit or 8-bit integers in tiles, with scales in half precision."""
+    """Return a kernel of 4-bit or 8-bit integers in tiles.
+
+    Its scales and minimums must be numbers in half precision.
+    """
     arrays = [None if array is None else np.asarray(array) for array in jax.tree.leaves(kernel)]
     values, *numbers = arrays
     *lead, outputs, groups = numbers[0].shape
     name = "Q8_0" if kernel.bits == 8 else "Q4_1"
     count = math.prod(lead)
-    made = empty_tiles(tuple(lead), groups * GROUP, [[(name, outputs)]] * count)
+    layers = [[(name, outputs)]] * count
+    made = empty_tiles(Layout.of(tuple(lead), groups * GROUP, layers))
     halves = [each.astype(np.float16).reshape(count, outputs, groups, 1) for each in numbers]
     parts = [half.view(np.uint8).reshape(count, outputs, groups, 2) for half in halves]
     parts.append(values.view(np.uint8).reshape(count, outputs, groups, -1))
     blocks = np.concatenate(parts, axis=-1).reshape(count, outputs, -1)
     for layer in range(count):
-        target = made.data[made.layout.bytes_of(layer, 0)]
-        tiles.pack(name, blocks[layer], groups * GROUP, 0, target)
+        made.write(layer, 0, blocks[layer])
     return made.replace(data=jax.device_put(made.data))

@@ -1,0 +1,282 @@
+// Products with the tiles of one format, kFormats[SPECJAX_FORMAT].
+
+#include "tile_product.h"
+
+namespace specjax {
+namespace {
+
+constexpr int kMostTokens = kRegisters >= 32 ? 9 : 4;  // whose sums are in registers at a time
+constexpr int kMostSubs = 2;                           // of a group
+constexpr int kPrefetched = 4096;                      // bytes
+
+// A group of 16 rows: bytes as `dot` takes them, with the scales and minimums of its sub-groups.
+struct Group {
+  Bytes bytes[8];
+  Floats scales[kMostSubs], minimums[kMostSubs];
+};
+
+template <int kIndex>
+inline void unpack_integers(const uint8_t* from, Bytes* to) {
+  constexpr Format kFormat = kFormats[kIndex];
+  constexpr int kLow = kFormat.bits == 8 ? 8 : kFormat.bits >= 4 ? 4 : 2;
+  if constexpr (kLow == 8) {
+    for (int j = 0; j < 8; j++) to[j] = load_bytes(from + 64 * j);
+  } else if constexpr (kLow == 4) {
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; j++) {
+      const Bytes both = load_bytes(from + 64 * j);
+      to[2 * j] = field<0>(both, 15);
+      to[2 * j + 1] = field<4>(both, 15);
+    }
+  } else {
+#pragma GCC unroll 2
+    for (int j = 0; j < 2; j++) {
+      const Bytes all = load_bytes(from + 64 * j);
+      to[4 * j] = field<0>(all, 3);
+      to[4 * j + 1] = field<2>(all, 3);
+      to[4 * j + 2] = field<4>(all, 3);
+      to[4 * j + 3] = field<6>(all, 3);
+    }
+  }
+  const uint8_t* planes = from + kTileRows * kGroup * kLow / 8;
+#pragma GCC unroll 8
+  for (int j = 0; j < 8; j++) {
+    if constexpr (kFormat.bits > kLow) to[j] = add_where(to[j], planes + 8 * j, 1 << kLow);
+    if constexpr (kFormat.bits > kLow + 1)
+      to[j] = add_where(to[j], planes + 64 + 8 * j, 2 << kLow);
+    if constexpr (kFormat.table) to[j] = look_up(kTable, to[j]);
+  }
+}
+
+// Unpacks the group at `from`; d and m are the tile's numbers.
+template <int kIndex>
+inline void unpack(const uint8_t* from, Floats d, Floats minus_m, Group* to) {
+  constexpr Format kFormat = kFormats[kIndex];
+  constexpr int kSubs = kFormat.subs();
+#pragma GCC unroll 2
+  for (int sub = 0; sub < kSubs; sub++) {
+    const uint8_t* scales = from + kTileRows * sub;
+    if constexpr (kFormat.scales == Scales::kBytes) {
+      to->scales[sub] = multiply(d, from_signed(scales));
+    } else if constexpr (kFormat.scales == Scales::kBytesMinimum) {
+      to->scales[sub] = multiply(d, from_unsigned(scales));
+      to->minimums[sub] = multiply(minus_m, from_unsigned(scales + kTileRows * kSubs));
+    } else if constexpr (kFormat.scales == Scales::kNibbles) {
+      uint8_t low[kTileRows], high[kTileRows];
+      for (int row = 0; row < kTileRows; row++) {
+        low[row] = scales[row] & 15;
+        high[row] = scales[row] >> 4;
+      }
+      to->scales[sub] = multiply(d, from_unsigned(low));
+      to->minimums[sub] = multiply(minus_m, from_unsigned(high));
+    } else {
+      to->scales[sub] = d;
+      to->minimums[sub] = minus_m;
+    }
+  }
+  unpack_integers<kIndex>(from + kFormat.scale_bytes(), to->bytes);
+}
+
+// Calls function(group number, group) for each group of a block of rows.
+template <int kIndex, typename Function>
+inline void for_groups(const uint8_t* tile, int64_t groups, Function function) {
+  constexpr Format kFormat = kFormats[kIndex];
+  constexpr bool kNegative = kFormat.scales != Scales::kHalfMinimum;  // minimums are stored as -m
+  for (int64_t first = 0; first < groups; first += kFormat.groups()) {
+    const Floats d = from_halves(tile);
+    Floats m = d;
+    if constexpr (kFormat.has_minimums()) {
+      m = from_halves(tile + 2 * kTileRows);
+      if constexpr (kNegative) m = multiply(m, splat(-1));
+    }
+    const uint8_t* from = tile + kFormat.super_bytes();
+#pragma GCC unroll 1
+    for (int at = 0; at < kFormat.groups(); at++, from += kFormat.group_bytes()) {
+      // Tiles further on, since rows of 16 are a stream that the processor does not foresee.
+#pragma GCC unroll 10
+      for (int byte = 0; byte < kFormat.group_bytes(); byte += 64)
+        __builtin_prefetch(from + kPrefetched + byte);
+      Group group;
+      unpack<kIndex>(from, d, m, &group);
+      function(first + at, group);
+    }
+    tile += kFormat.tile_bytes();
+  }
+}
+
+// The products of a block of rows with kTokens tokens from `token` on: [kTokens][16] sums.
+template <int kIndex, int kTokens, int kPlanes>
+void multiply_tokens(const uint8_t* tiles, const Activations& x, int64_t token,
+                     float (*sums)[kTileRows]) {
+  constexpr Format kFormat = kFormats[kIndex];
+  constexpr int kSubs = kFormat.subs(), kBytesOfSub = 8 / kSubs;
+  constexpr bool kWide = kFormat.bits == 8 || kFormat.table;
+  constexpr int kOffset = kFormat.offset - (kWide ? kWideOffset : 0);
+  const int8_t* digits = x.digits.data() + token * x.groups * kPlanes * kGroup;
+  const float* scales = x.scales.data() + token * x.groups;
+  const float* totals = x.totals.data() + token * x.groups * 2;
+  const int32_t* digit_sums = x.sums.data() + token * x.groups * 2 * kPlanes;
+  Floats result[kTokens];
+  for (int t = 0; t < kTokens; t++) result[t] = splat(0);
+  for_groups<kIndex>(tiles, x.groups, [&](int64_t group, const Group& weights) {
+#pragma GCC unroll 2
+    for (int sub = 0; sub < kSubs; sub++) {
+#pragma GCC unroll 8
+      for (int t = 0; t < kTokens; t++) {
+        const int64_t at = t * x.groups + group;
+        Ints sum[kPlanes];
+#pragma GCC unroll 3
+        for (int plane = 0; plane < kPlanes; plane++) {
+          const int8_t* of_sub = digits + (at * kPlanes + plane) * kGroup + sub * 4 * kBytesOfSub;
+          const auto four = [&](int j) {
+            int32_t bytes;
+            std::memcpy(&bytes, of_sub + 4 * j, 4);
+            return bytes;
+          };
+          // Two sums, since each product waits for the one before it.
+          Ints even = splat_int(0), odd = splat_int(0);
+          if constexpr (kOffset != 0) {
+            int32_t of_half = digit_sums[(at * 2 + sub) * kPlanes + plane];
+            if (kSubs == 1) of_half += digit_sums[(at * 2 + 1) * kPlanes + plane];
+            even = splat_int(-kOffset * of_half);
+          }
+#pragma GCC unroll 8
+          for (int j = 0; j < kBytesOfSub; j += 2) {
+            even = dot<kWide>(even, weights.bytes[sub * kBytesOfSub + j], four(j));
+            odd = dot<kWide>(odd, weights.bytes[sub * kBytesOfSub + j + 1], four(j + 1));
+          }
+          sum[plane] = add(even, odd);
+        }
+        Floats product;
+        if constexpr (kPlanes == 1) {
+          product = to_floats(sum[0]);
+        } else if constexpr (kPlanes == 2) {
+          product = to_floats(add(times_256(sum[0]), sum[1]));
+        } else {
+          product = to_floats(add(times_256(sum[1]), sum[2]));
+          product = multiply_add(to_floats(sum[0]), splat(65536), product);
+        }
+        const Floats scale = multiply(weights.scales[sub], splat(scales[at]));
+        result[t] = multiply_add(product, scale, result[t]);
+        if constexpr (kFormat.has_minimums()) {
+          const float total = kSubs == 2 ? totals[2 * at + sub] : totals[2 * at] + totals[2 * at + 1];
+          result[t] = multiply_add(weights.minimums[sub], splat(total), result[t]);
+        }
+      }
+    }
+  });
+  for (int t = 0; t < kTokens; t++) store(sums[t], result[t]);
+}
+
+// The weights of a group as floats: [32][16].
+template <int kIndex>
+inline void to_floats(const Group& weights, float (*to)[kTileRows]) {
+  constexpr Format kFormat = kFormats[kIndex];
+  const Floats one = splat(1), offset = splat(-kFormat.offset);
+  for (int j = 0; j < 8; j++) {
+    const int sub = j * kFormat.subs() / 8;
+    const Floats minimum = kFormat.has_minimums() ? weights.minimums[sub] : splat(0);
+    const auto write = [&](int k, Floats integer) {
+      const Floats signed_integer = multiply_add(integer, one, offset);
+      store(to[4 * j + k], multiply_add(signed_integer, weights.scales[sub], minimum));
+    };
+    write(0, byte_as_float<0>(weights.bytes[j]));
+    write(1, byte_as_float<1>(weights.bytes[j]));
+    write(2, byte_as_float<2>(weights.bytes[j]));
+    write(3, byte_as_float<3>(weights.bytes[j]));
+  }
+}
+
+template <int kTokens>
+void add_float_products(const float (*weights)[kTileRows], const Activations& x, int64_t token,
+                        int64_t group, float (*sums)[kTileRows]) {
+  const int64_t width = x.groups * kGroup;
+  const float* in = x.floats + token * width + group * kGroup;
+  Floats totals[kTokens];
+  for (int t = 0; t < kTokens; t++) totals[t] = load(sums[t]);
+  for (int i = 0; i < kGroup; i++) {
+    const Floats weight = load(weights[i]);
+#pragma GCC unroll 8
+    for (int t = 0; t < kTokens; t++)
+      totals[t] = multiply_add(weight, splat(in[t * width + i]), totals[t]);
+  }
+  for (int t = 0; t < kTokens; t++) store(sums[t], totals[t]);
+}
+
+// Calls function(token, std::integral_constant<int, n>) for parts of n tokens each. How they are
+// divided changes no bits.
+template <typename Function>
+inline void in_parts(int64_t tokens, Function function) {
+  for (int64_t token = 0; token < tokens;) {
+    const int64_t left = tokens - token;
+    const auto part = [&](auto count) {
+      if (left < count || count > kMostTokens || (count == 9 && left > 9)) return false;
+      if constexpr (count <= kMostTokens) function(token, count);
+      token += count;
+      return true;
+    };
+    part(std::integral_constant<int, 9>{}) || part(std::integral_constant<int, 8>{}) ||
+        part(std::integral_constant<int, 5>{}) || part(std::integral_constant<int, 4>{}) ||
+        part(std::integral_constant<int, 3>{}) || part(std::integral_constant<int, 2>{}) ||
+        part(std::integral_constant<int, 1>{});
+  }
+}
+
+template <int kIndex, int kPlanes>
+void multiply_blocks(const uint8_t* tiles, int64_t first, int64_t last, int64_t rows,
+                     const Activations& x, float* y, int64_t stride) {
+  constexpr Format kFormat = kFormats[kIndex];
+  constexpr bool kFloats = kFormat.scales == Scales::kNone;
+  const int64_t block_bytes = x.groups / kFormat.groups() * kFormat.tile_bytes();
+  std::vector<float> all_sums(x.tokens * kTileRows);
+  auto* sums = reinterpret_cast<float(*)[kTileRows]>(all_sums.data());
+  for (int64_t block = first; block < last; block++) {
+    const uint8_t* from = tiles + block * block_bytes;
+    if constexpr (kPlanes > 0 && !kFloats) {
+      in_parts(x.tokens, [&](int64_t token, auto tokens) {
+        multiply_tokens<kIndex, decltype(tokens)::value, kPlanes>(from, x, token, sums + token);
+      });
+    } else {
+      alignas(64) float floats[kGroup][kTileRows];
+      std::fill(all_sums.begin(), all_sums.end(), 0.0f);
+      const auto add = [&](int64_t group) {
+        in_parts(x.tokens, [&](int64_t token, auto tokens) {
+          add_float_products<decltype(tokens)::value>(floats, x, token, group, sums + token);
+        });
+      };
+      if constexpr (kFloats) {
+        for (int64_t group = 0; group < x.groups; group++, from += kFormat.tile_bytes()) {
+          for (int i = 0; i < kGroup; i++)
+            store(floats[i], kIndex == kHalfFloats ? from_halves(from + 2 * kTileRows * i)
+                                                   : from_brain_floats(from + 2 * kTileRows * i));
+          add(group);
+        }
+      } else {
+        for_groups<kIndex>(from, x.groups, [&](int64_t group, const Group& weights) {
+          to_floats<kIndex>(weights, floats);
+          add(group);
+        });
+      }
+    }
+    const int64_t lanes = std::min<int64_t>(kTileRows, rows - block * kTileRows);
+    for (int64_t token = 0; token < x.tokens; token++)
+      std::memcpy(y + token * stride + block * kTileRows, sums[token], lanes * sizeof(float));
+  }
+}
+
+}  // namespace
+
+template <int kIndex>
+MultiplyBlocks multiply_of(int planes) {
+  if (kFormats[kIndex].scales == Scales::kNone) return multiply_blocks<kIndex, 0>;
+  switch (planes) {
+    case 1: return multiply_blocks<kIndex, 1>;
+    case 2: return multiply_blocks<kIndex, 2>;
+    case 3: return multiply_blocks<kIndex, 3>;
+    default: return multiply_blocks<kIndex, 0>;
+  }
+}
+
+template MultiplyBlocks multiply_of<SPECJAX_FORMAT>(int);
+
+}  // namespace specjax
