@@ -32,7 +32,7 @@ from specjax.loading.quantize import float_model, quantized_model
 from specjax.models.cpu import library as cpu_library
 from specjax.models.decoder import Form
 from specjax.models.layers import grouped_product
-from specjax.models.layers.quantized import quantize, quantized_product, round_activations
+from specjax.models.layers.quantized import quantize, round_activations
 from specjax.testing import check_drafter
 
 needs_library = pytest.mark.skipif(
@@ -102,7 +102,7 @@ def test_products_are_those_of_the_dequantised_kernels(bits, tokens):
     assert cpu_library.available()
     kernel = quantize(random_kernel(3, 96, 77), bits)
     x = random_kernel(tokens, 96)
-    product = jax.jit(lambda x, layer: quantized_product(x, kernel.at_layer(layer)))
+    product = jax.jit(lambda x, layer: kernel.at_layer(layer).multiply(x))
     for layer in range(3):
         expected = np.asarray(x, np.float64) @ np.asarray(kernel.dequantized()[layer])
         np.testing.assert_allclose(product(x, layer), expected, rtol=1e-5, atol=1e-4)
@@ -113,9 +113,9 @@ def test_products_are_those_of_the_dequantised_kernels(bits, tokens):
 def test_an_output_has_the_same_bits_whatever_the_number_of_tokens(bits):
     kernel = quantize(random_kernel(96, 13), bits)
     x = random_kernel(20, 96)
-    one_by_one = jnp.concatenate([quantized_product(row[None], kernel) for row in x])
+    one_by_one = jnp.concatenate([kernel.multiply(row[None]) for row in x])
     for tokens in (1, 2, 3, 4, 5, 6, 7, 8, 9, 20):
-        y = quantized_product(x[:tokens], kernel)
+        y = kernel.multiply(x[:tokens])
         np.testing.assert_array_equal(y, one_by_one[:tokens])
 
 
@@ -187,7 +187,7 @@ def test_logits_of_a_tree_have_the_bits_of_its_paths(quantized):
 def test_without_the_library_xla_multiplies(bits, without_library):
     kernel = quantize(random_kernel(2, 64, 5), bits)
     x = random_kernel(3, 64)
-    y = quantized_product(x, kernel.at_layer(1))
+    y = kernel.at_layer(1).multiply(x)
     np.testing.assert_allclose(y, x @ kernel.dequantized()[1], rtol=1e-5, atol=1e-5)
 
 
@@ -355,15 +355,15 @@ def test_drafts_with_rounded_activations_are_the_targets(
     request = {"max_new_tokens": 24, "temperature": temperature, "verify": verify}
     plain = generate(model, PROMPTS, **request)
     lengths = {}
-    for activations in ("int8", "int4"):
+    for activations in ("8", "4"):
         drafter = make_drafter("quantized", model, activations=activations)
         result = generate(model, PROMPTS, drafter=drafter, **request)
         assert result.token_ids == plain.token_ids
         lengths[activations] = result.summary().acceptance_length
-    assert lengths["int8"] > max(2.0, lengths["int4"])
+    assert lengths["8"] > max(2.0, lengths["4"])
 
 
-@pytest.mark.parametrize("activations", ["int4", None])
+@pytest.mark.parametrize("activations", ["4", None])
 def test_rounded_activations_share_the_kernels_of_a_quantised_target(
     activations, quantized, caplog
 ):
@@ -412,7 +412,7 @@ def test_a_scale_per_channel_comes_after_the_product(tokens):
     stack = quantize(kernel, 8, per_channel=True)
     assert (stack.shape, stack.per_channel) == ((2, 96, 13), True)
     assert np.abs(stack.dequantized() - kernel).max() < np.abs(kernel).max() / 250
-    product = jax.jit(lambda x, kernel: quantized_product(x, kernel.at_layer(1)))
+    product = jax.jit(lambda x, kernel: kernel.at_layer(1).multiply(x))
     np.testing.assert_allclose(product(x, stack), x @ stack.dequantized()[1], rtol=1e-5, atol=1e-4)
     program = product.lower(x.astype(jnp.bfloat16), stack).as_text()
     assert re.search(r"dot_general.*bf16.*bf16.*-> tensor<.*f32>", program)
@@ -468,13 +468,13 @@ BAD = {
         lambda model, path: make_drafter(
             "quantized", quantized_model(model, "int4"), weights="int8"
         ),
-        "drafter.weights=int8: the target's weights are 4-bit (",
+        "drafter.weights=int8: the target's weights are Q4_1 (",
     ),
     "drafter of few bits": (
         lambda model, path: make_drafter(
             "quantized", quantized_model(model, "int4"), activations="float"
         ),
-        "drafter.activations=float: the target's weights are 4-bit (",
+        "drafter.activations=float: the target's weights are Q4_1 (",
     ),
     "drafter's width": (
         lambda model, path: make_drafter("quantized", random_model(tiny_config(), 0, form=Form())),
@@ -495,8 +495,8 @@ BAD = {
     ),
     "option": (lambda model, path: make_drafter("quantized", model, weights="int2"), "int2"),
     "activations": (
-        lambda model, path: make_drafter("quantized", model, activations="int2"),
-        "drafter.activations='int2' is unknown: use float, int8, int4",
+        lambda model, path: make_drafter("quantized", model, activations="2"),
+        "drafter.activations='2' is unknown: use float, 8, 4",
     ),
 }
 

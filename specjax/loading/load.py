@@ -82,7 +82,7 @@ def load_model(
     replicated: bool = False,
     form: Form | None = None,
     weights: str = "auto",
-    activations: str = "auto",
+    activations: str | int = "auto",
     kv_cache_dtype: str = "auto",
     field: str = "name_or_path",
 ) -> Model:
@@ -116,7 +116,7 @@ def load_model(
     )
     CACHE_DTYPE.check("kv_cache_dtype", kv_cache_dtype)
     activations_field = _beside(field, "activations")
-    ACTIVATIONS.check(activations_field, activations)
+    ACTIVATIONS.check(activations_field, str(activations))
     loaded = replace(_load(field, name_or_path, target), kv_cache_dtype=kv_cache_dtype)
     if rounds:
         loaded = quantized_model(loaded, weights, field=weights_field)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -144,8 +145,15 @@ def weights_in_words(params: Any) -> str:
     """Return the form of a tree of parameters as text, or if it has several, the bytes of each.
 
     Forms of less than a hundredth, such as that of norms beside quantized kernels, are left out.
+    Activations that are rounded to fewer bits than floats have are named.
     """
-    sizes = bytes_by_form(params)
+    leaves = jax.tree.leaves(params, is_leaf=is_quantized)
+    bits = {leaf.activation_bits for leaf in leaves if is_quantized(leaf)} & set(range(24))
+    rounded = f", with activations of {min(bits)} bits" if bits else ""
+    return _forms_in_words(bytes_by_form(params)) + rounded
+
+
+def _forms_in_words(sizes: Mapping[str, int]) -> str:
     least = sum(sizes.values()) / 100
     shown = {form: size for form, size in sizes.items() if size >= least}
     if len(shown) == 1:

@@ -51,8 +51,6 @@ ACTIVATIONS = Choice(("auto", "float", "24", "16", "8"))
 with one scale for 32 numbers. With 8 bits the model is another one.
 """
 _BITS = {"int8": 8, "int4": 4}
-ACTIVATION_BITS = {"float": None, **_BITS}
-"""The bits to which a quantized drafter rounds activations, by option; None means no rounding."""
 _UNCHANGED = frozenset({"router", "mtp"})
 
 
@@ -227,13 +225,14 @@ def _with_activation_bits(params: Any, bits: int | None) -> Any:
     return jax.tree.map(rounding, params, is_leaf=is_quantized)
 
 
-def with_activations(model: Model, activations: str, field: str = "activations") -> Model:
+def with_activations(model: Model, activations: str | int, field: str = "activations") -> Model:
     """Return a model whose products round activations to `activations`, one of `ACTIVATIONS`.
 
     Raises InputError unless it is "auto", or the model has kernels in tiles; `field` is the name of
     the setting in errors.
     """
-    if ACTIVATIONS.check(field, activations) == "auto":
+    activations = ACTIVATIONS.check(field, str(activations))
+    if activations == "auto":
         return model
     kernels = jax.tree.leaves(model.params, is_leaf=is_quantized)
     if not any(isinstance(leaf, TiledKernel) for leaf in kernels):

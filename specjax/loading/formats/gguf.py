@@ -221,7 +221,7 @@ def _read_blocks(
     kind: GGMLQuantizationType,
     location: parameter_names.Location,
     rows: slice,
-) -> UInt8[np.ndarray, "rows bytes"]:
+) -> UInt8[np.ndarray, "rows row_bytes"]:
     """Return some rows of a tensor in the blocks of the file."""
     count, width = location.rows
     index, parts = location.entry.part

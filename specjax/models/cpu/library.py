@@ -118,12 +118,12 @@ def loaded() -> ctypes.CDLL:
 @functools.cache
 def level() -> Level:
     """Return the fastest level that this processor has."""
-    machine, features = platform.machine().lower(), _features()
+    machine, known = platform.machine().lower(), features()
     levels = LEVELS.get({"amd64": "x86_64", "arm64": "aarch64"}.get(machine, machine), (_PORTABLE,))
-    return next(level for level in levels if level.needs <= features)
+    return next(level for level in levels if level.needs <= known)
 
 
-def _features() -> frozenset[str]:
+def features() -> frozenset[str]:
     """Return the features of the processor, by the names that Linux gives them."""
     if platform.system() == "Darwin" and platform.machine() == "arm64":
         return _ARM  # all of Apple's processors

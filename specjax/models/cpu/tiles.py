@@ -50,7 +50,7 @@ def num_bytes(name: str, rows: int, inputs: int) -> int:
 
 def pack(
     name: str,
-    blocks: UInt8[np.ndarray, "rows bytes"],
+    blocks: UInt8[np.ndarray, "rows row_bytes"],
     inputs: int,
     first: int,
     tiles: UInt8[np.ndarray, "bytes"],
@@ -68,7 +68,7 @@ def pack(
 
 def take(
     name: str, tiles: UInt8[np.ndarray, "bytes"], inputs: int, ids: Int32[np.ndarray, "N"]
-) -> UInt8[np.ndarray, "kept"]:
+) -> UInt8[np.ndarray, " taken"]:
     """Return the tiles of a kernel whose rows are the rows `ids` of another; zero where id < 0."""
     taken = np.zeros(num_bytes(name, len(ids), inputs), np.uint8)
     tiles, ids = np.ascontiguousarray(tiles), np.ascontiguousarray(ids, np.int32)

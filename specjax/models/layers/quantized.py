@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import abc
 import math
-from typing import Any, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -59,16 +59,16 @@ class QuantizedKernel(abc.ABC):
         """The number of weights."""
         return math.prod(self.shape)
 
-    def at_layer(self, index: Int[Array, ""] | int) -> Self:
+    def at_layer(self, index: Int[Array, ""] | int) -> QuantizedKernel:
         """Return the kernel of layer `index` of the stack, without copying it."""
         return self.replace(layer=jnp.asarray(index, jnp.int32))
 
     @abc.abstractmethod
-    def with_one_stack(self) -> Self:
+    def with_one_stack(self) -> QuantizedKernel:
         """Return the kernel with all stacked axes, such as layers and experts, as one axis."""
 
     @abc.abstractmethod
-    def layers(self, first: int, stop: int) -> Self:
+    def layers(self, first: int, stop: int) -> QuantizedKernel:
         """Return the kernels `first` to `stop` of the first stacked axis."""
 
     @abc.abstractmethod
@@ -76,11 +76,11 @@ class QuantizedKernel(abc.ABC):
         """Return the weights [*N, D] of the outputs `ids`, in float32."""
 
     @abc.abstractmethod
-    def take(self, ids: Int[Array, "N"]) -> Self:
+    def take(self, ids: Int[Array, "N"]) -> QuantizedKernel:
         """Return the kernel [D, F] restricted to the outputs `ids`."""
 
     @abc.abstractmethod
-    def resized(self, outputs: int) -> Self:
+    def resized(self, outputs: int) -> QuantizedKernel:
         """Return the kernel [D, F] with `outputs` outputs, truncated or zero-padded."""
 
     @abc.abstractmethod

@@ -144,7 +144,7 @@ class TiledKernel(QuantizedKernel):
         )
         return rows.reshape(*ids.shape, -1)
 
-    def take(self, ids: Int[Array, "N"]) -> TiledKernel:
+    def take(self, ids: Int[Array | np.ndarray, "N"]) -> TiledKernel:
         """Return the kernel [D, F] of a single part restricted to the outputs `ids`.
 
         Outputs with a negative id are zero. The arrays must not be traced.
@@ -190,7 +190,7 @@ class TiledKernel(QuantizedKernel):
             layout=self.layout.encoded,
         )
 
-    def write(self, layer: int, first: int, blocks: UInt8[np.ndarray, "rows bytes"]) -> None:
+    def write(self, layer: int, first: int, blocks: UInt8[np.ndarray, "rows row_bytes"]) -> None:
         """Write rows of one format, in blocks of its GGUF type, as outputs `first`, ... of a layer.
 
         The kernel is on the host, and its rows were zero before. Calls for the same 16 rows must
