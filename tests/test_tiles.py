@@ -195,11 +195,12 @@ MIXED = {
 }
 
 
-@pytest.fixture(scope="module")
-def mixed(tmp_path_factory):
+@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+def mixed(tmp_path_factory, request):
     """A file of several types, as llama.cpp makes them: layers and joined kernels differ."""
     path = tmp_path_factory.mktemp("mixed") / "mixed.gguf"
-    return write_gguf(path, gguf_metadata(CONFIG), gguf_tensors(CONFIG), "Q4_K", kinds=MIXED)
+    config = dataclasses.replace(CONFIG, tie_word_embeddings=request.param)
+    return write_gguf(path, gguf_metadata(config), gguf_tensors(config), "Q4_K", kinds=MIXED)
 
 
 def test_a_file_of_several_types_is_as_it_is(mixed):

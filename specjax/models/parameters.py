@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Array, Key
 
 from specjax.errors import InputError
+from specjax.models.layers.quantized import QuantizedKernel
 
 
 @dataclass(frozen=True)
@@ -96,8 +97,11 @@ def checked(table: Mapping[str, Any], params: Any, path: str = "params") -> dict
         value = params[name]
         if isinstance(entry, Parameter):
             value = nn.meta.unbox(value)
-            if value.shape != entry.shape:
-                raise InputError(f"{where} has the shape {value.shape}; it has to be {entry.shape}")
+            # A quantized table has the rows of embeddings as outputs.
+            as_kernel = isinstance(value, QuantizedKernel) and name == "embedding"
+            shape = value.shape[::-1] if as_kernel else value.shape
+            if shape != entry.shape:
+                raise InputError(f"{where} has the shape {shape}; it has to be {entry.shape}")
             values[name] = value
         else:
             values[name] = checked(entry, value, where)

@@ -12,7 +12,7 @@ import numpy as np
 from specjax.errors import InputError
 from specjax.loading.formats import tensor_layout
 from specjax.loading.model import Model
-from specjax.loading.quantize import float_kernel
+from specjax.loading.quantize import float_kernel, is_quantized
 from specjax.loading.user_messages import note
 
 _MOST_ROUNDING = 0.25
@@ -28,7 +28,8 @@ _ROWS = 4096
 def target_embedding(target: Model) -> np.ndarray:
     """Return the target's embedding [V, D]."""
     if "embed" in target.params:
-        return np.asarray(target.params["embed"]["embedding"])
+        table = target.params["embed"]["embedding"]
+        return np.asarray(float_kernel(table)).T if is_quantized(table) else np.asarray(table)
     return target_head(target)
 
 
