@@ -1,9 +1,11 @@
 // Tiles from the blocks of GGUF files, and rows of weights from tiles (`tile_formats.h`).
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <string_view>
+#include <utility>
 
 #include "tile_formats.h"
 
@@ -47,55 +49,61 @@ void read_six_bits(const uint8_t* packed, Block* block) {
   }
 }
 
-void read_block(const std::string_view name, const uint8_t* bytes, Block* block) {
+template <int kIndex>
+void read_block(const uint8_t* bytes, Block* block) {
+  constexpr std::string_view name = kFormats[kIndex].name;
   uint8_t* integers = block->integers;
   block->d = half_at(bytes);
-  if (name == "Q4_0" || name == "IQ4_NL") {
+  if constexpr (name == "Q4_0" || name == "IQ4_NL") {
     read_nibbles(bytes + 2, 16, integers);
-  } else if (name == "Q4_1") {
+  } else if constexpr (name == "Q4_1") {
     block->minimum = half_at(bytes + 2);
     read_nibbles(bytes + 4, 16, integers);
-  } else if (name == "Q5_0" || name == "Q5_1") {
+  } else if constexpr (name == "Q5_0" || name == "Q5_1") {
     const uint8_t* high = bytes + (name == "Q5_0" ? 2 : 4);
-    if (name == "Q5_1") block->minimum = half_at(bytes + 2);
+    if constexpr (name == "Q5_1") block->minimum = half_at(bytes + 2);
     read_nibbles(high + 4, 16, integers);
     for (int i = 0; i < kGroup; i++) integers[i] |= ((high[i / 8] >> (i % 8)) & 1) << 4;
-  } else if (name == "Q8_0") {
+  } else if constexpr (name == "Q8_0") {
     for (int i = 0; i < kGroup; i++) integers[i] = bytes[2 + i] ^ 128;
-  } else if (name == "Q2_K") {
+  } else if constexpr (name == "Q2_K") {
     for (int i = 0; i < 16; i++) block->scales[i] = static_cast<int8_t>(bytes[i]);
-    for (int i = 0; i < 256; i++)
-      integers[i] = (bytes[16 + i / 128 * 32 + i % 32] >> (i % 128 / 32 * 2)) & 3;
+    for (int group = 0; group < 8; group++)
+      for (int i = 0; i < kGroup; i++)
+        integers[32 * group + i] = (bytes[16 + group / 4 * 32 + i] >> (group % 4 * 2)) & 3;
     block->d = half_at(bytes + 80);
     block->minimum = half_at(bytes + 82);
-  } else if (name == "Q3_K") {
+  } else if constexpr (name == "Q3_K") {
     const uint8_t *high = bytes, *low = bytes + 32, *packed = bytes + 96;
-    for (int i = 0; i < 256; i++)
-      integers[i] = ((low[i / 128 * 32 + i % 32] >> (i % 128 / 32 * 2)) & 3) |
-                    ((high[i % 32] >> (i / 32)) & 1) << 2;
+    for (int group = 0; group < 8; group++)
+      for (int i = 0; i < kGroup; i++)
+        integers[32 * group + i] = ((low[group / 4 * 32 + i] >> (group % 4 * 2)) & 3) |
+                                   ((high[i] >> group) & 1) << 2;
     for (int i = 0; i < 16; i++) {
       const int four = (packed[i % 8] >> (i / 8 * 4)) & 15;
       const int two = (packed[8 + i % 4] >> (i / 4 * 2)) & 3;
       block->scales[i] = static_cast<int8_t>((four | two << 4) - 32);
     }
     block->d = half_at(bytes + 108);
-  } else if (name == "Q4_K" || name == "Q5_K") {
+  } else if constexpr (name == "Q4_K" || name == "Q5_K") {
     block->minimum = half_at(bytes + 2);
     read_six_bits(bytes + 4, block);
     const uint8_t* low = bytes + (name == "Q4_K" ? 16 : 48);
     for (int i = 0; i < 4; i++) read_nibbles(low + 32 * i, 32, integers + 64 * i);
-    if (name == "Q5_K")
-      for (int i = 0; i < 256; i++) integers[i] |= ((bytes[16 + i % 32] >> (i / 32)) & 1) << 4;
-  } else if (name == "Q6_K") {
+    if constexpr (name == "Q5_K")
+      for (int group = 0; group < 8; group++)
+        for (int i = 0; i < kGroup; i++)
+          integers[32 * group + i] |= ((bytes[16 + i] >> group) & 1) << 4;
+  } else if constexpr (name == "Q6_K") {
     const uint8_t *low = bytes, *high = bytes + 128;
-    for (int half = 0; half < 2; half++)
-      for (int i = 0; i < 128; i++)
-        integers[128 * half + i] =
-            ((low[64 * half + i % 64] >> (i / 64 * 4)) & 15) |
-            ((high[32 * half + i % 32] >> (i / 32 * 2)) & 3) << 4;
+    for (int group = 0; group < 8; group++)
+      for (int i = 0; i < kGroup; i++)
+        integers[32 * group + i] =
+            ((low[group / 4 * 64 + group % 2 * 32 + i] >> (group % 4 / 2 * 4)) & 15) |
+            ((high[group / 4 * 32 + i] >> (group % 4 * 2)) & 3) << 4;
     std::memcpy(block->scales, bytes + 192, 16);
     block->d = half_at(bytes + 208);
-  } else if (name == "IQ4_XS") {
+  } else if constexpr (name == "IQ4_XS") {
     const uint16_t high = half_at(bytes + 2);
     for (int i = 0; i < 8; i++) {
       const int low = (bytes[4 + i / 2] >> (i % 2 * 4)) & 15;
@@ -116,18 +124,29 @@ inline Place place_of(int bits, int input, int row) {
   return {64 * (input / 16) + 4 * row + input % 4, input / 4 % 4 * 2};
 }
 
+// The integers of four inputs, a byte each.
+inline uint32_t four_at(const uint8_t* integers) {
+  uint32_t word;
+  std::memcpy(&word, integers, 4);
+  return word;
+}
+
 // Writes a row of a tile, which was zero before.
-void write_row(const Format& format, const uint8_t* source, int row, uint8_t* tile) {
-  if (format.scales == Scales::kNone) {
+template <int kIndex>
+void write_row(const uint8_t* source, int row, uint8_t* tile) {
+  constexpr Format format = kFormats[kIndex];
+  if constexpr (format.scales == Scales::kNone) {
     for (int i = 0; i < kGroup; i++)
       std::memcpy(tile + 2 * (kTileRows * i + row), source + 2 * i, 2);
     return;
   }
   Block block;
-  read_block(format.name, source, &block);
+  read_block<kIndex>(source, &block);
   std::memcpy(tile + 2 * row, &block.d, 2);
   if (format.has_minimums()) std::memcpy(tile + 2 * (kTileRows + row), &block.minimum, 2);
-  const int low_bits = format.bits == 8 ? 8 : format.bits >= 4 ? 4 : 2;
+  constexpr int kLow = format.bits == 8 ? 8 : format.bits >= 4 ? 4 : 2;
+  constexpr int kPerByte = 8 / kLow;
+  constexpr uint32_t kMask = kLow == 8 ? ~0u : kLow == 4 ? 0x0f0f0f0fu : 0x03030303u;
   for (int group = 0; group < format.groups(); group++) {
     uint8_t* bytes = tile + format.super_bytes() + group * format.group_bytes();
     for (int sub = 0; format.scale_bytes() && sub < format.subs(); sub++) {
@@ -137,15 +156,20 @@ void write_row(const Format& format, const uint8_t* source, int row, uint8_t* ti
     }
     bytes += format.scale_bytes();
     const uint8_t* integers = block.integers + kGroup * group;
-    uint8_t* planes = bytes + kTileRows * kGroup * low_bits / 8;
-    for (int i = 0; i < kGroup; i++) {
-      const Place place = place_of(low_bits, i, row);
-      bytes[place.byte] |= (integers[i] & ((1 << low_bits) - 1)) << place.shift;
-      const int bit = 4 * row + i % 4;
-      for (int plane = low_bits; plane < format.bits; plane++)
-        planes[64 * (plane - low_bits) + 8 * (i / 4) + bit / 8] |=
-            ((integers[i] >> plane) & 1) << (bit % 8);
+    for (int j = 0; j < 8 / kPerByte; j++) {
+      uint32_t word = 0;
+      for (int k = 0; k < kPerByte; k++)
+        word |= (four_at(integers + 4 * (kPerByte * j + k)) & kMask) << (kLow * k);
+      std::memcpy(bytes + 64 * j + 4 * row, &word, 4);
     }
+    uint8_t* planes = bytes + kTileRows * kGroup * kLow / 8;
+    for (int plane = kLow; plane < format.bits; plane++, planes += 64)
+      for (int j = 0; j < 8; j++) {
+        // Byte k's bit becomes bit k.
+        const uint32_t ones = (four_at(integers + 4 * j) >> plane) & 0x01010101u;
+        const uint8_t nibble = ((ones * 0x01020408u) >> 24) & 15;
+        planes[8 * j + row / 2] |= nibble << (row % 2 * 4);
+      }
   }
 }
 
@@ -228,6 +252,33 @@ Byte* tile_of(const Format& format, Byte* tiles, int64_t row, int64_t width) {
   return tiles + row / kTileRows * (width / format.inputs) * format.tile_bytes();
 }
 
+// Writes rows of blocks as those of a kernel, tile by tile.
+template <int kIndex>
+void pack(const uint8_t* blocks, int64_t rows, int64_t width, int64_t first, uint8_t* tiles) {
+  constexpr Format format = kFormats[kIndex];
+  const int64_t row_bytes = width / format.inputs * format.block_bytes;
+  for (int64_t done = 0; done < rows;) {
+    const int begin = (first + done) % kTileRows;
+    const int count = static_cast<int>(std::min<int64_t>(kTileRows - begin, rows - done));
+    uint8_t* tile = tile_of(format, tiles, first + done, width);
+    const uint8_t* source = blocks + done * row_bytes;
+    for (int64_t at = 0; at < width; at += format.inputs, tile += format.tile_bytes()) {
+      for (int row = 0; row < count; row++)
+        write_row<kIndex>(source + row * row_bytes, begin + row, tile);
+      source += format.block_bytes;
+    }
+    done += count;
+  }
+}
+
+using Pack = void (*)(const uint8_t*, int64_t, int64_t, int64_t, uint8_t*);
+
+template <int... kIndices>
+Pack pack_of(int format, std::integer_sequence<int, kIndices...>) {
+  static constexpr Pack all[] = {pack<kIndices>...};
+  return all[format];
+}
+
 }  // namespace
 
 extern "C" {
@@ -244,17 +295,10 @@ int64_t specjax_kernel_bytes(int format, int64_t rows, int64_t width) {
 
 // Writes `rows` rows of a file's blocks as rows `first`, ... of a kernel that was zero before. Two
 // calls at a time must not write into the same 16 rows.
-void specjax_pack(int index, const uint8_t* blocks, int64_t rows, int64_t width, int64_t first,
+void specjax_pack(int format, const uint8_t* blocks, int64_t rows, int64_t width, int64_t first,
                   uint8_t* tiles) {
-  const Format& format = kFormats[index];
-  for (int64_t row = 0; row < rows; row++) {
-    uint8_t* tile = tile_of(format, tiles, first + row, width);
-    for (int64_t at = 0; at < width; at += format.inputs) {
-      write_row(format, blocks, (first + row) % kTileRows, tile);
-      blocks += format.block_bytes;
-      tile += format.tile_bytes();
-    }
-  }
+  using Indices = std::make_integer_sequence<int, specjax::kNumFormats>;
+  pack_of(format, Indices{})(blocks, rows, width, first, tiles);
 }
 
 // Writes the rows `ids` of one kernel as rows 0, 1, ... of another one that was zero before. Rows
