@@ -108,7 +108,7 @@ def test_weights_are_rounded_to_the_nearest_integer_of_their_group(bits, largest
 @pytest.mark.parametrize("tokens", [1, 5, 17])
 def test_products_are_those_of_the_dequantised_kernels(bits, tokens, in_tiles):
     assert cpu_library.available()
-    kernel = quantize(random_kernel(3, 96, 77), bits, scale_dtype=jnp.float16)
+    kernel = quantize(random_kernel(3, 96, 77), bits)
     kernel = tiled(kernel) if in_tiles else kernel
     x = random_kernel(tokens, 96)
     product = jax.jit(lambda x, layer: kernel.at_layer(layer).multiply(x))
@@ -120,7 +120,7 @@ def test_products_are_those_of_the_dequantised_kernels(bits, tokens, in_tiles):
 @needs_library
 @pytest.mark.parametrize("bits", [4, 8])
 def test_an_output_has_the_same_bits_whatever_the_number_of_tokens(bits):
-    kernel = tiled(quantize(random_kernel(96, 13), bits, scale_dtype=jnp.float16))
+    kernel = tiled(quantize(random_kernel(96, 13), bits))
     x = random_kernel(20, 96)
     one_by_one = jnp.concatenate([kernel.multiply(row[None]) for row in x])
     for tokens in (1, 2, 3, 4, 5, 6, 7, 8, 9, 20):

@@ -256,23 +256,22 @@ def _quantized(kernel: jax.Array, bits: int, setting: str, remedy: str) -> Quant
     Raises InputError, which names the `setting` and the `remedy`, for one whose scales do not fit.
     """
     if not isinstance(kernel.sharding, NamedSharding) and library.is_for_this_backend():
-        rounded = _for_tiles(kernel, bits)
-        if not all(bool(jnp.isfinite(array).all()) for array in jax.tree.leaves(rounded)[1:]):
+        rounded = _program(bits, False, None)(kernel)
+        if not all(bool(jnp.isfinite(array).all()) for array in rounded[1:]):
             raise InputError(f"{setting} has weights beyond half precision; use {remedy}")
-        return tiled(rounded)
+        return tiled(_grouped(rounded))
     per_channel = has_one_scale(bits)
     shardings = None
     if isinstance(kernel.sharding, NamedSharding):
         mesh, spec = kernel.sharding.mesh, kernel.sharding.spec
         partitions = array_partitions(spec, kernel.ndim, bits, per_channel)
         shardings = tuple(NamedSharding(mesh, partition) for partition in partitions)
-    values, scales, *minimums = _program(bits, per_channel, shardings)(kernel)
+    return _grouped(_program(bits, per_channel, shardings)(kernel))
+
+
+def _grouped(arrays: tuple[jax.Array, ...]) -> GroupedKernel:
+    values, scales, *minimums = arrays
     return GroupedKernel(values, scales, minimums[0] if minimums else None)
-
-
-@functools.partial(jax.jit, static_argnums=1)
-def _for_tiles(kernel: jax.Array, bits: int) -> GroupedKernel:
-    return quantize(kernel, bits, scale_dtype=jnp.float16)
 
 
 @functools.cache

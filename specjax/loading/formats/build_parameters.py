@@ -179,9 +179,9 @@ class _Slot(NamedTuple):
         for location in self.locations:
             width = location.section.width
             # Rows that are reordered are read in whole heads.
-            unit = math.lcm(unit, location.head_dim if location.entry.paired else 1)
-            parts = -(-width // max(unit, most // unit * unit))
-            step = -(-width // (parts * unit)) * unit
+            whole = math.lcm(unit, location.head_dim if location.entry.paired else 1)
+            parts = -(-width // max(whole, most // whole * whole))
+            step = -(-width // (parts * whole)) * whole
             blocks = max(1, most // width)
             if width % unit:
                 blocks = max(unit, blocks // unit * unit)

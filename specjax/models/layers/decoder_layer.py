@@ -255,7 +255,11 @@ def with_experts(layer: dict[str, Any]) -> dict[str, Any]:
     """Return a layer with its experts, if it has any, in the form of a stack of one layer."""
     if "experts" not in layer["mlp"]:
         return layer
-    kernels = jax.tree.map(lambda leaf: leaf[None], layer["mlp"]["experts"])
+    kernels = jax.tree.map(
+        lambda leaf: leaf.as_stack() if isinstance(leaf, QuantizedKernel) else leaf[None],
+        layer["mlp"]["experts"],
+        is_leaf=lambda node: isinstance(node, QuantizedKernel),
+    )
     return {**layer, "mlp": {**layer["mlp"], "experts": _stacked(kernels, 0)}}
 
 

@@ -68,6 +68,10 @@ class QuantizedKernel(abc.ABC):
         """Return the kernel with all stacked axes, such as layers and experts, as one axis."""
 
     @abc.abstractmethod
+    def as_stack(self) -> QuantizedKernel:
+        """Return the kernel [*L, D, F] as the only one of a stack, [1, *L, D, F]."""
+
+    @abc.abstractmethod
     def layers(self, first: int, stop: int) -> QuantizedKernel:
         """Return the kernels `first` to `stop` of the first stacked axis."""
 
@@ -134,6 +138,10 @@ class GroupedKernel(QuantizedKernel):
         """Return the kernel with all stacked axes, such as layers and experts, as one axis."""
         return jax.tree.map(lambda array: array.reshape(-1, *array.shape[-2:]), self)
 
+    def as_stack(self) -> GroupedKernel:
+        """Return the kernel [*L, D, F] as the only one of a stack, [1, *L, D, F]."""
+        return jax.tree.map(lambda array: array[None], self)
+
     def layers(self, first: int, stop: int) -> GroupedKernel:
         """Return the kernels `first` to `stop` of the first stacked axis."""
         return jax.tree.map(lambda array: array[first:stop], self)
@@ -199,7 +207,7 @@ def quantize(
     kernel: Float[Array, "*L D F"],
     bits: int,
     per_channel: bool = False,
-    scale_dtype: Any = jnp.float32,
+    scale_dtype: Any = jnp.float16,
 ) -> GroupedKernel:
     """Return a kernel rounded to the nearest integers in groups of 32 inputs, or per output.
 

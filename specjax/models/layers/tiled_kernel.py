@@ -123,6 +123,10 @@ class TiledKernel(QuantizedKernel):
         lead = (math.prod(self.layout.lead),)
         return self.replace(layout=replace(self.layout, lead=lead))
 
+    def as_stack(self) -> TiledKernel:
+        """Return the kernel [*L, D, F] as the only one of a stack, [1, *L, D, F]."""
+        return self.replace(layout=replace(self.layout, lead=(1, *self.layout.lead)))
+
     def layers(self, first: int, stop: int) -> TiledKernel:
         """Return the kernels `first` to `stop` of the first stacked axis."""
         _, *inner = self.layout.lead
