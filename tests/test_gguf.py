@@ -63,9 +63,10 @@ def test_rows_read_a_few_at_a_time_are_the_same(tmp_path, monkeypatch, kind, wei
     pieces = load_model(path, weights=weights)
     jax.tree.map(np.testing.assert_array_equal, pieces.params, whole.params)
     for location, number in collections.Counter(found).items():
-        # Kernels in tiles by 16 rows, of which a head has as many.
-        unit = location.head_dim if location.entry.paired else 16 if weights == "file" else 1
-        assert number == -(-location.rows[0] // unit), location
+        unit = location.head_dim if location.entry.paired else 1
+        # Those that are kept may be read by tiles of 16 rows, of which a head has as many.
+        least = unit if weights == "float" else 16
+        assert location.rows[0] // least <= number <= location.rows[0] // unit, location
 
 
 def test_what_was_read_of_a_file_is_no_memory_of_the_process(tmp_path):

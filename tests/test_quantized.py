@@ -255,10 +255,8 @@ def test_what_a_file_with_wide_kernels_takes_is_said(tmp_path, caplog):
     total, floats = count_bytes(model.params), count_bytes(down)
     held = bytes_by_form(model.params)
     norms = held["float32"] - floats
-    assert (
-        model.weights
-        == f"Q5_0 ({megabytes(held['Q5_0'])}) and float32 ({megabytes(floats + norms)})"
-    )
+    sizes = (megabytes(size) for size in (floats + norms, held["Q5_0"]))
+    assert model.weights == "float32 ({}) and Q5_0 ({})".format(*sizes)
     assert f", {model.weights})" in repr(model)
     (line,) = caplog.messages
     assert line.startswith(

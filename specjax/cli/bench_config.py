@@ -11,7 +11,7 @@ from specjax.decoding.options import DRAFT_LENGTH, FIXED
 from specjax.fields import InputFile, Items, Number, OutputFile, PathOrName, Text, Whole, optional
 from specjax.loading.load import DEFAULT_MODEL, DTYPE
 from specjax.loading.model import CACHE_DTYPE
-from specjax.loading.quantize import WEIGHTS
+from specjax.loading.quantize import ACTIVATIONS, WEIGHTS
 
 _SIZES = Items(Whole(1), least=1, remedy="use whole numbers of at least 1, such as (1, 4)")
 _DRAFTERS = Items(Text(), remedy="use names of drafters, such as ('ngram', 'ngram+eagle3')")
@@ -29,6 +29,8 @@ class BenchConfig:
     """The dtype of activations and float weights; auto: float32 on a CPU, bfloat16 elsewhere."""
     weights: Annotated[str, WEIGHTS] = "auto"
     """The form of the target's weights, as in a decode config."""
+    activations: Annotated[str, ACTIVATIONS] = "auto"
+    """The bits to which products round activations, as in a decode config."""
     kv_cache_dtype: Annotated[str, CACHE_DTYPE] = "auto"
     """The dtype of keys and values in caches; auto: that of activations."""
 

@@ -83,6 +83,7 @@ def measure_all(
             config.target,
             dtype=config.dtype,
             weights=config.weights,
+            activations=config.activations,
             kv_cache_dtype=config.kv_cache_dtype,
             mesh=mesh,
             field="target",

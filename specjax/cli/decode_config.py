@@ -66,7 +66,7 @@ from specjax.files.path_checks import user_path
 from specjax.loading.find_head import kind_of_head
 from specjax.loading.load import DEFAULT_MODEL, DTYPE, load_draft_model, load_model
 from specjax.loading.model import CACHE_DTYPE, Model
-from specjax.loading.quantize import WEIGHTS
+from specjax.loading.quantize import ACTIVATIONS, WEIGHTS
 from specjax.sampling import RULES, Rule, Typical, derived_seed
 from specjax.trees import FastestTree, RankedTree
 from specjax.tuning import with_fastest_trees
@@ -152,6 +152,10 @@ class TargetFields:
     weights: Annotated[str, WEIGHTS] = "auto"
     """The form of the target's weights: float, int8, int4, or file, as stored in a GGUF file; auto
     is file if possible.
+    """
+    activations: Annotated[str, ACTIVATIONS] = "auto"
+    """The bits to which products with kernels in few bits round their inputs on one CPU: float, 24,
+    16 or 8; auto is as precise as float32, and with 8 the model is another one.
     """
     kv_cache_dtype: Annotated[str, CACHE_DTYPE] = "auto"
     """The dtype of keys and values in caches; auto: that of activations."""
@@ -435,6 +439,7 @@ def load_target(config: TargetFields, mesh: Mesh | None) -> Model:
         config.target,
         dtype=config.dtype,
         weights=config.weights,
+        activations=config.activations,
         kv_cache_dtype=config.kv_cache_dtype,
         mesh=mesh,
         field="target",

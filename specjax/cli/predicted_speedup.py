@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from specjax import metrics
 from specjax.cli.decode_config import (
     SIMULATED,
     DecodeConfig,
+    TargetFields,
     load_target,
     make_config_drafter,
     read_decode_config,
@@ -101,7 +102,7 @@ def run_sessions(
         if config is None:
             continue
         mesh = open_mesh(config.mesh, config.distributed, config.written)
-        key = repr((config.target, config.dtype, config.weights, config.kv_cache_dtype, mesh))
+        key = repr([getattr(config, field.name) for field in fields(TargetFields)] + [mesh])
         if key not in models:
             # Only one model is kept, since there may be no memory for two.
             models.clear()

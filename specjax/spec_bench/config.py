@@ -7,7 +7,7 @@ import hashlib
 import itertools
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -202,7 +202,8 @@ def _all_drafters(target: str) -> list[str]:
 def _cell(given: SpecBenchFields, entry: str, temperature: float, length: int | str) -> Cell:
     """Return the cell of an entry at a temperature and draft length. Raises InputError."""
     config = _decode_fields(entry)
-    for name in ("target", "dtype", "weights", "kv_cache_dtype", "turns", "verify", "seed"):
+    of_target = [field.name for field in fields(TargetFields)]
+    for name in (*of_target, "turns", "verify", "seed"):
         config[name] = getattr(given, name)
     config |= {"max_length": given.max_length, "mesh": asdict(given.mesh)}
     config["prompts"] = None if given.prompts is None else str(given.prompts)
