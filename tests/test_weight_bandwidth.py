@@ -70,7 +70,7 @@ def test_only_the_experts_in_use_are_read():
 def test_layers_apart_and_bfloat16():
     """The form of layers changes nothing; half the bytes are half, up to what stays float32."""
     whole = model_of("experts")
-    apart = model_of("experts", form=dataclasses.replace(whole.form, layers="apart"))
+    apart = model_of("experts", form=dataclasses.replace(whole.form, layers="unrolled"))
     assert pass_bytes(apart) == pass_bytes(whole)
     half = jax.tree.map(lambda leaf: leaf.astype("bfloat16"), whole.params)
     assert 2 * pass_bytes(dataclasses.replace(whole, params=half)) == pass_bytes(whole)
