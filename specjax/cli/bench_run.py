@@ -38,7 +38,7 @@ _PASS_COLUMNS: Mapping[str, Callable[[Mapping[str, float]], str]] = {
     "ms": lambda row: f"{row['ms']:.1f}",
     "/ T(1)": lambda row: f"{row['relative']:.2f}",
     "weights, GB/s": lambda row: f"{row['weight_bandwidth'] / 1e9:.3g}",
-    "of memory's": lambda row: f"{row['bandwidth_share']:.0%}",
+    "of memory": lambda row: f"{row['bandwidth_share']:.0%}",
     "rows/s": lambda row: f"{row['tokens_per_second']:.1f}",
 }
 _SPEEDUP_COLUMNS: Mapping[str, Callable[[Speedup], str]] = {
