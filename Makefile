@@ -97,7 +97,7 @@ wheel: setup
 	touch $@
 
 # The source package of llama-cpp-python has all of llama.cpp, whose server drafts with a model as its
-# Python functions do not. Building it takes some twenty minutes.
+# Python functions do not. Building it took 35 minutes on two busy cores.
 .venv-peers/llama_cpp: .venv-peers/ready
 	.venv-peers/bin/python -m pip install --quiet --disable-pip-version-check cmake
 	.venv-peers/bin/python -m pip download --quiet --disable-pip-version-check --no-deps --no-binary llama-cpp-python --dest .venv-peers/llama 'llama-cpp-python==0.3.36'

@@ -8,12 +8,13 @@ All decode greedily on the CPU: plainly, with prompt lookup and, with --draft, b
 speculative decoding and specjax's `draft_model`, both with that model and --draft_tokens. specjax
 also with `suffix`, and with draft lengths of `auto` by `ngram+eagle3` if these heads come with it
 for the model, otherwise by the draft model if there is one; costs are measured in the first
-iteration. transformers computes in float32, llama.cpp with the file's weights and activations of 8
-bits, OpenVINO with the file's weights and what it chooses for the processor. They run in a virtual
-environment of their own, named by --peer_python (`make compare` builds it), as processes that
-answer one request per line (`peers/`). Times exclude loading and compiling; each is the median of
---runs runs, alternating between the systems. The time to the first token is that of a prompt that
-the system has not read before.
+iteration. A model without a chat template gets the prompts as raw text. transformers computes in
+float32, llama.cpp with the file's weights and activations of 8 bits, OpenVINO with the file's
+weights and what it chooses for the processor. They run in a virtual environment of their own, named
+by --peer_python (`make compare` builds it), as processes that answer one request per line
+(`peers/`). Times exclude loading and compiling; each is the median of --runs runs, alternating
+between the systems. The time to the first token is that of a prompt that the system has not read
+before.
 """
 
 from __future__ import annotations
@@ -170,7 +171,9 @@ def compare() -> None:
     weights = _WEIGHTS.value or ("auto" if _MODEL.value else "float")
     model = specjax.load_model(_MODEL.value or load.DEFAULT_MODEL, weights=weights)
     questions = prompts.select(questions_of(_PROMPTS.value), per_task=_PER_TASK.value)
-    ids = [prompts.encode_prompt(model, question.first_turn) for question in questions]
+    chat = model.tokenizer is not None and model.tokenizer.chat_template is not None
+    asked = [question.first_turn if chat else question.turns[0] for question in questions]
+    ids = [prompts.encode_prompt(model, prompt) for prompt in asked]
     ways = ways_of(included_heads(model), draft is not None)
     sampling = specjax.SamplingParams(max_new_tokens=_NEW_TOKENS.value)
 
