@@ -14,9 +14,12 @@
 PYTHON ?= python3
 ACCELERATOR ?=
 MINUTES ?= 10
-# Of `make compare`: transformers,llama_cpp,openvino for all, and WEIGHTS=auto for those of the file.
+# Of `make compare`: transformers,llama_cpp,openvino for all; a GGUF file and, with llama_cpp, that of
+# a draft model; and WEIGHTS=auto for those of the file, which is what MODEL has unless told otherwise.
 PEERS ?= transformers
-WEIGHTS ?= float
+MODEL ?=
+DRAFT ?=
+WEIGHTS ?=
 # Its answer repeats much of it, which a drafter without a model of its own can draft.
 PROMPTS ?=
 PROMPT ?= Correct this text: The harbor library opened in 1924. It holds 80,000 books and 3,000 sea charts. The reading room is open from Tuesday to Saturday, from nine to six. Tours start every Thursday at four.
@@ -87,20 +90,30 @@ wheel: setup
 
 .venv-peers/ready:
 	$(PYTHON) -m venv .venv-peers
+	touch $@
+
+.venv-peers/transformers: .venv-peers/ready
 	.venv-peers/bin/python -m pip install --quiet --disable-pip-version-check 'torch==2.13.0' 'transformers==5.23.0' 'gguf==0.19.0' accelerate
 	touch $@
 
-# It builds llama.cpp from source, which takes some ten minutes.
+# The source package of llama-cpp-python has all of llama.cpp, whose server drafts with a model as its
+# Python functions do not. Building it took 35 minutes on two busy cores.
 .venv-peers/llama_cpp: .venv-peers/ready
-	.venv-peers/bin/python -m pip install --quiet --disable-pip-version-check 'llama-cpp-python==0.3.36'
+	.venv-peers/bin/python -m pip install --quiet --disable-pip-version-check cmake
+	.venv-peers/bin/python -m pip download --quiet --disable-pip-version-check --no-deps --no-binary llama-cpp-python --dest .venv-peers/llama 'llama-cpp-python==0.3.36'
+	tar -xzf .venv-peers/llama/llama_cpp_python-0.3.36.tar.gz -C .venv-peers/llama
+	.venv-peers/bin/cmake -S .venv-peers/llama/llama_cpp_python-0.3.36/vendor/llama.cpp -B .venv-peers/llama/build -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_APP=OFF -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_OPENSSL=OFF >.venv-peers/llama/build.log
+	.venv-peers/bin/cmake --build .venv-peers/llama/build --target llama-server --parallel $$(getconf _NPROCESSORS_ONLN) >>.venv-peers/llama/build.log
+	cp .venv-peers/llama/build/bin/llama-server .venv-peers/bin/
+	rm -r .venv-peers/llama
 	touch $@
 
 .venv-peers/openvino: .venv-peers/ready
 	.venv-peers/bin/python -m pip install --quiet --disable-pip-version-check 'openvino-genai==2026.4.1.0'
 	touch $@
 
-compare: setup .venv-peers/ready $(foreach peer,llama_cpp openvino,$(if $(findstring $(peer),$(PEERS)),.venv-peers/$(peer)))
-	$(RUN) scripts/compare_peers.py --peers=$(PEERS) --weights=$(WEIGHTS)
+compare: setup $(foreach peer,transformers llama_cpp openvino,$(if $(findstring $(peer),$(PEERS)),.venv-peers/$(peer)))
+	$(RUN) scripts/compare_peers.py --peers=$(PEERS) $(if $(MODEL),--model='$(MODEL)') $(if $(DRAFT),--draft='$(DRAFT)') $(if $(WEIGHTS),--weights=$(WEIGHTS)) $(if $(PROMPTS),--prompts='$(PROMPTS)')
 
 clean:
 	rm -rf .venv .venv-* build dist *.egg-info .pytest_cache .ruff_cache

@@ -62,6 +62,7 @@ from specjax.reporting.records import Conditions, RunHeader
 from specjax.reporting.report_file import ReportFile, check_writable
 from specjax.reporting.statistics import Figures
 from specjax.sampling import RULES
+from specjax.tuning.weight_bandwidth import memory_bandwidth, pass_bytes
 
 CONFIG = "decode_smollm2"
 DIFFERENT = 1
@@ -112,7 +113,7 @@ def decode(config: DecodeConfig, *, verbose: bool = False) -> int:
         max_new_tokens=config.sampling.max_new_tokens,
     )
     runs = [
-        DrafterRun(_header(config, drafter, made, conditions), made.trees)
+        DrafterRun(_header(config, model, drafter, made, conditions), made.trees)
         for drafter, made in zip(config.drafters, drafters, strict=True)
     ]
     screen.say(f"{model.num_params / 1e6:.1f}M parameters, {model.weights}, on {conditions.device}")
@@ -123,6 +124,7 @@ def decode(config: DecodeConfig, *, verbose: bool = False) -> int:
     file = ReportFile(path, screen.say)
     interrupted, written = False, False
     refused: NoRoomError | None = None
+    bandwidth: float | None = None
     try:
         loaded = [made.loaded for made in drafters]
         batches = decode_batches(
@@ -141,14 +143,19 @@ def decode(config: DecodeConfig, *, verbose: bool = False) -> int:
         # The report comes first, since the terminal may be closed. If no row has finished, an
         # earlier report is left unchanged.
         if runs[0].rows:
-            ended = {"interrupted": interrupted, "refused": refused and one_line(refused)}
+            bandwidth = memory_bandwidth()
+            ended = {
+                "interrupted": interrupted,
+                "refused": refused and one_line(refused),
+                "memory_bandwidth": bandwidth,
+            }
             ends = [{"record": "summary", **summary(run, clock, **ended)} for run in runs]
             written = file.finish(itertools.chain(_new_records(runs), ends))
     finally:
         title = f"{config.target}, {model.weights}, {conditions.device}, "
         title += f"batch size {conditions.batch_size}{_lossy(config)}"
         compared = functools.partial(_compared, config) if config.compare else None
-        screen.results(runs, title, compared, verbose=verbose)
+        screen.results(runs, title, compared, verbose=verbose, memory_bandwidth=bandwidth)
         for run in runs:
             screen.differences(run.rows, run.drafter if len(runs) > 1 else "")
     if written:
@@ -195,7 +202,11 @@ def _load(
 
 
 def _header(
-    config: DecodeConfig, drafter: DrafterConfig, made: ConfigDrafter, conditions: Conditions
+    config: DecodeConfig,
+    model: Model,
+    drafter: DrafterConfig,
+    made: ConfigDrafter,
+    conditions: Conditions,
 ) -> RunHeader:
     """Return the report's description of a run with one of a config's drafters."""
     return RunHeader(
@@ -206,6 +217,7 @@ def _header(
         versions=versions(),
         trees={name: tree_record(chosen) for name, chosen in made.trees.items()},
         config=config.written_for(drafter),
+        pass_bytes=pass_bytes(model, conditions.batch_size),
     )
 
 

@@ -35,6 +35,7 @@ def row(number, category, rounds, seconds, plain_seconds, prefill=0.25, **change
         "plain_new_tokens": tokens,
         "plain_prefill_s": prefill,
         "plain_decode_s": plain_seconds,
+        "plain_passes": tokens,
         "identical": True,
         "near_ties": [],
         "repeated_speeds": [],

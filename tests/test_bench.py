@@ -202,10 +202,6 @@ def test_the_median_of_repeats_is_one_of_them():
     assert speedup_of(*batch(0.3)[0]) == pytest.approx(math.exp(0.3))
 
 
-def test_reading_the_weights_takes_time(tiny):
-    assert measure_costs.read_seconds(tiny.params) > 0
-
-
 def test_a_slow_while_is_slow_for_every_width(tiny, monkeypatch):
     """Passes are timed in turn: of a clock that slows down, each width sees the same."""
     now, step = 0.0, 0.0

@@ -34,6 +34,8 @@ SUMMARY = {
     "drafter",
     "interrupted",
     "refused",
+    "memory_bandwidth",
+    "plain_weight_bandwidth",
     "num_rows",
     *(field.name for field in dataclasses.fields(metrics.Summary)),
     *(field.name for field in dataclasses.fields(Figures) if field.name != "counts"),
@@ -297,6 +299,11 @@ def test_several_drafters_beside_one_plain_decoding(run, monkeypatch, tmp_path, 
         config = one["run"]["config"]
         assert config["drafter"]["exit_layer"] == layer
         assert config["drafter"]["prompt_lookup_min"] == 1
+        passes = {row["batch"]: row["plain_passes"] for row in one["rows"]}
+        seconds = {row["batch"]: row["plain_decode_s"] for row in one["rows"]}
+        read = one["run"]["pass_bytes"] * sum(passes.values()) / sum(seconds.values())
+        assert summary["plain_weight_bandwidth"] == pytest.approx(read)
+        assert summary["memory_bandwidth"] > 0
         assert 0 < summary["speedup_with_prefill"] < summary["speedup"] + 1
     shown = capsys.readouterr().out
     assert shown.count(", same tokens\n") == 6

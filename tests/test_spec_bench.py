@@ -150,6 +150,7 @@ def test_the_report_has_tables_by_task_and_the_answers_in_spec_bench_s_schema(wh
     for temperature in ("0", "0.7", "1"):
         assert f"temperature {temperature}, up to 12 new tokens" in text
     assert text.count("### The best draft length") == 3
+    assert len(re.findall(r"Plain decoding reads .* GB/s of weights .*: \d+% of the ", text)) == 3
     assert "| Drafter | MT (2)† | QA (2)† | Tokens per pass† | Speed-up† |" in re.sub(
         " +", " ", text
     )

@@ -115,6 +115,7 @@ SCALES = {
         "weight_bits": (6.0, 16.0),
         "draft_weight_bits": (4.5, 9.0),
     },
+    "weight_bytes": {"tokens": (1, 5), "itemsize": (2, 4), "weight_bits": (6.0, 16.0)},
     "stored_bits": {
         "bits": (4, 8.0),
         "group": (32, 4096),
@@ -135,6 +136,7 @@ OTHERS = {
         {"shape": LLAMA_3_8B, "chip": "h200"},
         {"shape": LLAMA_3_8B, "chip": "h200", "weight_bits": None},
     ],
+    "weight_bytes": [{"shape": LLAMA_3_8B}, {"shape": LLAMA_3_8B, "weight_bits": None}],
     "roofline": [
         {"shape": LLAMA_3_8B, "chip": "h200"},
         {"shape": LLAMA_3_8B, "chip": "h200", "draft_cost": LLAMA_3_1B},

@@ -22,11 +22,12 @@ from specjax.decoding.options import AUTO
 from specjax.distributed import processes
 from specjax.drafters import make_drafter
 from specjax.loading.load import load_model
-from specjax.loading.model import Model
+from specjax.loading.model import Model, megabytes
 from specjax.reporting.decode_report import device_name
 from specjax.reporting.report_file import ReportFile
 from specjax.reporting.statistics import noise_remark
 from specjax.tuning import measure_costs
+from specjax.tuning.weight_bandwidth import memory_bandwidth, pass_bytes
 
 _WIDEST = 1000
 """The maximum number of columns of a table that is not printed on a terminal."""
@@ -36,7 +37,8 @@ _PASS_COLUMNS: Mapping[str, Callable[[Mapping[str, float]], str]] = {
     "width": lambda row: str(row["width"]),
     "ms": lambda row: f"{row['ms']:.1f}",
     "/ T(1)": lambda row: f"{row['relative']:.2f}",
-    "/ floor": lambda row: f"{row['floors']:.2f}",
+    "weights, GB/s": lambda row: f"{row['weight_bandwidth'] / 1e9:.3g}",
+    "of memory": lambda row: f"{row['bandwidth_share']:.0%}",
     "rows/s": lambda row: f"{row['tokens_per_second']:.1f}",
 }
 _SPEEDUP_COLUMNS: Mapping[str, Callable[[Speedup], str]] = {
@@ -98,14 +100,18 @@ def measure_all(
     processes.agree({"prompts": hashlib.sha256(repr(questions).encode()).hexdigest()[:16]})
     where = device_name(mesh)
     console.print(f"{model.name}, {model.weights}, {where}")
-    with screen.working("reading the weights", timed=True):
-        floor = measure_costs.read_seconds(model.params)
-    console.print(f"floor (read {model.num_params:,} weights once): {1e3 * floor:.1f} ms")
+    with screen.working("measuring memory bandwidth"):
+        bandwidth = memory_bandwidth()
+    console.print(
+        f"a plain pass reads {megabytes(pass_bytes(model))} of weights, at least "
+        f"{1e3 * pass_bytes(model) / bandwidth:.1f} ms at the {bandwidth / 1e9:.3g} GB/s that this "
+        "machine's memory gives"
+    )
     header = {"target": model.name, "dtype": model.weights, "device": where}
-    report.add([{"record": "bench", **header, "floor_ms": 1e3 * floor}])
+    report.add([{"record": "bench", **header, "memory_bandwidth": bandwidth}])
 
     passes = []
-    for row in _passes(model, config, floor, screen):
+    for row in _passes(model, config, bandwidth, screen):
         passes.append(row)
         report.add([{"record": "pass", **row}])
     _print_table(console, "T(width): one pass", _PASS_COLUMNS, passes)
@@ -122,11 +128,11 @@ def measure_all(
 
 
 def _passes(
-    model: Model, config: BenchConfig, floor: float, screen: Screen
+    model: Model, config: BenchConfig, bandwidth: float, screen: Screen
 ) -> Iterator[dict[str, float]]:
-    """Yield a record of each pass: T(width), and its ratios to T(1) and to `floor`.
+    """Yield a record of each pass: T(width), its ratio to T(1), and the weights read per second.
 
-    `floor` is the time to read the weights once, in seconds.
+    `bandwidth` is what the machine's memory moves in bytes per second.
     """
     for capacity, batch in itertools.product(config.capacities, config.batch_sizes):
         with screen.working(f"measuring passes at capacity {capacity}, batch {batch}", timed=True):
@@ -145,7 +151,8 @@ def _passes(
                 "width": width,
                 "ms": 1e3 * value,
                 "relative": value / seconds[config.widths[0]],
-                "floors": value / floor,
+                "weight_bandwidth": (read := pass_bytes(model, batch * width) / value),
+                "bandwidth_share": read / bandwidth,
                 "tokens_per_second": batch / value,
             }
 

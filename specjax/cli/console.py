@@ -32,6 +32,7 @@ from specjax.reporting.decode_table import (
 )
 from specjax.reporting.records import Row
 from specjax.reporting.statistics import figures
+from specjax.reporting.weight_reads import weight_reads_line
 
 ACCEPTED = "green"
 _OPEN, _CLOSE = "\u27e6", "\u27e7"
@@ -230,11 +231,13 @@ class Screen:
         compared: Compared | None,
         *,
         verbose: bool = False,
+        memory_bandwidth: float | None = None,
     ) -> None:
         """Print the results of runs: three lines for one run, a table for several or if `verbose`.
 
         `title` is the heading. `compared(run)` returns a text about the run's comparison with plain
-        decoding; `compared` is None if runs are not compared.
+        decoding; `compared` is None if runs are not compared. `memory_bandwidth` is what the
+        machine's memory moves in bytes per second, for the line about the weights read.
         """
         self.say("")
         all_figures = [run.figures() for run in runs]
@@ -261,6 +264,8 @@ class Screen:
             if line := drift(all_figures[0]):
                 self.say(line)
             self.say("speeds are without loading, compiling and prefill", "dim")
+        if line := weight_reads_line(runs[0].header, all_figures[0], memory_bandwidth):
+            self.say(line, "dim")
 
     def _table(self, title: str, rows: Mapping[str, Mapping[str, str]]) -> None:
         """Print a table with the cells of each row by column name."""

@@ -18,6 +18,7 @@ from specjax.decoding.generate import Generation
 from specjax.decoding.prompts import Question
 from specjax.reporting.records import Row, RunHeader
 from specjax.reporting.statistics import Figures, figures
+from specjax.reporting.weight_reads import weight_bandwidth
 from specjax.trees import FastestTree, RankedTree
 
 PLAIN = "plain"
@@ -111,6 +112,7 @@ class DrafterRun:
                 plain_new_tokens=len(plain.token_ids[index]) if plain else None,
                 plain_prefill_s=plain.prefill_s if plain else None,
                 plain_decode_s=plain.decode_s if plain else None,
+                plain_passes=len(plain.passes()[0]) if plain else None,
                 identical=None if differences is None else compared[index] is None,
                 near_ties=compared[index].near_ties if compared[index] else (),
                 repeated_speeds=tuple(repeated_speeds),
@@ -143,18 +145,27 @@ class Clock:
 
 
 def summary(
-    run: DrafterRun, clock: Clock, *, interrupted: bool = False, refused: str | None = None
+    run: DrafterRun,
+    clock: Clock,
+    *,
+    interrupted: bool = False,
+    refused: str | None = None,
+    memory_bandwidth: float | None = None,
 ) -> dict[str, Any]:
     """Return the summary record of a drafter, JSON-ready, with the fields of `records.RunEnd`.
 
     `interrupted` says that some prompts were not answered, and `refused` is the error of a turn
-    that could not be decoded.
+    that could not be decoded. `memory_bandwidth` is what the machine's memory moves in bytes per
+    second.
     """
     figures_so_far, expected = run.figures(), run.expected_acceptance()
+    reads = weight_bandwidth(run.header, figures_so_far) if figures_so_far else None
     return {
         "drafter": run.drafter,
         "interrupted": interrupted,
         "refused": refused,
+        "memory_bandwidth": memory_bandwidth,
+        "plain_weight_bandwidth": reads,
         "num_rows": len(run.rows),
         **(figures_so_far.to_dict() if figures_so_far else {}),
         "expected_acceptance": expected.mean if expected else None,

@@ -82,8 +82,9 @@ class Row:
 
     `emitted` counts the tokens of each round, and `drafter_index` is the drafter whose turn it was,
     -1 for none. `prefill_s` and `decode_s` cover all rows of its `batch`, the group decoded
-    together; `plain_*` are the same for plain decoding, None if it was not run. `first_round` is
-    the group's round in which the row began. `prompt_hash` is a hash of the question. If the group
+    together; `plain_*` are the same for plain decoding, None if it was not run; `plain_passes` are
+    all passes of the group, None in older reports too. `first_round` is the group's round in which
+    the row began. `prompt_hash` is a hash of the question. If the group
     was decoded several times, the row is from the repeat with the median speed-up, and
     `repeated_speeds` are tokens/s of the drafter and of plain decoding in each repeat.
     """
@@ -119,6 +120,12 @@ class Row:
     identical: Annotated[bool | None, optional(Instance(bool, "use true or false"))]
     near_ties: Annotated[tuple[NearTie, ...], Items(NearTieKind())]
     repeated_speeds: Annotated[tuple[tuple[float, float], ...], Items(_SPEEDS)]
+    plain_passes: Annotated[int | None, optional(Whole())] = field(default=None, kw_only=True)
+
+    @classmethod
+    def read(cls, record: Mapping[str, Any]) -> Row:
+        """Return the row of a record, which may lack `plain_passes`. Raises InputError."""
+        return read_values(cls, {"plain_passes": None, **record})
 
     def __post_init__(self) -> None:
         rounds = len(self.emitted)
@@ -177,7 +184,9 @@ class RunHeader:
     `config` is the command's config, reduced to this drafter. `lossy` is true if the acceptance
     rule changes the output distribution. `versions` maps names of packages to their versions, and
     `trees` maps the name of each part of the drafter to the tree chosen for it. `drafter_bytes` is
-    the size of the drafter's own parameters in memory, None if it is not known.
+    the size of the drafter's own parameters in memory, and `pass_bytes` the bytes of the target's
+    weights that a plain pass over a full batch reads (`tuning.weight_bandwidth`); None if it is not
+    known.
     """
 
     drafter: Annotated[str, _TEXT]
@@ -190,14 +199,17 @@ class RunHeader:
     drafter_bytes: Annotated[int | None, optional(Whole(most=2**53))] = field(
         default=None, kw_only=True
     )
+    pass_bytes: Annotated[int | None, optional(Whole(most=2**53))] = field(
+        default=None, kw_only=True
+    )
 
     @classmethod
     def read(cls, record: Mapping[str, Any]) -> RunHeader:
-        """Return the header that `record` made, which may lack `drafter_bytes`.
+        """Return the header that `record` made, which may lack `drafter_bytes` and `pass_bytes`.
 
         Raises InputError for a record of something else.
         """
-        return read_values(cls, {"drafter_bytes": None, **record})
+        return read_values(cls, {"drafter_bytes": None, "pass_bytes": None, **record})
 
     def record(self) -> dict[str, Any]:
         """Return the header as a JSON-ready record."""
@@ -215,11 +227,19 @@ class RunEnd:
     """The way in which a run with one drafter ended.
 
     `interrupted` says that some prompts were not answered, and `refused` is the error of a later
-    turn that could not be decoded, for example because it did not fit.
+    turn that could not be decoded, for example because it did not fit. `memory_bandwidth` is what
+    the machine's memory moves in bytes per second, None if it was not measured.
     """
 
     interrupted: bool
     refused: Annotated[str | None, optional(_TEXT)]
+    memory_bandwidth: Annotated[float | None, optional(Number(0.0, 1e18, above=True))] = None
+
+    @classmethod
+    def read(cls, record: Mapping[str, Any]) -> RunEnd:
+        """Return the end in a summary, which may lack `memory_bandwidth`. Raises InputError."""
+        names = [field.name for field in fields(cls) if field.name in record]
+        return read_values(cls, {"memory_bandwidth": None, **{n: record[n] for n in names}})
 
 
 @dataclass(frozen=True)
@@ -292,10 +312,9 @@ def read_reports(path: str | Path) -> tuple[Run, ...]:
             elif drafter not in headers:
                 raise InputError(f"record={shown(kind)}, drafter={shown(drafter)}: no such run")
             elif kind == "row":
-                rows[drafter].append(read_values(Row, record))
+                rows[drafter].append(Row.read(record))
             elif kind == "summary":
-                names = [field.name for field in fields(RunEnd) if field.name in record]
-                ends[drafter] = read_values(RunEnd, {name: record[name] for name in names})
+                ends[drafter] = RunEnd.read(record)
             else:
                 raise InputError(f"record={shown(kind)}: use run, row or summary")
         except InputError as error:

@@ -47,6 +47,7 @@ class Figures:
     recorded; `speedup_range` has the smallest and the largest speed-up of repeats, and
     `plain_range` those of plain decoding's tokens/s in the batch where it varies most; both are
     None without repeats.
+    `plain_passes_per_second` are plain decoding's passes per second of decoding.
     `speedup_with_prefill` includes the seconds of prefill, and `speedup_per_request` is the mean
     over requests, which is defined for batch size 1 only. `timed_requests` is the number of
     requests that the speeds cover. `acceptance_of_tested` is accepted divided by tested draft
@@ -57,6 +58,7 @@ class Figures:
     acceptance_length_interval: tuple[float, float] | None
     tokens_per_second: float | None
     plain_tokens_per_second: float | None
+    plain_passes_per_second: float | None
     speedup: float | None
     speedup_interval: tuple[float, float] | None
     possible_speedup: float | None
@@ -110,6 +112,7 @@ def figures(rows: Sequence[Row], timed: Sequence[Row] | None = None) -> Figures:
         acceptance_length_interval=_acceptance_interval(rows),
         tokens_per_second=_speed(_new_tokens(timed), _seconds(timed, "decode_s")),
         plain_tokens_per_second=_speed(_plain_tokens(both), _seconds(both, "plain_decode_s")),
+        plain_passes_per_second=_plain_passes_per_second(timed),
         speedup=_speedup(both),
         speedup_interval=_speedup_interval(both),
         possible_speedup=_possible_speedup([[*both]] if alone else [[row] for row in both]),
@@ -199,6 +202,20 @@ def _new_tokens(rows: Iterable[Row]) -> int:
 
 def _plain_tokens(rows: Iterable[Row]) -> int:
     return sum(row.plain_new_tokens for row in rows)
+
+
+def _plain_passes_per_second(rows: Sequence[Row]) -> float | None:
+    """Return the passes per second of plain decoding; None if it was not run or they are unknown.
+
+    If rows were decoded plainly and with nothing to compare, their own passes count.
+    """
+    passes = {row.batch: row.plain_passes for row in rows if row.plain_passes is not None}
+    if passes:
+        known = [row for row in rows if row.plain_passes is not None]
+        return _speed(sum(passes.values()), _seconds(known, "plain_decode_s"))
+    if all(row.drafter == "none" and row.plain_new_tokens is None for row in rows):
+        return _speed(len(batch_widths(rows)), _seconds(rows, "decode_s"))
+    return None
 
 
 def _seconds(rows: Iterable[Row], name: str) -> float:

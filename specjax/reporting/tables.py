@@ -12,6 +12,7 @@ from specjax.reporting.decode_table import nothing_drafted
 from specjax.reporting.records import Conditions, Run
 from specjax.reporting.runs import Entry, by_conditions
 from specjax.reporting.statistics import FEW, OVERALL, Figures, heading, tasks_of
+from specjax.reporting.weight_reads import weight_reads_line
 
 _Value = TypeVar("_Value")
 _TOKENS_PER_PASS = "Tokens per pass"
@@ -115,6 +116,7 @@ def _section(group: Sequence[Entry]) -> list[str]:
         _by_task(group, _TAU_PER_REQUEST, (("All", _TAU_PER_REQUEST),)),
         "### All tasks together\n",
         _details(group),
+        *_weight_reads(group),
         "### Acceptance by position\n",
         _positions(group),
     ]
@@ -208,6 +210,15 @@ def _details(group: Sequence[Entry]) -> str:
         head += ["predicted", "measured / predicted"]
     size = "\nMB: the drafter's own parameters in memory, without those of its target.\n"
     return _table(head, rows) + size * sized
+
+
+def _weight_reads(group: Sequence[Entry]) -> list[str]:
+    """Return a line about the weights that plain decoding reads, from the first run that knows."""
+    for entry in sorted(group, key=lambda entry: entry.run.drafter != "none"):
+        bandwidth = entry.run.end.memory_bandwidth
+        if line := weight_reads_line(entry.run, entry.figures[OVERALL], bandwidth):
+            return [f"{line[0].upper()}{line[1:]}.\n"]
+    return []
 
 
 def _positions(group: Sequence[Entry]) -> str:

@@ -41,6 +41,7 @@ from specjax.sampling import derived_seed
 from specjax.spec_bench.answers_file import finished_rows
 from specjax.spec_bench.config import Cell, SpecBenchConfig
 from specjax.spec_bench.programs import Programs
+from specjax.tuning.weight_bandwidth import memory_bandwidth, pass_bytes
 
 
 @dataclass
@@ -234,7 +235,8 @@ class Measuring:
         way.answered.add(question.question_id)
         records = way.run.new_records()
         if len(way.answered) == len(self._config.chosen):
-            records.append({"record": "summary", **summary(way.run, way.clock)})
+            end = summary(way.run, way.clock, memory_bandwidth=memory_bandwidth())
+            records.append({"record": "summary", **end})
         way.file.add(records)
         answers = [answer for _, answer in found]
         seconds = sum(answer.decode_s for answer in answers)
@@ -311,4 +313,5 @@ def _header(cell: Cell, model: Model, mesh: Mesh | None, made: ConfigDrafter) ->
         trees={name: tree_record(chosen) for name, chosen in made.trees.items()},
         config=config.written_for(drafter),
         drafter_bytes=DRAFTER_KIND.check("drafter", made.loaded).own_bytes(model.params),
+        pass_bytes=pass_bytes(model),
     )

@@ -9,6 +9,7 @@
     MODELS["llama-3.1-8b"], CHIPS["h200"]  published sizes of both, by name
     roofline_tree                          the fastest token tree on a chip
     stored_bits(bits, group=32)            bits per weight, including its share of the scales
+    weight_bytes(shape, tokens=1)          weights that a pass reads, in bytes
 
     speedup(0.8, np.arange(1, 9), 0.05)    # an array: one speed-up for each draft length
     roofline(shape, "h100-sxm", batch=8, context=1000, k=4, alpha=0.8).speedup
@@ -33,6 +34,7 @@ from specjax.theory.chip_roofline import (
     pass_seconds,
     roofline,
     stored_bits,
+    weight_bytes,
 )
 from specjax.theory.expected_speedup import (
     acceptance_from_tv,
@@ -62,4 +64,5 @@ __all__ = [
     "roofline_tree",
     "speedup",
     "stored_bits",
+    "weight_bytes",
 ]

@@ -318,6 +318,26 @@ CHIPS = {
 """Chips by name, from their vendors' data sheets: NVIDIA SXM modules and Google Cloud TPUs."""
 
 
+def weight_bytes(
+    shape: ModelShape,
+    *,
+    tokens: Count = 1,
+    itemsize: Count = 2,
+    weight_bits: Real | None = None,
+) -> Result:
+    """Return the bytes of weights that a pass over `tokens` tokens of all rows together reads.
+
+    It is `ModelShape.num_read_params` times the bytes of a weight, so it leaves out an untied input
+    embedding and unused experts; keys and values come on top. Times passes per second it is the
+    bandwidth that decoding achieves. `weight_bits`, the mean bits per weight (`stored_bits`),
+    overrides `itemsize`, which is in bytes.
+    """
+    _check_shape("shape", shape)
+    check_broadcast(tokens=tokens, itemsize=itemsize, weight_bits=weight_bits)
+    bits = np.asarray(_weight_bits(weight_bits, checked_count("itemsize", itemsize, 1)))
+    return unwrap(shape.num_read_params(checked_count("tokens", tokens, 1)) * bits / 8)
+
+
 def pass_seconds(
     shape: ModelShape,
     chip: Chip | str,
@@ -346,15 +366,16 @@ def pass_seconds(
     batch = np.asarray(checked_count("batch", batch, 1))
     context = np.asarray(checked_count("context", context, 0))
     itemsize = checked_count("itemsize", itemsize, 1)
-    weight_bytes = np.asarray(_weight_bits(weight_bits, itemsize)) / 8
-    read = shape.num_read_params(batch * tokens)
+    read_bytes = np.asarray(
+        weight_bytes(shape, tokens=batch * tokens, itemsize=itemsize, weight_bits=weight_bits)
+    )
     tokens, batch = tokens.astype(np.float64), batch.astype(np.float64)
     seen_tokens = np.asarray(shape.seen_tokens(context))
     cache_bytes = batch * shape.kv_elements() * (seen_tokens + tokens) * itemsize
     pairs = tokens * (seen_tokens + (tokens + 1.0) / 2.0)
     per_pair = 4 * shape.num_layers * shape.num_heads * shape.head_dim
     flops = batch * (2.0 * tokens * shape.num_matmul_params() + pairs * per_pair)
-    moved_bytes = read * weight_bytes + cache_bytes
+    moved_bytes = read_bytes + cache_bytes
     return unwrap(np.maximum(moved_bytes / chip.bandwidth, flops / chip.flops))
 
 

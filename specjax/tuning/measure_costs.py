@@ -1,4 +1,4 @@
-"""Measure the seconds of a pass, of a draft and of reading the weights on this machine.
+"""Measure the seconds of a pass and of a draft, and the speed of copies, on this machine.
 
 Each value is the median of several runs of a compiled loop, without compilation; several
 repetitions share one dispatch.
@@ -90,15 +90,6 @@ def draft_seconds(plan: Plan, params: Any, state: State) -> float:
         return tokens.at[:, -1].add(draft.tokens.sum(axis=1) % 2)
 
     return loop_seconds(once, state.tokens, params, state)
-
-
-def read_seconds(params: Any) -> float:
-    """Return the median seconds of reading every parameter once, the least time of a round."""
-    read = jax.jit(
-        lambda tree: [jnp.sum(leaf, dtype=jnp.float32) for leaf in jax.tree.leaves(tree)]
-    )
-    (seconds,) = median_seconds(lambda: read(params))
-    return seconds
 
 
 def copy_bandwidth(num_bytes: int) -> float:
