@@ -4,6 +4,7 @@ import ctypes
 import dataclasses
 import functools
 import shutil
+import subprocess
 
 import gguf
 import jax
@@ -165,6 +166,44 @@ def test_every_processor_computes_the_same_bits(name):
         ours, theirs = (product_of(level, kernel, x) for level in (here, LEVELS[name]))
         for planes, product in ours.items():
             np.testing.assert_array_equal(theirs[planes], product, err_msg=f"{format} {planes}")
+
+
+def hashes(folder, compiler, level, runner=()):
+    """What tests/tile_products.cc prints, compiled for a level."""
+    sources, command = library.FOLDER, [compiler, "-std=c++17", "-w", "-O2", *level.flags]
+    units = [("tiles.cc", []), ("../../../tests/tile_products.cc", [f"-I{sources}"])]
+    units += [
+        ("tile_product.cc", [f"-DSPECJAX_FORMAT={index}"]) for index in range(library.NUM_FORMATS)
+    ]
+
+    def compiled(number, source, flags):
+        output = folder / f"{number}.o"
+        subprocess.run([*command, *flags, "-c", sources / source, "-o", output], check=True)
+        return output
+
+    objects = [compiled(number, *unit) for number, unit in enumerate(units)]
+    subprocess.run([*command, "-static", *objects, "-o", folder / "run"], check=True)
+    return subprocess.run([*runner, folder / "run"], check=True, capture_output=True).stdout
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    shutil.which("aarch64-linux-gnu-g++") is None or shutil.which("qemu-aarch64") is None,
+    reason="no g++-aarch64-linux-gnu and qemu-user",
+)
+def test_arm_computes_the_same_bits(tmp_path):
+    for level in library.LEVELS["aarch64"]:
+        (tmp_path / level.name).mkdir()
+    arm = {
+        level.name: hashes(
+            *(tmp_path / level.name, "aarch64-linux-gnu-g++", level),
+            runner=("qemu-aarch64", "-cpu", "max"),
+        )
+        for level in library.LEVELS["aarch64"]
+    }
+    ours = hashes(tmp_path, "c++", library.level())
+    assert ours.count(b"\n") == 5 * library.NUM_FORMATS
+    assert arm == dict.fromkeys(arm, ours)
 
 
 def test_a_level_is_the_best_that_a_processor_has(monkeypatch):

@@ -29,11 +29,11 @@ from specjax.files.atomic_writes import exclusive
 from specjax.files.log import LOGGER
 from specjax.files.path_checks import cache_folder
 
-_FOLDER = Path(__file__).parent
-_PRODUCT = _FOLDER / "tile_product.cc"
+FOLDER = Path(__file__).parent
+_PRODUCT = FOLDER / "tile_product.cc"
 """The source that is compiled for one format of tiles at a time."""
-_SOURCES = sorted(_FOLDER.glob("*.cc"))
-_HEADERS = sorted(_FOLDER.glob("*.h"))
+_SOURCES = sorted(FOLDER.glob("*.cc"))
+_HEADERS = sorted(FOLDER.glob("*.h"))
 NUM_FORMATS = 14
 """The number of formats of tiles (`tile_formats.h`)."""
 _FLAGS = ("-std=c++17", "-fPIC", "-w")
