@@ -41,7 +41,8 @@ def one_round(
     # The narrowest compiled width that holds every row's draft, up to its last node.
     slots = jnp.arange(1, draft.topology.width)[None, :]
     last = jnp.where(draft.valid, slots, 0).max(initial=0)
-    narrowest = (np.asarray(plan.widths) < 1 + last).sum(dtype=jnp.int32)
+    width = jnp.maximum(1 + last, limits.least_width)
+    narrowest = (np.asarray(plan.widths) < width).sum(dtype=jnp.int32)
     keys = noise_keys(plan, params[1], state)
     proposed = state.replace(drafter=proposal.state)
     arguments = plan, params, draft, keys
