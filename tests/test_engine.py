@@ -22,6 +22,7 @@ from specjax.decoding.engine.engine import Engine
 from specjax.decoding.engine.outputs import Follower, Times
 from specjax.decoding.engine.scheduler import Request, Scheduler
 from specjax.decoding.engine.statistics import Percentiles, Statistics, Step
+from specjax.decoding.packed import Packed
 from specjax.decoding.rows import Row, session_row
 from specjax.decoding.sampling_params import SamplingParams
 from specjax.decoding.state import admit
@@ -174,7 +175,7 @@ def rows_left(session, monkeypatch):
 
     def note(self, *arguments):
         seen = step(self, *arguments)
-        sizes.append(len(seen.status))
+        sizes.append(len(seen.read().status))
         return seen
 
     found = {}
@@ -741,6 +742,45 @@ def interrupted(*arguments):
     raise KeyboardInterrupt
 
 
+def test_costs_are_known_before_the_first_token(tiny):
+    """Each width and the drafter are timed once per program, and only where a controller asks."""
+    drafter = Ngram(prompt_lookup_min=1, num_speculative_tokens=3)
+    options = dict(batch_size=2, max_length=77)
+    with Engine(tiny, drafter=drafter, **options) as fixed:
+        assert not fixed.compile().timed
+    with Engine(tiny, drafter=drafter, num_speculative_tokens="auto", **options) as engine:
+        timed = engine.compile().timed
+        widths = engine.session.plan.widths
+        assert [np.flatnonzero(one.passes).tolist() for one in timed[:-1]] == [[0], [1], [2]]
+        assert [one.limits.longest for one in timed] == [(0,)] * len(widths) + [(2,)]
+        assert timed[-1].ran.sum() == timed[-1].rounds
+        assert engine._controller_state.costs_measured
+        before = list(timed)
+        text = engine.add([5, 6, 5, 6], greedy(max_new_tokens=12))
+        tokens = [token for delta in engine for token in delta.token_ids]
+    wanted = specjax.generate(tiny, [[5, 6, 5, 6]], sampling=greedy(max_new_tokens=12)).token_ids
+    assert (text, [tokens]) == (0, wanted)
+    with Engine(tiny, drafter=drafter, num_speculative_tokens="auto", **options) as again:
+        assert list(map(id, again.compile().timed)) == list(map(id, before))
+
+
+def test_results_of_a_step_are_one_array():
+    arrays = {
+        "tokens": jnp.arange(6).reshape(2, 3),
+        "logp": jnp.array([[-0.5], [np.nan]]),
+        "no": None,
+    }
+    packed = jax.jit(Packed.of)(arrays)
+    assert len(jax.tree.leaves(packed)) == 1
+    read = packed.read()
+    for name in ("tokens", "logp"):
+        np.testing.assert_array_equal(read[name], arrays[name])
+        assert read[name].dtype == arrays[name].dtype
+    assert read["no"] is None
+    with pytest.raises(ValueError, match="pack arrays of 32 bits"):
+        Packed.of({"flags": jnp.ones(2, bool)})
+
+
 def test_interrupted_calls_lose_nothing(tiny, monkeypatch):
     """Neither what a step has added, nor the deltas that a loop over them did not get to."""
     prompts = [[1, 2], [3], [4, 5, 6]]
@@ -753,7 +793,7 @@ def test_interrupted_calls_lose_nothing(tiny, monkeypatch):
     for number in range(40):
         if number == 2:
             with monkeypatch.context() as patched:
-                patched.setattr(engine_module.jax.tree, "map", interrupted)
+                patched.setattr(Packed, "read", interrupted)
                 with pytest.raises(KeyboardInterrupt):
                     engine.step()
         for delta in engine:

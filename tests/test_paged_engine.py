@@ -428,7 +428,7 @@ def test_rows_that_are_left_keep_their_pages(with_eagle, monkeypatch):
 
     def note(self, *arguments):
         seen = step(self, *arguments)
-        sizes.append(len(seen.status))
+        sizes.append(len(seen.read().status))
         return seen
 
     monkeypatch.setattr(DeviceRows, "step", note)

@@ -23,9 +23,11 @@ from jaxtyping import Array, Float
 from tiny_models import with_modules
 
 import specjax
+from specjax import cache as cache_module
 from specjax import sampling
 from specjax.cache import KVCache, make_cache
 from specjax.decoding import loop
+from specjax.decoding import round as round_module
 from specjax.decoding.programs import compile_session
 from specjax.decoding.sampling_params import SamplingParams
 from specjax.drafters import make_drafter
@@ -148,6 +150,28 @@ def test_a_round_works_in_place(name, models):
     text = compiled.as_text()
     assert not copied_shapes(text) & kept, copied_shapes(text) & kept
     assert "callback" not in text
+
+
+def padded_windows(session):
+    """The numbers of slots to which a compiled loop pads windows of keys or values."""
+    program = jax.jit(functools.partial(loop.run, session.plan))  # traced anew each time
+    text = program.lower(*loop_arguments(session)).compile().as_text()
+    layers, rows, heads, _, size = session.plan.target.make_window(session.num_rows, 1).k.shape
+    window = rf"\[{layers},{rows},{heads},(\d+),{size}\]"
+    return {int(slots) for slots in re.findall(rf"= \w+{window}[^=\n]*? pad\(", text)}
+
+
+@pytest.mark.usefixtures("as_shipped")
+def test_each_width_appends_its_own_slots(models, monkeypatch):
+    """A round without a draft does not pay for the slots of the widest one."""
+    session = session_of("ngram", models, top_k=0)
+    assert session.plan.widths == (1, 2, 3)
+    assert not padded_windows(session)
+    padded_to_widest = lambda cache, window, slots, count: cache_module.commit(  # noqa: E731
+        cache, window.padded(3 - window.k.shape[3]), slots, count
+    )
+    monkeypatch.setattr(round_module, "commit", padded_to_widest)
+    assert padded_windows(session) == {3}
 
 
 @pytest.mark.usefixtures("as_shipped")

@@ -28,6 +28,7 @@ from specjax.testing.controller_simulation import (
 _SEEDS = flags.DEFINE_integer("seeds", 20, "Runs of each kind.", lower_bound=1)
 _AHEAD = flags.DEFINE_integer("ahead", 1, "Steps chosen before a record is known.", lower_bound=0)
 _FIRST_RUN = flags.DEFINE_float("first_run", 0.0, "How much longer first runs take, relative.")
+_COSTS_KNOWN = flags.DEFINE_bool("costs_known", True, "Time each width and drafter before.")
 _ONLY = flags.DEFINE_list("only", [], "Only lines whose name has all of these.")
 
 
@@ -50,7 +51,11 @@ def main(argv: list[str]) -> None:
         cells, speeds = [], []
         for rounds in (64, 512):
             runs = each.over(rounds)
-            steps = [simulate(Auto(), runs, seed, _AHEAD.value) for seed in range(_SEEDS.value)]
+            known = _COSTS_KNOWN.value
+            steps = [
+                simulate(Auto(), runs, seed, _AHEAD.value, costs_known=known)
+                for seed in range(_SEEDS.value)
+            ]
             lost = 100 * np.array([regret(runs, each) for each in steps])
             cells.append(f"{lost.mean():6.1f} ({np.quantile(lost, 0.9):5.1f})")
             speed = [plain_seconds(runs, each) / sum(s.seconds for s in each) for each in steps]

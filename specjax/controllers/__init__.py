@@ -7,11 +7,19 @@
 
     specjax.generate(model, prompts, drafter=drafter, controller=Auto())
 
-A custom controller implements the three methods of `Controller`. More: docs/draft_length.md.
+A custom controller implements the three methods of `Controller`, and may implement that of
+`LearnsCosts`. More: docs/draft_length.md.
 """
 
 from specjax.controllers.auto import Auto
-from specjax.controllers.base import Controller, DrafterSizes, Limits, StepRecord, StepSizes
+from specjax.controllers.base import (
+    Controller,
+    DrafterSizes,
+    LearnsCosts,
+    Limits,
+    StepRecord,
+    StepSizes,
+)
 from specjax.controllers.fixed import ByBatch, Fixed, Recorded
 
 __all__ = [
@@ -20,6 +28,7 @@ __all__ = [
     "Controller",
     "DrafterSizes",
     "Fixed",
+    "LearnsCosts",
     "Limits",
     "Recorded",
     "StepRecord",

@@ -8,6 +8,7 @@ for exploration.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,8 +22,15 @@ from specjax.controllers.acceptance_estimates import (
     no_counts,
 )
 from specjax.controllers.base import Limits, StepRecord, StepSizes
-from specjax.controllers.cost_estimates import initial_costs, learn_costs
-from specjax.controllers.throughput import Estimates, Rates, arms_of, deviations, expected_rates
+from specjax.controllers.cost_estimates import doubtful, initial_costs, learn_costs
+from specjax.controllers.throughput import (
+    Estimates,
+    Rates,
+    arms_of,
+    deviations,
+    expected_rates,
+    highest_rates,
+)
 
 _SHORT_TRIAL = 2
 """The length of the first draft of a drafter that needs a pass for each token."""
@@ -32,6 +40,8 @@ _FIRST_STEPS = 2
 """The number of steps whose overhead trials may cost in addition to `first_credit`."""
 _ROUNDS_TO_CONSTANT = 2.0
 """The minimum ratio of the time of a step's rounds to the overhead of the step."""
+_CREDIT_OF_KNOWN_COSTS = 0.25
+"""The share of `first_credit` that is left for trials if costs were measured before."""
 _WORTH_A_TRIAL = 1.01
 """The factor by which limits must beat the best ones, optimistically, to be tried."""
 _LITTLE = 0.01
@@ -65,7 +75,7 @@ class AutoState(NamedTuple):
     """The estimates of `Auto`, and the steps in progress.
 
     `credit` is the budget for trials, measured in plain rounds; `chosen` is the number of steps
-    chosen so far.
+    chosen so far. If `costs_measured`, all widths and drafters have been timed before.
     """
 
     estimates: Estimates
@@ -73,17 +83,20 @@ class AutoState(NamedTuple):
     credit: float
     chosen: int = 0
     under_way: tuple[Planned, ...] = ()
+    costs_measured: bool = False
 
     @property
     def tries(self) -> bool:
         """Whether a step that tries other limits may be in progress; the second step counts."""
-        return any(step.instead_of for step in self.under_way) or self.chosen == 2
+        second = self.chosen == 2 and not self.costs_measured
+        return second or any(step.instead_of for step in self.under_way)
 
 
 class Compared(NamedTuple):
     """All limits compared with the best ones of those that are `timed`: their drafters have run.
 
-    `best` is the index of the best limits. `ratio` is the quotient of tokens per second,
+    `best` is the index of the best limits, and `can_pay` marks those that would be faster than
+    plain decoding if all drafts were accepted. `ratio` is the quotient of tokens per second,
     `deviation` its relative standard deviation, and `resolved` the part of it that one step would
     resolve; `least` is the minimum number of rounds of a step.
     """
@@ -94,6 +107,7 @@ class Compared(NamedTuple):
     deviation: Float[np.ndarray, "A"]
     resolved: Float[np.ndarray, "A"]
     timed: Bool[np.ndarray, "A"]
+    can_pay: Bool[np.ndarray, "A"]
     least: Float[np.ndarray, "A"]
     most_rounds: int
 
@@ -123,6 +137,22 @@ class Auto:
         counts = no_counts(sizes)
         estimates = Estimates(sizes, initial_costs(sizes), forecast(counts))
         return AutoState(estimates, counts, self.first_credit)
+
+    def know_costs(self, state: AutoState, records: Sequence[StepRecord]) -> AutoState:
+        """Return the state with the costs of steps that were timed before the first token."""
+        sizes, costs, outlook = state.estimates
+        costs = doubtful(costs)
+        for record in records:
+            costs = learn_costs(costs, sizes, record)
+        if not costs.known:
+            return state
+        # No draft of a request has run, so that the first ones are trials.
+        costs = costs._replace(rounds=np.zeros_like(costs.rounds))
+        return state._replace(
+            estimates=Estimates(sizes, costs, outlook),
+            credit=_CREDIT_OF_KNOWN_COSTS * self.first_credit,
+            costs_measured=True,
+        )
 
     def choose(
         self, state: AutoState, unfinished: int, most_rounds: int
@@ -178,6 +208,11 @@ class Auto:
         costs = state.estimates.costs
         timed = ((rates.arms == 0) | (costs.rounds > 0)).all(axis=1)
         best = int(np.argmax(np.where(timed, rates.mean, 0)))
+        can_pay = np.ones(len(rates.arms), bool)
+        if state.costs_measured:
+            plain = rates.mean[(rates.arms == 0).all(axis=1)].max()
+            highest = highest_rates(state.estimates, rates.arms, rates.tokens[0], most_rounds)
+            can_pay = highest > _WORTH_A_TRIAL * plain
         # The overhead of a step should be small beside the time of its rounds.
         least = np.ceil(_ROUNDS_TO_CONSTANT * costs.seconds[0] / rates.round_s)
         compared = Compared(
@@ -186,6 +221,7 @@ class Auto:
             rates.mean / rates.mean[best],
             *deviations(state.estimates, rates, best),
             timed,
+            can_pay,
             np.clip(least, 1, most_rounds),
             most_rounds,
         )
@@ -196,7 +232,7 @@ class Auto:
 
     def _trial(self, state: AutoState, compared: Compared) -> tuple[int, int] | None:
         """Return the index of limits that are worth a trial, and its rounds, or None."""
-        rates, best, ratio, deviation, resolved, timed, least, most_rounds = compared
+        rates, best, ratio, deviation, resolved, timed, can_pay, least, most_rounds = compared
         sizes, costs, _ = state.estimates
         # The larger the budget, the more optimistic the estimates.
         optimism = self.optimism * max(state.credit / max(self.first_credit, 1e-9), _LEAST_HOPE)
@@ -213,6 +249,7 @@ class Auto:
         doubts = _DOUBTFUL_ROUNDS / (woken @ costs.rounds + _DOUBTFUL_ROUNDS)
         allowed |= woken.any(axis=1) & (2 * loss <= credit * doubts)
         allowed &= timed | (rates.arms <= _first_trial(sizes)).all(axis=1)
+        allowed &= can_pay
         allowed[best] = False
         if not allowed.any():
             return None
@@ -233,6 +270,7 @@ class Auto:
         if not runs.any() and not state.tries:
             return most_rounds
         hopes = compared.ratio * np.exp(np.minimum(self.optimism * compared.deviation, _MOST_HOPE))
+        hopes[~compared.can_pay] = 0
         hopes[best] = 0
         share = max(float(hopes.max()) - 1, 1e-9)
         budget = max(state.credit, _LEAST_CREDIT) * state.estimates.plain_s + costs.seconds[0]

@@ -8,6 +8,7 @@ the target's distribution.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -32,11 +33,13 @@ class DrafterSizes:
     """The number of nodes (N) of a drafter's drafts, and whether it can stop early.
 
     A drafter that `stops` drafts token by token, with a pass for each, and ends once its confidence
-    is below the limit. Other drafters produce their whole draft at once.
+    is below the limit. Other drafters produce their whole draft at once. At most `longest_path` of
+    the nodes are accepted in a round; by default any number.
     """
 
     num_nodes: int
     stops: bool = False
+    longest_path: int | None = None
 
 
 @dataclass(frozen=True)
@@ -99,3 +102,14 @@ class Controller(Protocol):
 
     def update(self, state: Any, record: StepRecord) -> Any:
         """Return the state updated with the record of a finished step."""
+
+
+@runtime_checkable
+class LearnsCosts(Protocol):
+    """A controller that also learns from steps which are timed once programs are compiled."""
+
+    def know_costs(self, state: Any, records: Sequence[StepRecord]) -> Any:
+        """Return the state with the costs in the records of such steps, plain ones first.
+
+        What they draft and accept says nothing about requests.
+        """

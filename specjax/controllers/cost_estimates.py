@@ -27,6 +27,8 @@ _NOTICED = 0.2
 """The share of a first step's time below which its dispatch is ignored on a CPU."""
 _FIRST = (0.15, 0.5)
 _FURTHER = (0.1, 0.2)
+_DOUBT = 3.0
+"""The factor of the deviations of what is assumed, before costs are measured one by one."""
 _COMMON_DRIFT, _OWN_DRIFT = 0.03, 0.015
 """The relative change from one step to the next of all costs together, and of each separately."""
 _JUMP = 30.0
@@ -67,6 +69,16 @@ def initial_costs(sizes: StepSizes) -> Costs:
         for constant, plain_pass, slot, first, further in kinds
     )
     return Costs(mean, np.diag(deviation**2), mean, np.zeros(count, int))
+
+
+def doubtful(costs: Costs) -> Costs:
+    """Return the assumed costs with so much doubt that single steps, made to measure, decide.
+
+    These are no first runs. The overhead of a step, and a plain pass, are as certain as before.
+    """
+    factors = np.where(np.arange(len(costs.estimates)) < 2, 1.0, _DOUBT)
+    covariance = costs.covariance * np.outer(factors, factors)
+    return costs._replace(covariance=covariance, rounds=np.ones_like(costs.rounds))
 
 
 def count_work(

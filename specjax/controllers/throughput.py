@@ -105,6 +105,29 @@ def expected_rates(
     return Rates(arms, tokens, seconds, round_s, work, turns, tokens / seconds)
 
 
+def highest_rates(
+    estimates: Estimates, arms: Int[np.ndarray, "A drafters"], rows: float, rounds: int
+) -> Float[np.ndarray, "A"]:
+    """Return the tokens per second under each of the limits `arms` if all drafts were accepted.
+
+    In each row the drafter drafts whose accepted drafts would pay best, as long as its limit
+    allows.
+    """
+    sizes, costs, _ = estimates
+    widths, count = np.array(sizes.widths), len(sizes.drafters)
+    highest = np.full(len(arms), rows / (costs.seconds[1] + costs.seconds[0] / rounds))
+    for number, drafter in enumerate(sizes.drafters):
+        longest = arms[:, number]
+        path = drafter.num_nodes if drafter.longest_path is None else drafter.longest_path
+        ran = np.eye(count)[number] * (longest[:, None] > 0)
+        further = ran * np.maximum(longest - 1, 0)[:, None] * drafter.stops
+        passes = np.eye(len(widths))[np.searchsorted(widths, 1 + longest)]
+        work = count_work(np.full(len(arms), 1 / rounds), passes, ran, further)
+        tokens = rows * (1 + np.minimum(longest, path))
+        highest = np.maximum(highest, np.where(longest > 0, tokens / (work @ costs.seconds), 0))
+    return highest
+
+
 def deviations(
     estimates: Estimates, rates: Rates, base: int
 ) -> tuple[Float[np.ndarray, "A"], Float[np.ndarray, "A"]]:

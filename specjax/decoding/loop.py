@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
+from specjax.decoding.packed import Packed
 from specjax.decoding.plan import Plan
 from specjax.decoding.round import no_tally, one_round
 from specjax.decoding.state import (
@@ -38,8 +39,8 @@ def step(
     max_rounds: Int[Array, ""],
     stop_after_finished: Int[Array, ""],
     pages: Int[Array, "B N"] | None = None,
-) -> tuple[State, Seen]:
-    """Run a few rounds, as `run` does; return the new state and what the host reads of it.
+) -> tuple[State, Packed]:
+    """Run a few rounds, as `run` does; return the new state, and what the host reads (`Seen`).
 
     Rows that finished earlier, and those marked in `host_ended`, which the host ended, are released
     first, so that their caches are no longer read. If caches are pools, `pages` are those of each
@@ -63,9 +64,10 @@ def step(
         rounds=rounds,
         tally=tally,
     )
-    if pages is None:
-        return state, seen
-    return with_pages(state, None), seen.replace(cached=cached_lengths(state))
+    if pages is not None:
+        seen = seen.replace(cached=cached_lengths(state))
+        state = with_pages(state, None)
+    return state, Packed.of(seen)
 
 
 def run(

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Array, Bool, Int
 
+from specjax.controllers import StepRecord
 from specjax.decoding import initial_state, loop
 from specjax.decoding.plan import Plan
 from specjax.decoding.rows import row_arguments
@@ -74,7 +75,8 @@ class Programs(NamedTuple):
       `loop.step`.
 
     `read` and `admit` also return an array that becomes ready when they are done. A state that a
-    function changes is donated. `memory` is the memory that they need.
+    function changes is donated. `memory` is the memory that they need, and `timed` are the records
+    of steps that were timed once (`engine.timed_steps`), if any.
     """
 
     empty: Any
@@ -84,6 +86,7 @@ class Programs(NamedTuple):
     step: Any
     memory: MemoryPlan
     seconds: float
+    timed: list[StepRecord]
 
 
 def compile_session(session: Session, *, begun: bool = False) -> Programs:
@@ -176,7 +179,7 @@ def _compile(plan: Plan, mesh: Mesh | None, tree: Any, leaves: tuple[_Leaf, ...]
     temporaries = device_memory.temporary_bytes((read, step), mesh)
     memory = _memory(params, state, rows, temporaries)
     memory.log_if_large()
-    return Programs(empty, new, read, put, step, memory, seconds)
+    return Programs(empty, new, read, put, step, memory, seconds, [])
 
 
 def _described(plan: Plan, rows: int) -> str:

@@ -7,12 +7,13 @@ nothing.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from specjax import sampling
 from specjax.cache import commit, put
@@ -21,6 +22,7 @@ from specjax.decoding.state import FAILED, FULL, RUNNING, STOPPED, Rounds, State
 from specjax.decoding.verify import VerifiedDraft, verify_draft
 from specjax.drafters.base import Context, Limits, Noise
 from specjax.drafters.turn_taking import Proposal
+from specjax.trees import Draft
 
 
 def one_round(
@@ -31,7 +33,6 @@ def one_round(
     `params` are the target's and the drafters' parameters. Returns the new state, the round's
     counts by row, and its counts by drafter. Without `limits` drafts have their full length.
     """
-    target_params, draft_params = params
     limits = plan.drafter.full_limits() if limits is None else limits
     proposal = propose(plan, params, state, limits)
     draft = proposal.draft
@@ -40,33 +41,92 @@ def one_round(
     # The narrowest compiled width that holds every row's draft, up to its last node.
     slots = jnp.arange(1, draft.topology.width)[None, :]
     last = jnp.where(draft.valid, slots, 0).max(initial=0)
-    branch = (np.asarray(plan.widths) < 1 + last).sum(dtype=jnp.int32)
-    arguments = plan, target_params, state, draft, noise_keys(plan, draft_params, state)
-    branches = [functools.partial(verify_draft, *arguments, width) for width in plan.widths]
-    verified = lax.switch(branch, branches)
+    width = jnp.maximum(1 + last, limits.least_width)
+    narrowest = (np.asarray(plan.widths) < width).sum(dtype=jnp.int32)
+    keys = noise_keys(plan, params[1], state)
+    proposed = state.replace(drafter=proposal.state)
+    arguments = plan, params, draft, keys
+    if len(plan.widths) == 1:
+        after, end = _verify_and_commit(*arguments, plan.widths[0], proposed)
+    else:
+        # XLA updates a cache in place in a loop, but copies one that a branch returns. In a loop
+        # of its own, a width appends its own slots, so that a pass without a draft appends one.
+        after, end = proposed, _no_end(plan, draft)
+        for number, width in enumerate(plan.widths):
+            run = functools.partial(_verify_and_commit, *arguments, width)
+            after, end = _if_in_place(narrowest == number, run, after, end)
 
-    count, status, undrafted = _truncate(state, verified, drafted)
-    participated = count > 0
+    participated = end.count > 0
     column = {
-        "width": jnp.broadcast_to(jnp.asarray(plan.widths, jnp.int32)[branch], count.shape),
+        "width": jnp.broadcast_to(jnp.asarray(plan.widths, jnp.int32)[narrowest], drafted.shape),
         "drafted": drafted,
-        "accepted": verified.verification.num_accepted,
-        "emitted": count,
+        "accepted": end.num_accepted,
+        "emitted": end.count,
         "drafter": proposal.drafter,
     }
     rounds = Rounds(**{name: jnp.where(participated, new, -1) for name, new in column.items()})
     if plan.overlaps:
-        overlaps = jnp.where(participated[:, None], verified.overlaps, jnp.nan)
+        overlaps = jnp.where(participated[:, None], end.overlaps, jnp.nan)
         rounds = rounds.replace(overlaps=overlaps)
-    drafter_state = proposal.state
+    return after, rounds, _tally(plan, proposal, end, participated)
+
+
+class _End(NamedTuple):
+    """The end of a round in each row: what was accepted, and how many tokens were committed.
+
+    `path_slots`, the accepted nodes, and `overlaps` are padded to the longest path of a draft.
+    """
+
+    count: Int[Array, "B"]
+    num_accepted: Int[Array, "B"]
+    path_slots: Int[Array, "B P"]
+    overlaps: Float[Array, "B P"] | None
+
+
+def _no_end(plan: Plan, draft: Draft) -> _End:
+    """Return the end of a round in which nothing has been verified yet."""
+    rows, longest = len(draft.tokens), draft.topology.depth
+    none = jnp.zeros(rows, jnp.int32)
+    overlaps = jnp.full((rows, longest), jnp.nan) if plan.overlaps else None
+    return _End(none, none, jnp.full((rows, longest), -1, jnp.int32), overlaps)
+
+
+def _if_in_place(
+    condition: Bool[Array, ""],
+    run: Callable[[State], tuple[State, _End]],
+    state: State,
+    end: _End,
+) -> tuple[State, _End]:
+    """Return `run(state)` under a condition, else the arguments; caches are updated in place."""
+
+    def once(carry: tuple[Array, State, _End]) -> tuple[Array, State, _End]:
+        return jnp.zeros_like(condition), *run(carry[1])
+
+    return lax.while_loop(lambda carry: carry[0], once, (condition, state, end))[1:]
+
+
+def _verify_and_commit(
+    plan: Plan, params: Any, draft: Draft, keys: Key[Array, "B"], width: int, state: State
+) -> tuple[State, _End]:
+    """Return the state after verifying a draft at one compiled width, and the end of the round.
+
+    The tokens, keys, values and features of the root and of the accepted path are appended.
+    """
+    target_params, draft_params = params
+    verified = verify_draft(plan, target_params, state, draft, keys, width)
+    count, status, undrafted = _truncate(state, verified, draft.valid.any(axis=1))
+    drafter_state = state.drafter
     if verified.target_pass is not None:
         drafter_state = plan.drafter.observe_pass(draft_params, drafter_state, verified.target_pass)
     after = _commit(state, verified, count, status).replace(
         undrafted=undrafted,
         drafter=plan.drafter.commit(drafter_state, count),
-        round=state.round + participated,
+        round=state.round + (count > 0),
     )
-    return after, rounds, _tally(plan, proposal, verified, participated)
+    path, longest = verified.verification.path_slots, draft.topology.depth
+    path = jnp.pad(path, ((0, 0), (0, longest - path.shape[1])), constant_values=-1)
+    accepted = verified.verification.num_accepted.astype(jnp.int32)
+    return after, _End(count, accepted, path.astype(jnp.int32), verified.overlaps)
 
 
 def propose(plan: Plan, params: Any, state: State, limits: Limits) -> Proposal:
@@ -99,14 +159,14 @@ def propose(plan: Plan, params: Any, state: State, limits: Limits) -> Proposal:
 
 
 def _truncate(
-    state: State, verified: VerifiedDraft, drafted: Int[Array, "B"]
+    state: State, verified: VerifiedDraft, drafted: Bool[Array, "B"]
 ) -> tuple[Int[Array, "B"], Int[Array, "B"], Bool[Array, "B"]]:
     """Return each row's number of tokens to commit, its new status, and its new `undrafted` flag.
 
     The accepted path is cut after the first stop token, at the row's maximum length, and before the
     first token whose logits are not numbers. The draft may have spoiled these, even where it is
     refused, since in attention a weight of 0 times NaN is NaN. So the row drafts no more, and fails
-    only if this happens without a draft. `drafted` is the number of nodes of each row's draft.
+    only if this happens without a draft. `drafted` marks the rows with a draft.
     """
     step = jnp.arange(verified.tokens.shape[1])[None, :]
     count = verified.verification.num_accepted + 1
@@ -120,7 +180,7 @@ def _truncate(
     broken = ~verified.numbers & (step < count[:, None])
     failed = broken.any(axis=1)
     count = jnp.where(failed, jnp.argmax(broken, axis=1), count)
-    status = jnp.where(failed, jnp.where(drafted > 0, RUNNING, FAILED), status)
+    status = jnp.where(failed, jnp.where(drafted, RUNNING, FAILED), status)
     return (
         jnp.where(state.active, count, 0).astype(jnp.int32),
         jnp.where(state.active, status, state.status),
@@ -164,15 +224,13 @@ def no_tally(plan: Plan) -> Tally:
     return Tally(none, none, of_nodes, of_nodes)
 
 
-def _tally(
-    plan: Plan, proposal: Proposal, verified: VerifiedDraft, participated: Bool[Array, "B"]
-) -> Tally:
+def _tally(plan: Plan, proposal: Proposal, end: _End, participated: Bool[Array, "B"]) -> Tally:
     """Return one round's counts by drafter; `participated` marks rows with new tokens."""
     valid = proposal.draft.valid
     numbers = jnp.arange(len(plan.drafter.parts))
     turn = (proposal.drafter[None, :] == numbers[:, None]) & participated[None, :]
     slots = jnp.arange(1, valid.shape[1] + 1)[None, None, :]
-    accepted = (verified.verification.path_slots[:, :, None] == slots).any(axis=1)
+    accepted = (end.path_slots[:, :, None] == slots).any(axis=1)
     return Tally(
         ran=proposal.ran.astype(jnp.int32),
         further=proposal.further.astype(jnp.int32),

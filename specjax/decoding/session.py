@@ -5,6 +5,7 @@ All this happens before any long work. (Conversations are another matter: `decod
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -98,18 +99,25 @@ class Session:
         """The model's mesh or device, on which decoding runs."""
         return placement_of(self.model.params, self.mesh)
 
-    @property
+    @functools.cached_property
     def num_rows(self) -> int:
         """The number of rows on the devices (B), some of which may be idle.
 
         It is a power of two times the size of the `data` axis.
         """
-        return round_up(_power_of_two(self.batch_size), axis_size(self.mesh, DATA))
+        return self.rows_for(self.batch_size)
+
+    def rows_for(self, batch_size: int) -> int:
+        """Return the number of rows on the devices of a session with that many slots."""
+        return round_up(_power_of_two(batch_size), axis_size(self.mesh, DATA))
 
     @property
     def step_sizes(self) -> StepSizes:
         """The sizes of the compiled step, which a length controller is told at the start."""
-        drafters = [DrafterSizes(part.num_nodes, part.stops) for part in self.plan.drafter.parts]
+        drafters = [
+            DrafterSizes(part.num_nodes, part.stops, part.num_speculative_tokens)
+            for part in self.plan.drafter.parts
+        ]
         on_cpu = first_device(self.placement).platform == "cpu"
         return StepSizes(
             tuple(drafters),

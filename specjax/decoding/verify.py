@@ -20,7 +20,7 @@ from specjax.trees import AnyTopology, Draft, Topology
 
 
 class VerifiedDraft(NamedTuple):
-    """The result of verifying a draft at one compiled width, padded to the widest.
+    """The result of verifying a draft at one compiled width; P is the longest path in that width.
 
     `tokens` are the accepted ones and, after them, the target's next token. `numbers` marks those
     before which the target's logits are finite. `features` are those along the path, and
@@ -34,7 +34,7 @@ class VerifiedDraft(NamedTuple):
     features: dict[str, Float[Array, "B P+1 D"]]
     target_pass: TargetPass | None
     logprobs: Float[Array, "B P+1"] | None
-    overlaps: Float[Array, "B P"] | None
+    overlaps: Float[Array, "B longest"] | None
 
 
 def check_rule_shapes(
@@ -160,45 +160,38 @@ def verify_draft(
         distributions = sampling.Target(target, state.length, logits.shape[2])
         verification = plan.rule.verify(keys, tree, distributions)
 
-    longest = draft.topology.depth
-    padding = longest - topology.depth
-    path = jnp.pad(verification.path_slots, ((0, 0), (0, padding)), constant_values=-1)
+    path = verification.path_slots
     slots = jnp.pad(jnp.maximum(path, 0), ((0, 0), (1, 0)))
-    after = jnp.arange(longest + 1)[None, :] >= verification.num_accepted[:, None]
-    proposed = jnp.take_along_axis(draft.tokens, jnp.maximum(path, 1) - 1, axis=1)
-    proposed = jnp.pad(proposed, ((0, 0), (0, 1)))
+    after = jnp.arange(path.shape[1] + 1)[None, :] >= verification.num_accepted[:, None]
+    proposed = jnp.take_along_axis(window_tokens, jnp.pad(slots[:, 1:], ((0, 0), (0, 1))), axis=1)
     tokens = jnp.where(after, verification.next_token[:, None], proposed)
     logprobs = None
     if plan.logprobs:
         norm = jax.scipy.special.logsumexp(logits, axis=-1, keepdims=True)
         along = jnp.take_along_axis(logits - norm, slots[:, :, None], axis=1)
         logprobs = jnp.take_along_axis(along, tokens[:, :, None], axis=2)[:, :, 0]
-    spare = plan.widths[-1] - width
     target_pass = None
     if plan.drafter.pass_features:
         computed = jnp.pad(draft.valid[:, :nodes], ((0, 0), (1, 0)), constant_values=True)
         parents = jnp.broadcast_to(topology.row_parents, (len(root), nodes))
         target_pass = TargetPass(
-            jnp.pad(window_tokens, ((0, 0), (0, spare))),
-            jnp.pad(parents, ((0, 0), (1, spare))),
-            jnp.pad(computed & state.active[:, None], ((0, 0), (0, spare))),
-            {
-                name: jnp.pad(result.features[name], ((0, 0), (0, spare), (0, 0)))
-                for name in plan.drafter.pass_features
-            },
+            window_tokens,
+            jnp.pad(parents, ((0, 0), (1, 0))),
+            computed & state.active[:, None],
+            {name: result.features[name] for name in plan.drafter.pass_features},
         )
     return VerifiedDraft(
-        verification._replace(path_slots=path),
+        verification,
         tokens,
         jnp.take_along_axis(numbers, slots, axis=1),
-        result.window.padded(spare),
+        result.window,
         {
             name: jnp.take_along_axis(result.features[name], slots[:, :, None], axis=1)
             for name in plan.drafter.features
         },
         target_pass,
         logprobs,
-        _overlaps(tree, verification, target, longest) if plan.overlaps else None,
+        _overlaps(tree, verification, target, draft.topology.depth) if plan.overlaps else None,
     )
 
 

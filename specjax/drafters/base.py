@@ -53,11 +53,14 @@ class Limits:
 
     `longest` is the number of tokens of a chain, or of a tree's first nodes; a drafter with 0 does
     not run. A drafter that drafts token by token stops if the most likely next token has a
-    probability below `confidence`.
+    probability below `confidence`. A pass has at least `least_width` slots, whatever is drafted:
+    this is for measuring what passes cost, and rows then decode nonsense where a pass resumes that
+    of a drafter.
     """
 
     longest: Int[Array | np.ndarray, "drafters"]
     confidence: Float[Array | np.ndarray, "drafters"]
+    least_width: Int[Array | np.ndarray | np.generic, ""] = np.int32(1)
 
 
 @struct.dataclass

@@ -119,10 +119,11 @@ def replay_rounds(session: Session, row: Row, recorded: RecordedRow) -> Iterator
             draft, kept = verify_and_keep(plan, params, state, limits)
         keys = noise_keys(plan, params[1], state)
         trace = _trace(plan.rule, keys, state, draft, kept, number)
-        state, seen = programs.step(params, state, limits, ended, one, one, None)
+        state, packed = programs.step(params, state, limits, ended, one, one, None)
+        seen = packed.read()
         columns = seen.rounds.drafted, seen.rounds.accepted, seen.rounds.emitted
         drafted, accepted, count = (int(column[0, 0]) for column in columns)
-        trace = replace(trace, emitted=tuple(np.asarray(seen.tokens)[0, :count].tolist()))
+        trace = replace(trace, emitted=tuple(seen.tokens[0, :count].tolist()))
         trace = _compared(trace, recorded, drafted, accepted)
         yield trace
         if trace.problems:

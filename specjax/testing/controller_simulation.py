@@ -18,6 +18,8 @@ from jaxtyping import Bool, Int, Real
 
 from specjax.controllers.base import Controller, DrafterSizes, Limits, StepRecord, StepSizes
 
+_TIMED_ROUNDS = 4
+"""The rounds of a step that an engine times after compiling."""
 _SAMPLE = 8_000
 """The number of pairs of row and round over which expectations are averaged."""
 
@@ -125,14 +127,22 @@ class Step:
 
 
 def simulate(
-    controller: Controller, simulation: Simulation, seed: int, ahead: int = 0
+    controller: Controller,
+    simulation: Simulation,
+    seed: int,
+    ahead: int = 0,
+    *,
+    costs_known: bool = False,
 ) -> list[Step]:
     """Return the simulated steps under a controller, with random numbers from `seed`.
 
-    Limits are chosen `ahead` steps before the record of the latest step is known.
+    Limits are chosen `ahead` steps before the record of the latest step is known. With
+    `costs_known`, the controller is first told the costs, as an engine does after compiling.
     """
     rng = np.random.default_rng(seed)
     state, done, steps, records = controller.init(simulation.sizes), 0, [], []
+    if costs_known:
+        state = controller.know_costs(state, _timed_steps(simulation, rng))
     new = np.ones(len(simulation.machine.widths)), np.ones(len(simulation.drafters))
     while done < simulation.rounds:
         half = int(2 * done >= simulation.rounds)
@@ -155,6 +165,34 @@ def simulate(
         if len(records) > ahead:
             state = controller.update(state, records.pop(0))
     return steps
+
+
+def _timed_steps(simulation: Simulation, rng: np.random.Generator) -> list[StepRecord]:
+    """Return records of the steps that an engine times: each width, and each drafter."""
+    machine, count = simulation.machine, len(simulation.drafters)
+    most = max(len(drafter.chances) for drafter in simulation.drafters)
+    records = [
+        StepRecord(
+            Limits((0,) * count, (0.0,) * count),
+            None,
+            _TIMED_ROUNDS * (np.arange(len(machine.widths)) == number),
+            *np.zeros((2, count), int),
+            *np.zeros((2, count, most), int),
+            np.zeros(count, int),
+            _TIMED_ROUNDS * machine.rows,
+        )
+        for number in range(len(machine.widths))
+    ]
+    for number, drafter in enumerate(simulation.drafters):
+        short = min(machine.widths[1] - 1, len(drafter.chances))
+        for length in {1, short} if drafter.stops else {short}:
+            longest = [length * (index == number) for index in range(count)]
+            limits = Limits(tuple(longest), (0.0,) * count)
+            records.append(_draw_step(simulation.drafters, machine, limits, _TIMED_ROUNDS, rng))
+    clock = (_seconds(simulation.drafters, machine, record) for record in records)
+    noise = np.exp(machine.noise * rng.normal(size=len(records)))
+    pairs = zip(records, clock, noise.tolist(), strict=True)
+    return [replace(record, seconds=seconds * factor) for record, seconds, factor in pairs]
 
 
 def regret(simulation: Simulation, steps: list[Step]) -> float:

@@ -12,6 +12,9 @@ import numpy as np
 from jaxtyping import Int
 
 from specjax import controllers
+from specjax.controllers import StepRecord
+from specjax.decoding.engine.timed_steps import time_steps
+from specjax.decoding.packed import Packed
 from specjax.decoding.programs import (
     Programs,
     compile_session,
@@ -22,7 +25,7 @@ from specjax.decoding.programs import (
 from specjax.decoding.rows import Row, RowArguments, row_arguments
 from specjax.decoding.sampling_params import SamplingParams
 from specjax.decoding.session import Session, flags_of
-from specjax.decoding.state import Seen, State, with_entries, without_entries
+from specjax.decoding.state import State, with_entries, without_entries
 from specjax.distributed.sharding import first_device
 from specjax.drafters.base import Limits
 from specjax.errors import InputError
@@ -56,12 +59,28 @@ class DeviceRows:
         self._all_read = False
         self.compile_s = 0.0
         """Seconds spent making programs; near zero if they had been compiled before."""
+        on_cpu = first_device(session.placement).platform == "cpu"
+        self._narrows = session.mesh is None and on_cpu
+        """Whether a smaller program may decode fewer rows, which is so on a single CPU device."""
 
     def compile(self) -> Programs:
         """Return the programs for all rows, which are compiled if necessary. Raises InputError."""
         if self._programs is None:
             self._programs = self._compiled(self.session)
         return self._programs
+
+    def timed_steps(self) -> Sequence[StepRecord]:
+        """Return records of steps that were timed once when the programs had been compiled.
+
+        There are none if the programs were replaced while rows decode, whose caches fill the
+        memory.
+        """
+        programs = self.compile()
+        if not programs.timed and self._state is None:
+            begin = time.perf_counter()
+            programs.timed.extend(time_steps(self.session, programs))
+            self.compile_s += time.perf_counter() - begin
+        return programs.timed
 
     def compile_fewer(self) -> None:
         """Compile the programs for all rows, and for fewer ones that `narrow` may choose.
@@ -86,12 +105,6 @@ class DeviceRows:
                     "compiled for %d of %d numbers of rows, about %s left",
                     *(count, len(sessions), left),
                 )
-
-    @property
-    def _narrows(self) -> bool:
-        """Whether a smaller program may decode fewer rows, which is so on a single CPU device."""
-        placement = self.session.placement
-        return self.session.mesh is None and first_device(placement).platform == "cpu"
 
     def serve(self, request: SamplingParams) -> None:
         """Ensure that the programs support the sampling parameters of a request.
@@ -210,7 +223,7 @@ class DeviceRows:
         max_rounds: int,
         stop_after_finished: int,
         pages: Int[np.ndarray, "B N"] | None = None,
-    ) -> Seen:
+    ) -> Packed:
         """Run a few rounds, as `loop.step` does, and start copying the results to the host.
 
         Rows in `ended_slots` are released first. In a pool, `pages` are those of all slots. The
@@ -236,8 +249,7 @@ class DeviceRows:
             np.int32(stop_after_finished),
             pages,
         )
-        for array in jax.tree.leaves(seen):
-            array.copy_to_host_async()
+        seen.numbers.copy_to_host_async()
         return seen
 
     @property
@@ -258,11 +270,10 @@ class DeviceRows:
         rows belong to devices.
         """
         now = self._few or self.session
-        if not self._narrows:
+        # This is asked before every step, so a session is made only for fewer rows.
+        if not self._narrows or 2 * now.rows_for(len(slots)) > now.num_rows:
             return
         few = self.session.with_options(batch_size=len(slots))
-        if 2 * few.num_rows > now.num_rows:
-            return
         compile_s = 0.0 if is_compiled(few) else self.compile().seconds
         if not _SAVED * seconds_left > compile_s:  # also if `seconds_left` is NaN
             return

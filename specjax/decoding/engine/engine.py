@@ -20,7 +20,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from specjax.controllers import Controller, Limits, StepRecord
+from specjax.controllers import Controller, LearnsCosts, Limits
 from specjax.decoding.engine.device_rows import DeviceRows
 from specjax.decoding.engine.outputs import (
     ABORTED,
@@ -33,12 +33,14 @@ from specjax.decoding.engine.page_pool import PagePool
 from specjax.decoding.engine.request_pages import RequestPages
 from specjax.decoding.engine.scheduler import Request, Scheduler
 from specjax.decoding.engine.statistics import Statistics, Step
+from specjax.decoding.engine.timed_steps import step_record
 from specjax.decoding.options import (
     DecodeOptions,
     read_arguments,
     read_sampling,
     takes_options,
 )
+from specjax.decoding.packed import Packed
 from specjax.decoding.programs import Programs
 from specjax.decoding.prompts import Prompt, encode_prompt
 from specjax.decoding.rows import Row
@@ -110,7 +112,7 @@ class _Running:
     """
 
     rows: tuple[Request | None, ...]
-    seen: Seen
+    seen: Packed
     begun: float
     waiting: int
     limits: Limits
@@ -163,7 +165,7 @@ class Engine:
 
     def _open(self, session: Session) -> None:
         self._rows = DeviceRows(session)
-        self._controller_state = session.controller.init(session.step_sizes)
+        self._begin_control(session)
         self.step_limits: list[tuple[Limits, int]] = []
         """The draft limits and the maximum number of rounds of each step."""
         self._scheduler = Scheduler(session.batch_size)
@@ -180,6 +182,11 @@ class Engine:
         self._number = 0
         self._clock_s = self._start_s = time.perf_counter()
         self._closed = self._torn = False
+
+    def _begin_control(self, session: Session) -> None:
+        """Let the session's controller begin, without what an earlier one has learned."""
+        self._controller_state = session.controller.init(session.step_sizes)
+        self._costs_are_known = False
 
     @property
     def session(self) -> Session:
@@ -205,7 +212,18 @@ class Engine:
         with self._compiling():
             if fewer_rows:
                 self._rows.compile_fewer()
-            return self._rows.compile()
+            programs = self._rows.compile()
+            if not self._costs_are_known:
+                self._tell_costs()
+            return programs
+
+    def _tell_costs(self) -> None:
+        """Let a controller that learns from costs know those of the compiled programs."""
+        self._costs_are_known = True
+        controller = self.session.controller
+        if isinstance(controller, LearnsCosts):
+            records = self._rows.timed_steps()
+            self._controller_state = controller.know_costs(self._controller_state, records)
 
     @contextlib.contextmanager
     def _compiling(self) -> Iterator[None]:
@@ -356,7 +374,7 @@ class Engine:
             with self._as_a_whole():
                 self._pages.forget()
         self._rows.update_params(params, drafter_params)
-        self._controller_state = self.session.controller.init(self.session.step_sizes)
+        self._begin_control(self.session)
         if running == "abort":
             self._abort([request for request in self._scheduler if request.begun is not None])
 
@@ -370,7 +388,7 @@ class Engine:
         """
         self._check_open()
         self._rows.replace_session(self.session.controlled_by(controller))
-        self._controller_state = self.session.controller.init(self.session.step_sizes)
+        self._begin_control(self.session)
 
     def close(self) -> None:
         """Free the engine's memory on the devices.
@@ -700,13 +718,12 @@ class Engine:
             self.statistics.prefill_s += self._lap(oldest.begun)
             if not self._under_way:
                 return
-        # All outputs of a program become available at the same time.
-        seen = jax.tree.map(np.asarray, oldest.seen)
+        seen = oldest.seen.read()
         with self._as_a_whole():
             self._under_way.popleft()
             seconds = self._lap(oldest.begun)
             self._take(oldest, seen, seconds)
-        record = _record(self.session, oldest.limits, seen, seconds)
+        record = step_record(self.session, oldest.limits, seen, seconds)
         self._controller_state = self.session.controller.update(self._controller_state, record)
 
     def _take(self, step: _Running, seen: Seen, seconds: float) -> None:
@@ -801,24 +818,6 @@ def _delta(request: Request, fresh: list[int], drafter: list[int], text: str) ->
     """What a step added to a request."""
     logprobs = request.follower.newest_logprobs(len(fresh))
     return Delta(request.id, request.row.sample, fresh, drafter, text, logprobs=logprobs)
-
-
-def _record(session: Session, limits: Limits, seen: Seen, seconds: float) -> StepRecord:
-    """Return the record of a step that the length controller learns from."""
-    ran = seen.rounds.emitted >= 0
-    widths = np.where(ran, seen.rounds.width, 0).max(axis=0)
-    drafters = np.arange(len(session.plan.drafter.parts))
-    return StepRecord(
-        limits=limits,
-        seconds=seconds,
-        passes=(widths[:, None] == np.array(session.plan.widths)).sum(axis=0),
-        ran=seen.tally.ran,
-        further=seen.tally.further,
-        drafted=seen.tally.drafted,
-        accepted=seen.tally.accepted,
-        turns=(seen.rounds.drafter[..., None] == drafters).sum(axis=(0, 1)),
-        row_rounds=int(ran.sum()),
-    )
 
 
 def _is_choice(chosen: Any, num_drafters: int, most_rounds: int) -> bool:
