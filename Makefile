@@ -20,6 +20,8 @@ PEERS ?= transformers
 MODEL ?=
 DRAFT ?=
 WEIGHTS ?=
+# 8 rounds activations as llama.cpp does.
+ACTIVATIONS ?=
 # Its answer repeats much of it, which a drafter without a model of its own can draft.
 PROMPTS ?=
 PROMPT ?= Correct this text: The harbor library opened in 1924. It holds 80,000 books and 3,000 sea charts. The reading room is open from Tuesday to Saturday, from nine to six. Tours start every Thursday at four.
@@ -113,7 +115,7 @@ wheel: setup
 	touch $@
 
 compare: setup $(foreach peer,transformers llama_cpp openvino,$(if $(findstring $(peer),$(PEERS)),.venv-peers/$(peer)))
-	$(RUN) scripts/compare_peers.py --peers=$(PEERS) $(if $(MODEL),--model='$(MODEL)') $(if $(DRAFT),--draft='$(DRAFT)') $(if $(WEIGHTS),--weights=$(WEIGHTS)) $(if $(PROMPTS),--prompts='$(PROMPTS)')
+	$(RUN) scripts/compare_peers.py --peers=$(PEERS) $(if $(MODEL),--model='$(MODEL)') $(if $(DRAFT),--draft='$(DRAFT)') $(if $(WEIGHTS),--weights=$(WEIGHTS)) $(if $(ACTIVATIONS),--activations=$(ACTIVATIONS)) $(if $(PROMPTS),--prompts='$(PROMPTS)')
 
 clean:
 	rm -rf .venv .venv-* build dist *.egg-info .pytest_cache .ruff_cache

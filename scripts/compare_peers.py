@@ -47,6 +47,9 @@ _WEIGHTS = flags.DEFINE_string(
     None,
     "Those of specjax: float, auto, int8, int4; by default auto with --model, else float.",
 )
+_ACTIVATIONS = flags.DEFINE_string(
+    "activations", "auto", "Those of specjax: auto, float, 24, 16, 8; 8 bits as in llama.cpp."
+)
 _PYTHON = flags.DEFINE_string("peer_python", ".venv-peers/bin/python", "Python with the peers.")
 
 PLAIN = "plain"
@@ -169,7 +172,9 @@ def compare() -> None:
     gguf = Path(_MODEL.value) if _MODEL.value else load.default_model_file()
     draft = Path(_DRAFT.value) if _DRAFT.value else None
     weights = _WEIGHTS.value or ("auto" if _MODEL.value else "float")
-    model = specjax.load_model(_MODEL.value or load.DEFAULT_MODEL, weights=weights)
+    model = specjax.load_model(
+        _MODEL.value or load.DEFAULT_MODEL, weights=weights, activations=_ACTIVATIONS.value
+    )
     questions = prompts.select(questions_of(_PROMPTS.value), per_task=_PER_TASK.value)
     chat = model.tokenizer is not None and model.tokenizer.chat_template is not None
     asked = [question.first_turn if chat else question.turns[0] for question in questions]
