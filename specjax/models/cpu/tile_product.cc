@@ -168,39 +168,51 @@ void multiply_tokens(const uint8_t* tiles, const Activations& x, int64_t token,
   for (int t = 0; t < kTokens; t++) store(sums[t], result[t]);
 }
 
-// The weights of a group as floats: [32][16].
-template <int kIndex>
-inline void to_floats(const Group& weights, float (*to)[kTileRows]) {
-  constexpr Format kFormat = kFormats[kIndex];
-  const Floats one = splat(1), offset = splat(-kFormat.offset);
-  for (int j = 0; j < 8; j++) {
-    const int sub = j * kFormat.subs() / 8;
-    const Floats minimum = kFormat.has_minimums() ? weights.minimums[sub] : splat(0);
-    const auto write = [&](int k, Floats integer) {
-      const Floats signed_integer = multiply_add(integer, one, offset);
-      store(to[4 * j + k], multiply_add(signed_integer, weights.scales[sub], minimum));
-    };
-    write(0, byte_as_float<0>(weights.bytes[j]));
-    write(1, byte_as_float<1>(weights.bytes[j]));
-    write(2, byte_as_float<2>(weights.bytes[j]));
-    write(3, byte_as_float<3>(weights.bytes[j]));
-  }
+// Adds the products of input `i` of a group with kTokens tokens, whose activations are D apart.
+template <int kTokens>
+inline void add_products(Floats weight, const float* x, int64_t width, int i, Floats* result) {
+#pragma GCC unroll 9
+  for (int t = 0; t < kTokens; t++)
+    result[t] = multiply_add(weight, splat(x[t * width + i]), result[t]);
 }
 
-template <int kTokens>
-void add_float_products(const float (*weights)[kTileRows], const Activations& x, int64_t token,
-                        int64_t group, float (*sums)[kTileRows]) {
+// As multiply_tokens, in floats: one input after the other.
+template <int kIndex, int kTokens>
+void multiply_tokens_in_floats(const uint8_t* tiles, const Activations& x, int64_t token,
+                               float (*sums)[kTileRows]) {
+  constexpr Format kFormat = kFormats[kIndex];
   const int64_t width = x.groups * kGroup;
-  const float* in = x.floats + token * width + group * kGroup;
-  Floats totals[kTokens];
-  for (int t = 0; t < kTokens; t++) totals[t] = load(sums[t]);
-  for (int i = 0; i < kGroup; i++) {
-    const Floats weight = load(weights[i]);
+  const float* in = x.floats + token * width;
+  Floats result[kTokens];
+  for (int t = 0; t < kTokens; t++) result[t] = splat(0);
+  if constexpr (kFormat.scales == Scales::kNone) {
+    for (int64_t i = 0; i < width; i++, tiles += 2 * kTileRows) {
+      const Floats weight =
+          kIndex == kHalfFloats ? from_halves(tiles) : from_brain_floats(tiles);
+      if (i % kGroup == 0) __builtin_prefetch(tiles + kPrefetched);
+      add_products<kTokens>(weight, in, width, i, result);
+    }
+  } else {
+    const Floats one = splat(1), offset = splat(-kFormat.offset);
+    for_groups<kIndex>(tiles, x.groups, [&](int64_t group, const Group& weights) {
+      const float* of_group = in + group * kGroup;
 #pragma GCC unroll 8
-    for (int t = 0; t < kTokens; t++)
-      totals[t] = multiply_add(weight, splat(in[t * width + i]), totals[t]);
+      for (int j = 0; j < 8; j++) {
+        const int sub = j * kFormat.subs() / 8;
+        const Floats minimum = kFormat.has_minimums() ? weights.minimums[sub] : splat(0);
+        const auto add = [&](int k, Floats integer) {
+          const Floats weight = multiply_add(multiply_add(integer, one, offset),
+                                             weights.scales[sub], minimum);
+          add_products<kTokens>(weight, of_group, width, 4 * j + k, result);
+        };
+        add(0, byte_as_float<0>(weights.bytes[j]));
+        add(1, byte_as_float<1>(weights.bytes[j]));
+        add(2, byte_as_float<2>(weights.bytes[j]));
+        add(3, byte_as_float<3>(weights.bytes[j]));
+      }
+    });
   }
-  for (int t = 0; t < kTokens; t++) store(sums[t], totals[t]);
+  for (int t = 0; t < kTokens; t++) store(sums[t], result[t]);
 }
 
 // Calls function(token, std::integral_constant<int, n>) for parts of n tokens each. How they are
@@ -226,38 +238,18 @@ template <int kIndex, int kPlanes>
 void multiply_blocks(const uint8_t* tiles, int64_t first, int64_t last, int64_t rows,
                      const Activations& x, float* y, int64_t stride) {
   constexpr Format kFormat = kFormats[kIndex];
-  constexpr bool kFloats = kFormat.scales == Scales::kNone;
   const int64_t block_bytes = x.groups / kFormat.groups() * kFormat.tile_bytes();
   std::vector<float> all_sums(x.tokens * kTileRows);
   auto* sums = reinterpret_cast<float(*)[kTileRows]>(all_sums.data());
   for (int64_t block = first; block < last; block++) {
     const uint8_t* from = tiles + block * block_bytes;
-    if constexpr (kPlanes > 0 && !kFloats) {
-      in_parts(x.tokens, [&](int64_t token, auto tokens) {
-        multiply_tokens<kIndex, decltype(tokens)::value, kPlanes>(from, x, token, sums + token);
-      });
-    } else {
-      alignas(64) float floats[kGroup][kTileRows];
-      std::fill(all_sums.begin(), all_sums.end(), 0.0f);
-      const auto add = [&](int64_t group) {
-        in_parts(x.tokens, [&](int64_t token, auto tokens) {
-          add_float_products<decltype(tokens)::value>(floats, x, token, group, sums + token);
-        });
-      };
-      if constexpr (kFloats) {
-        for (int64_t group = 0; group < x.groups; group++, from += kFormat.tile_bytes()) {
-          for (int i = 0; i < kGroup; i++)
-            store(floats[i], kIndex == kHalfFloats ? from_halves(from + 2 * kTileRows * i)
-                                                   : from_brain_floats(from + 2 * kTileRows * i));
-          add(group);
-        }
-      } else {
-        for_groups<kIndex>(from, x.groups, [&](int64_t group, const Group& weights) {
-          to_floats<kIndex>(weights, floats);
-          add(group);
-        });
-      }
-    }
+    in_parts(x.tokens, [&](int64_t token, auto tokens) {
+      constexpr int kTokens = decltype(tokens)::value;
+      if constexpr (kPlanes > 0)
+        multiply_tokens<kIndex, kTokens, kPlanes>(from, x, token, sums + token);
+      else
+        multiply_tokens_in_floats<kIndex, kTokens>(from, x, token, sums + token);
+    });
     const int64_t lanes = std::min<int64_t>(kTileRows, rows - block * kTileRows);
     for (int64_t token = 0; token < x.tokens; token++)
       std::memcpy(y + token * stride + block * kTileRows, sums[token], lanes * sizeof(float));

@@ -180,7 +180,8 @@ class TiledKernel(QuantizedKernel):
         if bits == 4:
             x, bits = round_activations(x, bits), None
         if bits is None:
-            bits = 24 if library.level().multiplies_bytes else 32
+            # Without such instructions, bytes of 8 bits take two products each.
+            bits = 24 if library.level().multiplies_bytes or self.bits < 8 else 32
         call = jax.ffi.ffi_call(
             library.TILE_PRODUCT,
             jax.ShapeDtypeStruct((x.shape[0], self.layout.outputs), jnp.float32),
