@@ -16,6 +16,7 @@ from model_files import GGUF_CONFIG, gguf_metadata, gguf_tensors, random_blocks,
 
 import specjax
 from specjax.errors import InputError
+from specjax.loading.formats.gguf_file import open_gguf
 from specjax.loading.load import load_model, random_model
 from specjax.loading.model import bytes_by_form, is_quantized
 from specjax.loading.quantize import float_model, quantized_model
@@ -290,6 +291,19 @@ def test_a_type_without_products_is_named(tmp_path, caplog):
     assert "since kernels of the type IQ3_S have no products in few bits" in line
     assert not is_quantized(model.params["layers"]["mlp"]["down"]["kernel"])
     assert is_quantized(model.params["layers"]["mlp"]["gate_up"]["kernel"])
+
+
+def test_scales_that_are_not_finite_are_named(tmp_path):
+    keys, arrays = gguf_metadata(CONFIG), gguf_tensors(CONFIG)
+    path = write_gguf(tmp_path / "a.gguf", keys, arrays, "Q4_K")
+    with open_gguf(path) as file:
+        tensor = file.tensors["blk.1.ffn_up.weight"]
+    content = bytearray(path.read_bytes())
+    assert load_model(path)
+    content[tensor.offset + 144 * 100 : tensor.offset + 144 * 100 + 2] = b"\x00\x7c"
+    path.write_bytes(content)
+    with pytest.raises(InputError, match="a.gguf: the tensor blk.1.ffn_up.weight has scales that"):
+        load_model(path)
 
 
 def test_weights_beyond_half_precision_are_named():

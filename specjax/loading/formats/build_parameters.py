@@ -132,14 +132,22 @@ class _Piece(NamedTuple):
         np.copyto(part, rows.reshape(part.shape), casting="unsafe")
 
     def write_tiles(self, rows: np.ndarray, target: TiledKernel, layer: int) -> None:
-        """Write the rows, in blocks of a file, into those of a layer of a kernel in tiles."""
+        """Write the rows, in blocks of a file, into those of a layer of a kernel in tiles.
+
+        Raises InputError for scales that are not finite.
+        """
         section, width = self.location.section, self.within.stop - self.within.start
         if section.width == section.size:
-            target.write(layer, self.rows.start, rows)
-            return
-        for block, of_block in enumerate(np.split(rows, len(rows) // width), self.blocks.start):
-            first = block * section.size + section.start + self.within.start
-            target.write(layer, first, of_block)
+            parts = [(self.rows.start, rows)]
+        else:
+            firsts = range(self.blocks.start * section.size, section.size * self.blocks.stop)
+            firsts = firsts[section.start + self.within.start :: section.size]
+            parts = list(zip(firsts, np.split(rows, len(rows) // width), strict=True))
+        if not all(target.write(layer, *part) for part in parts):
+            raise InputError(
+                f"the tensor {self.location.name} has scales that are not finite; download or "
+                "convert the file again"
+            )
 
 
 class _Slot(NamedTuple):

@@ -252,26 +252,34 @@ Byte* tile_of(const Format& format, Byte* tiles, int64_t row, int64_t width) {
   return tiles + row / kTileRows * (width / format.inputs) * format.tile_bytes();
 }
 
-// Writes rows of blocks as those of a kernel, tile by tile.
+// Whether a number in half precision is one, and not infinite.
+inline bool is_finite(const uint8_t* half) { return (half_at(half) & 0x7c00) != 0x7c00; }
+
+// Writes rows of blocks as those of a kernel, tile by tile. Returns whether all scales are finite.
 template <int kIndex>
-void pack(const uint8_t* blocks, int64_t rows, int64_t width, int64_t first, uint8_t* tiles) {
+bool pack(const uint8_t* blocks, int64_t rows, int64_t width, int64_t first, uint8_t* tiles) {
   constexpr Format format = kFormats[kIndex];
   const int64_t row_bytes = width / format.inputs * format.block_bytes;
+  bool finite = true;
   for (int64_t done = 0; done < rows;) {
     const int begin = (first + done) % kTileRows;
     const int count = static_cast<int>(std::min<int64_t>(kTileRows - begin, rows - done));
     uint8_t* tile = tile_of(format, tiles, first + done, width);
     const uint8_t* source = blocks + done * row_bytes;
     for (int64_t at = 0; at < width; at += format.inputs, tile += format.tile_bytes()) {
-      for (int row = 0; row < count; row++)
-        write_row<kIndex>(source + row * row_bytes, begin + row, tile);
+      for (int row = begin; row < begin + count; row++) {
+        write_row<kIndex>(source + (row - begin) * row_bytes, row, tile);
+        for (int at = 2 * row; at < format.super_bytes(); at += 2 * kTileRows)
+          finite &= is_finite(tile + at);
+      }
       source += format.block_bytes;
     }
     done += count;
   }
+  return finite;
 }
 
-using Pack = void (*)(const uint8_t*, int64_t, int64_t, int64_t, uint8_t*);
+using Pack = bool (*)(const uint8_t*, int64_t, int64_t, int64_t, uint8_t*);
 
 template <int... kIndices>
 Pack pack_of(int format, std::integer_sequence<int, kIndices...>) {
@@ -294,11 +302,11 @@ int64_t specjax_kernel_bytes(int format, int64_t rows, int64_t width) {
 }
 
 // Writes `rows` rows of a file's blocks as rows `first`, ... of a kernel that was zero before. Two
-// calls at a time must not write into the same 16 rows.
-void specjax_pack(int format, const uint8_t* blocks, int64_t rows, int64_t width, int64_t first,
+// calls at a time must not write into the same 16 rows. Returns whether all scales are finite.
+bool specjax_pack(int format, const uint8_t* blocks, int64_t rows, int64_t width, int64_t first,
                   uint8_t* tiles) {
   using Indices = std::make_integer_sequence<int, specjax::kNumFormats>;
-  pack_of(format, Indices{})(blocks, rows, width, first, tiles);
+  return pack_of(format, Indices{})(blocks, rows, width, first, tiles);
 }
 
 // Writes the rows `ids` of one kernel as rows 0, 1, ... of another one that was zero before. Rows

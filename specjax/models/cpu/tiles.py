@@ -54,14 +54,15 @@ def pack(
     inputs: int,
     first: int,
     tiles: UInt8[np.ndarray, "bytes"],
-) -> None:
+) -> bool:
     """Write rows, as blocks of the GGUF type `name`, as rows `first`, ... of a kernel's tiles.
 
-    `tiles` was zero before. Calls that write into the same 16 rows must not run at the same time.
+    Returns whether all of their scales are finite. `tiles` was zero before. Calls that write into
+    the same 16 rows must not run at the same time.
     """
     assert tiles.flags.c_contiguous
     blocks = np.ascontiguousarray(blocks)
-    _functions().specjax_pack(
+    return _functions().specjax_pack(
         formats()[name].number, blocks.ctypes.data, len(blocks), inputs, first, tiles.ctypes.data
     )
 
@@ -88,7 +89,7 @@ def _functions() -> ctypes.CDLL:
         ("format_inputs", ctypes.c_int, [ctypes.c_int]),
         ("format_bits", ctypes.c_int, [ctypes.c_int]),
         ("kernel_bytes", size, [ctypes.c_int, size, size]),
-        ("pack", None, [ctypes.c_int, pointer, size, size, size, pointer]),
+        ("pack", ctypes.c_bool, [ctypes.c_int, pointer, size, size, size, pointer]),
         ("take", None, [ctypes.c_int, pointer, size, pointer, size, pointer]),
     ):
         function = getattr(functions, f"specjax_{name}")

@@ -195,18 +195,17 @@ class TiledKernel(QuantizedKernel):
             layout=self.layout.encoded,
         )
 
-    def write(self, layer: int, first: int, blocks: UInt8[np.ndarray, "rows row_bytes"]) -> None:
+    def write(self, layer: int, first: int, blocks: UInt8[np.ndarray, "rows row_bytes"]) -> bool:
         """Write rows of one format, in blocks of its GGUF type, as outputs `first`, ... of a layer.
 
-        The kernel is on the host, and its rows were zero before. Calls for the same 16 rows must
-        not run at the same time.
+        Returns whether all of their scales are finite. The kernel is on the host, and its rows were
+        zero before. Calls for the same 16 rows must not run at the same time.
         """
         data = self.data[self.layout.bytes_of(range(layer, layer + 1))]
         for name, rows in self.layout.kinds[self.layout.layers[layer]]:
             size = tiles.num_bytes(name, rows, self.layout.inputs)
             if first < rows:
-                tiles.pack(name, blocks, self.layout.inputs, first, data[:size])
-                return
+                return tiles.pack(name, blocks, self.layout.inputs, first, data[:size])
             data, first = data[size:], first - rows
         raise AssertionError(first)
 
