@@ -105,7 +105,7 @@ def test_the_command_compares_answers_to_the_built_in_prompts(script, target, tm
     assert "2 pieces, 8 tokens scored" in heading
     assert "| `float`, float32 |" in float_line
     assert "| 0.0e+00 | 100.0 % |" in float_line
-    assert "| `int8`, 8-bit (" in int8_line
+    assert "| `int8`, Q8_0 (" in int8_line
     one_token = conversations(tmp_path / "long.jsonl", [([5, 6, 7], [8])])
     for flags_given, message in (
         ([f"--text={one_token}", "--context=3"], "none of its tokens is scored; give a longer"),
