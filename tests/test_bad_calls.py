@@ -68,6 +68,7 @@ BAD = {
     "field": [None, "", 5],
     "replicated": [2, "yes"],
     "weights": ["nosuch", 3, None],
+    "activations": ["12", 12, None],
     "kv_cache_dtype": ["float8", 3, None],
     "rule": ["nosuch", 3, None],
     "topology": ["tree", 3, None],

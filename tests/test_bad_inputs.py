@@ -321,7 +321,7 @@ LINES = [
     (decode.main, "--config.tempature=0.8", "did you mean sampling.temperature?"),
     (decode.main, "--config.sampling.topp=1", "did you mean sampling.top_p?"),
     (decode.main, "--config.batchsize=1", "did you mean batch_size?"),
-    (decode.main, "--config.xyzzy=1", "use batch_size, chat"),
+    (decode.main, "--config.xyzzy=1", "use activations, batch_size, chat"),
     (decode.main, "--config.seed.x=1", "there is no such field"),
     (
         decode.main,

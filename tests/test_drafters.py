@@ -208,10 +208,10 @@ def test_simulated_is_right_as_often_as_it_says(tiny):
     for seed, acceptance in ((0, 0.8), (1, 0.3)):
         options = dict(continuations=[[3] * 400] * 2, acceptance=acceptance, mistake_seed=seed)
         drafter, again = (specjax.make_drafter("simulated", tiny, **options) for _ in range(2))
-        right = np.asarray(drafter.params) == 3
+        right = np.asarray(drafter.params.tokens) == 3
         assert abs(right.mean() - acceptance) < 0.06
         assert (right[0] != right[1]).any()
-        assert (drafter.params == again.params).all()
+        assert (drafter.params.tokens == again.params.tokens).all()
 
 
 def test_simulated_drafts_nothing_after_its_recording(tiny, plain):

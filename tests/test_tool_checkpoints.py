@@ -160,6 +160,8 @@ def test_what_auto_takes_is_said_before_loading(tmp_path, said, monkeypatch):
     assert len(said()) == 1
     path = write_gguf(tmp_path / "a.gguf", gguf_metadata(), gguf_tensors(), "F16")
     load_model(path)
+    assert len(said()) == 1  # it stays in half precision
+    load_model(path, weights="float")
     assert "(dtype=auto on a CPU); dtype=bfloat16 takes" in said()[1]
     save_checkpoint(load_model(TIED, dtype="bfloat16"), tmp_path / "orbax")
     load_model(tmp_path / "orbax")
@@ -177,16 +179,20 @@ def test_weights_that_do_not_fit_are_refused_before_reading(tmp_path, monkeypatc
     save_checkpoint(load_model(TIED), tmp_path / "orbax")
     broken, free = changed(TIED, tmp_path / "broken", without("model.norm")), [1 << 40]
     monkeypatch.setattr(device_memory, "free_bytes", lambda: free[0])
+    free[0] = 1000
+    with pytest.raises(InputError, match=r"take .* on each device \(weights=file\), and"):
+        load_model(gguf)
     for path, like in ((TIED, TIED), (gguf, gguf), (tmp_path / "orbax", TIED), (broken, TIED)):
         free[0] = 1 << 40
-        size = sum(leaf.nbytes for leaf in jax.tree.leaves(load_model(like).params))
+        wide = load_model(like, weights="float")
+        size = sum(leaf.nbytes for leaf in jax.tree.leaves(wide.params))
         free[0] = size * 2 // 3
         with pytest.raises(
             InputError,
             match=rf"{path}: memory: the weights take .* on each device \(dtype=float32\), and .* "
             "GiB are free; dtype=bfloat16 takes",
         ):
-            load_model(path)
+            load_model(path, weights="float")
         free[0] = 1000
         with pytest.raises(InputError, match="GiB are free; use more devices or memory"):
             load_model(path, dtype="bfloat16")

@@ -441,7 +441,8 @@ class _Target(NamedTuple):
         rounded as it is read, and `kept` are the kernels that keep its types.
         """
         rounds &= self.rounds_while_loading
-        sizes = {f"dtype={self.dtype}": self._bytes(config, mtp, self.dtype, kept)}
+        first = "weights=file" if kept else f"dtype={self.dtype}"
+        sizes = {first: self._bytes(config, mtp, self.dtype, kept)}
         if self.dtype == np.float32:
             sizes["dtype=bfloat16"] = self._bytes(config, mtp, "bfloat16")
         if rounds:
@@ -450,7 +451,7 @@ class _Target(NamedTuple):
                 bits = kernel_bits(table, weights)
                 sizes[f"weights={weights}"] = self._bytes(config, mtp, self.dtype, bits)
         chosen = f"weights={self.weights}"
-        device_memory.check_weights(chosen if chosen in sizes else f"dtype={self.dtype}", sizes)
+        device_memory.check_weights(chosen if chosen in sizes else first, sizes)
 
     def _bytes(
         self,
