@@ -60,14 +60,17 @@ class Level(NamedTuple):
 
 _V3 = frozenset({"avx2", "fma", "f16c", "bmi2"})
 _V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+# By feature, which older compilers than those that know x86-64-v3 and v4 take as well.
+_V3_FLAGS = ("-mavx2", "-mfma", "-mf16c", "-mbmi2")
+_V4_FLAGS = (*_V3_FLAGS, *(f"-mavx512{part}" for part in ("f", "bw", "cd", "dq", "vl")))
 _ARM = frozenset({"asimddp", "fphp"})
 _PORTABLE = Level("portable", ("-DSPECJAX_PORTABLE",), frozenset())
 LEVELS = {
     "x86_64": (
-        Level("avx512-vnni", ("-march=x86-64-v4", "-mavx512vnni"), _V4 | {"avx512_vnni"}, True),
-        Level("avx512", ("-march=x86-64-v4",), _V4),
-        Level("avx-vnni", ("-march=x86-64-v3", "-mavxvnni"), _V3 | {"avx_vnni"}, True),
-        Level("avx2", ("-march=x86-64-v3",), _V3),
+        Level("avx512-vnni", (*_V4_FLAGS, "-mavx512vnni"), _V4 | {"avx512_vnni"}, True),
+        Level("avx512", _V4_FLAGS, _V4),
+        Level("avx-vnni", (*_V3_FLAGS, "-mavxvnni"), _V3 | {"avx_vnni"}, True),
+        Level("avx2", _V3_FLAGS, _V3),
         _PORTABLE,
     ),
     "aarch64": (
