@@ -36,7 +36,7 @@ from specjax.models.layers.attention import group_queries, most_attended
 from specjax.testing import check_drafter
 from specjax.trees import tree_of_choices
 
-NEW = 24
+NEW = 32
 OPTIONS = {
     "recent": dict(budget=6, sinks=2),
     "scores": dict(budget=36, keep="scores", refresh=5),
@@ -205,7 +205,7 @@ def test_keys_are_chosen_by_the_queries_of_verification(kind, tiny):
         own = queries[row, length - 1 - kept : length - 1]
         wanted = by_scores(tiny, own, state.cache.take(jnp.array([row])), length, 4)
         equal.append(np.array_equal(slots, wanted))
-    assert len(equal) > 3
+    assert len(equal) > 5
     assert all(equal) == (kind is SparseKV)
 
 
