@@ -4,6 +4,7 @@
 #ifndef SPECJAX_LANES16_H_
 #define SPECJAX_LANES16_H_
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -21,7 +22,8 @@ namespace specjax {
 // Floats and Ints have 16 lanes; Bytes are 64, four for each lane. `to_nearest` rounds half to even.
 // A number is higher_digits * 256 + low_digit, which is -128 to 127. `dot` adds the products of each
 // lane's four unsigned bytes with four signed ones to it. Where a lane's bytes have all 8 bits
-// (kWide), `dot` may take them less kWideOffset, which callers allow for.
+// (kWide), `dot` may take them less kWideOffset, which callers allow for. Processors without such an
+// instruction (SPECJAX_PAIRS) have `multiply_pairs` instead, sums of two products in 16 bits.
 
 #if !defined(SPECJAX_PORTABLE) && defined(__AVX512BW__)
 
@@ -76,29 +78,31 @@ inline Bytes look_up(const uint8_t* table, Bytes indices) {
   const __m512i all = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)table));
   return _mm512_shuffle_epi8(all, indices);
 }
-// The lane's byte k as a float.
-template <int k>
+inline Bytes subtract(Bytes bytes, uint8_t value) {
+  return _mm512_sub_epi8(bytes, _mm512_set1_epi8(value));
+}
+// The lane's byte k, which is unsigned or signed, as a float.
+template <int k, bool kSigned>
 inline Floats byte_as_float(Bytes bytes) {
+  if constexpr (kSigned)
+    return _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(bytes, 24 - 8 * k), 24));
   return _mm512_cvtepi32_ps(
       _mm512_and_si512(_mm512_srli_epi32(bytes, 8 * k), _mm512_set1_epi32(255)));
 }
+#if defined(__AVX512VNNI__)
 template <bool kWide>
 inline Ints dot(Ints sums, Bytes bytes, int32_t four) {
-  const __m512i digits = _mm512_set1_epi32(four);
-#if defined(__AVX512VNNI__)
-  return _mm512_dpbusd_epi32(sums, bytes, digits);
-#else
-  const __m512i ones = _mm512_set1_epi16(1);
-  const auto pairs = [&](__m512i few) {
-    return _mm512_madd_epi16(_mm512_maddubs_epi16(few, digits), ones);
-  };
-  if constexpr (!kWide) return _mm512_add_epi32(sums, pairs(bytes));
-  // Pairs of products of 8 bits do not fit into 16.
-  const __m512i low = _mm512_and_si512(bytes, _mm512_set1_epi8(127));
-  const __m512i top = field<7>(bytes, 1);
-  return _mm512_add_epi32(_mm512_add_epi32(sums, pairs(low)), _mm512_slli_epi32(pairs(top), 7));
-#endif
+  return _mm512_dpbusd_epi32(sums, bytes, _mm512_set1_epi32(four));
 }
+#else
+#define SPECJAX_PAIRS
+inline Ints multiply_pairs(Bytes bytes, int32_t four) {
+  return _mm512_maddubs_epi16(bytes, _mm512_set1_epi32(four));
+}
+inline Ints add_pairs(Ints a, Ints b) { return _mm512_add_epi16(a, b); }
+inline Ints sum_pairs(Ints a) { return _mm512_madd_epi16(a, _mm512_set1_epi16(1)); }
+inline Ints times_16(Ints a) { return _mm512_slli_epi32(a, 4); }
+#endif
 
 #elif !defined(SPECJAX_PORTABLE) && defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 
@@ -197,34 +201,44 @@ inline Bytes look_up(const uint8_t* table, Bytes indices) {
   const __m256i all = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)table));
   return {_mm256_shuffle_epi8(all, indices.low), _mm256_shuffle_epi8(all, indices.high)};
 }
-template <int k>
+inline Bytes subtract(Bytes bytes, uint8_t value) {
+  const __m256i all = _mm256_set1_epi8(value);
+  return {_mm256_sub_epi8(bytes.low, all), _mm256_sub_epi8(bytes.high, all)};
+}
+template <int k, bool kSigned>
 inline Floats byte_as_float(Bytes bytes) {
+  const auto half = [](__m256i part) {
+    return _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(part, 24 - 8 * k), 24));
+  };
+  if constexpr (kSigned) return {half(bytes.low), half(bytes.high)};
   const __m256i mask = _mm256_set1_epi32(255);
   return {_mm256_cvtepi32_ps(_mm256_and_si256(_mm256_srli_epi32(bytes.low, 8 * k), mask)),
           _mm256_cvtepi32_ps(_mm256_and_si256(_mm256_srli_epi32(bytes.high, 8 * k), mask))};
 }
-template <bool kWide>
-inline __m256i dot_half(__m256i sums, __m256i bytes, __m256i digits) {
 #if defined(__AVXVNNI__)
-  return _mm256_dpbusd_avx_epi32(sums, bytes, digits);
-#else
-  const __m256i ones = _mm256_set1_epi16(1);
-  const auto pairs = [&](__m256i few) {
-    return _mm256_madd_epi16(_mm256_maddubs_epi16(few, digits), ones);
-  };
-  if constexpr (!kWide) return _mm256_add_epi32(sums, pairs(bytes));
-  // Pairs of products of 8 bits do not fit into 16.
-  const __m256i low = _mm256_and_si256(bytes, _mm256_set1_epi8(127));
-  const __m256i top = _mm256_and_si256(_mm256_srli_epi16(bytes, 7), _mm256_set1_epi8(1));
-  return _mm256_add_epi32(_mm256_add_epi32(sums, pairs(low)), _mm256_slli_epi32(pairs(top), 7));
-#endif
-}
 template <bool kWide>
 inline Ints dot(Ints sums, Bytes bytes, int32_t four) {
   const __m256i digits = _mm256_set1_epi32(four);
-  return {dot_half<kWide>(sums.low, bytes.low, digits),
-          dot_half<kWide>(sums.high, bytes.high, digits)};
+  return {_mm256_dpbusd_avx_epi32(sums.low, bytes.low, digits),
+          _mm256_dpbusd_avx_epi32(sums.high, bytes.high, digits)};
 }
+#else
+#define SPECJAX_PAIRS
+inline Ints multiply_pairs(Bytes bytes, int32_t four) {
+  const __m256i digits = _mm256_set1_epi32(four);
+  return {_mm256_maddubs_epi16(bytes.low, digits), _mm256_maddubs_epi16(bytes.high, digits)};
+}
+inline Ints add_pairs(Ints a, Ints b) {
+  return {_mm256_add_epi16(a.low, b.low), _mm256_add_epi16(a.high, b.high)};
+}
+inline Ints sum_pairs(Ints a) {
+  const __m256i ones = _mm256_set1_epi16(1);
+  return {_mm256_madd_epi16(a.low, ones), _mm256_madd_epi16(a.high, ones)};
+}
+inline Ints times_16(Ints a) {
+  return {_mm256_slli_epi32(a.low, 4), _mm256_slli_epi32(a.high, 4)};
+}
+#endif
 
 #elif !defined(SPECJAX_PORTABLE) && defined(__ARM_FEATURE_DOTPROD)
 
@@ -326,11 +340,18 @@ inline Bytes look_up(const uint8_t* table, Bytes indices) {
   Bytes result;
   SPECJAX_EACH(vqtbl1q_u8(all, indices.part[i]))
 }
-template <int k>
+inline Bytes subtract(Bytes bytes, uint8_t value) {
+  Bytes result;
+  SPECJAX_EACH(vsubq_u8(bytes.part[i], vdupq_n_u8(value)))
+}
+template <int k, bool kSigned>
 inline Floats byte_as_float(Bytes bytes) {
   const uint32x4_t mask = vdupq_n_u32(255);
   Floats result;
-  if constexpr (k == 0) {
+  if constexpr (kSigned) {
+    SPECJAX_EACH(vcvtq_f32_s32(
+        vshrq_n_s32(vshlq_n_s32(vreinterpretq_s32_u8(bytes.part[i]), 24 - 8 * k), 24)))
+  } else if constexpr (k == 0) {
     SPECJAX_EACH(vcvtq_f32_u32(vandq_u32(vreinterpretq_u32_u8(bytes.part[i]), mask)))
   } else {
     SPECJAX_EACH(vcvtq_f32_u32(
@@ -449,9 +470,17 @@ inline Bytes look_up(const uint8_t* table, const Bytes& indices) {
   for (int i = 0; i < 64; i++) result.byte[i] = table[indices.byte[i]];
   return result;
 }
-template <int k>
+inline Bytes subtract(const Bytes& bytes, uint8_t value) {
+  Bytes result;
+  for (int i = 0; i < 64; i++) result.byte[i] = bytes.byte[i] - value;
+  return result;
+}
+template <int k, bool kSigned>
 inline Floats byte_as_float(const Bytes& bytes) {
-  return each_lane<Floats>([&](int i) { return static_cast<float>(bytes.byte[4 * i + k]); });
+  return each_lane<Floats>([&](int i) {
+    const uint8_t byte = bytes.byte[4 * i + k];
+    return kSigned ? static_cast<float>(static_cast<int8_t>(byte)) : static_cast<float>(byte);
+  });
 }
 template <bool kWide>
 inline Ints dot(const Ints& sums, const Bytes& bytes, int32_t four) {
@@ -465,6 +494,50 @@ inline Ints dot(const Ints& sums, const Bytes& bytes, int32_t four) {
 }
 
 #endif
+
+// The sum of kCount products: each lane's four bytes of kBits bits, which may be less kWideOffset if
+// they are 8, with four signed bytes at `digits`.
+template <int kBits, int kCount>
+inline Ints dots(const Bytes* bytes, const int8_t* digits) {
+  const auto four = [&](int j) {
+    int32_t result;
+    std::memcpy(&result, digits + 4 * j, 4);
+    return result;
+  };
+#if !defined(SPECJAX_PAIRS)
+  // Two sums, since each product waits for the one before it.
+  Ints even = splat_int(0), odd = splat_int(0);
+#pragma GCC unroll 8
+  for (int j = 0; j < kCount; j += 2) {
+    even = dot<kBits == 8>(even, bytes[j], four(j));
+    odd = dot<kBits == 8>(odd, bytes[j + 1], four(j + 1));
+  }
+  return add(even, odd);
+#else
+  // As many sums of pairs are added up as fit into 16 bits, and bytes of 8 bits are halved.
+  Ints result = splat_int(0);
+  if constexpr (kBits == 8) {
+    Ints low = splat_int(0), high = splat_int(0);
+#pragma GCC unroll 8
+    for (int j = 0; j < kCount; j++) {
+      low = add_pairs(low, multiply_pairs(field<0>(bytes[j], 15), four(j)));
+      high = add_pairs(high, multiply_pairs(field<4>(bytes[j], 15), four(j)));
+    }
+    result = add(sum_pairs(low), times_16(sum_pairs(high)));
+  } else {
+    constexpr int kFit = std::min(kCount, kBits <= 4 ? 8 : kBits == 5 ? 4 : 2);
+#pragma GCC unroll 4
+    for (int first = 0; first < kCount; first += kFit) {
+      Ints some = multiply_pairs(bytes[first], four(first));
+#pragma GCC unroll 8
+      for (int j = first + 1; j < first + kFit; j++)
+        some = add_pairs(some, multiply_pairs(bytes[j], four(j)));
+      result = first ? add(result, sum_pairs(some)) : sum_pairs(some);
+    }
+  }
+  return result;
+#endif
+}
 
 }  // namespace specjax
 

@@ -5,7 +5,9 @@
 namespace specjax {
 namespace {
 
-constexpr int kMostTokens = kRegisters >= 32 ? 9 : 4;  // whose sums are in registers at a time
+// The tokens whose sums are in registers at a time, beside those of a group's integers.
+constexpr int kMostTokens = kRegisters >= 32 ? 9 : 4;
+constexpr int kMostTokensInFloats = kRegisters >= 32 ? 9 : 5;
 constexpr int kMostSubs = 2;                           // of a group
 constexpr int kPrefetched = 4096;                      // bytes
 
@@ -110,8 +112,8 @@ void multiply_tokens(const uint8_t* tiles, const Activations& x, int64_t token,
                      float (*sums)[kTileRows]) {
   constexpr Format kFormat = kFormats[kIndex];
   constexpr int kSubs = kFormat.subs(), kBytesOfSub = 8 / kSubs;
-  constexpr bool kWide = kFormat.bits == 8 || kFormat.table;
-  constexpr int kOffset = kFormat.offset - (kWide ? kWideOffset : 0);
+  constexpr int kBits = kFormat.table ? 8 : kFormat.bits;
+  constexpr int kOffset = kFormat.offset - (kBits == 8 ? kWideOffset : 0);
   const int8_t* digits = x.digits.data() + token * x.groups * kPlanes * kGroup;
   const float* scales = x.scales.data() + token * x.groups;
   const float* totals = x.totals.data() + token * x.groups * 2;
@@ -128,24 +130,12 @@ void multiply_tokens(const uint8_t* tiles, const Activations& x, int64_t token,
 #pragma GCC unroll 3
         for (int plane = 0; plane < kPlanes; plane++) {
           const int8_t* of_sub = digits + (at * kPlanes + plane) * kGroup + sub * 4 * kBytesOfSub;
-          const auto four = [&](int j) {
-            int32_t bytes;
-            std::memcpy(&bytes, of_sub + 4 * j, 4);
-            return bytes;
-          };
-          // Two sums, since each product waits for the one before it.
-          Ints even = splat_int(0), odd = splat_int(0);
+          sum[plane] = dots<kBits, kBytesOfSub>(weights.bytes + sub * kBytesOfSub, of_sub);
           if constexpr (kOffset != 0) {
             int32_t of_half = digit_sums[(at * 2 + sub) * kPlanes + plane];
             if (kSubs == 1) of_half += digit_sums[(at * 2 + 1) * kPlanes + plane];
-            even = splat_int(-kOffset * of_half);
+            sum[plane] = add(sum[plane], splat_int(-kOffset * of_half));
           }
-#pragma GCC unroll 8
-          for (int j = 0; j < kBytesOfSub; j += 2) {
-            even = dot<kWide>(even, weights.bytes[sub * kBytesOfSub + j], four(j));
-            odd = dot<kWide>(odd, weights.bytes[sub * kBytesOfSub + j + 1], four(j + 1));
-          }
-          sum[plane] = add(even, odd);
         }
         Floats product;
         if constexpr (kPlanes == 1) {
@@ -193,22 +183,23 @@ void multiply_tokens_in_floats(const uint8_t* tiles, const Activations& x, int64
       add_products<kTokens>(weight, in, width, i, result);
     }
   } else {
-    const Floats one = splat(1), offset = splat(-kFormat.offset);
     for_groups<kIndex>(tiles, x.groups, [&](int64_t group, const Group& weights) {
       const float* of_group = in + group * kGroup;
 #pragma GCC unroll 8
       for (int j = 0; j < 8; j++) {
         const int sub = j * kFormat.subs() / 8;
-        const Floats minimum = kFormat.has_minimums() ? weights.minimums[sub] : splat(0);
+        constexpr bool kSigned = kFormat.offset > 0;
+        const Bytes bytes = kSigned ? subtract(weights.bytes[j], kFormat.offset) : weights.bytes[j];
         const auto add = [&](int k, Floats integer) {
-          const Floats weight = multiply_add(multiply_add(integer, one, offset),
-                                             weights.scales[sub], minimum);
+          const Floats weight = kFormat.has_minimums()
+                                    ? multiply_add(integer, weights.scales[sub], weights.minimums[sub])
+                                    : multiply(integer, weights.scales[sub]);
           add_products<kTokens>(weight, of_group, width, 4 * j + k, result);
         };
-        add(0, byte_as_float<0>(weights.bytes[j]));
-        add(1, byte_as_float<1>(weights.bytes[j]));
-        add(2, byte_as_float<2>(weights.bytes[j]));
-        add(3, byte_as_float<3>(weights.bytes[j]));
+        add(0, byte_as_float<0, kSigned>(bytes));
+        add(1, byte_as_float<1, kSigned>(bytes));
+        add(2, byte_as_float<2, kSigned>(bytes));
+        add(3, byte_as_float<3, kSigned>(bytes));
       }
     });
   }
@@ -217,13 +208,13 @@ void multiply_tokens_in_floats(const uint8_t* tiles, const Activations& x, int64
 
 // Calls function(token, std::integral_constant<int, n>) for parts of n tokens each. How they are
 // divided changes no bits.
-template <typename Function>
+template <int kMost, typename Function>
 inline void in_parts(int64_t tokens, Function function) {
   for (int64_t token = 0; token < tokens;) {
     const int64_t left = tokens - token;
     const auto part = [&](auto count) {
-      if (left < count || count > kMostTokens || (count == 9 && left > 9)) return false;
-      if constexpr (count <= kMostTokens) function(token, count);
+      if (left < count || count > kMost || (count == 9 && left > 9)) return false;
+      if constexpr (count <= kMost) function(token, count);
       token += count;
       return true;
     };
@@ -243,7 +234,7 @@ void multiply_blocks(const uint8_t* tiles, int64_t first, int64_t last, int64_t 
   auto* sums = reinterpret_cast<float(*)[kTileRows]>(all_sums.data());
   for (int64_t block = first; block < last; block++) {
     const uint8_t* from = tiles + block * block_bytes;
-    in_parts(x.tokens, [&](int64_t token, auto tokens) {
+    in_parts<kPlanes ? kMostTokens : kMostTokensInFloats>(x.tokens, [&](int64_t token, auto tokens) {
       constexpr int kTokens = decltype(tokens)::value;
       if constexpr (kPlanes > 0)
         multiply_tokens<kIndex, kTokens, kPlanes>(from, x, token, sums + token);
