@@ -107,8 +107,7 @@ def differences(name: str, mine: list[list[int]], theirs: list[list[int]]) -> in
 def formats_of(head: Any) -> list[str]:
     """Return the layouts of other tools that can hold a head."""
     from specjax.errors import InputError
-    from specjax.loading.head_formats import FORMATS
-    from specjax.loading.head_formats.read_write import check_format
+    from specjax.methods.heads.published_layouts import FORMATS, check_format
 
     found = []
     for form in FORMATS:
@@ -134,11 +133,10 @@ def compare() -> int:
     logging.set_verbosity(logging.WARNING)
     import specjax
     from specjax.cli.built_in_prompts import questions_of
-    from specjax.decoding import prompts
+    from specjax.engine import prompts
     from specjax.errors import InputError
-    from specjax.loading.find_head import read_any_head, shipped_head
-    from specjax.loading.head_formats import write_foreign
-    from specjax.loading.head_formats.read_write import whole_vocabulary
+    from specjax.methods.heads.find_head import read_any_head, shipped_head
+    from specjax.methods.heads.published_layouts import whole_vocabulary, write_foreign
 
     folder = Path(_FOLDER.value)
     folder.mkdir(parents=True, exist_ok=True)

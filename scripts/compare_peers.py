@@ -132,7 +132,7 @@ def ways_of(heads: Sequence[str], with_draft: bool) -> dict[str, Way]:
     `heads` are the kinds of heads that come with specjax for the model, and `with_draft` says that
     there is a draft model.
     """
-    from specjax.decoding.options import AUTO, FIXED
+    from specjax.engine.options import AUTO, FIXED
 
     ways = {
         PLAIN: Way("none", FIXED, 0, 0),
@@ -164,10 +164,10 @@ def compare() -> None:
     """Decode with all systems in turn, and print speeds, ratios and equal tokens."""
     import specjax
     from specjax.cli.built_in_prompts import questions_of
-    from specjax.decoding import generate, prompts, session
-    from specjax.decoding.options import DecodeOptions
+    from specjax.engine import generate, prompts, session
+    from specjax.engine.options import DecodeOptions
     from specjax.loading import load
-    from specjax.loading.find_head import included_heads
+    from specjax.methods.heads.find_head import included_heads
 
     gguf = Path(_MODEL.value) if _MODEL.value else load.default_model_file()
     draft = Path(_DRAFT.value) if _DRAFT.value else None
@@ -315,8 +315,8 @@ def fresh_prompts(vocab_size: int, length: int, count: int) -> list[list[int]]:
 def compare_prefill(model: Any, name: str, peer: Peer) -> None:
     """Print the time in which specjax and a peer read a long prompt that is new to them."""
     import specjax
-    from specjax.decoding import generate, session
-    from specjax.decoding.options import DecodeOptions
+    from specjax.engine import generate, session
+    from specjax.engine.options import DecodeOptions
 
     length, count = _PREFILL.value, _RUNS.value + 1
     prompts = fresh_prompts(model.config.vocab_size, length, count)

@@ -24,15 +24,15 @@ from jaxtyping import Float
 from calibrate_trees import PROMPTS
 from specjax.cli import command
 from specjax.cli.flags import Listed, Parser
-from specjax.decoding.options import DecodeOptions
-from specjax.decoding.programs import run as run_rounds
-from specjax.decoding.programs import start
-from specjax.decoding.prompts import Prompt, read_questions, select
-from specjax.decoding.rows import batch_arguments
-from specjax.decoding.sampling_params import SamplingParams
-from specjax.decoding.session import Session, plan_session
-from specjax.decoding.verify import as_drafted
+from specjax.core.verify import as_drafted
 from specjax.drafters import TreeOptions, make_drafter
+from specjax.engine.options import DecodeOptions
+from specjax.engine.programs import run as run_rounds
+from specjax.engine.programs import start
+from specjax.engine.prompts import Prompt, read_questions, select
+from specjax.engine.rows import batch_arguments
+from specjax.engine.sampling_params import SamplingParams
+from specjax.engine.session import Session, plan_session
 from specjax.fields import InputFile, Number, PathOrName, Text, Whole
 from specjax.loading.load import DEFAULT_MODEL, load_model
 from specjax.playground.replay_round import verify_and_keep

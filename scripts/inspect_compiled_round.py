@@ -131,21 +131,22 @@ def compile_program(devices: list[Any]) -> Any:
 
     from accelerator.sizes import SIZES
     from specjax import sampling
-    from specjax.decoding import loop, programs
-    from specjax.decoding.plan import Plan
-    from specjax.decoding.session import widths
-    from specjax.decoding.state import Rows
+    from specjax.core import loop
+    from specjax.core.drafter import Sampling
+    from specjax.core.plan import Plan
+    from specjax.core.state import Rows
     from specjax.distributed import sharding
     from specjax.drafters import TreeOptions, Turns
-    from specjax.drafters.base import Sampling
-    from specjax.drafters.heads.eagle import EagleDrafter
-    from specjax.drafters.lookup.ngram import Ngram
-    from specjax.drafters.self_speculation.early_exit import EarlyExit
+    from specjax.engine import programs
+    from specjax.engine.session import widths
     from specjax.loading.formats import build_parameters, parameter_names
+    from specjax.methods.eagle.drafter import EagleDrafter
+    from specjax.methods.eagle.head import Eagle
+    from specjax.methods.early_exit import EarlyExit
+    from specjax.methods.heads import shared_parameters
+    from specjax.methods.ngram import Ngram
     from specjax.models.config import Experts
     from specjax.models.decoder import Decoder, Form
-    from specjax.models.heads import shared_parameters
-    from specjax.models.heads.eagle import Eagle
 
     data, model, batch = _DATA.value, _MODEL.value, _BATCH.value
     mesh = sharding.make_mesh(data, model, devices[: data * model])
@@ -234,7 +235,7 @@ def compile_program(devices: list[Any]) -> Any:
 
 def _eagle3(config: Any) -> Any:
     """The config of a head for a target: one of its layers, and its whole vocabulary."""
-    from specjax.models.heads.eagle import EagleConfig, default_taps
+    from specjax.methods.eagle.head import EagleConfig, default_taps
 
     return EagleConfig(
         decoder=dataclasses.replace(config, num_layers=1),

@@ -45,18 +45,18 @@ from specjax.cli.decode_config import (
 )
 from specjax.cli.decode_run import decode_batches
 from specjax.cli.mesh_config import open_mesh
-from specjax.decoding.engine.outputs import Failure, failure_message
-from specjax.decoding.sampling_params import SamplingParams
-from specjax.decoding.session import NoRoomError
+from specjax.core.growth.tree_options import TreeKind, TreeOptions
 from specjax.distributed import processes
 from specjax.drafters import DRAFTERS, TRAINED, drafter_options, option_type
-from specjax.drafters.by_name.registry import parts_of
-from specjax.drafters.growth.tree_options import TreeKind, TreeOptions
+from specjax.engine.outputs import Failure, failure_message
+from specjax.engine.sampling_params import SamplingParams
+from specjax.engine.session import NoRoomError
 from specjax.errors import InputError, one_line
 from specjax.fields import fields_of
 from specjax.files.package_versions import versions
-from specjax.loading.find_head import included_heads, shipped_heads
 from specjax.loading.model import Model
+from specjax.methods.heads.find_head import included_heads, shipped_heads
+from specjax.methods.registry import parts_of
 from specjax.reporting.decode_report import Clock, DrafterRun, device_name, summary, tree_record
 from specjax.reporting.records import Conditions, RunHeader
 from specjax.reporting.report_file import ReportFile, check_writable

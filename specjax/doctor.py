@@ -35,11 +35,11 @@ from specjax.cli.decode_config import (
     read_decode_config,
     turn_prompts,
 )
-from specjax.decoding.options import BATCH_SIZE, FIXED
-from specjax.decoding.sampling_params import SEED, SamplingParams
 from specjax.diagnosis import diagnose
 from specjax.diagnosis.declared import check_files
 from specjax.drafters import TRAINED, LoadedDrafter
+from specjax.engine.options import BATCH_SIZE, FIXED
+from specjax.engine.sampling_params import SEED, SamplingParams
 from specjax.errors import InputError
 from specjax.fields import Whole, optional, read_values
 from specjax.loading.model import Model

@@ -19,17 +19,17 @@ from specjax.errors import InputError
 from specjax.fields import Choice, Flag, PathOrName, optional
 from specjax.files import folders
 from specjax.files.path_checks import output_folder, user_path
-from specjax.loading import head_formats
-from specjax.loading.find_head import open_head
-from specjax.loading.head_formats.eagle3_layer_ids import CONVENTIONS
-from specjax.loading.head_formats.read_write import check_format, whole_vocabulary
-from specjax.loading.heads.head import KINDS, Head, check_same, compacted, read_head, save_head
 from specjax.loading.load import DEFAULT_MODEL, DTYPE, load_model
 from specjax.loading.model import Model
 from specjax.loading.storage.checkpoint_directory import is_checkpoint
+from specjax.methods.heads import published_layouts
+from specjax.methods.heads.eagle3_layer_ids import CONVENTIONS
+from specjax.methods.heads.find_head import open_head
+from specjax.methods.heads.head import KINDS, Head, check_same, compacted, read_head, save_head
+from specjax.methods.heads.published_layouts import check_format, whole_vocabulary
 
 OWN = ("specjax", "compact")
-FORMATS = (*head_formats.FORMATS, *OWN)
+FORMATS = (*published_layouts.FORMATS, *OWN)
 
 
 def parser() -> Parser:
@@ -93,14 +93,14 @@ def export(options: SimpleNamespace) -> int:
     if shipped:
         head = _prepared(open_head(options.head, None, target), options)
     elif head is None:
-        foreign = head_formats.read_foreign(source, target, layer_ids=options.read_layer_ids)
+        foreign = published_layouts.read_foreign(source, target, layer_ids=options.read_layer_ids)
         head = _prepared(foreign, options)
     if own:
         head = compacted(head) if compact else head
         save_head(head, output, compact=compact)
         check_same(head, read_head(output), str(output))
     else:
-        head_formats.write_foreign(
+        published_layouts.write_foreign(
             head, output, options.format, target, layer_ids=options.layer_ids
         )
     print(_summary(head, target, options))

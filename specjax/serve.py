@@ -24,8 +24,8 @@ from specjax.cli import command
 from specjax.cli.console import Screen
 from specjax.cli.decode_config import load_target, make_config_drafter
 from specjax.cli.mesh_config import ONE_PROCESS, open_mesh
-from specjax.decoding.engine.engine import Engine
-from specjax.decoding.session import plan_engine
+from specjax.engine.engine import Engine
+from specjax.engine.session import plan_engine
 from specjax.errors import InputError
 from specjax.reporting.decode_report import device_name
 from specjax.serving.serve_config import ServeConfig, ServeFields, read_serve_config

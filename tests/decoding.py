@@ -10,32 +10,31 @@ import numpy as np
 
 from specjax import trees
 from specjax.controllers import Fixed, Limits
-from specjax.decoding import initial_state
-from specjax.decoding.generate import decode_session
-from specjax.decoding.options import DecodeOptions
-from specjax.decoding.programs import compile_session, run, start
-from specjax.decoding.round import make_context
-from specjax.decoding.rows import batch_arguments, row_arguments
-from specjax.decoding.sampling_params import SamplingParams
-from specjax.decoding.session import plan_session
-from specjax.decoding.state import RUNNING
+from specjax.core import drafter as base
+from specjax.core import initial_state, turn_taking
+from specjax.core.round import make_context
+from specjax.core.state import RUNNING
 from specjax.distributed.sharding import use
 from specjax.drafters import (
     Drafter,
     LoadedDrafter,
     TokenRecycling,
-    base,
     make_drafter,
     merge_drafters,
     take_turns,
-    turn_taking,
 )
-from specjax.drafters.draft_model import DraftModel
-from specjax.drafters.lookup.ngram import Ngram
-from specjax.drafters.lookup.suffix import Suffix
-from specjax.drafters.self_speculation.early_exit import EarlyExit
-from specjax.drafters.self_speculation.layer_skip import LayerSkip
-from specjax.drafters.self_speculation.self_drafter import SelfDrafter
+from specjax.engine.generate import decode_session
+from specjax.engine.options import DecodeOptions
+from specjax.engine.programs import compile_session, run, start
+from specjax.engine.rows import batch_arguments, row_arguments
+from specjax.engine.sampling_params import SamplingParams
+from specjax.engine.session import plan_session
+from specjax.methods.draft_model.drafter import DraftModel
+from specjax.methods.early_exit import EarlyExit
+from specjax.methods.layer_skip import LayerSkip
+from specjax.methods.ngram import Ngram
+from specjax.methods.self_drafter import SelfDrafter
+from specjax.methods.suffix import Suffix
 from specjax.sampling import UniformRule
 
 PROMPTS = [

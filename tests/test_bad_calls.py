@@ -20,10 +20,6 @@ from decoding import Deciding, changed
 import specjax
 from specjax import sampling, testing
 from specjax.controllers import Auto, Limits
-from specjax.decoding import programs
-from specjax.decoding.engine.engine import Engine
-from specjax.decoding.options import DecodeOptions
-from specjax.decoding.session import plan_session
 from specjax.drafters import (
     DRAFTERS,
     Drafter,
@@ -33,11 +29,15 @@ from specjax.drafters import (
     drafter_options,
     merge_drafters,
 )
-from specjax.drafters.lookup.ngram import Ngram
+from specjax.engine import programs
+from specjax.engine.engine import Engine
+from specjax.engine.options import DecodeOptions
+from specjax.engine.session import plan_session
 from specjax.errors import InputError, shown
 from specjax.loading import checkpoints
 from specjax.loading.load import random_model
 from specjax.loading.tokenizers.tokenizer import Tokenizer
+from specjax.methods.ngram import Ngram
 from specjax.models.config import DecoderConfig
 from specjax.sampling import Decision
 from specjax.testing import Tabular, check_drafter

@@ -21,9 +21,9 @@ from specjax.cli.measure_speedups import (
     turn_order,
 )
 from specjax.cli.predicted_speedup import measure_round_costs
-from specjax.decoding.generate import Generation
-from specjax.drafters.lookup.ngram import Ngram
+from specjax.engine.generate import Generation
 from specjax.loading.load import save_model
+from specjax.methods.ngram import Ngram
 from specjax.tuning import measure_costs
 
 

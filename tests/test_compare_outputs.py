@@ -10,13 +10,13 @@ import pytest
 from conftest import tiny_config
 
 from specjax import sampling
-from specjax.decoding import compare_outputs
-from specjax.decoding.compare_outputs import Difference, NearTie, compare_row, least_change
-from specjax.decoding.generate import generate
-from specjax.decoding.sampling_params import SamplingParams
-from specjax.decoding.session import Session, plan_session
-from specjax.drafters.by_name.make import make_drafter
+from specjax.engine import compare_outputs
+from specjax.engine.compare_outputs import Difference, NearTie, compare_row, least_change
+from specjax.engine.generate import generate
+from specjax.engine.sampling_params import SamplingParams
+from specjax.engine.session import Session, plan_session
 from specjax.loading.load import random_model
+from specjax.methods.make import make_drafter
 from specjax.models.cpu import library
 
 SCORES = np.log([0.1, 0.2, 0.3, 0.4])

@@ -16,13 +16,12 @@ from specjax import decode, metrics
 from specjax import report as write_reports
 from specjax.cli import decode_run
 from specjax.cli.console import Screen
-from specjax.decoding import compare_outputs
-from specjax.decoding.engine import engine
-from specjax.decoding.generate import generate
+from specjax.engine import compare_outputs, engine
+from specjax.engine.generate import generate
 from specjax.errors import InputError
 from specjax.fields import read_values
-from specjax.loading import find_head
 from specjax.loading.load import load_model, save_model
+from specjax.methods.heads import find_head
 from specjax.reporting import decode_table, statistics
 from specjax.reporting.decode_report import DrafterRun
 from specjax.reporting.records import Row, RunHeader, read_report

@@ -17,8 +17,6 @@ from conftest import slow, tiny_config
 from tiny_models import block_head, eagle_head, medusa_head, mtp_head
 
 from specjax import doctor
-from specjax.decoding.generate import generate
-from specjax.decoding.sampling_params import SamplingParams
 from specjax.diagnosis import changes, diagnose
 from specjax.diagnosis.answers import read_answers
 from specjax.diagnosis.declared import check_files
@@ -30,13 +28,15 @@ from specjax.diagnosis.teacher_forced import (
     score,
 )
 from specjax.drafters import head_drafter, make_drafter, merge_drafters
-from specjax.drafters.draft_model import DraftModel
+from specjax.engine.generate import generate
+from specjax.engine.sampling_params import SamplingParams
 from specjax.loading.checkpoints import save_checkpoint
-from specjax.loading.head_formats import write_foreign
-from specjax.loading.heads.head import save_head
 from specjax.loading.load import random_model, save_model
+from specjax.methods.draft_model.drafter import DraftModel
+from specjax.methods.heads.head import save_head
+from specjax.methods.heads.published_layouts import write_foreign
+from specjax.methods.heads.shared_parameters import share_anew
 from specjax.models.decoder import Form
-from specjax.models.heads.shared_parameters import share_anew
 from train.methods.distill import DistillLoss, distill_method
 
 diagnosis = importlib.import_module("specjax.diagnosis.diagnose")

@@ -29,11 +29,11 @@ from test_decoder import near, one_pass
 
 import specjax
 from specjax import sampling, trees
-from specjax.decoding.round import propose as propose_round
+from specjax.core.drafter import Context, Sampling
+from specjax.core.round import propose as propose_round
 from specjax.drafters import DRAFTERS, TRAINED, Drafter, drafter_options
-from specjax.drafters.base import Context, Sampling
-from specjax.drafters.lookup.ngram import Ngram, find_matches
 from specjax.errors import InputError
+from specjax.methods.ngram import Ngram, find_matches
 from specjax.testing import Tabular
 
 

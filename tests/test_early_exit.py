@@ -20,13 +20,13 @@ from decoding import (
 from test_loop_cache import assert_caches
 from tiny_models import small_model
 
-from specjax.decoding.round import make_context, noise_keys, proposal_noise
+from specjax.core.causal_mask import causal
+from specjax.core.round import make_context, noise_keys, proposal_noise
 from specjax.drafters import take_turns
-from specjax.drafters.lookup.ngram import Ngram
-from specjax.drafters.self_speculation.early_exit import EarlyExit
 from specjax.errors import InputError
 from specjax.loading.load import random_model
-from specjax.models.causal_mask import causal
+from specjax.methods.early_exit import EarlyExit
+from specjax.methods.ngram import Ngram
 from specjax.models.decoder import Decoder, Form
 from specjax.testing import check_drafter
 from specjax.trees import DynamicTree, tree_of_choices

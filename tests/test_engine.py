@@ -14,24 +14,23 @@ from decoding import PROMPTS, Scripted, decode, drafters, greedy, make_session, 
 from tiny_models import eagle_drafter, medusa_head, mtp_drafter
 
 import specjax
-from specjax.decoding import programs
-from specjax.decoding.engine import device_rows
-from specjax.decoding.engine import engine as engine_module
-from specjax.decoding.engine.device_rows import DeviceRows
-from specjax.decoding.engine.engine import Engine
-from specjax.decoding.engine.outputs import Follower, Times
-from specjax.decoding.engine.scheduler import Request, Scheduler
-from specjax.decoding.engine.statistics import Percentiles, Statistics, Step
-from specjax.decoding.packed import Packed
-from specjax.decoding.rows import Row, session_row
-from specjax.decoding.sampling_params import SamplingParams
-from specjax.decoding.state import admit
+from specjax.core.packed import Packed
+from specjax.core.state import admit
 from specjax.distributed.sharding import make_mesh
 from specjax.drafters import head_drafter, merge_drafters
-from specjax.drafters.lookup.ngram import Ngram
-from specjax.drafters.lookup.token_recycling import TokenRecycling
+from specjax.engine import device_rows, programs
+from specjax.engine import engine as engine_module
+from specjax.engine.device_rows import DeviceRows
+from specjax.engine.engine import Engine
+from specjax.engine.outputs import Follower, Times
+from specjax.engine.rows import Row, session_row
+from specjax.engine.sampling_params import SamplingParams
+from specjax.engine.scheduler import Request, Scheduler
+from specjax.engine.statistics import Percentiles, Statistics, Step
 from specjax.errors import InputError
 from specjax.loading.load import place_model
+from specjax.methods.ngram import Ngram
+from specjax.methods.token_recycling import TokenRecycling
 from specjax.reporting.engine_report import engine_summary
 
 NEW = [3, 20, 7, 12, 1, 16, 9, 14]

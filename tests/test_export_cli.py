@@ -10,9 +10,9 @@ import pytest
 from tiny_models import eagle_head, mtp_head
 
 from specjax import export
-from specjax.loading.head_formats import read_foreign
-from specjax.loading.heads.head import check_same, compacted, read_head, save_head
 from specjax.loading.load import load_model, save_model
+from specjax.methods.heads.head import check_same, compacted, read_head, save_head
+from specjax.methods.heads.published_layouts import read_foreign
 from train.methods.distill import DistillLoss, distill_method
 
 
@@ -152,7 +152,7 @@ def test_an_export_that_reads_back_differently_is_refused(
     target, saved, tmp_path, monkeypatch, capsys
 ):
     """The comparison is on: a writer with its halves swapped does not get through."""
-    from specjax.loading.head_formats import eagle
+    from specjax.methods.eagle import layout as eagle
 
     right = eagle._named_tensors
 

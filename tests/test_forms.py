@@ -13,12 +13,12 @@ from decoding import PROMPTS, decode, draft_model, greedy, loop_arguments, make_
 from test_decoder import causal, extend
 from tiny_models import eagle_drafter, medusa_head
 
-from specjax.cache import KVCache, Window
-from specjax.cached_entries import encode
-from specjax.decoding import loop
-from specjax.decoding.programs import compile_session
+from specjax.core import loop
+from specjax.core.cache import KVCache, Window
+from specjax.core.cached_entries import encode
 from specjax.distributed import sharding
 from specjax.drafters import head_drafter, make_drafter
+from specjax.engine.programs import compile_session
 from specjax.errors import InputError
 from specjax.loading.checkpoints import save_checkpoint
 from specjax.loading.load import load_model, place_model, random_model, save_model

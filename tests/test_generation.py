@@ -11,13 +11,13 @@ from decoding import PROMPTS, decode, drafters, greedy, make_session, mixed, rep
 from test_decoder import one_pass
 
 import specjax
-from specjax.decoding.engine.engine import Engine
-from specjax.decoding.options import DecodeOptions
-from specjax.decoding.rows import session_row
-from specjax.decoding.sampling_params import SamplingParams
-from specjax.drafters.lookup.ngram import Ngram
+from specjax.engine.engine import Engine
+from specjax.engine.options import DecodeOptions
+from specjax.engine.rows import session_row
+from specjax.engine.sampling_params import SamplingParams
 from specjax.fields import INT32_MAX
 from specjax.loading.tokenizers.tokenizer import Tokenizer
+from specjax.methods.ngram import Ngram
 
 PROMPT = [3, 1, 4, 1, 5]
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ012345678"

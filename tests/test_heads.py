@@ -19,13 +19,16 @@ from tiny_models import (
 )
 
 import specjax
+from specjax.core.draft_vocabulary import check_draft_ids, expand, most_frequent
 from specjax.drafters import head_drafter
 from specjax.errors import InputError
 from specjax.files import folders
 from specjax.loading.checkpoints import load_drafter, save_checkpoint, save_drafter
-from specjax.loading.find_head import SHIPPED, open_head, shipped_heads
-from specjax.loading.heads.compact import compact_arrays, float_params
-from specjax.loading.heads.head import (
+from specjax.loading.load import random_model
+from specjax.loading.quantize import is_quantized, quantized_params
+from specjax.methods.heads.compact import compact_arrays, float_params
+from specjax.methods.heads.find_head import SHIPPED, open_head, shipped_heads
+from specjax.methods.heads.head import (
     TargetMetadata,
     check_same,
     compacted,
@@ -33,9 +36,6 @@ from specjax.loading.heads.head import (
     read_head,
     save_head,
 )
-from specjax.loading.load import random_model
-from specjax.loading.quantize import is_quantized, quantized_params
-from specjax.models.heads.draft_vocabulary import check_draft_ids, expand, most_frequent
 from specjax.models.layers.quantized import GroupedKernel
 
 

@@ -22,15 +22,15 @@ from tiny_models import (
 
 from specjax.errors import InputError
 from specjax.files.folder_checksums import MARKER
-from specjax.loading.find_head import kind_of_head
-from specjax.loading.head_formats import read_foreign, shared_with_target, write_foreign
-from specjax.loading.head_formats.read_write import whole_vocabulary
-from specjax.loading.heads.head import check_same, read_head, save_head
 from specjax.loading.load import random_model
 from specjax.loading.quantize import in_stacked_form, quantized_model
-from specjax.models.heads.block import Block
-from specjax.models.heads.eagle import EagleConfig
-from specjax.models.heads.medusa import Medusa
+from specjax.methods.block.head import Block
+from specjax.methods.eagle.head import EagleConfig
+from specjax.methods.heads import shared_with_target
+from specjax.methods.heads.find_head import kind_of_head
+from specjax.methods.heads.head import check_same, read_head, save_head
+from specjax.methods.heads.published_layouts import read_foreign, whole_vocabulary, write_foreign
+from specjax.methods.medusa.head import Medusa
 
 FORMS = {
     "medusa": ("medusa", lambda t: noisy_medusa_head(t)),
@@ -249,7 +249,7 @@ def test_eagle_tensors_mean_what_eagle_does(tiny, tmp_path):
 
 def first_pair(head, target, token, feature):
     from specjax.drafters import head_drafter
-    from specjax.models.heads.eagle import Eagle
+    from specjax.methods.eagle.head import Eagle
 
     params = head_drafter(head, target).params
     eagle = Eagle(head.config, target.dtype)

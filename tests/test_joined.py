@@ -14,14 +14,14 @@ from decoding import PROMPTS, greedy, loop_arguments, make_session
 from test_decoder import causal, one_pass
 from tiny_models import eagle_drafter, eagle_head, mtp_head
 
-from specjax.decoding import loop
+from specjax.core import loop
 from specjax.distributed import sharding
 from specjax.errors import InputError
 from specjax.loading import checkpoints
-from specjax.loading.heads.head import read_head, save_head
 from specjax.loading.load import load_model, place_model, random_model
 from specjax.loading.model import array_table
 from specjax.loading.storage import orbax_checkpoint
+from specjax.methods.heads.head import read_head, save_head
 from specjax.models.config import Attention, Experts
 from specjax.models.decoder import Form
 from specjax.models.joined_kernels import in_parts, parts, with_joined

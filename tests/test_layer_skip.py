@@ -23,13 +23,13 @@ from test_loop_cache import assert_caches, fresh
 from tiny_models import small_model
 
 import specjax
+from specjax.core.causal_mask import causal
 from specjax.distributed import sharding
-from specjax.drafters.self_speculation import layer_choice
-from specjax.drafters.self_speculation.early_exit import EarlyExit
-from specjax.drafters.self_speculation.layer_choice import choose, exit_acceptance, leave_out
-from specjax.drafters.self_speculation.layer_skip import LayerSkip
 from specjax.loading.load import place_model, random_model
-from specjax.models.causal_mask import causal
+from specjax.methods import layer_choice
+from specjax.methods.early_exit import EarlyExit
+from specjax.methods.layer_choice import choose, exit_acceptance, leave_out
+from specjax.methods.layer_skip import LayerSkip
 from specjax.models.config import Experts, SlidingWindow
 from specjax.models.decoder import Form
 from specjax.testing import check_drafter

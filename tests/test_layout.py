@@ -30,15 +30,17 @@ ORDER = [
     "specjax.testing",
     "specjax.diagnosis",
     "specjax.tuning",
-    "specjax.decoding",
+    "specjax.engine",
     "specjax.drafters",
+    "specjax.methods",
     "specjax.loading",
     "specjax.models",
+    "specjax.core",
     "specjax.distributed",
     "specjax.fields",
     "specjax.files specjax.theory",
-    "specjax.sampling specjax.controllers specjax.cache specjax.trees specjax.metrics "
-    "specjax.cached_entries specjax.signals specjax.errors",
+    "specjax.sampling specjax.controllers specjax.trees specjax.metrics specjax.signals "
+    "specjax.errors",
 ]
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names.split()}
 
@@ -91,7 +93,7 @@ def test_imports_go_down():
 
 # A step is given its limits, and what chooses them knows nothing of a step.
 TRACED = {
-    f"specjax.decoding.{name}"
+    f"specjax.core.{name}"
     for name in ("loop", "round", "initial_state", "state", "plan", "verify")
 }
 

@@ -5,15 +5,15 @@ import numpy as np
 import pytest
 from decoding import PROMPTS, Shifting, decode, greedy
 
-from specjax.decoding.generate import generate
-from specjax.decoding.options import DecodeOptions
-from specjax.decoding.programs import compile_session
-from specjax.decoding.rows import batch_arguments, row_arguments
-from specjax.decoding.session import plan_session
 from specjax.distributed import device_memory
-from specjax.drafters.lookup.ngram import Ngram
+from specjax.engine.generate import generate
+from specjax.engine.options import DecodeOptions
+from specjax.engine.programs import compile_session
+from specjax.engine.rows import batch_arguments, row_arguments
+from specjax.engine.session import plan_session
 from specjax.errors import InputError, shown
 from specjax.fields import Items, Number, Whole, check_values
+from specjax.methods.ngram import Ngram
 
 WISH = {"max_new_tokens": 10**9, "stop_token_ids": list(range(61))}
 

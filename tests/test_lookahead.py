@@ -24,12 +24,12 @@ from test_drafters import silence
 from tiny_models import bigrams
 
 import specjax
-from specjax.decoding.round import make_context
-from specjax.decoding.sampling_params import SamplingParams
+from specjax.core.round import make_context
 from specjax.drafters import Drafter, LoadedDrafter, merge_drafters, take_turns
-from specjax.drafters.lookup.lookahead import Lookahead
-from specjax.drafters.lookup.ngram import Ngram
+from specjax.engine.sampling_params import SamplingParams
 from specjax.errors import InputError
+from specjax.methods.lookahead import Lookahead
+from specjax.methods.ngram import Ngram
 from specjax.sampling import Rejection
 from specjax.testing import check_drafter
 from specjax.testing.drafter_check import decode as decode_rows

@@ -19,8 +19,8 @@ from decoding import (
     rounds,
 )
 
-from specjax.drafters.none import NoDrafter
-from specjax.models.prefill import prefill
+from specjax.core.none import NoDrafter
+from specjax.core.prefill import prefill
 
 NEW = 24
 

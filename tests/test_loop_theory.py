@@ -10,10 +10,10 @@ from conftest import slow
 from decoding import PROMPTS, decode, draft_model, drafters, make_session
 
 from specjax import theory
-from specjax.decoding.generate import decode_session, expected_acceptance, open_engine
-from specjax.decoding.sampling_params import SamplingParams
 from specjax.drafters import take_turns
-from specjax.drafters.lookup.ngram import Ngram
+from specjax.engine.generate import decode_session, expected_acceptance, open_engine
+from specjax.engine.sampling_params import SamplingParams
+from specjax.methods.ngram import Ngram
 from specjax.sampling import RULES
 from specjax.testing import Tabular
 from specjax.testing.drafter_check import decode as decode_rows

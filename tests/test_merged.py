@@ -27,8 +27,8 @@ from tiny_models import bigrams
 import specjax
 from specjax import sampling, trees
 from specjax.drafters import LoadedDrafter, merge_drafters, take_turns
-from specjax.drafters.lookup.ngram import Ngram
 from specjax.errors import InputError
+from specjax.methods.ngram import Ngram
 from specjax.testing import Tabular, check_drafter
 
 VOCAB, ROWS = 5, 8_000

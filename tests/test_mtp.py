@@ -13,11 +13,11 @@ from decoding import first_state, greedy, make_session
 from test_decoder import one_pass
 from tiny_models import mtp_config, mtp_drafter, mtp_head
 
-from specjax.decoding.round import make_context, noise_keys, proposal_noise
+from specjax.core.causal_mask import causal
+from specjax.core.round import make_context, noise_keys, proposal_noise
 from specjax.errors import InputError
-from specjax.loading.heads.complete_parameters import complete_parameters
-from specjax.models.causal_mask import causal
-from specjax.models.heads.mtp import Mtp
+from specjax.methods.heads.complete_parameters import complete_parameters
+from specjax.models.mtp import Mtp
 from specjax.trees import best_tree
 
 CONVENTIONS = {

@@ -26,11 +26,11 @@ from test_pair_heads import assert_fresh
 from tiny_models import block_head, eagle_head, mtp_head, small_model
 
 from specjax import make_drafter
-from specjax.cache import KVCache
-from specjax.decoding.round import make_context
-from specjax.decoding.sampling_params import SamplingParams
+from specjax.core.cache import KVCache
+from specjax.core.round import make_context
 from specjax.drafters import head_drafter
-from specjax.drafters.draft_model import DraftModel
+from specjax.engine.sampling_params import SamplingParams
+from specjax.methods.draft_model.drafter import DraftModel
 from specjax.models.config import SlidingWindow
 from specjax.sampling import SharedNoise
 from specjax.testing import Tabular, check_drafter

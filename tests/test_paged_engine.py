@@ -12,25 +12,25 @@ from test_engine import named, own_results
 from test_sharding import collectives
 from tiny_models import block_drafter, eagle_drafter
 
-from specjax.decoding.engine import device_rows, request_pages
-from specjax.decoding.engine.device_rows import DeviceRows
-from specjax.decoding.engine.engine import Engine
-from specjax.decoding.engine.outputs import Follower
-from specjax.decoding.engine.page_pool import PagePool
-from specjax.decoding.engine.scheduler import Request
-from specjax.decoding.options import DecodeOptions
-from specjax.decoding.rows import Row, session_row
-from specjax.decoding.sampling_params import SamplingParams
-from specjax.decoding.session import plan_session
 from specjax.distributed.sharding import make_mesh
 from specjax.drafters import LoadedDrafter
-from specjax.drafters.lookup.lookahead import Lookahead
-from specjax.drafters.lookup.ngram import Ngram
-from specjax.drafters.lookup.suffix import Suffix
-from specjax.drafters.self_speculation.quantized import Quantized
-from specjax.drafters.self_speculation.sparse_kv import SparseKV
+from specjax.engine import device_rows, request_pages
+from specjax.engine.device_rows import DeviceRows
+from specjax.engine.engine import Engine
+from specjax.engine.options import DecodeOptions
+from specjax.engine.outputs import Follower
+from specjax.engine.page_pool import PagePool
+from specjax.engine.rows import Row, session_row
+from specjax.engine.sampling_params import SamplingParams
+from specjax.engine.scheduler import Request
+from specjax.engine.session import plan_session
 from specjax.errors import InputError
 from specjax.loading.load import place_model, random_model
+from specjax.methods.lookahead import Lookahead
+from specjax.methods.ngram import Ngram
+from specjax.methods.quantized import Quantized
+from specjax.methods.sparse_kv import SparseKV
+from specjax.methods.suffix import Suffix
 from specjax.models.cpu import library
 from specjax.models.layers import cpu_attention
 

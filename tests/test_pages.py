@@ -11,10 +11,10 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from test_sharding import collectives
 
-from specjax.cache import KVCache, Window, commit
-from specjax.cached_entries import encode
-from specjax.decoding.engine.page_pool import PagePool
+from specjax.core.cache import KVCache, Window, commit
+from specjax.core.cached_entries import encode
 from specjax.distributed.sharding import make_mesh, use
+from specjax.engine.page_pool import PagePool
 from specjax.models.cpu import library
 from specjax.models.kernels import tpu_attention
 from specjax.models.kernels.attention_kernel import attend_window_and_cache

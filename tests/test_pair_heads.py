@@ -24,9 +24,9 @@ from decoding import (
 from test_decoder import one_pass
 from tiny_models import eagle_drafter, eagle_head, mtp_drafter, small_model
 
-from specjax.decoding.round import make_context
+from specjax.core.drafter import Accepted
+from specjax.core.round import make_context
 from specjax.drafters import head_drafter
-from specjax.drafters.base import Accepted
 from specjax.errors import InputError
 from specjax.testing import check_drafter
 

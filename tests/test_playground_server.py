@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from specjax.controllers import Fixed
-from specjax.decoding.engine.engine import Engine
+from specjax.engine.engine import Engine
 from specjax.serving import playground_api, playground_engines
 from specjax.serving.serve_config import ServeFields
 from specjax.serving.server import served

@@ -10,9 +10,10 @@ from conftest import slow
 from decoding import draft_model, drafters, make_session
 from tiny_models import eagle_drafter, medusa_head, mtp_drafter
 
-from specjax.decoding import initial_state, rows
+from specjax.core import initial_state
 from specjax.drafters import head_drafter, take_turns
-from specjax.drafters.lookup.token_recycling import TokenRecycling
+from specjax.engine import rows
+from specjax.methods.token_recycling import TokenRecycling
 
 LENGTHS = (255, 256, 257, 320, 521)
 """Tokens that are read: those of the prompts but for the last one."""

@@ -11,14 +11,13 @@ from rich.console import Console
 from specjax.cli import console as console_module
 from specjax.cli import measure_speedups
 from specjax.cli.console import Screen
-from specjax.decoding import programs
-from specjax.decoding.engine import device_rows
-from specjax.decoding.engine.device_rows import DeviceRows
-from specjax.decoding.engine.engine import Engine
 from specjax.drafters import make_drafter
-from specjax.drafters.lookup.ngram import Ngram
+from specjax.engine import device_rows, programs
+from specjax.engine.device_rows import DeviceRows
+from specjax.engine.engine import Engine
 from specjax.files import log
 from specjax.loading.load import load_model
+from specjax.methods.ngram import Ngram
 
 
 @pytest.fixture

@@ -15,20 +15,20 @@ from test_decoder import extend
 from test_experts import WIDE
 
 import specjax
-from specjax.cache import commit
 from specjax.cli.config_file import read_config
 from specjax.cli.decode_config import DrafterConfig, make_config_drafter, read_decode_config
-from specjax.decoding.options import DecodeOptions
-from specjax.decoding.programs import compile_session
-from specjax.decoding.session import plan_session
+from specjax.core.cache import commit
+from specjax.core.parameter_sizes import bytes_by_form, count_bytes, megabytes, weights_in_words
 from specjax.distributed.sharding import make_mesh
 from specjax.drafters import LoadedDrafter, TreeOptions, make_drafter
-from specjax.drafters.self_speculation.quantized import Quantized
+from specjax.engine.options import DecodeOptions
+from specjax.engine.programs import compile_session
+from specjax.engine.session import plan_session
 from specjax.errors import InputError
 from specjax.loading import quantize as quantize_models
 from specjax.loading.load import load_model, place_model, random_model, save_model
-from specjax.loading.model import bytes_by_form, count_bytes, megabytes, weights_in_words
 from specjax.loading.quantize import float_model, quantized_model
+from specjax.methods.quantized import Quantized
 from specjax.models.cpu import library as cpu_library
 from specjax.models.decoder import Form
 from specjax.models.layers import grouped_product

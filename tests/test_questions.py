@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from specjax.decoding.prompts import encode_prompt, read_questions
+from specjax.engine.prompts import encode_prompt, read_questions
 from specjax.errors import InputError
 from specjax.files import json_files
 

@@ -8,10 +8,10 @@ from conftest import slow
 from decoding import PROMPTS, drafters, make_session
 from tiny_models import eagle_head
 
-from specjax.decoding.generate import decode_session
-from specjax.decoding.rows import session_row
-from specjax.decoding.sampling_params import SamplingParams
 from specjax.drafters import TokenRecycling, TreeOptions, head_drafter
+from specjax.engine.generate import decode_session
+from specjax.engine.rows import session_row
+from specjax.engine.sampling_params import SamplingParams
 from specjax.errors import InputError
 from specjax.playground import draft_tests, page
 from specjax.playground import replay_round as replay_module

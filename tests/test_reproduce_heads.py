@@ -17,9 +17,9 @@ from conftest import slow
 from tiny_models import eagle_head
 
 from specjax.files import folders
-from specjax.loading import find_head
 from specjax.loading.checkpoints import load_drafter
-from specjax.loading.heads.head import read_head, save_head
+from specjax.methods.heads import find_head
+from specjax.methods.heads.head import read_head, save_head
 
 
 @pytest.fixture(scope="module")

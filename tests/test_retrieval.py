@@ -27,15 +27,15 @@ from test_sharding import mesh_of
 from tiny_models import bigrams, small_model
 
 import specjax
-from specjax.decoding.generate import decode_session
-from specjax.decoding.sampling_params import SamplingParams
 from specjax.drafters import LoadedDrafter, TreeOptions, merge_drafters, take_turns
-from specjax.drafters.lookup.corpus import Corpus
-from specjax.drafters.lookup.suffix import Suffix
-from specjax.drafters.self_speculation.early_exit import EarlyExit
+from specjax.engine.generate import decode_session
+from specjax.engine.sampling_params import SamplingParams
 from specjax.errors import InputError
-from specjax.loading.corpus.sorted_text import LONGEST_MATCH, sorted_text, with_separator
 from specjax.loading.load import place_model
+from specjax.methods.corpus.drafter import Corpus
+from specjax.methods.corpus.sorted_text import LONGEST_MATCH, sorted_text, with_separator
+from specjax.methods.early_exit import EarlyExit
+from specjax.methods.suffix import Suffix
 from specjax.testing import check_drafter
 from specjax.testing.drafter_check import chi_square, output_distribution
 

@@ -10,12 +10,12 @@ from conftest import slow
 from decoding import PROMPTS, decode, drafters, make_session, mixed, replay
 from tiny_models import block_drafter, eagle_drafter, medusa_head, mtp_drafter
 
-from specjax.cache import KVCache, Window
-from specjax.decoding import initial_state, loop
-from specjax.decoding.rows import batch_arguments
-from specjax.decoding.state import RUNNING, STOPPED, admit, release
+from specjax.core import initial_state, loop
+from specjax.core.cache import KVCache, Window
+from specjax.core.state import RUNNING, STOPPED, admit, release
 from specjax.drafters import head_drafter, take_turns
-from specjax.drafters.lookup.ngram import Ngram
+from specjax.engine.rows import batch_arguments
+from specjax.methods.ngram import Ngram
 
 NEW, SLOT = 20, 1
 # Filters of rows that come and go are in test_engine.

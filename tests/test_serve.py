@@ -21,7 +21,7 @@ from conftest import slow
 from test_paged_engine import assert_nothing_is_held, paged
 
 from specjax import serve
-from specjax.decoding.engine.engine import Engine
+from specjax.engine.engine import Engine
 from specjax.loading.load import save_model
 from specjax.serving import server as server_module
 from specjax.serving.engine_thread import warm_up

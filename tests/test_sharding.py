@@ -24,19 +24,20 @@ from decoding import (
 )
 from tiny_models import block_drafter, eagle_drafter, eagle_head, medusa_head, with_modules
 
-from specjax.cache import KVCache, Window
-from specjax.decoding import loop, programs
-from specjax.decoding.generate import decode_session, generate
-from specjax.decoding.programs import compile_session
-from specjax.decoding.rows import row_arguments
-from specjax.decoding.sampling_params import SamplingParams
+from specjax.core import loop
+from specjax.core.cache import KVCache, Window
+from specjax.core.top_tokens import likeliest
 from specjax.distributed import sharding
 from specjax.drafters import TreeOptions, head_drafter, make_drafter
+from specjax.engine import programs
+from specjax.engine.generate import decode_session, generate
+from specjax.engine.programs import compile_session
+from specjax.engine.rows import row_arguments
+from specjax.engine.sampling_params import SamplingParams
 from specjax.errors import InputError
 from specjax.loading.formats import build_parameters, parameter_names
 from specjax.loading.formats.families import registry
 from specjax.loading.load import load_model, place_model, random_model, save_model
-from specjax.models.top_tokens import likeliest
 
 EIGHT_HEADS = dict(
     num_heads=8, num_kv_heads=8, head_dim=6, hidden_size=24, intermediate_size=40, vocab_size=72

@@ -23,13 +23,13 @@ from test_sharding import mesh_of
 from tiny_models import small_model
 
 from specjax import make_drafter
-from specjax.cache import KVCache
-from specjax.cached_entries import encode
-from specjax.decoding.round import make_context
-from specjax.drafters.self_speculation.sparse_kv import OBSERVED, Chosen, SparseKV
+from specjax.core.cache import KVCache
+from specjax.core.cached_entries import encode
+from specjax.core.round import make_context
 from specjax.errors import InputError
 from specjax.loading.load import place_model, random_model
 from specjax.loading.quantize import has_quantized
+from specjax.methods.sparse_kv import OBSERVED, Chosen, SparseKV
 from specjax.models.config import SlidingWindow
 from specjax.models.decoder import QUERIES
 from specjax.models.layers.attention import group_queries, most_attended

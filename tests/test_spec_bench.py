@@ -15,11 +15,11 @@ from commands import start
 
 import specjax
 from specjax import theory
-from specjax.decoding import programs
-from specjax.decoding.prompts import Question, stratified
-from specjax.drafters.lookup.ngram import Ngram
+from specjax.engine import programs
+from specjax.engine.prompts import Question, stratified
 from specjax.fields import Whole
 from specjax.loading.load import load_model, save_model
+from specjax.methods.ngram import Ngram
 from specjax.reporting import html_page, tables
 from specjax.reporting.best_length import best_lengths
 from specjax.reporting.records import read_report

@@ -30,24 +30,24 @@ from decoding import (
 from jax.extend.core import jaxprs_in_params
 from tiny_models import eagle_head, medusa_head, mtp_head
 
-from specjax.cache import KVCache
 from specjax.controllers import Auto, ByBatch, Fixed, Recorded
-from specjax.decoding import initial_state
-from specjax.decoding import session as sessions
-from specjax.decoding.engine import engine as engines
-from specjax.decoding.generate import decode_session, expected_acceptance, generate, open_engine
-from specjax.decoding.round import one_round
-from specjax.decoding.rows import Row, row_arguments, session_row
-from specjax.decoding.sampling_params import SamplingParams
-from specjax.decoding.state import admit, lend
+from specjax.core import initial_state, turn_taking
+from specjax.core.cache import KVCache
+from specjax.core.round import one_round
+from specjax.core.state import admit, lend
 from specjax.distributed import processes
-from specjax.drafters import TreeOptions, head_drafter, merge_drafters, take_turns, turn_taking
-from specjax.drafters import draft_model as draft_models
-from specjax.drafters.lookup.ngram import Ngram
-from specjax.drafters.lookup.suffix import Suffix
-from specjax.drafters.lookup.token_recycling import TokenRecycling
-from specjax.drafters.self_speculation.early_exit import EarlyExit
+from specjax.drafters import TreeOptions, head_drafter, merge_drafters, take_turns
+from specjax.engine import engine as engines
+from specjax.engine import session as sessions
+from specjax.engine.generate import decode_session, expected_acceptance, generate, open_engine
+from specjax.engine.rows import Row, row_arguments, session_row
+from specjax.engine.sampling_params import SamplingParams
 from specjax.loading.load import random_model
+from specjax.methods.draft_model import drafter as draft_models
+from specjax.methods.early_exit import EarlyExit
+from specjax.methods.ngram import Ngram
+from specjax.methods.suffix import Suffix
+from specjax.methods.token_recycling import TokenRecycling
 from specjax.models.decoder import Form
 
 NEW = 48

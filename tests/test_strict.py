@@ -23,17 +23,17 @@ from jaxtyping import Array, Float
 from tiny_models import with_modules
 
 import specjax
-from specjax import cache as cache_module
 from specjax import sampling
-from specjax.cache import KVCache, make_cache
-from specjax.decoding import loop
-from specjax.decoding import round as round_module
-from specjax.decoding.programs import compile_session
-from specjax.decoding.sampling_params import SamplingParams
+from specjax.core import cache as cache_module
+from specjax.core import loop
+from specjax.core import round as round_module
+from specjax.core.cache import KVCache, make_cache
 from specjax.drafters import make_drafter
-from specjax.drafters.lookup.ngram import Ngram
-from specjax.drafters.self_speculation.early_exit import EarlyExit
+from specjax.engine.programs import compile_session
+from specjax.engine.sampling_params import SamplingParams
 from specjax.loading.load import random_model
+from specjax.methods.early_exit import EarlyExit
+from specjax.methods.ngram import Ngram
 from specjax.models.cpu import library
 
 

@@ -14,9 +14,9 @@ from tiny_models import bigrams
 
 import specjax
 from specjax import trees
-from specjax.decoding.sampling_params import SamplingParams
+from specjax.core.drafter import TargetPass
 from specjax.drafters import TokenRecycling, TreeOptions, take_turns
-from specjax.drafters.base import TargetPass
+from specjax.engine.sampling_params import SamplingParams
 from specjax.errors import InputError
 from specjax.sampling import Coupled
 from specjax.testing import check_drafter

@@ -13,8 +13,8 @@ from tiny_models import block_config, eagle_config, medusa_config, mtp_config
 
 from specjax.errors import InputError
 from specjax.loading.compare_arrays import leaf_name
+from specjax.methods.medusa.head import parameter_table as medusa_table
 from specjax.models.config import Attention
-from specjax.models.heads.medusa import parameter_table as medusa_table
 from specjax.models.joined_kernels import in_parts
 from specjax.models.parameter_table import parameter_table
 from specjax.models.parameters import Parameter

@@ -34,14 +34,14 @@ import specjax
 from specjax import sampling
 from specjax.cli.config_file import read_config
 from specjax.cli.decode_config import read_decode_config
-from specjax.decoding.sampling_params import SamplingParams
+from specjax.core.drafter import Sampling
+from specjax.core.growth import dynamic_tree, static_tree
+from specjax.core.growth.tree_options import USUAL_DEPTH, USUAL_NODES
 from specjax.drafters import TokenRecycling, TreeOptions, head_drafter, take_turns
-from specjax.drafters.base import Sampling
-from specjax.drafters.growth import dynamic_tree, static_tree
-from specjax.drafters.growth.tree_options import USUAL_DEPTH, USUAL_NODES
-from specjax.drafters.lookup.ngram import Ngram
-from specjax.drafters.self_speculation.early_exit import EarlyExit
+from specjax.engine.sampling_params import SamplingParams
 from specjax.errors import InputError
+from specjax.methods.early_exit import EarlyExit
+from specjax.methods.ngram import Ngram
 from specjax.testing import Tabular, check_drafter
 from specjax.trees import DynamicTree, RankedTree, tree_of_choices
 

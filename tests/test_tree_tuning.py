@@ -16,15 +16,15 @@ from specjax.cli.config_file import read_config
 from specjax.cli.decode_config import make_config_drafter, read_decode_config
 from specjax.distributed.sharding import make_mesh
 from specjax.drafters import TreeOptions, head_drafter, make_drafter, merge_drafters, take_turns
-from specjax.drafters.lookup.ngram import Ngram
 from specjax.errors import InputError
-from specjax.loading import acceptance_rates
-from specjax.loading.acceptance_rates import (
+from specjax.loading.load import place_model, save_model
+from specjax.methods.heads import acceptance_rates
+from specjax.methods.heads.acceptance_rates import (
     known_acceptance,
     read_acceptance,
     write_acceptance,
 )
-from specjax.loading.load import place_model, save_model
+from specjax.methods.ngram import Ngram
 from specjax.reporting.decode_report import tree_record
 from specjax.trees import FastestTree, best_tree, tree_of_choices
 from specjax.tuning import (

@@ -24,9 +24,9 @@ from tiny_models import bigrams
 
 import specjax
 from specjax import trees
+from specjax.core.turn_taking import PartState, joined
 from specjax.drafters import Drafter, LoadedDrafter, take_turns
-from specjax.drafters.lookup.ngram import Ngram
-from specjax.drafters.turn_taking import PartState, joined
+from specjax.methods.ngram import Ngram
 from specjax.sampling import SharedNoise
 from specjax.testing import check_drafter, drafter_check
 

@@ -14,14 +14,14 @@ from tiny_models import eagle_head, medusa_head, with_modules
 
 import specjax
 from specjax import sampling
-from specjax.decoding import programs
 from specjax.drafters import (
     LoadedDrafter,
     head_drafter,
     make_drafter,
 )
-from specjax.drafters.lookup.ngram import Ngram
+from specjax.engine import programs
 from specjax.loading.load import random_model
+from specjax.methods.ngram import Ngram
 from specjax.trees import Topology, chain, chain_topology
 
 

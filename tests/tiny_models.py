@@ -8,17 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 from conftest import tiny_config
 
-from specjax.cache import commit
+from specjax.core.cache import commit
+from specjax.core.causal_mask import causal
 from specjax.drafters import head_drafter
-from specjax.loading.heads.complete_parameters import complete_parameters
-from specjax.loading.heads.head import Head, TargetMetadata
 from specjax.loading.load import random_model
-from specjax.models.causal_mask import causal
+from specjax.methods.block.head import Block, BlockConfig
+from specjax.methods.eagle.head import Eagle, EagleConfig, default_taps
+from specjax.methods.heads.complete_parameters import complete_parameters
+from specjax.methods.heads.head import Head, TargetMetadata
+from specjax.methods.medusa.head import Medusa, MedusaConfig, parameter_table
 from specjax.models.config import Attention
-from specjax.models.heads.block import Block, BlockConfig
-from specjax.models.heads.eagle import Eagle, EagleConfig, default_taps
-from specjax.models.heads.medusa import Medusa, MedusaConfig, parameter_table
-from specjax.models.heads.mtp import MtpConfig, MtpModules
+from specjax.models.mtp import MtpConfig, MtpModules
 from specjax.models.parameters import Parameter
 from specjax.testing import Tabular
 from train.methods.medusa import first_params

@@ -23,8 +23,8 @@ from rich.console import Console
 from specjax.cli import command
 from specjax.cli.console import Screen
 from specjax.cli.mesh_config import open_mesh
-from specjax.decoding.engine.outputs import Failure, Output, failure_message
 from specjax.distributed import folder_lock, processes
+from specjax.engine.outputs import Failure, Output, failure_message
 from specjax.errors import InputError
 from specjax.files import folders
 from specjax.loading.load import load_model

@@ -14,18 +14,18 @@ import numpy as np
 from accelerator.sizes import ITEMSIZE, Size, model_shape
 from accelerator.synthetic import random_cache
 from specjax import metrics
-from specjax.cache import KVCache
-from specjax.decoding import loop
-from specjax.decoding.initial_state import empty_state
-from specjax.decoding.options import DecodeOptions
-from specjax.decoding.rows import batch_arguments
-from specjax.decoding.sampling_params import SamplingParams
-from specjax.decoding.session import plan_session
-from specjax.decoding.state import Rounds, State
+from specjax.core import loop
+from specjax.core.cache import KVCache
+from specjax.core.initial_state import empty_state
+from specjax.core.none import NoDrafter
+from specjax.core.state import Rounds, State
 from specjax.drafters import LoadedDrafter, take_turns
-from specjax.drafters.none import NoDrafter
-from specjax.drafters.simulated import Simulated
+from specjax.engine.options import DecodeOptions
+from specjax.engine.rows import batch_arguments
+from specjax.engine.sampling_params import SamplingParams
+from specjax.engine.session import plan_session
 from specjax.loading.model import Model
+from specjax.methods.simulated import Simulated
 from specjax.tuning import measure_costs
 
 

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.cache import KVCache, Window
-from specjax.cached_entries import encode
+from specjax.core.cache import KVCache, Window
+from specjax.core.cached_entries import encode
 from specjax.models.kernels import attention_kernel, tpu_attention
 from specjax.models.layers.attention import attend, attend_whole_cache
 

@@ -48,12 +48,14 @@ if toy:
         num_kv_heads=2, head_dim=16, max_positions=512), 0)
 else:
     model = specjax.load_model("smollm2-135m-instruct")
-from specjax.decoding.generate import open_engine
-from specjax.decoding.options import DecodeOptions
 try:
-    from specjax.decoding.session import plan_session
+    from specjax.engine.generate import open_engine
+    from specjax.engine.options import DecodeOptions
+    from specjax.engine.session import plan_session
 except ModuleNotFoundError:  # an earlier commit
-    from specjax.decoding.setup import plan_session
+    from specjax.decoding.generate import open_engine
+    from specjax.decoding.options import DecodeOptions
+    from specjax.decoding.session import plan_session
 options = {"num_speculative_tokens": "auto"} if auto else {}
 begin = time.process_time()
 loaded = None if drafter == "none" else specjax.make_drafter(drafter, model)

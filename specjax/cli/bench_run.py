@@ -17,12 +17,13 @@ from specjax.cli.bench_config import BenchConfig
 from specjax.cli.built_in_prompts import questions_of
 from specjax.cli.console import Screen
 from specjax.cli.measure_speedups import Speedup, measure_speedups
-from specjax.decoding import prompts
-from specjax.decoding.options import AUTO
+from specjax.core.parameter_sizes import megabytes
 from specjax.distributed import processes
 from specjax.drafters import make_drafter
+from specjax.engine import prompts
+from specjax.engine.options import AUTO
 from specjax.loading.load import load_model
-from specjax.loading.model import Model, megabytes
+from specjax.loading.model import Model
 from specjax.reporting.decode_report import device_name
 from specjax.reporting.report_file import ReportFile
 from specjax.reporting.statistics import noise_remark

@@ -15,9 +15,9 @@ from rich.progress import Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
-from specjax.decoding.engine.outputs import Delta
-from specjax.decoding.prompts import Question
-from specjax.drafters.turn_taking import NO_DRAFTER
+from specjax.core.turn_taking import NO_DRAFTER
+from specjax.engine.outputs import Delta
+from specjax.engine.prompts import Question
 from specjax.files.log import QUIET_S, duration, shown_by
 from specjax.loading.tokenizers.tokenizer import StreamDecoder, Tokenizer
 from specjax.reporting.decode_report import DrafterRun

@@ -12,26 +12,6 @@ from jax.sharding import Mesh
 
 from specjax.cli.built_in_prompts import questions_of
 from specjax.cli.mesh_config import ONE_DEVICE, ONE_PROCESS, DistributedConfig, MeshConfig
-from specjax.decoding.options import (
-    BATCH_SIZE,
-    DRAFT_LENGTH,
-    FIXED,
-    MAX_LENGTH,
-    NUM_PAGES,
-    PAGE_SIZE,
-    RULE_NAME,
-    DecodeOptions,
-    Ladder,
-)
-from specjax.decoding.prompts import (
-    CHAT,
-    Prompt,
-    Question,
-    encode_prompt,
-    select,
-)
-from specjax.decoding.sampling_params import SEED, SamplingParams
-from specjax.decoding.session import check_pages_on_mesh
 from specjax.drafters import (
     DRAFTERS,
     LoadedDrafter,
@@ -42,8 +22,26 @@ from specjax.drafters import (
     make_drafter,
     option_type,
 )
-from specjax.drafters.by_name.options import option_kind, option_meanings
-from specjax.drafters.by_name.registry import parts_of
+from specjax.engine.options import (
+    BATCH_SIZE,
+    DRAFT_LENGTH,
+    FIXED,
+    MAX_LENGTH,
+    NUM_PAGES,
+    PAGE_SIZE,
+    RULE_NAME,
+    DecodeOptions,
+    Ladder,
+)
+from specjax.engine.prompts import (
+    CHAT,
+    Prompt,
+    Question,
+    encode_prompt,
+    select,
+)
+from specjax.engine.sampling_params import SEED, SamplingParams
+from specjax.engine.session import check_pages_on_mesh
 from specjax.errors import InputError
 from specjax.fields import (
     DependentFields,
@@ -63,10 +61,12 @@ from specjax.fields import (
     read_values,
 )
 from specjax.files.path_checks import user_path
-from specjax.loading.find_head import kind_of_head
 from specjax.loading.load import DEFAULT_MODEL, DTYPE, load_draft_model, load_model
 from specjax.loading.model import CACHE_DTYPE, Model
 from specjax.loading.quantize import ACTIVATIONS, WEIGHTS
+from specjax.methods.heads.find_head import kind_of_head
+from specjax.methods.options import option_kind, option_meanings
+from specjax.methods.registry import parts_of
 from specjax.sampling import RULES, Rule, Typical, derived_seed
 from specjax.trees import FastestTree, RankedTree
 from specjax.tuning import with_fastest_trees

@@ -20,18 +20,18 @@ from specjax.cli.decode_config import (
     turn_prompts,
 )
 from specjax.cli.measure_speedups import median_repeat, turn_order
-from specjax.decoding.compare_outputs import Difference, compare_row
-from specjax.decoding.engine.engine import Engine
-from specjax.decoding.engine.outputs import Delta
-from specjax.decoding.generate import (
+from specjax.drafters import LoadedDrafter
+from specjax.engine.compare_outputs import Difference, compare_row
+from specjax.engine.engine import Engine
+from specjax.engine.generate import (
     Generation,
     add_prompts,
     decode_session,
     expected_acceptance,
     open_engine,
 )
-from specjax.decoding.session import Session, plan_session
-from specjax.drafters import LoadedDrafter
+from specjax.engine.outputs import Delta
+from specjax.engine.session import Session, plan_session
 from specjax.loading.model import Model
 from specjax.reporting.decode_report import PLAIN, Clock, DrafterRun
 from specjax.reporting.engine_report import engine_summary

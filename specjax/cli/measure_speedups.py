@@ -14,13 +14,13 @@ from scipy.special import stdtrit
 
 from specjax import metrics
 from specjax.cli.predicted_speedup import measure_round_costs
-from specjax.decoding.engine.engine import Engine
-from specjax.decoding.engine.outputs import failure_message
-from specjax.decoding.generate import Generation, decode_session, open_engine
-from specjax.decoding.options import AUTO, FIXED, DecodeOptions
-from specjax.decoding.sampling_params import SamplingParams
-from specjax.decoding.session import Session, plan_session
 from specjax.drafters import LoadedDrafter
+from specjax.engine.engine import Engine
+from specjax.engine.generate import Generation, decode_session, open_engine
+from specjax.engine.options import AUTO, FIXED, DecodeOptions
+from specjax.engine.outputs import failure_message
+from specjax.engine.sampling_params import SamplingParams
+from specjax.engine.session import Session, plan_session
 from specjax.errors import InputError
 from specjax.files.log import share_logger
 from specjax.loading.model import Model

@@ -24,8 +24,8 @@ from specjax.cli.decode_config import (
     turn_prompts,
 )
 from specjax.cli.mesh_config import open_mesh
-from specjax.decoding.session import Session, plan_session
 from specjax.distributed import sharding
+from specjax.engine.session import Session, plan_session
 from specjax.errors import InputError, one_line, shown
 from specjax.loading.model import Model
 from specjax.reporting.decode_report import device_name

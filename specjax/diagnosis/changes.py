@@ -15,19 +15,20 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from specjax.core.drafter import Drafter
 from specjax.diagnosis.answers import Answers
 from specjax.diagnosis.teacher_forced import Examined, Reading
-from specjax.drafters.base import Drafter
-from specjax.drafters.draft_model import DraftModel
-from specjax.drafters.heads.block import BlockDrafter
-from specjax.drafters.heads.eagle import EagleDrafter
-from specjax.drafters.heads.mtp import MtpDrafter
-from specjax.drafters.heads.pair_drafter import PairDrafter
 from specjax.loading.model import Model
+from specjax.methods.block import head as block
+from specjax.methods.block.drafter import BlockDrafter
+from specjax.methods.draft_model.drafter import DraftModel
+from specjax.methods.draft_model.head import ReducedDecoder
+from specjax.methods.eagle import head as eagle
+from specjax.methods.eagle.drafter import EagleDrafter
+from specjax.methods.heads.pair_drafter import PairDrafter
+from specjax.methods.heads.shared_parameters import share_anew
+from specjax.methods.mtp import MtpDrafter
 from specjax.models.config import DecoderConfig
-from specjax.models.heads import block, eagle
-from specjax.models.heads.draft_decoder import ReducedDecoder
-from specjax.models.heads.shared_parameters import share_anew
 from specjax.models.layers.decoder_layer import embed
 
 TAPS, POSITIONS, NORM = "wrong taps", "shifted positions", "wrong norm"

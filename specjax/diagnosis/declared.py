@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 
 from specjax.errors import InputError
 from specjax.files.path_checks import user_path
-from specjax.loading.find_head import check_kind, head_directory, kind_of_head
 from specjax.loading.formats.gguf_file import open_gguf
 from specjax.loading.load import DEFAULT_MODEL, default_model_file
 from specjax.loading.storage.checkpoint_directory import is_checkpoint
 from specjax.loading.storage.orbax_checkpoint import look
 from specjax.loading.tokenizers.huggingface_tokenizer import read_json
+from specjax.methods.heads.find_head import check_kind, head_directory, kind_of_head
 
 _HEADS = ("medusa", "eagle", "eagle3", "dflash", "dspark")
 """Drafters whose path is always a head; those of others may be a whole model."""

@@ -9,9 +9,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from specjax import metrics
-from specjax.decoding.generate import Generation, generate
-from specjax.decoding.prompts import Prompts, as_prompts, encode_prompt
-from specjax.decoding.sampling_params import SamplingParams
 from specjax.diagnosis import changes as faults
 from specjax.diagnosis.answers import Answers, read_answers, warp_arguments
 from specjax.diagnosis.changes import Change, Finding
@@ -19,13 +16,16 @@ from specjax.diagnosis.rounds import Rounds, read_rounds
 from specjax.diagnosis.teacher_forced import Examined, Reading, Scores, confidence, score
 from specjax.diagnosis.weight_checks import weight_notes
 from specjax.drafters import LoadedDrafter, Merged, Turns
-from specjax.drafters.draft_model import DraftModel
-from specjax.drafters.heads.block import BlockDrafter
-from specjax.drafters.heads.eagle import EagleDrafter
+from specjax.engine.generate import Generation, generate
+from specjax.engine.prompts import Prompts, as_prompts, encode_prompt
+from specjax.engine.sampling_params import SamplingParams
 from specjax.errors import InputError
 from specjax.loading.model import MODEL_KIND, Model
+from specjax.methods.block.drafter import BlockDrafter
+from specjax.methods.draft_model.drafter import DraftModel
+from specjax.methods.eagle.drafter import EagleDrafter
+from specjax.methods.heads.calibration import calibration_error, fit_temperature
 from specjax.models.decoder import check_features
-from specjax.models.heads.calibration import calibration_error, fit_temperature
 
 _LEAST_GAIN, _LEAST_ERRORS = 0.02, 4.0
 """The minimum gain of overlap that makes a finding, absolute and in standard errors."""

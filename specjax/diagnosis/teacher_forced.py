@@ -16,14 +16,14 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from specjax.decoding.sampling_params import SamplingParams
+from specjax.core.drafter import Drafter
 from specjax.diagnosis.answers import Answers, warp_arguments
-from specjax.drafters.base import Drafter
-from specjax.drafters.draft_model import DraftModel
-from specjax.drafters.heads.block import BlockDrafter
-from specjax.drafters.heads.medusa import MedusaDrafter
-from specjax.drafters.heads.pair_drafter import PairDrafter
-from specjax.models.heads.block_rows import run_blocks
+from specjax.engine.sampling_params import SamplingParams
+from specjax.methods.block.drafter import BlockDrafter
+from specjax.methods.block.rows import run_blocks
+from specjax.methods.draft_model.drafter import DraftModel
+from specjax.methods.heads.pair_drafter import PairDrafter
+from specjax.methods.medusa.drafter import MedusaDrafter
 from specjax.sampling import WarpFlags, warp
 
 Examined = PairDrafter | MedusaDrafter | DraftModel | BlockDrafter

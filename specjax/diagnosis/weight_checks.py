@@ -8,9 +8,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from specjax.drafters.base import Drafter
-from specjax.drafters.draft_model import DraftModel
+from specjax.core.drafter import Drafter
 from specjax.loading.compare_arrays import leaf_name
+from specjax.methods.draft_model.drafter import DraftModel
 
 
 def weight_notes(drafter: Drafter, params: Any) -> Iterator[str]:

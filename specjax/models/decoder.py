@@ -19,12 +19,17 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from specjax.cache import KVCache, Window, make_cache
-from specjax.cached_entries import Entries
+from specjax.core.cache import KVCache, Window, make_cache
+from specjax.core.cached_entries import Entries
+from specjax.core.language_model import Extension
+from specjax.core.top_tokens import (
+    top_tokens,
+    top_tokens_of_states,
+    wanted_counts,
+)
 from specjax.distributed.sharding import constrain
 from specjax.errors import InputError
 from specjax.models.config import DecoderConfig, LayerRun
-from specjax.models.interface import Extension
 from specjax.models.layers import cpu_attention
 from specjax.models.layers.attention import (
     Partial,
@@ -47,11 +52,6 @@ from specjax.models.layers.layer_pass import LayerCarry, LayerPass
 from specjax.models.layers.local_and_global_layers import layer_views
 from specjax.models.parameter_table import parameter_table
 from specjax.models.parameters import ParameterTable, checked
-from specjax.models.top_tokens import (
-    top_tokens,
-    top_tokens_of_states,
-    wanted_counts,
-)
 
 
 @dataclass(frozen=True)

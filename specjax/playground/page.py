@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from specjax.cli.predicted_speedup import run_sessions
-from specjax.decoding.rows import Row, session_row
-from specjax.decoding.session import Session
+from specjax.engine.rows import Row, session_row
+from specjax.engine.session import Session
 from specjax.errors import InputError
 from specjax.files import atomic_writes
 from specjax.loading.tokenizers.tokenizer import Tokenizer

@@ -20,16 +20,16 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
 from specjax import sampling
-from specjax.decoding.generate import Generation
-from specjax.decoding.plan import Plan
-from specjax.decoding.programs import Programs, compile_session
-from specjax.decoding.round import noise_keys, propose
-from specjax.decoding.rows import Row, row_arguments
-from specjax.decoding.session import Session
-from specjax.decoding.state import State
-from specjax.decoding.verify import as_drafted, verify_draft
+from specjax.core.drafter import Limits
+from specjax.core.plan import Plan
+from specjax.core.round import noise_keys, propose
+from specjax.core.state import State
+from specjax.core.verify import as_drafted, verify_draft
 from specjax.distributed.sharding import use
-from specjax.drafters.base import Limits
+from specjax.engine.generate import Generation
+from specjax.engine.programs import Programs, compile_session
+from specjax.engine.rows import Row, row_arguments
+from specjax.engine.session import Session
 from specjax.errors import InputError
 from specjax.playground.draft_tests import DraftTest, Likeliest, decided
 from specjax.sampling import Drafted, Rule, Target

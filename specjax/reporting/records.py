@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any
 
-from specjax.decoding.compare_outputs import Difference, NearTie
-from specjax.decoding.prompts import LARGEST_ID, task_of
+from specjax.engine.compare_outputs import Difference, NearTie
+from specjax.engine.prompts import LARGEST_ID, task_of
 from specjax.errors import InputError, printable, shown
 from specjax.fields import (
     Either,

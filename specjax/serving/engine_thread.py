@@ -15,9 +15,9 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from specjax.decoding.engine.engine import Engine
-from specjax.decoding.engine.outputs import Delta, Output
-from specjax.decoding.sampling_params import SamplingParams
+from specjax.engine.engine import Engine
+from specjax.engine.outputs import Delta, Output
+from specjax.engine.sampling_params import SamplingParams
 from specjax.errors import InputError
 from specjax.files.log import LOGGER
 from specjax.serving.metrics import Counters

@@ -17,10 +17,10 @@ from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from specjax.decoding.engine.outputs import Output
-from specjax.decoding.rows import Row
-from specjax.decoding.sampling_params import SamplingParams
-from specjax.decoding.session import Session
+from specjax.engine.outputs import Output
+from specjax.engine.rows import Row
+from specjax.engine.sampling_params import SamplingParams
+from specjax.engine.session import Session
 from specjax.errors import InputError
 from specjax.playground.page import answer_parts, page
 from specjax.playground.replay_round import RecordedRow

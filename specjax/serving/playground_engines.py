@@ -19,15 +19,15 @@ import anyio.to_thread
 from specjax.controllers import Auto, Controller, Limits, StepRecord, StepSizes
 from specjax.controllers.auto import AutoState
 from specjax.controllers.fixed import up_to
-from specjax.decoding.engine.engine import Engine
-from specjax.decoding.options import AUTO, FIXED, RULE_NAME
-from specjax.decoding.sampling_params import SamplingParams
-from specjax.decoding.session import Session, plan_engine
 from specjax.drafters import DRAFTERS, LoadedDrafter, check_options, make_drafter
-from specjax.drafters.by_name.registry import TRAINED
+from specjax.engine.engine import Engine
+from specjax.engine.options import AUTO, FIXED, RULE_NAME
+from specjax.engine.sampling_params import SamplingParams
+from specjax.engine.session import Session, plan_engine
 from specjax.errors import InputError
 from specjax.fields import Choice, Either, Whole
-from specjax.loading.find_head import shipped_heads
+from specjax.methods.heads.find_head import shipped_heads
+from specjax.methods.registry import TRAINED
 from specjax.sampling import RULES
 from specjax.serving.engine_thread import EngineThread, warm_up
 from specjax.serving.requests import RequestError, refused

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import uvicorn
 
 from specjax import signals
-from specjax.decoding.engine.engine import Engine
+from specjax.engine.engine import Engine
 from specjax.errors import InputError
 from specjax.serving.app import Api, build_app
 from specjax.serving.engine_thread import EngineThread

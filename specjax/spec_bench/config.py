@@ -16,10 +16,10 @@ from specjax.cli.config_file import config_of, overridden
 from specjax.cli.decode_config import DecodeConfig, DecodeFields, TargetFields, read_decode_config
 from specjax.cli.flags import Listed
 from specjax.cli.mesh_config import ONE_DEVICE, MeshConfig
-from specjax.decoding.options import DRAFT_LENGTH, FIXED, MAX_LENGTH, RULE_NAME
-from specjax.decoding.prompts import Question, stratified, task_of
-from specjax.decoding.sampling_params import SEED, TEMPERATURE
 from specjax.drafters import DRAFTERS, TRAINED
+from specjax.engine.options import DRAFT_LENGTH, FIXED, MAX_LENGTH, RULE_NAME
+from specjax.engine.prompts import Question, stratified, task_of
+from specjax.engine.sampling_params import SEED, TEMPERATURE
 from specjax.errors import InputError, one_line, shown
 from specjax.fields import (
     Choice,
@@ -32,7 +32,7 @@ from specjax.fields import (
     optional,
     read_values,
 )
-from specjax.loading.find_head import shipped_heads
+from specjax.methods.heads.find_head import shipped_heads
 from specjax.reporting import picture_files
 
 ALL = "all"

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from specjax.cli.console import Screen
 from specjax.cli.decode_config import ConfigDrafter, make_config_drafter
-from specjax.decoding.options import AUTO, FIXED
-from specjax.decoding.session import Session, plan_rows
 from specjax.drafters import DRAFTER_KIND
+from specjax.engine.options import AUTO, FIXED
+from specjax.engine.session import Session, plan_rows
 from specjax.loading.model import Model
 from specjax.spec_bench.config import Cell, SpecBenchConfig
 

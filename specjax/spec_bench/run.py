@@ -23,14 +23,14 @@ from specjax.cli.decode_config import ConfigDrafter, load_target
 from specjax.cli.decode_run import warm_up
 from specjax.cli.measure_speedups import turn_order
 from specjax.controllers import Fixed
-from specjax.decoding.compare_outputs import compare_row
-from specjax.decoding.engine.engine import Engine
-from specjax.decoding.engine.outputs import failure_message
-from specjax.decoding.generate import Generation, decode_session, open_engine
-from specjax.decoding.options import AUTO
-from specjax.decoding.prompts import Question, encode_prompt
-from specjax.decoding.session import Session, longest_row
 from specjax.drafters import DRAFTER_KIND
+from specjax.engine.compare_outputs import compare_row
+from specjax.engine.engine import Engine
+from specjax.engine.generate import Generation, decode_session, open_engine
+from specjax.engine.options import AUTO
+from specjax.engine.outputs import failure_message
+from specjax.engine.prompts import Question, encode_prompt
+from specjax.engine.session import Session, longest_row
 from specjax.errors import InputError
 from specjax.files.package_versions import versions
 from specjax.loading.model import Model

@@ -15,18 +15,18 @@ import scipy.stats
 from jaxtyping import Array, Float, Int
 
 from specjax import sampling
-from specjax.decoding.options import RULE
-from specjax.decoding.plan import Plan
-from specjax.decoding.programs import errors_of_drafters, run, start
-from specjax.decoding.sampling_params import SEED, SamplingParams
-from specjax.decoding.session import widths
-from specjax.decoding.state import RUNNING, Rounds, Rows, State
+from specjax.core.drafter import Limits, Sampling, warp_rows
+from specjax.core.language_model import LanguageModel
+from specjax.core.plan import Plan
+from specjax.core.state import RUNNING, Rounds, Rows, State
 from specjax.drafters import DRAFT_TOKENS, DRAFTER_KIND, Drafter, LoadedDrafter, Turns
-from specjax.drafters.base import Limits, Sampling, warp_rows
+from specjax.engine.options import RULE
+from specjax.engine.programs import errors_of_drafters, run, start
+from specjax.engine.sampling_params import SEED, SamplingParams
+from specjax.engine.session import widths
 from specjax.errors import InputError
 from specjax.fields import Instance, Items, Whole, optional
 from specjax.loading.model import Model
-from specjax.models.interface import LanguageModel
 from specjax.testing.drafter_contract import check_contract
 
 QUANTILE = 1e-6

@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from specjax.decoding.plan import Plan
-from specjax.decoding.programs import start
-from specjax.decoding.round import make_context, noise_keys, proposal_noise
-from specjax.decoding.state import State, knows_its_rows
+from specjax.core.plan import Plan
+from specjax.core.round import make_context, noise_keys, proposal_noise
+from specjax.core.state import State, knows_its_rows
+from specjax.core.turn_taking import check_proposal
 from specjax.drafters import Drafter, Merged
-from specjax.drafters.turn_taking import check_proposal
+from specjax.engine.programs import start
 from specjax.errors import InputError
 from specjax.trees import Draft
 from specjax.trees.draft import check_draft

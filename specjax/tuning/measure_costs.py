@@ -18,14 +18,14 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
-from specjax.decoding.plan import Plan
-from specjax.decoding.programs import start
-from specjax.decoding.round import propose
-from specjax.decoding.rows import batch_arguments
-from specjax.decoding.session import Session
-from specjax.decoding.state import State
+from specjax.core.language_model import LanguageModel
+from specjax.core.plan import Plan
+from specjax.core.round import propose
+from specjax.core.state import State
+from specjax.engine.programs import start
+from specjax.engine.rows import batch_arguments
+from specjax.engine.session import Session
 from specjax.files.log import LOGGER, share_logger
-from specjax.models.interface import LanguageModel
 from specjax.models.layers.matmul import full_precision
 from specjax.sampling import argmax
 

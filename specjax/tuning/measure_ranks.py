@@ -13,19 +13,19 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from specjax import sampling
-from specjax.decoding.generate import generate
-from specjax.decoding.options import DecodeOptions
-from specjax.decoding.plan import Plan
-from specjax.decoding.programs import run, start
-from specjax.decoding.prompts import Prompt
-from specjax.decoding.round import make_context
-from specjax.decoding.rows import batch_arguments
-from specjax.decoding.sampling_params import SamplingParams
-from specjax.decoding.session import Session, plan_session
-from specjax.decoding.state import State
+from specjax.core.drafter import Sampling
+from specjax.core.plan import Plan
+from specjax.core.round import make_context
+from specjax.core.state import State
+from specjax.core.turn_taking import Turns
 from specjax.drafters import LoadedDrafter
-from specjax.drafters.base import Sampling
-from specjax.drafters.turn_taking import Turns
+from specjax.engine.generate import generate
+from specjax.engine.options import DecodeOptions
+from specjax.engine.programs import run, start
+from specjax.engine.prompts import Prompt
+from specjax.engine.rows import batch_arguments
+from specjax.engine.sampling_params import SamplingParams
+from specjax.engine.session import Session, plan_session
 from specjax.errors import InputError
 from specjax.loading.model import Model
 

@@ -10,17 +10,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax.cache import KVCache
-from specjax.decoding.initial_state import empty_state
-from specjax.decoding.loop import run as run_rounds
-from specjax.decoding.options import DecodeOptions
-from specjax.decoding.plan import Plan
-from specjax.decoding.rows import batch_arguments
-from specjax.decoding.sampling_params import SamplingParams
-from specjax.decoding.session import plan_session
-from specjax.decoding.state import Rounds
+from specjax.core.cache import KVCache
+from specjax.core.drafter import Context, Noise
+from specjax.core.initial_state import empty_state
+from specjax.core.loop import run as run_rounds
+from specjax.core.plan import Plan
+from specjax.core.state import Rounds
 from specjax.drafters import Drafter
-from specjax.drafters.base import Context, Noise
+from specjax.engine.options import DecodeOptions
+from specjax.engine.rows import batch_arguments
+from specjax.engine.sampling_params import SamplingParams
+from specjax.engine.session import plan_session
 from specjax.loading.model import Model
 from specjax.trees import Draft, Topology
 from specjax.tuning import measure_costs

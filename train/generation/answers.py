@@ -13,15 +13,15 @@ import numpy as np
 
 from specjax.cli.console import Screen
 from specjax.cli.mesh_config import DistributedConfig, MeshConfig
-from specjax.decoding.engine.engine import Engine
-from specjax.decoding.engine.outputs import Output
-from specjax.decoding.generate import open_engine
-from specjax.decoding.options import BATCH_SIZE, EXACT_RULE_NAME, FIXED, DecodeOptions
-from specjax.decoding.prompts import CHAT
-from specjax.decoding.rows import session_row
-from specjax.decoding.sampling_params import MIN_P, SEED, TEMPERATURE, TOP_K, TOP_P, SamplingParams
-from specjax.decoding.session import Session, plan_session
 from specjax.drafters import DRAFT_TOKENS, check_options, make_drafter
+from specjax.engine.engine import Engine
+from specjax.engine.generate import open_engine
+from specjax.engine.options import BATCH_SIZE, EXACT_RULE_NAME, FIXED, DecodeOptions
+from specjax.engine.outputs import Output
+from specjax.engine.prompts import CHAT
+from specjax.engine.rows import session_row
+from specjax.engine.sampling_params import MIN_P, SEED, TEMPERATURE, TOP_K, TOP_P, SamplingParams
+from specjax.engine.session import Session, plan_session
 from specjax.errors import InputError
 from specjax.fields import (
     CrossCheck,

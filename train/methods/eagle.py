@@ -19,12 +19,12 @@ from jaxtyping import Array, Float, Int, Key
 
 from specjax.errors import InputError
 from specjax.fields import Choice, Number, Whole
-from specjax.loading.head_formats.shared_with_target import target_embedding
-from specjax.loading.heads.head import Head, TargetMetadata
 from specjax.loading.model import Model
 from specjax.loading.user_messages import note
-from specjax.models.heads.eagle import Eagle, EagleConfig
-from specjax.models.heads.shared_parameters import share
+from specjax.methods.eagle.head import Eagle, EagleConfig
+from specjax.methods.heads.head import Head, TargetMetadata
+from specjax.methods.heads.shared_parameters import share
+from specjax.methods.heads.shared_with_target import target_embedding
 from train.data.batches import Batch
 from train.methods.blockwise_loss import Scoring, Teacher, score_drafts
 from train.methods.losses import (

@@ -13,9 +13,9 @@ from jaxtyping import Array, Float, Int, Key
 
 from specjax.errors import InputError
 from specjax.fields import Choice, first_difference
-from specjax.loading.heads.head import Head, TargetMetadata
 from specjax.loading.model import Model
-from specjax.models.heads.mtp import Mtp, MtpConfig, MtpModules
+from specjax.methods.heads.head import Head, TargetMetadata
+from specjax.models.mtp import Mtp, MtpConfig, MtpModules
 from specjax.models.parameters import cast
 from train.data.batches import Batch
 from train.methods.method import Measures, Method

@@ -14,9 +14,9 @@ import optax
 from jaxtyping import Array, Float, Int
 
 from specjax.fields import Number, Whole, optional
+from specjax.methods.heads.shared_parameters import share
 from specjax.models.decoder import EXPERTS, Decoder
-from specjax.models.heads.mtp import Mtp
-from specjax.models.heads.shared_parameters import share
+from specjax.models.mtp import Mtp
 from train.data.batches import Batch
 from train.experts.loads import Loads, below, feature_of, of_modules, of_target
 from train.methods.blockwise_loss import Scores, Scoring, Teacher, score_drafts

@@ -13,9 +13,9 @@ from jaxtyping import Array, Int32, Key
 from specjax.errors import InputError
 from specjax.fields import first_difference
 from specjax.files.path_checks import input_folder
-from specjax.loading.find_head import read_any_head, shipped_head
-from specjax.loading.heads.head import KINDS, Head, check_head
 from specjax.loading.model import Model
+from specjax.methods.heads.find_head import read_any_head, shipped_head
+from specjax.methods.heads.head import KINDS, Head, check_head
 from train.methods.method import Method
 
 

@@ -24,7 +24,6 @@ from specjax.loading.formats import parameter_names, tensor_layout
 from specjax.loading.model import array_table
 from specjax.models.config import DecoderConfig
 from specjax.models.cpu import tiles
-from specjax.models.heads.mtp import MtpConfig
 from specjax.models.layers.quantized import (
     QuantizedKernel,
     array_partitions,
@@ -32,6 +31,7 @@ from specjax.models.layers.quantized import (
     quantize,
 )
 from specjax.models.layers.tiled_kernel import Layout, TiledKernel, empty_tiles
+from specjax.models.mtp import MtpConfig
 from specjax.models.parameter_table import parameter_table
 from specjax.models.parameters import Parameter
 

@@ -17,8 +17,8 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from specjax.cache import KVCache, by_shard
-from specjax.cached_entries import Entries, decode
+from specjax.core.cache import KVCache, by_shard
+from specjax.core.cached_entries import Entries, decode
 from specjax.distributed.sharding import DATA, partition
 from specjax.models.layers.matmul import full_precision
 

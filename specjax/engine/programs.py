@@ -1,0 +1,345 @@
+"""The compiled programs of an engine: reading prompts, admitting rows, running rounds."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import textwrap
+import time
+import traceback
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jaxtyping import Array, Bool, Int
+
+from specjax.controllers import StepRecord
+from specjax.core import initial_state, loop
+from specjax.core.plan import Plan
+from specjax.core.state import (
+    State,
+    admit,
+    clear_caches,
+    copy_caches,
+    give_back,
+    lend,
+    release,
+    take,
+    with_cached_lengths,
+    with_pages,
+    with_pools,
+    without_entries,
+)
+from specjax.distributed import device_memory
+from specjax.distributed.device_memory import MemoryPlan
+from specjax.distributed.sharding import DATA, axis_size, use
+from specjax.engine.rows import row_arguments
+from specjax.engine.session import Session
+from specjax.errors import InputError, one_line
+from specjax.files import program_cache
+from specjax.files.log import LOGGER
+from specjax.methods.registry import all_registered
+
+start = jax.jit(initial_state.start, static_argnums=0)
+"""`initial_state.start`, compiled for callers that run rounds without an engine."""
+run = jax.jit(loop.run, static_argnums=0, donate_argnums=2)
+"""`loop.run`, compiled."""
+put_rows = jax.jit(admit, donate_argnums=0)
+"""`state.admit`, compiled."""
+_NOT_THE_USERS = frozenset(
+    ("specjax", "jax", "jaxlib", "flax", "numpy", "jaxtyping", "beartype", "contextlib")
+)
+"""The packages whose lines are of no help to the author of a drafter."""
+_made: set[int] = set()
+"""The hashes of the arguments with which `_compile` was called."""
+_plans: dict[str, Plan] = {}
+"""The latest plan with each description that was logged."""
+
+
+class Programs(NamedTuple):
+    """The compiled functions of a plan, and the seconds spent compiling.
+
+    - `empty(params, *arguments)` returns the state of all slots, from the arrays of
+      `initial_state.start`; nothing is read yet.
+    - `new(params, state, slots, cached, *arguments)` also returns the state of rows to be admitted
+      to `slots`. Where `lends`, these have no caches of their own: their prompts are read into the
+      caches of the slots, which `new` clears; in a pool the rows' pages hold `cached` tokens.
+    - `read(params, state, new, slots, pages, begin, end)` reads the prompts of new rows.
+    - `admit(state, slots, sources, new)` moves new rows, read into the slots `sources`, into slots.
+    - `step(params, state, limits, host_ended, max_rounds, stop_after_finished, pages)` is
+      `loop.step`.
+
+    `read` and `admit` also return an array that becomes ready when they are done. A state that a
+    function changes is donated. `memory` is the memory that they need, and `timed` are the records
+    of steps that were timed once (`engine.timed_steps`), if any.
+    """
+
+    empty: Any
+    new: Any
+    read: Any
+    admit: Any
+    step: Any
+    memory: MemoryPlan
+    seconds: float
+    timed: list[StepRecord]
+
+
+def compile_session(session: Session, *, begun: bool = False) -> Programs:
+    """Return the session's programs, compiled now or earlier in this process.
+
+    Raises InputError if they do not fit into memory, or if a user-defined drafter cannot be traced.
+    With `begun`, the state of all rows is already in memory.
+    """
+    key = _key(session)
+    programs = _compile(*key)
+    _made.add(hash(key))
+    size = "num_kv_pages" if session.plan.num_pages else "batch_size, max_length, max_new_tokens"
+    programs.memory.check(
+        f"lower {size} or num_speculative_tokens",
+        session.num_rows,
+        session.plan.capacity,
+        num_pages=session.plan.num_pages,
+        begun=begun,
+    )
+    return programs
+
+
+def is_compiled(session: Session) -> bool:
+    """Return whether this process has compiled the session's programs."""
+    return hash(_key(session)) in _made
+
+
+def _key(session: Session) -> tuple[Plan, Mesh | None, Any, tuple[_Leaf, ...]]:
+    """Return the arguments of `_compile`: everything that a session's programs depend on."""
+    shapes = [row_arguments(session, [], rows) for rows in (session.num_rows, session.prefill_rows)]
+    leaves, tree = jax.tree.flatten((session.params, *shapes))
+    return session.plan, session.mesh, tree, tuple(map(_Leaf.of, leaves))
+
+
+class _Leaf(NamedTuple):
+    """The shape, dtype and sharding of an argument array, hashable for use in a cache key."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    sharding: Sharding | None
+
+    @classmethod
+    def of(cls, leaf: Any) -> _Leaf:
+        return cls(leaf.shape, leaf.dtype, getattr(leaf, "sharding", None))
+
+
+@functools.lru_cache(maxsize=64)
+def _compile(plan: Plan, mesh: Mesh | None, tree: Any, leaves: tuple[_Leaf, ...]) -> Programs:
+    program_cache.keep_in_library()
+    begin = time.perf_counter()
+    shapes = [
+        jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding) for leaf in leaves
+    ]
+    params, every, few = jax.tree.unflatten(tree, shapes)
+    LOGGER.info("compiling %s; later calls reuse it", _described(plan, every[2].shape[0]))
+    number = jax.ShapeDtypeStruct((), jnp.int32)
+    ended = jax.ShapeDtypeStruct(every[2].shape, bool)
+    slots = jax.ShapeDtypeStruct(few[2].shape, jnp.int32)
+    whole = None if mesh is None else NamedSharding(mesh, PartitionSpec())
+    with use(mesh):
+        # Each step returns the state to the next, so the first placement holds for all steps.
+        empty = jax.jit(_slots, static_argnums=0)
+        empty, state, placed = compile_placed(_lowered(empty, plan, params, *every), mesh)
+        out = None if mesh is None else (placed, None)
+        new = jax.jit(new_rows, static_argnums=(0, 1), donate_argnums=3, out_shardings=out)
+        lends = axis_size(mesh, DATA) == 1
+        lowered = _lowered(new, plan, lends, params, state, slots, slots, *few)
+        new, (_, rows), out = compile_placed(lowered, mesh)
+        out = None if mesh is None else (*out, whole)
+        read = jax.jit(read_rows, static_argnums=0, donate_argnums=(2, 3), out_shardings=out)
+        pages = None
+        if plan.page_size is not None:
+            shape = (*every[2].shape, plan.capacity // plan.page_size)
+            pages = jax.ShapeDtypeStruct(shape, jnp.int32)
+        arguments = plan, params, state, rows, slots, pages, number, number
+        lowered = [_lowered(read, *arguments)]
+        out = None if mesh is None else (placed, whole)
+        put = jax.jit(_admit, static_argnums=0, donate_argnums=1, out_shardings=out)
+        lowered.append(put.lower(plan, state, slots, slots, rows))
+        step = jax.jit(loop.step, static_argnums=0, donate_argnums=2, out_shardings=out)
+        limits = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), plan.drafter.full_limits()
+        )
+        arguments = plan, params, state, limits, ended, number, number, pages
+        lowered.append(_lowered(step, *arguments))
+        # The compiler releases Python's lock, so that programs compile in parallel.
+        with ThreadPoolExecutor() as threads:
+            read, put, step = threads.map(lambda one: one.compile(), lowered)
+    seconds = time.perf_counter() - begin
+    temporaries = device_memory.temporary_bytes((read, step), mesh)
+    memory = _memory(params, state, rows, temporaries)
+    memory.log_if_large()
+    return Programs(empty, new, read, put, step, memory, seconds, [])
+
+
+def _described(plan: Plan, rows: int) -> str:
+    """Return a description of a plan's programs for `rows` rows that no earlier plan has."""
+    nodes, rule = plan.drafter.num_nodes, plan.rule.name
+    drafting = f"{plan.drafter.name} with drafts of {nodes} token{'s' * (nodes > 1)}"
+    text = (
+        f"{drafting if nodes else 'plain decoding'}, verify={rule}, "
+        f"{'sampled' if plan.flags.sampled else 'greedy'}"
+        f"{' with log-probabilities' * plan.logprobs}, for {rows} row{'s' * (rows > 1)} of up to "
+        f"{plan.capacity} tokens, prompt included"
+    )
+    before, _plans[text] = _plans.get(text), plan
+    if before is None:
+        return text
+    changed = [
+        field.name
+        for field in fields(Plan)
+        if getattr(plan, field.name) != getattr(before, field.name)
+    ]
+    return f"{text}, with other {', '.join(changed) or 'arrays'} than before"
+
+
+def _memory(params: Any, state: State, rows: State, temporaries: int) -> MemoryPlan:
+    """Return the memory of the state of all slots, of new rows, and of temporary arrays."""
+    parts = {
+        device_memory.CACHES: state.cache,
+        "drafters": (state.drafter, state.features),
+        "prompts being read": rows,
+        "tokens": (state.tokens, state.logprobs),
+    }
+    arrays = {name: device_memory.bytes_per_device(part) for name, part in parts.items()}
+    return MemoryPlan(device_memory.bytes_per_device(params), arrays, temporaries)
+
+
+@jax.jit
+def take_rows(state: State, rows: Int[Array, "A"], spare: Bool[Array, "A"]) -> State:
+    """Return the state of `rows` alone, in that order; those marked `spare` are released."""
+    return release(take(state, rows), spare)
+
+
+def _slots(plan: Plan, params: Any, *arguments: Any) -> State:
+    """Return `initial_state.empty_state` for all slots of an engine, whose caches may be pools."""
+    state = make_empty()(plan, params, *arguments)
+    if plan.page_size is None:
+        return state
+    # Each page is like a row of its own, and on a mesh is sharded like one. The host keeps the
+    # rows' pages.
+    size = plan.num_pages, plan.page_size
+    pools = plan.target.make_cache(*size), plan.drafter.init(params[1], *size)
+    return with_pools(state, pools)
+
+
+def new_rows(
+    plan: Plan,
+    lends: bool,
+    params: Any,
+    state: State,
+    slots: Int[Array, "A"],
+    cached: Int[Array, "A"],
+    *arguments: Any,
+) -> tuple[State, State]:
+    """Return a state, and `initial_state.empty_state` of rows to be admitted to its `slots`.
+
+    If it `lends` its caches, these are cleared there, since masking does not hide keys that are not
+    numbers, and the new rows have the lengths alone. In a pool, these are `cached`.
+    """
+    new = make_empty()(plan, params, *arguments)
+    if plan.page_size is not None:
+        return state, with_cached_lengths(without_entries(new), cached)
+    return (clear_caches(state, slots), without_entries(new)) if lends else (state, new)
+
+
+def make_empty() -> Any:
+    """Return `initial_state.empty_state`, compiled with one trace for all equal programs."""
+    return jax.jit(initial_state.empty_state, static_argnums=0, inline=True)
+
+
+def read_rows(
+    plan: Plan,
+    params: Any,
+    state: State,
+    new: State,
+    slots: Int[Array, "A"],
+    pages: Int[Array, "B N"] | None,
+    begin: Any,
+    end: Any,
+) -> tuple[State, State, Any]:
+    """Return a state and new rows after `initial_state.read_prompts`, and a number.
+
+    The number is ready when they are. If caches are pools, `pages` are those of the slots.
+    """
+    if pages is not None:
+        state = with_pages(state, pages)
+    lent = lend(state, new, slots)
+    state, new = give_back(state, initial_state.read_prompts(plan, params, lent, begin, end))
+    return state if pages is None else with_pages(state, None), new, end + 0
+
+
+def _admit(
+    plan: Plan, state: State, slots: Int[Array, "A"], sources: Int[Array, "A"], new: State
+) -> tuple[State, Int[Array, "A"]]:
+    """Return the state of `state.admit`, and an array that is ready when it is."""
+    if plan.page_size is None:
+        state = copy_caches(state, new, sources, slots)
+    return admit(state, slots, new), slots + 0
+
+
+def compile_placed(lowered: Any, mesh: Mesh | None) -> tuple[Any, Any, Any]:
+    """Return a compiled program, the shapes of its results, and their placement on a mesh.
+
+    The placement is None without a mesh.
+    """
+    state, make = lowered.out_info, lowered.compile()
+    state = jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        state,
+        make.output_shardings,
+    )
+    return make, state, None if mesh is None else make.output_shardings
+
+
+def _lowered(program: Any, plan: Plan, *arguments: Any) -> Any:
+    """Return a program of a plan, traced and lowered.
+
+    Raises InputError, with its cause, if a user-defined drafter cannot be traced.
+    """
+    if all_registered(plan.drafter.parts):
+        return program.lower(plan, *arguments)
+    with errors_of_drafters(plan):
+        return program.lower(plan, *arguments)
+
+
+@contextlib.contextmanager
+def errors_of_drafters(plan: Plan) -> Iterator[None]:
+    """Turn any error in the context into an InputError that names the drafter and the user's line.
+
+    InputErrors stay as they are.
+    """
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:  # a drafter is the user's own code and may raise anything
+        cure = "docs/extending.md says what init, propose and observe get and return"
+        said = textwrap.shorten(one_line(error), 200, placeholder=" ...")
+        if isinstance(error, jax.errors.ConcretizationTypeError):
+            # JAX's own text is long, and names the lines of specjax that trace the drafter.
+            said = "the values of arrays are unknown while JAX traces it"
+            cure = "use jnp.where in place of `if`; " + cure
+        raise InputError(
+            f"drafter {plan.drafter.name!r}: fails in a round{_users_line(error)} "
+            f"({type(error).__name__}: {said}); {cure}"
+        ) from error
+
+
+def _users_line(error: Exception) -> str:
+    """Return where the user's own code raised an error, as text that follows a verb, or ""."""
+    theirs = ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in _NOT_THE_USERS:
+            theirs = f" at {Path(frame.f_code.co_filename).name}:{line}, in {frame.f_code.co_name}"
+    return theirs

@@ -1,0 +1,221 @@
+"""Reading and writing of directories with heads in the layouts of other tools."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from specjax.errors import InputError, shown
+from specjax.files import folder_checksums, folders
+from specjax.files.json_files import parse_json
+from specjax.files.path_checks import output_folder, user_path
+from specjax.loading.dataclass_json import read_dataclass
+from specjax.loading.formats.safetensors_files import WEIGHTS, write_tensors
+from specjax.loading.model import Model
+from specjax.loading.tokenizers.huggingface_tokenizer import read_json, write_json
+from specjax.methods.block import layout as block
+from specjax.methods.block.head import BlockConfig, with_whole_bias
+from specjax.methods.eagle import layout as eagle
+from specjax.methods.heads import eagle3_layer_ids
+from specjax.methods.heads.checkpoint import (
+    CONFIG,
+    MEDUSA_WEIGHTS,
+    Checkpoint,
+    read_checkpoint,
+    tensor_names,
+)
+from specjax.methods.heads.head import Head, TargetMetadata, check_head, check_same
+from specjax.methods.medusa import layout as medusa
+from specjax.methods.medusa.head import MedusaConfig
+
+Format = Literal["medusa", "eagle", "eagle3", "speculators", "dflash", "dspark"]
+FORMATS = ("medusa", "eagle", "eagle3", "speculators", "dflash", "dspark")
+
+_BLOCKS = ("dflash", "dspark")
+_KINDS = {name: (name,) for name in FORMATS} | {"speculators": ("eagle3", *_BLOCKS)}
+"""The kinds of heads that each format can hold."""
+_NOTES = "specjax"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Notes:
+    """The contents of the header that specjax writes into a head's file."""
+
+    target: TargetMetadata
+    training: dict
+    layer_ids: eagle3_layer_ids.Convention
+
+
+def read_foreign(
+    directory: str | Path, target: Model, *, layer_ids: eagle3_layer_ids.Convention | None = None
+) -> Head:
+    """Return the head in a directory of any layout in `FORMATS`.
+
+    The layout is detected from the config and the names of tensors. `layer_ids` says whether the
+    config's layer ids number inputs or outputs of layers (`eagle3_layer_ids`). Parameters keep
+    their stored dtype. If specjax wrote the head, the target and tokenizer in its header are
+    checked. Raises InputError for anything missing, unexpected, out of range or made for another
+    target.
+    """
+    eagle3_layer_ids.check_convention(layer_ids)
+    checkpoint = read_checkpoint(user_path("directory", directory))
+    form = detect(checkpoint)
+    metadata, training, written = _notes(checkpoint, target, form)
+    if written is not None and layer_ids not in (None, written):
+        raise InputError(
+            f"{checkpoint.directory}: layer_ids={layer_ids!r}, and the export says {written!r}; "
+            "leave it out"
+        )
+    layer_ids = written or layer_ids
+    metadata.check(str(checkpoint.directory), target)
+    try:
+        if form == "medusa":
+            head = medusa.read(checkpoint, target, metadata, training)
+        elif form == "eagle":
+            head = eagle.read_eagle1(checkpoint, target, metadata, training)
+        elif block.kind_of(checkpoint.tensors) is not None:
+            head = block.read(checkpoint, target, metadata, training)
+        else:
+            head = eagle.read_eagle3(checkpoint, target, metadata, training, layer_ids)
+    except InputError as error:
+        if str(checkpoint.directory) in str(error):
+            raise
+        raise InputError(f"{checkpoint.directory}: {error}") from None
+    check_head(head, target, str(checkpoint.directory))
+    return head
+
+
+def write_foreign(
+    head: Head,
+    directory: str | Path,
+    format: Format,
+    target: Model,
+    *,
+    layer_ids: eagle3_layer_ids.Convention = "input",
+) -> None:
+    """Write a head in another tool's layout, atomically, in place of an earlier export.
+
+    Tensors keep the head's dtype; Medusa's projections are multiplied out in float32, and EAGLE-3's
+    columns of the target's output head are written in the target's dtype. `layer_ids`
+    says whether the config's ids number inputs (EAGLE, vLLM) or outputs of layers (SpecForge,
+    SGLang). The new directory is read back and compared bit by bit before it replaces another.
+    Raises InputError for a head that the layout cannot express, a head of another target, and a
+    directory that has other files.
+    """
+    path = output_folder("directory", directory)
+    check_format(head, format)
+    eagle3_layer_ids.check_convention(layer_ids)
+    check_head(head, target, "head")
+    if format == "medusa":
+        head = medusa.with_own_heads(head, target)
+        config, tensors = medusa.write(head, target)
+    elif format == "eagle":
+        config, tensors = eagle.write_eagle1(head)
+    elif head.kind in _BLOCKS:
+        config, tensors = block.write(head, target, speculators=format == "speculators")
+    else:
+        head = eagle.with_own_head(head, target)
+        config, tensors = eagle.write_eagle3(head, layer_ids, speculators=format == "speculators")
+    noted = _Notes(head.target, head.training, layer_ids)
+    notes = {_NOTES: json.dumps(dataclasses.asdict(noted))}
+    weights = MEDUSA_WEIGHTS if format == "medusa" else WEIGHTS
+    with folders.replacing(path, "head") as new:
+        write_json(new / CONFIG, config)
+        write_tensors(tensors, new / weights, notes)
+        folder_checksums.seal(new, "head")
+        check_same(head, read_foreign(new, target, layer_ids=layer_ids), str(path))
+
+
+def check_format(head: Head, format: str) -> None:
+    """Raise InputError unless `format` is known and supports the head."""
+    if format not in FORMATS:
+        raise InputError(f"format={format!r} is unknown; use {', '.join(FORMATS)}")
+    if head.kind not in _KINDS[format]:
+        fitting = [name for name, kinds in _KINDS.items() if head.kind in kinds]
+        remedy = f"use {' or '.join(fitting)}" if fitting else "no other tool has a layout for it"
+        raise InputError(f"format={format!r}: this head is {head.kind}; {remedy}")
+
+
+def whole_vocabulary(head: Head) -> Head:
+    """Return a head that uses the target's output head for all tokens, not a draft vocabulary.
+
+    Logits of the draft vocabulary are unchanged. Raises InputError for a head whose own output head
+    covers only a draft vocabulary.
+    """
+    config = head.config
+    if head.draft_ids is None:
+        return head
+    if not config.shares_output:
+        raise InputError(
+            f"whole_vocabulary: this {head.kind} head has its own output head for "
+            f"{config.draft_vocab_size} tokens"
+        )
+    whole = config.vocab_size if isinstance(config, MedusaConfig) else config.decoder.vocab_size
+    params = head.params
+    if isinstance(config, BlockConfig):
+        params = with_whole_bias(params, head.draft_ids, whole)
+    config = dataclasses.replace(config, draft_vocab_size=whole)
+    return dataclasses.replace(head, config=config, params=params, draft_ids=None)
+
+
+def head_kind(directory: Path) -> str | None:
+    """Return the kind of the head in a directory, or None if there is no head.
+
+    Only the config and the names of tensors are read.
+    """
+    try:
+        names = tensor_names(directory)
+        form = _format(read_json(directory / CONFIG), names)
+    except InputError:  # reported by whatever reads the directory
+        return None
+    return form if form is None else block.kind_of(names) or _KINDS[form][0]
+
+
+def detect(checkpoint: Checkpoint) -> Format:
+    """Return the format of a checkpoint; raise InputError if it is unknown."""
+    names = checkpoint.tensors.keys()
+    if (form := _format(checkpoint.config, names)) is not None:
+        return form
+    some = ", ".join(sorted(names)[:4]) or "none"
+    raise InputError(
+        f"{checkpoint.directory}: its tensors ({some}, ...) are in no known layout; use Medusa's "
+        "medusa_lm_head, EAGLE's, the speculators library's, DFlash's or DSpark's"
+    )
+
+
+def _format(config: Mapping[str, Any], names: Collection[str]) -> Format | None:
+    if "speculators_model_type" in config:
+        return "speculators"
+    if medusa.is_medusa(names):
+        return "medusa"
+    if (kind := block.kind_of(names)) is not None:
+        return kind
+    if any(name.startswith("midlayer.") or name.endswith(".hidden_norm.weight") for name in names):
+        return "eagle3"
+    # Complete models have such layers too.
+    if "fc.weight" in names and any(name.startswith("layers.0.") for name in names):
+        return "eagle"
+    return None
+
+
+def _notes(
+    checkpoint: Checkpoint, target: Model, form: str
+) -> tuple[TargetMetadata, dict[str, Any], eagle3_layer_ids.Convention | None]:
+    """Return the target, training metadata and layer-id convention in a header by specjax.
+
+    For a file of another tool, they are those of `target`, a note of the import, and None.
+    """
+    if not checkpoint.is_ours:
+        imported = {"format": form, "path": str(checkpoint.directory)}
+        return TargetMetadata.of(target), {"imported": imported}, None
+    try:
+        notes = parse_json(checkpoint.notes.get(_NOTES, ""), f"{_NOTES} in the header")
+        if not isinstance(notes, dict):
+            raise InputError(f"{shown(notes)} where an object is expected")
+        noted = read_dataclass("notes", _Notes, notes)
+    except ValueError as error:  # InputError is one
+        raise InputError(f"{checkpoint.directory}: its notes cannot be read ({error})") from None
+    return noted.target, noted.training, noted.layer_ids
