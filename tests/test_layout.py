@@ -93,8 +93,7 @@ def test_imports_go_down():
 
 # A step is given its limits, and what chooses them knows nothing of a step.
 TRACED = {
-    f"specjax.core.{name}"
-    for name in ("loop", "round", "initial_state", "state", "plan", "verify")
+    f"specjax.core.{name}" for name in ("loop", "round", "initial_state", "state", "plan", "verify")
 }
 
 
