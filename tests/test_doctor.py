@@ -54,7 +54,7 @@ DSPARK = dict(block_size=LENGTH + 1, num_layers=1, markov_rank=3, confidence=Tru
 def target():
     """A tiny target whose distributions depend on more than the last token."""
     model = random_model(
-        tiny_config(max_positions=128), 0, dtype="float32", form=Form("stacked", "whole")
+        tiny_config(max_positions=128), 0, dtype="float32", form=Form("stacked", "blocks")
     )
     head = {"kernel": 3 * model.params["head"]["kernel"]}
     return dataclasses.replace(model, params={**model.params, "head": head})

@@ -172,7 +172,7 @@ def test_sampled_drafts_keep_the_distribution(drafter, rule):
     assert check.acceptance_length > 1.4
 
 
-FORMS = [Form("unrolled", "whole"), *slow(Form("stacked"), Form("apart"))]
+FORMS = [Form("unrolled", "blocks"), *slow(Form("stacked"), Form("apart"))]
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.layers)

@@ -111,7 +111,7 @@ def test_a_mesh_and_a_cache_in_8_bits_change_no_token(name):
 FORMS = {
     "stacked": (Form(), {}),
     "apart": (Form("apart"), {}),
-    "unrolled": (Form("unrolled", "whole"), {}),
+    "unrolled": (Form("unrolled", "blocks"), {}),
     "experts": (Form(), dict(experts=Experts(4, 2, 8, num_dense=2))),
     "window": (Form(), dict(sliding_window=SlidingWindow(4, (True, False)))),
 }

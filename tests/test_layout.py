@@ -77,6 +77,16 @@ def graph():
     return {name: imports(source, set(found)) for name, source in found.items()}
 
 
+def closure(*names):
+    """Modules and all that they import, directly or not, with their packages."""
+    reached, found = set(), {*names}
+    while found:
+        reached |= found
+        packages = {other.rpartition(".")[0] for other in found} & graph().keys()
+        found = (packages | set().union(*(graph()[other] for other in found))) - reached
+    return reached
+
+
 def level(name):
     return LEVEL[".".join(name.split(".")[:2])]
 
@@ -102,11 +112,43 @@ def test_a_round_and_what_chooses_its_limits_do_not_know_each_other():
     assert {"specjax.controllers", "specjax.controllers.auto"} <= chosen_by
     assert all(graph()[name] <= chosen_by for name in chosen_by)
     assert graph().keys() >= TRACED
-    reached = set(TRACED)
-    while new := set().union(*(graph()[name] for name in reached)) - reached:
-        reached |= new
+    reached = closure(*TRACED)
     assert reached > TRACED
     assert not reached & chosen_by
+
+
+def test_the_core_can_be_read_in_an_afternoon():
+    """What the loop over rounds imports, and nothing of files, loading, models or options."""
+    core = closure("specjax.core.loop")
+    lines = [len(source.splitlines()) for name, source in sources().items() if name in core]
+    assert len(core) <= 36
+    assert sum(lines) <= 6500
+    packages = {".".join(name.split(".")[:2]) for name in core}
+    assert packages == {
+        "specjax.core",
+        "specjax.distributed",
+        "specjax.errors",
+        "specjax.sampling",
+        "specjax.trees",
+    }
+
+
+APPLICATIONS = (
+    "cli reporting serving playground diagnosis spec_bench tuning decode bench report export "
+    "corpus_index serve doctor __main__"
+).split()
+
+
+def test_the_library_imports_no_application():
+    library = [
+        name
+        for name in graph()
+        if name.startswith("specjax.") and name.split(".")[1] not in APPLICATIONS
+    ]
+    for name in library:
+        assert not {other.split(".")[1] for other in graph()[name] if "." in other} & {
+            *APPLICATIONS
+        }, name
 
 
 def test_no_circles():

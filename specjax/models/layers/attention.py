@@ -422,26 +422,6 @@ def on_each_device(
     return attend_own(values)
 
 
-def attend_whole_cache(
-    query: Float[Array, "B G X C"],
-    cache: KVCache,
-    layer: Int[Array, ""] | int,
-    start: Partial,
-    oldest: Int[Array, "B X"] | None = None,
-    softcap: float | None = None,
-    sinks: int = 0,
-) -> Partial:
-    """Return `start` merged with attention over one layer's whole capacity, in one product.
-
-    Slots without a committed token are masked. The arguments are those of `attend_cache`.
-    """
-    key, value = _read(cache, layer, 0, cache.capacity, query.dtype)
-    visible = _committed(cache.length, jnp.arange(cache.capacity), oldest, sinks)
-    # Otherwise XLA merges this product with the window's, and concatenates a copy of the cache.
-    query = lax.optimization_barrier(query)
-    return merge(start, attend(query, key, value, visible, softcap))
-
-
 def most_attended(
     query: Float[Array, "B G X C"], cache: KVCache, layer: Int[Array, ""] | int, count: int
 ) -> Int[Array, "B G A"]:

@@ -1,7 +1,9 @@
-"""Static trees whose nodes are the most likely candidates after their parents.
+"""Shapes of trees: static ones of the likeliest candidates, and sizes of those chosen in a round.
 
-The methods are those of Medusa ([2401.10774](https://arxiv.org/abs/2401.10774), section 2.1.2 and
-appendix C) and Sequoia ([2402.12374](https://arxiv.org/abs/2402.12374), section 3.1).
+The methods for static trees are those of Medusa ([2401.10774](https://arxiv.org/abs/2401.10774),
+section 2.1.2 and appendix C) and Sequoia ([2402.12374](https://arxiv.org/abs/2402.12374), section
+3.1). Trees chosen anew in each round are those of EAGLE-2
+([2406.16858](https://arxiv.org/abs/2406.16858)).
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -108,6 +110,41 @@ class RankedTree:
         """
         rates = _rates(acceptance)
         return 1.0 + sum(_chance(path, rates) for path in self.choices)
+
+
+@dataclass(frozen=True)
+class DynamicTree:
+    """The sizes of a tree whose shape is chosen on the device, in each round and for each row.
+
+    The candidates are the `topk` most likely tokens after the root and, on each further level,
+    after each of the `topk` best candidates of the previous level, down to `depth` levels (P). The
+    best `num_nodes` (N) of all candidates form the tree. Raises InputError for negative numbers,
+    for `topk` 0, and for more nodes than there are candidates.
+    """
+
+    topk: int
+    depth: int
+    num_nodes: int
+
+    def __post_init__(self) -> None:
+        for name, least in (("topk", 1), ("depth", 0), ("num_nodes", 0)):
+            if getattr(self, name) < least:
+                raise InputError(f"{name}={getattr(self, name)} must be at least {least}")
+        if self.num_nodes > self.num_candidates:
+            raise InputError(
+                f"num_nodes={self.num_nodes}: with topk={self.topk} and depth={self.depth} there "
+                f"are {self.num_candidates} candidates; lower it, or raise topk or depth"
+            )
+
+    @property
+    def num_candidates(self) -> int:
+        """The number of candidates on all levels."""
+        return self.topk + (self.depth - 1) * self.topk**2 if self.depth else 0
+
+    def limited(self, depth: int) -> DynamicTree:
+        """Return the sizes with at most `depth` levels, and no more nodes than candidates."""
+        shallow = replace(self, depth=min(self.depth, depth), num_nodes=0)
+        return replace(shallow, num_nodes=min(self.num_nodes, shallow.num_candidates))
 
 
 def tree_of_choices(choices: Iterable[Sequence[int]]) -> RankedTree:
