@@ -378,7 +378,7 @@ def test_all_ways_agree_with_the_loop_over_blocks(queries, dtype, slots, limits)
     if "oldest" in limits:
         recent = positions >= limits["oldest"][:, :, None]
         committed = committed & (recent | (positions < limits.get("sinks", 0)))
-    entries = (cached_entries.decode(array, jnp.float32)[1] for array in (cache.k, cache.v))
+    entries = (cached_entries.decode(array, query.dtype)[1] for array in (cache.k, cache.v))
     whole = merge(start, attend(query, *entries, jnp.asarray(committed)[:, None], softcap))
     np.testing.assert_allclose(whole.weighted / whole.denominator, blocks, atol=1e-5)
 
