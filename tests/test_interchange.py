@@ -29,8 +29,8 @@ from specjax.methods.eagle.head import EagleConfig
 from specjax.methods.heads import shared_with_target
 from specjax.methods.heads.find_head import kind_of_head
 from specjax.methods.heads.head import check_same, read_head, save_head
-from specjax.methods.heads.published_layouts import read_foreign, whole_vocabulary, write_foreign
 from specjax.methods.medusa.head import Medusa
+from specjax.methods.published_layouts import read_foreign, whole_vocabulary, write_foreign
 
 FORMS = {
     "medusa": ("medusa", lambda t: noisy_medusa_head(t)),
