@@ -92,7 +92,7 @@ def write_foreign(
     layout = check_format(head, format)
     eagle3_layer_ids.check_convention(layer_ids)
     check_head(head, target, "head")
-    head = layout.prepare(head, target, f"format={format!r}")
+    head = layout.prepare(head, target, format)
     config, tensors = layout.write(head, target, layer_ids)
     noted = _Notes(head.target, head.training, layer_ids)
     notes = {_NOTES: json.dumps(dataclasses.asdict(noted))}

@@ -15,7 +15,7 @@ cannot have, there are `d2t` and `t2d`, as in EAGLE-3, and its rows of the targe
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -24,32 +24,26 @@ from specjax.errors import InputError
 from specjax.loading.formats import tensor_layout
 from specjax.loading.formats.families import schema
 from specjax.loading.formats.families.qwen import QWEN3
-from specjax.loading.formats.families.schema import Part, Values
+from specjax.loading.formats.families.schema import Values
 from specjax.loading.formats.parameter_names import TensorEntry
 from specjax.loading.model import Model
-from specjax.loading.typed_fields import Fields
 from specjax.methods.block.head import BlockConfig
 from specjax.methods.heads import eagle3_layer_ids
 from specjax.methods.heads.config_fields import (
+    LAYERS,
+    OF_SPECULATORS,
     TARGET_DEPTH,
     TARGET_WIDTH,
+    Export,
+    HeadFields,
+    HeadPart,
     ignored,
     layers,
-    shown_by_tensors,
     speculators,
     unwritten,
 )
-from specjax.methods.heads.eagle3_layer_ids import OUTPUTS, Convention
 from specjax.methods.heads.head import Head
-from specjax.methods.heads.head_fields import LAYERS, Export, HeadFields, HeadPart
-from specjax.methods.heads.published_layout import (
-    Copy,
-    PublishedLayout,
-    Signs,
-    layer_tensors,
-    linear,
-    norm,
-)
+from specjax.methods.heads.published_layout import Copy, PublishedLayout, Signs, decoder_tensors
 
 _SECTION = "dflash_config"
 """A section of the config; tools state its fields there or at the top."""
@@ -57,40 +51,37 @@ _MARKOV, _CONFIDENCE = "markov_head.markov_w", "confidence_head.proj"
 _SELECTOR, _EMBEDDING = "candidate_selector", "embed_tokens.weight"
 _MASK_PICKLE = "mask_embedding.pt"
 """A file from which vLLM takes the embedding of mask tokens, if there is one."""
-_CLASSES_OF_SPECULATORS = {
+_SIZES = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+_ARCHITECTURES = {
     "dflash": "DFlashDraftModel",
     "dflash2": "DFlash2DraftModel",
-    "dspark": "DSparkDraftModel",
+    "dspark": "Qwen3DSparkModel",
 }
-_SIZES = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
-_LAYER = "layers.{layer}"
-_PATH = ("layers", "{layer}")
+_OF_LAYER = "layers", "{layer}"
 _TENSORS = (
-    *linear("fc", "fc"),
-    norm("hidden_norm", "hidden_norm"),
-    *layer_tensors(QWEN3.tensors, _LAYER, _PATH),
+    TensorEntry("fc.weight", ("fc", "kernel")),
+    TensorEntry("hidden_norm.weight", ("hidden_norm", "scale")),
+    *decoder_tensors("layers.{layer}", _OF_LAYER),
     *(
-        entry
+        TensorEntry(f"layers.{{layer}}.{name}.{tensor}", (*_OF_LAYER, name, *path))
         for name in ("attention_conv", "mlp_conv")
-        for entry in (
-            *linear(f"{_LAYER}.{name}.kernel_projection", *_PATH, name, "projection"),
-            TensorEntry(f"{_LAYER}.{name}.base_kernel", (*_PATH, name, "base")),
+        for tensor, path in (
+            ("kernel_projection.weight", ("projection", "kernel")),
+            ("base_kernel", ("base",)),
         )
     ),
-    norm("norm", "final_norm"),
     TensorEntry(f"{_MARKOV}1.weight", ("markov", "embed", "embedding")),
     TensorEntry(f"{_MARKOV}2.weight", ("markov", "projection", "kernel")),
     # A linear layer with one output, whose weight is a row.
     TensorEntry(f"{_CONFIDENCE}.weight", ("confidence", "scale"), merged=True),
     TensorEntry(f"{_CONFIDENCE}.bias", ("confidence", "bias")),
-    *linear(f"{_SELECTOR}.hidden_projection", "selector", "projection"),
+    TensorEntry(f"{_SELECTOR}.hidden_projection.weight", ("selector", "projection", "kernel")),
     TensorEntry(f"{_SELECTOR}.predecessor_codebook", ("selector", "predecessors", "embedding")),
     TensorEntry(f"{_SELECTOR}.successor_codebook", ("selector", "successors", "embedding")),
 )
-_OF_DSPARK = r"markov_head\.markov_w.*|confidence_head\.proj.*"
 
 
-def _taps(name: str, convention: Convention) -> HeadPart:
+def _taps(name: str, convention: eagle3_layer_ids.Convention) -> HeadPart:
     """Return the part for the layer ids in the field `name`, which number inputs or outputs."""
     first = int(convention == "input")
 
@@ -112,23 +103,43 @@ def _taps(name: str, convention: Convention) -> HeadPart:
     return HeadPart(read, write)
 
 
-def _read_window(fields: Fields, known: Values) -> Values:
-    if known["decoder"].sliding_window is not None:
-        raise fields.fail(
-            "sliding_window",
-            "block drafters have full attention in all layers here; use a head that was trained so "
-            "(speculators: --full-attention-indices with all layers)",
-        )
-    return {}
-
-
-def _read_causal(fields: Fields, known: Values) -> Values:
+def _read_causal(fields: HeadFields, known: Values) -> Values:
     """Return whether slots attend to earlier ones only, by any of the names that tools use."""
     flags = {fields.flag(name) for name in ("causal_head", "causal", "is_causal")}
     return {"causal": True in flags}
 
 
-def _read_sizes(fields: HeadFields, known: Values) -> Values:
+def _read_dspark(fields: HeadFields, known: Values) -> Values:
+    """Return what the tensors show of DSpark, whether or not the config says it."""
+    embedding = fields.tensors.get(f"{_MARKOV}1.weight")
+    rank = 0 if embedding is None or not embedding.ndim else embedding.shape[-1]
+    confidence = f"{_CONFIDENCE}.weight" in fields.tensors
+    for name, value in _named(rank, confidence).items():
+        fields.agree(name, value, f"the tensors say {value}; repair config.json")
+    return {"markov_rank": rank, "confidence": confidence}
+
+
+def _write_dspark(export: Export) -> dict[str, Any]:
+    if export.head.kind == "dflash":
+        return {}
+    named = _named(export.config.markov_rank, export.config.confidence)
+    return {**named, "markov_head_type": "vanilla"}
+
+
+def _named(rank: int, confidence: bool) -> dict[str, Any]:
+    return {
+        "markov_rank": rank,
+        "enable_confidence_head": confidence,
+        "confidence_head_with_markov": confidence and rank > 0,
+    }
+
+
+def _read_anchor(fields: HeadFields, known: Values) -> Values:
+    is_dspark = known["confidence"] or known["markov_rank"] > 0
+    return {"sample_from_anchor": fields.flag("sample_from_anchor", is_dspark)}
+
+
+def _read_dflash2(fields: HeadFields, known: Values) -> Values:
     """Return the sizes of what a checkpoint has of DFlash2."""
     there = {
         "conv": "layers.0.attention_conv.base_kernel" in fields.tensors,
@@ -138,53 +149,57 @@ def _read_sizes(fields: HeadFields, known: Values) -> Values:
     return {name: fields.count(name) for name in _SIZES if there[name.split("_")[0]]}
 
 
-def _write_sizes(export: Export) -> dict[str, Any]:
+def _write_dflash2(export: Export) -> dict[str, Any]:
     sizes = {name: getattr(export.config, name) for name in _SIZES}
     return sizes if export.config.conv_kernel_size else {}
 
 
-def _read_selector(fields: HeadFields, known: Values) -> Values:
-    """Raise InputError for a selector over a draft vocabulary."""
+def _read_limits(fields: HeadFields, known: Values) -> Values:
+    """Raise InputError for what a stored head may have, and is not read."""
+    if known["decoder"].sliding_window is not None:
+        raise fields.fail(
+            "sliding_window",
+            "block drafters have full attention in all layers here; use a head that was trained so "
+            "(speculators: --full-attention-indices with all layers)",
+        )
+    if (fields.directory / _MASK_PICKLE).exists():
+        raise InputError(
+            f"{fields.directory}: {_MASK_PICKLE} has another embedding for mask tokens than the "
+            "target's, and pickles are not read; use a head without it"
+        )
     whole = (None, fields.stated, fields.target.config.vocab_size)
     if "selector_rank" in known and fields.get("draft_vocab_size") not in whole:
         raise fields.fail("draft_vocab_size", "a selector's candidates are of the whole vocabulary")
     return {}
 
 
-def _read_pickle(fields: HeadFields, known: Values) -> Values:
-    """Raise InputError if there is another embedding of mask tokens than the target's."""
-    if (fields.directory / _MASK_PICKLE).exists():
-        raise InputError(
-            f"{fields.directory}: {_MASK_PICKLE} has another embedding for mask tokens than the "
-            "target's, and pickles are not read; use a head without it"
-        )
-    return {}
+def _write_draft_size(export: Export) -> dict[str, Any]:
+    ids = export.head.draft_ids
+    return {} if ids is None else {"draft_vocab_size": len(ids)}
 
 
-def _rank(tensors: Mapping[str, np.ndarray]) -> int:
-    found = tensors.get(f"{_MARKOV}1.weight")
-    return 0 if found is None or not found.ndim else found.shape[-1]
+def _method(config: BlockConfig) -> str:
+    """Return the name of a head's method in the speculators library."""
+    return "dflash2" if config.selector_rank else config.kind
 
 
-def _estimates(tensors: Mapping[str, np.ndarray]) -> bool:
-    return f"{_CONFIDENCE}.weight" in tensors
-
-
-_LAYERS = (layers(QWEN3, ("qwen3",), "layers are Qwen3's"), Part(_read_window))
 _CAUSAL = HeadPart(
     _read_causal, lambda export: dict.fromkeys(("causal_head", "causal"), export.config.causal)
 )
-_BLOCK_SIZE = schema.count("block_size", "block_size")
 _MASK = schema.integer("mask_token_id", "mask_token_id")
-_RANK = shown_by_tensors("markov_rank", ("markov_rank",), _rank)
-_ESTIMATE = shown_by_tensors("confidence", ("enable_confidence_head",), _estimates)
-_WITH_MARKOV = ("confidence_head_with_markov",)
-_CHECKS = (
+_ANCHOR = HeadPart(
+    _read_anchor, lambda export: {"sample_from_anchor": export.config.sample_from_anchor}
+)
+_PARTS_OF_DSPARK = HeadPart(_read_dspark, _write_dspark)
+_DFLASH2 = HeadPart(_read_dflash2, _write_dflash2)
+_OWN_SECTION = (_MASK, _taps(eagle3_layer_ids.OUTPUTS, "output"), _ANCHOR, _CAUSAL)
+_OF_LAYERS = (layers(QWEN3, ("qwen3",), "layers are Qwen3's"),)
+_AT_THE_TOP = (
+    HeadPart(write=_write_draft_size),
+    schema.count("block_size", "block_size"),
+    _PARTS_OF_DSPARK,
     unwritten(TARGET_WIDTH),
-    unwritten(TARGET_DEPTH),
-    Part(_read_selector),
-    Part(_read_pickle),
-    shown_by_tensors(None, _WITH_MARKOV, lambda names: _estimates(names) and _rank(names) > 0),
+    HeadPart(_read_limits),
     ignored(
         "num_anchors",
         # Of speculators: of training, of windows, which no layer has, and of Domino's projector.
@@ -193,84 +208,35 @@ _CHECKS = (
         *("lambda_base_start", "lambda_base_decay_ratio"),
     ),
 )
-
-
-def _write_draft_size(export: Export) -> dict[str, Any]:
-    ids = export.head.draft_ids
-    return {} if ids is None else {"draft_vocab_size": len(ids)}
-
-
-def _extras(kind: str) -> Part:
-    """Return the part for the sizes of DFlash2."""
-    part = HeadPart(_read_sizes, _write_sizes)
-    return part if kind == "dflash" else unwritten(part)
-
-
-def _of_kind(kind: str) -> tuple[Part, ...]:
-    """Return the parts for the Markov and the confidence head, which only DSpark states."""
-    if kind == "dflash":
-        return unwritten(_RANK), unwritten(_ESTIMATE)
-    with_markov = HeadPart(
-        write=lambda export: dict.fromkeys(
-            _WITH_MARKOV, export.config.confidence and export.config.markov_rank > 0
-        )
-    )
-    return _RANK, schema.written({"markov_head_type": "vanilla"}), _ESTIMATE, with_markov
-
-
-def _own_fields(kind: str) -> dict[str, tuple[Part, ...]]:
-    """Return the fields of z-lab's and DeepSpec's own layouts, for a kind of head."""
-    is_dspark = kind == "dspark"
-    section = (
+_OWN_FIELDS = {
+    _SECTION: (unwritten(_PARTS_OF_DSPARK), *_OWN_SECTION, _DFLASH2),
+    "": (
+        HeadPart(write=lambda export: {"architectures": [_ARCHITECTURES[_method(export.config)]]}),
+        *_OF_LAYERS,
+        *_AT_THE_TOP,
+        TARGET_DEPTH,
+    ),
+}
+_FIELDS_OF_SPECULATORS = {
+    LAYERS: _OF_LAYERS,
+    "": (
+        speculators(
+            {**_ARCHITECTURES, "dspark": "DSparkDraftModel"},
+            _method,
+            lambda config: config.longest_draft,
+        ),
+        HeadPart(write=lambda export: {"draft_vocab_size": export.rows}),
+        _taps("aux_hidden_state_layer_ids", "input"),
         _MASK,
-        _taps(OUTPUTS, "output"),
-        schema.flag("sample_from_anchor", "sample_from_anchor", default=is_dspark),
-        _CAUSAL,
-    )
-    return {
-        _SECTION: (*section, _extras(kind)),
-        "": (
-            HeadPart(write=_write_class),
-            *_LAYERS,
-            HeadPart(write=_write_draft_size),
-            _BLOCK_SIZE,
-            *(section if is_dspark else ()),
-            *_of_kind(kind),
-            *_CHECKS,
-            TARGET_DEPTH,
-        ),
-    }
-
-
-def _write_class(export: Export) -> dict[str, Any]:
-    own = {"dflash": "DFlashDraftModel", "dspark": "Qwen3DSparkModel"}[export.head.kind]
-    return {"architectures": ["DFlash2DraftModel" if export.config.selector_rank else own]}
-
-
-def _fields_of_speculators(kind: str) -> dict[str, tuple[Part, ...]]:
-    """Return the fields of the speculators library's layout, for a kind of head."""
-    return {
-        LAYERS: _LAYERS,
-        "": (
-            speculators(
-                _CLASSES_OF_SPECULATORS,
-                lambda config: "dflash2" if config.selector_rank else kind,
-                lambda config: config.longest_draft,
-            ),
-            _taps("aux_hidden_state_layer_ids", "input"),
-            HeadPart(write=lambda export: {"draft_vocab_size": export.rows}),
-            HeadPart(write=_write_draft_size),
-            _BLOCK_SIZE,
-            _MASK,
-            schema.flag("sample_from_anchor", "sample_from_anchor", default=kind == "dspark"),
-            unwritten(_CAUSAL),
-            # Of windows, which no layer has; but vLLM takes false for causal blocks.
-            schema.written({"sliding_window_non_causal": True}),
-            _extras(kind),
-            *_of_kind(kind),
-            *_CHECKS,
-        ),
-    }
+        _DFLASH2,
+        *_AT_THE_TOP,
+        _ANCHOR,
+        unwritten(_CAUSAL),
+        # Of windows, which no layer has; but vLLM takes false for causal blocks.
+        schema.written({"sliding_window_non_causal": True}),
+        unwritten(TARGET_DEPTH),
+    ),
+}
 
 
 def _mask_embedding(
@@ -308,14 +274,14 @@ def _read_mask(fields: HeadFields, config: BlockConfig) -> dict[str, Any]:
     return {"mask": {"embedding": row.astype(fields.tensors["fc.weight"].dtype)}}
 
 
-def _check(head: Head, target: Model, where: str) -> Head:
+def _check(head: Head, target: Model, format: str) -> Head:
     """Return the head; raise InputError for what the layouts cannot say.
 
     That is a selector over a draft vocabulary, convolutions without a selector and the reverse,
     causal blocks in the layout of speculators, and an embedding of mask tokens that is not the
     target's.
     """
-    config = head.config
+    config, where = head.config, f"format={format!r}"
     if head.draft_ids is not None and config.selector_rank:
         raise InputError(
             f"{where}: the layout of DFlash2 has no draft vocabulary, and this head has "
@@ -330,6 +296,10 @@ def _check(head: Head, target: Model, where: str) -> Head:
             f"conv_kernel_size={config.conv_kernel_size} and selector_rank={config.selector_rank}; "
             "use it in specjax alone"
         )
+    if config.causal and format == "speculators":
+        raise InputError(
+            f"{where}: the layout has no causal blocks, and this head's are; use format={head.kind}"
+        )
     if config.has_mask_embedding:
         own, row = np.asarray(head.params["mask"]["embedding"]), _mask_embedding(config, target)
         if row is None or not tensor_layout.same_numbers(own, row):
@@ -341,52 +311,51 @@ def _check(head: Head, target: Model, where: str) -> Head:
     return head
 
 
-def _check_causal(head: Head, target: Model, where: str) -> Head:
-    head = _check(head, target, where)
-    if head.config.causal:
-        raise InputError(
-            f"{where}: the layout has no causal blocks, and this head's are; use format={head.kind}"
-        )
-    return head
-
-
-def _layout(kind: str, *, of_speculators: bool = False) -> PublishedLayout:
-    """Return the layout of a kind of block drafter: its own, or that of speculators."""
-    # The first layer of EAGLE-1 has no norm of queries.
-    names = (r"fc\.weight", r"hidden_norm\.weight", r"layers\.0\.self_attn\.q_norm\.weight")
-    return PublishedLayout(
-        name="speculators" if of_speculators else kind,
-        kind=kind,
-        config=BlockConfig,
-        signs=Signs(
-            (*names, _OF_DSPARK) if kind == "dspark" else names,
-            None if kind == "dspark" else _OF_DSPARK,
-            "speculators_model_type" if of_speculators else None,
+# The first layer of EAGLE-1 has no norm of queries.
+_NAMES = (r"fc\.weight", r"hidden_norm\.weight", r"layers\.0\.self_attn\.q_norm\.weight")
+_NAMES_OF_DSPARK = r"markov_head\.markov_w.*|confidence_head\.proj.*"
+_DFLASH = PublishedLayout(
+    name="dflash",
+    kind="dflash",
+    config=BlockConfig,
+    signs=Signs(_NAMES, _NAMES_OF_DSPARK),
+    fields=_OWN_FIELDS,
+    tensors=_TENSORS,
+    what="a block drafter",
+    supported={"markov_head_type": ("vanilla",), "projector_type": ("dflash",)},
+    # DeepSeek's own have none.
+    optional=(("confidence", "bias"),),
+    copies=(
+        Copy(_EMBEDDING, "embedding", "a block drafter uses"),
+        Copy(
+            "lm_head.weight",
+            "head",
+            "a block drafter uses",
+            written=lambda head: head.draft_ids is not None,
         ),
-        fields=_fields_of_speculators(kind) if of_speculators else _own_fields(kind),
-        tensors=_TENSORS,
-        what="a block drafter",
-        supported={"markov_head_type": ("vanilla",), "projector_type": ("dflash",)},
-        # DeepSeek's own have none.
-        optional=(("confidence", "bias"),),
-        copies=(
-            Copy(_EMBEDDING, "embedding", "a block drafter uses"),
-            Copy(
-                "lm_head.weight",
-                "head",
-                "a block drafter uses",
-                written=lambda head: head.draft_ids is not None,
-            ),
-        ),
-        pads=True,
-        prepare=_check_causal if of_speculators else _check,
-        finish=_read_mask,
-    )
-
-
+    ),
+    pads=True,
+    prepare=_check,
+    finish=_read_mask,
+)
+_DSPARK = replace(
+    _DFLASH,
+    name="dspark",
+    kind="dspark",
+    signs=Signs((*_NAMES, _NAMES_OF_DSPARK)),
+    # DeepSpec states the fields of the section at the top.
+    fields={**_OWN_FIELDS, "": (*_OWN_FIELDS[""], *_OWN_SECTION)},
+)
 LAYOUTS = (
-    _layout("dflash"),
-    _layout("dspark"),
-    _layout("dflash", of_speculators=True),
-    _layout("dspark", of_speculators=True),
+    _DFLASH,
+    _DSPARK,
+    *(
+        replace(
+            layout,
+            name="speculators",
+            signs=layout.signs._replace(key=OF_SPECULATORS),
+            fields=_FIELDS_OF_SPECULATORS,
+        )
+        for layout in (_DFLASH, _DSPARK)
+    ),
 )

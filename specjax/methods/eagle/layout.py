@@ -9,7 +9,7 @@ Rotary dimensions are in two halves, as in transformers and specjax.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,86 +17,96 @@ from specjax.errors import InputError
 from specjax.loading.formats import tensor_layout
 from specjax.loading.formats.families import schema
 from specjax.loading.formats.families.llama import LLAMA
-from specjax.loading.formats.families.schema import Part, Values
+from specjax.loading.formats.families.schema import Values
 from specjax.loading.formats.parameter_names import Shape, TensorEntry
+from specjax.loading.formats.unread_fields import check_unread
 from specjax.loading.model import Model
-from specjax.loading.typed_fields import Fields
 from specjax.methods.eagle.head import EagleConfig
 from specjax.methods.heads import eagle3_layer_ids
 from specjax.methods.heads.config_fields import (
+    LAYERS,
+    OF_SPECULATORS,
     TARGET_DEPTH,
     TARGET_WIDTH,
+    Export,
+    HeadFields,
+    HeadPart,
     ignored,
     layers,
-    only,
-    section,
-    shown_by_tensors,
     speculators,
     unwritten,
 )
 from specjax.methods.heads.draft_vocabulary import WHOLE
 from specjax.methods.heads.head import Head
-from specjax.methods.heads.head_fields import LAYERS, Export, HeadFields, HeadPart
-from specjax.methods.heads.published_layout import (
-    Copy,
-    PublishedLayout,
-    Signs,
-    layer_tensors,
-    linear,
-    norm,
-)
+from specjax.methods.heads.published_layout import Copy, PublishedLayout, Signs, decoder_tensors
 from specjax.methods.heads.shared_with_target import target_embedding, target_head
 
-_EMBEDDING = "embed_tokens.weight"
+_SECTION, _EMBEDDING = "eagle_config", "embed_tokens.weight"
 _SPECULATIVE_TOKENS = 4
-# EAGLE's code for Qwen2 copies the target's type; its layer is Llama's with biases.
-_LAYER = layers(LLAMA, ("llama", "qwen2"), "layer is Llama's", most=1)
+_OF_OTHER_TOOLS = {
+    "use_aux_hidden_state": (True,),
+    "use_input_layernorm_in_first_layer": (True,),
+    "use_last_layernorm": (True,),
+    "next_layer_regular": (True,),
+    "parallel_draft_step": (1,),
+    "parallel_draft_heads_num_layers": (1,),
+}
+"""Fields of `eagle_config`, written by tools of vLLM and ModelOpt, with the supported values."""
 
 
 def _tensors(layer: str) -> tuple[TensorEntry, ...]:
     """Return the rows of the tensors of all versions; `layer` begins those of the head's layer."""
     return (
-        *linear("fc", "fc"),
-        *layer_tensors(LLAMA.tensors, layer, ("layer",)),
-        norm(f"{layer}.input_layernorm", "layer", "embedding_norm"),
-        norm(f"{layer}.hidden_norm", "layer", "hidden_norm"),
-        norm("norm", "final_norm"),
-        TensorEntry("lm_head.weight", ("head", "kernel")),
-        norm("input_norm", "input_norm"),
-        norm("fc_norm.{tap}", "fc_norm", "{tap}"),
-        TensorEntry(_EMBEDDING, ("embed", "embedding")),
+        TensorEntry("fc.weight", ("fc", "kernel")),
+        TensorEntry("fc.bias", ("fc", "bias")),
+        *decoder_tensors(layer, ("layer",)),
+        TensorEntry(f"{layer}.input_layernorm.weight", ("layer", "embedding_norm", "scale")),
+        TensorEntry(f"{layer}.hidden_norm.weight", ("layer", "hidden_norm", "scale")),
+        TensorEntry("input_norm.weight", ("input_norm", "scale")),
+        TensorEntry("fc_norm.{tap}.weight", ("fc_norm", "{tap}", "scale")),
     )
 
 
-def _output_bias(layer: str) -> Callable[[EagleConfig], Mapping[str, Shape]]:
-    """Return a function of a config that returns the name and shape of the output's bias.
+def _output_bias(layer: str, config: EagleConfig) -> Mapping[str, Shape]:
+    """Return the name and shape of the bias that `attention_bias` adds in transformers alone."""
+    biased = config.decoder.attention_bias
+    return {f"{layer}.self_attn.o_proj.bias": (config.decoder.hidden_size,)} if biased else {}
 
-    In transformers `attention_bias` adds one, which these heads lack.
+
+def _renamed(names: Collection[str], other: str, own: str) -> Mapping[str, str]:
+    """Return the names of tensors of a layer that a file calls `other` instead of `own`."""
+    if f"{other}.hidden_norm.weight" not in names:
+        return {}
+    return {name: own + name[len(other) :] for name in names if name.startswith(f"{other}.")}
+
+
+def _read_eagle1(fields: HeadFields, known: Values) -> Values:
+    """Return whether there is a bias, which the tensors show; check fields of vLLM's EAGLEConfig.
+
+    Raises InputError for what only vLLM can do.
     """
+    size, bias = fields.get("vocab_size"), "fc.bias" in fields.tensors
+    ours = {"method": "eagle", "skip_prenorm": True, "skip_output_norm": True}
+    for name, value in {**ours, "truncated_vocab_size": size}.items():
+        fields.only(name, value)
+    for name in ("bias", "eagle_fc_bias"):
+        fields.agree(name, bias, f"the file has {'' if bias else 'no '}fc.bias; repair config.json")
+    return {"fc_bias": bias}
 
-    def zeros(config: EagleConfig) -> Mapping[str, Shape]:
-        biased = config.decoder.attention_bias
-        return {f"{layer}.self_attn.o_proj.bias": (config.decoder.hidden_size,)} if biased else {}
 
-    return zeros
-
-
-def _first_version(head: Head, target: Model, where: str) -> Head:
+def _without_map(head: Head, target: Model, format: str) -> Head:
     """Return the head; raise InputError if it has a draft vocabulary."""
     if head.draft_ids is not None:
         raise InputError(
-            f"{where}: the layout has no draft vocabulary, and this head has "
+            f"format={format!r}: the layout has no draft vocabulary, and this head has "
             f"{head.config.draft_vocab_size} of {head.target.vocab_size} tokens; export "
             "it with whole_vocabulary, so that it uses the target's whole head"
         )
     return head
 
 
-def _read_size(fields: Fields, known: Values) -> Values:
-    fields.only("truncated_vocab_size", fields.get("vocab_size"))
-    return {}
-
-
+# EAGLE's code for Qwen2 copies the target's type; its layer is Llama's with biases.
+_LAYER = layers(LLAMA, ("llama", "qwen2"), "layer is Llama's", most=1)
 _EAGLE1 = PublishedLayout(
     name="eagle",
     kind="eagle",
@@ -109,28 +119,29 @@ _EAGLE1 = PublishedLayout(
             _LAYER,
             unwritten(TARGET_WIDTH),
             schema.fixed({"version": 1, "taps": ("final_norm",)}),
-            shown_by_tensors(
-                "fc_bias",
-                ("bias", "eagle_fc_bias"),
-                lambda tensors: "fc.bias" in tensors,
-                lambda has: f"the file has {'' if has else 'no '}fc.bias; repair config.json",
-            ),
-            # Fields of vLLM's EAGLEConfig.
-            only({"method": "eagle", "skip_prenorm": True, "skip_output_norm": True}),
-            Part(_read_size),
+            HeadPart(_read_eagle1, lambda export: {"bias": export.config.fc_bias}),
             ignored("num_lookahead_tokens"),
         )
     },
     tensors=_tensors("layers.0"),
     what="an EAGLE head",
     vocabulary=WHOLE,
-    zeros=_output_bias("layers.0"),
+    zeros=lambda config: _output_bias("layers.0", config),
     copies=(
         Copy(_EMBEDDING, "embedding", "EAGLE-1 uses"),
         Copy("lm_head.weight", "head", "EAGLE-1 uses"),
     ),
-    prepare=_first_version,
+    prepare=_without_map,
 )
+
+
+def _read_section(fields: HeadFields, known: Values) -> Values:
+    """Raise InputError for fields of the section that would change the head."""
+    section = fields.file.section(_SECTION)
+    section.asked |= {"norm_before_fc", *eagle3_layer_ids.KEYS}
+    check_unread(section, _OF_OTHER_TOOLS, "an EAGLE-3 head")
+    fields.asked |= section.values.keys()
+    return {}
 
 
 def _read_taps(fields: HeadFields, known: Values) -> Values:
@@ -142,16 +153,6 @@ def _write_taps(export: Export) -> dict[str, Any]:
     return {eagle3_layer_ids.IDS: eagle3_layer_ids.write(taps, depth, export.layer_ids)}
 
 
-def _read_embedding(fields: HeadFields, known: Values) -> Values:
-    """Return whether the embedding is the head's own; one that equals the target's is borrowed."""
-    target = fields.target
-    if (stored := fields.tensors.get(_EMBEDDING)) is None:
-        return {"own_embedding": known["decoder"].hidden_size != target.config.hidden_size}
-    rows = stored[: target.config.vocab_size] if stored.ndim else stored
-    same = tensor_layout.same_numbers(rows.astype(target.dtype), target_embedding(target))
-    return {"own_embedding": fields.is_ours or not same}
-
-
 def _check_norms(where: str, norms: Mapping[str, Any]) -> None:
     if norms["norm_before_fc"] and norms["fc_norm"]:
         raise InputError(
@@ -160,9 +161,32 @@ def _check_norms(where: str, norms: Mapping[str, Any]) -> None:
         )
 
 
-def _read_norms(fields: HeadFields, known: Values) -> Values:
+def _read_eagle3(fields: HeadFields, known: Values) -> Values:
+    """Return whether the embedding is the head's own; one that equals the target's is borrowed."""
     _check_norms(fields.where, known)
-    return {}
+    target, stored = fields.target, fields.tensors.get(_EMBEDDING)
+    if stored is None:
+        return {"own_embedding": known["decoder"].hidden_size != target.config.hidden_size}
+    rows = stored[: target.config.vocab_size] if stored.ndim else stored
+    same = tensor_layout.same_numbers(rows.astype(target.dtype), target_embedding(target))
+    return {"own_embedding": fields.is_ours or not same}
+
+
+def _with_own_head(head: Head, target: Model, format: str) -> Head:
+    """Return a head that stores the columns of the target's output head that it uses.
+
+    Columns keep the target's dtype, so that the logits are the same. A head that has an output head
+    of its own is returned unchanged. Raises InputError for parts that the layouts lack.
+    """
+    if head.config.fc_bias:
+        raise InputError(f"format={format!r}: the layout has no fc.bias, and this head has one")
+    _check_norms(f"format={format!r}", vars(head.config))
+    if not head.config.shares_output:
+        return head
+    rows = target_head(target)
+    rows = rows if head.draft_ids is None else rows[head.draft_ids]
+    params = {**head.params, "head": {"kernel": rows.T}}
+    return replace(head, config=replace(head.config, own_head=True), params=params)
 
 
 _TAPS = HeadPart(_read_taps, _write_taps)
@@ -171,69 +195,21 @@ _EAGLE3_FIELDS = (
     HeadPart(write=lambda export: {"draft_vocab_size": export.config.draft_vocab_size}),
     TARGET_WIDTH,
     # All tools share the names of these flags.
-    *(
-        schema.flag(name, name)
-        for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-    ),
-    HeadPart(_read_norms),
-    HeadPart(_read_embedding),
+    schema.flag("norm_before_residual", "norm_before_residual"),
+    schema.flag("norm_before_fc", "norm_before_fc"),
+    schema.flag("fc_norm", "fc_norm"),
+    schema.flag("norm_output", "norm_output"),
+    HeadPart(_read_eagle3),
     unwritten(TARGET_DEPTH),
 )
-
-
-def _with_own_head(head: Head, target: Model, where: str) -> Head:
-    """Return a head that stores the columns of the target's output head that it uses.
-
-    Columns keep the target's dtype, so that the logits are the same. A head that has an output head
-    of its own is returned unchanged. Raises InputError for parts that the layouts lack.
-    """
-    config = head.config
-    if config.fc_bias:
-        raise InputError(f"{where}: the layout has no fc.bias, and this head has one")
-    _check_norms(where, vars(config))
-    if not config.shares_output:
-        return head
-    rows = target_head(target)
-    rows = rows if head.draft_ids is None else rows[head.draft_ids]
-    params = {**head.params, "head": {"kernel": rows.T}}
-    return replace(head, config=replace(config, own_head=True), params=params)
-
-
-def _renamed(other: str, own: str) -> Callable[[Collection[str]], Mapping[str, str]]:
-    """Return a function of a file's names that renames the layer `other` to `own`."""
-
-    def renamed(names: Collection[str]) -> Mapping[str, str]:
-        if f"{other}.hidden_norm.weight" not in names:
-            return {}
-        start = f"{other}."
-        return {name: own + name[len(other) :] for name in names if name.startswith(start)}
-
-    return renamed
-
-
-_OF_OTHER_TOOLS = {
-    "use_aux_hidden_state": (True,),
-    "use_input_layernorm_in_first_layer": (True,),
-    "use_last_layernorm": (True,),
-    "next_layer_regular": (True,),
-    "parallel_draft_step": (1,),
-    "parallel_draft_heads_num_layers": (1,),
-}
-"""Fields of `eagle_config`, written by tools of vLLM and ModelOpt, with the supported values."""
-
 _EAGLE3 = PublishedLayout(
     name="eagle3",
     kind="eagle3",
     config=EagleConfig,
     signs=Signs((r"midlayer\..*|.*\.hidden_norm\.weight",)),
     fields={
-        "eagle_config": (
-            section(
-                "eagle_config",
-                ("norm_before_fc", *eagle3_layer_ids.KEYS),
-                _OF_OTHER_TOOLS,
-                "an EAGLE-3 head",
-            ),
+        _SECTION: (
+            HeadPart(_read_section),
             schema.written({"use_aux_hidden_state": True}),
             _TAPS,
         ),
@@ -248,14 +224,15 @@ _EAGLE3 = PublishedLayout(
     },
     tensors=_tensors("midlayer"),
     what="an EAGLE-3 head",
-    zeros=_output_bias("midlayer"),
+    zeros=lambda config: _output_bias("midlayer", config),
     copies=(Copy(_EMBEDDING, "embedding", "EAGLE-3 uses"),),
-    renamed=_renamed("layers.0", "midlayer"),
+    renamed=lambda names: _renamed(names, "layers.0", "midlayer"),
     prepare=_with_own_head,
 )
 
 
-def _read_stated(fields: Fields, known: Values) -> Values:
+def _read_stated(fields: HeadFields, known: Values) -> Values:
+    """Raise InputError unless the fields are there whose defaults tools disagree about."""
     if fields.get("norm_before_residual") is None:
         raise fields.fail(
             "norm_before_residual",
@@ -271,17 +248,17 @@ def _write_count(export: Export) -> dict[str, Any]:
     return {} if count == 3 else {eagle3_layer_ids.COUNT: count}
 
 
-_OF_SPECULATORS = replace(
+_SPECULATORS = replace(
     _EAGLE3,
     name="speculators",
-    signs=Signs(without=r"hidden_norm\.weight", key="speculators_model_type"),
+    signs=Signs(without=r"hidden_norm\.weight", key=OF_SPECULATORS),
     fields={
         LAYERS: (_LAYER, HeadPart(write=_write_count)),
         "": (
             speculators(
                 {"eagle3": "Eagle3Speculator"}, lambda _: "eagle3", lambda _: _SPECULATIVE_TOKENS
             ),
-            Part(_read_stated),
+            HeadPart(_read_stated),
             _TAPS,
             *_EAGLE3_FIELDS,
             HeadPart(write=lambda export: {"embed_requires_grad": export.config.own_embedding}),
@@ -289,7 +266,7 @@ _OF_SPECULATORS = replace(
         ),
     },
     tensors=_tensors("layers.0"),
-    zeros=_output_bias("layers.0"),
-    renamed=_renamed("midlayer", "layers.0"),
+    zeros=lambda config: _output_bias("layers.0", config),
+    renamed=lambda names: _renamed(names, "midlayer", "layers.0"),
 )
-LAYOUTS = (_EAGLE1, _EAGLE3, _OF_SPECULATORS)
+LAYOUTS = (_EAGLE1, _EAGLE3, _SPECULATORS)

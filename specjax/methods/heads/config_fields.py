@@ -1,27 +1,137 @@
-"""Parts of the tables of heads' fields (`head_fields.HeadPart`) that several layouts share."""
+"""The fields of a head's config.json: how parts read and write them, and parts of several layouts.
+
+Where a `schema.Part` suffices, such as `schema.flag`, its path is a name in the head's config.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
-from operator import attrgetter
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from specjax.errors import InputError
+from specjax.errors import InputError, shown
 from specjax.loading.formats.families import registry
 from specjax.loading.formats.families.llama import LLAMA
 from specjax.loading.formats.families.schema import Part, Values
 from specjax.loading.formats.family import Family
-from specjax.loading.formats.unread_fields import Implied, check_unread
 from specjax.loading.model import Model
 from specjax.loading.typed_fields import Fields
 from specjax.loading.user_messages import note
-from specjax.methods.heads.head_fields import Export, HeadFields, HeadPart
+from specjax.methods.heads.checkpoint import CONFIG, Checkpoint
+from specjax.methods.heads.eagle3_layer_ids import Convention
+from specjax.methods.heads.head import Head
 
+LAYERS, OF_SPECULATORS = "transformer_layer_config", "speculators_model_type"
+"""The section in which the speculators library has the config of a head's layers, and its mark."""
 _LAYER = re.compile(r"layers\.(\d+)\.")
+
+
+class HeadFields(Fields):
+    """The fields of a head's config.json and of its sections, as those of one object.
+
+    A null field is missing; `file` has them as they are stored. `tensors` are the file's by the
+    layout's names, `target` is the model that the head is read for, and `layer_ids` says what the
+    ids of layers number. `stated` is the number of tokens that the head was made for, which counts
+    padding (`read_tokens`). Raises InputError for a field with two values.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        sections: Collection[str],
+        tensors: dict[str, np.ndarray],
+        target: Model,
+        layer_ids: Convention | None = None,
+    ) -> None:
+        self.file = Fields(str(checkpoint.directory / CONFIG), checkpoint.config)
+        super().__init__(self.file.where, _in_one(self.file, sections))
+        self.directory, self.is_ours = checkpoint.directory, checkpoint.is_ours
+        self.tensors, self.target, self.layer_ids = tensors, target, layer_ids
+        self.stated = target.config.vocab_size
+
+    def read_tokens(self, default: int | None = None) -> None:
+        """Read the number of tokens that the head was made for, `default` if it is missing.
+
+        Raises InputError if there are fewer than the target's.
+        """
+        self.stated, known = self.count("vocab_size", default), self.target.config.vocab_size
+        if self.stated < known:
+            raise self.misfit("vocab_size", f"{known} tokens")
+
+    def agree(self, name: str, value: Any, problem: str) -> None:
+        """Raise InputError, which says the problem, unless a field is missing or has this value."""
+        if self.get(name) not in (None, value):
+            raise self.fail(name, problem)
+
+    def misfit(self, name: str, actual: object) -> InputError:
+        """Return the InputError for a field that is not the target's, which is `actual`."""
+        return self.fail(name, f"{self.target.name} has {actual}; use a head made for it")
+
+    def say_count(self, name: str, actual: int) -> None:
+        """Log a line if the field `name`, a number, differs from `actual`, that in the file."""
+        stated = self.get(name)
+        if stated not in (None, actual):
+            self.integer(name)
+            note(f"{self.where}: {name}={stated}, and the file has {actual}: these are used")
+
+
+def _in_one(file: Fields, sections: Collection[str]) -> dict[str, Any]:
+    """Return the fields of a config and of its sections by name, without null ones."""
+    values = _stated({name: file.values[name] for name in file.values if name not in sections})
+    for section in sections:
+        inner = _stated(file.section(section).values)
+        if section == LAYERS:
+            # A complete config of its own: common fields of both need not agree.
+            values = {**inner, **values, "model_type": inner.get("model_type")}
+            continue
+        for name, value in inner.items():
+            if values.get(name, value) != value:
+                raise file.fail(name, f"{section} has {shown(value)}; repair config.json")
+        values |= inner
+    return _stated(values)
+
+
+def _stated(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
+
+
+@dataclass(frozen=True)
+class Export:
+    """A head that is written for a target.
+
+    `layer_ids` says what ids of layers are to number. `rows` is the number of tokens that the
+    layout states, with or without the target's padding, and `dtype` that of the head's tensors.
+    """
+
+    head: Head
+    target: Model
+    layer_ids: Convention
+    rows: int
+    dtype: str
+
+    @property
+    def config(self) -> Any:
+        """The head's config."""
+        return self.head.config
+
+
+def _nothing(*_: Any) -> dict[str, Any]:
+    return {}
+
+
+@dataclass(frozen=True)
+class HeadPart(Part):
+    """Fields of config.json whose values depend on more than the head's config.
+
+    `read` returns fields of that config, given those of the file and the values read by earlier
+    parts; `write` returns fields of the file.
+    """
+
+    read: Callable[[HeadFields, Values], Values] = _nothing
+    write: Callable[[Export], Mapping[str, Any]] = _nothing
 
 
 def layers(
@@ -31,8 +141,7 @@ def layers(
 
     The layers have the target's vocabulary, and are as many as the tensors show, at most `most`. A
     config may state one of the model types `fitting`, or none; `whose` names them in the error.
-    Without a field the tensors show whether queries, keys and values have biases. Reading raises
-    InputError for a vocabulary smaller than the target's.
+    Without a field the tensors show whether queries, keys and values have biases.
     """
 
     def read(fields: HeadFields, known: Values) -> Values:
@@ -45,7 +154,7 @@ def layers(
                 f"{fields.where}: the file has {count} layers, and heads of one layer are "
                 "supported; use such a head"
             )
-        say_count(fields, "num_hidden_layers", count)
+        fields.say_count("num_hidden_layers", count)
         fields.read_tokens()
         biased = any(name.endswith(".q_proj.bias") for name in fields.tensors)
         values = {
@@ -66,56 +175,16 @@ def layers(
             "vocab_size": export.rows,
             **family.write(export.config.decoder),
             "tie_word_embeddings": False,
-            **_dtype(export),
+            "dtype": export.dtype,
+            "torch_dtype": export.dtype,
         }
-
-    return HeadPart(read, write)
-
-
-def _dtype(export: Export) -> dict[str, Any]:
-    return {"dtype": export.dtype, "torch_dtype": export.dtype}
-
-
-DTYPE = HeadPart(write=_dtype)
-
-
-def say_count(fields: Fields, name: str, actual: int) -> None:
-    """Log a line if the field `name`, a number, differs from `actual`, the number in the file."""
-    stated = fields.get(name)
-    if stated not in (None, actual):
-        fields.integer(name)
-        note(f"{fields.where}: {name}={stated}, and the file has {actual}: these are used")
-
-
-def shown_by_tensors(
-    path: str | None,
-    names: tuple[str, ...],
-    found: Callable[[Mapping[str, np.ndarray]], Any],
-    said: Callable[[Any], str] = "the tensors say {}; repair config.json".format,
-) -> Part:
-    """Return a part for a value that a file's tensors show.
-
-    `found` returns the value given the tensors. Fields called `names` must agree with it, which
-    `said` words. The field `path` of the head's config gets the value, and is written under the
-    first name; without a path it is only compared.
-    """
-
-    def read(fields: HeadFields, known: Values) -> Values:
-        value = found(fields.tensors)
-        for name in names:
-            if fields.get(name) not in (None, value):
-                raise fields.fail(name, said(value))
-        return {path: value} if path else {}
-
-    def write(export: Export) -> dict[str, Any]:
-        return {names[0]: attrgetter(path)(export.config)} if path else {}
 
     return HeadPart(read, write)
 
 
 def unwritten(part: Part) -> Part:
     """Return a part whose fields are only read."""
-    return replace(part, write=HeadPart.write)
+    return replace(part, write=_nothing)
 
 
 def ignored(*names: str) -> Part:
@@ -128,48 +197,12 @@ def ignored(*names: str) -> Part:
     return Part(read)
 
 
-def section(
-    name: str, fields_read: Collection[str], supported: Implied, what: str
-) -> Part:
-    """Return a part that refuses other fields in a section than those that are read from it.
-
-    `supported` are fields that may be there with these values only; `what` names a head in the
-    error.
-    """
-
-    def read(fields: HeadFields, known: Values) -> Values:
-        inner = fields.file.section(name)
-        inner.asked |= set(fields_read)
-        check_unread(inner, supported, what)
-        fields.asked |= inner.values.keys()
-        return {}
-
-    return HeadPart(read)
-
-
-def only(values: Mapping[str, Any]) -> Part:
-    """Return a part for fields that must have these values, or be missing; none are written."""
-
-    def read(fields: Fields, known: Values) -> Values:
-        for name, value in values.items():
-            fields.only(name, value)
-        return {}
-
-    return Part(read)
-
-
 def _read_width(fields: HeadFields, known: Values) -> Values:
     """Return the width of the target's features, that of the head's layers by default."""
     name, width = "target_hidden_size", fields.target.config.hidden_size
     if fields.count(name, known["decoder"].hidden_size) != width:
-        name = name if name in fields.values else "hidden_size"
-        raise fields.fail(name, f"{fields.target.name} has {width}; use a head made for it")
+        raise fields.misfit(name if name in fields.values else "hidden_size", width)
     return {"target_hidden_size": width}
-
-
-TARGET_WIDTH = HeadPart(
-    _read_width, lambda export: {"target_hidden_size": export.config.target_hidden_size}
-)
 
 
 def _read_depth(fields: HeadFields, known: Values) -> Values:
@@ -177,12 +210,13 @@ def _read_depth(fields: HeadFields, known: Values) -> Values:
     depth = fields.target.config.num_layers
     # Some of DeepSpec's configs count the layers that are read.
     if fields.get("num_target_layers") not in (None, depth, len(known["taps"])):
-        raise fields.fail(
-            "num_target_layers", f"{fields.target.name} has {depth}; use a head made for it"
-        )
+        raise fields.misfit("num_target_layers", depth)
     return {}
 
 
+TARGET_WIDTH = HeadPart(
+    _read_width, lambda export: {"target_hidden_size": export.config.target_hidden_size}
+)
 TARGET_DEPTH = HeadPart(
     _read_depth, lambda export: {"num_target_layers": export.head.target.num_layers}
 )
@@ -194,45 +228,37 @@ def speculators(
     """Return the part for the fields of the speculators library that all of its heads have.
 
     `classes` are the library's classes of heads by its names of the methods. `kind` returns the
-    name of the method for a head's config, and `tokens` the default length of drafts.
+    name of the method for a head's config, and `tokens` the default length of drafts. The verifier
+    is named as in its own config.json: the library compares `architectures`, and vLLM reads the
+    name alone. A target of a family that no file names counts as Llama.
     """
 
     def read(fields: HeadFields, known: Values) -> Values:
-        fields.only("speculators_model_type", *classes)
-        fields.get("speculators_config")
-        fields.get("tie_word_embeddings")
+        fields.only(OF_SPECULATORS, *classes)
+        fields.asked |= {"speculators_config", "tie_word_embeddings"}
         return {}
 
     def write(export: Export) -> dict[str, Any]:
-        name = kind(export.config)
-        proposal = {"proposal_type": "greedy", "speculative_tokens": tokens(export.config)}
+        name, config = kind(export.config), export.config
+        family = registry.FAMILIES.get(export.target.config.family, LLAMA)
         return {
             "architectures": [classes[name]],
-            "speculators_model_type": name,
+            OF_SPECULATORS: name,
             "speculators_version": "0.9.0",
             "speculators_config": {
                 "algorithm": name,
-                "proposal_methods": [proposal],
+                "proposal_methods": [
+                    {"proposal_type": "greedy", "speculative_tokens": tokens(config)}
+                ],
                 "default_proposal_method": "greedy",
-                "verifier": verifier(export.head.target.name, export.target),
+                "verifier": {
+                    "name_or_path": export.head.target.name,
+                    "architectures": [family.architecture],
+                    "model_type": family.model_type,
+                },
             },
             "tie_word_embeddings": False,
             "torch_dtype": export.dtype,
         }
 
     return HeadPart(read, write)
-
-
-def verifier(name: str, target: Model) -> dict[str, Any]:
-    """Return the description of a head's target by its `name` and its family.
-
-    The speculators library compares the architectures, those of the target's config.json in
-    transformers, with a verifier's; vLLM reads the name alone. A model of a family that specjax
-    does not read counts as Llama.
-    """
-    family = registry.FAMILIES.get(target.config.family, LLAMA)
-    return {
-        "name_or_path": name,
-        "architectures": [family.architecture],
-        "model_type": family.model_type,
-    }

@@ -13,7 +13,7 @@ import numpy as np
 
 from specjax.errors import InputError
 from specjax.loading.user_messages import note
-from specjax.methods.heads.head_fields import HeadFields
+from specjax.methods.heads.config_fields import HeadFields
 
 Tensors = dict[str, np.ndarray]
 

@@ -18,15 +18,16 @@ import numpy as np
 from specjax.errors import InputError
 from specjax.loading.formats import build_parameters, parameter_names, tensor_layout
 from specjax.loading.formats.families.schema import Part
+from specjax.loading.formats.families.tensor_names import table
 from specjax.loading.formats.parameter_names import Location, Path, Shape, TensorEntry
 from specjax.loading.formats.safetensors_files import WEIGHTS
 from specjax.loading.formats.unread_fields import Implied, check_unread, implied
 from specjax.loading.model import Model
 from specjax.methods.heads.checkpoint import Checkpoint, match
+from specjax.methods.heads.config_fields import Export, HeadFields, HeadPart
 from specjax.methods.heads.draft_vocabulary import OFFSETS, DraftVocabulary, VocabularyMap
 from specjax.methods.heads.eagle3_layer_ids import Convention
 from specjax.methods.heads.head import Head, TargetMetadata, parameter_table
-from specjax.methods.heads.head_fields import Export, HeadFields, HeadPart
 from specjax.methods.heads.shared_with_target import check_copy, target_embedding, target_head
 from specjax.models.joined_kernels import parts
 
@@ -83,7 +84,7 @@ class Copy(NamedTuple):
         return rows if draft_ids is None else rows[draft_ids]
 
 
-def _unchanged(head: Head, target: Model, where: str) -> Head:
+def _unchanged(head: Head, target: Model, format: str) -> Head:
     return head
 
 
@@ -105,8 +106,8 @@ class PublishedLayout:
     With `pads`, the layout counts the target's padding among the tokens, and has rows for it.
 
     `renamed` returns the table's names for others of a file's names. `prepare` returns a head in
-    the form in which the layout can hold it; it raises InputError, beginning with its last
-    argument, if there is none. `finish` returns parameters that are not tensors of the file.
+    the form in which the layout, of the name that is its last argument, can hold it; it raises
+    InputError if there is none. `finish` returns parameters that are not tensors of the file.
     `weights` is the name of the written file.
     """
 
@@ -179,7 +180,7 @@ class PublishedLayout:
                 tensors[copy.name] = copy.own(target, head.draft_ids)
         if head.draft_ids is not None:
             tensors |= self.vocabulary.write(head.draft_ids, rows)
-        export = Export(head, target, self.name, layer_ids, rows, dtype.name)
+        export = Export(head, target, layer_ids, rows, dtype.name)
         sections: dict[str, dict[str, Any]] = {}
         for section, section_parts in self.fields.items():
             values = sections.setdefault(section, {})
@@ -189,16 +190,16 @@ class PublishedLayout:
 
     def _locations(self, config: Any) -> Iterator[tuple[Location, bool]]:
         """Yield the place of each tensor in a head's tree, and whether it has a row per token."""
-        decoder, table = getattr(config, "decoder", None), parameter_table(config)
+        decoder, leaves = getattr(config, "decoder", None), parameter_table(config)
         widths = (decoder.head_dim, decoder.rotary_width) if decoder else (1, 0)
-        known = parts(table, decoder)
+        known = parts(leaves, decoder)
         for entry in self.tensors:
             repeats = (of(config) for step, of in _REPEATED.items() if step in entry.path)
             for number in range(next(repeats, 1)):
                 path = tuple(step.format(layer=number, tap=number) for step in entry.path)
                 if (part := known.get(path)) is None:
                     continue
-                over_tokens = "vocab" in parameter_names.lookup(table, part.path).axes
+                over_tokens = "vocab" in parameter_names.lookup(leaves, part.path).axes
                 count = sum(axis in entry.name for axis in _AXES)
                 for index in np.ndindex(*part.shape[:count]):
                     head, block = (*index, None, None)[:2]
@@ -251,27 +252,14 @@ class PublishedLayout:
         return tensors
 
 
-def layer_tensors(table: Collection[TensorEntry], name: str, path: Path) -> tuple[TensorEntry, ...]:
-    """Return the rows of a head's layer, named as in the layers of a family with this `table`.
+def decoder_tensors(layer: str, path: Path) -> tuple[TensorEntry, ...]:
+    """Return the rows of a decoder's tensors by the names of transformers, without its prefix.
 
-    `name` begins the names of the layer's tensors, and `path` is that of the layer in the tree.
+    `layer` begins the names of a layer's tensors, and `path` is that of the layer in the tree.
     """
+    names = {"layer": layer, "embed": "embed_tokens", "final_norm": "norm"}
     return tuple(
-        entry._replace(
-            name=name + entry.name.partition("{layer}")[2], path=(*path, *entry.path[1:])
-        )
-        for entry in table
-        if entry.path[0] == "layers"
+        entry._replace(path=(*path, *entry.path[1:])) if entry.path[0] == "layers" else entry
+        for entry in table("huggingface", names)
+        if not entry.tied
     )
-
-
-def linear(name: str, *path: str) -> tuple[TensorEntry, TensorEntry]:
-    """Return the rows of a linear layer's kernel and bias."""
-    return TensorEntry(f"{name}.weight", (*path, "kernel")), TensorEntry(
-        f"{name}.bias", (*path, "bias")
-    )
-
-
-def norm(name: str, *path: str) -> TensorEntry:
-    """Return the row of a norm's scale."""
-    return TensorEntry(f"{name}.weight", (*path, "scale"))

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Collection, Iterable, Mapping
-from operator import attrgetter
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
@@ -25,10 +24,9 @@ from specjax.loading.formats.parameter_names import TensorEntry
 from specjax.loading.formats.unread_fields import implied
 from specjax.loading.model import Model
 from specjax.methods.heads.checkpoint import MEDUSA_WEIGHTS
-from specjax.methods.heads.config_fields import DTYPE, say_count, shown_by_tensors
+from specjax.methods.heads.config_fields import Export, HeadFields, HeadPart
 from specjax.methods.heads.draft_vocabulary import TOKEN_MAP
 from specjax.methods.heads.head import Head
-from specjax.methods.heads.head_fields import Export, HeadFields, HeadPart
 from specjax.methods.heads.published_layout import Copy, PublishedLayout, Signs
 from specjax.methods.heads.shared_with_target import target_head
 from specjax.methods.medusa.head import MedusaConfig
@@ -49,76 +47,68 @@ def _renamed(names: Collection[str]) -> Mapping[str, str]:
     """Return FasterDecoding's names of tensors whose names may be vLLM's or those of a model."""
     short = {name: re.sub(f"^{_PREFIX}", "", name) for name in names}
     found = {name: _OF_VLLM.sub(r"\1.\2.linear.\3", one) for name, one in short.items()}
-    _, layers = _numbered(found.values())
-    return {
-        name: f"{head[1]}.{layers}.weight" if (head := _HEAD_OF_VLLM.fullmatch(one)) else one
-        for name, one in found.items()
-    }
+    _, layers, _ = _numbered(found.values())
+    return {name: _HEAD_OF_VLLM.sub(rf"\g<1>.{layers}.weight", one) for name, one in found.items()}
 
 
-def _numbered(names: Iterable[str]) -> tuple[int, int]:
-    """Return how many heads, and blocks per head, the numbers in the names of blocks imply."""
+def _numbered(names: Collection[str]) -> tuple[int, int, int]:
+    """Return how many heads, and blocks per head, names imply, and the number of blocks' tensors.
+
+    The config is not used: published ones state 2 heads for files with 5.
+    """
     blocks = [match for name in names if (match := _BLOCK.fullmatch(name))]
     heads, layers = (max((int(match[at]) for match in blocks), default=0) + 1 for at in (1, 2))
-    return heads, layers
-
-
-def _read_counts(fields: HeadFields, known: Values) -> Values:
-    """Return the number of heads, and of blocks per head.
-
-    The config is not used: published ones state 2 heads for files with 5. Raises InputError if
-    there are fewer tensors than the largest numbers imply.
-    """
-    heads, layers = _numbered(fields.tensors)
-    blocks = [name for name in fields.tensors if _BLOCK.fullmatch(name)]
-    if heads * layers > len(blocks):
-        raise InputError(
-            f"{fields.directory}: names of tensors number {heads} heads of {layers} blocks, and "
-            f"only {len(blocks)} tensors are there; download it again"
-        )
-    for name in ("num_heads", "medusa_num_heads"):
-        say_count(fields, name, heads)
-    say_count(fields, "medusa_num_layers", layers)
-    return {"num_heads": heads, "num_layers": layers}
-
-
-def _write_counts(export: Export) -> dict[str, Any]:
-    heads, layers = export.config.num_heads, export.config.num_layers
-    of_vllm = {"num_heads": heads, "num_hidden_layers": layers}
-    return {**of_vllm, "medusa_num_heads": heads, "medusa_num_layers": layers}
+    return heads, layers, len(blocks)
 
 
 def _read_sizes(fields: HeadFields, known: Values) -> Values:
-    """Return the sizes of the target; the head's number of tokens is stated, or shown by its rows.
+    """Return the sizes that tensors and target show, and whether heads use the target's output.
 
-    Raises InputError for a head of another width or of fewer tokens.
+    The number of tokens is stated, or shown by the rows of the first head. Raises InputError if
+    there are fewer tensors than the largest numbers imply, and for a head of another target.
     """
-    target = fields.target
+    target, (heads, layers, found) = fields.target, _numbered(fields.tensors)
     width, vocab_size = target.config.hidden_size, target.config.vocab_size
+    if heads * layers > found:
+        raise InputError(
+            f"{fields.directory}: names of tensors number {heads} heads of {layers} blocks, and "
+            f"only {found} tensors are there; download it again"
+        )
+    for name, count in {"num_heads": heads, **_named(heads, layers)}.items():
+        fields.say_count(name, count)
     if fields.count("hidden_size", width) != width:
-        raise fields.fail("hidden_size", f"{target.name} has {width}; use a head made for it")
-    head = fields.tensors.get(f"0.{known['num_layers']}.weight")
-    rows = 0 if head is None or not head.ndim else len(head)
-    padded = vocab_size < rows <= vocab_size + _MOST_PADDING
-    fields.read_tokens(rows if padded else vocab_size)
-    return {"hidden_size": width, "vocab_size": vocab_size}
+        raise fields.misfit("hidden_size", width)
+    name, original = f"0.{layers}.weight", fields.flag("original_lm_head")
+    first = fields.tensors.get(name)
+    rows = 0 if first is None or not first.ndim else len(first)
+    fields.read_tokens(rows if vocab_size < rows <= vocab_size + _MOST_PADDING else vocab_size)
+    if original and first is not None:
+        # vLLM uses the first head's for all of them.
+        fields.tensors[_HEAD] = fields.tensors.pop(name)
+    biased = any(name.endswith(".bias") for name in fields.tensors)
+    fields.agree("medusa_fc_bias", biased, f"the file has {'' if biased else 'no '}biases")
+    sizes = {"hidden_size": width, "vocab_size": vocab_size, "original_lm_head": original}
+    return {**sizes, "num_heads": heads, "num_layers": layers}
 
 
 def _write_sizes(export: Export) -> dict[str, Any]:
-    names = {"truncated_vocab_size": "draft_vocab_size"}
+    config = export.config
     return {
-        name: attrgetter(names.get(name, name))(export.config)
-        for name in ("hidden_size", "vocab_size", "truncated_vocab_size")
+        "base_model_name_or_path": export.head.target.name,
+        "hidden_size": config.hidden_size,
+        "vocab_size": config.vocab_size,
+        "truncated_vocab_size": config.draft_vocab_size,
+        "num_heads": config.num_heads,
+        "num_hidden_layers": config.num_layers,
+        **_named(config.num_heads, config.num_layers),
+        "original_lm_head": config.original_lm_head,
+        "dtype": export.dtype,
+        "torch_dtype": export.dtype,
     }
 
 
-def _read_original(fields: HeadFields, known: Values) -> Values:
-    """Return whether all heads use the target's output head."""
-    original, first = fields.flag("original_lm_head"), f"0.{known['num_layers']}.weight"
-    if original and first in fields.tensors:
-        # vLLM uses the first head's for all of them.
-        fields.tensors[_HEAD] = fields.tensors.pop(first)
-    return {"original_lm_head": original}
+def _named(heads: int, layers: int) -> dict[str, int]:
+    return {"medusa_num_heads": heads, "medusa_num_layers": layers}
 
 
 def _read_base(fields: HeadFields, known: Values) -> Values:
@@ -130,7 +120,7 @@ def _read_base(fields: HeadFields, known: Values) -> Values:
     return {}
 
 
-def _with_own_heads(head: Head, target: Model, where: str) -> Head:
+def _with_own_heads(head: Head, target: Model, format: str) -> Head:
     """Return a head in which projections are multiplied by the target's output head, in float32.
 
     The logits are the same. A head without projections is returned unchanged.
@@ -148,52 +138,39 @@ def _with_own_heads(head: Head, target: Model, where: str) -> Head:
     return dataclasses.replace(head, config=config, params=params)
 
 
-LAYOUTS = (
-    PublishedLayout(
-        name="medusa",
-        kind="medusa",
-        config=MedusaConfig,
-        signs=Signs((rf"({_PREFIX})?({_BLOCK.pattern}|{_OF_VLLM.pattern})",)),
-        fields={
-            "": (
-                schema.written({"architectures": ["MedusaModel"], "model_type": "medusa"}),
-                HeadPart(write=lambda export: {"base_model_name_or_path": export.head.target.name}),
-                HeadPart(_read_counts, _write_counts),
-                HeadPart(_read_sizes, _write_sizes),
-                HeadPart(
-                    _read_original,
-                    lambda export: {"original_lm_head": export.config.original_lm_head},
-                ),
-                shown_by_tensors(
-                    None,
-                    ("medusa_fc_bias",),
-                    lambda tensors: any(name.endswith(".bias") for name in tensors),
-                    lambda has: f"the file has {'' if has else 'no '}biases",
-                ),
-                schema.written({"medusa_fc_bias": True}),
-                HeadPart(_read_base),
-                DTYPE,
-            )
-        },
-        tensors=(
-            TensorEntry("{head}.{block}.linear.weight", ("blocks", "kernel")),
-            TensorEntry("{head}.{block}.linear.bias", ("blocks", "bias")),
-            TensorEntry("{head}.{config.num_layers}.weight", ("head", "kernel")),
-        ),
-        what="a Medusa head",
-        vocabulary=TOKEN_MAP,
-        optional=(("blocks", "bias"),),
-        # vLLM does not share it with the target.
-        copies=(
-            Copy(
-                _HEAD,
-                "head",
-                "all heads use (original_lm_head)",
-                allowed=lambda config: config.original_lm_head,
-                written=lambda head: head.config.original_lm_head,
-            ),
-        ),
-        prepare=_with_own_heads,
-        weights=MEDUSA_WEIGHTS,
+_MEDUSA = PublishedLayout(
+    name="medusa",
+    kind="medusa",
+    config=MedusaConfig,
+    signs=Signs((rf"({_PREFIX})?({_BLOCK.pattern}|{_OF_VLLM.pattern})",)),
+    fields={
+        "": (
+            schema.written({"architectures": ["MedusaModel"], "model_type": "medusa"}),
+            HeadPart(_read_sizes, _write_sizes),
+            schema.written({"medusa_fc_bias": True}),
+            HeadPart(_read_base),
+        )
+    },
+    tensors=(
+        TensorEntry("{head}.{block}.linear.weight", ("blocks", "kernel")),
+        TensorEntry("{head}.{block}.linear.bias", ("blocks", "bias")),
+        TensorEntry("{head}.{config.num_layers}.weight", ("head", "kernel")),
     ),
+    what="a Medusa head",
+    vocabulary=TOKEN_MAP,
+    optional=(("blocks", "bias"),),
+    copies=(
+        # vLLM does not share it with the target.
+        Copy(
+            _HEAD,
+            "head",
+            "all heads use (original_lm_head)",
+            allowed=lambda config: config.original_lm_head,
+            written=lambda head: head.config.original_lm_head,
+        ),
+    ),
+    renamed=_renamed,
+    prepare=_with_own_heads,
+    weights=MEDUSA_WEIGHTS,
 )
+LAYOUTS = (_MEDUSA,)
