@@ -28,20 +28,8 @@ from specjax.loading.formats.families.schema import Values
 from specjax.loading.formats.parameter_names import TensorEntry
 from specjax.loading.model import Model
 from specjax.methods.block.head import BlockConfig
-from specjax.methods.heads import eagle3_layer_ids
-from specjax.methods.heads.config_fields import (
-    LAYERS,
-    OF_SPECULATORS,
-    TARGET_DEPTH,
-    TARGET_WIDTH,
-    Export,
-    HeadFields,
-    HeadPart,
-    ignored,
-    layers,
-    speculators,
-    unwritten,
-)
+from specjax.methods.heads import config_fields, eagle3_layer_ids
+from specjax.methods.heads.config_fields import Export, HeadFields, HeadPart
 from specjax.methods.heads.head import Head
 from specjax.methods.heads.published_layout import Copy, PublishedLayout, Signs, decoder_tensors
 
@@ -156,6 +144,8 @@ def _write_dflash2(export: Export) -> dict[str, Any]:
 
 def _read_limits(fields: HeadFields, known: Values) -> Values:
     """Raise InputError for what a stored head may have, and is not read."""
+    fields.only("markov_head_type", "vanilla")
+    fields.only("projector_type", "dflash")
     if known["decoder"].sliding_window is not None:
         raise fields.fail(
             "sliding_window",
@@ -193,14 +183,14 @@ _ANCHOR = HeadPart(
 _PARTS_OF_DSPARK = HeadPart(_read_dspark, _write_dspark)
 _DFLASH2 = HeadPart(_read_dflash2, _write_dflash2)
 _OWN_SECTION = (_MASK, _taps(eagle3_layer_ids.OUTPUTS, "output"), _ANCHOR, _CAUSAL)
-_OF_LAYERS = (layers(QWEN3, ("qwen3",), "layers are Qwen3's"),)
+_OF_LAYERS = (config_fields.layers(QWEN3, ("qwen3",), "layers are Qwen3's"),)
 _AT_THE_TOP = (
     HeadPart(write=_write_draft_size),
     schema.count("block_size", "block_size"),
     _PARTS_OF_DSPARK,
-    unwritten(TARGET_WIDTH),
+    config_fields.unwritten(config_fields.TARGET_WIDTH),
     HeadPart(_read_limits),
-    ignored(
+    config_fields.ignored(
         "num_anchors",
         # Of speculators: of training, of windows, which no layer has, and of Domino's projector.
         *("auf", "ce_loss_alpha", "l1_loss_alpha", "confidence_head_alpha", "loss_decay_gamma"),
@@ -209,18 +199,18 @@ _AT_THE_TOP = (
     ),
 )
 _OWN_FIELDS = {
-    _SECTION: (unwritten(_PARTS_OF_DSPARK), *_OWN_SECTION, _DFLASH2),
+    _SECTION: (config_fields.unwritten(_PARTS_OF_DSPARK), *_OWN_SECTION, _DFLASH2),
     "": (
         HeadPart(write=lambda export: {"architectures": [_ARCHITECTURES[_method(export.config)]]}),
         *_OF_LAYERS,
         *_AT_THE_TOP,
-        TARGET_DEPTH,
+        config_fields.TARGET_DEPTH,
     ),
 }
 _FIELDS_OF_SPECULATORS = {
-    LAYERS: _OF_LAYERS,
+    config_fields.LAYERS: _OF_LAYERS,
     "": (
-        speculators(
+        config_fields.speculators(
             {**_ARCHITECTURES, "dspark": "DSparkDraftModel"},
             _method,
             lambda config: config.longest_draft,
@@ -231,10 +221,10 @@ _FIELDS_OF_SPECULATORS = {
         _DFLASH2,
         *_AT_THE_TOP,
         _ANCHOR,
-        unwritten(_CAUSAL),
+        config_fields.unwritten(_CAUSAL),
         # Of windows, which no layer has; but vLLM takes false for causal blocks.
         schema.written({"sliding_window_non_causal": True}),
-        unwritten(TARGET_DEPTH),
+        config_fields.unwritten(config_fields.TARGET_DEPTH),
     ),
 }
 
@@ -321,8 +311,6 @@ _DFLASH = PublishedLayout(
     signs=Signs(_NAMES, _NAMES_OF_DSPARK),
     fields=_OWN_FIELDS,
     tensors=_TENSORS,
-    what="a block drafter",
-    supported={"markov_head_type": ("vanilla",), "projector_type": ("dflash",)},
     # DeepSeek's own have none.
     optional=(("confidence", "bias"),),
     copies=(
@@ -353,7 +341,7 @@ LAYOUTS = (
         replace(
             layout,
             name="speculators",
-            signs=layout.signs._replace(key=OF_SPECULATORS),
+            signs=layout.signs._replace(key=config_fields.OF_SPECULATORS),
             fields=_FIELDS_OF_SPECULATORS,
         )
         for layout in (_DFLASH, _DSPARK)

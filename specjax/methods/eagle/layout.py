@@ -22,20 +22,8 @@ from specjax.loading.formats.parameter_names import Shape, TensorEntry
 from specjax.loading.formats.unread_fields import check_unread
 from specjax.loading.model import Model
 from specjax.methods.eagle.head import EagleConfig
-from specjax.methods.heads import eagle3_layer_ids
-from specjax.methods.heads.config_fields import (
-    LAYERS,
-    OF_SPECULATORS,
-    TARGET_DEPTH,
-    TARGET_WIDTH,
-    Export,
-    HeadFields,
-    HeadPart,
-    ignored,
-    layers,
-    speculators,
-    unwritten,
-)
+from specjax.methods.heads import config_fields, eagle3_layer_ids
+from specjax.methods.heads.config_fields import Export, HeadFields, HeadPart
 from specjax.methods.heads.draft_vocabulary import WHOLE
 from specjax.methods.heads.head import Head
 from specjax.methods.heads.published_layout import Copy, PublishedLayout, Signs, decoder_tensors
@@ -105,8 +93,10 @@ def _without_map(head: Head, target: Model, format: str) -> Head:
     return head
 
 
+# vLLM's EAGLEConfig has the fields of the layer in a section.
+_OF_VLLM = {config_fields.MODEL: ()}
 # EAGLE's code for Qwen2 copies the target's type; its layer is Llama's with biases.
-_LAYER = layers(LLAMA, ("llama", "qwen2"), "layer is Llama's", most=1)
+_LAYER = config_fields.layers(LLAMA, ("llama", "qwen2"), "layer is Llama's", most=1)
 _EAGLE1 = PublishedLayout(
     name="eagle",
     kind="eagle",
@@ -114,17 +104,17 @@ _EAGLE1 = PublishedLayout(
     # Complete models have such layers too.
     signs=Signs((r"fc\.weight", r"layers\.0\..*"), r"midlayer\..*|(.*\.)?hidden_norm\.weight"),
     fields={
+        **_OF_VLLM,
         "": (
             schema.written({"architectures": ["LlamaForCausalLM"]}),
             _LAYER,
-            unwritten(TARGET_WIDTH),
+            config_fields.unwritten(config_fields.TARGET_WIDTH),
             schema.fixed({"version": 1, "taps": ("final_norm",)}),
             HeadPart(_read_eagle1, lambda export: {"bias": export.config.fc_bias}),
-            ignored("num_lookahead_tokens"),
-        )
+            config_fields.ignored("num_lookahead_tokens"),
+        ),
     },
     tensors=_tensors("layers.0"),
-    what="an EAGLE head",
     vocabulary=WHOLE,
     zeros=lambda config: _output_bias("layers.0", config),
     copies=(
@@ -137,7 +127,7 @@ _EAGLE1 = PublishedLayout(
 
 def _read_section(fields: HeadFields, known: Values) -> Values:
     """Raise InputError for fields of the section that would change the head."""
-    section = fields.file.section(_SECTION)
+    section = fields.sections[_SECTION]
     section.asked |= {"norm_before_fc", *eagle3_layer_ids.KEYS}
     check_unread(section, _OF_OTHER_TOOLS, "an EAGLE-3 head")
     fields.asked |= section.values.keys()
@@ -193,14 +183,14 @@ _TAPS = HeadPart(_read_taps, _write_taps)
 _EAGLE3_FIELDS = (
     schema.fixed({"version": 3}),
     HeadPart(write=lambda export: {"draft_vocab_size": export.config.draft_vocab_size}),
-    TARGET_WIDTH,
+    config_fields.TARGET_WIDTH,
     # All tools share the names of these flags.
     schema.flag("norm_before_residual", "norm_before_residual"),
     schema.flag("norm_before_fc", "norm_before_fc"),
     schema.flag("fc_norm", "fc_norm"),
     schema.flag("norm_output", "norm_output"),
     HeadPart(_read_eagle3),
-    unwritten(TARGET_DEPTH),
+    config_fields.unwritten(config_fields.TARGET_DEPTH),
 )
 _EAGLE3 = PublishedLayout(
     name="eagle3",
@@ -208,6 +198,7 @@ _EAGLE3 = PublishedLayout(
     config=EagleConfig,
     signs=Signs((r"midlayer\..*|.*\.hidden_norm\.weight",)),
     fields={
+        **_OF_VLLM,
         _SECTION: (
             HeadPart(_read_section),
             schema.written({"use_aux_hidden_state": True}),
@@ -218,12 +209,13 @@ _EAGLE3 = PublishedLayout(
             _LAYER,
             *_EAGLE3_FIELDS,
             # Of training.
-            ignored("reuse_target_lm_head", "target_model_type", "target_model_name_or_path"),
-            ignored("ttt_length", "step_loss_decay", "draft_num_hidden_layers"),
+            config_fields.ignored(
+                "reuse_target_lm_head", "target_model_type", "target_model_name_or_path"
+            ),
+            config_fields.ignored("ttt_length", "step_loss_decay", "draft_num_hidden_layers"),
         ),
     },
     tensors=_tensors("midlayer"),
-    what="an EAGLE-3 head",
     zeros=lambda config: _output_bias("midlayer", config),
     copies=(Copy(_EMBEDDING, "embedding", "EAGLE-3 uses"),),
     renamed=lambda names: _renamed(names, "layers.0", "midlayer"),
@@ -251,18 +243,18 @@ def _write_count(export: Export) -> dict[str, Any]:
 _SPECULATORS = replace(
     _EAGLE3,
     name="speculators",
-    signs=Signs(without=r"hidden_norm\.weight", key=OF_SPECULATORS),
+    signs=Signs(without=r"hidden_norm\.weight", key=config_fields.OF_SPECULATORS),
     fields={
-        LAYERS: (_LAYER, HeadPart(write=_write_count)),
+        config_fields.LAYERS: (_LAYER, HeadPart(write=_write_count)),
         "": (
-            speculators(
+            config_fields.speculators(
                 {"eagle3": "Eagle3Speculator"}, lambda _: "eagle3", lambda _: _SPECULATIVE_TOKENS
             ),
             HeadPart(_read_stated),
             _TAPS,
             *_EAGLE3_FIELDS,
             HeadPart(write=lambda export: {"embed_requires_grad": export.config.own_embedding}),
-            ignored("mask_token_id"),
+            config_fields.ignored("mask_token_id"),
         ),
     },
     tensors=_tensors("layers.0"),

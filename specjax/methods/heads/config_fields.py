@@ -24,15 +24,21 @@ from specjax.methods.heads.checkpoint import CONFIG, Checkpoint
 from specjax.methods.heads.eagle3_layer_ids import Convention
 from specjax.methods.heads.head import Head
 
-LAYERS, OF_SPECULATORS = "transformer_layer_config", "speculators_model_type"
-"""The section in which the speculators library has the config of a head's layers, and its mark."""
+LAYERS, MODEL = "transformer_layer_config", "model"
+_COMPLETE = (LAYERS, MODEL)
+"""Sections with a config of their own, of the speculators library and of vLLM's EAGLEConfig.
+
+Fields that are also stated outside of them need not agree.
+"""
+OF_SPECULATORS = "speculators_model_type"
+"""The field by which the speculators library names the method."""
 _LAYER = re.compile(r"layers\.(\d+)\.")
 
 
 class HeadFields(Fields):
     """The fields of a head's config.json and of its sections, as those of one object.
 
-    A null field is missing; `file` has them as they are stored. `tensors` are the file's by the
+    A null field is missing. `sections` are those of the config. `tensors` are the file's by the
     layout's names, `target` is the model that the head is read for, and `layer_ids` says what the
     ids of layers number. `stated` is the number of tokens that the head was made for, which counts
     padding (`read_tokens`). Raises InputError for a field with two values.
@@ -46,8 +52,20 @@ class HeadFields(Fields):
         target: Model,
         layer_ids: Convention | None = None,
     ) -> None:
-        self.file = Fields(str(checkpoint.directory / CONFIG), checkpoint.config)
-        super().__init__(self.file.where, _in_one(self.file, sections))
+        where, self.sections = str(checkpoint.directory / CONFIG), dict[str, Fields]()
+        values = _stated(checkpoint.config)
+        for section in sections:
+            file = Fields(where, values)
+            inner = self.sections[section] = file.section(section)
+            stated = _stated(inner.values)
+            outer = {name: value for name, value in values.items() if name != section}
+            for name, value in stated.items():
+                if section not in _COMPLETE and outer.get(name, value) != value:
+                    raise file.fail(name, f"{section} has {shown(value)}; repair config.json")
+            values = {**stated, **outer}
+            if "model_type" in stated:
+                values["model_type"] = stated["model_type"]
+        super().__init__(where, values)
         self.directory, self.is_ours = checkpoint.directory, checkpoint.is_ours
         self.tensors, self.target, self.layer_ids = tensors, target, layer_ids
         self.stated = target.config.vocab_size
@@ -76,22 +94,6 @@ class HeadFields(Fields):
         if stated not in (None, actual):
             self.integer(name)
             note(f"{self.where}: {name}={stated}, and the file has {actual}: these are used")
-
-
-def _in_one(file: Fields, sections: Collection[str]) -> dict[str, Any]:
-    """Return the fields of a config and of its sections by name, without null ones."""
-    values = _stated({name: file.values[name] for name in file.values if name not in sections})
-    for section in sections:
-        inner = _stated(file.section(section).values)
-        if section == LAYERS:
-            # A complete config of its own: common fields of both need not agree.
-            values = {**inner, **values, "model_type": inner.get("model_type")}
-            continue
-        for name, value in inner.items():
-            if values.get(name, value) != value:
-                raise file.fail(name, f"{section} has {shown(value)}; repair config.json")
-        values |= inner
-    return _stated(values)
 
 
 def _stated(values: Mapping[str, Any]) -> dict[str, Any]:

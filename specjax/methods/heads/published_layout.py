@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -21,7 +21,7 @@ from specjax.loading.formats.families.schema import Part
 from specjax.loading.formats.families.tensor_names import table
 from specjax.loading.formats.parameter_names import Location, Path, Shape, TensorEntry
 from specjax.loading.formats.safetensors_files import WEIGHTS
-from specjax.loading.formats.unread_fields import Implied, check_unread, implied
+from specjax.loading.formats.unread_fields import check_unread, implied
 from specjax.loading.model import Model
 from specjax.methods.heads.checkpoint import Checkpoint, match
 from specjax.methods.heads.config_fields import Export, HeadFields, HeadPart
@@ -65,16 +65,18 @@ class Signs(NamedTuple):
 class Copy(NamedTuple):
     """A tensor that repeats an array of the target, which is compared when it is read.
 
-    `used_by` says in messages what uses the array. Heads whose config is `allowed` may have the
-    tensor, and it is `written` for some heads. The output head has the rows of the draft
-    vocabulary.
+    `used_by` says in messages what uses the array. It is `written` for some heads. An output head
+    has the rows of the draft vocabulary, and belongs to heads without one of their own.
     """
 
     name: str
     array: Literal["embedding", "head"]
     used_by: str
-    allowed: Callable[[Any], bool] = lambda config: True
     written: Callable[[Head], bool] = lambda head: False
+
+    def belongs(self, config: Any) -> bool:
+        """Return whether the file of a head with this config may have the tensor."""
+        return self.array == "embedding" or config.shares_output
 
     def own(self, target: Model, draft_ids: np.ndarray | None) -> np.ndarray:
         """Return the target's array, of the tokens that can be drafted."""
@@ -96,14 +98,13 @@ def _no_names(names: Collection[str]) -> Mapping[str, str]:
 class PublishedLayout:
     """A layout called `name` for heads of one `kind`, whose configs are of the class `config`.
 
-    `fields` are the parts of config.json by section; "" is the top. They are read in order, and
-    `supported` are fields that may be stated with these values only; `what` names a head in the
-    error. `tensors` are the parameters: a row applies to heads that have its path, once per layer
-    or tap if the path contains `{layer}` or `{tap}`; names may contain fields of `{config}`, the
-    head's. Parameters at the paths
-    `optional` are zero where a file has none of their tensors. `zeros` returns the names and shapes
-    of tensors that the layout has beside them, all zero. `copies` are those of the target's arrays.
-    With `pads`, the layout counts the target's padding among the tokens, and has rows for it.
+    `fields` are the parts of config.json by section; "" is the top. They are read in order.
+    `tensors` are the parameters: a row applies to heads that have its path, once per layer or tap
+    if the path contains `{layer}` or `{tap}`; names may contain fields of `{config}`, the head's.
+    Parameters at the paths `optional` are zero where a file has none of their tensors. `zeros`
+    returns the names and shapes of tensors that the layout has beside them, all zero. `copies` are
+    those of the target's arrays. With `pads`, the layout counts the target's padding among the
+    tokens, and has rows for it.
 
     `renamed` returns the table's names for others of a file's names. `prepare` returns a head in
     the form in which the layout, of the name that is its last argument, can hold it; it raises
@@ -117,8 +118,6 @@ class PublishedLayout:
     signs: Signs
     fields: Mapping[str, tuple[Part, ...]]
     tensors: tuple[TensorEntry, ...]
-    what: str
-    supported: Implied = field(default_factory=dict)
     vocabulary: VocabularyMap = OFFSETS
     optional: tuple[Path, ...] = ()
     zeros: Callable[[Any], Mapping[str, Shape]] = lambda config: {}
@@ -156,8 +155,8 @@ class PublishedLayout:
         for part in itertools.chain(*self.fields.values()):
             known |= part.read(fields, known)
         vocabulary = self.vocabulary.read(fields)
-        agreeing = {**implied(known.get("decoder", target.config)), **self.supported}
-        check_unread(fields, agreeing, self.what)
+        agreeing = implied(known.get("decoder", target.config))
+        check_unread(fields, agreeing, f"a head of the kind {self.kind}")
         config = self.config(draft_vocab_size=vocabulary.size, **known)
         params = self._read_params(fields, config, vocabulary) | self.finish(fields, config)
         return Head(self.kind, config, params, vocabulary.ids, metadata, training)
@@ -186,7 +185,7 @@ class PublishedLayout:
             values = sections.setdefault(section, {})
             for part in section_parts:
                 values |= part.write(export if isinstance(part, HeadPart) else head.config)
-        return {**sections.pop(""), **sections}, tensors
+        return {**sections.pop(""), **{name: one for name, one in sections.items() if one}}, tensors
 
     def _locations(self, config: Any) -> Iterator[tuple[Location, bool]]:
         """Yield the place of each tensor in a head's tree, and whether it has a row per token."""
@@ -220,11 +219,11 @@ class PublishedLayout:
             if over_tokens and name in tensors:
                 tensors[name] = vocabulary.fit(tensors[name], drafted=location.is_kernel)
         for copy in self.copies:
-            if copy.name not in tensors or copy.name in locations or not copy.allowed(config):
-                continue
-            rows = vocabulary.fit(tensors.pop(copy.name), drafted=copy.array == "head")
-            own = copy.own(target, vocabulary.ids)
-            check_copy(where, copy.name, rows[: len(own)], own, target, copy.used_by)
+            if copy.name in tensors.keys() - locations.keys() and copy.belongs(config):
+                rows = vocabulary.fit(tensors.pop(copy.name), drafted=copy.array == "head")
+                own = copy.own(target, vocabulary.ids)
+                rows = np.atleast_1d(rows)[: len(own)]
+                check_copy(where, copy.name, rows, own, target, copy.used_by)
         for name in self.zeros(config):
             if np.any(tensors.pop(name, 0)):
                 raise InputError(
@@ -246,7 +245,8 @@ class PublishedLayout:
             path, index = location.within(scan_layers=True)
             leaf = parameter_names.lookup(params, path)[index]
             stored = tensor_layout.to_stored(leaf, location).reshape(location.stored_shape)
-            if over_tokens and (head.draft_ids is None or not location.is_kernel):
+            padded = over_tokens and (head.draft_ids is None or not location.is_kernel)
+            if padded and len(stored) < rows:
                 stored = np.pad(stored, ((0, rows - len(stored)), (0, 0)))
             tensors[location.name] = stored
         return tensors

@@ -156,7 +156,6 @@ _MEDUSA = PublishedLayout(
         TensorEntry("{head}.{block}.linear.bias", ("blocks", "bias")),
         TensorEntry("{head}.{config.num_layers}.weight", ("head", "kernel")),
     ),
-    what="a Medusa head",
     vocabulary=TOKEN_MAP,
     optional=(("blocks", "bias"),),
     copies=(
@@ -165,7 +164,6 @@ _MEDUSA = PublishedLayout(
             _HEAD,
             "head",
             "all heads use (original_lm_head)",
-            allowed=lambda config: config.original_lm_head,
             written=lambda head: head.config.original_lm_head,
         ),
     ),
