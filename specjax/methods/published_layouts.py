@@ -109,7 +109,8 @@ def check_format(head: Head, format: str) -> PublishedLayout:
         raise InputError(f"format={format!r} is unknown; use {', '.join(FORMATS)}")
     fitting = {layout.name: layout for layout in LAYOUTS if layout.kind == head.kind}
     if format not in fitting:
-        remedy = f"use {' or '.join(fitting)}" if fitting else "no other tool has a layout for it"
+        names = " or ".join(name for name in FORMATS if name in fitting)
+        remedy = f"use {names}" if names else "no other tool has a layout for it"
         raise InputError(f"format={format!r}: this head is {head.kind}; {remedy}")
     return fitting[format]
 

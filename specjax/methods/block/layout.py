@@ -123,7 +123,7 @@ def _named(rank: int, confidence: bool) -> dict[str, Any]:
 
 
 def _read_anchor(fields: HeadFields, known: Values) -> Values:
-    is_dspark = known["confidence"] or known["markov_rank"] > 0
+    is_dspark = any(name.startswith((_MARKOV, _CONFIDENCE)) for name in fields.tensors)
     return {"sample_from_anchor": fields.flag("sample_from_anchor", is_dspark)}
 
 
@@ -180,14 +180,13 @@ _MASK = schema.integer("mask_token_id", "mask_token_id")
 _ANCHOR = HeadPart(
     _read_anchor, lambda export: {"sample_from_anchor": export.config.sample_from_anchor}
 )
-_PARTS_OF_DSPARK = HeadPart(_read_dspark, _write_dspark)
 _DFLASH2 = HeadPart(_read_dflash2, _write_dflash2)
 _OWN_SECTION = (_MASK, _taps(eagle3_layer_ids.OUTPUTS, "output"), _ANCHOR, _CAUSAL)
-_OF_LAYERS = (config_fields.layers(QWEN3, ("qwen3",), "layers are Qwen3's"),)
+_LAYERS = config_fields.layers(QWEN3, ("qwen3",), "layers are Qwen3's")
 _AT_THE_TOP = (
     HeadPart(write=_write_draft_size),
     schema.count("block_size", "block_size"),
-    _PARTS_OF_DSPARK,
+    HeadPart(_read_dspark, _write_dspark),
     config_fields.unwritten(config_fields.TARGET_WIDTH),
     HeadPart(_read_limits),
     config_fields.ignored(
@@ -199,16 +198,16 @@ _AT_THE_TOP = (
     ),
 )
 _OWN_FIELDS = {
-    _SECTION: (config_fields.unwritten(_PARTS_OF_DSPARK), *_OWN_SECTION, _DFLASH2),
+    _SECTION: (*_OWN_SECTION, _DFLASH2),
     "": (
         HeadPart(write=lambda export: {"architectures": [_ARCHITECTURES[_method(export.config)]]}),
-        *_OF_LAYERS,
+        _LAYERS,
         *_AT_THE_TOP,
         config_fields.TARGET_DEPTH,
     ),
 }
 _FIELDS_OF_SPECULATORS = {
-    config_fields.LAYERS: _OF_LAYERS,
+    config_fields.LAYERS: (_LAYERS,),
     "": (
         config_fields.speculators(
             {**_ARCHITECTURES, "dspark": "DSparkDraftModel"},

@@ -173,9 +173,7 @@ def _with_own_head(head: Head, target: Model, format: str) -> Head:
     _check_norms(f"format={format!r}", vars(head.config))
     if not head.config.shares_output:
         return head
-    rows = target_head(target)
-    rows = rows if head.draft_ids is None else rows[head.draft_ids]
-    params = {**head.params, "head": {"kernel": rows.T}}
+    params = {**head.params, "head": {"kernel": target_head(target, head.draft_ids).T}}
     return replace(head, config=replace(head.config, own_head=True), params=params)
 
 

@@ -80,10 +80,8 @@ class Copy(NamedTuple):
 
     def own(self, target: Model, draft_ids: np.ndarray | None) -> np.ndarray:
         """Return the target's array, of the tokens that can be drafted."""
-        if self.array == "embedding":
-            return target_embedding(target)
-        rows = target_head(target)
-        return rows if draft_ids is None else rows[draft_ids]
+        is_head = self.array == "head"
+        return target_head(target, draft_ids) if is_head else target_embedding(target)
 
 
 def _unchanged(head: Head, target: Model, format: str) -> Head:

@@ -128,8 +128,7 @@ def _with_own_heads(head: Head, target: Model, format: str) -> Head:
     config = head.config
     if not config.projection:
         return head
-    rows = target_head(target).astype(np.float32)
-    rows = rows if head.draft_ids is None else rows[head.draft_ids]
+    rows = target_head(target, head.draft_ids).astype(np.float32)
     params = {name: value for name, value in head.params.items() if name != "projection"}
     kernels = np.asarray(head.params["projection"]["kernel"], np.float32)
     params["head"] = {"kernel": kernels @ rows.T}
