@@ -107,7 +107,7 @@ def differences(name: str, mine: list[list[int]], theirs: list[list[int]]) -> in
 def formats_of(head: Any) -> list[str]:
     """Return the layouts of other tools that can hold a head."""
     from specjax.errors import InputError
-    from specjax.methods.heads.published_layouts import FORMATS, check_format
+    from specjax.methods.published_layouts import FORMATS, check_format
 
     found = []
     for form in FORMATS:
@@ -136,7 +136,7 @@ def compare() -> int:
     from specjax.engine import prompts
     from specjax.errors import InputError
     from specjax.methods.heads.find_head import read_any_head, shipped_head
-    from specjax.methods.heads.published_layouts import whole_vocabulary, write_foreign
+    from specjax.methods.published_layouts import whole_vocabulary, write_foreign
 
     folder = Path(_FOLDER.value)
     folder.mkdir(parents=True, exist_ok=True)

@@ -22,11 +22,11 @@ from specjax.files.path_checks import output_folder, user_path
 from specjax.loading.load import DEFAULT_MODEL, DTYPE, load_model
 from specjax.loading.model import Model
 from specjax.loading.storage.checkpoint_directory import is_checkpoint
-from specjax.methods.heads import published_layouts
+from specjax.methods import published_layouts
 from specjax.methods.heads.eagle3_layer_ids import CONVENTIONS
 from specjax.methods.heads.find_head import open_head
 from specjax.methods.heads.head import KINDS, Head, check_same, compacted, read_head, save_head
-from specjax.methods.heads.published_layouts import check_format, whole_vocabulary
+from specjax.methods.published_layouts import check_format, whole_vocabulary
 
 OWN = ("specjax", "compact")
 FORMATS = (*published_layouts.FORMATS, *OWN)

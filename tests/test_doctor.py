@@ -34,8 +34,8 @@ from specjax.loading.checkpoints import save_checkpoint
 from specjax.loading.load import random_model, save_model
 from specjax.methods.draft_model.drafter import DraftModel
 from specjax.methods.heads.head import save_head
-from specjax.methods.heads.published_layouts import write_foreign
 from specjax.methods.heads.shared_parameters import share_anew
+from specjax.methods.published_layouts import write_foreign
 from specjax.models.decoder import Form
 from train.methods.distill import DistillLoss, distill_method
 

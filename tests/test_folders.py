@@ -25,7 +25,7 @@ from specjax.files.folder_checksums import LOCK, MARKER
 from specjax.loading.checkpoints import save_checkpoint, save_drafter
 from specjax.loading.load import load_model, save_model
 from specjax.methods.heads.head import read_head, save_head
-from specjax.methods.heads.published_layouts import read_foreign, write_foreign
+from specjax.methods.published_layouts import read_foreign, write_foreign
 from train import features, generate
 from train.data.examples import Example, target_metadata
 from train.data.write_responses import write_responses

@@ -24,7 +24,7 @@ from specjax.loading.tokenizers.gguf_tokenizer import read_tokenizer
 from specjax.loading.tokenizers.huggingface_tokenizer import (
     read_tokenizer as read_directory_tokenizer,
 )
-from specjax.methods.heads.published_layouts import read_foreign, write_foreign
+from specjax.methods.published_layouts import read_foreign, write_foreign
 
 GOLDENS = Path(__file__).parent / "goldens"
 CONFIG = dataclasses.replace(

@@ -24,7 +24,7 @@ from specjax.distributed.sharding import make_mesh
 from specjax.errors import InputError
 from specjax.loading.checkpoints import save_checkpoint
 from specjax.loading.load import load_model
-from specjax.methods.heads.published_layouts import read_foreign
+from specjax.methods.published_layouts import read_foreign
 
 GLM, MIMO, GPT2 = (GOLDENS / "families" / name for name in ("glm4_moe", "mimo", "gpt2"))
 TIED, LLAMA = GOLDENS / "grouped_tied", GOLDENS / "llama3"

@@ -40,7 +40,7 @@ def make_drafter(
     """Return a drafter for a target by name, or by a function "package.module:function".
 
     `path` is a trained head, exported by training or in a published layout
-    (`methods.heads.published_layouts`); by default it is the head that comes with specjax for the
+    (`methods.published_layouts`); by default it is the head that comes with specjax for the
     target. For `draft_model` it may also be anything that `load_model` accepts, or a loaded model.
     A function is called as function(target, **options), with path=path if given, and returns a
     Drafter or a LoadedDrafter; instead it may be a class of drafters. Drafters that run a model

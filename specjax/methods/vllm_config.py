@@ -119,7 +119,7 @@ def from_vllm_speculative_config(config: Mapping[str, Any] | str, target: Model)
     """Return the drafter and options of `generate` for a vLLM speculative config.
 
     `config` is a dict or its JSON text. Methods are `METHODS` or vLLM's aliases of them. `model` is
-    a directory written by specjax or in one of `methods.heads.published_layouts`; for draft_model
+    a directory written by specjax or in one of `methods.published_layouts`; for draft_model
     it may be anything that `load_model` accepts; for mtp it may be omitted or name the target,
     whose own modules then draft. As in vLLM, the method may be omitted if the model implies it, mtp
     drafts as many tokens as there are modules, suffix as many as its tree depth allows, and drafts

@@ -348,11 +348,13 @@ def _of_rows(leaf: Sharding, axes: int, is_kernel: bool) -> Sharding:
 
 
 def stored_tree(
-    locations: Iterable[parameter_names.Location], tensors: Mapping[str, np.ndarray]
+    table: dict[str, Any],
+    locations: Iterable[parameter_names.Location],
+    tensors: Mapping[str, np.ndarray],
 ) -> dict[str, Any]:
     """Return a tree of host arrays, in the dtypes of the tensors, filled from tensors in memory.
 
-    `tensors` are arrays by name, and `locations` say where in the tree each belongs.
+    `tensors` are arrays by name, and `locations` say where in the tree of `table` each belongs.
     """
 
     def read(location: parameter_names.Location, rows: slice, inputs: slice) -> np.ndarray:
@@ -363,9 +365,15 @@ def stored_tree(
     for slot in _slots(locations, scan_layers=True):
         rows = np.empty(slot.rows, tensors[slot.locations[0].name].dtype)
         slot.fill(rows, read)
+        values = rows.T if slot.is_kernel else rows
         *parents, last = slot.path
         node = functools.reduce(lambda node, name: node.setdefault(name, {}), parents, params)
-        node[last] = rows.T if slot.is_kernel else rows
+        if not slot.index:
+            node[last] = values
+            continue
+        if last not in node:
+            node[last] = np.empty(parameter_names.lookup(table, slot.path).shape, values.dtype)
+        node[last][slot.index] = values
     return params
 
 

@@ -9,49 +9,29 @@ Rotary dimensions are in two halves, as in transformers and specjax.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from specjax.errors import InputError
-from specjax.loading.formats import build_parameters, parameter_names, tensor_layout
+from specjax.loading.formats import tensor_layout
+from specjax.loading.formats.families import schema
+from specjax.loading.formats.families.llama import LLAMA
+from specjax.loading.formats.families.schema import Values
+from specjax.loading.formats.parameter_names import Shape, TensorEntry
 from specjax.loading.formats.unread_fields import check_unread
 from specjax.loading.model import Model
-from specjax.loading.typed_fields import Fields
 from specjax.methods.eagle.head import EagleConfig
-from specjax.methods.heads import draft_vocabulary, eagle3_layer_ids, shared_with_target
-from specjax.methods.heads.checkpoint import Checkpoint, match
-from specjax.methods.heads.config_fields import (
-    check_depth,
-    decoder_fields,
-    read_decoder,
-    speculators_fields,
-)
-from specjax.methods.heads.head import Head, TargetMetadata, parameter_table
-from specjax.models.joined_kernels import parts
+from specjax.methods.heads import config_fields, eagle3_layer_ids
+from specjax.methods.heads.config_fields import Export, HeadFields, HeadPart
+from specjax.methods.heads.draft_vocabulary import WHOLE
+from specjax.methods.heads.head import Head
+from specjax.methods.heads.published_layout import Copy, PublishedLayout, Signs, decoder_tensors
+from specjax.methods.heads.shared_with_target import target_embedding, target_head
 
-_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-"""Flags of EAGLE-3 whose names all tools share; they default to false."""
-
-_FC_BIAS = ("bias", "eagle_fc_bias")
-_VLLM_FIELDS = {"method": "eagle", "skip_prenorm": True, "skip_output_norm": True}
-"""Fields of EAGLE-1 in vLLM's EAGLEConfig, with the supported value."""
-
-_LAYER, _EAGLE = "transformer_layer_config", "eagle_config"
-_EAGLE3_FIELDS = (
-    *_FLAGS,
-    "draft_vocab_size",
-    "target_hidden_size",
-    _EAGLE,
-    # These describe how training began, and have no effect on a stored head.
-    *("reuse_target_lm_head", "target_model_type", "target_model_name_or_path"),
-    *("ttt_length", "step_loss_decay", "draft_num_hidden_layers"),
-    "num_target_layers",
-    *eagle3_layer_ids.KEYS,
-)
-_SUPPORTED = {
+_SECTION, _EMBEDDING = "eagle_config", "embed_tokens.weight"
+_SPECULATIVE_TOKENS = 4
+_OF_OTHER_TOOLS = {
     "use_aux_hidden_state": (True,),
     "use_input_layernorm_in_first_layer": (True,),
     "use_last_layernorm": (True,),
@@ -61,294 +41,222 @@ _SUPPORTED = {
 }
 """Fields of `eagle_config`, written by tools of vLLM and ModelOpt, with the supported values."""
 
-_SPECULATORS_FIELDS = (
-    "speculators_model_type",
-    "speculators_config",
-    "tie_word_embeddings",
-    "mask_token_id",
-    *eagle3_layer_ids.KEYS,
-)
-_SPECULATIVE_TOKENS = 4
 
-
-def read_eagle1(
-    checkpoint: Checkpoint, target: Model, metadata: TargetMetadata, training: dict[str, Any]
-) -> Head:
-    """Return an EAGLE-1 or 2 head; an embedding or head stored with it must equal the target's.
-
-    `metadata` identifies the target, and `training` is stored with the head. Raises InputError for
-    inconsistent flags, names or shapes.
-    """
-    fields = Fields(str(checkpoint.directory / "config.json"), checkpoint.config)
-    for name, value in (*_VLLM_FIELDS.items(), ("truncated_vocab_size", fields.get("vocab_size"))):
-        fields.only(name, value)
-    decoder = read_decoder(fields, target, checkpoint.tensors, (*_FC_BIAS, "num_lookahead_tokens"))
-    bias = "fc.bias" in checkpoint.tensors
-    for name in _FC_BIAS:
-        if fields.flag(name, bias) != bias:
-            raise fields.fail(
-                name, f"the file has {'' if bias else 'no '}fc.bias; repair config.json"
-            )
-    config = EagleConfig(
-        decoder=decoder,
-        version=1,
-        target_hidden_size=target.config.hidden_size,
-        draft_vocab_size=target.config.vocab_size,
-        taps=("final_norm",),
-        fc_bias=bias,
+def _tensors(layer: str) -> tuple[TensorEntry, ...]:
+    """Return the rows of the tensors of all versions; `layer` begins those of the head's layer."""
+    return (
+        TensorEntry("fc.weight", ("fc", "kernel")),
+        TensorEntry("fc.bias", ("fc", "bias")),
+        *decoder_tensors(layer, ("layer",)),
+        TensorEntry(f"{layer}.input_layernorm.weight", ("layer", "embedding_norm", "scale")),
+        TensorEntry(f"{layer}.hidden_norm.weight", ("layer", "hidden_norm", "scale")),
+        TensorEntry("input_norm.weight", ("input_norm", "scale")),
+        TensorEntry("fc_norm.{tap}.weight", ("fc_norm", "{tap}", "scale")),
     )
-    stated, vocab_size = fields.count("vocab_size"), target.config.vocab_size
-    extra = ("embed_tokens.weight", "lm_head.weight")
-    tensors, _ = draft_vocabulary.drop_padding(checkpoint.tensors, None, extra, stated, vocab_size)
-    own_arrays = (shared_with_target.target_embedding, shared_with_target.target_head)
-    for name, own in zip(extra, own_arrays, strict=True):
-        if name in tensors:
-            shared_with_target.check_copy(
-                checkpoint.directory, name, tensors[name], own(target), target, "EAGLE-1 uses"
-            )
-    params = _read_params(checkpoint.directory, tensors, config, "layers.0", extra)
-    return Head("eagle", config, params, None, metadata, training)
 
 
-def write_eagle1(head: Head) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Return the config and the tensors of an EAGLE-1 head, without the target's arrays.
+def _output_bias(layer: str, config: EagleConfig) -> Mapping[str, Shape]:
+    """Return the name and shape of the bias that `attention_bias` adds in transformers alone."""
+    biased = config.decoder.attention_bias
+    return {f"{layer}.self_attn.o_proj.bias": (config.decoder.hidden_size,)} if biased else {}
 
-    Raises InputError for a head with a draft vocabulary.
+
+def _renamed(names: Collection[str], other: str, own: str) -> Mapping[str, str]:
+    """Return the names of tensors of a layer that a file calls `other` instead of `own`."""
+    if f"{other}.hidden_norm.weight" not in names:
+        return {}
+    return {name: own + name[len(other) :] for name in names if name.startswith(f"{other}.")}
+
+
+def _read_eagle1(fields: HeadFields, known: Values) -> Values:
+    """Return whether there is a bias, which the tensors show; check fields of vLLM's EAGLEConfig.
+
+    Raises InputError for what only vLLM can do.
     """
-    config = head.config
-    assert isinstance(config, EagleConfig)
+    size, bias = fields.get("vocab_size"), "fc.bias" in fields.tensors
+    ours = {"method": "eagle", "skip_prenorm": True, "skip_output_norm": True}
+    for name, value in {**ours, "truncated_vocab_size": size}.items():
+        fields.only(name, value)
+    for name in ("bias", "eagle_fc_bias"):
+        fields.agree(name, bias, f"the file has {'' if bias else 'no '}fc.bias; repair config.json")
+    return {"fc_bias": bias}
+
+
+def _without_map(head: Head, target: Model, format: str) -> Head:
+    """Return the head; raise InputError if it has a draft vocabulary."""
     if head.draft_ids is not None:
         raise InputError(
-            f"format='eagle': the layout has no draft vocabulary, and this head has "
-            f"{config.draft_vocab_size} of {config.decoder.vocab_size} tokens; export "
+            f"format={format!r}: the layout has no draft vocabulary, and this head has "
+            f"{head.config.draft_vocab_size} of {head.target.vocab_size} tokens; export "
             "it with whole_vocabulary, so that it uses the target's whole head"
         )
-    tensors = _named_tensors(head, "layers.0")
-    fields = decoder_fields(config.decoder, tensors["fc.weight"].dtype)
-    return {"architectures": ["LlamaForCausalLM"], **fields, "bias": config.fc_bias}, tensors
+    return head
 
 
-def read_eagle3(
-    checkpoint: Checkpoint,
-    target: Model,
-    metadata: TargetMetadata,
-    training: dict[str, Any],
-    layer_ids: eagle3_layer_ids.Convention | None,
-) -> Head:
-    """Return an EAGLE-3 head from either layout; a stored embedding is kept if it differs.
-
-    `metadata` identifies the target, and `training` is stored with the head. `layer_ids` is as in
-    `read_foreign`. Raises InputError for inconsistent flags, names or shapes.
-    """
-    where = checkpoint.directory
-    fields = Fields(str(where / "config.json"), checkpoint.config)
-    speculators = "speculators_model_type" in fields.values
-    layer_fields = fields.section(_LAYER) if speculators else fields
-    inner = layer_fields if speculators else fields.section(_EAGLE)
-    if speculators:
-        _check_speculators(fields)
-    else:
-        for name in ("norm_before_fc", *eagle3_layer_ids.KEYS):
-            inner.get(name)
-        check_unread(inner, _SUPPORTED, "an EAGLE-3 head")
-    extra = eagle3_layer_ids.KEYS if speculators else _EAGLE3_FIELDS
-    decoder = read_decoder(layer_fields, target, checkpoint.tensors, extra)
-    norms = {flag: fields.flag(flag) for flag in _FLAGS}
-    stated = layer_fields.count("vocab_size")
-    size = fields.count("draft_vocab_size", None if speculators else stated)
-    target_hidden_size = fields.count("target_hidden_size", decoder.hidden_size)
-    read_taps = eagle3_layer_ids.read([fields, inner], target, layer_ids)
-    check_depth(fields, target, len(read_taps))
-    if speculators:
-        check_unread(fields, {}, "a head of speculators")
-    else:
-        # vLLM reads this flag here first.
-        norms["norm_before_fc"] = inner.flag("norm_before_fc", norms["norm_before_fc"])
-    if target_hidden_size != target.config.hidden_size:
-        raise InputError(
-            f"{where}: target_hidden_size={target_hidden_size}, and {target.name} has "
-            f"{target.config.hidden_size}; use a head that was made for this target"
-        )
-    heads = ("lm_head.weight",)
-    tensors, ids = draft_vocabulary.read(checkpoint, target, heads, size, stated)
-    named = "embed_tokens.weight"
-    borrows = decoder.hidden_size == target.config.hidden_size
-    if named in tensors:
-        borrows = not checkpoint.is_ours and _is_targets_embedding(tensors[named], target)
-    config = EagleConfig(
-        decoder=decoder,
-        version=3,
-        target_hidden_size=target_hidden_size,
-        draft_vocab_size=target.config.vocab_size if ids is None else len(ids),
-        taps=read_taps,
-        own_embedding=not borrows,
-        **norms,
-    )
-    _check_norms(str(where), config)
-    layer = "layers.0" if "layers.0.hidden_norm.weight" in tensors else "midlayer"
-    params = _read_params(where, tensors, config, layer, ("d2t", "t2d", named))
-    ids, order = draft_vocabulary.ascending(ids)
-    params["head"]["kernel"] = params["head"]["kernel"][:, order]
-    return Head("eagle3", config, params, ids, metadata, training)
+# vLLM's EAGLEConfig has the fields of the layer in a section.
+_OF_VLLM = {config_fields.MODEL: ()}
+# EAGLE's code for Qwen2 copies the target's type; its layer is Llama's with biases.
+_LAYER = config_fields.layers(LLAMA, ("llama", "qwen2"), "layer is Llama's", most=1)
+_EAGLE1 = PublishedLayout(
+    name="eagle",
+    kind="eagle",
+    config=EagleConfig,
+    # Complete models have such layers too.
+    signs=Signs((r"fc\.weight", r"layers\.0\..*"), r"midlayer\..*|(.*\.)?hidden_norm\.weight"),
+    fields={
+        **_OF_VLLM,
+        "": (
+            schema.written({"architectures": ["LlamaForCausalLM"]}),
+            _LAYER,
+            config_fields.unwritten(config_fields.TARGET_WIDTH),
+            schema.fixed({"version": 1, "taps": ("final_norm",)}),
+            HeadPart(_read_eagle1, lambda export: {"bias": export.config.fc_bias}),
+            config_fields.ignored("num_lookahead_tokens"),
+        ),
+    },
+    tensors=_tensors("layers.0"),
+    vocabulary=WHOLE,
+    zeros=lambda config: _output_bias("layers.0", config),
+    copies=(
+        Copy(_EMBEDDING, "embedding", "EAGLE-1 uses"),
+        Copy("lm_head.weight", "head", "EAGLE-1 uses"),
+    ),
+    prepare=_without_map,
+)
 
 
-def _check_speculators(fields: Fields) -> None:
-    """Raise InputError for fields that this version of speculators lacks or reads differently."""
-    fields.only("speculators_model_type", "eagle3")
-    if fields.get("norm_before_residual") is None:
-        raise fields.fail(
-            "norm_before_residual",
-            "must be true or false: speculators takes a missing one for false, vLLM for true",
-        )
-    for name in (*_SPECULATORS_FIELDS, _LAYER):
-        fields.get(name)
+def _read_section(fields: HeadFields, known: Values) -> Values:
+    """Raise InputError for fields of the section that would change the head."""
+    section = fields.sections[_SECTION]
+    section.asked |= {"norm_before_fc", *eagle3_layer_ids.KEYS}
+    check_unread(section, _OF_OTHER_TOOLS, "an EAGLE-3 head")
+    fields.asked |= section.values.keys()
+    return {}
 
 
-def write_eagle3(
-    head: Head, layer_ids: eagle3_layer_ids.Convention, *, speculators: bool = False
-) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Return the config and tensors of an EAGLE-3 head, in SafeAILab's or speculators' layout.
-
-    `head` has an output head of its own (`with_own_head`). Flags and taps without a name in
-    SafeAILab's code get vLLM's names. Raises InputError for parts that neither layout has.
-    """
-    config, form = head.config, "speculators" if speculators else "eagle3"
-    assert isinstance(config, EagleConfig)
-    assert not config.shares_output
-    if config.fc_bias:
-        raise InputError(f"format={form!r}: the layout has no fc.bias, and this head has one")
-    _check_norms(f"format={form!r}", config)
-    tensors = _named_tensors(head, "layers.0" if speculators else "midlayer")
-    layer = decoder_fields(config.decoder, tensors["fc.weight"].dtype)
-    ids = eagle3_layer_ids.write(config.taps, head.target.num_layers, layer_ids)
-    shared = {
-        "draft_vocab_size": config.draft_vocab_size,
-        "target_hidden_size": config.target_hidden_size,
-        **{flag: getattr(config, flag) for flag in _FLAGS},
-    }
-    if not speculators:
-        return {
-            "architectures": ["LlamaForCausalLMEagle3"],
-            **layer,
-            **shared,
-            _EAGLE: {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": ids},
-        }, tensors
-    if len(ids) != 3:
-        # vLLM counts them here.
-        layer["num_aux_hidden_states"] = len(ids)
-    return {
-        **speculators_fields("eagle3", "Eagle3Speculator", head.target.name, _SPECULATIVE_TOKENS),
-        _LAYER: layer,
-        **shared,
-        "embed_requires_grad": config.own_embedding,
-        "eagle_aux_hidden_state_layer_ids": ids,
-        "tie_word_embeddings": False,
-        "torch_dtype": layer["torch_dtype"],
-    }, tensors
+def _read_taps(fields: HeadFields, known: Values) -> Values:
+    return {"taps": eagle3_layer_ids.read(fields, fields.target, fields.layer_ids)}
 
 
-def with_own_head(head: Head, target: Model) -> Head:
-    """Return a head that stores the columns of the target's output head that it uses.
-
-    Columns keep the target's dtype, so that the logits are the same. A head that has an output head
-    of its own is returned unchanged.
-    """
-    config = head.config
-    assert isinstance(config, EagleConfig)
-    if not config.shares_output:
-        return head
-    rows = shared_with_target.target_head(target)
-    rows = rows if head.draft_ids is None else rows[head.draft_ids]
-    return replace(
-        head,
-        config=replace(config, own_head=True),
-        params={**head.params, "head": {"kernel": rows.T}},
-    )
+def _write_taps(export: Export) -> dict[str, Any]:
+    taps, depth = export.config.taps, export.head.target.num_layers
+    return {eagle3_layer_ids.IDS: eagle3_layer_ids.write(taps, depth, export.layer_ids)}
 
 
-def _check_norms(where: str, config: EagleConfig) -> None:
-    if config.norm_before_fc and config.fc_norm:
+def _check_norms(where: str, norms: Mapping[str, Any]) -> None:
+    if norms["norm_before_fc"] and norms["fc_norm"]:
         raise InputError(
             f"{where}: norm_before_fc and fc_norm are both true; tools apply them in different "
             "orders, or refuse both"
         )
 
 
-_MODULES = {
-    "fc": ("fc",),
-    "{layer}.self_attn.q_proj": ("layer", "attention", "query"),
-    "{layer}.self_attn.k_proj": ("layer", "attention", "key"),
-    "{layer}.self_attn.v_proj": ("layer", "attention", "value"),
-    "{layer}.self_attn.o_proj": ("layer", "attention", "output"),
-    "{layer}.mlp.gate_proj": ("layer", "mlp", "gate"),
-    "{layer}.mlp.up_proj": ("layer", "mlp", "up"),
-    "{layer}.mlp.down_proj": ("layer", "mlp", "down"),
-    "{layer}.post_attention_layernorm": ("layer", "mlp_norm"),
-    "{layer}.input_layernorm": ("layer", "embedding_norm"),
-    "{layer}.hidden_norm": ("layer", "hidden_norm"),
-    "norm": ("final_norm",),
-    "lm_head": ("head",),
-    "input_norm": ("input_norm",),
-    "embed_tokens": ("embed",),
-}
+def _read_eagle3(fields: HeadFields, known: Values) -> Values:
+    """Return whether the embedding is the head's own; one that equals the target's is borrowed."""
+    _check_norms(fields.where, known)
+    target, stored = fields.target, fields.tensors.get(_EMBEDDING)
+    if stored is None:
+        return {"own_embedding": known["decoder"].hidden_size != target.config.hidden_size}
+    rows = stored[: target.config.vocab_size] if stored.ndim else stored
+    same = tensor_layout.same_numbers(rows.astype(target.dtype), target_embedding(target))
+    return {"own_embedding": fields.is_ours or not same}
 
 
-def _locations(config: EagleConfig, layer: str) -> dict[str, parameter_names.Location]:
-    """Return the place of each tensor in the head's tree, by the tensor's name.
+def _with_own_head(head: Head, target: Model, format: str) -> Head:
+    """Return a head that stores the columns of the target's output head that it uses.
 
-    `layer` is the name of the head's layer, "midlayer" or "layers.0".
+    Columns keep the target's dtype, so that the logits are the same. A head that has an output head
+    of its own is returned unchanged. Raises InputError for parts that the layouts lack.
     """
-    known = parts(parameter_table(config), config.decoder)
-    modules = {name.format(layer=layer): path for name, path in _MODULES.items()}
-    modules |= {f"fc_norm.{tap}": ("fc_norm", str(tap)) for tap in range(len(config.taps))}
-    location_of = {}
-    for module, path in modules.items():
-        for leaf in ("kernel", "scale", "embedding", "bias"):
-            if (part := known.get((*path, leaf))) is not None:
-                name = f"{module}.{'bias' if leaf == 'bias' else 'weight'}"
-                entry = parameter_names.TensorEntry(name, (*path, leaf))
-                (location_of[name],) = parameter_names.of_entry(entry, part, config.decoder)
-    return location_of
+    if head.config.fc_bias:
+        raise InputError(f"format={format!r}: the layout has no fc.bias, and this head has one")
+    _check_norms(f"format={format!r}", vars(head.config))
+    if not head.config.shares_output:
+        return head
+    params = {**head.params, "head": {"kernel": target_head(target, head.draft_ids).T}}
+    return replace(head, config=replace(head.config, own_head=True), params=params)
 
 
-def _named_tensors(head: Head, layer: str) -> dict[str, np.ndarray]:
-    """Return a head's tensors, and those of its draft vocabulary, under SafeAILab's names."""
-    config = head.config
-    assert isinstance(config, EagleConfig)
-    tensors = {
-        name: tensor_layout.to_stored(
-            np.asarray(parameter_names.lookup(head.params, location.path)), location
+_TAPS = HeadPart(_read_taps, _write_taps)
+_EAGLE3_FIELDS = (
+    schema.fixed({"version": 3}),
+    HeadPart(write=lambda export: {"draft_vocab_size": export.config.draft_vocab_size}),
+    config_fields.TARGET_WIDTH,
+    # All tools share the names of these flags.
+    schema.flag("norm_before_residual", "norm_before_residual"),
+    schema.flag("norm_before_fc", "norm_before_fc"),
+    schema.flag("fc_norm", "fc_norm"),
+    schema.flag("norm_output", "norm_output"),
+    HeadPart(_read_eagle3),
+    config_fields.unwritten(config_fields.TARGET_DEPTH),
+)
+_EAGLE3 = PublishedLayout(
+    name="eagle3",
+    kind="eagle3",
+    config=EagleConfig,
+    signs=Signs((r"midlayer\..*|.*\.hidden_norm\.weight",)),
+    fields={
+        **_OF_VLLM,
+        _SECTION: (
+            HeadPart(_read_section),
+            schema.written({"use_aux_hidden_state": True}),
+            _TAPS,
+        ),
+        "": (
+            schema.written({"architectures": ["LlamaForCausalLMEagle3"]}),
+            _LAYER,
+            *_EAGLE3_FIELDS,
+            # Of training.
+            config_fields.ignored(
+                "reuse_target_lm_head", "target_model_type", "target_model_name_or_path"
+            ),
+            config_fields.ignored("ttt_length", "step_loss_decay", "draft_num_hidden_layers"),
+        ),
+    },
+    tensors=_tensors("midlayer"),
+    zeros=lambda config: _output_bias("midlayer", config),
+    copies=(Copy(_EMBEDDING, "embedding", "EAGLE-3 uses"),),
+    renamed=lambda names: _renamed(names, "layers.0", "midlayer"),
+    prepare=_with_own_head,
+)
+
+
+def _read_stated(fields: HeadFields, known: Values) -> Values:
+    """Raise InputError unless the fields are there whose defaults tools disagree about."""
+    if fields.get("norm_before_residual") is None:
+        raise fields.fail(
+            "norm_before_residual",
+            "must be true or false: speculators takes a missing one for false, vLLM for true",
         )
-        for name, location in _locations(config, layer).items()
-    }
-    if config.decoder.attention_bias:
-        # In transformers the flag also adds a bias of the output, which these heads lack.
-        kernel = tensors[f"{layer}.self_attn.o_proj.weight"]
-        tensors[f"{layer}.self_attn.o_proj.bias"] = np.zeros(len(kernel), kernel.dtype)
-    if head.draft_ids is not None:
-        tensors |= draft_vocabulary.offsets(head.draft_ids, config.decoder.vocab_size)
-    return tensors
+    fields.count("draft_vocab_size")
+    return {}
 
 
-def _is_targets_embedding(stored: np.ndarray, target: Model) -> bool:
-    """Return whether an array, in the target's dtype, is the target's embedding."""
-    own = shared_with_target.target_embedding(target)
-    return tensor_layout.same_numbers(stored.astype(target.dtype), own)
+def _write_count(export: Export) -> dict[str, Any]:
+    """Return the number of taps, which vLLM counts where it is not 3."""
+    count = len(export.config.taps)
+    return {} if count == 3 else {eagle3_layer_ids.COUNT: count}
 
 
-def _read_params(
-    where: Path,
-    tensors: dict[str, np.ndarray],
-    config: EagleConfig,
-    layer: str,
-    extra: tuple[str, ...],
-) -> dict[str, Any]:
-    """Return the parameter tree of the tensors; those named in `extra` are allowed and ignored."""
-    table = _locations(config, layer)
-    bias = f"{layer}.self_attn.o_proj.bias"
-    if config.decoder.attention_bias:
-        extra = (*extra, bias)
-        if np.any(tensors.get(bias, 0)):
-            raise InputError(f"{where}: {bias} is not zero, and heads with it are not supported")
-    match(where, tensors, {name: location.stored_shape for name, location in table.items()}, extra)
-    return build_parameters.stored_tree(table.values(), tensors)
+_SPECULATORS = replace(
+    _EAGLE3,
+    name="speculators",
+    signs=Signs(without=r"hidden_norm\.weight", key=config_fields.OF_SPECULATORS),
+    fields={
+        config_fields.LAYERS: (_LAYER, HeadPart(write=_write_count)),
+        "": (
+            config_fields.speculators(
+                {"eagle3": "Eagle3Speculator"}, lambda _: "eagle3", lambda _: _SPECULATIVE_TOKENS
+            ),
+            HeadPart(_read_stated),
+            _TAPS,
+            *_EAGLE3_FIELDS,
+            HeadPart(write=lambda export: {"embed_requires_grad": export.config.own_embedding}),
+            config_fields.ignored("mask_token_id"),
+        ),
+    },
+    tensors=_tensors("layers.0"),
+    zeros=lambda config: _output_bias("layers.0", config),
+    renamed=lambda names: _renamed(names, "midlayer", "layers.0"),
+)
+LAYOUTS = (_EAGLE1, _EAGLE3, _SPECULATORS)

@@ -1,113 +1,266 @@
-"""The config.json of a head: the fields of its single Llama layer."""
+"""The fields of a head's config.json: how parts read and write them, and parts of several layouts.
+
+Where a `schema.Part` suffices, such as `schema.flag`, its path is a name in the head's config.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from specjax.errors import InputError
+from specjax.errors import InputError, shown
+from specjax.loading.formats.families import registry
 from specjax.loading.formats.families.llama import LLAMA
-from specjax.loading.formats.unread_fields import check_unread, implied
+from specjax.loading.formats.families.schema import Part, Values
+from specjax.loading.formats.family import Family
 from specjax.loading.model import Model
 from specjax.loading.typed_fields import Fields
 from specjax.loading.user_messages import note
-from specjax.models.config import DecoderConfig
+from specjax.methods.heads.checkpoint import CONFIG, Checkpoint
+from specjax.methods.heads.eagle3_layer_ids import Convention
+from specjax.methods.heads.head import Head
 
-_LAYERS = re.compile(r"layers\.(\d+)\.")
+LAYERS, MODEL = "transformer_layer_config", "model"
+_COMPLETE = (LAYERS, MODEL)
+"""Sections with a config of their own, of the speculators library and of vLLM's EAGLEConfig.
+
+Fields that are also stated outside of them need not agree.
+"""
+OF_SPECULATORS = "speculators_model_type"
+"""The field by which the speculators library names the method."""
+_LAYER = re.compile(r"layers\.(\d+)\.")
 
 
-def read_decoder(
-    fields: Fields, target: Model, names: Iterable[str], extra: Collection[str] = ()
-) -> DecoderConfig:
-    """Return the config of the single Llama layer that config.json describes.
+class HeadFields(Fields):
+    """The fields of a head's config.json and of its sections, as those of one object.
 
-    It has the target's vocabulary. `names` are the names of the tensors. They determine the number
-    of layers, whatever config.json states, and whether queries, keys and values have biases if it
-    does not say. The caller reads the fields `extra`. A vocabulary padded beyond the target's is
-    truncated. Raises InputError for another kind of layer and for fields that would change it.
+    A null field is missing. `sections` are those of the config. `tensors` are the file's by the
+    layout's names, `target` is the model that the head is read for, and `layer_ids` says what the
+    ids of layers number. `stated` is the number of tokens that the head was made for, which counts
+    padding (`read_tokens`). Raises InputError for a field with two values.
     """
-    names = list(names)
-    # EAGLE's code for Qwen2 copies the target's type; its layer is Llama's with biases.
-    if fields.get("model_type") not in (None, "llama", "qwen2"):
-        raise fields.fail("model_type", "use a head whose layer is Llama's")
-    layers = max((int(match[1]) for match in map(_LAYERS.match, names) if match), default=0) + 1
-    if layers > 1:
-        raise InputError(
-            f"{fields.where}: the file has {layers} layers, and heads of one layer are supported; "
-            "use such a head"
-        )
-    say_count(fields, "num_hidden_layers", layers)
-    for name in extra:
-        fields.get(name)
-    stated, known = fields.count("vocab_size"), target.config.vocab_size
-    if stated < known:
-        raise fields.fail("vocab_size", f"{target.name} has {known} tokens; use a head made for it")
-    biased = fields.flag("qkv_bias", any(name.endswith(".q_proj.bias") for name in names))
-    values = {
-        "attention_bias": biased,
-        **{name: value for name, value in fields.values.items() if value is not None},
-        "num_hidden_layers": 1,
-        # The target's value: the field is about its embedding and head.
-        "tie_word_embeddings": target.config.tie_word_embeddings,
-    }
-    layer = Fields(fields.where, values)
-    decoder = LLAMA.read(layer, known)
-    layer.asked |= fields.asked
-    check_unread(layer, implied(decoder), "a head's layer")
-    return decoder
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        sections: Collection[str],
+        tensors: dict[str, np.ndarray],
+        target: Model,
+        layer_ids: Convention | None = None,
+    ) -> None:
+        where, self.sections = str(checkpoint.directory / CONFIG), dict[str, Fields]()
+        values = _stated(checkpoint.config)
+        for section in sections:
+            file = Fields(where, values)
+            inner = self.sections[section] = file.section(section)
+            stated = _stated(inner.values)
+            outer = {name: value for name, value in values.items() if name != section}
+            for name, value in stated.items():
+                if section not in _COMPLETE and outer.get(name, value) != value:
+                    raise file.fail(name, f"{section} has {shown(value)}; repair config.json")
+            values = {**stated, **outer}
+            if "model_type" in stated:
+                values["model_type"] = stated["model_type"]
+        super().__init__(where, values)
+        self.directory, self.is_ours = checkpoint.directory, checkpoint.is_ours
+        self.tensors, self.target, self.layer_ids = tensors, target, layer_ids
+        self.stated = target.config.vocab_size
+
+    def read_tokens(self, default: int | None = None) -> None:
+        """Read the number of tokens that the head was made for, `default` if it is missing.
+
+        Raises InputError if there are fewer than the target's.
+        """
+        self.stated, known = self.count("vocab_size", default), self.target.config.vocab_size
+        if self.stated < known:
+            raise self.misfit("vocab_size", f"{known} tokens")
+
+    def agree(self, name: str, value: Any, problem: str) -> None:
+        """Raise InputError, which says the problem, unless a field is missing or has this value."""
+        if self.get(name) not in (None, value):
+            raise self.fail(name, problem)
+
+    def misfit(self, name: str, actual: object) -> InputError:
+        """Return the InputError for a field that is not the target's, which is `actual`."""
+        return self.fail(name, f"{self.target.name} has {actual}; use a head made for it")
+
+    def say_count(self, name: str, actual: int) -> None:
+        """Log a line if the field `name`, a number, differs from `actual`, that in the file."""
+        stated = self.get(name)
+        if stated not in (None, actual):
+            self.integer(name)
+            note(f"{self.where}: {name}={stated}, and the file has {actual}: these are used")
 
 
-def say_count(fields: Fields, name: str, actual: int) -> None:
-    """Log a line if the field `name`, a number, differs from `actual`, the number in the file."""
-    stated = fields.get(name)
-    if stated not in (None, actual):
-        fields.integer(name)
-        note(f"{fields.where}: {name}={stated}, and the file has {actual}: these are used")
+def _stated(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
 
 
-def check_depth(fields: Fields, target: Model, num_taps: int) -> None:
-    """Raise InputError if a config says that the head's target has another number of layers.
+@dataclass(frozen=True)
+class Export:
+    """A head that is written for a target.
 
-    `num_taps` is the number of layers that the head reads.
+    `layer_ids` says what ids of layers are to number. `rows` is the number of tokens that the
+    layout states, with or without the target's padding, and `dtype` that of the head's tensors.
     """
-    layers = target.config.num_layers
+
+    head: Head
+    target: Model
+    layer_ids: Convention
+    rows: int
+    dtype: str
+
+    @property
+    def config(self) -> Any:
+        """The head's config."""
+        return self.head.config
+
+
+def _nothing(*_: Any) -> dict[str, Any]:
+    return {}
+
+
+@dataclass(frozen=True)
+class HeadPart(Part):
+    """Fields of config.json whose values depend on more than the head's config.
+
+    `read` returns fields of that config, given those of the file and the values read by earlier
+    parts; `write` returns fields of the file.
+    """
+
+    read: Callable[[HeadFields, Values], Values] = _nothing
+    write: Callable[[Export], Mapping[str, Any]] = _nothing
+
+
+def layers(
+    family: Family, fitting: Collection[str], whose: str, most: int | None = None
+) -> HeadPart:
+    """Return the part for a head's layers, which are a family's; it is the field `decoder`.
+
+    The layers have the target's vocabulary, and are as many as the tensors show, at most `most`. A
+    config may state one of the model types `fitting`, or none; `whose` names them in the error.
+    Without a field the tensors show whether queries, keys and values have biases.
+    """
+
+    def read(fields: HeadFields, known: Values) -> Values:
+        if fields.get("model_type") not in (None, *fitting):
+            raise fields.fail("model_type", f"use a head whose {whose}")
+        numbers = [int(found[1]) for found in map(_LAYER.match, fields.tensors) if found]
+        count, target = max(numbers, default=0) + 1, fields.target.config
+        if most is not None and count > most:
+            raise InputError(
+                f"{fields.where}: the file has {count} layers, and heads of one layer are "
+                "supported; use such a head"
+            )
+        fields.say_count("num_hidden_layers", count)
+        fields.read_tokens()
+        biased = any(name.endswith(".q_proj.bias") for name in fields.tensors)
+        values = {
+            "attention_bias": fields.flag("qkv_bias", biased),
+            **fields.values,
+            "num_hidden_layers": count,
+            # The target's value: the field is about its embedding and head.
+            "tie_word_embeddings": target.tie_word_embeddings,
+        }
+        stated = Fields(fields.where, values)
+        decoder = family.read(stated, target.vocab_size, target.unused_tokens)
+        fields.asked |= stated.asked
+        return {"decoder": replace(decoder, family="llama")}
+
+    def write(export: Export) -> dict[str, Any]:
+        return {
+            "model_type": family.model_type,
+            "vocab_size": export.rows,
+            **family.write(export.config.decoder),
+            "tie_word_embeddings": False,
+            "dtype": export.dtype,
+            "torch_dtype": export.dtype,
+        }
+
+    return HeadPart(read, write)
+
+
+def unwritten(part: Part) -> Part:
+    """Return a part whose fields are only read."""
+    return replace(part, write=_nothing)
+
+
+def ignored(*names: str) -> Part:
+    """Return a part for fields without an effect on a stored head, which are not written."""
+
+    def read(fields: Fields, known: Values) -> Values:
+        fields.asked |= set(names)
+        return {}
+
+    return Part(read)
+
+
+def _read_width(fields: HeadFields, known: Values) -> Values:
+    """Return the width of the target's features, that of the head's layers by default."""
+    name, width = "target_hidden_size", fields.target.config.hidden_size
+    if fields.count(name, known["decoder"].hidden_size) != width:
+        raise fields.misfit(name if name in fields.values else "hidden_size", width)
+    return {"target_hidden_size": width}
+
+
+def _read_depth(fields: HeadFields, known: Values) -> Values:
+    """Raise InputError if a config says that the head's target has another number of layers."""
+    depth = fields.target.config.num_layers
     # Some of DeepSpec's configs count the layers that are read.
-    if fields.get("num_target_layers") not in (None, layers, num_taps):
-        raise fields.fail(
-            "num_target_layers", f"{target.name} has {layers}; use a head made for it"
-        )
+    if fields.get("num_target_layers") not in (None, depth, len(known["taps"])):
+        raise fields.misfit("num_target_layers", depth)
+    return {}
 
 
-def speculators_fields(kind: str, architecture: str, target: str, tokens: int) -> dict[str, Any]:
-    """Return the fields of the speculators library that all of its heads have.
+TARGET_WIDTH = HeadPart(
+    _read_width, lambda export: {"target_hidden_size": export.config.target_hidden_size}
+)
+TARGET_DEPTH = HeadPart(
+    _read_depth, lambda export: {"num_target_layers": export.head.target.num_layers}
+)
 
-    `kind` is its name of the method, `target` the target's name, and `tokens` the default length of
-    drafts.
+
+def speculators(
+    classes: Mapping[str, str], kind: Callable[[Any], str], tokens: Callable[[Any], int]
+) -> HeadPart:
+    """Return the part for the fields of the speculators library that all of its heads have.
+
+    `classes` are the library's classes of heads by its names of the methods. `kind` returns the
+    name of the method for a head's config, and `tokens` the default length of drafts. The verifier
+    is named as in its own config.json: the library compares `architectures`, and vLLM reads the
+    name alone. A target of a family that no file names counts as Llama.
     """
-    proposal = {"proposal_type": "greedy", "speculative_tokens": tokens}
-    return {
-        "architectures": [architecture],
-        "speculators_model_type": kind,
-        "speculators_version": "0.9.0",
-        "speculators_config": {
-            "algorithm": kind,
-            "proposal_methods": [proposal],
-            "default_proposal_method": "greedy",
-            "verifier": {"name_or_path": target, "architectures": ["LlamaForCausalLM"]},
-        },
-    }
 
+    def read(fields: HeadFields, known: Values) -> Values:
+        fields.only(OF_SPECULATORS, *classes)
+        fields.asked |= {"speculators_config", "tie_word_embeddings"}
+        return {}
 
-def decoder_fields(config: DecoderConfig, dtype: np.dtype) -> dict[str, Any]:
-    """Return the fields that `read_decoder` reads, named as in transformers 4 and 5."""
-    return {
-        "model_type": "llama",
-        "vocab_size": config.vocab_size,
-        **LLAMA.write(config),
-        "tie_word_embeddings": False,
-        "dtype": dtype.name,
-        "torch_dtype": dtype.name,
-    }
+    def write(export: Export) -> dict[str, Any]:
+        name, config = kind(export.config), export.config
+        family = registry.FAMILIES.get(export.target.config.family, LLAMA)
+        return {
+            "architectures": [classes[name]],
+            OF_SPECULATORS: name,
+            "speculators_version": "0.9.0",
+            "speculators_config": {
+                "algorithm": name,
+                "proposal_methods": [
+                    {"proposal_type": "greedy", "speculative_tokens": tokens(config)}
+                ],
+                "default_proposal_method": "greedy",
+                "verifier": {
+                    "name_or_path": export.head.target.name,
+                    "architectures": [family.architecture],
+                    "model_type": family.model_type,
+                },
+            },
+            "tie_word_embeddings": False,
+            "torch_dtype": export.dtype,
+        }
+
+    return HeadPart(read, write)

@@ -20,11 +20,11 @@ from specjax.loading.typed_fields import Fields
 Convention = Literal["input", "output"]
 CONVENTIONS = ("input", "output")
 
-_IDS, _COUNT = "eagle_aux_hidden_state_layer_ids", "num_aux_hidden_states"
+IDS, COUNT = "eagle_aux_hidden_state_layer_ids", "num_aux_hidden_states"
 OUTPUTS = "target_layer_ids"
 """The field that numbers outputs, whoever wrote it."""
-_NAMES = (_IDS, "aux_hidden_state_layer_ids", OUTPUTS)
-KEYS = (_COUNT, *_NAMES)
+_NAMES = (IDS, "aux_hidden_state_layer_ids", OUTPUTS)
+KEYS = (COUNT, *_NAMES)
 """The names of fields that say which layers a head reads."""
 
 
@@ -34,35 +34,25 @@ def check_convention(layer_ids: str | None) -> None:
         raise InputError(f"layer_ids={layer_ids!r}: use input or output")
 
 
-def read(
-    sections: Sequence[Fields], target: Model, layer_ids: Convention | None
-) -> tuple[str, ...]:
+def read(fields: Fields, target: Model, layer_ids: Convention | None) -> tuple[str, ...]:
     """Return the features for the layer ids in a config, by default EAGLE-3's (2, L/2, L - 3).
 
-    `sections` are the parts of the config that may state them. Raises InputError for ids out of
-    range or order and for fields that disagree. If `layer_ids` is None, ids number inputs, unless
-    `target_layer_ids` says otherwise; SpecForge's default ids, which number outputs, raise
-    InputError too.
+    Raises InputError for ids out of range or order and for fields that disagree. If `layer_ids` is
+    None, ids number inputs, unless `target_layer_ids` says otherwise; SpecForge's default ids,
+    which number outputs, raise InputError too.
     """
     layers = target.config.num_layers
-    stated = [
-        (fields, name, ids)
-        for fields in sections
-        for name in _NAMES
-        if (ids := fields.integers(name)) is not None
-    ]
-    unclear = [entry for entry in stated if entry[1] != OUTPUTS]
-    outputs = [entry for entry in stated if entry[1] == OUTPUTS]
-    for entries in (unclear, outputs):
-        if any(ids != entries[0][2] for _, _, ids in entries):
-            fields, name, _ = entries[0]
-            raise fields.fail(name, "two sections disagree; repair config.json")
-    fields, name, ids = [*outputs, *unclear, (sections[0], _IDS, [])][0]
+    stated = [(name, ids) for name in _NAMES if (ids := fields.integers(name)) is not None]
+    unclear = [entry for entry in stated if entry[0] != OUTPUTS]
+    outputs = [entry for entry in stated if entry[0] == OUTPUTS]
+    if any(ids != unclear[0][1] for _, ids in unclear):
+        raise fields.fail(unclear[0][0], f"{unclear[1][0]} disagrees; repair config.json")
+    name, ids = [*outputs, *unclear, (IDS, [])][0]
     if outputs:
         inputs = [index + 1 for index in ids]
         same = {None: (ids, inputs), "input": (inputs,), "output": (ids,)}[layer_ids]
-        if unclear and unclear[0][2] not in same:
-            raise fields.fail(name, f"{unclear[0][1]} names other layers; repair config.json")
+        if unclear and unclear[0][1] not in same:
+            raise fields.fail(name, f"{unclear[0][0]} names other layers; repair config.json")
     elif unclear:
         if layer_ids is None and ids == [1, layers // 2 - 1, layers - 4]:
             raise fields.fail(
@@ -79,9 +69,8 @@ def read(
         raise fields.fail(name, f"out of range: {target.name} has {layers} layers")
     if any(b <= a for a, b in itertools.pairwise(inputs)):
         raise fields.fail(name, "must ascend; engines fuse the layers in that order")
-    for section in sections:
-        if section.count(_COUNT, len(inputs)) != len(inputs):
-            raise section.fail(_COUNT, f"{len(inputs)} layers are named; repair config.json")
+    if fields.count(COUNT, len(inputs)) != len(inputs):
+        raise fields.fail(COUNT, f"{len(inputs)} layers are named; repair config.json")
     return tuple("pre_norm" if index == layers else f"layer_input:{index}" for index in inputs)
 
 

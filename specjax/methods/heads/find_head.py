@@ -17,7 +17,7 @@ from specjax.loading.storage.checkpoint_directory import (
     read_marker,
 )
 from specjax.loading.storage.orbax_checkpoint import look
-from specjax.methods.heads import published_layouts
+from specjax.methods import published_layouts
 from specjax.methods.heads.eagle3_layer_ids import Convention
 from specjax.methods.heads.head import KINDS, Head, TargetMetadata, own_modules, read_head
 

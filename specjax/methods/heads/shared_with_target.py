@@ -33,9 +33,13 @@ def target_embedding(target: Model) -> np.ndarray:
     return target_head(target)
 
 
-def target_head(target: Model) -> np.ndarray:
-    """Return the target's output head [V, D], the layout in which other tools store it."""
-    return np.asarray(float_kernel(target.params["head"]["kernel"])).T
+def target_head(target: Model, draft_ids: np.ndarray | None = None) -> np.ndarray:
+    """Return the target's output head, or its rows for some tokens, as other tools store it.
+
+    It is [V, D] or, with `draft_ids`, [Vd, D].
+    """
+    rows = np.asarray(float_kernel(target.params["head"]["kernel"])).T
+    return rows if draft_ids is None else rows[draft_ids]
 
 
 def check_copy(

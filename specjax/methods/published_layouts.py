@@ -1,4 +1,4 @@
-"""Reading and writing of directories with heads in the layouts of other tools."""
+"""Heads in directories of other tools, in the layouts of all methods."""
 
 from __future__ import annotations
 
@@ -6,37 +6,28 @@ import dataclasses
 import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from specjax.errors import InputError, shown
 from specjax.files import folder_checksums, folders
 from specjax.files.json_files import parse_json
 from specjax.files.path_checks import output_folder, user_path
 from specjax.loading.dataclass_json import read_dataclass
-from specjax.loading.formats.safetensors_files import WEIGHTS, write_tensors
+from specjax.loading.formats.safetensors_files import write_tensors
 from specjax.loading.model import Model
 from specjax.loading.tokenizers.huggingface_tokenizer import read_json, write_json
 from specjax.methods.block import layout as block
 from specjax.methods.block.head import BlockConfig, with_whole_bias
 from specjax.methods.eagle import layout as eagle
 from specjax.methods.heads import eagle3_layer_ids
-from specjax.methods.heads.checkpoint import (
-    CONFIG,
-    MEDUSA_WEIGHTS,
-    Checkpoint,
-    read_checkpoint,
-    tensor_names,
-)
+from specjax.methods.heads.checkpoint import CONFIG, Checkpoint, read_checkpoint, tensor_names
 from specjax.methods.heads.head import Head, TargetMetadata, check_head, check_same
+from specjax.methods.heads.published_layout import PublishedLayout
 from specjax.methods.medusa import layout as medusa
 from specjax.methods.medusa.head import MedusaConfig
 
-Format = Literal["medusa", "eagle", "eagle3", "speculators", "dflash", "dspark"]
-FORMATS = ("medusa", "eagle", "eagle3", "speculators", "dflash", "dspark")
-
-_BLOCKS = ("dflash", "dspark")
-_KINDS = {name: (name,) for name in FORMATS} | {"speculators": ("eagle3", *_BLOCKS)}
-"""The kinds of heads that each format can hold."""
+LAYOUTS: tuple[PublishedLayout, ...] = (*medusa.LAYOUTS, *eagle.LAYOUTS, *block.LAYOUTS)
+FORMATS = tuple(dict.fromkeys(layout.name for layout in LAYOUTS))
 _NOTES = "specjax"
 
 
@@ -62,24 +53,16 @@ def read_foreign(
     """
     eagle3_layer_ids.check_convention(layer_ids)
     checkpoint = read_checkpoint(user_path("directory", directory))
-    form = detect(checkpoint)
-    metadata, training, written = _notes(checkpoint, target, form)
+    layout = detect(checkpoint)
+    metadata, training, written = _notes(checkpoint, target, layout.name)
     if written is not None and layer_ids not in (None, written):
         raise InputError(
             f"{checkpoint.directory}: layer_ids={layer_ids!r}, and the export says {written!r}; "
             "leave it out"
         )
-    layer_ids = written or layer_ids
     metadata.check(str(checkpoint.directory), target)
     try:
-        if form == "medusa":
-            head = medusa.read(checkpoint, target, metadata, training)
-        elif form == "eagle":
-            head = eagle.read_eagle1(checkpoint, target, metadata, training)
-        elif block.kind_of(checkpoint.tensors) is not None:
-            head = block.read(checkpoint, target, metadata, training)
-        else:
-            head = eagle.read_eagle3(checkpoint, target, metadata, training, layer_ids)
+        head = layout.read(checkpoint, target, metadata, training, written or layer_ids)
     except InputError as error:
         if str(checkpoint.directory) in str(error):
             raise
@@ -91,7 +74,7 @@ def read_foreign(
 def write_foreign(
     head: Head,
     directory: str | Path,
-    format: Format,
+    format: str,
     target: Model,
     *,
     layer_ids: eagle3_layer_ids.Convention = "input",
@@ -106,37 +89,30 @@ def write_foreign(
     directory that has other files.
     """
     path = output_folder("directory", directory)
-    check_format(head, format)
+    layout = check_format(head, format)
     eagle3_layer_ids.check_convention(layer_ids)
     check_head(head, target, "head")
-    if format == "medusa":
-        head = medusa.with_own_heads(head, target)
-        config, tensors = medusa.write(head, target)
-    elif format == "eagle":
-        config, tensors = eagle.write_eagle1(head)
-    elif head.kind in _BLOCKS:
-        config, tensors = block.write(head, target, speculators=format == "speculators")
-    else:
-        head = eagle.with_own_head(head, target)
-        config, tensors = eagle.write_eagle3(head, layer_ids, speculators=format == "speculators")
+    head = layout.prepare(head, target, format)
+    config, tensors = layout.write(head, target, layer_ids)
     noted = _Notes(head.target, head.training, layer_ids)
     notes = {_NOTES: json.dumps(dataclasses.asdict(noted))}
-    weights = MEDUSA_WEIGHTS if format == "medusa" else WEIGHTS
     with folders.replacing(path, "head") as new:
         write_json(new / CONFIG, config)
-        write_tensors(tensors, new / weights, notes)
+        write_tensors(tensors, new / layout.weights, notes)
         folder_checksums.seal(new, "head")
         check_same(head, read_foreign(new, target, layer_ids=layer_ids), str(path))
 
 
-def check_format(head: Head, format: str) -> None:
-    """Raise InputError unless `format` is known and supports the head."""
+def check_format(head: Head, format: str) -> PublishedLayout:
+    """Return the layout called `format` of a head; raise InputError unless there is one."""
     if format not in FORMATS:
         raise InputError(f"format={format!r} is unknown; use {', '.join(FORMATS)}")
-    if head.kind not in _KINDS[format]:
-        fitting = [name for name, kinds in _KINDS.items() if head.kind in kinds]
-        remedy = f"use {' or '.join(fitting)}" if fitting else "no other tool has a layout for it"
+    fitting = {layout.name: layout for layout in LAYOUTS if layout.kind == head.kind}
+    if format not in fitting:
+        names = " or ".join(name for name in FORMATS if name in fitting)
+        remedy = f"use {names}" if names else "no other tool has a layout for it"
         raise InputError(f"format={format!r}: this head is {head.kind}; {remedy}")
+    return fitting[format]
 
 
 def whole_vocabulary(head: Head) -> Head:
@@ -167,18 +143,17 @@ def head_kind(directory: Path) -> str | None:
     Only the config and the names of tensors are read.
     """
     try:
-        names = tensor_names(directory)
-        form = _format(read_json(directory / CONFIG), names)
+        layout = _fitting(read_json(directory / CONFIG), tensor_names(directory))
     except InputError:  # reported by whatever reads the directory
         return None
-    return form if form is None else block.kind_of(names) or _KINDS[form][0]
+    return None if layout is None else layout.kind
 
 
-def detect(checkpoint: Checkpoint) -> Format:
-    """Return the format of a checkpoint; raise InputError if it is unknown."""
+def detect(checkpoint: Checkpoint) -> PublishedLayout:
+    """Return the layout of a checkpoint; raise InputError if it is unknown."""
     names = checkpoint.tensors.keys()
-    if (form := _format(checkpoint.config, names)) is not None:
-        return form
+    if (layout := _fitting(checkpoint.config, names)) is not None:
+        return layout
     some = ", ".join(sorted(names)[:4]) or "none"
     raise InputError(
         f"{checkpoint.directory}: its tensors ({some}, ...) are in no known layout; use Medusa's "
@@ -186,19 +161,13 @@ def detect(checkpoint: Checkpoint) -> Format:
     )
 
 
-def _format(config: Mapping[str, Any], names: Collection[str]) -> Format | None:
-    if "speculators_model_type" in config:
-        return "speculators"
-    if medusa.is_medusa(names):
-        return "medusa"
-    if (kind := block.kind_of(names)) is not None:
-        return kind
-    if any(name.startswith("midlayer.") or name.endswith(".hidden_norm.weight") for name in names):
-        return "eagle3"
-    # Complete models have such layers too.
-    if "fc.weight" in names and any(name.startswith("layers.0.") for name in names):
-        return "eagle"
-    return None
+def _fitting(config: Mapping[str, Any], names: Collection[str]) -> PublishedLayout | None:
+    """Return the layout whose signs a config and names of tensors have.
+
+    A sign in the config comes before those of tensors, whose names several tools share.
+    """
+    fitting = [layout for layout in LAYOUTS if layout.signs.fit(config, names)]
+    return next((one for one in fitting if one.signs.key), fitting[0] if fitting else None)
 
 
 def _notes(
