@@ -13,7 +13,7 @@ from specjax.errors import InputError
 from specjax.files import folder_checksums
 from specjax.loading.load import random_model
 from specjax.methods.eagle import layout as eagle
-from specjax.methods.heads.find_head import open_head
+from specjax.methods.find_head import open_head
 from specjax.methods.heads.published_layouts import read_foreign, write_foreign
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"

@@ -18,8 +18,8 @@ from tiny_models import eagle_head
 
 from specjax.files import folders
 from specjax.loading.checkpoints import load_drafter
-from specjax.methods.heads import find_head
-from specjax.methods.heads.head import read_head, save_head
+from specjax.methods import find_head
+from specjax.methods.saved_heads import read_head, save_head
 
 
 @pytest.fixture(scope="module")

@@ -20,6 +20,7 @@ from specjax.cli.decode_config import (
     turn_prompts,
 )
 from specjax.cli.measure_speedups import median_repeat, turn_order
+from specjax.core.none import PLAIN_DECODING
 from specjax.drafters import LoadedDrafter
 from specjax.engine.compare_outputs import Difference, compare_row
 from specjax.engine.engine import Engine
@@ -90,7 +91,7 @@ def decode_batches(
         sides, plain = decoding.open_sides(turn, drafters, runs)
         yield from decoding.decode_turn(turn, sides, plain)
         for side in sides:
-            if with_expectation and config.has_expectation and side.name != "none":
+            if with_expectation and config.has_expectation and side.name != PLAIN_DECODING:
                 with screen.working(
                     f"expected acceptance: the distributions of {side.name}'s run once more"
                 ):

@@ -103,7 +103,7 @@ def mtp_method(
     if trains_target:
         features = ("final_norm",) if loss.labels == "distributions" else ()
     else:
-        features = tuple(dict.fromkeys((*config.taps, "final_norm")))
+        features = tuple(dict.fromkeys((*config.features, "final_norm")))
     return Method(
         "mtp",
         features,

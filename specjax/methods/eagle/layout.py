@@ -29,7 +29,7 @@ from specjax.methods.heads.config_fields import (
     read_decoder,
     speculators_fields,
 )
-from specjax.methods.heads.head import Head, TargetMetadata, parameter_table
+from specjax.methods.heads.head import Head, TargetMetadata
 from specjax.models.joined_kernels import parts
 
 _FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
@@ -298,7 +298,7 @@ def _locations(config: EagleConfig, layer: str) -> dict[str, parameter_names.Loc
 
     `layer` is the name of the head's layer, "midlayer" or "layers.0".
     """
-    known = parts(parameter_table(config), config.decoder)
+    known = parts(config.parameter_table(), config.decoder)
     modules = {name.format(layer=layer): path for name, path in _MODULES.items()}
     modules |= {f"fc_norm.{tap}": ("fc_norm", str(tap)) for tap in range(len(config.taps))}
     location_of = {}

@@ -17,7 +17,6 @@ from specjax.loading.formats.safetensors_files import WEIGHTS, write_tensors
 from specjax.loading.model import Model
 from specjax.loading.tokenizers.huggingface_tokenizer import read_json, write_json
 from specjax.methods.block import layout as block
-from specjax.methods.block.head import BlockConfig, with_whole_bias
 from specjax.methods.eagle import layout as eagle
 from specjax.methods.heads import eagle3_layer_ids
 from specjax.methods.heads.checkpoint import (
@@ -29,7 +28,6 @@ from specjax.methods.heads.checkpoint import (
 )
 from specjax.methods.heads.head import Head, TargetMetadata, check_head, check_same
 from specjax.methods.medusa import layout as medusa
-from specjax.methods.medusa.head import MedusaConfig
 
 Format = Literal["medusa", "eagle", "eagle3", "speculators", "dflash", "dspark"]
 FORMATS = ("medusa", "eagle", "eagle3", "speculators", "dflash", "dspark")
@@ -137,28 +135,6 @@ def check_format(head: Head, format: str) -> None:
         fitting = [name for name, kinds in _KINDS.items() if head.kind in kinds]
         remedy = f"use {' or '.join(fitting)}" if fitting else "no other tool has a layout for it"
         raise InputError(f"format={format!r}: this head is {head.kind}; {remedy}")
-
-
-def whole_vocabulary(head: Head) -> Head:
-    """Return a head that uses the target's output head for all tokens, not a draft vocabulary.
-
-    Logits of the draft vocabulary are unchanged. Raises InputError for a head whose own output head
-    covers only a draft vocabulary.
-    """
-    config = head.config
-    if head.draft_ids is None:
-        return head
-    if not config.shares_output:
-        raise InputError(
-            f"whole_vocabulary: this {head.kind} head has its own output head for "
-            f"{config.draft_vocab_size} tokens"
-        )
-    whole = config.vocab_size if isinstance(config, MedusaConfig) else config.decoder.vocab_size
-    params = head.params
-    if isinstance(config, BlockConfig):
-        params = with_whole_bias(params, head.draft_ids, whole)
-    config = dataclasses.replace(config, draft_vocab_size=whole)
-    return dataclasses.replace(head, config=config, params=params, draft_ids=None)
 
 
 def head_kind(directory: Path) -> str | None:
