@@ -32,7 +32,6 @@ from specjax.cli.decode_config import (
     load_target,
     make_config_drafter,
     read_decode_config,
-    replays,
     turn_prompts,
 )
 from specjax.core.none import PLAIN_DECODING
@@ -93,7 +92,7 @@ def read_doctor_config(written: Mapping[str, Any]) -> DoctorConfig:
     name = written["drafter"]["name"]
     if len(decoding.drafters) > 1 or set(name) & set("+|"):
         raise InputError(f"drafter.name={name!r}: one drafter is examined at a time; name one")
-    if name == PLAIN_DECODING or replays(name):
+    if name == PLAIN_DECODING or decoding.drafters[0].replays:
         raise InputError(f"drafter.name={name!r}: has nothing to examine; name a drafter")
     if given.turns != "first":
         raise InputError(f"turns={given.turns!r}: first turns are examined; leave it out")

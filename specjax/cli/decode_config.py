@@ -272,6 +272,11 @@ class DrafterConfig:
     options: Mapping[str, Any]
     replicated: bool
 
+    @property
+    def replays(self) -> bool:
+        """Whether the drafter is made from the output of plain decoding."""
+        return self.name in METHODS and METHODS[self.name].replays
+
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeConfig(DecodeFields):
@@ -430,11 +435,6 @@ def _drafters(section: Mapping[str, Any], tree: Mapping[str, Any]) -> tuple[Draf
     )
 
 
-def replays(name: str) -> bool:
-    """Return whether the drafter `name` is made from the output of plain decoding."""
-    return name in METHODS and METHODS[name].replays
-
-
 def load_target(config: TargetFields, mesh: Mesh | None) -> Model:
     """Return the target of a config, on `mesh` if given; raise InputError if that fails."""
     return load_model(
@@ -480,7 +480,7 @@ def make_config_drafter(
                 f"num_speculative_tokens={length}: tree.kind=auto chooses the longest path; use "
                 "auto or fixed, and tree.depth as a limit"
             )
-    if replays(drafter.name):
+    if drafter.replays:
         options["continuations"] = [[0]] if continuations is None else continuations
     if (
         drafter.name in _MODELS

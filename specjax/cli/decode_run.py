@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 
 from specjax.cli.console import Marker, Screen
 from specjax.cli.decode_config import (
-    SIMULATED,
     DecodeConfig,
     make_config_drafter,
     turn_prompts,
@@ -118,7 +117,7 @@ class _Decoding:
     @property
     def simulated(self) -> bool:
         """Whether some drafter is made from the output of plain decoding."""
-        return any(drafter.name == SIMULATED for drafter in self.config.drafters)
+        return any(drafter.replays for drafter in self.config.drafters)
 
     @property
     def with_plain(self) -> bool:
@@ -170,7 +169,7 @@ class _Decoding:
                 plain.results.append(self.decode(plain, index))
             recorded = [ids for result in plain.results for ids in result.token_ids]
             for side, drafter in zip(sides, config.drafters, strict=True):
-                if drafter.name == SIMULATED:
+                if drafter.replays:
                     made = make_config_drafter(config, drafter, self.model, recorded).loaded
                     side.session = plan(drafter=made, options=options)
         return sides, plain

@@ -15,7 +15,6 @@ import numpy as np
 
 from specjax import metrics
 from specjax.cli.decode_config import (
-    SIMULATED,
     DecodeConfig,
     TargetFields,
     load_target,
@@ -118,7 +117,7 @@ def _session(run: Run, config: DecodeConfig, model: Model) -> Session:
     """Return the session of a run's first turns, planned again from its config."""
     recorded = [list(row.token_ids) for row in run.rows if row.turn == 0]
     (drafter,) = config.drafters
-    continuations = recorded if drafter.name == SIMULATED else None
+    continuations = recorded if drafter.replays else None
     seed, sampling = config.turn_seeds(0)
     return plan_session(
         model,
