@@ -247,9 +247,9 @@ def others_to_try(target: Model, drafters: Sequence[str]) -> str | None:
     heads = included_heads(target)
     reasons = [f"{', '.join(heads)} come with specjax for this target"] if heads else []
     for method in METHODS.values():
-        if method.own_head is not None and method.own_head.of(target) is not None:
+        if (own := method.own_head) is not None and own.config(target) is not None:
             heads.append(method.name)
-            reasons.append(f"the target has {method.own_head.what}")
+            reasons.append(f"the target has {own.what}")
     if not heads:
         return (
             f"no head comes with specjax for {target.name}: a smaller model with its tokenizer can "

@@ -23,7 +23,6 @@ from specjax.errors import InputError
 from specjax.loading.model import MODEL_KIND, Model
 from specjax.methods.heads.calibration import calibration_error, fit_temperature
 from specjax.methods.heads.examined import Examined
-from specjax.methods.heads.own_cache import OwnCacheDrafter
 from specjax.models.decoder import check_features
 
 _LEAST_GAIN, _LEAST_ERRORS = 0.02, 4.0
@@ -346,9 +345,7 @@ def _check_drafter(drafter: LoadedDrafter, target: Model) -> None:
 
 def _check_window(drafter: Examined) -> None:
     """Raise InputError for a window that a pass over true tokens does not have."""
-    if drafter.applies_window or not isinstance(drafter, OwnCacheDrafter):
-        return
-    if drafter.sliding_window is not None:
+    if not drafter.applies_window and drafter.sliding_window is not None:
         raise InputError(
             f"drafter.sliding_window={drafter.sliding_window}: examine the drafter without it"
         )

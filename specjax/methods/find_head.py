@@ -133,7 +133,7 @@ def _inside(model: Model, where: str) -> Head:
     """Return the head that a model holds; raise InputError, beginning with `where`, if none."""
     own_heads = [method.own_head for method in METHODS.values() if method.own_head is not None]
     for own_head in own_heads:
-        if (head := own_head.of(model)) is not None:
+        if (head := own_head.head(model)) is not None:
             return head
     raise InputError(
         f"{where}: a model without {' or '.join(each.what for each in own_heads)}; give a head "

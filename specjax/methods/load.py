@@ -76,10 +76,10 @@ def _head(method: Method, path: Any, target: Model) -> Head:
     """Return the head at `path`, or by default the target's own or the one of specjax."""
     if path is not None or method.own_head is None:
         return open_head(method.name, path, target)
-    what, of_target = method.own_head
-    if (head := of_target(target) or shipped_head(method.name, target)) is None:
+    head = method.own_head.head(target) or shipped_head(method.name, target)
+    if head is None:
         raise InputError(
-            f"drafter.name={method.name}: {target.name} has no {what}, and none come with specjax "
-            "for it; give trained ones as drafter.path=, or use another drafter"
+            f"drafter.name={method.name}: {target.name} has no {method.own_head.what}, and none "
+            "come with specjax for it; give trained ones as drafter.path=, or use another drafter"
         )
     return head

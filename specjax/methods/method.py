@@ -33,11 +33,12 @@ class Needs(enum.Enum):
 class OwnHead(NamedTuple):
     """A head that targets may bring with them, and what messages call it.
 
-    `of(target)` returns the head, or None for a target without one.
+    `config(target)` returns its config and `head(target)` all of it, or None for a target without.
     """
 
     what: str
-    of: Callable[[Model], Head | None]
+    config: Callable[[Model], HeadConfig | None]
+    head: Callable[[Model], Head | None]
 
 
 @dataclass(frozen=True)

@@ -49,13 +49,18 @@ def own_modules(model: Model) -> Head | None:
     return Head(config.kind, config, model.mtp.params, None, TargetMetadata.of(model))
 
 
+def _own_config(model: Model) -> MtpConfig | None:
+    """Return the config of a model's MTP modules, or None if it has none."""
+    return None if model.mtp is None else model.mtp.config
+
+
 MTP = Method(
     name=MtpDrafter.name,
     paper="2412.19437",
     drafter=MtpDrafter,
     needs=Needs.MODULES,
     head=MtpConfig,
-    own_head=OwnHead("MTP modules", own_modules),
+    own_head=OwnHead("MTP modules", _own_config, own_modules),
     check=check_window,
     vllm=VllmMethod(ending="_mtp"),
     training=(Training("mtp", "train.mtp", "configs/train_mtp.py", ("--config.mtp.export=head",)),),

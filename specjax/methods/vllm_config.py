@@ -20,10 +20,10 @@ from specjax.files.path_checks import user_path
 from specjax.loading.model import Model
 from specjax.methods import registry
 from specjax.methods.find_head import kind_of_head, read_any_head
-from specjax.methods.heads.head import Head
 from specjax.methods.make import head_drafter, make_drafter
 from specjax.methods.method import Method
 from specjax.methods.simulated import SIMULATED
+from specjax.models.head_config import HeadConfig
 
 METHODS = {name: method for name, method in registry.METHODS.items() if method.vllm is not None}
 """The methods that vLLM has, by the name that both have for them."""
@@ -110,8 +110,8 @@ def from_vllm_speculative_config(config: Mapping[str, Any] | str, target: Model)
     settings = _parse(config)
     method = _method(settings, target)
     length = _whole(settings, "num_speculative_tokens")
-    if length is None and (head := _own_head(method, target)) is not None:
-        length = head.config.num_modules
+    if length is None and (own := _own_config(method, target)) is not None:
+        length = own.num_modules
     if length is None and (key := method.vllm.length_key):
         length = _whole(settings, key)
         length = getattr(method.drafter, key) if length is None else length
@@ -186,7 +186,7 @@ def _method_of(model: Any, target: Model) -> Method:
     for method in METHODS.values():
         if model in method.vllm.aliases:
             return method
-        if model == target.name and _own_head(method, target) is not None:
+        if model == target.name and _own_config(method, target) is not None:
             return method
     path = user_path("speculative_config.model", model) if isinstance(model, str) else None
     if path is not None and (kind := kind_of_head(path)) is not None:
@@ -194,9 +194,9 @@ def _method_of(model: Any, target: Model) -> Method:
     return next(method for method in METHODS.values() if method.of_model is not None)
 
 
-def _own_head(method: Method, target: Model) -> Head | None:
-    """Return the head for a method that the target brings with it, or None."""
-    return None if method.own_head is None else method.own_head.of(target)
+def _own_config(method: Method, target: Model) -> HeadConfig | None:
+    """Return the config of the head for a method that the target brings with it, or None."""
+    return None if method.own_head is None else method.own_head.config(target)
 
 
 def _schedule(settings: dict[str, Any]) -> tuple[tuple[int, int, int], ...]:
