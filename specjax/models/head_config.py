@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int
@@ -48,7 +48,9 @@ class HeadConfig:
     def check_kind(self, kind: str) -> None:
         """Raise InputError unless heads with this config are of the given kind."""
         if kind != self.kind:
-            raise InputError(f"head: {kind} has the config of a {self.kind}")
+            raise InputError(
+                f"head: kind={kind!r} is unknown to the config of {self.kind}; use the head's own"
+            )
 
     def parameter_table(self) -> dict[str, Any]:
         """Return the shapes and axes of the head's parameters, as a nested dict of `Parameter`."""
@@ -58,13 +60,13 @@ class HeadConfig:
         """Return parameters with joined kernels; earlier versions saved them in parts."""
         return with_joined(params, self.parameter_table(), self.decoder)
 
-    def without_unused(self) -> Self:
+    def without_unused(self) -> HeadConfig:
         """Return the config without unused token ids, which other tools' layouts do not state."""
         return replace(self, decoder=replace(self.decoder, unused_tokens=()))
 
     def whole(
         self, params: dict[str, Any], draft_ids: Int[np.ndarray, "Vd"]
-    ) -> tuple[Self, dict[str, Any]]:
+    ) -> tuple[HeadConfig, dict[str, Any]]:
         """Return config and parameters with logits for all V tokens rather than `draft_ids`.
 
         The config `shares_output`; logits of the draft vocabulary do not change.

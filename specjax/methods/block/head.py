@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Self
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -187,7 +187,7 @@ class BlockConfig(HeadConfig):
 
     def whole(
         self, params: dict[str, Any], draft_ids: Int[np.ndarray, "Vd"]
-    ) -> tuple[Self, dict[str, Any]]:
+    ) -> tuple[HeadConfig, dict[str, Any]]:
         """Return config and parameters with logits for all V tokens rather than `draft_ids`.
 
         A Markov head or a selector has zeros outside the draft vocabulary.

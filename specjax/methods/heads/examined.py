@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any, ClassVar, Literal, NamedTuple, Self
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -113,7 +113,7 @@ class Examined:
         """Return what to do if the drafter is right only with a window of `size` tokens."""
         return f"train the head without a window (it fits one of about {size} positions)"
 
-    def with_config(self, **values: Any) -> Self:
+    def with_config(self, **values: Any) -> Examined:
         """Return the drafter with other values in its head's config."""
         head = self.head
         return replace(self, head=replace(head, config=replace(head.config, **values)))

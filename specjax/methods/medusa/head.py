@@ -9,7 +9,7 @@ trained output head can, or a projection before the target's frozen head.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -109,7 +109,7 @@ class MedusaConfig(HeadConfig):
         """Return the parameters, which have no kernels to be joined."""
         return params
 
-    def without_unused(self) -> Self:
+    def without_unused(self) -> MedusaConfig:
         """Return the config, which states no unused token ids."""
         return self
 
