@@ -137,7 +137,7 @@ def test_what_does_not_end_is_killed(grace, times, tmp_path):
     [
         (
             ["--kinds=eagle3,nosuch"],
-            "kinds='nosuch' is unknown: use eagle3, draft_model, medusa, eagle",
+            "kinds='nosuch' is unknown: use draft_model, medusa, eagle, eagle3",
         ),
         (["--nogenerate"], "--nogenerate needs --responses=DIRECTORY"),
         (["--size=huge"], "size"),
