@@ -31,7 +31,7 @@ from specjax.errors import InputError
 from specjax.fields import Flag, InputFile, OutputFolder, PathOrName, Text, Whole, optional
 from specjax.files.atomic_writes import write_text
 from specjax.loading.load import DEFAULT_MODEL, load_model
-from specjax.methods.heads.acceptance_rates import (
+from specjax.methods.acceptance_rates import (
     Acceptance,
     ranks_file,
     read_acceptance,

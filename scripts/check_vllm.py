@@ -135,8 +135,9 @@ def compare() -> int:
     from specjax.cli.built_in_prompts import questions_of
     from specjax.engine import prompts
     from specjax.errors import InputError
-    from specjax.methods.heads.find_head import read_any_head, shipped_head
-    from specjax.methods.published_layouts import whole_vocabulary, write_foreign
+    from specjax.methods.find_head import read_any_head, shipped_head
+    from specjax.methods.heads.head import whole_vocabulary
+    from specjax.methods.published_layouts import write_foreign
 
     folder = Path(_FOLDER.value)
     folder.mkdir(parents=True, exist_ok=True)

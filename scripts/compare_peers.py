@@ -167,7 +167,7 @@ def compare() -> None:
     from specjax.engine import generate, prompts, session
     from specjax.engine.options import DecodeOptions
     from specjax.loading import load
-    from specjax.methods.heads.find_head import included_heads
+    from specjax.methods.find_head import included_heads
 
     gguf = Path(_MODEL.value) if _MODEL.value else load.default_model_file()
     draft = Path(_DRAFT.value) if _DRAFT.value else None

@@ -23,10 +23,12 @@ from specjax.loading.load import DEFAULT_MODEL, DTYPE, load_model
 from specjax.loading.model import Model
 from specjax.loading.storage.checkpoint_directory import is_checkpoint
 from specjax.methods import published_layouts
+from specjax.methods.find_head import open_head
 from specjax.methods.heads.eagle3_layer_ids import CONVENTIONS
-from specjax.methods.heads.find_head import open_head
-from specjax.methods.heads.head import KINDS, Head, check_same, compacted, read_head, save_head
-from specjax.methods.published_layouts import check_format, whole_vocabulary
+from specjax.methods.heads.head import Head, check_same, whole_vocabulary
+from specjax.methods.published_layouts import check_format
+from specjax.methods.registry import HEADS
+from specjax.methods.saved_heads import compacted, read_head, save_head
 
 OWN = ("specjax", "compact")
 FORMATS = (*published_layouts.FORMATS, *OWN)
@@ -78,11 +80,11 @@ def export(options: SimpleNamespace) -> int:
     """
     source, output = user_path("head", options.head), output_folder("output", options.output)
     where = f"output={options.output!r}"
-    shipped = options.head in KINDS
+    shipped = options.head in HEADS
     if not shipped and not source.is_dir():
         raise InputError(
             f"head={options.head!r}: no such directory; give that of a saved head, or the kind of "
-            f"one that comes with specjax ({', '.join(KINDS)})"
+            f"one that comes with specjax ({', '.join(HEADS)})"
         )
     own, compact = options.format in OWN, options.format == "compact"
     folders.check_replaceable(output, "drafter" if own else "head", where, overwrite=not own)

@@ -12,7 +12,7 @@ from tiny_models import VOCABULARY, block_head, eagle_head, noisy_medusa_head
 from specjax.errors import InputError
 from specjax.files import folder_checksums
 from specjax.loading.load import random_model
-from specjax.methods.heads.find_head import open_head
+from specjax.methods.find_head import open_head
 from specjax.methods.heads.published_layout import PublishedLayout
 from specjax.methods.published_layouts import read_foreign, write_foreign
 

@@ -21,7 +21,7 @@ from specjax.engine.generate import generate
 from specjax.errors import InputError
 from specjax.fields import read_values
 from specjax.loading.load import load_model, save_model
-from specjax.methods.heads import find_head
+from specjax.methods import find_head
 from specjax.reporting import decode_table, statistics
 from specjax.reporting.decode_report import DrafterRun
 from specjax.reporting.records import Row, RunHeader, read_report

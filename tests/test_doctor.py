@@ -23,7 +23,6 @@ from specjax.diagnosis.declared import check_files
 from specjax.diagnosis.teacher_forced import (
     UNLIMITED,
     Reading,
-    draft_logits,
     num_programs,
     score,
 )
@@ -33,9 +32,9 @@ from specjax.engine.sampling_params import SamplingParams
 from specjax.loading.checkpoints import save_checkpoint
 from specjax.loading.load import random_model, save_model
 from specjax.methods.draft_model.drafter import DraftModel
-from specjax.methods.heads.head import save_head
 from specjax.methods.heads.shared_parameters import share_anew
 from specjax.methods.published_layouts import write_foreign
+from specjax.methods.saved_heads import save_head
 from specjax.models.decoder import Form
 from train.methods.distill import DistillLoss, distill_method
 
@@ -82,8 +81,12 @@ def trained(kind):
 
     def loss_of_row(own, tokens, first, logp, features):
         steps = jnp.arange(labels)
-        logits = draft_logits(
-            loaded.drafter, {**own, **fixed}, tokens, features, UNLIMITED, first + steps
+        logits = loaded.drafter.teacher_forced(
+            {**own, **fixed},
+            tokens,
+            {name: value[None] for name, value in features.items()},
+            UNLIMITED,
+            first + steps,
         )
         total = 0.0
         for step, one in enumerate(logits):

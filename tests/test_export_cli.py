@@ -11,9 +11,10 @@ from tiny_models import eagle_head, mtp_head
 
 from specjax import export
 from specjax.loading.load import load_model, save_model
-from specjax.methods.heads.head import check_same, compacted, read_head, save_head
+from specjax.methods.heads.head import check_same
 from specjax.methods.heads.published_layout import PublishedLayout
 from specjax.methods.published_layouts import read_foreign
+from specjax.methods.saved_heads import compacted, read_head, save_head
 from train.methods.distill import DistillLoss, distill_method
 
 

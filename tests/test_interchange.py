@@ -26,11 +26,12 @@ from specjax.loading.load import load_model, random_model
 from specjax.loading.quantize import in_stacked_form, quantized_model
 from specjax.methods.block.head import Block
 from specjax.methods.eagle.head import EagleConfig
+from specjax.methods.find_head import kind_of_head
 from specjax.methods.heads import shared_with_target
-from specjax.methods.heads.find_head import kind_of_head
-from specjax.methods.heads.head import check_same, read_head, save_head
+from specjax.methods.heads.head import check_same, whole_vocabulary
 from specjax.methods.medusa.head import Medusa
-from specjax.methods.published_layouts import read_foreign, whole_vocabulary, write_foreign
+from specjax.methods.published_layouts import read_foreign, write_foreign
+from specjax.methods.saved_heads import read_head, save_head
 
 FORMS = {
     "medusa": ("medusa", lambda t: noisy_medusa_head(t)),

@@ -21,7 +21,7 @@ from specjax.loading import checkpoints
 from specjax.loading.load import load_model, place_model, random_model
 from specjax.loading.model import array_table
 from specjax.loading.storage import orbax_checkpoint
-from specjax.methods.heads.head import read_head, save_head
+from specjax.methods.saved_heads import read_head, save_head
 from specjax.models.config import Attention, Experts
 from specjax.models.decoder import Form
 from specjax.models.joined_kernels import in_parts, parts, with_joined

@@ -17,7 +17,7 @@ from specjax.distributed import sharding
 from specjax.errors import InputError
 from specjax.loading.load import save_model
 from specjax.methods.heads.complete_parameters import complete_parameters
-from specjax.methods.heads.head import own_modules
+from specjax.methods.mtp import own_modules
 from specjax.models.mtp import Mtp
 
 FAMILIES = GOLDENS / "families"

@@ -23,8 +23,8 @@ from specjax.fields import InputFile
 from specjax.files import json_files
 from specjax.loading.formats.gguf_file import open_gguf
 from specjax.loading.load import load_model
-from specjax.methods.heads.head import read_head, save_head
 from specjax.methods.published_layouts import read_foreign, write_foreign
+from specjax.methods.saved_heads import read_head, save_head
 from train.data.responses import open_responses
 from train.generation.prompts import read_dataset
 

@@ -18,8 +18,8 @@ from specjax.distributed.sharding import make_mesh
 from specjax.drafters import TreeOptions, head_drafter, make_drafter, merge_drafters, take_turns
 from specjax.errors import InputError
 from specjax.loading.load import place_model, save_model
-from specjax.methods.heads import acceptance_rates
-from specjax.methods.heads.acceptance_rates import (
+from specjax.methods import acceptance_rates
+from specjax.methods.acceptance_rates import (
     known_acceptance,
     read_acceptance,
     write_acceptance,

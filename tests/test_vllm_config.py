@@ -10,8 +10,8 @@ from tiny_models import eagle_head, mtp_head, with_modules
 import specjax
 from specjax.errors import InputError
 from specjax.loading.load import save_model
-from specjax.methods.heads.head import save_head
 from specjax.methods.published_layouts import write_foreign
+from specjax.methods.saved_heads import save_head
 from specjax.methods.suffix import Suffix
 from specjax.methods.vllm_config import from_vllm_speculative_config
 

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from specjax.loading.load import save_model
-from specjax.methods.heads.find_head import shipped_heads
+from specjax.methods.find_head import shipped_heads
 
 ROOT = Path(__file__).resolve().parents[1]
 LIST_FILES = """

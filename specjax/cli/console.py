@@ -15,6 +15,7 @@ from rich.progress import Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
+from specjax.core.none import PLAIN_DECODING
 from specjax.core.turn_taking import NO_DRAFTER
 from specjax.engine.outputs import Delta
 from specjax.engine.prompts import Question
@@ -123,7 +124,7 @@ class Screen:
 
     def legend(self, drafter: str) -> None:
         """Print how accepted draft tokens are marked, for the drafter whose text is shown."""
-        if drafter == "none":
+        if drafter == PLAIN_DECODING:
             return
         if self._console.is_terminal:
             legend = Text.assemble(("Text like this", ACCEPTED), " was drafted and accepted.")

@@ -14,12 +14,12 @@ from dataclasses import dataclass, field, replace
 
 from specjax.cli.console import Marker, Screen
 from specjax.cli.decode_config import (
-    SIMULATED,
     DecodeConfig,
     make_config_drafter,
     turn_prompts,
 )
 from specjax.cli.measure_speedups import median_repeat, turn_order
+from specjax.core.none import PLAIN_DECODING
 from specjax.drafters import LoadedDrafter
 from specjax.engine.compare_outputs import Difference, compare_row
 from specjax.engine.engine import Engine
@@ -90,7 +90,7 @@ def decode_batches(
         sides, plain = decoding.open_sides(turn, drafters, runs)
         yield from decoding.decode_turn(turn, sides, plain)
         for side in sides:
-            if with_expectation and config.has_expectation and side.name != "none":
+            if with_expectation and config.has_expectation and side.name != PLAIN_DECODING:
                 with screen.working(
                     f"expected acceptance: the distributions of {side.name}'s run once more"
                 ):
@@ -117,7 +117,7 @@ class _Decoding:
     @property
     def simulated(self) -> bool:
         """Whether some drafter is made from the output of plain decoding."""
-        return any(drafter.name == SIMULATED for drafter in self.config.drafters)
+        return any(drafter.replays for drafter in self.config.drafters)
 
     @property
     def with_plain(self) -> bool:
@@ -169,7 +169,7 @@ class _Decoding:
                 plain.results.append(self.decode(plain, index))
             recorded = [ids for result in plain.results for ids in result.token_ids]
             for side, drafter in zip(sides, config.drafters, strict=True):
-                if drafter.name == SIMULATED:
+                if drafter.replays:
                     made = make_config_drafter(config, drafter, self.model, recorded).loaded
                     side.session = plan(drafter=made, options=options)
         return sides, plain

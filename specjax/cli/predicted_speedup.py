@@ -15,7 +15,6 @@ import numpy as np
 
 from specjax import metrics
 from specjax.cli.decode_config import (
-    SIMULATED,
     DecodeConfig,
     TargetFields,
     load_target,
@@ -24,6 +23,7 @@ from specjax.cli.decode_config import (
     turn_prompts,
 )
 from specjax.cli.mesh_config import open_mesh
+from specjax.core.none import PLAIN_DECODING
 from specjax.distributed import sharding
 from specjax.engine.session import Session, plan_session
 from specjax.errors import InputError, one_line, shown
@@ -96,7 +96,7 @@ def run_sessions(
     `say` is called with lines of progress. Raises InputError, before a model is loaded, unless this
     machine can repeat all runs; the error tells the user to leave out `flag`.
     """
-    configs = [run_config(run, flag) if run.drafter != "none" else None for run in runs]
+    configs = [run_config(run, flag) if run.drafter != PLAIN_DECODING else None for run in runs]
     models: dict[str, Model] = {}
     for index, (run, config) in enumerate(zip(runs, configs, strict=True)):
         if config is None:
@@ -117,7 +117,7 @@ def _session(run: Run, config: DecodeConfig, model: Model) -> Session:
     """Return the session of a run's first turns, planned again from its config."""
     recorded = [list(row.token_ids) for row in run.rows if row.turn == 0]
     (drafter,) = config.drafters
-    continuations = recorded if drafter.name == SIMULATED else None
+    continuations = recorded if drafter.replays else None
     seed, sampling = config.turn_seeds(0)
     return plan_session(
         model,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import MISSING, dataclass, fields
-from typing import Any, ClassVar, NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -208,11 +208,6 @@ class Drafter:
     program.
     """
 
-    trained: ClassVar[bool] = False
-    """Whether a registered drafter has its own weights, so that it accepts a path."""
-    alone: ClassVar[str] = ""
-    """The reason why a registered drafter cannot be joined with others by name; "" if it can."""
-
     num_speculative_tokens: int = 4
     """K: the longest path of a draft."""
 
@@ -308,26 +303,6 @@ class Drafter:
         if positions is None or positions >= context.tokens.shape[1]:
             return limit
         return jnp.minimum(limit, jnp.maximum(positions - context.length, 0))
-
-    @classmethod
-    def load(cls, name: str, target: Any, path: Any = None, **options: Any) -> LoadedDrafter:
-        """Return the drafter registered as `name` for a target, with weights from `path`, if any.
-
-        `options` are the keyword-only fields. Raises InputError for invalid options.
-        """
-        del name, target, path
-        return LoadedDrafter(cls(**options))
-
-    @classmethod
-    def check_together(cls, **options: Any) -> None:
-        """Raise InputError for options that are incompatible, before a target is loaded.
-
-        A drafter with fields that depend on the target is checked when it is created.
-        """
-        required = (field.default is field.default_factory is MISSING for field in fields(cls))
-        if not any(required):
-            field_names = {field.name for field in fields(cls)}
-            cls(**{name: value for name, value in options.items() if name in field_names})
 
     @property
     def max_cached_requests(self) -> int:

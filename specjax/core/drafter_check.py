@@ -1,4 +1,7 @@
-"""The check of a drafter that is passed as a value rather than by name."""
+"""The checks of drafters that users write: of their class, their states and their drafts.
+
+What `propose` and `observe` return is checked in each trace besides (`core.turn_taking`).
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,21 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+import numpy as np
+from jaxtyping import Array, Int
+
 from specjax.core.draft_length import DRAFT_TOKENS
 from specjax.core.drafter import OWN_DRAFTER, Drafter, LoadedDrafter
 from specjax.core.merged import Merged
+from specjax.core.state import knows_its_rows
 from specjax.core.turn_taking import Turns, take_turns
 from specjax.errors import InputError, one_line, shown
+from specjax.trees import Draft
+from specjax.trees.draft import check_draft
 
+_NORMALISED = 1e-2
+"""The tolerance for sums of probabilities, wide enough for half precision."""
 _METHODS = {
     "init": ("params", "batch", "capacity"),
     "propose": ("params", "state", "context", "noise"),
@@ -37,7 +49,9 @@ class DrafterKind:
         if not pair or not isinstance(loaded[0], Drafter | Turns):
             raise InputError(f"{name}={shown(value)}: use a name, or {OWN_DRAFTER}")
         turns = take_turns(LoadedDrafter(*loaded))
-        for drafter in _with_merged_parts(turns.drafter):
+        parts = [part for (part,) in single_drafters(turns.drafter.parts)]
+        # A merged drafter is of some class, too.
+        for drafter in (*turns.drafter.parts, *parts):
             DRAFT_TOKENS.check(f"{name}.num_speculative_tokens", drafter.num_speculative_tokens)
             if type(drafter).propose is Drafter.propose:
                 kind = type(drafter).__name__
@@ -57,14 +71,6 @@ class DrafterKind:
                 f"{len(turns.params)} params; give each its own"
             )
         return turns
-
-
-def _with_merged_parts(turns: Turns) -> Iterator[Drafter]:
-    """Yield the drafters that take turns, and the parts of merged ones."""
-    for drafter in turns.parts:
-        yield drafter
-        if isinstance(drafter, Merged):
-            yield from drafter.parts
 
 
 def _check_texts(name: str, kind: type[Drafter]) -> None:
@@ -91,6 +97,75 @@ def _check_arguments(name: str, drafter: Drafter) -> None:
                 f"{name}: {called}: {one_line(error)}; define it with the arguments (self, "
                 f"{', '.join(arguments)})"
             ) from error
+
+
+def check_rows_first(drafter: Drafter, params: Any) -> None:
+    """Raise InputError unless every array of a drafter's state has rows as its first axis.
+
+    Caches and windows are exempt, since they know their rows.
+    """
+    for rows in (3, 5):
+        init = lambda params, rows=rows: drafter.init(params, rows, 8)  # noqa: E731
+        state = jax.eval_shape(init, params)
+        for leaf in jax.tree.leaves(state, is_leaf=knows_its_rows):
+            if not knows_its_rows(leaf) and leaf.shape[:1] != (rows,):
+                raise InputError(
+                    f"drafter {drafter.name!r}: its state holds an array of shape "
+                    f"{list(leaf.shape)} for {rows} rows; every array needs rows as its first axis"
+                )
+
+
+def check_contents(drafter: Drafter, draft: Draft, limit: Int[Array, "B"], vocab_size: int) -> None:
+    """Raise InputError if the arrays of a draft break the contract, in ways that no shape shows.
+
+    Tokens must be in the vocabulary, no path longer than the row's `limit`, valid nodes closed
+    under ancestors, and log-probabilities normalised.
+    """
+    check_draft(draft, f"drafter {drafter.name!r}: propose returned")
+    valid, tokens = np.asarray(draft.valid), np.asarray(draft.tokens)
+    unknown = valid & ((tokens < 0) | (tokens >= vocab_size))
+    if unknown.any():
+        raise InputError(
+            f"drafter {drafter.name!r}: proposes token {tokens[unknown][0]}, out of range "
+            f"0..{vocab_size - 1}; make such nodes invalid"
+        )
+    depths = np.where(valid, draft.topology.row_depths[:, 1:], 0).max(axis=1, initial=0)
+    if (depths > limit).any():
+        row = int(np.argmax(depths > limit))
+        raise InputError(
+            f"drafter {drafter.name!r}: proposes more than its limit, {depths[row]} tokens where "
+            f"context.limit is {limit[row]}; make the nodes beyond it invalid"
+        )
+    if not (np.asarray(draft.topology.close(draft.valid)) == valid).all():
+        raise InputError(
+            f"drafter {drafter.name!r}: its valid nodes are not closed under ancestors: a node "
+            "whose parent was never proposed cannot be verified; make it invalid"
+        )
+    if draft.logq is not None:
+        row = np.asarray(draft.logq_row)
+        mass = np.exp(np.asarray(draft.logq, np.float32)).sum(axis=2)
+        mass = np.where(row >= 0, np.take_along_axis(mass, np.maximum(row, 0), axis=1), 1)
+        # A distribution without tokens is left out by the loop, as is one with NaN.
+        off = valid & (np.abs(mass - 1) >= _NORMALISED) & (mass > 0)
+        if off.any():
+            index, node = np.argwhere(off)[0]
+            raise InputError(
+                f"drafter {drafter.name!r}: propose returned logq[{index}, {row[index, node]}] "
+                f"whose probabilities sum to {mass[index, node]:.4g}; return log-probabilities, "
+                "such as context.draw gives"
+            )
+
+
+def single_drafters(drafters: tuple[Drafter, ...], *values: tuple) -> Iterator[tuple]:
+    """Yield each drafter with its entries of `values`, and the parts of merged ones in its place.
+
+    `values` are tuples of parameters or states, nested like the drafters.
+    """
+    for drafter, *own in zip(drafters, *values, strict=True):
+        if isinstance(drafter, Merged):
+            yield from single_drafters(drafter.parts, *own)
+        else:
+            yield drafter, *own
 
 
 DRAFTER_KIND = DrafterKind()

@@ -11,13 +11,15 @@ from specjax import trees
 from specjax.core.drafter import Context, Drafter, Noise
 from specjax.trees import Draft
 
+PLAIN_DECODING = "none"
+"""The name of plain decoding in place of a drafter's."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class NoDrafter(Drafter):
     """The drafter that proposes nothing, so that every round emits one token (plain decoding)."""
 
-    name: ClassVar[str] = "none"
-    alone: ClassVar[str] = "it drafts nothing"
+    name: ClassVar[str] = PLAIN_DECODING
     num_speculative_tokens: int = 0
 
     def propose(self, params: Any, state: Any, context: Context, noise: Noise) -> tuple[Draft, Any]:

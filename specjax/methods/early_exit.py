@@ -15,6 +15,7 @@ from specjax.fields import Whole
 from specjax.loading.model import Model
 from specjax.loading.user_messages import note
 from specjax.methods.layer_choice import choose, draft_cost, exit_acceptance
+from specjax.methods.method import Method, Training
 from specjax.methods.self_drafter import SelfDrafter
 
 _EXIT = Whole(1, remedy="use a whole number of at least 1, or auto")
@@ -43,22 +44,19 @@ class EarlyExit(SelfDrafter):
             )
 
     @classmethod
-    def load(
+    def of_target(
         cls,
-        name: str,
         target: Model,
-        path: Any = None,
         *,
         exit_layer: Literal["auto"] | Annotated[int, _EXIT] | None = None,
         **options: Any,
     ) -> LoadedDrafter:
-        """Return the drafter `name` that runs the first layers of `target`; `path` is not used.
+        """Return the drafter that runs the first layers of `target`.
 
         With "auto" the target reads a short text, and the exit is the one with the greatest
         estimated speed-up by the acceptance and cost of its drafts; a message says which. Raises
         InputError for a layer out of range, and for "auto" if there is no earlier exit.
         """
-        del name, path
         count = target.config.num_layers
         if exit_layer != "auto":
             return LoadedDrafter(cls(count, exit_layer=exit_layer, **options))
@@ -77,3 +75,12 @@ class EarlyExit(SelfDrafter):
         """Return the target, its parameters, and the number of layers to run."""
         del params
         return context.target, context.params, self.exit_layer or max(1, self.num_layers // 2)
+
+
+EARLY_EXIT = Method(
+    name=EarlyExit.name,
+    paper="2404.16710",
+    drafter=EarlyExit,
+    of_target=EarlyExit.of_target,
+    training=(Training("layerskip", "train.layerskip", "configs/train_layerskip.py", alone=False),),
+)

@@ -16,6 +16,7 @@ from specjax.fields import Items, Whole, optional
 from specjax.loading.model import Model
 from specjax.loading.user_messages import note
 from specjax.methods.layer_choice import choose, draft_cost, leave_out
+from specjax.methods.method import Method
 from specjax.methods.self_drafter import SelfDrafter
 from specjax.models.decoder import Decoder
 
@@ -47,11 +48,9 @@ class LayerSkip(SelfDrafter):
             raise InputError(f"drafter.skipped={self.skipped}: leaves no layer; skip fewer")
 
     @classmethod
-    def load(
+    def of_target(
         cls,
-        name: str,
         target: Model,
-        path: Any = None,
         *,
         skip_layers: Annotated[
             int | None,
@@ -67,7 +66,6 @@ class LayerSkip(SelfDrafter):
         a message says which. Raises InputError for numbers out of range and for a target with one
         layer.
         """
-        del name, path
         count = target.config.num_layers
         drafter = cls(count, **options)
         if drafter.skipped:
@@ -109,3 +107,12 @@ class LayerSkip(SelfDrafter):
         if not isinstance(context.target, Decoder):
             raise InputError("drafter=layer_skip: the target is no decoder with layers")
         return replace(context.target, skipped=self.skipped), context.params, None
+
+
+LAYER_SKIP = Method(
+    name=LayerSkip.name,
+    paper="2309.08168",
+    drafter=LayerSkip,
+    of_target=LayerSkip.of_target,
+    not_offered="the model reads a text to choose its layers; start the server with it",
+)

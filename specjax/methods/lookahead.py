@@ -26,6 +26,7 @@ from specjax.core.top_tokens import feature_name
 from specjax.distributed.sharding import constrain_rows
 from specjax.errors import InputError
 from specjax.fields import Whole, check_instance, optional
+from specjax.methods.method import Method
 from specjax.trees import Draft, Topology
 
 _UNKNOWN = -1
@@ -207,3 +208,6 @@ def added(state: State, ngrams: Int[Array, "B T n"], known: Bool[Array, "B T"]) 
     known = known & (number > number[:, -1:] - size)
     place = jnp.where(known, (state.count[:, None] + number - 1) % size, size)
     return state.replace(pool=put(state.pool, place, ngrams), count=state.count + number[:, -1])
+
+
+LOOKAHEAD = Method(name="lookahead", paper="2402.02057", drafter=Lookahead)

@@ -10,6 +10,7 @@ from specjax.core.merged import Merged
 from specjax.fields import Whole
 from specjax.loading.model import Model
 from specjax.methods.corpus.drafter import Corpus, CorpusFolder
+from specjax.methods.method import Method
 from specjax.methods.suffix import Suffix
 from specjax.methods.token_recycling import TokenRecycling
 
@@ -33,17 +34,22 @@ class Lookup(Merged):
         super().__post_init__()
 
     @classmethod
-    def load(
+    def of_target(
         cls,
-        name: str,
         target: Model,
-        path: Any = None,
         *,
         corpus: CorpusFolder = None,
         **options: Any,
     ) -> LoadedDrafter:
         """Return the drafter for a target, with the corpus index in the folder `corpus`, if any."""
-        del name, path
-        texts = () if corpus is None else (Corpus.load("corpus", target, corpus=corpus).params,)
+        texts = () if corpus is None else (Corpus.of_target(target, corpus=corpus).params,)
         drafter = cls(target.config.vocab_size, bool(texts), **options)
         return LoadedDrafter(drafter, ((), (), *texts))
+
+
+LOOKUP = Method(
+    name=Lookup.name,
+    paper="",
+    drafter=Lookup,
+    of_target=Lookup.of_target,
+)

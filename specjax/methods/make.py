@@ -16,17 +16,14 @@ from specjax.errors import InputError, one_line, shown
 from specjax.fields import optional
 from specjax.loading.model import MODEL_KIND, Model
 from specjax.loading.user_messages import note
-from specjax.methods.heads.acceptance_rates import known_acceptance
+from specjax.methods.acceptance_rates import known_acceptance
 from specjax.methods.heads.complete_parameters import complete_parameters
 from specjax.methods.heads.head import Head
 from specjax.methods.heads.own_cache import OwnCacheDrafter
-from specjax.methods.options import (
-    check_options,
-    constructor,
-    divide_joined,
-    is_drafter_class,
-)
-from specjax.methods.registry import DRAFTERS, JOINTS, joint_of
+from specjax.methods.load import load
+from specjax.methods.method import Method
+from specjax.methods.options import check_options, constructor, divide_joined
+from specjax.methods.registry import JOINTS, METHODS, joint_of
 
 
 def make_drafter(
@@ -60,18 +57,14 @@ def make_drafter(
             )
         )
     made_by = constructor(name)
-    if is_drafter_class(made_by):
+    if isinstance(made_by, Method):
         if length is not None:
             options["num_speculative_tokens"] = length
         tree = options.get("tree")
         if isinstance(tree, TreeOptions) and tree.acceptance is None:
             options["tree"] = replace(tree, acceptance=known_acceptance(name, target, path))
-        loaded = (
-            made_by.load(name, target, path, **options)
-            if name in DRAFTERS
-            else _call_own(name, functools.partial(made_by.load, name, target, path, **options))
-        )
-        return _say_positions(loaded, target)
+        make = functools.partial(load, made_by, target, path, **options)
+        return _say_positions(make() if name in METHODS else _call_own(name, make), target)
     path_option = {} if path is None else {"path": path}
     loaded = _call_own(name, functools.partial(made_by, target, **path_option, **options))
     _say_positions(loaded, target)
@@ -89,7 +82,7 @@ def head_drafter(head: Head, target: Model, **options: Any) -> LoadedDrafter:
     another target and for invalid options.
     """
     params = complete_parameters(head, target)
-    loaded = DRAFTERS[head.kind].of_head(head, params, target, **options)
+    loaded = METHODS[head.kind].drafter.of_head(head, params, target, **options)
     return _say_positions(loaded, target)
 
 

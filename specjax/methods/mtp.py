@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from specjax.core.drafter import LoadedDrafter
-from specjax.errors import InputError
 from specjax.loading.model import Model
-from specjax.methods.heads.complete_parameters import complete_parameters
-from specjax.methods.heads.find_head import shipped_head
-from specjax.methods.heads.head import own_modules
-from specjax.methods.heads.head_drafter import DraftWeights
+from specjax.methods.heads.examined import NORM, Variation
+from specjax.methods.heads.head import Head, TargetMetadata
+from specjax.methods.heads.own_cache import check_window
 from specjax.methods.heads.pair_drafter import PairDrafter
-from specjax.models.mtp import Mtp
+from specjax.methods.method import Method, Needs, OwnHead, Training, VllmMethod
+from specjax.models.mtp import Mtp, MtpConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,26 +27,41 @@ class MtpDrafter(PairDrafter):
     head_class = Mtp
     usual_length: ClassVar[int] = 1
 
-    @classmethod
-    def load(
-        cls,
-        name: str,
-        target: Model,
-        path: Any = None,
-        *,
-        weights: DraftWeights = "auto",
-        **options: Any,
-    ) -> LoadedDrafter:
-        """Load the head at `path`, by default the target's own modules or the bundled head.
+    def taps_remedy(self, taps: str) -> str:
+        """Return what to set for module 0 to read the feature `taps`."""
+        return f"hidden={taps} in the head's config"
 
-        `weights` is the storage of kernels (`DRAFT_WEIGHTS`). Raises InputError if there is none.
-        """
-        if path is not None:
-            return super().load(name, target, path, weights=weights, **options)
-        if (head := own_modules(target) or shipped_head("mtp", target)) is None:
-            raise InputError(
-                f"drafter.name=mtp: {target.name} has no MTP modules, and none come with specjax "
-                "for it; give trained ones as drafter.path=, or use another drafter"
-            )
-        params = complete_parameters(head, target, weights)
-        return cls.of_head(head, params, target, **options)
+    def variations(self) -> Iterator[Variation]:
+        """Yield drafters with outputs read before or after the norm, or inputs in another order."""
+        config = self.head.config
+        if self.num_speculative_tokens > 1:
+            opposite = {"normed": "raw", "raw": "normed"}[config.recursion]
+            yield self.with_setting(NORM, "recursion", opposite)
+        swapped = {"embedding_first": "hidden_first", "hidden_first": "embedding_first"}
+        yield self.with_setting(NORM, "concat", swapped[config.concat])
+
+
+def own_modules(model: Model) -> Head | None:
+    """Return a model's MTP modules as a head for that model, or None if it has none."""
+    if model.mtp is None:
+        return None
+    config = model.mtp.config
+    return Head(config.kind, config, model.mtp.params, None, TargetMetadata.of(model))
+
+
+def _own_config(model: Model) -> MtpConfig | None:
+    """Return the config of a model's MTP modules, or None if it has none."""
+    return None if model.mtp is None else model.mtp.config
+
+
+MTP = Method(
+    name=MtpDrafter.name,
+    paper="2412.19437",
+    drafter=MtpDrafter,
+    needs=Needs.MODULES,
+    head=MtpConfig,
+    own_head=OwnHead("MTP modules", _own_config, own_modules),
+    check=check_window,
+    vllm=VllmMethod(ending="_mtp"),
+    training=(Training("mtp", "train.mtp", "configs/train_mtp.py", ("--config.mtp.export=head",)),),
+)

@@ -6,6 +6,7 @@ leave the device. A row without a match drafts nothing.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -18,6 +19,7 @@ from specjax.core.draft_length import DRAFT_TOKENS
 from specjax.core.drafter import Context, Drafter, Noise
 from specjax.errors import InputError
 from specjax.fields import Whole, check_instance
+from specjax.methods.method import Method, VllmMethod
 from specjax.trees import Draft
 
 _LENGTH = Whole(1, 64)
@@ -125,3 +127,25 @@ def find_matches(
     lengths = jnp.where(lengths == lengths[:, :1], lengths, 0)
     missing = ((0, 0), (0, most - ends.shape[1]))
     return jnp.pad(ends, missing).astype(jnp.int32), jnp.pad(lengths, missing)
+
+
+def _vllm_options(values: Mapping[str, int]) -> dict[str, Any]:
+    """Return the options of prompt lookup as in vLLM: earliest match, bounds of 5 by default."""
+    high, low = values.get("prompt_lookup_max"), values.get("prompt_lookup_min")
+    return {
+        "prompt_lookup_max": high or low or 5,
+        "prompt_lookup_min": low or high or 5,
+        "match": "earliest",
+    }
+
+
+NGRAM = Method(
+    name="ngram",
+    paper="prompt lookup decoding (Saxena 2023)",
+    drafter=Ngram,
+    vllm=VllmMethod(
+        aliases=("ngram", "[ngram]", "ngram_gpu", "prompt_lookup"),
+        keys={"prompt_lookup_max": Whole(1), "prompt_lookup_min": Whole(1)},
+        options=_vllm_options,
+    ),
+)

@@ -8,7 +8,7 @@ import inspect
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import UnionType
-from typing import Annotated, Any, Literal, TypeGuard, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from specjax.core.drafter import Drafter
 from specjax.core.growth.tree_options import TreeOptions
@@ -16,12 +16,9 @@ from specjax.errors import InputError, one_line, shown
 from specjax.fields import Kind, Unchecked, field_meanings, kind_of, meaning_in, type_hints
 from specjax.files.path_checks import user_path
 from specjax.loading.model import Model
-from specjax.methods.registry import (
-    DRAFTERS,
-    joint_of,
-    parts_of,
-    registered,
-)
+from specjax.methods.load import option_sources
+from specjax.methods.method import Method
+from specjax.methods.registry import METHODS, joint_of, parts_of, registered
 
 _KEYWORD_ONLY = (inspect.Parameter.KEYWORD_ONLY,)
 _BY_KEYWORD = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -32,15 +29,15 @@ _NOT_OPTIONS = ("num_speculative_tokens", "path")
 def drafter_options(name: str) -> dict[str, inspect.Parameter]:
     """Return the options of the drafter called `name`: parameters with annotations, by name.
 
-    Those of a class are its keyword-only fields and the keyword-only arguments of its `load`; those
-    of a function are its arguments after the first one, the target. `num_speculative_tokens` and
-    `path` are arguments of `make_drafter` itself. Raises InputError for an unknown drafter, and for
-    a function that takes no target.
+    Those of a method or a class are its keyword-only fields, and the keyword-only arguments of what
+    loads the method; those of a function are its arguments after the first one, the target.
+    `num_speculative_tokens` and `path` are arguments of `make_drafter` itself. Raises InputError
+    for an unknown drafter, and for a function that takes no target.
     """
     made_by = constructor(name)
     options: dict[str, inspect.Parameter] = {}
-    if is_drafter_class(made_by):
-        for function in (made_by, made_by.load):
+    if isinstance(made_by, Method):
+        for function in option_sources(made_by):
             options |= _with_annotations(function, _parameters(name, function), _KEYWORD_ONLY)
     else:
         _, *others = _parameters(name, made_by, takes_target=True)
@@ -95,7 +92,7 @@ def option_meanings(name: str) -> dict[str, str]:
     a field of a class may have a docstring instead.
     """
     made_by = constructor(name)
-    fields = field_meanings(made_by) if is_drafter_class(made_by) else {}
+    fields = field_meanings(made_by.drafter) if isinstance(made_by, Method) else {}
     return {
         option: meaning_in(parameter.annotation) or fields.get(option, "")
         for option, parameter in drafter_options(name).items()
@@ -113,7 +110,7 @@ def check_options(
     are checked only if the function declares kinds.
     """
     if not isinstance(name, str):
-        raise InputError(f"drafter={shown(name)}: use a name: {', '.join(DRAFTERS)}")
+        raise InputError(f"drafter={shown(name)}: use a name: {', '.join(METHODS)}")
     if path is not None and not isinstance(path, Model):
         user_path("drafter.path", path)
     if joint_of(name):
@@ -136,8 +133,8 @@ def check_options(
     for option, parameter in known.items():
         if parameter.default is inspect.Parameter.empty and option not in (*options, *supplied):
             raise InputError(f"drafter.{option} is missing: {name} needs it")
-    if name in DRAFTERS:
-        DRAFTERS[name].check_together(**checked)
+    if name in METHODS:
+        METHODS[name].check_options(checked)
     if path is not None and not (_trained(name) or _takes_any(name)):
         raise InputError(f"drafter.path={shown(str(path))}: {name} does not take it; leave it out")
     return checked
@@ -156,7 +153,7 @@ def divide_joined(
         raise InputError(f"drafter={name!r}: join different drafters, as ngram{joint}eagle3")
     for part_name in parts:
         made_by = constructor(part_name)
-        if is_drafter_class(made_by) and made_by.alone:
+        if isinstance(made_by, Method) and made_by.alone:
             raise InputError(
                 f"drafter={name!r}: {part_name} cannot be joined by name: {made_by.alone}"
             )
@@ -194,10 +191,11 @@ def divide_options(
     ]
 
 
-def constructor(name: str) -> Callable[..., Any]:
-    """Return the class of the drafter `name`, or the function or class "package.module:function".
+def constructor(name: str) -> Method | Callable[..., Any]:
+    """Return the record of the drafter `name`, or the function "package.module:function".
 
-    Raises InputError if there is none.
+    A class of drafters in place of the function has a record, too, without weights. Raises
+    InputError if there is none.
     """
     if ":" in name:
         module, _, attribute = name.partition(":")
@@ -210,13 +208,10 @@ def constructor(name: str) -> Callable[..., Any]:
             ) from error
         if not callable(function):
             raise InputError(f"drafter={name!r} is {shown(function)}, no function; name a function")
+        if isinstance(function, type) and issubclass(function, Drafter):
+            return Method(name=name, paper="", drafter=function)
         return function
     return registered(name)
-
-
-def is_drafter_class(made_by: Callable[..., Any]) -> TypeGuard[type[Drafter]]:
-    """Return whether what `constructor` returned is a class of drafters rather than a function."""
-    return isinstance(made_by, type) and issubclass(made_by, Drafter)
 
 
 def _taken(name: str) -> Collection[str]:
@@ -231,15 +226,15 @@ def _trained(name: str) -> list[str]:
 
 def _takes_path(name: str) -> bool:
     made_by = constructor(name)
-    if is_drafter_class(made_by):
-        return made_by.trained
+    if isinstance(made_by, Method):
+        return made_by.needs.weights
     return any(parameter.name == "path" for parameter in _parameters(name, made_by))
 
 
 def _takes_any(name: str) -> bool:
     """Return whether a drafter is a user-defined function that takes any options."""
     made_by = constructor(name)
-    return not is_drafter_class(made_by) and any(
+    return not isinstance(made_by, Method) and any(
         parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in _parameters(name, made_by)
     )
 

@@ -17,14 +17,12 @@ from specjax.loading.formats.safetensors_files import write_tensors
 from specjax.loading.model import Model
 from specjax.loading.tokenizers.huggingface_tokenizer import read_json, write_json
 from specjax.methods.block import layout as block
-from specjax.methods.block.head import BlockConfig, with_whole_bias
 from specjax.methods.eagle import layout as eagle
 from specjax.methods.heads import eagle3_layer_ids
 from specjax.methods.heads.checkpoint import CONFIG, Checkpoint, read_checkpoint, tensor_names
 from specjax.methods.heads.head import Head, TargetMetadata, check_head, check_same
 from specjax.methods.heads.published_layout import PublishedLayout
 from specjax.methods.medusa import layout as medusa
-from specjax.methods.medusa.head import MedusaConfig
 
 LAYOUTS: tuple[PublishedLayout, ...] = (*medusa.LAYOUTS, *eagle.LAYOUTS, *block.LAYOUTS)
 FORMATS = tuple(dict.fromkeys(layout.name for layout in LAYOUTS))
@@ -113,28 +111,6 @@ def check_format(head: Head, format: str) -> PublishedLayout:
         remedy = f"use {names}" if names else "no other tool has a layout for it"
         raise InputError(f"format={format!r}: this head is {head.kind}; {remedy}")
     return fitting[format]
-
-
-def whole_vocabulary(head: Head) -> Head:
-    """Return a head that uses the target's output head for all tokens, not a draft vocabulary.
-
-    Logits of the draft vocabulary are unchanged. Raises InputError for a head whose own output head
-    covers only a draft vocabulary.
-    """
-    config = head.config
-    if head.draft_ids is None:
-        return head
-    if not config.shares_output:
-        raise InputError(
-            f"whole_vocabulary: this {head.kind} head has its own output head for "
-            f"{config.draft_vocab_size} tokens"
-        )
-    whole = config.vocab_size if isinstance(config, MedusaConfig) else config.decoder.vocab_size
-    params = head.params
-    if isinstance(config, BlockConfig):
-        params = with_whole_bias(params, head.draft_ids, whole)
-    config = dataclasses.replace(config, draft_vocab_size=whole)
-    return dataclasses.replace(head, config=config, params=params, draft_ids=None)
 
 
 def head_kind(directory: Path) -> str | None:

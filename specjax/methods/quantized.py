@@ -22,6 +22,7 @@ from specjax.loading.quantize import (
     with_activation_bits,
 )
 from specjax.loading.user_messages import note
+from specjax.methods.method import Method
 from specjax.methods.self_drafter import SelfDrafter
 from specjax.models.decoder import Decoder
 
@@ -52,8 +53,8 @@ class Quantized(SelfDrafter):
     more bits than the copy would have."""
 
     @classmethod
-    def load(cls, name: str, target: Model, path: Any = None, **options: Any) -> LoadedDrafter:
-        """Return a drafter that is the target in fewer bits; `name` and `path` are not used.
+    def of_target(cls, target: Model, **options: Any) -> LoadedDrafter:
+        """Return a drafter that is the target in fewer bits.
 
         `weights` is by default "int8", or "int4" if the target has 8 bits or fewer. The drafter has
         its own parameters. Where activations are rounded and `weights` is not given, it shares
@@ -62,7 +63,6 @@ class Quantized(SelfDrafter):
         InputError for `weights` that are not fewer bits than the target's unless activations are
         rounded, for a width that is no multiple of 32, and for invalid options.
         """
-        del name, path
         if isinstance(options.get("activations"), int):
             options["activations"] = str(options["activations"])
         drafter = cls(target.architecture, **options)
@@ -102,3 +102,13 @@ class Quantized(SelfDrafter):
         """Return the model with fewer bits, its parameters, and None, since all layers run."""
         del context
         return self.model, params, None
+
+
+QUANTIZED = Method(
+    name=Quantized.name,
+    paper="2502.10424, 2410.11305",
+    drafter=Quantized,
+    of_target=Quantized.of_target,
+    not_offered="it needs another copy of the weights; start the server with it",
+    in_all=False,
+)

@@ -1,4 +1,4 @@
-"""The registry of drafters by name, and the signs that join names."""
+"""The registry of methods by name, and the signs that join names."""
 
 from __future__ import annotations
 
@@ -7,52 +7,63 @@ from collections.abc import Callable, Iterable
 
 from specjax.core.drafter import Drafter, LoadedDrafter
 from specjax.core.merged import Merged, merge_drafters
-from specjax.core.none import NoDrafter
 from specjax.core.turn_taking import take_turns
 from specjax.errors import InputError, shown
-from specjax.methods.block.drafter import BlockDrafter
-from specjax.methods.corpus.drafter import Corpus
-from specjax.methods.draft_model.drafter import DraftModel
-from specjax.methods.eagle.drafter import EagleDrafter
-from specjax.methods.early_exit import EarlyExit
-from specjax.methods.layer_skip import LayerSkip
-from specjax.methods.lookahead import Lookahead
-from specjax.methods.lookup import Lookup
-from specjax.methods.medusa.drafter import MedusaDrafter
-from specjax.methods.mtp import MtpDrafter
-from specjax.methods.ngram import Ngram
-from specjax.methods.quantized import Quantized
-from specjax.methods.simulated import Simulated
-from specjax.methods.sparse_kv import SparseKV
-from specjax.methods.suffix import Suffix
-from specjax.methods.token_recycling import TokenRecycling
+from specjax.methods.block.method import DFLASH, DSPARK
+from specjax.methods.corpus.method import CORPUS
+from specjax.methods.draft_model.method import DRAFT_MODEL
+from specjax.methods.eagle.method import EAGLE, EAGLE3
+from specjax.methods.early_exit import EARLY_EXIT
+from specjax.methods.layer_skip import LAYER_SKIP
+from specjax.methods.lookahead import LOOKAHEAD
+from specjax.methods.lookup import LOOKUP
+from specjax.methods.medusa.method import MEDUSA
+from specjax.methods.method import Method
+from specjax.methods.mtp import MTP
+from specjax.methods.ngram import NGRAM
+from specjax.methods.none import NONE
+from specjax.methods.quantized import QUANTIZED
+from specjax.methods.simulated import SIMULATED
+from specjax.methods.sparse_kv import SPARSE_KV
+from specjax.methods.suffix import SUFFIX
+from specjax.methods.token_recycling import TOKEN_RECYCLING
+from specjax.models.head_config import HeadConfig
 
-DRAFTERS: dict[str, type[Drafter]] = {
-    "none": NoDrafter,
-    "ngram": Ngram,
-    "suffix": Suffix,
-    "corpus": Corpus,
-    "draft_model": DraftModel,
-    "early_exit": EarlyExit,
-    "layer_skip": LayerSkip,
-    "quantized": Quantized,
-    "sparse_kv": SparseKV,
-    "medusa": MedusaDrafter,
-    "eagle": EagleDrafter,
-    "eagle3": EagleDrafter,
-    "mtp": MtpDrafter,
-    "dflash": BlockDrafter,
-    "dspark": BlockDrafter,
-    "token_recycling": TokenRecycling,
-    "lookahead": Lookahead,
-    "lookup": Lookup,
-    "simulated": Simulated,
+METHODS: dict[str, Method] = {
+    method.name: method
+    for method in (
+        NONE,
+        NGRAM,
+        SUFFIX,
+        CORPUS,
+        DRAFT_MODEL,
+        EARLY_EXIT,
+        LAYER_SKIP,
+        QUANTIZED,
+        SPARSE_KV,
+        MEDUSA,
+        EAGLE,
+        EAGLE3,
+        MTP,
+        DFLASH,
+        DSPARK,
+        TOKEN_RECYCLING,
+        LOOKAHEAD,
+        LOOKUP,
+        SIMULATED,
+    )
 }
+"""The records of all methods by name, in the order in which they are listed."""
+DRAFTERS: dict[str, type[Drafter]] = {name: method.drafter for name, method in METHODS.items()}
 """The classes of drafters by name."""
+TRAINED = tuple(name for name, method in METHODS.items() if method.needs.weights)
+"""The names of drafters that need trained weights; some of these come with specjax."""
+HEADS: dict[str, type[HeadConfig]] = {
+    name: method.head for name, method in METHODS.items() if method.head is not None
+}
+"""The classes of the configs of heads by kind, the name of the method that they are for."""
 JOINTS: dict[str, Callable[..., LoadedDrafter]] = {"+": take_turns, "|": merge_drafters}
 """The signs that join names of drafters, and the functions that join the drafters."""
-TRAINED = tuple(name for name, kind in DRAFTERS.items() if kind.trained)
-"""The names of drafters that need trained weights; some of these come with specjax."""
 
 
 def all_registered(drafters: Iterable[Drafter]) -> bool:
@@ -65,16 +76,16 @@ def all_registered(drafters: Iterable[Drafter]) -> bool:
     )
 
 
-def registered(name: str) -> type[Drafter]:
-    """Return the class of the drafter `name`; raise InputError if it is unknown."""
-    if name not in DRAFTERS:
-        near = difflib.get_close_matches(name, DRAFTERS, n=1)
+def registered(name: str) -> Method:
+    """Return the record of the method `name`; raise InputError if it is unknown."""
+    if name not in METHODS:
+        near = difflib.get_close_matches(name, METHODS, n=1)
         hint = f"did you mean {near[0]}? " if near else ""
         raise InputError(
-            f"drafter={shown(name)} is unknown: {hint}use {', '.join(DRAFTERS)} or "
+            f"drafter={shown(name)} is unknown: {hint}use {', '.join(METHODS)} or "
             "package.module:function"
         )
-    return DRAFTERS[name]
+    return METHODS[name]
 
 
 def joint_of(name: str) -> str:

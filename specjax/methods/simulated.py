@@ -8,16 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, UInt32
 
 from specjax import trees
+from specjax.core.draft_length import DRAFT_TOKENS
 from specjax.core.drafter import Context, Drafter, LoadedDrafter, Noise
 from specjax.fields import Items, Number, Whole, check_instance
 from specjax.loading.model import Model
+from specjax.methods.method import Method
 from specjax.sampling import text_digest
 from specjax.trees import Draft
 
@@ -37,14 +39,14 @@ class Replay(NamedTuple):
 class Simulated(Drafter):
     """A drafter that replays a plain run, with each token correct at the rate `acceptance`.
 
-    `load` makes its parameters from `continuations[i]` for prompt i: the token ids of plain
+    `of_target` makes its parameters from `continuations[i]` for prompt i: the token ids of plain
     decoding, in the order of the prompts. Decoding emits the same tokens, so that they are correct,
     if it is greedy or `coupled` with the same seed. The wrong tokens depend only on `mistake_seed`,
     the prompt and the position. Raises InputError for a rate outside [0, 1] or missing
     continuations.
     """
 
-    alone: ClassVar[str] = "it is recorded for one run"
+    num_speculative_tokens: Annotated[int, DRAFT_TOKENS] = 4
     # These fields determine only the parameters: drafters that differ in them share programs.
     acceptance: Annotated[float, Number(0.0, 1.0)] = field(default=0.8, compare=False)
     """The probability that a draft token is right."""
@@ -55,17 +57,14 @@ class Simulated(Drafter):
         check_instance(self, "drafter.")
 
     @classmethod
-    def load(
+    def of_target(
         cls,
-        name: str,
         target: Model,
-        path: Any = None,
         *,
         continuations: Annotated[Sequence[Sequence[int]], CONTINUATIONS],
         **options: Any,
     ) -> LoadedDrafter:
         """Return the drafter that replays `continuations`; raise InputError if they are invalid."""
-        del name, path
         CONTINUATIONS.check("drafter.continuations", continuations)
         drafter = cls(**options)
         return LoadedDrafter(drafter, drafter.replay(continuations, target.config.vocab_size))
@@ -96,3 +95,14 @@ class Simulated(Drafter):
         known = params.tokens.at[context.index[:, None], offset].get(mode="fill", fill_value=-1)
         count = jnp.minimum((known >= 0).sum(axis=1), context.limit)
         return trees.chain(jnp.maximum(known, 0), count.astype(jnp.int32)), state
+
+
+SIMULATED = Method(
+    name="simulated",
+    paper="",
+    drafter=Simulated,
+    of_target=Simulated.of_target,
+    alone="it is recorded for one run",
+    in_all=False,
+    replays=True,
+)

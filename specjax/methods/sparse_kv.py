@@ -26,6 +26,7 @@ from specjax.fields import Instance, Number, Whole
 from specjax.loading.model import Model
 from specjax.loading.quantize import in_stacked_form, quantized_model
 from specjax.methods.heads.own_cache import SINKS
+from specjax.methods.method import Method
 from specjax.methods.self_drafter import SelfDrafter
 from specjax.models.decoder import QUERIES, Decoder
 from specjax.models.layers.attention import CACHE_BLOCK, group_queries, most_attended
@@ -89,12 +90,11 @@ class SparseKV(SelfDrafter):
             )
 
     @classmethod
-    def load(cls, name: str, target: Model, path: Any = None, **options: Any) -> LoadedDrafter:
+    def of_target(cls, target: Model, **options: Any) -> LoadedDrafter:
         """Return the drafter for a target; with `weights`, with a quantized copy of its parameters.
 
         Raises InputError for a target with sliding windows.
         """
-        del name, path
         drafter, params = cls(target.architecture, **options), ()
         if drafter.weights is not None:
             stacked, remedy = in_stacked_form(target), "the target's weights, without this option"
@@ -209,3 +209,13 @@ def _of_rows(rows: Bool[Array, "B"]) -> Bool[Array, "B 1 1 1"]:
 def _slots(count: int) -> Int[Array, "1 T"]:
     """Return the slots of a cache for `count` tokens, which attention reads in whole blocks."""
     return jnp.arange(-(-count // CACHE_BLOCK) * CACHE_BLOCK)[None, :]
+
+
+SPARSE_KV = Method(
+    name=SparseKV.name,
+    paper="2408.11049",
+    drafter=SparseKV,
+    of_target=SparseKV.of_target,
+    not_offered="on short texts it is the target itself; start the server with it",
+    in_all=False,
+)

@@ -25,6 +25,7 @@ from specjax.core.growth.tree_options import TREE, TreeOptions
 from specjax.distributed.sharding import constrain_rows
 from specjax.errors import InputError
 from specjax.fields import Number, Whole, check_instance, optional
+from specjax.methods.method import Method, VllmMethod
 from specjax.methods.ngram import copied_tokens
 from specjax.trees import Draft, DynamicTree, RankedTree
 
@@ -197,3 +198,19 @@ def counted(
     alike = known[:, :, None] & known[:, None, :]
     by_depth = jnp.arange(continuations.shape[2]), jnp.moveaxis(continuations, 2, 0)
     return lax.scan(extend, alike, by_depth)[1]
+
+
+SUFFIX = Method(
+    name="suffix",
+    paper="2411.04975",
+    drafter=Suffix,
+    vllm=VllmMethod(
+        keys={
+            "suffix_decoding_max_spec_factor": None,
+            "suffix_decoding_max_tree_depth": None,
+            "suffix_decoding_min_token_prob": None,
+        },
+        length_key="suffix_decoding_max_tree_depth",
+        options=dict,
+    ),
+)

@@ -25,6 +25,7 @@ from specjax.distributed.sharding import constrain_rows
 from specjax.errors import InputError
 from specjax.fields import Whole, check_instance, optional
 from specjax.loading.model import Model
+from specjax.methods.method import Method
 from specjax.trees import Draft, DynamicTree, RankedTree
 
 _RATES = (
@@ -84,9 +85,8 @@ class TokenRecycling(Drafter):
             )
 
     @classmethod
-    def load(cls, name: str, target: Model, path: Any = None, **options: Any) -> LoadedDrafter:
+    def of_target(cls, target: Model, **options: Any) -> LoadedDrafter:
         """Return the drafter for a target's vocabulary."""
-        del name, path
         return LoadedDrafter(cls(target.config.vocab_size, **options))
 
     @property
@@ -167,3 +167,11 @@ class TokenRecycling(Drafter):
         last = computed & ~(same_token & (step[None, :] > step[:, None])[None]).any(axis=2)
         where = jnp.where(last, tokens, self.vocab_size)
         return put(state, where, target_pass.features[feature_name(self.num_candidates)])
+
+
+TOKEN_RECYCLING = Method(
+    name=TokenRecycling.name,
+    paper="2408.08696",
+    drafter=TokenRecycling,
+    of_target=TokenRecycling.of_target,
+)

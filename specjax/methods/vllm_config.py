@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,25 +18,15 @@ from specjax.fields import Whole, optional
 from specjax.files.json_files import parse_json
 from specjax.files.path_checks import user_path
 from specjax.loading.model import Model
-from specjax.methods.heads.find_head import kind_of_head, read_any_head
+from specjax.methods import registry
+from specjax.methods.find_head import kind_of_head, read_any_head
 from specjax.methods.make import head_drafter, make_drafter
-from specjax.methods.suffix import Suffix
+from specjax.methods.method import Method
+from specjax.methods.simulated import SIMULATED
+from specjax.models.head_config import HeadConfig
 
-METHODS = (
-    "ngram",
-    "suffix",
-    "draft_model",
-    "medusa",
-    "eagle",
-    "eagle3",
-    "mtp",
-    "dflash",
-    "dspark",
-)
-_NGRAM = ("ngram", "[ngram]", "ngram_gpu", "prompt_lookup")
-"""vLLM's names of prompt lookup, as a method or in place of a model."""
-_MTP_OF_A_MODEL = "_mtp"
-"""The suffix of vLLM's older names of `mtp`: deepseek_mtp, mimo_mtp, glm4_moe_mtp and others."""
+METHODS = {name: method for name, method in registry.METHODS.items() if method.vllm is not None}
+"""The methods that vLLM has, by the name that both have for them."""
 _RULES = {
     "standard": "rejection",
     "block": "block",
@@ -45,15 +34,6 @@ _RULES = {
     "strict": "rejection",
     "probabilistic": "rejection",
 }
-_KEYS_OF = {
-    "ngram": ("prompt_lookup_max", "prompt_lookup_min"),
-    "suffix": (
-        "suffix_decoding_max_spec_factor",
-        "suffix_decoding_max_tree_depth",
-        "suffix_decoding_min_token_prob",
-    ),
-}
-"""The keys that only one method accepts, by method."""
 _SAMPLE_METHODS = ("greedy", "probabilistic")
 _KEYS = (
     "method",
@@ -62,7 +42,7 @@ _KEYS = (
     "num_speculative_tokens_per_batch_size",
     "rejection_sample_method",
     "draft_sample_method",
-    *itertools.chain.from_iterable(_KEYS_OF.values()),
+    *(key for method in METHODS.values() for key in method.vllm.keys),
 )
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "acceptance_method": ("rejection_sampler",),
@@ -130,31 +110,29 @@ def from_vllm_speculative_config(config: Mapping[str, Any] | str, target: Model)
     settings = _parse(config)
     method = _method(settings, target)
     length = _whole(settings, "num_speculative_tokens")
-    if length is None and method == "mtp" and target.mtp is not None:
-        length = target.mtp.config.num_modules
-    if length is None and method == "suffix":
-        length = _whole(settings, "suffix_decoding_max_tree_depth")
-        length = Suffix.suffix_decoding_max_tree_depth if length is None else length
+    if length is None and (own := _own_config(method, target)) is not None:
+        length = own.num_modules
+    if length is None and (key := method.vllm.length_key):
+        length = _whole(settings, key)
+        length = getattr(method.drafter, key) if length is None else length
     if length is None:
         raise _fail(settings, "num_speculative_tokens", "is needed")
     schedule = _schedule(settings)
     rule = settings.get("rejection_sample_method") or "standard"
     if rule not in tuple(_RULES):
-        hint = "; for given acceptance rates there is the drafter 'simulated'"
+        hint = f"; for given acceptance rates there is the drafter {SIMULATED.name!r}"
         remedy = f"use {' or '.join(list(_RULES)[:2])}{hint if rule == 'synthetic' else ''}"
         raise _fail(settings, "rejection_sample_method", remedy)
     drawn = "probabilistic" if rule == "probabilistic" else "greedy"
     sample = settings.get("draft_sample_method") or drawn
     if sample not in _SAMPLE_METHODS:
         raise _fail(settings, "draft_sample_method", f"use {' or '.join(_SAMPLE_METHODS)}")
-    for taker, keys in _KEYS_OF.items():
-        for key in keys:
-            if key in settings and method != taker:
-                raise _fail(settings, key, f"{method} does not take it; leave it out")
-    if method == "ngram":
-        drafter = _ngram(settings, target)
-    elif method == "suffix":
-        drafter = _suffix(settings, target)
+    for taker in METHODS.values():
+        for key in taker.vllm.keys:
+            if key in settings and method is not taker:
+                raise _fail(settings, key, f"{method.name} does not take it; leave it out")
+    if method.vllm.options is not None:
+        drafter = _without_model(settings, method, target)
     else:
         drafter = _with_model(settings, method, sample, target)
     value = dataclasses.replace(drafter.drafter, num_speculative_tokens=length)
@@ -187,30 +165,38 @@ def _whole(settings: dict[str, Any], key: str) -> int | None:
     return optional(Whole(1)).check(f"speculative_config.{key}", settings.get(key))
 
 
-def _method(settings: dict[str, Any], target: Model) -> str:
+def _method(settings: dict[str, Any], target: Model) -> Method:
     """Return the method of a config; as in vLLM, the model may imply it."""
-    method, model = settings.get("method"), settings.get("model")
-    if method is None:
+    name, model = settings.get("method"), settings.get("model")
+    if name is None:
         if model is None:
             raise _fail(settings, "method", f"is needed; use {', '.join(METHODS)}")
         return _method_of(model, target)
-    if method in _NGRAM:
-        return "ngram"
-    if isinstance(method, str) and method.endswith(_MTP_OF_A_MODEL):
-        return "mtp"
-    if method not in METHODS:
-        raise _fail(settings, "method", f"is not supported; use {', '.join(METHODS)}")
-    return method
+    for method in METHODS.values():
+        ending = method.vllm.ending
+        if name in (method.name, *method.vllm.aliases):
+            return method
+        if ending and isinstance(name, str) and name.endswith(ending):
+            return method
+    raise _fail(settings, "method", f"is not supported; use {', '.join(METHODS)}")
 
 
-def _method_of(model: Any, target: Model) -> str:
-    """Return the method that `model` implies: ngram, mtp, the kind of a head, or draft_model."""
-    if model in _NGRAM:
-        return "ngram"
-    if target.mtp is not None and model == target.name:
-        return "mtp"
+def _method_of(model: Any, target: Model) -> Method:
+    """Return the method that `model` implies: by its name, or the kind of head or model it is."""
+    for method in METHODS.values():
+        if model in method.vllm.aliases:
+            return method
+        if model == target.name and _own_config(method, target) is not None:
+            return method
     path = user_path("speculative_config.model", model) if isinstance(model, str) else None
-    return (path and kind_of_head(path)) or "draft_model"
+    if path is not None and (kind := kind_of_head(path)) is not None:
+        return METHODS[kind]
+    return next(method for method in METHODS.values() if method.of_model is not None)
+
+
+def _own_config(method: Method, target: Model) -> HeadConfig | None:
+    """Return the config of the head for a method that the target brings with it, or None."""
+    return None if method.own_head is None else method.own_head.config(target)
 
 
 def _schedule(settings: dict[str, Any]) -> tuple[tuple[int, int, int], ...]:
@@ -226,53 +212,41 @@ def _schedule(settings: dict[str, Any]) -> tuple[tuple[int, int, int], ...]:
     return tuple(tuple(entry) for entry in entries)
 
 
-def _without_model(settings: dict[str, Any], method: str, *names: str) -> None:
-    """Raise InputError if the settings have a model or a way of sampling.
+def _without_model(settings: dict[str, Any], method: Method, target: Model) -> LoadedDrafter:
+    """Return the drafter of a method that copies tokens, which uses no model and draws none.
 
-    Methods that copy tokens use neither; `names` are the values of `model` that mean the method
-    itself.
+    Raises InputError if the settings have a model, unless it means the method itself, or a way of
+    sampling.
     """
-    if settings.get("model", method) not in names:
-        raise _fail(settings, "model", f"{method} takes no model; leave it out")
+    if settings.get("model", method.name) not in (method.name, *method.vllm.aliases):
+        raise _fail(settings, "model", f"{method.name} takes no model; leave it out")
     if settings.get("draft_sample_method", "greedy") != "greedy":
         raise _fail(
             settings,
             "draft_sample_method",
-            f"{method} has no distribution to draw from; leave it out",
+            f"{method.name} has no distribution to draw from; leave it out",
         )
+    values = {
+        key: value if kind is None else kind.check(f"speculative_config.{key}", value)
+        for key, kind in method.vllm.keys.items()
+        if (value := settings.get(key)) is not None
+    }
+    return make_drafter(method.name, target, **method.vllm.options(values))
 
 
-def _ngram(settings: dict[str, Any], target: Model) -> LoadedDrafter:
-    """Return prompt lookup as in vLLM: the earliest longest match, with bounds of 5 by default."""
-    _without_model(settings, "ngram", *_NGRAM)
-    high, low = _whole(settings, "prompt_lookup_max"), _whole(settings, "prompt_lookup_min")
-    return make_drafter(
-        "ngram",
-        target,
-        prompt_lookup_max=high or low or 5,
-        prompt_lookup_min=low or high or 5,
-        match="earliest",
-    )
-
-
-def _suffix(settings: dict[str, Any], target: Model) -> LoadedDrafter:
-    """Return suffix decoding of the row's own text, as a chain, with vLLM's defaults."""
-    _without_model(settings, "suffix", "suffix")
-    return make_drafter(
-        "suffix", target, **{key: settings[key] for key in _KEYS_OF["suffix"] if key in settings}
-    )
-
-
-def _with_model(settings: dict[str, Any], method: str, sample: str, target: Model) -> LoadedDrafter:
-    model = settings.get("model")
-    if method == "mtp" and model in (None, target.name):
-        return make_drafter(method, target, draft_sample_method=sample)
+def _with_model(
+    settings: dict[str, Any], method: Method, sample: str, target: Model
+) -> LoadedDrafter:
+    """Return the drafter of a method with a head or a model of its own, or the target's head."""
+    name, model = method.name, settings.get("model")
+    if method.own_head is not None and model in (None, target.name):
+        return make_drafter(name, target, draft_sample_method=sample)
     if not isinstance(model, str) or not model:
-        raise _fail(settings, "model", f"{method} needs a directory or a name")
+        raise _fail(settings, "model", f"{name} needs a directory or a name")
     path = user_path("speculative_config.model", model)
-    if method == "draft_model" and kind_of_head(path) is None:
-        return make_drafter(method, target, path=model, draft_sample_method=sample)
+    if method.of_model is not None and kind_of_head(path) is None:
+        return make_drafter(name, target, path=model, draft_sample_method=sample)
     head = read_any_head(model, target, "speculative_config.model", layer_ids="input")
-    if head.kind != method:
+    if head.kind != name:
         raise _fail(settings, "method", f"{model} is a head of the kind {head.kind}")
     return head_drafter(head, target, draft_sample_method=sample)

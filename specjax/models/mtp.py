@@ -19,6 +19,7 @@ from specjax.core.draft_vocabulary import check_draft_vocab_size
 from specjax.errors import InputError
 from specjax.fields import Whole, check_instance
 from specjax.models.config import DecoderConfig
+from specjax.models.head_config import HeadConfig
 from specjax.models.layers.decoder_layer import embed
 from specjax.models.pair_head import PairHead
 from specjax.models.parameter_table import linear, norm_table
@@ -33,7 +34,7 @@ Recursion = Literal["normed", "raw"]
 
 
 @dataclass(frozen=True)
-class MtpConfig:
+class MtpConfig(HeadConfig):
     """The shape of MTP modules, and the conventions in which checkpoints differ.
 
     `decoder` describes the layer of each of the `num_modules` modules, with the target's width and
@@ -66,12 +67,12 @@ class MtpConfig:
         check_draft_vocab_size(self.draft_vocab_size, self.decoder.vocab_size)
 
     @property
-    def shares_output(self) -> bool:
-        """Whether logits are computed with the target's output head, from the modules' features."""
-        return True
+    def kind(self) -> str:
+        """The kind of head."""
+        return "mtp"
 
     @property
-    def taps(self) -> tuple[str, ...]:
+    def features(self) -> tuple[str, ...]:
         """The name of the target's feature that module 0 reads."""
         return (self.hidden,)
 

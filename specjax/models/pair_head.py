@@ -38,7 +38,7 @@ class PairConfig(Protocol):
         """The number of logits (Vd)."""
 
     @property
-    def taps(self) -> tuple[str, ...]:
+    def features(self) -> tuple[str, ...]:
         """The names of the target's features that module 0 reads."""
 
     @property

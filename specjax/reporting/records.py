@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any
 
+from specjax.core.none import PLAIN_DECODING
 from specjax.engine.compare_outputs import Difference, NearTie
 from specjax.engine.prompts import LARGEST_ID, task_of
 from specjax.errors import InputError, printable, shown
@@ -274,7 +275,7 @@ class Run(RunHeader):
 
         None for "auto" and for a run that drafted nothing.
         """
-        if self.drafter == "none":
+        if self.drafter == PLAIN_DECODING:
             return None
         length = str(self.config.get("num_speculative_tokens"))
         if length in ("None", "fixed"):

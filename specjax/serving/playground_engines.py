@@ -19,15 +19,16 @@ import anyio.to_thread
 from specjax.controllers import Auto, Controller, Limits, StepRecord, StepSizes
 from specjax.controllers.auto import AutoState
 from specjax.controllers.fixed import up_to
-from specjax.drafters import DRAFTERS, LoadedDrafter, check_options, make_drafter
+from specjax.drafters import LoadedDrafter, check_options, make_drafter
 from specjax.engine.engine import Engine
 from specjax.engine.options import AUTO, FIXED, RULE_NAME
 from specjax.engine.sampling_params import SamplingParams
 from specjax.engine.session import Session, plan_engine
 from specjax.errors import InputError
 from specjax.fields import Choice, Either, Whole
-from specjax.methods.heads.find_head import shipped_heads
-from specjax.methods.registry import TRAINED
+from specjax.methods.find_head import shipped_heads
+from specjax.methods.ngram import NGRAM
+from specjax.methods.registry import METHODS, TRAINED
 from specjax.sampling import RULES
 from specjax.serving.engine_thread import EngineThread, warm_up
 from specjax.serving.requests import RequestError, refused
@@ -36,12 +37,6 @@ MOST_ENGINES = 3
 """The most engines of the playground; the one not used for longest makes room for another."""
 _MOST_ASKING = 16
 """Requests of the playground that may run or wait at once."""
-_NOT_OFFERED = {
-    "none": "a draft length of 0 is plain decoding",
-    "layer_skip": "the model reads a text to choose its layers; start the server with it",
-    "sparse_kv": "on short texts it is the target itself; start the server with it",
-    "quantized": "it needs another copy of the weights; start the server with it",
-}
 
 
 class ChosenLength(Controller):
@@ -148,8 +143,8 @@ class PlaygroundEngines:
         Nothing large is loaded, but this takes a moment.
         """
         heads = shipped_heads().get(self._session.model.name, [])
-        joined = [f"ngram+{kind}" for kind in heads if not DRAFTERS[kind].alone]
-        names = dict.fromkeys((*self._own, *DRAFTERS, *joined))
+        joined = [_with_lookup(kind) for kind in heads if not METHODS[kind].alone]
+        names = dict.fromkeys((*self._own, *METHODS, *joined))
         return {name: self._offer(name, heads) for name in names}
 
     def read(self, values: dict[str, Any]) -> Setting:
@@ -158,7 +153,7 @@ class PlaygroundEngines:
         Raises RequestError for an invalid setting.
         """
         default = self.default
-        names = (*dict.fromkeys((*self._own, *DRAFTERS, *(f"ngram+{one}" for one in TRAINED))),)
+        names = (*dict.fromkeys((*self._own, *METHODS, *map(_with_lookup, TRAINED))),)
         given = {name: values.pop(name, getattr(default, name)) for name in vars(default)}
         kinds = {
             "drafter": Choice(names),
@@ -276,8 +271,8 @@ class PlaygroundEngines:
         """Return why a drafter cannot be made, or None."""
         if name in self._own:
             return None
-        if name in _NOT_OFFERED:
-            return _NOT_OFFERED[name]
+        if name in METHODS and (reason := METHODS[name].not_offered):
+            return reason
         if missing := [part for part in _trained_parts(name) if part not in heads]:
             return (
                 f"no {missing[0]} head comes with specjax for {self._session.model.name}; start "
@@ -297,6 +292,11 @@ def _own_drafters(session: Session) -> dict[str, LoadedDrafter]:
         part.name: LoadedDrafter(part, own) for part, own in zip(turns.parts, params, strict=True)
     }
     return {turns.name: session.drafter, **alone}
+
+
+def _with_lookup(name: str) -> str:
+    """Return the name of a drafter that takes turns with prompt lookup."""
+    return f"{NGRAM.name}+{name}"
 
 
 def _trained_parts(name: str) -> list[str]:

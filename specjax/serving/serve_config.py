@@ -9,7 +9,6 @@ from typing import Annotated, Any
 
 from specjax.cli.config_file import config_of
 from specjax.cli.decode_config import (
-    SIMULATED,
     DecodeConfig,
     DecodeFields,
     DecodingFields,
@@ -101,9 +100,9 @@ def read_serve_config(written: Mapping[str, Any]) -> ServeConfig:
         raise InputError(
             f"drafter.name={name!r}: a server has one drafter; name one, or join them by + or |"
         )
-    if decoding.drafters[0].name == SIMULATED:
+    if (drafter := decoding.drafters[0]).replays:
         raise InputError(
-            f"drafter.name={SIMULATED!r}: it drafts the tokens of an earlier plain run, which a "
+            f"drafter.name={drafter.name!r}: it drafts the tokens of an earlier plain run, which a "
             "server does not have; use another drafter"
         )
     options = replace(decoding.options, rounds_per_step=given.rounds_per_step, seed=given.seed)

@@ -25,7 +25,7 @@ from specjax.engine.sampling_params import SamplingParams
 from specjax.engine.session import plan_session
 from specjax.errors import InputError, shown
 from specjax.loading.model import Model
-from specjax.methods.heads.acceptance_rates import known_acceptance
+from specjax.methods.acceptance_rates import known_acceptance
 from specjax.trees import FastestTree, RankedTree, Rates, best_tree, fastest_tree
 from specjax.tuning import measure_costs, round_seconds
 

@@ -104,7 +104,7 @@ def distill_method(
         return distill_loss(model, params, ids, batch, loss)
 
     def head_of(params: Any, training: dict[str, Any]) -> Head:
-        return Head("draft_model", config, params, draft_ids, TargetMetadata.of(target), training)
+        return Head(config.kind, config, params, draft_ids, TargetMetadata.of(target), training)
 
     return Method("draft_model", ("final_norm",), init, loss_of, head_of, layers=config.decoder)
 

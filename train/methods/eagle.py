@@ -100,7 +100,6 @@ def eagle_method(
     """
     head = Eagle(config, jnp.dtype(jnp.float32), multiply)
     ids = None if draft_ids is None else jnp.asarray(draft_ids)
-    kind = "eagle3" if config.version == 3 else "eagle"
 
     def init(key: Key[Array, ""]) -> dict[str, Any]:
         params = meta.unbox(head.init(key))
@@ -115,10 +114,10 @@ def eagle_method(
         return eagle_loss(head, params, target_params, ids, batch, key, loss)
 
     def head_of(params: Any, training: dict[str, Any]) -> Head:
-        return Head(kind, config, params, draft_ids, TargetMetadata.of(target), training)
+        return Head(config.kind, config, params, draft_ids, TargetMetadata.of(target), training)
 
     features = tuple(dict.fromkeys((*config.taps, "final_norm")))
-    return Method(kind, features, init, loss_of, head_of, layers=config.decoder)
+    return Method(config.kind, features, init, loss_of, head_of, layers=config.decoder)
 
 
 def from_target(

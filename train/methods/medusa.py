@@ -81,7 +81,7 @@ def medusa_method(
         return total, heads_measures(loss, scores, batch.labels, {})
 
     def head_of(params: Any, training: dict[str, Any]) -> Head:
-        return Head("medusa", config, params, draft_ids, TargetMetadata.of(target), training)
+        return Head(config.kind, config, params, draft_ids, TargetMetadata.of(target), training)
 
     return Method("medusa", ("final_norm",), init, loss_of, head_of)
 

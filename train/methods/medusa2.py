@@ -102,7 +102,7 @@ def medusa2_method(
 
     def head_of(params: Any, training: dict[str, Any]) -> Head:
         metadata = TargetMetadata.of(target)
-        return Head("medusa", config, params["heads"], draft_ids, metadata, training)
+        return Head(config.kind, config, params["heads"], draft_ids, metadata, training)
 
     def model_of(params: Any) -> Model:
         return with_params(target, params["target"])

@@ -23,7 +23,7 @@ from specjax.files import folders
 from specjax.files.path_checks import output_folder
 from specjax.loading.checkpoints import save_checkpoint
 from specjax.loading.load import DEFAULT_MODEL
-from specjax.methods.heads.head import save_head
+from specjax.methods.saved_heads import save_head
 from specjax.reporting import decode_report
 from train.data import shipped
 from train.data.combined_datasets import split_names

@@ -11,11 +11,13 @@ of them, are verified exactly.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax import lax
 from jaxtyping import Array, Float, Int
@@ -27,10 +29,13 @@ from specjax.core.growth.tree_options import MOST_TOPK, TREE, USUAL_NODES, TreeO
 from specjax.loading.formats.build_parameters import can_split
 from specjax.loading.model import Model
 from specjax.methods.block.head import Block
+from specjax.methods.block.rows import run_blocks
+from specjax.methods.heads.examined import BLOCK, Variation
 from specjax.methods.heads.head import Head
 from specjax.methods.heads.head_drafter import HeadDrafter
 from specjax.methods.heads.own_cache import OwnCacheDrafter
 from specjax.methods.heads.shared_parameters import share_anew
+from specjax.models.config import DecoderConfig
 from specjax.trees import Draft
 
 
@@ -54,6 +59,9 @@ class BlockDrafter(OwnCacheDrafter, HeadDrafter):
     that are longer than a block.
     """
 
+    paired_with: ClassVar[str] = "position t"
+    taps_field: ClassVar[str] = "target_layer_ids, of outputs, or aux_hidden_state_layer_ids"
+    applies_window: ClassVar[bool] = False
     head: Block = field(kw_only=False)
 
     def __post_init__(self) -> None:
@@ -99,7 +107,27 @@ class BlockDrafter(OwnCacheDrafter, HeadDrafter):
     @property
     def features(self) -> tuple[str, ...]:
         """The names of the target's features that the head reads, joined."""
-        return self.head.config.taps
+        return self.head.config.features
+
+    @property
+    def layers_config(self) -> DecoderConfig:
+        """The config of the head's layers."""
+        return self.head.config.decoder
+
+    @property
+    def fuses_taps(self) -> bool:
+        """True: `fc` reads the target's features, joined."""
+        return True
+
+    @property
+    def mask_token_id(self) -> int:
+        """The token whose embedding stands for tokens to be drafted."""
+        return self.head.config.mask_token_id
+
+    @property
+    def has_confidence(self) -> bool:
+        """Whether the head estimates the probability that a draft token is accepted."""
+        return self.head.config.confidence
 
     @property
     def following_tokens(self) -> int:
@@ -173,3 +201,85 @@ class BlockDrafter(OwnCacheDrafter, HeadDrafter):
         window = self.head.context(params, fused, positions)
         slots = jnp.broadcast_to(step, positions.shape)
         return State(commit(state.cache, window, slots, accepted.count))
+
+    def teacher_forced(
+        self,
+        params: Any,
+        tokens: Int[Array, "T"],
+        features: dict[str, Float[Array, "1 T D"]],
+        window: Int[Array, ""] | np.integer,
+        labels: Int[Array, "A"],
+    ) -> list[Float[Array, "A Vd"]]:
+        """Return the logits of the drafts that begin at `labels`, each given the true token before.
+
+        A block reads the features of the latest `window` positions before its root.
+        """
+        logits = []
+        for state, before in self._forced_states(params, tokens, features, window, labels):
+            unary = self.head.logits(params, state)
+            candidates = self.head.candidates(unary)
+            logits.append(self.head.logits_after(params, unary, candidates, state, before)[0])
+        return logits
+
+    def teacher_forced_confidence(
+        self,
+        params: Any,
+        tokens: Int[Array, "T"],
+        features: dict[str, Float[Array, "1 T D"]],
+        window: Int[Array, ""] | np.integer,
+        labels: Int[Array, "A"],
+    ) -> Float[Array, "A K"]:
+        """Return the logits of estimated acceptance, of each draft token after the true one."""
+        logits = [
+            self.head.confidence_logit(params, state, self.head.embed_previous(params, before))[0]
+            for state, before in self._forced_states(params, tokens, features, window, labels)
+        ]
+        return jnp.stack(logits, axis=-1)
+
+    def _forced_states(
+        self,
+        params: Any,
+        tokens: Int[Array, "T"],
+        features: dict[str, Float[Array, "1 T D"]],
+        window: Int[Array, ""] | np.integer,
+        labels: Int[Array, "A"],
+    ) -> list[tuple[Float[Array, "1 A D"], Int[Array, "1 A"]]]:
+        """Return the state of each draft token of blocks before `labels`, and the token before."""
+        positions, roots = jnp.arange(tokens.shape[0]), labels - 1
+        ago = roots[:, None] - positions[None, :]
+        drafts = self.num_speculative_tokens
+        states = run_blocks(
+            self.head,
+            params,
+            features,
+            positions[None],
+            tokens[roots][None],
+            roots[None],
+            ((ago > 0) & (ago <= window))[None],
+            drafts,
+        )
+        before = [jnp.minimum(roots + draft, tokens.shape[0] - 1) for draft in range(drafts)]
+        return [(states[:, :, draft], tokens[before[draft]][None]) for draft in range(drafts)]
+
+    def variations(self) -> Iterator[Variation]:
+        """Yield drafters with another block size, other attention in it, or other predictions."""
+        config, length = self.head.config, self.num_speculative_tokens
+        sizes = [length >> power for power in range(1, length.bit_length())]
+        if length < config.longest_draft:
+            sizes.append(config.longest_draft)
+        # A causal block's tokens do not depend on later slots.
+        for size in () if config.causal else sizes:
+            remedy = f"num_speculative_tokens={size}"
+            if size < length:
+                remedy += f", or block_size={config.num_slots(size)} in the head's config"
+            yield Variation(
+                BLOCK,
+                f"blocks of {size} drafted token(s) in place of {length}",
+                remedy,
+                replace(self, num_speculative_tokens=size),
+            )
+        if length > 1:
+            yield self.with_setting(BLOCK, "causal", not config.causal)
+        anchored = not config.sample_from_anchor
+        size = config.longest_draft + 1 - anchored
+        yield self.with_setting(BLOCK, "sample_from_anchor", anchored, block_size=size)

@@ -30,6 +30,7 @@ from specjax.errors import InputError
 from specjax.fields import Whole, check_instance
 from specjax.models.config import DecoderConfig, SlidingWindow
 from specjax.models.decoder import DEFAULT_FORM, Decoder, Form, attention
+from specjax.models.head_config import HeadConfig
 from specjax.models.layers.attention import Partial
 from specjax.models.layers.decoder_layer import DecoderLayer, embed, rotate_by
 from specjax.models.layers.layer_pass import write_window
@@ -44,12 +45,14 @@ Attend = Callable[
 """A function (layer, queries, keys, values) that returns the attention of a block's tokens."""
 Candidates = tuple[Float[Array, "B #A k"], Int[Array, "B #A k"]]
 """The logits of the k tokens of each slot that a selector chooses among, and their indices."""
+PARALLEL, SEQUENTIAL = "dflash", "dspark"
+"""The kinds of heads, and the drafters' names: DSpark's have a Markov or a confidence head."""
 _SIZES_OF_EXTRAS = {"conv_group_size": "conv_kernel_size", "selector_top_k": "selector_rank"}
 """Fields of `BlockConfig` with the one that must be above 0 for them to have an effect."""
 
 
 @dataclass(frozen=True)
-class BlockConfig:
+class BlockConfig(HeadConfig):
     """The shape of a block drafter.
 
     `decoder` describes its layers, with the target's width and vocabulary (V): Llama's, with or
@@ -122,17 +125,17 @@ class BlockConfig:
     @property
     def kind(self) -> str:
         """The kind of head and the drafter's name: dspark with a Markov or confidence head."""
-        return "dspark" if self.markov_rank or self.confidence else "dflash"
+        return SEQUENTIAL if self.markov_rank or self.confidence else PARALLEL
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """The names of the target's features that the head reads, joined."""
+        return self.taps
 
     @property
     def longest_draft(self) -> int:
         """The largest number of tokens that a block drafts (K)."""
         return self.block_size - 1 + self.sample_from_anchor
-
-    @property
-    def shares_output(self) -> bool:
-        """Whether logits are computed with the target's output head."""
-        return True
 
     @property
     def has_mask_embedding(self) -> bool:
@@ -182,6 +185,27 @@ class BlockConfig:
             }
         return table
 
+    def whole(
+        self, params: dict[str, Any], draft_ids: Int[np.ndarray, "Vd"]
+    ) -> tuple[HeadConfig, dict[str, Any]]:
+        """Return config and parameters with logits for all V tokens rather than `draft_ids`.
+
+        A Markov head or a selector has zeros outside the draft vocabulary.
+        """
+        vocab_size = self.target_vocab_size
+        if "markov" in params:
+            kernel = np.asarray(params["markov"]["projection"]["kernel"])
+            whole = np.zeros((len(kernel), vocab_size), kernel.dtype)
+            whole[:, draft_ids] = kernel
+            params = {**params, "markov": {**params["markov"], "projection": {"kernel": whole}}}
+        if "selector" in params:
+            rows = np.asarray(params["selector"]["successors"]["embedding"])
+            whole = np.zeros((vocab_size, rows.shape[1]), rows.dtype)
+            whole[draft_ids] = rows
+            selector = {**params["selector"], "successors": {"embedding": whole}}
+            params = {**params, "selector": selector}
+        return super().whole(params, draft_ids)
+
     def _convolution_table(self) -> dict[str, Any]:
         """Return the kernels of a sublayer's input and output, and what adds to them by input."""
         width, taps = self.decoder.hidden_size, self.conv_kernel_size
@@ -197,26 +221,6 @@ def default_taps(num_layers: int, count: int) -> tuple[str, ...]:
     outputs = [round(1 + index * (last - 1) / max(count - 1, 1)) for index in range(count)]
     inputs = sorted({min(output + 1, num_layers - 1) for output in outputs})
     return tuple(f"layer_input:{layer}" for layer in inputs)
-
-
-def with_whole_bias(
-    params: dict[str, Any], draft_ids: Int[np.ndarray, "Vd"], vocab_size: int
-) -> dict[str, Any]:
-    """Return parameters whose Markov head or selector has zeros outside a draft vocabulary.
-
-    Without either they are unchanged.
-    """
-    if "markov" in params:
-        kernel = np.asarray(params["markov"]["projection"]["kernel"])
-        whole = np.zeros((len(kernel), vocab_size), kernel.dtype)
-        whole[:, draft_ids] = kernel
-        params = {**params, "markov": {**params["markov"], "projection": {"kernel": whole}}}
-    if "selector" in params:
-        rows = np.asarray(params["selector"]["successors"]["embedding"])
-        whole = np.zeros((vocab_size, rows.shape[1]), rows.dtype)
-        whole[draft_ids] = rows
-        params = {**params, "selector": {**params["selector"], "successors": {"embedding": whole}}}
-    return params
 
 
 @dataclass(frozen=True)

@@ -73,11 +73,9 @@ class Corpus(Suffix):
             )
 
     @classmethod
-    def load(
+    def of_target(
         cls,
-        name: str,
         target: Model,
-        path: Any = None,
         *,
         corpus: CorpusFolder = None,
         **options: Any,
@@ -86,8 +84,7 @@ class Corpus(Suffix):
 
         `corpus` is the folder of the index. Raises InputError if it cannot be read.
         """
-        del name, path
-        cls.check_together(corpus=corpus, **options)
+        cls.check_texts(corpus=corpus, **options)
         drafter = cls(**options)
         texts = []
         if drafter.max_cached_requests:
@@ -99,7 +96,7 @@ class Corpus(Suffix):
         return LoadedDrafter(drafter, tuple(texts))
 
     @classmethod
-    def check_together(cls, *, corpus: str | None = None, **options: Any) -> None:
+    def check_texts(cls, *, corpus: str | None = None, **options: Any) -> None:
         """Raise InputError if there is neither a corpus nor cached requests to copy from."""
         if corpus is None and not cls(**options).max_cached_requests:
             raise InputError(

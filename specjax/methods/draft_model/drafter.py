@@ -9,10 +9,12 @@ of a prompt or by another drafter, are run through the model.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
@@ -24,14 +26,14 @@ from specjax.core.growth.level import Level
 from specjax.core.language_model import LanguageModel
 from specjax.distributed.sharding import constrain_rows
 from specjax.errors import InputError
-from specjax.files.path_checks import user_path
 from specjax.loading.load import load_draft_model, with_vocabulary
 from specjax.loading.model import Model
 from specjax.loading.quantize import float_model, in_stacked_form, quantized_model
-from specjax.methods.draft_model.head import ReducedDecoder
-from specjax.methods.heads.find_head import kind_of_head
+from specjax.methods.draft_model.head import KIND, ReducedDecoder
+from specjax.methods.draft_model.tokenizers import check_tokenizers
+from specjax.methods.heads.examined import WINDOW, Variation, within
 from specjax.methods.heads.head import Head
-from specjax.methods.heads.head_drafter import DraftWeights, check_tokenizers, load_head
+from specjax.methods.heads.head_drafter import HeadDrafter
 from specjax.methods.heads.own_cache import OwnCacheDrafter
 from specjax.methods.heads.shared_parameters import share_anew
 from specjax.models.config import SlidingWindow
@@ -58,7 +60,7 @@ class State:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DraftModel(OwnCacheDrafter):
+class DraftModel(OwnCacheDrafter, HeadDrafter):
     """A drafter that runs a separate, smaller model that shares the target's tokenizer.
 
     Either vocabulary may have extra tokens at its end, which are not drafted. If the model's logits
@@ -67,8 +69,8 @@ class DraftModel(OwnCacheDrafter):
     model that has its own or is no decoder.
     """
 
-    name: ClassVar[str] = "draft_model"
-    trained: ClassVar[bool] = True
+    name: ClassVar[str] = KIND
+    applies_window: ClassVar[bool] = False
     model: LanguageModel = field(kw_only=False)
 
     def __post_init__(self) -> None:
@@ -76,24 +78,14 @@ class DraftModel(OwnCacheDrafter):
         _with_window(self.model, self.attention_window)
 
     @classmethod
-    def load(
-        cls,
-        name: str,
-        target: Model,
-        path: Any = None,
-        *,
-        weights: DraftWeights = "auto",
-        **options: Any,
-    ) -> LoadedDrafter:
-        """Load a distilled head or a model from `path`, anything that `load_model` accepts.
+    def of_model(cls, path: Any, target: Model, weights: str, **options: Any) -> LoadedDrafter:
+        """Return a drafter for a model at `path`, which is anything that `load_model` accepts.
 
         `path` may also be a `Model`, whose kernels by default keep their bits; otherwise `weights`
         is the storage of the kernels (`DRAFT_WEIGHTS`). Raises InputError if loading fails, and for
         a model with a different tokenizer.
         """
         if not isinstance(path, Model):
-            if path is None or kind_of_head(user_path("drafter.path", path)) is not None:
-                return cls.of_head(*load_head(name, path, target, weights), target, **options)
             path = load_draft_model(path, target, weights, field="drafter.path")
         elif weights == "float":
             path = float_model(path)
@@ -130,8 +122,8 @@ class DraftModel(OwnCacheDrafter):
     @property
     def slides(self) -> bool:
         """Whether the model takes a window, and has no embedding of positions."""
-        decoder = self.model.decoder if isinstance(self.model, ReducedDecoder) else self.model
-        if not isinstance(decoder, Decoder):
+        decoder = self._decoder
+        if decoder is None:
             return False
         windowed = self.attention_window is None and any(decoder.config.windowed)
         return not (windowed or decoder.config.embedding.positions)
@@ -269,6 +261,63 @@ class DraftModel(OwnCacheDrafter):
         )
         count = jnp.clip(wanted_length - cache.length, 0, chunk)
         return commit(cache, result.window, jnp.broadcast_to(step, (batch, chunk)), count)
+
+    def teacher_forced(
+        self,
+        params: Any,
+        tokens: Int[Array, "T"],
+        features: dict[str, Float[Array, "1 T D"]],
+        window: Int[Array, ""] | np.integer,
+        labels: Int[Array, "A"],
+    ) -> list[Float[Array, "A Vd"]]:
+        """Return the logits of drafts after true tokens, of which the drafts' begin at `labels`.
+
+        They depend on the prefix only, so those of one label are a later token's of an earlier one.
+        """
+        del features
+        width = tokens.shape[0]
+        result = self.model.extend(
+            params,
+            tokens[None],
+            jnp.arange(width)[None],
+            self.model.make_cache(1, 64),
+            self.model.make_window(1, width),
+            0,
+            within(window, width)[None],
+        )
+        logits, drafts = result.logits[0, labels - 1], jnp.arange(labels.shape[0])
+        steps = range(self.num_speculative_tokens)
+        return [logits[jnp.minimum(drafts + step, labels.shape[0] - 1)] for step in steps]
+
+    def own_params(self, params: Any) -> dict[str, Any]:
+        """Return no parameters: those of a whole model may be anything."""
+        del params
+        return {}
+
+    def window_remedy(self, size: int) -> str:
+        """Return what to set if the model is right only with a window of `size` tokens."""
+        return f"sliding_window={size} in the draft model's config"
+
+    def variations(self) -> Iterator[Variation]:
+        """Yield the drafter without the window of the model's config, if that has one."""
+        decoder = self._decoder
+        if decoder is None or decoder.config.sliding_window is None:
+            return
+        size = decoder.config.sliding_window.size
+        decoder = replace(decoder, config=replace(decoder.config, sliding_window=None))
+        is_reduced = isinstance(self.model, ReducedDecoder)
+        yield Variation(
+            WINDOW,
+            f"no window in place of {size} tokens",
+            "sliding_window=null in the draft model's config",
+            replace(self, model=ReducedDecoder(decoder) if is_reduced else decoder),
+        )
+
+    @property
+    def _decoder(self) -> Decoder | None:
+        """The model's decoder, or None for another model."""
+        model = self.model.decoder if isinstance(self.model, ReducedDecoder) else self.model
+        return model if isinstance(model, Decoder) else None
 
 
 def _with_window(model: LanguageModel, window: SlidingWindow | None) -> LanguageModel:

@@ -14,11 +14,16 @@ from specjax.core.language_model import Extension
 from specjax.errors import InputError
 from specjax.models.config import DecoderConfig
 from specjax.models.decoder import Decoder
+from specjax.models.head_config import HeadConfig
 from specjax.models.layers.decoder_layer import limited
+from specjax.models.parameter_table import parameter_table as decoder_table
+
+KIND = "draft_model"
+"""The kind of head, and the drafter's name."""
 
 
 @dataclass(frozen=True)
-class DraftModelConfig:
+class DraftModelConfig(HeadConfig):
     """A decoder of the target's width and vocabulary, with logits for Vd tokens only."""
 
     decoder: DecoderConfig
@@ -38,9 +43,14 @@ class DraftModelConfig:
             )
 
     @property
-    def shares_output(self) -> bool:
-        """Whether logits use the target's output head on the draft model's features."""
-        return True
+    def kind(self) -> str:
+        """The kind of head."""
+        return KIND
+
+    def parameter_table(self) -> dict[str, Any]:
+        """Return the shapes and axes of the model's own parameters, as `models.parameter_table`."""
+        table = decoder_table(self.decoder)
+        return {name: table[name] for name in ("layers", "final_norm")}
 
 
 @dataclass(frozen=True)

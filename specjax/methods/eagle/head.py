@@ -18,15 +18,19 @@ from jaxtyping import Array, Float, Int
 from specjax.core.draft_vocabulary import check_draft_vocab_size
 from specjax.errors import InputError
 from specjax.models.config import DecoderConfig
+from specjax.models.head_config import HeadConfig
 from specjax.models.layers.decoder_layer import embed
 from specjax.models.layers.norm import rms_norm
 from specjax.models.pair_head import PairHead
 from specjax.models.parameter_table import attention_table, linear, mlp_table, norm_table
 from specjax.models.parameters import Parameter
 
+VERSIONS = {"eagle": 1, "eagle3": 3}
+"""The version of each kind of head; a kind is also the drafter's name."""
+
 
 @dataclass(frozen=True)
-class EagleConfig:
+class EagleConfig(HeadConfig):
     """The shape and published flags of an EAGLE head.
 
     `decoder` describes the head's layer, with the target's vocabulary (V). `taps` are the names of
@@ -73,6 +77,22 @@ class EagleConfig:
                 f"hidden_size={self.decoder.hidden_size}: must be as wide as its target, "
                 f"{self.target_hidden_size}, whose output head it uses"
             )
+
+    @property
+    def kind(self) -> str:
+        """The kind of head: "eagle" or "eagle3"."""
+        return next(kind for kind, version in VERSIONS.items() if version == self.version)
+
+    def check_kind(self, kind: str) -> None:
+        """Raise InputError unless heads with this config are of the given kind."""
+        if (version := VERSIONS.get(kind, self.version)) != self.version:
+            raise InputError(f"head: {kind} needs version={version}")
+        super().check_kind(kind)
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """The names of the target's features that the head reads."""
+        return self.taps
 
     @property
     def attention_width(self) -> int:

@@ -9,9 +9,8 @@ import jax.numpy as jnp
 from specjax.errors import InputError
 from specjax.loading.model import Model
 from specjax.loading.quantize import quantized_head_params
-from specjax.methods.heads.head import Head, check_head, parameter_table
+from specjax.methods.heads.head import Head, check_head
 from specjax.methods.heads.shared_parameters import share
-from specjax.methods.medusa.head import MedusaConfig
 from specjax.models.parameters import cast
 
 
@@ -19,18 +18,19 @@ def complete_parameters(head: Head, target: Model, weights: str = "auto") -> dic
     """Return a head's parameters in the target's dtype, with the target's arrays under "shared".
 
     Shared arrays are not copied. For a draft vocabulary, "draft_ids" are its token ids. `weights`
-    is the storage of kernels (`DRAFT_WEIGHTS`), except Medusa's, which stay in floating point.
+    is the storage of kernels (`DRAFT_WEIGHTS`), unless the head's stay in floating point.
     Raises InputError for a head of another target, and for a storage that the head does not
     support.
     """
     check_head(head, target)
-    table = parameter_table(head.config)
+    table = head.config.parameter_table()
     params = cast(head.params, table, target.dtype)
-    if isinstance(head.config, MedusaConfig):
-        if weights not in ("auto", "float"):
-            raise InputError(f"drafter.weights={weights!r}: medusa has float weights; leave it out")
-    else:
+    if head.config.is_quantizable:
         params = quantized_head_params(table, params, target, weights)
+    elif weights not in ("auto", "float"):
+        raise InputError(
+            f"drafter.weights={weights!r}: {head.kind} has float weights; leave it out"
+        )
     ids = None if head.draft_ids is None else jnp.asarray(head.draft_ids, jnp.int32)
     params["shared"] = share(target.params, ids, head=head.config.shares_output)
     if ids is not None:

@@ -35,16 +35,7 @@ class OwnCacheDrafter(ChainDrafter):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check_together(sliding_window=self.sliding_window, sinks=self.sinks)
-
-    @classmethod
-    def check_together(cls, **options: Any) -> None:
-        """Raise InputError for sinks without a window."""
-        if options.get("sinks") and options.get("sliding_window") is None:
-            raise InputError(
-                f"drafter.sinks={options['sinks']}: sinks are kept in addition to a window; set "
-                "drafter.sliding_window too, or leave sinks out"
-            )
+        check_window(sliding_window=self.sliding_window, sinks=self.sinks)
 
     @property
     def own_positions(self) -> int:
@@ -69,3 +60,13 @@ class OwnCacheDrafter(ChainDrafter):
         if self.sliding_window is None:
             return None
         return SlidingWindow(self.sliding_window, sinks=self.sinks)
+
+
+def check_window(*, sliding_window: int | None = None, sinks: int = 0, **others: Any) -> None:
+    """Raise InputError for options of an `OwnCacheDrafter` with sinks but no window."""
+    del others
+    if sinks and sliding_window is None:
+        raise InputError(
+            f"drafter.sinks={sinks}: sinks are kept in addition to a window; set "
+            "drafter.sliding_window too, or leave sinks out"
+        )

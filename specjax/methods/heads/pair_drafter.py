@@ -28,10 +28,12 @@ from specjax.core.growth.level import Level
 from specjax.distributed.sharding import constrain_rows
 from specjax.loading.formats.build_parameters import can_split
 from specjax.loading.model import Model
+from specjax.methods.heads.examined import within
 from specjax.methods.heads.head import Head
 from specjax.methods.heads.head_drafter import HeadDrafter
 from specjax.methods.heads.own_cache import OwnCacheDrafter
 from specjax.methods.heads.shared_parameters import share_anew
+from specjax.models.config import DecoderConfig
 from specjax.models.pair_head import PairHead
 from specjax.trees import Draft
 
@@ -107,7 +109,12 @@ class PairDrafter(OwnCacheDrafter, HeadDrafter):
     @property
     def features(self) -> tuple[str, ...]:
         """The names of the target's features that the first module reads."""
-        return self.head.config.taps
+        return self.head.config.features
+
+    @property
+    def layers_config(self) -> DecoderConfig:
+        """The config of each module's layer."""
+        return self.head.config.decoder
 
     @property
     def following_tokens(self) -> int | None:
@@ -212,6 +219,44 @@ class PairDrafter(OwnCacheDrafter, HeadDrafter):
         return self.head.extend(
             module, tokens, hidden, positions, cache, window, start, visible, only
         )
+
+    def teacher_forced(
+        self,
+        params: Any,
+        tokens: Int[Array, "T"],
+        features: dict[str, Float[Array, "1 T D"]],
+        window: Int[Array, ""] | np.integer,
+        labels: Int[Array, "A"],
+    ) -> list[Float[Array, "A Vd"]]:
+        """Return the logits of drafts after true tokens, each draft step at all positions at once.
+
+        Each module reads the true pairs up to a position. After the last module, the head reads its
+        own output, which attends to those pairs and, at its own position, to the steps before it.
+        """
+        head, width = self.head, tokens.shape[0]
+        last, length = head.config.num_modules - 1, self.num_speculative_tokens
+        slots = width * max(length - last, 1)
+        itself = jnp.eye(width, dtype=bool)
+        cache = head.make_cache(1, 64)
+        hidden, logits = head.fuse(params, features), []
+        for step in range(length):
+            further = max(step - last, 0)
+            if not further:
+                module, kept = head.module(params, step), head.make_window(1, slots)
+            seen = jnp.concatenate([within(window, width), *[itself] * further], axis=1)
+            output, kept = head.extend(
+                module,
+                jnp.roll(tokens, -1 - step)[None],
+                hidden,
+                jnp.arange(width)[None] + further,
+                cache,
+                kept,
+                further * width,
+                jnp.pad(seen, ((0, 0), (0, slots - seen.shape[1])))[None],
+            )
+            logits.append(head.logits(module, output[:, labels - 2])[0])
+            hidden = head.next_hidden(module, output)
+        return logits
 
 
 def _usual_window(head: Head, target: Model) -> int | None:

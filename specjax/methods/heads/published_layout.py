@@ -27,7 +27,7 @@ from specjax.methods.heads.checkpoint import Checkpoint, match
 from specjax.methods.heads.config_fields import Export, HeadFields, HeadPart
 from specjax.methods.heads.draft_vocabulary import OFFSETS, DraftVocabulary, VocabularyMap
 from specjax.methods.heads.eagle3_layer_ids import Convention
-from specjax.methods.heads.head import Head, TargetMetadata, parameter_table
+from specjax.methods.heads.head import Head, TargetMetadata
 from specjax.methods.heads.shared_with_target import check_copy, target_embedding, target_head
 from specjax.models.joined_kernels import parts
 
@@ -187,7 +187,7 @@ class PublishedLayout:
 
     def _locations(self, config: Any) -> Iterator[tuple[Location, bool]]:
         """Yield the place of each tensor in a head's tree, and whether it has a row per token."""
-        decoder, leaves = getattr(config, "decoder", None), parameter_table(config)
+        decoder, leaves = getattr(config, "decoder", None), config.parameter_table()
         widths = (decoder.head_dim, decoder.rotary_width) if decoder else (1, 0)
         known = parts(leaves, decoder)
         for entry in self.tensors:
@@ -234,7 +234,7 @@ class PublishedLayout:
                 tensors |= {name: np.zeros(one.stored_shape, dtype) for name, one in ours.items()}
         wanted = {name: location.stored_shape for name, location in locations.items()}
         match(where, tensors, wanted, self.vocabulary.names)
-        return build_parameters.stored_tree(parameter_table(config), locations.values(), tensors)
+        return build_parameters.stored_tree(config.parameter_table(), locations.values(), tensors)
 
     def _write_params(self, head: Head, rows: int) -> Tensors:
         """Return the tensors of a head's parameters, with `rows` rows where they are per token."""

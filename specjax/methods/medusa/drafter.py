@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from specjax.core.drafter import Accepted, Context, LoadedDrafter, Noise
 from specjax.core.growth.level import Level
@@ -21,7 +22,7 @@ from specjax.loading.model import Model
 from specjax.methods.heads.head import Head
 from specjax.methods.heads.head_drafter import HeadDrafter
 from specjax.methods.heads.shared_parameters import share_anew
-from specjax.methods.medusa.head import Medusa
+from specjax.methods.medusa.head import KIND, Medusa
 from specjax.trees import Draft
 
 
@@ -46,7 +47,7 @@ class MedusaDrafter(HeadDrafter):
     chains and trees that are longer than the number of heads.
     """
 
-    name: ClassVar[str] = "medusa"
+    name: ClassVar[str] = KIND
     head: Medusa = field(kw_only=False)
 
     @classmethod
@@ -64,8 +65,8 @@ class MedusaDrafter(HeadDrafter):
 
     @property
     def features(self) -> tuple[str, ...]:
-        """The names of the target's features that the heads read."""
-        return ("final_norm",)
+        """The name of the target's feature that the heads read."""
+        return self.head.config.features
 
     @property
     def following_tokens(self) -> int:
@@ -109,6 +110,21 @@ class MedusaDrafter(HeadDrafter):
         last = jnp.maximum(accepted.count - 1, 0)[:, None, None]
         latest = jnp.take_along_axis(features, last, axis=1)[:, 0]
         return State(jnp.where((accepted.count > 0)[:, None], latest, state.feature))
+
+    def teacher_forced(
+        self,
+        params: Any,
+        tokens: Int[Array, "T"],
+        features: dict[str, Float[Array, "1 T D"]],
+        window: Int[Array, ""] | np.integer,
+        labels: Int[Array, "A"],
+    ) -> list[Float[Array, "A Vd"]]:
+        """Return the logits of each head for the drafts that begin at `labels`."""
+        del tokens, window
+        (feature,) = self.features
+        states = self.head.states(params, features[feature])[:, :, labels - 2]
+        heads = range(self.num_speculative_tokens)
+        return [self.head.logits(params, states[head], head)[0] for head in heads]
 
     def _logits(self, params: Any, feature: Float[Array, "B D"]) -> Float[Array, "B K Vd"]:
         """Return the logits of the heads in use, by one product if they share a matrix."""

@@ -17,12 +17,16 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
 from specjax.errors import InputError
+from specjax.models.head_config import HeadConfig
 from specjax.models.layers.matmul import product
 from specjax.models.parameters import Parameter, ParameterTable
 
+KIND = "medusa"
+"""The kind of head, and the drafter's name."""
+
 
 @dataclass(frozen=True)
-class MedusaConfig:
+class MedusaConfig(HeadConfig):
     """The shape of Medusa heads: K = `num_heads` heads of `num_layers` residual blocks each.
 
     They read features of width `hidden_size`. `draft_vocab_size` (Vd) is the number of logits, out
@@ -55,32 +59,59 @@ class MedusaConfig:
             )
 
     @property
+    def kind(self) -> str:
+        """The kind of head."""
+        return KIND
+
+    @property
+    def target_vocab_size(self) -> int:
+        """The number of tokens of the target (V)."""
+        return self.vocab_size
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """The name of the target's feature that all heads read."""
+        return ("final_norm",)
+
+    @property
     def shares_output(self) -> bool:
         """Whether logits are computed with the target's output head, from the heads' features."""
         return self.original_lm_head
 
+    @property
+    def is_quantizable(self) -> bool:
+        """False: kernels that are stacked over heads stay in floating point."""
+        return False
 
-def parameter_table(config: MedusaConfig) -> dict[str, Any]:
-    """Return the shapes and axes of the heads' parameters, as a nested dict of `Parameter`.
+    def parameter_table(self) -> dict[str, Any]:
+        """Return the shapes and axes of the heads' parameters, as a nested dict of `Parameter`.
 
-    They are stacked over heads; kernels are [in, out].
-    """
-    heads, layers, width = config.num_heads, config.num_layers, config.hidden_size
-    table: dict[str, Any] = {
-        "blocks": {
-            "kernel": Parameter(
-                (heads, layers, width, width), (None, None, "embed", None), "zeros"
-            ),
-            "bias": Parameter((heads, layers, width), (None, None, None), "zeros"),
+        They are stacked over heads; kernels are [in, out].
+        """
+        heads, layers, width = self.num_heads, self.num_layers, self.hidden_size
+        table: dict[str, Any] = {
+            "blocks": {
+                "kernel": Parameter(
+                    (heads, layers, width, width), (None, None, "embed", None), "zeros"
+                ),
+                "bias": Parameter((heads, layers, width), (None, None, None), "zeros"),
+            }
         }
-    }
-    if config.projection:
-        axes = (None, "embed", None)
-        table["projection"] = {"kernel": Parameter((heads, width, width), axes, "identity")}
-    if not config.original_lm_head:
-        shape = (heads, width, config.draft_vocab_size)
-        table["head"] = {"kernel": Parameter(shape, (None, "embed", "vocab"))}
-    return table
+        if self.projection:
+            axes = (None, "embed", None)
+            table["projection"] = {"kernel": Parameter((heads, width, width), axes, "identity")}
+        if not self.original_lm_head:
+            shape = (heads, width, self.draft_vocab_size)
+            table["head"] = {"kernel": Parameter(shape, (None, "embed", "vocab"))}
+        return table
+
+    def joined(self, params: dict[str, Any]) -> dict[str, Any]:
+        """Return the parameters, which have no kernels to be joined."""
+        return params
+
+    def without_unused(self) -> MedusaConfig:
+        """Return the config, which states no unused token ids."""
+        return self
 
 
 @dataclass(frozen=True)
@@ -97,7 +128,7 @@ class Medusa:
 
     def init(self, key: Key[Array, ""]) -> dict[str, Any]:
         """Return initial parameters, boxed with the logical names of their axes."""
-        return ParameterTable(parameter_table(self.config), self.dtype).init(key)["params"]
+        return ParameterTable(self.config.parameter_table(), self.dtype).init(key)["params"]
 
     def states(
         self, params: dict[str, Any], features: Float[Array, "B A D"]

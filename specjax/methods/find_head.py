@@ -19,7 +19,9 @@ from specjax.loading.storage.checkpoint_directory import (
 from specjax.loading.storage.orbax_checkpoint import look
 from specjax.methods import published_layouts
 from specjax.methods.heads.eagle3_layer_ids import Convention
-from specjax.methods.heads.head import KINDS, Head, TargetMetadata, own_modules, read_head
+from specjax.methods.heads.head import Head, TargetMetadata
+from specjax.methods.registry import HEADS, METHODS
+from specjax.methods.saved_heads import read_head
 
 SHIPPED = Path(__file__).parents[1] / "shipped_heads"
 """The heads that come with specjax: a folder per target, with a checkpoint per kind of drafter."""
@@ -29,7 +31,7 @@ def shipped_heads() -> dict[str, list[str]]:
     """Return the kinds of heads that come with specjax, such as "eagle3", by target name."""
     kinds_of_target: dict[str, list[str]] = {}
     for folder in sorted(path for path in SHIPPED.iterdir() if path.is_dir()):
-        kinds = [kind for kind in KINDS if is_checkpoint(folder / kind)]
+        kinds = [kind for kind in HEADS if is_checkpoint(folder / kind)]
         if kinds:
             kinds_of_target[folder.name] = kinds
     return kinds_of_target
@@ -118,18 +120,25 @@ def read_any_head(
             replicated=target.shards == 1,
             field=field,
         )
-        if (head := own_modules(model)) is None:
-            raise InputError(
-                f"{field}={typed!r}: a model without MTP modules; give a head that training "
-                "exported, or a model with modules inside"
-            )
-        return head
+        return _inside(model, f"{field}={typed!r}")
     if is_checkpoint(path / "head"):
         raise InputError(
             f"{field}={str(path)!r}: a target and a head that were trained together; use "
             f"{field}={str(path / 'head')!r} with the target {str(path / 'target')!r}"
         )
     return published_layouts.read_foreign(path, target, layer_ids=layer_ids)
+
+
+def _inside(model: Model, where: str) -> Head:
+    """Return the head that a model holds; raise InputError, beginning with `where`, if none."""
+    own_heads = [method.own_head for method in METHODS.values() if method.own_head is not None]
+    for own_head in own_heads:
+        if (head := own_head.head(model)) is not None:
+            return head
+    raise InputError(
+        f"{where}: a model without {' or '.join(each.what for each in own_heads)}; give a head "
+        "that training exported, or a model with modules inside"
+    )
 
 
 def shipped_head(kind: str, target: Model) -> Head | None:

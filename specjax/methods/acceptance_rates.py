@@ -13,7 +13,7 @@ from specjax.files.atomic_writes import write_text
 from specjax.files.json_files import read_json_file
 from specjax.files.path_checks import user_path
 from specjax.loading.model import Model
-from specjax.methods.heads.find_head import SHIPPED
+from specjax.methods.find_head import SHIPPED
 
 Acceptance = tuple[tuple[float, ...], ...]
 """Rates [d][r]: the probability that the candidate of rank r at depth d (from 0) is the target's
