@@ -133,8 +133,8 @@ def compile_program(devices: list[Any]) -> Any:
     from specjax import sampling
     from specjax.core import loop
     from specjax.core.drafter import Sampling
-    from specjax.core.plan import Plan
-    from specjax.core.state import Rows
+    from specjax.core.plan import LoopPlan
+    from specjax.core.state import RowProperties
     from specjax.distributed import sharding
     from specjax.drafters import TreeOptions, Turns
     from specjax.engine import programs
@@ -178,7 +178,7 @@ def compile_program(devices: list[Any]) -> Any:
     elif _TREE.value != "chain":
         raise app.UsageError("--tree needs --drafter=early_exit or eagle3")
     full = _LENGTHS.value == "fixed"
-    plan = Plan(
+    plan = LoopPlan(
         target=Decoder(config, jnp.dtype(jnp.bfloat16), model, form),
         drafter=Turns((drafter,)),
         rule=sampling.Rejection(),
@@ -195,7 +195,7 @@ def compile_program(devices: list[Any]) -> Any:
 
     def row_arguments(batch: int) -> tuple[Any, ...]:
         real, whole = (functools.partial(array, batch, kind) for kind in (np.float32, np.int32))
-        described = Rows(
+        described = RowProperties(
             index=whole(),
             prompt_length=whole(),
             key=array(batch, jax.eval_shape(lambda: jax.random.key(0)).dtype),

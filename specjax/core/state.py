@@ -22,7 +22,7 @@ before a token whose logits are not numbers."""
 
 
 @struct.dataclass
-class Rows:
+class RowProperties:
     """The properties of each row that do not change while it decodes.
 
     `index` is that of the row's prompt in the input, `prompt_length` and `max_length` are in
@@ -88,7 +88,7 @@ class State:
     cache: KVCache
     drafter: Any
     features: dict[str, Float[Array, "B M D"]]
-    rows: Rows
+    rows: RowProperties
     round: Int[Array, "B"]
     logprobs: Float[Array, "B S"]
 

@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int, Key
 
 from specjax import sampling
 from specjax.core.drafter import Limits
-from specjax.core.plan import Plan
+from specjax.core.plan import LoopPlan
 from specjax.core.round import noise_keys, propose
 from specjax.core.state import State
 from specjax.core.verify import as_drafted, verify_draft
@@ -173,7 +173,9 @@ class _Keeping(Rule):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def verify_and_keep(plan: Plan, params: Any, state: State, limits: Limits) -> tuple[Draft, Kept]:
+def verify_and_keep(
+    plan: LoopPlan, params: Any, state: State, limits: Limits
+) -> tuple[Draft, Kept]:
     """Propose and verify a round's draft as the loop does, at the largest width."""
     plan = replace(plan, rule=_Keeping(plan.rule))
     # At the widest width all layers run: with these limits the drafter may not have.
@@ -184,7 +186,7 @@ def verify_and_keep(plan: Plan, params: Any, state: State, limits: Limits) -> tu
 
 
 def _recorded_limits(
-    plan: Plan, params: Any, state: State, recorded: RecordedRow, number: int
+    plan: LoopPlan, params: Any, state: State, recorded: RecordedRow, number: int
 ) -> Limits:
     """Return limits under which the recorded drafter drafts as many nodes as in round `number`."""
     none = np.zeros(len(plan.drafter.parts), np.int32)

@@ -17,8 +17,8 @@ from jaxtyping import Array, Float, Int
 from specjax import sampling
 from specjax.core.drafter import Limits, Sampling, warp_rows
 from specjax.core.language_model import LanguageModel
-from specjax.core.plan import Plan
-from specjax.core.state import RUNNING, Rounds, Rows, State
+from specjax.core.plan import LoopPlan
+from specjax.core.state import RUNNING, Rounds, RowProperties, State
 from specjax.drafters import DRAFT_TOKENS, DRAFTER_KIND, Drafter, LoadedDrafter, Turns
 from specjax.engine.options import RULE
 from specjax.engine.programs import errors_of_drafters, run, start
@@ -193,13 +193,13 @@ def make_plan(
     verify: sampling.Rule,
     request: SamplingParams,
     capacity: int,
-) -> Plan:
+) -> LoopPlan:
     """Return the plan of a loop over rows of `capacity` tokens with identical requests.
 
     Drafts have `num_speculative_tokens` tokens, and `verify` is the rule.
     """
     drafter = drafter.limited(num_speculative_tokens)
-    return Plan(
+    return LoopPlan(
         target=model,
         drafter=drafter,
         rule=verify,
@@ -212,7 +212,7 @@ def make_plan(
 
 
 def decode(
-    plan: Plan,
+    plan: LoopPlan,
     params: tuple[Any, Any],
     prompt: Sequence[int],
     request: SamplingParams,
@@ -231,12 +231,12 @@ def decode(
 
 
 def first_rows(
-    plan: Plan,
+    plan: LoopPlan,
     prompt: Sequence[int],
     request: SamplingParams,
     index: Int[Array | np.ndarray, "B"],
     seed: int,
-) -> tuple[Int[Array, "B S"], Rows, Int[Array, "B"], Int[Array, "B"]]:
+) -> tuple[Int[Array, "B S"], RowProperties, Int[Array, "B"], Int[Array, "B"]]:
     """Return the arguments of `initial_state.start` for rows with the same prompt.
 
     `index` are the rows' numbers, from which, with `seed`, their keys derive.
@@ -249,7 +249,7 @@ def first_rows(
     tokens = jnp.zeros((batch, plan.capacity), jnp.int32)
     tokens = tokens.at[:, : len(prompt)].set(jnp.asarray(prompt, jnp.int32)[None, :])
     keys = jax.vmap(lambda number: sampling.row_key(seed, number))(jnp.asarray(index))
-    rows = Rows(
+    rows = RowProperties(
         index=jnp.asarray(index, jnp.int32),
         prompt_length=every(len(prompt), jnp.int32),
         key=keys,

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from specjax.core.plan import Plan
+from specjax.core.plan import LoopPlan
 from specjax.core.round import make_context, noise_keys, proposal_noise
 from specjax.core.state import State, knows_its_rows
 from specjax.core.turn_taking import check_proposal
@@ -25,7 +25,7 @@ _NORMALISED = 1e-2
 """The tolerance for sums of probabilities, wide enough for half precision."""
 
 
-def check_contract(plan: Plan, params: tuple[Any, Any], arguments: tuple) -> None:
+def check_contract(plan: LoopPlan, params: tuple[Any, Any], arguments: tuple) -> None:
     """Raise InputError, naming the drafter, if one of a plan's drafters breaks its contract.
 
     Every leaf of the drafter's state must have rows as its first axis or belong to a cache or a
@@ -66,7 +66,7 @@ def _single(drafters: tuple[Drafter, ...], *values: tuple) -> Iterator[tuple]:
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _propose(
-    plan: Plan, number: int, params: tuple[Any, Any], state: State
+    plan: LoopPlan, number: int, params: tuple[Any, Any], state: State
 ) -> tuple[Draft, Int[Array, "B"]]:
     """Return the first draft of drafter `number` of `_single`, and the limits of its rows."""
     states = tuple(part.drafter for part in state.drafter)
@@ -80,7 +80,7 @@ def _propose(
     return check_proposal(part, proposal, own, context)[0], context.limit
 
 
-def _check_draft(plan: Plan, params: tuple[Any, Any], arguments: tuple, number: int) -> None:
+def _check_draft(plan: LoopPlan, params: tuple[Any, Any], arguments: tuple, number: int) -> None:
     """Raise InputError if the first draft of drafter `number` of `_single` breaks the contract."""
     part, _ = list(_single(plan.drafter.parts, params[1]))[number]
     draft, limit = _propose(plan, number, params, start(plan, params, *arguments))

@@ -19,7 +19,7 @@ from jax import lax
 from jaxtyping import Array, Int
 
 from specjax.core.language_model import LanguageModel
-from specjax.core.plan import Plan
+from specjax.core.plan import LoopPlan
 from specjax.core.round import propose
 from specjax.core.state import State
 from specjax.engine.programs import start
@@ -74,7 +74,7 @@ def propose_seconds(session: Session) -> float:
     return draft_seconds(session.plan, session.params, state)
 
 
-def draft_seconds(plan: Plan, params: Any, state: State) -> float:
+def draft_seconds(plan: LoopPlan, params: Any, state: State) -> float:
     """Return the median seconds of observing one token per row and drafting in full.
 
     `params` are the target's and the drafters' parameters.

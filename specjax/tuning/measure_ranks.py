@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from specjax import sampling
 from specjax.core.drafter import Sampling
-from specjax.core.plan import Plan
+from specjax.core.plan import LoopPlan
 from specjax.core.round import make_context
 from specjax.core.state import State
 from specjax.core.turn_taking import Turns
@@ -102,7 +102,7 @@ def measure_ranks(
     return RankCounts(tested, hits)
 
 
-def _sampled(session: Session) -> Plan:
+def _sampled(session: Session) -> LoopPlan:
     """Return the session's plan with sampled rows, so that drafts have distributions."""
     flags = sampling.WarpFlags.of(*(np.array([value]) for value in (1.0, 0, 1.0, 0.0)))
     return replace(session.plan, flags=flags)
@@ -121,7 +121,7 @@ def _truth(
 
 
 def _count(
-    plan: Plan,
+    plan: LoopPlan,
     candidates: int,
     params: Any,
     state: State,

@@ -14,7 +14,7 @@ from specjax.core.cache import KVCache
 from specjax.core.drafter import Context, Noise
 from specjax.core.initial_state import empty_state
 from specjax.core.loop import run as run_rounds
-from specjax.core.plan import Plan
+from specjax.core.plan import LoopPlan
 from specjax.core.state import Rounds
 from specjax.drafters import Drafter
 from specjax.engine.options import DecodeOptions
@@ -100,7 +100,7 @@ def rounds_seconds(
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
-def _run(plan: Plan, params: Any, cache: KVCache, *rows: Any) -> tuple[KVCache, Rounds]:
+def _run(plan: LoopPlan, params: Any, cache: KVCache, *rows: Any) -> tuple[KVCache, Rounds]:
     """Return the cache after the timed rounds, and their counts.
 
     The cache has the prompts of all rows already.
