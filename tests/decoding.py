@@ -23,12 +23,12 @@ from specjax.drafters import (
     merge_drafters,
     take_turns,
 )
-from specjax.engine.generate import decode_session
+from specjax.engine.generate import decode_requests
 from specjax.engine.options import DecodeOptions
-from specjax.engine.programs import compile_session, run, start
-from specjax.engine.rows import batch_arguments, row_arguments
-from specjax.engine.sampling_params import SamplingParams
-from specjax.engine.session import plan_session
+from specjax.engine.programs import compile_plan, run, start
+from specjax.engine.programs import row_arguments
+from specjax.engine.requests import SamplingParams
+from specjax.engine.plan import plan_requests
 from specjax.methods.draft_model.drafter import DraftModel
 from specjax.methods.early_exit import EarlyExit
 from specjax.methods.layer_skip import LayerSkip
@@ -70,7 +70,7 @@ def greedy(**fields):
     return SamplingParams(temperature=0.0, **fields)
 
 
-def make_session(
+def make_plan(
     target,
     prompts,
     *,
@@ -87,24 +87,24 @@ def make_session(
     a width of their own.
     """
     requests = SamplingParams() if sampling is None else sampling
-    session = plan_session(
+    plan = plan_requests(
         target,
         prompts,
         drafter=drafter,
         options=DecodeOptions(**options),
         requests=requests,
     )
-    if session.controller != Fixed() or every_width or conftest.full:
-        return session
-    slept = isinstance(session.plan.drafter.parts[0], SelfDrafter) and session.plan.resumes
-    widths = (*session.plan.widths[:slept], session.plan.widths[-1])
-    widest = dataclasses.replace(session.plan, widths=tuple(dict.fromkeys(widths)))
-    return dataclasses.replace(session, plan=widest)
+    if plan.options.length_controller != Fixed() or every_width or conftest.full:
+        return plan
+    slept = isinstance(plan.loop.drafter.parts[0], SelfDrafter) and plan.loop.resumes
+    widths = (*plan.loop.widths[:slept], plan.loop.widths[-1])
+    widest = dataclasses.replace(plan.loop, widths=tuple(dict.fromkeys(widths)))
+    return dataclasses.replace(plan, loop=widest)
 
 
 def decode(target, prompts, **options):
     """Return the result of `generate` with the widths of `make_session`."""
-    return decode_session(make_session(target, prompts, **options))
+    return decode_requests(make_plan(target, prompts, **options))
 
 
 def generate(target, prompts, drafter=None, verify="rejection", length="fixed", **sampling):
@@ -162,39 +162,39 @@ def assert_ends(target, drafter):
     assert got.accepted[4:].max() > 0
 
 
-def first_state(session):
+def first_state(plan):
     """Return the state of the session's first batch before its first round."""
-    arguments = batch_arguments(session, session.groups(session.batch_size)[0])
-    with use(session.mesh):
-        return start(session.plan, session.params, *arguments)
+    arguments = row_arguments(plan, plan.groups(plan.options.batch_size)[0])
+    with use(plan.mesh):
+        return start(plan.loop, plan.params, *arguments)
 
 
-def empty_state(session):
+def empty_state(plan):
     """Return the state of an engine without rows, for the programs that decode the session."""
-    arguments = row_arguments(session, [], session.num_rows)
-    return compile_session(session).empty(session.params, *arguments)
+    arguments = row_arguments(plan, [], plan.num_rows)
+    return compile_plan(plan).empty(plan.params, *arguments)
 
 
-def loop_arguments(session):
+def loop_arguments(plan):
     """Return the first batch's arguments of `loop.run` after the plan, the state as shapes."""
-    arguments = batch_arguments(session, range(session.batch_size))
-    start = functools.partial(initial_state.start, session.plan)
-    return session.params, jax.eval_shape(start, session.params, *arguments), jnp.int32(1)
+    arguments = row_arguments(plan, range(plan.options.batch_size))
+    start = functools.partial(initial_state.start, plan.loop)
+    return plan.params, jax.eval_shape(start, plan.params, *arguments), jnp.int32(1)
 
 
-def rounds(session, state, counts=None):
+def rounds(plan, state, counts=None):
     """Yield the state after each round until all rows are finished; `counts` collects each round's.
 
     The session's controller chooses limits before each round, and learns nothing.
     """
-    memory = session.controller.init(session.step_sizes)
+    memory = plan.options.length_controller.init(plan.step_sizes)
     while unfinished := int((state.status == RUNNING).sum()):
-        limits, _, memory = session.controller.choose(memory, unfinished, 1)
+        limits, _, memory = plan.options.length_controller.choose(memory, unfinished, 1)
         # The program takes over the state's buffers: it gets a copy.
-        with use(session.mesh):
+        with use(plan.mesh):
             state, new, _ = run(
-                session.plan,
-                session.params,
+                plan.loop,
+                plan.params,
                 copied(state),
                 jnp.int32(1),
                 limits=device_limits(*limits),
@@ -204,10 +204,10 @@ def rounds(session, state, counts=None):
         yield state
 
 
-def new_tokens(session, state):
+def new_tokens(plan, state):
     """Return the tokens of each row after its prompt."""
     tokens, lengths = np.asarray(state.tokens), state.length.tolist()
-    begins = map(len, session.prompts)
+    begins = map(len, plan.prompts)
     return [
         row[begin:end].tolist() for row, begin, end in zip(tokens, begins, lengths, strict=True)
     ]
@@ -235,8 +235,8 @@ def copied(state):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _caught_up(plan, params, state):
-    context = make_context(plan, params[0], state)
+def _caught_up(loop_plan, params, state):
+    context = make_context(loop_plan, params[0], state)
 
     def all_observed(drafter, drafter_params, before):
         if not drafter.observes:
@@ -244,12 +244,12 @@ def _caught_up(plan, params, state):
         wanted = jnp.bool_(True)
         return turn_taking._observe_all(drafter, drafter_params, before, context, wanted).drafter
 
-    return tuple(map(all_observed, plan.drafter.parts, params[1], state.drafter))
+    return tuple(map(all_observed, loop_plan.drafter.parts, params[1], state.drafter))
 
 
-def observed(session, state):
+def observed(plan, state):
     """Return the state of each drafter after it has observed all committed tokens."""
-    return _caught_up(session.plan, session.params, state)
+    return _caught_up(plan.loop, plan.params, state)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

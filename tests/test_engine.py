@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import slow
-from decoding import PROMPTS, Scripted, decode, drafters, greedy, make_session, mixed
+from decoding import PROMPTS, Scripted, decode, drafters, greedy, make_plan, mixed
 from tiny_models import eagle_drafter, medusa_head, mtp_drafter
 
 import specjax
@@ -22,10 +22,12 @@ from specjax.engine import device_rows, programs
 from specjax.engine import engine as engine_module
 from specjax.engine.device_rows import DeviceRows
 from specjax.engine.engine import Engine
-from specjax.engine.outputs import Follower, Times
-from specjax.engine.rows import Row, session_row
-from specjax.engine.sampling_params import SamplingParams
-from specjax.engine.scheduler import Request, Scheduler
+from specjax.engine.rows import Row
+from specjax.engine.outputs import Times
+from specjax.engine.requests import Request
+from specjax.engine.requests import SamplingParams
+from specjax.engine.rows import Row
+from specjax.engine.scheduler import Scheduler
 from specjax.engine.statistics import Percentiles, Statistics, Step
 from specjax.errors import InputError
 from specjax.loading.load import place_model
@@ -54,9 +56,9 @@ def named(name, tiny, unrelated, similar):
     return made[name]() if name in made else drafters(tiny, unrelated, similar)[name]
 
 
-def session_of(tiny, drafter, rule="rejection", slots=3, **options):
+def plan_of(tiny, drafter, rule="rejection", slots=3, **options):
     options = ({} if drafter is None else {"num_speculative_tokens": 3}) | options
-    return make_session(
+    return make_plan(
         tiny,
         PROMPTS,
         drafter=drafter,
@@ -73,20 +75,20 @@ def own_results(output):
     return output.token_ids, output.finish_reason, counts
 
 
-def alone(session):
+def alone(plan):
     """What each request gives in an engine without others."""
-    engine = Engine.of(session)
+    engine = Engine.of(plan)
     return functools.reduce(
-        dict.__or__, (ended(engine, session, [prompt]) for prompt in range(len(PROMPTS)))
+        dict.__or__, (ended(engine, plan, [prompt]) for prompt in range(len(PROMPTS)))
     )
 
 
-def ended(engine, session, index=None):
+def ended(engine, plan, index=None):
     for prompt in range(len(PROMPTS)) if index is None else index:
-        engine.add_rows(prompt, [session_row(session, prompt)])
+        engine.add_rows(prompt, [session_row(plan, prompt)])
     outputs = [delta.output for delta in engine if delta.output is not None]
     assert [one.lossy for one in outputs] == [
-        engine.session.is_lossy(session.requests[one.id]) for one in outputs
+        engine.plan.is_lossy(plan.requests[one.id]) for one in outputs
     ]
     assert engine.statistics.lossy >= any(one.lossy for one in outputs)
     return {one.id: own_results(one) for one in outputs}
@@ -128,12 +130,12 @@ CASES = [
 def test_rows_that_come_and_go_give_what_they_give_alone(name, rule, tiny, unrelated, similar):
     """All at once through three slots; then some are added and aborted while others decode."""
     drafter = named(name, tiny, unrelated, similar)
-    session = session_of(tiny, drafter, rule)
-    wanted = alone(session)
-    session = session.with_options(rounds_per_step=2, max_prefill_tokens=5)
-    assert ended(Engine.of(session), session) == wanted
+    plan = plan_of(tiny, drafter, rule)
+    wanted = alone(plan)
+    plan = plan.with_options(rounds_per_step=2, max_prefill_tokens=5)
+    assert ended(Engine.of(plan), plan) == wanted
 
-    engine = Engine.of(session)
+    engine = Engine.of(plan)
     found = {}
 
     def steps(count):
@@ -144,7 +146,7 @@ def test_rows_that_come_and_go_give_what_they_give_alone(name, rule, tiny, unrel
 
     def add(*index):
         for prompt in index:
-            engine.add_rows(prompt, [session_row(session, prompt)])
+            engine.add_rows(prompt, [session_row(plan, prompt)])
 
     add(1, 3, 5)
     steps(2)
@@ -166,11 +168,11 @@ def test_rows_that_come_and_go_give_what_they_give_alone(name, rule, tiny, unrel
             assert (tokens, reason, counts) == wanted[prompt]
 
 
-def rows_left(session, monkeypatch):
+def rows_left(plan, monkeypatch):
     """What requests give of which one is left, and beside which another one is added then; and the
     rows of each step.
     """
-    engine, sizes, step = Engine.of(session.with_options(rounds_per_step=2)), [], DeviceRows.step
+    engine, sizes, step = Engine.of(plan.with_options(rounds_per_step=2)), [], DeviceRows.step
 
     def note(self, *arguments):
         seen = step(self, *arguments)
@@ -181,25 +183,25 @@ def rows_left(session, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(DeviceRows, "step", note)
         for prompt in (2, 1):
-            engine.add_rows(prompt, [session_row(session, prompt)])
+            engine.add_rows(prompt, [session_row(plan, prompt)])
         # Rows that lost their places may never end.
         for _ in range(40):
             outputs = [one.output for one in engine.step() if one.output is not None]
             found |= {one.id: own_results(one) for one in outputs}
             if sizes[-1] == 1 and 5 not in found and not engine._scheduler.has(5):
-                engine.add_rows(5, [session_row(session, 5)])
+                engine.add_rows(5, [session_row(plan, 5)])
     return found, [size for size, _ in itertools.groupby(sizes)]
 
 
 def test_rows_that_are_left_decode_without_the_others(tiny, unrelated, similar, monkeypatch):
     """And go back to their slots when a row is added; whatever takes others' places is found."""
     drafter = named("similar", tiny, unrelated, similar)
-    session = session_of(tiny, drafter, slots=2, num_speculative_tokens=1)
+    plan = plan_of(tiny, drafter, slots=2, num_speculative_tokens=1)
     monkeypatch.setattr(device_rows, "_SAVED", 0.0)
-    engine = Engine.of(session.with_options(rounds_per_step=2))
-    wanted = ended(engine, session, (2, 1, 5))
+    engine = Engine.of(plan.with_options(rounds_per_step=2))
+    wanted = ended(engine, plan, (2, 1, 5))
     monkeypatch.setattr(device_rows, "_SAVED", 1e9)
-    assert rows_left(session, monkeypatch) == (wanted, [2, 1, 2, 1])
+    assert rows_left(plan, monkeypatch) == (wanted, [2, 1, 2, 1])
     take, put = device_rows.take_rows, device_rows.put_rows
     for name, broken in (
         ("take_rows", lambda state, rows, spare: take(state, 1 - rows, spare)),
@@ -207,14 +209,14 @@ def test_rows_that_are_left_decode_without_the_others(tiny, unrelated, similar, 
     ):
         with monkeypatch.context() as patched:
             patched.setattr(device_rows, name, broken)
-            assert rows_left(session, monkeypatch)[0] != wanted
+            assert rows_left(plan, monkeypatch)[0] != wanted
 
 
 @pytest.fixture(scope="module")
 def undrafted(tiny):
     """A session without a drafter, and what each of its requests gives alone."""
-    session = session_of(tiny, None)
-    return session, alone(session)
+    plan = plan_of(tiny, None)
+    return plan, alone(plan)
 
 
 @pytest.mark.parametrize("forgets", ["round", "length", "cache", "rows", "tokens", "status"])
@@ -223,17 +225,17 @@ def test_an_admission_that_forgets_a_part_is_found(forgets, undrafted):
 
     What a drafter knew of the row before was released with it: it would only read again.
     """
-    session, wanted = undrafted
+    plan, wanted = undrafted
 
     @jax.jit
     def broken(state, slots, sources, new):
         return admit(state, slots, new).replace(**{forgets: getattr(state, forgets)}), slots
 
-    engine = Engine.of(session.with_options(rounds_per_step=4))
+    engine = Engine.of(plan.with_options(rounds_per_step=4))
     rows = engine._rows
     rows._programs = engine.compile()._replace(admit=broken)
     for prompt in range(len(PROMPTS)):
-        engine.add_rows(prompt, [session_row(session, prompt)])
+        engine.add_rows(prompt, [session_row(plan, prompt)])
     found = {}
     for _ in range(60):
         found |= {
@@ -251,9 +253,9 @@ def test_tokens_of_a_long_prompt_are_read_a_few_at_a_time(most, chunks, longest_
     rng = np.random.default_rng(0)
     prompts = [[1, 2], rng.integers(61, size=300).tolist(), rng.integers(61, size=500).tolist()]
     options = dict(sampling=greedy(max_new_tokens=40), batch_size=3)
-    session = make_session(tiny, prompts, rounds_per_step=2, max_prefill_tokens=most, **options)
+    plan = make_plan(tiny, prompts, rounds_per_step=2, max_prefill_tokens=most, **options)
     wanted = decode(tiny, prompts, **options).token_ids
-    engine = Engine.of(session)
+    engine = Engine.of(plan)
     compiled, order = engine.compile(), []
 
     def read(*arguments):
@@ -268,10 +270,10 @@ def test_tokens_of_a_long_prompt_are_read_a_few_at_a_time(most, chunks, longest_
 
     engine._rows._programs = compiled._replace(read=read, step=step)
     for prompt in range(3):
-        engine.add_rows(prompt, [session_row(session, prompt)])
+        engine.add_rows(prompt, [session_row(plan, prompt)])
     outputs = {one.id: one.output.token_ids for one in engine if one.output is not None}
     assert [outputs[prompt] for prompt in range(3)] == wanted
-    assert engine.session.plan.chunks == chunks
+    assert engine.plan.loop.chunks == chunks
     waits, read = [], 0
     assert order[0] == 1
     for one in order[1:]:
@@ -282,13 +284,13 @@ def test_tokens_of_a_long_prompt_are_read_a_few_at_a_time(most, chunks, longest_
 
 
 def test_a_slot_is_refilled_as_soon_as_its_row_has_ended(tiny):
-    session = make_session(
+    plan = make_plan(
         tiny, [[7]] * 24, sampling=[greedy(max_new_tokens=5 + 7 * (i % 5)) for i in range(24)]
     )
-    session = session.with_options(batch_size=4)
-    engine = Engine.of(session.with_options(rounds_per_step=64))
+    plan = plan.with_options(batch_size=4)
+    engine = Engine.of(plan.with_options(rounds_per_step=64))
     for prompt in range(24):
-        engine.add_rows(prompt, [session_row(session, prompt)])
+        engine.add_rows(prompt, [session_row(plan, prompt)])
     reasons = [one.finish_reason for one in engine if one.output is not None]
     assert reasons == ["length"] * 24
     summary = engine.statistics.summary()
@@ -297,9 +299,9 @@ def test_a_slot_is_refilled_as_soon_as_its_row_has_ended(tiny):
     assert summary.requests == 24
     assert summary.tokens == sum(5 + 7 * (i % 5) for i in range(24))
     # Two rows at a time: fewer returns to the host, and slots that stand empty.
-    other = Engine.of(session.with_options(rounds_per_step=64, refill_rows=2))
+    other = Engine.of(plan.with_options(rounds_per_step=64, refill_rows=2))
     for prompt in range(24):
-        other.add_rows(prompt, [session_row(session, prompt)])
+        other.add_rows(prompt, [session_row(plan, prompt)])
     list(other)
     assert 0.7 < other.statistics.summary().occupancy_waiting < 1.0
     assert len(other.statistics.steps) < len(engine.statistics.steps)
@@ -631,8 +633,8 @@ def test_what_is_done_for_one_request_does_not_depend_on_how_many_wait():
 def test_a_rule_that_changes_the_distribution_says_so(rule, lossy, tiny):
     """Of sampled rows: greedy ones keep their tokens."""
     asked = [greedy(max_new_tokens=2), SamplingParams(max_new_tokens=2, temperature=0.8)]
-    session = make_session(tiny, PROMPTS[:2], sampling=asked, verify=rule)
-    assert [session.is_lossy(one) for one in session.requests] == lossy
+    plan = make_plan(tiny, PROMPTS[:2], sampling=asked, verify=rule)
+    assert [plan.is_lossy(one) for one in plan.requests] == lossy
     assert engine_summary(Statistics(num_slots=2, lossy=any(lossy)))["lossy"] == any(lossy)
 
 
@@ -749,7 +751,7 @@ def test_costs_are_known_before_the_first_token(tiny):
         assert not fixed.compile().timed
     with Engine(tiny, drafter=drafter, num_speculative_tokens="auto", **options) as engine:
         timed = engine.compile().timed
-        widths = engine.session.plan.widths
+        widths = engine.plan.loop.widths
         assert [np.flatnonzero(one.passes).tolist() for one in timed[:-1]] == [[0], [1], [2]]
         assert [one.limits.longest for one in timed] == [(0,)] * len(widths) + [(2,)]
         assert timed[-1].ran.sum() == timed[-1].rounds
@@ -834,8 +836,8 @@ def test_an_interrupted_end_is_made_again(tiny, monkeypatch):
 
 def test_a_request_without_text_ends_alone(undrafted, monkeypatch):
     """Its tokens are none that the tokenizer knows; the others do not notice."""
-    session, wanted = undrafted
-    engine = Engine.of(session.with_options(rounds_per_step=2))
+    plan, wanted = undrafted
+    engine = Engine.of(plan.with_options(rounds_per_step=2))
     end = Follower.end
 
     def refuses(follower, *arguments):
@@ -845,7 +847,7 @@ def test_a_request_without_text_ends_alone(undrafted, monkeypatch):
 
     monkeypatch.setattr(Follower, "end", refuses)
     for prompt in range(len(PROMPTS)):
-        engine.add_rows(prompt, [session_row(session, prompt)])
+        engine.add_rows(prompt, [session_row(plan, prompt)])
     broken = next(one.follower for one in engine._scheduler if one.id == 1)
     deltas = list(engine)
     outputs = {one.id: one.output for one in deltas if one.output is not None}
@@ -907,7 +909,7 @@ def test_a_head_takes_what_it_shares_from_the_new_target(name, tiny):
     drafter, wanted = HEADS[name](tiny), HEADS[name](other)
     engine = Engine(tiny, drafter=drafter, num_speculative_tokens=2, batch_size=2, max_length=64)
     engine.update_params(fresh)
-    (ours,) = engine.session.drafter.params
+    (ours,) = engine.plan.drafter.params
     jax.tree.map(np.testing.assert_array_equal, ours["shared"], wanted.params["shared"])
     own = {key: part for key, part in drafter.params.items() if key != "shared"}
     jax.tree.map(np.testing.assert_array_equal, {key: ours[key] for key in own}, own)
@@ -917,7 +919,7 @@ def test_a_head_takes_what_it_shares_from_the_new_target(name, tiny):
 
     changed = jax.tree.map(lambda leaf: leaf * 2, drafter.params)
     engine.update_params(fresh, changed)
-    jax.tree.map(np.testing.assert_array_equal, engine.session.drafter.params, (changed,))
+    jax.tree.map(np.testing.assert_array_equal, engine.plan.drafter.params, (changed,))
     for bad in (tiny, {"a": 1.0}, unlike(drafter.params)):
         with pytest.raises(InputError, match="^drafter_params: its tree, shapes or dtypes are not"):
             engine.update_params(fresh, bad)

@@ -7,23 +7,23 @@ import jax
 import numpy as np
 import pytest
 from conftest import slow, tiny_config
-from decoding import decode, greedy, make_session
+from decoding import decode, greedy, make_plan
 from test_engine import named, own_results
 from test_sharding import collectives
 from tiny_models import block_drafter, eagle_drafter
 
 from specjax.distributed.sharding import make_mesh
 from specjax.drafters import LoadedDrafter
-from specjax.engine import device_rows, request_pages
+from specjax.engine import device_rows, pages
 from specjax.engine.device_rows import DeviceRows
 from specjax.engine.engine import Engine
 from specjax.engine.options import DecodeOptions
-from specjax.engine.outputs import Follower
-from specjax.engine.page_pool import PagePool
-from specjax.engine.rows import Row, session_row
-from specjax.engine.sampling_params import SamplingParams
-from specjax.engine.scheduler import Request
-from specjax.engine.session import plan_session
+from specjax.engine.rows import Row
+from specjax.engine.pages import PagePool
+from specjax.engine.requests import Request
+from specjax.engine.requests import SamplingParams
+from specjax.engine.rows import Row
+from specjax.engine.plan import plan_requests
 from specjax.errors import InputError
 from specjax.loading.load import place_model, random_model
 from specjax.methods.lookahead import Lookahead
@@ -52,18 +52,18 @@ PROMPTS = [
 NEW = [25, 40, 35, 40, 30, 30, 20, 30, 30, 30]
 
 
-def paged(session, num_pages, shares, size=SIZE):
+def paged(plan, num_pages, shares, size=SIZE):
     """The session with pages, by default smaller ones than users may choose."""
-    plan = dataclasses.replace(session.plan, page_size=size, num_pages=num_pages)
+    loop_plan = dataclasses.replace(plan.loop, page_size=size, num_pages=num_pages)
     options = {"kv_page_size": 128, "enable_prefix_caching": shares, "rounds_per_step": 2}
     return dataclasses.replace(
-        session, plan=plan, options=dataclasses.replace(session.options, **options)
+        plan, loop=loop_plan, options=dataclasses.replace(plan.options, **options)
     )
 
 
-def session_of(tiny, drafter, rule, prompts=PROMPTS, **fields):
+def plan_of(tiny, drafter, rule, prompts=PROMPTS, **fields):
     sampling = [SamplingParams(**{"temperature": 0.9} | fields, max_new_tokens=new) for new in NEW]
-    return make_session(
+    return make_plan(
         tiny,
         prompts,
         drafter=drafter,
@@ -74,7 +74,7 @@ def session_of(tiny, drafter, rule, prompts=PROMPTS, **fields):
     )
 
 
-def results(engine, session, aborted=()):
+def results(engine, plan, aborted=()):
     """What the session's prompts give, the last ones added later; some are aborted meanwhile."""
     found = {}
 
@@ -85,10 +85,10 @@ def results(engine, session, aborted=()):
                     found[delta.id] = own_results(delta.output)
 
     for prompt in range(5):
-        engine.add_rows(prompt, [session_row(session, prompt)])
+        engine.add_rows(prompt, [session_row(plan, prompt)])
     steps(3)
     for prompt in range(5, len(PROMPTS)):
-        engine.add_rows(prompt, [session_row(session, prompt)])
+        engine.add_rows(prompt, [session_row(plan, prompt)])
     for prompt in aborted:
         engine.abort(prompt)
         steps(2)
@@ -145,17 +145,17 @@ def test_rows_in_pages_give_what_they_give_alone(name, rule, shares, tiny, unrel
         drafter = LoadedDrafter(SparseKV(tiny.architecture, budget=36, keep=name[10:], refresh=4))
     else:
         drafter = named(name, tiny, unrelated, similar)
-    session = session_of(tiny, drafter, rule)
-    dense = Engine.of(session)
+    plan = plan_of(tiny, drafter, rule)
+    dense = Engine.of(plan)
     wanted = {}
     for prompt in range(len(PROMPTS)):
-        dense.add_rows(prompt, [session_row(session, prompt)])
+        dense.add_rows(prompt, [session_row(plan, prompt)])
         wanted |= {one.id: own_results(one.output) for one in dense if one.output is not None}
-    pages = Engine.of(paged(session, NUM_PAGES, shares))
+    pages = Engine.of(paged(plan, NUM_PAGES, shares))
     # What a drafter has learned of refused drafts, or chosen, is lost with a row that is put back.
     kept = 1 if name in ("token_recycling", "lookahead", "sparse_kv:scores") else 3
     for aborted in ((), (1, 5)):
-        found = results(pages, session, aborted)
+        found = results(pages, plan, aborted)
         for prompt, result in found.items():
             if prompt in aborted:
                 tokens = result[0]
@@ -183,14 +183,14 @@ def in_blocks():
         pytest.skip("no C++ compiler")
     model = random_model(tiny_config(head_dim=8, num_layers=2), 0, dtype="float32")
     prompts = [[token for token in prompt for _ in range(BLOCK // SIZE)] for prompt in PROMPTS]
-    session = session_of(model, Ngram(prompt_lookup_min=1), "rejection", prompts)
-    return session, results(Engine.of(session), session)
+    plan = plan_of(model, Ngram(prompt_lookup_min=1), "rejection", prompts)
+    return plan, results(Engine.of(plan), plan)
 
 
 @pytest.mark.parametrize("broken", [False, True])
 def test_the_kernel_for_cpus_reads_pages_of_whole_blocks(broken, in_blocks, monkeypatch):
     """The variant that reads each row's first page twice is found."""
-    session, wanted = in_blocks
+    plan, wanted = in_blocks
     kernel, caches = cpu_attention.attend_window_and_cache, []
 
     def attend(query, cache, *rest, **limits):
@@ -200,8 +200,8 @@ def test_the_kernel_for_cpus_reads_pages_of_whole_blocks(broken, in_blocks, monk
 
     monkeypatch.setattr(cpu_attention, "attend_window_and_cache", attend)
     # Another number of pages makes another program.
-    engine = Engine.of(paged(session, NUM_PAGES + broken, True, BLOCK))
-    found = results(engine, session)
+    engine = Engine.of(paged(plan, NUM_PAGES + broken, True, BLOCK))
+    found = results(engine, plan)
     assert {cache.k.shape[3] for cache in caches} == {BLOCK}
     assert (found == wanted) != broken
     assert engine.statistics.shared_tokens > 3 * BLOCK
@@ -211,16 +211,16 @@ def on_mesh(tiny, name, data, model):
     """An engine with pages on a mesh, and a session."""
     placed = place_model(tiny, make_mesh(data, model, devices=jax.devices()[: data * model]))
     drafter = None if name == "none" else eagle_drafter(placed, spread=0.3)
-    session = paged(session_of(placed, drafter, "coupled"), NUM_PAGES * data, True)
-    return Engine.of(session), session
+    plan = paged(plan_of(placed, drafter, "coupled"), NUM_PAGES * data, True)
+    return Engine.of(plan), plan
 
 
 @pytest.fixture(scope="module", params=["eagle3", *slow("none")])
 def alone(request, tiny):
     """The name of a drafter, and the tokens without pages and without a mesh."""
     drafter = None if request.param == "none" else eagle_drafter(tiny, spread=0.3)
-    session = session_of(tiny, drafter, "coupled")
-    found = results(Engine.of(session), session)
+    plan = plan_of(tiny, drafter, "coupled")
+    found = results(Engine.of(plan), plan)
     return request.param, {prompt: result[0] for prompt, result in found.items()}
 
 
@@ -228,9 +228,9 @@ def alone(request, tiny):
 def test_pages_on_several_devices(data, model, alone, tiny):
     """Each device has its heads of the pages of its rows."""
     name, wanted = alone
-    engine, session = on_mesh(tiny, name, data, model)
+    engine, plan = on_mesh(tiny, name, data, model)
     for aborted in ((), (1, 5)):
-        for prompt, result in results(engine, session, aborted).items():
+        for prompt, result in results(engine, plan, aborted).items():
             tokens = result[0]
             assert tokens == wanted[prompt][: len(tokens) if prompt in aborted else None]
         assert_nothing_is_held(engine)
@@ -261,15 +261,15 @@ class TakesPagesOfAnotherDevice(request_pages.RequestPages):
 
 def test_pages_of_another_device_are_found(alone, tiny, monkeypatch):
     name, wanted = alone
-    engine, session = on_mesh(tiny, name, 2, 2)
-    monkeypatch.setattr(engine, "_pages", TakesPagesOfAnotherDevice(session))
-    found = results(engine, session)
+    engine, plan = on_mesh(tiny, name, 2, 2)
+    monkeypatch.setattr(engine, "_pages", TakesPagesOfAnotherDevice(plan))
+    found = results(engine, plan)
     assert {prompt: result[0] for prompt, result in found.items()} != wanted
 
 
 def test_a_request_gets_a_slot_where_its_beginning_is_and_there_is_room(tiny):
-    _, session = on_mesh(tiny, "none", 2, 1)
-    pages = request_pages.RequestPages(session)
+    _, plan = on_mesh(tiny, "none", 2, 1)
+    pages = request_pages.RequestPages(plan)
     assert [pages.pool(slot) is pages.pools[0] for slot in range(4)] == [True, True, False, False]
 
     def request(number, prompt, new):
@@ -321,16 +321,16 @@ class ForgetsTheNextToken(PagePool):
 @pytest.fixture(scope="module")
 def with_eagle(tiny):
     """A session whose drafter reads the next token, and what its rows give."""
-    session = paged(session_of(tiny, eagle_drafter(tiny, spread=2.0), "rejection"), NUM_PAGES, True)
-    return session, results(Engine.of(session), session)
+    plan = paged(plan_of(tiny, eagle_drafter(tiny, spread=2.0), "rejection"), NUM_PAGES, True)
+    return plan, results(Engine.of(plan), plan)
 
 
 @pytest.mark.parametrize("broken", [SharesPartOfAPage, ForgetsTheNextToken])
 def test_broken_pages_are_found(broken, with_eagle, monkeypatch):
-    session, wanted = with_eagle
+    plan, wanted = with_eagle
     monkeypatch.setattr(request_pages, "PagePool", broken)
     try:
-        found = results(Engine.of(session), session)
+        found = results(Engine.of(plan), plan)
     except (AssertionError, KeyError):
         return
     assert found != wanted
@@ -348,12 +348,12 @@ class FreesSharedPages(PagePool):
 
 def test_a_page_that_is_freed_while_shared_is_found(with_eagle, monkeypatch):
     """A short row ends that shares its prompt with a long one, and a third prompt is read."""
-    session, _ = with_eagle
+    plan, _ = with_eagle
     strange = tuple((7 * token + 3) % 61 for token in range(30))
     rows = [((*BEGINNING, 1), 40), ((*BEGINNING, 9), 2), ((7,), 30), (strange, 20)]
 
     def answers():
-        engine = Engine.of(session)
+        engine = Engine.of(plan)
         for number, (prompt, new) in enumerate(rows):
             sampling = SamplingParams(temperature=0.9, max_new_tokens=new)
             engine.add_rows(number, [Row(number, tuple(prompt), sampling)])
@@ -367,7 +367,7 @@ def test_a_page_that_is_freed_while_shared_is_found(with_eagle, monkeypatch):
 
 @pytest.mark.parametrize("lost", ["emitted", "rounds"])
 def test_a_row_that_resumes_without_a_part_is_found(lost, with_eagle, monkeypatch):
-    session, wanted = with_eagle
+    plan, wanted = with_eagle
     put_back = Engine._put_back
 
     def forgetful(self, pool):
@@ -380,15 +380,15 @@ def test_a_row_that_resumes_without_a_part_is_found(lost, with_eagle, monkeypatc
                 )
 
     monkeypatch.setattr(Engine, "_put_back", forgetful)
-    assert results(Engine.of(session), session) != wanted
+    assert results(Engine.of(plan), plan) != wanted
 
 
 def test_a_row_that_was_put_back_has_begun(tiny):
     """Its time in the queue ended with its first slot, and it ends where new weights end rows."""
-    session = paged(session_of(tiny, None, "rejection"), NUM_PAGES, False)
-    engine = Engine.of(session)
+    plan = paged(plan_of(tiny, None, "rejection"), NUM_PAGES, False)
+    engine = Engine.of(plan)
     for prompt in range(len(PROMPTS)):
-        engine.add_rows(prompt, [session_row(session, prompt)])
+        engine.add_rows(prompt, [session_row(plan, prompt)])
     outputs = {}
     while not engine.statistics.put_back:
         outputs |= {one.id: one.output for one in engine.step() if one.output is not None}
@@ -402,7 +402,7 @@ def test_a_row_that_was_put_back_has_begun(tiny):
     assert outputs.keys() == set(range(len(PROMPTS)))
     assert_nothing_is_held(engine)
     for prompt in range(len(PROMPTS)):
-        engine.add_rows(prompt, [session_row(session, prompt)])
+        engine.add_rows(prompt, [session_row(plan, prompt)])
     times = [one.output.times for one in engine if one.output is not None]
     assert engine.statistics.put_back > 1
     assert all(one.waiting_s <= one.first_token_s <= one.total_s for one in times)
@@ -410,20 +410,20 @@ def test_a_row_that_was_put_back_has_begun(tiny):
 
 def test_numbers_that_are_not_finite_spoil_no_later_row(tiny):
     """Pages of a pool are not cleared, so that they hold what earlier rows left."""
-    session = paged(session_of(tiny, None, "rejection"), NUM_PAGES, False)
-    wanted = results(Engine.of(session), session)
-    engine = Engine.of(session)
+    plan = paged(plan_of(tiny, None, "rejection"), NUM_PAGES, False)
+    wanted = results(Engine.of(plan), plan)
+    engine = Engine.of(plan)
     engine.compile()
     engine._rows.begin()
     state = engine._rows._state
     nothing = {name: getattr(state.cache, name) * np.nan for name in ("k", "v")}
     engine._rows._state = state.replace(cache=state.cache.replace(**nothing))
-    assert results(engine, session) == wanted
+    assert results(engine, plan) == wanted
 
 
 def test_rows_that_are_left_keep_their_pages(with_eagle, monkeypatch):
     """In programs for fewer rows, and back in their slots."""
-    session, wanted = with_eagle
+    plan, wanted = with_eagle
     sizes, step = [], DeviceRows.step
 
     def note(self, *arguments):
@@ -433,9 +433,9 @@ def test_rows_that_are_left_keep_their_pages(with_eagle, monkeypatch):
 
     monkeypatch.setattr(DeviceRows, "step", note)
     monkeypatch.setattr(device_rows, "_SAVED", 1e9)
-    engine = Engine.of(session)
+    engine = Engine.of(plan)
     for _ in range(2):
-        assert results(engine, session) == wanted
+        assert results(engine, plan) == wanted
         assert_nothing_is_held(engine)
     assert {1, 2, 4} <= set(sizes)
 
@@ -453,8 +453,8 @@ def test_requests_that_come_and_go_at_random_leak_nothing(data, count):
     wanted = decode(model, prompts, **options).token_ids
     if data > 1:
         model = place_model(model, make_mesh(data, devices=jax.devices()[:data]))
-    session = make_session(model, prompts, drafter=Ngram(num_speculative_tokens=2), **options)
-    engine = Engine.of(paged(session, 10 * data, True))
+    plan = make_plan(model, prompts, drafter=Ngram(num_speculative_tokens=2), **options)
+    engine = Engine.of(paged(plan, 10 * data, True))
     requests = [(rng.randrange(40), rng.choice((1, 4, 9, 30))) for _ in range(count)]
     waiting, alive, ended = list(range(count)), set(), {}
     while waiting or engine.num_unfinished:
@@ -520,13 +520,15 @@ def test_pages_that_cannot_be_are_refused(options, message, tiny):
 def test_a_pool_is_as_large_as_the_longest_row_needs(tiny):
     """Not as the capacity, which is rounded up; and the last token is in no cache."""
 
-    def plan(new):
+    def loop_plan(new):
         options = DecodeOptions(kv_page_size=64, num_kv_pages=2)
-        return plan_session(tiny, [[1] * 100], options=options, requests=greedy(max_new_tokens=new))
+        return plan_requests(
+            tiny, [[1] * 100], options=options, requests=greedy(max_new_tokens=new)
+        )
 
-    assert plan(29).plan.num_pages == 2
+    assert loop_plan(29).plan.num_pages == 2
     with pytest.raises(InputError, match="num_kv_pages=2: a request of 130 tokens needs 3 pages"):
-        plan(30)
+        loop_plan(30)
 
 
 def test_the_next_turn_of_a_conversation_finds_the_turns_before_it(tiny):
@@ -565,8 +567,8 @@ def test_the_next_turn_of_a_conversation_finds_the_turns_before_it(tiny):
 
 
 def test_interruptions_lose_no_page_and_share_none_of_other_weights(tiny, monkeypatch):
-    session = paged(session_of(tiny, None, "rejection"), NUM_PAGES, True)
-    engine = Engine.of(session)
+    plan = paged(plan_of(tiny, None, "rejection"), NUM_PAGES, True)
+    engine = Engine.of(plan)
     update = DeviceRows.update_params
 
     def interrupted(*arguments):
@@ -581,18 +583,18 @@ def test_interruptions_lose_no_page_and_share_none_of_other_weights(tiny, monkey
                 call()
 
     for _ in range(2):
-        engine.add_rows(1, [session_row(session, 1)])
+        engine.add_rows(1, [session_row(plan, 1)])
         list(engine)
         interrupt(lambda: engine.update_params(tiny.params), DeviceRows, "update_params")
     assert engine.statistics.shared_tokens == 0
-    engine.add_rows(1, [session_row(session, 1)])
+    engine.add_rows(1, [session_row(plan, 1)])
     interrupt(engine.step, request_pages.RequestPages, "reserve")
     with pytest.raises(InputError, match="failed or was interrupted within a step"):
         engine.step()
 
 
 def test_pages_in_8_bits_hold_what_rows_in_8_bits_do(tiny):
-    session = session_of(dataclasses.replace(tiny, kv_cache_dtype="int8"), None, "rejection")
-    assert session.plan.target.cache_dtype == "int8"
-    wanted = results(Engine.of(session), session)
-    assert results(Engine.of(paged(session, NUM_PAGES, True)), session) == wanted
+    plan = plan_of(dataclasses.replace(tiny, kv_cache_dtype="int8"), None, "rejection")
+    assert plan.loop.target.cache_dtype == "int8"
+    wanted = results(Engine.of(plan), plan)
+    assert results(Engine.of(paged(plan, NUM_PAGES, True)), plan) == wanted

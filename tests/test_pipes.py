@@ -17,7 +17,7 @@ from tiny_models import eagle_head
 from toy_training import write_data
 
 from specjax import decode
-from specjax.engine.prompts import read_questions
+from specjax.loading.texts.questions import read_questions
 from specjax.errors import InputError
 from specjax.fields import InputFile
 from specjax.files import json_files

@@ -239,12 +239,12 @@ class TestDecode:
     def test_rows_are_there_as_they_finish(self, folder, tmp_path, monkeypatch, capsys):
         path, found = tmp_path / "r.jsonl", []
 
-        def looking(session, **options):
+        def looking(plan, **options):
             found.append(len(read_report(path).rows) if path.exists() else 0)
             assert not path.exists() or read_report(path).end.interrupted
-            return decode_session(session, **options)
+            return decode_requests(plan, **options)
 
-        decode_session = decode_run.decode_session
+        decode_requests = decode_run.decode_requests
         monkeypatch.setattr(decode_run, "decode_session", looking)
         assert decode.main(arguments(folder, path)) == 0
         assert found == [0, 1, 2]
@@ -255,11 +255,11 @@ class TestDecode:
         for after, rows in ((2, 2), (-1, 2)):
             calls = []
 
-            def failing(session, calls=calls, after=after, **options):
+            def failing(plan, calls=calls, after=after, **options):
                 calls.append(options["index"])
                 if len(calls) > max(after, 0):
                     raise KeyboardInterrupt if after < 0 else ZeroDivisionError
-                return decode_session(session, **options)
+                return decode_requests(plan, **options)
 
             monkeypatch.setattr(decode_run, "decode_session", failing)
             if after < 0:

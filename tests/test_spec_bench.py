@@ -16,7 +16,7 @@ from commands import start
 import specjax
 from specjax import theory
 from specjax.engine import programs
-from specjax.engine.prompts import Question, stratified
+from specjax.loading.texts.questions import Question, stratified
 from specjax.fields import Whole
 from specjax.loading.load import load_model, save_model
 from specjax.methods.ngram import Ngram

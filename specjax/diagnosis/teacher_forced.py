@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from specjax.core.drafter import Drafter
 from specjax.diagnosis.answers import Answers, warp_arguments
-from specjax.engine.sampling_params import SamplingParams
+from specjax.engine.requests import SamplingParams
 from specjax.methods.block.drafter import BlockDrafter
 from specjax.methods.block.rows import run_blocks
 from specjax.methods.draft_model.drafter import DraftModel

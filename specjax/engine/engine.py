@@ -26,12 +26,7 @@ from specjax.core.state import RUNNING, Seen
 from specjax.drafters import Drafter, LoadedDrafter, make_drafter
 from specjax.engine.device_rows import DeviceRows
 from specjax.engine.length_control import LengthControl, step_record
-from specjax.engine.options import (
-    DecodeOptions,
-    read_arguments,
-    read_sampling,
-    takes_options,
-)
+from specjax.engine.options import DecodeOptions, read_arguments, read_sampling
 from specjax.engine.outputs import ABORTED, Delta, RequestId
 from specjax.engine.plan import DecodePlan, check_length, check_sampling, plan_engine, round_up
 from specjax.engine.programs import Programs
@@ -46,7 +41,7 @@ from specjax.engine.rows import Row
 from specjax.engine.scheduler import Reading, Scheduler
 from specjax.engine.statistics import Statistics, Step
 from specjax.errors import InputError, shown
-from specjax.fields import Choice, Whole
+from specjax.fields import Choice, Whole, takes_options
 from specjax.loading.load import place_model
 from specjax.loading.model import MODEL_KIND, Model
 

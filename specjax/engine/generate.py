@@ -16,7 +16,7 @@ from specjax.core.state import Rounds
 from specjax.core.turn_taking import NO_DRAFTER
 from specjax.drafters import Drafter, LoadedDrafter, make_drafter
 from specjax.engine.engine import Engine
-from specjax.engine.options import DecodeOptions, Sampling, read_arguments, takes_options
+from specjax.engine.options import DecodeOptions, Sampling, read_arguments
 from specjax.engine.outputs import (
     Delta,
     Failure,
@@ -28,7 +28,7 @@ from specjax.engine.outputs import (
 )
 from specjax.engine.plan import DecodePlan, plan_requests, plan_rows
 from specjax.engine.requests import Prompts, Request, SamplingParams, one_per_prompt
-from specjax.fields import Function, Whole, optional
+from specjax.fields import Function, Whole, optional, takes_options
 from specjax.loading.load import place_model
 from specjax.loading.model import Model
 

@@ -250,8 +250,8 @@ def _described(loop_plan: LoopPlan, rows: int) -> str:
     text = (
         f"{drafting if nodes else 'plain decoding'}, verify={rule}, "
         f"{'sampled' if loop_plan.flags.sampled else 'greedy'}"
-        f"{' with log-probabilities' * loop_plan.logprobs}, for {rows} row{'s' * (rows > 1)} of up to "
-        f"{loop_plan.capacity} tokens, prompt included"
+        f"{' with log-probabilities' * loop_plan.logprobs}, for {rows} row{'s' * (rows > 1)} of "
+        f"up to {loop_plan.capacity} tokens, prompt included"
     )
     before, _plans[text] = _plans.get(text), loop_plan
     if before is None:

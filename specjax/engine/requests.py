@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import numpy as np
 from jaxtyping import Array, Key
@@ -24,6 +24,7 @@ from specjax.fields import (
 from specjax.loading.model import Model
 from specjax.sampling import row_key, sample_key
 
+Item = TypeVar("Item")
 CHAT = Choice(("auto", "true", "false"))
 """Whether prompts go through the chat template; "auto" means if the tokenizer has one."""
 _TOKEN_IDS = Items(
@@ -181,6 +182,11 @@ def encode_prompt(model: Model, prompt: Prompt, name: str = "prompt") -> list[in
             f"{name}: token id {min(unused)} names no token of the tokenizer; leave it out"
         )
     return ids
+
+
+def groups(items: Sequence[Item], size: int) -> list[Sequence[Item]]:
+    """Return items, such as requests, in their order, in groups of `size`; the last may be less."""
+    return [items[first : first + size] for first in range(0, len(items), size)]
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ _NORMALISED = 1e-2
 """The tolerance for sums of probabilities, wide enough for half precision."""
 
 
-def check_contract(plan: LoopPlan, params: tuple[Any, Any], arguments: tuple) -> None:
+def check_contract(loop_plan: LoopPlan, params: tuple[Any, Any], arguments: tuple) -> None:
     """Raise InputError, naming the drafter, if one of a plan's drafters breaks its contract.
 
     Every leaf of the drafter's state must have rows as its first axis or belong to a cache or a
@@ -35,7 +35,7 @@ def check_contract(plan: LoopPlan, params: tuple[Any, Any], arguments: tuple) ->
     parameters, and `arguments` those of `initial_state.start`; each row gets a different limit.
     Parts of a merged drafter are checked one by one.
     """
-    parts = list(_single(plan.drafter.parts, params[1]))
+    parts = list(_single(loop_plan.drafter.parts, params[1]))
     for part, part_params in parts:
         for rows in (3, 5):
             init = lambda params, part=part, rows=rows: part.init(params, rows, 8)  # noqa: E731
@@ -49,7 +49,7 @@ def check_contract(plan: LoopPlan, params: tuple[Any, Any], arguments: tuple) ->
                     )
     for number, (part, _) in enumerate(parts):
         if part.num_speculative_tokens:
-            _check_draft(plan, params, arguments, number)
+            _check_draft(loop_plan, params, arguments, number)
 
 
 def _single(drafters: tuple[Drafter, ...], *values: tuple) -> Iterator[tuple]:
@@ -66,27 +66,29 @@ def _single(drafters: tuple[Drafter, ...], *values: tuple) -> Iterator[tuple]:
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _propose(
-    plan: LoopPlan, number: int, params: tuple[Any, Any], state: State
+    loop_plan: LoopPlan, number: int, params: tuple[Any, Any], state: State
 ) -> tuple[Draft, Int[Array, "B"]]:
     """Return the first draft of drafter `number` of `_single`, and the limits of its rows."""
     states = tuple(part.drafter for part in state.drafter)
-    part, part_params, own = list(_single(plan.drafter.parts, params[1], states))[number]
-    context = make_context(plan, params[0], state)
+    part, part_params, own = list(_single(loop_plan.drafter.parts, params[1], states))[number]
+    context = make_context(loop_plan, params[0], state)
     limit = jnp.arange(len(context.limit)) % (1 + part.num_speculative_tokens)
     context = context.replace(limit=jnp.minimum(limit, context.limit))
-    noise = proposal_noise(plan, state, noise_keys(plan, params[1], state))
+    noise = proposal_noise(loop_plan, state, noise_keys(loop_plan, params[1], state))
     noise = noise.part(number, branches=part.branches)
     proposal = part.propose(part_params, own, context, noise)
     return check_proposal(part, proposal, own, context)[0], context.limit
 
 
-def _check_draft(plan: LoopPlan, params: tuple[Any, Any], arguments: tuple, number: int) -> None:
+def _check_draft(
+    loop_plan: LoopPlan, params: tuple[Any, Any], arguments: tuple, number: int
+) -> None:
     """Raise InputError if the first draft of drafter `number` of `_single` breaks the contract."""
-    part, _ = list(_single(plan.drafter.parts, params[1]))[number]
-    draft, limit = _propose(plan, number, params, start(plan, params, *arguments))
+    part, _ = list(_single(loop_plan.drafter.parts, params[1]))[number]
+    draft, limit = _propose(loop_plan, number, params, start(loop_plan, params, *arguments))
     check_draft(draft, f"drafter {part.name!r}: propose returned")
     valid, tokens = np.asarray(draft.valid), np.asarray(draft.tokens)
-    vocab = plan.target.vocab_size
+    vocab = loop_plan.target.vocab_size
     unknown = valid & ((tokens < 0) | (tokens >= vocab))
     if unknown.any():
         raise InputError(
