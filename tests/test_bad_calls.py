@@ -267,14 +267,14 @@ def test_every_function_and_argument_is_called():
 
 def test_numpys_numbers_are_numbers():
     three = np.int64(3)
-    plan = plan_requests(
+    plan, requests = plan_requests(
         TARGET,
         [np.array([1, 2]), (np.uint8(1),)],
         drafter=specjax.make_drafter("ngram", TARGET, prompt_lookup_max=three),
         options=DecodeOptions(num_speculative_tokens=three, batch_size=three, seed=three),
-        requests={"top_k": three, "temperature": np.float32(0.5), "max_new_tokens": three},
+        sampling={"top_k": three, "temperature": np.float32(0.5), "max_new_tokens": three},
     )
-    assert (plan.options.seed, plan.requests[0].top_k) == (3, 3)
+    assert (plan.options.seed, requests[0].sampling.top_k) == (3, 3)
 
 
 GENERATE = {

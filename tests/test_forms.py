@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import slow, tiny_config
-from decoding import PROMPTS, decode, draft_model, greedy, loop_arguments, make_plan
+from decoding import PROMPTS, decode, draft_model, greedy, loop_arguments, make_call
 from test_decoder import causal, extend
 from tiny_models import eagle_drafter, medusa_head
 
@@ -273,8 +273,8 @@ def test_products_that_are_rounded_in_training_all_are(biased):
 
 def a_round(target, drafter):
     """The function of a round, and its arguments."""
-    plan = make_plan(target, PROMPTS, drafter=drafter, sampling=greedy(max_new_tokens=4))
-    return functools.partial(loop.run, plan.loop), *loop_arguments(plan)
+    call = make_call(target, PROMPTS, drafter=drafter, sampling=greedy(max_new_tokens=4))
+    return functools.partial(loop.run, call.plan.loop), *loop_arguments(call)
 
 
 @pytest.mark.parametrize("make", [draft_model, eagle_drafter])
@@ -440,8 +440,8 @@ def test_a_draft_model_whole_on_each_device_sends_nothing(tiny):
     small = random_model(config, 1, dtype="float32", form=FORMS["kernel"])
     drafter = make_drafter("draft_model", target, place_model(small, mesh, replicated=True))
     options = dict(sampling=greedy(max_new_tokens=4), num_speculative_tokens=1)
-    plan = make_plan(target, PROMPTS, drafter=drafter, **options)
-    assert "all-gather" not in compile_plan(plan).step.as_text()
+    call = make_call(target, PROMPTS, drafter=drafter, **options)
+    assert "all-gather" not in compile_plan(call.plan).step.as_text()
 
 
 # JAX 0.12 still compiles it, and will drop Pallas's Triton backend for Mosaic GPU.

@@ -8,9 +8,8 @@ from decoding import PROMPTS, Shifting, decode, greedy
 from specjax.distributed import device_memory
 from specjax.engine.generate import generate
 from specjax.engine.options import DecodeOptions
-from specjax.engine.programs import compile_plan
-from specjax.engine.programs import row_arguments
 from specjax.engine.plan import plan_requests
+from specjax.engine.programs import compile_plan, row_arguments
 from specjax.errors import InputError, shown
 from specjax.fields import Items, Number, Whole, check_values
 from specjax.methods.ngram import Ngram
@@ -21,10 +20,12 @@ WISH = {"max_new_tokens": 10**9, "stop_token_ids": list(range(61))}
 def test_buffers_follow_the_positions_and_not_the_wish(tiny):
     """`tiny` has 600 positions."""
     drafter, options = Ngram(prompt_lookup_max=64), DecodeOptions(num_speculative_tokens=1024)
-    plan = plan_requests(tiny, [[1, 2, 3]], drafter=drafter, requests=WISH, options=options)
+    plan, requests = plan_requests(
+        tiny, [[1, 2, 3]], drafter=drafter, sampling=WISH, options=options
+    )
     assert plan.loop.capacity < 600 + 256
     assert plan.loop.drafter.num_speculative_tokens == 600 - 2
-    assert row_arguments(plan, [0])[1].max_length.tolist() == [600]
+    assert row_arguments(plan, requests)[1].max_length.tolist() == [600]
     result = generate(tiny, [[1, 2, 3]], sampling=WISH)
     assert result.token_ids[0][0] < 61
     assert result.finish_reasons == ["stop"]
@@ -32,7 +33,7 @@ def test_buffers_follow_the_positions_and_not_the_wish(tiny):
 
 def test_drafts_are_no_longer_than_what_a_row_may_emit(tiny):
     options = DecodeOptions(max_length=5)
-    plan = plan_requests(tiny, [[1, 2, 3]], drafter=Ngram(), options=options)
+    plan, _ = plan_requests(tiny, [[1, 2, 3]], drafter=Ngram(), options=options)
     assert plan.loop.drafter.num_speculative_tokens == 3
     assert plan.loop.widths[-1] == 4
 
@@ -50,9 +51,9 @@ def test_each_step_of_a_ladder_runs_at_the_width_that_holds_it(tiny):
 
 
 def test_too_little_memory_is_said_before_the_first_token(tiny, monkeypatch):
-    plan = plan_requests(tiny, [[1, 2, 3]], requests=WISH)
+    plan, _ = plan_requests(tiny, [[1, 2, 3]], sampling=WISH)
     programs = compile_plan(plan)
-    state = programs.empty(plan.params, *row_arguments(plan, [], plan.num_rows))
+    state = programs.empty(plan.params, *row_arguments(plan, []))
     caches, weights, everything = (
         sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
         for tree in (state.cache, tiny.params, state)
@@ -70,23 +71,23 @@ def test_too_little_memory_is_said_before_the_first_token(tiny, monkeypatch):
 def test_the_message_says_how_many_rows_and_tokens_fit(monkeypatch):
     gib = 1 << 30
     arrays = {device_memory.CACHES: 8 * gib, "drafters": gib}
-    loop_plan = device_memory.MemoryPlan(weights=16 * gib, arrays=arrays, temporaries=gib)
+    plan = device_memory.MemoryPlan(weights=16 * gib, arrays=arrays, temporaries=gib)
     monkeypatch.setattr(device_memory, "free_bytes", lambda: 10 * gib)
-    loop_plan.check("lower batch_size", 8, 4096)
+    plan.check("lower batch_size", 8, 4096)
     monkeypatch.setattr(device_memory, "free_bytes", lambda: 5 * gib)
     with pytest.raises(
         InputError,
         match=r"10\.0 GiB .* 5\.0 GiB .*batch_size \(about 4 rows or 1536 tokens per row",
     ):
-        loop_plan.check("lower batch_size", 8, 4096)
+        plan.check("lower batch_size", 8, 4096)
     with pytest.raises(InputError, match=r"lower num_kv_pages \(about 96 pages would fit\)"):
-        loop_plan.check("lower num_kv_pages", 8, 4096, num_pages=256)
-    loop_plan.check("lower batch_size", 8, 4096, begun=True)
+        plan.check("lower num_kv_pages", 8, 4096, num_pages=256)
+    plan.check("lower batch_size", 8, 4096, begun=True)
     monkeypatch.setattr(device_memory, "free_bytes", lambda: gib // 100)
     with pytest.raises(
         InputError, match=r"lower batch_size\. Per device: weights 16\.00 GiB, caches"
     ):
-        loop_plan.check("lower batch_size", 8, 4096)
+        plan.check("lower batch_size", 8, 4096)
 
 
 def test_free_memory_of_a_container(tmp_path):

@@ -15,7 +15,7 @@ from decoding import (
     decode,
     first_state,
     greedy,
-    make_plan,
+    make_call,
     observed,
     rounds,
 )
@@ -103,9 +103,9 @@ def test_rounds_are_those_of_lists(options):
     by_hand = ByHand(drafter, likeliest, prompt)
     request, turns = SamplingParams(temperature=0.0), take_turns(drafter).drafter
     length = drafter.num_speculative_tokens
-    loop_plan = make_plan(model, turns, length, verify=Rejection(), request=request, capacity=96)
+    plan = make_plan(model, turns, length, verify=Rejection(), request=request, capacity=96)
     params = (logits, ((),))
-    state, counts = decode_rows(loop_plan, params, prompt, request, np.arange(2), 0, count)
+    state, counts = decode_rows(plan, params, prompt, request, np.arange(2), 0, count)
     expected, shift = [], drafter.window
     for _ in range(count):
         expected.append(by_hand.round(shift))
@@ -115,9 +115,7 @@ def test_rounds_are_those_of_lists(options):
         assert got.tolist() == expected
         assert state.tokens[row, : len(by_hand.text)].tolist() == by_hand.text
     assert max(emitted for _, emitted in expected) > 2
-    (known,) = observed(
-        dataclasses.make_dataclass("_", ["plan", "params"])(loop_plan, params), state
-    )
+    (known,) = observed(dataclasses.make_dataclass("_", ["plan", "params"])(plan, params), state)
     assert known.window[0, -1].tolist() == by_hand.window[-1]
     assert known.window[0, :, 1:].tolist() == [row[1:] for row in by_hand.window]
     assert int(known.count[0]) == len(by_hand.ngrams)
@@ -126,20 +124,20 @@ def test_rounds_are_those_of_lists(options):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _proposed(loop_plan, params, state):
+def _proposed(plan, params, state):
     """The drafter's state after it proposed."""
-    context = make_context(loop_plan, params[0], state)
-    return loop_plan.drafter.parts[0].propose((), state.drafter[0].drafter, context, silence)[1]
+    context = make_context(plan, params[0], state)
+    return plan.drafter.parts[0].propose((), state.drafter[0].drafter, context, silence)[1]
 
 
 def assert_windows_are_the_targets(drafter, tiny):
     """After each round the last row has what the target finds likeliest after text and column."""
-    plan = make_plan(
+    call = make_call(
         tiny, PROMPTS, drafter=drafter, sampling=greedy(max_new_tokens=12), batch_size=8
     )
-    before, loop_plan, updated = first_state(plan), plan.loop, 0
-    for after in itertools.islice(rounds(plan, before), 4):
-        window = np.asarray(_proposed(loop_plan, plan.params, before).window)
+    before, plan, updated = first_state(call), call.plan.loop, 0
+    for after in itertools.islice(rounds(call, before), 4):
+        window = np.asarray(_proposed(plan, call.plan.params, before).window)
         new = np.asarray(after.drafter[0].drafter.window)
         sequences, expected = [], []
         for row in np.flatnonzero(np.asarray(after.drafter[0].drafter.length > before.length)):
@@ -269,9 +267,9 @@ def test_the_window_is_found_among_other_drafts(join, tiny):
     """Whichever tree it was merged into; a pass without it changes nothing."""
     drafter = join(Ngram(prompt_lookup_min=1, num_matches=2), Lookahead(**SMALL))
     options = dict(sampling=greedy(max_new_tokens=12), batch_size=8)
-    plan = make_plan(tiny, PROMPTS, drafter=drafter, **options)
-    *_, state = rounds(plan, first_state(plan))
-    own = observed(plan, state)[0 if join is merge_drafters else 1]
+    call = make_call(tiny, PROMPTS, drafter=drafter, **options)
+    *_, state = rounds(call, first_state(call))
+    own = observed(call, state)[0 if join is merge_drafters else 1]
     own = own[1] if join is merge_drafters else own
     text = np.maximum(np.asarray(state.length) - 3, 0)
     steps = (np.asarray(own.count) - text) / 4

@@ -193,7 +193,7 @@ def test_engines_for_one_row_have_no_pages(engine):
     )
     assert pooled.offers() == dense.offers()
     chosen = engine.plan.drafter, "block", playground_engines.ChosenLength()
-    assert pooled._planned(*chosen).plan == dense._planned(*chosen).plan
+    assert pooled._planned(*chosen).loop == dense._planned(*chosen).loop
 
 
 def test_engines_and_answers_are_bounded(engine, monkeypatch):

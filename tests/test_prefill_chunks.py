@@ -7,12 +7,12 @@ import jax
 import numpy as np
 import pytest
 from conftest import slow
-from decoding import draft_model, drafters, make_plan
+from decoding import draft_model, drafters, make_call
 from tiny_models import eagle_drafter, medusa_head, mtp_drafter
 
 from specjax.core import initial_state
 from specjax.drafters import head_drafter, take_turns
-from specjax.engine import rows
+from specjax.engine.programs import row_arguments
 from specjax.methods.token_recycling import TokenRecycling
 
 LENGTHS = (255, 256, 257, 320, 521)
@@ -43,23 +43,22 @@ def made(name, tiny, unrelated, similar):
 def test_states_are_those_of_chunks_of_one_size(name, tiny, unrelated, similar):
     rng = np.random.default_rng(0)
     prompts = [rng.integers(61, size=length + 1).tolist() for length in LENGTHS]
-    plan = make_plan(tiny, prompts, drafter=made(name, tiny, unrelated, similar))
-    assert plan.loop.chunks == (256, 64)
-    one_size = dataclasses.replace(plan.loop, chunks=(64,))
+    call = make_call(tiny, prompts, drafter=made(name, tiny, unrelated, similar))
+    assert call.plan.loop.chunks == (256, 64)
+    one_size = dataclasses.replace(call.plan.loop, chunks=(64,))
     read = {
-        loop_plan: jax.jit(functools.partial(initial_state.read_prompts, loop_plan))
-        for loop_plan in (plan.loop, one_size)
+        plan: jax.jit(functools.partial(initial_state.read_prompts, plan))
+        for plan in (call.plan.loop, one_size)
     }
     for prompt, length in enumerate(LENGTHS):
-        row = rows.session_row(plan, prompt)
-        arguments = rows.row_arguments(plan, [row], 1)
-        empty = initial_state.empty_state(plan.loop, plan.params, *arguments)
-        wanted = read[one_size](plan.params, empty, 0, length)
-        whole = read[plan.loop](plan.params, empty, 0, length)
+        arguments = row_arguments(call.plan, [call.requests[prompt]], 1)
+        empty = initial_state.empty_state(call.plan.loop, call.plan.params, *arguments)
+        wanted = read[one_size](call.plan.params, empty, 0, length)
+        whole = read[call.plan.loop](call.plan.params, empty, 0, length)
         parts = empty
         for begin in range(0, length, 256):
             end = min(begin + 256, length)
-            parts = read[plan.loop](plan.params, parts, begin, end)
+            parts = read[call.plan.loop](call.plan.params, parts, begin, end)
         for state in (whole, parts):
             assert state.cache.length.tolist() == [length]
             jax.tree.map(

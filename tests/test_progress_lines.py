@@ -4,7 +4,7 @@ import io
 import time
 
 import pytest
-from decoding import make_plan
+from decoding import make_call
 from model_files import gguf_metadata, gguf_tensors, write_gguf
 from rich.console import Console
 
@@ -95,7 +95,7 @@ def test_programs_are_told_apart(tiny, monkeypatch):
     described = []
     for case in cases:
         options = {"drafter": make_drafter("ngram", tiny), "num_speculative_tokens": 3, **case}
-        described.append(programs._described(make_plan(tiny, [[1]], **options).plan, 1))
+        described.append(programs._described(make_call(tiny, [[1]], **options).plan.loop, 1))
     assert len(set(described)) == len(cases)
     assert described[0].startswith("ngram with drafts of 3 tokens, verify=rejection, greedy, for 1")
     assert described[-1].endswith("tokens, prompt included, with other drafter than before")

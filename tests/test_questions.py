@@ -6,9 +6,9 @@ import json
 import pytest
 
 from specjax.engine.requests import encode_prompt
-from specjax.loading.texts.questions import read_questions
 from specjax.errors import InputError
 from specjax.files import json_files
+from specjax.loading.texts.questions import read_questions
 
 
 def question(**changes):

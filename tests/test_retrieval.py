@@ -16,7 +16,7 @@ from decoding import (
     coupled,
     decode,
     greedy,
-    make_plan,
+    make_call,
     mixed,
     tampered,
 )
@@ -234,8 +234,8 @@ def test_asleep_and_woken(tiny, loaded, plain):
     """Without a state there is nothing to observe: the draft after a sleep is that of its row."""
     controller = Scripted((((3,), (0.0,), 1), ((0,), (0.0,), 2), ((1,), (0.0,), 1)))
     options = dict(verify="coupled", sampling=mixed(max_new_tokens=24), batch_size=8)
-    plan = make_plan(tiny, PROMPTS, drafter=loaded, **options)
-    got = decode_requests(plan.controlled_by(controller))
+    call = make_call(tiny, PROMPTS, drafter=loaded, **options)
+    got = decode_requests(*call.controlled_by(controller))
     assert got.token_ids == plain.token_ids
     assert got.accepted.max() > 1
 

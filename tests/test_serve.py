@@ -464,8 +464,8 @@ def test_many_clients_of_whom_some_vanish(engine, count, has_pages):
                         return tokens, False
             return tokens, False
 
-    plan = paged(engine.plan, 14, True) if has_pages else engine.plan
-    serving = Engine.of(plan)
+    call = paged(engine.plan, 14, True) if has_pages else engine.plan
+    serving = Engine.of(call.plan)
     with served(serving, OPTIONS) as url:
         with concurrent.futures.ThreadPoolExecutor(32) as pool:
             answers = list(pool.map(ask, range(count)))

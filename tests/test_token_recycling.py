@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import row_count, slow
-from decoding import PROMPTS, coupled, decode, first_state, greedy, make_plan, observed
+from decoding import PROMPTS, coupled, decode, first_state, greedy, make_call, observed
 from test_decoder import one_pass
 from test_drafters import context_of, silence
 from tiny_models import bigrams
@@ -77,9 +77,9 @@ def test_the_last_of_equal_tokens_counts():
 
 def test_prompts_fill_the_table(tiny):
     """The latest position of a token counts, and all but the last token are read."""
-    plan = make_plan(tiny, PROMPTS, drafter=TokenRecycling(61, tree=TREE))
-    state = first_state(plan)
-    table = np.asarray(observed(plan, state)[0])
+    call = make_call(tiny, PROMPTS, drafter=TokenRecycling(61, tree=TREE))
+    state = first_state(call)
+    table = np.asarray(observed(call, state)[0])
     logits = np.asarray(one_pass(tiny, np.asarray(state.tokens)).logits)
     for row, prompt in enumerate(PROMPTS):
         read = prompt[:-1]
@@ -95,8 +95,8 @@ def test_rounds_fill_the_table(target):
     model, logits = target
     request = SamplingParams(temperature=1.0)
     drafter = take_turns(TokenRecycling(8, tree=TREE)).drafter
-    loop_plan = make_plan(model, drafter, 3, verify=Coupled(), request=request, capacity=24)
-    state, _ = decode_rows(loop_plan, (logits, ((),)), [3], request, np.arange(50), 0, 4)
+    plan = make_plan(model, drafter, 3, verify=Coupled(), request=request, capacity=24)
+    state, _ = decode_rows(plan, (logits, ((),)), [3], request, np.arange(50), 0, 4)
     table = np.asarray(state.drafter[0].drafter)
     right = np.argsort(-np.asarray(logits), axis=1, kind="stable")[:, :2]
     refused = 0

@@ -562,7 +562,8 @@ class Engine:
         if aborted and slot is not None:
             self._scheduler.ended_slots.add(slot)
         output = row.output(self.plan, time.perf_counter())
-        self.statistics.add_output(output)
+        self.statistics.add_request(output.times, aborted=aborted)
+        self.statistics.lossy |= output.lossy
         self._ready.append(replace(delta, finish_reason=output.finish_reason, output=output))
         if self._outputs.maxlen and output.failure is None and not aborted:
             self._outputs.append((row.request.prompt, output.token_ids))

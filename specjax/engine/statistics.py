@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from specjax.engine.outputs import ABORTED, Output
+from specjax.engine.outputs import Times
 
 _KEPT = 100_000
 """The number of latest steps and times that are kept, so that memory use is bounded."""
@@ -156,10 +156,8 @@ class Statistics:
         if step.rounds:
             self.steps.append(step)
 
-    def add_output(self, output: Output) -> None:
-        """Count a finished or aborted sample, with its latencies."""
-        times, aborted = output.times, output.finish_reason == ABORTED
-        self.lossy |= output.lossy
+    def add_request(self, times: Times, *, aborted: bool = False) -> None:
+        """Add the latencies of a finished or aborted sample."""
         self.requests += 1
         self.aborted += aborted
         if times.waiting_s is not None:
