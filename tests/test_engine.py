@@ -14,8 +14,7 @@ from decoding import PROMPTS, Scripted, decode, drafters, greedy, make_call, mix
 from tiny_models import eagle_drafter, medusa_head, mtp_drafter
 
 import specjax
-from specjax.core.packed import Packed
-from specjax.core.state import admit
+from specjax.core.state import Packed, admit
 from specjax.distributed.sharding import make_mesh
 from specjax.drafters import head_drafter, merge_drafters
 from specjax.engine import device_rows, programs

@@ -13,12 +13,12 @@ from jax import lax
 from jaxtyping import Array, Bool, Int
 
 from specjax.core.drafter import Limits
-from specjax.core.packed import Packed
 from specjax.core.plan import LoopPlan
 from specjax.core.round import no_tally, one_round
 from specjax.core.state import (
     RUNNING,
     STOPPED,
+    Packed,
     Rounds,
     Seen,
     State,

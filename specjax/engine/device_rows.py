@@ -14,8 +14,7 @@ from jaxtyping import Int
 from specjax import controllers
 from specjax.controllers import StepRecord
 from specjax.core.drafter import Limits
-from specjax.core.packed import Packed
-from specjax.core.state import State, with_entries, without_entries
+from specjax.core.state import Packed, State, with_entries, without_entries
 from specjax.distributed.sharding import first_device
 from specjax.engine.length_control import time_steps
 from specjax.engine.plan import DecodePlan, flags_of

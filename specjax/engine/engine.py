@@ -21,8 +21,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from specjax.controllers import Controller, Limits
-from specjax.core.packed import Packed
-from specjax.core.state import RUNNING, Seen
+from specjax.core.state import RUNNING, Packed, Seen
 from specjax.drafters import Drafter, LoadedDrafter, make_drafter
 from specjax.engine.device_rows import DeviceRows
 from specjax.engine.length_control import LengthControl, step_record

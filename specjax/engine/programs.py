@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import textwrap
 import time
-import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -22,6 +18,7 @@ from jaxtyping import Array, Bool, Int
 from specjax.controllers import StepRecord
 from specjax.core import initial_state, loop
 from specjax.core.drafter import Sampling
+from specjax.core.drafter_errors import errors_of
 from specjax.core.plan import LoopPlan
 from specjax.core.state import (
     RUNNING,
@@ -45,7 +42,6 @@ from specjax.distributed.device_memory import MemoryPlan
 from specjax.distributed.sharding import DATA, axis_size, place_keys, place_rows, use
 from specjax.engine.plan import DecodePlan
 from specjax.engine.requests import Request, SamplingParams
-from specjax.errors import InputError, one_line
 from specjax.files import program_cache
 from specjax.files.log import LOGGER
 from specjax.methods.registry import all_registered
@@ -56,10 +52,6 @@ run = jax.jit(loop.run, static_argnums=0, donate_argnums=2)
 """`loop.run`, compiled."""
 put_rows = jax.jit(admit, donate_argnums=0)
 """`state.admit`, compiled."""
-_NOT_THE_USERS = frozenset(
-    ("specjax", "jax", "jaxlib", "flax", "numpy", "jaxtyping", "beartype", "contextlib")
-)
-"""The packages whose lines are of no help to the author of a drafter."""
 _made: set[int] = set()
 """The hashes of the arguments with which `_compile` was called."""
 _plans: dict[str, LoopPlan] = {}
@@ -370,37 +362,5 @@ def _lowered(program: Any, loop_plan: LoopPlan, *arguments: Any) -> Any:
     """
     if all_registered(loop_plan.drafter.parts):
         return program.lower(loop_plan, *arguments)
-    with errors_of_drafters(loop_plan):
+    with errors_of(loop_plan.drafter.name):
         return program.lower(loop_plan, *arguments)
-
-
-@contextlib.contextmanager
-def errors_of_drafters(loop_plan: LoopPlan) -> Iterator[None]:
-    """Turn any error in the context into an InputError that names the drafter and the user's line.
-
-    InputErrors stay as they are.
-    """
-    try:
-        yield
-    except InputError:
-        raise
-    except Exception as error:  # a drafter is the user's own code and may raise anything
-        cure = "docs/extending.md says what init, propose and observe get and return"
-        said = textwrap.shorten(one_line(error), 200, placeholder=" ...")
-        if isinstance(error, jax.errors.ConcretizationTypeError):
-            # JAX's own text is long, and names the lines of specjax that trace the drafter.
-            said = "the values of arrays are unknown while JAX traces it"
-            cure = "use jnp.where in place of `if`; " + cure
-        raise InputError(
-            f"drafter {loop_plan.drafter.name!r}: fails in a round{_users_line(error)} "
-            f"({type(error).__name__}: {said}); {cure}"
-        ) from error
-
-
-def _users_line(error: Exception) -> str:
-    """Return where the user's own code raised an error, as text that follows a verb, or ""."""
-    theirs = ""
-    for frame, line in traceback.walk_tb(error.__traceback__):
-        if frame.f_globals.get("__name__", "").partition(".")[0] not in _NOT_THE_USERS:
-            theirs = f" at {Path(frame.f_code.co_filename).name}:{line}, in {frame.f_code.co_name}"
-    return theirs

@@ -16,13 +16,14 @@ from jaxtyping import Array, Float, Int
 
 from specjax import sampling
 from specjax.core.drafter import Limits, Sampling, warp_rows
+from specjax.core.drafter_errors import errors_of
 from specjax.core.language_model import LanguageModel
 from specjax.core.plan import LoopPlan
 from specjax.core.state import RUNNING, Rounds, RowProperties, State
 from specjax.drafters import DRAFT_TOKENS, DRAFTER_KIND, Drafter, LoadedDrafter, Turns
 from specjax.engine.options import RULE
 from specjax.engine.plan import widths
-from specjax.engine.programs import errors_of_drafters, run, start
+from specjax.engine.programs import run, start
 from specjax.engine.requests import SEED, SamplingParams
 from specjax.errors import InputError
 from specjax.fields import Instance, Items, Whole, optional
@@ -143,7 +144,7 @@ def check_drafter(
     # All batches have the same size, so that one program decodes them.
     batch = math.ceil(rows / math.ceil(rows / _BATCH))
     some = first_rows(loop_plan, prompt, request, np.arange(max(batch, length)), seed)
-    with errors_of_drafters(loop_plan):
+    with errors_of(loop_plan.drafter.name):
         check_contract(loop_plan, (params, loaded.params), some)
     distribution = output_distribution(model, params, prompt, request, length)
     distribution = distribution.reshape(-1, model.vocab_size**3).sum(axis=0)
