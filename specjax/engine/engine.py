@@ -51,23 +51,18 @@ _RUNNING_ROWS = Choice(("continue", "abort"))
 
 @dataclass(frozen=True)
 class _Step:
-    """A step running on the devices: its rows, its limits, and the results to come.
+    """A step running on the devices: its rows, its limits, and its results (`Seen`) once `ready`.
 
     It runs at most `rounds` rounds. `begun` is a clock reading in seconds, `waiting` the number of
     waiting requests at that time.
     """
 
     rows: tuple[Row | None, ...]
-    seen: Packed
+    ready: Packed
     begun: float
     waiting: int
     limits: Limits
     rounds: int
-
-    @property
-    def ready(self) -> Packed:
-        """What becomes available when the step has ended."""
-        return self.seen
 
 
 @dataclass(frozen=True)
@@ -427,12 +422,12 @@ class Engine:
         begun = time.perf_counter()
         with self._as_a_whole():
             ended, enough = scheduler.ended_slots, scheduler.enough_idle()
-            seen = self._rows.step(limits, ended, rounds, enough, scheduler.table(decoding))
+            ready = self._rows.step(limits, ended, rounds, enough, scheduler.table(decoding))
             ended.clear()
             for row in decoding.values():
                 row.rounds_under_way += rounds
             rows = self._rows.by_row(decoding)
-            self._under_way.append(_Step(rows, seen, begun, self.num_waiting, limits, rounds))
+            self._under_way.append(_Step(rows, ready, begun, self.num_waiting, limits, rounds))
         return True
 
     def _seconds_left(self, rows: Iterable[Row]) -> float:
@@ -509,7 +504,7 @@ class Engine:
             self.statistics.prefill_s += self._lap(oldest.begun)
             if not self._under_way:
                 return
-        seen = oldest.seen.read()
+        seen = oldest.ready.read()
         with self._as_a_whole():
             self._under_way.popleft()
             seconds = self._lap(oldest.begun)
