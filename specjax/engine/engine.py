@@ -50,7 +50,7 @@ _RUNNING_ROWS = Choice(("continue", "abort"))
 
 
 @dataclass(frozen=True)
-class _Step:
+class _RunningStep:
     """A step running on the devices: its rows, its limits, and its results (`Seen`) once `ready`.
 
     It runs at most `rounds` rounds. `begun` is a clock reading in seconds, `waiting` the number of
@@ -66,7 +66,7 @@ class _Step:
 
 
 @dataclass(frozen=True)
-class _Prefill:
+class _RunningPrefill:
     """Prompts being read, or rows being admitted, on the devices; done once `ready` is available.
 
     `begun` is a clock reading in seconds.
@@ -127,7 +127,7 @@ class Engine:
         """The draft limits and the maximum number of rounds of each step."""
         self.statistics = Statistics(plan.options.batch_size)
         self._scheduler = Scheduler(plan)
-        self._under_way: deque[_Prefill | _Step] = deque()
+        self._under_way: deque[_RunningPrefill | _RunningStep] = deque()
         self._ready: deque[Delta] = deque()
         cached = max(part.max_cached_requests for part in plan.loop.drafter.parts)
         self._outputs: deque[tuple[Sequence[int], Sequence[int]]] = deque(maxlen=cached)
@@ -378,7 +378,7 @@ class Engine:
     @property
     def _steps_under_way(self) -> int:
         """The number of steps running on the devices."""
-        return sum(isinstance(work, _Step) for work in self._under_way)
+        return sum(isinstance(work, _RunningStep) for work in self._under_way)
 
     def _most_under_way(self) -> int:
         """Return how many steps may run at once: one if the host may end rows between steps."""
@@ -427,7 +427,9 @@ class Engine:
             for row in decoding.values():
                 row.rounds_under_way += rounds
             rows = self._rows.by_row(decoding)
-            self._under_way.append(_Step(rows, ready, begun, self.num_waiting, limits, rounds))
+            self._under_way.append(
+                _RunningStep(rows, ready, begun, self.num_waiting, limits, rounds)
+            )
         return True
 
     def _seconds_left(self, rows: Iterable[Row]) -> float:
@@ -463,7 +465,7 @@ class Engine:
                     self.statistics.prompt_tokens += reading.count(end)
                     pages = self._scheduler.table(reading.rows)
                     ready = self._rows.read(reading.position, end, pages)
-                    self._under_way.append(_Prefill(ready, begun))
+                    self._under_way.append(_RunningPrefill(ready, begun))
                     reading.position = end
                 budget -= round_up(count, self.plan.loop.chunks[-1])
             if reading.position == reading.longest:
@@ -490,7 +492,7 @@ class Engine:
         all_read = all(len(row.request.tokens) <= end for row in reading.rows.values())
         with self._as_a_whole():
             ready = self._rows.admit(list(reading.rows), all_read=all_read)
-            self._under_way.append(_Prefill(ready, begun))
+            self._under_way.append(_RunningPrefill(ready, begun))
             self._scheduler.admit()
 
     def _look(self) -> None:
@@ -498,7 +500,7 @@ class Engine:
 
         Work is removed from the queue only once it is done, since waiting may be interrupted.
         """
-        while not isinstance(oldest := self._under_way[0], _Step):
+        while not isinstance(oldest := self._under_way[0], _RunningStep):
             jax.block_until_ready(oldest.ready)
             self._under_way.popleft()
             self.statistics.prefill_s += self._lap(oldest.begun)
@@ -511,7 +513,7 @@ class Engine:
             self._take(oldest, seen, seconds)
         self._control.learn(step_record(self.plan, oldest.limits, seen, seconds))
 
-    def _take(self, step: _Step, seen: Seen, seconds: float) -> None:
+    def _take(self, step: _RunningStep, seen: Seen, seconds: float) -> None:
         """Queue the deltas of a finished step for each of its rows, and count its tokens."""
         first, emitted = self.statistics.rounds, seen.rounds.emitted >= 0
         ran = np.flatnonzero(emitted.any(axis=0))
