@@ -133,8 +133,9 @@ def compare() -> int:
     logging.set_verbosity(logging.WARNING)
     import specjax
     from specjax.cli.built_in_prompts import questions_of
-    from specjax.engine import prompts
+    from specjax.engine.requests import encode_prompt
     from specjax.errors import InputError
+    from specjax.loading.texts.questions import select
     from specjax.methods.find_head import read_any_head, shipped_head
     from specjax.methods.heads.head import whole_vocabulary
     from specjax.methods.published_layouts import write_foreign
@@ -152,8 +153,8 @@ def compare() -> int:
         rng = np.random.default_rng(0)
         ids = rng.integers(0, model.config.vocab_size, (8, 12)).tolist()
     else:
-        questions = prompts.select(questions_of(_PROMPTS.value), per_task=_PER_TASK.value)
-        ids = [prompts.encode_prompt(model, question.first_turn) for question in questions]
+        questions = select(questions_of(_PROMPTS.value), per_task=_PER_TASK.value)
+        ids = [encode_prompt(model, question.first_turn) for question in questions]
     specjax.save_model(model, folder / "target")
     sampling = {"max_new_tokens": _NEW_TOKENS.value, "ignore_eos": True}
     plain = specjax.generate(model, ids, sampling=sampling, drafter="none", batch_size=1).token_ids

@@ -28,7 +28,7 @@ from specjax.cli import command
 from specjax.cli.built_in_prompts import BUILT_IN
 from specjax.cli.flags import Listed, Parser
 from specjax.core.parameter_sizes import count_bytes
-from specjax.engine.prompts import encode_prompt
+from specjax.engine.requests import encode_prompt
 from specjax.errors import InputError
 from specjax.fields import Choice, InputFile, PathOrName, Whole, optional
 from specjax.loading.load import DEFAULT_MODEL, load_model

@@ -30,7 +30,7 @@ _HOMES = {
     "InputError": "specjax.errors",
     "Model": "specjax.loading.model",
     "Output": "specjax.engine.outputs",
-    "SamplingParams": "specjax.engine.sampling_params",
+    "SamplingParams": "specjax.engine.requests",
     "compile": "specjax.engine.generate",
     "from_vllm_speculative_config": "specjax.methods.vllm_config",
     "generate": "specjax.engine.generate",

@@ -50,8 +50,8 @@ from specjax.core.none import PLAIN_DECODING
 from specjax.distributed import processes
 from specjax.drafters import TRAINED, drafter_options, option_type
 from specjax.engine.outputs import Failure, failure_message
-from specjax.engine.sampling_params import SamplingParams
-from specjax.engine.session import NoRoomError
+from specjax.engine.plan import NoRoomError
+from specjax.engine.requests import SamplingParams
 from specjax.errors import InputError, one_line
 from specjax.fields import fields_of
 from specjax.files.package_versions import versions

@@ -39,7 +39,7 @@ from specjax.diagnosis import diagnose
 from specjax.diagnosis.declared import check_files
 from specjax.drafters import TRAINED, LoadedDrafter
 from specjax.engine.options import BATCH_SIZE, FIXED
-from specjax.engine.sampling_params import SEED, SamplingParams
+from specjax.engine.requests import SEED, SamplingParams
 from specjax.errors import InputError
 from specjax.fields import Whole, optional, read_values
 from specjax.loading.model import Model

@@ -13,7 +13,7 @@ from decoding import PROMPTS, Shifting, coupled, decode, draft_model, mixed
 import specjax
 from specjax import decode as command
 from specjax.engine.outputs import Failure
-from specjax.engine.sampling_params import SamplingParams
+from specjax.engine.requests import SamplingParams
 from specjax.loading.load import save_model
 from specjax.methods.ngram import Ngram
 

@@ -13,10 +13,10 @@ from specjax.cli.decode_config import read_decode_config, turn_prompts
 from specjax.controllers import Fixed
 from specjax.drafters import DRAFTERS, drafter_options, option_type
 from specjax.engine.options import DecodeOptions
-from specjax.engine.prompts import Question
-from specjax.engine.sampling_params import SamplingParams
+from specjax.engine.requests import SamplingParams
 from specjax.errors import InputError
 from specjax.fields import Whole, dotted
+from specjax.loading.texts.questions import Question
 from specjax.methods.corpus.index_folder import IndexFolder
 from specjax.methods.ngram import Ngram
 from specjax.sampling import RULES

@@ -28,7 +28,7 @@ from specjax.diagnosis.teacher_forced import (
 )
 from specjax.drafters import head_drafter, make_drafter, merge_drafters
 from specjax.engine.generate import generate
-from specjax.engine.sampling_params import SamplingParams
+from specjax.engine.requests import SamplingParams
 from specjax.loading.checkpoints import save_checkpoint
 from specjax.loading.load import random_model, save_model
 from specjax.methods.draft_model.drafter import DraftModel

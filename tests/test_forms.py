@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import slow, tiny_config
-from decoding import PROMPTS, decode, draft_model, greedy, loop_arguments, make_session
+from decoding import PROMPTS, decode, draft_model, greedy, loop_arguments, make_call
 from test_decoder import causal, extend
 from tiny_models import eagle_drafter, medusa_head
 
@@ -18,7 +18,7 @@ from specjax.core.cache import KVCache, Window
 from specjax.core.cached_entries import encode
 from specjax.distributed import sharding
 from specjax.drafters import head_drafter, make_drafter
-from specjax.engine.programs import compile_session
+from specjax.engine.programs import compile_plan
 from specjax.errors import InputError
 from specjax.loading.checkpoints import save_checkpoint
 from specjax.loading.load import load_model, place_model, random_model, save_model
@@ -272,8 +272,8 @@ def test_products_that_are_rounded_in_training_all_are(biased):
 
 def a_round(target, drafter):
     """The function of a round, and its arguments."""
-    session = make_session(target, PROMPTS, drafter=drafter, sampling=greedy(max_new_tokens=4))
-    return functools.partial(loop.run, session.plan), *loop_arguments(session)
+    call = make_call(target, PROMPTS, drafter=drafter, sampling=greedy(max_new_tokens=4))
+    return functools.partial(loop.run, call.plan.loop), *loop_arguments(call)
 
 
 @pytest.mark.parametrize("make", [draft_model, eagle_drafter])
@@ -446,8 +446,8 @@ def test_a_draft_model_whole_on_each_device_sends_nothing(tiny):
     small = random_model(config, 1, dtype="float32", form=FORMS["kernel"])
     drafter = make_drafter("draft_model", target, place_model(small, mesh, replicated=True))
     options = dict(sampling=greedy(max_new_tokens=4), num_speculative_tokens=1)
-    session = make_session(target, PROMPTS, drafter=drafter, **options)
-    assert "all-gather" not in compile_session(session).step.as_text()
+    call = make_call(target, PROMPTS, drafter=drafter, **options)
+    assert "all-gather" not in compile_plan(call.plan).step.as_text()
 
 
 # JAX 0.12 still compiles it, and will drop Pallas's Triton backend for Mosaic GPU.

@@ -13,7 +13,7 @@ from specjax.core.initial_state import start
 from specjax.core.loop import run
 from specjax.core.none import NoDrafter
 from specjax.drafters import LoadedDrafter, take_turns
-from specjax.engine.sampling_params import SamplingParams
+from specjax.engine.requests import SamplingParams
 from specjax.methods.ngram import Ngram
 from specjax.methods.simulated import Simulated
 from specjax.sampling import RULES

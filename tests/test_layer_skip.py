@@ -14,7 +14,7 @@ from decoding import (
     decode,
     first_state,
     greedy,
-    make_session,
+    make_call,
     mixed,
     new_tokens,
     rounds,
@@ -51,20 +51,20 @@ def plain(tiny):
     return coupled(tiny, None, NEW, batch_size=1)
 
 
-def session_of(target, drafter):
+def call_of(target, drafter):
     options = dict(verify="coupled", sampling=mixed(max_new_tokens=NEW), num_speculative_tokens=3)
-    return make_session(target, PROMPTS, drafter=drafter, **options)
+    return make_call(target, PROMPTS, drafter=drafter, **options)
 
 
 @pytest.mark.parametrize("name", ["chain", *slow(*sorted({*DRAFTERS} - {"chain"}))])
 def test_tokens_and_caches_are_those_of_plain_decoding(name, tiny, plain):
-    session = session_of(tiny, DRAFTERS[name])
-    counts, state = [], first_state(session)
-    for number, state in enumerate(rounds(session, state, counts)):
+    call = call_of(tiny, DRAFTERS[name])
+    counts, state = [], first_state(call)
+    for number, state in enumerate(rounds(call, state, counts)):
         if number < 4:
-            assert_caches(session, state)
-    assert_caches(session, state)
-    assert new_tokens(session, state) == plain.token_ids
+            assert_caches(call, state)
+    assert_caches(call, state)
+    assert new_tokens(call, state) == plain.token_ids
     assert max(int(count.accepted.max()) for count in counts) >= 2
 
 
@@ -78,10 +78,10 @@ class Committing(EarlyExit):
 
 
 def test_keys_of_skipped_layers_that_are_committed_are_found(tiny):
-    session = session_of(tiny, Committing(3, exit_layer=3))
-    state = next(rounds(session, first_state(session)))
+    call = call_of(tiny, Committing(3, exit_layer=3))
+    state = next(rounds(call, first_state(call)))
     with pytest.raises(AssertionError):
-        assert_caches(session, state)
+        assert_caches(call, state)
 
 
 @pytest.mark.parametrize("rule", ["rejection", *slow("block")])

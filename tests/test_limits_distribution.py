@@ -20,7 +20,7 @@ from specjax.core import initial_state
 from specjax.core.drafter import Limits
 from specjax.core.round import one_round
 from specjax.drafters import TreeOptions, merge_drafters, take_turns
-from specjax.engine.sampling_params import SamplingParams
+from specjax.engine.requests import SamplingParams
 from specjax.methods.ngram import Ngram
 from specjax.sampling import RULES
 from specjax.testing import Tabular

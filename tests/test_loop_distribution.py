@@ -16,7 +16,7 @@ from specjax.core import round as one_round
 from specjax.core.drafter import Limits
 from specjax.core.none import NoDrafter
 from specjax.drafters import LoadedDrafter, take_turns
-from specjax.engine.sampling_params import SamplingParams
+from specjax.engine.requests import SamplingParams
 from specjax.errors import InputError
 from specjax.methods.early_exit import EarlyExit
 from specjax.methods.ngram import Ngram

@@ -14,7 +14,7 @@ from test_sharding import collectives
 from specjax.core.cache import KVCache, Window, commit
 from specjax.core.cached_entries import encode
 from specjax.distributed.sharding import make_mesh, use
-from specjax.engine.page_pool import PagePool
+from specjax.engine.pages import PagePool
 from specjax.models.cpu import library
 from specjax.models.kernels import tpu_attention
 from specjax.models.kernels.attention_kernel import attend_window_and_cache

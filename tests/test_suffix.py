@@ -19,7 +19,7 @@ from tiny_models import bigrams
 import specjax
 from specjax.core.drafter import Accepted
 from specjax.drafters import LoadedDrafter, TokenRecycling, take_turns
-from specjax.engine.sampling_params import SamplingParams
+from specjax.engine.requests import SamplingParams
 from specjax.errors import InputError
 from specjax.methods.lookup import Lookup
 from specjax.methods.suffix import Suffix

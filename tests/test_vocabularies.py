@@ -24,7 +24,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from specjax.decode import _ends_and_beginning
 from specjax.engine.generate import generate
-from specjax.engine.sampling_params import SamplingParams
+from specjax.engine.requests import SamplingParams
 from specjax.errors import InputError
 from specjax.files.folder_checksums import MARKER
 from specjax.loading.checkpoints import save_checkpoint

@@ -182,9 +182,9 @@ def _run(
         screen.say(f"resuming: {total - len(todo)} of {total} {job.noun} are done")
     if not todo:
         return True
-    session, engine = processes.together(lambda: answers.open_job(config, model, job))
+    requests, engine = processes.together(lambda: answers.open_job(config, model, job))
     screen.say(
-        f"{total} {job.noun} in {session.batch_size} slots, up to "
+        f"{total} {job.noun} in {engine.plan.options.batch_size} slots, up to "
         f"{job.rows[0].sampling.max_new_tokens} new tokens, {model.dtype}, on "
         f"{decode_report.device_name(model.mesh)}"
     )
@@ -192,7 +192,7 @@ def _run(
         engine.compile()
     keeper = _Keeper(model, job, saved, bool(answered))
     try:
-        for ended in answers.answer(engine, session, job, todo, screen):
+        for ended in answers.answer(engine, requests, job, todo, screen):
             keeper.take(ended)
             late = config.minutes and time.monotonic() - begin > 60 * config.minutes
             # However short the time, a run gets on.

@@ -18,8 +18,8 @@ from rich.text import Text
 from specjax.core.none import PLAIN_DECODING
 from specjax.core.turn_taking import NO_DRAFTER
 from specjax.engine.outputs import Delta
-from specjax.engine.prompts import Question
 from specjax.files.log import QUIET_S, duration, shown_by
+from specjax.loading.texts.questions import Question
 from specjax.loading.tokenizers.tokenizer import StreamDecoder, Tokenizer
 from specjax.reporting.decode_report import DrafterRun
 from specjax.reporting.decode_table import (

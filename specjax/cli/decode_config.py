@@ -32,15 +32,8 @@ from specjax.engine.options import (
     DecodeOptions,
     Ladder,
 )
-from specjax.engine.prompts import (
-    CHAT,
-    Prompt,
-    Question,
-    encode_prompt,
-    select,
-)
-from specjax.engine.sampling_params import SEED, SamplingParams
-from specjax.engine.session import check_pages_on_mesh
+from specjax.engine.plan import check_pages_on_mesh
+from specjax.engine.requests import CHAT, SEED, Prompt, SamplingParams, encode_prompt
 from specjax.errors import InputError
 from specjax.fields import (
     DependentFields,
@@ -63,6 +56,7 @@ from specjax.files.path_checks import user_path
 from specjax.loading.load import DEFAULT_MODEL, DTYPE, load_draft_model, load_model
 from specjax.loading.model import CACHE_DTYPE, Model
 from specjax.loading.quantize import ACTIVATIONS, WEIGHTS
+from specjax.loading.texts.questions import Question, select
 from specjax.methods.find_head import kind_of_head
 from specjax.methods.options import option_kind, option_meanings
 from specjax.methods.registry import METHODS, parts_of

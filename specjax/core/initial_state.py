@@ -10,10 +10,10 @@ from jaxtyping import Array, Int
 
 from specjax.core.cache import KVCache
 from specjax.core.drafter import Accepted, TargetPass
-from specjax.core.plan import Plan
+from specjax.core.plan import LoopPlan
 from specjax.core.prefill import prefill
 from specjax.core.round import make_context
-from specjax.core.state import Rows, State
+from specjax.core.state import RowProperties, State
 from specjax.distributed.sharding import constrain_rows
 
 _ROWS_FIRST = ("tokens", "length", "status", "undrafted", "features", "rows", "round", "logprobs")
@@ -21,10 +21,10 @@ _ROWS_FIRST = ("tokens", "length", "status", "undrafted", "features", "rows", "r
 
 
 def start(
-    plan: Plan,
+    plan: LoopPlan,
     params: Any,
     tokens: Int[Array, "B S"],
-    rows: Rows,
+    rows: RowProperties,
     length: Int[Array, "B"],
     status: Int[Array, "B"],
     rounds: Int[Array, "B"] | None = None,
@@ -40,7 +40,7 @@ def start(
 
 
 def read_prompts(
-    plan: Plan,
+    plan: LoopPlan,
     params: Any,
     state: State,
     begin: Int[Array, ""] | int = 0,
@@ -107,10 +107,10 @@ def _named(features: dict[str, Array], names: tuple[str, ...]) -> dict[str, Arra
 
 
 def empty_state(
-    plan: Plan,
+    plan: LoopPlan,
     params: Any,
     tokens: Int[Array, "B S"],
-    rows: Rows,
+    rows: RowProperties,
     length: Int[Array, "B"],
     status: Int[Array, "B"],
     rounds: Int[Array, "B"] | None = None,
@@ -140,7 +140,7 @@ def empty_state(
 
 
 def _feature_shapes(
-    plan: Plan, params: Any, tokens: Int[Array, "B S"]
+    plan: LoopPlan, params: Any, tokens: Int[Array, "B S"]
 ) -> dict[str, jax.ShapeDtypeStruct]:
     """Return the shapes [B, 1, D] and dtypes of the drafters' features of one token per row."""
     if not plan.drafter.features:

@@ -13,12 +13,12 @@ from jax import lax
 from jaxtyping import Array, Bool, Int
 
 from specjax.core.drafter import Limits
-from specjax.core.packed import Packed
-from specjax.core.plan import Plan
+from specjax.core.plan import LoopPlan
 from specjax.core.round import no_tally, one_round
 from specjax.core.state import (
     RUNNING,
     STOPPED,
+    Packed,
     Rounds,
     Seen,
     State,
@@ -31,7 +31,7 @@ from specjax.distributed.sharding import constrain_rows
 
 
 def step(
-    plan: Plan,
+    plan: LoopPlan,
     params: Any,
     state: State,
     limits: Limits,
@@ -71,7 +71,7 @@ def step(
 
 
 def run(
-    plan: Plan,
+    plan: LoopPlan,
     params: Any,
     state: State,
     max_rounds: Int[Array, ""],

@@ -10,7 +10,7 @@ from specjax.core.turn_taking import Turns
 
 
 @dataclass(frozen=True)
-class Plan:
+class LoopPlan:
     """The static configuration for which a loop is compiled.
 
     `widths` are the window sizes at which a round can run, ascending up to N + 1. `chunks` are the

@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from specjax import sampling
 from specjax.core.cache import commit, put
 from specjax.core.drafter import Context, Limits, Noise
-from specjax.core.plan import Plan
+from specjax.core.plan import LoopPlan
 from specjax.core.state import FAILED, FULL, RUNNING, STOPPED, Rounds, State, Tally
 from specjax.core.turn_taking import Proposal
 from specjax.core.verify import VerifiedDraft, verify_draft
@@ -26,7 +26,7 @@ from specjax.trees import Draft
 
 
 def one_round(
-    plan: Plan, params: Any, state: State, limits: Limits | None = None
+    plan: LoopPlan, params: Any, state: State, limits: Limits | None = None
 ) -> tuple[State, Rounds, Tally]:
     """Run one round: observe, propose, extend, verify, and commit tokens in each unfinished row.
 
@@ -83,7 +83,7 @@ class _End(NamedTuple):
     overlaps: Float[Array, "B P"] | None
 
 
-def _no_end(plan: Plan, draft: Draft) -> _End:
+def _no_end(plan: LoopPlan, draft: Draft) -> _End:
     """Return the end of a round in which nothing has been verified yet."""
     rows, longest = len(draft.tokens), draft.topology.depth
     none = jnp.zeros(rows, jnp.int32)
@@ -106,7 +106,7 @@ def _if_in_place(
 
 
 def _verify_and_commit(
-    plan: Plan, params: Any, draft: Draft, keys: Key[Array, "B"], width: int, state: State
+    plan: LoopPlan, params: Any, draft: Draft, keys: Key[Array, "B"], width: int, state: State
 ) -> tuple[State, _End]:
     """Return the state after verifying a draft at one compiled width, and the end of the round.
 
@@ -129,7 +129,7 @@ def _verify_and_commit(
     return after, _End(count, accepted, path.astype(jnp.int32), verified.overlaps)
 
 
-def propose(plan: Plan, params: Any, state: State, limits: Limits) -> Proposal:
+def propose(plan: LoopPlan, params: Any, state: State, limits: Limits) -> Proposal:
     """Return the drafters' proposal for this round within `limits`, with their new states.
 
     `params` are the target's and the drafters' parameters. Raises ValueError for a tree under a
@@ -217,14 +217,14 @@ def _commit(
     )
 
 
-def no_tally(plan: Plan) -> Tally:
+def no_tally(plan: LoopPlan) -> Tally:
     """Return the counts by drafter of a step without rounds, all 0."""
     drafters, nodes = len(plan.drafter.parts), plan.drafter.num_nodes
     none, of_nodes = jnp.zeros(drafters, jnp.int32), jnp.zeros((drafters, nodes), jnp.int32)
     return Tally(none, none, of_nodes, of_nodes)
 
 
-def _tally(plan: Plan, proposal: Proposal, end: _End, participated: Bool[Array, "B"]) -> Tally:
+def _tally(plan: LoopPlan, proposal: Proposal, end: _End, participated: Bool[Array, "B"]) -> Tally:
     """Return one round's counts by drafter; `participated` marks rows with new tokens."""
     valid = proposal.draft.valid
     numbers = jnp.arange(len(plan.drafter.parts))
@@ -239,7 +239,7 @@ def _tally(plan: Plan, proposal: Proposal, end: _End, participated: Bool[Array, 
     )
 
 
-def make_context(plan: Plan, params: Any, state: State) -> Context:
+def make_context(plan: LoopPlan, params: Any, state: State) -> Context:
     """Return what drafters may read of a state.
 
     `params` are the target's parameters.
@@ -267,7 +267,7 @@ def make_context(plan: Plan, params: Any, state: State) -> Context:
     )
 
 
-def noise_keys(plan: Plan, draft_params: Any, state: State) -> Key[Array, "B"]:
+def noise_keys(plan: LoopPlan, draft_params: Any, state: State) -> Key[Array, "B"]:
     """Return each row's key for the noise of its next round.
 
     This is the row key if the rule's noise depends on positions only. Otherwise it depends on the
@@ -281,7 +281,7 @@ def noise_keys(plan: Plan, draft_params: Any, state: State) -> Key[Array, "B"]:
     return keys
 
 
-def proposal_noise(plan: Plan, state: State, keys: Key[Array, "B"]) -> Noise:
+def proposal_noise(plan: LoopPlan, state: State, keys: Key[Array, "B"]) -> Noise:
     """Return the noise from which drafters draw in a round; `keys` come from `noise_keys`."""
     vocab = plan.target.vocab_size
     if plan.rule.position_noise:

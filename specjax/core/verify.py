@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from specjax import sampling
 from specjax.core.cache import Window
 from specjax.core.drafter import TargetPass, warp_rows
-from specjax.core.plan import Plan
+from specjax.core.plan import LoopPlan
 from specjax.core.state import State
 from specjax.errors import InputError, one_line, shown
 from specjax.trees import AnyTopology, Draft, Topology
@@ -109,7 +109,7 @@ def _shapes_returned(
 
 
 def verify_draft(
-    plan: Plan,
+    plan: LoopPlan,
     params: Any,
     state: State,
     draft: Draft,

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from specjax.core.causal_mask import causal
 from specjax.core.language_model import LanguageModel
-from specjax.engine.sampling_params import SamplingParams
+from specjax.engine.requests import SamplingParams
 from specjax.loading.model import Model
 from specjax.sampling import WarpFlags, warp
 

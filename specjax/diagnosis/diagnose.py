@@ -17,8 +17,7 @@ from specjax.diagnosis.teacher_forced import Reading, Scores, confidence, score
 from specjax.diagnosis.weight_checks import weight_notes
 from specjax.drafters import LoadedDrafter, Merged, Turns
 from specjax.engine.generate import Generation, generate
-from specjax.engine.prompts import Prompts, as_prompts, encode_prompt
-from specjax.engine.sampling_params import SamplingParams
+from specjax.engine.requests import Prompts, SamplingParams, as_prompts, encode_prompt
 from specjax.errors import InputError
 from specjax.loading.model import MODEL_KIND, Model
 from specjax.methods.heads.calibration import calibration_error, fit_temperature

@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from specjax.core.drafter import Drafter
 from specjax.diagnosis.answers import Answers, warp_arguments
-from specjax.engine.sampling_params import SamplingParams
+from specjax.engine.requests import SamplingParams
 from specjax.methods.heads.examined import Examined
 from specjax.sampling import WarpFlags, warp
 

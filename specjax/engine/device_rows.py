@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -14,38 +14,38 @@ from jaxtyping import Int
 from specjax import controllers
 from specjax.controllers import StepRecord
 from specjax.core.drafter import Limits
-from specjax.core.packed import Packed
-from specjax.core.state import State, with_entries, without_entries
+from specjax.core.state import Packed, State, with_entries, without_entries
 from specjax.distributed.sharding import first_device
+from specjax.engine.length_control import time_steps
+from specjax.engine.plan import DecodePlan, flags_of
 from specjax.engine.programs import (
     Programs,
-    compile_session,
+    compile_plan,
     is_compiled,
     put_rows,
+    row_arguments,
     take_rows,
 )
-from specjax.engine.rows import Row, RowArguments, row_arguments
-from specjax.engine.sampling_params import SamplingParams
-from specjax.engine.session import Session, flags_of
-from specjax.engine.timed_steps import time_steps
+from specjax.engine.requests import Request, SamplingParams
 from specjax.errors import InputError
 from specjax.files.log import LOGGER, duration
 
+T = TypeVar("T")
 _SAVED = 0.25
 """The share of the decoding time that halving the rows is assumed to save."""
 
 
 class DeviceRows:
-    """A session, its compiled programs, and the arrays that they work on.
+    """A plan, its compiled programs, and the arrays that they work on.
 
     The engine decides what runs; this class only runs it. The rows of all slots are in one state,
     or the rows of a few slots in a smaller one (`narrow`).
     """
 
-    def __init__(self, session: Session) -> None:
-        self.session = session
-        self._few: Session | None = None
-        """The session of fewer rows, while only some slots decode (`narrow`)."""
+    def __init__(self, plan: DecodePlan) -> None:
+        self.plan = plan
+        self._few: DecodePlan | None = None
+        """The plan of fewer rows, while only some slots decode (`narrow`)."""
         self._few_programs: Programs | None = None
         self._slots: tuple[int, ...] = ()
         """The slots of the fewer rows, in their order."""
@@ -59,14 +59,14 @@ class DeviceRows:
         self._all_read = False
         self.compile_s = 0.0
         """Seconds spent making programs; near zero if they had been compiled before."""
-        on_cpu = first_device(session.placement).platform == "cpu"
-        self._narrows = session.mesh is None and on_cpu
+        on_cpu = first_device(plan.placement).platform == "cpu"
+        self._narrows = plan.mesh is None and on_cpu
         """Whether a smaller program may decode fewer rows, which is so on a single CPU device."""
 
     def compile(self) -> Programs:
         """Return the programs for all rows, which are compiled if necessary. Raises InputError."""
         if self._programs is None:
-            self._programs = self._compiled(self.session)
+            self._programs = self._compiled(self.plan)
         return self._programs
 
     def timed_steps(self) -> Sequence[StepRecord]:
@@ -78,7 +78,7 @@ class DeviceRows:
         programs = self.compile()
         if not programs.timed and self._state is None:
             begin = time.perf_counter()
-            programs.timed.extend(time_steps(self.session, programs))
+            programs.timed.extend(time_steps(self.plan, programs))
             self.compile_s += time.perf_counter() - begin
         return programs.timed
 
@@ -87,87 +87,87 @@ class DeviceRows:
 
         Logs how many are compiled. Raises InputError.
         """
-        sessions = [self.session]
-        rows = self.session.num_rows // 2 if self._narrows else 0
+        plans = [self.plan]
+        rows = self.plan.num_rows // 2 if self._narrows else 0
         while rows:
-            sessions.append(self.session.with_options(batch_size=rows))
+            plans.append(self.plan.with_options(batch_size=rows))
             rows //= 2
         begin = time.perf_counter()
-        for number, session in enumerate(sessions):
+        for number, plan in enumerate(plans):
             if number:
-                self._compiled(session)
+                self._compiled(plan)
             else:
                 self.compile()
             spent, count = time.perf_counter() - begin, number + 1
-            if spent > 1 and count < len(sessions):
-                left = duration(spent * (len(sessions) - count) / count)
+            if spent > 1 and count < len(plans):
+                left = duration(spent * (len(plans) - count) / count)
                 LOGGER.info(
                     "compiled for %d of %d numbers of rows, about %s left",
-                    *(count, len(sessions), left),
+                    *(count, len(plans), left),
                 )
 
-    def serve(self, request: SamplingParams) -> None:
+    def serve(self, sampling: SamplingParams) -> None:
         """Ensure that the programs support the sampling parameters of a request.
 
         Recompiles them if necessary. Raises InputError without changing anything.
         """
-        plan = self.session.plan
-        flags = plan.flags.union(flags_of([request]))
-        able = replace(plan, flags=flags, logprobs=plan.logprobs or request.logprobs)
-        if able == plan:
-            return
-        self.replace_session(replace(self.session, plan=able))
+        loop = self.plan.loop
+        flags = loop.flags.union(flags_of([sampling]))
+        able = replace(loop, flags=flags, logprobs=loop.logprobs or sampling.logprobs)
+        if able != loop:
+            self.replace_plan(replace(self.plan, loop=able))
 
-    def replace_session(self, session: Session) -> None:
-        """Continue with another session of the same rows; compile if it has another plan.
+    def replace_plan(self, plan: DecodePlan) -> None:
+        """Continue with another plan of the same rows; compile if it has another loop.
 
         Raises InputError without changing anything.
         """
-        if session.plan != self.session.plan:
+        if plan.loop != self.plan.loop:
             if self._programs is not None:
-                self._programs = self._compiled(session)
+                self._programs = self._compiled(plan)
             self._widen()
-        self.session = session
+        self.plan = plan
 
     def begin(self) -> None:
         """Allocate the state of all rows, unless it exists already."""
-        if self._state is not None:
-            return
-        session = self.session
-        self._state = self.compile().empty(session.params, *self._arguments([], session.num_rows))
+        if self._state is None:
+            self._state = self._empty()
 
-    def reuse_rows(self, rows: Sequence[Row]) -> bool:
+    def _empty(self) -> State:
+        return self.compile().empty(self.plan.params, *row_arguments(self.plan, []))
+
+    def reuse_rows(self, requests: Sequence[Request]) -> bool:
         """Start new rows with what was read for the previous ones; return False if that cannot be.
 
         It can if the previous new rows had the same prompts, and caches have no pages.
         """
-        prompts = [row.prompt for row in rows]
-        pooled = self.session.plan.page_size is not None
+        prompts = [request.prompt for request in requests]
+        pooled = self.plan.loop.page_size is not None
         if pooled or not self._all_read or prompts != self._prompts[: len(prompts)]:
             return False
         # What was read depends on the prompt alone, not on a request's key, limits or sampling.
-        _, fixed, *_ = self._arguments(rows, self.session.prefill_rows)
+        _, fixed, *_ = row_arguments(self.plan, requests, self.plan.prefill_rows)
         self._new = self._new.replace(rows=fixed)
         return True
 
-    def new_rows(self, rows: Sequence[Row], slots: Sequence[int], cached: int = 0) -> None:
+    def new_rows(self, requests: Sequence[Request], slots: Sequence[int], cached: int = 0) -> None:
         """Start new rows, whose prompts will be read, for free `slots`.
 
         In a pool, the rows' pages hold their first `cached` tokens.
         """
         self._widen()
-        session, programs = self.session, self.compile()
-        placed: list[Row | None] = [None] * session.prefill_rows
-        for index, row in zip(self._new_places(slots), rows, strict=True):
-            placed[index] = row
-        arguments = self._arguments(placed, session.prefill_rows)
-        self._prompts, self._all_read = [row.prompt for row in rows], False
+        plan, programs = self.plan, self.compile()
+        placed: list[Request | None] = [None] * plan.prefill_rows
+        for index, request in zip(self._new_places(slots), requests, strict=True):
+            placed[index] = request
+        arguments = row_arguments(plan, placed, plan.prefill_rows)
+        self._prompts, self._all_read = [request.prompt for request in requests], False
         self._new, self._read_slots = None, self._padded(slots, slots[0])
         self._state, self._new = programs.new(
-            session.params,
+            plan.params,
             self._state,
             self._read_slots,
-            np.array([0 if row is None else cached for row in placed], np.int32),
+            np.array([0 if request is None else cached for request in placed], np.int32),
             *arguments,
         )
 
@@ -176,13 +176,13 @@ class DeviceRows:
 
         In a pool each is on the device of its slot, which has its pages; else they are the first.
         """
-        if self.session.plan.page_size is None:
+        if self.plan.loop.page_size is None:
             return range(len(slots))
-        return [slot * self.session.prefill_rows // self.session.num_rows for slot in slots]
+        return [slot * self.plan.prefill_rows // self.plan.num_rows for slot in slots]
 
     def _padded(self, slots: Sequence[int], spare: int) -> Int[np.ndarray, "A"]:
         """Return the slots of all new rows; those that are not used have the slot `spare`."""
-        where = np.full(self.session.prefill_rows, spare, np.int32)
+        where = np.full(self.plan.prefill_rows, spare, np.int32)
         where[[*self._new_places(slots)]] = slots
         return where
 
@@ -193,7 +193,7 @@ class DeviceRows:
         have been read.
         """
         self._state, self._new, ready = self.compile().read(
-            self.session.params,
+            self.plan.params,
             self._state,
             self._new,
             self._read_slots,
@@ -211,8 +211,8 @@ class DeviceRows:
         prompts need not read them.
         """
         self._all_read = all_read
-        where = self._padded(slots, self.session.num_rows)
-        sources = np.where(where < self.session.num_rows, self._read_slots, where)
+        where = self._padded(slots, self.plan.num_rows)
+        sources = np.where(where < self.plan.num_rows, self._read_slots, where)
         self._state, ready = self.compile().admit(self._state, where, sources, self._new)
         return ready
 
@@ -229,19 +229,19 @@ class DeviceRows:
         Rows in `ended_slots` are released first. In a pool, `pages` are those of all slots. The
         results are in the order of `by_row`.
         """
-        session = self._few or self.session
+        plan = self._few or self.plan
         programs = self.compile() if self._few is None else self._few_programs
-        ended = np.zeros(session.num_rows, bool)
+        ended = np.zeros(plan.num_rows, bool)
         if pages is not None:
             order = [*self._row_slots]
-            of_slots, pages = pages, np.full_like(pages[: session.num_rows], session.plan.num_pages)
+            of_slots, pages = pages, np.full_like(pages[: plan.num_rows], plan.loop.num_pages)
             pages[: len(order)] = of_slots[order]
         ended[[row for row, slot in enumerate(self._row_slots) if slot in ended_slots]] = True
         device_limits = Limits(
             np.array(limits.longest, np.int32), np.array(limits.confidence, np.float32)
         )
         self._state, seen = programs.step(
-            session.params,
+            plan.params,
             self._state,
             device_limits,
             ended,
@@ -255,11 +255,11 @@ class DeviceRows:
     @property
     def _row_slots(self) -> Sequence[int]:
         """The slot of each row on the devices."""
-        return range(self.session.num_rows) if self._few is None else self._slots
+        return range(self.plan.num_rows) if self._few is None else self._slots
 
-    def by_row(self, slots: Sequence[Any]) -> tuple[Any, ...]:
-        """Return the entries of `slots`, one per slot, in the order of rows; None for idle rows."""
-        return tuple(slots[slot] if slot < len(slots) else None for slot in self._row_slots)
+    def by_row(self, slots: Mapping[int, T]) -> tuple[T | None, ...]:
+        """Return what some slots have in the order of rows; None for all others."""
+        return tuple(slots.get(slot) for slot in self._row_slots)
 
     def narrow(self, slots: Sequence[int], seconds_left: float) -> None:
         """Decode only the rows in `slots`, in programs for at most half the rows, if that pays off.
@@ -269,11 +269,11 @@ class DeviceRows:
         nothing is done: on accelerators a pass takes as long as reading the weights, and on a mesh
         rows belong to devices.
         """
-        now = self._few or self.session
-        # This is asked before every step, so a session is made only for fewer rows.
+        now = self._few or self.plan
+        # This is asked before every step, so a plan is made only for fewer rows.
         if not self._narrows or 2 * now.rows_for(len(slots)) > now.num_rows:
             return
-        few = self.session.with_options(batch_size=len(slots))
+        few = self.plan.with_options(batch_size=len(slots))
         compile_s = 0.0 if is_compiled(few) else self.compile().seconds
         if not _SAVED * seconds_left > compile_s:  # also if `seconds_left` is NaN
             return
@@ -290,17 +290,16 @@ class DeviceRows:
         """Return to a single state with the rows of all slots."""
         if self._few is None:
             return
-        session, few = self.session, self._state
-        if session.plan.page_size is not None:
+        plan, few = self.plan, self._state
+        if plan.loop.page_size is not None:
             of_slot = {slot: row for row, slot in enumerate(self._slots)}
-            rows = [of_slot.get(slot, 0) for slot in range(session.num_rows)]
+            rows = [of_slot.get(slot, 0) for slot in range(plan.num_rows)]
             self._take_rows(rows, self._slots)
             self._few, self._slots = None, ()
             return
-        state = self.compile().empty(session.params, *self._arguments([], session.num_rows))
-        where = np.full(len(few.length), session.num_rows, np.int32)
+        where = np.full(len(few.length), plan.num_rows, np.int32)
         where[: len(self._slots)] = self._slots
-        self._state = put_rows(state, where, few)
+        self._state = put_rows(self._empty(), where, few)
         self._few, self._slots = None, ()
 
     def _take_rows(self, rows: Sequence[int], kept: Collection[int]) -> None:
@@ -309,7 +308,7 @@ class DeviceRows:
         A pool stays as it is.
         """
         state = self._state
-        pooled = self.session.plan.page_size is not None
+        pooled = self.plan.loop.page_size is not None
         spare = np.array([index not in kept for index in range(len(rows))])
         whole = without_entries(state) if pooled else state
         taken = take_rows(whole, np.array(rows, np.int32), spare)
@@ -322,8 +321,8 @@ class DeviceRows:
         but a trained head takes the parameters that it shares with the target from the new target.
         Raises InputError unless trees, shapes and dtypes are unchanged.
         """
-        session, drafter = self.session, self.session.drafter
-        params = _in_place_of("params", session.model.params, params)
+        plan, drafter = self.plan, self.plan.drafter
+        params = _in_place_of("params", plan.model.params, params)
         if drafter_params is None:
             pairs = zip(drafter.drafter.parts, drafter.params, strict=True)
             new = tuple(part.for_target(each, params) for part, each in pairs)
@@ -335,9 +334,7 @@ class DeviceRows:
         self._widen()
         # Later rows with a prompt read by the old parameters must read it again.
         self._prompts = []
-        self.session = replace(
-            session, model=replace(session.model, params=params), drafter=drafter
-        )
+        self.plan = replace(plan, model=replace(plan.model, params=params), drafter=drafter)
 
     def cache_outputs(self, outputs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> None:
         """Let drafters copy from the prompts and outputs of finished requests, the latest one last.
@@ -345,12 +342,12 @@ class DeviceRows:
         `outputs` are pairs of token lists, which replace earlier ones in the drafters' parameters.
         The state of the rows is unchanged.
         """
-        drafter, texts = self.session.drafter, list(outputs)
+        drafter, texts = self.plan.drafter, list(outputs)
         pairs = zip(drafter.drafter.parts, drafter.params, strict=True)
         params = tuple(part.with_outputs(part_params, texts) for part, part_params in pairs)
         params = _in_place_of("drafter_params", drafter.params, params)
         drafter = drafter._replace(params=params)
-        self.session = replace(self.session, drafter=drafter)
+        self.plan = replace(self.plan, drafter=drafter)
         if self._few is not None:
             self._few = replace(self._few, drafter=drafter)
 
@@ -359,14 +356,11 @@ class DeviceRows:
         self._state = self._new = self._few = None
         self._prompts = []
 
-    def _compiled(self, session: Session) -> Programs:
+    def _compiled(self, plan: DecodePlan) -> Programs:
         begin = time.perf_counter()
-        programs = compile_session(session, begun=self._state is not None)
+        programs = compile_plan(plan, begun=self._state is not None)
         self.compile_s += time.perf_counter() - begin
         return programs
-
-    def _arguments(self, rows: Sequence[Row | None], count: Int[Any, ""] | int) -> RowArguments:
-        return row_arguments(self.session, rows, count)
 
 
 def _in_place_of(name: str, old: Any, new: Any) -> Any:

@@ -12,7 +12,7 @@ import contextlib
 import itertools
 import time
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,80 +20,53 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from specjax.controllers import Controller, LearnsCosts, Limits
-from specjax.core.packed import Packed
-from specjax.core.state import RUNNING, Seen
-from specjax.distributed import processes
+from specjax.controllers import Controller, Limits
+from specjax.core.state import RUNNING, Packed, Seen
 from specjax.drafters import Drafter, LoadedDrafter, make_drafter
 from specjax.engine.device_rows import DeviceRows
-from specjax.engine.options import (
-    DecodeOptions,
-    read_arguments,
-    read_sampling,
-    takes_options,
-)
-from specjax.engine.outputs import (
-    ABORTED,
-    Delta,
-    Follower,
-    RequestId,
-    failure_message,
-)
-from specjax.engine.page_pool import PagePool
+from specjax.engine.length_control import LengthControl, step_record
+from specjax.engine.options import DecodeOptions, read_arguments, read_sampling
+from specjax.engine.outputs import ABORTED, Delta, RequestId
+from specjax.engine.plan import DecodePlan, check_length, check_sampling, plan_engine, round_up
 from specjax.engine.programs import Programs
-from specjax.engine.prompts import Prompt, encode_prompt
-from specjax.engine.request_pages import RequestPages
-from specjax.engine.rows import Row
-from specjax.engine.sampling_params import SamplingParams, one_per_prompt
-from specjax.engine.scheduler import Request, Scheduler
-from specjax.engine.session import (
-    Session,
-    check_length,
-    check_request,
-    plan_engine,
-    round_up,
+from specjax.engine.requests import (
+    Prompt,
+    Request,
+    SamplingParams,
+    encode_prompt,
+    one_per_prompt,
 )
+from specjax.engine.rows import Row
+from specjax.engine.scheduler import Reading, Scheduler
 from specjax.engine.statistics import Statistics, Step
-from specjax.engine.timed_steps import step_record
 from specjax.errors import InputError, shown
-from specjax.fields import Choice, Whole
+from specjax.fields import Choice, Whole, takes_options
 from specjax.loading.load import place_model
 from specjax.loading.model import MODEL_KIND, Model
 
-_ROUNDS_WHILE_READING = 4
-"""The maximum number of rounds per step while prompts for free slots are being read."""
-_ROUNDS_PER_STOP = 8
-"""The maximum number of rounds per step while some row has stop strings."""
 _RECENT_STEPS = 5
 """The number of latest steps from which the remaining time of rows is estimated."""
 _RUNNING_ROWS = Choice(("continue", "abort"))
 
 
-@dataclass
-class _Prompts:
-    """Requests whose prompts are being read, each with its slot.
+@dataclass(frozen=True)
+class _RunningStep:
+    """A step running on the devices: its rows, its limits, and its results (`Seen`) once `ready`.
 
-    All prompts are read together, up to `position`.
+    It runs at most `rounds` rounds. `begun` is a clock reading in seconds, `waiting` the number of
+    waiting requests at that time.
     """
 
-    taken: list[tuple[int, Request]]
-    position: int = 0
-    begun: bool = False
-
-    @property
-    def longest(self) -> int:
-        """The position up to which the longest prompt of an unaborted request must be read."""
-        left = [request for _, request in self.taken if not request.ended]
-        return max((self.position, *(len(request.row.tokens) - 1 for request in left)))
-
-    def count(self, end: int) -> int:
-        """Return the number of tokens of unaborted requests from the position to `end`."""
-        left = [request for _, request in self.taken if not request.ended]
-        return sum(max(min(len(one.row.tokens) - 1, end) - self.position, 0) for one in left)
+    rows: tuple[Row | None, ...]
+    ready: Packed
+    begun: float
+    waiting: int
+    limits: Limits
+    rounds: int
 
 
 @dataclass(frozen=True)
-class _Reading:
+class _RunningPrefill:
     """Prompts being read, or rows being admitted, on the devices; done once `ready` is available.
 
     `begun` is a clock reading in seconds.
@@ -101,22 +74,6 @@ class _Reading:
 
     ready: jax.Array
     begun: float
-
-
-@dataclass(frozen=True)
-class _Running:
-    """A step running on the devices: its rows' requests, its limits, and the results to come.
-
-    It runs at most `rounds` rounds. `begun` is a clock reading in seconds, `waiting` the number of
-    waiting requests at that time.
-    """
-
-    rows: tuple[Request | None, ...]
-    seen: Packed
-    begun: float
-    waiting: int
-    limits: Limits
-    rounds: int
 
 
 class Engine:
@@ -157,25 +114,22 @@ class Engine:
         self._open(plan_engine(target, drafter, options))
 
     @classmethod
-    def of(cls, session: Session) -> Engine:
-        """Return an engine for a planned session, without adding the session's prompts."""
+    def of(cls, plan: DecodePlan) -> Engine:
+        """Return an engine for a plan."""
         engine = cls.__new__(cls)
-        engine._open(session)
+        engine._open(plan)
         return engine
 
-    def _open(self, session: Session) -> None:
-        self._rows = DeviceRows(session)
-        self._begin_control(session)
+    def _open(self, plan: DecodePlan) -> None:
+        self._rows = DeviceRows(plan)
+        self._control = LengthControl(plan)
         self.step_limits: list[tuple[Limits, int]] = []
         """The draft limits and the maximum number of rounds of each step."""
-        self._scheduler = Scheduler(session.batch_size)
-        self.statistics = Statistics(session.batch_size)
-        self._pages = None if session.plan.page_size is None else RequestPages(session)
-        self._reading: _Prompts | None = None
-        self._under_way: deque[_Reading | _Running] = deque()
-        self._ended_slots: set[int] = set()
+        self.statistics = Statistics(plan.options.batch_size)
+        self._scheduler = Scheduler(plan)
+        self._under_way: deque[_RunningPrefill | _RunningStep] = deque()
         self._ready: deque[Delta] = deque()
-        cached = max(part.max_cached_requests for part in session.plan.drafter.parts)
+        cached = max(part.max_cached_requests for part in plan.loop.drafter.parts)
         self._outputs: deque[tuple[Sequence[int], Sequence[int]]] = deque(maxlen=cached)
         """The prompts and outputs of the latest finished requests, for drafters that copy them."""
         self._has_new_outputs = False
@@ -183,15 +137,10 @@ class Engine:
         self._clock_s = self._start_s = time.perf_counter()
         self._closed = self._torn = False
 
-    def _begin_control(self, session: Session) -> None:
-        """Let the session's controller begin, without what an earlier one has learned."""
-        self._controller_state = session.controller.init(session.step_sizes)
-        self._costs_are_known = False
-
     @property
-    def session(self) -> Session:
-        """The session of the engine: its model, drafter, options and program."""
-        return self._rows.session
+    def plan(self) -> DecodePlan:
+        """The plan of the engine: its model, drafter, options and program."""
+        return self._rows.plan
 
     @property
     def num_unfinished(self) -> int:
@@ -213,17 +162,8 @@ class Engine:
             if fewer_rows:
                 self._rows.compile_fewer()
             programs = self._rows.compile()
-            if not self._costs_are_known:
-                self._tell_costs()
+            self._control.know_costs(self._rows.timed_steps)
             return programs
-
-    def _tell_costs(self) -> None:
-        """Let a controller that learns from costs know those of the compiled programs."""
-        self._costs_are_known = True
-        controller = self.session.controller
-        if isinstance(controller, LearnsCosts):
-            records = self._rows.timed_steps()
-            self._controller_state = controller.know_costs(self._controller_state, records)
 
     @contextlib.contextmanager
     def _compiling(self) -> Iterator[None]:
@@ -238,8 +178,8 @@ class Engine:
             return
         self.statistics.compile_s += seconds
         self._clock_s += seconds
-        for request in self._scheduler:
-            request.leave_out(seconds)
+        for row in self._scheduler:
+            row.leave_out(seconds)
 
     @takes_options(SamplingParams)
     def add(
@@ -273,8 +213,7 @@ class Engine:
         ids = self.encode(prompt, sampling, f"prompt of request {shown(name)}")
         with self._compiling():
             self._rows.serve(sampling)
-        rows = [Row(self._number, ids, sampling, sample) for sample in range(n)]
-        self.add_rows(name, rows)
+        self.submit([Request(self._number, ids, sampling, sample) for sample in range(n)], name)
         return name
 
     def encode(
@@ -284,15 +223,15 @@ class Engine:
 
         This changes nothing and may be called from any thread. Raises InputError as `add` does.
         """
-        session = self.session
-        check_request(session.model, sampling)
-        ids = encode_prompt(session.model, prompt, where)
-        check_length(session.model, where, len(ids), session.max_length)
-        stops = len(session.stop_ids(sampling))
-        if stops > session.num_stop_ids:
+        plan = self.plan
+        check_sampling(plan.model, sampling)
+        ids = encode_prompt(plan.model, prompt, where)
+        check_length(plan.model, where, len(ids), plan.options.max_length)
+        stops = len(plan.stop_ids(sampling))
+        if stops > plan.num_stop_ids:
             raise InputError(
                 f"sampling.stop_token_ids: {where} has {stops} tokens that end its output, the "
-                f"model's own included; use at most {session.num_stop_ids}"
+                f"model's own included; use at most {plan.num_stop_ids}"
             )
         return tuple(ids)
 
@@ -301,20 +240,20 @@ class Engine:
         numbers = itertools.count(self._number)
         return next(number for number in numbers if not self._scheduler.has(number))
 
-    def add_rows(self, id: RequestId, rows: list[Row]) -> None:
-        """Add rows, already encoded and checked, as the samples of one request.
+    def submit(self, requests: Sequence[Request], id: RequestId | None = None) -> None:
+        """Add requests that are encoded and checked already, each with its number as its id.
 
-        Raises InputError if the engine is closed.
+        With an `id` they are the samples of one request. Raises InputError if the engine is closed.
         """
         self._check_open()
         now = time.perf_counter()
         if not self._scheduler:
             self._clock_s = now
-        self._number += 1
-        for row in rows:
-            params = row.sampling
-            follower = Follower(self.session.model.tokenizer, params.stop, logprobs=params.logprobs)
-            self._scheduler.add(Request(id, row, follower, now))
+        self._number += len(requests) if id is None else 1
+        tokenizer = self.plan.model.tokenizer
+        for request in requests:
+            name = request.number if id is None else id
+            self._scheduler.add(Row(name, request, tokenizer, now))
 
     def step(self) -> list[Delta]:
         """Decode a few rounds; return the new output of each request.
@@ -369,14 +308,14 @@ class Engine:
         running = _RUNNING_ROWS.check("running", running)
         while self._under_way:
             self._look()
-        if self._pages is not None:
+        if self._scheduler.pages is not None:
             # First, so that no interruption leaves prefixes of other weights.
             with self._as_a_whole():
-                self._pages.forget()
+                self._scheduler.pages.forget()
         self._rows.update_params(params, drafter_params)
-        self._begin_control(self.session)
+        self._control = LengthControl(self.plan)
         if running == "abort":
-            self._abort([request for request in self._scheduler if request.begun is not None])
+            self._abort([row for row in self._scheduler if row.begun is not None])
 
     def control(self, controller: Controller | None) -> None:
         """Let another controller choose draft lengths from now on; None stands for fixed lengths.
@@ -387,8 +326,8 @@ class Engine:
         controller.
         """
         self._check_open()
-        self._rows.replace_session(self.session.controlled_by(controller))
-        self._begin_control(self.session)
+        self._rows.replace_plan(self.plan.controlled_by(controller))
+        self._control = LengthControl(self.plan)
 
     def close(self) -> None:
         """Free the engine's memory on the devices.
@@ -397,7 +336,7 @@ class Engine:
         can be called again.
         """
         self._closed = True
-        self._scheduler = Scheduler(self.session.batch_size)
+        self._scheduler = Scheduler(self.plan)
         self._ready.clear()
         self._rest()
 
@@ -430,30 +369,24 @@ class Engine:
             self._torn = True
             raise
 
-    def _abort(self, requests: list[Request]) -> None:
+    def _abort(self, rows: Sequence[Row]) -> None:
         with self._as_a_whole():
-            for request in requests:
-                self._end(request, [], [], request.follower.end(ABORTED))
-        if self._reading and all(request.ended for _, request in self._reading.taken):
-            self._reading = None
+            for row in rows:
+                self._end(row, row.abort())
+        self._scheduler.stop_reading_ended()
 
+    @property
     def _steps_under_way(self) -> int:
-        """Return the number of steps running on the devices."""
-        return sum(isinstance(work, _Running) for work in self._under_way)
-
-    def _host_may_end_rows(self) -> bool:
-        """Return whether a request in some slot has stop strings, which only the host finds."""
-        return any(
-            request is not None and request.row.sampling.stop for request in self._scheduler.slots
-        )
+        """The number of steps running on the devices."""
+        return sum(isinstance(work, _RunningStep) for work in self._under_way)
 
     def _most_under_way(self) -> int:
         """Return how many steps may run at once: one if the host may end rows between steps."""
-        return 1 if self._host_may_end_rows() else 2
+        return 1 if self._scheduler.host_may_end_rows else 2
 
     def _advance(self) -> None:
         """Start the work that can start now, then wait for the oldest step in progress."""
-        while self._steps_under_way() < self._most_under_way() and self._dispatch():
+        while self._steps_under_way < self._most_under_way() and self._dispatch():
             pass
         if self._under_way:
             self._look()
@@ -462,330 +395,174 @@ class Engine:
 
     def _dispatch(self) -> bool:
         """Start reading prompts and a step of rounds; return False if nothing can decode."""
-        if not self._scheduler:
+        scheduler = self._scheduler
+        if not scheduler:
             return False
         self.compile()
         self._read_prompts()
-        slots = self._admitted()
-        if not any(slots):
+        decoding = scheduler.decoding
+        if not decoding:
             return False
-        num_rows, options = self.session.num_rows, self.session.options
-        rounds = options.rounds_per_step
-        waiting, enough = self.num_waiting, num_rows + 1
-        if self._reading or (waiting and self._free_slots()):
-            rounds = min(rounds, _ROUNDS_WHILE_READING)
-        if self._host_may_end_rows():
-            rounds = min(rounds, _ROUNDS_PER_STOP)
-        if self._pages is not None:
-            rounds = self._reserve(slots, rounds)
-            if not rounds:
-                return not self._steps_under_way() and self._dispatch()
-        if waiting:
-            free = num_rows - sum(request is not None for request in slots)
-            enough = min(free + options.rows_per_refill, num_rows)
-        if not (waiting or self._reading):
-            kept = [slot for slot, request in enumerate(slots) if request is not None]
+        with self._as_a_whole():
+            rounds, short = scheduler.reserve(scheduler.most_rounds())
+            if not rounds and not self._steps_under_way:
+                scheduler.put_back(short)
+                self.statistics.put_back += 1
+        if not rounds:
+            # Steps under way may not need all the pages that they have.
+            return not self._steps_under_way and self._dispatch()
+        if not (self.num_waiting or scheduler.reading):
             with self._compiling():
-                self._rows.narrow(kept, self._seconds_left(slots))
+                self._rows.narrow(list(decoding), self._seconds_left(decoding.values()))
         if self._has_new_outputs:
             self._rows.cache_outputs(self._outputs)
             self._has_new_outputs = False
-        unfinished = sum(request is not None for request in slots)
-        limits, rounds = self._choose(unfinished, rounds)
+        limits, rounds = self._control.choose(len(decoding), rounds)
         self.step_limits.append((limits, rounds))
         begun = time.perf_counter()
         with self._as_a_whole():
-            table = None if self._pages is None else self._pages.table(slots)
-            seen = self._rows.step(limits, self._ended_slots, rounds, enough, table)
-            self._ended_slots.clear()
-            rows = self._rows.by_row(slots)
-            self._under_way.append(_Running(rows, seen, begun, waiting, limits, rounds))
+            ended, enough = scheduler.ended_slots, scheduler.enough_idle()
+            ready = self._rows.step(limits, ended, rounds, enough, scheduler.table(decoding))
+            ended.clear()
+            for row in decoding.values():
+                row.rounds_under_way += rounds
+            rows = self._rows.by_row(decoding)
+            self._under_way.append(
+                _RunningStep(rows, ready, begun, self.num_waiting, limits, rounds)
+            )
         return True
 
-    def _reserve(self, slots: Sequence[Request | None], rounds: int) -> int:
-        """Reserve pages for a step of up to `rounds` rounds; return how many rounds it may have.
-
-        It is 0 if there are too few pages for a round: steps under way may not need all that they
-        have, or else the latest request has been put back.
-        """
-        running = [request for request in slots if request is not None]
-        while rounds:
-            reserved = {one: rounds + self._begun_rounds(one) for one in running}
-            with self._as_a_whole():
-                short = self._pages.reserve(reserved)
-            if short is None:
-                return rounds
-            rounds //= 2
-        if not self._steps_under_way():
-            self._put_back(short)
-        return 0
-
-    def _begun_rounds(self, request: Request) -> int:
-        """Return the most rounds of a request in the steps under way."""
-        return sum(
-            work.rounds
-            for work in self._under_way
-            if isinstance(work, _Running) and request in work.rows
-        )
-
-    def _put_back(self, pool: PagePool) -> None:
-        """Let the latest request with pages of a pool wait again, until there are pages for it.
-
-        Its row will read prompt and output, and continue with its next round.
-        """
-        slots = self._scheduler.slots
-        last = max(
-            (one for slot, one in enumerate(slots) if one and self._pages.pool(slot) is pool),
-            key=lambda request: (request.row.number, request.row.sample),
-        )
-        with self._as_a_whole():
-            self._ended_slots.add(self._scheduler.put_back(last))
-            if self._reading:
-                self._reading.taken = [pair for pair in self._reading.taken if pair[1] is not last]
-                self._reading = self._reading if self._reading.taken else None
-            self._pages.close(last)
-            follower = last.follower
-            last.row = replace(
-                last.row, emitted=tuple(follower.token_ids), rounds=follower.num_rounds
-            )
-            self.statistics.put_back += 1
-
-    def _choose(self, unfinished: int, most_rounds: int) -> tuple[Limits, int]:
-        """Return the limits and the number of rounds that the controller chooses for the next step.
-
-        All processes use the choice of process 0. Raises InputError if the controller returns
-        anything else than valid limits, a number of rounds and a state.
-        """
-        controller, num_drafters = self.session.controller, len(self.session.plan.drafter.parts)
-        chosen = controller.choose(self._controller_state, unfinished, most_rounds)
-        if not _is_choice(chosen, num_drafters, most_rounds):
-            raise InputError(
-                f"controller={shown(controller, 80)}: choose returned {shown(chosen, 120)}; return "
-                f"(Limits, rounds, state) with the limits of {num_drafters} drafter(s) and 1 to "
-                f"{most_rounds} rounds"
-            )
-        *chosen, self._controller_state = chosen
-        (longest, confidence), rounds = processes.from_first(chosen)
-        return Limits(tuple(longest), tuple(confidence)), rounds
-
-    def _seconds_left(self, slots: Sequence[Request | None]) -> float:
-        """Estimate the seconds until all requests in the slots end, from recent steps."""
+    def _seconds_left(self, rows: Iterable[Row]) -> float:
+        """Estimate the seconds until all of some rows end, from recent steps."""
         if not self.statistics.steps:
             return 0.0
-        last = self.statistics.steps[-1]
-        tokens = max(self._tokens_left(request) for request in slots if request)
+        last, longest = self.statistics.steps[-1], self.plan.options.max_length
+        tokens = max(row.most_tokens(longest) - len(row.token_ids) for row in rows)
         pace = max(last.tokens / max(last.row_rounds, 1), 1.0)
         recent = itertools.islice(reversed(self.statistics.steps), _RECENT_STEPS)
         round_s = sorted(step.seconds / step.rounds for step in recent)
         return tokens / pace * round_s[(len(round_s) - 1) // 2]  # the median: a clock may jump
 
-    def _tokens_left(self, request: Request) -> int:
-        """Return the maximum number of tokens that a request may still emit."""
-        room = self.session.max_length - len(request.row.prompt)
-        return min(request.row.sampling.max_new_tokens, room) - len(request.follower.token_ids)
-
-    def _admitted(self) -> tuple[Request | None, ...]:
-        """Return the requests in the slots, without those whose prompts are being read."""
-        reading = [request for _, request in self._reading.taken] if self._reading else []
-        return tuple(
-            None if any(request is unread for unread in reading) else request
-            for request in self._scheduler.slots
-        )
-
     def _read_prompts(self) -> None:
         """Read prompts of waiting requests, as far as free slots and token budget allow."""
-        budget = self.session.options.prefill_budget
+        budget = self.plan.options.prefill_budget
         while True:
-            if self._reading is None:
+            if self._scheduler.reading is None:
                 with self._as_a_whole():
-                    self._reading = self._next_prompts()
-                if self._reading is None:
-                    return
-            reading = self._reading
+                    reading = self._scheduler.read_next()
+                    if reading is None:
+                        return
+                    self.statistics.shared_tokens += reading.num_shared
+            reading = self._scheduler.reading
             if not reading.begun:
                 self._begin(reading)
-            left = reading.longest - reading.position
-            count = self._part(left, budget) if any(self._admitted()) else left
-            if left and not count:
+            count = self._scheduler.next_part(budget)
+            if not count and reading.position < reading.longest:
                 return
             if count:
                 begun, end = time.perf_counter(), reading.position + count
                 with self._as_a_whole():
                     self.statistics.prompt_tokens += reading.count(end)
-                    ready = self._rows.read(reading.position, end, self._table_of(reading))
-                    self._under_way.append(_Reading(ready, begun))
+                    pages = self._scheduler.table(reading.rows)
+                    ready = self._rows.read(reading.position, end, pages)
+                    self._under_way.append(_RunningPrefill(ready, begun))
                     reading.position = end
-                budget -= round_up(count, self.session.plan.chunks[-1])
+                budget -= round_up(count, self.plan.loop.chunks[-1])
             if reading.position == reading.longest:
-                self._admit()
+                self._admit(reading)
 
-    def _next_prompts(self) -> _Prompts | None:
-        """Return the prompts to read next, whose requests get slots; None if there are none.
-
-        Each device along `data` reads one, or none of a pool that has other beginnings of it.
-        """
-        if self._pages is None:
-            taken = self._scheduler.take(self._scheduler.free_slots[: self.session.prefill_rows])
-            return _Prompts(taken) if taken else None
-        reading, pools = _Prompts([]), set()
-        while slots := self._free_slots(pools):
-            request = self._scheduler.next_waiting
-            if pools and self._pages.known_tokens(request, slots[0]) != reading.position:
-                break
-            pools.add(self._pages.pool(slots[0]))
-            reading.taken += self._scheduler.take(slots)
-            reading.position = self._pages.begin(request, slots[0])
-            self.statistics.shared_tokens += reading.position
-        return reading if pools else None
-
-    def _free_slots(self, without: Collection[PagePool] = ()) -> list[int]:
-        """Return the free slots that the next request can get; if caches have pages, one at most.
-
-        This is one where there are pages for it, of another pool than those in `without`.
-        """
-        request, free = self._scheduler.next_waiting, self._scheduler.free_slots
-        if self._pages is None or request is None:
-            return free if request else []
-        rounds = self.session.options.rounds_per_step
-        others = {one: rounds + self._begun_rounds(one) for one in self._scheduler.slots if one}
-        free = [slot for slot in free if self._pages.pool(slot) not in without]
-        slot = self._pages.find_slot(request, free, others)
-        return [] if slot is None else [slot]
-
-    def _table_of(self, reading: _Prompts) -> np.ndarray | None:
-        """Return the pages of the requests that are being read, by slot; None without pages."""
-        if self._pages is None:
-            return None
-        requests = dict(reading.taken)
-        return self._pages.table([requests.get(slot) for slot in range(self.session.num_rows)])
-
-    def _part(self, left: int, budget: int) -> int:
-        """Return how many of the `left` tokens of a prompt to read next within `budget`.
-
-        Reading stops after a whole chunk of the largest size or at the end of the prompt, so that a
-        prompt's chunks do not depend on what else is read.
-        """
-        chunks = self.session.plan.chunks
-        if round_up(left, chunks[-1]) <= budget:
-            return left
-        if budget == self.session.options.prefill_budget:
-            budget = max(budget, chunks[0])
-        budget = max(budget, 0)
-        return min(left, budget - budget % chunks[0])
-
-    def _begin(self, reading: _Prompts) -> None:
+    def _begin(self, reading: Reading) -> None:
         """Start the new rows of `reading`, whose prompts may have been read for earlier rows."""
         self._rows.begin()
-        slots, requests = zip(*reading.taken, strict=True)
         now = time.perf_counter()
-        for request in requests:
-            if request.begun is None:  # otherwise it was put back
-                request.begun = now
-        rows = [request.row for request in requests]
-        if self._rows.reuse_rows(rows):
+        for row in reading.rows.values():
+            if row.begun is None:  # otherwise it was put back
+                row.begun = now
+        requests = [row.request for row in reading.rows.values()]
+        if self._rows.reuse_rows(requests):
             reading.position = reading.longest
         else:
             with self._as_a_whole():
-                self._rows.new_rows(rows, slots, reading.position)
+                self._rows.new_rows(requests, list(reading.rows), reading.position)
         reading.begun = True
 
-    def _admit(self) -> None:
+    def _admit(self, reading: Reading) -> None:
         """Move the rows whose prompts have been read into their slots."""
-        taken, begun = self._reading.taken, time.perf_counter()
-        read = all(len(request.row.tokens) <= self._reading.position + 1 for _, request in taken)
-        slots = [slot for slot, _ in taken]
+        begun, end = time.perf_counter(), reading.position + 1
+        all_read = all(len(row.request.tokens) <= end for row in reading.rows.values())
         with self._as_a_whole():
-            ready = self._rows.admit(slots, all_read=read)
-            self._under_way.append(_Reading(ready, begun))
-            # Requests aborted meanwhile have given up their slots, but their rows occupy them.
-            for slot, request in taken:
-                self._ended_slots.discard(slot)
-                if request.ended:
-                    self._ended_slots.add(slot)
-                elif self._pages is not None:
-                    # A draft model's cache is one token behind.
-                    self._pages.take_back(request, request.num_tokens - 2, 0)
-            self._reading = None
+            ready = self._rows.admit(list(reading.rows), all_read=all_read)
+            self._under_way.append(_RunningPrefill(ready, begun))
+            self._scheduler.admit()
 
     def _look(self) -> None:
         """Wait for the oldest step in progress, or for prompts, and collect the new output.
 
         Work is removed from the queue only once it is done, since waiting may be interrupted.
         """
-        while not isinstance(oldest := self._under_way[0], _Running):
+        while not isinstance(oldest := self._under_way[0], _RunningStep):
             jax.block_until_ready(oldest.ready)
             self._under_way.popleft()
             self.statistics.prefill_s += self._lap(oldest.begun)
             if not self._under_way:
                 return
-        seen = oldest.seen.read()
+        seen = oldest.ready.read()
         with self._as_a_whole():
             self._under_way.popleft()
             seconds = self._lap(oldest.begun)
             self._take(oldest, seen, seconds)
-        record = step_record(self.session, oldest.limits, seen, seconds)
-        self._controller_state = self.session.controller.update(self._controller_state, record)
+        self._control.learn(step_record(self.plan, oldest.limits, seen, seconds))
 
-    def _take(self, step: _Running, seen: Seen, seconds: float) -> None:
-        """Queue the deltas of a finished step for each of its requests, and count its tokens."""
+    def _take(self, step: _RunningStep, seen: Seen, seconds: float) -> None:
+        """Queue the deltas of a finished step for each of its rows, and count its tokens."""
         first, emitted = self.statistics.rounds, seen.rounds.emitted >= 0
         ran = np.flatnonzero(emitted.any(axis=0))
         rounds = int(ran[-1]) + 1 if len(ran) else 0
         tokens = row_rounds = 0
-        for row, request in enumerate(step.rows):
-            if request is not None and not request.ended:
-                tokens += self._follow(request, row, seen, first)
-                row_rounds += int(emitted[row].sum())
+        for index, row in enumerate(step.rows):
+            if row is None:
+                continue
+            row.rounds_under_way -= step.rounds
+            if not row.ended:
+                tokens += self._follow(row, index, seen, first)
+                row_rounds += int(emitted[index].sum())
         end_s = self._clock_s - self._start_s
         self.statistics.add_step(Step(end_s, seconds, rounds, row_rounds, tokens, step.waiting))
 
-    def _follow(self, request: Request, row: int, seen: Seen, first_round: int) -> int:
-        """Queue the delta of the request in `row` of a step; return its number of new tokens."""
-        counts = jax.tree.map(lambda array: array[row], seen.rounds)
-        new, status = int(np.maximum(counts.emitted, 0).sum()), int(seen.status[row])
+    def _follow(self, row: Row, index: int, seen: Seen, first_round: int) -> int:
+        """Queue the delta of the row at `index` of a step; return its number of new tokens."""
+        counts = jax.tree.map(lambda array: array[index], seen.rounds)
+        new, status = int(np.maximum(counts.emitted, 0).sum()), int(seen.status[index])
         if not new and status == RUNNING:
             return 0
-        logprobs = None if seen.logprobs is None else seen.logprobs[row, :new]
-        try:
-            fresh, drafter, text = request.follower.follow(
-                status, seen.tokens[row, :new].tolist(), logprobs, counts, first_round
-            )
-        except InputError as refused:  # tokens without text end this request only
-            request.follower.end_without_text(str(refused))
-            fresh, drafter, text = [], [], ""
-        if self._pages is not None:
-            rounds = self._begun_rounds(request)
-            self._pages.take_back(request, int(seen.cached[row]), rounds)
-        gap = request.see_tokens(len(fresh), self._clock_s)
+        logprobs = None if seen.logprobs is None else seen.logprobs[index, :new]
+        tokens = seen.tokens[index, :new].tolist()
+        delta = row.follow(status, tokens, logprobs, counts, first_round)
+        if self._scheduler.pages is not None:
+            self._scheduler.pages.take_back(row, int(seen.cached[index]))
+        count = len(delta.token_ids)
+        gap = row.see_tokens(count, self._clock_s)
         if gap is not None:
-            self.statistics.between_tokens_s.extend([gap] * len(fresh))
-        if not request.ended:
-            self._ready.append(_delta(request, fresh, drafter, text))
-            return len(fresh)
+            self.statistics.between_tokens_s.extend([gap] * count)
+        if not row.ended:
+            self._ready.append(delta)
+            return count
         if status == RUNNING:
-            self._ended_slots.add(self._scheduler.slots.index(request))
-        self._end(request, fresh, drafter, text)
-        return len(fresh)
+            self._scheduler.ended_slots.add(self._scheduler.slots.index(row))
+        self._end(row, delta)
+        return count
 
-    def _end(self, request: Request, fresh: list[int], drafter: list[int], text: str) -> None:
-        """Make a request's last delta ready; its slot is free, and its id may be used again."""
-        slot = self._scheduler.free(request)
-        if self._pages is not None:
-            self._pages.close(request)
-        if request.follower.finish_reason == ABORTED and slot is not None:
-            self._ended_slots.add(slot)
-        times = request.times(time.perf_counter())
-        self.statistics.add_request(times, aborted=request.follower.finish_reason == ABORTED)
-        output = request.follower.output(request.id, request.row.sample, times)
-        output = replace(output, lossy=self.session.is_lossy(request.row.sampling))
+    def _end(self, row: Row, delta: Delta) -> None:
+        """Make a row's last delta ready; its slot is free, and its id may be used again."""
+        slot, aborted = self._scheduler.free(row), row.finish_reason == ABORTED
+        if aborted and slot is not None:
+            self._scheduler.ended_slots.add(slot)
+        output = row.output(self.plan, time.perf_counter())
+        self.statistics.add_request(output.times, aborted=aborted)
         self.statistics.lossy |= output.lossy
-        if output.failure is not None:
-            failed = {f"request {shown(request.id)}": output.failure}
-            output = replace(output, error=failure_message(self.session.model, failed))
-        last = _delta(request, fresh, drafter, text)
-        self._ready.append(replace(last, finish_reason=output.finish_reason, output=output))
-        if self._outputs.maxlen and output.failure is None and output.finish_reason != ABORTED:
-            self._outputs.append((request.row.prompt, output.token_ids))
+        self._ready.append(replace(delta, finish_reason=output.finish_reason, output=output))
+        if self._outputs.maxlen and output.failure is None and not aborted:
+            self._outputs.append((row.request.prompt, output.token_ids))
             self._has_new_outputs = True
 
     def _lap(self, begun: float) -> float:
@@ -804,31 +581,10 @@ class Engine:
         The caches are kept for later requests with the same prefixes, if these are shared.
         """
         while self._under_way:
-            oldest = self._under_way[0]
-            jax.block_until_ready(oldest.seen if isinstance(oldest, _Running) else oldest.ready)
+            jax.block_until_ready(self._under_way[0].ready)
             self._under_way.popleft()
-        self._reading = None
-        if self.session.options.enable_prefix_caching and not self._closed:
+        self._scheduler.reading = None
+        if self.plan.options.enable_prefix_caching and not self._closed:
             return
-        self._ended_slots.clear()
+        self._scheduler.ended_slots.clear()
         self._rows.free()
-
-
-def _delta(request: Request, fresh: list[int], drafter: list[int], text: str) -> Delta:
-    """What a step added to a request."""
-    logprobs = request.follower.newest_logprobs(len(fresh))
-    return Delta(request.id, request.row.sample, fresh, drafter, text, logprobs=logprobs)
-
-
-def _is_choice(chosen: Any, num_drafters: int, most_rounds: int) -> bool:
-    """Return whether a controller's choice has valid limits, a number of rounds, and a state."""
-    if not isinstance(chosen, tuple) or len(chosen) != 3 or not isinstance(chosen[0], Limits):
-        return False
-    (longest, confidence), rounds, _ = chosen
-    wholes = (*longest, rounds)
-    return (
-        len(longest) == len(confidence) == num_drafters
-        and all(isinstance(number, int | np.integer) and number >= 0 for number in wholes)
-        and all(isinstance(number, float | int | np.number) for number in confidence)
-        and 1 <= rounds <= most_rounds
-    )

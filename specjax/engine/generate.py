@@ -16,20 +16,19 @@ from specjax.core.state import Rounds
 from specjax.core.turn_taking import NO_DRAFTER
 from specjax.drafters import Drafter, LoadedDrafter, make_drafter
 from specjax.engine.engine import Engine
-from specjax.engine.options import DecodeOptions, Sampling, read_arguments, takes_options
+from specjax.engine.options import DecodeOptions, Sampling, read_arguments
 from specjax.engine.outputs import (
     Delta,
     Failure,
     Output,
+    RequestId,
     Times,
     drafter_of_tokens,
     failure_message,
 )
-from specjax.engine.prompts import Prompts
-from specjax.engine.rows import session_row
-from specjax.engine.sampling_params import SamplingParams, one_per_prompt
-from specjax.engine.session import Session, plan_rows, plan_session
-from specjax.fields import Function, Whole, optional
+from specjax.engine.plan import DecodePlan, plan_requests, plan_rows
+from specjax.engine.requests import Prompts, Request, SamplingParams, one_per_prompt
+from specjax.fields import Function, Whole, optional, takes_options
 from specjax.loading.load import place_model
 from specjax.loading.model import Model
 
@@ -151,11 +150,11 @@ def generate(
     other rows are unaffected. Raises InputError for bad input.
     """
     optional(Function("use a function of a Progress")).check("progress", progress)
-    session = _open(target, prompts, drafter, sampling, mesh, options)
-    result = decode_session(session, progress=progress)
+    plan, requests = _plan(target, prompts, drafter, sampling, mesh, options)
+    result = decode_requests(plan, requests, progress=progress)
     failed = {f"prompts[{row}]": failure for row, failure in result.failed_rows.items()}
     if failed:
-        warnings.warn(failure_message(session.model, failed), RuntimeWarning, stacklevel=2)
+        warnings.warn(failure_message(plan.model, failed), RuntimeWarning, stacklevel=2)
     return result
 
 
@@ -179,105 +178,72 @@ def compile(
     """
     num_tokens = Whole(2).check("num_tokens", num_tokens)
     options, sampling = read_arguments(options, sampling)
-    requests = one_per_prompt(sampling, 1)
+    sampling = one_per_prompt(sampling, 1)
     target, drafter = _loaded(target, drafter, mesh, options)
-    with Engine.of(plan_rows(target, drafter, options, num_tokens, requests)) as engine:
+    with Engine.of(plan_rows(target, drafter, options, num_tokens, sampling)) as engine:
         engine.compile()
         return engine.statistics.compile_s
 
 
-def open_engine(session: Session, rounds_per_step: int | None = None) -> Engine:
-    """Return an engine for a session's prompts, tuned for throughput rather than latency.
+def open_engine(plan: DecodePlan, rounds_per_step: int | None = None) -> Engine:
+    """Return an engine for requests that are all there, tuned for throughput rather than latency.
 
-    `rounds_per_step`, if given, overrides that of the session's options.
+    `rounds_per_step`, if given, overrides that of the plan's options.
     """
-    options = session.options.offline()
+    options = plan.options.offline()
     if rounds_per_step is not None:
         options = replace(options, rounds_per_step=rounds_per_step)
-    return Engine.of(replace(session, options=options))
+    return Engine.of(replace(plan, options=options))
 
 
-def add_prompts(engine: Engine, session: Session, index: Sequence[int]) -> None:
-    """Add the session's prompts with the given indices to an engine, as requests with these ids."""
-    for prompt in index:
-        engine.add_rows(prompt, [session_row(session, prompt)])
-
-
-def decode_session(
-    session: Session,
+def decode_requests(
+    plan: DecodePlan,
+    requests: Sequence[Request],
     *,
-    index: Sequence[int] | None = None,
     engine: Engine | None = None,
     progress: Callable[[Progress], None] | None = None,
     follow: Callable[[list[Delta]], None] | None = None,
 ) -> Generation:
-    """Decode a session's prompts, or those with the given indices, and return the result.
+    """Decode requests and return the result, in their order.
 
-    `engine`, by default a new one, must have no other requests. `progress` is called after every
-    step, and `follow` with the step's deltas.
+    `engine`, by default a new one for the plan, must have no other requests. `progress` is called
+    after every step, and `follow` with the step's deltas.
     """
-    index = range(len(session.prompts)) if index is None else index
-    engine = engine or open_engine(session)
+    engine = engine or open_engine(plan)
     compile_s_before = engine.statistics.compile_s
     engine.compile()
     before = replace(engine.statistics)
     steps_before = len(engine.step_limits)
-    add_prompts(engine, session, index)
-    outputs: dict[int, Output] = {}
+    engine.submit(requests)
+    ended: dict[RequestId, Output] = {}
     new_tokens = 0
     while engine.num_unfinished:
         deltas = engine.step()
         new_tokens += sum(len(delta.token_ids) for delta in deltas)
-        outputs |= {delta.id: delta.output for delta in deltas if delta.output is not None}
+        ended |= {delta.id: delta.output for delta in deltas if delta.output is not None}
         if follow is not None:
             follow(deltas)
         if progress is not None:
-            progress(Progress(len(outputs), len(index), new_tokens))
-    statistics = engine.statistics
-    return collect(
-        session,
-        [outputs[prompt] for prompt in index],
-        prefill_s=statistics.prefill_s - before.prefill_s,
-        decode_s=statistics.decode_s - before.decode_s,
-        first_round=before.rounds,
-        compile_s=statistics.compile_s - compile_s_before,
-        step_limits=tuple(engine.step_limits[steps_before:]),
-    )
-
-
-def collect(
-    session: Session,
-    outputs: Sequence[Output],
-    *,
-    prefill_s: float,
-    decode_s: float,
-    first_round: int = 0,
-    compile_s: float = 0.0,
-    step_limits: tuple[tuple[Limits, int], ...] = (),
-) -> Generation:
-    """Return the outputs of some prompts as the result of one call, in the order given.
-
-    Seconds and step limits are those of the call; `first_round` is the number of rounds that the
-    engine had run before it.
-    """
+            progress(Progress(len(ended), len(requests), new_tokens))
+    outputs = [ended[request.number] for request in requests]
+    counts = {
+        name: _padded([getattr(output.rounds, name) for output in outputs])
+        for name in ("width", "drafted", "accepted", "emitted", "drafter")
+    }
     return Generation(
         token_ids=[output.token_ids for output in outputs],
         texts=[output.text for output in outputs],
         finish_reasons=[output.finish_reason for output in outputs],
         logprobs=[output.logprobs for output in outputs],
-        width=_padded([output.rounds.width for output in outputs]),
-        drafted=_padded([output.rounds.drafted for output in outputs]),
-        accepted=_padded([output.rounds.accepted for output in outputs]),
-        emitted=_padded([output.rounds.emitted for output in outputs]),
-        drafter=_padded([output.rounds.drafter for output in outputs]),
-        first_round=np.array([output.first_round - first_round for output in outputs]),
+        **counts,
+        first_round=np.array([output.first_round - before.rounds for output in outputs]),
         times=[output.times for output in outputs],
-        prefill_s=prefill_s,
-        decode_s=decode_s,
-        compile_s=compile_s,
-        lossy=session.lossy,
-        longest_path=session.plan.drafter.num_speculative_tokens,
-        step_limits=step_limits,
+        prefill_s=engine.statistics.prefill_s - before.prefill_s,
+        decode_s=engine.statistics.decode_s - before.decode_s,
+        compile_s=engine.statistics.compile_s - compile_s_before,
+        lossy=any(output.lossy for output in outputs),
+        longest_path=plan.loop.drafter.num_speculative_tokens,
+        step_limits=tuple(engine.step_limits[steps_before:]),
         failed_rows={
             row: output.failure for row, output in enumerate(outputs) if output.failure is not None
         },
@@ -294,29 +260,29 @@ def _padded(rows: Sequence[np.ndarray], value: float = NO_DRAFTER) -> np.ndarray
 
 
 def expected_acceptance(
-    session: Session, results: Sequence[Generation] = ()
+    plan: DecodePlan, requests: Sequence[Request], results: Sequence[Generation] = ()
 ) -> metrics.ExpectedAcceptance:
-    """Return the acceptance that the session's distributions imply, with its standard error.
+    """Return the acceptance that the requests' distributions imply, with its standard error.
 
     Decodes once more, recording sum_x min(p, q) at every node that `rejection` tests. If `results`
-    of the session's prompts are given, their draft limits are replayed in order, since limits that
-    depend on the clock would not recur.
+    of the requests are given, their draft limits are replayed in order, since limits that depend on
+    the clock would not recur.
     """
-    recording = replace(session, plan=replace(session.plan, overlaps=True))
+    recording = replace(plan, loop=replace(plan.loop, overlaps=True))
     overlaps: list[np.ndarray] = []
-    begin = 0
+    left = list(requests)
     for result in results or [None]:
-        index = range(begin, begin + len(result.token_ids) if result else len(session.prompts))
-        begin = index.stop
-        replay = recording
+        replay, count = recording, len(left)
         if result is not None:
             replay = recording.controlled_by(Recorded(result.step_limits))
-        engine = open_engine(replay)
-        add_prompts(engine, replay, index)
+            count = len(result.token_ids)
+        engine, now = open_engine(replay), left[:count]
+        engine.submit(now)
         ended = {delta.id: delta.output for delta in engine if delta.output is not None}
-        recorded = [ended[prompt].rounds.overlaps for prompt in index]
+        recorded = [ended[request.number].rounds.overlaps for request in now]
         # A row whose first logits are not numbers has no round, and so no overlaps.
         overlaps += [row_overlaps for row_overlaps in recorded if row_overlaps is not None]
+        del left[:count]
     return metrics.expected_acceptance(_padded(overlaps or [np.zeros((0, 1))], np.nan))
 
 
@@ -337,31 +303,31 @@ def stream(
     input when called. A row that fails ends with the reason "error" and a RuntimeWarning.
     """
     options = {"rounds_per_step": 1, **options}
-    return _stream(_open(target, prompts, drafter, sampling, mesh, options))
+    return _stream(*_plan(target, prompts, drafter, sampling, mesh, options))
 
 
-def _stream(session: Session) -> Iterator[Delta]:
-    """Yield the deltas of a session, and warn of each row that ends with the reason "error"."""
-    engine = Engine.of(session)
-    add_prompts(engine, session, range(len(session.prompts)))
+def _stream(plan: DecodePlan, requests: Sequence[Request]) -> Iterator[Delta]:
+    """Yield the deltas of requests, and warn of each row that ends with the reason "error"."""
+    engine = Engine.of(plan)
+    engine.submit(requests)
     for delta in engine:
         yield delta
         if delta.output is not None and delta.output.failure is not None:
             failed = {f"prompts[{delta.id}]": delta.output.failure}
-            warnings.warn(failure_message(session.model, failed), RuntimeWarning, stacklevel=2)
+            warnings.warn(failure_message(plan.model, failed), RuntimeWarning, stacklevel=2)
 
 
-def _open(
+def _plan(
     target: Model,
     prompts: Prompts,
     drafter: LoadedDrafter | Drafter | str | None,
     sampling: Sampling,
     mesh: Mesh | None,
     arguments: Mapping[str, Any],
-) -> Session:
+) -> tuple[DecodePlan, list[Request]]:
     options, sampling = read_arguments(arguments, sampling)
     target, drafter = _loaded(target, drafter, mesh, options)
-    return plan_session(target, prompts, drafter=drafter, options=options, requests=sampling)
+    return plan_requests(target, prompts, drafter=drafter, options=options, sampling=sampling)
 
 
 def _loaded(

@@ -5,14 +5,14 @@ from __future__ import annotations
 import difflib
 import inspect
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import Annotated, Any
 
 from specjax import sampling
 from specjax.controllers import Auto, ByBatch, Controller, Fixed
 from specjax.drafters import DRAFT_TOKENS
-from specjax.engine.sampling_params import SEED, SamplingParams
+from specjax.engine.requests import SEED, SamplingParams
 from specjax.errors import InputError, shown
 from specjax.fields import (
     INT32_MAX,
@@ -23,7 +23,6 @@ from specjax.fields import (
     Items,
     Whole,
     check_instance,
-    meaning_lines,
     optional,
     with_meanings,
 )
@@ -40,7 +39,7 @@ EXACT_RULE_NAME = Choice(tuple(name for name, rule in sampling.RULES.items() if 
 
 
 @dataclass(frozen=True)
-class RuleKind:
+class RuleField:
     """The field type of verification rules, which accepts a rule or its name."""
 
     def check(self, name: str, value: Any) -> sampling.Rule:
@@ -56,7 +55,7 @@ class RuleKind:
         return sampling.RULES[RULE_NAME.check(name, value)]
 
 
-RULE = RuleKind()
+RULE = RuleField()
 DRAFT_LENGTH = Either(
     (Choice((AUTO, FIXED)), DRAFT_TOKENS),
     remedy=f'{DRAFT_TOKENS.remedy}, "fixed" or "auto"',
@@ -72,7 +71,7 @@ MAX_LENGTH = Whole(2, remedy="use 2 (a prompt and a new token) to the positions 
 
 
 @dataclass(frozen=True)
-class ControllerKind:
+class ControllerField:
     """The field type of length controllers, which accepts an instance but not a class."""
 
     def check(self, name: str, value: Any) -> Controller:
@@ -88,7 +87,7 @@ class ControllerKind:
         return value
 
 
-CONTROLLER = ControllerKind()
+CONTROLLER = ControllerField()
 
 
 @dataclass(frozen=True)
@@ -322,34 +321,3 @@ def _changed(sampling: Any, changes: Mapping[str, Any]) -> Any:
     if not isinstance(sampling, SamplingParams):
         return sampling  # refused where it is read
     return replace(sampling, **changes)
-
-
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-
-
-def takes_options(*classes: type) -> Callable[[_Function], _Function]:
-    """Document the fields of dataclasses as keyword arguments of a function with `**options`.
-
-    Returns a decorator. It sets the signature that editors, notebooks and `help` show, and ends the
-    docstring with the meanings of the fields. Of fields with equal names the first one counts.
-    """
-
-    def decorate(function: _Function) -> _Function:
-        signature = inspect.signature(function)
-        *explicit, _ = signature.parameters.values()
-        arguments = {parameter.name: parameter for parameter in explicit}
-        for options_class in classes:
-            types = get_type_hints(options_class)
-            parameters = inspect.signature(options_class).parameters
-            added = [name for name in parameters if name not in arguments]
-            for name in added:
-                arguments[name] = parameters[name].replace(
-                    kind=inspect.Parameter.KEYWORD_ONLY, annotation=types[name]
-                )
-            head = f"Keyword arguments that are fields of `{options_class.__name__}`:"
-            lines = meaning_lines(options_class, added)
-            function.__doc__ = f"{inspect.cleandoc(function.__doc__ or '')}\n\n{head}\n\n{lines}"
-        function.__signature__ = signature.replace(parameters=list(arguments.values()))
-        return function
-
-    return decorate

@@ -1,27 +1,29 @@
-"""The compiled programs of an engine: reading prompts, admitting rows, running rounds."""
+"""The compiled programs of an engine, and the arrays of requests from which they make rows."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import textwrap
 import time
-import traceback
-from collections.abc import Iterator
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Array, Bool, Int
 
 from specjax.controllers import StepRecord
 from specjax.core import initial_state, loop
-from specjax.core.plan import Plan
+from specjax.core.drafter import Sampling
+from specjax.core.drafter_errors import errors_of
+from specjax.core.plan import LoopPlan
 from specjax.core.state import (
+    RUNNING,
+    STOPPED,
+    RowProperties,
     State,
     admit,
     clear_caches,
@@ -37,10 +39,9 @@ from specjax.core.state import (
 )
 from specjax.distributed import device_memory
 from specjax.distributed.device_memory import MemoryPlan
-from specjax.distributed.sharding import DATA, axis_size, use
-from specjax.engine.rows import row_arguments
-from specjax.engine.session import Session
-from specjax.errors import InputError, one_line
+from specjax.distributed.sharding import DATA, axis_size, place_keys, place_rows, use
+from specjax.engine.plan import DecodePlan
+from specjax.engine.requests import Request, SamplingParams
 from specjax.files import program_cache
 from specjax.files.log import LOGGER
 from specjax.methods.registry import all_registered
@@ -51,14 +52,63 @@ run = jax.jit(loop.run, static_argnums=0, donate_argnums=2)
 """`loop.run`, compiled."""
 put_rows = jax.jit(admit, donate_argnums=0)
 """`state.admit`, compiled."""
-_NOT_THE_USERS = frozenset(
-    ("specjax", "jax", "jaxlib", "flax", "numpy", "jaxtyping", "beartype", "contextlib")
-)
-"""The packages whose lines are of no help to the author of a drafter."""
 _made: set[int] = set()
 """The hashes of the arguments with which `_compile` was called."""
-_plans: dict[str, Plan] = {}
+_plans: dict[str, LoopPlan] = {}
 """The latest plan with each description that was logged."""
+
+
+RowArguments = tuple[
+    Int[Array, "B S"], RowProperties, Int[Array, "B"], Int[Array, "B"], Int[Array, "B"]
+]
+"""The arrays of `initial_state.start`: tokens, fixed properties, lengths, status and rounds."""
+_FINISHED = Request(0, (0,), SamplingParams())
+
+
+def row_arguments(
+    plan: DecodePlan, requests: Sequence[Request | None], num_rows: int | None = None
+) -> RowArguments:
+    """Return the arrays of `num_rows` rows, by default those of the plan.
+
+    The first rows are those of `requests`; the others, and None, have finished already.
+    """
+    batch = plan.num_rows if num_rows is None else num_rows
+    given = [*requests, *[None] * (batch - len(requests))]
+    rows = [_FINISHED if request is None else request for request in given]
+    sampling = [row.sampling for row in rows]
+    tokens = np.zeros((batch, plan.loop.capacity), np.int32)
+    stop_ids = np.full((batch, plan.num_stop_ids), -1, np.int32)
+    for at, row in enumerate(rows):
+        tokens[at, : len(row.tokens)] = row.tokens
+        stops = plan.stop_ids(row.sampling)[: plan.num_stop_ids]
+        stop_ids[at, : len(stops)] = stops
+    prompt_lengths = np.array([len(row.prompt) for row in rows], np.int32)
+    room = np.array([params.max_new_tokens for params in sampling], np.int64)
+    max_length = np.minimum(prompt_lengths + room, plan.options.max_length)
+    seed = plan.options.seed
+    unused = jax.random.key(seed)
+    keys = [unused if request is None else request.key(seed) for request in given]
+    where = plan.placement
+
+    def placed(values: Any, dtype: Any = np.int32) -> Array:
+        return place_rows(np.asarray(values, dtype), where=where)
+
+    fixed = RowProperties(
+        index=placed([row.number for row in rows]),
+        prompt_length=placed(prompt_lengths),
+        key=place_keys(keys, where),
+        sampling=Sampling(
+            temperature=placed([params.temperature for params in sampling], np.float32),
+            top_k=placed([params.top_k for params in sampling]),
+            top_p=placed([params.top_p for params in sampling], np.float32),
+            min_p=placed([params.min_p for params in sampling], np.float32),
+        ),
+        max_length=placed(max_length),
+        stop_ids=placed(stop_ids),
+    )
+    length = placed([len(row.tokens) for row in rows])
+    status = placed([STOPPED if request is None else RUNNING for request in given])
+    return placed(tokens), fixed, length, status, placed([row.rounds for row in rows])
 
 
 class Programs(NamedTuple):
@@ -89,36 +139,36 @@ class Programs(NamedTuple):
     timed: list[StepRecord]
 
 
-def compile_session(session: Session, *, begun: bool = False) -> Programs:
-    """Return the session's programs, compiled now or earlier in this process.
+def compile_plan(plan: DecodePlan, *, begun: bool = False) -> Programs:
+    """Return the plan's programs, compiled now or earlier in this process.
 
     Raises InputError if they do not fit into memory, or if a user-defined drafter cannot be traced.
     With `begun`, the state of all rows is already in memory.
     """
-    key = _key(session)
+    key = _key(plan)
     programs = _compile(*key)
     _made.add(hash(key))
-    size = "num_kv_pages" if session.plan.num_pages else "batch_size, max_length, max_new_tokens"
+    size = "num_kv_pages" if plan.loop.num_pages else "batch_size, max_length, max_new_tokens"
     programs.memory.check(
         f"lower {size} or num_speculative_tokens",
-        session.num_rows,
-        session.plan.capacity,
-        num_pages=session.plan.num_pages,
+        plan.num_rows,
+        plan.loop.capacity,
+        num_pages=plan.loop.num_pages,
         begun=begun,
     )
     return programs
 
 
-def is_compiled(session: Session) -> bool:
-    """Return whether this process has compiled the session's programs."""
-    return hash(_key(session)) in _made
+def is_compiled(plan: DecodePlan) -> bool:
+    """Return whether this process has compiled the plan's programs."""
+    return hash(_key(plan)) in _made
 
 
-def _key(session: Session) -> tuple[Plan, Mesh | None, Any, tuple[_Leaf, ...]]:
-    """Return the arguments of `_compile`: everything that a session's programs depend on."""
-    shapes = [row_arguments(session, [], rows) for rows in (session.num_rows, session.prefill_rows)]
-    leaves, tree = jax.tree.flatten((session.params, *shapes))
-    return session.plan, session.mesh, tree, tuple(map(_Leaf.of, leaves))
+def _key(plan: DecodePlan) -> tuple[LoopPlan, Mesh | None, Any, tuple[_Leaf, ...]]:
+    """Return the arguments of `_compile`: everything that a plan's programs depend on."""
+    shapes = [row_arguments(plan, [], rows) for rows in (plan.num_rows, plan.prefill_rows)]
+    leaves, tree = jax.tree.flatten((plan.params, *shapes))
+    return plan.loop, plan.mesh, tree, tuple(map(_Leaf.of, leaves))
 
 
 class _Leaf(NamedTuple):
@@ -134,14 +184,16 @@ class _Leaf(NamedTuple):
 
 
 @functools.lru_cache(maxsize=64)
-def _compile(plan: Plan, mesh: Mesh | None, tree: Any, leaves: tuple[_Leaf, ...]) -> Programs:
+def _compile(
+    loop_plan: LoopPlan, mesh: Mesh | None, tree: Any, leaves: tuple[_Leaf, ...]
+) -> Programs:
     program_cache.keep_in_library()
     begin = time.perf_counter()
     shapes = [
         jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding) for leaf in leaves
     ]
     params, every, few = jax.tree.unflatten(tree, shapes)
-    LOGGER.info("compiling %s; later calls reuse it", _described(plan, every[2].shape[0]))
+    LOGGER.info("compiling %s; later calls reuse it", _described(loop_plan, every[2].shape[0]))
     number = jax.ShapeDtypeStruct((), jnp.int32)
     ended = jax.ShapeDtypeStruct(every[2].shape, bool)
     slots = jax.ShapeDtypeStruct(few[2].shape, jnp.int32)
@@ -149,28 +201,29 @@ def _compile(plan: Plan, mesh: Mesh | None, tree: Any, leaves: tuple[_Leaf, ...]
     with use(mesh):
         # Each step returns the state to the next, so the first placement holds for all steps.
         empty = jax.jit(_slots, static_argnums=0)
-        empty, state, placed = compile_placed(_lowered(empty, plan, params, *every), mesh)
+        empty, state, placed = compile_placed(_lowered(empty, loop_plan, params, *every), mesh)
         out = None if mesh is None else (placed, None)
         new = jax.jit(new_rows, static_argnums=(0, 1), donate_argnums=3, out_shardings=out)
         lends = axis_size(mesh, DATA) == 1
-        lowered = _lowered(new, plan, lends, params, state, slots, slots, *few)
+        lowered = _lowered(new, loop_plan, lends, params, state, slots, slots, *few)
         new, (_, rows), out = compile_placed(lowered, mesh)
         out = None if mesh is None else (*out, whole)
         read = jax.jit(read_rows, static_argnums=0, donate_argnums=(2, 3), out_shardings=out)
         pages = None
-        if plan.page_size is not None:
-            shape = (*every[2].shape, plan.capacity // plan.page_size)
+        if loop_plan.page_size is not None:
+            shape = (*every[2].shape, loop_plan.capacity // loop_plan.page_size)
             pages = jax.ShapeDtypeStruct(shape, jnp.int32)
-        arguments = plan, params, state, rows, slots, pages, number, number
+        arguments = loop_plan, params, state, rows, slots, pages, number, number
         lowered = [_lowered(read, *arguments)]
         out = None if mesh is None else (placed, whole)
         put = jax.jit(_admit, static_argnums=0, donate_argnums=1, out_shardings=out)
-        lowered.append(put.lower(plan, state, slots, slots, rows))
+        lowered.append(put.lower(loop_plan, state, slots, slots, rows))
         step = jax.jit(loop.step, static_argnums=0, donate_argnums=2, out_shardings=out)
         limits = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), plan.drafter.full_limits()
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype),
+            loop_plan.drafter.full_limits(),
         )
-        arguments = plan, params, state, limits, ended, number, number, pages
+        arguments = loop_plan, params, state, limits, ended, number, number, pages
         lowered.append(_lowered(step, *arguments))
         # The compiler releases Python's lock, so that programs compile in parallel.
         with ThreadPoolExecutor() as threads:
@@ -182,23 +235,23 @@ def _compile(plan: Plan, mesh: Mesh | None, tree: Any, leaves: tuple[_Leaf, ...]
     return Programs(empty, new, read, put, step, memory, seconds, [])
 
 
-def _described(plan: Plan, rows: int) -> str:
+def _described(loop_plan: LoopPlan, rows: int) -> str:
     """Return a description of a plan's programs for `rows` rows that no earlier plan has."""
-    nodes, rule = plan.drafter.num_nodes, plan.rule.name
-    drafting = f"{plan.drafter.name} with drafts of {nodes} token{'s' * (nodes > 1)}"
+    nodes, rule = loop_plan.drafter.num_nodes, loop_plan.rule.name
+    drafting = f"{loop_plan.drafter.name} with drafts of {nodes} token{'s' * (nodes > 1)}"
     text = (
         f"{drafting if nodes else 'plain decoding'}, verify={rule}, "
-        f"{'sampled' if plan.flags.sampled else 'greedy'}"
-        f"{' with log-probabilities' * plan.logprobs}, for {rows} row{'s' * (rows > 1)} of up to "
-        f"{plan.capacity} tokens, prompt included"
+        f"{'sampled' if loop_plan.flags.sampled else 'greedy'}"
+        f"{' with log-probabilities' * loop_plan.logprobs}, for {rows} row{'s' * (rows > 1)} of "
+        f"up to {loop_plan.capacity} tokens, prompt included"
     )
-    before, _plans[text] = _plans.get(text), plan
+    before, _plans[text] = _plans.get(text), loop_plan
     if before is None:
         return text
     changed = [
         field.name
-        for field in fields(Plan)
-        if getattr(plan, field.name) != getattr(before, field.name)
+        for field in fields(LoopPlan)
+        if getattr(loop_plan, field.name) != getattr(before, field.name)
     ]
     return f"{text}, with other {', '.join(changed) or 'arrays'} than before"
 
@@ -221,20 +274,20 @@ def take_rows(state: State, rows: Int[Array, "A"], spare: Bool[Array, "A"]) -> S
     return release(take(state, rows), spare)
 
 
-def _slots(plan: Plan, params: Any, *arguments: Any) -> State:
+def _slots(loop_plan: LoopPlan, params: Any, *arguments: Any) -> State:
     """Return `initial_state.empty_state` for all slots of an engine, whose caches may be pools."""
-    state = make_empty()(plan, params, *arguments)
-    if plan.page_size is None:
+    state = make_empty()(loop_plan, params, *arguments)
+    if loop_plan.page_size is None:
         return state
     # Each page is like a row of its own, and on a mesh is sharded like one. The host keeps the
     # rows' pages.
-    size = plan.num_pages, plan.page_size
-    pools = plan.target.make_cache(*size), plan.drafter.init(params[1], *size)
+    size = loop_plan.num_pages, loop_plan.page_size
+    pools = loop_plan.target.make_cache(*size), loop_plan.drafter.init(params[1], *size)
     return with_pools(state, pools)
 
 
 def new_rows(
-    plan: Plan,
+    loop_plan: LoopPlan,
     lends: bool,
     params: Any,
     state: State,
@@ -247,8 +300,8 @@ def new_rows(
     If it `lends` its caches, these are cleared there, since masking does not hide keys that are not
     numbers, and the new rows have the lengths alone. In a pool, these are `cached`.
     """
-    new = make_empty()(plan, params, *arguments)
-    if plan.page_size is not None:
+    new = make_empty()(loop_plan, params, *arguments)
+    if loop_plan.page_size is not None:
         return state, with_cached_lengths(without_entries(new), cached)
     return (clear_caches(state, slots), without_entries(new)) if lends else (state, new)
 
@@ -259,7 +312,7 @@ def make_empty() -> Any:
 
 
 def read_rows(
-    plan: Plan,
+    loop_plan: LoopPlan,
     params: Any,
     state: State,
     new: State,
@@ -275,15 +328,15 @@ def read_rows(
     if pages is not None:
         state = with_pages(state, pages)
     lent = lend(state, new, slots)
-    state, new = give_back(state, initial_state.read_prompts(plan, params, lent, begin, end))
+    state, new = give_back(state, initial_state.read_prompts(loop_plan, params, lent, begin, end))
     return state if pages is None else with_pages(state, None), new, end + 0
 
 
 def _admit(
-    plan: Plan, state: State, slots: Int[Array, "A"], sources: Int[Array, "A"], new: State
+    loop_plan: LoopPlan, state: State, slots: Int[Array, "A"], sources: Int[Array, "A"], new: State
 ) -> tuple[State, Int[Array, "A"]]:
     """Return the state of `state.admit`, and an array that is ready when it is."""
-    if plan.page_size is None:
+    if loop_plan.page_size is None:
         state = copy_caches(state, new, sources, slots)
     return admit(state, slots, new), slots + 0
 
@@ -302,44 +355,12 @@ def compile_placed(lowered: Any, mesh: Mesh | None) -> tuple[Any, Any, Any]:
     return make, state, None if mesh is None else make.output_shardings
 
 
-def _lowered(program: Any, plan: Plan, *arguments: Any) -> Any:
+def _lowered(program: Any, loop_plan: LoopPlan, *arguments: Any) -> Any:
     """Return a program of a plan, traced and lowered.
 
     Raises InputError, with its cause, if a user-defined drafter cannot be traced.
     """
-    if all_registered(plan.drafter.parts):
-        return program.lower(plan, *arguments)
-    with errors_of_drafters(plan):
-        return program.lower(plan, *arguments)
-
-
-@contextlib.contextmanager
-def errors_of_drafters(plan: Plan) -> Iterator[None]:
-    """Turn any error in the context into an InputError that names the drafter and the user's line.
-
-    InputErrors stay as they are.
-    """
-    try:
-        yield
-    except InputError:
-        raise
-    except Exception as error:  # a drafter is the user's own code and may raise anything
-        cure = "docs/extending.md says what init, propose and observe get and return"
-        said = textwrap.shorten(one_line(error), 200, placeholder=" ...")
-        if isinstance(error, jax.errors.ConcretizationTypeError):
-            # JAX's own text is long, and names the lines of specjax that trace the drafter.
-            said = "the values of arrays are unknown while JAX traces it"
-            cure = "use jnp.where in place of `if`; " + cure
-        raise InputError(
-            f"drafter {plan.drafter.name!r}: fails in a round{_users_line(error)} "
-            f"({type(error).__name__}: {said}); {cure}"
-        ) from error
-
-
-def _users_line(error: Exception) -> str:
-    """Return where the user's own code raised an error, as text that follows a verb, or ""."""
-    theirs = ""
-    for frame, line in traceback.walk_tb(error.__traceback__):
-        if frame.f_globals.get("__name__", "").partition(".")[0] not in _NOT_THE_USERS:
-            theirs = f" at {Path(frame.f_code.co_filename).name}:{line}, in {frame.f_code.co_name}"
-    return theirs
+    if all_registered(loop_plan.drafter.parts):
+        return program.lower(loop_plan, *arguments)
+    with errors_of(loop_plan.drafter.name):
+        return program.lower(loop_plan, *arguments)

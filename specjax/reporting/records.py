@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from specjax.core.none import PLAIN_DECODING
-from specjax.engine.compare_outputs import Difference, NearTie
-from specjax.engine.prompts import LARGEST_ID, task_of
 from specjax.errors import InputError, printable, shown
 from specjax.fields import (
     Either,
@@ -29,6 +27,8 @@ from specjax.fields import (
 )
 from specjax.files.json_files import parse_json, read_json_lines
 from specjax.files.path_checks import input_file
+from specjax.loading.texts.questions import LARGEST_ID, task_of
+from specjax.reporting.compare_outputs import Difference, NearTie
 
 _MOST_COUNTS, _MOST_LEVELS = 1 << 26, 20
 """The maximum size of a table of all rows' counts, and the maximum nesting of a config."""

@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from specjax.engine.engine import Engine
-from specjax.engine.prompts import Prompt
-from specjax.engine.sampling_params import SamplingParams
-from specjax.engine.session import NoRoomError
+from specjax.engine.plan import NoRoomError
+from specjax.engine.requests import Prompt, SamplingParams
 from specjax.errors import InputError, shown
 from specjax.fields import Fields, Flag, Text, Whole, fields_of, unknown_name
 from specjax.files.json_files import parse_json

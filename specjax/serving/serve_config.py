@@ -17,7 +17,7 @@ from specjax.cli.decode_config import (
 )
 from specjax.cli.mesh_config import ONE_DEVICE, MeshConfig
 from specjax.engine.options import BATCH_SIZE, MAX_LENGTH, ROUNDS_PER_STEP
-from specjax.engine.sampling_params import SamplingParams
+from specjax.engine.requests import SamplingParams
 from specjax.errors import InputError
 from specjax.fields import InputFile, Number, Text, Whole, optional, read_values
 from specjax.files.open_files import open_regular

@@ -76,7 +76,7 @@ class Server(uvicorn.Server):
         reader = RequestReader(engine, options.model_name, options.sampling, self._engine.capacity)
         api = Api(self._engine, reader, options.max_body_bytes)
         self._playground = Playground(
-            engine.session,
+            engine.plan,
             options.model_name,
             options.sampling,
             options.max_body_bytes,

@@ -18,8 +18,7 @@ from specjax.cli.flags import Listed
 from specjax.cli.mesh_config import ONE_DEVICE, MeshConfig
 from specjax.core.none import PLAIN_DECODING
 from specjax.engine.options import DRAFT_LENGTH, FIXED, MAX_LENGTH, RULE_NAME
-from specjax.engine.prompts import Question, stratified, task_of
-from specjax.engine.sampling_params import SEED, TEMPERATURE
+from specjax.engine.requests import SEED, TEMPERATURE
 from specjax.errors import InputError, one_line, shown
 from specjax.fields import (
     Choice,
@@ -32,6 +31,7 @@ from specjax.fields import (
     optional,
     read_values,
 )
+from specjax.loading.texts.questions import Question, stratified, task_of
 from specjax.methods.find_head import shipped_heads
 from specjax.methods.ngram import NGRAM
 from specjax.methods.registry import METHODS

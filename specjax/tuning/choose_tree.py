@@ -21,8 +21,8 @@ from specjax.drafters import (
     take_turns,
 )
 from specjax.engine.options import DecodeOptions
-from specjax.engine.sampling_params import SamplingParams
-from specjax.engine.session import plan_session
+from specjax.engine.plan import plan_requests
+from specjax.engine.requests import SamplingParams
 from specjax.errors import InputError, shown
 from specjax.loading.model import Model
 from specjax.methods.acceptance_rates import known_acceptance
@@ -238,12 +238,12 @@ def _measure(
     prompts = [[1] * context] * batch_size
     drafts = [
         measure_costs.propose_seconds(
-            plan_session(
+            *plan_requests(
                 target,
                 prompts,
                 drafter=with_tree(drafter, tree),
                 options=DecodeOptions(batch_size=batch_size),
-                requests=SamplingParams(max_new_tokens=deepest + 1),
+                sampling=SamplingParams(max_new_tokens=deepest + 1),
             )
         )
         for tree in trees

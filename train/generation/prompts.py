@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specjax.engine.prompts import encode_prompt
+from specjax.engine.requests import encode_prompt
 from specjax.errors import InputError, shown
 from specjax.fields import Text
 from specjax.files.json_files import read_json_lines

@@ -15,7 +15,7 @@ from specjax.cli.mesh_config import (
     mesh_fields,
 )
 from specjax.drafters import DRAFT_TOKENS
-from specjax.engine.sampling_params import SEED, TEMPERATURE
+from specjax.engine.requests import SEED, TEMPERATURE
 from specjax.errors import InputError
 from specjax.fields import (
     CrossCheck,

@@ -19,15 +19,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from specjax import sampling
 from specjax.core.cache import KVCache, commit
 from specjax.core.cached_entries import relative_step
 from specjax.core.language_model import LanguageModel
 from specjax.core.prefill import prefill
 from specjax.distributed.sharding import fetch, use
-from specjax.engine.rows import session_row
-from specjax.engine.sampling_params import SamplingParams
-from specjax.engine.session import Session
+from specjax.engine.plan import DecodePlan
+from specjax.engine.requests import Request, SamplingParams
+from specjax.sampling import position_gumbel
 
 EXCUSED_MARGIN = 1e-4
 """In float32, a difference with a margin below this is a near-tie and not an error."""
@@ -102,12 +101,12 @@ def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
 
 
 def compare_row(
-    session: Session, prompt: int, ours: Sequence[int], plain: Sequence[int]
+    plan: DecodePlan, request: Request, ours: Sequence[int], plain: Sequence[int]
 ) -> Difference | None:
-    """Return where a row of a session differs from plain decoding, or None if it does not.
+    """Return where the row of a request differs from plain decoding, or None if it does not.
 
-    `prompt` is the index of the row's prompt in the session; `ours` and `plain` are the new tokens
-    of the row and of plain decoding.
+    `ours` and `plain` are the new tokens of the row, decoded with the `plan`, and of plain
+    decoding.
     """
     first = first_difference(ours, plain)
     if first is None:
@@ -116,12 +115,12 @@ def compare_row(
         # Equal tokens end a row at the same length, however their logits are computed.
         return Difference((NearTie(first, math.inf),))
     near_ties, deviations = [], []
-    for index, passes in _logits_of_passes(session, prompt, ours):
+    for index, passes in _logits_of_passes(plan, request, ours):
         deviations.append(_deviation(passes))
         if index < first:
             continue
         tokens = [ours[index], plain[index]] if index == first else [ours[index]]
-        near_tie = _near_tie(session, prompt, index, tokens, passes, deviations)
+        near_tie = _near_tie(plan, request, index, tokens, passes, deviations)
         if index == first or near_tie.margin != 0:
             near_ties.append(near_tie)
         if not near_tie.excused:
@@ -130,8 +129,8 @@ def compare_row(
 
 
 def _near_tie(
-    session: Session,
-    prompt: int,
+    plan: DecodePlan,
+    request: Request,
     index: int,
     tokens: Sequence[int],
     passes: Float[np.ndarray, "2 V"],
@@ -143,34 +142,36 @@ def _near_tie(
     `_deviation` for the new tokens so far, this one last. The margin is the largest over passes and
     tokens.
     """
-    request, noise = session.requests[prompt], np.zeros(passes.shape[1])
+    sampling, noise = request.sampling, np.zeros(passes.shape[1])
     largest = max(np.abs(passes.max(axis=1)).max(), np.abs(passes[:, list(tokens)]).max())
     model_step, cache_step = (
-        relative_step(dtype) * largest for dtype in (session.model.dtype, session.model.cache_dtype)
+        relative_step(dtype) * largest for dtype in (plan.model.dtype, plan.model.cache_dtype)
     )
     # Two passes may happen to agree at one token, so earlier tokens count as well.
     deviation = max(deviations[-1], float(np.sqrt(np.mean(np.square(deviations)))))
     resolution = _DEVIATIONS * math.sqrt(2) * deviation
     largest_resolution = _MOST_STEPS * max(model_step, cache_step)
     resolution = float(np.clip(resolution, _LEAST_STEPS * model_step, largest_resolution))
-    if request.temperature > 0:
-        passes, resolution = passes / request.temperature, resolution / request.temperature
-        key = session_row(session, prompt).key(session.seed)[None]
-        position = jnp.asarray([len(session.prompts[prompt]) + index])
-        noise = np.asarray(sampling.position_gumbel(key, position, len(noise))[0], np.float64)
+    if sampling.temperature > 0:
+        passes, resolution = passes / sampling.temperature, resolution / sampling.temperature
+        key = request.key(plan.options.seed)[None]
+        position = jnp.asarray([len(request.prompt) + index])
+        noise = np.asarray(position_gumbel(key, position, len(noise))[0], np.float64)
     else:
-        request = SamplingParams()
-    if session.model.dtype == jnp.float32:
-        is_wide = session.model.cache_dtype == jnp.float32
+        sampling = SamplingParams()
+    if plan.model.dtype == jnp.float32:
+        is_wide = plan.model.cache_dtype == jnp.float32
         resolution = EXCUSED_MARGIN if is_wide else max(EXCUSED_MARGIN, resolution)
-    margins = [least_change(scores, noise, request, token) for scores in passes for token in tokens]
+    margins = [
+        least_change(scores, noise, sampling, token) for scores in passes for token in tokens
+    ]
     return NearTie(index, max(margins), resolution)
 
 
 def least_change(
     scores: Float[np.ndarray, "V"],
     noise: Float[np.ndarray, "V"],
-    request: SamplingParams,
+    sampling: SamplingParams,
     token: int,
 ) -> float:
     """Return the least change of score differences for which `token` is drawn with the given noise.
@@ -181,7 +182,7 @@ def least_change(
     """
     if not np.isfinite(scores[token]) or not np.isfinite(scores.max()):
         return math.inf
-    kept = _Filters.of(scores, request)
+    kept = _Filters.of(scores, sampling)
     noised = scores + noise
 
     def drawn(change: float) -> bool:
@@ -201,37 +202,37 @@ def least_change(
 class _Filters:
     """The tokens that top-k, top-p and min-p keep if score differences may change a little."""
 
-    request: SamplingParams
+    sampling: SamplingParams
     order: Float[np.ndarray, "V"]
     """The scores in descending order."""
     mass: Float[np.ndarray, "V+1"]
     """The probability of the first 0, 1, ..., V of them, after top-k."""
 
     @classmethod
-    def of(cls, scores: Float[np.ndarray, "V"], request: SamplingParams) -> _Filters:
+    def of(cls, scores: Float[np.ndarray, "V"], sampling: SamplingParams) -> _Filters:
         order = np.sort(scores)[::-1]
         weights = np.exp(order - order[0])
-        if 0 < request.top_k < len(order):
-            weights[order < order[request.top_k - 1]] = 0
-        return cls(request, order, np.concatenate([[0.0], np.cumsum(weights) / weights.sum()]))
+        if 0 < sampling.top_k < len(order):
+            weights[order < order[sampling.top_k - 1]] = 0
+        return cls(sampling, order, np.concatenate([[0.0], np.cumsum(weights) / weights.sum()]))
 
     def maybe(self, score: float, change: float) -> bool:
         """Return whether some change of at most `change` keeps a token with this score."""
-        k, p = self.request.top_k, self.request.top_p
+        k, p = self.sampling.top_k, self.sampling.top_p
         kept = not 0 < k < len(self.order) or score + change >= self.order[k - 1]
-        if self.request.min_p > 0:
-            kept &= score + change >= self.order[0] + np.log(self.request.min_p)
+        if self.sampling.min_p > 0:
+            kept &= score + change >= self.order[0] + np.log(self.sampling.min_p)
         above = self.mass[self._count_above(score + change)]
         return bool(kept and (p >= 1 or _changed(above, -change) < p))
 
     def surely(self, scores: Float[np.ndarray, "N"], change: float) -> np.ndarray:
         """Return a mask of the scores that are kept under every change of at most `change`."""
-        k, p = self.request.top_k, self.request.top_p
+        k, p = self.sampling.top_k, self.sampling.top_p
         kept = np.ones(scores.shape, bool)
         if 0 < k < len(self.order):
             kept &= scores - change > self.order[k]
-        if self.request.min_p > 0:
-            kept &= scores - change >= self.order[0] + np.log(self.request.min_p)
+        if self.sampling.min_p > 0:
+            kept &= scores - change >= self.order[0] + np.log(self.sampling.min_p)
         if p < 1:
             # In the worst case, every other token that may become likelier does.
             token_mass = np.exp(scores - self.order[0]) * self.mass[1]
@@ -267,23 +268,23 @@ def _deviation(passes: Float[np.ndarray, "2 V"]) -> float:
 
 
 def _logits_of_passes(
-    session: Session, prompt: int, new_tokens: Sequence[int]
+    plan: DecodePlan, request: Request, new_tokens: Sequence[int]
 ) -> Iterator[tuple[int, Float[np.ndarray, "2 V"]]]:
     """Yield the index of each new token with the logits [2, V] before it, computed in two ways.
 
     The first are from passes over one token, as in plain decoding, the second from passes over
     several tokens, as in a speculative round.
     """
-    plan, params = session.plan, session.model.params
-    ids = (*session.prompts[prompt], *new_tokens)
-    begin, end = len(session.prompts[prompt]) - 1, len(ids) - 1
-    wide = max(_WIDE, plan.widths[-1])
-    tokens = np.zeros((1, plan.capacity + wide), np.int32)
+    loop, params = plan.loop, plan.model.params
+    ids = (*request.prompt, *new_tokens)
+    begin, end = len(request.prompt) - 1, len(ids) - 1
+    wide = max(_WIDE, loop.widths[-1])
+    tokens = np.zeros((1, loop.capacity + wide), np.int32)
     tokens[0, : len(ids)] = ids
-    extend = functools.partial(_extend, plan.target)
-    with use(session.mesh):
+    extend = functools.partial(_extend, loop.target)
+    with use(plan.mesh):
         length = np.array([begin + 1], np.int32)
-        cache = _read(plan.target, plan.chunks, plan.capacity, params, tokens, length)
+        cache = _read(loop.target, loop.chunks, loop.capacity, params, tokens, length)
         caches = [cache, jax.tree.map(jnp.copy, cache)]
     for at in range(begin, end, wide):
         stop, logits = min(at + wide, end), []
@@ -291,7 +292,7 @@ def _logits_of_passes(
             pass_logits = []
             for start in range(at, stop, width):
                 count = min(width, stop - start)
-                with use(session.mesh):
+                with use(plan.mesh):
                     caches[way], padded = extend(width, params, tokens, start, count, caches[way])
                 pass_logits.append(fetch(padded)[:count])
             logits.append(np.concatenate(pass_logits).astype(np.float64))

@@ -1,87 +1,20 @@
-"""Prompts: their accepted forms, and JSONL files of prompts."""
+"""Questions of one or several turns, such as those of Spec-Bench, and JSONL files of them."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from specjax.errors import InputError, shown
-from specjax.fields import INT32_MAX, Choice, Items, Text, Whole
+from specjax.fields import Text
 from specjax.files.json_files import read_json_lines
 from specjax.files.path_checks import input_file
-from specjax.loading.model import Model
-
-CHAT = Choice(("auto", "true", "false"))
-"""Whether prompts go through the chat template; "auto" means if the tokenizer has one."""
-_TOKEN_IDS = Items(
-    Whole(-INT32_MAX), remedy="use text, token ids, or messages with role and content"
-)
-Prompt = str | Sequence[int] | np.ndarray | Sequence[Mapping[str, Any]]
-"""Raw text, token ids, or a conversation for the chat template."""
-Prompts = Sequence[Prompt] | Prompt
-"""A list of prompts, a single prompt, or an array of token ids: one prompt, or one per row."""
 
 LARGEST_ID = 2**63 - 1
 """The largest whole number that a question's id may be."""
 _LONGEST_NAME = 1000
-
-
-def as_prompts(prompts: Prompts) -> Sequence[Prompt]:
-    """Return a list of prompts; a single string, conversation or list of token ids is wrapped.
-
-    Raises InputError if there is no prompt.
-    """
-    dimensions = getattr(prompts, "ndim", None)
-    if isinstance(prompts, str) or dimensions == 1:
-        return [prompts]
-    if dimensions == 2:
-        prompts = list(prompts)
-    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
-        raise InputError(f"prompts={shown(prompts)}: give a prompt, or a list of prompts")
-    if not len(prompts):
-        raise InputError("prompts is empty: give at least one")
-    is_one = all(isinstance(entry, Mapping) for entry in prompts) or all(
-        isinstance(entry, int | np.integer) and not isinstance(entry, bool) for entry in prompts
-    )
-    return [prompts] if is_one else prompts
-
-
-def encode_prompt(model: Model, prompt: Prompt, name: str = "prompt") -> list[int]:
-    """Return the token ids of a prompt; errors call it `name`.
-
-    Raises InputError for an empty prompt, ids outside the vocabulary, or a missing tokenizer.
-    """
-    messages = isinstance(prompt, Sequence) and len(prompt) and isinstance(prompt[0], Mapping)
-    if isinstance(prompt, str | Mapping) or messages:
-        if model.tokenizer is None:
-            raise InputError(f"{name}: {model.name} has no tokenizer; give token ids")
-        encode = model.tokenizer.encode if isinstance(prompt, str) else model.tokenizer.encode_chat
-        try:
-            ids = encode(prompt)
-        except InputError as error:
-            raise InputError(f"{name}: {error}") from None
-    else:
-        ids = list(_TOKEN_IDS.check(name, prompt))
-    if not ids:
-        raise InputError(f"{name} is empty: give at least one token")
-    size = model.config.vocab_size
-    for token in (min(ids), max(ids)):
-        if not 0 <= token < size:
-            known = model.tokenizer and model.tokenizer.name_beyond(token)
-            called = f" ({known!r:.60}, which has no row in the model's embedding)" if known else ""
-            raise InputError(
-                f"{name}: token id {shown(token)}{called} is outside the vocabulary of {size} "
-                "tokens; leave it out"
-            )
-    if unused := set(model.config.unused_tokens).intersection(ids):
-        raise InputError(
-            f"{name}: token id {min(unused)} names no token of the tokenizer; leave it out"
-        )
-    return ids
 
 
 @dataclass(frozen=True)

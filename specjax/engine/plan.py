@@ -1,21 +1,21 @@
-"""Sessions: calls whose arguments were checked, prompts encoded, and compiled program chosen.
+"""Plans: everything that is fixed before any request is decoded, checked and chosen.
 
-All this happens before any long work. (Conversations are another matter: `decoding.prompts`.)
+A plan is made from a target, a drafter and options, before any long work. Requests come beside it:
+any that its programs support can be decoded with it.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from jax.sharding import Mesh
 
-from specjax import sampling
 from specjax.controllers import Controller, DrafterSizes, Fixed, StepSizes
 from specjax.core.none import NoDrafter
-from specjax.core.plan import Plan
+from specjax.core.plan import LoopPlan
 from specjax.core.verify import check_rule_shapes
 from specjax.distributed.sharding import (
     DATA,
@@ -27,12 +27,19 @@ from specjax.distributed.sharding import (
 )
 from specjax.drafters import DRAFTER_KIND, Drafter, LoadedDrafter, Turns
 from specjax.engine.options import DecodeOptions
-from specjax.engine.prompts import Prompts, as_prompts, encode_prompt
-from specjax.engine.sampling_params import SamplingParams, one_per_prompt
+from specjax.engine.requests import (
+    Prompts,
+    Request,
+    SamplingParams,
+    as_prompts,
+    encode_prompt,
+    one_per_prompt,
+)
 from specjax.errors import InputError
 from specjax.loading.model import MODEL_KIND, Model
 from specjax.loading.user_messages import note
 from specjax.models.layers.attention import CACHE_BLOCK
+from specjax.sampling import RULES, WarpFlags
 
 _DISPATCH_S = {"cpu": 0.001, "accelerator": 0.005}
 """The host's overhead per step in seconds: measured as 1 to 2 ms with a CPU, 3 to 14 with a GPU."""
@@ -40,7 +47,7 @@ _PREFILL_CHUNKS = {"cpu": (256, 64)}
 """Prompt tokens of one forward, by platform; the smaller size is for what is left of a prompt."""
 _ACCELERATOR_CHUNKS = (1024, 256)
 """At Llama-8B's shape an H100 computes with some 300 tokens as long as it reads the weights."""
-GREEDY = sampling.WarpFlags(sampled=False, top_k=False, top_p=False, min_p=False)
+GREEDY = WarpFlags(sampled=False, top_k=False, top_p=False, min_p=False)
 _ENGINE_LENGTH = 2048
 """The default for an engine's maximum tokens per row, if the target has that many positions."""
 _STOP_IDS = 8
@@ -48,41 +55,18 @@ _STOP_IDS = 8
 
 
 @dataclass(frozen=True)
-class Session:
-    """A target, a drafter, options, and the prompts of a call.
+class DecodePlan:
+    """What is fixed for decoding any requests together: a target, a drafter, options, programs.
 
-    `plan` is the resulting configuration of the compiled loop. `options` have all defaults filled
-    in. At most `num_stop_ids` token ids end a row. `prompts` are token ids, and `requests` their
-    sampling parameters; an engine's session has none, since its requests arrive later.
+    `loop` is the resulting configuration of the compiled loop. `options` have all defaults filled
+    in. At most `num_stop_ids` token ids end a row.
     """
 
     model: Model
     drafter: LoadedDrafter
     options: DecodeOptions
-    plan: Plan
+    loop: LoopPlan
     num_stop_ids: int
-    prompts: tuple[tuple[int, ...], ...] = ()
-    requests: tuple[SamplingParams, ...] = ()
-
-    @property
-    def controller(self) -> Controller:
-        """The controller that sets each step's draft lengths."""
-        return self.options.length_controller
-
-    @property
-    def batch_size(self) -> int:
-        """The number of slots that decode together."""
-        return self.options.batch_size
-
-    @property
-    def seed(self) -> int:
-        """The seed from which every draw derives."""
-        return self.options.seed
-
-    @property
-    def max_length(self) -> int:
-        """The maximum number of tokens of a row's prompt plus output."""
-        return self.options.max_length
 
     @property
     def params(self) -> tuple[Any, Any]:
@@ -105,27 +89,11 @@ class Session:
 
         It is a power of two times the size of the `data` axis.
         """
-        return self.rows_for(self.batch_size)
+        return self.rows_for(self.options.batch_size)
 
     def rows_for(self, batch_size: int) -> int:
-        """Return the number of rows on the devices of a session with that many slots."""
+        """Return the number of rows on the devices of a plan with that many slots."""
         return round_up(_power_of_two(batch_size), axis_size(self.mesh, DATA))
-
-    @property
-    def step_sizes(self) -> StepSizes:
-        """The sizes of the compiled step, which a length controller is told at the start."""
-        drafters = [
-            DrafterSizes(part.num_nodes, part.stops, part.num_speculative_tokens)
-            for part in self.plan.drafter.parts
-        ]
-        on_cpu = first_device(self.placement).platform == "cpu"
-        return StepSizes(
-            tuple(drafters),
-            self.plan.widths,
-            self.num_rows,
-            dispatch_s=_DISPATCH_S["cpu" if on_cpu else "accelerator"],
-            wide_is_cheap=not on_cpu,
-        )
 
     @property
     def prefill_rows(self) -> int:
@@ -133,85 +101,96 @@ class Session:
         return axis_size(self.mesh, DATA)
 
     @property
-    def lossy(self) -> bool:
-        """Whether the rule changes the distribution of some row; greedy rows are never changed."""
-        return not self.plan.rule.exact and self.plan.flags.sampled
+    def step_sizes(self) -> StepSizes:
+        """The sizes of the compiled step, which a length controller is told at the start."""
+        drafters = [
+            DrafterSizes(part.num_nodes, part.stops, part.num_speculative_tokens)
+            for part in self.loop.drafter.parts
+        ]
+        on_cpu = first_device(self.placement).platform == "cpu"
+        return StepSizes(
+            tuple(drafters),
+            self.loop.widths,
+            self.num_rows,
+            dispatch_s=_DISPATCH_S["cpu" if on_cpu else "accelerator"],
+            wide_is_cheap=not on_cpu,
+        )
 
-    def is_lossy(self, request: SamplingParams) -> bool:
-        """Return whether the rule changes the distribution of a request's tokens."""
-        return not self.plan.rule.exact and request.temperature > 0
+    def is_lossy(self, sampling: SamplingParams) -> bool:
+        """Return whether the rule changes the distribution of a request's tokens.
 
-    def stop_ids(self, request: SamplingParams) -> tuple[int, ...]:
+        Those of greedy requests are never changed.
+        """
+        return not self.loop.rule.exact and sampling.temperature > 0
+
+    def stop_ids(self, sampling: SamplingParams) -> tuple[int, ...]:
         """Return the ids of the tokens that end a request's output."""
-        return _stop_ids(self.model, request)
+        return _stop_ids(self.model, sampling)
 
-    def controlled_by(self, controller: Controller | None) -> Session:
-        """Return the session with `controller` for draft lengths; None stands for fixed lengths."""
+    def controlled_by(self, controller: Controller | None) -> DecodePlan:
+        """Return the plan with `controller` for draft lengths; None stands for fixed lengths."""
         options = self.options.controlled_by(controller)
         platform = first_device(self.placement).platform
-        lengths = _lengths(options, self.plan.drafter, platform)
-        if lengths["full_drafts"] == self.plan.full_drafts:
+        lengths = _lengths(options, self.loop.drafter, platform)
+        if lengths["full_drafts"] == self.loop.full_drafts:
             return replace(self, options=options)
-        return replace(self, options=options, plan=replace(self.plan, **lengths))
+        return replace(self, options=options, loop=replace(self.loop, **lengths))
 
-    def with_options(self, **changes: Any) -> Session:
-        """Return the session with other values of options that do not affect the plan."""
+    def with_options(self, **changes: Any) -> DecodePlan:
+        """Return the plan with other values of options that do not affect the loop."""
         return replace(self, options=replace(self.options, **changes))
 
-    def groups(self, size: int) -> list[list[int]]:
-        """Return the indices of the prompts in input order, in groups of `size`."""
-        count = len(self.prompts)
-        return [list(range(first, min(first + size, count))) for first in range(0, count, size)]
 
-
-def plan_session(
+def plan_requests(
     target: Model,
     prompts: Prompts,
     *,
     drafter: LoadedDrafter | Drafter | None = None,
     options: DecodeOptions = DecodeOptions(),  # noqa: B008 - frozen
-    requests: Any = SamplingParams(),  # noqa: B008 - frozen
+    sampling: Any = SamplingParams(),  # noqa: B008 - frozen
     names: Sequence[str] | None = None,
-) -> Session:
-    """Check and encode the arguments of a call and choose its program; measure nothing.
+) -> tuple[DecodePlan, list[Request]]:
+    """Check and encode the arguments of a call; return its plan and its requests.
 
-    The arguments are those of `generate.generate`. `requests` is one SamplingParams or dict for all
-    prompts, or one per prompt; `names` are the names of the prompts in errors. Raises InputError
-    for bad input.
+    The arguments are those of `generate.generate`; `names` are the names of the prompts in errors.
+    Nothing is measured. Raises InputError for bad input.
     """
     MODEL_KIND.check("target", target)
     prompts = as_prompts(prompts)
-    requests = one_per_prompt(requests, len(prompts))
+    each = one_per_prompt(sampling, len(prompts))
     names = names or [f"prompts[{i}]" for i in range(len(prompts))]
     encoded = [encode_prompt(target, p, name) for p, name in zip(prompts, names, strict=True)]
-    for request in requests:
-        check_request(target, request)
+    for params in each:
+        check_sampling(target, params)
     longest = longest_row(target, options.max_length)
     for name, ids in zip(names, encoded, strict=True):
         check_length(target, name, len(ids), longest)
-    totals = [
-        len(ids) + request.max_new_tokens for ids, request in zip(encoded, requests, strict=True)
+    requests = [
+        Request(number, tuple(ids), params)
+        for number, (ids, params) in enumerate(zip(encoded, each, strict=True))
     ]
     if options.max_length is None:
-        _say_beyond(target, names, encoded, totals)
-    options = replace(options, batch_size=min(options.batch_size, len(prompts)))
-    session = plan_rows(target, drafter, options, min(max(totals), longest), requests)
-    return replace(session, prompts=tuple(map(tuple, encoded)), requests=tuple(requests))
+        _say_beyond(target, names, requests)
+    options = replace(options, batch_size=min(options.batch_size, len(requests)))
+    most = max(len(one.prompt) + one.sampling.max_new_tokens for one in requests)
+    return plan_rows(target, drafter, options, min(most, longest), each), requests
 
 
-def _say_beyond(
-    target: Model, names: Sequence[str], prompts: Sequence[Sequence[int]], totals: Sequence[int]
-) -> None:
-    """Log a line if rows of `totals` tokens would exceed the positions that the target has."""
+def _say_beyond(target: Model, names: Sequence[str], requests: Sequence[Request]) -> None:
+    """Log a line if rows of some requests would exceed the positions that the target has."""
     positions = target.config.max_positions
-    beyond = [index for index, total in enumerate(totals) if total > positions]
+    beyond = [
+        (name, request)
+        for name, request in zip(names, requests, strict=True)
+        if len(request.prompt) + request.sampling.max_new_tokens > positions
+    ]
     if not beyond:
         return
-    first = beyond[0]
+    name, request = beyond[0]
     others = f" ({len(beyond)} such prompts)" if len(beyond) > 1 else ""
-    count = len(prompts[first])
+    count = len(request.prompt)
     note(
-        f"{names[first]} has {count} tokens, and max_new_tokens={totals[first] - count} would "
+        f"{name} has {count} tokens, and max_new_tokens={request.sampling.max_new_tokens} would "
         f"exceed the {positions} positions for which {target.name} is configured; its output ends "
         f"after {positions - count} tokens{others}"
     )
@@ -222,11 +201,11 @@ def plan_rows(
     drafter: LoadedDrafter | Drafter | None,
     options: DecodeOptions,
     num_tokens: int,
-    requests: Sequence[SamplingParams],
-) -> Session:
-    """Return a session for any prompts with up to `num_tokens` tokens per row, output included.
+    sampling: Sequence[SamplingParams],
+) -> DecodePlan:
+    """Return a plan for any prompts with up to `num_tokens` tokens per row, output included.
 
-    The programs support the sampling parameters in `requests`. Raises InputError for bad input.
+    Its programs support all of `sampling`. Raises InputError for bad input.
     """
     MODEL_KIND.check("target", target)
     longest = longest_row(target, options.max_length)
@@ -235,16 +214,16 @@ def plan_rows(
         drafter,
         replace(options, max_length=longest),
         capacity=min(num_tokens, longest),
-        flags=flags_of(requests),
-        logprobs=any(request.logprobs for request in requests),
-        num_stop_ids=max(_STOP_IDS, *(len(_stop_ids(target, request)) for request in requests)),
+        flags=flags_of(sampling),
+        logprobs=any(params.logprobs for params in sampling),
+        num_stop_ids=max(_STOP_IDS, *(len(_stop_ids(target, params)) for params in sampling)),
     )
 
 
 def plan_engine(
     target: Model, drafter: LoadedDrafter | Drafter | None, options: DecodeOptions
-) -> Session:
-    """Return the session of an engine, which takes any prompts.
+) -> DecodePlan:
+    """Return the plan of an engine, which takes any prompts.
 
     Raises InputError for options that do not fit the target or the drafter.
     """
@@ -252,7 +231,7 @@ def plan_engine(
     if options.max_length is None:
         longest = min(longest, _ENGINE_LENGTH)
     options = replace(options, max_length=longest)
-    return _plan(target, drafter, options, capacity=longest, flags=sampling.WarpFlags())
+    return _plan(target, drafter, options, capacity=longest, flags=WarpFlags())
 
 
 def _plan(
@@ -261,11 +240,11 @@ def _plan(
     options: DecodeOptions,
     *,
     capacity: int,
-    flags: sampling.WarpFlags,
+    flags: WarpFlags,
     logprobs: bool = False,
     num_stop_ids: int = _STOP_IDS,
-) -> Session:
-    """Return the session of rows of up to `capacity` tokens, rounded up to share programs.
+) -> DecodePlan:
+    """Return the plan of rows of up to `capacity` tokens, rounded up to share programs.
 
     The programs support sampling with `flags` and, with `logprobs`, return log-probabilities.
     Raises InputError for bad input.
@@ -284,14 +263,14 @@ def _plan(
     longest, capacity = capacity, _capacity(capacity, max_length)
     platform = first_device(placement_of(target.params, target.mesh)).platform
     num_pages = _num_pages(target, turns, options, capacity, longest)
-    plan = Plan(
+    loop = LoopPlan(
         target=target.architecture,
         drafter=turns,
         rule=rule,
         flags=flags,
         capacity=capacity,
         chunks=options.chunks(_chunks(platform, capacity, axis_size(target.mesh, DATA))),
-        rounds_per_step=max(Plan.rounds_per_step, options.rounds_per_step),
+        rounds_per_step=max(LoopPlan.rounds_per_step, options.rounds_per_step),
         logprobs=logprobs,
         page_size=options.kv_page_size,
         num_pages=num_pages,
@@ -303,15 +282,15 @@ def _plan(
                 f"verify={rule.name}: {part.name} drafts trees, and {rule.name} verifies chains; "
                 "use rejection, block or coupled, or draft chains"
             )
-    if type(rule) not in map(type, sampling.RULES.values()):
-        check_rule_shapes(rule, options.batch_size, plan.widths, target.config.vocab_size)
-    return Session(target, drafter, options, plan, num_stop_ids)
+    if type(rule) not in map(type, RULES.values()):
+        check_rule_shapes(rule, options.batch_size, loop.widths, target.config.vocab_size)
+    return DecodePlan(target, drafter, options, loop, num_stop_ids)
 
 
 def _num_pages(
     target: Model, drafter: Turns, options: DecodeOptions, capacity: int, longest: int
 ) -> int:
-    """Return the size of the pool of pages of a session with caches of `capacity` tokens.
+    """Return the size of the pool of pages of a plan with caches of `capacity` tokens.
 
     Rows have at most `longest` tokens, of which the caches do not hold the last. Raises InputError
     for a pool that is too small for one row, or that the devices along `data` cannot share out, and
@@ -346,14 +325,14 @@ def check_pages_on_mesh(num_pages: int | None, data: int) -> None:
         )
 
 
-def check_request(target: Model, request: SamplingParams) -> None:
+def check_sampling(target: Model, sampling: SamplingParams) -> None:
     """Raise InputError for sampling parameters that the target does not support."""
-    if target.tokenizer is None and request.stop:
+    if target.tokenizer is None and sampling.stop:
         raise InputError(f"sampling.stop: {target.name} has no tokenizer; use stop_token_ids")
 
 
 def _lengths(options: DecodeOptions, drafter: Turns, platform: str) -> dict[str, Any]:
-    """Return the fields of the plan that depend on whether draft lengths vary.
+    """Return the fields of a LoopPlan that depend on whether draft lengths vary.
 
     On an accelerator a drafter whose drafts have a fixed length runs without waiting for data.
     """
@@ -374,9 +353,9 @@ def widths(most: int, platform: str) -> tuple[int, ...]:
     return tuple(sorted({1, *half, 1 + most}))
 
 
-def _stop_ids(model: Model, request: SamplingParams) -> tuple[int, ...]:
-    end_ids = () if request.ignore_eos else model.ends
-    return tuple(dict.fromkeys((*end_ids, *request.stop_token_ids)))
+def _stop_ids(model: Model, sampling: SamplingParams) -> tuple[int, ...]:
+    end_ids = () if sampling.ignore_eos else model.ends
+    return tuple(dict.fromkeys((*end_ids, *sampling.stop_token_ids)))
 
 
 def longest_row(target: Model, max_length: int | None) -> int:
@@ -415,14 +394,12 @@ def check_length(target: Model, name: str, count: int, longest: int) -> None:
     )
 
 
-def flags_of(requests: Sequence[SamplingParams]) -> sampling.WarpFlags:
+def flags_of(sampling: Iterable[SamplingParams]) -> WarpFlags:
     """Return the warp flags to compile for: those of greedy decoding, or those of any sampling.
 
     More specific flags would need more programs.
     """
-    if all(request.temperature <= 0 for request in requests):
-        return GREEDY
-    return sampling.WarpFlags()
+    return GREEDY if all(params.temperature <= 0 for params in sampling) else WarpFlags()
 
 
 def _capacity(longest: int, most: int) -> int:

@@ -1,13 +1,18 @@
-"""Parameters of a request: how tokens are sampled, and when to stop."""
+"""Requests: prompts in all their forms, with how tokens are sampled and when to stop."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
+
+import numpy as np
+from jaxtyping import Array, Key
 
 from specjax.errors import InputError, shown
 from specjax.fields import (
+    INT32_MAX,
+    Choice,
     Items,
     Number,
     Text,
@@ -16,6 +21,19 @@ from specjax.fields import (
     unknown_name,
     with_meanings,
 )
+from specjax.loading.model import Model
+from specjax.sampling import row_key, sample_key
+
+Item = TypeVar("Item")
+CHAT = Choice(("auto", "true", "false"))
+"""Whether prompts go through the chat template; "auto" means if the tokenizer has one."""
+_TOKEN_IDS = Items(
+    Whole(-INT32_MAX), remedy="use text, token ids, or messages with role and content"
+)
+Prompt = str | Sequence[int] | np.ndarray | Sequence[Mapping[str, Any]]
+"""Raw text, token ids, or a conversation for the chat template."""
+Prompts = Sequence[Prompt] | Prompt
+"""A list of prompts, a single prompt, or an array of token ids: one prompt, or one per row."""
 
 SEED = Whole(0, 2**32 - 1)
 """The range of seeds, from which keys are made."""
@@ -110,3 +128,89 @@ def one_per_prompt(
             )
         requests.append(entry)
     return requests
+
+
+def as_prompts(prompts: Prompts) -> Sequence[Prompt]:
+    """Return a list of prompts; a single string, conversation or list of token ids is wrapped.
+
+    Raises InputError if there is no prompt.
+    """
+    dimensions = getattr(prompts, "ndim", None)
+    if isinstance(prompts, str) or dimensions == 1:
+        return [prompts]
+    if dimensions == 2:
+        prompts = list(prompts)
+    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
+        raise InputError(f"prompts={shown(prompts)}: give a prompt, or a list of prompts")
+    if not len(prompts):
+        raise InputError("prompts is empty: give at least one")
+    is_one = all(isinstance(entry, Mapping) for entry in prompts) or all(
+        isinstance(entry, int | np.integer) and not isinstance(entry, bool) for entry in prompts
+    )
+    return [prompts] if is_one else prompts
+
+
+def encode_prompt(model: Model, prompt: Prompt, name: str = "prompt") -> list[int]:
+    """Return the token ids of a prompt; errors call it `name`.
+
+    Raises InputError for an empty prompt, ids outside the vocabulary, or a missing tokenizer.
+    """
+    messages = isinstance(prompt, Sequence) and len(prompt) and isinstance(prompt[0], Mapping)
+    if isinstance(prompt, str | Mapping) or messages:
+        if model.tokenizer is None:
+            raise InputError(f"{name}: {model.name} has no tokenizer; give token ids")
+        encode = model.tokenizer.encode if isinstance(prompt, str) else model.tokenizer.encode_chat
+        try:
+            ids = encode(prompt)
+        except InputError as error:
+            raise InputError(f"{name}: {error}") from None
+    else:
+        ids = list(_TOKEN_IDS.check(name, prompt))
+    if not ids:
+        raise InputError(f"{name} is empty: give at least one token")
+    size = model.config.vocab_size
+    for token in (min(ids), max(ids)):
+        if not 0 <= token < size:
+            known = model.tokenizer and model.tokenizer.name_beyond(token)
+            called = f" ({known!r:.60}, which has no row in the model's embedding)" if known else ""
+            raise InputError(
+                f"{name}: token id {shown(token)}{called} is outside the vocabulary of {size} "
+                "tokens; leave it out"
+            )
+    if unused := set(model.config.unused_tokens).intersection(ids):
+        raise InputError(
+            f"{name}: token id {min(unused)} names no token of the tokenizer; leave it out"
+        )
+    return ids
+
+
+def groups(items: Sequence[Item], size: int) -> list[Sequence[Item]]:
+    """Return items, such as requests, in their order, in groups of `size`; the last may be less."""
+    return [items[first : first + size] for first in range(0, len(items), size)]
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt's token ids and its sampling parameters, for one row of a batch.
+
+    `number` is that of the request, such as the index of its prompt in the input, and `sample` that
+    of the sample in it. A row that was put back and resumes has `emitted` tokens already, in
+    `rounds` rounds.
+    """
+
+    number: int
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+    sample: int = 0
+    emitted: tuple[int, ...] = ()
+    rounds: int = 0
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """The tokens from which the row starts: the prompt, and what it has emitted."""
+        return self.prompt + self.emitted
+
+    def key(self, seed: int) -> Key[Array, ""]:
+        """Return the key from which all draws of the row derive, in a call with this `seed`."""
+        key = row_key(seed, self.number, self.sampling.seed, self.prompt)
+        return sample_key(key, self.sample)
