@@ -378,7 +378,7 @@ def warm_up(plan: DecodePlan, requests: Sequence[Request]) -> None:
 def _groups(side: _Side) -> list[list[int]]:
     """Return the indices of prompts in groups; all drafters decode a group before the next one."""
     slots = side.plan.options.batch_size
-    return groups(range(len(side.requests)), slots if slots == 1 else _GROUP * slots)
+    return groups(list(range(len(side.requests))), slots if slots == 1 else _GROUP * slots)
 
 
 def _speeds(side: _Side, repeats: Sequence[_Repeat]) -> list[tuple[float, float]]:
