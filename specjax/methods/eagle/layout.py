@@ -93,8 +93,6 @@ def _without_map(head: Head, target: Model, format: str) -> Head:
     return head
 
 
-# vLLM's EAGLEConfig has the fields of the layer in a section.
-_OF_VLLM = {config_fields.MODEL: ()}
 # EAGLE's code for Qwen2 copies the target's type; its layer is Llama's with biases.
 _LAYER = config_fields.layers(LLAMA, ("llama", "qwen2"), "layer is Llama's", most=1)
 _EAGLE1 = PublishedLayout(
@@ -104,7 +102,6 @@ _EAGLE1 = PublishedLayout(
     # Complete models have such layers too.
     signs=Signs((r"fc\.weight", r"layers\.0\..*"), r"midlayer\..*|(.*\.)?hidden_norm\.weight"),
     fields={
-        **_OF_VLLM,
         "": (
             schema.written({"architectures": ["LlamaForCausalLM"]}),
             _LAYER,
@@ -115,6 +112,7 @@ _EAGLE1 = PublishedLayout(
         ),
     },
     tensors=_tensors("layers.0"),
+    what="a head's layer",
     vocabulary=WHOLE,
     zeros=lambda config: _output_bias("layers.0", config),
     copies=(
@@ -196,7 +194,6 @@ _EAGLE3 = PublishedLayout(
     config=EagleConfig,
     signs=Signs((r"midlayer\..*|.*\.hidden_norm\.weight",)),
     fields={
-        **_OF_VLLM,
         _SECTION: (
             HeadPart(_read_section),
             schema.written({"use_aux_hidden_state": True}),
@@ -214,6 +211,7 @@ _EAGLE3 = PublishedLayout(
         ),
     },
     tensors=_tensors("midlayer"),
+    what="a head's layer",
     zeros=lambda config: _output_bias("midlayer", config),
     copies=(Copy(_EMBEDDING, "embedding", "EAGLE-3 uses"),),
     renamed=lambda names: _renamed(names, "layers.0", "midlayer"),
