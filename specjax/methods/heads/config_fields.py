@@ -141,7 +141,6 @@ def layers(
 
     The layers have the target's vocabulary, and are as many as the tensors show, at most `most`. A
     config may state one of the model types `fitting`, or none; `whose` names them in the error.
-    Without a field the tensors show whether queries, keys and values have biases.
     """
 
     def read(fields: HeadFields, known: Values) -> Values:
@@ -156,12 +155,7 @@ def layers(
             )
         fields.say_count("num_hidden_layers", count)
         fields.read_tokens()
-        biased = any(name.endswith(".q_proj.bias") for name in fields.tensors)
-        biased = fields.flag("qkv_bias", biased)
-        # It is compared with what is read.
-        fields.asked.discard("qkv_bias")
         values = {
-            "attention_bias": biased,
             **fields.values,
             "num_hidden_layers": count,
             # The target's value: the field is about its embedding and head.
