@@ -354,7 +354,8 @@ def stored_tree(
 ) -> dict[str, Any]:
     """Return a tree of host arrays, in the dtypes of the tensors, filled from tensors in memory.
 
-    `tensors` are arrays by name, and `locations` say where in the tree of `table` each belongs.
+    `tensors` are arrays by name, and `locations` say where in the tree of `table` each belongs. A
+    leaf of several tensors has the dtype that holds the numbers of all.
     """
 
     def read(location: parameter_names.Location, rows: slice, inputs: slice) -> np.ndarray:
@@ -362,8 +363,12 @@ def stored_tree(
         return tensor_layout.from_stored(tensors[location.name][index], location)
 
     params: dict[str, Any] = {}
-    for slot in _slots(locations, scan_layers=True):
-        rows = np.empty(slot.rows, tensors[slot.locations[0].name].dtype)
+    slots, dtypes = _slots(locations, scan_layers=True), dict[parameter_names.Path, set[Any]]()
+    for slot in slots:
+        stored = {tensors[location.name].dtype for location in slot.locations}
+        dtypes.setdefault(slot.path, set()).update(stored)
+    for slot in slots:
+        rows = np.empty(slot.rows, np.result_type(*dtypes[slot.path]))
         slot.fill(rows, read)
         values = rows.T if slot.is_kernel else rows
         *parents, last = slot.path

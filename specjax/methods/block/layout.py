@@ -310,6 +310,7 @@ _DFLASH = PublishedLayout(
     signs=Signs(_NAMES, _NAMES_OF_DSPARK),
     fields=_OWN_FIELDS,
     tensors=_TENSORS,
+    what="a block drafter",
     # DeepSeek's own have none.
     optional=(("confidence", "bias"),),
     copies=(

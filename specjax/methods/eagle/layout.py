@@ -68,6 +68,13 @@ def _renamed(names: Collection[str], other: str, own: str) -> Mapping[str, str]:
     return {name: own + name[len(other) :] for name in names if name.startswith(f"{other}.")}
 
 
+def _read_bias(fields: HeadFields, known: Values) -> Values:
+    """State, as the tensors show, whether queries, keys and values have biases, if nothing does."""
+    biased = any(name.endswith(".q_proj.bias") for name in fields.tensors)
+    fields.values = {"attention_bias": fields.flag("qkv_bias", biased), **fields.values}
+    return {}
+
+
 def _read_eagle1(fields: HeadFields, known: Values) -> Values:
     """Return whether there is a bias, which the tensors show; check fields of vLLM's EAGLEConfig.
 
@@ -93,10 +100,11 @@ def _without_map(head: Head, target: Model, format: str) -> Head:
     return head
 
 
-# vLLM's EAGLEConfig has the fields of the layer in a section.
-_OF_VLLM = {config_fields.MODEL: ()}
 # EAGLE's code for Qwen2 copies the target's type; its layer is Llama's with biases.
-_LAYER = config_fields.layers(LLAMA, ("llama", "qwen2"), "layer is Llama's", most=1)
+_LAYER = (
+    HeadPart(_read_bias),
+    config_fields.layers(LLAMA, ("llama", "qwen2"), "layer is Llama's", most=1),
+)
 _EAGLE1 = PublishedLayout(
     name="eagle",
     kind="eagle",
@@ -104,10 +112,9 @@ _EAGLE1 = PublishedLayout(
     # Complete models have such layers too.
     signs=Signs((r"fc\.weight", r"layers\.0\..*"), r"midlayer\..*|(.*\.)?hidden_norm\.weight"),
     fields={
-        **_OF_VLLM,
         "": (
             schema.written({"architectures": ["LlamaForCausalLM"]}),
-            _LAYER,
+            *_LAYER,
             config_fields.unwritten(config_fields.TARGET_WIDTH),
             schema.fixed({"version": 1, "taps": ("final_norm",)}),
             HeadPart(_read_eagle1, lambda export: {"bias": export.config.fc_bias}),
@@ -115,6 +122,7 @@ _EAGLE1 = PublishedLayout(
         ),
     },
     tensors=_tensors("layers.0"),
+    what="a head's layer",
     vocabulary=WHOLE,
     zeros=lambda config: _output_bias("layers.0", config),
     copies=(
@@ -196,7 +204,6 @@ _EAGLE3 = PublishedLayout(
     config=EagleConfig,
     signs=Signs((r"midlayer\..*|.*\.hidden_norm\.weight",)),
     fields={
-        **_OF_VLLM,
         _SECTION: (
             HeadPart(_read_section),
             schema.written({"use_aux_hidden_state": True}),
@@ -204,7 +211,7 @@ _EAGLE3 = PublishedLayout(
         ),
         "": (
             schema.written({"architectures": ["LlamaForCausalLMEagle3"]}),
-            _LAYER,
+            *_LAYER,
             *_EAGLE3_FIELDS,
             # Of training.
             config_fields.ignored(
@@ -214,6 +221,7 @@ _EAGLE3 = PublishedLayout(
         ),
     },
     tensors=_tensors("midlayer"),
+    what="a head's layer",
     zeros=lambda config: _output_bias("midlayer", config),
     copies=(Copy(_EMBEDDING, "embedding", "EAGLE-3 uses"),),
     renamed=lambda names: _renamed(names, "layers.0", "midlayer"),
@@ -243,7 +251,7 @@ _SPECULATORS = replace(
     name="speculators",
     signs=Signs(without=r"hidden_norm\.weight", key=config_fields.OF_SPECULATORS),
     fields={
-        config_fields.LAYERS: (_LAYER, HeadPart(write=_write_count)),
+        config_fields.LAYERS: (*_LAYER, HeadPart(write=_write_count)),
         "": (
             config_fields.speculators(
                 {"eagle3": "Eagle3Speculator"}, lambda _: "eagle3", lambda _: _SPECULATIVE_TOKENS

@@ -63,7 +63,7 @@ def read_checkpoint(directory: Path) -> Checkpoint:
     numbers = tensor_reader()
     tensors = {name: numbers(tensor) for name, tensor in stored.items()}
     notes = {key: text for path in files for key, text in read_notes(path).items()}
-    checkpoint = Checkpoint(directory, config, tensors, notes)
+    checkpoint = Checkpoint(directory, _with_layers_fields(config), tensors, notes)
     read = [CONFIG, *(path.name for path in files)]
     folder_checksums.verify(directory, ("head",), checkpoint.is_ours, read)
     for name, tensor in tensors.items():
@@ -72,6 +72,15 @@ def read_checkpoint(directory: Path) -> Checkpoint:
                 f"{directory}: {name} holds numbers that are not finite; download it again"
             )
     return checkpoint
+
+
+def _with_layers_fields(config: dict[str, Any]) -> dict[str, Any]:
+    """Return `config` plus the fields in its section "model", where vLLM's EAGLEConfig has them."""
+    inner = config.get("model")
+    if config.get("model_type") != "eagle" or not isinstance(inner, dict):
+        return config
+    outer = {name: value for name, value in config.items() if name not in ("model", "model_type")}
+    return {**inner, **outer}
 
 
 def tensor_names(directory: Path) -> set[str]:

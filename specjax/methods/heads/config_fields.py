@@ -17,6 +17,7 @@ from specjax.loading.formats.families import registry
 from specjax.loading.formats.families.llama import LLAMA
 from specjax.loading.formats.families.schema import Part, Values
 from specjax.loading.formats.family import Family
+from specjax.loading.formats.unread_fields import is_inert
 from specjax.loading.model import Model
 from specjax.loading.typed_fields import Fields
 from specjax.loading.user_messages import note
@@ -24,12 +25,8 @@ from specjax.methods.heads.checkpoint import CONFIG, Checkpoint
 from specjax.methods.heads.eagle3_layer_ids import Convention
 from specjax.methods.heads.head import Head
 
-LAYERS, MODEL = "transformer_layer_config", "model"
-_COMPLETE = (LAYERS, MODEL)
-"""Sections with a config of their own, of the speculators library and of vLLM's EAGLEConfig.
-
-Fields that are also stated outside of them need not agree.
-"""
+LAYERS = "transformer_layer_config"
+"""The section in which the speculators library has a complete config of a head's layers."""
 OF_SPECULATORS = "speculators_model_type"
 """The field by which the speculators library names the method."""
 _LAYER = re.compile(r"layers\.(\d+)\.")
@@ -60,11 +57,11 @@ class HeadFields(Fields):
             stated = _stated(inner.values)
             outer = {name: value for name, value in values.items() if name != section}
             for name, value in stated.items():
-                if section not in _COMPLETE and outer.get(name, value) != value:
+                # Both are then configs as tools write them, with fields of no effect.
+                apart = section == LAYERS and (is_inert(name) or name == "tie_word_embeddings")
+                if not apart and outer.get(name, value) != value:
                     raise file.fail(name, f"{section} has {shown(value)}; repair config.json")
-            values = {**stated, **outer}
-            if "model_type" in stated:
-                values["model_type"] = stated["model_type"]
+            values = {**outer, **stated}
         super().__init__(where, values)
         self.directory, self.is_ours = checkpoint.directory, checkpoint.is_ours
         self.tensors, self.target, self.layer_ids = tensors, target, layer_ids
@@ -79,9 +76,10 @@ class HeadFields(Fields):
         if self.stated < known:
             raise self.misfit("vocab_size", f"{known} tokens")
 
-    def agree(self, name: str, value: Any, problem: str) -> None:
+    def agree(self, name: str, value: int, problem: str) -> None:
         """Raise InputError, which says the problem, unless a field is missing or has this value."""
-        if self.get(name) not in (None, value):
+        typed = self.flag if isinstance(value, bool) else self.integer
+        if typed(name, value) != value:
             raise self.fail(name, problem)
 
     def misfit(self, name: str, actual: object) -> InputError:
@@ -143,7 +141,6 @@ def layers(
 
     The layers have the target's vocabulary, and are as many as the tensors show, at most `most`. A
     config may state one of the model types `fitting`, or none; `whose` names them in the error.
-    Without a field the tensors show whether queries, keys and values have biases.
     """
 
     def read(fields: HeadFields, known: Values) -> Values:
@@ -158,9 +155,7 @@ def layers(
             )
         fields.say_count("num_hidden_layers", count)
         fields.read_tokens()
-        biased = any(name.endswith(".q_proj.bias") for name in fields.tensors)
         values = {
-            "attention_bias": fields.flag("qkv_bias", biased),
             **fields.values,
             "num_hidden_layers": count,
             # The target's value: the field is about its embedding and head.

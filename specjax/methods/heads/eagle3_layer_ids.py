@@ -46,7 +46,7 @@ def read(fields: Fields, target: Model, layer_ids: Convention | None) -> tuple[s
     unclear = [entry for entry in stated if entry[0] != OUTPUTS]
     outputs = [entry for entry in stated if entry[0] == OUTPUTS]
     if any(ids != unclear[0][1] for _, ids in unclear):
-        raise fields.fail(unclear[0][0], f"{unclear[1][0]} disagrees; repair config.json")
+        raise fields.fail(unclear[0][0], "two sections disagree; repair config.json")
     name, ids = [*outputs, *unclear, (IDS, [])][0]
     if outputs:
         inputs = [index + 1 for index in ids]

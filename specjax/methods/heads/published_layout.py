@@ -84,21 +84,15 @@ class Copy(NamedTuple):
         return target_head(target, draft_ids) if is_head else target_embedding(target)
 
 
-def _unchanged(head: Head, target: Model, format: str) -> Head:
-    return head
-
-
-def _no_names(names: Collection[str]) -> Mapping[str, str]:
-    return {}
-
-
 @dataclass(frozen=True)
 class PublishedLayout:
     """A layout called `name` for heads of one `kind`, whose configs are of the class `config`.
 
-    `fields` are the parts of config.json by section; "" is the top. They are read in order.
+    `fields` are the parts of config.json by section; "" is the top. They are read in order, and a
+    field that `what` cannot have is refused.
     `tensors` are the parameters: a row applies to heads that have its path, once per layer or tap
-    if the path contains `{layer}` or `{tap}`; names may contain fields of `{config}`, the head's.
+    if the path contains `{layer}` or `{tap}`, and once per entry of a stacked parameter if the name
+    contains `{head}` or `{block}`; names may contain fields of `{config}`, the head's.
     Parameters at the paths `optional` are zero where a file has none of their tensors. `zeros`
     returns the names and shapes of tensors that the layout has beside them, all zero. `copies` are
     those of the target's arrays. With `pads`, the layout counts the target's padding among the
@@ -116,13 +110,14 @@ class PublishedLayout:
     signs: Signs
     fields: Mapping[str, tuple[Part, ...]]
     tensors: tuple[TensorEntry, ...]
+    what: str
     vocabulary: VocabularyMap = OFFSETS
     optional: tuple[Path, ...] = ()
     zeros: Callable[[Any], Mapping[str, Shape]] = lambda config: {}
     copies: tuple[Copy, ...] = ()
     pads: bool = False
-    renamed: Callable[[Collection[str]], Mapping[str, str]] = _no_names
-    prepare: Callable[[Head, Model, str], Head] = _unchanged
+    renamed: Callable[[Collection[str]], Mapping[str, str]] = lambda names: {}
+    prepare: Callable[[Head, Model, str], Head] = lambda head, target, format: head
     finish: Callable[[HeadFields, Any], dict[str, Any]] = lambda fields, config: {}
     weights: str = WEIGHTS
 
@@ -154,7 +149,7 @@ class PublishedLayout:
             known |= part.read(fields, known)
         vocabulary = self.vocabulary.read(fields)
         agreeing = implied(known.get("decoder", target.config))
-        check_unread(fields, agreeing, f"a head of the kind {self.kind}")
+        check_unread(fields, agreeing, self.what)
         config = self.config(draft_vocab_size=vocabulary.size, **known)
         params = self._read_params(fields, config, vocabulary) | self.finish(fields, config)
         return Head(self.kind, config, params, vocabulary.ids, metadata, training)

@@ -155,6 +155,7 @@ _MEDUSA = PublishedLayout(
         TensorEntry("{head}.{block}.linear.bias", ("blocks", "bias")),
         TensorEntry("{head}.{config.num_layers}.weight", ("head", "kernel")),
     ),
+    what="a Medusa head",
     vocabulary=TOKEN_MAP,
     optional=(("blocks", "bias"),),
     copies=(
