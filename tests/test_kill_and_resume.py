@@ -166,7 +166,10 @@ def texts(folder):
 @pytest.mark.parametrize(
     ("flag", "said"),
     [
-        ("--what=mtp,baking", "what='baking' is unknown: use draft_model, layerskip, medusa, medusa2"),
+        (
+            "--what=mtp,baking",
+            "what='baking' is unknown: use draft_model, layerskip, medusa, medusa2",
+        ),
         ("--kills=-1", "kills"),
     ],
 )
