@@ -25,18 +25,19 @@ from typing import Any
 
 from specjax.cli import command
 from specjax.cli.flags import Listed, Parser
-from specjax.decoding.prompts import Prompt, read_questions
 from specjax.drafters import DRAFT_TOKENS, make_drafter
+from specjax.engine.requests import Prompt
 from specjax.errors import InputError
 from specjax.fields import Flag, InputFile, OutputFolder, PathOrName, Text, Whole, optional
 from specjax.files.atomic_writes import write_text
-from specjax.loading.acceptance_rates import (
+from specjax.loading.load import DEFAULT_MODEL, load_model
+from specjax.loading.texts.questions import read_questions
+from specjax.methods.acceptance_rates import (
     Acceptance,
     ranks_file,
     read_acceptance,
     write_acceptance,
 )
-from specjax.loading.load import DEFAULT_MODEL, load_model
 from specjax.trees import RankedTree, best_tree, draw, svg
 from specjax.tuning.measure_ranks import measure_ranks
 

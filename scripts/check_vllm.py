@@ -107,8 +107,7 @@ def differences(name: str, mine: list[list[int]], theirs: list[list[int]]) -> in
 def formats_of(head: Any) -> list[str]:
     """Return the layouts of other tools that can hold a head."""
     from specjax.errors import InputError
-    from specjax.loading.head_formats import FORMATS
-    from specjax.loading.head_formats.read_write import check_format
+    from specjax.methods.published_layouts import FORMATS, check_format
 
     found = []
     for form in FORMATS:
@@ -134,11 +133,12 @@ def compare() -> int:
     logging.set_verbosity(logging.WARNING)
     import specjax
     from specjax.cli.built_in_prompts import questions_of
-    from specjax.decoding import prompts
+    from specjax.engine.requests import encode_prompt
     from specjax.errors import InputError
-    from specjax.loading.find_head import read_any_head, shipped_head
-    from specjax.loading.head_formats import write_foreign
-    from specjax.loading.head_formats.read_write import whole_vocabulary
+    from specjax.loading.texts.questions import select
+    from specjax.methods.find_head import read_any_head, shipped_head
+    from specjax.methods.heads.head import whole_vocabulary
+    from specjax.methods.published_layouts import write_foreign
 
     folder = Path(_FOLDER.value)
     folder.mkdir(parents=True, exist_ok=True)
@@ -153,8 +153,8 @@ def compare() -> int:
         rng = np.random.default_rng(0)
         ids = rng.integers(0, model.config.vocab_size, (8, 12)).tolist()
     else:
-        questions = prompts.select(questions_of(_PROMPTS.value), per_task=_PER_TASK.value)
-        ids = [prompts.encode_prompt(model, question.first_turn) for question in questions]
+        questions = select(questions_of(_PROMPTS.value), per_task=_PER_TASK.value)
+        ids = [encode_prompt(model, question.first_turn) for question in questions]
     specjax.save_model(model, folder / "target")
     sampling = {"max_new_tokens": _NEW_TOKENS.value, "ignore_eos": True}
     plain = specjax.generate(model, ids, sampling=sampling, drafter="none", batch_size=1).token_ids

@@ -132,7 +132,7 @@ def ways_of(heads: Sequence[str], with_draft: bool) -> dict[str, Way]:
     `heads` are the kinds of heads that come with specjax for the model, and `with_draft` says that
     there is a draft model.
     """
-    from specjax.decoding.options import AUTO, FIXED
+    from specjax.engine.options import AUTO, FIXED
 
     ways = {
         PLAIN: Way("none", FIXED, 0, 0),
@@ -164,10 +164,12 @@ def compare() -> None:
     """Decode with all systems in turn, and print speeds, ratios and equal tokens."""
     import specjax
     from specjax.cli.built_in_prompts import questions_of
-    from specjax.decoding import generate, prompts, session
-    from specjax.decoding.options import DecodeOptions
+    from specjax.engine import generate, plan
+    from specjax.engine import requests as engine_requests
+    from specjax.engine.options import DecodeOptions
     from specjax.loading import load
-    from specjax.loading.find_head import included_heads
+    from specjax.loading.texts.questions import select
+    from specjax.methods.find_head import included_heads
 
     gguf = Path(_MODEL.value) if _MODEL.value else load.default_model_file()
     draft = Path(_DRAFT.value) if _DRAFT.value else None
@@ -175,10 +177,10 @@ def compare() -> None:
     model = specjax.load_model(
         _MODEL.value or load.DEFAULT_MODEL, weights=weights, activations=_ACTIVATIONS.value
     )
-    questions = prompts.select(questions_of(_PROMPTS.value), per_task=_PER_TASK.value)
+    questions = select(questions_of(_PROMPTS.value), per_task=_PER_TASK.value)
     chat = model.tokenizer is not None and model.tokenizer.chat_template is not None
     asked = [question.first_turn if chat else question.turns[0] for question in questions]
-    ids = [prompts.encode_prompt(model, prompt) for prompt in asked]
+    ids = [engine_requests.encode_prompt(model, prompt) for prompt in asked]
     ways = ways_of(included_heads(model), draft is not None)
     sampling = specjax.SamplingParams(max_new_tokens=_NEW_TOKENS.value)
 
@@ -188,18 +190,18 @@ def compare() -> None:
         if way.drafter not in drafters:
             options = {"path": str(draft)} if way.drafter == "draft_model" else {}
             drafters[way.drafter] = specjax.make_drafter(way.drafter, model, **options)
-        one = session.plan_session(
+        one = plan.plan_requests(
             model,
             ids,
             drafter=drafters[way.drafter],
             options=DecodeOptions(num_speculative_tokens=way.length, batch_size=1),
-            requests=sampling,
+            sampling=sampling,
         )
-        engines[name] = one, generate.open_engine(one)
+        engines[name] = *one, generate.open_engine(one[0])
 
     def decode_ours(name: str) -> Decoded:
-        one, engine = engines[name]
-        mine = generate.decode_session(one, engine=engine)
+        own, requests, engine = engines[name]
+        mine = generate.decode_requests(own, requests, engine=engine)
         return Decoded(mine.token_ids, mine.tokens_per_second)
 
     peers: dict[str, Peer] = {}
@@ -315,21 +317,21 @@ def fresh_prompts(vocab_size: int, length: int, count: int) -> list[list[int]]:
 def compare_prefill(model: Any, name: str, peer: Peer) -> None:
     """Print the time in which specjax and a peer read a long prompt that is new to them."""
     import specjax
-    from specjax.decoding import generate, session
-    from specjax.decoding.options import DecodeOptions
+    from specjax.engine import generate, plan
+    from specjax.engine.options import DecodeOptions
 
     length, count = _PREFILL.value, _RUNS.value + 1
     prompts = fresh_prompts(model.config.vocab_size, length, count)
-    one = session.plan_session(
+    own, requests = plan.plan_requests(
         model,
         prompts,
         options=DecodeOptions(batch_size=1),
-        requests=specjax.SamplingParams(max_new_tokens=1),
+        sampling=specjax.SamplingParams(max_new_tokens=1),
     )
-    engine = generate.open_engine(one)
+    engine = generate.open_engine(own)
     mine, theirs = [], []
     for turn, ids in enumerate(prompts):
-        ours = generate.decode_session(one, index=[turn], engine=engine)
+        ours = generate.decode_requests(own, [requests[turn]], engine=engine)
         answer = peer.decode(ids, 1)
         if turn:
             mine.append(ours.prefill_s + ours.decode_s)

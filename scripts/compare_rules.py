@@ -24,17 +24,16 @@ from jaxtyping import Float
 from calibrate_trees import PROMPTS
 from specjax.cli import command
 from specjax.cli.flags import Listed, Parser
-from specjax.decoding.options import DecodeOptions
-from specjax.decoding.programs import run as run_rounds
-from specjax.decoding.programs import start
-from specjax.decoding.prompts import Prompt, read_questions, select
-from specjax.decoding.rows import batch_arguments
-from specjax.decoding.sampling_params import SamplingParams
-from specjax.decoding.session import Session, plan_session
-from specjax.decoding.verify import as_drafted
+from specjax.core.verify import as_drafted
 from specjax.drafters import TreeOptions, make_drafter
+from specjax.engine.options import DecodeOptions
+from specjax.engine.plan import DecodePlan, plan_requests
+from specjax.engine.programs import row_arguments, start
+from specjax.engine.programs import run as run_rounds
+from specjax.engine.requests import Request, SamplingParams, groups
 from specjax.fields import InputFile, Number, PathOrName, Text, Whole
 from specjax.loading.load import DEFAULT_MODEL, load_model
+from specjax.loading.texts.questions import read_questions, select
 from specjax.playground.replay_round import verify_and_keep
 from specjax.sampling.multipath import takes_all
 
@@ -74,32 +73,32 @@ def run(flags: SimpleNamespace) -> int:
     ]
     for name in flags.drafters:
         drafter = make_drafter(name, model, tree=TreeOptions(kind="static", choices=CHOICES))
-        session = plan_session(
+        plan, requests = plan_requests(
             model,
             prompts,
             drafter=drafter,
             options=DecodeOptions(batch_size=flags.batch_size),
-            requests=SamplingParams(
+            sampling=SamplingParams(
                 temperature=flags.temperature, max_new_tokens=flags.max_new_tokens
             ),
         )
         print(f"{name}: compiling", flush=True)
-        by_prompt = [np.array(lengths) for lengths in _compared(name, session, prompts)]
+        by_prompt = [np.array(lengths) for lengths in _compared(name, plan, requests)]
         print(_line(name, [lengths for lengths in by_prompt if len(lengths)]), flush=True)
     return 0
 
 
 def _compared(
-    name: str, session: Session, prompts: Sequence[Prompt]
+    name: str, plan: DecodePlan, requests: Sequence[Request]
 ) -> Iterator[list[tuple[float, float]]]:
-    """Yield, for each prompt, the tokens per pass of both rules in each of its passes."""
-    plan, params = session.plan, session.params
-    limits = jax.tree.map(jnp.asarray, plan.drafter.full_limits())
-    for index in session.groups(session.batch_size):
-        state = start(plan, params, *batch_arguments(session, index))
-        lengths: list[list[tuple[float, float]]] = [[] for _ in index]
-        while (active := np.asarray(state.active)[: len(index)]).any():
-            draft, kept = verify_and_keep(plan, params, state, limits)
+    """Yield, for each request, the tokens per pass of both rules in each of its passes."""
+    loop_plan, params = plan.loop, plan.params
+    limits = jax.tree.map(jnp.asarray, loop_plan.drafter.full_limits())
+    for batch in groups(requests, plan.options.batch_size):
+        state = start(loop_plan, params, *row_arguments(plan, batch))
+        lengths: list[list[tuple[float, float]]] = [[] for _ in batch]
+        while (active := np.asarray(state.active)[: len(batch)]).any():
+            draft, kept = verify_and_keep(loop_plan, params, state, limits)
             drafted = as_drafted(draft, draft.topology)
             arrays = drafted.tokens, drafted.valid, drafted.logq_row, takes_all(drafted)
             for row in np.flatnonzero(active):
@@ -113,8 +112,8 @@ def _compared(
                     if there
                 ]
                 lengths[row].append((1 + by_rejection(p, nodes), 1 + by_block(p, nodes)))
-            state, *_ = run_rounds(plan, params, state, np.int32(1))
-        print(f"{name}: {index[-1] + 1} of {len(prompts)} prompts", flush=True)
+            state, *_ = run_rounds(loop_plan, params, state, np.int32(1))
+        print(f"{name}: {batch[-1].number + 1} of {len(requests)} prompts", flush=True)
         yield from lengths
 
 

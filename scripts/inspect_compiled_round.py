@@ -131,21 +131,22 @@ def compile_program(devices: list[Any]) -> Any:
 
     from accelerator.sizes import SIZES
     from specjax import sampling
-    from specjax.decoding import loop, programs
-    from specjax.decoding.plan import Plan
-    from specjax.decoding.session import widths
-    from specjax.decoding.state import Rows
+    from specjax.core import loop
+    from specjax.core.drafter import Sampling
+    from specjax.core.plan import LoopPlan
+    from specjax.core.state import RowProperties
     from specjax.distributed import sharding
     from specjax.drafters import TreeOptions, Turns
-    from specjax.drafters.base import Sampling
-    from specjax.drafters.heads.eagle import EagleDrafter
-    from specjax.drafters.lookup.ngram import Ngram
-    from specjax.drafters.self_speculation.early_exit import EarlyExit
+    from specjax.engine import programs
+    from specjax.engine.plan import widths
     from specjax.loading.formats import build_parameters, parameter_names
+    from specjax.methods.eagle.drafter import EagleDrafter
+    from specjax.methods.eagle.head import Eagle
+    from specjax.methods.early_exit import EarlyExit
+    from specjax.methods.heads import shared_parameters
+    from specjax.methods.ngram import Ngram
     from specjax.models.config import Experts
     from specjax.models.decoder import Decoder, Form
-    from specjax.models.heads import shared_parameters
-    from specjax.models.heads.eagle import Eagle
 
     data, model, batch = _DATA.value, _MODEL.value, _BATCH.value
     mesh = sharding.make_mesh(data, model, devices[: data * model])
@@ -177,7 +178,7 @@ def compile_program(devices: list[Any]) -> Any:
     elif _TREE.value != "chain":
         raise app.UsageError("--tree needs --drafter=early_exit or eagle3")
     full = _LENGTHS.value == "fixed"
-    plan = Plan(
+    loop_plan = LoopPlan(
         target=Decoder(config, jnp.dtype(jnp.bfloat16), model, form),
         drafter=Turns((drafter,)),
         rule=sampling.Rejection(),
@@ -194,7 +195,7 @@ def compile_program(devices: list[Any]) -> Any:
 
     def row_arguments(batch: int) -> tuple[Any, ...]:
         real, whole = (functools.partial(array, batch, kind) for kind in (np.float32, np.int32))
-        described = Rows(
+        described = RowProperties(
             index=whole(),
             prompt_length=whole(),
             key=array(batch, jax.eval_shape(lambda: jax.random.key(0)).dtype),
@@ -207,7 +208,7 @@ def compile_program(devices: list[Any]) -> Any:
     params = params, (draft_params,)
     number = jax.ShapeDtypeStruct((), np.int32)
     with sharding.use(mesh):
-        made = programs.make_empty().lower(plan, params, *row_arguments(batch))
+        made = programs.make_empty().lower(loop_plan, params, *row_arguments(batch))
         _, state, placed = programs.compile_placed(made, mesh)
         if _PROGRAM.value == "prefill":
             slots = array(data, np.int32)
@@ -217,7 +218,9 @@ def compile_program(devices: list[Any]) -> Any:
                 donate_argnums=3,
                 out_shardings=(placed, None),
             )
-            made = new.lower(plan, data == 1, params, state, slots, slots, *row_arguments(data))
+            made = new.lower(
+                loop_plan, data == 1, params, state, slots, slots, *row_arguments(data)
+            )
             _, (_, rows), placed = programs.compile_placed(made, mesh)
             program = jax.jit(
                 programs.read_rows,
@@ -225,16 +228,18 @@ def compile_program(devices: list[Any]) -> Any:
                 donate_argnums=(2, 3),
                 out_shardings=(*placed, None),
             )
-            return program.lower(plan, params, state, rows, slots, None, number, number).compile()
+            return program.lower(
+                loop_plan, params, state, rows, slots, None, number, number
+            ).compile()
         run = jax.jit(
             loop.run, static_argnums=0, donate_argnums=2, out_shardings=(placed, None, None)
         )
-        return run.lower(plan, params, state, number).compile()
+        return run.lower(loop_plan, params, state, number).compile()
 
 
 def _eagle3(config: Any) -> Any:
     """The config of a head for a target: one of its layers, and its whole vocabulary."""
-    from specjax.models.heads.eagle import EagleConfig, default_taps
+    from specjax.methods.eagle.head import EagleConfig, default_taps
 
     return EagleConfig(
         decoder=dataclasses.replace(config, num_layers=1),

@@ -31,12 +31,11 @@ import numpy as np
 from absl import app, flags, logging
 
 from specjax.cli.built_in_prompts import questions_of
-from specjax.decoding.compare_outputs import first_difference
-from specjax.decoding.engine.engine import Engine
-from specjax.decoding.prompts import encode_prompt
-from specjax.decoding.sampling_params import SamplingParams
 from specjax.drafters import make_drafter
+from specjax.engine.engine import Engine
+from specjax.engine.requests import SamplingParams, encode_prompt
 from specjax.loading.load import load_model
+from specjax.reporting.compare_outputs import first_difference
 from specjax.reporting.engine_report import draw_engine, engine_report
 from specjax.sampling import RULES
 

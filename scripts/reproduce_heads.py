@@ -27,7 +27,7 @@ from specjax.cli.flags import Listed, Parser
 from specjax.distributed import folder_lock
 from specjax.errors import InputError
 from specjax.fields import Choice, Flag, OutputFolder, PathOrName, optional
-from specjax.loading import find_head
+from specjax.methods import find_head
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -27,12 +27,13 @@ import specjax
 from specjax.cli import command
 from specjax.cli.built_in_prompts import BUILT_IN
 from specjax.cli.flags import Listed, Parser
-from specjax.decoding.prompts import encode_prompt
+from specjax.core.parameter_sizes import count_bytes
+from specjax.engine.requests import encode_prompt
 from specjax.errors import InputError
 from specjax.fields import Choice, InputFile, PathOrName, Whole, optional
-from specjax.loading.corpus.documents import Documents
 from specjax.loading.load import DEFAULT_MODEL, load_model
-from specjax.loading.model import Model, count_bytes
+from specjax.loading.model import Model
+from specjax.loading.texts.documents import Documents
 from specjax.models.decoder import Decoder
 from train.data.json_lines import read_rows
 

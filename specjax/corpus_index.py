@@ -31,17 +31,17 @@ from specjax.cli.flags import Parser
 from specjax.errors import InputError
 from specjax.fields import INT32_MAX, OutputFolder, PathOrName, Text, Whole
 from specjax.files import folders
-from specjax.loading.corpus.documents import (
+from specjax.loading.texts.documents import (
     DocumentFiles,
     document_files,
     num_documents,
     texts_or_tokens,
 )
-from specjax.loading.corpus.index_folder import KIND, IndexMetadata, write_index
-from specjax.loading.corpus.sorted_text import token_dtype, with_separator
-from specjax.loading.corpus.text_tokens import encode_documents, open_tokenizer
-from specjax.loading.corpus.tfds_texts import FieldNames, open_texts
+from specjax.loading.texts.text_tokens import encode_documents, open_tokenizer
+from specjax.loading.texts.tfds_texts import FieldNames, open_texts
 from specjax.loading.tokenizers.tokenizer import Tokenizer
+from specjax.methods.corpus.index_folder import KIND, IndexMetadata, write_index
+from specjax.methods.corpus.sorted_text import token_dtype, with_separator
 
 _TFDS = "tfds:"
 _TOGETHER = 256

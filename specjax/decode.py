@@ -45,18 +45,20 @@ from specjax.cli.decode_config import (
 )
 from specjax.cli.decode_run import decode_batches
 from specjax.cli.mesh_config import open_mesh
-from specjax.decoding.engine.outputs import Failure, failure_message
-from specjax.decoding.sampling_params import SamplingParams
-from specjax.decoding.session import NoRoomError
+from specjax.core.growth.tree_options import TreeKind, TreeOptions
+from specjax.core.none import PLAIN_DECODING
 from specjax.distributed import processes
-from specjax.drafters import DRAFTERS, TRAINED, drafter_options, option_type
-from specjax.drafters.by_name.registry import parts_of
-from specjax.drafters.growth.tree_options import TreeKind, TreeOptions
+from specjax.drafters import TRAINED, drafter_options, option_type
+from specjax.engine.outputs import Failure, failure_message
+from specjax.engine.plan import NoRoomError
+from specjax.engine.requests import SamplingParams
 from specjax.errors import InputError, one_line
 from specjax.fields import fields_of
 from specjax.files.package_versions import versions
-from specjax.loading.find_head import included_heads, shipped_heads
 from specjax.loading.model import Model
+from specjax.methods.find_head import included_heads, shipped_heads
+from specjax.methods.method import Method
+from specjax.methods.registry import METHODS, parts_of
 from specjax.reporting.decode_report import Clock, DrafterRun, device_name, summary, tree_record
 from specjax.reporting.records import Conditions, RunHeader
 from specjax.reporting.report_file import ReportFile, check_writable
@@ -244,16 +246,17 @@ def others_to_try(target: Model, drafters: Sequence[str]) -> str | None:
         return None
     heads = included_heads(target)
     reasons = [f"{', '.join(heads)} come with specjax for this target"] if heads else []
-    if target.mtp is not None:
-        heads.append("mtp")
-        reasons.append("the target has MTP modules")
+    for method in METHODS.values():
+        if (own := method.own_head) is not None and own.config(target) is not None:
+            heads.append(method.name)
+            reasons.append(f"the target has {own.what}")
     if not heads:
         return (
             f"no head comes with specjax for {target.name}: a smaller model with its tokenizer can "
             "draft (drafter.name=draft_model, drafter.path), or a head be trained; docs/faq.md"
             "#which-drafter"
         )
-    names = ",".join([*(name for name in drafters if name != "none"), *heads])
+    names = ",".join([*(name for name in drafters if name != PLAIN_DECODING), *heads])
     return f"{'; '.join(reasons)}: compare by --config.drafter.name={names}"
 
 
@@ -283,44 +286,25 @@ def _lossy(config: DecodeConfig) -> str:
     return f"; LOSSY: {config.options.verify.name} acceptance" if config.lossy else ""
 
 
-def _needs(name: str) -> str:
-    """Return what a drafter needs in addition to the target, for the listing."""
-    if name == "corpus":
-        return "an index of texts (python -m specjax.corpus_index)"
-    if name == "mtp":
-        return "a target with MTP modules, or modules trained for it (path)"
-    if name not in TRAINED:
-        return "nothing else"
-    kind = "any model with the target's tokenizer" if name == "draft_model" else "a trained head"
-    targets = [target for target, kinds in shipped_heads().items() if name in kinds]
-    return f"{kind} (path{'; included for ' + ', '.join(targets) if targets else ''})"
-
-
-def _usual_length(name: str) -> str:
-    """Return a drafter's default maximum draft length as a text, for the listing."""
-    if name == "medusa":
-        return "one draft token per head"
-    if name in ("dflash", "dspark"):
-        return "as many draft tokens as a block has"
-    kind = DRAFTERS[name]
-    if (length := getattr(kind, "usual_length", None)) is None:
-        needed = (
-            {"vocab_size": 1 << 16} if "vocab_size" in inspect.signature(kind).parameters else {}
-        )
-        length = kind(**needed).num_speculative_tokens
-    return f"up to {length} draft token{'s' * (length > 1)}"
+def _needs(method: Method) -> str:
+    """Return what a method needs in addition to the target, for the listing."""
+    if not method.needs.weights:
+        return method.needs.value
+    targets = [target for target, kinds in shipped_heads().items() if method.name in kinds]
+    included = f"; included for {', '.join(targets)}" if targets else ""
+    return f"{method.needs.value} (path{included})"
 
 
 def listing() -> str:
     """Return a text that lists drafters with their options, rules and sampling fields."""
     lines = ["drafters (--config.drafter.name=NAME, then --config.drafter.OPTION=VALUE;"]
     lines.append("--help says what each option means):")
-    for name, constructor in DRAFTERS.items():
-        summary = inspect.getdoc(constructor).splitlines()[0]
+    for name, method in METHODS.items():
+        summary = inspect.getdoc(method.drafter).splitlines()[0]
         lines.append(f"  {name}: {summary}")
-        if name == "none":
+        if name == PLAIN_DECODING:
             continue
-        lines.append(f"      {_usual_length(name)}; needs {_needs(name)}")
+        lines.append(f"      {method.usual_length}; needs {_needs(method)}")
         for option, parameter in drafter_options(name).items():
             if option_type(parameter) is not None:
                 shown = "" if parameter.default is None else f" = {parameter.default}"

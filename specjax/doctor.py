@@ -23,7 +23,6 @@ from specjax.cli import command
 from specjax.cli.config_file import config_of
 from specjax.cli.console import Screen
 from specjax.cli.decode_config import (
-    SIMULATED,
     DecodeConfig,
     DecodeFields,
     DrafterConfig,
@@ -35,11 +34,12 @@ from specjax.cli.decode_config import (
     read_decode_config,
     turn_prompts,
 )
-from specjax.decoding.options import BATCH_SIZE, FIXED
-from specjax.decoding.sampling_params import SEED, SamplingParams
+from specjax.core.none import PLAIN_DECODING
 from specjax.diagnosis import diagnose
 from specjax.diagnosis.declared import check_files
 from specjax.drafters import TRAINED, LoadedDrafter
+from specjax.engine.options import BATCH_SIZE, FIXED
+from specjax.engine.requests import SEED, SamplingParams
 from specjax.errors import InputError
 from specjax.fields import Whole, optional, read_values
 from specjax.loading.model import Model
@@ -92,7 +92,7 @@ def read_doctor_config(written: Mapping[str, Any]) -> DoctorConfig:
     name = written["drafter"]["name"]
     if len(decoding.drafters) > 1 or set(name) & set("+|"):
         raise InputError(f"drafter.name={name!r}: one drafter is examined at a time; name one")
-    if name in ("none", SIMULATED):
+    if name == PLAIN_DECODING or decoding.drafters[0].replays:
         raise InputError(f"drafter.name={name!r}: has nothing to examine; name a drafter")
     if given.turns != "first":
         raise InputError(f"turns={given.turns!r}: first turns are examined; leave it out")

@@ -19,17 +19,19 @@ from specjax.errors import InputError
 from specjax.fields import Choice, Flag, PathOrName, optional
 from specjax.files import folders
 from specjax.files.path_checks import output_folder, user_path
-from specjax.loading import head_formats
-from specjax.loading.find_head import open_head
-from specjax.loading.head_formats.eagle3_layer_ids import CONVENTIONS
-from specjax.loading.head_formats.read_write import check_format, whole_vocabulary
-from specjax.loading.heads.head import KINDS, Head, check_same, compacted, read_head, save_head
 from specjax.loading.load import DEFAULT_MODEL, DTYPE, load_model
 from specjax.loading.model import Model
 from specjax.loading.storage.checkpoint_directory import is_checkpoint
+from specjax.methods import published_layouts
+from specjax.methods.find_head import open_head
+from specjax.methods.heads.eagle3_layer_ids import CONVENTIONS
+from specjax.methods.heads.head import Head, check_same, whole_vocabulary
+from specjax.methods.published_layouts import check_format
+from specjax.methods.registry import HEADS
+from specjax.methods.saved_heads import compacted, read_head, save_head
 
 OWN = ("specjax", "compact")
-FORMATS = (*head_formats.FORMATS, *OWN)
+FORMATS = (*published_layouts.FORMATS, *OWN)
 
 
 def parser() -> Parser:
@@ -78,11 +80,11 @@ def export(options: SimpleNamespace) -> int:
     """
     source, output = user_path("head", options.head), output_folder("output", options.output)
     where = f"output={options.output!r}"
-    shipped = options.head in KINDS
+    shipped = options.head in HEADS
     if not shipped and not source.is_dir():
         raise InputError(
             f"head={options.head!r}: no such directory; give that of a saved head, or the kind of "
-            f"one that comes with specjax ({', '.join(KINDS)})"
+            f"one that comes with specjax ({', '.join(HEADS)})"
         )
     own, compact = options.format in OWN, options.format == "compact"
     folders.check_replaceable(output, "drafter" if own else "head", where, overwrite=not own)
@@ -93,14 +95,14 @@ def export(options: SimpleNamespace) -> int:
     if shipped:
         head = _prepared(open_head(options.head, None, target), options)
     elif head is None:
-        foreign = head_formats.read_foreign(source, target, layer_ids=options.read_layer_ids)
+        foreign = published_layouts.read_foreign(source, target, layer_ids=options.read_layer_ids)
         head = _prepared(foreign, options)
     if own:
         head = compacted(head) if compact else head
         save_head(head, output, compact=compact)
         check_same(head, read_head(output), str(output))
     else:
-        head_formats.write_foreign(
+        published_layouts.write_foreign(
             head, output, options.format, target, layer_ids=options.layer_ids
         )
     print(_summary(head, target, options))

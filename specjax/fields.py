@@ -37,6 +37,7 @@ from specjax.errors import InputError, Problems, shown
 from specjax.files import path_checks
 
 T = TypeVar("T")
+Callee = TypeVar("Callee", bound=Callable[..., Any])
 _ABSENT = object()
 INT32_MAX = 2**31 - 1
 """The largest value of the int32 arrays of token ids, positions and counts."""
@@ -468,6 +469,34 @@ def with_meanings(source: type[T]) -> type[T]:
     text = inspect.cleandoc(source.__doc__ or "")
     source.__doc__ = f"{text}\n\n{FIELDS}\n\n{meaning_lines(source, names)}"
     return source
+
+
+def takes_options(*classes: type) -> Callable[[Callee], Callee]:
+    """Document the fields of dataclasses as keyword arguments of a function with `**options`.
+
+    Returns a decorator. It sets the signature that editors, notebooks and `help` show, and ends the
+    docstring with the meanings of the fields. Of fields with equal names the first one counts.
+    """
+
+    def decorate(function: Callee) -> Callee:
+        signature = inspect.signature(function)
+        *explicit, _ = signature.parameters.values()
+        arguments = {parameter.name: parameter for parameter in explicit}
+        for options_class in classes:
+            types = get_type_hints(options_class)
+            parameters = inspect.signature(options_class).parameters
+            added = [name for name in parameters if name not in arguments]
+            for name in added:
+                arguments[name] = parameters[name].replace(
+                    kind=inspect.Parameter.KEYWORD_ONLY, annotation=types[name]
+                )
+            head = f"Keyword arguments that are fields of `{options_class.__name__}`:"
+            lines = meaning_lines(options_class, added)
+            function.__doc__ = f"{inspect.cleandoc(function.__doc__ or '')}\n\n{head}\n\n{lines}"
+        function.__signature__ = signature.replace(parameters=list(arguments.values()))
+        return function
+
+    return decorate
 
 
 def described(kinds: Mapping[str, Kind], source: type) -> dict[str, Shared]:

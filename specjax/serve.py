@@ -24,8 +24,8 @@ from specjax.cli import command
 from specjax.cli.console import Screen
 from specjax.cli.decode_config import load_target, make_config_drafter
 from specjax.cli.mesh_config import ONE_PROCESS, open_mesh
-from specjax.decoding.engine.engine import Engine
-from specjax.decoding.session import plan_engine
+from specjax.engine.engine import Engine
+from specjax.engine.plan import plan_engine
 from specjax.errors import InputError
 from specjax.reporting.decode_report import device_name
 from specjax.serving.serve_config import ServeConfig, ServeFields, read_serve_config
@@ -71,7 +71,7 @@ def serve(config: ServeConfig) -> int:
         made = make_config_drafter(config.decoding, drafter, model, tell=screen.say)
         engine = Engine.of(plan_engine(model, made.loaded, config.decoding.options))
     screen.say(f"{model.num_params / 1e6:.1f}M parameters, {model.weights}, on {device_name(mesh)}")
-    slots = engine.session.batch_size
+    slots = engine.plan.options.batch_size
     with screen.working(f"compiling {drafter.name} for up to {slots} samples at once"):
         warm_up(engine, config.sampling)
     line = f"ready: {url_of(listener)}/v1 serves {config.model_name}"

@@ -15,11 +15,11 @@ import numpy as np
 from specjax.diagnosis import changes, diagnose
 from specjax.drafters import make_drafter
 from specjax.loading.load import load_model
+from specjax.methods.block.head import Block
+from specjax.methods.draft_model.head import ReducedDecoder
+from specjax.methods.eagle.head import Eagle
+from specjax.methods.medusa.head import Medusa
 from specjax.models.config import SlidingWindow
-from specjax.models.heads.block import Block
-from specjax.models.heads.draft_decoder import ReducedDecoder
-from specjax.models.heads.eagle import Eagle
-from specjax.models.heads.medusa import Medusa
 
 
 @dataclasses.dataclass(frozen=True)

@@ -117,7 +117,7 @@ import bad_input
 import pytest
 from bad_input import pytest_pyfunc_call, pytest_terminal_summary  # noqa: F401 - pytest's hooks
 
-from specjax.decoding import programs
+from specjax.engine import programs
 from specjax.loading.load import load_model, random_model
 from specjax.loading.tokenizers.huggingface_tokenizer import read_tokenizer
 from specjax.models.config import DecoderConfig

@@ -1,7 +1,8 @@
-"""Sessions, models and drafters for tests of the decoding loop."""
+"""Calls, models and drafters for tests of the decoding loop."""
 
 import dataclasses
 import functools
+from typing import NamedTuple
 
 import conftest
 import jax
@@ -10,32 +11,30 @@ import numpy as np
 
 from specjax import trees
 from specjax.controllers import Fixed, Limits
-from specjax.decoding import initial_state
-from specjax.decoding.generate import decode_session
-from specjax.decoding.options import DecodeOptions
-from specjax.decoding.programs import compile_session, run, start
-from specjax.decoding.round import make_context
-from specjax.decoding.rows import batch_arguments, row_arguments
-from specjax.decoding.sampling_params import SamplingParams
-from specjax.decoding.session import plan_session
-from specjax.decoding.state import RUNNING
+from specjax.core import drafter as base
+from specjax.core import initial_state, turn_taking
+from specjax.core.round import make_context
+from specjax.core.state import RUNNING
 from specjax.distributed.sharding import use
 from specjax.drafters import (
     Drafter,
     LoadedDrafter,
     TokenRecycling,
-    base,
     make_drafter,
     merge_drafters,
     take_turns,
-    turn_taking,
 )
-from specjax.drafters.draft_model import DraftModel
-from specjax.drafters.lookup.ngram import Ngram
-from specjax.drafters.lookup.suffix import Suffix
-from specjax.drafters.self_speculation.early_exit import EarlyExit
-from specjax.drafters.self_speculation.layer_skip import LayerSkip
-from specjax.drafters.self_speculation.self_drafter import SelfDrafter
+from specjax.engine.generate import decode_requests
+from specjax.engine.options import DecodeOptions
+from specjax.engine.plan import DecodePlan, plan_requests
+from specjax.engine.programs import compile_plan, row_arguments, run, start
+from specjax.engine.requests import Request, SamplingParams
+from specjax.methods.draft_model.drafter import DraftModel
+from specjax.methods.early_exit import EarlyExit
+from specjax.methods.layer_skip import LayerSkip
+from specjax.methods.ngram import Ngram
+from specjax.methods.self_drafter import SelfDrafter
+from specjax.methods.suffix import Suffix
 from specjax.sampling import UniformRule
 
 PROMPTS = [
@@ -71,7 +70,24 @@ def greedy(**fields):
     return SamplingParams(temperature=0.0, **fields)
 
 
-def make_session(
+class Call(NamedTuple):
+    """The plan and the requests of a call."""
+
+    plan: DecodePlan
+    requests: list[Request]
+
+    def with_options(self, **changes):
+        return self._replace(plan=self.plan.with_options(**changes))
+
+    def controlled_by(self, controller):
+        return self._replace(plan=self.plan.controlled_by(controller))
+
+    def with_loop(self, **changes):
+        loop = dataclasses.replace(self.plan.loop, **changes)
+        return self._replace(plan=dataclasses.replace(self.plan, loop=loop))
+
+
+def make_call(
     target,
     prompts,
     *,
@@ -80,36 +96,36 @@ def make_session(
     every_width=False,
     **options,
 ):
-    """Return the result of `plan_session`, by default with few compiled widths.
+    """Return the plan and the requests of a call, by default with few compiled widths.
 
     Drafts of a fixed length are verified in passes of the largest width, however short they are,
     unless `every_width` is set or the whole suite runs, since each width is another copy of the
     pass and the rule. Where verification resumes the drafter's pass, rounds without nodes have
     a width of their own.
     """
-    requests = SamplingParams() if sampling is None else sampling
-    session = plan_session(
-        target,
-        prompts,
-        drafter=drafter,
-        options=DecodeOptions(**options),
-        requests=requests,
+    call = Call(
+        *plan_requests(
+            target,
+            prompts,
+            drafter=drafter,
+            options=DecodeOptions(**options),
+            sampling=SamplingParams() if sampling is None else sampling,
+        )
     )
-    if session.controller != Fixed() or every_width or conftest.full:
-        return session
-    slept = isinstance(session.plan.drafter.parts[0], SelfDrafter) and session.plan.resumes
-    widths = (*session.plan.widths[:slept], session.plan.widths[-1])
-    widest = dataclasses.replace(session.plan, widths=tuple(dict.fromkeys(widths)))
-    return dataclasses.replace(session, plan=widest)
+    if call.plan.options.length_controller != Fixed() or every_width or conftest.full:
+        return call
+    slept = isinstance(call.plan.loop.drafter.parts[0], SelfDrafter) and call.plan.loop.resumes
+    widths = (*call.plan.loop.widths[:slept], call.plan.loop.widths[-1])
+    return call.with_loop(widths=tuple(dict.fromkeys(widths)))
 
 
 def decode(target, prompts, **options):
-    """Return the result of `generate` with the widths of `make_session`."""
-    return decode_session(make_session(target, prompts, **options))
+    """Return the result of `generate` with the widths of `make_call`."""
+    return decode_requests(*make_call(target, prompts, **options))
 
 
 def generate(target, prompts, drafter=None, verify="rejection", length="fixed", **sampling):
-    """Return the result of `specjax.generate` with the widths of `make_session`."""
+    """Return the result of `specjax.generate` with the widths of `make_call`."""
     if isinstance(drafter, str):
         drafter = make_drafter(drafter, target)
     options = dict(verify=verify, num_speculative_tokens=length)
@@ -163,39 +179,44 @@ def assert_ends(target, drafter):
     assert got.accepted[4:].max() > 0
 
 
-def first_state(session):
-    """Return the state of the session's first batch before its first round."""
-    arguments = batch_arguments(session, session.groups(session.batch_size)[0])
-    with use(session.mesh):
-        return start(session.plan, session.params, *arguments)
+def batch_arguments(call, index):
+    """Return the arrays of the call's requests with the given indices."""
+    return row_arguments(call.plan, [call.requests[number] for number in index])
 
 
-def empty_state(session):
-    """Return the state of an engine without rows, for the programs that decode the session."""
-    arguments = row_arguments(session, [], session.num_rows)
-    return compile_session(session).empty(session.params, *arguments)
+def first_state(call):
+    """Return the state of the call's first batch before its first round."""
+    arguments = row_arguments(call.plan, call.requests[: call.plan.options.batch_size])
+    with use(call.plan.mesh):
+        return start(call.plan.loop, call.plan.params, *arguments)
 
 
-def loop_arguments(session):
+def empty_state(call):
+    """Return the state of an engine without rows, for the programs that decode the call."""
+    arguments = row_arguments(call.plan, [])
+    return compile_plan(call.plan).empty(call.plan.params, *arguments)
+
+
+def loop_arguments(call):
     """Return the first batch's arguments of `loop.run` after the plan, the state as shapes."""
-    arguments = batch_arguments(session, range(session.batch_size))
-    start = functools.partial(initial_state.start, session.plan)
-    return session.params, jax.eval_shape(start, session.params, *arguments), jnp.int32(1)
+    arguments = batch_arguments(call, range(call.plan.options.batch_size))
+    start = functools.partial(initial_state.start, call.plan.loop)
+    return call.plan.params, jax.eval_shape(start, call.plan.params, *arguments), jnp.int32(1)
 
 
-def rounds(session, state, counts=None):
+def rounds(call, state, counts=None):
     """Yield the state after each round until all rows are finished; `counts` collects each round's.
 
-    The session's controller chooses limits before each round, and learns nothing.
+    The call's controller chooses limits before each round, and learns nothing.
     """
-    memory = session.controller.init(session.step_sizes)
+    memory = call.plan.options.length_controller.init(call.plan.step_sizes)
     while unfinished := int((state.status == RUNNING).sum()):
-        limits, _, memory = session.controller.choose(memory, unfinished, 1)
+        limits, _, memory = call.plan.options.length_controller.choose(memory, unfinished, 1)
         # The program takes over the state's buffers: it gets a copy.
-        with use(session.mesh):
+        with use(call.plan.mesh):
             state, new, _ = run(
-                session.plan,
-                session.params,
+                call.plan.loop,
+                call.plan.params,
                 copied(state),
                 jnp.int32(1),
                 limits=device_limits(*limits),
@@ -205,10 +226,10 @@ def rounds(session, state, counts=None):
         yield state
 
 
-def new_tokens(session, state):
+def new_tokens(call, state):
     """Return the tokens of each row after its prompt."""
     tokens, lengths = np.asarray(state.tokens), state.length.tolist()
-    begins = map(len, session.prompts)
+    begins = (len(request.prompt) for request in call.requests)
     return [
         row[begin:end].tolist() for row, begin, end in zip(tokens, begins, lengths, strict=True)
     ]
@@ -248,9 +269,9 @@ def _caught_up(plan, params, state):
     return tuple(map(all_observed, plan.drafter.parts, params[1], state.drafter))
 
 
-def observed(session, state):
+def observed(call, state):
     """Return the state of each drafter after it has observed all committed tokens."""
-    return _caught_up(session.plan, session.params, state)
+    return _caught_up(call.plan.loop, call.plan.params, state)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -18,8 +18,8 @@ from specjax.errors import InputError
 from specjax.files.folder_checksums import MARKER
 from specjax.loading.formats import tensor_layout
 from specjax.loading.formats.families.llama import LLAMA
-from specjax.loading.head_formats import write_foreign
 from specjax.loading.load import load_model, random_model
+from specjax.methods.published_layouts import write_foreign
 from specjax.models.config import DecoderConfig
 
 GOLDENS = Path(__file__).parent / "goldens"

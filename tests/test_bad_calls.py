@@ -20,10 +20,6 @@ from decoding import Deciding, changed
 import specjax
 from specjax import sampling, testing
 from specjax.controllers import Auto, Limits
-from specjax.decoding import programs
-from specjax.decoding.engine.engine import Engine
-from specjax.decoding.options import DecodeOptions
-from specjax.decoding.session import plan_session
 from specjax.drafters import (
     DRAFTERS,
     Drafter,
@@ -33,11 +29,15 @@ from specjax.drafters import (
     drafter_options,
     merge_drafters,
 )
-from specjax.drafters.lookup.ngram import Ngram
+from specjax.engine import programs
+from specjax.engine.engine import Engine
+from specjax.engine.options import DecodeOptions
+from specjax.engine.plan import plan_requests
 from specjax.errors import InputError, shown
 from specjax.loading import checkpoints
 from specjax.loading.load import random_model
 from specjax.loading.tokenizers.tokenizer import Tokenizer
+from specjax.methods.ngram import Ngram
 from specjax.models.config import DecoderConfig
 from specjax.sampling import Decision
 from specjax.testing import Tabular, check_drafter
@@ -267,14 +267,14 @@ def test_every_function_and_argument_is_called():
 
 def test_numpys_numbers_are_numbers():
     three = np.int64(3)
-    session = plan_session(
+    plan, requests = plan_requests(
         TARGET,
         [np.array([1, 2]), (np.uint8(1),)],
         drafter=specjax.make_drafter("ngram", TARGET, prompt_lookup_max=three),
         options=DecodeOptions(num_speculative_tokens=three, batch_size=three, seed=three),
-        requests={"top_k": three, "temperature": np.float32(0.5), "max_new_tokens": three},
+        sampling={"top_k": three, "temperature": np.float32(0.5), "max_new_tokens": three},
     )
-    assert (session.seed, session.requests[0].top_k) == (3, 3)
+    assert (plan.options.seed, requests[0].sampling.top_k) == (3, 3)
 
 
 GENERATE = {

@@ -11,9 +11,10 @@ from tiny_models import VOCABULARY, block_head, eagle_head, noisy_medusa_head
 
 from specjax.errors import InputError
 from specjax.files import folder_checksums
-from specjax.loading.find_head import open_head
-from specjax.loading.head_formats import eagle, read_foreign, write_foreign
 from specjax.loading.load import random_model
+from specjax.methods.find_head import open_head
+from specjax.methods.heads.published_layout import PublishedLayout
+from specjax.methods.published_layouts import read_foreign, write_foreign
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 EAGLE3 = [
@@ -203,8 +204,8 @@ def test_directories_that_are_no_heads(tiny, tmp_path):
         read_foreign(tmp_path, tiny)
 
 
-def other_weights(head, layer_ids, write=eagle.write_eagle3, **options):
-    config, tensors = write(head, layer_ids, **options)
+def other_weights(layout, head, target, layer_ids, write=PublishedLayout.write):
+    config, tensors = write(layout, head, target, layer_ids)
     return config, {**tensors, "fc.weight": 2 * tensors["fc.weight"]}
 
 
@@ -222,7 +223,7 @@ def test_an_export_is_whole_or_not_at_all(tiny, tmp_path, monkeypatch):
             write_foreign(head, path, "speculators", tiny)
     with monkeypatch.context() as patch:
         # What was written is not what should have been: the earlier export stays.
-        patch.setattr("specjax.loading.head_formats.eagle.write_eagle3", other_weights)
+        patch.setattr(PublishedLayout, "write", other_weights)
         with pytest.raises(InputError, match="head: read again, it is another head"):
             write_foreign(head, path, "eagle3", tiny)
     assert (path / "model.safetensors").read_bytes() == before

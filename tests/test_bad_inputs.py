@@ -21,9 +21,10 @@ from specjax import bench, corpus_index, decode, doctor, export, fields, report,
 from specjax.cli import decode_config
 from specjax.cli.decode_config import DecodeFields
 from specjax.cli.flags import Listed
-from specjax.decoding import options
+from specjax.engine import options
 from specjax.fields import Kind, fields_of
-from specjax.loading.corpus import documents, index_folder
+from specjax.loading.texts import documents
+from specjax.methods.corpus import index_folder
 from specjax.serving.serve_config import ServeFields
 from specjax.spec_bench import command as spec_bench
 from specjax.spec_bench.config import SpecBenchFields

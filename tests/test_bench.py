@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 import pytest
-from decoding import make_session
+from decoding import make_call
 from rich.console import Console
 
 from specjax import bench
@@ -21,9 +21,9 @@ from specjax.cli.measure_speedups import (
     turn_order,
 )
 from specjax.cli.predicted_speedup import measure_round_costs
-from specjax.decoding.generate import Generation
-from specjax.drafters.lookup.ngram import Ngram
+from specjax.engine.generate import Generation
 from specjax.loading.load import save_model
+from specjax.methods.ngram import Ngram
 from specjax.tuning import measure_costs
 
 
@@ -123,7 +123,7 @@ def test_a_pass_is_as_wide_as_the_widest_of_its_rows():
 
 
 def test_the_parts_of_a_prediction_are_of_full_batches(tiny, monkeypatch):
-    session = make_session(tiny, [[1, 2]] * 3, drafter=Ngram(num_speculative_tokens=2))
+    call = make_call(tiny, [[1, 2]] * 3, drafter=Ngram(num_speculative_tokens=2))
     asked = []
 
     def widths_seconds(target, params, widths, *, batch, committed, capacity):
@@ -131,8 +131,8 @@ def test_the_parts_of_a_prediction_are_of_full_batches(tiny, monkeypatch):
         return {width: batch + width for width in widths}
 
     monkeypatch.setattr(measure_costs, "widths_seconds", widths_seconds)
-    monkeypatch.setattr(measure_costs, "propose_seconds", lambda session: 0.5)
-    parts = measure_round_costs(session, 8)
+    monkeypatch.setattr(measure_costs, "propose_seconds", lambda *call: 0.5)
+    parts = measure_round_costs(*call, 8)
     assert asked == [(4, 6)]
     # Passes of 7, 7 and 5 s with drafts of half a second, for two tokens per round.
     predicted = parts.speedup(2.0, np.array([3, 3, 1]))

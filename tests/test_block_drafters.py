@@ -16,7 +16,7 @@ from decoding import (
     decode,
     first_state,
     greedy,
-    make_session,
+    make_call,
     mixed,
     observed,
     rounds,
@@ -24,9 +24,9 @@ from decoding import (
 from test_decoder import one_pass
 from tiny_models import block_drafter, block_head, small_model
 
-from specjax.decoding.round import make_context
+from specjax.core.drafter import Accepted
+from specjax.core.round import make_context
 from specjax.drafters import head_drafter
-from specjax.drafters.base import Accepted
 from specjax.errors import InputError
 from specjax.sampling.keys import SharedNoise
 from specjax.testing import check_drafter
@@ -83,12 +83,16 @@ def observe_all(plan, drafter, target_params, params, features, state):
     return drafter.observe(params, empty, context, Accepted(following, count, features))
 
 
-def assert_fresh(session, state, got=None):
+def assert_fresh(call, state, got=None):
     """With what waits to be observed, the cache is what the committed tokens give."""
-    drafter, params = session.plan.drafter.parts[0], session.params[1][0]
-    features = one_pass(session.model, np.asarray(state.tokens), features=drafter.features).features
-    wanted = observe_all(session.plan, drafter, session.params[0], params, features, state).cache
-    got = (observed(session, state)[0] if got is None else got).cache
+    drafter, params = call.plan.loop.drafter.parts[0], call.plan.params[1][0]
+    features = one_pass(
+        call.plan.model, np.asarray(state.tokens), features=drafter.features
+    ).features
+    wanted = observe_all(
+        call.plan.loop, drafter, call.plan.params[0], params, features, state
+    ).cache
+    got = (observed(call, state)[0] if got is None else got).cache
     np.testing.assert_array_equal(got.length, jnp.maximum(state.length - 1, 0))
     held = (jnp.arange(got.capacity)[None, :] < got.length[:, None])[None, :, None, :, None]
     for one, other in ((got.k, wanted.k), (got.v, wanted.v)):
@@ -97,30 +101,30 @@ def assert_fresh(session, state, got=None):
         )
 
 
-def session_of(tiny, drafter, new_tokens=14):
+def call_of(tiny, drafter, new_tokens=14):
     options = dict(num_speculative_tokens=3, sampling=mixed(max_new_tokens=new_tokens))
-    return make_session(tiny, PROMPTS, drafter=drafter, **options)
+    return make_call(tiny, PROMPTS, drafter=drafter, **options)
 
 
 def test_the_state_equals_a_fresh_one_after_every_round(tiny):
     """The broken variant observes the features one position late."""
     drafter = block_drafter(tiny, spread=0.3)
-    session = session_of(tiny, drafter)
-    state = first_state(session)
-    assert_fresh(session, state)
+    call = call_of(tiny, drafter)
+    state = first_state(call)
+    assert_fresh(call, state)
     counts = []
-    for state in rounds(session, state, counts):
-        assert_fresh(session, state)
+    for state in rounds(call, state, counts):
+        assert_fresh(call, state)
     assert {0, 1, 2} <= accepted_lengths(counts)
 
     def late(real, params, state, context, accepted):
         moved = {name: jnp.roll(value, 1, axis=1) for name, value in accepted.features.items()}
         return real(params, state, context, accepted.replace(features=moved))
 
-    broken = session_of(tiny, changed(drafter, observe=late))
-    state = next(rounds(session, first_state(session)))
+    broken = call_of(tiny, changed(drafter, observe=late))
+    state = next(rounds(call, first_state(call)))
     with pytest.raises(AssertionError):
-        assert_fresh(session, state, observed(broken, state)[0])
+        assert_fresh(call, state, observed(broken, state)[0])
 
 
 def of_another_position(drafter):
@@ -223,9 +227,9 @@ def test_a_dynamic_tree_over_marginals_is_the_best_of_all(tiny):
         head_drafter(head, tiny, tree={**tree, **more}).drafter for more in ({}, {"topk": 2})
     )
     assert (whole.tree.topk, narrow.tree.topk) == (10, 2)
-    session = session_of(tiny, head_drafter(head, tiny))
-    state, params = first_state(session), session.params[1][0]
-    context = make_context(session.plan, session.params[0], state)
+    call = call_of(tiny, head_drafter(head, tiny))
+    state, params = first_state(call), call.plan.params[1][0]
+    context = make_context(call.plan.loop, call.plan.params[0], state)
 
     @jax.jit
     def propose(own):
@@ -247,7 +251,7 @@ def test_a_dynamic_tree_over_marginals_is_the_best_of_all(tiny):
             paths.append((*paths[parent], int((odds > odds[token]).sum())))
         return set(paths[1:])
 
-    marginals, drafts = propose(observed(session, state)[0])
+    marginals, drafts = propose(observed(call, state)[0])
     rows, worse = np.flatnonzero(np.asarray(context.limit) >= 3), [0, 0]
     for row in rows:
         wanted = {path for path, _ in best_first(np.asarray(marginals[row], np.float64), 10)}

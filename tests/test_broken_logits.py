@@ -12,10 +12,10 @@ from decoding import PROMPTS, Shifting, coupled, decode, draft_model, mixed
 
 import specjax
 from specjax import decode as command
-from specjax.decoding.engine.outputs import Failure
-from specjax.decoding.sampling_params import SamplingParams
-from specjax.drafters.lookup.ngram import Ngram
+from specjax.engine.outputs import Failure
+from specjax.engine.requests import SamplingParams
 from specjax.loading.load import save_model
+from specjax.methods.ngram import Ngram
 
 NEW = 12
 

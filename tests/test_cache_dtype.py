@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_loop_cache import fresh
 
-from specjax.cache import KVCache, commit
-from specjax.cached_entries import Int8Entries, decode, empty_entries, encode
+from specjax.core.cache import KVCache, commit
+from specjax.core.cached_entries import Int8Entries, decode, empty_entries, encode
+from specjax.core.causal_mask import causal
 from specjax.distributed.sharding import make_mesh
 from specjax.drafters import make_drafter
 from specjax.errors import InputError
 from specjax.loading.load import load_model, place_model, random_model
-from specjax.models.causal_mask import causal
 from specjax.models.decoder import Form
 
 FLOAT, INT8 = jnp.dtype("float32"), jnp.dtype("int8")

@@ -14,8 +14,8 @@ from conftest import slow, tiny_config
 from jax.sharding import NamedSharding, PartitionSpec
 from tiny_models import with_modules
 
-from specjax.decoding.generate import generate
 from specjax.distributed import sharding
+from specjax.engine.generate import generate
 from specjax.errors import InputError
 from specjax.loading import dataclass_json
 from specjax.loading.checkpoints import load_drafter, save_checkpoint, save_drafter

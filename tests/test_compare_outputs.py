@@ -8,16 +8,17 @@ import jax
 import numpy as np
 import pytest
 from conftest import tiny_config
+from decoding import Call
 
 from specjax import sampling
-from specjax.decoding import compare_outputs
-from specjax.decoding.compare_outputs import Difference, NearTie, compare_row, least_change
-from specjax.decoding.generate import generate
-from specjax.decoding.sampling_params import SamplingParams
-from specjax.decoding.session import Session, plan_session
-from specjax.drafters.by_name.make import make_drafter
+from specjax.engine.generate import generate
+from specjax.engine.plan import plan_requests
+from specjax.engine.requests import SamplingParams
 from specjax.loading.load import random_model
+from specjax.methods.make import make_drafter
 from specjax.models.cpu import library
+from specjax.reporting import compare_outputs
+from specjax.reporting.compare_outputs import Difference, NearTie, compare_row, least_change
 
 SCORES = np.log([0.1, 0.2, 0.3, 0.4])
 FLAT = np.zeros(4)
@@ -90,14 +91,17 @@ def test_no_change_is_needed_for_the_token_that_is_drawn_alone(warp):
 class Runs:
     """Rows of each of `WARPS` in turn: of plain decoding, with drafts, and with another seed."""
 
-    session: Session
+    call: Call
     plain: list[list[int]]
     drafted: list[list[int]]
     reseeded: list[list[int]]
 
     def compared(self, rows):
         pairs = zip(rows, self.plain, strict=True)
-        found = [compare_row(self.session, row, *pair) for row, pair in enumerate(pairs)]
+        found = [
+            compare_row(self.call.plan, self.call.requests[row], *pair)
+            for row, pair in enumerate(pairs)
+        ]
         return [one for one in found if one is not None]
 
 
@@ -125,7 +129,7 @@ def _runs():
     plain = run().token_ids
     drafter = make_drafter("simulated", model, continuations=plain, acceptance=0.7)
     return Runs(
-        plan_session(model, prompts, requests=requests),
+        Call(*plan_requests(model, prompts, sampling=requests)),
         plain,
         run(drafter=drafter, num_speculative_tokens=7).token_ids,
         run(seed=1).token_ids,
@@ -157,22 +161,24 @@ def test_arbitrary_tokens_differ(rounding):
         for row, ids in enumerate(rounding.plain[::2]):
             wrong = (ids[index] + int(rng.integers(1, VOCAB))) % VOCAB
             ours = [*ids[:index], wrong, *ids[index + 1 :]]
-            found.append(compare_row(rounding.session, 2 * row, ours, ids))
+            found.append(
+                compare_row(rounding.call.plan, rounding.call.requests[2 * row], ours, ids)
+            )
     assert len(found) == 30
     assert sum(one.excused for one in found) <= 0.02 * len(found)
 
 
 def test_float32_excuses_what_is_closer_than_a_ten_thousandth(chatty, monkeypatch):
     request = dict(max_new_tokens=4, ignore_eos=True)
-    session = plan_session(chatty, [[5, 6, 7]], requests=request)
+    plan, (asked,) = plan_requests(chatty, [[5, 6, 7]], sampling=request)
     plain = generate(chatty, [[5, 6, 7]], sampling=request).token_ids[0]
     ours = [*plain[:2], (plain[2] + 1) % 90, plain[3]]
-    assert compare_row(session, 0, plain, plain) is None
-    found = compare_row(session, 0, ours, plain)
+    assert compare_row(plan, asked, plain, plain) is None
+    found = compare_row(plan, asked, ours, plain)
     assert (found.first, found.excused) == (2, False)
     assert found.near_ties[0].margin > found.near_ties[0].resolution == 1e-4
     # Rows of the same tokens do not end at different places.
-    short = compare_row(session, 0, plain[:2], plain)
+    short = compare_row(plan, asked, plain[:2], plain)
     assert (short.first, short.excused) == (2, False)
     for gap, excused in ((5e-5, True), (5e-3, False)):
 
@@ -185,7 +191,7 @@ def test_float32_excuses_what_is_closer_than_a_ten_thousandth(chatty, monkeypatc
                 yield index, passes
 
         monkeypatch.setattr(compare_outputs, "_logits_of_passes", near)
-        found = compare_row(session, 0, ours, plain)
+        found = compare_row(plan, asked, ours, plain)
         assert found.excused == excused
         assert [one.index for one in found.near_ties] == [2]
 

@@ -11,14 +11,14 @@ from specjax.cli import command
 from specjax.cli.config_file import packaged_configs, read_config
 from specjax.cli.decode_config import read_decode_config, turn_prompts
 from specjax.controllers import Fixed
-from specjax.decoding.options import DecodeOptions
-from specjax.decoding.prompts import Question
-from specjax.decoding.sampling_params import SamplingParams
 from specjax.drafters import DRAFTERS, drafter_options, option_type
-from specjax.drafters.lookup.ngram import Ngram
+from specjax.engine.options import DecodeOptions
+from specjax.engine.requests import SamplingParams
 from specjax.errors import InputError
 from specjax.fields import Whole, dotted
-from specjax.loading.corpus.index_folder import IndexFolder
+from specjax.loading.texts.questions import Question
+from specjax.methods.corpus.index_folder import IndexFolder
+from specjax.methods.ngram import Ngram
 from specjax.sampling import RULES
 from specjax.serving.serve_config import ServeFields
 from train import corpus, distill, eagle, generate, layerskip, medusa, mtp

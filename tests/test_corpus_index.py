@@ -20,9 +20,9 @@ from specjax import corpus_index, generate, make_drafter
 from specjax.distributed import device_memory
 from specjax.drafters import LoadedDrafter
 from specjax.files.folder_checksums import MARKER, seal
-from specjax.loading.corpus import sorted_text as sorting
-from specjax.loading.corpus.index_folder import open_index
-from specjax.loading.corpus.text_tokens import encode_documents
+from specjax.loading.texts.text_tokens import encode_documents
+from specjax.methods.corpus import sorted_text as sorting
+from specjax.methods.corpus.index_folder import open_index
 
 TEXTS = ["The tide rises twice a day.", "The tide falls", "", "a<|im_end|>b"]
 

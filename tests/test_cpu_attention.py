@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from conftest import slow
 
-from specjax.cache import KVCache, Window
-from specjax.cached_entries import decode, encode
+from specjax.core.cache import KVCache, Window
+from specjax.core.cached_entries import decode, encode
 from specjax.models.cpu import library
 from specjax.models.layers import cpu_attention
 from specjax.models.layers.attention import attend, attend_rows

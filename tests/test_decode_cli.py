@@ -16,14 +16,13 @@ from specjax import decode, metrics
 from specjax import report as write_reports
 from specjax.cli import decode_run
 from specjax.cli.console import Screen
-from specjax.decoding import compare_outputs
-from specjax.decoding.engine import engine
-from specjax.decoding.generate import generate
+from specjax.engine import engine
+from specjax.engine.generate import generate
 from specjax.errors import InputError
 from specjax.fields import read_values
-from specjax.loading import find_head
 from specjax.loading.load import load_model, save_model
-from specjax.reporting import decode_table, statistics
+from specjax.methods import find_head
+from specjax.reporting import compare_outputs, decode_table, statistics
 from specjax.reporting.decode_report import DrafterRun
 from specjax.reporting.records import Row, RunHeader, read_report
 from specjax.reporting.runs import labels
@@ -520,13 +519,13 @@ def test_the_folder_of_a_report_is_made(run, tmp_path):
 
 
 def test_an_interrupted_batch_of_several_is_kept_for_none(run, monkeypatch):
-    def interrupted(session, index, **options):
-        if index == [1] and len(session.plan.drafter.parts) > 1:
+    def interrupted(plan, requests, **options):
+        if requests[0].number == 1 and len(plan.loop.drafter.parts) > 1:
             raise KeyboardInterrupt
-        return decode_session(session, index=index, **options)
+        return decode_requests(plan, requests, **options)
 
-    decode_session = decode_run.decode_session
-    monkeypatch.setattr(decode_run, "decode_session", interrupted)
+    decode_requests = decode_run.decode_requests
+    monkeypatch.setattr(decode_run, "decode_requests", interrupted)
     code, runs = run(*SEVERAL, "--config.num_speculative_tokens=auto")
     assert code == 130
     for one in runs:
@@ -535,10 +534,10 @@ def test_an_interrupted_batch_of_several_is_kept_for_none(run, monkeypatch):
 
 
 def wrong(compare, margin):
-    def compared(session, prompt, ours, plain):
-        assert compare(session, prompt, ours, plain) is None
+    def compared(plan, request, ours, plain):
+        assert compare(plan, request, ours, plain) is None
         near_tie = compare_outputs.NearTie(3, margin)
-        return compare_outputs.Difference((near_tie,)) if prompt == 1 else None
+        return compare_outputs.Difference((near_tie,)) if request.number == 1 else None
 
     return compared
 
@@ -560,8 +559,8 @@ def test_a_difference_fails_unless_it_is_a_near_tie(margin, code, run, monkeypat
 def second_best(compare):
     """What is said of the first token's runner-up, instead of what was generated."""
 
-    def compared(session, prompt, ours, plain):
-        return compare(session, prompt, [(plain[0] + 1) % 90], plain)
+    def compared(plan, request, ours, plain):
+        return compare(plan, request, [(plain[0] + 1) % 90], plain)
 
     return compared
 
@@ -573,8 +572,8 @@ def test_in_half_precision_what_it_cannot_resolve_is_excused(
     """Margins of half, and of twice, the least that counts as rounding in bfloat16."""
     largest = []
 
-    def near(session, prompt, new_tokens):
-        for index, found in passes(session, prompt, new_tokens):
+    def near(plan, request, new_tokens):
+        for index, found in passes(plan, request, new_tokens):
             largest.append(found[0].max())
             found[:, new_tokens[index]] = found.max(axis=1) - share * 0.75 * 2**-7 * largest[-1]
             yield index, found
@@ -601,13 +600,13 @@ def test_interrupt_leaves_finished_rows(run, monkeypatch, capsys):
         outcome(self, *arguments, **options)
         seen.append(arguments)
 
-    def interrupted(session, index, **options):
-        if index == [2]:
+    def interrupted(plan, requests, **options):
+        if requests[0].number == 2:
             raise KeyboardInterrupt
-        return decode_session(session, index=index, **options)
+        return decode_requests(plan, requests, **options)
 
-    decode_session = decode_run.decode_session
-    monkeypatch.setattr(decode_run, "decode_session", interrupted)
+    decode_requests = decode_run.decode_requests
+    monkeypatch.setattr(decode_run, "decode_requests", interrupted)
     monkeypatch.setattr(decode_run.Screen, "row_result", interrupting)
     code, report = run("--config.compare=true")
     assert code == 130

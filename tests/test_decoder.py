@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from conftest import slow, tiny_config
 
-from specjax.cache import commit, put
+from specjax.core.cache import commit, put
+from specjax.core.prefill import prefill
 from specjax.errors import InputError
 from specjax.loading.load import random_model
-from specjax.models.prefill import prefill
 
 TOKENS = np.random.default_rng(0).integers(61, size=(3, 300)).astype(np.int32)
 FEATURES = ("final_norm", "pre_norm", "layer_input:0", "layer_input:1", "layer_input:2")

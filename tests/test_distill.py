@@ -12,7 +12,7 @@ from decoding import PROMPTS, decode, mixed
 from tiny_models import SOME
 from toy_training import two_rows, with_features
 
-from specjax.cache import commit, make_cache
+from specjax.core.cache import commit, make_cache
 from specjax.drafters import head_drafter
 from specjax.errors import InputError
 from specjax.loading.load import random_model

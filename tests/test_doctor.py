@@ -17,26 +17,25 @@ from conftest import slow, tiny_config
 from tiny_models import block_head, eagle_head, medusa_head, mtp_head
 
 from specjax import doctor
-from specjax.decoding.generate import generate
-from specjax.decoding.sampling_params import SamplingParams
 from specjax.diagnosis import changes, diagnose
 from specjax.diagnosis.answers import read_answers
 from specjax.diagnosis.declared import check_files
 from specjax.diagnosis.teacher_forced import (
     UNLIMITED,
     Reading,
-    draft_logits,
     num_programs,
     score,
 )
 from specjax.drafters import head_drafter, make_drafter, merge_drafters
-from specjax.drafters.draft_model import DraftModel
+from specjax.engine.generate import generate
+from specjax.engine.requests import SamplingParams
 from specjax.loading.checkpoints import save_checkpoint
-from specjax.loading.head_formats import write_foreign
-from specjax.loading.heads.head import save_head
 from specjax.loading.load import random_model, save_model
+from specjax.methods.draft_model.drafter import DraftModel
+from specjax.methods.heads.shared_parameters import share_anew
+from specjax.methods.published_layouts import write_foreign
+from specjax.methods.saved_heads import save_head
 from specjax.models.decoder import Form
-from specjax.models.heads.shared_parameters import share_anew
 from train.methods.distill import DistillLoss, distill_method
 
 diagnosis = importlib.import_module("specjax.diagnosis.diagnose")
@@ -54,7 +53,7 @@ DSPARK = dict(block_size=LENGTH + 1, num_layers=1, markov_rank=3, confidence=Tru
 def target():
     """A tiny target whose distributions depend on more than the last token."""
     model = random_model(
-        tiny_config(max_positions=128), 0, dtype="float32", form=Form("stacked", "whole")
+        tiny_config(max_positions=128), 0, dtype="float32", form=Form("stacked", "blocks")
     )
     head = {"kernel": 3 * model.params["head"]["kernel"]}
     return dataclasses.replace(model, params={**model.params, "head": head})
@@ -82,8 +81,12 @@ def trained(kind):
 
     def loss_of_row(own, tokens, first, logp, features):
         steps = jnp.arange(labels)
-        logits = draft_logits(
-            loaded.drafter, {**own, **fixed}, tokens, features, UNLIMITED, first + steps
+        logits = loaded.drafter.teacher_forced(
+            {**own, **fixed},
+            tokens,
+            {name: value[None] for name, value in features.items()},
+            UNLIMITED,
+            first + steps,
         )
         total = 0.0
         for step, one in enumerate(logits):

@@ -13,9 +13,10 @@ from tiny_models import bigrams
 
 import specjax
 from specjax import trees
-from specjax.drafters import Drafter, LoadedDrafter, merge_drafters, take_turns, turn_taking
-from specjax.drafters.base import Limits
-from specjax.drafters.lookup.ngram import Ngram
+from specjax.core import turn_taking
+from specjax.core.drafter import Limits
+from specjax.drafters import Drafter, LoadedDrafter, merge_drafters, take_turns
+from specjax.methods.ngram import Ngram
 from specjax.testing import check_drafter, drafter_check
 from specjax.trees import Draft, DynamicTopology, PartialPass, Topology
 from specjax.trees.draft import check_draft, usable

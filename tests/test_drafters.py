@@ -17,7 +17,7 @@ from decoding import (
     drafters,
     first_state,
     greedy,
-    make_session,
+    make_call,
     mixed,
     observed,
     replay,
@@ -29,11 +29,11 @@ from test_decoder import near, one_pass
 
 import specjax
 from specjax import sampling, trees
-from specjax.decoding.round import propose as propose_round
+from specjax.core.drafter import Context, Sampling
+from specjax.core.round import propose as propose_round
 from specjax.drafters import DRAFTERS, TRAINED, Drafter, drafter_options
-from specjax.drafters.base import Context, Sampling
-from specjax.drafters.lookup.ngram import Ngram, find_matches
 from specjax.errors import InputError
+from specjax.methods.ngram import Ngram, find_matches
 from specjax.testing import Tabular
 
 
@@ -170,14 +170,14 @@ def test_drafts_come_from_the_distributions_that_they_name(name, tiny, unrelated
     """The stored distribution is the drafter's, warped, at that prefix, and can give that token."""
     drafter = drafters(tiny, unrelated, similar)[name]
     options = dict(sampling=mixed(max_new_tokens=9), num_speculative_tokens=3)
-    session = make_session(tiny, PROMPTS, drafter=drafter, **options)
-    propose, limits = jax.jit(propose_round, static_argnums=0), session.plan.drafter.full_limits()
+    call = make_call(tiny, PROMPTS, drafter=drafter, **options)
+    propose, limits = jax.jit(propose_round, static_argnums=0), call.plan.loop.drafter.full_limits()
     # After one-token prompts, and after rounds that ended in many ways.
-    states = [first_state(session)]
-    states += itertools.islice(rounds(session, states[0]), 2)
+    states = [first_state(call)]
+    states += itertools.islice(rounds(call, states[0]), 2)
     warps = [state.rows.sampling for state in states]
     for state, warp in zip(states, warps, strict=True):
-        draft = propose(session.plan, session.params, state, limits).draft
+        draft = propose(call.plan.loop, call.plan.params, state, limits).draft
         draft, state, warp = jax.device_get((draft, state, warp))
         limit = np.maximum(np.minimum(3, state.rows.max_length - state.length - 1), 0)
         counts = draft.valid.sum(axis=1)
@@ -292,13 +292,13 @@ def test_features_reach_the_drafter_at_the_right_positions(tiny):
     """At round start they exist for positions 0..n-2, first of the prompt, then of the path."""
     names = ("final_norm", "layer_input:1")
     requests = mixed(max_new_tokens=10)
-    session = make_session(tiny, PROMPTS, drafter=Watching(names), sampling=requests)
-    assert session.plan.drafter.num_speculative_tokens == 3
-    state = first_state(session)
-    states = [state, *rounds(session, state)]
+    call = make_call(tiny, PROMPTS, drafter=Watching(names), sampling=requests)
+    assert call.plan.loop.drafter.num_speculative_tokens == 3
+    state = first_state(call)
+    states = [state, *rounds(call, state)]
     for state in (states[0], states[1], states[-1]):
         wanted = one_pass(tiny, np.asarray(state.tokens), features=names).features
-        kept = observed(session, state)[0]
+        kept = observed(call, state)[0]
         for name in names:
             for row, length in enumerate(state.length.tolist()):
                 near(kept[name][row, : length - 1], wanted[name][row, : length - 1])

@@ -12,7 +12,7 @@ from decoding import (
     coupled,
     first_state,
     greedy,
-    make_session,
+    make_call,
     mixed,
     new_tokens,
     rounds,
@@ -20,13 +20,13 @@ from decoding import (
 from test_loop_cache import assert_caches
 from tiny_models import small_model
 
-from specjax.decoding.round import make_context, noise_keys, proposal_noise
+from specjax.core.causal_mask import causal
+from specjax.core.round import make_context, noise_keys, proposal_noise
 from specjax.drafters import take_turns
-from specjax.drafters.lookup.ngram import Ngram
-from specjax.drafters.self_speculation.early_exit import EarlyExit
 from specjax.errors import InputError
 from specjax.loading.load import random_model
-from specjax.models.causal_mask import causal
+from specjax.methods.early_exit import EarlyExit
+from specjax.methods.ngram import Ngram
 from specjax.models.decoder import Decoder, Form
 from specjax.testing import check_drafter
 from specjax.trees import DynamicTree, tree_of_choices
@@ -45,14 +45,14 @@ DRAFTERS = {
 RESUMED = {"chain", "least_probability", "all_layers", "tree"}
 
 
-def resumes(session):
-    """Whether the drafts of a session have a partial pass."""
-    return drafted(session, first_state(session)).partial is not None
+def resumes(call):
+    """Whether the drafts of a call have a partial pass."""
+    return drafted(call, first_state(call)).partial is not None
 
 
-def drafted(session, state):
+def drafted(call, state):
     """The draft of the first round, as its drafter proposes it."""
-    plan, (params, drafter_params) = session.plan, session.params
+    plan, (params, drafter_params) = call.plan.loop, call.plan.params
     noise = proposal_noise(plan, state, noise_keys(plan, drafter_params, state))
 
     @jax.jit
@@ -72,45 +72,45 @@ def plain(tiny):
 @pytest.mark.parametrize("name", ["chain", "tree", *slow(*sorted({*DRAFTERS} - {"chain", "tree"}))])
 def test_tokens_and_caches_are_those_of_plain_decoding(name, tiny, plain):
     options = dict(verify="coupled", sampling=mixed(max_new_tokens=NEW), num_speculative_tokens=3)
-    session = make_session(tiny, PROMPTS, drafter=DRAFTERS[name], **options)
-    assert resumes(session) == (name in RESUMED)
-    counts, state = [], first_state(session)
-    for number, state in enumerate(rounds(session, state, counts)):
+    call = make_call(tiny, PROMPTS, drafter=DRAFTERS[name], **options)
+    assert resumes(call) == (name in RESUMED)
+    counts, state = [], first_state(call)
+    for number, state in enumerate(rounds(call, state, counts)):
         if number < 4:
-            assert_caches(session, state)
-    assert_caches(session, state)
-    assert new_tokens(session, state) == plain.token_ids
+            assert_caches(call, state)
+    assert_caches(call, state)
+    assert new_tokens(call, state) == plain.token_ids
     assert max(int(count.accepted.max()) for count in counts) >= 2
     # Some rounds draft nothing in some rows, and others everything.
-    assert {0, session.plan.drafter.num_nodes} & {
+    assert {0, call.plan.loop.drafter.num_nodes} & {
         int(drafted) for count in counts for drafted in count.drafted
     }
 
 
 def test_it_is_off_beside_other_drafters_and_where_no_width_is_for_no_draft(tiny):
-    joined = make_session(tiny, PROMPTS[:2], drafter=take_turns(Ngram(), CHAIN))
+    joined = make_call(tiny, PROMPTS[:2], drafter=take_turns(Ngram(), CHAIN))
     assert not joined.plan.resumes
-    session = make_session(tiny, PROMPTS[:2], drafter=CHAIN)
-    assert session.plan.resumes
-    assert not dataclasses.replace(session.plan, widths=session.plan.widths[-1:]).resumes
+    call = make_call(tiny, PROMPTS[:2], drafter=CHAIN)
+    assert call.plan.loop.resumes
+    assert not dataclasses.replace(call.plan.loop, widths=call.plan.loop.widths[-1:]).resumes
 
 
 @pytest.mark.parametrize("drafter", [CHAIN, TREES], ids=["chain", "tree"])
 def test_the_partial_pass_is_that_of_the_whole_draft(drafter, tiny):
     """States by slot, and keys and values, as of one pass over all nodes, leaves among them."""
     options = dict(sampling=greedy(max_new_tokens=NEW), num_speculative_tokens=3)
-    session = make_session(tiny, PROMPTS, drafter=drafter, **options)
-    state = first_state(session)
-    draft = drafted(session, state)
+    call = make_call(tiny, PROMPTS, drafter=drafter, **options)
+    state = first_state(call)
+    draft = drafted(call, state)
     tokens, topology = draft.tokens, draft.topology
     root = jnp.take_along_axis(state.tokens, state.length[:, None] - 1, axis=1)
     whole = jax.jit(
-        lambda tokens, positions: session.plan.target.extend(
-            session.params[0],
+        lambda tokens, positions: call.plan.loop.target.extend(
+            call.plan.params[0],
             tokens,
             positions,
             state.cache,
-            session.plan.target.make_window(len(tokens), topology.width),
+            call.plan.loop.target.make_window(len(tokens), topology.width),
             0,
             jnp.asarray(topology.row_ancestors),
             features=("pre_norm",),
@@ -155,12 +155,12 @@ class Broken(EarlyExit):
 def test_broken_variants_are_found(change, tiny, plain):
     drafter = Broken(3, exit_layer=2, change=change)
     options = dict(verify="coupled", sampling=mixed(max_new_tokens=NEW), num_speculative_tokens=3)
-    session = make_session(tiny, PROMPTS, drafter=drafter, **options)
-    state = next(rounds(session, first_state(session)))
+    call = make_call(tiny, PROMPTS, drafter=drafter, **options)
+    state = next(rounds(call, first_state(call)))
     with pytest.raises(AssertionError):
-        assert_caches(session, state)
-    *_, state = rounds(session, state)
-    assert new_tokens(session, state) != plain.token_ids
+        assert_caches(call, state)
+    *_, state = rounds(call, state)
+    assert new_tokens(call, state) != plain.token_ids
 
 
 @pytest.mark.parametrize(("drafter", "rule"), [(CHAIN, "rejection"), *slow((TREES, "rejection"))])
@@ -172,7 +172,7 @@ def test_sampled_drafts_keep_the_distribution(drafter, rule):
     assert check.acceptance_length > 1.4
 
 
-FORMS = [Form("unrolled", "whole"), *slow(Form("stacked"), Form("apart"))]
+FORMS = [Form("unrolled", "blocks"), *slow(Form("stacked"), Form("apart"))]
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.layers)

@@ -10,28 +10,28 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import slow
-from decoding import PROMPTS, Scripted, decode, drafters, greedy, make_session, mixed
+from decoding import PROMPTS, Scripted, decode, drafters, greedy, make_call, mixed
 from tiny_models import eagle_drafter, medusa_head, mtp_drafter
 
 import specjax
-from specjax.decoding import programs
-from specjax.decoding.engine import device_rows
-from specjax.decoding.engine import engine as engine_module
-from specjax.decoding.engine.device_rows import DeviceRows
-from specjax.decoding.engine.engine import Engine
-from specjax.decoding.engine.outputs import Follower, Times
-from specjax.decoding.engine.scheduler import Request, Scheduler
-from specjax.decoding.engine.statistics import Percentiles, Statistics, Step
-from specjax.decoding.packed import Packed
-from specjax.decoding.rows import Row, session_row
-from specjax.decoding.sampling_params import SamplingParams
-from specjax.decoding.state import admit
+from specjax.core.state import Packed, admit
 from specjax.distributed.sharding import make_mesh
 from specjax.drafters import head_drafter, merge_drafters
-from specjax.drafters.lookup.ngram import Ngram
-from specjax.drafters.lookup.token_recycling import TokenRecycling
+from specjax.engine import device_rows, programs
+from specjax.engine import engine as engine_module
+from specjax.engine.device_rows import DeviceRows
+from specjax.engine.engine import Engine
+from specjax.engine.options import DecodeOptions
+from specjax.engine.outputs import Times
+from specjax.engine.plan import plan_engine
+from specjax.engine.requests import Request, SamplingParams
+from specjax.engine.rows import Row
+from specjax.engine.scheduler import Scheduler
+from specjax.engine.statistics import Percentiles, Statistics, Step
 from specjax.errors import InputError
 from specjax.loading.load import place_model
+from specjax.methods.ngram import Ngram
+from specjax.methods.token_recycling import TokenRecycling
 from specjax.reporting.engine_report import engine_summary
 
 NEW = [3, 20, 7, 12, 1, 16, 9, 14]
@@ -55,9 +55,9 @@ def named(name, tiny, unrelated, similar):
     return made[name]() if name in made else drafters(tiny, unrelated, similar)[name]
 
 
-def session_of(tiny, drafter, rule="rejection", slots=3, **options):
+def call_of(tiny, drafter, rule="rejection", slots=3, **options):
     options = ({} if drafter is None else {"num_speculative_tokens": 3}) | options
-    return make_session(
+    return make_call(
         tiny,
         PROMPTS,
         drafter=drafter,
@@ -74,20 +74,20 @@ def own_results(output):
     return output.token_ids, output.finish_reason, counts
 
 
-def alone(session):
+def alone(call):
     """What each request gives in an engine without others."""
-    engine = Engine.of(session)
+    engine = Engine.of(call.plan)
     return functools.reduce(
-        dict.__or__, (ended(engine, session, [prompt]) for prompt in range(len(PROMPTS)))
+        dict.__or__, (ended(engine, call, [prompt]) for prompt in range(len(PROMPTS)))
     )
 
 
-def ended(engine, session, index=None):
+def ended(engine, call, index=None):
     for prompt in range(len(PROMPTS)) if index is None else index:
-        engine.add_rows(prompt, [session_row(session, prompt)])
+        engine.submit([call.requests[prompt]])
     outputs = [delta.output for delta in engine if delta.output is not None]
     assert [one.lossy for one in outputs] == [
-        engine.session.is_lossy(session.requests[one.id]) for one in outputs
+        engine.plan.is_lossy(call.requests[one.id].sampling) for one in outputs
     ]
     assert engine.statistics.lossy >= any(one.lossy for one in outputs)
     return {one.id: own_results(one) for one in outputs}
@@ -129,12 +129,12 @@ CASES = [
 def test_rows_that_come_and_go_give_what_they_give_alone(name, rule, tiny, unrelated, similar):
     """All at once through three slots; then some are added and aborted while others decode."""
     drafter = named(name, tiny, unrelated, similar)
-    session = session_of(tiny, drafter, rule)
-    wanted = alone(session)
-    session = session.with_options(rounds_per_step=2, max_prefill_tokens=5)
-    assert ended(Engine.of(session), session) == wanted
+    call = call_of(tiny, drafter, rule)
+    wanted = alone(call)
+    call = call.with_options(rounds_per_step=2, max_prefill_tokens=5)
+    assert ended(Engine.of(call.plan), call) == wanted
 
-    engine = Engine.of(session)
+    engine = Engine.of(call.plan)
     found = {}
 
     def steps(count):
@@ -145,7 +145,7 @@ def test_rows_that_come_and_go_give_what_they_give_alone(name, rule, tiny, unrel
 
     def add(*index):
         for prompt in index:
-            engine.add_rows(prompt, [session_row(session, prompt)])
+            engine.submit([call.requests[prompt]])
 
     add(1, 3, 5)
     steps(2)
@@ -167,11 +167,11 @@ def test_rows_that_come_and_go_give_what_they_give_alone(name, rule, tiny, unrel
             assert (tokens, reason, counts) == wanted[prompt]
 
 
-def rows_left(session, monkeypatch):
+def rows_left(call, monkeypatch):
     """What requests give of which one is left, and beside which another one is added then; and the
     rows of each step.
     """
-    engine, sizes, step = Engine.of(session.with_options(rounds_per_step=2)), [], DeviceRows.step
+    engine, sizes, step = Engine.of(call.plan.with_options(rounds_per_step=2)), [], DeviceRows.step
 
     def note(self, *arguments):
         seen = step(self, *arguments)
@@ -182,25 +182,25 @@ def rows_left(session, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(DeviceRows, "step", note)
         for prompt in (2, 1):
-            engine.add_rows(prompt, [session_row(session, prompt)])
+            engine.submit([call.requests[prompt]])
         # Rows that lost their places may never end.
         for _ in range(40):
             outputs = [one.output for one in engine.step() if one.output is not None]
             found |= {one.id: own_results(one) for one in outputs}
             if sizes[-1] == 1 and 5 not in found and not engine._scheduler.has(5):
-                engine.add_rows(5, [session_row(session, 5)])
+                engine.submit([call.requests[5]])
     return found, [size for size, _ in itertools.groupby(sizes)]
 
 
 def test_rows_that_are_left_decode_without_the_others(tiny, unrelated, similar, monkeypatch):
     """And go back to their slots when a row is added; whatever takes others' places is found."""
     drafter = named("similar", tiny, unrelated, similar)
-    session = session_of(tiny, drafter, slots=2, num_speculative_tokens=1)
+    call = call_of(tiny, drafter, slots=2, num_speculative_tokens=1)
     monkeypatch.setattr(device_rows, "_SAVED", 0.0)
-    engine = Engine.of(session.with_options(rounds_per_step=2))
-    wanted = ended(engine, session, (2, 1, 5))
+    engine = Engine.of(call.plan.with_options(rounds_per_step=2))
+    wanted = ended(engine, call, (2, 1, 5))
     monkeypatch.setattr(device_rows, "_SAVED", 1e9)
-    assert rows_left(session, monkeypatch) == (wanted, [2, 1, 2, 1])
+    assert rows_left(call, monkeypatch) == (wanted, [2, 1, 2, 1])
     take, put = device_rows.take_rows, device_rows.put_rows
     for name, broken in (
         ("take_rows", lambda state, rows, spare: take(state, 1 - rows, spare)),
@@ -208,14 +208,14 @@ def test_rows_that_are_left_decode_without_the_others(tiny, unrelated, similar, 
     ):
         with monkeypatch.context() as patched:
             patched.setattr(device_rows, name, broken)
-            assert rows_left(session, monkeypatch)[0] != wanted
+            assert rows_left(call, monkeypatch)[0] != wanted
 
 
 @pytest.fixture(scope="module")
 def undrafted(tiny):
-    """A session without a drafter, and what each of its requests gives alone."""
-    session = session_of(tiny, None)
-    return session, alone(session)
+    """A call without a drafter, and what each of its requests gives alone."""
+    call = call_of(tiny, None)
+    return call, alone(call)
 
 
 @pytest.mark.parametrize("forgets", ["round", "length", "cache", "rows", "tokens", "status"])
@@ -224,17 +224,17 @@ def test_an_admission_that_forgets_a_part_is_found(forgets, undrafted):
 
     What a drafter knew of the row before was released with it: it would only read again.
     """
-    session, wanted = undrafted
+    call, wanted = undrafted
 
     @jax.jit
     def broken(state, slots, sources, new):
         return admit(state, slots, new).replace(**{forgets: getattr(state, forgets)}), slots
 
-    engine = Engine.of(session.with_options(rounds_per_step=4))
+    engine = Engine.of(call.plan.with_options(rounds_per_step=4))
     rows = engine._rows
     rows._programs = engine.compile()._replace(admit=broken)
     for prompt in range(len(PROMPTS)):
-        engine.add_rows(prompt, [session_row(session, prompt)])
+        engine.submit([call.requests[prompt]])
     found = {}
     for _ in range(60):
         found |= {
@@ -252,9 +252,9 @@ def test_tokens_of_a_long_prompt_are_read_a_few_at_a_time(most, chunks, longest_
     rng = np.random.default_rng(0)
     prompts = [[1, 2], rng.integers(61, size=300).tolist(), rng.integers(61, size=500).tolist()]
     options = dict(sampling=greedy(max_new_tokens=40), batch_size=3)
-    session = make_session(tiny, prompts, rounds_per_step=2, max_prefill_tokens=most, **options)
+    call = make_call(tiny, prompts, rounds_per_step=2, max_prefill_tokens=most, **options)
     wanted = decode(tiny, prompts, **options).token_ids
-    engine = Engine.of(session)
+    engine = Engine.of(call.plan)
     compiled, order = engine.compile(), []
 
     def read(*arguments):
@@ -269,10 +269,10 @@ def test_tokens_of_a_long_prompt_are_read_a_few_at_a_time(most, chunks, longest_
 
     engine._rows._programs = compiled._replace(read=read, step=step)
     for prompt in range(3):
-        engine.add_rows(prompt, [session_row(session, prompt)])
+        engine.submit([call.requests[prompt]])
     outputs = {one.id: one.output.token_ids for one in engine if one.output is not None}
     assert [outputs[prompt] for prompt in range(3)] == wanted
-    assert engine.session.plan.chunks == chunks
+    assert engine.plan.loop.chunks == chunks
     waits, read = [], 0
     assert order[0] == 1
     for one in order[1:]:
@@ -283,13 +283,13 @@ def test_tokens_of_a_long_prompt_are_read_a_few_at_a_time(most, chunks, longest_
 
 
 def test_a_slot_is_refilled_as_soon_as_its_row_has_ended(tiny):
-    session = make_session(
+    call = make_call(
         tiny, [[7]] * 24, sampling=[greedy(max_new_tokens=5 + 7 * (i % 5)) for i in range(24)]
     )
-    session = session.with_options(batch_size=4)
-    engine = Engine.of(session.with_options(rounds_per_step=64))
+    call = call.with_options(batch_size=4)
+    engine = Engine.of(call.plan.with_options(rounds_per_step=64))
     for prompt in range(24):
-        engine.add_rows(prompt, [session_row(session, prompt)])
+        engine.submit([call.requests[prompt]])
     reasons = [one.finish_reason for one in engine if one.output is not None]
     assert reasons == ["length"] * 24
     summary = engine.statistics.summary()
@@ -298,9 +298,9 @@ def test_a_slot_is_refilled_as_soon_as_its_row_has_ended(tiny):
     assert summary.requests == 24
     assert summary.tokens == sum(5 + 7 * (i % 5) for i in range(24))
     # Two rows at a time: fewer returns to the host, and slots that stand empty.
-    other = Engine.of(session.with_options(rounds_per_step=64, refill_rows=2))
+    other = Engine.of(call.plan.with_options(rounds_per_step=64, refill_rows=2))
     for prompt in range(24):
-        other.add_rows(prompt, [session_row(session, prompt)])
+        other.submit([call.requests[prompt]])
     list(other)
     assert 0.7 < other.statistics.summary().occupancy_waiting < 1.0
     assert len(other.statistics.steps) < len(engine.statistics.steps)
@@ -506,10 +506,10 @@ def test_other_parameters(tiny, unrelated):
     engine.step()
     compiled = programs._compile.cache_info().misses
     assert compiled >= before
-    assert engine._controller_state > 0
+    assert engine._control.state > 0
     engine.update_params(fresh, running="abort")
     # What was learned of draft lengths is forgotten.
-    assert engine._controller_state == 0
+    assert engine._control.state == 0
     engine.add([4, 5], greedy(max_new_tokens=8), id="new")
     outputs = {one.id: one.output for one in engine if one.output is not None}
     assert outputs["runs"].finish_reason == outputs["waits"].finish_reason == "abort"
@@ -575,18 +575,20 @@ def test_engines_that_cannot_be(options, said, tiny):
         Engine(tiny, **options)
 
 
-def request(name):
-    follower = Follower(None, (), logprobs=False)
-    return Request(name, Row(0, (1,), SamplingParams()), follower, 0.0)
+ROW = Request(0, (1,), SamplingParams())
 
 
-def test_the_scheduler_keeps_the_order_of_arrival():
-    scheduler = Scheduler(2)
+def scheduler_of(tiny, slots):
+    return Scheduler(plan_engine(tiny, None, DecodeOptions(batch_size=slots)))
+
+
+def test_the_scheduler_keeps_the_order_of_arrival(tiny):
+    scheduler = scheduler_of(tiny, 2)
     for name in "abcda":
-        scheduler.add(request(name))
+        scheduler.add(Row(name, ROW, None, 0.0))
     taken = scheduler.take(scheduler.free_slots)
-    assert [(slot, one.id) for slot, one in taken] == [(0, "a"), (1, "b")]
-    assert scheduler.take(scheduler.free_slots) == []
+    assert [(slot, one.id) for slot, one in taken.items()] == [(0, "a"), (1, "b")]
+    assert scheduler.take(scheduler.free_slots) == {}
     first, last = scheduler.samples("a")
     assert scheduler.slots[0] is first
     assert scheduler.free(first) == 0
@@ -595,29 +597,29 @@ def test_the_scheduler_keeps_the_order_of_arrival():
     assert scheduler.free(waits) is None
     assert not scheduler.has("d")
     assert scheduler.samples("d") == []
-    assert [(slot, one.id) for slot, one in scheduler.take(scheduler.free_slots)] == [(0, "c")]
+    taken = scheduler.take(scheduler.free_slots)
+    assert [(slot, one.id) for slot, one in taken.items()] == [(0, "c")]
     assert [one.id for one in scheduler] == ["c", "b", "a"]
     assert (len(scheduler), scheduler.free_slots, scheduler.num_waiting) == (3, [], 1)
     assert scheduler.free(last) is None
     assert not scheduler.has("a")
 
 
-def test_what_is_done_for_one_request_does_not_depend_on_how_many_wait():
+def test_what_is_done_for_one_request_does_not_depend_on_how_many_wait(tiny):
     """Nothing looks through the queue: no request is compared with another one."""
 
-    class Compared(Request):
+    class Compared(Row):
         count = 0
 
         def __eq__(self, other):
             Compared.count += 1
             return self is other
 
-        __hash__ = Request.__hash__
+        __hash__ = Row.__hash__
 
-    scheduler = Scheduler(1)
+    scheduler = scheduler_of(tiny, 1)
     for name in range(1000):
-        own = request(name)
-        scheduler.add(Compared(own.id, own.row, own.follower, own.added))
+        scheduler.add(Compared(name, ROW, None, 0.0))
     scheduler.take(scheduler.free_slots)
     for name in reversed(range(1000)):
         (one,) = scheduler.samples(name)
@@ -632,8 +634,8 @@ def test_what_is_done_for_one_request_does_not_depend_on_how_many_wait():
 def test_a_rule_that_changes_the_distribution_says_so(rule, lossy, tiny):
     """Of sampled rows: greedy ones keep their tokens."""
     asked = [greedy(max_new_tokens=2), SamplingParams(max_new_tokens=2, temperature=0.8)]
-    session = make_session(tiny, PROMPTS[:2], sampling=asked, verify=rule)
-    assert [session.is_lossy(one) for one in session.requests] == lossy
+    call = make_call(tiny, PROMPTS[:2], sampling=asked, verify=rule)
+    assert [call.plan.is_lossy(one.sampling) for one in call.requests] == lossy
     assert engine_summary(Statistics(num_slots=2, lossy=any(lossy)))["lossy"] == any(lossy)
 
 
@@ -665,7 +667,7 @@ def test_a_request_s_parameters_may_be_keywords(tiny):
     for sampling in ({"top_k": 3, "max_new_tokens": 9}, greedy(top_k=3, max_new_tokens=9)):
         engine.add([1, 2], sampling, temperature=0.5, max_new_tokens=4, seed=7)
     engine.add([1, 2], stop_token_ids=[5])
-    first, second, third = (request.row.sampling for request in engine._scheduler)
+    first, second, third = (row.request.sampling for row in engine._scheduler)
     assert first == second
     assert first == SamplingParams(temperature=0.5, top_k=3, max_new_tokens=4, seed=7)
     assert third == SamplingParams(stop_token_ids=(5,))
@@ -678,9 +680,9 @@ def test_an_abort_of_what_is_being_read(tiny):
     engine.add([1, 2], greedy(max_new_tokens=4), id="short")
     engine.add(long, greedy(max_new_tokens=4), id="long")
     engine.step()
-    assert engine._reading is not None
+    assert engine._scheduler.reading is not None
     engine.abort("long")
-    assert engine._reading is None
+    assert engine._scheduler.reading is None
     reasons = {one.id: one.finish_reason for one in engine if one.output is not None}
     assert reasons == {"long": "abort", "short": "length"}
     engine.add([1, 2], greedy(max_new_tokens=4), id="again")
@@ -702,7 +704,7 @@ def test_a_prompt_that_was_read_in_part_is_read_again(tiny):
     engine.add(first, greedy(max_new_tokens=4), id="long")
     engine.add(second, greedy(max_new_tokens=4), id="beside")
     engine.step()
-    assert engine._reading is not None
+    assert engine._scheduler.reading is not None
     engine.abort("long")
     outputs = []
     while "beside" not in {one.id for one in outputs}:
@@ -728,7 +730,7 @@ def test_what_cannot_be_compiled_changes_nothing(tiny, monkeypatch):
         raise InputError("memory: too little")
 
     with monkeypatch.context() as patched:
-        patched.setattr(device_rows, "compile_session", full)
+        patched.setattr(device_rows, "compile_plan", full)
         with pytest.raises(InputError, match="^memory: too little"):
             engine.add([3], drawn)
     assert engine.num_unfinished == 2
@@ -750,11 +752,11 @@ def test_costs_are_known_before_the_first_token(tiny):
         assert not fixed.compile().timed
     with Engine(tiny, drafter=drafter, num_speculative_tokens="auto", **options) as engine:
         timed = engine.compile().timed
-        widths = engine.session.plan.widths
+        widths = engine.plan.loop.widths
         assert [np.flatnonzero(one.passes).tolist() for one in timed[:-1]] == [[0], [1], [2]]
         assert [one.limits.longest for one in timed] == [(0,)] * len(widths) + [(2,)]
         assert timed[-1].ran.sum() == timed[-1].rounds
-        assert engine._controller_state.costs_measured
+        assert engine._control.state.costs_measured
         before = list(timed)
         text = engine.add([5, 6, 5, 6], greedy(max_new_tokens=12))
         tokens = [token for delta in engine for token in delta.token_ids]
@@ -835,19 +837,19 @@ def test_an_interrupted_end_is_made_again(tiny, monkeypatch):
 
 def test_a_request_without_text_ends_alone(undrafted, monkeypatch):
     """Its tokens are none that the tokenizer knows; the others do not notice."""
-    session, wanted = undrafted
-    engine = Engine.of(session.with_options(rounds_per_step=2))
-    end = Follower.end
+    call, wanted = undrafted
+    engine = Engine.of(call.plan.with_options(rounds_per_step=2))
+    end = Row._end
 
-    def refuses(follower, *arguments):
-        if follower is broken and len(follower.token_ids) > 2:
+    def refuses(row, *arguments):
+        if row is broken and len(row.token_ids) > 2:
             raise InputError("token 99 is unknown")
-        return end(follower, *arguments)
+        return end(row, *arguments)
 
-    monkeypatch.setattr(Follower, "end", refuses)
+    monkeypatch.setattr(Row, "_end", refuses)
     for prompt in range(len(PROMPTS)):
-        engine.add_rows(prompt, [session_row(session, prompt)])
-    broken = next(one.follower for one in engine._scheduler if one.id == 1)
+        engine.submit([call.requests[prompt]])
+    broken = next(one for one in engine._scheduler if one.id == 1)
     deltas = list(engine)
     outputs = {one.id: one.output for one in deltas if one.output is not None}
     assert outputs[1].finish_reason == "error"
@@ -868,7 +870,7 @@ def test_what_tears_a_step_apart_ends_the_engine(tiny, monkeypatch):
     engine.add([1, 2], greedy(max_new_tokens=20))
     engine.step()
     with monkeypatch.context() as patched:
-        patched.setattr(Follower, "follow", interrupted)
+        patched.setattr(Row, "follow", interrupted)
         with pytest.raises(KeyboardInterrupt):
             engine.step()
     for call in (engine.step, lambda: engine.add([3]), lambda: list(engine)):
@@ -908,7 +910,7 @@ def test_a_head_takes_what_it_shares_from_the_new_target(name, tiny):
     drafter, wanted = HEADS[name](tiny), HEADS[name](other)
     engine = Engine(tiny, drafter=drafter, num_speculative_tokens=2, batch_size=2, max_length=64)
     engine.update_params(fresh)
-    (ours,) = engine.session.drafter.params
+    (ours,) = engine.plan.drafter.params
     jax.tree.map(np.testing.assert_array_equal, ours["shared"], wanted.params["shared"])
     own = {key: part for key, part in drafter.params.items() if key != "shared"}
     jax.tree.map(np.testing.assert_array_equal, {key: ours[key] for key in own}, own)
@@ -918,7 +920,7 @@ def test_a_head_takes_what_it_shares_from_the_new_target(name, tiny):
 
     changed = jax.tree.map(lambda leaf: leaf * 2, drafter.params)
     engine.update_params(fresh, changed)
-    jax.tree.map(np.testing.assert_array_equal, engine.session.drafter.params, (changed,))
+    jax.tree.map(np.testing.assert_array_equal, engine.plan.drafter.params, (changed,))
     for bad in (tiny, {"a": 1.0}, unlike(drafter.params)):
         with pytest.raises(InputError, match="^drafter_params: its tree, shapes or dtypes are not"):
             engine.update_params(fresh, bad)

@@ -15,13 +15,13 @@ from tiny_models import mtp_head
 from specjax.distributed import sharding
 from specjax.errors import InputError
 from specjax.loading.checkpoints import save_checkpoint
-from specjax.loading.heads.complete_parameters import complete_parameters
 from specjax.loading.load import load_model, place_model, random_model, save_model
 from specjax.loading.quantize import float_model, is_quantized, quantized_model
+from specjax.methods.heads.complete_parameters import complete_parameters
 from specjax.models.config import Attention, DecoderConfig, Experts
 from specjax.models.decoder import Form
-from specjax.models.heads.mtp import MtpModules
 from specjax.models.layers.experts import Routes, StackedExperts, mix, route
+from specjax.models.mtp import MtpModules
 
 NUM, PER_TOKEN, WIDTH, HIDDEN = 8, 2, 12, 10
 CONFIG = DecoderConfig(

@@ -10,9 +10,11 @@ import pytest
 from tiny_models import eagle_head, mtp_head
 
 from specjax import export
-from specjax.loading.head_formats import read_foreign
-from specjax.loading.heads.head import check_same, compacted, read_head, save_head
 from specjax.loading.load import load_model, save_model
+from specjax.methods.heads.head import check_same
+from specjax.methods.heads.published_layout import PublishedLayout
+from specjax.methods.published_layouts import read_foreign
+from specjax.methods.saved_heads import compacted, read_head, save_head
 from train.methods.distill import DistillLoss, distill_method
 
 
@@ -152,17 +154,15 @@ def test_an_export_that_reads_back_differently_is_refused(
     target, saved, tmp_path, monkeypatch, capsys
 ):
     """The comparison is on: a writer with its halves swapped does not get through."""
-    from specjax.loading.head_formats import eagle
+    right = PublishedLayout.write
 
-    right = eagle._named_tensors
-
-    def wrong(head, layer):
-        tensors = right(head, layer)
-        gate, up = (f"{layer}.mlp.{name}_proj.weight" for name in ("gate", "up"))
+    def wrong(*arguments):
+        config, tensors = right(*arguments)
+        gate, up = (f"midlayer.mlp.{name}_proj.weight" for name in ("gate", "up"))
         tensors[gate], tensors[up] = tensors[up], tensors[gate]
-        return tensors
+        return config, tensors
 
-    monkeypatch.setattr(eagle, "_named_tensors", wrong)
+    monkeypatch.setattr(PublishedLayout, "write", wrong)
     flags = [f"--head={saved[0]}", "--format=eagle3", f"--target={target[0]}"]
     assert run(*flags, f"--output={tmp_path / 'out'}") == 2
     assert "read again, it is another head" in capsys.readouterr().err

@@ -17,20 +17,20 @@ from model_files import changed
 from tiny_models import mtp_head
 
 from specjax import SamplingParams, decode, generate, make_drafter, save_checkpoint
-from specjax.cache import commit
-from specjax.decoding import compare_outputs
-from specjax.decoding.session import plan_session
+from specjax.core.cache import commit
+from specjax.core.prefill import prefill
 from specjax.distributed import sharding
 from specjax.drafters import head_drafter
+from specjax.engine.plan import plan_requests
 from specjax.errors import InputError
 from specjax.loading.formats.families import registry, schema
 from specjax.loading.formats.huggingface_config import read_config
 from specjax.loading.load import load_model, place_model, random_model, save_model
+from specjax.methods.eagle.head import EagleConfig
 from specjax.models.config import DecoderConfig, SlidingWindow
 from specjax.models.decoder import Form
-from specjax.models.heads.eagle import EagleConfig
-from specjax.models.heads.mtp import MtpConfig
-from specjax.models.prefill import prefill
+from specjax.models.mtp import MtpConfig
+from specjax.reporting import compare_outputs
 from train.run import setup
 
 GOLDENS = ROOT / "families"
@@ -218,9 +218,9 @@ def test_each_family_in_bfloat16(name):
     prompts = tokens.tolist()
     options = {"sampling": greedy(max_new_tokens=16, ignore_eos=True)}
     plain, drafted = (decoded(model, prompts, drafter, **options) for drafter in (None, "ngram"))
-    session = plan_session(model, prompts, requests=options["sampling"])
+    plan, requests = plan_requests(model, prompts, sampling=options["sampling"])
     for row, pair in enumerate(zip(drafted, plain, strict=True)):
-        found = compare_outputs.compare_row(session, row, *pair)
+        found = compare_outputs.compare_row(plan, requests[row], *pair)
         assert found is None or found.excused
 
 

@@ -23,9 +23,9 @@ from specjax.errors import InputError
 from specjax.files import folder_checksums, folders
 from specjax.files.folder_checksums import LOCK, MARKER
 from specjax.loading.checkpoints import save_checkpoint, save_drafter
-from specjax.loading.head_formats import read_foreign, write_foreign
-from specjax.loading.heads.head import read_head, save_head
 from specjax.loading.load import load_model, save_model
+from specjax.methods.published_layouts import read_foreign, write_foreign
+from specjax.methods.saved_heads import read_head, save_head
 from train import features, generate
 from train.data.examples import Example, target_metadata
 from train.data.write_responses import write_responses

@@ -9,16 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import slow, tiny_config
-from decoding import PROMPTS, decode, draft_model, greedy, loop_arguments, make_session
+from decoding import PROMPTS, decode, draft_model, greedy, loop_arguments, make_call
 from test_decoder import causal, extend
 from tiny_models import eagle_drafter, medusa_head
 
-from specjax.cache import KVCache, Window
-from specjax.cached_entries import encode
-from specjax.decoding import loop
-from specjax.decoding.programs import compile_session
+from specjax.core import cached_entries, loop
+from specjax.core.cache import KVCache, Window
+from specjax.core.cached_entries import encode
 from specjax.distributed import sharding
 from specjax.drafters import head_drafter, make_drafter
+from specjax.engine.programs import compile_plan
 from specjax.errors import InputError
 from specjax.loading.checkpoints import save_checkpoint
 from specjax.loading.load import load_model, place_model, random_model, save_model
@@ -30,8 +30,8 @@ from specjax.models.layers.attention import (
     attend,
     attend_cache,
     attend_rows,
-    attend_whole_cache,
     cached_blocks,
+    merge,
 )
 from specjax.models.layers.matmul import ChosenKernel, product
 
@@ -39,8 +39,7 @@ FORMS = {
     "apart": Form("apart"),
     "unrolled": Form("unrolled"),
     "blocks": Form(cache_attention="blocks"),
-    "whole": Form(cache_attention="whole"),
-    "apart, whole": Form("apart", cache_attention="whole"),
+    "apart, blocks": Form("apart", cache_attention="blocks"),
     "kernel": Form("unrolled", "kernel"),
     "stacked, kernel": Form("stacked", "kernel"),
     "tpu_kernel": Form("stacked", "tpu_kernel"),
@@ -273,8 +272,8 @@ def test_products_that_are_rounded_in_training_all_are(biased):
 
 def a_round(target, drafter):
     """The function of a round, and its arguments."""
-    session = make_session(target, PROMPTS, drafter=drafter, sampling=greedy(max_new_tokens=4))
-    return functools.partial(loop.run, session.plan), *loop_arguments(session)
+    call = make_call(target, PROMPTS, drafter=drafter, sampling=greedy(max_new_tokens=4))
+    return functools.partial(loop.run, call.plan.loop), *loop_arguments(call)
 
 
 @pytest.mark.parametrize("make", [draft_model, eagle_drafter])
@@ -366,7 +365,6 @@ def test_all_ways_agree_with_the_loop_over_blocks(queries, dtype, slots, limits)
         ways = [
             attend_cache(query, cache, 1, start, cached_blocks(cache), **limits),
             attend_rows(query, cache, 1, start, **limits),
-            attend_whole_cache(query, cache, 1, start, **limits),
             attend_window_and_cache(query, cache, window, 1, seen, **limits),
         ]
         ways.append(tpu_attention.attend_committed(query, cache, 1, start, **limits))
@@ -375,6 +373,14 @@ def test_all_ways_agree_with_the_loop_over_blocks(queries, dtype, slots, limits)
     blocks, *others = all_ways(cache)
     for other in others:
         np.testing.assert_allclose(other, blocks, atol=1e-5)
+    positions = np.arange(capacity)[None, None, :]
+    committed = np.broadcast_to(positions < cache.length[:, None, None], (batch, queries, capacity))
+    if "oldest" in limits:
+        recent = positions >= limits["oldest"][:, :, None]
+        committed = committed & (recent | (positions < limits.get("sinks", 0)))
+    entries = (cached_entries.decode(array, query.dtype)[1] for array in (cache.k, cache.v))
+    whole = merge(start, attend(query, *entries, jnp.asarray(committed)[:, None], softcap))
+    np.testing.assert_allclose(whole.weighted / whole.denominator, blocks, atol=1e-5)
 
     # Rows in another order, among more: what is read into the slots of an engine.
     rows = jnp.array([4, 0, 3, 1])
@@ -408,8 +414,8 @@ def usual_form_with_ngram(config):
         ("tpu_kernel", 2, 2),
         ("apart", 1, 1),
         *slow(("apart", 2, 2)),
-        *slow(("whole", 1, 1), ("unrolled", 1, 1), ("apart, whole", 1, 1), ("kernel", 1, 1)),
-        *slow(("unrolled", 2, 2), ("whole", 2, 2), ("apart, whole", 2, 2), ("tpu_kernel", 1, 1)),
+        *slow(("unrolled", 1, 1), ("apart, blocks", 1, 1), ("kernel", 1, 1)),
+        *slow(("unrolled", 2, 2), ("apart, blocks", 2, 2), ("tpu_kernel", 1, 1)),
         *slow(("stacked, kernel", 1, 1), ("stacked, kernel", 2, 2)),
     ],
 )
@@ -421,7 +427,7 @@ def test_every_form_decodes_the_same_tokens(name, data, model):
     assert with_ngram(target, 12) == plain_tokens(config)
 
 
-@pytest.mark.parametrize("name", ["kernel", "tpu_kernel", *slow("stacked, kernel", "whole")])
+@pytest.mark.parametrize("name", ["kernel", "tpu_kernel", *slow("stacked, kernel")])
 def test_every_form_has_the_same_sliding_windows_and_soft_caps(name):
     """In layers that alternate, over a prompt longer than the window and read in chunks."""
     sliding = SlidingWindow(6, pattern=(True, False))
@@ -440,8 +446,8 @@ def test_a_draft_model_whole_on_each_device_sends_nothing(tiny):
     small = random_model(config, 1, dtype="float32", form=FORMS["kernel"])
     drafter = make_drafter("draft_model", target, place_model(small, mesh, replicated=True))
     options = dict(sampling=greedy(max_new_tokens=4), num_speculative_tokens=1)
-    session = make_session(target, PROMPTS, drafter=drafter, **options)
-    assert "all-gather" not in compile_session(session).step.as_text()
+    call = make_call(target, PROMPTS, drafter=drafter, **options)
+    assert "all-gather" not in compile_plan(call.plan).step.as_text()
 
 
 # JAX 0.12 still compiles it, and will drop Pallas's Triton backend for Mosaic GPU.

@@ -20,11 +20,11 @@ from specjax.loading.formats.gguf_file import open_gguf
 from specjax.loading.formats.gguf_parts import open_parts
 from specjax.loading.formats.huggingface import read_headers, read_params
 from specjax.loading.formats.huggingface_config import read_config
-from specjax.loading.head_formats import read_foreign, write_foreign
 from specjax.loading.tokenizers.gguf_tokenizer import read_tokenizer
 from specjax.loading.tokenizers.huggingface_tokenizer import (
     read_tokenizer as read_directory_tokenizer,
 )
+from specjax.methods.published_layouts import read_foreign, write_foreign
 
 GOLDENS = Path(__file__).parent / "goldens"
 CONFIG = dataclasses.replace(

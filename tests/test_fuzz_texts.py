@@ -7,7 +7,7 @@ from bad_input import VALUES, changed, examples, outcome
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specjax.decoding import prompts
+from specjax.engine import prompts
 from specjax.loading.tokenizers import chat_templates, template_process
 from specjax.reporting import csv_jsonl, tables
 from specjax.reporting.records import read_reports

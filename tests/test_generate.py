@@ -17,9 +17,9 @@ from rich.console import Console
 
 from specjax.cli.config_file import read_config
 from specjax.cli.console import Screen
-from specjax.decoding import generate as decoding
-from specjax.decoding.sampling_params import SamplingParams
 from specjax.distributed import folder_lock
+from specjax.engine import generate as decoding
+from specjax.engine.requests import SamplingParams
 from specjax.errors import InputError
 from specjax.loading.load import load_model, save_model
 from specjax.sampling import derived_seed

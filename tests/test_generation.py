@@ -7,17 +7,16 @@ import numpy as np
 import pytest
 import tokenizers
 from conftest import slow
-from decoding import PROMPTS, decode, drafters, greedy, make_session, mixed, replay
+from decoding import PROMPTS, decode, drafters, greedy, make_call, mixed, replay
 from test_decoder import one_pass
 
 import specjax
-from specjax.decoding.engine.engine import Engine
-from specjax.decoding.options import DecodeOptions
-from specjax.decoding.rows import session_row
-from specjax.decoding.sampling_params import SamplingParams
-from specjax.drafters.lookup.ngram import Ngram
+from specjax.engine.engine import Engine
+from specjax.engine.options import DecodeOptions
+from specjax.engine.requests import SamplingParams
 from specjax.fields import INT32_MAX
 from specjax.loading.tokenizers.tokenizer import Tokenizer
+from specjax.methods.ngram import Ngram
 
 PROMPT = [3, 1, 4, 1, 5]
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ012345678"
@@ -308,8 +307,8 @@ def test_the_next_step_is_under_way_unless_the_host_decides(speaking):
     for stop, ahead in (((), 1), (("never",), 0)):
         sampling = greedy(max_new_tokens=6, stop=stop, ignore_eos=True)
         prompts = [PROMPT, PROMPT]
-        session = make_session(speaking, prompts, sampling=sampling, rounds_per_step=1)
-        engine = Engine.of(session)
+        call = make_call(speaking, prompts, sampling=sampling, rounds_per_step=1)
+        engine = Engine.of(call.plan)
         compiled, begun = engine.compile(), []
 
         def step(*arguments, compiled=compiled, begun=begun):
@@ -318,7 +317,7 @@ def test_the_next_step_is_under_way_unless_the_host_decides(speaking):
 
         engine._rows._programs = compiled._replace(step=step)
         for prompt in range(2):
-            engine.add_rows(prompt, [session_row(session, prompt)])
+            engine.submit([call.requests[prompt]])
         for number in range(1, 7):
             deltas = engine.step()
             assert len(begun) == number + ahead

@@ -19,23 +19,17 @@ from tiny_models import (
 )
 
 import specjax
+from specjax.core.draft_vocabulary import check_draft_ids, expand, most_frequent
 from specjax.drafters import head_drafter
 from specjax.errors import InputError
 from specjax.files import folders
 from specjax.loading.checkpoints import load_drafter, save_checkpoint, save_drafter
-from specjax.loading.find_head import SHIPPED, open_head, shipped_heads
-from specjax.loading.heads.compact import compact_arrays, float_params
-from specjax.loading.heads.head import (
-    TargetMetadata,
-    check_same,
-    compacted,
-    parameter_table,
-    read_head,
-    save_head,
-)
 from specjax.loading.load import random_model
 from specjax.loading.quantize import is_quantized, quantized_params
-from specjax.models.heads.draft_vocabulary import check_draft_ids, expand, most_frequent
+from specjax.methods.find_head import SHIPPED, open_head, shipped_heads
+from specjax.methods.heads.compact import compact_arrays, float_params
+from specjax.methods.heads.head import TargetMetadata, check_same
+from specjax.methods.saved_heads import compacted, read_head, save_head
 from specjax.models.layers.quantized import GroupedKernel
 
 
@@ -72,12 +66,12 @@ COMPACT = {
 
 
 def stored_arrays(head):
-    return compact_arrays("head", parameter_table(head.config), head.params)
+    return compact_arrays("head", head.config.parameter_table(), head.params)
 
 
 def largest_error(head, arrays):
     """The largest difference of compact arrays to a head, relative to a leaf's largest weight."""
-    params = float_params(parameter_table(head.config), arrays)
+    params = float_params(head.config.parameter_table(), arrays)
     errors = jax.tree.map(lambda a, b: abs(a - b).max() / abs(b).max(), params, head.params)
     return max(jax.tree.leaves(errors))
 
@@ -91,7 +85,7 @@ def test_a_compact_head_comes_back_rounded_once(kind, wide, tmp_path):
     check_same(again, compacted(again), "rounded twice")
     assert {leaf.dtype for leaf in jax.tree.leaves(again.params)} == {jnp.dtype("float32")}
     arrays, integers = load_drafter(tmp_path / "head")[0], 0
-    table = parameter_table(head.config)
+    table = head.config.parameter_table()
     loaded = quantized_params(table, again.params, "int8", fitting=True)
     for path, leaf in jax.tree_util.tree_leaves_with_path(loaded, is_leaf=is_quantized):
         stored = functools.reduce(lambda node, step: node[step.key], path, arrays)

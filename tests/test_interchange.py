@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from model_files import edit_head, written_head
+from model_files import GOLDENS, edit_head, written_head
 from safetensors.numpy import load_file, save_file
 from tiny_models import (
     SOME,
@@ -22,15 +22,16 @@ from tiny_models import (
 
 from specjax.errors import InputError
 from specjax.files.folder_checksums import MARKER
-from specjax.loading.find_head import kind_of_head
-from specjax.loading.head_formats import read_foreign, shared_with_target, write_foreign
-from specjax.loading.head_formats.read_write import whole_vocabulary
-from specjax.loading.heads.head import check_same, read_head, save_head
-from specjax.loading.load import random_model
+from specjax.loading.load import load_model, random_model
 from specjax.loading.quantize import in_stacked_form, quantized_model
-from specjax.models.heads.block import Block
-from specjax.models.heads.eagle import EagleConfig
-from specjax.models.heads.medusa import Medusa
+from specjax.methods.block.head import Block
+from specjax.methods.eagle.head import EagleConfig
+from specjax.methods.find_head import kind_of_head
+from specjax.methods.heads import shared_with_target
+from specjax.methods.heads.head import check_same, whole_vocabulary
+from specjax.methods.medusa.head import Medusa
+from specjax.methods.published_layouts import read_foreign, write_foreign
+from specjax.methods.saved_heads import read_head, save_head
 
 FORMS = {
     "medusa": ("medusa", lambda t: noisy_medusa_head(t)),
@@ -161,6 +162,47 @@ def test_speculators_layout(form, tiny, tmp_path):
     np.testing.assert_array_equal(draft_logits(again, tiny), draft_logits(head, tiny))
 
 
+@pytest.mark.parametrize(
+    ("family", "architecture", "model_type"),
+    [
+        ("qwen2", "Qwen2ForCausalLM", "qwen2"),
+        ("glm4_moe", "Glm4MoeForCausalLM", "glm4_moe"),
+        ("of our own", "LlamaForCausalLM", "llama"),
+    ],
+)
+@pytest.mark.parametrize("make", [eagle_head, block_head])
+def test_an_export_names_the_architecture_of_its_target(
+    make, family, architecture, model_type, tiny, tmp_path
+):
+    """As in the target's own config.json; a family that no file names counts as Llama."""
+    config = dataclasses.replace(tiny.config, family=family)
+    target = dataclasses.replace(tiny, config=config)
+    path = written_head(tmp_path, make(tiny), "speculators", target)
+    config = json.loads((path / "config.json").read_text())
+    assert config["speculators_config"]["verifier"] == {
+        "name_or_path": target.name,
+        "architectures": [architecture],
+        "model_type": model_type,
+    }
+    # The head's own layers are those of its kind.
+    of_layers = config["transformer_layer_config"]["model_type"]
+    assert of_layers == ("llama" if make is eagle_head else "qwen3")
+
+
+@pytest.mark.parametrize("name", ["qwen2", "gemma3_text"])
+def test_the_architecture_is_that_of_the_targets_file(name, tmp_path):
+    target = load_model(GOLDENS / "families" / name, dtype="float32")
+    plain = dataclasses.replace(target, config=target.config.llama_layers(target.config.num_layers))
+    path = written_head(tmp_path, eagle_head(plain), "speculators", target)
+    written, own = (
+        json.loads((folder / "config.json").read_text())
+        for folder in (path, GOLDENS / "families" / name)
+    )
+    verifier = written["speculators_config"]["verifier"]
+    assert verifier["architectures"] == own["architectures"]
+    assert verifier["model_type"] == own["model_type"]
+
+
 @pytest.mark.parametrize("ids", [None, SOME])
 def test_projections_are_written_as_heads_of_their_own(ids, tiny, tmp_path):
     head = medusa_head(tiny, projection=True, ids=ids)
@@ -249,7 +291,7 @@ def test_eagle_tensors_mean_what_eagle_does(tiny, tmp_path):
 
 def first_pair(head, target, token, feature):
     from specjax.drafters import head_drafter
-    from specjax.models.heads.eagle import Eagle
+    from specjax.methods.eagle.head import Eagle
 
     params = head_drafter(head, target).params
     eagle = Eagle(head.config, target.dtype)

@@ -10,18 +10,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import slow, tiny_config
-from decoding import PROMPTS, greedy, loop_arguments, make_session
+from decoding import PROMPTS, greedy, loop_arguments, make_call
 from test_decoder import causal, one_pass
 from tiny_models import eagle_drafter, eagle_head, mtp_head
 
-from specjax.decoding import loop
+from specjax.core import loop
 from specjax.distributed import sharding
 from specjax.errors import InputError
 from specjax.loading import checkpoints
-from specjax.loading.heads.head import read_head, save_head
 from specjax.loading.load import load_model, place_model, random_model
 from specjax.loading.model import array_table
 from specjax.loading.storage import orbax_checkpoint
+from specjax.methods.saved_heads import read_head, save_head
 from specjax.models.config import Attention, Experts
 from specjax.models.decoder import Form
 from specjax.models.joined_kernels import in_parts, parts, with_joined
@@ -231,19 +231,19 @@ def test_a_single_row_is_summed_in_float32(rows, sums):
 def test_a_round_of_eagle_moves_no_kernel(layers):
     """Its head multiplies as the target does, and neither transposes or copies a kernel."""
     target = random_model(tiny_config(**UNLIKE), 0, dtype="float32", form=Form(layers))
-    session = make_session(
+    call = make_call(
         target,
         PROMPTS[:1],
         drafter=eagle_drafter(target),
         sampling=greedy(max_new_tokens=4),
         num_speculative_tokens=2,
     )
-    params, state, count = loop_arguments(session)
+    params, state, count = loop_arguments(call)
     run = jax.jit(loop.run, static_argnums=0, donate_argnums=2)
-    text = run.lower(session.plan, params, state, count).compile().as_text()
+    text = run.lower(call.plan.loop, params, state, count).compile().as_text()
     kernels = {
         tuple(sorted(leaf.shape[-2:]))
-        for path, leaf in jax.tree.leaves_with_path(session.params)
+        for path, leaf in jax.tree.leaves_with_path(call.plan.params)
         if path[-1].key == "kernel"
     }
     assert {(26, 80), (52, 80)} <= kernels

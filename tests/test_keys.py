@@ -9,13 +9,13 @@ import pytest
 from conftest import row_count
 
 from specjax import sampling
-from specjax.decoding.initial_state import start
-from specjax.decoding.loop import run
-from specjax.decoding.sampling_params import SamplingParams
+from specjax.core.initial_state import start
+from specjax.core.loop import run
+from specjax.core.none import NoDrafter
 from specjax.drafters import LoadedDrafter, take_turns
-from specjax.drafters.lookup.ngram import Ngram
-from specjax.drafters.none import NoDrafter
-from specjax.drafters.simulated import Simulated
+from specjax.engine.requests import SamplingParams
+from specjax.methods.ngram import Ngram
+from specjax.methods.simulated import Simulated
 from specjax.sampling import RULES
 from specjax.testing import Tabular
 from specjax.testing.drafter_check import chi_square, first_rows, make_plan

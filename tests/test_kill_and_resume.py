@@ -13,7 +13,7 @@ from commands import script_module
 from toy_training import SHAPE, conversations, toy_run, toy_target
 
 from specjax.files import folders
-from specjax.loading.heads.head import read_head, save_head
+from specjax.methods.saved_heads import read_head, save_head
 from train.data.examples import target_metadata
 from train.data.write_responses import write_responses
 from train.generation.saved_answers import open_answers
@@ -166,7 +166,10 @@ def texts(folder):
 @pytest.mark.parametrize(
     ("flag", "said"),
     [
-        ("--what=mtp,baking", "what='baking' is unknown: use eagle3, draft_model, medusa, eagle"),
+        (
+            "--what=mtp,baking",
+            "what='baking' is unknown: use draft_model, layerskip, medusa, medusa2",
+        ),
         ("--kills=-1", "kills"),
     ],
 )

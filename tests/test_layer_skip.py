@@ -14,7 +14,7 @@ from decoding import (
     decode,
     first_state,
     greedy,
-    make_session,
+    make_call,
     mixed,
     new_tokens,
     rounds,
@@ -23,13 +23,13 @@ from test_loop_cache import assert_caches, fresh
 from tiny_models import small_model
 
 import specjax
+from specjax.core.causal_mask import causal
 from specjax.distributed import sharding
-from specjax.drafters.self_speculation import layer_choice
-from specjax.drafters.self_speculation.early_exit import EarlyExit
-from specjax.drafters.self_speculation.layer_choice import choose, exit_acceptance, leave_out
-from specjax.drafters.self_speculation.layer_skip import LayerSkip
 from specjax.loading.load import place_model, random_model
-from specjax.models.causal_mask import causal
+from specjax.methods import layer_choice
+from specjax.methods.early_exit import EarlyExit
+from specjax.methods.layer_choice import choose, exit_acceptance, leave_out
+from specjax.methods.layer_skip import LayerSkip
 from specjax.models.config import Experts, SlidingWindow
 from specjax.models.decoder import Form
 from specjax.testing import check_drafter
@@ -51,20 +51,20 @@ def plain(tiny):
     return coupled(tiny, None, NEW, batch_size=1)
 
 
-def session_of(target, drafter):
+def call_of(target, drafter):
     options = dict(verify="coupled", sampling=mixed(max_new_tokens=NEW), num_speculative_tokens=3)
-    return make_session(target, PROMPTS, drafter=drafter, **options)
+    return make_call(target, PROMPTS, drafter=drafter, **options)
 
 
 @pytest.mark.parametrize("name", ["chain", *slow(*sorted({*DRAFTERS} - {"chain"}))])
 def test_tokens_and_caches_are_those_of_plain_decoding(name, tiny, plain):
-    session = session_of(tiny, DRAFTERS[name])
-    counts, state = [], first_state(session)
-    for number, state in enumerate(rounds(session, state, counts)):
+    call = call_of(tiny, DRAFTERS[name])
+    counts, state = [], first_state(call)
+    for number, state in enumerate(rounds(call, state, counts)):
         if number < 4:
-            assert_caches(session, state)
-    assert_caches(session, state)
-    assert new_tokens(session, state) == plain.token_ids
+            assert_caches(call, state)
+    assert_caches(call, state)
+    assert new_tokens(call, state) == plain.token_ids
     assert max(int(count.accepted.max()) for count in counts) >= 2
 
 
@@ -78,10 +78,10 @@ class Committing(EarlyExit):
 
 
 def test_keys_of_skipped_layers_that_are_committed_are_found(tiny):
-    session = session_of(tiny, Committing(3, exit_layer=3))
-    state = next(rounds(session, first_state(session)))
+    call = call_of(tiny, Committing(3, exit_layer=3))
+    state = next(rounds(call, first_state(call)))
     with pytest.raises(AssertionError):
-        assert_caches(session, state)
+        assert_caches(call, state)
 
 
 @pytest.mark.parametrize("rule", ["rejection", *slow("block")])
@@ -111,7 +111,7 @@ def test_a_mesh_and_a_cache_in_8_bits_change_no_token(name):
 FORMS = {
     "stacked": (Form(), {}),
     "apart": (Form("apart"), {}),
-    "unrolled": (Form("unrolled", "whole"), {}),
+    "unrolled": (Form("unrolled", "blocks"), {}),
     "experts": (Form(), dict(experts=Experts(4, 2, 8, num_dense=2))),
     "window": (Form(), dict(sliding_window=SlidingWindow(4, (True, False)))),
 }

@@ -30,15 +30,17 @@ ORDER = [
     "specjax.testing",
     "specjax.diagnosis",
     "specjax.tuning",
-    "specjax.decoding",
+    "specjax.engine",
     "specjax.drafters",
+    "specjax.methods",
     "specjax.loading",
     "specjax.models",
+    "specjax.core",
     "specjax.distributed",
     "specjax.fields",
     "specjax.files specjax.theory",
-    "specjax.sampling specjax.controllers specjax.cache specjax.trees specjax.metrics "
-    "specjax.cached_entries specjax.signals specjax.errors",
+    "specjax.sampling specjax.controllers specjax.trees specjax.metrics specjax.signals "
+    "specjax.errors",
 ]
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names.split()}
 
@@ -75,6 +77,16 @@ def graph():
     return {name: imports(source, set(found)) for name, source in found.items()}
 
 
+def closure(*names):
+    """Modules and all that they import, directly or not, with their packages."""
+    reached, found = set(), {*names}
+    while found:
+        reached |= found
+        packages = {other.rpartition(".")[0] for other in found} & graph().keys()
+        found = (packages | set().union(*(graph()[other] for other in found))) - reached
+    return reached
+
+
 def level(name):
     return LEVEL[".".join(name.split(".")[:2])]
 
@@ -91,8 +103,7 @@ def test_imports_go_down():
 
 # A step is given its limits, and what chooses them knows nothing of a step.
 TRACED = {
-    f"specjax.decoding.{name}"
-    for name in ("loop", "round", "initial_state", "state", "plan", "verify")
+    f"specjax.core.{name}" for name in ("loop", "round", "initial_state", "state", "plan", "verify")
 }
 
 
@@ -101,11 +112,42 @@ def test_a_round_and_what_chooses_its_limits_do_not_know_each_other():
     assert {"specjax.controllers", "specjax.controllers.auto"} <= chosen_by
     assert all(graph()[name] <= chosen_by for name in chosen_by)
     assert graph().keys() >= TRACED
-    reached = set(TRACED)
-    while new := set().union(*(graph()[name] for name in reached)) - reached:
-        reached |= new
+    reached = closure(*TRACED)
     assert reached > TRACED
     assert not reached & chosen_by
+
+
+def test_the_core_can_be_read_in_an_afternoon():
+    """What the loop over rounds imports, and nothing of files, loading, models or options."""
+    core = closure("specjax.core.loop")
+    lines = [len(source.splitlines()) for name, source in sources().items() if name in core]
+    assert len(core) <= 36
+    assert sum(lines) <= 6500
+    packages = {".".join(name.split(".")[:2]) for name in core}
+    assert packages == {
+        "specjax.core",
+        "specjax.distributed",
+        "specjax.errors",
+        "specjax.sampling",
+        "specjax.trees",
+    }
+
+
+APPLICATIONS = {
+    *("cli", "reporting", "serving", "playground", "diagnosis", "spec_bench", "tuning"),
+    *("decode", "bench", "report", "export", "corpus_index", "serve", "doctor", "__main__"),
+}
+
+
+def test_the_library_imports_no_application():
+    upward = [
+        f"{name} -> {other}"
+        for name, others in graph().items()
+        for other in others
+        if name.startswith("specjax.") and name.split(".")[1] not in APPLICATIONS
+        if other.startswith("specjax.") and other.split(".")[1] in APPLICATIONS
+    ]
+    assert not upward
 
 
 def test_no_circles():

@@ -5,15 +5,14 @@ import numpy as np
 import pytest
 from decoding import PROMPTS, Shifting, decode, greedy
 
-from specjax.decoding.generate import generate
-from specjax.decoding.options import DecodeOptions
-from specjax.decoding.programs import compile_session
-from specjax.decoding.rows import batch_arguments, row_arguments
-from specjax.decoding.session import plan_session
 from specjax.distributed import device_memory
-from specjax.drafters.lookup.ngram import Ngram
+from specjax.engine.generate import generate
+from specjax.engine.options import DecodeOptions
+from specjax.engine.plan import plan_requests
+from specjax.engine.programs import compile_plan, row_arguments
 from specjax.errors import InputError, shown
 from specjax.fields import Items, Number, Whole, check_values
+from specjax.methods.ngram import Ngram
 
 WISH = {"max_new_tokens": 10**9, "stop_token_ids": list(range(61))}
 
@@ -21,10 +20,12 @@ WISH = {"max_new_tokens": 10**9, "stop_token_ids": list(range(61))}
 def test_buffers_follow_the_positions_and_not_the_wish(tiny):
     """`tiny` has 600 positions."""
     drafter, options = Ngram(prompt_lookup_max=64), DecodeOptions(num_speculative_tokens=1024)
-    session = plan_session(tiny, [[1, 2, 3]], drafter=drafter, requests=WISH, options=options)
-    assert session.plan.capacity < 600 + 256
-    assert session.plan.drafter.num_speculative_tokens == 600 - 2
-    assert batch_arguments(session, [0])[1].max_length.tolist() == [600]
+    plan, requests = plan_requests(
+        tiny, [[1, 2, 3]], drafter=drafter, sampling=WISH, options=options
+    )
+    assert plan.loop.capacity < 600 + 256
+    assert plan.loop.drafter.num_speculative_tokens == 600 - 2
+    assert row_arguments(plan, requests)[1].max_length.tolist() == [600]
     result = generate(tiny, [[1, 2, 3]], sampling=WISH)
     assert result.token_ids[0][0] < 61
     assert result.finish_reasons == ["stop"]
@@ -32,9 +33,9 @@ def test_buffers_follow_the_positions_and_not_the_wish(tiny):
 
 def test_drafts_are_no_longer_than_what_a_row_may_emit(tiny):
     options = DecodeOptions(max_length=5)
-    session = plan_session(tiny, [[1, 2, 3]], drafter=Ngram(), options=options)
-    assert session.plan.drafter.num_speculative_tokens == 3
-    assert session.plan.widths[-1] == 4
+    plan, _ = plan_requests(tiny, [[1, 2, 3]], drafter=Ngram(), options=options)
+    assert plan.loop.drafter.num_speculative_tokens == 3
+    assert plan.loop.widths[-1] == 4
 
 
 def test_each_step_of_a_ladder_runs_at_the_width_that_holds_it(tiny):
@@ -50,9 +51,9 @@ def test_each_step_of_a_ladder_runs_at_the_width_that_holds_it(tiny):
 
 
 def test_too_little_memory_is_said_before_the_first_token(tiny, monkeypatch):
-    session = plan_session(tiny, [[1, 2, 3]], requests=WISH)
-    programs = compile_session(session)
-    state = programs.empty(session.params, *row_arguments(session, [], session.num_rows))
+    plan, _ = plan_requests(tiny, [[1, 2, 3]], sampling=WISH)
+    programs = compile_plan(plan)
+    state = programs.empty(plan.params, *row_arguments(plan, []))
     caches, weights, everything = (
         sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
         for tree in (state.cache, tiny.params, state)
@@ -64,7 +65,7 @@ def test_too_little_memory_is_said_before_the_first_token(tiny, monkeypatch):
     assert abs(everything - sum(memory.arrays.values())) < 8000
     monkeypatch.setattr(device_memory, "free_bytes", lambda: 1000)
     with pytest.raises(InputError, match=r"memory: .* GiB are free; lower batch_size, max_length"):
-        compile_session(session)
+        compile_plan(plan)
 
 
 def test_the_message_says_how_many_rows_and_tokens_fit(monkeypatch):

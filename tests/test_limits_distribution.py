@@ -16,12 +16,12 @@ import scipy.stats
 from conftest import slow
 from decoding import draft_model, tampered
 
-from specjax.decoding import initial_state
-from specjax.decoding.round import one_round
-from specjax.decoding.sampling_params import SamplingParams
+from specjax.core import initial_state
+from specjax.core.drafter import Limits
+from specjax.core.round import one_round
 from specjax.drafters import TreeOptions, merge_drafters, take_turns
-from specjax.drafters.base import Limits
-from specjax.drafters.lookup.ngram import Ngram
+from specjax.engine.requests import SamplingParams
+from specjax.methods.ngram import Ngram
 from specjax.sampling import RULES
 from specjax.testing import Tabular
 from specjax.testing.drafter_check import chi_square, first_rows, make_plan, output_distribution

@@ -9,7 +9,7 @@ from conftest import slow, tiny_config
 from decoding import greedy
 
 from specjax import generate
-from specjax.cache import KVCache
+from specjax.core.cache import KVCache
 from specjax.loading.load import random_model
 from specjax.models.config import RopeScaling
 

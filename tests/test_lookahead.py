@@ -15,7 +15,7 @@ from decoding import (
     decode,
     first_state,
     greedy,
-    make_session,
+    make_call,
     observed,
     rounds,
 )
@@ -24,12 +24,12 @@ from test_drafters import silence
 from tiny_models import bigrams
 
 import specjax
-from specjax.decoding.round import make_context
-from specjax.decoding.sampling_params import SamplingParams
+from specjax.core.round import make_context
 from specjax.drafters import Drafter, LoadedDrafter, merge_drafters, take_turns
-from specjax.drafters.lookup.lookahead import Lookahead
-from specjax.drafters.lookup.ngram import Ngram
+from specjax.engine.requests import SamplingParams
 from specjax.errors import InputError
+from specjax.methods.lookahead import Lookahead
+from specjax.methods.ngram import Ngram
 from specjax.sampling import Rejection
 from specjax.testing import check_drafter
 from specjax.testing.drafter_check import decode as decode_rows
@@ -132,12 +132,12 @@ def _proposed(plan, params, state):
 
 def assert_windows_are_the_targets(drafter, tiny):
     """After each round the last row has what the target finds likeliest after text and column."""
-    session = make_session(
+    call = make_call(
         tiny, PROMPTS, drafter=drafter, sampling=greedy(max_new_tokens=12), batch_size=8
     )
-    before, plan, updated = first_state(session), session.plan, 0
-    for after in itertools.islice(rounds(session, before), 4):
-        window = np.asarray(_proposed(plan, session.params, before).window)
+    before, plan, updated = first_state(call), call.plan.loop, 0
+    for after in itertools.islice(rounds(call, before), 4):
+        window = np.asarray(_proposed(plan, call.plan.params, before).window)
         new = np.asarray(after.drafter[0].drafter.window)
         sequences, expected = [], []
         for row in np.flatnonzero(np.asarray(after.drafter[0].drafter.length > before.length)):
@@ -267,9 +267,9 @@ def test_the_window_is_found_among_other_drafts(join, tiny):
     """Whichever tree it was merged into; a pass without it changes nothing."""
     drafter = join(Ngram(prompt_lookup_min=1, num_matches=2), Lookahead(**SMALL))
     options = dict(sampling=greedy(max_new_tokens=12), batch_size=8)
-    session = make_session(tiny, PROMPTS, drafter=drafter, **options)
-    *_, state = rounds(session, first_state(session))
-    own = observed(session, state)[0 if join is merge_drafters else 1]
+    call = make_call(tiny, PROMPTS, drafter=drafter, **options)
+    *_, state = rounds(call, first_state(call))
+    own = observed(call, state)[0 if join is merge_drafters else 1]
     own = own[1] if join is merge_drafters else own
     text = np.maximum(np.asarray(state.length) - 3, 0)
     steps = (np.asarray(own.count) - text) / 4

@@ -13,14 +13,14 @@ from decoding import (
     draft_model,
     drafters,
     first_state,
-    make_session,
+    make_call,
     mixed,
     observed,
     rounds,
 )
 
-from specjax.drafters.none import NoDrafter
-from specjax.models.prefill import prefill
+from specjax.core.none import NoDrafter
+from specjax.core.prefill import prefill
 
 NEW = 24
 
@@ -41,13 +41,13 @@ def assert_holds(cache, tokens, lengths, model, params):
         np.testing.assert_allclose(got, want, atol=2e-5, rtol=1e-4)
 
 
-def assert_caches(session, state, draft=None, part=0):
+def assert_caches(call, state, draft=None, part=0):
     tokens, length = state.tokens, state.length
-    target, params = session.plan.target, session.params[0]
+    target, params = call.plan.loop.target, call.plan.params[0]
     assert_holds(state.cache, tokens, length - 1, target, params)
     if draft is not None:
         after = jnp.maximum(length - 2, 0)
-        cache = observed(session, state)[part].cache
+        cache = observed(call, state)[part].cache
         assert_holds(cache, tokens, after, draft.architecture, draft.params)
 
 
@@ -78,13 +78,13 @@ def test_caches_equal_a_fresh_prefill_after_every_round(case, tiny, unrelated, s
     models = {"tiny": tiny, "similar": similar, None: None}
     drafter = drafters(tiny, unrelated, similar).get(name)
     options = dict(num_speculative_tokens=length, verify=rule, sampling=mixed(max_new_tokens=NEW))
-    session = make_session(tiny, PROMPTS, drafter=drafter, **options)
-    state = first_state(session)
-    part = len(session.plan.drafter.parts) - 1
-    assert_caches(session, state, models[draft], part)
+    call = make_call(tiny, PROMPTS, drafter=drafter, **options)
+    state = first_state(call)
+    part = len(call.plan.loop.drafter.parts) - 1
+    assert_caches(call, state, models[draft], part)
     counts = []
-    for state in rounds(session, state, counts):
-        assert_caches(session, state, models[draft], part)
+    for state in rounds(call, state, counts):
+        assert_caches(call, state, models[draft], part)
     counts = columns(counts)
     participated = counts.emitted > 0
     drafted, accepted = (of[participated].tolist() for of in (counts.drafted, counts.accepted))
@@ -95,7 +95,7 @@ def test_caches_equal_a_fresh_prefill_after_every_round(case, tiny, unrelated, s
 
 @pytest.fixture(scope="module")
 def laddered(tiny, similar):
-    """A session, its states, and counts of the rounds between them; rows end one by one.
+    """A call, its states, and counts of the rounds between them; rows end one by one.
 
     With all rows running nothing may be drafted; then, as rows finish, two, then three.
     """
@@ -103,7 +103,7 @@ def laddered(tiny, similar):
         request.__class__(temperature=1.0, max_new_tokens=3 + 2 * row)
         for row, request in enumerate(mixed())
     ]
-    session = make_session(
+    call = make_call(
         tiny,
         PROMPTS,
         drafter=draft_model(similar),
@@ -111,14 +111,14 @@ def laddered(tiny, similar):
         num_speculative_tokens_per_batch_size=((8, 8, 0), (5, 7, 2)),
         sampling=sampling,
     )
-    counts, state = [], first_state(session)
-    return session, [state, *rounds(session, state, counts)], columns(counts)
+    counts, state = [], first_state(call)
+    return call, [state, *rounds(call, state, counts)], columns(counts)
 
 
 def test_a_draft_cache_follows_rounds_without_a_draft(laddered, similar):
-    session, states, counts = laddered
+    call, states, counts = laddered
     for state in states[1:]:
-        assert_caches(session, state, similar)
+        assert_caches(call, state, similar)
     assert set(counts.drafted.ravel().tolist()) == {-1, 0, 1, 2, 3}
 
 
@@ -139,24 +139,24 @@ def from_another_slot(cache):
 @pytest.mark.parametrize("broken", [one_too_many, from_another_slot])
 def test_broken_commits_are_found(broken, laddered, similar):
     """Of the target, and of the draft model."""
-    session, states, counts = laddered
+    call, states, counts = laddered
     # After the first round that accepted a draft.
     state = states[1 + int(np.argmax((counts.accepted > 0).any(axis=0)))]
     with pytest.raises(AssertionError):
-        assert_caches(session, state.replace(cache=broken(state.cache)))
+        assert_caches(call, state.replace(cache=broken(state.cache)))
     (part,) = state.drafter
     own = part.replace(drafter=part.drafter.replace(cache=broken(part.drafter.cache)))
     with pytest.raises(AssertionError):
-        assert_caches(session, state.replace(drafter=(own,)), similar)
+        assert_caches(call, state.replace(drafter=(own,)), similar)
 
 
-def drafted_keys(session, state):
+def drafted_keys(call, state):
     """The draft model's keys, rows first, once it has observed all."""
-    return np.moveaxis(observed(session, state)[0].cache.k, 1, 0)
+    return np.moveaxis(observed(call, state)[0].cache.k, 1, 0)
 
 
 def test_finished_rows_freeze(laddered):
-    session, states, _ = laddered
+    call, states, _ = laddered
     for before, state in itertools.pairwise(states[1:]):
         done = np.asarray(before.status) != 0
         for old, new in (
@@ -165,14 +165,14 @@ def test_finished_rows_freeze(laddered):
             (before.status, state.status),
             (before.cache.length, state.cache.length),
             (np.moveaxis(before.cache.k, 1, 0), np.moveaxis(state.cache.k, 1, 0)),
-            (drafted_keys(session, before), drafted_keys(session, state)),
+            (drafted_keys(call, before), drafted_keys(call, state)),
         ):
             np.testing.assert_array_equal(np.asarray(old)[done], np.asarray(new)[done])
         assert (np.asarray(state.round > before.round) == ~done).all()
 
 
 def test_plain_decoding_is_the_loop_without_drafts(tiny):
-    plain = make_session(tiny, PROMPTS, drafter=NoDrafter(), sampling=mixed(max_new_tokens=4))
+    plain = make_call(tiny, PROMPTS, drafter=NoDrafter(), sampling=mixed(max_new_tokens=4))
     assert plain.plan.widths == (1,)
     state = first_state(plain)
     assert len(list(rounds(plain, state))) == 4

@@ -11,15 +11,15 @@ from decoding import Deciding, changed, device_limits, draft_model
 from tiny_models import bigrams, small_model
 
 from specjax import sampling
-from specjax.decoding import initial_state
-from specjax.decoding import round as one_round
-from specjax.decoding.sampling_params import SamplingParams
+from specjax.core import initial_state
+from specjax.core import round as one_round
+from specjax.core.drafter import Limits
+from specjax.core.none import NoDrafter
 from specjax.drafters import LoadedDrafter, take_turns
-from specjax.drafters.base import Limits
-from specjax.drafters.lookup.ngram import Ngram
-from specjax.drafters.none import NoDrafter
-from specjax.drafters.self_speculation.early_exit import EarlyExit
+from specjax.engine.requests import SamplingParams
 from specjax.errors import InputError
+from specjax.methods.early_exit import EarlyExit
+from specjax.methods.ngram import Ngram
 from specjax.sampling import Decision, Rejection
 from specjax.testing import check_drafter
 from specjax.testing.drafter_check import (

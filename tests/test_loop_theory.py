@@ -1,19 +1,17 @@
 """Acceptance and tokens per round are what the distributions of target and draft imply."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import slow
-from decoding import PROMPTS, decode, draft_model, drafters, make_session
+from decoding import PROMPTS, decode, draft_model, drafters, make_call
 
 from specjax import theory
-from specjax.decoding.generate import decode_session, expected_acceptance, open_engine
-from specjax.decoding.sampling_params import SamplingParams
 from specjax.drafters import take_turns
-from specjax.drafters.lookup.ngram import Ngram
+from specjax.engine.generate import decode_requests, expected_acceptance, open_engine
+from specjax.engine.requests import SamplingParams, groups
+from specjax.methods.ngram import Ngram
 from specjax.sampling import RULES
 from specjax.testing import Tabular
 from specjax.testing.drafter_check import decode as decode_rows
@@ -98,7 +96,7 @@ def test_what_a_run_recorded_predicts_its_acceptance(names, tiny, unrelated, sim
             num_speculative_tokens=2,
             batch_size=48,
         )
-        expected = expected_acceptance(make_session(tiny, prompts, **options))
+        expected = expected_acceptance(make_call(tiny, prompts, **options))
         got = decode(tiny, prompts, **options)
         participated = got.emitted > 0
         accepted, drafted = got.accepted[participated], got.drafted[participated]
@@ -115,17 +113,17 @@ def test_lengths_that_followed_other_rows_are_those_that_are_predicted(tiny):
         sampling=[SamplingParams(temperature=0.9, max_new_tokens=4 + 3 * row) for row in range(8)],
         num_speculative_tokens_per_batch_size=[(1, 3, 2), (4, 8, 0)],
     )
-    session = make_session(tiny, PROMPTS, batch_size=8, **options)
+    call = make_call(tiny, PROMPTS, batch_size=8, **options)
     # What decodes and what records is one plan.
-    session = dataclasses.replace(session, plan=dataclasses.replace(session.plan, overlaps=True))
-    groups = session.groups(4)
-    engine = open_engine(session, 2)
-    results = [decode_session(session, index=group, engine=engine) for group in groups]
-    expected = expected_acceptance(session, results)
+    call = call.with_loop(overlaps=True)
+    batches = groups(call.requests, 4)
+    engine = open_engine(call.plan, 2)
+    results = [decode_requests(call.plan, batch, engine=engine) for batch in batches]
+    expected = expected_acceptance(*call, results)
     tested = 0
     for got in results:
         participated = got.emitted > 0
         drafted = got.drafted[participated]
         tested += np.minimum(got.accepted[participated] + 1, drafted).sum()
     assert expected.num_nodes == tested
-    assert expected_acceptance(session).num_nodes != tested
+    assert expected_acceptance(*call).num_nodes != tested

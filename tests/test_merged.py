@@ -13,7 +13,7 @@ from decoding import (
     columns,
     decode,
     first_state,
-    make_session,
+    make_call,
     mixed,
     observed,
     random_distribution,
@@ -27,8 +27,8 @@ from tiny_models import bigrams
 import specjax
 from specjax import sampling, trees
 from specjax.drafters import LoadedDrafter, merge_drafters, take_turns
-from specjax.drafters.lookup.ngram import Ngram
 from specjax.errors import InputError
+from specjax.methods.ngram import Ngram
 from specjax.testing import Tabular, check_drafter
 
 VOCAB, ROWS = 5, 8_000
@@ -159,11 +159,11 @@ def test_a_head_follows_what_another_drafted(form, tiny):
     assert drafter.drafter.features == head.drafter.features
     assert drafter.drafter.observes
     options = dict(verify="coupled", sampling=mixed(max_new_tokens=8))
-    session = make_session(tiny, PROMPTS, drafter=drafter, num_speculative_tokens=2, **options)
+    call = make_call(tiny, PROMPTS, drafter=drafter, num_speculative_tokens=2, **options)
     counts, late = [], None
-    for state in rounds(session, first_state(session), counts):
-        _, wanted = fresh(session, state, 0)
-        _, got = observed(session, state)[0]
+    for state in rounds(call, first_state(call), counts):
+        _, wanted = fresh(call, state, 0)
+        _, got = observed(call, state)[0]
         assert_alike(state, got, wanted)
         if late is not None and state.active.any():
             with pytest.raises(AssertionError):

@@ -9,15 +9,15 @@ import jaxtyping
 import numpy as np
 import pytest
 from conftest import slow
-from decoding import first_state, greedy, make_session
+from decoding import first_state, greedy, make_call
 from test_decoder import one_pass
 from tiny_models import mtp_config, mtp_drafter, mtp_head
 
-from specjax.decoding.round import make_context, noise_keys, proposal_noise
+from specjax.core.causal_mask import causal
+from specjax.core.round import make_context, noise_keys, proposal_noise
 from specjax.errors import InputError
-from specjax.loading.heads.complete_parameters import complete_parameters
-from specjax.models.causal_mask import causal
-from specjax.models.heads.mtp import Mtp
+from specjax.methods.heads.complete_parameters import complete_parameters
+from specjax.models.mtp import Mtp
 from specjax.trees import best_tree
 
 CONVENTIONS = {
@@ -219,9 +219,9 @@ SHORT = [[5, 9], [3, 4, 5], [9, 8, 7, 6], list(range(20, 29))]
 
 
 def proposed(target, loaded, **options):
-    """The greedy draft of a session's first round."""
+    """The greedy draft of a call's first round."""
     options = {"draft_sample_method": "greedy", **options}
-    session = make_session(
+    call = make_call(
         target,
         SHORT,
         drafter=loaded._replace(drafter=replace(loaded.drafter, **options)),
@@ -230,12 +230,12 @@ def proposed(target, loaded, **options):
 
     @jax.jit
     def propose(params, state):
-        context = make_context(session.plan, params[0], state)
-        part, own = session.plan.drafter.parts[0], state.drafter[0].drafter
-        noise = proposal_noise(session.plan, state, noise_keys(session.plan, params[1], state))
+        context = make_context(call.plan.loop, params[0], state)
+        part, own = call.plan.loop.drafter.parts[0], state.drafter[0].drafter
+        noise = proposal_noise(call.plan.loop, state, noise_keys(call.plan.loop, params[1], state))
         return part.propose(params[1][0], own, context, noise)[0]
 
-    return propose(session.params, first_state(session))
+    return propose(call.plan.params, first_state(call))
 
 
 def plain_logits(target, loaded, prompt):

@@ -15,10 +15,10 @@ from test_mtp import chained
 from specjax import generate, load_model, make_drafter
 from specjax.distributed import sharding
 from specjax.errors import InputError
-from specjax.loading.heads.complete_parameters import complete_parameters
-from specjax.loading.heads.head import own_modules
 from specjax.loading.load import save_model
-from specjax.models.heads.mtp import Mtp
+from specjax.methods.heads.complete_parameters import complete_parameters
+from specjax.methods.mtp import own_modules
+from specjax.models.mtp import Mtp
 
 FAMILIES = GOLDENS / "families"
 NAMES = ("glm4_moe", "mimo")

@@ -15,7 +15,7 @@ from decoding import (
     decode,
     draft_model,
     first_state,
-    make_session,
+    make_call,
     mixed,
     observed,
     rounds,
@@ -26,11 +26,11 @@ from test_pair_heads import assert_fresh
 from tiny_models import block_head, eagle_head, mtp_head, small_model
 
 from specjax import make_drafter
-from specjax.cache import KVCache
-from specjax.decoding.round import make_context
-from specjax.decoding.sampling_params import SamplingParams
+from specjax.core.cache import KVCache
+from specjax.core.round import make_context
 from specjax.drafters import head_drafter
-from specjax.drafters.draft_model import DraftModel
+from specjax.engine.requests import SamplingParams
+from specjax.methods.draft_model.drafter import DraftModel
 from specjax.models.config import SlidingWindow
 from specjax.sampling import SharedNoise
 from specjax.testing import Tabular, check_drafter
@@ -81,14 +81,14 @@ def test_tokens_attend_to_the_first_and_the_latest_before_them(size, sinks, tiny
     near(got.logits, np.take_along_axis(np.asarray(wanted.logits), rows[:, :, None], axis=1))
 
 
-def distributions(session):
+def distributions(call):
     """A function of two positions: a draft's log-probabilities if keys between had other values."""
-    state = first_state(session)
-    context = make_context(session.plan, session.params[0], state)
-    drafter, params = session.plan.drafter.parts[0], session.params[1][0]
-    own = observed(session, state)[0]
+    state = first_state(call)
+    context = make_context(call.plan.loop, call.plan.params[0], state)
+    drafter, params = call.plan.loop.drafter.parts[0], call.plan.params[1][0]
+    own = observed(call, state)[0]
 
-    noise = SharedNoise(lambda depth: jnp.zeros((1, session.model.config.vocab_size)))
+    noise = SharedNoise(lambda depth: jnp.zeros((1, call.plan.model.config.vocab_size)))
 
     @jax.jit
     def logq(first, last):
@@ -113,7 +113,7 @@ def test_drafts_depend_on_no_other_keys(name, tiny, similar):
     options = dict(sampling=SamplingParams(temperature=0.8), num_speculative_tokens=2)
     few, every, longer = (
         distributions(
-            make_session(
+            make_call(
                 tiny, PROMPTS[2:3], drafter=drafter_of(name, tiny, similar, **limits), **options
             )
         )
@@ -139,17 +139,17 @@ def test_tokens_are_those_of_plain_decoding_and_states_those_of_a_fresh_prefill(
 ):
     drafter = drafter_of(name, tiny, similar)
     options = dict(verify="coupled", sampling=mixed(max_new_tokens=NEW), num_speculative_tokens=2)
-    session = make_session(tiny, PROMPTS, drafter=drafter, **options)
+    call = make_call(tiny, PROMPTS, drafter=drafter, **options)
     counts = []
-    for number, state in enumerate(rounds(session, first_state(session), counts)):
+    for number, state in enumerate(rounds(call, first_state(call), counts)):
         if number > 3 or name == "dflash":
             continue
         if name != "draft_model":
-            assert_fresh(session, state)
+            assert_fresh(call, state)
             continue
         few = with_window(similar, SlidingWindow(5, sinks=2))
         after = jnp.maximum(state.length - 2, 0)
-        cache = observed(session, state)[0].cache
+        cache = observed(call, state)[0].cache
         assert_holds(cache, state.tokens, after, few.architecture, similar.params)
     for row, tokens in enumerate(plain.token_ids):
         begin = len(PROMPTS[row])

@@ -13,9 +13,9 @@ from tiny_models import block_head, eagle_head, medusa_head, small_model
 
 from specjax import make_drafter
 from specjax.drafters import LoadedDrafter, head_drafter, merge_drafters, take_turns
-from specjax.drafters.draft_model import DraftModel
-from specjax.drafters.lookup.ngram import Ngram
 from specjax.loading.load import random_model
+from specjax.methods.draft_model.drafter import DraftModel
+from specjax.methods.ngram import Ngram
 from specjax.models.config import Attention, Embedding, Mlp, Norm, SlidingWindow
 from specjax.testing import Tabular, check_drafter
 

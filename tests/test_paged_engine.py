@@ -7,30 +7,28 @@ import jax
 import numpy as np
 import pytest
 from conftest import slow, tiny_config
-from decoding import decode, greedy, make_session
+from decoding import decode, greedy, make_call
 from test_engine import named, own_results
 from test_sharding import collectives
 from tiny_models import block_drafter, eagle_drafter
 
-from specjax.decoding.engine import device_rows, request_pages
-from specjax.decoding.engine.device_rows import DeviceRows
-from specjax.decoding.engine.engine import Engine
-from specjax.decoding.engine.outputs import Follower
-from specjax.decoding.engine.page_pool import PagePool
-from specjax.decoding.engine.scheduler import Request
-from specjax.decoding.options import DecodeOptions
-from specjax.decoding.rows import Row, session_row
-from specjax.decoding.sampling_params import SamplingParams
-from specjax.decoding.session import plan_session
 from specjax.distributed.sharding import make_mesh
 from specjax.drafters import LoadedDrafter
-from specjax.drafters.lookup.lookahead import Lookahead
-from specjax.drafters.lookup.ngram import Ngram
-from specjax.drafters.lookup.suffix import Suffix
-from specjax.drafters.self_speculation.quantized import Quantized
-from specjax.drafters.self_speculation.sparse_kv import SparseKV
+from specjax.engine import device_rows, pages
+from specjax.engine.device_rows import DeviceRows
+from specjax.engine.engine import Engine
+from specjax.engine.options import DecodeOptions
+from specjax.engine.pages import PagePool, RowPages
+from specjax.engine.plan import plan_requests
+from specjax.engine.requests import Request, SamplingParams
+from specjax.engine.rows import Row
 from specjax.errors import InputError
 from specjax.loading.load import place_model, random_model
+from specjax.methods.lookahead import Lookahead
+from specjax.methods.ngram import Ngram
+from specjax.methods.quantized import Quantized
+from specjax.methods.sparse_kv import SparseKV
+from specjax.methods.suffix import Suffix
 from specjax.models.cpu import library
 from specjax.models.layers import cpu_attention
 
@@ -52,18 +50,15 @@ PROMPTS = [
 NEW = [25, 40, 35, 40, 30, 30, 20, 30, 30, 30]
 
 
-def paged(session, num_pages, shares, size=SIZE):
-    """The session with pages, by default smaller ones than users may choose."""
-    plan = dataclasses.replace(session.plan, page_size=size, num_pages=num_pages)
-    options = {"kv_page_size": 128, "enable_prefix_caching": shares, "rounds_per_step": 2}
-    return dataclasses.replace(
-        session, plan=plan, options=dataclasses.replace(session.options, **options)
-    )
+def paged(call, num_pages, shares, size=SIZE):
+    """The call with pages, by default smaller ones than users may choose."""
+    call = call.with_loop(page_size=size, num_pages=num_pages)
+    return call.with_options(kv_page_size=128, enable_prefix_caching=shares, rounds_per_step=2)
 
 
-def session_of(tiny, drafter, rule, prompts=PROMPTS, **fields):
+def call_of(tiny, drafter, rule, prompts=PROMPTS, **fields):
     sampling = [SamplingParams(**{"temperature": 0.9} | fields, max_new_tokens=new) for new in NEW]
-    return make_session(
+    return make_call(
         tiny,
         prompts,
         drafter=drafter,
@@ -74,8 +69,8 @@ def session_of(tiny, drafter, rule, prompts=PROMPTS, **fields):
     )
 
 
-def results(engine, session, aborted=()):
-    """What the session's prompts give, the last ones added later; some are aborted meanwhile."""
+def results(engine, call, aborted=()):
+    """What the call's prompts give, the last ones added later; some are aborted meanwhile."""
     found = {}
 
     def steps(count):
@@ -85,10 +80,10 @@ def results(engine, session, aborted=()):
                     found[delta.id] = own_results(delta.output)
 
     for prompt in range(5):
-        engine.add_rows(prompt, [session_row(session, prompt)])
+        engine.submit([call.requests[prompt]])
     steps(3)
     for prompt in range(5, len(PROMPTS)):
-        engine.add_rows(prompt, [session_row(session, prompt)])
+        engine.submit([call.requests[prompt]])
     for prompt in aborted:
         engine.abort(prompt)
         steps(2)
@@ -100,11 +95,11 @@ def results(engine, session, aborted=()):
 
 
 def assert_nothing_is_held(engine):
-    for pool in engine._pages.pools:
+    for pool in engine._scheduler.pages.pools:
         assert pool.num_unused == pool.num_pages
         assert not pool._held
         assert not any(pool._holders)
-    assert not engine._pages._pool_of
+    assert not engine._scheduler.pages._pool_of
 
 
 CASES = [
@@ -145,17 +140,17 @@ def test_rows_in_pages_give_what_they_give_alone(name, rule, shares, tiny, unrel
         drafter = LoadedDrafter(SparseKV(tiny.architecture, budget=36, keep=name[10:], refresh=4))
     else:
         drafter = named(name, tiny, unrelated, similar)
-    session = session_of(tiny, drafter, rule)
-    dense = Engine.of(session)
+    call = call_of(tiny, drafter, rule)
+    dense = Engine.of(call.plan)
     wanted = {}
     for prompt in range(len(PROMPTS)):
-        dense.add_rows(prompt, [session_row(session, prompt)])
+        dense.submit([call.requests[prompt]])
         wanted |= {one.id: own_results(one.output) for one in dense if one.output is not None}
-    pages = Engine.of(paged(session, NUM_PAGES, shares))
+    pages = Engine.of(paged(call, NUM_PAGES, shares).plan)
     # What a drafter has learned of refused drafts, or chosen, is lost with a row that is put back.
     kept = 1 if name in ("token_recycling", "lookahead", "sparse_kv:scores") else 3
     for aborted in ((), (1, 5)):
-        found = results(pages, session, aborted)
+        found = results(pages, call, aborted)
         for prompt, result in found.items():
             if prompt in aborted:
                 tokens = result[0]
@@ -175,7 +170,7 @@ BLOCK = 64
 
 @pytest.fixture(scope="module")
 def in_blocks():
-    """A session of a model whose attention is the kernel's, and what its rows give without pages.
+    """A call of a model whose attention is the kernel's, and what its rows give without pages.
 
     Prompts share as many pages of BLOCK tokens as `PROMPTS` do of SIZE.
     """
@@ -183,14 +178,14 @@ def in_blocks():
         pytest.skip("no C++ compiler")
     model = random_model(tiny_config(head_dim=8, num_layers=2), 0, dtype="float32")
     prompts = [[token for token in prompt for _ in range(BLOCK // SIZE)] for prompt in PROMPTS]
-    session = session_of(model, Ngram(prompt_lookup_min=1), "rejection", prompts)
-    return session, results(Engine.of(session), session)
+    call = call_of(model, Ngram(prompt_lookup_min=1), "rejection", prompts)
+    return call, results(Engine.of(call.plan), call)
 
 
 @pytest.mark.parametrize("broken", [False, True])
 def test_the_kernel_for_cpus_reads_pages_of_whole_blocks(broken, in_blocks, monkeypatch):
     """The variant that reads each row's first page twice is found."""
-    session, wanted = in_blocks
+    call, wanted = in_blocks
     kernel, caches = cpu_attention.attend_window_and_cache, []
 
     def attend(query, cache, *rest, **limits):
@@ -200,27 +195,27 @@ def test_the_kernel_for_cpus_reads_pages_of_whole_blocks(broken, in_blocks, monk
 
     monkeypatch.setattr(cpu_attention, "attend_window_and_cache", attend)
     # Another number of pages makes another program.
-    engine = Engine.of(paged(session, NUM_PAGES + broken, True, BLOCK))
-    found = results(engine, session)
+    engine = Engine.of(paged(call, NUM_PAGES + broken, True, BLOCK).plan)
+    found = results(engine, call)
     assert {cache.k.shape[3] for cache in caches} == {BLOCK}
     assert (found == wanted) != broken
     assert engine.statistics.shared_tokens > 3 * BLOCK
 
 
 def on_mesh(tiny, name, data, model):
-    """An engine with pages on a mesh, and a session."""
+    """An engine with pages on a mesh, and a call."""
     placed = place_model(tiny, make_mesh(data, model, devices=jax.devices()[: data * model]))
     drafter = None if name == "none" else eagle_drafter(placed, spread=0.3)
-    session = paged(session_of(placed, drafter, "coupled"), NUM_PAGES * data, True)
-    return Engine.of(session), session
+    call = paged(call_of(placed, drafter, "coupled"), NUM_PAGES * data, True)
+    return Engine.of(call.plan), call
 
 
 @pytest.fixture(scope="module", params=["eagle3", *slow("none")])
 def alone(request, tiny):
     """The name of a drafter, and the tokens without pages and without a mesh."""
     drafter = None if request.param == "none" else eagle_drafter(tiny, spread=0.3)
-    session = session_of(tiny, drafter, "coupled")
-    found = results(Engine.of(session), session)
+    call = call_of(tiny, drafter, "coupled")
+    found = results(Engine.of(call.plan), call)
     return request.param, {prompt: result[0] for prompt, result in found.items()}
 
 
@@ -228,9 +223,9 @@ def alone(request, tiny):
 def test_pages_on_several_devices(data, model, alone, tiny):
     """Each device has its heads of the pages of its rows."""
     name, wanted = alone
-    engine, session = on_mesh(tiny, name, data, model)
+    engine, call = on_mesh(tiny, name, data, model)
     for aborted in ((), (1, 5)):
-        for prompt, result in results(engine, session, aborted).items():
+        for prompt, result in results(engine, call, aborted).items():
             tokens = result[0]
             assert tokens == wanted[prompt][: len(tokens) if prompt in aborted else None]
         assert_nothing_is_held(engine)
@@ -249,52 +244,51 @@ def test_devices_do_not_send_each_other_keys(alone, tiny):
     assert not [shape for shape in sent if shape.endswith((f",{width}]", f",{SIZE},1]"))]
 
 
-class TakesPagesOfAnotherDevice(request_pages.RequestPages):
+class TakesPagesOfAnotherDevice(RowPages):
     """Broken: all rows have pages of the first device; the last slots come first."""
 
     def pool(self, slot):
         return self.pools[0]
 
-    def find_slot(self, request, free, rounds):
-        return super().find_slot(request, free[::-1], rounds)
+    def find_slot(self, row, free, others, rounds):
+        return super().find_slot(row, free[::-1], others, rounds)
 
 
 def test_pages_of_another_device_are_found(alone, tiny, monkeypatch):
     name, wanted = alone
-    engine, session = on_mesh(tiny, name, 2, 2)
-    monkeypatch.setattr(engine, "_pages", TakesPagesOfAnotherDevice(session))
-    found = results(engine, session)
+    engine, call = on_mesh(tiny, name, 2, 2)
+    monkeypatch.setattr(engine._scheduler, "pages", TakesPagesOfAnotherDevice(call.plan))
+    found = results(engine, call)
     assert {prompt: result[0] for prompt, result in found.items()} != wanted
 
 
 def test_a_request_gets_a_slot_where_its_beginning_is_and_there_is_room(tiny):
-    _, session = on_mesh(tiny, "none", 2, 1)
-    pages = request_pages.RequestPages(session)
+    _, call = on_mesh(tiny, "none", 2, 1)
+    pages = RowPages(call.plan)
     assert [pages.pool(slot) is pages.pools[0] for slot in range(4)] == [True, True, False, False]
 
-    def request(number, prompt, new):
-        row = Row(number, tuple(prompt), SamplingParams(max_new_tokens=new))
-        return Request(number, row, Follower(None, (), logprobs=False), 0.0)
+    def row(number, prompt, new):
+        request = Request(number, tuple(prompt), SamplingParams(max_new_tokens=new))
+        return Row(number, request, None, 0.0)
 
-    first, second, other = request(0, BEGINNING, 1), request(1, BEGINNING, 1), request(2, [7], 1)
-    assert pages.find_slot(first, [0, 1, 2, 3], {}) == 0
+    first, second, other = row(0, BEGINNING, 1), row(1, BEGINNING, 1), row(2, [7], 1)
+    assert pages.find_slot(first, [0, 1, 2, 3], [], 0) == 0
     assert pages.begin(first, 0) == 0
-    pages.take_back(first, len(BEGINNING) - 2, 0)
-    held = {first: 0}
-    assert pages.find_slot(second, [1, 2, 3], held) == 1
-    assert pages.find_slot(other, [1, 2, 3], held) == 2
-    large = request(3, range(60), 35)
-    held = {first: 40}
-    assert pages.find_slot(large, [1], held) is None
-    assert pages.find_slot(large, [1, 2], held) == 2
+    pages.take_back(first, len(BEGINNING) - 2)
+    assert pages.find_slot(second, [1, 2, 3], [first], 0) == 1
+    assert pages.find_slot(other, [1, 2, 3], [first], 0) == 2
+    large = row(3, range(60), 35)
+    assert pages.find_slot(large, [1], [first], 40) is None
+    assert pages.find_slot(large, [1, 2], [first], 40) == 2
     assert pages.begin(second, 1) == len(BEGINNING) - SIZE
     assert pages.begin(large, 3) == 0
     pages.begin(other, 2)
-    assert pages.reserve({first: 0, second: 0, large: 40, other: 0}) is None
+    large.rounds_under_way = 40
+    assert pages.reserve([first, second, large, other], 0) is None
     assert [pool.num_unused for pool in pages.pools] == [NUM_PAGES - 6, 1]
-    other.row = dataclasses.replace(other.row, prompt=(7,) * 19)
-    assert pages.reserve({first: 0, other: 0}) is pages.pools[1]
-    assert pages.reserve({first: 0}) is None
+    other.request = dataclasses.replace(other.request, prompt=(7,) * 19)
+    assert pages.reserve([first, other], 0) is pages.pools[1]
+    assert pages.reserve([first], 0) is None
     for one in (first, second, large, other):
         pages.close(one)
     assert all(pool.num_unused == pool.num_pages for pool in pages.pools)
@@ -320,17 +314,17 @@ class ForgetsTheNextToken(PagePool):
 
 @pytest.fixture(scope="module")
 def with_eagle(tiny):
-    """A session whose drafter reads the next token, and what its rows give."""
-    session = paged(session_of(tiny, eagle_drafter(tiny, spread=2.0), "rejection"), NUM_PAGES, True)
-    return session, results(Engine.of(session), session)
+    """A call whose drafter reads the next token, and what its rows give."""
+    call = paged(call_of(tiny, eagle_drafter(tiny, spread=2.0), "rejection"), NUM_PAGES, True)
+    return call, results(Engine.of(call.plan), call)
 
 
 @pytest.mark.parametrize("broken", [SharesPartOfAPage, ForgetsTheNextToken])
 def test_broken_pages_are_found(broken, with_eagle, monkeypatch):
-    session, wanted = with_eagle
-    monkeypatch.setattr(request_pages, "PagePool", broken)
+    call, wanted = with_eagle
+    monkeypatch.setattr(pages, "PagePool", broken)
     try:
-        found = results(Engine.of(session), session)
+        found = results(Engine.of(call.plan), call)
     except (AssertionError, KeyError):
         return
     assert found != wanted
@@ -348,53 +342,49 @@ class FreesSharedPages(PagePool):
 
 def test_a_page_that_is_freed_while_shared_is_found(with_eagle, monkeypatch):
     """A short row ends that shares its prompt with a long one, and a third prompt is read."""
-    session, _ = with_eagle
+    call, _ = with_eagle
     strange = tuple((7 * token + 3) % 61 for token in range(30))
     rows = [((*BEGINNING, 1), 40), ((*BEGINNING, 9), 2), ((7,), 30), (strange, 20)]
 
     def answers():
-        engine = Engine.of(session)
+        engine = Engine.of(call.plan)
         for number, (prompt, new) in enumerate(rows):
             sampling = SamplingParams(temperature=0.9, max_new_tokens=new)
-            engine.add_rows(number, [Row(number, tuple(prompt), sampling)])
+            engine.submit([Request(number, tuple(prompt), sampling)])
         outputs = (one.output for one in engine if one.output is not None)
         return {one.id: own_results(one) for one in outputs}
 
     wanted = answers()
-    monkeypatch.setattr(request_pages, "PagePool", FreesSharedPages)
+    monkeypatch.setattr(pages, "PagePool", FreesSharedPages)
     assert answers() != wanted
 
 
 @pytest.mark.parametrize("lost", ["emitted", "rounds"])
 def test_a_row_that_resumes_without_a_part_is_found(lost, with_eagle, monkeypatch):
-    session, wanted = with_eagle
-    put_back = Engine._put_back
+    call, wanted = with_eagle
+    resume_later = Row.resume_later
 
-    def forgetful(self, pool):
-        before = {one: one.row for one in self._scheduler.slots if one is not None}
-        put_back(self, pool)
-        for request, row in before.items():
-            if request not in self._scheduler.slots:
-                request.row = dataclasses.replace(
-                    request.row, **{lost: getattr(dataclasses.replace(row), lost)}
-                )
+    def forgetful(self):
+        before = getattr(self.request, lost)
+        resume_later(self)
+        self.request = dataclasses.replace(self.request, **{lost: before})
 
-    monkeypatch.setattr(Engine, "_put_back", forgetful)
-    assert results(Engine.of(session), session) != wanted
+    monkeypatch.setattr(Row, "resume_later", forgetful)
+    assert results(Engine.of(call.plan), call) != wanted
 
 
 def test_a_row_that_was_put_back_has_begun(tiny):
     """Its time in the queue ended with its first slot, and it ends where new weights end rows."""
-    session = paged(session_of(tiny, None, "rejection"), NUM_PAGES, False)
-    engine = Engine.of(session)
+    call = paged(call_of(tiny, None, "rejection"), NUM_PAGES, False)
+    engine = Engine.of(call.plan)
     for prompt in range(len(PROMPTS)):
-        engine.add_rows(prompt, [session_row(session, prompt)])
+        engine.submit([call.requests[prompt]])
     outputs = {}
     while not engine.statistics.put_back:
         outputs |= {one.id: one.output for one in engine.step() if one.output is not None}
     begun = [one for one in engine._scheduler if one.begun is not None]
     back = [one for one in begun if one not in engine._scheduler.slots]
-    assert back[0].row.emitted
+    assert back[0].request.emitted
     engine.update_params(tiny.params, running="abort")
     outputs |= {one.id: one.output for one in engine if one.output is not None}
     aborted = {one for one, output in outputs.items() if output.finish_reason == "abort"}
@@ -402,7 +392,7 @@ def test_a_row_that_was_put_back_has_begun(tiny):
     assert outputs.keys() == set(range(len(PROMPTS)))
     assert_nothing_is_held(engine)
     for prompt in range(len(PROMPTS)):
-        engine.add_rows(prompt, [session_row(session, prompt)])
+        engine.submit([call.requests[prompt]])
     times = [one.output.times for one in engine if one.output is not None]
     assert engine.statistics.put_back > 1
     assert all(one.waiting_s <= one.first_token_s <= one.total_s for one in times)
@@ -410,20 +400,20 @@ def test_a_row_that_was_put_back_has_begun(tiny):
 
 def test_numbers_that_are_not_finite_spoil_no_later_row(tiny):
     """Pages of a pool are not cleared, so that they hold what earlier rows left."""
-    session = paged(session_of(tiny, None, "rejection"), NUM_PAGES, False)
-    wanted = results(Engine.of(session), session)
-    engine = Engine.of(session)
+    call = paged(call_of(tiny, None, "rejection"), NUM_PAGES, False)
+    wanted = results(Engine.of(call.plan), call)
+    engine = Engine.of(call.plan)
     engine.compile()
     engine._rows.begin()
     state = engine._rows._state
     nothing = {name: getattr(state.cache, name) * np.nan for name in ("k", "v")}
     engine._rows._state = state.replace(cache=state.cache.replace(**nothing))
-    assert results(engine, session) == wanted
+    assert results(engine, call) == wanted
 
 
 def test_rows_that_are_left_keep_their_pages(with_eagle, monkeypatch):
     """In programs for fewer rows, and back in their slots."""
-    session, wanted = with_eagle
+    call, wanted = with_eagle
     sizes, step = [], DeviceRows.step
 
     def note(self, *arguments):
@@ -433,9 +423,9 @@ def test_rows_that_are_left_keep_their_pages(with_eagle, monkeypatch):
 
     monkeypatch.setattr(DeviceRows, "step", note)
     monkeypatch.setattr(device_rows, "_SAVED", 1e9)
-    engine = Engine.of(session)
+    engine = Engine.of(call.plan)
     for _ in range(2):
-        assert results(engine, session) == wanted
+        assert results(engine, call) == wanted
         assert_nothing_is_held(engine)
     assert {1, 2, 4} <= set(sizes)
 
@@ -453,16 +443,16 @@ def test_requests_that_come_and_go_at_random_leak_nothing(data, count):
     wanted = decode(model, prompts, **options).token_ids
     if data > 1:
         model = place_model(model, make_mesh(data, devices=jax.devices()[:data]))
-    session = make_session(model, prompts, drafter=Ngram(num_speculative_tokens=2), **options)
-    engine = Engine.of(paged(session, 10 * data, True))
+    call = make_call(model, prompts, drafter=Ngram(num_speculative_tokens=2), **options)
+    engine = Engine.of(paged(call, 10 * data, True).plan)
     requests = [(rng.randrange(40), rng.choice((1, 4, 9, 30))) for _ in range(count)]
     waiting, alive, ended = list(range(count)), set(), {}
     while waiting or engine.num_unfinished:
         while waiting and engine.num_waiting < 4 and rng.random() < 0.8:
             number = waiting.pop()
             prompt, new = requests[number]
-            row = Row(number, tuple(prompts[prompt]), greedy(max_new_tokens=new))
-            engine.add_rows(number, [row])
+            sampling = greedy(max_new_tokens=new)
+            engine.submit([Request(number, tuple(prompts[prompt]), sampling)])
             alive.add(number)
         if alive and rng.random() < 0.1:
             engine.abort(rng.choice(sorted(alive)))
@@ -470,10 +460,10 @@ def test_requests_that_come_and_go_at_random_leak_nothing(data, count):
             if delta.output is not None:
                 ended[delta.id] = delta.output
                 alive.discard(delta.id)
-        for pool in engine._pages.pools:
+        for pool in engine._scheduler.pages.pools:
             held = {page for pages in pool._held.values() for page in pages.pages}
             assert len(held) + pool.num_unused == pool.num_pages
-        assert {request.id for request in engine._pages._pool_of} <= alive
+        assert {request.id for request in engine._scheduler.pages._pool_of} <= alive
     for number, output in ended.items():
         (prompt, new), tokens = requests[number], output.token_ids
         assert tokens == wanted[prompt][: len(tokens)]
@@ -521,10 +511,13 @@ def test_a_pool_is_as_large_as_the_longest_row_needs(tiny):
     """Not as the capacity, which is rounded up; and the last token is in no cache."""
 
     def plan(new):
-        options = DecodeOptions(kv_page_size=64, num_kv_pages=2)
-        return plan_session(tiny, [[1] * 100], options=options, requests=greedy(max_new_tokens=new))
+        options, sampling = (
+            DecodeOptions(kv_page_size=64, num_kv_pages=2),
+            greedy(max_new_tokens=new),
+        )
+        return plan_requests(tiny, [[1] * 100], options=options, sampling=sampling)[0]
 
-    assert plan(29).plan.num_pages == 2
+    assert plan(29).loop.num_pages == 2
     with pytest.raises(InputError, match="num_kv_pages=2: a request of 130 tokens needs 3 pages"):
         plan(30)
 
@@ -565,8 +558,8 @@ def test_the_next_turn_of_a_conversation_finds_the_turns_before_it(tiny):
 
 
 def test_interruptions_lose_no_page_and_share_none_of_other_weights(tiny, monkeypatch):
-    session = paged(session_of(tiny, None, "rejection"), NUM_PAGES, True)
-    engine = Engine.of(session)
+    call = paged(call_of(tiny, None, "rejection"), NUM_PAGES, True)
+    engine = Engine.of(call.plan)
     update = DeviceRows.update_params
 
     def interrupted(*arguments):
@@ -581,18 +574,18 @@ def test_interruptions_lose_no_page_and_share_none_of_other_weights(tiny, monkey
                 call()
 
     for _ in range(2):
-        engine.add_rows(1, [session_row(session, 1)])
+        engine.submit([call.requests[1]])
         list(engine)
         interrupt(lambda: engine.update_params(tiny.params), DeviceRows, "update_params")
     assert engine.statistics.shared_tokens == 0
-    engine.add_rows(1, [session_row(session, 1)])
-    interrupt(engine.step, request_pages.RequestPages, "reserve")
+    engine.submit([call.requests[1]])
+    interrupt(engine.step, RowPages, "reserve")
     with pytest.raises(InputError, match="failed or was interrupted within a step"):
         engine.step()
 
 
 def test_pages_in_8_bits_hold_what_rows_in_8_bits_do(tiny):
-    session = session_of(dataclasses.replace(tiny, kv_cache_dtype="int8"), None, "rejection")
-    assert session.plan.target.cache_dtype == "int8"
-    wanted = results(Engine.of(session), session)
-    assert results(Engine.of(paged(session, NUM_PAGES, True)), session) == wanted
+    call = call_of(dataclasses.replace(tiny, kv_cache_dtype="int8"), None, "rejection")
+    assert call.plan.loop.target.cache_dtype == "int8"
+    wanted = results(Engine.of(call.plan), call)
+    assert results(Engine.of(paged(call, NUM_PAGES, True).plan), call) == wanted

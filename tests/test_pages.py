@@ -11,10 +11,10 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from test_sharding import collectives
 
-from specjax.cache import KVCache, Window, commit
-from specjax.cached_entries import encode
-from specjax.decoding.engine.page_pool import PagePool
+from specjax.core.cache import KVCache, Window, commit
+from specjax.core.cached_entries import encode
 from specjax.distributed.sharding import make_mesh, use
+from specjax.engine.pages import PagePool
 from specjax.models.cpu import library
 from specjax.models.kernels import tpu_attention
 from specjax.models.kernels.attention_kernel import attend_window_and_cache
@@ -23,7 +23,6 @@ from specjax.models.layers.attention import (
     attend,
     attend_cache,
     attend_rows,
-    attend_whole_cache,
     cached_blocks,
     most_attended,
 )
@@ -235,7 +234,6 @@ def every_form(query, window, cache, **limits):
     ways = [
         attend_cache(query, cache, 1, start, cached_blocks(cache), **limits),
         attend_rows(query, cache, 1, start, **limits),
-        attend_whole_cache(query, cache, 1, start, **limits),
         attend_window_and_cache(query, cache, window, 1, seen, **limits),
         tpu_attention.attend_committed(query, cache, 1, start, **limits),
     ]
@@ -427,7 +425,6 @@ def test_devices_read_and_write_their_own_pages(shards):
         ways = [
             attend_cache(query, grown, 1, start, cached_blocks(grown)),
             attend_rows(query, grown, 1, start),
-            attend_whole_cache(query, grown, 1, start),
         ]
         copies = [grown.gathered(chosen, grown.length) for chosen in (slots, of_heads)]
         most = most_attended(query, grown, 1, 9)

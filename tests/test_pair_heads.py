@@ -16,7 +16,7 @@ from decoding import (
     decode,
     first_state,
     greedy,
-    make_session,
+    make_call,
     mixed,
     observed,
     rounds,
@@ -24,9 +24,9 @@ from decoding import (
 from test_decoder import one_pass
 from tiny_models import eagle_drafter, eagle_head, mtp_drafter, small_model
 
-from specjax.decoding.round import make_context
+from specjax.core.drafter import Accepted
+from specjax.core.round import make_context
 from specjax.drafters import head_drafter
-from specjax.drafters.base import Accepted
 from specjax.errors import InputError
 from specjax.testing import check_drafter
 
@@ -90,18 +90,18 @@ def observe_all(plan, drafter, target_params, params, features, state):
     return drafter.observe(params, empty, context, Accepted(following, count, features))
 
 
-def fresh(session, state, part):
+def fresh(call, state, part):
     """The drafter's state, made anew from the tokens that are committed."""
-    drafter, params = session.plan.drafter.parts[part], session.params[1][part]
+    drafter, params = call.plan.loop.drafter.parts[part], call.plan.params[1][part]
     tokens = np.asarray(state.tokens)
-    features = one_pass(session.model, tokens, features=drafter.features).features
-    return observe_all(session.plan, drafter, session.params[0], params, features, state)
+    features = one_pass(call.plan.model, tokens, features=drafter.features).features
+    return observe_all(call.plan.loop, drafter, call.plan.params[0], params, features, state)
 
 
-def assert_fresh(session, state, part=0, got=None):
+def assert_fresh(call, state, part=0, got=None):
     """With what waits to be observed, caches and outputs are what the committed tokens give."""
-    wanted = fresh(session, state, part)
-    assert_alike(state, observed(session, state)[part] if got is None else got, wanted)
+    wanted = fresh(call, state, part)
+    assert_alike(state, observed(call, state)[part] if got is None else got, wanted)
 
 
 def assert_alike(state, got, wanted):
@@ -121,21 +121,21 @@ def assert_alike(state, got, wanted):
     )
 
 
-def session_of(tiny, drafter, new_tokens=14):
+def call_of(tiny, drafter, new_tokens=14):
     options = dict(num_speculative_tokens=3, sampling=mixed(max_new_tokens=new_tokens))
-    return make_session(tiny, PROMPTS, drafter=drafter, **options)
+    return make_call(tiny, PROMPTS, drafter=drafter, **options)
 
 
 @pytest.mark.parametrize(
     "form", ["mtp_2", *slow("eagle3_flags", "eagle3_borrowed", "eagle", "mtp", "mtp_3")]
 )
 def test_the_state_equals_a_fresh_one_after_every_round(form, tiny):
-    session = session_of(tiny, drafter_of(form, tiny, spread=0.3), new_tokens=24)
-    state = first_state(session)
-    assert_fresh(session, state)
+    call = call_of(tiny, drafter_of(form, tiny, spread=0.3), new_tokens=24)
+    state = first_state(call)
+    assert_fresh(call, state)
     counts = []
-    for state in rounds(session, state, counts):
-        assert_fresh(session, state)
+    for state in rounds(call, state, counts):
+        assert_fresh(call, state)
     assert {0, 1, 2, 3} <= accepted_lengths(counts)
 
 
@@ -150,7 +150,7 @@ def test_features_that_are_observed_late_are_found_out(tiny):
         return real(params, state, context, accepted.replace(features=moved))
 
     drafter = drafter_of("mtp_2", tiny, spread=0.3)
-    true, broken = session_of(tiny, drafter), session_of(tiny, changed(drafter, observe=late))
+    true, broken = call_of(tiny, drafter), call_of(tiny, changed(drafter, observe=late))
     state = next(rounds(true, first_state(true)))
     assert_fresh(true, state)
     with pytest.raises(AssertionError):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from conftest import slow
 
-from specjax.cache import commit
+from specjax.core.cache import commit
 from specjax.loading.load import load_model
 
 GOLDENS = Path(__file__).parent / "goldens"

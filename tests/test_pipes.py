@@ -17,14 +17,14 @@ from tiny_models import eagle_head
 from toy_training import write_data
 
 from specjax import decode
-from specjax.decoding.prompts import read_questions
 from specjax.errors import InputError
 from specjax.fields import InputFile
 from specjax.files import json_files
 from specjax.loading.formats.gguf_file import open_gguf
-from specjax.loading.head_formats import read_foreign, write_foreign
-from specjax.loading.heads.head import read_head, save_head
 from specjax.loading.load import load_model
+from specjax.loading.texts.questions import read_questions
+from specjax.methods.published_layouts import read_foreign, write_foreign
+from specjax.methods.saved_heads import read_head, save_head
 from train.data.responses import open_responses
 from train.generation.prompts import read_dataset
 

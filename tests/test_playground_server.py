@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from specjax.controllers import Fixed
-from specjax.decoding.engine.engine import Engine
+from specjax.engine.engine import Engine
 from specjax.serving import playground_api, playground_engines
 from specjax.serving.serve_config import ServeFields
 from specjax.serving.server import served
@@ -188,19 +188,19 @@ def test_engines_for_one_row_have_no_pages(engine):
     """They would have as many as the server's rows, and offer fewer drafters."""
     pages = dict(kv_page_size=64, num_kv_pages=30, enable_prefix_caching=True)
     pooled, dense = (
-        playground_engines.PlaygroundEngines(session, OPTIONS.sampling)
-        for session in (engine.session.with_options(**pages), engine.session)
+        playground_engines.PlaygroundEngines(plan, OPTIONS.sampling)
+        for plan in (engine.plan.with_options(**pages), engine.plan)
     )
     assert pooled.offers() == dense.offers()
-    chosen = engine.session.drafter, "block", playground_engines.ChosenLength()
-    assert pooled._planned(*chosen).plan == dense._planned(*chosen).plan
+    chosen = engine.plan.drafter, "block", playground_engines.ChosenLength()
+    assert pooled._planned(*chosen).loop == dense._planned(*chosen).loop
 
 
 def test_engines_and_answers_are_bounded(engine, monkeypatch):
     monkeypatch.setattr(playground_engines, "MOST_ENGINES", 1)
     monkeypatch.setattr(playground_api, "MOST_ANSWERS", 2)
     started = {thread.ident for thread in threading.enumerate()}
-    with served(Engine.of(engine.session), OPTIONS) as url:
+    with served(Engine.of(engine.plan), OPTIONS) as url:
         ids = [chat(url, drafter=name)[2] for name in ("ngram", "suffix", "ngram")]
         statuses = [ask(url, "GET", f"/playground/answers/{id}/rounds")[0] for id in ids]
         assert statuses == [404, 200, 200]
@@ -210,7 +210,7 @@ def test_engines_and_answers_are_bounded(engine, monkeypatch):
 
 def test_an_engine_in_use_is_kept(engine, monkeypatch):
     monkeypatch.setattr(playground_engines, "MOST_ENGINES", 1)
-    with served(Engine.of(engine.session), OPTIONS) as url:
+    with served(Engine.of(engine.plan), OPTIONS) as url:
         assert post(url, "/playground/engine", {"drafter": "ngram"})[0] == 200
         connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=600)
         body = {"messages": MESSAGES, "stream": True, "max_tokens": 100, "drafter": "ngram"}
@@ -247,7 +247,7 @@ def test_chats_while_v1_runs(url):
 
 
 def test_a_key_is_needed_for_the_playground_too(engine):
-    with served(Engine.of(engine.session), OPTIONS, api_key="secret") as url:
+    with served(Engine.of(engine.plan), OPTIONS, api_key="secret") as url:
         assert ask(url, "GET", "/")[0] == 200
         assert post(url, "/playground/engine", {})[0] == 401
         key = {"Authorization": "Bearer secret"}

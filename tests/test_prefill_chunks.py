@@ -7,12 +7,13 @@ import jax
 import numpy as np
 import pytest
 from conftest import slow
-from decoding import draft_model, drafters, make_session
+from decoding import draft_model, drafters, make_call
 from tiny_models import eagle_drafter, medusa_head, mtp_drafter
 
-from specjax.decoding import initial_state, rows
+from specjax.core import initial_state
 from specjax.drafters import head_drafter, take_turns
-from specjax.drafters.lookup.token_recycling import TokenRecycling
+from specjax.engine.programs import row_arguments
+from specjax.methods.token_recycling import TokenRecycling
 
 LENGTHS = (255, 256, 257, 320, 521)
 """Tokens that are read: those of the prompts but for the last one."""
@@ -42,23 +43,22 @@ def made(name, tiny, unrelated, similar):
 def test_states_are_those_of_chunks_of_one_size(name, tiny, unrelated, similar):
     rng = np.random.default_rng(0)
     prompts = [rng.integers(61, size=length + 1).tolist() for length in LENGTHS]
-    session = make_session(tiny, prompts, drafter=made(name, tiny, unrelated, similar))
-    assert session.plan.chunks == (256, 64)
-    one_size = dataclasses.replace(session.plan, chunks=(64,))
+    call = make_call(tiny, prompts, drafter=made(name, tiny, unrelated, similar))
+    assert call.plan.loop.chunks == (256, 64)
+    one_size = dataclasses.replace(call.plan.loop, chunks=(64,))
     read = {
         plan: jax.jit(functools.partial(initial_state.read_prompts, plan))
-        for plan in (session.plan, one_size)
+        for plan in (call.plan.loop, one_size)
     }
     for prompt, length in enumerate(LENGTHS):
-        row = rows.session_row(session, prompt)
-        arguments = rows.row_arguments(session, [row], 1)
-        empty = initial_state.empty_state(session.plan, session.params, *arguments)
-        wanted = read[one_size](session.params, empty, 0, length)
-        whole = read[session.plan](session.params, empty, 0, length)
+        arguments = row_arguments(call.plan, [call.requests[prompt]], 1)
+        empty = initial_state.empty_state(call.plan.loop, call.plan.params, *arguments)
+        wanted = read[one_size](call.plan.params, empty, 0, length)
+        whole = read[call.plan.loop](call.plan.params, empty, 0, length)
         parts = empty
         for begin in range(0, length, 256):
             end = min(begin + 256, length)
-            parts = read[session.plan](session.params, parts, begin, end)
+            parts = read[call.plan.loop](call.plan.params, parts, begin, end)
         for state in (whole, parts):
             assert state.cache.length.tolist() == [length]
             jax.tree.map(

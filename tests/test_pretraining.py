@@ -20,10 +20,10 @@ from specjax.errors import InputError
 from specjax.fields import PathOrName, check_values, fields_of, optional
 from specjax.files.folder_checksums import MARKER
 from specjax.loading.checkpoints import save_checkpoint
-from specjax.loading.corpus.documents import Documents, document_files
-from specjax.loading.corpus.text_tokens import encode_document
-from specjax.loading.corpus.tfds_texts import import_tfds
 from specjax.loading.load import load_model, save_model
+from specjax.loading.texts.documents import Documents, document_files
+from specjax.loading.texts.text_tokens import encode_document
+from specjax.loading.texts.tfds_texts import import_tfds
 from train import corpus, eagle
 from train.data.combined_datasets import open_sources
 from train.data.examples import target_metadata, text_metadata

@@ -8,8 +8,8 @@ import reports
 from commands import ROOT, finish, free_port, joined, start
 from conftest import slow
 
-from specjax.decoding.generate import generate
 from specjax.distributed import processes
+from specjax.engine.generate import generate
 from specjax.errors import InputError
 from specjax.loading.load import save_model
 

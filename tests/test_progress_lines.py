@@ -4,21 +4,20 @@ import io
 import time
 
 import pytest
-from decoding import make_session
+from decoding import make_call
 from model_files import gguf_metadata, gguf_tensors, write_gguf
 from rich.console import Console
 
 from specjax.cli import console as console_module
 from specjax.cli import measure_speedups
 from specjax.cli.console import Screen
-from specjax.decoding import programs
-from specjax.decoding.engine import device_rows
-from specjax.decoding.engine.device_rows import DeviceRows
-from specjax.decoding.engine.engine import Engine
 from specjax.drafters import make_drafter
-from specjax.drafters.lookup.ngram import Ngram
+from specjax.engine import device_rows, programs
+from specjax.engine.device_rows import DeviceRows
+from specjax.engine.engine import Engine
 from specjax.files import log
 from specjax.loading.load import load_model
+from specjax.methods.ngram import Ngram
 
 
 @pytest.fixture
@@ -96,7 +95,7 @@ def test_programs_are_told_apart(tiny, monkeypatch):
     described = []
     for case in cases:
         options = {"drafter": make_drafter("ngram", tiny), "num_speculative_tokens": 3, **case}
-        described.append(programs._described(make_session(tiny, [[1]], **options).plan, 1))
+        described.append(programs._described(make_call(tiny, [[1]], **options).plan.loop, 1))
     assert len(set(described)) == len(cases)
     assert described[0].startswith("ngram with drafts of 3 tokens, verify=rejection, greedy, for 1")
     assert described[-1].endswith("tokens, prompt included, with other drafter than before")
@@ -105,14 +104,14 @@ def test_programs_are_told_apart(tiny, monkeypatch):
 def test_sizes_of_batch_are_counted(tiny, lines, monkeypatch):
     now, compiled = [0.0], []
 
-    def compile_one(self, session=None):
+    def compile_one(self, plan=None):
         now[0] += 20
-        compiled.append((session or self.session).num_rows)
+        compiled.append((plan or self.plan).num_rows)
 
     for name in ("compile", "_compiled"):
         monkeypatch.setattr(DeviceRows, name, compile_one)
     monkeypatch.setattr(device_rows.time, "perf_counter", lambda: now[0])
-    DeviceRows(Engine(tiny, batch_size=4, max_length=64).session).compile_fewer()
+    DeviceRows(Engine(tiny, batch_size=4, max_length=64).plan).compile_fewer()
     assert compiled == [4, 2, 1]
     assert lines == [
         "compiled for 1 of 3 numbers of rows, about 40 s left",

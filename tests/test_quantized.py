@@ -15,20 +15,20 @@ from test_decoder import extend
 from test_experts import WIDE
 
 import specjax
-from specjax.cache import commit
 from specjax.cli.config_file import read_config
 from specjax.cli.decode_config import DrafterConfig, make_config_drafter, read_decode_config
-from specjax.decoding.options import DecodeOptions
-from specjax.decoding.programs import compile_session
-from specjax.decoding.session import plan_session
+from specjax.core.cache import commit
+from specjax.core.parameter_sizes import bytes_by_form, count_bytes, megabytes, weights_in_words
 from specjax.distributed.sharding import make_mesh
 from specjax.drafters import LoadedDrafter, TreeOptions, make_drafter
-from specjax.drafters.self_speculation.quantized import Quantized
+from specjax.engine.options import DecodeOptions
+from specjax.engine.plan import plan_requests
+from specjax.engine.programs import compile_plan
 from specjax.errors import InputError
 from specjax.loading import quantize as quantize_models
 from specjax.loading.load import load_model, place_model, random_model, save_model
-from specjax.loading.model import bytes_by_form, count_bytes, megabytes, weights_in_words
 from specjax.loading.quantize import float_model, quantized_model
+from specjax.methods.quantized import Quantized
 from specjax.models.cpu import library as cpu_library
 from specjax.models.decoder import Form
 from specjax.models.layers import grouped_product
@@ -404,8 +404,8 @@ def test_drafts_of_quantised_layers_keep_the_targets_distribution(verify):
 def test_the_compiled_step_holds_no_kernel_in_floating_point(quantized):
     model = quantized["int8"]
     drafter = make_drafter("early_exit", model, exit_layer=1)
-    session = plan_session(model, [[1, 2]], drafter=drafter, options=DecodeOptions())
-    text = compile_session(session).step.as_text()
+    plan, _ = plan_requests(model, [[1, 2]], drafter=drafter, options=DecodeOptions())
+    text = compile_plan(plan).step.as_text()
     kernels = {(64, 64), (64, 32), (64, 96), (96, 64), (61, 64), (64, 61)}
     found = {tuple(map(int, sizes.split(","))) for sizes in re.findall(r"f32\[(\d+,\d+)\]", text)}
     assert sorted(found & kernels) == []

@@ -5,9 +5,10 @@ import json
 
 import pytest
 
-from specjax.decoding.prompts import encode_prompt, read_questions
+from specjax.engine.requests import encode_prompt
 from specjax.errors import InputError
 from specjax.files import json_files
+from specjax.loading.texts.questions import read_questions
 
 
 def question(**changes):

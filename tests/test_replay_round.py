@@ -5,13 +5,12 @@ import dataclasses
 import jax.numpy as jnp
 import pytest
 from conftest import slow
-from decoding import PROMPTS, drafters, make_session
+from decoding import PROMPTS, drafters, make_call
 from tiny_models import eagle_head
 
-from specjax.decoding.generate import decode_session
-from specjax.decoding.rows import session_row
-from specjax.decoding.sampling_params import SamplingParams
 from specjax.drafters import TokenRecycling, TreeOptions, head_drafter
+from specjax.engine.generate import decode_requests
+from specjax.engine.requests import SamplingParams
 from specjax.errors import InputError
 from specjax.playground import draft_tests, page
 from specjax.playground import replay_round as replay_module
@@ -22,14 +21,14 @@ ROW = 1
 
 
 def recorded_run(target, drafter, sampling=DRAWN, **options):
-    session = make_session(
+    call = make_call(
         target, PROMPTS[:3], drafter=drafter, sampling=sampling, batch_size=4, **options
     )
-    return session, RecordedRow.of(decode_session(session), ROW)
+    return call, RecordedRow.of(decode_requests(*call), ROW)
 
 
-def traces(session, recorded):
-    return list(replay_rounds(session, session_row(session, ROW), recorded))
+def traces(call, recorded):
+    return list(replay_rounds(call.plan, call.requests[ROW], recorded))
 
 
 STATIC = TreeOptions(kind="static", choices=((0,), (1,), (0, 0), (1, 0)))
@@ -67,8 +66,8 @@ def drafter_of(name, tiny, similar):
 def test_every_round_has_the_recorded_tokens(tiny, similar, name, verify, temperature):
     drafter = drafter_of(name, tiny, similar)
     sampling = dataclasses.replace(DRAWN, temperature=temperature)
-    session, recorded = recorded_run(tiny, drafter, sampling, verify=verify)
-    found = traces(session, recorded)
+    call, recorded = recorded_run(tiny, drafter, sampling, verify=verify)
+    found = traces(call, recorded)
     assert [trace.problems for trace in found] == [()] * len(recorded.emitted)
     assert sum((trace.emitted for trace in found), ()) == recorded.token_ids
     for trace in found:
@@ -90,11 +89,11 @@ def test_every_round_has_the_recorded_tokens(tiny, similar, name, verify, temper
 
 def test_other_draws_are_found(tiny, similar, monkeypatch):
     """With another key, another round's key, or a rule that verifies otherwise."""
-    session, recorded = recorded_run(tiny, drafter_of("similar", tiny, similar))
-    good = traces(session, recorded)
-    other_key = session_row(session, ROW)
+    call, recorded = recorded_run(tiny, drafter_of("similar", tiny, similar))
+    good = traces(call, recorded)
+    other_key = call.requests[ROW]
     other_key = dataclasses.replace(other_key, sampling=dataclasses.replace(DRAWN, seed=8))
-    *_, last = replay_rounds(session, other_key, recorded)
+    *_, last = replay_rounds(call.plan, other_key, recorded)
     assert last.problems
     assert last.number < len(good) - 1
 
@@ -106,28 +105,28 @@ def test_other_draws_are_found(tiny, similar, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(replay_module, "_prefilled", later)
-        assert traces(session, recorded)[-1].problems
+        assert traces(call, recorded)[-1].problems
 
     changed = dataclasses.replace(recorded, token_ids=(*recorded.token_ids[:-1], 0))
-    assert "emitted tokens" in traces(session, changed)[-1].problems[0]
+    assert "emitted tokens" in traces(call, changed)[-1].problems[0]
 
     # The draws are looked at on their own: tests that say otherwise are found.
     with monkeypatch.context() as patch:
         patch.setattr(draft_tests.sampling, "uniforms", lambda keys, count: jnp.ones((1, count)))
-        assert "the draws say otherwise" in " ".join(traces(session, recorded)[-1].problems)
+        assert "the draws say otherwise" in " ".join(traces(call, recorded)[-1].problems)
 
 
 def test_one_round(tiny, similar):
-    session, recorded = recorded_run(tiny, drafter_of("similar", tiny, similar))
-    row = session_row(session, ROW)
+    call, recorded = recorded_run(tiny, drafter_of("similar", tiny, similar))
+    row = call.requests[ROW]
     last = len(recorded.emitted) - 1
-    assert replay_round(session, row, recorded, last).emitted == recorded.tokens_of(last)
-    shown = page.answer_data(session, ROW, recorded, "one")
+    assert replay_round(call.plan, row, recorded, last).emitted == recorded.tokens_of(last)
+    shown = page.answer_data(call.plan, row, recorded, "one")
     assert len(shown["rounds"]) == last + 1
     assert set(recorded.token_ids) <= shown["texts"].keys()
     assert "one" in page.page({"runs": [shown]})
     with pytest.raises(InputError, match=f"round={last + 1}: the row has {last + 1} rounds"):
-        replay_round(session, row, recorded, last + 1)
+        replay_round(call.plan, row, recorded, last + 1)
     moved = dataclasses.replace(recorded, token_ids=(0, *recorded.token_ids[1:]))
     with pytest.raises(InputError, match="an earlier round differs"):
-        replay_round(session, row, moved, last)
+        replay_round(call.plan, row, moved, last)

@@ -239,13 +239,13 @@ class TestDecode:
     def test_rows_are_there_as_they_finish(self, folder, tmp_path, monkeypatch, capsys):
         path, found = tmp_path / "r.jsonl", []
 
-        def looking(session, **options):
+        def looking(plan, requests, **options):
             found.append(len(read_report(path).rows) if path.exists() else 0)
             assert not path.exists() or read_report(path).end.interrupted
-            return decode_session(session, **options)
+            return decode_requests(plan, requests, **options)
 
-        decode_session = decode_run.decode_session
-        monkeypatch.setattr(decode_run, "decode_session", looking)
+        decode_requests = decode_run.decode_requests
+        monkeypatch.setattr(decode_run, "decode_requests", looking)
         assert decode.main(arguments(folder, path)) == 0
         assert found == [0, 1, 2]
         assert not read_report(path).end.interrupted
@@ -255,13 +255,13 @@ class TestDecode:
         for after, rows in ((2, 2), (-1, 2)):
             calls = []
 
-            def failing(session, calls=calls, after=after, **options):
-                calls.append(options["index"])
+            def failing(plan, requests, calls=calls, after=after, **options):
+                calls.append(requests)
                 if len(calls) > max(after, 0):
                     raise KeyboardInterrupt if after < 0 else ZeroDivisionError
-                return decode_session(session, **options)
+                return decode_requests(plan, requests, **options)
 
-            monkeypatch.setattr(decode_run, "decode_session", failing)
+            monkeypatch.setattr(decode_run, "decode_requests", failing)
             if after < 0:
                 assert decode.main(arguments(folder, path)) == 130
             else:

@@ -17,9 +17,9 @@ from conftest import slow
 from tiny_models import eagle_head
 
 from specjax.files import folders
-from specjax.loading import find_head
 from specjax.loading.checkpoints import load_drafter
-from specjax.loading.heads.head import read_head, save_head
+from specjax.methods import find_head
+from specjax.methods.saved_heads import read_head, save_head
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +137,7 @@ def test_what_does_not_end_is_killed(grace, times, tmp_path):
     [
         (
             ["--kinds=eagle3,nosuch"],
-            "kinds='nosuch' is unknown: use eagle3, draft_model, medusa, eagle",
+            "kinds='nosuch' is unknown: use draft_model, medusa, eagle, eagle3",
         ),
         (["--nogenerate"], "--nogenerate needs --responses=DIRECTORY"),
         (["--size=huge"], "size"),

@@ -16,7 +16,7 @@ from decoding import (
     coupled,
     decode,
     greedy,
-    make_session,
+    make_call,
     mixed,
     tampered,
 )
@@ -27,15 +27,15 @@ from test_sharding import mesh_of
 from tiny_models import bigrams, small_model
 
 import specjax
-from specjax.decoding.generate import decode_session
-from specjax.decoding.sampling_params import SamplingParams
 from specjax.drafters import LoadedDrafter, TreeOptions, merge_drafters, take_turns
-from specjax.drafters.lookup.corpus import Corpus
-from specjax.drafters.lookup.suffix import Suffix
-from specjax.drafters.self_speculation.early_exit import EarlyExit
+from specjax.engine.generate import decode_requests
+from specjax.engine.requests import SamplingParams
 from specjax.errors import InputError
-from specjax.loading.corpus.sorted_text import LONGEST_MATCH, sorted_text, with_separator
 from specjax.loading.load import place_model
+from specjax.methods.corpus.drafter import Corpus
+from specjax.methods.corpus.sorted_text import LONGEST_MATCH, sorted_text, with_separator
+from specjax.methods.early_exit import EarlyExit
+from specjax.methods.suffix import Suffix
 from specjax.testing import check_drafter
 from specjax.testing.drafter_check import chi_square, output_distribution
 
@@ -234,8 +234,8 @@ def test_asleep_and_woken(tiny, loaded, plain):
     """Without a state there is nothing to observe: the draft after a sleep is that of its row."""
     controller = Scripted((((3,), (0.0,), 1), ((0,), (0.0,), 2), ((1,), (0.0,), 1)))
     options = dict(verify="coupled", sampling=mixed(max_new_tokens=24), batch_size=8)
-    session = make_session(tiny, PROMPTS, drafter=loaded, **options)
-    got = decode_session(session.controlled_by(controller))
+    call = make_call(tiny, PROMPTS, drafter=loaded, **options)
+    got = decode_requests(*call.controlled_by(controller))
     assert got.token_ids == plain.token_ids
     assert got.accepted.max() > 1
 
@@ -307,7 +307,7 @@ def test_the_latest_outputs_are_kept(tiny):
             engine.abort(max(one.id for one in engine._scheduler))
             list(engine)
         answer(engine, PROMPTS[6])
-        kept = cached_documents(engine.session.drafter)
+        kept = cached_documents(engine.plan.drafter)
     # The last one ended after the last step; the one before it began none.
     assert kept[0] == outputs[4]
     assert kept[1] == outputs[3]

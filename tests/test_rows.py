@@ -7,15 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import slow
-from decoding import PROMPTS, decode, drafters, make_session, mixed, replay
+from decoding import PROMPTS, batch_arguments, decode, drafters, make_call, mixed, replay
 from tiny_models import block_drafter, eagle_drafter, medusa_head, mtp_drafter
 
-from specjax.cache import KVCache, Window
-from specjax.decoding import initial_state, loop
-from specjax.decoding.rows import batch_arguments
-from specjax.decoding.state import RUNNING, STOPPED, admit, release
+from specjax.core import initial_state, loop
+from specjax.core.cache import KVCache, Window
+from specjax.core.state import RUNNING, STOPPED, admit, release
 from specjax.drafters import head_drafter, take_turns
-from specjax.drafters.lookup.ngram import Ngram
+from specjax.methods.ngram import Ngram
 
 NEW, SLOT = 20, 1
 # Filters of rows that come and go are in test_engine.
@@ -57,8 +56,8 @@ def plain_rows(tiny):
     return decode(tiny, PROMPTS, sampling=REQUESTS, verify="coupled")
 
 
-def session_for(tiny, drafter, rule):
-    return make_session(
+def call_for(tiny, drafter, rule):
+    return make_call(
         tiny,
         PROMPTS,
         drafter=drafter,
@@ -100,12 +99,12 @@ CASES = [
 def test_a_row_admitted_in_a_later_round_decodes_as_alone(
     name, rule, prompt, tiny, unrelated, similar
 ):
-    session = session_for(tiny, drafter_of(name, tiny, unrelated, similar), rule)
-    start = jax.jit(functools.partial(initial_state.start, session.plan))
-    run = jax.jit(functools.partial(loop.run, session.plan))
-    params = session.params
-    strangers = start(params, *batch_arguments(session, [0, 1, 2, 3]))
-    late = start(params, *batch_arguments(session, [prompt]))
+    call = call_for(tiny, drafter_of(name, tiny, unrelated, similar), rule)
+    start = jax.jit(functools.partial(initial_state.start, call.plan.loop))
+    run = jax.jit(functools.partial(loop.run, call.plan.loop))
+    params = call.plan.params
+    strangers = start(params, *batch_arguments(call, [0, 1, 2, 3]))
+    late = start(params, *batch_arguments(call, [prompt]))
     alone = finish(run, params, late)
     state, counts, _ = run(params, strangers, jnp.int32(6))
     counts = [jax.tree.map(lambda part: part[:, :6], counts)]
@@ -124,11 +123,11 @@ def test_a_row_admitted_in_a_later_round_decodes_as_alone(
 
 
 def test_every_leaf_has_rows_first_or_belongs_to_a_cache(tiny, unrelated, similar):
-    session = session_for(tiny, drafter_of("turns_model", tiny, unrelated, similar), "rejection")
+    call = call_for(tiny, drafter_of("turns_model", tiny, unrelated, similar), "rejection")
     state = jax.eval_shape(
-        functools.partial(initial_state.start, session.plan),
-        session.params,
-        *batch_arguments(session, [0]),
+        functools.partial(initial_state.start, call.plan.loop),
+        call.plan.params,
+        *batch_arguments(call, [0]),
     )
     leaves = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, KVCache | Window))
     assert sum(isinstance(leaf, KVCache) for leaf in leaves) == 2
@@ -137,9 +136,9 @@ def test_every_leaf_has_rows_first_or_belongs_to_a_cache(tiny, unrelated, simila
 
 
 def test_a_released_slot_holds_nothing(tiny, similar, unrelated):
-    session = session_for(tiny, drafter_of("similar", tiny, unrelated, similar), "rejection")
+    call = call_for(tiny, drafter_of("similar", tiny, unrelated, similar), "rejection")
     state = initial_state.start(
-        session.plan, session.params, *batch_arguments(session, [0, 1, 2, 3])
+        call.plan.loop, call.plan.params, *batch_arguments(call, [0, 1, 2, 3])
     )
     state = release(state, jnp.arange(4) == 2)
     assert state.cache.length.tolist()[2] == 0

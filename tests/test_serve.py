@@ -21,7 +21,7 @@ from conftest import slow
 from test_paged_engine import assert_nothing_is_held, paged
 
 from specjax import serve
-from specjax.decoding.engine.engine import Engine
+from specjax.engine.engine import Engine
 from specjax.loading.load import save_model
 from specjax.serving import server as server_module
 from specjax.serving.engine_thread import warm_up
@@ -54,7 +54,7 @@ def engine(chatty):
 
 @pytest.fixture(scope="module")
 def url(engine):
-    with served(Engine.of(engine.session), OPTIONS) as url:
+    with served(Engine.of(engine.plan), OPTIONS) as url:
         yield url
 
 
@@ -66,7 +66,7 @@ def client(url):
 
 def alone(engine, prompt, n=1, **sampling):
     """The outputs of the samples of a prompt in an engine of their own."""
-    single = Engine.of(engine.session)
+    single = Engine.of(engine.plan)
     single.add(prompt, {"temperature": 1.0, "logprobs": True, **sampling}, n=n)
     outputs = [delta.output for delta in single if delta.output is not None]
     return sorted(outputs, key=lambda output: output.sample)
@@ -237,7 +237,7 @@ def test_metrics_have_vllms_names_and_add_up(client, url):
 
 
 def test_metrics_count_rows_that_are_put_back(engine):
-    own = Engine.of(engine.session)
+    own = Engine.of(engine.plan)
     own.statistics.put_back = 3
     with served(own, OPTIONS) as url:
         assert metric(url, "num_preemptions_total") == 3
@@ -402,7 +402,7 @@ def test_clients_that_never_read_hold_no_slot(engine, monkeypatch):
         return listener
 
     monkeypatch.setattr(server_module, "bind", with_small_buffers)
-    with served(Engine.of(engine.session), OPTIONS) as url:
+    with served(Engine.of(engine.plan), OPTIONS) as url:
         silent = socket.socket()
         silent.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         host, port = urlsplit(url).netloc.split(":")
@@ -464,8 +464,8 @@ def test_many_clients_of_whom_some_vanish(engine, count, has_pages):
                         return tokens, False
             return tokens, False
 
-    session = paged(engine.session, 14, True) if has_pages else engine.session
-    serving = Engine.of(session)
+    call = paged(engine.plan, 14, True) if has_pages else engine.plan
+    serving = Engine.of(call.plan)
     with served(serving, OPTIONS) as url:
         with concurrent.futures.ThreadPoolExecutor(32) as pool:
             answers = list(pool.map(ask, range(count)))
@@ -495,7 +495,7 @@ def test_slow_bodies_and_connections_that_say_nothing(url, monkeypatch):
 
 
 def test_an_api_key(engine):
-    server = served(Engine.of(engine.session), OPTIONS, api_key="secret")
+    server = served(Engine.of(engine.plan), OPTIONS, api_key="secret")
     with server as url:
         assert post(url, "/v1/completions", {"prompt": PROMPT})[0] == 401
         wrong = {"Authorization": "Bearer secre"}
@@ -509,14 +509,14 @@ def test_an_api_key(engine):
 def test_without_log_probabilities_they_are_refused(engine):
     sampling = dataclasses.replace(OPTIONS.sampling, logprobs=False)
     options = dataclasses.replace(OPTIONS, sampling=sampling)
-    with served(Engine.of(engine.session), options) as url:
+    with served(Engine.of(engine.plan), options) as url:
         status, got = post(url, "/v1/completions", {"prompt": PROMPT, "logprobs": 0})
     assert (status, got["error"]["param"]) == (400, "logprobs")
     assert "--config.sampling.logprobs=true" in got["error"]["message"]
 
 
 def test_a_failure_of_the_engine_ends_the_server(engine, monkeypatch):
-    broken = Engine.of(engine.session)
+    broken = Engine.of(engine.plan)
 
     def fail():
         raise RuntimeError("the device is lost")
@@ -536,7 +536,7 @@ def test_a_failure_of_the_engine_ends_the_server(engine, monkeypatch):
 
 def test_one_request_that_fails_leaves_the_others(engine, monkeypatch):
     """As with tokens that have no text."""
-    other = Engine.of(engine.session)
+    other = Engine.of(engine.plan)
     add = other.add
 
     def refuse(prompt, *arguments, **options):

@@ -19,24 +19,24 @@ from decoding import (
     empty_state,
     first_state,
     greedy,
-    make_session,
+    make_call,
     mixed,
 )
 from tiny_models import block_drafter, eagle_drafter, eagle_head, medusa_head, with_modules
 
-from specjax.cache import KVCache, Window
-from specjax.decoding import loop, programs
-from specjax.decoding.generate import decode_session, generate
-from specjax.decoding.programs import compile_session
-from specjax.decoding.rows import row_arguments
-from specjax.decoding.sampling_params import SamplingParams
+from specjax.core import loop
+from specjax.core.cache import KVCache, Window
+from specjax.core.top_tokens import likeliest
 from specjax.distributed import sharding
 from specjax.drafters import TreeOptions, head_drafter, make_drafter
+from specjax.engine import programs
+from specjax.engine.generate import decode_requests, generate
+from specjax.engine.programs import compile_plan, row_arguments
+from specjax.engine.requests import SamplingParams
 from specjax.errors import InputError
 from specjax.loading.formats import build_parameters, parameter_names
 from specjax.loading.formats.families import registry
 from specjax.loading.load import load_model, place_model, random_model, save_model
-from specjax.models.top_tokens import likeliest
 
 EIGHT_HEADS = dict(
     num_heads=8, num_kv_heads=8, head_dim=6, hidden_size=24, intermediate_size=40, vocab_size=72
@@ -159,10 +159,10 @@ def test_key_value_heads_are_copied_where_there_are_more_devices(model, uneven):
     assert ours.token_ids == uneven(None)[1].token_ids
     drafter = make_drafter("ngram", split)
     options = dict(UNEVEN, num_speculative_tokens=3, batch_size=8)
-    session = make_session(split, PROMPTS, drafter=drafter, **options)
-    state = empty_state(session)
+    call = make_call(split, PROMPTS, drafter=drafter, **options)
+    state = empty_state(call)
     parts = [shard.data.shape for shard in state.cache.k.addressable_shards]
-    assert set(parts) == {(3, model, 1, session.plan.capacity, 6)}
+    assert set(parts) == {(3, model, 1, call.plan.loop.capacity, 6)}
 
 
 @pytest.mark.slow  # what such a one exchanges is in test_forms
@@ -214,7 +214,7 @@ def test_a_heads_cache_is_split_as_the_targets(name, model, eight, alone):
     options = dict(sampling=greedy(max_new_tokens=14), num_speculative_tokens=3)
     result = decode(split, PROMPTS, drafter=drafter, **options)
     assert result.token_ids == alone("ngram, greedy").token_ids
-    state = empty_state(make_session(split, PROMPTS, drafter=drafter, **options))
+    state = empty_state(make_call(split, PROMPTS, drafter=drafter, **options))
     heads_state = state.drafter[0].drafter
     for cache in (heads_state.cache,) if name == "dspark" else heads_state.caches:
         batch, heads = cache.k.addressable_shards[0].data.shape[1:3]
@@ -311,12 +311,12 @@ def test_a_model_on_another_device_runs_there(how, chatty):
     stop = plain.texts[1][2:4]
     options = dict(sampling=greedy(max_new_tokens=14, stop=(stop,), logprobs=True))
     options_with_draft = dict(drafter=draft_model(chatty), num_speculative_tokens=1, **options)
-    session = make_session(model, PROMPTS[:3], **options_with_draft)
-    leaves = jax.tree.leaves((session.params, empty_state(session)))
+    call = make_call(model, PROMPTS[:3], **options_with_draft)
+    leaves = jax.tree.leaves((call.plan.params, empty_state(call)))
     assert set().union(*(leaf.devices() for leaf in leaves)) == {device}
     wanted = decode(chatty, PROMPTS[:3], **options)
     assert wanted.finish_reasons[1] == "stop"
-    assert decode_session(session).token_ids == wanted.token_ids
+    assert decode_requests(*call).token_ids == wanted.token_ids
 
 
 def collectives(program):
@@ -345,47 +345,47 @@ def test_each_device_looks_for_the_likeliest_tokens_in_its_part(vocab):
     assert most < values.size // 10
 
 
-def loop_program(session):
+def loop_program(call):
     """The loop alone: what an engine's step hands to the host comes after it."""
-    arguments = row_arguments(session, [], session.num_rows)
-    with sharding.use(session.mesh):
-        made = programs.make_empty().lower(session.plan, session.params, *arguments)
-        _, state, placed = programs.compile_placed(made, session.mesh)
+    arguments = row_arguments(call.plan, [], call.plan.num_rows)
+    with sharding.use(call.plan.mesh):
+        made = programs.make_empty().lower(call.plan.loop, call.plan.params, *arguments)
+        _, state, placed = programs.compile_placed(made, call.plan.mesh)
         run = jax.jit(
             loop.run, static_argnums=0, donate_argnums=2, out_shardings=(placed, *[None] * 2)
         )
-        return run.lower(session.plan, session.params, state, jnp.int32(4)).compile()
+        return run.lower(call.plan.loop, call.plan.params, state, jnp.int32(4)).compile()
 
 
-def round_session(target, draft, name, sampling):
+def round_call(target, draft, name, sampling):
     drafter = make_drafter(name, target, **({"path": draft} if name == "draft_model" else {}))
     options = dict(num_speculative_tokens=1, sampling=sampling, every_width=True)
-    session = make_session(target, PROMPTS, drafter=drafter, **options)
-    assert session.plan.widths == (1, 2)
-    return session
+    call = make_call(target, PROMPTS, drafter=drafter, **options)
+    assert call.plan.loop.widths == (1, 2)
+    return call
 
 
 @pytest.mark.usefixtures("every_pass")
 def test_the_greedy_round_sums_twice_a_layer_and_gathers_nothing(eight, draft):
     """Tensor parallelism's two sums, one of the embedding, and the argmax of the parts."""
-    session = round_session(place_model(eight, mesh_of(1, 4)), draft, "ngram", greedy())
+    call = round_call(place_model(eight, mesh_of(1, 4)), draft, "ngram", greedy())
     expected = []
     for width in (1, 2):
         # The loop over layers is one body: two sums a layer, and the embedding's before it.
         expected += [("all-reduce", f"f32[8,{width},24]")] * 3
         expected += [("all-reduce", f"f32[8,{width}]"), ("all-reduce", f"s32[8,{width}]")]
-    assert collectives(loop_program(session)) == sorted(expected)
+    assert collectives(loop_program(call)) == sorted(expected)
 
 
 @pytest.mark.usefixtures("every_pass")
 @pytest.mark.parametrize("filtered", [True, False])
 def test_the_sampled_round_gathers_a_slot_or_nothing(filtered, eight, draft):
     """Top-k and top-p need a row's whole distribution, at the slots that are visited."""
-    session = round_session(place_model(eight, mesh_of(1, 4)), draft, "ngram", mixed())
+    call = round_call(place_model(eight, mesh_of(1, 4)), draft, "ngram", mixed())
     if not filtered:
-        flags = dataclasses.replace(session.plan.flags, top_k=False, top_p=False)
-        session = dataclasses.replace(session, plan=dataclasses.replace(session.plan, flags=flags))
-    found = collectives(loop_program(session))
+        flags = dataclasses.replace(call.plan.loop.flags, top_k=False, top_p=False)
+        call = call.with_loop(flags=flags)
+    found = collectives(loop_program(call))
     gathers = [shape for kind, shape in found if kind == "all-gather"]
     assert set(gathers) == ({"f32[8,1,72]"} if filtered else set())
     wide = [shape for kind, shape in found if kind == "all-reduce" and shape.endswith(",24]")]
@@ -402,8 +402,8 @@ def test_rows_on_other_devices_exchange_only_whether_they_are_done(eight, draft)
 
     And what a length controller learns from: which nodes were drafted, and which accepted.
     """
-    session = round_session(place_model(eight, mesh_of(2, 1)), draft, "ngram", mixed())
-    found = collections.Counter(shape for _, shape in collectives(loop_program(session)))
+    call = round_call(place_model(eight, mesh_of(2, 1)), draft, "ngram", mixed())
+    found = collections.Counter(shape for _, shape in collectives(loop_program(call)))
     assert found.keys() <= {"s32[]", "pred[]", "pred[1,1]", "s32[1,1]"}
     assert (found["pred[1,1]"], found["s32[1,1]"]) == (1, 1)
 
@@ -413,9 +413,9 @@ def test_rows_on_other_devices_exchange_only_whether_they_are_done(eight, draft)
 def test_no_weight_and_no_cache_travels(eight, draft):
     """With a draft model beside the target: only sums of activations, and gathered logits."""
     target, draft = (place_model(model, mesh_of(2, 4)) for model in (eight, draft))
-    session = round_session(target, draft, "draft_model", mixed())
+    call = round_call(target, draft, "draft_model", mixed())
     # Prompts are read one on each device along `data`.
-    for program, rows in ((compile_session(session).read, 1), (loop_program(session), 4)):
+    for program, rows in ((compile_plan(call.plan).read, 1), (loop_program(call), 4)):
         for kind, shape in collectives(program):
             sizes = [int(size) for size in re.findall(r"\d+", shape.partition("[")[2])]
             if kind == "all-gather":
@@ -429,9 +429,9 @@ def test_no_weight_and_no_cache_travels(eight, draft):
 @pytest.mark.usefixtures("every_pass")
 def test_the_state_is_updated_in_place_on_a_mesh(eight, draft):
     target = place_model(eight, mesh_of(2, 4))
-    session = make_session(target, PROMPTS, sampling=greedy(), num_speculative_tokens=0)
-    program = compile_session(session).step
-    cache = empty_state(session).cache.k.addressable_shards[0].data
+    call = make_call(target, PROMPTS, sampling=greedy(), num_speculative_tokens=0)
+    program = compile_plan(call.plan).step
+    cache = empty_state(call).cache.k.addressable_shards[0].data
     assert program.memory_analysis().alias_size_in_bytes >= 2 * cache.nbytes
     copies = re.findall(r"= \w+\[([\d,]*)\][^=\n]*? copy(?:-start)?\(", program.as_text())
     assert ",".join(map(str, cache.shape)) not in copies
@@ -439,14 +439,14 @@ def test_the_state_is_updated_in_place_on_a_mesh(eight, draft):
 
 def test_the_loop_exports_for_every_platform_on_a_mesh(eight, draft):
     target = place_model(eight, mesh_of(2, 4))
-    session = make_session(target, PROMPTS, sampling=mixed()[:1] * 8, num_speculative_tokens=0)
+    call = make_call(target, PROMPTS, sampling=mixed()[:1] * 8, num_speculative_tokens=0)
 
     def shape(leaf):
         placed = None if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf.sharding
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placed)
 
-    params, state = jax.tree.map(shape, (session.params, first_state(session)))
-    program = jax.jit(functools.partial(loop.run, session.plan))
+    params, state = jax.tree.map(shape, (call.plan.params, first_state(call)))
+    program = jax.jit(functools.partial(loop.run, call.plan.loop))
     with sharding.use(target.mesh):
         exported = jax.export.export(program, platforms=("cpu", "cuda", "tpu"))(
             params, state, jax.ShapeDtypeStruct((), jnp.int32)

@@ -12,7 +12,7 @@ from decoding import (
     coupled,
     decode,
     first_state,
-    make_session,
+    make_call,
     mixed,
     new_tokens,
     rounds,
@@ -23,13 +23,13 @@ from test_sharding import mesh_of
 from tiny_models import small_model
 
 from specjax import make_drafter
-from specjax.cache import KVCache
-from specjax.cached_entries import encode
-from specjax.decoding.round import make_context
-from specjax.drafters.self_speculation.sparse_kv import OBSERVED, Chosen, SparseKV
+from specjax.core.cache import KVCache
+from specjax.core.cached_entries import encode
+from specjax.core.round import make_context
 from specjax.errors import InputError
 from specjax.loading.load import place_model, random_model
 from specjax.loading.quantize import has_quantized
+from specjax.methods.sparse_kv import OBSERVED, Chosen, SparseKV
 from specjax.models.config import SlidingWindow
 from specjax.models.decoder import QUERIES
 from specjax.models.layers.attention import group_queries, most_attended
@@ -57,13 +57,13 @@ def plain(tiny):
 @pytest.mark.parametrize("name", ["recent", "scores", *slow("tree", "scores, ratio")])
 def test_tokens_and_caches_are_those_of_plain_decoding(name, tiny, plain):
     options = dict(verify="coupled", sampling=mixed(max_new_tokens=NEW), num_speculative_tokens=2)
-    session = make_session(tiny, PROMPTS, drafter=made(name, tiny), **options)
+    call = make_call(tiny, PROMPTS, drafter=made(name, tiny), **options)
     counts = []
-    for number, state in enumerate(rounds(session, first_state(session), counts)):
+    for number, state in enumerate(rounds(call, first_state(call), counts)):
         if number < 4:
-            assert_caches(session, state)
-    assert_caches(session, state)
-    assert new_tokens(session, state) == plain.token_ids
+            assert_caches(call, state)
+    assert_caches(call, state)
+    assert new_tokens(call, state) == plain.token_ids
     accepted = {int(each) for count in counts for each in count.accepted}
     assert {0, 2} <= accepted
 
@@ -81,11 +81,11 @@ def test_rows_draft_as_they_do_alone(name, tiny):
 
 def context_of(drafter, target, length, cache):
     """What a drafter may read of rows with these lengths and this cache."""
-    session = make_session(target, [[1]] * len(length), drafter=drafter, batch_size=len(length))
-    state = first_state(session)
+    call = make_call(target, [[1]] * len(length), drafter=drafter, batch_size=len(length))
+    state = first_state(call)
     fixed = state.rows.replace(max_length=length + 8)
     state = state.replace(length=length, cache=cache, rows=fixed)
-    return make_context(session.plan, target.params, state)
+    return make_context(call.plan.loop, target.params, state)
 
 
 def numbered(target, length):
@@ -187,11 +187,11 @@ class Late(SparseKV):
 def test_keys_are_chosen_by_the_queries_of_verification(kind, tiny):
     """Those of a fresh pass over the committed tokens; a prompt's count as zeros."""
     drafter = kind(tiny.architecture, **OPTIONS["scores"])
-    session = make_session(
+    call = make_call(
         tiny, PROMPTS, drafter=drafter, sampling=mixed(max_new_tokens=NEW), num_speculative_tokens=2
     )
-    state, chosen = first_state(session), []
-    for after in rounds(session, state):
+    state, chosen = first_state(call), []
+    for after in rounds(call, state):
         before, now = state.drafter[0].drafter, after.drafter[0].drafter
         for row in np.flatnonzero((now.length != before.length) & (before.length > 0)):
             chosen.append((row, int(now.length[row]), np.asarray(now.slots[row])))
@@ -200,7 +200,7 @@ def test_keys_are_chosen_by_the_queries_of_verification(kind, tiny):
     queries = np.array(one_pass(tiny, tokens, features=(QUERIES,)).features[QUERIES])
     for row, prompt in enumerate(PROMPTS):
         queries[row, : len(prompt) - 1] = 0
-    equal, kept = [], min(OBSERVED, session.plan.drafter.kept_features)
+    equal, kept = [], min(OBSERVED, call.plan.loop.drafter.kept_features)
     for row, length, slots in chosen:
         own = queries[row, length - 1 - kept : length - 1]
         wanted = by_scores(tiny, own, state.cache.take(jnp.array([row])), length, 4)
@@ -213,8 +213,8 @@ def test_a_draft_token_is_that_of_a_pass_that_sees_the_same_keys(tiny):
     """Earlier tokens see all before them; only the last one sees few."""
     drafter, count = made("recent", tiny), 30
     tokens = np.random.default_rng(0).integers(61, size=(1, count))
-    session = make_session(tiny, tokens.tolist(), drafter=drafter)
-    context = make_context(session.plan, tiny.params, first_state(session))
+    call = make_call(tiny, tokens.tolist(), drafter=drafter)
+    context = make_context(call.plan.loop, tiny.params, first_state(call))
     cache, _ = drafter.committed((), (), context)
     last = np.full((1, 1), count - 1)
     logits = after_cache(tiny, cache, tokens[:, -1:], last, np.ones((1, 1, 1), bool)).logits
@@ -284,12 +284,12 @@ class Committing(SparseKV):
 def test_keys_of_a_draft_that_are_committed_are_found(tiny, plain):
     drafter = Committing(tiny.architecture, budget=6, sinks=2)
     options = dict(verify="coupled", sampling=mixed(max_new_tokens=NEW), num_speculative_tokens=2)
-    session = make_session(tiny, PROMPTS, drafter=drafter, **options)
-    state = next(rounds(session, first_state(session)))
+    call = make_call(tiny, PROMPTS, drafter=drafter, **options)
+    state = next(rounds(call, first_state(call)))
     with pytest.raises(AssertionError):
-        assert_caches(session, state)
-    *_, state = rounds(session, state)
-    assert new_tokens(session, state) != plain.token_ids
+        assert_caches(call, state)
+    *_, state = rounds(call, state)
+    assert new_tokens(call, state) != plain.token_ids
 
 
 @pytest.mark.slow

@@ -15,11 +15,11 @@ from commands import start
 
 import specjax
 from specjax import theory
-from specjax.decoding import programs
-from specjax.decoding.prompts import Question, stratified
-from specjax.drafters.lookup.ngram import Ngram
+from specjax.engine import programs
 from specjax.fields import Whole
 from specjax.loading.load import load_model, save_model
+from specjax.loading.texts.questions import Question, stratified
+from specjax.methods.ngram import Ngram
 from specjax.reporting import html_page, tables
 from specjax.reporting.best_length import best_lengths
 from specjax.reporting.records import read_report
@@ -306,7 +306,7 @@ def test_bad_input_is_named_before_any_work(
 def test_what_the_model_refuses_is_named_before_decoding(
     changes, said, folder, tmp_path, capsys, monkeypatch
 ):
-    monkeypatch.setattr("specjax.spec_bench.run.decode_session", None)
+    monkeypatch.setattr("specjax.spec_bench.run.decode_requests", None)
     error = refused_command(command.main, arguments(folder, tmp_path / "out", **changes), capsys)
     assert said in error
     assert not (tmp_path / "out" / "settings.json").exists()

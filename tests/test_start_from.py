@@ -11,8 +11,8 @@ from tiny_models import SOME, medusa_config, medusa_head, mtp_config, mtp_head, 
 
 from specjax.errors import InputError
 from specjax.loading.checkpoints import save_checkpoint
-from specjax.loading.heads.head import save_head
 from specjax.loading.load import random_model
+from specjax.methods.saved_heads import save_head
 from train.methods.medusa import MedusaLoss
 from train.methods.medusa2 import JointLoss, medusa2_method
 from train.methods.mtp import mtp_method

@@ -23,31 +23,32 @@ from decoding import (
     decode,
     draft_model,
     greedy,
-    make_session,
+    make_call,
     mixed,
     observed,
 )
 from jax.extend.core import jaxprs_in_params
 from tiny_models import eagle_head, medusa_head, mtp_head
 
-from specjax.cache import KVCache
 from specjax.controllers import Auto, ByBatch, Fixed, Recorded
-from specjax.decoding import initial_state
-from specjax.decoding import session as sessions
-from specjax.decoding.engine import engine as engines
-from specjax.decoding.generate import decode_session, expected_acceptance, generate, open_engine
-from specjax.decoding.round import one_round
-from specjax.decoding.rows import Row, row_arguments, session_row
-from specjax.decoding.sampling_params import SamplingParams
-from specjax.decoding.state import admit, lend
+from specjax.core import initial_state, turn_taking
+from specjax.core.cache import KVCache
+from specjax.core.round import one_round
+from specjax.core.state import admit, lend
 from specjax.distributed import processes
-from specjax.drafters import TreeOptions, head_drafter, merge_drafters, take_turns, turn_taking
-from specjax.drafters import draft_model as draft_models
-from specjax.drafters.lookup.ngram import Ngram
-from specjax.drafters.lookup.suffix import Suffix
-from specjax.drafters.lookup.token_recycling import TokenRecycling
-from specjax.drafters.self_speculation.early_exit import EarlyExit
+from specjax.drafters import TreeOptions, head_drafter, merge_drafters, take_turns
+from specjax.engine import engine as engines
+from specjax.engine import plan as calls
+from specjax.engine.generate import decode_requests, expected_acceptance, generate, open_engine
+from specjax.engine.plan import widths as plan_widths
+from specjax.engine.programs import row_arguments
+from specjax.engine.requests import Request, SamplingParams
 from specjax.loading.load import random_model
+from specjax.methods.draft_model import drafter as draft_models
+from specjax.methods.early_exit import EarlyExit
+from specjax.methods.ngram import Ngram
+from specjax.methods.suffix import Suffix
+from specjax.methods.token_recycling import TokenRecycling
 from specjax.models.decoder import Form
 
 NEW = 48
@@ -117,15 +118,15 @@ def scripted(drafter):
 
 
 @pytest.fixture(scope="module")
-def session_of(tiny, similar):
+def call_of(tiny, similar):
     def of(name, rule="rejection", controller=None):
         drafter = drafters(name)
         options = dict(controller=controller or scripted(drafter), **OPTIONS)
-        session = make_session(tiny, PROMPTS, drafter=drafter, verify=rule, **options)
+        call = make_call(tiny, PROMPTS, drafter=drafter, verify=rule, **options)
         # Passes of several widths are in test_loop_output_comparison.
-        widths = session.plan.widths if conftest.full else session.plan.widths[-1:]
+        widths = call.plan.loop.widths if conftest.full else call.plan.loop.widths[-1:]
         overlaps = name == FEW and rule == "rejection"
-        return replace(session, plan=replace(session.plan, widths=widths, overlaps=overlaps))
+        return call.with_loop(widths=widths, overlaps=overlaps)
 
     drafters = functools.cache(lambda name: made(name, tiny, similar))
     return of
@@ -169,10 +170,10 @@ def one_program():
 
 
 class Watched:
-    """An engine of a session that compares each state after a step with fresh ones."""
+    """An engine of a call that compares each state after a step with fresh ones."""
 
-    def __init__(self, session, first_row=0, change=None, admit=None, narrows=False):
-        self.session, self.engine, self.change = session, open_engine(session), change
+    def __init__(self, call, first_row=0, change=None, admit=None, narrows=False):
+        self.call, self.engine, self.change = call, open_engine(call.plan), change
         self.compiled = self.engine.compile()
         if admit is not None:
             self.engine._rows._programs = self.compiled._replace(admit=admit)
@@ -180,11 +181,12 @@ class Watched:
         self.engine._most_under_way = lambda: 1
         if narrows:
             self.engine._seconds_left = lambda slots: np.inf
-        for prompt in range(len(session.prompts)):
-            row = session_row(session, prompt)
-            self.engine.add_rows(prompt, [replace(row, number=first_row + prompt)])
+        for request in call.requests:
+            self.engine.submit(
+                [replace(request, number=first_row + request.number)], request.number
+            )
         self.steps = self.compared = self.most_unobserved = 0
-        self.fewest_rows = session.num_rows
+        self.fewest_rows = call.plan.num_rows
 
     def tokens(self):
         """The output of all prompts."""
@@ -202,11 +204,11 @@ class Watched:
 
     def compare(self, state):
         """Each drafter's state, with what waits to be observed, is that of a fresh prompt."""
-        parts = self.session.plan.drafter.parts
+        parts = self.call.plan.loop.drafter.parts
         for part, before in zip(parts, state.drafter, strict=True):
             if part.features:
                 self.most_unobserved = max(self.most_unobserved, int(before.unobserved.max()))
-        got = on_host(observed(self.session, state))
+        got = on_host(observed(self.call, state))
         for slot in np.flatnonzero(np.asarray(state.active)):
             fresh = self.fresh(np.asarray(state.tokens)[slot, : int(state.length[slot])])
             for part, mine, wanted in zip(parts, got, on_host(fresh.drafter), strict=True):
@@ -216,10 +218,10 @@ class Watched:
 
     def fresh(self, tokens):
         """The state of a row whose prompt is `tokens`."""
-        row = Row(0, tuple(tokens.tolist()), SamplingParams(max_new_tokens=1))
-        none = row_arguments(self.session, [], self.session.num_rows)
-        arguments = row_arguments(self.session, [row], self.session.prefill_rows)
-        params, slots = self.session.params, jnp.zeros(1, jnp.int32)
+        request = Request(0, tuple(tokens.tolist()), SamplingParams(max_new_tokens=1))
+        none = row_arguments(self.call.plan, [], self.call.plan.num_rows)
+        arguments = row_arguments(self.call.plan, [request], self.call.plan.prefill_rows)
+        params, slots = self.call.plan.params, jnp.zeros(1, jnp.int32)
         empty = self.compiled.empty(params, *none)
         state, new = self.compiled.new(params, empty, slots, slots, *arguments)
         end = np.int32(len(tokens) - 1)
@@ -263,13 +265,13 @@ def parts_of(state):
         ),
     ],
 )
-def test_drafters_that_sleep_and_wake(name, rule, session_of, assert_plain):
+def test_drafters_that_sleep_and_wake(name, rule, call_of, assert_plain):
     """Their states are fresh after each step, and tokens those of plain decoding."""
-    watched = Watched(session_of(name, rule))
+    watched = Watched(call_of(name, rule))
     assert_plain(watched.tokens(), rule)
     slept = [not any(limits.longest) for limits, _ in watched.engine.step_limits]
     assert {True, False} <= set(slept)
-    drafter = watched.session.plan.drafter
+    drafter = watched.call.plan.loop.drafter
     if any(part.observes for part in drafter.parts):
         assert watched.compared > 0
         kept = drafter.kept_features
@@ -277,8 +279,8 @@ def test_drafters_that_sleep_and_wake(name, rule, session_of, assert_plain):
 
 
 @pytest.mark.slow  # programs of two rows and of one
-def test_states_stay_fresh_in_programs_of_fewer_rows(session_of, assert_plain):
-    watched = Watched(session_of(FEW), narrows=True)
+def test_states_stay_fresh_in_programs_of_fewer_rows(call_of, assert_plain):
+    watched = Watched(call_of(FEW), narrows=True)
     assert_plain(watched.tokens())
     assert watched.fewest_rows == 1
 
@@ -309,9 +311,9 @@ def admit_with_old_counts(state, slots, sources, new):
     ],
     ids=["loses_features", "observes_twice", "misses_a_token", "keeps_counts_on_admission"],
 )
-def test_broken_states_are_found(broken, session_of):
+def test_broken_states_are_found(broken, call_of):
     with pytest.raises(AssertionError):
-        Watched(session_of(FEW), **broken).tokens()
+        Watched(call_of(FEW), **broken).tokens()
 
 
 COUNTS = ("width", "drafted", "accepted", "emitted", "drafter", "first_round")
@@ -350,9 +352,9 @@ what a cache lacks."""
     "name",
     ["eagle3", "mtp", *slow("ngram", "merged", "early_exit", "medusa/static", "draft_model")],
 )
-def test_full_drafts_are_those_of_fixed_lengths(name, session_of, assert_plain):
-    session = session_of(name, controller=Fixed())
-    first, full = decode_session(session), decode_session(with_full_drafts(session))
+def test_full_drafts_are_those_of_fixed_lengths(name, call_of, assert_plain):
+    call = call_of(name, controller=Fixed())
+    first, full = decode_requests(*call), decode_requests(*with_full_drafts(call))
     assert_plain(first.token_ids)
     # Each pass has the full width.
     width = np.where(first.width < 0, -1, full.width)
@@ -366,18 +368,18 @@ def test_full_drafts_wait_for_no_data(name):
     target, similar = (
         replace(random_model(config, seed, dtype="float32"), form=form) for seed in (0, 1)
     )
-    session = make_session(target, [[1, 2, 3]], drafter=made(name, target, similar))
-    full = waits(with_full_drafts(session))
+    call = make_call(target, [[1, 2, 3]], drafter=made(name, target, similar))
+    full = waits(with_full_drafts(call))
     assert full == WAITS[name]
-    plan = replace(session.plan, widths=sessions.widths(session.plan.drafter.num_nodes, "cuda"))
-    assert waits(replace(session, plan=plan)) >= full + 2
+    widths = plan_widths(call.plan.loop.drafter.num_nodes, "cuda")
+    assert waits(call.with_loop(widths=widths)) >= full + 2
 
 
-def test_an_accelerator_has_full_drafts_at_fixed_lengths(session_of, monkeypatch):
-    on_cpu = session_of("eagle3", controller=Fixed())
+def test_an_accelerator_has_full_drafts_at_fixed_lengths(call_of, monkeypatch):
+    on_cpu = call_of("eagle3", controller=Fixed())
     assert not on_cpu.plan.full_drafts
     monkeypatch.setattr(
-        sessions, "first_device", lambda placement: types.SimpleNamespace(platform="cuda")
+        calls, "first_device", lambda placement: types.SimpleNamespace(platform="cuda")
     )
     fixed = on_cpu.controlled_by(None).plan
     assert (fixed.full_drafts, fixed.widths) == (True, (3,))
@@ -385,20 +387,19 @@ def test_an_accelerator_has_full_drafts_at_fixed_lengths(session_of, monkeypatch
         plan = on_cpu.controlled_by(None).controlled_by(controller).plan
         assert (plan.full_drafts, plan.widths) == (False, (1, 3))
     # Drafters that take turns sleep in most rounds.
-    assert not session_of("ngram+eagle3", controller=Fixed()).plan.full_drafts
+    assert not call_of("ngram+eagle3", controller=Fixed()).plan.full_drafts
 
 
-def with_full_drafts(session):
-    plan = replace(session.plan, full_drafts=True, widths=(1 + session.plan.drafter.num_nodes,))
-    return replace(session, plan=plan)
+def with_full_drafts(call):
+    return call.with_loop(full_drafts=True, widths=(1 + call.plan.loop.drafter.num_nodes,))
 
 
-def waits(session):
+def waits(call):
     """The number of branches and loops of a round that depend on data, other than platforms."""
-    arguments = session.params, *row_arguments(session, [], session.num_rows)
-    state = jax.eval_shape(functools.partial(initial_state.start, session.plan), *arguments)
-    round_ = functools.partial(one_round, session.plan)
-    found = equations(jax.make_jaxpr(round_)(session.params, state).jaxpr)
+    arguments = call.plan.params, *row_arguments(call.plan, [], call.plan.num_rows)
+    state = jax.eval_shape(functools.partial(initial_state.start, call.plan.loop), *arguments)
+    round_ = functools.partial(one_round, call.plan.loop)
+    found = equations(jax.make_jaxpr(round_)(call.plan.params, state).jaxpr)
     names = [
         equation.primitive.name
         for equation in found
@@ -424,16 +425,16 @@ def equations(jaxpr):
         *slow(*((CHAINS, "block", controller) for controller in CONTROLLERS)),
     ],
 )
-def test_recorded_limits_repeat_a_run(name, rule, controller, session_of, assert_plain):
+def test_recorded_limits_repeat_a_run(name, rule, controller, call_of, assert_plain):
     """Tokens, counts and draws, whatever chose the limits: no clock is asked."""
-    session = session_of(name, rule, CONTROLLERS[controller])
-    first = decode_session(session, engine=open_engine(session, 4))
+    call = call_of(name, rule, CONTROLLERS[controller])
+    first = decode_requests(*call, engine=open_engine(call.plan, 4))
     assert_plain(first.token_ids)
     assert len({limits for limits, _ in first.step_limits}) > 1
-    again = session.controlled_by(Recorded(first.step_limits))
-    assert_same_run(decode_session(again), first)
+    again = call.controlled_by(Recorded(first.step_limits))
+    assert_same_run(decode_requests(again), first)
     # The limits are what makes it the same.
-    assert decode_session(session.controlled_by(Fixed())).token_ids != first.token_ids
+    assert decode_requests(*call.controlled_by(Fixed())).token_ids != first.token_ids
 
 
 @dataclass(frozen=True)
@@ -454,21 +455,21 @@ class Remembering:
 
 
 @pytest.mark.parametrize("controller", ["scripted", "by_batch"])
-def test_expected_acceptance_is_that_of_the_limits(controller, session_of):
+def test_expected_acceptance_is_that_of_the_limits(controller, call_of):
     """By the first candidate of each node that was reached: its q is what is recorded."""
-    session = session_of(FEW)
-    inner = CONTROLLERS[controller] or Scripted(session.controller.steps[:5])
-    session = session.controlled_by(Remembering(inner))
-    engine = open_engine(session, 4)
-    result = decode_session(session, engine=engine)
-    accepted = sum(record.accepted for record in engine._controller_state[1])
-    tree = session.plan.drafter.parts[1].tree
+    call = call_of(FEW)
+    inner = CONTROLLERS[controller] or Scripted(call.plan.options.length_controller.steps[:5])
+    call = call.controlled_by(Remembering(inner))
+    engine = open_engine(call.plan, 4)
+    result = decode_requests(*call, engine=engine)
+    accepted = sum(record.accepted for record in engine._control.state[1])
+    tree = call.plan.loop.drafter.parts[1].tree
     firsts = accepted[0].sum() + accepted[1][: tree.num_nodes][np.array(tree.ranks) == 0].sum()
-    expected = expected_acceptance(session, [result])
+    expected = expected_acceptance(*call, [result])
     rate = firsts / expected.num_nodes
     assert abs(rate - expected.mean) < 5 * expected.decision_error
     # Other limits have another expectation.
-    assert expected_acceptance(session.controlled_by(Fixed())).num_nodes != expected.num_nodes
+    assert expected_acceptance(*call.controlled_by(Fixed())).num_nodes != expected.num_nodes
 
 
 CLOCKS = {
@@ -479,19 +480,19 @@ CLOCKS = {
 
 
 @pytest.mark.parametrize("clock", CLOCKS)
-def test_a_clock_changes_no_greedy_token(clock, session_of, assert_plain, monkeypatch):
+def test_a_clock_changes_no_greedy_token(clock, call_of, assert_plain, monkeypatch):
     time = types.SimpleNamespace(perf_counter=functools.partial(next, CLOCKS[clock]))
     monkeypatch.setattr(engines, "time", time)
-    assert_plain(decode_session(session_of(FEW, controller=Auto())).token_ids)
+    assert_plain(decode_requests(call_of(FEW, controller=Auto())).token_ids)
 
 
-def test_all_processes_take_the_limits_of_the_first(session_of, assert_plain, monkeypatch):
+def test_all_processes_take_the_limits_of_the_first(call_of, assert_plain, monkeypatch):
     """What a process chooses is replaced by what the first one says, which comes as JSON."""
-    session = session_of(FEW)
-    first = decode_session(session)
+    call = call_of(FEW)
+    first = decode_requests(*call)
     said = iter(first.step_limits)
     monkeypatch.setattr(processes, "from_first", lambda _: json.loads(json.dumps(next(said))))
-    other = decode_session(session.controlled_by(Fixed()))
+    other = decode_requests(*call.controlled_by(Fixed()))
     assert_same_run(other, first)
     assert other.step_limits == first.step_limits
 

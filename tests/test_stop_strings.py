@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_tokenizer import sentencepiece, smollm2, tiny  # noqa: F401 - fixtures
 
-from specjax.decoding.engine.stop_strings import OutputText
+from specjax.engine.rows import OutputText
 from specjax.loading.tokenizers.detokenizer import Detokenizer
 from specjax.loading.tokenizers.tokenizer import StreamDecoder, Tokenizer
 

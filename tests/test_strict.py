@@ -16,24 +16,24 @@ from decoding import (
     draft_model,
     greedy,
     loop_arguments,
-    make_session,
+    make_call,
     mixed,
 )
 from jaxtyping import Array, Float
 from tiny_models import with_modules
 
 import specjax
-from specjax import cache as cache_module
 from specjax import sampling
-from specjax.cache import KVCache, make_cache
-from specjax.decoding import loop
-from specjax.decoding import round as round_module
-from specjax.decoding.programs import compile_session
-from specjax.decoding.sampling_params import SamplingParams
+from specjax.core import cache as cache_module
+from specjax.core import loop
+from specjax.core import round as round_module
+from specjax.core.cache import KVCache, make_cache
 from specjax.drafters import make_drafter
-from specjax.drafters.lookup.ngram import Ngram
-from specjax.drafters.self_speculation.early_exit import EarlyExit
+from specjax.engine.programs import compile_plan
+from specjax.engine.requests import SamplingParams
 from specjax.loading.load import random_model
+from specjax.methods.early_exit import EarlyExit
+from specjax.methods.ngram import Ngram
 from specjax.models.cpu import library
 
 
@@ -102,11 +102,11 @@ CASES = {
 }
 
 
-def lowered(session, donate=True):
-    """The loop of a session, lowered for its first batch."""
-    params, state, max_rounds = loop_arguments(session)
+def lowered(call, donate=True):
+    """The loop of a call, lowered for its first batch."""
+    params, state, max_rounds = loop_arguments(call)
     program = jax.jit(loop.run, static_argnums=0, donate_argnums=2 if donate else ())
-    return state, program.lower(session.plan, params, state, max_rounds)
+    return state, program.lower(call.plan.loop, params, state, max_rounds)
 
 
 def copied_shapes(text):
@@ -125,17 +125,17 @@ def models():
     )
 
 
-def session_of(name, models, **fields):
+def call_of(name, models, **fields):
     target, draft = models
     options = dict(sampling=mixed(**fields)[:3], num_speculative_tokens=2, every_width=True)
-    return make_session(target, PROMPTS[:3], drafter=CASES[name](target, draft), **options)
+    return make_call(target, PROMPTS[:3], drafter=CASES[name](target, draft), **options)
 
 
 @pytest.mark.usefixtures("as_shipped")
 @pytest.mark.parametrize("name", ["mtp", *slow("ngram", "early_exit", "draft_model")])
 def test_a_round_works_in_place(name, models):
-    session = session_of(name, models, top_k=0)
-    state, program = lowered(session)
+    call = call_of(name, models, top_k=0)
+    state, program = lowered(call)
     compiled = program.compile()
     caches = [state.cache.k, state.cache.v]
     leaves = jax.tree.leaves(state.drafter, is_leaf=lambda node: isinstance(node, KVCache))
@@ -146,17 +146,17 @@ def test_a_round_works_in_place(name, models):
     cache_bytes = sum(cache.size * cache.dtype.itemsize for cache in caches)
     assert compiled.memory_analysis().alias_size_in_bytes >= cache_bytes
     kept = {cache.shape for cache in caches}
-    kept |= {leaf.shape for leaf in jax.tree.leaves(session.params) if leaf.ndim > 1}
+    kept |= {leaf.shape for leaf in jax.tree.leaves(call.plan.params) if leaf.ndim > 1}
     text = compiled.as_text()
     assert not copied_shapes(text) & kept, copied_shapes(text) & kept
     assert "callback" not in text
 
 
-def padded_windows(session):
+def padded_windows(call):
     """The numbers of slots to which a compiled loop pads windows of keys or values."""
-    program = jax.jit(functools.partial(loop.run, session.plan))  # traced anew each time
-    text = program.lower(*loop_arguments(session)).compile().as_text()
-    layers, rows, heads, _, size = session.plan.target.make_window(session.num_rows, 1).k.shape
+    program = jax.jit(functools.partial(loop.run, call.plan.loop))  # traced anew each time
+    text = program.lower(*loop_arguments(call)).compile().as_text()
+    layers, rows, heads, _, size = call.plan.loop.target.make_window(call.plan.num_rows, 1).k.shape
     window = rf"\[{layers},{rows},{heads},(\d+),{size}\]"
     return {int(slots) for slots in re.findall(rf"= \w+{window}[^=\n]*? pad\(", text)}
 
@@ -164,20 +164,20 @@ def padded_windows(session):
 @pytest.mark.usefixtures("as_shipped")
 def test_each_width_appends_its_own_slots(models, monkeypatch):
     """A round without a draft does not pay for the slots of the widest one."""
-    session = session_of("ngram", models, top_k=0)
-    assert session.plan.widths == (1, 2, 3)
-    assert not padded_windows(session)
+    call = call_of("ngram", models, top_k=0)
+    assert call.plan.loop.widths == (1, 2, 3)
+    assert not padded_windows(call)
     padded_to_widest = lambda cache, window, slots, count: cache_module.commit(  # noqa: E731
         cache, window.padded(3 - window.k.shape[3]), slots, count
     )
     monkeypatch.setattr(round_module, "commit", padded_to_widest)
-    assert padded_windows(session) == {3}
+    assert padded_windows(call) == {3}
 
 
 @pytest.mark.usefixtures("as_shipped")
 def test_a_prompt_is_read_into_its_slot(models):
     """No program holds a row twice or copies one, neither to read nor to admit it."""
-    programs = compile_session(session_of("mtp", models, top_k=0))
+    programs = compile_plan(call_of("mtp", models, top_k=0))
     shapes = [leaf for leaf in jax.tree.leaves(programs.read.out_info) if leaf.ndim == 5]
     assert len(shapes) == 4
     for program in (programs.new, programs.read, programs.admit):
@@ -192,8 +192,8 @@ def test_a_prompt_is_read_into_its_slot(models):
 @pytest.mark.usefixtures("as_shipped")
 def test_the_search_for_copies_finds_them(models):
     """Without donation the caches are copied, and the search says so."""
-    session = make_session(models[0], PROMPTS[:3], sampling=greedy())
-    state, program = lowered(session, donate=False)
+    call = make_call(models[0], PROMPTS[:3], sampling=greedy())
+    state, program = lowered(call, donate=False)
     compiled = program.compile()
     assert compiled.memory_analysis().alias_size_in_bytes == 0
     assert state.cache.k.shape in copied_shapes(compiled.as_text())
@@ -203,9 +203,9 @@ def test_the_search_for_copies_finds_them(models):
 def test_the_loop_exports_for_every_platform(name, models, monkeypatch):
     # The kernels in C++ are for this machine's processor.
     monkeypatch.setattr(library, "available", lambda: False)
-    session = session_of(name, models)
-    program = jax.jit(functools.partial(loop.run, session.plan))
+    call = call_of(name, models)
+    program = jax.jit(functools.partial(loop.run, call.plan.loop))
     platforms = ("cpu", "cuda", "tpu")
-    exported = jax.export.export(program, platforms=platforms)(*loop_arguments(session))
+    exported = jax.export.export(program, platforms=platforms)(*loop_arguments(call))
     assert exported.platforms == platforms
     assert len(exported.mlir_module_serialized) > 0

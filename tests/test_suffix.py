@@ -17,12 +17,12 @@ from test_drafters import context_of, silence
 from tiny_models import bigrams
 
 import specjax
-from specjax.decoding.sampling_params import SamplingParams
+from specjax.core.drafter import Accepted
 from specjax.drafters import LoadedDrafter, TokenRecycling, take_turns
-from specjax.drafters.base import Accepted
-from specjax.drafters.lookup.lookup import Lookup
-from specjax.drafters.lookup.suffix import Suffix
+from specjax.engine.requests import SamplingParams
 from specjax.errors import InputError
+from specjax.methods.lookup import Lookup
+from specjax.methods.suffix import Suffix
 from specjax.sampling import Coupled
 from specjax.testing import check_drafter
 from specjax.testing.drafter_check import decode as decode_rows

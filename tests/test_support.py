@@ -7,10 +7,10 @@ from conftest import row_count, slow, tiny_config
 from decoding import PROMPTS, decode, mixed
 
 from specjax.drafters import LoadedDrafter
-from specjax.drafters.lookup.ngram import Ngram
-from specjax.drafters.self_speculation.early_exit import EarlyExit
-from specjax.drafters.simulated import Simulated
 from specjax.loading.load import random_model
+from specjax.methods.early_exit import EarlyExit
+from specjax.methods.ngram import Ngram
+from specjax.methods.simulated import Simulated
 from specjax.testing import Tabular, check_drafter
 
 VOCAB, ROWS = 5, 8_000

@@ -15,10 +15,10 @@ from conftest import slow, tiny_config
 from model_files import GGUF_CONFIG, gguf_metadata, gguf_tensors, random_blocks, write_gguf
 
 import specjax
+from specjax.core.parameter_sizes import bytes_by_form, is_quantized
 from specjax.errors import InputError
 from specjax.loading.formats.gguf_file import open_gguf
 from specjax.loading.load import load_model, random_model
-from specjax.loading.model import bytes_by_form, is_quantized
 from specjax.loading.quantize import float_model, quantized_model
 from specjax.models.cpu import library, tiles
 from specjax.models.decoder import Form

@@ -7,16 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import row_count, slow
-from decoding import PROMPTS, coupled, decode, first_state, greedy, make_session, observed
+from decoding import PROMPTS, coupled, decode, first_state, greedy, make_call, observed
 from test_decoder import one_pass
 from test_drafters import context_of, silence
 from tiny_models import bigrams
 
 import specjax
 from specjax import trees
-from specjax.decoding.sampling_params import SamplingParams
+from specjax.core.drafter import TargetPass
 from specjax.drafters import TokenRecycling, TreeOptions, take_turns
-from specjax.drafters.base import TargetPass
+from specjax.engine.requests import SamplingParams
 from specjax.errors import InputError
 from specjax.sampling import Coupled
 from specjax.testing import check_drafter
@@ -77,9 +77,9 @@ def test_the_last_of_equal_tokens_counts():
 
 def test_prompts_fill_the_table(tiny):
     """The latest position of a token counts, and all but the last token are read."""
-    session = make_session(tiny, PROMPTS, drafter=TokenRecycling(61, tree=TREE))
-    state = first_state(session)
-    table = np.asarray(observed(session, state)[0])
+    call = make_call(tiny, PROMPTS, drafter=TokenRecycling(61, tree=TREE))
+    state = first_state(call)
+    table = np.asarray(observed(call, state)[0])
     logits = np.asarray(one_pass(tiny, np.asarray(state.tokens)).logits)
     for row, prompt in enumerate(PROMPTS):
         read = prompt[:-1]

@@ -23,8 +23,8 @@ from specjax.distributed import device_memory
 from specjax.distributed.sharding import make_mesh
 from specjax.errors import InputError
 from specjax.loading.checkpoints import save_checkpoint
-from specjax.loading.head_formats import read_foreign
 from specjax.loading.load import load_model
+from specjax.methods.published_layouts import read_foreign
 
 GLM, MIMO, GPT2 = (GOLDENS / "families" / name for name in ("glm4_moe", "mimo", "gpt2"))
 TIED, LLAMA = GOLDENS / "grouped_tied", GOLDENS / "llama3"

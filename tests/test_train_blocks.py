@@ -11,11 +11,11 @@ from flax.core import meta
 from tiny_models import block_config, block_head
 from toy_training import two_rows, with_features
 
-from specjax.cache import commit
+from specjax.core.cache import commit
 from specjax.errors import InputError
-from specjax.models.heads.block import Block
-from specjax.models.heads.calibration import calibration_error, fit_temperature
-from specjax.models.heads.shared_parameters import share
+from specjax.methods.block.head import Block
+from specjax.methods.heads.calibration import calibration_error, fit_temperature
+from specjax.methods.heads.shared_parameters import share
 from train.methods.blocks import block as losses
 from train.methods.blocks.anchors import Blocks, choose_blocks, run_blocks
 from train.methods.blocks.block import BlockLoss, block_method, from_target

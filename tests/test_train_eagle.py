@@ -15,13 +15,13 @@ from test_train_fields import of_file
 from tiny_models import SOME, eagle_config, eagle_head
 from toy_training import two_rows, with_features
 
-from specjax.cache import commit
+from specjax.core.cache import commit
+from specjax.core.causal_mask import causal
 from specjax.errors import InputError
 from specjax.loading.load import random_model
-from specjax.models.causal_mask import causal
+from specjax.methods.eagle.head import Eagle
+from specjax.methods.heads.shared_parameters import share
 from specjax.models.decoder import check_features
-from specjax.models.heads.eagle import Eagle
-from specjax.models.heads.shared_parameters import share
 from specjax.models.layers.decoder_layer import embed
 from train import eagle as command
 from train.methods import eagle as losses

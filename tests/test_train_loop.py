@@ -28,7 +28,7 @@ from toy_training import (
 
 from specjax.distributed import sharding
 from specjax.errors import InputError
-from specjax.loading.heads.head import read_head
+from specjax.methods.saved_heads import read_head
 from train.data.batches import build
 from train.data.packing import Packing, Position, Shape
 from train.methods.mtp import mtp_method

@@ -14,7 +14,7 @@ from toy_training import two_rows, with_features
 
 from specjax.drafters import head_drafter
 from specjax.loading.load import random_model
-from specjax.models.heads.medusa import Medusa
+from specjax.methods.medusa.head import Medusa
 from train.data.batches import Batch
 from train.methods.medusa import MedusaLoss, medusa_method
 from train.methods.medusa2 import JointLoss, medusa2_method

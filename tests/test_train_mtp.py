@@ -14,9 +14,9 @@ from toy_training import two_rows, with_features
 
 from specjax.errors import InputError
 from specjax.loading.load import random_model
+from specjax.methods.heads.shared_parameters import share
 from specjax.models.config import Attention, Experts
-from specjax.models.heads.mtp import Mtp
-from specjax.models.heads.shared_parameters import share
+from specjax.models.mtp import Mtp
 from train.methods import mtp_loss, target_loss
 from train.methods.blockwise_loss import score_drafts
 from train.methods.method import Measures

@@ -14,7 +14,6 @@ from tiny_models import block_config, eagle_config, medusa_config, mtp_config
 from specjax.errors import InputError
 from specjax.loading.compare_arrays import leaf_name
 from specjax.models.config import Attention
-from specjax.models.heads.medusa import parameter_table as medusa_table
 from specjax.models.joined_kernels import in_parts
 from specjax.models.parameter_table import parameter_table
 from specjax.models.parameters import Parameter
@@ -123,7 +122,7 @@ def test_muon_leaves_what_is_over_the_vocabulary_to_adam(tiny):
     block = functools.partial(block_config, tiny, vocabulary=50)
     tables = {
         "eagle3": eagle_config(tiny, vocabulary=50, own_embedding=True).parameter_table(),
-        "medusa": medusa_table(medusa_config(tiny, original_lm_head=False)),
+        "medusa": medusa_config(tiny, original_lm_head=False).parameter_table(),
         "dspark": block(markov_rank=3).parameter_table(),
         "dflash2": block(selector_rank=3).parameter_table(),
         "mtp": mtp_config(tiny).parameter_table(),

@@ -37,7 +37,7 @@ from toy_training import (
 
 from specjax.errors import InputError
 from specjax.files.folder_checksums import MARKER
-from specjax.loading.heads.head import read_head
+from specjax.methods.saved_heads import read_head
 from train.data.packing import Packing, Shape
 from train.run import checkpoints, run, setup
 from train.run import workdir as files

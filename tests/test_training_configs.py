@@ -9,8 +9,8 @@ import pytest
 from conftest import slow
 
 from specjax import decode, make_drafter
-from specjax.loading.heads.head import read_head
 from specjax.loading.load import load_model, save_model
+from specjax.methods.saved_heads import read_head
 from train import block, corpus, distill, eagle, layerskip, medusa, mtp
 from train.data.examples import Example, target_metadata
 from train.data.write_responses import write_responses

@@ -21,10 +21,10 @@ from specjax.drafters import (
     merge_drafters,
     take_turns,
 )
-from specjax.drafters.lookup.ngram import Ngram
-from specjax.drafters.self_speculation.early_exit import EarlyExit
-from specjax.drafters.self_speculation.layer_skip import LayerSkip
 from specjax.errors import InputError
+from specjax.methods.early_exit import EarlyExit
+from specjax.methods.layer_skip import LayerSkip
+from specjax.methods.ngram import Ngram
 from specjax.sampling import RULES
 from specjax.testing import check_drafter
 

@@ -20,7 +20,7 @@ from decoding import (
     draft_model,
     first_state,
     greedy,
-    make_session,
+    make_call,
     mixed,
     observed,
     rounds,
@@ -34,14 +34,14 @@ import specjax
 from specjax import sampling
 from specjax.cli.config_file import read_config
 from specjax.cli.decode_config import read_decode_config
-from specjax.decoding.sampling_params import SamplingParams
+from specjax.core.drafter import Sampling
+from specjax.core.growth import dynamic_tree, static_tree
+from specjax.core.growth.tree_options import USUAL_DEPTH, USUAL_NODES
 from specjax.drafters import TokenRecycling, TreeOptions, head_drafter, take_turns
-from specjax.drafters.base import Sampling
-from specjax.drafters.growth import dynamic_tree, static_tree
-from specjax.drafters.growth.tree_options import USUAL_DEPTH, USUAL_NODES
-from specjax.drafters.lookup.ngram import Ngram
-from specjax.drafters.self_speculation.early_exit import EarlyExit
+from specjax.engine.requests import SamplingParams
 from specjax.errors import InputError
+from specjax.methods.early_exit import EarlyExit
+from specjax.methods.ngram import Ngram
 from specjax.testing import Tabular, check_drafter
 from specjax.trees import DynamicTree, RankedTree, tree_of_choices
 
@@ -117,10 +117,10 @@ def test_coupled_and_greedy_rows_are_those_of_plain_decoding(
     assert got.accepted[participated].max() >= (1 if name in ("medusa", *MTPS, *EAGLES) else 2)
 
 
-def session_of(target, drafter, requests):
+def call_of(target, drafter, requests):
     """Programs of the same drafter are shared, if some row asks for each way of sampling."""
     options = dict(verify="coupled", max_length=ROOM, every_width=True)
-    return make_session(target, PROMPTS, drafter=drafter, sampling=requests, **options)
+    return make_call(target, PROMPTS, drafter=drafter, sampling=requests, **options)
 
 
 @pytest.mark.parametrize(
@@ -135,14 +135,14 @@ def session_of(target, drafter, requests):
 def test_states_equal_fresh_ones_after_every_round(name, kind, tiny, similar, plain):
     """And the tokens are those of plain decoding, in greedy and in coupled rows."""
     drafter = drafter_of(name, tiny, similar, tree=TREES[kind])
-    session = session_of(tiny, drafter, mixed(max_new_tokens=18))
-    state = first_state(session)
+    call = call_of(tiny, drafter, mixed(max_new_tokens=18))
+    state = first_state(call)
     counts = []
-    for state in itertools.chain([state], rounds(session, state, counts)):
+    for state in itertools.chain([state], rounds(call, state, counts)):
         if name == "draft_model":
-            assert_caches(session, state, similar)
+            assert_caches(call, state, similar)
         else:
-            assert_fresh(session, state, part=int(name == "turns_eagle3"))
+            assert_fresh(call, state, part=int(name == "turns_eagle3"))
     assert {0, 1, 2} <= accepted_lengths(counts)
     if name == "turns_eagle3":
         assert {0, 1} <= set(columns(counts).drafter.ravel().tolist())
@@ -156,11 +156,12 @@ def test_a_draft_model_reads_no_token_again_that_it_was_fed(kind, tiny):
     """Its keys are there, without asking a model that has no numbers any more."""
     everything = SamplingParams(temperature=0.8, top_k=9, top_p=0.8, min_p=0.05)
     requests = [*[greedy()] * 7, everything]
-    session = session_of(tiny, draft_model(tiny, tree=TREES[kind]), requests)
-    state = next(rounds(session, first_state(session), counts := []))
+    call = call_of(tiny, draft_model(tiny, tree=TREES[kind]), requests)
+    state = next(rounds(call, first_state(call), counts := []))
     assert counts[0].accepted.max() == 3
-    unknown = jax.tree.map(lambda leaf: jnp.full_like(leaf, jnp.nan), session.drafter.params)
-    without = dataclasses.replace(session, drafter=session.drafter._replace(params=unknown))
+    unknown = jax.tree.map(lambda leaf: jnp.full_like(leaf, jnp.nan), call.plan.drafter.params)
+    drafter = call.plan.drafter._replace(params=unknown)
+    without = call._replace(plan=dataclasses.replace(call.plan, drafter=drafter))
     cache = observed(without, state)[0].cache
     assert cache.length.tolist() == (state.length - 2).tolist()
     assert jnp.isfinite(cache.k).all()

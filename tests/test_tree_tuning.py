@@ -16,15 +16,15 @@ from specjax.cli.config_file import read_config
 from specjax.cli.decode_config import make_config_drafter, read_decode_config
 from specjax.distributed.sharding import make_mesh
 from specjax.drafters import TreeOptions, head_drafter, make_drafter, merge_drafters, take_turns
-from specjax.drafters.lookup.ngram import Ngram
 from specjax.errors import InputError
-from specjax.loading import acceptance_rates
-from specjax.loading.acceptance_rates import (
+from specjax.loading.load import place_model, save_model
+from specjax.methods import acceptance_rates
+from specjax.methods.acceptance_rates import (
     known_acceptance,
     read_acceptance,
     write_acceptance,
 )
-from specjax.loading.load import place_model, save_model
+from specjax.methods.ngram import Ngram
 from specjax.reporting.decode_report import tree_record
 from specjax.trees import FastestTree, best_tree, tree_of_choices
 from specjax.tuning import (
@@ -104,8 +104,8 @@ def timed(monkeypatch):
             calls.append(sizes)
             return {width: 1 + slope * (width - 1) for width in widths}
 
-        def propose(session):
-            return draft * session.plan.drafter.num_speculative_tokens
+        def propose(call):
+            return draft * call.plan.loop.drafter.num_speculative_tokens
 
         monkeypatch.setattr(round_seconds, "rounds_seconds", rounds)
         monkeypatch.setattr(measure_costs, "propose_seconds", propose)

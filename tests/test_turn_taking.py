@@ -13,7 +13,7 @@ from decoding import (
     decode,
     first_state,
     greedy,
-    make_session,
+    make_call,
     mixed,
     random_distribution,
     rounds,
@@ -24,9 +24,9 @@ from tiny_models import bigrams
 
 import specjax
 from specjax import trees
+from specjax.core.turn_taking import PartState, joined
 from specjax.drafters import Drafter, LoadedDrafter, take_turns
-from specjax.drafters.lookup.ngram import Ngram
-from specjax.drafters.turn_taking import PartState, joined
+from specjax.methods.ngram import Ngram
 from specjax.sampling import SharedNoise
 from specjax.testing import check_drafter, drafter_check
 
@@ -216,10 +216,10 @@ def test_a_head_follows_what_another_drafted(form, tiny):
     drafter = take_turns(Ngram(prompt_lookup_min=1), head)
     assert drafter.drafter.features == head.drafter.features
     options = dict(num_speculative_tokens=3, sampling=mixed(max_new_tokens=12))
-    session = make_session(tiny, PROMPTS, drafter=drafter, **options)
+    call = make_call(tiny, PROMPTS, drafter=drafter, **options)
     counts = []
-    for state in rounds(session, first_state(session), counts):
-        assert_fresh(session, state, part=1)
+    for state in rounds(call, first_state(call), counts):
+        assert_fresh(call, state, part=1)
     assert columns(counts).accepted.max() > 1
 
 

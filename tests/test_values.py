@@ -9,19 +9,19 @@ import weakref
 import jax
 import pytest
 from conftest import slow, tiny_config
-from decoding import PROMPTS, changed, greedy, make_session, random_distribution
+from decoding import PROMPTS, changed, greedy, make_call, random_distribution
 from tiny_models import eagle_head, medusa_head, with_modules
 
 import specjax
 from specjax import sampling
-from specjax.decoding import programs
 from specjax.drafters import (
     LoadedDrafter,
     head_drafter,
     make_drafter,
 )
-from specjax.drafters.lookup.ngram import Ngram
+from specjax.engine import programs
 from specjax.loading.load import random_model
+from specjax.methods.ngram import Ngram
 from specjax.trees import Topology, chain, chain_topology
 
 
@@ -47,7 +47,7 @@ def test_equal_calls_share_their_programs(name, tiny):
 
     def key(prompts=((5,), (3, 4)), length=1, new_tokens=12, **options):
         options |= dict(num_speculative_tokens=length, sampling=greedy(max_new_tokens=new_tokens))
-        return programs._key(make_session(tiny, prompts, drafter=make(tiny), **options))
+        return programs._key(make_call(tiny, prompts, drafter=make(tiny), **options))
 
     first = key()
     for other in (key(), key(seed=3, new_tokens=11), key(prompts=((4,) * 9, (5,)))):

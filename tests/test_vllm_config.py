@@ -8,12 +8,12 @@ from decoding import PROMPTS
 from tiny_models import eagle_head, mtp_head, with_modules
 
 import specjax
-from specjax.drafters.by_name.vllm_config import from_vllm_speculative_config
-from specjax.drafters.lookup.suffix import Suffix
 from specjax.errors import InputError
-from specjax.loading.head_formats import write_foreign
-from specjax.loading.heads.head import save_head
 from specjax.loading.load import save_model
+from specjax.methods.published_layouts import write_foreign
+from specjax.methods.saved_heads import save_head
+from specjax.methods.suffix import Suffix
+from specjax.methods.vllm_config import from_vllm_speculative_config
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 5}
 SUFFIX = {"method": "suffix"}
@@ -36,7 +36,7 @@ def test_ngram_with_vllms_defaults(tiny, plain, monkeypatch):
     assert decode(tiny, **asked.options).token_ids == plain
     seen = []
     monkeypatch.setattr(
-        "specjax.drafters.by_name.vllm_config.make_drafter",
+        "specjax.methods.vllm_config.make_drafter",
         lambda name, target, **options: seen.append(options) or asked.drafter,
     )
     for given, low, high in (

@@ -23,15 +23,15 @@ from model_files import (
 from tokenizers import decoders, models, pre_tokenizers
 
 from specjax.decode import _ends_and_beginning
-from specjax.decoding.generate import generate
-from specjax.decoding.sampling_params import SamplingParams
-from specjax.drafters.by_name.make import make_drafter
+from specjax.engine.generate import generate
+from specjax.engine.requests import SamplingParams
 from specjax.errors import InputError
 from specjax.files.folder_checksums import MARKER
 from specjax.loading.checkpoints import save_checkpoint
-from specjax.loading.heads.head import TargetMetadata
 from specjax.loading.load import load_model, save_model, with_vocabulary
 from specjax.loading.tokenizers import gguf_tokenizer, huggingface_tokenizer
+from specjax.methods.heads.head import TargetMetadata
+from specjax.methods.make import make_drafter
 
 GOLDEN = json.loads((GOLDENS / "vocabularies.json").read_text())
 SENTENCEPIECE = json.loads((GOLDENS / "sentencepiece.json").read_text())

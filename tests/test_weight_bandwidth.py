@@ -9,9 +9,10 @@ import reports
 from conftest import tiny_config
 
 from specjax import report
+from specjax.core.parameter_sizes import count_bytes
 from specjax.fields import read_values
 from specjax.loading.load import random_model
-from specjax.loading.model import Model, count_bytes
+from specjax.loading.model import Model
 from specjax.models.config import DecoderConfig, Experts
 from specjax.reporting.records import Row, RunHeader
 from specjax.reporting.statistics import figures

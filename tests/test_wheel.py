@@ -4,8 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from specjax.loading.find_head import shipped_heads
 from specjax.loading.load import save_model
+from specjax.methods.find_head import shipped_heads
 
 ROOT = Path(__file__).resolve().parents[1]
 LIST_FILES = """

@@ -8,17 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 from conftest import tiny_config
 
-from specjax.cache import commit
+from specjax.core.cache import commit
+from specjax.core.causal_mask import causal
 from specjax.drafters import head_drafter
-from specjax.loading.heads.complete_parameters import complete_parameters
-from specjax.loading.heads.head import Head, TargetMetadata
 from specjax.loading.load import random_model
-from specjax.models.causal_mask import causal
+from specjax.methods.block.head import Block, BlockConfig
+from specjax.methods.eagle.head import Eagle, EagleConfig, default_taps
+from specjax.methods.heads.complete_parameters import complete_parameters
+from specjax.methods.heads.head import Head, TargetMetadata
+from specjax.methods.medusa.head import Medusa, MedusaConfig
 from specjax.models.config import Attention
-from specjax.models.heads.block import Block, BlockConfig
-from specjax.models.heads.eagle import Eagle, EagleConfig, default_taps
-from specjax.models.heads.medusa import Medusa, MedusaConfig, parameter_table
-from specjax.models.heads.mtp import MtpConfig, MtpModules
+from specjax.models.mtp import MtpConfig, MtpModules
 from specjax.models.parameters import Parameter
 from specjax.testing import Tabular
 from train.methods.medusa import first_params
@@ -159,7 +159,7 @@ def medusa_head(target, ids=None, spread=1.0, seed=0, **options):
         size = spread * (0.1 if len(entry.shape) == 3 else entry.shape[-2] ** -0.5)
         return jnp.asarray(size * rng.standard_normal(entry.shape, np.float32))
 
-    table = parameter_table(config)
+    table = config.parameter_table()
     if config.projection or not config.original_lm_head:
         start = first_params(Medusa(config, jnp.dtype("float32")), target, ids, jax.random.key(0))
     table.pop("head", None)
@@ -180,7 +180,7 @@ def noisy_medusa_head(target, vocabulary=None, original=False, layers=1, seed=0)
     if vocabulary is not None:
         rng = np.random.default_rng(seed)
         ids = np.sort(rng.choice(size, vocabulary, replace=False)).astype(np.int32)
-    params = noisy(parameter_table(config), seed, 0.3)
+    params = noisy(config.parameter_table(), seed, 0.3)
     return Head("medusa", config, params, ids, TargetMetadata.of(target))
 
 

@@ -18,10 +18,10 @@ import pytest
 from rich.console import Console
 
 from specjax.fields import Text
-from specjax.loading.heads.head import Head, TargetMetadata
 from specjax.loading.load import random_model
+from specjax.methods.heads.head import Head, TargetMetadata
+from specjax.methods.medusa.head import MedusaConfig
 from specjax.models.config import DecoderConfig
-from specjax.models.heads.medusa import MedusaConfig
 from train.data.batches import Batch
 from train.data.examples import Example, target_metadata
 from train.data.write_responses import write_responses

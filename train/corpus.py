@@ -27,9 +27,9 @@ from specjax.cli.console import Screen
 from specjax.distributed import folder_lock
 from specjax.errors import InputError
 from specjax.files import folder_checksums, folders
-from specjax.loading.corpus.documents import Documents
-from specjax.loading.corpus.text_tokens import open_tokenizer
-from specjax.loading.corpus.tfds_texts import Texts
+from specjax.loading.texts.documents import Documents
+from specjax.loading.texts.text_tokens import open_tokenizer
+from specjax.loading.texts.tfds_texts import Texts
 from specjax.loading.tokenizers.tokenizer import Tokenizer
 from train.data.combined_datasets import open_sources
 from train.data.examples import METADATA, Example, text_metadata

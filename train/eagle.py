@@ -18,8 +18,8 @@ from specjax.cli.command import use_compilation_cache
 from specjax.errors import InputError
 from specjax.fields import Items, Text, Whole, optional
 from specjax.loading.model import Model
+from specjax.methods.eagle.head import EagleConfig, default_taps
 from specjax.models.decoder import check_features
-from specjax.models.heads.eagle import EagleConfig, default_taps
 from train.data.vocabulary import Vocabulary
 from train.methods.eagle import START, EagleLoss, eagle_method
 from train.methods.losses import LabelLoss, with_label_loss

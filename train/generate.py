@@ -23,8 +23,8 @@ from rich.console import Console
 from specjax.cli import command
 from specjax.cli.console import Screen
 from specjax.cli.mesh_config import open_mesh
-from specjax.decoding.engine.outputs import Failure, Output, failure_message
 from specjax.distributed import folder_lock, processes
+from specjax.engine.outputs import Failure, Output, failure_message
 from specjax.errors import InputError
 from specjax.files import folders
 from specjax.loading.load import load_model
@@ -182,9 +182,9 @@ def _run(
         screen.say(f"resuming: {total - len(todo)} of {total} {job.noun} are done")
     if not todo:
         return True
-    session, engine = processes.together(lambda: answers.open_job(config, model, job))
+    requests, engine = processes.together(lambda: answers.open_job(config, model, job))
     screen.say(
-        f"{total} {job.noun} in {session.batch_size} slots, up to "
+        f"{total} {job.noun} in {engine.plan.options.batch_size} slots, up to "
         f"{job.rows[0].sampling.max_new_tokens} new tokens, {model.dtype}, on "
         f"{decode_report.device_name(model.mesh)}"
     )
@@ -192,7 +192,7 @@ def _run(
         engine.compile()
     keeper = _Keeper(model, job, saved, bool(answered))
     try:
-        for ended in answers.answer(engine, session, job, todo, screen):
+        for ended in answers.answer(engine, requests, job, todo, screen):
             keeper.take(ended)
             late = config.minutes and time.monotonic() - begin > 60 * config.minutes
             # However short the time, a run gets on.

@@ -18,7 +18,7 @@ from typing import Annotated
 from specjax.cli.command import use_compilation_cache
 from specjax.fields import Whole
 from specjax.loading.model import Model
-from specjax.models.heads.medusa import MedusaConfig
+from specjax.methods.medusa.head import MedusaConfig
 from train.data.vocabulary import Vocabulary
 from train.methods.losses import LabelLoss, with_label_loss
 from train.methods.medusa import MedusaLoss, medusa_method

@@ -19,7 +19,7 @@ from specjax.cli.command import use_compilation_cache
 from specjax.errors import InputError
 from specjax.fields import CrossCheck, Inline, Number, PathOrName, Whole, optional
 from specjax.loading.model import Model
-from specjax.models.heads.mtp import Concat, Hidden, MtpConfig, Recursion
+from specjax.models.mtp import Concat, Hidden, MtpConfig, Recursion
 from train.data.vocabulary import Vocabulary
 from train.methods.losses import LabelLoss, reference_check, with_label_loss
 from train.methods.method import Method

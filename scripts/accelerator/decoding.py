@@ -14,18 +14,18 @@ import numpy as np
 from accelerator.sizes import ITEMSIZE, Size, model_shape
 from accelerator.synthetic import random_cache
 from specjax import metrics
-from specjax.cache import KVCache
-from specjax.decoding import loop
-from specjax.decoding.initial_state import empty_state
-from specjax.decoding.options import DecodeOptions
-from specjax.decoding.rows import batch_arguments
-from specjax.decoding.sampling_params import SamplingParams
-from specjax.decoding.session import plan_session
-from specjax.decoding.state import Rounds, State
+from specjax.core import loop
+from specjax.core.cache import KVCache
+from specjax.core.initial_state import empty_state
+from specjax.core.none import NoDrafter
+from specjax.core.state import Rounds, State
 from specjax.drafters import LoadedDrafter, take_turns
-from specjax.drafters.none import NoDrafter
-from specjax.drafters.simulated import Simulated
+from specjax.engine.options import DecodeOptions
+from specjax.engine.plan import plan_requests
+from specjax.engine.programs import row_arguments
+from specjax.engine.requests import SamplingParams
 from specjax.loading.model import Model
+from specjax.methods.simulated import Simulated
 from specjax.tuning import measure_costs
 
 
@@ -41,33 +41,33 @@ class Loop:
         capacity = size.capacity(context)
         drafted = 0 if drafter.name == "none" else size.num_speculative_tokens
         # The prompt is one token: nothing is prefilled here.
-        session = plan_session(
+        plan, self._requests = plan_requests(
             model,
             [[0]] * batch,
             drafter=drafter,
             options=DecodeOptions(num_speculative_tokens=drafted, batch_size=batch),
-            requests=SamplingParams(max_new_tokens=capacity - 1),
+            sampling=SamplingParams(max_new_tokens=capacity - 1),
         )
         self.context = context
         self.drafter = take_turns(drafter)
         # Two widths, so that a round chooses between them as in a real run.
-        self.plan = replace(
-            session.plan, widths=tuple(sorted({1, drafted + 1})), rounds_per_step=size.reach
+        self.loop_plan = replace(
+            plan.loop, widths=tuple(sorted({1, drafted + 1})), rounds_per_step=size.reach
         )
-        self._session = replace(session, plan=self.plan)
+        self._plan = replace(plan, loop=self.loop_plan)
         self._run: Any = None
 
     def state(self, cache: KVCache) -> State:
         """Return the first round's state; each row has a different last token."""
-        plan, session = self.plan, self._session
-        batch = session.batch_size
-        _, rows, _, status, rounds = batch_arguments(session, list(range(batch)))
-        roots = jnp.arange(batch, dtype=jnp.int32) * 7919 % plan.target.vocab_size
-        tokens = jnp.zeros((batch, plan.capacity), jnp.int32)
+        loop_plan, plan = self.loop_plan, self._plan
+        batch = plan.options.batch_size
+        _, rows, _, status, rounds = row_arguments(plan, self._requests)
+        roots = jnp.arange(batch, dtype=jnp.int32) * 7919 % loop_plan.target.vocab_size
+        tokens = jnp.zeros((batch, loop_plan.capacity), jnp.int32)
         length = jnp.full(batch, self.context, jnp.int32)
         tokens = tokens.at[:, self.context - 1].set(roots)
-        params = (session.model.params, self.drafter.params)
-        state = empty_state(plan, params, tokens, rows, length, status, rounds)
+        params = (plan.model.params, self.drafter.params)
+        state = empty_state(loop_plan, params, tokens, rows, length, status, rounds)
         rows = rows.replace(prompt_length=length)
         # The loop's state is donated, and no buffer may be given away twice.
         state = jax.tree.map(jnp.copy, state.replace(cache=None, rows=rows))
@@ -79,10 +79,10 @@ class Loop:
         Compiling is excluded. The cache's keys and values are donated; the returned state has them.
         """
         state = self.state(cache)
-        params = (self._session.model.params, self.drafter.params)
+        params = (self._plan.model.params, self.drafter.params)
         if self._run is None:
             run = jax.jit(loop.run, static_argnums=0, donate_argnums=2)
-            self._run = run.lower(self.plan, params, state, np.int32(0)).compile()
+            self._run = run.lower(self.loop_plan, params, state, np.int32(0)).compile()
         jax.block_until_ready(state)
         begin = time.perf_counter()
         state, counts, _ = jax.block_until_ready(self._run(params, state, np.int32(rounds)))

@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.cache import KVCache, Window
-from specjax.cached_entries import encode
+from specjax.core.cache import KVCache, Window
+from specjax.core.cached_entries import encode
 from specjax.models.kernels import attention_kernel, tpu_attention
-from specjax.models.layers.attention import attend, attend_whole_cache
+from specjax.models.layers.attention import attend, attend_cache, cached_blocks
 
 _CAPACITY = 512
 _LIMITS = {"float32": 1e-4, "bfloat16": 2e-2, "int8": 1e-4}
@@ -95,7 +95,7 @@ def _reference(operands: _Operands, softcap: float | None) -> jax.Array:
     query, cache, window, visible, oldest = jax.device_put(operands, jax.devices("cpu")[0])
     query, window = jax.tree.map(lambda array: array.astype(jnp.float32), (query, window))
     start = attend(query, window.k[1], window.v[1], visible, softcap)
-    mixed = attend_whole_cache(query, cache, 1, start, oldest, softcap)
+    mixed = attend_cache(query, cache, 1, start, cached_blocks(cache), oldest, softcap)
     return mixed.weighted / mixed.denominator
 
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from specjax.cache import KVCache
+from specjax.core.cache import KVCache
 from specjax.loading.model import Model
 from specjax.models.config import DecoderConfig
 from specjax.models.decoder import Form

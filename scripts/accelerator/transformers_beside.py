@@ -20,7 +20,7 @@ from typing import Any
 
 import specjax
 from specjax.cli.built_in_prompts import BUILT_IN
-from specjax.decoding.prompts import encode_prompt
+from specjax.engine.requests import encode_prompt
 from specjax.loading.load import DEFAULT_MODEL, default_model_file
 
 _NEEDED = ("torch", "transformers", "gguf")

@@ -48,20 +48,24 @@ if toy:
         num_kv_heads=2, head_dim=16, max_positions=512), 0)
 else:
     model = specjax.load_model("smollm2-135m-instruct")
-from specjax.decoding.generate import open_engine
-from specjax.decoding.options import DecodeOptions
 try:
-    from specjax.decoding.session import plan_session
+    from specjax.engine.generate import open_engine
+    from specjax.engine.options import DecodeOptions
+    from specjax.engine.plan import plan_requests
 except ModuleNotFoundError:  # an earlier commit
-    from specjax.decoding.setup import plan_session
+    from specjax.decoding.generate import open_engine
+    from specjax.decoding.options import DecodeOptions
+    from specjax.decoding.session import plan_session
 options = {"num_speculative_tokens": "auto"} if auto else {}
 begin = time.process_time()
 loaded = None if drafter == "none" else specjax.make_drafter(drafter, model)
-session = plan_session(
-    model, [[1, 2, 3]] * batch, drafter=loaded,
-    options=DecodeOptions(batch_size=batch, **options),
-    requests=specjax.SamplingParams(max_new_tokens=200, temperature=temperature))
-engine = open_engine(session)
+arguments = {"drafter": loaded, "options": DecodeOptions(batch_size=batch, **options)}
+sampling = specjax.SamplingParams(max_new_tokens=200, temperature=temperature)
+try:
+    plan, _ = plan_requests(model, [[1, 2, 3]] * batch, sampling=sampling, **arguments)
+except NameError:
+    plan = plan_session(model, [[1, 2, 3]] * batch, requests=sampling, **arguments)
+engine = open_engine(plan)
 begin = time.process_time()
 engine.compile()
 whole = time.process_time() - begin

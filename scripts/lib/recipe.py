@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lib.trainers import TRAINERS
-from specjax.loading.heads.head import Head, read_head, save_head
+from specjax.methods.heads.head import Head
+from specjax.methods.saved_heads import read_head, save_head
 
 
 class Stage(NamedTuple):

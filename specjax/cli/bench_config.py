@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 from specjax.cli.mesh_config import ONE_DEVICE, ONE_PROCESS, DistributedConfig, MeshConfig
-from specjax.decoding.options import DRAFT_LENGTH, FIXED
+from specjax.engine.options import DRAFT_LENGTH, FIXED
 from specjax.fields import InputFile, Items, Number, OutputFile, PathOrName, Text, Whole, optional
 from specjax.loading.load import DEFAULT_MODEL, DTYPE
 from specjax.loading.model import CACHE_DTYPE

@@ -17,12 +17,14 @@ from specjax.cli.bench_config import BenchConfig
 from specjax.cli.built_in_prompts import questions_of
 from specjax.cli.console import Screen
 from specjax.cli.measure_speedups import Speedup, measure_speedups
-from specjax.decoding import prompts
-from specjax.decoding.options import AUTO
+from specjax.core.parameter_sizes import megabytes
 from specjax.distributed import processes
 from specjax.drafters import make_drafter
+from specjax.engine.options import AUTO
+from specjax.engine.requests import encode_prompt
 from specjax.loading.load import load_model
-from specjax.loading.model import Model, megabytes
+from specjax.loading.model import Model
+from specjax.loading.texts.questions import Question, spread
 from specjax.reporting.decode_report import device_name
 from specjax.reporting.report_file import ReportFile
 from specjax.reporting.statistics import noise_remark
@@ -80,7 +82,7 @@ def measure_all(
     With `verbose` the table of speed-ups also has `_MORE_COLUMNS`.
     """
 
-    def load() -> tuple[Model, Sequence[prompts.Question]]:
+    def load() -> tuple[Model, Sequence[Question]]:
         model = load_model(
             config.target,
             dtype=config.dtype,
@@ -158,12 +160,12 @@ def _passes(
 
 
 def _speedups(
-    model: Model, questions: Sequence[prompts.Question], config: BenchConfig, screen: Screen
+    model: Model, questions: Sequence[Question], config: BenchConfig, screen: Screen
 ) -> Iterator[Speedup]:
     """Yield the speed-up of each drafter, and of plain decoding over itself as a control."""
     ids = [
-        prompts.encode_prompt(model, question.first_turn)
-        for question in prompts.spread(questions, config.num_prompts)
+        encode_prompt(model, question.first_turn)
+        for question in spread(questions, config.num_prompts)
     ]
     drafters = {name: make_drafter(name, model) for name in config.drafters}
     if not drafters:

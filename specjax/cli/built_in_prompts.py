@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from specjax.decoding.prompts import Question, read_questions
+from specjax.loading.texts.questions import Question, read_questions
 
 _LIGHTHOUSE = (
     "The lighthouse at Gull Point was built in 1871, after three ships had been lost on the reef "

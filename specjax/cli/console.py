@@ -15,10 +15,11 @@ from rich.progress import Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
-from specjax.decoding.engine.outputs import Delta
-from specjax.decoding.prompts import Question
-from specjax.drafters.turn_taking import NO_DRAFTER
+from specjax.core.none import PLAIN_DECODING
+from specjax.core.turn_taking import NO_DRAFTER
+from specjax.engine.outputs import Delta
 from specjax.files.log import QUIET_S, duration, shown_by
+from specjax.loading.texts.questions import Question
 from specjax.loading.tokenizers.tokenizer import StreamDecoder, Tokenizer
 from specjax.reporting.decode_report import DrafterRun
 from specjax.reporting.decode_table import (
@@ -123,7 +124,7 @@ class Screen:
 
     def legend(self, drafter: str) -> None:
         """Print how accepted draft tokens are marked, for the drafter whose text is shown."""
-        if drafter == "none":
+        if drafter == PLAIN_DECODING:
             return
         if self._console.is_terminal:
             legend = Text.assemble(("Text like this", ACCEPTED), " was drafted and accepted.")

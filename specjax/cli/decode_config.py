@@ -12,7 +12,16 @@ from jax.sharding import Mesh
 
 from specjax.cli.built_in_prompts import questions_of
 from specjax.cli.mesh_config import ONE_DEVICE, ONE_PROCESS, DistributedConfig, MeshConfig
-from specjax.decoding.options import (
+from specjax.drafters import (
+    LoadedDrafter,
+    TreeOptions,
+    check_options,
+    divide_options,
+    drafter_options,
+    make_drafter,
+    option_type,
+)
+from specjax.engine.options import (
     BATCH_SIZE,
     DRAFT_LENGTH,
     FIXED,
@@ -23,27 +32,8 @@ from specjax.decoding.options import (
     DecodeOptions,
     Ladder,
 )
-from specjax.decoding.prompts import (
-    CHAT,
-    Prompt,
-    Question,
-    encode_prompt,
-    select,
-)
-from specjax.decoding.sampling_params import SEED, SamplingParams
-from specjax.decoding.session import check_pages_on_mesh
-from specjax.drafters import (
-    DRAFTERS,
-    LoadedDrafter,
-    TreeOptions,
-    check_options,
-    divide_options,
-    drafter_options,
-    make_drafter,
-    option_type,
-)
-from specjax.drafters.by_name.options import option_kind, option_meanings
-from specjax.drafters.by_name.registry import parts_of
+from specjax.engine.plan import check_pages_on_mesh
+from specjax.engine.requests import CHAT, SEED, Prompt, SamplingParams, encode_prompt
 from specjax.errors import InputError
 from specjax.fields import (
     DependentFields,
@@ -63,18 +53,19 @@ from specjax.fields import (
     read_values,
 )
 from specjax.files.path_checks import user_path
-from specjax.loading.find_head import kind_of_head
 from specjax.loading.load import DEFAULT_MODEL, DTYPE, load_draft_model, load_model
 from specjax.loading.model import CACHE_DTYPE, Model
 from specjax.loading.quantize import ACTIVATIONS, WEIGHTS
+from specjax.loading.texts.questions import Question, select
+from specjax.methods.find_head import kind_of_head
+from specjax.methods.options import option_kind, option_meanings
+from specjax.methods.registry import METHODS, parts_of
 from specjax.sampling import RULES, Rule, Typical, derived_seed
 from specjax.trees import FastestTree, RankedTree
 from specjax.tuning import with_fastest_trees
 
-SIMULATED = "simulated"
-"""The drafter that is made from the output of plain decoding."""
-_DRAFT_MODEL = "draft_model"
-"""The drafter that is a model of its own, which each device may hold whole."""
+_MODELS = tuple(name for name, method in METHODS.items() if method.of_model is not None)
+"""The drafters that may be models of their own, which each device may hold whole."""
 _TURN = "turn"
 """The purpose of the seeds of a conversation's later turns."""
 _THRESHOLD = optional(Number(0.0, above=True, remedy="use a number above 0"))
@@ -121,7 +112,7 @@ def _drafter_fields(written: Any) -> Fields:
     named = {part for name in text.split(",") for part in parts_of(name.strip())}
     own = [name for name in sorted(named) if ":" in name]
     uses: dict[str, list[Use]] = {}
-    for name in (*DRAFTERS, *own):
+    for name in (*METHODS, *own):
         meanings = option_meanings(name)
         for option, parameter in drafter_options(name).items():
             if option_type(parameter) is not None and option != "tree":
@@ -275,6 +266,11 @@ class DrafterConfig:
     options: Mapping[str, Any]
     replicated: bool
 
+    @property
+    def replays(self) -> bool:
+        """Whether the drafter is made from the output of plain decoding."""
+        return self.name in METHODS and METHODS[self.name].replays
+
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeConfig(DecodeFields):
@@ -416,9 +412,9 @@ def _drafters(section: Mapping[str, Any], tree: Mapping[str, Any]) -> tuple[Draf
             raise InputError(f"drafter.name={written!r}: name drafters such as ngram,eagle3")
         if names.count(name) > 1:
             raise InputError(f"drafter.name={written!r}: {name} is given twice; name each once")
-    if replicated and _DRAFT_MODEL not in names:
+    if replicated and not {*_MODELS} & {*names}:
         none = f"{written} is no" if len(names) == 1 else f"none of {', '.join(names)} is a"
-        raise InputError(f"drafter.replicated=True: {none} {_DRAFT_MODEL}; leave it out")
+        raise InputError(f"drafter.replicated=True: {none} {' or '.join(_MODELS)}; leave it out")
     parts = [(names[0], path, options)]
     if len(names) > 1:
         parts = divide_options(names, path, options)
@@ -427,7 +423,7 @@ def _drafters(section: Mapping[str, Any], tree: Mapping[str, Any]) -> tuple[Draf
             name,
             part_path,
             check_options(name, part_path, part_options, supplied=("continuations",)),
-            replicated and name == _DRAFT_MODEL,
+            replicated and name in _MODELS,
         )
         for name, part_path, part_options in parts
     )
@@ -466,7 +462,7 @@ def make_config_drafter(
 ) -> ConfigDrafter:
     """Return one of a config's drafters, made for a target.
 
-    `continuations` are the output tokens of plain decoding, for the drafter `simulated`. `tell` is
+    `continuations` are the output tokens of plain decoding, for a drafter that `replays`. `tell` is
     called with lines about the choice of a tree by `tree.kind=auto`. Raises InputError.
     """
     options, path = dict(drafter.options), drafter.path
@@ -478,10 +474,10 @@ def make_config_drafter(
                 f"num_speculative_tokens={length}: tree.kind=auto chooses the longest path; use "
                 "auto or fixed, and tree.depth as a limit"
             )
-    if drafter.name == SIMULATED:
+    if drafter.replays:
         options["continuations"] = [[0]] if continuations is None else continuations
     if (
-        drafter.name == _DRAFT_MODEL
+        drafter.name in _MODELS
         and path is not None
         and kind_of_head(user_path("drafter.path", path)) is None
     ):

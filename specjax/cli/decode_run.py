@@ -14,25 +14,20 @@ from dataclasses import dataclass, field, replace
 
 from specjax.cli.console import Marker, Screen
 from specjax.cli.decode_config import (
-    SIMULATED,
     DecodeConfig,
     make_config_drafter,
     turn_prompts,
 )
 from specjax.cli.measure_speedups import median_repeat, turn_order
-from specjax.decoding.compare_outputs import Difference, compare_row
-from specjax.decoding.engine.engine import Engine
-from specjax.decoding.engine.outputs import Delta
-from specjax.decoding.generate import (
-    Generation,
-    add_prompts,
-    decode_session,
-    expected_acceptance,
-    open_engine,
-)
-from specjax.decoding.session import Session, plan_session
+from specjax.core.none import PLAIN_DECODING
 from specjax.drafters import LoadedDrafter
+from specjax.engine.engine import Engine
+from specjax.engine.generate import Generation, decode_requests, expected_acceptance, open_engine
+from specjax.engine.outputs import Delta
+from specjax.engine.plan import DecodePlan, plan_requests
+from specjax.engine.requests import Request, groups
 from specjax.loading.model import Model
+from specjax.reporting.compare_outputs import Difference, compare_row
 from specjax.reporting.decode_report import PLAIN, Clock, DrafterRun
 from specjax.reporting.engine_report import engine_summary
 from specjax.reporting.records import Row
@@ -49,13 +44,14 @@ SHOWN_ROWS = 24
 
 @dataclass
 class _Side:
-    """The session, engine and results of one drafter or of plain decoding.
+    """The plan, engine and results of one drafter or of plain decoding.
 
-    The session is compiled when first used.
+    The plan is compiled when first used.
     """
 
     name: str
-    session: Session
+    plan: DecodePlan
+    requests: Sequence[Request]
     run: DrafterRun | None = None
     results: list[Generation] = field(default_factory=list)
     engine: Engine | None = None
@@ -90,11 +86,12 @@ def decode_batches(
         sides, plain = decoding.open_sides(turn, drafters, runs)
         yield from decoding.decode_turn(turn, sides, plain)
         for side in sides:
-            if with_expectation and config.has_expectation and side.name != "none":
+            if with_expectation and config.has_expectation and side.name != PLAIN_DECODING:
                 with screen.working(
                     f"expected acceptance: the distributions of {side.name}'s run once more"
                 ):
-                    side.run.expected.append(expected_acceptance(side.session, side.results))
+                    expected = expected_acceptance(side.plan, side.requests, side.results)
+                    side.run.expected.append(expected)
 
 
 _Repeat = dict[str, Generation]
@@ -117,7 +114,7 @@ class _Decoding:
     @property
     def simulated(self) -> bool:
         """Whether some drafter is made from the output of plain decoding."""
-        return any(drafter.name == SIMULATED for drafter in self.config.drafters)
+        return any(drafter.replays for drafter in self.config.drafters)
 
     @property
     def with_plain(self) -> bool:
@@ -147,10 +144,10 @@ class _Decoding:
         config = self.config
         seed, sampling = config.turn_seeds(turn)
         plan = functools.partial(
-            plan_session,
+            plan_requests,
             self.model,
             turn_prompts(config, self.model, turn, self.answers),
-            requests=sampling,
+            sampling=sampling,
             names=[
                 config.prompt_name(config.questions[index].question_id, turn)
                 for index in config.turn(turn)
@@ -158,20 +155,20 @@ class _Decoding:
         )
         options = replace(config.options, seed=seed)
         sides = [
-            _Side(run.drafter, plan(drafter=drafter, options=options), run)
+            _Side(run.drafter, *plan(drafter=drafter, options=options), run)
             for drafter, run in zip(drafters, runs, strict=True)
         ]
         if not self.with_plain:
             return sides, None
-        plain = _Side(PLAIN, plan(options=options.without_drafts()))
+        plain = _Side(PLAIN, *plan(options=options.without_drafts()))
         if self.simulated:
-            for index in _groups(plain.session):
+            for index in _groups(plain):
                 plain.results.append(self.decode(plain, index))
             recorded = [ids for result in plain.results for ids in result.token_ids]
             for side, drafter in zip(sides, config.drafters, strict=True):
-                if drafter.name == SIMULATED:
+                if drafter.replays:
                     made = make_config_drafter(config, drafter, self.model, recorded).loaded
-                    side.session = plan(drafter=made, options=options)
+                    side.plan, side.requests = plan(drafter=made, options=options)
         return sides, plain
 
     def decode_turn(self, turn: int, sides: Sequence[_Side], plain: _Side | None) -> Iterator[None]:
@@ -180,7 +177,7 @@ class _Decoding:
         Drafters alternate, so that a slow phase of the machine affects all of them.
         """
         self.prepare(sides[0])
-        for number, index in enumerate(_groups(sides[0].session)):
+        for number, index in enumerate(_groups(sides[0])):
             # If a drafter needs the output of plain decoding, that has already run.
             recorded = plain.results[number] if plain is not None and plain.results else None
             repeats, interrupted = self.decode_group(turn, index, sides, plain, recorded)
@@ -287,7 +284,7 @@ class _Decoding:
             return self.decode(side, index, live=True)
         result = self.decode(side, index)
         self.screen.question(question + 1, self.config.questions, turn)
-        self.screen.text(_pieces(side.session, result, 0))
+        self.screen.text(_pieces(side.plan, result, 0))
         self.screen.rest()
         return result
 
@@ -303,7 +300,7 @@ class _Decoding:
         for number, question in enumerate(self.asked(turn, index)):
             if len(index) > 1:
                 self.screen.question(question + 1, self.config.questions, turn)
-                self.screen.text(_pieces(sides[0].session, first, number))
+                self.screen.text(_pieces(sides[0].plan, first, number))
             for side, side_rows in zip(sides, rows, strict=True):
                 name = side.name if len(sides) > 1 else ""
                 brief = side is not sides[0]
@@ -319,19 +316,19 @@ class _Decoding:
         if not self.config.compare or not self.config.comparable or baseline is None:
             return None
         return [
-            compare_row(side.session, prompt, result.token_ids[row], baseline.token_ids[row])
-            for row, prompt in enumerate(index)
+            compare_row(side.plan, side.requests[prompt], ours, plain)
+            for prompt, ours, plain in zip(index, result.token_ids, baseline.token_ids, strict=True)
         ]
 
     def prepare(self, side: _Side) -> None:
-        """Compile a side's session and run its first round, so that timings exclude the warm-up."""
-        session, begin = side.session, time.perf_counter()
-        side.engine = open_engine(session, ROUNDS_PER_STEP)
+        """Compile a side's plan and run its first round, so that timings exclude the warm-up."""
+        begin = time.perf_counter()
+        side.engine = open_engine(side.plan, ROUNDS_PER_STEP)
         name = "plain decoding" if side.name == PLAIN else side.name
         with self.screen.working(f"compiling {name}"):
             side.engine.compile()
         self.clock.compiled(side.name, time.perf_counter() - begin)
-        warm_up(session)
+        warm_up(side.plan, side.requests)
 
     def decode(
         self, side: _Side, index: list[int], *, live: bool = False, repeat: int = 1
@@ -342,7 +339,7 @@ class _Decoding:
         """
         if side.engine is None:
             self.prepare(side)
-        marker = Marker(side.session.model.tokenizer)
+        marker = Marker(side.plan.model.tokenizer)
         decoded, ended = sum(len(result.token_ids) for result in side.results), 0
         ways = len(self.config.drafters) + self.with_plain
         total = self.num_rows * ways * self.num_repeats
@@ -359,28 +356,29 @@ class _Decoding:
             self.screen.progress(
                 label,
                 decoded + ended,
-                len(side.session.prompts),
+                len(side.requests),
                 side.speed,
                 (self.finished_rows + ended) / total,
             )
 
-        result = decode_session(side.session, index=index, engine=side.engine, follow=follow)
+        requests = [side.requests[prompt] for prompt in index]
+        result = decode_requests(side.plan, requests, engine=side.engine, follow=follow)
         self.screen.rest()
         self.finished_rows += len(index)
         return result
 
 
-def warm_up(session: Session) -> None:
-    """Run one round on a session's first prompts and discard it, since first rounds are slow."""
-    with open_engine(session, 1) as engine:
-        add_prompts(engine, session, range(min(session.batch_size, len(session.prompts))))
+def warm_up(plan: DecodePlan, requests: Sequence[Request]) -> None:
+    """Run one round of a plan's first requests and discard it, since first rounds are slow."""
+    with open_engine(plan, 1) as engine:
+        engine.submit(requests[: plan.options.batch_size])
         engine.step()
 
 
-def _groups(session: Session) -> list[list[int]]:
+def _groups(side: _Side) -> list[list[int]]:
     """Return the indices of prompts in groups; all drafters decode a group before the next one."""
-    slots = session.batch_size
-    return session.groups(slots if slots == 1 else _GROUP * slots)
+    slots = side.plan.options.batch_size
+    return groups(list(range(len(side.requests))), slots if slots == 1 else _GROUP * slots)
 
 
 def _speeds(side: _Side, repeats: Sequence[_Repeat]) -> list[tuple[float, float]]:
@@ -391,8 +389,8 @@ def _speeds(side: _Side, repeats: Sequence[_Repeat]) -> list[tuple[float, float]
     return [tuple(run.new_tokens / run.decode_s for run in pair) for pair in results]
 
 
-def _pieces(session: Session, result: Generation, row: int) -> list[tuple[str, int]]:
+def _pieces(plan: DecodePlan, result: Generation, row: int) -> list[tuple[str, int]]:
     """Return a row's text in pieces, each with its drafter's index or -1."""
     tokens, text = result.token_ids[row], result.texts[row]
     whole = Delta(row, 0, tokens, result.drafter_of_tokens(row), text)
-    return Marker(session.model.tokenizer).mark(whole)
+    return Marker(plan.model.tokenizer).mark(whole)

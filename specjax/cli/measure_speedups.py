@@ -14,13 +14,13 @@ from scipy.special import stdtrit
 
 from specjax import metrics
 from specjax.cli.predicted_speedup import measure_round_costs
-from specjax.decoding.engine.engine import Engine
-from specjax.decoding.engine.outputs import failure_message
-from specjax.decoding.generate import Generation, decode_session, open_engine
-from specjax.decoding.options import AUTO, FIXED, DecodeOptions
-from specjax.decoding.sampling_params import SamplingParams
-from specjax.decoding.session import Session, plan_session
 from specjax.drafters import LoadedDrafter
+from specjax.engine.engine import Engine
+from specjax.engine.generate import Generation, decode_requests, open_engine
+from specjax.engine.options import AUTO, FIXED, DecodeOptions
+from specjax.engine.outputs import failure_message
+from specjax.engine.plan import DecodePlan, plan_requests
+from specjax.engine.requests import Request, SamplingParams, groups
 from specjax.errors import InputError
 from specjax.files.log import share_logger
 from specjax.loading.model import Model
@@ -108,36 +108,37 @@ def measure_speedups(
     prompts = list(itertools.islice(itertools.cycle(ids), rows))
     # Rows have equal lengths, since sampled rows would end at different lengths in each way of
     # decoding, and slots that stay empty until the last row ends would make that way look slow.
-    requests = SamplingParams(
+    sampling = SamplingParams(
         temperature=temperature, max_new_tokens=max_new_tokens, ignore_eos=True
     )
     options = DecodeOptions(num_speculative_tokens=num_speculative_tokens, batch_size=batch_size)
-    sessions = [
-        plan_session(
+    planned = [
+        plan_requests(
             model,
             prompts,
             drafter=drafter,
             options=options if drafter is not None else options.without_drafts(),
-            requests=requests,
+            sampling=sampling,
         )
         for drafter in (None, *drafters.values())
     ]
-    engines = [open_engine(session) for session in sessions]
-    runs: dict[int, list[list[Generation]]] = {}
-    groups = sessions[0].groups(batch_size)
+    plans, (requests, *_) = zip(*planned, strict=True)
+    engines = [open_engine(plan) for plan in plans]
+    batches = groups(requests, batch_size)
+    runs: list[list[list[Generation]]] = [[] for _ in batches]
     calls, log = itertools.count(1), share_logger("decoding")
     for number in range(repeats + 1):
-        order = turn_order(len(sessions), number)
-        for batch, index in enumerate(groups):
+        order = turn_order(len(plans), number)
+        for batch, of_batch in zip(batches, runs, strict=True):
             decoded = {}
             for way in order:
-                decoded[way] = _decode(sessions[way], engines[way], index)
-                log(next(calls) / ((repeats + 1) * len(groups) * len(sessions)))
+                decoded[way] = _decode(plans[way], engines[way], batch)
+                log(next(calls) / ((repeats + 1) * len(batches) * len(plans)))
             if number:  # the first repeat is a warm-up
-                runs.setdefault(batch, []).append([decoded[way] for way in range(len(sessions))])
+                of_batch.append([decoded[way] for way in range(len(plans))])
     results = []
     for way, label in enumerate(drafters, 1):
-        pairs = [[(repeat[0], repeat[way]) for repeat in batch] for batch in runs.values()]
+        pairs = [[(repeat[0], repeat[way]) for repeat in batch] for batch in runs]
         every = [pair for batch in pairs for pair in batch]
         plain, ours = zip(*every, strict=True)
         drafted, accepted, emitted = (
@@ -146,7 +147,7 @@ def measure_speedups(
         )
         predicted, draft_s = None, None
         if drafters[label] is not None and num_speculative_tokens != AUTO:
-            parts = measure_round_costs(sessions[way], max_new_tokens)
+            parts = measure_round_costs(plans[way], requests, max_new_tokens)
             widths = np.concatenate([run.passes()[0] for run in ours])
             predicted, draft_s = (
                 parts.speedup(metrics.tokens_per_round(emitted), widths),
@@ -175,12 +176,12 @@ def measure_speedups(
     return results
 
 
-def _decode(session: Session, engine: Engine, index: Sequence[int]) -> Generation:
-    """Decode the session's prompts at `index` in its engine; raise InputError if a row fails."""
-    result = decode_session(session, index=index, engine=engine)
+def _decode(plan: DecodePlan, engine: Engine, requests: Sequence[Request]) -> Generation:
+    """Decode some requests in the engine of a plan; raise InputError if a row fails."""
+    result = decode_requests(plan, requests, engine=engine)
     failed = {f"prompts[{row}]": failure for row, failure in result.failed_rows.items()}
     if failed:
-        raise InputError(failure_message(session.model, failed))
+        raise InputError(failure_message(plan.model, failed))
     return result
 
 

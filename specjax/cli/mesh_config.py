@@ -13,14 +13,17 @@ from specjax.cli.config_file import config_of
 from specjax.distributed import processes, sharding
 from specjax.fields import Number, Text, Whole, dotted, optional
 
+DEVICES = Whole(1, 1 << 20)
+"""The allowed numbers of devices along a mesh axis."""
+
 
 @dataclass(frozen=True)
 class MeshConfig:
     """The numbers of devices over which rows (`data`) and weights (`model`) are sharded."""
 
-    data: Annotated[int, sharding.DEVICES] = 1
+    data: Annotated[int, DEVICES] = 1
     """Devices over which rows are sharded."""
-    model: Annotated[int, sharding.DEVICES] = 1
+    model: Annotated[int, DEVICES] = 1
     """Devices over which weights are sharded."""
 
 
@@ -32,7 +35,7 @@ class DistributedConfig:
     """Whether the cluster's scheduler knows which processes there are."""
     coordinator_address: Annotated[str | None, optional(Text())] = None
     """HOST:PORT of the first process."""
-    num_processes: Annotated[int | None, optional(sharding.DEVICES)] = None
+    num_processes: Annotated[int | None, optional(DEVICES)] = None
     """The total number of processes."""
     process_id: Annotated[int | None, optional(Whole())] = None
     """The number of this process, from 0."""

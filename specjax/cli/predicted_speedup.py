@@ -15,7 +15,6 @@ import numpy as np
 
 from specjax import metrics
 from specjax.cli.decode_config import (
-    SIMULATED,
     DecodeConfig,
     TargetFields,
     load_target,
@@ -24,8 +23,10 @@ from specjax.cli.decode_config import (
     turn_prompts,
 )
 from specjax.cli.mesh_config import open_mesh
-from specjax.decoding.session import Session, plan_session
+from specjax.core.none import PLAIN_DECODING
 from specjax.distributed import sharding
+from specjax.engine.plan import DecodePlan, plan_requests
+from specjax.engine.requests import Request
 from specjax.errors import InputError, one_line, shown
 from specjax.loading.model import Model
 from specjax.reporting.decode_report import device_name
@@ -52,23 +53,25 @@ class RoundCosts:
         )
 
 
-def measure_round_costs(session: Session, new_tokens: float) -> RoundCosts:
+def measure_round_costs(
+    plan: DecodePlan, requests: Sequence[Request], new_tokens: float
+) -> RoundCosts:
     """Return the measured seconds of the drafter's draft, and of passes of the target by width.
 
     The cache has as many tokens as in the middle of a run: the mean prompt length plus half of
     `new_tokens`, the number of new tokens per row.
     """
-    plan, prompts = session.plan, np.mean([len(ids) for ids in session.prompts])
-    room = plan.capacity - max(plan.widths)
+    loop_plan, prompts = plan.loop, np.mean([len(request.prompt) for request in requests])
+    room = loop_plan.capacity - max(loop_plan.widths)
     width_s = measure_costs.widths_seconds(
-        plan.target,
-        session.params[0],
-        sorted({1, *plan.widths}),
-        batch=session.num_rows,
+        loop_plan.target,
+        plan.params[0],
+        sorted({1, *loop_plan.widths}),
+        batch=plan.num_rows,
         committed=max(0, min(int(prompts + new_tokens / 2), room)),
-        capacity=plan.capacity,
+        capacity=loop_plan.capacity,
     )
-    return RoundCosts(measure_costs.propose_seconds(session), width_s)
+    return RoundCosts(measure_costs.propose_seconds(plan, requests), width_s)
 
 
 def predicted_speedups(runs: Sequence[Run], say: Callable[[str], None]) -> list[float | None]:
@@ -78,25 +81,26 @@ def predicted_speedups(runs: Sequence[Run], say: Callable[[str], None]) -> list[
     can be repeated on this machine.
     """
     predicted: list[float | None] = [None] * len(runs)
-    for index, session in run_sessions(runs, "predict", say):
+    for index, plan, requests in run_plans(runs, "predict", say):
         run = runs[index]
         say(f"timing a draft and passes of {run.path.name}")
-        with sharding.use(session.mesh):
-            parts = measure_round_costs(session, np.mean([row.new_tokens for row in run.rows]))
+        with sharding.use(plan.mesh):
+            new_tokens = np.mean([row.new_tokens for row in run.rows])
+            parts = measure_round_costs(plan, requests, new_tokens)
         tokens = summarize(run.rows).tokens_per_round
         predicted[index] = tokens and parts.speedup(tokens, batch_widths(run.rows))
     return predicted
 
 
-def run_sessions(
+def run_plans(
     runs: Sequence[Run], flag: str, say: Callable[[str], None]
-) -> Iterator[tuple[int, Session]]:
-    """Yield the index and session of each run that drafts, planned again for its first turns.
+) -> Iterator[tuple[int, DecodePlan, list[Request]]]:
+    """Yield the index of each run that drafts, with the plan and requests of its first turns.
 
     `say` is called with lines of progress. Raises InputError, before a model is loaded, unless this
     machine can repeat all runs; the error tells the user to leave out `flag`.
     """
-    configs = [run_config(run, flag) if run.drafter != "none" else None for run in runs]
+    configs = [run_config(run, flag) if run.drafter != PLAIN_DECODING else None for run in runs]
     models: dict[str, Model] = {}
     for index, (run, config) in enumerate(zip(runs, configs, strict=True)):
         if config is None:
@@ -109,22 +113,22 @@ def run_sessions(
             say(f"loading {config.target}")
             models[key] = load_target(config, mesh)
         with sharding.use(mesh):
-            session = _session(run, config, models[key])
-        yield index, session
+            plan, requests = _planned(run, config, models[key])
+        yield index, plan, requests
 
 
-def _session(run: Run, config: DecodeConfig, model: Model) -> Session:
-    """Return the session of a run's first turns, planned again from its config."""
+def _planned(run: Run, config: DecodeConfig, model: Model) -> tuple[DecodePlan, list[Request]]:
+    """Return the plan and requests of a run's first turns, made again from its config."""
     recorded = [list(row.token_ids) for row in run.rows if row.turn == 0]
     (drafter,) = config.drafters
-    continuations = recorded if drafter.name == SIMULATED else None
+    continuations = recorded if drafter.replays else None
     seed, sampling = config.turn_seeds(0)
-    return plan_session(
+    return plan_requests(
         model,
         turn_prompts(config, model, 0, {}),
         drafter=make_config_drafter(config, drafter, model, continuations).loaded,
         options=replace(config.options, seed=seed),
-        requests=sampling,
+        sampling=sampling,
     )
 
 

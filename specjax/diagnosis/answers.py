@@ -12,10 +12,10 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from specjax.decoding.sampling_params import SamplingParams
+from specjax.core.causal_mask import causal
+from specjax.core.language_model import LanguageModel
+from specjax.engine.requests import SamplingParams
 from specjax.loading.model import Model
-from specjax.models.causal_mask import causal
-from specjax.models.interface import LanguageModel
 from specjax.sampling import WarpFlags, warp
 
 _STEP = 64

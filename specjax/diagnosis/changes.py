@@ -15,24 +15,20 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from specjax.core.drafter import Drafter
 from specjax.diagnosis.answers import Answers
-from specjax.diagnosis.teacher_forced import Examined, Reading
-from specjax.drafters.base import Drafter
-from specjax.drafters.draft_model import DraftModel
-from specjax.drafters.heads.block import BlockDrafter
-from specjax.drafters.heads.eagle import EagleDrafter
-from specjax.drafters.heads.mtp import MtpDrafter
-from specjax.drafters.heads.pair_drafter import PairDrafter
+from specjax.diagnosis.teacher_forced import Reading
 from specjax.loading.model import Model
+from specjax.methods.block import head as block
+from specjax.methods.eagle import head as eagle
+from specjax.methods.heads.examined import BLOCK, NORM, WINDOW, Fault
+from specjax.methods.heads.own_cache import OwnCacheDrafter
+from specjax.methods.heads.shared_parameters import share_anew
 from specjax.models.config import DecoderConfig
-from specjax.models.heads import block, eagle
-from specjax.models.heads.draft_decoder import ReducedDecoder
-from specjax.models.heads.shared_parameters import share_anew
 from specjax.models.layers.decoder_layer import embed
 
-TAPS, POSITIONS, NORM = "wrong taps", "shifted positions", "wrong norm"
-VOCABULARY, WINDOW = "wrong vocabulary map", "wrong attention window"
-MASK, BLOCK, CONFIDENCE = "wrong mask token", "another kind of block", "uncalibrated confidence"
+TAPS, POSITIONS, VOCABULARY = "wrong taps", "shifted positions", "wrong vocabulary map"
+MASK, CONFIDENCE = "wrong mask token", "uncalibrated confidence"
 TEMPLATE, DTYPE, TARGET = "another chat template", "another dtype", "another target"
 DECODING = "decoding differs from teacher forcing"
 
@@ -92,9 +88,17 @@ def changes(reading: Reading, answers: Answers, target: Model) -> Iterator[Chang
     yield from _of_rotation(reading, answers, target.config)
     yield from _of_vocabulary(reading, answers, target)
     yield from _of_window(reading, answers)
-    if isinstance(drafter, BlockDrafter):
+    if drafter.mask_token_id is not None:
         yield from _of_mask(reading, answers, target)
-        yield from _of_blocks(reading, answers)
+    yield from _varied(reading, answers, BLOCK)
+
+
+def _varied(reading: Reading, answers: Answers, fault: Fault) -> Iterator[Change]:
+    """Yield the changes to other settings of the drafter's, each of which would undo a fault."""
+    for variation in reading.drafter.variations():
+        if variation.fault == fault:
+            changed = reading.replace(drafter=variation.drafter)
+            yield Change(fault, variation.what, variation.remedy, _constant(changed, answers))
 
 
 def _other_taps(taps: tuple[str, ...], num_layers: int) -> list[tuple[str, ...]]:
@@ -128,10 +132,6 @@ def _tap(layer: int, num_layers: int) -> str:
 def _of_taps(reading: Reading, answers: Answers, num_layers: int) -> Iterator[Change]:
     """Yield changes to features of other layers or from before or after the final norm."""
     names = reading.drafter.features
-    is_block = isinstance(reading.drafter, BlockDrafter)
-    field = "eagle_aux_hidden_state_layer_ids"
-    if is_block:
-        field = "target_layer_ids, of outputs, or aux_hidden_state_layer_ids"
     for taps in _other_taps(names, num_layers):
         is_norm = {*names, *taps} <= set(_OUTPUTS)
         features = {name: answers.features[tap] for name, tap in zip(names, taps, strict=True)}
@@ -139,9 +139,7 @@ def _of_taps(reading: Reading, answers: Answers, num_layers: int) -> Iterator[Ch
         yield Change(
             NORM if is_norm else TAPS,
             f"reading {named} of the target in place of {', '.join(names)}",
-            f"hidden={named} in the head's config"
-            if isinstance(reading.drafter, MtpDrafter)
-            else f"taps={named} in the head's config ({field})",
+            reading.drafter.taps_remedy(named),
             _constant(reading.replace(features=features), answers),
         )
 
@@ -151,8 +149,7 @@ def _of_positions(reading: Reading, answers: Answers) -> Iterator[Change]:
     for by in (-1, 1):
         features = {name: jnp.roll(value, -by, axis=1) for name, value in reading.features.items()}
         side = "before" if by < 0 else "after"
-        is_block = isinstance(reading.drafter, BlockDrafter)
-        paired = "position t" if is_block else "token x(t+1)"
+        paired = reading.drafter.paired_with
         yield Change(
             POSITIONS,
             f"reading the target's features of the position {side}",
@@ -164,34 +161,16 @@ def _of_positions(reading: Reading, answers: Answers) -> Iterator[Change]:
 
 def _of_norms(reading: Reading, answers: Answers) -> Iterator[Change]:
     """Yield changes of the norms in a head's config, or of the order of its inputs."""
-    drafter = reading.drafter
-    if isinstance(drafter, MtpDrafter):
-        config = drafter.head.config
-        opposite = {"normed": "raw", "raw": "normed"}[config.recursion]
-        swapped = {"embedding_first": "hidden_first", "hidden_first": "embedding_first"}
-        if drafter.num_speculative_tokens > 1:
-            yield _with_config(reading, answers, NORM, "recursion", opposite)
-        yield _with_config(reading, answers, NORM, "concat", swapped[config.concat])
-    if not isinstance(drafter, EagleDrafter) or drafter.head.config.version != 3:
-        return
-    config = drafter.head.config
-    yield _with_config(
-        reading, answers, NORM, "norm_before_residual", not config.norm_before_residual
-    )
-    if drafter.num_speculative_tokens > 1:
-        yield _with_config(reading, answers, NORM, "norm_output", not config.norm_output)
-    for flag in ("norm_before_fc", "fc_norm"):
-        if getattr(config, flag):
-            yield _with_config(reading, answers, NORM, flag, False)
-    if not (config.norm_before_fc or config.fc_norm):
-        for flag, together in (("norm_before_fc", True), ("fc_norm", False)):
-            features = _normed(reading.features, config.decoder.rms_norm_eps, together=together)
-            yield Change(
-                NORM,
-                f"norming the features {'together' if together else 'one by one'} before fc",
-                f"{flag}=true in the head's config, with the scale that was trained",
-                _constant(reading.replace(features=features), answers),
-            )
+    yield from _varied(reading, answers, NORM)
+    for flag, together in reading.drafter.addable_norms:
+        eps = reading.drafter.layers_config.rms_norm_eps
+        features = _normed(reading.features, eps, together=together)
+        yield Change(
+            NORM,
+            f"norming the features {'together' if together else 'one by one'} before fc",
+            f"{flag}=true in the head's config, with the scale that was trained",
+            _constant(reading.replace(features=features), answers),
+        )
 
 
 def _normed(features: dict[str, Any], eps: float, *, together: bool) -> dict[str, Any]:
@@ -204,38 +183,17 @@ def _normed(features: dict[str, Any], eps: float, *, together: bool) -> dict[str
     }
 
 
-def _with_config(
-    reading: Reading, answers: Answers, fault: str, field: str, value: Any, **others: Any
-) -> Change:
-    """Return a change of one field of the head's config, which needs another program.
-
-    `others` are fields that change with it.
-    """
-    head = reading.drafter.head
-    config = replace(head.config, **{field: value}, **others)
-    drafter = replace(reading.drafter, head=replace(head, config=config))
-    shown = str(value).lower()
-    return Change(
-        fault,
-        f"{field}={shown} in place of {str(getattr(head.config, field)).lower()}",
-        f"{field}={shown} in the head's config",
-        _constant(reading.replace(drafter=drafter), answers),
-    )
-
-
 def _of_rotation(reading: Reading, answers: Answers, target: DecoderConfig) -> Iterator[Change]:
     """Yield changes to the target's rotary embedding, if the head has another one."""
-    if not isinstance(reading.drafter, PairDrafter | BlockDrafter):
-        return
-    own = reading.drafter.head.config.decoder
-    for field in ("rope_theta", "rope_scaling"):
+    drafter, own = reading.drafter, reading.drafter.layers_config
+    for field in () if own is None else ("rope_theta", "rope_scaling"):
         if (value := getattr(target, field)) != getattr(own, field):
-            decoder = replace(own, **{field: value})
-            change = _with_config(reading, answers, POSITIONS, "decoder", decoder)
-            yield replace(
-                change,
-                what=f"{field}={value}, the target's, in place of {getattr(own, field)}",
-                remedy=f"{field}={value} in the head's config",
+            changed = drafter.with_config(decoder=replace(own, **{field: value}))
+            yield Change(
+                POSITIONS,
+                f"{field}={value}, the target's, in place of {getattr(own, field)}",
+                f"{field}={value} in the head's config",
+                _constant(reading.replace(drafter=changed), answers),
             )
 
 
@@ -300,33 +258,25 @@ def _with_map(reading: Reading, target: Model, ids: Any) -> Reading:
 
 def _of_window(reading: Reading, answers: Answers) -> Iterator[Change]:
     """Yield changes of the attention window of a head or of a draft model."""
-    drafter, width = reading.drafter, answers.tokens.shape[1]
-    if not isinstance(drafter, PairDrafter | BlockDrafter | DraftModel):
+    if not isinstance(reading.drafter, OwnCacheDrafter):
         return
-    if isinstance(drafter, DraftModel) and _window_of(drafter) is not None:
-        yield Change(
-            WINDOW,
-            f"no window in place of {_window_of(drafter)} tokens",
-            "sliding_window=null in the draft model's config",
-            _constant(reading.replace(drafter=_without_window(drafter)), answers),
-        )
+    if variations := [*_varied(reading, answers, WINDOW)]:
+        yield from variations
         return
     for size in (4 << power for power in range(20)):
-        if size < width:
+        if size < answers.tokens.shape[1]:
             yield Change(
                 WINDOW,
                 f"attention to the latest {size} positions only",
-                f"sliding_window={size} in the draft model's config"
-                if isinstance(drafter, DraftModel)
-                else f"train the head without a window (it fits one of about {size} positions)",
+                reading.drafter.window_remedy(size),
                 _constant(reading.replace(window=np.int32(size)), answers),
             )
 
 
 def _of_mask(reading: Reading, answers: Answers, target: Model) -> Iterator[Change]:
-    """Yield changes of a block drafter's mask token, to tokens that tools use as such."""
+    """Yield changes of a drafter's mask token, to tokens that tools use as such."""
     params, drafter = reading.params, reading.drafter
-    size, own = target.config.vocab_size, drafter.head.config.mask_token_id
+    size, own = target.config.vocab_size, drafter.mask_token_id
     padding = target.padding_embeddings
     added = () if target.tokenizer is None else target.tokenizer.added_ids
     rows = size if padding is None else size + len(padding)
@@ -349,50 +299,6 @@ def _of_mask(reading: Reading, answers: Answers, target: Model) -> Iterator[Chan
             f"mask_token_id={token} in the head's config",
             lambda token=token: (with_mask(token), answers),
         )
-
-
-def _of_blocks(reading: Reading, answers: Answers) -> Iterator[Change]:
-    """Yield changes of a block's size, of what its slots attend to, and of what they predict."""
-    drafter = reading.drafter
-    config, length = drafter.head.config, drafter.num_speculative_tokens
-    sizes = [length >> power for power in range(1, length.bit_length())]
-    if length < config.longest_draft:
-        sizes.append(config.longest_draft)
-    # A causal block's tokens do not depend on later slots.
-    for size in () if config.causal else sizes:
-        remedy = f"num_speculative_tokens={size}"
-        if size < length:
-            remedy += f", or block_size={config.num_slots(size)} in the head's config"
-        changed = reading.replace(drafter=replace(drafter, num_speculative_tokens=size))
-        yield Change(
-            BLOCK,
-            f"blocks of {size} drafted token(s) in place of {length}",
-            remedy,
-            _constant(changed, answers),
-        )
-    if length > 1:
-        yield _with_config(reading, answers, BLOCK, "causal", not config.causal)
-    anchored = not config.sample_from_anchor
-    size = config.longest_draft + 1 - anchored
-    yield _with_config(reading, answers, BLOCK, "sample_from_anchor", anchored, block_size=size)
-
-
-def _window_of(drafter: DraftModel) -> int | None:
-    """Return the size of a draft model's sliding window, or None if it has none."""
-    config = getattr(_decoder_of(drafter), "config", None)
-    return None if config is None or config.sliding_window is None else config.sliding_window.size
-
-
-def _decoder_of(drafter: DraftModel) -> Any:
-    model = drafter.model
-    return model.decoder if isinstance(model, ReducedDecoder) else model
-
-
-def _without_window(drafter: DraftModel) -> Examined:
-    decoder = _decoder_of(drafter)
-    decoder = replace(decoder, config=replace(decoder.config, sliding_window=None))
-    is_reduced = isinstance(drafter.model, ReducedDecoder)
-    return replace(drafter, model=ReducedDecoder(decoder) if is_reduced else decoder)
 
 
 def _constant(reading: Reading, answers: Answers) -> Callable[[], tuple[Reading, Answers]]:

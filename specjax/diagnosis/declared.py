@@ -10,15 +10,14 @@ from typing import Any, NamedTuple
 
 from specjax.errors import InputError
 from specjax.files.path_checks import user_path
-from specjax.loading.find_head import check_kind, head_directory, kind_of_head
 from specjax.loading.formats.gguf_file import open_gguf
 from specjax.loading.load import DEFAULT_MODEL, default_model_file
 from specjax.loading.storage.checkpoint_directory import is_checkpoint
 from specjax.loading.storage.orbax_checkpoint import look
 from specjax.loading.tokenizers.huggingface_tokenizer import read_json
+from specjax.methods.find_head import check_kind, head_directory, kind_of_head
+from specjax.methods.registry import METHODS
 
-_HEADS = ("medusa", "eagle", "eagle3", "dflash", "dspark")
-"""Drafters whose path is always a head; those of others may be a whole model."""
 _IDS = "eagle_aux_hidden_state_layer_ids"
 _OF_BLOCKS = {"aux_hidden_state_layer_ids": 0, "target_layer_ids": 1}
 """The fields of block drafters, ids of inputs (speculators) and of outputs of layers, and how much
@@ -44,7 +43,8 @@ def check_files(drafter: str, path: str | None, target: str) -> tuple[str, ...]:
     and headers are read. Raises InputError if the path is no head of this drafter, and if the head
     reads layers that the target lacks.
     """
-    if path is None or drafter not in _HEADS:
+    method = METHODS.get(drafter)
+    if path is None or method is None or not method.reads_only_heads:
         return ()
     folder = head_directory("drafter.path", path)
     kind = kind_of_head(folder)

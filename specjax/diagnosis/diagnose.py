@@ -9,23 +9,20 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from specjax import metrics
-from specjax.decoding.generate import Generation, generate
-from specjax.decoding.prompts import Prompts, as_prompts, encode_prompt
-from specjax.decoding.sampling_params import SamplingParams
 from specjax.diagnosis import changes as faults
 from specjax.diagnosis.answers import Answers, read_answers, warp_arguments
 from specjax.diagnosis.changes import Change, Finding
 from specjax.diagnosis.rounds import Rounds, read_rounds
-from specjax.diagnosis.teacher_forced import Examined, Reading, Scores, confidence, score
+from specjax.diagnosis.teacher_forced import Reading, Scores, confidence, score
 from specjax.diagnosis.weight_checks import weight_notes
 from specjax.drafters import LoadedDrafter, Merged, Turns
-from specjax.drafters.draft_model import DraftModel
-from specjax.drafters.heads.block import BlockDrafter
-from specjax.drafters.heads.eagle import EagleDrafter
+from specjax.engine.generate import Generation, generate
+from specjax.engine.requests import Prompts, SamplingParams, as_prompts, encode_prompt
 from specjax.errors import InputError
 from specjax.loading.model import MODEL_KIND, Model
+from specjax.methods.heads.calibration import calibration_error, fit_temperature
+from specjax.methods.heads.examined import Examined
 from specjax.models.decoder import check_features
-from specjax.models.heads.calibration import calibration_error, fit_temperature
 
 _LEAST_GAIN, _LEAST_ERRORS = 0.02, 4.0
 """The minimum gain of overlap that makes a finding, absolute and in standard errors."""
@@ -293,7 +290,7 @@ class _Examination:
         result is None under any other parameters.
         """
         drafter = reading.drafter
-        if not isinstance(drafter, BlockDrafter) or not drafter.head.config.confidence:
+        if not drafter.has_confidence:
             return None
         if warp_arguments(self.compared_at) != warp_arguments(SamplingParams(temperature=1.0)):
             return None
@@ -347,7 +344,7 @@ def _check_drafter(drafter: LoadedDrafter, target: Model) -> None:
 
 def _check_window(drafter: Examined) -> None:
     """Raise InputError for a window that a pass over true tokens does not have."""
-    if isinstance(drafter, DraftModel | BlockDrafter) and drafter.sliding_window is not None:
+    if not drafter.applies_window and drafter.sliding_window is not None:
         raise InputError(
             f"drafter.sliding_window={drafter.sliding_window}: examine the drafter without it"
         )
@@ -356,8 +353,7 @@ def _check_window(drafter: Examined) -> None:
 def _check_fc(loaded: LoadedDrafter, target: Model) -> None:
     """Raise InputError unless the `fc` of a head with taps reads as many numbers as they give."""
     drafter = loaded.drafter
-    is_eagle3 = isinstance(drafter, EagleDrafter) and drafter.head.config.version == 3
-    if not (is_eagle3 or isinstance(drafter, BlockDrafter)):
+    if not drafter.fuses_taps:
         return
     taps, width = len(drafter.features), target.config.hidden_size
     if (inputs := loaded.params["fc"]["kernel"].shape[0]) != taps * width:

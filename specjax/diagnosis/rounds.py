@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Bool, Float
 
-from specjax.decoding.generate import Generation
 from specjax.diagnosis.teacher_forced import Scores
+from specjax.engine.generate import Generation
 
 
 @dataclass(frozen=True)

@@ -8,21 +8,17 @@ from typing import Any
 import jax
 import numpy as np
 
-from specjax.drafters.base import Drafter
-from specjax.drafters.draft_model import DraftModel
 from specjax.loading.compare_arrays import leaf_name
+from specjax.methods.heads.examined import Examined
 
 
-def weight_notes(drafter: Drafter, params: Any) -> Iterator[str]:
+def weight_notes(drafter: Examined, params: Any) -> Iterator[str]:
     """Yield a line for each array of a head that training cannot have left as it is.
 
     These are norms whose scale is exactly 1, arrays of zeros, and arrays with numbers that are not
     finite.
     """
-    if isinstance(drafter, DraftModel):
-        return
-    trained = {name: tree for name, tree in params.items() if name not in ("shared", "draft_ids")}
-    for path, leaf in jax.tree.leaves_with_path(trained):
+    for path, leaf in jax.tree.leaves_with_path(drafter.own_params(params)):
         name, values = leaf_name(path), np.asarray(leaf)
         if values.dtype.kind in "iu":
             continue

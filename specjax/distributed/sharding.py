@@ -17,8 +17,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from specjax.errors import InputError
-from specjax.fields import Instance, Whole, optional
+from specjax.errors import InputError, shown
 
 DATA, MODEL = "data", "model"
 LOGICAL_AXES = {
@@ -30,10 +29,6 @@ LOGICAL_AXES = {
     "vocab": MODEL,
 }
 """The mesh axis over which each logical axis is sharded; other logical axes are not."""
-
-MESH_KIND = optional(Instance(Mesh, "use a mesh, as sharding.make_mesh gives it"))
-DEVICES = Whole(1, 1 << 20)
-"""The allowed numbers of devices along a mesh axis."""
 
 Axes = Sequence[str | None]
 Placement = Mesh | jax.Device | None
@@ -47,7 +42,8 @@ def make_mesh(data: int = 1, model: int = 1, devices: Sequence[jax.Device] | Non
     """
     devices = jax.devices() if devices is None else list(devices)
     for name, size in (("data", data), ("model", model)):
-        DEVICES.check(f"mesh.{name}", size)
+        if not isinstance(size, int) or size < 1:
+            raise InputError(f"mesh.{name}={shown(size)}: use a whole number of at least 1")
     if data * model != len(devices):
         raise InputError(
             f"mesh.data={data}, mesh.model={model}: {data * model} devices are requested and "

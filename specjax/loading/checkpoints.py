@@ -13,7 +13,6 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from specjax.distributed import processes
-from specjax.distributed.sharding import MESH_KIND
 from specjax.errors import InputError
 from specjax.fields import Flag, Instance
 from specjax.files.path_checks import output_folder, user_path
@@ -21,15 +20,15 @@ from specjax.loading import dataclass_json
 from specjax.loading.compare_arrays import compare_arrays
 from specjax.loading.formats import build_parameters
 from specjax.loading.layer_layout import split_layers, stack_layers
-from specjax.loading.model import MODEL_KIND, Model, array_table, split_arrays
+from specjax.loading.model import MESH_KIND, MODEL_KIND, Model, array_table, split_arrays
 from specjax.loading.quantize import float_model
 from specjax.loading.storage import orbax_checkpoint
 from specjax.loading.storage.checkpoint_directory import TOKENIZER
 from specjax.loading.tokenizers.huggingface_tokenizer import read_tokenizer, write_tokenizer
 from specjax.loading.tokenizers.tokenizer import Tokenizer
 from specjax.models.config import DecoderConfig
-from specjax.models.heads.mtp import MtpConfig, MtpModules
 from specjax.models.joined_kernels import with_joined
+from specjax.models.mtp import MtpConfig, MtpModules
 from specjax.models.parameters import cast
 
 _REMEDY = "take both from one model"

@@ -35,7 +35,14 @@ from specjax.loading.formats.families import registry
 from specjax.loading.formats.gguf_parts import open_parts
 from specjax.loading.formats.safetensors_files import HALVES, PICKLES, refuse_pickle
 from specjax.loading.layer_layout import stack_layers
-from specjax.loading.model import CACHE_DTYPE, MODEL_KIND, Model, array_table, split_arrays
+from specjax.loading.model import (
+    CACHE_DTYPE,
+    MESH_KIND,
+    MODEL_KIND,
+    Model,
+    array_table,
+    split_arrays,
+)
 from specjax.loading.quantize import (
     ACTIVATIONS,
     WEIGHTS,
@@ -57,9 +64,9 @@ from specjax.loading.user_messages import note
 from specjax.models.config import DecoderConfig
 from specjax.models.cpu import library as cpu_library
 from specjax.models.decoder import Form
-from specjax.models.heads.mtp import MtpConfig
 from specjax.models.layers.quantized import bytes_per_weight
 from specjax.models.layers.tiled_kernel import Layout
+from specjax.models.mtp import MtpConfig
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 """The model that is installed as a package: SmolLM2-135M-Instruct (Apache-2.0), Q4_1."""
@@ -103,7 +110,7 @@ def load_model(
     weights that the file, the mesh or the machine does not support.
     """
     Flag().check("replicated", replicated)
-    sharding.MESH_KIND.check("mesh", mesh)
+    MESH_KIND.check("mesh", mesh)
     optional(Instance(Form, "use a Form")).check("form", form)
     Text().check("field", field)
     weights_field = _beside(field, "weights")
@@ -183,7 +190,7 @@ def place_model(model: Model, mesh: Mesh | None, *, replicated: bool = False) ->
     cannot be sharded over the mesh.
     """
     MODEL_KIND.check("target", model)
-    sharding.MESH_KIND.check("mesh", mesh)
+    MESH_KIND.check("mesh", mesh)
     shards = _shards(mesh, replicated)
     if (mesh, shards) == (model.mesh, model.shards):
         return model

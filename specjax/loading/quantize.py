@@ -12,11 +12,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, Sharding
 
+from specjax.core.parameter_sizes import is_quantized
 from specjax.errors import InputError
 from specjax.fields import Choice
 from specjax.files.log import share_logger
 from specjax.loading.layer_layout import stack_layers
-from specjax.loading.model import Model, array_table, is_quantized, split_arrays
+from specjax.loading.model import Model, array_table, split_arrays
 from specjax.models.cpu import library
 from specjax.models.decoder import Form
 from specjax.models.layers.quantized import (

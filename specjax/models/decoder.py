@@ -19,19 +19,23 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from specjax.cache import KVCache, Window, make_cache
-from specjax.cached_entries import Entries
+from specjax.core.cache import KVCache, Window, make_cache
+from specjax.core.cached_entries import Entries
+from specjax.core.language_model import Extension
+from specjax.core.top_tokens import (
+    top_tokens,
+    top_tokens_of_states,
+    wanted_counts,
+)
 from specjax.distributed.sharding import constrain
 from specjax.errors import InputError
 from specjax.models.config import DecoderConfig, LayerRun
-from specjax.models.interface import Extension
 from specjax.models.layers import cpu_attention
 from specjax.models.layers.attention import (
     Partial,
     attend,
     attend_cache,
     attend_rows,
-    attend_whole_cache,
     cached_blocks,
 )
 from specjax.models.layers.decoder_layer import (
@@ -47,11 +51,6 @@ from specjax.models.layers.layer_pass import LayerCarry, LayerPass
 from specjax.models.layers.local_and_global_layers import layer_views
 from specjax.models.parameter_table import parameter_table
 from specjax.models.parameters import ParameterTable, checked
-from specjax.models.top_tokens import (
-    top_tokens,
-    top_tokens_of_states,
-    wanted_counts,
-)
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,7 @@ class Form:
     select the layer's kernel, for models without experts; or `unrolled`, separate arrays and code
     per layer. `cache_attention` is `rows`, a loop over each row's filled blocks of the cache (for
     few tokens a C++ kernel); `blocks`, a loop over the blocks of the longest row, all rows at once;
-    `whole`, one product over the whole capacity; `kernel`, a GPU kernel over the filled slots and
+    `kernel`, a GPU kernel over the filled slots and
     the window, which falls back to `blocks` for head widths that are no powers of two, with one for
     the products of experts; or `tpu_kernel`, a TPU kernel over each row's filled blocks, which
     falls back to `blocks` for a capacity that is no multiple of 64 tokens, caches in float16 and
@@ -77,10 +76,9 @@ class Form:
     def __post_init__(self) -> None:
         if self.layers not in ("stacked", "apart", "unrolled"):
             raise InputError(f"layers={self.layers!r}: use stacked, apart or unrolled")
-        if self.cache_attention not in ("rows", "blocks", "whole", "kernel", "tpu_kernel"):
+        if self.cache_attention not in ("rows", "blocks", "kernel", "tpu_kernel"):
             raise InputError(
-                f"cache_attention={self.cache_attention!r}: use rows, blocks, whole, kernel or "
-                "tpu_kernel"
+                f"cache_attention={self.cache_attention!r}: use rows, blocks, kernel or tpu_kernel"
             )
 
     def check(self, config: DecoderConfig) -> None:
@@ -464,8 +462,6 @@ def _cache_attention(
     """
     if form.cache_attention == "rows":
         return functools.partial(attend_rows, split=split, **limits)
-    if form.cache_attention == "whole":
-        return functools.partial(attend_whole_cache, **limits)
     if form.cache_attention == "tpu_kernel":
         from specjax.models.kernels import tpu_attention
 

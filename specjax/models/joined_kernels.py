@@ -68,10 +68,11 @@ def gate_up_block(num_heads: int, width: int) -> int:
     return width // math.gcd(num_heads, width)
 
 
-def parts(table: dict[str, Any], config: DecoderConfig) -> dict[Path, Part]:
+def parts(table: dict[str, Any], config: DecoderConfig | None) -> dict[Path, Part]:
     """Return the parts of all parameters of a table, by their paths, which end in the part's name.
 
-    `table` may have arrays instead of `Parameter`s. `config` is the config of the layers in it.
+    `table` may have arrays instead of `Parameter`s. `config` is the config of the layers in it, or
+    None if it has none.
     """
     parts_by_path: dict[Path, Part] = {}
     for steps, entry in jax.tree_util.tree_leaves_with_path(
@@ -83,6 +84,7 @@ def parts(table: dict[str, Any], config: DecoderConfig) -> dict[Path, Part]:
         if module is None:
             parts_by_path[path] = Part(path, entry.shape, Section())
             continue
+        assert config is not None
         widths = _widths(module, outputs, config)
         size, start = sum(widths), 0
         for name, width in zip(PARTS[module], widths, strict=True):

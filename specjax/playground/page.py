@@ -11,9 +11,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from specjax.cli.predicted_speedup import run_sessions
-from specjax.decoding.rows import Row, session_row
-from specjax.decoding.session import Session
+from specjax.cli.predicted_speedup import run_plans
+from specjax.engine.plan import DecodePlan
+from specjax.engine.requests import Request
 from specjax.errors import InputError
 from specjax.files import atomic_writes
 from specjax.loading.tokenizers.tokenizer import Tokenizer
@@ -53,9 +53,9 @@ def write_runs(path: Path, runs: Sequence[Run], say: Callable[[str], None]) -> N
     """
     check_page(path)
     shown = []
-    for index, session in run_sessions(runs, "html", say):
+    for index, plan, requests in run_plans(runs, "html", say):
         say(f"computing the rounds of {runs[index].path.name} again")
-        shown.append(run_data(runs[index], session))
+        shown.append(run_data(runs[index], plan, requests))
     if not shown:
         raise InputError("html: none of the runs has a drafter; give one that drafts")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -75,20 +75,20 @@ def page(data: dict[str, Any]) -> str:
 _tables = functools.cache(theory_tables)
 
 
-def run_data(run: Run, session: Session) -> dict[str, Any]:
+def run_data(run: Run, plan: DecodePlan, requests: Sequence[Request]) -> dict[str, Any]:
     """Return what a page shows of a run, JSON-ready: its figures, and its first answers."""
     figures = figures_by_task(run)[OVERALL]
     counts = figures.counts
     rows = [(index, row) for index, row in enumerate(r for r in run.rows if r.turn == 0)]
-    longest = session.plan.drafter.num_speculative_tokens
+    longest = plan.loop.drafter.num_speculative_tokens
     answers = [
-        answer_data(session, index, _recorded(row), str(row.question_id))
+        answer_data(plan, requests[index], _recorded(row), str(row.question_id))
         for index, row in rows[:_ROWS]
     ]
     return {
         "target": run.target,
         "drafter": run.drafter,
-        "rule": session.plan.rule.name,
+        "rule": plan.loop.rule.name,
         "temperature": run.conditions.temperature,
         "device": run.conditions.device,
         "tau": counts.acceptance_length,
@@ -102,13 +102,14 @@ def run_data(run: Run, session: Session) -> dict[str, Any]:
     }
 
 
-def answer_data(session: Session, index: int, recorded: RecordedRow, name: str) -> dict[str, Any]:
-    """Return an answer as a page reads it, with its rounds computed again.
+def answer_data(
+    plan: DecodePlan, request: Request, recorded: RecordedRow, name: str
+) -> dict[str, Any]:
+    """Return the answer to a request as a page reads it, with its rounds computed again.
 
-    `index` is that of its prompt in the session, `recorded` what the run recorded of it, and `name`
-    its heading.
+    `recorded` is what the run recorded of it, and `name` its heading.
     """
-    answer, *rounds = answer_parts(session, session_row(session, index), recorded, name)
+    answer, *rounds = answer_parts(plan, request, recorded, name)
     answer["rounds"] = [part["round"] for part in rounds]
     for part in rounds:
         answer["texts"] |= part["texts"]
@@ -116,19 +117,19 @@ def answer_data(session: Session, index: int, recorded: RecordedRow, name: str) 
 
 
 def answer_parts(
-    session: Session, row: Row, recorded: RecordedRow, name: str
+    plan: DecodePlan, request: Request, recorded: RecordedRow, name: str
 ) -> Iterator[dict[str, Any]]:
     """Yield an answer without rounds, then each `round` as it is computed, with new `texts`.
 
     All are as a page reads them. `recorded` is what the run recorded of the answer, and `name` its
     heading.
     """
-    tokenizer = session.model.tokenizer
-    known = {*row.prompt, *recorded.token_ids}
-    parts = session.plan.drafter.parts
+    tokenizer = plan.model.tokenizer
+    known = {*request.prompt, *recorded.token_ids}
+    parts = plan.loop.drafter.parts
     names = [[one.name for one in getattr(part, "parts", (part,))] for part in parts]
-    yield answer_of(name, names, row.prompt, recorded, (), token_texts(tokenizer, known))
-    for trace in islice(replay_rounds(session, row, recorded), _ROUNDS):
+    yield answer_of(name, names, request.prompt, recorded, (), token_texts(tokenizer, known))
+    for trace in islice(replay_rounds(plan, request, recorded), _ROUNDS):
         new = _tokens(trace) - known
         known |= new
         yield {"round": asdict(trace), "texts": token_texts(tokenizer, new)}

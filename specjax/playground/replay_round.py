@@ -2,7 +2,7 @@
 
 The state before a round comes from an engine's own programs for one row, run from the prompt round
 by round with the recorded draft lengths. The draft is proposed and verified by the loop's functions
-under the row's own keys; a wrapper around the session's rule keeps the distributions that the rule
+under the row's own keys; a wrapper around the plan's rule keeps the distributions that the rule
 is given. The tokens that a round emits are compared with the recorded ones.
 """
 
@@ -20,16 +20,16 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
 from specjax import sampling
-from specjax.decoding.generate import Generation
-from specjax.decoding.plan import Plan
-from specjax.decoding.programs import Programs, compile_session
-from specjax.decoding.round import noise_keys, propose
-from specjax.decoding.rows import Row, row_arguments
-from specjax.decoding.session import Session
-from specjax.decoding.state import State
-from specjax.decoding.verify import as_drafted, verify_draft
+from specjax.core.drafter import Limits
+from specjax.core.plan import LoopPlan
+from specjax.core.round import noise_keys, propose
+from specjax.core.state import State
+from specjax.core.verify import as_drafted, verify_draft
 from specjax.distributed.sharding import use
-from specjax.drafters.base import Limits
+from specjax.engine.generate import Generation
+from specjax.engine.plan import DecodePlan
+from specjax.engine.programs import Programs, compile_plan, row_arguments
+from specjax.engine.requests import Request
 from specjax.errors import InputError
 from specjax.playground.draft_tests import DraftTest, Likeliest, decided
 from specjax.sampling import Drafted, Rule, Target
@@ -89,36 +89,40 @@ class RoundTrace:
     problems: tuple[str, ...]
 
 
-def replay_round(session: Session, row: Row, recorded: RecordedRow, number: int) -> RoundTrace:
-    """Return round `number` (0, 1, ...) of a row of a session.
+def replay_round(
+    plan: DecodePlan, request: Request, recorded: RecordedRow, number: int
+) -> RoundTrace:
+    """Return round `number` (0, 1, ...) of the row of a request.
 
     Raises InputError if the row has no such round, or if an earlier round differs from the record.
     """
     if not 0 <= number < len(recorded.emitted):
         raise InputError(f"round={number}: the row has {len(recorded.emitted)} rounds")
-    traces = list(islice(replay_rounds(session, row, recorded), number, number + 1))
+    traces = list(islice(replay_rounds(plan, request, recorded), number, number + 1))
     if not traces:
         raise InputError(f"round={number}: an earlier round differs from the record")
     return traces[0]
 
 
-def replay_rounds(session: Session, row: Row, recorded: RecordedRow) -> Iterator[RoundTrace]:
-    """Yield the rounds of a row of a session, up to the first one that differs from the record.
+def replay_rounds(
+    plan: DecodePlan, request: Request, recorded: RecordedRow
+) -> Iterator[RoundTrace]:
+    """Yield the rounds of a request's row, up to the first one that differs from the record.
 
-    `row` has the number that the request had in the recorded run, from which its key derives.
+    `request` has the number that it had in the recorded run, from which its key derives.
     """
     # Pages change where keys are, and none of them.
-    plan = replace(session.plan, page_size=None, num_pages=0)
-    session = replace(session.with_options(batch_size=1), plan=plan)
-    plan, params, programs = session.plan, session.params, compile_session(session)
-    state = _prefilled(session, row, programs)
-    ended, one = np.zeros(session.num_rows, bool), np.int32(1)
+    loop_plan = replace(plan.loop, page_size=None, num_pages=0)
+    plan = replace(plan.with_options(batch_size=1), loop=loop_plan)
+    loop_plan, params, programs = plan.loop, plan.params, compile_plan(plan)
+    state = _prefilled(plan, request, programs)
+    ended, one = np.zeros(plan.num_rows, bool), np.int32(1)
     for number in range(len(recorded.emitted)):
-        with use(session.mesh):
-            limits = _recorded_limits(plan, params, state, recorded, number)
-            draft, kept = verify_and_keep(plan, params, state, limits)
-        keys = noise_keys(plan, params[1], state)
-        trace = _trace(plan.rule, keys, state, draft, kept, number)
+        with use(plan.mesh):
+            limits = _recorded_limits(loop_plan, params, state, recorded, number)
+            draft, kept = verify_and_keep(loop_plan, params, state, limits)
+        keys = noise_keys(loop_plan, params[1], state)
+        trace = _trace(loop_plan.rule, keys, state, draft, kept, number)
         state, packed = programs.step(params, state, limits, ended, one, one, None)
         seen = packed.read()
         columns = seen.rounds.drafted, seen.rounds.accepted, seen.rounds.emitted
@@ -130,15 +134,15 @@ def replay_rounds(session: Session, row: Row, recorded: RecordedRow) -> Iterator
             return
 
 
-def _prefilled(session: Session, row: Row, programs: Programs) -> State:
-    """Return the state of a single row after its prompt was read, by the session's programs."""
-    params, count = session.params, session.prefill_rows
-    state = programs.empty(params, *row_arguments(session, [], session.num_rows))
+def _prefilled(plan: DecodePlan, request: Request, programs: Programs) -> State:
+    """Return the state of a single row after its prompt was read, by the plan's programs."""
+    params, count = plan.params, plan.prefill_rows
+    state = programs.empty(params, *row_arguments(plan, []))
     slots, cached = np.zeros(count, np.int32), np.zeros(count, np.int32)
-    state, new = programs.new(params, state, slots, cached, *row_arguments(session, [row], count))
-    end = np.int32(len(row.prompt) - 1)
+    state, new = programs.new(params, state, slots, cached, *row_arguments(plan, [request], count))
+    end = np.int32(len(request.prompt) - 1)
     state, new, _ = programs.read(params, state, new, slots, None, np.int32(0), end)
-    where = np.where(np.arange(count) == 0, 0, session.num_rows).astype(np.int32)
+    where = np.where(np.arange(count) == 0, 0, plan.num_rows).astype(np.int32)
     return programs.admit(state, where, where, new)[0]
 
 
@@ -173,30 +177,32 @@ class _Keeping(Rule):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def verify_and_keep(plan: Plan, params: Any, state: State, limits: Limits) -> tuple[Draft, Kept]:
+def verify_and_keep(
+    loop_plan: LoopPlan, params: Any, state: State, limits: Limits
+) -> tuple[Draft, Kept]:
     """Propose and verify a round's draft as the loop does, at the largest width."""
-    plan = replace(plan, rule=_Keeping(plan.rule))
+    loop_plan = replace(loop_plan, rule=_Keeping(loop_plan.rule))
     # At the widest width all layers run: with these limits the drafter may not have.
-    draft = propose(plan, params, state, limits).draft.replace(partial=None)
-    keys = noise_keys(plan, params[1], state)
-    verified = verify_draft(plan, params[0], state, draft, keys, draft.topology.width)
+    draft = propose(loop_plan, params, state, limits).draft.replace(partial=None)
+    keys = noise_keys(loop_plan, params[1], state)
+    verified = verify_draft(loop_plan, params[0], state, draft, keys, draft.topology.width)
     return draft, verified.verification
 
 
 def _recorded_limits(
-    plan: Plan, params: Any, state: State, recorded: RecordedRow, number: int
+    loop_plan: LoopPlan, params: Any, state: State, recorded: RecordedRow, number: int
 ) -> Limits:
     """Return limits under which the recorded drafter drafts as many nodes as in round `number`."""
-    none = np.zeros(len(plan.drafter.parts), np.int32)
+    none = np.zeros(len(loop_plan.drafter.parts), np.int32)
     limits = Limits(none, np.zeros(len(none), np.float32))
     drafter, count = recorded.drafter_index[number], recorded.drafted[number]
     if count == 0:
         return limits
     if not 0 <= drafter < len(none):
         raise InputError(f"round={number}: drafter {drafter} is recorded, of {len(none)} drafters")
-    most = plan.drafter.parts[drafter].num_nodes
+    most = loop_plan.drafter.parts[drafter].num_nodes
     full = Limits(np.where(np.arange(len(none)) == drafter, most, 0), limits.confidence)
-    draft, _ = verify_and_keep(plan, params, state, jax.tree.map(jnp.asarray, full))
+    draft, _ = verify_and_keep(loop_plan, params, state, jax.tree.map(jnp.asarray, full))
     # Nodes may be invalid below the limit, for example in a tree with fewer matches.
     enough = np.flatnonzero(np.cumsum(np.asarray(draft.valid)[0]) >= count)
     longest = most if not len(enough) else int(enough[0]) + 1

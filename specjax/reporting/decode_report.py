@@ -13,9 +13,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from specjax import metrics
-from specjax.decoding.compare_outputs import Difference
-from specjax.decoding.generate import Generation
-from specjax.decoding.prompts import Question
+from specjax.engine.generate import Generation
+from specjax.loading.texts.questions import Question
+from specjax.reporting.compare_outputs import Difference
 from specjax.reporting.records import Row, RunHeader
 from specjax.reporting.statistics import Figures, figures
 from specjax.reporting.weight_reads import weight_bandwidth

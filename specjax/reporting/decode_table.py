@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
+from specjax.core.none import PLAIN_DECODING
 from specjax.metrics import ExpectedAcceptance, Summary
 from specjax.reporting.decode_report import PLAIN, DrafterRun
 from specjax.reporting.records import RunHeader
@@ -41,10 +42,10 @@ def nothing_drafted(header: RunHeader, figures: Figures, allowed: bool | None = 
     """Return why a run has no speed-up to speak of, since it drafted nothing; None if it drafted.
 
     The speed of such a run differs from plain decoding's by chance, or by the cost of looking for a
-    draft. Plain decoding itself (the drafter "none") returns None. `allowed` says whether the
-    controller allowed a draft in some pass; None if that is not known.
+    draft. Plain decoding itself returns None. `allowed` says whether the controller allowed a draft
+    in some pass; None if that is not known.
     """
-    if figures.counts.num_draft_tokens or header.drafter == "none":
+    if figures.counts.num_draft_tokens or header.drafter == PLAIN_DECODING:
         return None
     if header.config.get("num_speculative_tokens") == 0:
         return f"{_NO_DRAFT}: num_speculative_tokens is 0"

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from specjax.decoding.engine.statistics import Statistics
+from specjax.engine.statistics import Statistics
 from specjax.reporting.plots import Curve, draw_curves
 
 _POINTS = 60

@@ -12,8 +12,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any
 
-from specjax.decoding.compare_outputs import Difference, NearTie
-from specjax.decoding.prompts import LARGEST_ID, task_of
+from specjax.core.none import PLAIN_DECODING
 from specjax.errors import InputError, printable, shown
 from specjax.fields import (
     Either,
@@ -28,6 +27,8 @@ from specjax.fields import (
 )
 from specjax.files.json_files import parse_json, read_json_lines
 from specjax.files.path_checks import input_file
+from specjax.loading.texts.questions import LARGEST_ID, task_of
+from specjax.reporting.compare_outputs import Difference, NearTie
 
 _MOST_COUNTS, _MOST_LEVELS = 1 << 26, 20
 """The maximum size of a table of all rows' counts, and the maximum nesting of a config."""
@@ -274,7 +275,7 @@ class Run(RunHeader):
 
         None for "auto" and for a run that drafted nothing.
         """
-        if self.drafter == "none":
+        if self.drafter == PLAIN_DECODING:
             return None
         length = str(self.config.get("num_speculative_tokens"))
         if length in ("None", "fixed"):

@@ -16,6 +16,7 @@ import numpy as np
 from scipy.special import stdtrit
 
 from specjax import metrics
+from specjax.core.none import PLAIN_DECODING
 from specjax.reporting.records import Row, Run
 
 OVERALL = "overall"
@@ -213,7 +214,7 @@ def _plain_passes_per_second(rows: Sequence[Row]) -> float | None:
     if passes:
         known = [row for row in rows if row.plain_passes is not None]
         return _speed(sum(passes.values()), _seconds(known, "plain_decode_s"))
-    if all(row.drafter == "none" and row.plain_new_tokens is None for row in rows):
+    if all(row.drafter == PLAIN_DECODING and row.plain_new_tokens is None for row in rows):
         return _speed(len(batch_widths(rows)), _seconds(rows, "decode_s"))
     return None
 

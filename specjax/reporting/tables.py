@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from specjax.core.none import PLAIN_DECODING
 from specjax.errors import printable
 from specjax.reporting.best_length import BestLength, best_lengths
 from specjax.reporting.decode_table import nothing_drafted
@@ -214,7 +215,7 @@ def _details(group: Sequence[Entry]) -> str:
 
 def _weight_reads(group: Sequence[Entry]) -> list[str]:
     """Return a line about the weights that plain decoding reads, from the first run that knows."""
-    for entry in sorted(group, key=lambda entry: entry.run.drafter != "none"):
+    for entry in sorted(group, key=lambda entry: entry.run.drafter != PLAIN_DECODING):
         bandwidth = entry.run.end.memory_bandwidth
         if line := weight_reads_line(entry.run, entry.figures[OVERALL], bandwidth):
             return [f"{line[0].upper()}{line[1:]}.\n"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from specjax.loading.model import megabytes
+from specjax.core.parameter_sizes import megabytes
 from specjax.reporting.records import RunHeader
 from specjax.reporting.statistics import Figures
 

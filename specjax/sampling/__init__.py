@@ -41,6 +41,7 @@ from specjax.sampling.chain_verification import (
 )
 from specjax.sampling.distributions import (
     acceptance_probability,
+    draw_siblings,
     excess,
     log_ratio,
     overlap,
@@ -74,7 +75,6 @@ from specjax.sampling.rules import (
     Typical,
     UniformRule,
 )
-from specjax.sampling.siblings import draw_siblings
 from specjax.sampling.tree_verification import (
     Drafted,
     Recursion,

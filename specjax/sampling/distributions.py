@@ -1,15 +1,23 @@
-"""Acceptance probability, overlap and residual of two distributions over the next token.
+"""Two distributions over the next token: acceptance, overlap, residual; and draws of siblings.
 
 p is the target's distribution and q the drafter's; both are passed as log-probabilities.
 """
 
 from __future__ import annotations
 
-import jax.numpy as jnp
-from jax.scipy.special import logsumexp
-from jaxtyping import Array, Float
+from typing import Any
 
-from specjax.sampling.argument_checks import check_two_distributions
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.scipy.special import logsumexp
+from jaxtyping import Array, Float, Int
+
+from specjax.sampling.argument_checks import (
+    check_log_probabilities,
+    check_two_distributions,
+    one_key_per_row,
+)
 
 
 def acceptance_probability(
@@ -62,3 +70,28 @@ def excess(logp: Float[Array, "*rows V"], logq: Float[Array, "*rows V"]) -> Floa
     above = logp > logq
     gap = jnp.where(above, logq - jnp.where(above, logp, 0), -1)
     return jnp.where(above, logp + jnp.log(-jnp.expm1(gap)), -jnp.inf)
+
+
+def draw_siblings(
+    key: Any, logq: Float[Array | np.ndarray, "*rows V"], count: int, *, replace: bool = False
+) -> Int[Array, "*rows count"]:
+    """Draw `count` tokens from each distribution, in the order in which rules test siblings.
+
+    `key` is a typed JAX key, a legacy uint32 key or an integer seed. Tokens are drawn without
+    replacement, as `verify_tree` expects, or independently if `replace` is set. If fewer than
+    `count` tokens of a distribution have positive probability, they come first, and the others,
+    whose probability is 0, are never accepted by `rejection`. Raises ValueError for an invalid key,
+    for values that are not log-probabilities, and for a `count` outside 1 to V.
+    """
+    logq = jnp.asarray(logq)
+    if not logq.ndim:
+        raise ValueError("logq is one number: pass log-probabilities [V], or [..., V]")
+    check_log_probabilities("logq", logq)
+    vocab = logq.shape[-1]
+    if isinstance(count, bool) or not isinstance(count, int | np.integer) or not 0 < count <= vocab:
+        raise ValueError(f"count={count!r}: use a whole number from 1 to V = {vocab}")
+    # One key suffices for all rows: JAX draws different noise for each of them.
+    key = one_key_per_row(key, 1)[0]
+    shape = (count, *logq.shape[:-1])
+    drawn = jax.random.categorical(key, logq, shape=shape, replace=replace, mode="high")
+    return jnp.moveaxis(drawn, 0, -1).astype(jnp.int32)

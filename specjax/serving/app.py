@@ -78,7 +78,7 @@ class Api:
             "object": "model",
             "created": 0,
             "owned_by": "specjax",
-            "max_model_len": self.engine.engine.session.max_length,
+            "max_model_len": self.engine.engine.plan.options.max_length,
         }
 
     async def _complete(self, request: Request, *, chat: bool) -> ASGIApp:

@@ -67,9 +67,9 @@ def start_answer(engine: EngineThread, completion: Completion, model_name: str) 
     if reply is None:
         message = f"{engine.num_unfinished} samples run or wait: try again later"
         raise RequestError(429, message, code="rate_limit_exceeded")
-    session = engine.engine.session
-    drafters = [part.name for part in session.plan.drafter.parts]
-    tokenizer, longest = session.model.tokenizer, session.max_length
+    plan = engine.engine.plan
+    drafters = [part.name for part in plan.loop.drafter.parts]
+    tokenizer, longest = plan.model.tokenizer, plan.options.max_length
     writer = ResponseWriter(completion, model_name, tokenizer, drafters, longest)
     return Answer(engine, reply, writer)
 

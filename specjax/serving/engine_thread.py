@@ -15,9 +15,9 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from specjax.decoding.engine.engine import Engine
-from specjax.decoding.engine.outputs import Delta, Output
-from specjax.decoding.sampling_params import SamplingParams
+from specjax.engine.engine import Engine
+from specjax.engine.outputs import Delta, Output
+from specjax.engine.requests import SamplingParams
 from specjax.errors import InputError
 from specjax.files.log import LOGGER
 from specjax.serving.metrics import Counters
@@ -63,9 +63,9 @@ class EngineThread:
 
     def __init__(self, engine: Engine, max_waiting: int) -> None:
         self.engine = engine
-        self.capacity = engine.session.batch_size + max_waiting
+        self.capacity = engine.plan.options.batch_size + max_waiting
         """The maximum number of unfinished samples."""
-        self.counters = Counters(engine.session.plan.drafter.num_speculative_tokens)
+        self.counters = Counters(engine.plan.loop.drafter.num_speculative_tokens)
         self.failure: BaseException | None = None
         self.num_running = self.num_waiting = 0
         self._calls: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
@@ -191,10 +191,10 @@ def warm_up(engine: Engine, defaults: SamplingParams) -> None:
     the model does not support them, for programs that do not fit into memory, and for a model whose
     logits are not numbers.
     """
-    unused = engine.session.model.config.unused_tokens
+    unused = engine.plan.model.config.unused_tokens
     token = next(token for token in itertools.count() if token not in unused)
     sampling = SamplingParams(max_new_tokens=_WARM_UP_TOKENS, ignore_eos=True)
-    rows = engine.session.batch_size
+    rows = engine.plan.options.batch_size
     # The defaults come first, since programs are compiled for the sampling of earlier requests.
     engine.add([token], replace(defaults, max_new_tokens=1))
     engine.compile(fewer_rows=True)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from specjax import metrics
-from specjax.decoding.engine.outputs import Delta
+from specjax.engine.outputs import Delta
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 """The media type of Prometheus's text format."""

@@ -17,10 +17,10 @@ from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from specjax.decoding.engine.outputs import Output
-from specjax.decoding.rows import Row
-from specjax.decoding.sampling_params import SamplingParams
-from specjax.decoding.session import Session
+from specjax.engine import requests as engine_requests
+from specjax.engine.outputs import Output
+from specjax.engine.plan import DecodePlan
+from specjax.engine.requests import SamplingParams
 from specjax.errors import InputError
 from specjax.playground.page import answer_parts, page
 from specjax.playground.replay_round import RecordedRow
@@ -39,8 +39,8 @@ _SEEDS = 1 << 31
 class KeptAnswer:
     """An answer, with everything needed to compute its rounds again."""
 
-    session: Session
-    row: Row
+    plan: DecodePlan
+    request: engine_requests.Request
     output: Output
 
 
@@ -49,12 +49,12 @@ class Playground:
 
     def __init__(
         self,
-        session: Session,
+        plan: DecodePlan,
         model_name: str,
         defaults: SamplingParams,
         max_body_bytes: int,
     ) -> None:
-        self.engines = PlaygroundEngines(session, defaults)
+        self.engines = PlaygroundEngines(plan, defaults)
         self._model_name, self._defaults = model_name, defaults
         self._max_body_bytes = max_body_bytes
         self._answers: OrderedDict[str, KeptAnswer] = OrderedDict()
@@ -106,10 +106,10 @@ class Playground:
             sampling = replace(completion.sampling, seed=secrets.randbelow(_SEEDS))
             completion = replace(completion, sampling=sampling)
         answer = start_answer(engine.thread, completion, self._model_name)
-        row = Row(0, completion.prompts[0], completion.sampling)
+        request = engine_requests.Request(0, completion.prompts[0], completion.sampling)
 
         def keep(output: Output) -> None:
-            self._answers[answer.writer.id] = KeptAnswer(engine.session, row, output)
+            self._answers[answer.writer.id] = KeptAnswer(engine.plan, request, output)
             if len(self._answers) > MOST_ANSWERS:
                 self._answers.popitem(last=False)
 
@@ -174,6 +174,6 @@ def _parts(answer: KeptAnswer) -> Iterator[dict[str, Any]]:
         tuple(answer.output.token_ids), *(tuple(part.tolist()) for part in counts)
     )
     try:
-        yield from answer_parts(answer.session, answer.row, recorded, "")
+        yield from answer_parts(answer.plan, answer.request, recorded, "")
     except InputError as error:
         yield {"error": str(error)}

@@ -19,15 +19,16 @@ import anyio.to_thread
 from specjax.controllers import Auto, Controller, Limits, StepRecord, StepSizes
 from specjax.controllers.auto import AutoState
 from specjax.controllers.fixed import up_to
-from specjax.decoding.engine.engine import Engine
-from specjax.decoding.options import AUTO, FIXED, RULE_NAME
-from specjax.decoding.sampling_params import SamplingParams
-from specjax.decoding.session import Session, plan_engine
-from specjax.drafters import DRAFTERS, LoadedDrafter, check_options, make_drafter
-from specjax.drafters.by_name.registry import TRAINED
+from specjax.drafters import LoadedDrafter, check_options, make_drafter
+from specjax.engine.engine import Engine
+from specjax.engine.options import AUTO, FIXED, RULE_NAME
+from specjax.engine.plan import DecodePlan, plan_engine
+from specjax.engine.requests import SamplingParams
 from specjax.errors import InputError
 from specjax.fields import Choice, Either, Whole
-from specjax.loading.find_head import shipped_heads
+from specjax.methods.find_head import shipped_heads
+from specjax.methods.ngram import NGRAM
+from specjax.methods.registry import METHODS, TRAINED
 from specjax.sampling import RULES
 from specjax.serving.engine_thread import EngineThread, warm_up
 from specjax.serving.requests import RequestError, refused
@@ -36,12 +37,6 @@ MOST_ENGINES = 3
 """The most engines of the playground; the one not used for longest makes room for another."""
 _MOST_ASKING = 16
 """Requests of the playground that may run or wait at once."""
-_NOT_OFFERED = {
-    "none": "a draft length of 0 is plain decoding",
-    "layer_skip": "the model reads a text to choose its layers; start the server with it",
-    "sparse_kv": "on short texts it is the target itself; start the server with it",
-    "quantized": "it needs another copy of the weights; start the server with it",
-}
 
 
 class ChosenLength(Controller):
@@ -100,45 +95,45 @@ class PlaygroundEngine:
     num_asking: int = 0
 
     @property
-    def session(self) -> Session:
-        """The session of the engine."""
-        return self.thread.engine.session
+    def plan(self) -> DecodePlan:
+        """The plan of the engine."""
+        return self.thread.engine.plan
 
     @property
     def longest(self) -> int:
         """The longest draft, in tokens of a chain or nodes of a tree."""
-        return self.session.plan.drafter.num_nodes
+        return self.plan.loop.drafter.num_nodes
 
 
 class PlaygroundEngines:
-    """At most `MOST_ENGINES` engines beside the one of `session`, by drafter and rule.
+    """At most `MOST_ENGINES` engines beside the one of `plan`, by drafter and rule.
 
-    Only drafters of the server's own session, those without weights, and heads that come with
+    Only drafters of the server's own plan, those without weights, and heads that come with
     specjax are made: nothing that a request says is a path or the name of a model. `defaults` is
     the sampling that their programs are compiled for.
     """
 
-    def __init__(self, session: Session, defaults: SamplingParams) -> None:
-        self._session, self._defaults = session, defaults
+    def __init__(self, plan: DecodePlan, defaults: SamplingParams) -> None:
+        self._plan, self._defaults = plan, defaults
         self._kept: OrderedDict[tuple[str, str], PlaygroundEngine] = OrderedDict()
         self._making = asyncio.Lock()
         self._num_asking = 0
-        self._own = _own_drafters(session)
+        self._own = _own_drafters(plan)
 
     @property
     def longest(self) -> int:
         """The longest draft of the drafter that the server was started with."""
-        return self._session.plan.drafter.num_nodes
+        return self._plan.loop.drafter.num_nodes
 
     @property
     def default(self) -> Setting:
         """The drafter, the rule and the length that the server was started with."""
-        options = self._session.options
+        options = self._plan.options
         length = options.fixed_draft_length
         if options.num_speculative_tokens == FIXED:
             length = self.longest
         return Setting(
-            self._session.plan.drafter.name, options.verify.name, AUTO if length is None else length
+            self._plan.loop.drafter.name, options.verify.name, AUTO if length is None else length
         )
 
     def offers(self) -> dict[str, dict[str, Any]]:
@@ -147,9 +142,9 @@ class PlaygroundEngines:
         Each value has `reason`, why it cannot be chosen or None, and `rules`, the same by rule.
         Nothing large is loaded, but this takes a moment.
         """
-        heads = shipped_heads().get(self._session.model.name, [])
-        joined = [f"ngram+{kind}" for kind in heads if not DRAFTERS[kind].alone]
-        names = dict.fromkeys((*self._own, *DRAFTERS, *joined))
+        heads = shipped_heads().get(self._plan.model.name, [])
+        joined = [_with_lookup(kind) for kind in heads if not METHODS[kind].alone]
+        names = dict.fromkeys((*self._own, *METHODS, *joined))
         return {name: self._offer(name, heads) for name in names}
 
     def read(self, values: dict[str, Any]) -> Setting:
@@ -158,7 +153,7 @@ class PlaygroundEngines:
         Raises RequestError for an invalid setting.
         """
         default = self.default
-        names = (*dict.fromkeys((*self._own, *DRAFTERS, *(f"ngram+{one}" for one in TRAINED))),)
+        names = (*dict.fromkeys((*self._own, *METHODS, *map(_with_lookup, TRAINED))),)
         given = {name: values.pop(name, getattr(default, name)) for name in vars(default)}
         kinds = {
             "drafter": Choice(names),
@@ -231,7 +226,7 @@ class PlaygroundEngines:
         """Return a compiled engine. Raises RequestError for what the model does not allow."""
         begun, lengths = time.perf_counter(), ChosenLength()
         with refused("drafter"):
-            heads = shipped_heads().get(self._session.model.name, [])
+            heads = shipped_heads().get(self._plan.model.name, [])
             if reason := self._not_offered(setting.drafter, heads):
                 raise InputError(f"drafter={setting.drafter}: {reason}")
             drafter = self._drafter(setting.drafter)
@@ -240,8 +235,8 @@ class PlaygroundEngines:
         thread = EngineThread(engine, max_waiting=0)
         return PlaygroundEngine(thread, lengths, time.perf_counter() - begun)
 
-    def _planned(self, drafter: LoadedDrafter, rule: str, lengths: ChosenLength) -> Session:
-        own = self._session.options
+    def _planned(self, drafter: LoadedDrafter, rule: str, lengths: ChosenLength) -> DecodePlan:
+        own = self._plan.options
         verify = own.verify if own.verify.name == rule else RULES[rule]
         # One row needs no pool, least of all one of the size that the server's rows share.
         options = replace(
@@ -252,13 +247,13 @@ class PlaygroundEngines:
             num_kv_pages=None,
             enable_prefix_caching=False,
         )
-        return plan_engine(self._session.model, drafter, options)
+        return plan_engine(self._plan.model, drafter, options)
 
     def _drafter(self, name: str) -> LoadedDrafter:
         if name in self._own:
             return self._own[name]
-        length = self._session.options.fixed_draft_length
-        return make_drafter(name, self._session.model, num_speculative_tokens=length)
+        length = self._plan.options.fixed_draft_length
+        return make_drafter(name, self._plan.model, num_speculative_tokens=length)
 
     def _offer(self, name: str, heads: list[str]) -> dict[str, Any]:
         rules: dict[str, str | None] = dict.fromkeys(RULES)
@@ -276,11 +271,11 @@ class PlaygroundEngines:
         """Return why a drafter cannot be made, or None."""
         if name in self._own:
             return None
-        if name in _NOT_OFFERED:
-            return _NOT_OFFERED[name]
+        if name in METHODS and (reason := METHODS[name].not_offered):
+            return reason
         if missing := [part for part in _trained_parts(name) if part not in heads]:
             return (
-                f"no {missing[0]} head comes with specjax for {self._session.model.name}; start "
+                f"no {missing[0]} head comes with specjax for {self._plan.model.name}; start "
                 "the server with one"
             )
         try:
@@ -290,13 +285,18 @@ class PlaygroundEngines:
         return None
 
 
-def _own_drafters(session: Session) -> dict[str, LoadedDrafter]:
-    """Return the drafters that a session has loaded, together and each alone, by name."""
-    turns, params = session.drafter
+def _own_drafters(plan: DecodePlan) -> dict[str, LoadedDrafter]:
+    """Return the drafters that a plan has, together and each alone, by name."""
+    turns, params = plan.drafter
     alone = {
         part.name: LoadedDrafter(part, own) for part, own in zip(turns.parts, params, strict=True)
     }
-    return {turns.name: session.drafter, **alone}
+    return {turns.name: plan.drafter, **alone}
+
+
+def _with_lookup(name: str) -> str:
+    """Return the name of a drafter that takes turns with prompt lookup."""
+    return f"{NGRAM.name}+{name}"
 
 
 def _trained_parts(name: str) -> list[str]:

@@ -7,10 +7,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from specjax.decoding.engine.engine import Engine
-from specjax.decoding.prompts import Prompt
-from specjax.decoding.sampling_params import SamplingParams
-from specjax.decoding.session import NoRoomError
+from specjax.engine.engine import Engine
+from specjax.engine.plan import NoRoomError
+from specjax.engine.requests import Prompt, SamplingParams
 from specjax.errors import InputError, shown
 from specjax.fields import Fields, Flag, Text, Whole, fields_of, unknown_name
 from specjax.files.json_files import parse_json

@@ -11,7 +11,7 @@ from typing import Any
 
 from specjax import metrics
 from specjax.cli.console import Marker
-from specjax.decoding.engine.outputs import ABORTED, Delta, Output
+from specjax.engine.outputs import ABORTED, Delta, Output
 from specjax.loading.tokenizers.tokenizer import Tokenizer
 from specjax.serving.requests import Completion, RequestError
 

@@ -9,7 +9,6 @@ from typing import Annotated, Any
 
 from specjax.cli.config_file import config_of
 from specjax.cli.decode_config import (
-    SIMULATED,
     DecodeConfig,
     DecodeFields,
     DecodingFields,
@@ -17,8 +16,8 @@ from specjax.cli.decode_config import (
     read_decode_config,
 )
 from specjax.cli.mesh_config import ONE_DEVICE, MeshConfig
-from specjax.decoding.options import BATCH_SIZE, MAX_LENGTH, ROUNDS_PER_STEP
-from specjax.decoding.sampling_params import SamplingParams
+from specjax.engine.options import BATCH_SIZE, MAX_LENGTH, ROUNDS_PER_STEP
+from specjax.engine.requests import SamplingParams
 from specjax.errors import InputError
 from specjax.fields import InputFile, Number, Text, Whole, optional, read_values
 from specjax.files.open_files import open_regular
@@ -101,9 +100,9 @@ def read_serve_config(written: Mapping[str, Any]) -> ServeConfig:
         raise InputError(
             f"drafter.name={name!r}: a server has one drafter; name one, or join them by + or |"
         )
-    if decoding.drafters[0].name == SIMULATED:
+    if (drafter := decoding.drafters[0]).replays:
         raise InputError(
-            f"drafter.name={SIMULATED!r}: it drafts the tokens of an earlier plain run, which a "
+            f"drafter.name={drafter.name!r}: it drafts the tokens of an earlier plain run, which a "
             "server does not have; use another drafter"
         )
     options = replace(decoding.options, rounds_per_step=given.rounds_per_step, seed=given.seed)

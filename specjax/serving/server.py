@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import uvicorn
 
 from specjax import signals
-from specjax.decoding.engine.engine import Engine
+from specjax.engine.engine import Engine
 from specjax.errors import InputError
 from specjax.serving.app import Api, build_app
 from specjax.serving.engine_thread import EngineThread
@@ -76,7 +76,7 @@ class Server(uvicorn.Server):
         reader = RequestReader(engine, options.model_name, options.sampling, self._engine.capacity)
         api = Api(self._engine, reader, options.max_body_bytes)
         self._playground = Playground(
-            engine.session,
+            engine.plan,
             options.model_name,
             options.sampling,
             options.max_body_bytes,

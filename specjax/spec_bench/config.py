@@ -16,10 +16,9 @@ from specjax.cli.config_file import config_of, overridden
 from specjax.cli.decode_config import DecodeConfig, DecodeFields, TargetFields, read_decode_config
 from specjax.cli.flags import Listed
 from specjax.cli.mesh_config import ONE_DEVICE, MeshConfig
-from specjax.decoding.options import DRAFT_LENGTH, FIXED, MAX_LENGTH, RULE_NAME
-from specjax.decoding.prompts import Question, stratified, task_of
-from specjax.decoding.sampling_params import SEED, TEMPERATURE
-from specjax.drafters import DRAFTERS, TRAINED
+from specjax.core.none import PLAIN_DECODING
+from specjax.engine.options import DRAFT_LENGTH, FIXED, MAX_LENGTH, RULE_NAME
+from specjax.engine.requests import SEED, TEMPERATURE
 from specjax.errors import InputError, one_line, shown
 from specjax.fields import (
     Choice,
@@ -32,15 +31,13 @@ from specjax.fields import (
     optional,
     read_values,
 )
-from specjax.loading.find_head import shipped_heads
+from specjax.loading.texts.questions import Question, stratified, task_of
+from specjax.methods.find_head import shipped_heads
+from specjax.methods.ngram import NGRAM
+from specjax.methods.registry import METHODS
 from specjax.reporting import picture_files
 
 ALL = "all"
-_PLAIN = "none"
-"""The drafter name of plain decoding, with which every question is decoded."""
-_NEEDS_MORE = (_PLAIN, "corpus", "quantized", "simulated", "sparse_kv")
-"""Drafters that `all` leaves out although they have no weights: they need options, a target with
-float weights, or long texts."""
 _OF_A_DRAFTER = ("drafter.", "tree.", "typical.")
 
 
@@ -170,7 +167,7 @@ def _cells(given: SpecBenchFields) -> Iterator[Cell]:
     """Yield the cells by temperature, beginning with that of plain decoding."""
     entries = _entries(given)
     for temperature in given.temperatures:
-        yield _cell(given, _PLAIN, temperature, FIXED)
+        yield _cell(given, PLAIN_DECODING, temperature, FIXED)
         for entry, length in itertools.product(entries, given.num_speculative_tokens):
             yield _cell(given, entry, temperature, length)
 
@@ -182,7 +179,7 @@ def _entries(given: SpecBenchFields) -> list[str]:
         entry = " ".join(text.split())
         if not entry:
             raise InputError(f"drafters={given.drafters!r}: name drafters such as ngram,eagle3")
-        if entry.split()[0] == _PLAIN:
+        if entry.split()[0] == PLAIN_DECODING:
             raise InputError(
                 f"drafters={shown(entry)}: plain decoding is measured anyway; leave it out"
             )
@@ -194,9 +191,11 @@ def _entries(given: SpecBenchFields) -> list[str]:
 def _all_drafters(target: str) -> list[str]:
     """Return the drafters that need no training, and those with weights for the target."""
     shipped = shipped_heads().get(target, [])
-    names = [name for name in DRAFTERS if name not in (*_NEEDS_MORE, *TRAINED)]
-    names += [name for name in DRAFTERS if name in shipped]
-    return [*names, *(f"ngram+{name}" for name in shipped if name == "eagle3")]
+    listed = {name: method for name, method in METHODS.items() if method.in_all}
+    names = [name for name, method in listed.items() if not method.needs.weights]
+    names += [name for name, method in listed.items() if method.needs.weights and name in shipped]
+    joined = [name for name in shipped if METHODS[name].joined_in_all]
+    return [*names, *(f"{NGRAM.name}+{name}" for name in joined)]
 
 
 def _cell(given: SpecBenchFields, entry: str, temperature: float, length: int | str) -> Cell:

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from specjax.cli.console import Screen
 from specjax.cli.decode_config import ConfigDrafter, make_config_drafter
-from specjax.decoding.options import AUTO, FIXED
-from specjax.decoding.session import Session, plan_rows
 from specjax.drafters import DRAFTER_KIND
+from specjax.engine.options import AUTO, FIXED
+from specjax.engine.plan import DecodePlan, plan_rows
 from specjax.loading.model import Model
 from specjax.spec_bench.config import Cell, SpecBenchConfig
 
@@ -29,8 +29,8 @@ class Programs:
         self._model, self._capacity, self._screen = model, capacity, screen
         self._drafters: dict[tuple[str, bool], ConfigDrafter] = {}
 
-    def plan(self, cell: Cell) -> Session:
-        """Return the session of a cell, without prompts. Raises InputError."""
+    def plan(self, cell: Cell) -> DecodePlan:
+        """Return the plan of a cell. Raises InputError."""
         length = AUTO if cell.length == AUTO else FIXED
         options = replace(cell.config.options, num_speculative_tokens=length)
         loaded = self.drafter(cell).loaded

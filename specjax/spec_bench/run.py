@@ -23,17 +23,18 @@ from specjax.cli.decode_config import ConfigDrafter, load_target
 from specjax.cli.decode_run import warm_up
 from specjax.cli.measure_speedups import turn_order
 from specjax.controllers import Fixed
-from specjax.decoding.compare_outputs import compare_row
-from specjax.decoding.engine.engine import Engine
-from specjax.decoding.engine.outputs import failure_message
-from specjax.decoding.generate import Generation, decode_session, open_engine
-from specjax.decoding.options import AUTO
-from specjax.decoding.prompts import Question, encode_prompt
-from specjax.decoding.session import Session, longest_row
 from specjax.drafters import DRAFTER_KIND
+from specjax.engine.engine import Engine
+from specjax.engine.generate import Generation, decode_requests, open_engine
+from specjax.engine.options import AUTO
+from specjax.engine.outputs import failure_message
+from specjax.engine.plan import DecodePlan, longest_row
+from specjax.engine.requests import Request, encode_prompt
 from specjax.errors import InputError
 from specjax.files.package_versions import versions
 from specjax.loading.model import Model
+from specjax.loading.texts.questions import Question
+from specjax.reporting.compare_outputs import compare_row
 from specjax.reporting.decode_report import Clock, DrafterRun, device_name, summary, tree_record
 from specjax.reporting.records import Conditions, RunHeader
 from specjax.reporting.report_file import ReportFile
@@ -49,7 +50,7 @@ class _Way:
     """A cell while it is measured: its program, its answers so far, and its file."""
 
     cell: Cell
-    session: Session
+    plan: DecodePlan
     run: DrafterRun
     path: Path
     file: ReportFile
@@ -68,7 +69,7 @@ class _Way:
     @property
     def longest_path(self) -> int | None:
         """The maximum number of tokens on a path of a draft; in a chain, at most the limit."""
-        drafter = self.session.plan.drafter
+        drafter = self.plan.loop.drafter
         longest = drafter.num_speculative_tokens
         if self.limit is None or any(part.branches for part in drafter.parts):
             return longest
@@ -85,7 +86,11 @@ class _Way:
 
         The controller `auto` learns, so such a cell shares its engine with no other.
         """
-        return self.cell.entry, self.session.plan, self.cell.length == AUTO
+        return self.cell.entry, self.plan.loop, self.cell.length == AUTO
+
+
+_Answer = tuple[DecodePlan, Request, Generation]
+"""A plan, a request, and its result."""
 
 
 class Measuring:
@@ -161,7 +166,7 @@ class Measuring:
                     continue
                 # A resumed run repeats plain decoding, so that speeds are of the same minute.
                 baseline = list(self._answers(plain, number, ()))
-                texts = [answer.texts[0] for _, answer in baseline]
+                texts = [answer.texts[0] for *_, answer in baseline]
                 for way in left:
                     answers = baseline if way is plain else self._answers(way, number, texts)
                     self._record(way, number, list(answers), baseline)
@@ -169,10 +174,8 @@ class Measuring:
             way.file.finish()
         self._screen.rest()
 
-    def _answers(
-        self, way: _Way, number: int, history: Sequence[str]
-    ) -> Iterator[tuple[Session, Generation]]:
-        """Yield the session and the answer of a cell to each turn of question `number`.
+    def _answers(self, way: _Way, number: int, history: Sequence[str]) -> Iterator[_Answer]:
+        """Yield the plan, request and answer of a cell for each turn of question `number`.
 
         `history` are the answers to earlier turns; if it is empty, they are the cell's texts.
         """
@@ -184,26 +187,24 @@ class Measuring:
                 conversation = _conversation(question, turn, history or texts)
                 prompt = encode_prompt(self.model, conversation, _name(question, turn))
             seed = derived_seed(self._config.seed, "spec_bench", self._first_batch[number] + turn)
-            request = replace(way.cell.config.sampling, seed=seed)
-            session = replace(engine.session, prompts=(tuple(prompt),), requests=(request,))
-            answer = decode_session(session, engine=engine)
+            request = Request(0, tuple(prompt), replace(way.cell.config.sampling, seed=seed))
+            answer = decode_requests(engine.plan, [request], engine=engine)
             if answer.failed_rows:
                 failed = {f"{_name(question, turn)}, with {way.name}": answer.failed_rows[0]}
                 raise InputError(failure_message(self.model, failed))
             texts.append(answer.texts[0])
-            yield session, replace(answer, longest_path=way.longest_path)
+            yield engine.plan, request, replace(answer, longest_path=way.longest_path)
 
     def _engine(self, way: _Way) -> Engine:
         """Return the engine for a cell, compiled when it is first used."""
         engine = self._engines.get(way.engine_key)
         if engine is None:
-            engine = self._engines[way.engine_key] = open_engine(way.session)
+            engine = self._engines[way.engine_key] = open_engine(way.plan)
             begin = time.perf_counter()
             with self._screen.working(f"compiling {way.cell.entry}"):
                 engine.compile()
             way.clock.compiled(way.run.drafter, time.perf_counter() - begin)
-            prompt = tuple(self._prompts[0][0])
-            warm_up(replace(way.session, prompts=(prompt,), requests=(way.cell.config.sampling,)))
+            warm_up(way.plan, [Request(0, tuple(self._prompts[0][0]), way.cell.config.sampling)])
         if way.limit is not None:
             engine.control(Fixed(way.limit))
         return engine
@@ -217,19 +218,20 @@ class Measuring:
         self,
         way: _Way,
         number: int,
-        found: Sequence[tuple[Session, Generation]],
-        baseline: Sequence[tuple[Session, Generation]],
+        found: Sequence[_Answer],
+        baseline: Sequence[_Answer],
     ) -> None:
         """Append the rows of a finished unit to the cell's file, and show the progress.
 
-        `found` and `baseline` are the sessions and answers of the cell and of plain decoding, by
-        turn.
+        `found` and `baseline` are what the cell and plain decoding answered, by turn.
         """
         question = self._config.chosen[number]
-        for turn, ((session, answer), (_, plain)) in enumerate(zip(found, baseline, strict=True)):
+        for turn, ((plan, request, answer), (*_, plain)) in enumerate(
+            zip(found, baseline, strict=True)
+        ):
             differences = None
             if way.cell.config.comparable:
-                differences = [compare_row(session, 0, answer.token_ids[0], plain.token_ids[0])]
+                differences = [compare_row(plan, request, answer.token_ids[0], plain.token_ids[0])]
             batch = self._first_batch[number] + turn
             way.run.add(batch, turn, [question], answer, plain, differences)
         way.answered.add(question.question_id)
@@ -238,7 +240,7 @@ class Measuring:
             end = summary(way.run, way.clock, memory_bandwidth=memory_bandwidth())
             records.append({"record": "summary", **end})
         way.file.add(records)
-        answers = [answer for _, answer in found]
+        answers = [answer for *_, answer in found]
         seconds = sum(answer.decode_s for answer in answers)
         speed = sum(answer.new_tokens for answer in answers) / seconds
         done = self.num_finished

@@ -15,18 +15,19 @@ import scipy.stats
 from jaxtyping import Array, Float, Int
 
 from specjax import sampling
-from specjax.decoding.options import RULE
-from specjax.decoding.plan import Plan
-from specjax.decoding.programs import errors_of_drafters, run, start
-from specjax.decoding.sampling_params import SEED, SamplingParams
-from specjax.decoding.session import widths
-from specjax.decoding.state import RUNNING, Rounds, Rows, State
+from specjax.core.drafter import Limits, Sampling, warp_rows
+from specjax.core.drafter_errors import errors_of
+from specjax.core.language_model import LanguageModel
+from specjax.core.plan import LoopPlan
+from specjax.core.state import RUNNING, Rounds, RowProperties, State
 from specjax.drafters import DRAFT_TOKENS, DRAFTER_KIND, Drafter, LoadedDrafter, Turns
-from specjax.drafters.base import Limits, Sampling, warp_rows
+from specjax.engine.options import RULE
+from specjax.engine.plan import widths
+from specjax.engine.programs import run, start
+from specjax.engine.requests import SEED, SamplingParams
 from specjax.errors import InputError
 from specjax.fields import Instance, Items, Whole, optional
 from specjax.loading.model import Model
-from specjax.models.interface import LanguageModel
 from specjax.testing.drafter_contract import check_contract
 
 QUANTILE = 1e-6
@@ -132,7 +133,7 @@ def check_drafter(
     seed = SEED.check("seed", seed)
     length = num_speculative_tokens + 2
     _check_sizes(model, length)
-    plan = make_plan(
+    loop_plan = make_plan(
         model,
         loaded.drafter,
         num_speculative_tokens,
@@ -142,9 +143,9 @@ def check_drafter(
     )
     # All batches have the same size, so that one program decodes them.
     batch = math.ceil(rows / math.ceil(rows / _BATCH))
-    some = first_rows(plan, prompt, request, np.arange(max(batch, length)), seed)
-    with errors_of_drafters(plan):
-        check_contract(plan, (params, loaded.params), some)
+    some = first_rows(loop_plan, prompt, request, np.arange(max(batch, length)), seed)
+    with errors_of(loop_plan.drafter.name):
+        check_contract(loop_plan, (params, loaded.params), some)
     distribution = output_distribution(model, params, prompt, request, length)
     distribution = distribution.reshape(-1, model.vocab_size**3).sum(axis=0)
     _check_rows(rows, distribution)
@@ -152,7 +153,7 @@ def check_drafter(
     for first in range(0, rows, batch):
         index = np.arange(first, first + batch)
         state, rounds = decode(
-            plan, (params, loaded.params), prompt, request, index, seed, length, limits
+            loop_plan, (params, loaded.params), prompt, request, index, seed, length, limits
         )
         wanted, end = index < rows, len(prompt) + length
         outputs = np.asarray(state.tokens)[wanted, end - 3 : end]
@@ -193,13 +194,13 @@ def make_plan(
     verify: sampling.Rule,
     request: SamplingParams,
     capacity: int,
-) -> Plan:
+) -> LoopPlan:
     """Return the plan of a loop over rows of `capacity` tokens with identical requests.
 
     Drafts have `num_speculative_tokens` tokens, and `verify` is the rule.
     """
     drafter = drafter.limited(num_speculative_tokens)
-    return Plan(
+    return LoopPlan(
         target=model,
         drafter=drafter,
         rule=verify,
@@ -212,7 +213,7 @@ def make_plan(
 
 
 def decode(
-    plan: Plan,
+    loop_plan: LoopPlan,
     params: tuple[Any, Any],
     prompt: Sequence[int],
     request: SamplingParams,
@@ -226,17 +227,17 @@ def decode(
     `index` are the rows' numbers, from which, with `seed`, their keys derive; `limits` bound every
     draft.
     """
-    state = start(plan, params, *first_rows(plan, prompt, request, index, seed))
-    return run(plan, params, state, jnp.int32(rounds), limits=limits)[:2]
+    state = start(loop_plan, params, *first_rows(loop_plan, prompt, request, index, seed))
+    return run(loop_plan, params, state, jnp.int32(rounds), limits=limits)[:2]
 
 
 def first_rows(
-    plan: Plan,
+    loop_plan: LoopPlan,
     prompt: Sequence[int],
     request: SamplingParams,
     index: Int[Array | np.ndarray, "B"],
     seed: int,
-) -> tuple[Int[Array, "B S"], Rows, Int[Array, "B"], Int[Array, "B"]]:
+) -> tuple[Int[Array, "B S"], RowProperties, Int[Array, "B"], Int[Array, "B"]]:
     """Return the arguments of `initial_state.start` for rows with the same prompt.
 
     `index` are the rows' numbers, from which, with `seed`, their keys derive.
@@ -246,15 +247,15 @@ def first_rows(
     def every(value: float, dtype: type) -> Array:
         return jnp.full(batch, value, dtype)
 
-    tokens = jnp.zeros((batch, plan.capacity), jnp.int32)
+    tokens = jnp.zeros((batch, loop_plan.capacity), jnp.int32)
     tokens = tokens.at[:, : len(prompt)].set(jnp.asarray(prompt, jnp.int32)[None, :])
     keys = jax.vmap(lambda number: sampling.row_key(seed, number))(jnp.asarray(index))
-    rows = Rows(
+    rows = RowProperties(
         index=jnp.asarray(index, jnp.int32),
         prompt_length=every(len(prompt), jnp.int32),
         key=keys,
         sampling=_same_sampling(request, batch),
-        max_length=every(plan.capacity, jnp.int32),
+        max_length=every(loop_plan.capacity, jnp.int32),
         stop_ids=jnp.full((batch, 1), -1, jnp.int32),
     )
     return tokens, rows, every(len(prompt), jnp.int32), every(RUNNING, jnp.int32)

@@ -11,8 +11,8 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from specjax import sampling
-from specjax.decoding.options import RULE
-from specjax.decoding.verify import check_rule_shapes
+from specjax.core.verify import check_rule_shapes
+from specjax.engine.options import RULE
 from specjax.errors import InputError, shown
 from specjax.fields import Choice, Function, Instance, Items, Whole, optional
 from specjax.testing.enumeration import (

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from specjax.cache import KVCache, Window, make_cache
-from specjax.models.interface import Extension
-from specjax.models.top_tokens import top_tokens, wanted_counts
+from specjax.core.cache import KVCache, Window, make_cache
+from specjax.core.language_model import Extension
+from specjax.core.top_tokens import top_tokens, wanted_counts
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from specjax.errors import InputError
 from specjax.theory.argument_checks import checked, checked_count
 from specjax.theory.chip_roofline import Chip, ModelShape, pass_seconds
 from specjax.trees.fastest import FastestTree, fastest_tree
-from specjax.trees.static_trees import Rates
+from specjax.trees.shapes import Rates
 
 _ONE = "{name} = {value}: give one number; call again for each tree"
 

@@ -21,12 +21,11 @@ After this text `help` lists classes, then functions; `help(best_tree)` explains
 """
 
 from specjax.trees.draft import Draft, PartialPass, chain
-from specjax.trees.draw_svg import svg
-from specjax.trees.draw_text import draw
-from specjax.trees.dynamic_sizes import DynamicTree
+from specjax.trees.draw import draw, svg
 from specjax.trees.fastest import FastestTree, fastest_tree
 from specjax.trees.merge import merge, merge_duplicates, side_by_side
-from specjax.trees.static_trees import (
+from specjax.trees.shapes import (
+    DynamicTree,
     RankedTree,
     Rates,
     best_tree,

@@ -10,7 +10,6 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
-from specjax.cache import Window
 from specjax.errors import InputError
 from specjax.trees.topology import AnyTopology, DynamicTopology, chain_topology
 
@@ -20,12 +19,12 @@ class PartialPass:
     """The target's first layers, run over the root and every node of a draft.
 
     `states` are the inputs of layer `num_layers` by slot (0 is the root, i + 1 is node i), and
-    `window` has the keys and values of the layers before. Slots of invalid nodes are unspecified,
-    but finite where the model's are.
+    `window` (a `core.cache.Window`) has the keys and values of the layers before. Slots of invalid
+    nodes are unspecified, but finite where the model's are.
     """
 
     states: Float[Array, "B W D"]
-    window: Window
+    window: Any
     num_layers: int = struct.field(pytree_node=False)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from specjax.errors import InputError
-from specjax.trees.static_trees import RankedTree, Rates, best_tree
+from specjax.trees.shapes import RankedTree, Rates, best_tree
 
 _WIDTHS = (*range(1, 33), *range(33, 65, 4), *range(65, 129, 8), *range(129, 257, 16))
 _WIDTHS += tuple(range(257, 514, 32))

@@ -10,9 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from specjax.decoding.options import DecodeOptions
-from specjax.decoding.sampling_params import SamplingParams
-from specjax.decoding.session import plan_session
 from specjax.distributed import processes, sharding
 from specjax.drafters import (
     TRAINED,
@@ -23,9 +20,12 @@ from specjax.drafters import (
     merge_drafters,
     take_turns,
 )
+from specjax.engine.options import DecodeOptions
+from specjax.engine.plan import plan_requests
+from specjax.engine.requests import SamplingParams
 from specjax.errors import InputError, shown
-from specjax.loading.acceptance_rates import known_acceptance
 from specjax.loading.model import Model
+from specjax.methods.acceptance_rates import known_acceptance
 from specjax.trees import FastestTree, RankedTree, Rates, best_tree, fastest_tree
 from specjax.tuning import measure_costs, round_seconds
 
@@ -238,12 +238,12 @@ def _measure(
     prompts = [[1] * context] * batch_size
     drafts = [
         measure_costs.propose_seconds(
-            plan_session(
+            *plan_requests(
                 target,
                 prompts,
                 drafter=with_tree(drafter, tree),
                 options=DecodeOptions(batch_size=batch_size),
-                requests=SamplingParams(max_new_tokens=deepest + 1),
+                sampling=SamplingParams(max_new_tokens=deepest + 1),
             )
         )
         for tree in trees

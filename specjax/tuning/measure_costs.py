@@ -18,14 +18,14 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
-from specjax.decoding.plan import Plan
-from specjax.decoding.programs import start
-from specjax.decoding.round import propose
-from specjax.decoding.rows import batch_arguments
-from specjax.decoding.session import Session
-from specjax.decoding.state import State
+from specjax.core.language_model import LanguageModel
+from specjax.core.plan import LoopPlan
+from specjax.core.round import propose
+from specjax.core.state import State
+from specjax.engine.plan import DecodePlan
+from specjax.engine.programs import row_arguments, start
+from specjax.engine.requests import Request
 from specjax.files.log import LOGGER, share_logger
-from specjax.models.interface import LanguageModel
 from specjax.models.layers.matmul import full_precision
 from specjax.sampling import argmax
 
@@ -67,26 +67,26 @@ def widths_seconds(
     return {width: spent / _REPEATS for width, spent in zip(widths, seconds, strict=True)}
 
 
-def propose_seconds(session: Session) -> float:
-    """Return `draft_seconds` in the state after the prompts of a session's first batch."""
-    index = range(min(session.batch_size, len(session.prompts)))
-    state = start(session.plan, session.params, *batch_arguments(session, index))
-    return draft_seconds(session.plan, session.params, state)
+def propose_seconds(plan: DecodePlan, requests: Sequence[Request]) -> float:
+    """Return `draft_seconds` in the state after the prompts of a plan's first batch."""
+    first = requests[: plan.options.batch_size]
+    state = start(plan.loop, plan.params, *row_arguments(plan, first))
+    return draft_seconds(plan.loop, plan.params, state)
 
 
-def draft_seconds(plan: Plan, params: Any, state: State) -> float:
+def draft_seconds(loop_plan: LoopPlan, params: Any, state: State) -> float:
     """Return the median seconds of observing one token per row and drafting in full.
 
     `params` are the target's and the drafters' parameters.
     """
-    limits = plan.drafter.full_limits()
+    limits = loop_plan.drafter.full_limits()
 
     def once(turn: Int[Array, ""], tokens: Array, params: Any, state: State) -> Array:
         # Each turn's draft depends on the one before, so that none is moved out of the loop.
         last = state.tokens.at[:, -1].set(tokens[:, -1])
-        waiting = plan.drafter.commit(state.drafter, jnp.ones_like(state.length))
+        waiting = loop_plan.drafter.commit(state.drafter, jnp.ones_like(state.length))
         again = state.replace(tokens=last, round=jnp.full_like(state.round, turn), drafter=waiting)
-        draft = propose(plan, params, again, limits).draft
+        draft = propose(loop_plan, params, again, limits).draft
         return tokens.at[:, -1].add(draft.tokens.sum(axis=1) % 2)
 
     return loop_seconds(once, state.tokens, params, state)

@@ -13,19 +13,17 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from specjax import sampling
-from specjax.decoding.generate import generate
-from specjax.decoding.options import DecodeOptions
-from specjax.decoding.plan import Plan
-from specjax.decoding.programs import run, start
-from specjax.decoding.prompts import Prompt
-from specjax.decoding.round import make_context
-from specjax.decoding.rows import batch_arguments
-from specjax.decoding.sampling_params import SamplingParams
-from specjax.decoding.session import Session, plan_session
-from specjax.decoding.state import State
+from specjax.core.drafter import Sampling
+from specjax.core.plan import LoopPlan
+from specjax.core.round import make_context
+from specjax.core.state import State
+from specjax.core.turn_taking import Turns
 from specjax.drafters import LoadedDrafter
-from specjax.drafters.base import Sampling
-from specjax.drafters.turn_taking import Turns
+from specjax.engine.generate import generate
+from specjax.engine.options import DecodeOptions
+from specjax.engine.plan import DecodePlan, plan_requests
+from specjax.engine.programs import row_arguments, run, start
+from specjax.engine.requests import Prompt, Request, SamplingParams, groups
 from specjax.errors import InputError
 from specjax.loading.model import Model
 
@@ -76,52 +74,51 @@ def measure_ranks(
             "no ranks; use one drafter with distributions, probabilistic, of chains"
         )
     greedy = SamplingParams(max_new_tokens=max_new_tokens)
-    plain = generate(model, prompts, sampling=greedy, batch_size=batch_size)
-    session = plan_session(
+    answers = generate(model, prompts, sampling=greedy, batch_size=batch_size).token_ids
+    plan, requests = plan_requests(
         model,
         prompts,
         drafter=drafter,
         options=DecodeOptions(batch_size=batch_size),
-        requests=greedy,
+        sampling=greedy,
     )
-    (part,) = session.plan.drafter.parts
+    (part,) = plan.loop.drafter.parts
     longest = part.num_speculative_tokens
-    count = jax.jit(functools.partial(_count, _sampled(session), candidates))
+    count = jax.jit(functools.partial(_count, _sampled(plan), candidates))
     tested, hits = np.zeros(longest, int), np.zeros((longest, candidates), int)
     done = 0
-    for index in session.groups(session.batch_size):
-        arguments = batch_arguments(session, index)
-        state = start(session.plan, session.params, *arguments)
-        truth, known = _truth(session, index, plain.token_ids)
+    for batch in groups(requests, plan.options.batch_size):
+        state = start(plan.loop, plan.params, *row_arguments(plan, batch))
+        truth, known = _truth(plan, batch, answers)
         while bool(jnp.any(state.active)):
-            new_tested, new_hits = count(session.params, state, truth, known)
+            new_tested, new_hits = count(plan.params, state, truth, known)
             tested, hits = tested + np.asarray(new_tested), hits + np.asarray(new_hits)
-            state, *_ = run(session.plan, session.params, state, np.int32(1))
-        done += len(index)
+            state, *_ = run(plan.loop, plan.params, state, np.int32(1))
+        done += len(batch)
         tell(done, len(prompts))
     return RankCounts(tested, hits)
 
 
-def _sampled(session: Session) -> Plan:
-    """Return the session's plan with sampled rows, so that drafts have distributions."""
+def _sampled(plan: DecodePlan) -> LoopPlan:
+    """Return the loop's plan with sampled rows, so that drafts have distributions."""
     flags = sampling.WarpFlags.of(*(np.array([value]) for value in (1.0, 0, 1.0, 0.0)))
-    return replace(session.plan, flags=flags)
+    return replace(plan.loop, flags=flags)
 
 
 def _truth(
-    session: Session, index: Sequence[int], answers: Sequence[Sequence[int]]
+    plan: DecodePlan, requests: Sequence[Request], answers: Sequence[Sequence[int]]
 ) -> tuple[Int[Array, "B S"], Int[Array, "B"]]:
     """Return each row's prompt followed by its greedy answer, and the number of these tokens."""
-    tokens = np.zeros((session.num_rows, session.plan.capacity), np.int32)
-    known = np.zeros(session.num_rows, np.int32)
-    for row, prompt in enumerate(index):
-        whole = (*session.prompts[prompt], *answers[prompt])
+    tokens = np.zeros((plan.num_rows, plan.loop.capacity), np.int32)
+    known = np.zeros(plan.num_rows, np.int32)
+    for row, request in enumerate(requests):
+        whole = (*request.prompt, *answers[request.number])
         tokens[row, : len(whole)], known[row] = whole, len(whole)
     return jnp.asarray(tokens), jnp.asarray(known)
 
 
 def _count(
-    plan: Plan,
+    loop_plan: LoopPlan,
     candidates: int,
     params: Any,
     state: State,
@@ -135,7 +132,7 @@ def _count(
     rows = state.length.shape[0]
     ones = jnp.ones(rows)
     warp = Sampling(ones, jnp.zeros(rows, jnp.int32), ones, jnp.zeros(rows))
-    context = make_context(plan, params[0], state).replace(sampling=warp)
+    context = make_context(loop_plan, params[0], state).replace(sampling=warp)
 
     def right(depth: Int[Array, ""] | int) -> Int[Array, "B"]:
         return jnp.take_along_axis(truth, (state.length + depth)[:, None], axis=1, mode="clip")[
@@ -143,11 +140,15 @@ def _count(
         ]
 
     def certain(depth: Int[Array, ""] | int) -> Float[Array, "B V"]:
-        hit = jnp.arange(plan.target.vocab_size)[None, :] == right(depth)[:, None]
+        hit = jnp.arange(loop_plan.target.vocab_size)[None, :] == right(depth)[:, None]
         return jnp.where(hit, _CERTAIN, 0.0)
 
-    draft = plan.drafter.propose(
-        params[1], state.drafter, context, sampling.SharedNoise(certain), plan.drafter.full_limits()
+    draft = loop_plan.drafter.propose(
+        params[1],
+        state.drafter,
+        context,
+        sampling.SharedNoise(certain),
+        loop_plan.drafter.full_limits(),
     ).draft
     longest = draft.tokens.shape[1]
     wanted = jnp.stack([right(depth) for depth in range(longest)], axis=1)

@@ -10,17 +10,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax.cache import KVCache
-from specjax.decoding.initial_state import empty_state
-from specjax.decoding.loop import run as run_rounds
-from specjax.decoding.options import DecodeOptions
-from specjax.decoding.plan import Plan
-from specjax.decoding.rows import batch_arguments
-from specjax.decoding.sampling_params import SamplingParams
-from specjax.decoding.session import plan_session
-from specjax.decoding.state import Rounds
+from specjax.core.cache import KVCache
+from specjax.core.drafter import Context, Noise
+from specjax.core.initial_state import empty_state
+from specjax.core.loop import run as run_rounds
+from specjax.core.plan import LoopPlan
+from specjax.core.state import Rounds
 from specjax.drafters import Drafter
-from specjax.drafters.base import Context, Noise
+from specjax.engine.options import DecodeOptions
+from specjax.engine.plan import plan_requests
+from specjax.engine.programs import row_arguments
+from specjax.engine.requests import SamplingParams
 from specjax.loading.model import Model
 from specjax.trees import Draft, Topology
 from specjax.tuning import measure_costs
@@ -64,7 +64,7 @@ def rounds_seconds(
         )
     vocab = target.config.vocab_size
     prompts = [[1] * (context - 1) + [_STRIDE * (row + 1) % vocab] for row in range(batch_size)]
-    requests = SamplingParams(max_new_tokens=new_tokens(topology.depth), ignore_eos=True)
+    sampling = SamplingParams(max_new_tokens=new_tokens(topology.depth), ignore_eos=True)
     # One cache is passed from call to call and updated in place, as in decoding.
     cache: KVCache | None = None
 
@@ -74,23 +74,23 @@ def rounds_seconds(
             accepted=drafter.features,
             computed=drafter.pass_features,
         )
-        session = plan_session(
+        plan, requests = plan_requests(
             target,
             prompts,
             drafter=free if width > 1 else None,
             options=DecodeOptions(batch_size=batch_size),
-            requests=requests,
+            sampling=sampling,
         )
         # Only this width and plain decoding's are compiled, so that there is one program per width.
-        plan, params = replace(session.plan, widths=tuple(sorted({1, width}))), session.params
-        rows = batch_arguments(session, range(batch_size))
+        loop_plan, params = replace(plan.loop, widths=tuple(sorted({1, width}))), plan.params
+        rows = row_arguments(plan, requests)
 
         def run() -> Rounds:
             nonlocal cache
             if cache is None:
-                make = jax.jit(plan.target.make_cache, static_argnums=(0, 1))
-                cache = make(session.num_rows, plan.capacity)
-            cache, rounds = _run(plan, params, cache, *rows)
+                make = jax.jit(loop_plan.target.make_cache, static_argnums=(0, 1))
+                cache = make(plan.num_rows, loop_plan.capacity)
+            cache, rounds = _run(loop_plan, params, cache, *rows)
             return rounds
 
         return run
@@ -100,14 +100,14 @@ def rounds_seconds(
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
-def _run(plan: Plan, params: Any, cache: KVCache, *rows: Any) -> tuple[KVCache, Rounds]:
+def _run(loop_plan: LoopPlan, params: Any, cache: KVCache, *rows: Any) -> tuple[KVCache, Rounds]:
     """Return the cache after the timed rounds, and their counts.
 
     The cache has the prompts of all rows already.
     """
-    state = empty_state(plan, params, *rows)
+    state = empty_state(loop_plan, params, *rows)
     state = state.replace(cache=cache.replace(length=state.length - 1))
-    state, rounds, _ = run_rounds(plan, params, state, jnp.int32(_ROUNDS))
+    state, rounds, _ = run_rounds(loop_plan, params, state, jnp.int32(_ROUNDS))
     return state.cache, rounds
 
 

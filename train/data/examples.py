@@ -17,9 +17,9 @@ import numpy as np
 from jaxtyping import Bool, Float16, Int32
 
 from specjax.errors import InputError
-from specjax.loading.heads.head import TargetMetadata
 from specjax.loading.model import Model
 from specjax.loading.tokenizers.tokenizer import Tokenizer
+from specjax.methods.heads.head import TargetMetadata
 
 NAME, SPLIT = "specjax_responses", "conversations"
 """The dataset and its only split, as TFDS calls them."""

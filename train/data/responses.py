@@ -17,7 +17,7 @@ from specjax.files import folder_checksums
 from specjax.files.json_files import read_json_file
 from specjax.files.open_files import regular_files
 from specjax.files.path_checks import user_path
-from specjax.loading.corpus.tfds_texts import import_tfds
+from specjax.loading.texts.tfds_texts import import_tfds
 from specjax.loading.tokenizers.huggingface_tokenizer import read_tokenizer
 from specjax.loading.tokenizers.tokenizer import Tokenizer
 from train.data.examples import (

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from specjax.errors import InputError, one_line
-from specjax.loading.corpus.tfds_texts import import_tfds
+from specjax.loading.texts.tfds_texts import import_tfds
 
 
 def write_records(

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Int32, Int64
 
+from specjax.core.draft_vocabulary import most_frequent
 from specjax.distributed import processes
 from specjax.errors import InputError
-from specjax.models.heads.draft_vocabulary import most_frequent
 from train.data.combined_datasets import Sources
 from train.data.responses import Responses
 

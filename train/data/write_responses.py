@@ -12,7 +12,7 @@ import numpy as np
 from specjax.errors import InputError
 from specjax.files import folders
 from specjax.files.path_checks import output_folder
-from specjax.loading.corpus.tfds_texts import import_tfds
+from specjax.loading.texts.tfds_texts import import_tfds
 from specjax.loading.tokenizers.huggingface_tokenizer import write_tokenizer
 from specjax.loading.tokenizers.tokenizer import Tokenizer
 from train.data.examples import (

@@ -13,15 +13,14 @@ import numpy as np
 
 from specjax.cli.console import Screen
 from specjax.cli.mesh_config import DistributedConfig, MeshConfig
-from specjax.decoding.engine.engine import Engine
-from specjax.decoding.engine.outputs import Output
-from specjax.decoding.generate import open_engine
-from specjax.decoding.options import BATCH_SIZE, EXACT_RULE_NAME, FIXED, DecodeOptions
-from specjax.decoding.prompts import CHAT
-from specjax.decoding.rows import session_row
-from specjax.decoding.sampling_params import MIN_P, SEED, TEMPERATURE, TOP_K, TOP_P, SamplingParams
-from specjax.decoding.session import Session, plan_session
 from specjax.drafters import DRAFT_TOKENS, check_options, make_drafter
+from specjax.engine import requests as engine_requests
+from specjax.engine.engine import Engine
+from specjax.engine.generate import open_engine
+from specjax.engine.options import BATCH_SIZE, EXACT_RULE_NAME, FIXED, DecodeOptions
+from specjax.engine.outputs import Output
+from specjax.engine.plan import plan_requests
+from specjax.engine.requests import CHAT, MIN_P, SEED, TEMPERATURE, TOP_K, TOP_P, SamplingParams
 from specjax.errors import InputError
 from specjax.fields import (
     CrossCheck,
@@ -337,32 +336,38 @@ def _digest(rows: Sequence[Row]) -> str:
     return hashlib.sha256(repr(content).encode()).hexdigest()
 
 
-def open_job(config: AnswersConfig, model: Model, job: Job) -> tuple[Session, Engine]:
-    """Return a session for all rows of a job, and an engine to answer them. Raises InputError."""
-    session = plan_session(
+def open_job(
+    config: AnswersConfig, model: Model, job: Job
+) -> tuple[list[engine_requests.Request], Engine]:
+    """Return requests for all rows of a job, and an engine to answer them. Raises InputError."""
+    plan, requests = plan_requests(
         model,
         [row.prompt for row in job.rows],
         drafter=make_drafter(config.drafter.name, model, config.drafter.path),
         options=config.options,
-        requests=[row.sampling for row in job.rows],
+        sampling=[row.sampling for row in job.rows],
     )
-    return session, open_engine(session, _ROUNDS_PER_STEP)
+    return requests, open_engine(plan, _ROUNDS_PER_STEP)
 
 
 def answer(
-    engine: Engine, session: Session, job: Job, todo: Sequence[int], screen: Screen
+    engine: Engine,
+    requests: Sequence[engine_requests.Request],
+    job: Job,
+    todo: Sequence[int],
+    screen: Screen,
 ) -> Iterator[list[Output]]:
     """Yield, after each step of the engine, the outputs that ended in it, failed ones included.
 
-    `todo` are the indices in `job.rows` of the rows to decode, which become the ids of the outputs.
-    Progress is shown on `screen`.
+    `requests` are those of `open_job`. `todo` are the indices in `job.rows` of the rows to decode,
+    which become the ids of the outputs. Progress is shown on `screen`.
     """
     total = len(job.rows)
     left, done = iter(todo), total - len(todo)
     while True:
         # No more than can be needed soon: a queued request takes memory.
-        for row in itertools.islice(left, session.batch_size - engine.num_waiting):
-            engine.add_rows(row, [session_row(session, row)])
+        for row in itertools.islice(left, engine.plan.options.batch_size - engine.num_waiting):
+            engine.submit([requests[row]])
         if not engine.num_unfinished:
             return
         ended = [delta.output for delta in engine.step() if delta.output is not None]

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specjax.decoding.prompts import encode_prompt
+from specjax.engine.requests import encode_prompt
 from specjax.errors import InputError, shown
 from specjax.fields import Text
 from specjax.files.json_files import read_json_lines
 from specjax.files.path_checks import input_file
-from specjax.loading.corpus.tfds_texts import FieldNames, open_texts
 from specjax.loading.model import Model
+from specjax.loading.texts.tfds_texts import FieldNames, open_texts
 from specjax.loading.tokenizers.chat_templates import check_messages, texts_of
 
 _FORMS = ("prompt", "messages", "turns")

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
-from specjax.decoding.sampling_params import TEMPERATURE
+from specjax.engine.requests import TEMPERATURE
 from specjax.errors import InputError
 from specjax.fields import Whole
 from specjax.loading.model import Model

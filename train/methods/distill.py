@@ -17,11 +17,11 @@ from jaxtyping import Array, Float, Int, Key
 
 from specjax.errors import InputError
 from specjax.fields import Number, Whole
-from specjax.loading.heads.head import Head, TargetMetadata
 from specjax.loading.model import Model
+from specjax.methods.draft_model.head import DraftModelConfig, ReducedDecoder
+from specjax.methods.heads.head import Head, TargetMetadata
+from specjax.methods.heads.shared_parameters import share
 from specjax.models.decoder import Decoder
-from specjax.models.heads.draft_decoder import DraftModelConfig, ReducedDecoder
-from specjax.models.heads.shared_parameters import share
 from train.data.batches import Batch
 from train.methods.blockwise_loss import Scoring, Teacher, score_drafts
 from train.methods.losses import LossName, Parts, kl_divergence, parts_of, variation
@@ -104,7 +104,7 @@ def distill_method(
         return distill_loss(model, params, ids, batch, loss)
 
     def head_of(params: Any, training: dict[str, Any]) -> Head:
-        return Head("draft_model", config, params, draft_ids, TargetMetadata.of(target), training)
+        return Head(config.kind, config, params, draft_ids, TargetMetadata.of(target), training)
 
     return Method("draft_model", ("final_norm",), init, loss_of, head_of, layers=config.decoder)
 

@@ -19,12 +19,12 @@ from jaxtyping import Array, Float, Int, Key
 
 from specjax.errors import InputError
 from specjax.fields import Choice, Number, Whole
-from specjax.loading.head_formats.shared_with_target import target_embedding
-from specjax.loading.heads.head import Head, TargetMetadata
 from specjax.loading.model import Model
 from specjax.loading.user_messages import note
-from specjax.models.heads.eagle import Eagle, EagleConfig
-from specjax.models.heads.shared_parameters import share
+from specjax.methods.eagle.head import Eagle, EagleConfig
+from specjax.methods.heads.head import Head, TargetMetadata
+from specjax.methods.heads.shared_parameters import share
+from specjax.methods.heads.shared_with_target import target_embedding
 from train.data.batches import Batch
 from train.methods.blockwise_loss import Scoring, Teacher, score_drafts
 from train.methods.losses import (
@@ -100,7 +100,6 @@ def eagle_method(
     """
     head = Eagle(config, jnp.dtype(jnp.float32), multiply)
     ids = None if draft_ids is None else jnp.asarray(draft_ids)
-    kind = "eagle3" if config.version == 3 else "eagle"
 
     def init(key: Key[Array, ""]) -> dict[str, Any]:
         params = meta.unbox(head.init(key))
@@ -115,10 +114,10 @@ def eagle_method(
         return eagle_loss(head, params, target_params, ids, batch, key, loss)
 
     def head_of(params: Any, training: dict[str, Any]) -> Head:
-        return Head(kind, config, params, draft_ids, TargetMetadata.of(target), training)
+        return Head(config.kind, config, params, draft_ids, TargetMetadata.of(target), training)
 
     features = tuple(dict.fromkeys((*config.taps, "final_norm")))
-    return Method(kind, features, init, loss_of, head_of, layers=config.decoder)
+    return Method(config.kind, features, init, loss_of, head_of, layers=config.decoder)
 
 
 def from_target(

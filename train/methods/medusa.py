@@ -15,10 +15,10 @@ from flax.core import meta
 from jaxtyping import Array, Float, Int, Key
 
 from specjax.fields import Number
-from specjax.loading.heads.head import Head, TargetMetadata
 from specjax.loading.model import Model
-from specjax.models.heads.medusa import Medusa, MedusaConfig
-from specjax.models.heads.shared_parameters import share
+from specjax.methods.heads.head import Head, TargetMetadata
+from specjax.methods.heads.shared_parameters import share
+from specjax.methods.medusa.head import Medusa, MedusaConfig
 from train.data.batches import Batch
 from train.methods.blockwise_loss import Scores, Scoring, Teacher, score_drafts
 from train.methods.losses import LossName, Parts, PositionWeights, parts_for
@@ -81,7 +81,7 @@ def medusa_method(
         return total, heads_measures(loss, scores, batch.labels, {})
 
     def head_of(params: Any, training: dict[str, Any]) -> Head:
-        return Head("medusa", config, params, draft_ids, TargetMetadata.of(target), training)
+        return Head(config.kind, config, params, draft_ids, TargetMetadata.of(target), training)
 
     return Method("medusa", ("final_norm",), init, loss_of, head_of)
 

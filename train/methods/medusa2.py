@@ -16,10 +16,10 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Key
 
 from specjax.fields import Number, Whole
-from specjax.loading.heads.head import Head, TargetMetadata
 from specjax.loading.model import Model
+from specjax.methods.heads.head import Head, TargetMetadata
+from specjax.methods.medusa.head import Medusa, MedusaConfig
 from specjax.models.decoder import EXPERTS, Decoder
-from specjax.models.heads.medusa import Medusa, MedusaConfig
 from train.data.batches import Batch
 from train.experts.loads import below, feature_of, of_target
 from train.methods.blockwise_loss import Teacher
@@ -102,7 +102,7 @@ def medusa2_method(
 
     def head_of(params: Any, training: dict[str, Any]) -> Head:
         metadata = TargetMetadata.of(target)
-        return Head("medusa", config, params["heads"], draft_ids, metadata, training)
+        return Head(config.kind, config, params["heads"], draft_ids, metadata, training)
 
     def model_of(params: Any) -> Model:
         return with_params(target, params["target"])

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from specjax.loading.heads.head import Head
 from specjax.loading.model import Model
+from specjax.methods.heads.head import Head
 from specjax.models.config import DecoderConfig
 from train.experts.loads import Loads
 from train.methods.packed_rows import label_ahead

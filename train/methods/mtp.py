@@ -13,9 +13,9 @@ from jaxtyping import Array, Float, Int, Key
 
 from specjax.errors import InputError
 from specjax.fields import Choice, first_difference
-from specjax.loading.heads.head import Head, TargetMetadata
 from specjax.loading.model import Model
-from specjax.models.heads.mtp import Mtp, MtpConfig, MtpModules
+from specjax.methods.heads.head import Head, TargetMetadata
+from specjax.models.mtp import Mtp, MtpConfig, MtpModules
 from specjax.models.parameters import cast
 from train.data.batches import Batch
 from train.methods.method import Measures, Method
@@ -90,7 +90,7 @@ def mtp_method(
 
     def head_of(params: Any, training: dict[str, Any]) -> Head:
         modules = params["mtp"] if trains_target else params
-        return Head("mtp", config, modules, draft_ids, TargetMetadata.of(target), training)
+        return Head(config.kind, config, modules, draft_ids, TargetMetadata.of(target), training)
 
     def model_of(params: Any) -> Model:
         inside = None
@@ -103,7 +103,7 @@ def mtp_method(
     if trains_target:
         features = ("final_norm",) if loss.labels == "distributions" else ()
     else:
-        features = tuple(dict.fromkeys((*config.taps, "final_norm")))
+        features = tuple(dict.fromkeys((*config.features, "final_norm")))
     return Method(
         "mtp",
         features,

@@ -14,9 +14,9 @@ import optax
 from jaxtyping import Array, Float, Int
 
 from specjax.fields import Number, Whole, optional
+from specjax.methods.heads.shared_parameters import share
 from specjax.models.decoder import EXPERTS, Decoder
-from specjax.models.heads.mtp import Mtp
-from specjax.models.heads.shared_parameters import share
+from specjax.models.mtp import Mtp
 from train.data.batches import Batch
 from train.experts.loads import Loads, below, feature_of, of_modules, of_target
 from train.methods.blockwise_loss import Scores, Scoring, Teacher, score_drafts
@@ -102,7 +102,7 @@ def modules_loss(
     `trains_target` the gradient of the shared output layer is computed too.
     """
     params = {**params, "shared": share(target_params, draft_ids, head=True)}
-    taps = {name: features[name].astype(jnp.float32) for name in head.config.taps}
+    taps = {name: features[name].astype(jnp.float32) for name in head.config.features}
     steps = list(unroll(head, params, batch, taps, loss.steps))
     total, scores = score_drafts(
         Scoring(tuple(loss.parts.values()), trains_target, head.multiply, alpha=loss.dpace_alpha),
@@ -154,7 +154,7 @@ def joint_loss(
     draft is right if it is the current target's likeliest token.
     """
     target, labels = params["target"], batch.labels
-    taps = () if head is None else head.config.taps
+    taps = () if head is None else head.config.features
     names = tuple(dict.fromkeys(("final_norm", *taps, *feature_of(decoder))))
     features = features_of(decoder, target, batch, names)
     loads = below("target", of_target(decoder, features.get(EXPERTS), batch))

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
+from specjax.methods.draft_model.head import ReducedDecoder
 from specjax.models.decoder import Decoder
-from specjax.models.heads.draft_decoder import ReducedDecoder
 from train.data.batches import Batch
 
 

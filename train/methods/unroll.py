@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from specjax.models.heads.pair_head import PairHead
 from specjax.models.layers.attention import Partial, attend_in_blocks, merge
+from specjax.models.pair_head import PairHead
 from train.data.batches import Batch
 from train.methods.packed_rows import at_rows, visible
 

@@ -19,9 +19,9 @@ from specjax.fields import (
     read_values,
 )
 from specjax.files.path_checks import user_path
-from specjax.loading.corpus.documents import DocumentFiles, Documents, document_files
-from specjax.loading.corpus.text_tokens import encode_document
-from specjax.loading.corpus.tfds_texts import FieldNames, Texts, open_texts
+from specjax.loading.texts.documents import DocumentFiles, Documents, document_files
+from specjax.loading.texts.text_tokens import encode_document
+from specjax.loading.texts.tfds_texts import FieldNames, Texts, open_texts
 from specjax.loading.tokenizers.tokenizer import Tokenizer
 from train.data.examples import Example
 from train.data.responses import VALIDATION_EVERY, Numbering

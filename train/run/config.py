@@ -14,8 +14,8 @@ from specjax.cli.mesh_config import (
     distributed_fields,
     mesh_fields,
 )
-from specjax.decoding.sampling_params import SEED, TEMPERATURE
 from specjax.drafters import DRAFT_TOKENS
+from specjax.engine.requests import SEED, TEMPERATURE
 from specjax.errors import InputError
 from specjax.fields import (
     CrossCheck,

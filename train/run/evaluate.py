@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from specjax.decoding.generate import Generation, generate
-from specjax.decoding.options import FIXED
 from specjax.drafters import LoadedDrafter, head_drafter, make_drafter
+from specjax.engine.generate import Generation, generate
+from specjax.engine.options import FIXED
 from specjax.loading.model import Model
 from train.data.batches import Batch, build
 from train.data.packing import Source

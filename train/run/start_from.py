@@ -13,9 +13,10 @@ from jaxtyping import Array, Int32, Key
 from specjax.errors import InputError
 from specjax.fields import first_difference
 from specjax.files.path_checks import input_folder
-from specjax.loading.find_head import read_any_head, shipped_head
-from specjax.loading.heads.head import KINDS, Head, check_head
 from specjax.loading.model import Model
+from specjax.methods.find_head import read_any_head, shipped_head
+from specjax.methods.heads.head import Head, check_head
+from specjax.methods.registry import HEADS
 from train.methods.method import Method
 
 
@@ -29,7 +30,7 @@ class HeadFolder:
         A kind is, for example, "eagle3". Raises InputError, which names the field `name`, for
         neither.
         """
-        if not isinstance(value, str) or value not in KINDS:
+        if not isinstance(value, str) or value not in HEADS:
             input_folder(name, value)
         return str(value)
 
@@ -92,7 +93,7 @@ def open_earlier(name: str, target: Model) -> Earlier:
 
     Raises InputError if the head cannot be read or belongs to another target.
     """
-    shipped = name in KINDS
+    shipped = name in HEADS
     head = shipped_head(name, target) if shipped else read_any_head(name, target, "start_from")
     if head is None:
         raise InputError(

@@ -24,7 +24,6 @@ from specjax.loading.formats import parameter_names, tensor_layout
 from specjax.loading.model import array_table
 from specjax.models.config import DecoderConfig
 from specjax.models.cpu import tiles
-from specjax.models.heads.mtp import MtpConfig
 from specjax.models.layers.quantized import (
     QuantizedKernel,
     array_partitions,
@@ -32,6 +31,7 @@ from specjax.models.layers.quantized import (
     quantize,
 )
 from specjax.models.layers.tiled_kernel import Layout, TiledKernel, empty_tiles
+from specjax.models.mtp import MtpConfig
 from specjax.models.parameter_table import parameter_table
 from specjax.models.parameters import Parameter
 
@@ -348,11 +348,14 @@ def _of_rows(leaf: Sharding, axes: int, is_kernel: bool) -> Sharding:
 
 
 def stored_tree(
-    locations: Iterable[parameter_names.Location], tensors: Mapping[str, np.ndarray]
+    table: dict[str, Any],
+    locations: Iterable[parameter_names.Location],
+    tensors: Mapping[str, np.ndarray],
 ) -> dict[str, Any]:
     """Return a tree of host arrays, in the dtypes of the tensors, filled from tensors in memory.
 
-    `tensors` are arrays by name, and `locations` say where in the tree each belongs.
+    `tensors` are arrays by name, and `locations` say where in the tree of `table` each belongs. A
+    leaf of several tensors has the dtype that holds the numbers of all.
     """
 
     def read(location: parameter_names.Location, rows: slice, inputs: slice) -> np.ndarray:
@@ -360,12 +363,22 @@ def stored_tree(
         return tensor_layout.from_stored(tensors[location.name][index], location)
 
     params: dict[str, Any] = {}
-    for slot in _slots(locations, scan_layers=True):
-        rows = np.empty(slot.rows, tensors[slot.locations[0].name].dtype)
+    slots, dtypes = _slots(locations, scan_layers=True), dict[parameter_names.Path, set[Any]]()
+    for slot in slots:
+        stored = {tensors[location.name].dtype for location in slot.locations}
+        dtypes.setdefault(slot.path, set()).update(stored)
+    for slot in slots:
+        rows = np.empty(slot.rows, np.result_type(*dtypes[slot.path]))
         slot.fill(rows, read)
+        values = rows.T if slot.is_kernel else rows
         *parents, last = slot.path
         node = functools.reduce(lambda node, name: node.setdefault(name, {}), parents, params)
-        node[last] = rows.T if slot.is_kernel else rows
+        if not slot.index:
+            node[last] = values
+            continue
+        if last not in node:
+            node[last] = np.empty(parameter_names.lookup(table, slot.path).shape, values.dtype)
+        node[last][slot.index] = values
     return params
 
 

@@ -18,7 +18,7 @@ from specjax.models.config import (
     Mlp,
     Norm,
 )
-from specjax.models.heads.mtp import Concat
+from specjax.models.mtp import Concat
 
 _PARTS = {
     "norm": Norm,

@@ -20,9 +20,9 @@ from specjax.loading.formats.gguf_fields import MTP_MODULES, GgufFields
 from specjax.loading.formats.gguf_file import GgufFile, check_type
 from specjax.models.config import DecoderConfig
 from specjax.models.cpu import tiles
-from specjax.models.heads.mtp import MtpConfig
 from specjax.models.layers.quantized import GROUP
 from specjax.models.layers.tiled_kernel import Layout
+from specjax.models.mtp import MtpConfig
 
 _OF_ONE_EXPERT = re.compile(r"blk\.\d+\.ffn_(gate|up|down)\.\d+\.weight")
 _UNROUNDED = ("F32", "F16", "BF16")

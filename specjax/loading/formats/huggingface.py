@@ -35,7 +35,7 @@ from specjax.loading.formats.safetensors_files import (
 from specjax.loading.tokenizers.huggingface_tokenizer import write_tokenizer
 from specjax.loading.tokenizers.tokenizer import Tokenizer
 from specjax.models.config import DecoderConfig
-from specjax.models.heads.mtp import MtpConfig
+from specjax.models.mtp import MtpConfig
 
 _READ_IF_THERE = (
     "tokenizer.json",

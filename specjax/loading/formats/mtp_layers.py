@@ -12,8 +12,8 @@ from specjax.loading.model import MTP
 from specjax.loading.typed_fields import Fields
 from specjax.loading.user_messages import note
 from specjax.models.config import DecoderConfig
-from specjax.models.heads.mtp import MtpConfig
 from specjax.models.joined_kernels import parts
+from specjax.models.mtp import MtpConfig
 
 _COUNTS = (
     "num_nextn_predict_layers",

@@ -25,7 +25,7 @@ def own_rows(
     number, _ = location.entry.part
     first, stop, _ = rows.indices(location.rows[0])
     if location.entry.merged:
-        return (number, slice(first, stop), inputs)
+        return (number, slice(first, stop), inputs)[: 1 + len(location.rows)]
     before = number * location.rows[0]
     stored_rows = slice(before + first, before + stop)
     if location.entry.transposed:

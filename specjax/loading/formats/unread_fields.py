@@ -135,6 +135,11 @@ def _of_experts(experts: Experts) -> dict[tuple[str, ...], Any]:
     }
 
 
+def is_inert(name: str) -> bool:
+    """Return whether a field of this name never affects the logits."""
+    return _INERT.fullmatch(name) is not None
+
+
 def check_unread(fields: Fields, allowed: Implied, what: str) -> None:
     """Raise InputError for a field that was not read and would change the model.
 
@@ -159,7 +164,7 @@ def check_unread(fields: Fields, allowed: Implied, what: str) -> None:
             if value not in accepted and not (is_empty(value) and all(map(is_empty, accepted))):
                 has = " or ".join(shown(one) for one in accepted)
                 raise fields.fail(name, f"is not supported; {what} has only {has}")
-        elif not is_empty(value) and not _INERT.fullmatch(name):
+        elif not is_empty(value) and not is_inert(name):
             unknown.append(name)
     if unknown:
         raise fields.unknown(

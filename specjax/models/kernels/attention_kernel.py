@@ -22,8 +22,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Bool, Float, Int
 
-from specjax.cache import KVCache, Window
-from specjax.cached_entries import Entries, Int8Entries, powers_of_two
+from specjax.core.cache import KVCache, Window
+from specjax.core.cached_entries import Entries, Int8Entries, powers_of_two
 from specjax.models.layers.attention import (
     Partial,
     blocks_to_read,

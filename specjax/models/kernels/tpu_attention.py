@@ -21,8 +21,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from specjax.cache import KVCache
-from specjax.cached_entries import Entries, powers_of_two
+from specjax.core.cache import KVCache
+from specjax.core.cached_entries import Entries, powers_of_two
 from specjax.models.layers.attention import Partial, cache_operands, merge, on_each_device
 from specjax.models.layers.matmul import full_precision
 

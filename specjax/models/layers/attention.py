@@ -17,8 +17,8 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from specjax.cache import KVCache, by_shard
-from specjax.cached_entries import Entries, decode
+from specjax.core.cache import KVCache, by_shard
+from specjax.core.cached_entries import Entries, decode
 from specjax.distributed.sharding import DATA, partition
 from specjax.models.layers.matmul import full_precision
 
@@ -420,26 +420,6 @@ def on_each_device(
         check_vma=False,
     )
     return attend_own(values)
-
-
-def attend_whole_cache(
-    query: Float[Array, "B G X C"],
-    cache: KVCache,
-    layer: Int[Array, ""] | int,
-    start: Partial,
-    oldest: Int[Array, "B X"] | None = None,
-    softcap: float | None = None,
-    sinks: int = 0,
-) -> Partial:
-    """Return `start` merged with attention over one layer's whole capacity, in one product.
-
-    Slots without a committed token are masked. The arguments are those of `attend_cache`.
-    """
-    key, value = _read(cache, layer, 0, cache.capacity, query.dtype)
-    visible = _committed(cache.length, jnp.arange(cache.capacity), oldest, sinks)
-    # Otherwise XLA merges this product with the window's, and concatenates a copy of the cache.
-    query = lax.optimization_barrier(query)
-    return merge(start, attend(query, key, value, visible, softcap))
 
 
 def most_attended(

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from specjax.cache import KVCache, Window
+from specjax.core.cache import KVCache, Window
 from specjax.models.cpu import library
 from specjax.models.layers.attention import Partial
 

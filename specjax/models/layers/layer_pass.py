@@ -11,7 +11,7 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from specjax.cache import KVCache, Window
+from specjax.core.cache import KVCache, Window
 from specjax.models.layers.attention import Partial, attend, attend_in_blocks, ungroup
 from specjax.models.layers.decoder_layer import DecoderLayer, at_layer
 from specjax.models.layers.local_and_global_layers import LayerView

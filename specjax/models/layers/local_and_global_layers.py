@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from specjax.cache import Window
+from specjax.core.cache import Window
 from specjax.models.config import DecoderConfig, SlidingWindow
 from specjax.models.layers.decoder_layer import Rotation, rotate_by
 

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from specjax.models.heads import block_rows
-from specjax.models.heads.block import Block
+from specjax.methods.block import rows as block_rows
+from specjax.methods.block.head import Block
 from train.data.batches import Batch
 from train.methods.packed_rows import at_rows, label_ahead
 

@@ -21,11 +21,11 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from specjax.errors import InputError
 from specjax.fields import Choice, Number, Whole
-from specjax.loading.heads.head import Head, TargetMetadata
 from specjax.loading.model import Model
-from specjax.models.heads.block import Block, BlockConfig
-from specjax.models.heads.calibration import calibration_error, fit_temperature
-from specjax.models.heads.shared_parameters import share
+from specjax.methods.block.head import Block, BlockConfig
+from specjax.methods.heads.calibration import calibration_error, fit_temperature
+from specjax.methods.heads.head import Head, TargetMetadata
+from specjax.methods.heads.shared_parameters import share
 from train.data.batches import Batch
 from train.methods.blocks.anchors import Blocks, choose_blocks, run_blocks
 from train.methods.blockwise_loss import (

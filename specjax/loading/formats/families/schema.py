@@ -33,11 +33,12 @@ class Part:
     """One or several fields of a config that are read and written together.
 
     `read` (config.json) and `read_gguf` return their values, given the fields of the file and the
-    values read by earlier parts; `write` returns the fields of config.json.
+    values read by earlier parts; `write` returns the fields of config.json, given the config: a
+    `DecoderConfig`, or that of a head (`methods.heads.published_layout`).
     """
 
     read: Callable[[Fields, Values], Values] = _nothing
-    write: Callable[[DecoderConfig], Mapping[str, Any]] = _nothing
+    write: Callable[[Any], Mapping[str, Any]] = _nothing
     read_gguf: Callable[[GgufFields, Values], Values] = _nothing
 
 
@@ -74,7 +75,7 @@ def _row(
             return {path: gguf(fields)}
         return {path: kind(fields, gguf, evaluated(gguf_default, known))}
 
-    def write(config: DecoderConfig) -> dict[str, Any]:
+    def write(config: Any) -> dict[str, Any]:
         if path.startswith("experts.") and config.experts is None:
             return {}
         return {names[0]: attrgetter(path)(config)}
@@ -83,6 +84,7 @@ def _row(
 
 
 integer = functools.partial(_row, Fields.integer)
+count = functools.partial(_row, Fields.count)
 number = functools.partial(_row, Fields.number)
 optional_number = functools.partial(_row, Fields.optional_number)
 flag = functools.partial(_row, Fields.flag)

@@ -1,0 +1,1 @@
+"""The speculative step: drafters' contract, draft growth, cache, round, verification and loop."""

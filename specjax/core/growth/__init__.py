@@ -1,0 +1,1 @@
+"""Growth of drafts, level by level: chains, static trees and dynamic trees."""

@@ -1,0 +1,49 @@
+"""The static configuration of a compiled loop."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from specjax import sampling
+from specjax.core.language_model import LanguageModel
+from specjax.core.turn_taking import Turns
+
+
+@dataclass(frozen=True)
+class LoopPlan:
+    """The static configuration for which a loop is compiled.
+
+    `widths` are the window sizes at which a round can run, ascending up to N + 1. `chunks` are the
+    sizes of the passes that read prompts, descending (`prefill`). `rounds_per_step` (R) bounds the
+    rounds of one call. With `overlaps`, rounds also record sum_x min(p, q) at each verified node,
+    which costs one warp per node. With `full_drafts` the single drafter runs in each round for its
+    full length, and limits only truncate its drafts; loops and branches then wait for no data,
+    which an accelerator would have to send to the host. With a `page_size`, an engine's caches are
+    pools of `num_pages` pages of so many tokens.
+    """
+
+    target: LanguageModel
+    drafter: Turns
+    rule: sampling.Rule
+    widths: tuple[int, ...]
+    flags: sampling.WarpFlags
+    capacity: int
+    chunks: tuple[int, ...]
+    rounds_per_step: int = 64
+    logprobs: bool = False
+    overlaps: bool = False
+    full_drafts: bool = False
+    page_size: int | None = None
+    num_pages: int = 0
+
+    @property
+    def resumes(self) -> bool:
+        """Whether verification may resume the pass of a draft that has a `PartialPass`.
+
+        It may where one drafter drafts alone, and has run: because there is a node, as rounds
+        without nodes have a width of their own, in which all layers run, or because it runs in each
+        round. Features may be those of layers that would not run again.
+        """
+        ran = self.widths[0] == 1 or self.full_drafts
+        reads = self.drafter.features or self.drafter.pass_features
+        return len(self.drafter.parts) == 1 and not reads and ran

@@ -1,1 +1,0 @@
-"""Decoding: planning and compiling a call, the engine, and the loop over rounds."""

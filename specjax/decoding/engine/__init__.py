@@ -1,1 +1,0 @@
-"""The engine, in which requests that arrive at any time share a fixed number of slots."""

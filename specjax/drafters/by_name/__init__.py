@@ -1,1 +1,0 @@
-"""Drafters by name: their registry, options and construction, and vLLM's config."""

@@ -1,1 +1,0 @@
-"""Drafters with heads that were trained for one target."""

@@ -1,0 +1,1 @@
+"""Decoding for callers: options, requests, compiled programs, scheduling and results."""

@@ -1,0 +1,216 @@
+"""Requests: prompts in all their forms, with how tokens are sampled and when to stop."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, TypeVar
+
+import numpy as np
+from jaxtyping import Array, Key
+
+from specjax.errors import InputError, shown
+from specjax.fields import (
+    INT32_MAX,
+    Choice,
+    Items,
+    Number,
+    Text,
+    Whole,
+    check_instance,
+    unknown_name,
+    with_meanings,
+)
+from specjax.loading.model import Model
+from specjax.sampling import row_key, sample_key
+
+Item = TypeVar("Item")
+CHAT = Choice(("auto", "true", "false"))
+"""Whether prompts go through the chat template; "auto" means if the tokenizer has one."""
+_TOKEN_IDS = Items(
+    Whole(-INT32_MAX), remedy="use text, token ids, or messages with role and content"
+)
+Prompt = str | Sequence[int] | np.ndarray | Sequence[Mapping[str, Any]]
+"""Raw text, token ids, or a conversation for the chat template."""
+Prompts = Sequence[Prompt] | Prompt
+"""A list of prompts, a single prompt, or an array of token ids: one prompt, or one per row."""
+
+SEED = Whole(0, 2**32 - 1)
+"""The range of seeds, from which keys are made."""
+# Outside this range float32 overflows, or cannot be divided by.
+TEMPERATURE = Number(
+    1e-30, 1e30, zero=True, remedy="use 0 for greedy decoding, or a number from 1e-30 to 1e30"
+)
+TOP_K = Whole(remedy="use 0 for off, or k >= 1 that fits 32 bits")
+TOP_P = Number(1e-30, 1.0, remedy="use 1 for off, or a number in (0, 1]")
+MIN_P = Number(0.0, 1.0, remedy="use 0 for off, or a number in [0, 1]")
+_STOP = Items(Text(blank=True), remedy="use strings that are not empty")
+_STOP_TOKEN_IDS = Items(Whole(), remedy="use token ids, whole numbers of at least 0")
+
+
+@with_meanings
+@dataclass(frozen=True)
+class SamplingParams:
+    """The sampling parameters of one request, named as in vLLM except `max_new_tokens`.
+
+    Temperature, top_k, top_p and min_p apply in this order. The output ends at an end-of-sequence
+    token of the model, unless `ignore_eos`, at one of `stop_token_ids`, before one of the `stop`
+    strings, or after `max_new_tokens`. docs/support.md compares with vLLM. Raises InputError for
+    values out of range.
+    """
+
+    temperature: Annotated[float, TEMPERATURE] = 0.0
+    """What logits are divided by before a token is drawn; 0 is greedy decoding."""
+    top_k: Annotated[int, TOP_K] = 0
+    """The number of likeliest tokens among which a token is drawn; 0 is off."""
+    top_p: Annotated[float, TOP_P] = 1.0
+    """A token is drawn among the likeliest that together have this probability; 1 is off."""
+    min_p: Annotated[float, MIN_P] = 0.0
+    """A token is drawn among those that have this share of the likeliest one's probability."""
+    max_new_tokens: Annotated[int, Whole(1)] = 128
+    """The most tokens of the output."""
+    stop: Annotated[str | Sequence[str] | None, _STOP] = ()
+    """Strings before which the output ends; they may contain special tokens."""
+    stop_token_ids: Annotated[Sequence[int] | None, _STOP_TOKEN_IDS] = ()
+    """Tokens at which the output ends, beside those of the model."""
+    seed: Annotated[int, SEED] | None = None
+    """The seed of the request's own key; by default its key derives from its number."""
+    logprobs: bool = False
+    """Whether to return each token's log-probability under the target's unwarped distribution."""
+    ignore_eos: bool = False
+    """Whether the output continues after an end-of-sequence token of the model."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str | None):
+            object.__setattr__(self, "stop", (self.stop,) if self.stop is not None else ())
+        if self.stop_token_ids is None:
+            object.__setattr__(self, "stop_token_ids", ())
+        check_instance(self, "sampling.")
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> SamplingParams:
+        """Return the parameters in a dict of fields. Raises InputError for an unknown name."""
+        known = [field.name for field in fields(cls)]
+        for name in values:
+            if name not in known:
+                raise InputError(
+                    unknown_name("sampling.", name, values[name], dict.fromkeys(known))
+                )
+        return cls(**values)
+
+
+def one_per_prompt(
+    sampling: SamplingParams | Mapping[str, Any] | Sequence[SamplingParams | Mapping[str, Any]],
+    count: int,
+) -> list[SamplingParams]:
+    """Return the parameters of each of `count` prompts, from one entry for all or one per prompt.
+
+    Raises InputError if `sampling` is neither, or has another number of entries.
+    """
+    if isinstance(sampling, SamplingParams | Mapping):
+        sampling = [sampling] * count
+    if not isinstance(sampling, Sequence) or isinstance(sampling, str | bytes):
+        raise InputError(
+            f"sampling={shown(sampling)}: use SamplingParams, a dict of its fields, or one of "
+            "these for each prompt"
+        )
+    if len(sampling) != count:
+        raise InputError(
+            f"sampling has {len(sampling)} entries for {count} prompts: pass one, or one per prompt"
+        )
+    requests = []
+    for at, entry in enumerate(sampling):
+        if isinstance(entry, Mapping):
+            entry = SamplingParams.of(entry)
+        if not isinstance(entry, SamplingParams):
+            raise InputError(
+                f"sampling[{at}]={shown(entry)}: use SamplingParams, or a dict of its fields"
+            )
+        requests.append(entry)
+    return requests
+
+
+def as_prompts(prompts: Prompts) -> Sequence[Prompt]:
+    """Return a list of prompts; a single string, conversation or list of token ids is wrapped.
+
+    Raises InputError if there is no prompt.
+    """
+    dimensions = getattr(prompts, "ndim", None)
+    if isinstance(prompts, str) or dimensions == 1:
+        return [prompts]
+    if dimensions == 2:
+        prompts = list(prompts)
+    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
+        raise InputError(f"prompts={shown(prompts)}: give a prompt, or a list of prompts")
+    if not len(prompts):
+        raise InputError("prompts is empty: give at least one")
+    is_one = all(isinstance(entry, Mapping) for entry in prompts) or all(
+        isinstance(entry, int | np.integer) and not isinstance(entry, bool) for entry in prompts
+    )
+    return [prompts] if is_one else prompts
+
+
+def encode_prompt(model: Model, prompt: Prompt, name: str = "prompt") -> list[int]:
+    """Return the token ids of a prompt; errors call it `name`.
+
+    Raises InputError for an empty prompt, ids outside the vocabulary, or a missing tokenizer.
+    """
+    messages = isinstance(prompt, Sequence) and len(prompt) and isinstance(prompt[0], Mapping)
+    if isinstance(prompt, str | Mapping) or messages:
+        if model.tokenizer is None:
+            raise InputError(f"{name}: {model.name} has no tokenizer; give token ids")
+        encode = model.tokenizer.encode if isinstance(prompt, str) else model.tokenizer.encode_chat
+        try:
+            ids = encode(prompt)
+        except InputError as error:
+            raise InputError(f"{name}: {error}") from None
+    else:
+        ids = list(_TOKEN_IDS.check(name, prompt))
+    if not ids:
+        raise InputError(f"{name} is empty: give at least one token")
+    size = model.config.vocab_size
+    for token in (min(ids), max(ids)):
+        if not 0 <= token < size:
+            known = model.tokenizer and model.tokenizer.name_beyond(token)
+            called = f" ({known!r:.60}, which has no row in the model's embedding)" if known else ""
+            raise InputError(
+                f"{name}: token id {shown(token)}{called} is outside the vocabulary of {size} "
+                "tokens; leave it out"
+            )
+    if unused := set(model.config.unused_tokens).intersection(ids):
+        raise InputError(
+            f"{name}: token id {min(unused)} names no token of the tokenizer; leave it out"
+        )
+    return ids
+
+
+def groups(items: Sequence[Item], size: int) -> list[Sequence[Item]]:
+    """Return items, such as requests, in their order, in groups of `size`; the last may be less."""
+    return [items[first : first + size] for first in range(0, len(items), size)]
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt's token ids and its sampling parameters, for one row of a batch.
+
+    `number` is that of the request, such as the index of its prompt in the input, and `sample` that
+    of the sample in it. A row that was put back and resumes has `emitted` tokens already, in
+    `rounds` rounds.
+    """
+
+    number: int
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+    sample: int = 0
+    emitted: tuple[int, ...] = ()
+    rounds: int = 0
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """The tokens from which the row starts: the prompt, and what it has emitted."""
+        return self.prompt + self.emitted
+
+    def key(self, seed: int) -> Key[Array, ""]:
+        """Return the key from which all draws of the row derive, in a call with this `seed`."""
+        key = row_key(seed, self.number, self.sampling.seed, self.prompt)
+        return sample_key(key, self.sample)

@@ -1,0 +1,1 @@
+"""Texts of many documents, from files and data sets, as tokens."""

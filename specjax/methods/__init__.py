@@ -1,0 +1,1 @@
+"""Drafting methods, one file or folder each, by name and with their options."""

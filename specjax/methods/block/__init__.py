@@ -1,0 +1,1 @@
+"""Block drafters: DFlash, DFlash2 and DSpark."""

@@ -1,0 +1,60 @@
+"""Many blocks of a block drafter at once, over whole rows and without a cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from specjax.methods.block.head import Block
+from specjax.models.layers.attention import Partial, attend, attend_in_blocks, merge
+
+
+def run_blocks(
+    head: Block,
+    params: dict[str, Any],
+    features: dict[str, Float[Array, "B T Dt"]],
+    positions: Int[Array, "B T"],
+    roots: Int[Array, "B A"],
+    root_positions: Int[Array, "B A"],
+    seen: Bool[Array, "B A T"],
+    drafts: int,
+) -> Float[Array, "B A K D"]:
+    """Return the states of the K = `drafts` tokens that each of A blocks per row drafts.
+
+    Block a of a row begins with the token `roots[a]` at `root_positions[a]`, and attends to itself
+    and to those of the row's features, at `positions`, that are `seen`. The two results are merged,
+    so that scores of all blocks with each other do not exist.
+    """
+    config, (size, num_blocks) = head.config, roots.shape
+    slots = config.num_slots(drafts)
+    masks = jnp.full((size, num_blocks, slots - 1), config.mask_token_id, roots.dtype)
+    tokens = jnp.concatenate([roots[:, :, None], masks], axis=2).reshape(size, -1)
+    block_positions = root_positions[:, :, None] + jnp.arange(slots)[None, None, :]
+    heads, kv_heads = config.decoder.num_heads, config.decoder.num_kv_heads
+    seen = jnp.repeat(seen, slots * heads // kv_heads, axis=1)[:, None]
+    inside = jnp.repeat(head.visible(slots), heads // kv_heads, axis=0)[None, None]
+    context = head.context(params, head.fuse(params, features), positions)
+    rounded = head.multiply is not None
+
+    def by_block(x: Float[Array, "B G AX C"]) -> Float[Array, "BA G X C"]:
+        x = x.reshape(size, kv_heads, num_blocks, -1, x.shape[-1])
+        return jnp.moveaxis(x, 2, 1).reshape(size * num_blocks, kv_heads, -1, x.shape[-1])
+
+    def by_row(x: Float[Array, "BA G X C"]) -> Float[Array, "B G AX C"]:
+        x = x.reshape(size, num_blocks, kv_heads, -1, x.shape[-1])
+        return jnp.moveaxis(x, 1, 2).reshape(size, kv_heads, -1, x.shape[-1])
+
+    def attend_layer(layer: int, query: jax.Array, key: jax.Array, value: jax.Array) -> Partial:
+        of_features = attend_in_blocks(
+            query, context.k[layer], context.v[layer], seen, rounded=rounded
+        )
+        own_key, own_value = (by_block(x.transpose(0, 2, 1, 3)) for x in (key, value))
+        of_block = attend(by_block(query), own_key, own_value, inside, rounded=rounded)
+        return merge(of_features, Partial(*map(by_row, of_block)))
+
+    states = head.states(params, tokens, block_positions.reshape(size, -1), attend_layer, slots)
+    states = states.reshape(size, num_blocks, slots, -1)
+    return states[:, :, slots - drafts :]

@@ -1,0 +1,1 @@
+"""Drafts copied from an index of texts and of finished requests."""

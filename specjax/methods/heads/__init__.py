@@ -1,0 +1,1 @@
+"""Trained heads: their files, published layouts, and what their drafters share."""

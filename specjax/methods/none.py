@@ -1,0 +1,15 @@
+"""Plain decoding, as a method that drafts nothing."""
+
+from __future__ import annotations
+
+from specjax.core.none import NoDrafter
+from specjax.methods.method import Method
+
+NONE = Method(
+    name=NoDrafter.name,
+    paper="",
+    drafter=NoDrafter,
+    alone="it drafts nothing",
+    not_offered="a draft length of 0 is plain decoding",
+    in_all=False,
+)

@@ -1,1 +1,0 @@
-"""Trained draft heads: EAGLE, Medusa, MTP, and draft models with the target's embedding."""
