@@ -25,6 +25,7 @@ OTHER_THINGS = {
     "specjax/loading/model.py": {"mtp"},  # modules of a target, and below among its parameters
     "specjax/loading/quantize.py": {"mtp"},
     "specjax/loading/texts/documents.py": {"none"},
+    "specjax/methods/published_layouts.py": {"none"},
     "specjax/methods/options.py": {"none", "eagle3"},  # nothing, and an example in a message
     "specjax/models/mtp.py": {"mtp"},  # the kind of head that these modules are
     "specjax/serving/requests.py": {"none", "suffix"},  # OpenAI's
@@ -35,7 +36,6 @@ OTHER_THINGS = {
 LAYOUTS = {
     "specjax/export.py": {"medusa"},
     "specjax/methods/heads/checkpoint.py": {"eagle"},
-    "specjax/methods/heads/published_layouts.py": {"none", *METHODS},
 }
 """Names of published layouts that are those of the methods."""
 
